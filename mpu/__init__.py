@@ -1,20 +1,18 @@
-"""The model-parallel unit: tensor parallelism in the Megatron style, with torch alone (and numpy's generator where
-dropout is given keys).
+"""The model-parallel unit: tensor parallelism in the Megatron style, with only torch (and numpy's generator for
+dropout that is given keys).
 
 The files in the order in which to read them:
 
-    partition           which part of a parameter each rank owns
-    initialize          the groups of ranks
-    mappings            the four communication operations with their gradients, and the pair of sequence parallelism
-    pipeline            what the stages of a pipeline send each other
-    random              random streams, and activation checkpointing that repeats them
-    grads               partial gradients that are completed, the global norm, clipping
-    dropout             masks that do not depend on the layout
-    layers              column- and row-parallel linear layers, embeddings
-    transformer_config  what a layer is
-    attention           causal self-attention, and attention within documents
-    transformer         MLP and layer
-    cross_entropy       the loss over a split vocabulary
+    partition     which part of a parameter each rank owns
+    initialize    the groups of ranks
+    mappings      the four communication operations with their gradients, and the pair of sequence parallelism
+    pipeline      what the stages of a pipeline send each other
+    random        random streams, dropout, and activation checkpointing that repeats them
+    grads         partial gradients that are completed, the global norm, clipping
+    layers        column- and row-parallel linear layers, embeddings
+    attention     causal self-attention of some heads, and attention within documents
+    cross_entropy the loss over a split vocabulary
+    transformer   what a layer is; attention, MLP and layer
 
 `kv_cache` serves generation, `host_memory` holds what backward needs on the host, and `megatron_2019` has names of 2019
 that nothing here uses.
@@ -24,9 +22,8 @@ The names below that Megatron's `mpu` had in 2019 keep their meaning and the ord
 came later are given by keyword.
 """
 
-from mpu.attention import Documents, ParallelSelfAttention
+from mpu.attention import Documents
 from mpu.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
-from mpu.dropout import dropout_keys, hidden_dropout
 from mpu.grads import clip_grad_norm, mark_sequence_parallel, squared_norm, sum_sequence_parallel_grads
 from mpu.host_memory import HostMemory
 from mpu.initialize import (
@@ -83,9 +80,16 @@ from mpu.pipeline import (
     receive_from_previous_stage,
     send_to_next_stage,
 )
-from mpu.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
-from mpu.transformer import PLAIN_MODULES, LayerNorm, Modules, ParallelMLP, ParallelTransformerLayer
-from mpu.transformer_config import TransformerConfig
+from mpu.random import dropout_keys, get_cuda_rng_tracker, hidden_dropout, model_parallel_cuda_manual_seed
+from mpu.transformer import (
+    PLAIN_MODULES,
+    LayerNorm,
+    Modules,
+    ParallelMLP,
+    ParallelSelfAttention,
+    ParallelTransformerLayer,
+    TransformerConfig,
+)
 
 __all__ = [
     "Box",

@@ -23,11 +23,10 @@ from mpu.mappings import copy_to_model_parallel_region, gather_from_sequence_par
 from mpu.partition import check_ids, local_ids
 
 
-def _shard(target: Tensor, columns: int, group: ProcessGroup | None, vocab_size: int | None) -> kernels.VocabShard:
-    """Where the targets [...] are among the `columns` columns of this rank, padding included."""
-    rank = group_rank_and_size(group)[0]
-    true = columns if vocab_size is None else min(max(vocab_size - rank * columns, 0), columns)
-    return kernels.VocabShard(true, *local_ids(target, rank * columns, (rank + 1) * columns))
+def vocab_shard(target: Tensor, number: int, columns: int, vocab_size: int) -> kernels.VocabShard:
+    """Shard `number` of the vocabulary, of `columns` columns, padding included, and the targets [...] among them."""
+    first = number * columns
+    return kernels.VocabShard(min(max(vocab_size - first, 0), columns), *local_ids(target, first, first + columns))
 
 
 def _combine(group: ProcessGroup | None) -> Callable[[Tensor], Tensor] | None:
@@ -54,21 +53,17 @@ def loss_of(whole: Tensor) -> Tensor:
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        target: Tensor,
-        group: ProcessGroup | None,
-        vocab_size: int | None,
-        grad_enabled: bool,
+        ctx: Any, logits: Tensor, target: Tensor, group: ProcessGroup | None, vocab_size: int, grad_enabled: bool
     ) -> Tensor:
-        shard, combine = _shard(target, logits.size(-1), group, vocab_size), _combine(group)
-        x = logits.to(torch.float32, copy=True)
-        local = shard.exponentials(x)
-        whole = local if combine is None else combine(local)
-        loss = loss_of(whole)
-        if grad_enabled and ctx.needs_input_grad[0]:
-            ctx.save_for_backward(shard.d_logits(x, local, whole, torch.ones_like(loss)).to(logits.dtype))
-        return loss
+        needs_grad = grad_enabled and ctx.needs_input_grad[0]
+        columns, target = logits.size(-1), target.flatten()
+        shard = vocab_shard(target, group_rank_and_size(group)[0], columns, vocab_size)
+        x = logits.clone(memory_format=torch.contiguous_format)  # the softmax writes the gradient over it
+        weight = torch.ones(target.shape, device=logits.device) if needs_grad else None
+        whole = kernels.vocab_parallel_softmax(x.view(-1, columns), shard, weight, _combine(group))
+        if needs_grad:
+            ctx.save_for_backward(x)
+        return loss_of(whole).view(logits.shape[:-1])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -87,7 +82,8 @@ def vocab_parallel_cross_entropy(
     vocab_size: the true vocabulary; columns past it are masked (default: every column counts).
     """
     group = group if group is not None else get_tensor_model_parallel_group()
-    check_ids(target, vocab_size or logits.size(-1) * group_rank_and_size(group)[1], "target")
+    vocab_size = vocab_size or logits.size(-1) * group_rank_and_size(group)[1]
+    check_ids(target, vocab_size, "target")
     # Inside of `forward` gradients are always off, and needs_input_grad does not know of no_grad.
     return _VocabParallelCrossEntropy.apply(  # type: ignore[no-any-return]
         logits, target, group, vocab_size, torch.is_grad_enabled()
@@ -112,7 +108,8 @@ class LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         """See `vocab_parallel_linear_cross_entropy`."""
         needs_grad = grad_enabled and any(ctx.needs_input_grad)
-        shard, combine = _shard(target, weight.size(0), group, vocab_size), _combine(group)
+        shard = vocab_shard(target, group_rank_and_size(group)[0], weight.size(0), vocab_size)
+        combine = _combine(group)
         d_hidden = torch.empty_like(hidden) if needs_grad else hidden
         d_weight = kernels.SumOfProducts()
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)

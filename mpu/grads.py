@@ -79,31 +79,22 @@ def clip_grad_norm(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_
     """
     state = get_parallel_state()
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    with_grad = [p for p in parameters if p.grad is not None]
-    grads = [p.grad for p in with_grad if p.grad is not None]
+    grads = [(p.grad, getattr(p, "model_parallel", False)) for p in parameters if p.grad is not None]
     device = parameters[0].device if parameters else torch.device("cpu")  # the same kind on ranks without a gradient
     if norm_type == 2:
-        is_split = [getattr(p, "model_parallel", False) for p in with_grad]
-        norm = (
-            squared_norm(
-                (g for g, s in zip(grads, is_split, strict=True) if s),
-                (g for g, s in zip(grads, is_split, strict=True) if not s),
-                device,
-            )
-            .sqrt()
-            .item()
-        )
+        split, replicated = ([grad for grad, is_split in grads if is_split == wanted] for wanted in (True, False))
+        total = squared_norm(split, replicated, device).sqrt()
     elif norm_type == torch.inf:
-        largest = torch.zeros((), device=device)
-        for grad in grads:
-            largest = torch.maximum(largest, grad.abs().max().float())
+        total = torch.zeros((), device=device)
+        for grad, _ in grads:
+            total = torch.maximum(total, grad.abs().max().float())
         if state.model_parallel_size > 1:
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=state.model_parallel_group)
-        norm = largest.item()
+            dist.all_reduce(total, op=dist.ReduceOp.MAX, group=state.model_parallel_group)
     else:
         raise ValueError(f"clip_grad_norm knows the norms 2 and inf, not {norm_type}")
+    norm = total.item()
     scale = max_norm / (norm + 1e-6)
     if scale < 1:
-        for grad in grads:
+        for grad, _ in grads:
             grad.mul_(scale)
     return norm

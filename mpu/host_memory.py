@@ -16,7 +16,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +24,8 @@ from torch.distributed import ProcessGroup
 from mpu.mappings import all_gather_first_dim
 
 LARGE = 1 << 20  # bytes: what a layer keeps in smaller tensors stays on the device
+
+Parked = Callable[[], Tensor]  # gives the tensor, on the device
 
 
 class HostMemory:
@@ -40,11 +41,11 @@ class HostMemory:
         self._free: defaultdict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._leaving: list[Part] = []
-        self._newest: Callable[[], Part | None] = lambda: None
+        self._newest: Part | None = None
 
     def forward_begins(self) -> None:
         """The next part is the first of its pass."""
-        self._newest = lambda: None
+        self._newest = None
 
     def forward_ends(self) -> None:
         """Free on the device what is still leaving it."""
@@ -53,10 +54,9 @@ class HostMemory:
     def part(self) -> Part:
         """The next part of this pass."""
         self._free_left(but=1)
-        part = Part(self, self._newest)
-        self._leaving.append(part)
-        self._newest = weakref.ref(part)
-        return part
+        self._newest = Part(self, self._newest)
+        self._leaving.append(self._newest)
+        return self._newest
 
     @contextlib.contextmanager
     def of_layer(self, layer: nn.Module, *, at_least: int = LARGE) -> Iterator[None]:
@@ -86,18 +86,17 @@ class HostMemory:
         """The inverse of `take`. Copies of it may still run: what its next user copies comes after them."""
         self._free[host.numel(), host.dtype].append(host)
 
-    @contextlib.contextmanager
-    def copies(self) -> Iterator[torch.cuda.Event | None]:
-        """Inside, copies go to the side stream, after what the main stream was given so far. Gives an event that comes
-        after them."""
+    def copy(self, target: Tensor, source: Tensor) -> torch.cuda.Event | None:
+        """Begin to copy on the side stream, after what the main stream was given so far. Returns an event after it."""
         if self._side is None:
-            yield None
-            return
+            target.copy_(source)
+            return None
         done = torch.cuda.Event()
         self._side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._side):
-            yield done
+            target.copy_(source, non_blocking=True)
             done.record(self._side)
+        return done
 
     def wait(self, done: torch.cuda.Event | None) -> None:
         """Let what the main stream is given next come after `done`."""
@@ -106,31 +105,30 @@ class HostMemory:
 
 
 class Part:
-    """What leaves the device together and comes back together. before: the part that backward needs next."""
+    """The tensors that leave the device together and come back together. before: the part that backward needs next."""
 
-    def __init__(self, memory: HostMemory, before: Callable[[], Part | None]) -> None:
+    def __init__(self, memory: HostMemory, before: Part | None) -> None:
         self._memory, self._before = memory, before
-        self._leaving: dict[int, _Leaving] = {}  # by address
+        self._leaving: dict[int, weakref.ref[_Storage]] = {}  # by address, which is not used again before `free`
         self._parked: list[weakref.ref[_Storage]] = []
 
     def park(self, x: Tensor) -> Parked:
         """Copy the memory of `x` to the host, unless a tensor that shares it is there already."""
-        leaving = self._leaving.get(_address(x))
-        storage = leaving.storage() if leaving is not None else None
+        known = self._leaving.get(_address(x))
+        storage = known() if known is not None else None
         if storage is None:
             numel = x.untyped_storage().nbytes() // x.element_size()
-            whole = x.detach().as_strided((numel,), (1,), 0)
-            storage = _Storage(self._memory, self, self._memory.take(numel, x.dtype))
-            with self._memory.copies() as done:
-                storage.host.copy_(whole, non_blocking=True)
+            storage = _Storage(self._memory, self, x.detach().as_strided((numel,), (1,), 0))
+            self._leaving[_address(x)] = weakref.ref(storage)
             self._parked.append(weakref.ref(storage))
-            self._leaving[_address(x)] = _Leaving(whole, done, self._parked[-1])
-        return Parked(storage, x.dtype, x.shape, x.stride(), int(x.storage_offset()))
+        dtype, shape, stride, offset = x.dtype, x.shape, x.stride(), int(x.storage_offset())
+        return lambda: storage.get().view(dtype).as_strided(shape, stride, offset)
 
     def free(self) -> None:
         """Free on the device what was copied."""
-        for leaving in self._leaving.values():
-            self._memory.wait(leaving.done)
+        for parked in self._leaving.values():
+            if (storage := parked()) is not None:
+                storage.free()
         self._leaving.clear()
 
     def fetch(self, *, ahead: bool = False) -> None:
@@ -138,66 +136,49 @@ class Part:
         for parked in reversed(self._parked):
             if (storage := parked()) is not None:
                 storage.fetch()
-        if not ahead and (before := self._before()) is not None:
-            before.fetch(ahead=True)
-
-
-class _Leaving(NamedTuple):
-    """Memory of the device that is copied until `done`, and where to."""
-
-    whole: Tensor
-    done: torch.cuda.Event | None
-    storage: weakref.ref[_Storage]
+        if not ahead and self._before is not None:
+            self._before.fetch(ahead=True)
 
 
 class _Storage:
-    """The memory of a tensor. On the host from `Part.park` on; from `fetch` on also on the device."""
+    """The memory of a tensor, [elements]: on the host, and on the device until `free` and from `fetch` on."""
 
-    def __init__(self, memory: HostMemory, part: Part, host: Tensor) -> None:
-        self._memory, self.part, self.host = memory, part, host
-        self._back: Tensor | None = None
-        self._arrival: torch.cuda.Event | None = None
+    def __init__(self, memory: HostMemory, part: Part, whole: Tensor) -> None:
+        self._memory, self._part = memory, part
+        self._host = memory.take(whole.numel(), whole.dtype)
+        self._on_device: Tensor | None = whole
+        self._copied = memory.copy(self._host, whole)  # the last copy from or to the device
+
+    def free(self) -> None:
+        """Free it on the device, when it has been copied."""
+        self._wait()
+        self._on_device = None
 
     def fetch(self) -> None:
         """Start to copy it to the device."""
-        if self._back is None:
-            self._back = torch.empty(self.host.numel(), dtype=self.host.dtype, device=self._memory.device)
-            with self._memory.copies() as self._arrival:
-                self._back.copy_(self.host, non_blocking=True)
+        if self._on_device is None:
+            self._on_device = torch.empty_like(self._host, device=self._memory.device)
+            self._copied = self._memory.copy(self._on_device, self._host)
 
     def get(self) -> Tensor:
         """It, on the device."""
-        self.part.fetch()
-        assert self._back is not None
-        self._arrive()
-        return self._back
+        self._part.fetch()
+        assert self._on_device is not None
+        self._wait()
+        return self._on_device
 
-    def _arrive(self) -> None:
-        self._memory.wait(self._arrival)
-        self._arrival = None
+    def _wait(self) -> None:
+        self._memory.wait(self._copied)
+        self._copied = None
 
     def __del__(self) -> None:
-        self._arrive()  # the device's memory is not free before
-        self._memory.give_back(self.host)
-
-
-class Parked(NamedTuple):
-    """A tensor as it lay in the memory that was parked."""
-
-    storage: _Storage
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-    def get(self) -> Tensor:
-        """It, on the device."""
-        return self.storage.get().view(self.dtype).as_strided(self.shape, self.stride, self.offset)
+        self._wait()  # the device's memory is not free before
+        self._memory.give_back(self._host)
 
 
 def unpack(kept: Tensor | Parked) -> Tensor:
-    """What autograd is given for what it kept."""
-    return kept.get() if isinstance(kept, Parked) else kept
+    """The tensor that autograd is given for what it kept."""
+    return kept if isinstance(kept, Tensor) else kept()
 
 
 def _address(x: Tensor) -> int:
@@ -205,10 +186,10 @@ def _address(x: Tensor) -> int:
 
 
 def keeping_arguments(group: ProcessGroup | None, host_memory: HostMemory | None) -> AbstractContextManager[object]:
-    """Inside, autograd keeps of each tensor this rank's part alone, and that, or the tensor, in the host's memory.
+    """Inside, autograd keeps of each tensor only this rank's part, and that, or the tensor, in the host's memory.
 
     group: over which tensors are split, which must be the same on all its ranks; None: they are kept whole. Backward
-    gathers them in the same order on all ranks. host_memory: None where they stay on the device.
+    gathers them, contiguous, in the same order on all ranks. host_memory: None if they stay on the device.
     Parameters, which exist in any case, are left alone.
     """
     group = group if group is not None and group.size() > 1 else None
@@ -216,19 +197,15 @@ def keeping_arguments(group: ProcessGroup | None, host_memory: HostMemory | None
         return contextlib.nullcontext()
     part = host_memory.part() if host_memory is not None else None
 
-    def pack(x: Tensor) -> Tensor | tuple[torch.Size, Tensor | Parked]:
+    def pack(x: Tensor) -> Tensor | Parked:
         if isinstance(x, nn.Parameter):
             return x
-        kept = x if group is None else own_part(x, group)
-        return x.shape, kept if part is None else part.park(kept)
+        own = x if group is None else own_part(x, group)
+        kept = own if part is None else part.park(own)
+        shape = x.shape
+        return lambda: unpack(kept) if group is None else gather_parts(unpack(kept), shape, group)
 
-    def unpack_and_gather(kept: Tensor | tuple[torch.Size, Tensor | Parked]) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
-        shape, own = kept[0], unpack(kept[1])
-        return own if group is None else gather_parts(own, shape, group)
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack_and_gather)
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
 def own_part(x: Tensor, group: ProcessGroup) -> Tensor:

@@ -16,7 +16,9 @@ Without a pipeline the model-parallel group is the tensor group, as it was in 20
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 
@@ -48,10 +50,8 @@ class ParallelState:
     @property
     def rank(self) -> int:
         """The global rank."""
-        stages_before = self.pipeline_model_parallel_rank * self.data_parallel_size
-        return (
-            stages_before + self.data_parallel_rank
-        ) * self.tensor_model_parallel_size + self.tensor_model_parallel_rank
+        replicas = self.pipeline_model_parallel_rank * self.data_parallel_size + self.data_parallel_rank  # before it
+        return replicas * self.tensor_model_parallel_size + self.tensor_model_parallel_rank
 
     @property
     def model_parallel_rank(self) -> int:
@@ -107,26 +107,22 @@ def initialize_model_parallel(
             + (f" x {p} pipeline stages" if p != 1 else "")
         )
     d = world_size // (t * p)
-    numbers = [
-        [[(stage * d + replica) * t + shard for shard in range(t)] for replica in range(d)] for stage in range(p)
-    ]  # [pipeline][data][tensor]
-    tensor, pipeline, data, model, embedding = (None,) * 5
-    if dist.is_initialized():
-        # Every rank takes part in making every group, in the same order, and gets the one that it is in.
-        def own_group(groups: list[list[int]]) -> ProcessGroup | None:
-            return dist.new_subgroups_by_enumeration(groups, timeout=timeout)[0]  # type: ignore[no-any-return]
+    ranks = torch.arange(world_size).view(p, d, t)  # [pipeline, data, tensor]
+    columns = ranks.permute(1, 2, 0).reshape(-1, p)  # each a pipeline
 
-        tensor = model = own_group([shards for replicas in numbers for shards in replicas])
-        data = own_group([[shards[shard] for shards in replicas] for replicas in numbers for shard in range(t)])
-        if p > 1:
-            columns = [
-                [numbers[stage][replica][shard] for stage in range(p)] for replica in range(d) for shard in range(t)
-            ]
-            model = own_group(
-                [[number for stage in range(p) for number in numbers[stage][replica]] for replica in range(d)]
-            )
-            pipeline = own_group(columns)
-            embedding = own_group([[column[0], column[-1]] for column in columns])
+    def own_group(groups: Tensor) -> ProcessGroup | None:
+        """The group that this rank is in. Every rank takes part in making every group, in the same order."""
+        if not dist.is_initialized():
+            return None
+        return dist.new_subgroups_by_enumeration(groups.tolist(), timeout=timeout)[0]  # type: ignore[no-any-return]
+
+    tensor = model = own_group(ranks.view(-1, t))
+    data = own_group(ranks.transpose(1, 2).reshape(-1, d))
+    pipeline = embedding = None
+    if p > 1:
+        model = own_group(ranks.transpose(0, 1).reshape(d, -1))
+        pipeline = own_group(columns)
+        embedding = own_group(columns[:, [0, -1]])
     _default = ParallelState(
         tensor_model_parallel_group=tensor,
         pipeline_model_parallel_group=pipeline,

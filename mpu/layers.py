@@ -1,6 +1,6 @@
 """Embeddings and linear layers whose weights are split over a model-parallel group (arXiv:1909.08053, section 3).
 
-Legend: b batch, s sequence, h hidden, p model-parallel size, v padded vocabulary, t tokens.
+Legend: b batch, s sequence, h hidden, i input and o output features of this rank, p model-parallel size, t tokens.
 
 With sequence_parallel (arXiv:2205.05198) the input of a column-parallel layer, and the output of a row-parallel layer
 or an embedding, is this rank's part of the first dimension: [s/p, ...] in place of [s, ...]. Each all-reduce becomes an
@@ -31,88 +31,55 @@ from mpu.mappings import (
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_model_parallel_region,
 )
-from mpu.partition import PartitionSpec, check_ids, local_ids, vocab_range
+from mpu.partition import PartitionSpec, check_ids, local_ids
 
 InitMethod = Callable[[Tensor], object]
-
-
-def initial_weight(shape: tuple[int, ...], init_method: InitMethod, device: torch.device | str | None) -> Tensor:
-    """A whole float32 weight, drawn on the CPU whatever the device. Where the device is "meta" nothing is drawn, and
-    the weight is on the meta device."""
-    if device is not None and torch.device(device).type == "meta":
-        return torch.empty(shape, device=device)
-    weight = torch.empty(shape)
-    with torch.no_grad():
-        init_method(weight)
-    return weight
+Device = torch.device | str | None
+# Takes dY [t, o] and X [t, i], either of which may be in parts, and gives dYᵀX [o, i] to autograd, or None if the
+# gradient goes another way: into a buffer, or later.
+WeightGradientSink = Callable[[Any, Any], Tensor | None]
 
 
 class ParallelLayer(nn.Module):
-    """What the layers have in common: the group, which is resolved once, and parameters that are made from specs."""
+    """The base of all layers: the group, which is resolved once, and parameters that are made from specs."""
 
-    def __init__(self, group: ProcessGroup | None) -> None:
+    def __init__(self, group: ProcessGroup | None, device: Device, sequence_parallel: bool = False) -> None:
         super().__init__()
         self.group = group if group is not None else get_tensor_model_parallel_group()
         self.rank, self.world_size = group_rank_and_size(self.group)
+        self.sequence_parallel = sequence_parallel
+        self._device = device
         self._specs: dict[str, PartitionSpec] = {}
 
     def partition_specs(self) -> dict[str, PartitionSpec]:
         """The spec of each parameter of this layer, by name."""
         return self._specs
 
-    def make_parameter(
-        self, name: str, spec: PartitionSpec, init_method: InitMethod, device: torch.device | str | None
-    ) -> Tensor:
-        """Register this rank's slice of a float32 weight as the parameter `name`, and return the whole weight."""
-        full = initial_weight(spec.global_shape, init_method, device)
-        parameter = nn.Parameter(spec.split(full, self.rank, self.world_size).to(device))
+    def make_parameter(self, name: str, spec: PartitionSpec, init_method: InitMethod) -> Tensor:
+        """Register this rank's slice of a float32 weight as the parameter `name`, and return the whole weight, which is
+        drawn on the CPU whatever the device. Nothing is drawn for the meta device."""
+        if self._device is not None and torch.device(self._device).type == "meta":
+            full = torch.empty(spec.global_shape, device=self._device)
+        else:
+            full = torch.empty(spec.global_shape)
+            with torch.no_grad():
+                init_method(full)
+        parameter = nn.Parameter(spec.split(full, self.rank, self.world_size).to(self._device))
         if spec.dim is not None:
             parameter.model_parallel = True  # type: ignore[attr-defined]  # clip_grad_norm and DeepSpeed read it
         self._specs[name] = spec
         self.register_parameter(name, parameter)
         return full
 
-
-class _ParallelLinear(ParallelLayer):
-    """The parameters of a linear layer: A [output_size, input_size], split by its dimension `dim`, and b, split as the
-    outputs are."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        dim: int,
-        bias: bool,
-        init_method: InitMethod,
-        stride: int,
-        keep_master_weight_for_test: bool,
-        group: ProcessGroup | None,
-        device: torch.device | str | None,
-    ) -> None:
-        super().__init__(group)
-        if stride != 1:  # 2019 cut a fused weight into `stride` blocks and gave each rank a part of every block
-            raise ValueError(
-                f"stride={stride}: a rank's part of a weight is contiguous here, so stride must be 1; "
-                "order a fused query-key-value weight [heads, 3, head size] as ParallelSelfAttention does"
-            )
-        full = self.make_parameter("weight", PartitionSpec((output_size, input_size), dim), init_method, device)
-        self.master_weight = full if keep_master_weight_for_test else None
-        # Takes the factors of the weight gradient. A schedule that computes it later puts a function here.
-        self.weight_gradient_sink: kernels.WeightGradientSink | None = None
-        self.register_parameter("bias", None)
-        if bias:
-            self.make_parameter("bias", PartitionSpec((output_size,), 0 if dim == 0 else None), nn.init.zeros_, device)
-
-    def weight_gradient(self, dy: Any, x: Any) -> Tensor:
-        """dYᵀX of what the sink was given: [t, output_size], [t, input_size], of this rank."""
-        return kernels.weight_gradient(dy, x)
+    def reduce(self, x: Tensor) -> Tensor:
+        """The sum of x [s, ...] over the ranks, or this rank's [s/p, ...] of it with sequence_parallel."""
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(x, self.group)
+        return reduce_from_model_parallel_region(x, self.group)
 
 
-class _ColumnParallelLinear(torch.autograd.Function):
-    """Y = XAᵀ + b, A and b split by output features, with f of the paper before it.
+class _Linear(torch.autograd.Function):
+    """Y = XAᵀ + b, with f of the paper before it if there is a group: then A and b are split by output features.
 
     In backward the sum of dX over the ranks is under way while dA is computed. With sequence parallelism X is gathered
     a second time in backward instead of being kept whole.
@@ -124,13 +91,15 @@ class _ColumnParallelLinear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        group: ProcessGroup,
+        sink: WeightGradientSink,
+        group: ProcessGroup | None,
         sequence_parallel: bool,
-        sink: kernels.WeightGradientSink,
     ) -> Tensor:
-        ctx.group, ctx.sequence_parallel, ctx.sink = group, sequence_parallel, sink
+        ctx.sink, ctx.group, ctx.sequence_parallel = sink, group, sequence_parallel
         ctx.save_for_backward(x, weight)
-        return F.linear(all_gather_first_dim(x, group)[0] if sequence_parallel else x, weight, bias)
+        if group is not None and sequence_parallel:
+            x, _ = all_gather_first_dim(x, group)
+        return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -144,19 +113,67 @@ class _ColumnParallelLinear(torch.autograd.Function):
             dx = dy @ weight
         if work is not None:
             work.wait()
-        if dx is not None:
+        if dx is not None and ctx.group is not None:
             if ctx.sequence_parallel:
                 dx, work = reduce_scatter_first_dim(dx, ctx.group, async_op=overlap)
             else:
                 work = dist.all_reduce(dx, group=ctx.group, async_op=overlap)
-        dy = dy.reshape(-1, dy.size(-1))  # [..., output_size/p] -> [t, output_size/p]
+        dy = dy.reshape(-1, dy.size(-1))  # [..., o] -> [t, o]
         if ctx.needs_input_grad[1]:
-            d_weight = ctx.sink(dy, x.reshape(-1, x.size(-1)))  # dYᵀX; X [..., h] -> [t, h]
+            d_weight = ctx.sink(dy, x.reshape(-1, x.size(-1)))  # dYᵀX; X [..., i] -> [t, i]
         if ctx.needs_input_grad[2]:
             d_bias = dy.sum(dim=0)
         if work is not None:
             work.wait()
         return dx, d_weight, d_bias, None, None, None
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    sink: WeightGradientSink | None = None,
+    group: ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+) -> Tensor:
+    """XAᵀ + b: [..., i], [o, i], [o] -> [..., o]. sink: makes the weight gradient in backward (default: the fastest
+    product). group: backward sums dX over it. sequence_parallel: x is this rank's [s/p, ...] of the group's input."""
+    gradient = torch.is_grad_enabled() or torch.compiler.is_compiling()
+    if not gradient and not sequence_parallel:
+        return kernels.linear_without_gradient(x, weight, bias)
+    x, weight, bias = kernels.cast_for_autocast(x, weight, bias)
+    sink = sink or kernels.weight_gradient_kernel(x)
+    if sink is None and group is None:
+        return F.linear(x, weight, bias)
+    sink = sink or kernels.weight_gradient
+    return _Linear.apply(x, weight, bias, sink, group, sequence_parallel)  # type: ignore[no-any-return]
+
+
+class _ParallelLinear(ParallelLayer):
+    """A linear layer: A [output_size, input_size], split by its dimension `dim`, and b, split as the outputs are."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def _make_weights(
+        self, shape: tuple[int, int], dim: int, bias: bool, init_method: InitMethod, stride: int, keep_master: bool
+    ) -> None:
+        if stride != 1:  # 2019 cut a fused weight into `stride` blocks and gave each rank a part of every block
+            raise ValueError(
+                f"stride={stride}: a rank's part of a weight is contiguous here, so stride must be 1; "
+                "order a fused query-key-value weight [heads, 3, head size] as ParallelSelfAttention does"
+            )
+        full = self.make_parameter("weight", PartitionSpec(shape, dim), init_method)
+        self.master_weight = full if keep_master else None
+        # A schedule that computes weight gradients later puts a function here.
+        self.weight_gradient_sink: WeightGradientSink | None = None
+        self.register_parameter("bias", None)
+        if bias:
+            self.make_parameter("bias", PartitionSpec(shape[:1], 0 if dim == 0 else None), nn.init.zeros_)
+
+    def weight_gradient(self, dy: Any, x: Any) -> Tensor:
+        """dYᵀX of the two tensors that the sink was given: [t, output_size], [t, input_size], of this rank."""
+        return kernels.weight_gradient(dy, x)
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -165,7 +182,7 @@ class ColumnParallelLinear(_ParallelLinear):
     dX.
 
     [s, ..., input_size], or [s/p, ..., input_size] with sequence_parallel -> [s, ..., output_size/p], or [s, ...,
-    output_size] with gather_output. Arguments by position are those of Megatron in 2019. Raises ValueError where
+    output_size] with gather_output. Arguments by position are those of Megatron in 2019. Raises ValueError if
     output_size is not divisible by p, or stride is not 1.
     """
 
@@ -181,23 +198,17 @@ class ColumnParallelLinear(_ParallelLinear):
         *,
         sequence_parallel: bool = False,
         group: ProcessGroup | None = None,
-        device: torch.device | str | None = None,
+        device: Device = None,
     ) -> None:
-        super().__init__(
-            input_size, output_size, 0, bias, init_method, stride, keep_master_weight_for_test, group, device
-        )
-        self.gather_output, self.sequence_parallel = gather_output, sequence_parallel
+        super().__init__(group, device, sequence_parallel)
+        self.gather_output = gather_output
+        self._make_weights((output_size, input_size), 0, bias, init_method, stride, keep_master_weight_for_test)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., input_size] -> [..., output_size/p], or [..., output_size] with gather_output."""
-        gradient = torch.is_grad_enabled() or torch.compiler.is_compiling()
-        if self.group is None or self.world_size == 1 or not (gradient or self.sequence_parallel):
-            y = kernels.linear(x, self.weight, self.bias, self.weight_gradient_sink)  # XAᵀ + b
-        else:
-            operands = kernels.cast_for_autocast(x, self.weight, self.bias)
-            y = _ColumnParallelLinear.apply(
-                *operands, self.group, self.sequence_parallel, self.weight_gradient_sink or self.weight_gradient
-            )
+        group = self.group if self.world_size > 1 else None
+        is_part = self.sequence_parallel and group is not None
+        y = linear(x, self.weight, self.bias, self.weight_gradient_sink, group, is_part)
         return gather_from_model_parallel_region(y, self.group) if self.gather_output else y
 
 
@@ -206,7 +217,7 @@ class RowParallelLinear(_ParallelLinear):
     backward: nothing. With sequence_parallel: reduce-scatter of Y; backward: all-gather of dY.
 
     [s, ..., input_size/p] (or [s, ..., input_size] unless input_is_parallel) -> [s, ..., output_size], or [s/p, ...,
-    output_size] with sequence_parallel. Arguments by position are those of Megatron in 2019. Raises ValueError where
+    output_size] with sequence_parallel. Arguments by position are those of Megatron in 2019. Raises ValueError if
     input_size is not divisible by p, or stride is not 1.
     """
 
@@ -222,15 +233,11 @@ class RowParallelLinear(_ParallelLinear):
         *,
         sequence_parallel: bool = False,
         group: ProcessGroup | None = None,
-        device: torch.device | str | None = None,
+        device: Device = None,
     ) -> None:
-        super().__init__(
-            input_size, output_size, 1, bias, init_method, stride, keep_master_weight_for_test, group, device
-        )
+        super().__init__(group, device, sequence_parallel)
         self.input_is_parallel = input_is_parallel
-        self.reduce = (
-            reduce_scatter_to_sequence_parallel_region if sequence_parallel else reduce_from_model_parallel_region
-        )
+        self._make_weights((output_size, input_size), 1, bias, init_method, stride, keep_master_weight_for_test)
         if bias and sequence_parallel:
             mark_sequence_parallel([self.get_parameter("bias")])
 
@@ -239,8 +246,8 @@ class RowParallelLinear(_ParallelLinear):
         if not self.input_is_parallel:
             x = scatter_to_model_parallel_region(x, self.group)
         if self.world_size == 1:
-            return kernels.linear(x, self.weight, self.bias, self.weight_gradient_sink)  # XAᵀ + b
-        y = self.reduce(kernels.linear(x, self.weight, None, self.weight_gradient_sink), self.group)
+            return linear(x, self.weight, self.bias, self.weight_gradient_sink)  # XAᵀ + b
+        y = self.reduce(linear(x, self.weight, None, self.weight_gradient_sink))
         return y if self.bias is None else y + self.bias.to(y.dtype)  # another one under torch.autocast
 
 
@@ -265,7 +272,7 @@ class VocabParallelEmbedding(ParallelLayer):
     hold; backward: nothing. With sequence_parallel: reduce-scatter; backward: all-gather.
 
     [s, ...] int64 -> [s, ..., h], or [s/p, ..., h] with sequence_parallel. `padded_size` rows are held over all ranks
-    (default: num_embeddings); the rows past num_embeddings are zero. Raises ValueError where padded_size is not
+    (default: num_embeddings); the rows past num_embeddings are zero. Raises ValueError if padded_size is not
     divisible by p. For an id that is not below num_embeddings see `check_ids`.
     """
 
@@ -280,18 +287,14 @@ class VocabParallelEmbedding(ParallelLayer):
         padded_size: int | None = None,
         sequence_parallel: bool = False,
         group: ProcessGroup | None = None,
-        device: torch.device | str | None = None,
+        device: Device = None,
     ) -> None:
-        super().__init__(group)
-        self.reduce = (
-            reduce_scatter_to_sequence_parallel_region if sequence_parallel else reduce_from_model_parallel_region
-        )
-        padded_size = padded_size or num_embeddings
+        super().__init__(group, device, sequence_parallel)
         self.num_embeddings = num_embeddings
-        self.vocab_start_index, self.vocab_end_index = vocab_range(padded_size, self.rank, self.world_size)
-        self.make_parameter(
-            "weight", PartitionSpec((num_embeddings, embedding_dim), 0, padded_size), init_method, device
-        )
+        spec = PartitionSpec((num_embeddings, embedding_dim), 0, padded_size)
+        part = spec.local_shape(self.world_size)[0]
+        self.vocab_start_index, self.vocab_end_index = self.rank * part, (self.rank + 1) * part
+        self.make_parameter("weight", spec, init_method)
 
     def forward(self, ids: Tensor, grad_hook: Callable[[Tensor, Tensor], object] | None = None) -> Tensor:
         """[...] int64 -> [..., h].
@@ -310,7 +313,7 @@ class VocabParallelEmbedding(ParallelLayer):
         )
         if is_here is None:
             return rows
-        return self.reduce(rows.masked_fill(~is_here.unsqueeze(-1), 0.0), self.group)  # mask [...] -> [..., 1]
+        return self.reduce(rows.masked_fill(~is_here.unsqueeze(-1), 0.0))  # mask [...] -> [..., 1]
 
 
 class PositionEmbedding(ParallelLayer):
@@ -330,11 +333,10 @@ class PositionEmbedding(ParallelLayer):
         *,
         sequence_parallel: bool = False,
         group: ProcessGroup | None = None,
-        device: torch.device | str | None = None,
+        device: Device = None,
     ) -> None:
-        super().__init__(group)
-        self.sequence_parallel = sequence_parallel
-        self.make_parameter("weight", PartitionSpec((num_embeddings, embedding_dim)), init_method, device)
+        super().__init__(group, device, sequence_parallel)
+        self.make_parameter("weight", PartitionSpec((num_embeddings, embedding_dim)), init_method)
         if sequence_parallel:
             mark_sequence_parallel(self.parameters())
 

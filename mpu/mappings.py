@@ -96,7 +96,8 @@ class _Operation(torch.autograd.Function):
         return ctx.of_gradient(grad, ctx.group), None, None, None
 
 
-def _apply(x: Tensor, group: ProcessGroup | None, *, forward: Collective, backward: Collective) -> Tensor:
+def communicate(x: Tensor, group: ProcessGroup | None, *, forward: Collective, backward: Collective) -> Tensor:
+    """`forward` of x over the group, whose gradient is `backward`. x itself over one rank."""
     group = group if group is not None else get_tensor_model_parallel_group()
     if group is None or group.size() == 1:
         return x
@@ -105,32 +106,32 @@ def _apply(x: Tensor, group: ProcessGroup | None, *, forward: Collective, backwa
 
 def copy_to_model_parallel_region(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """x on every rank. Backward sums the gradients of the ranks. Any shape."""
-    return _apply(x, group, forward=_identity, backward=_all_reduce)
+    return communicate(x, group, forward=_identity, backward=_all_reduce)
 
 
 def reduce_from_model_parallel_region(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """The sum of x over the ranks. Backward passes the gradient on. Any shape."""
-    return _apply(x, group, forward=_all_reduce, backward=_identity)
+    return communicate(x, group, forward=_all_reduce, backward=_identity)
 
 
 def scatter_to_model_parallel_region(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """[..., n] -> [..., n/p]: this rank's slice of the last dimension. Backward gathers the slices. Raises ValueError
     where n is not divisible by p."""
-    return _apply(x, group, forward=_own_slice_of_last_dim, backward=_all_gather_last_dim)
+    return communicate(x, group, forward=_own_slice_of_last_dim, backward=_all_gather_last_dim)
 
 
 def gather_from_model_parallel_region(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """[..., n/p] -> [..., n]: the slices of all ranks, in the order of the ranks. Backward keeps this rank's slice."""
-    return _apply(x, group, forward=_all_gather_last_dim, backward=_own_slice_of_last_dim)
+    return communicate(x, group, forward=_all_gather_last_dim, backward=_own_slice_of_last_dim)
 
 
 def gather_from_sequence_parallel_region(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """[s/p, ...] -> [s, ...], before a computation that is split over the ranks. Backward sums their gradients and
     keeps this rank's part."""
-    return _apply(x, group, forward=_all_gather_sequence, backward=_reduce_scatter_sequence)
+    return communicate(x, group, forward=_all_gather_sequence, backward=_reduce_scatter_sequence)
 
 
 def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """[s, ...] -> [s/p, ...]: this rank's part of the sum over the ranks. Backward gathers the parts. Raises ValueError
     where s is not divisible by p."""
-    return _apply(x, group, forward=_reduce_scatter_sequence, backward=_all_gather_sequence)
+    return communicate(x, group, forward=_reduce_scatter_sequence, backward=_all_gather_sequence)

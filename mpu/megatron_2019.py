@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from mpu import random
 from mpu.initialize import get_parallel_state
-from mpu.layers import InitMethod, ParallelLayer
+from mpu.layers import Device, InitMethod, ParallelLayer
 from mpu.mappings import gather_from_model_parallel_region
 from mpu.partition import PartitionSpec
 
@@ -54,10 +54,10 @@ class ParallelEmbedding(ParallelLayer):
         keep_master_weight_for_test: bool = False,
         *,
         group: ProcessGroup | None = None,
-        device: torch.device | str | None = None,
+        device: Device = None,
     ) -> None:
-        super().__init__(group)
-        full = self.make_parameter("weight", PartitionSpec((num_embeddings, embedding_dim), 1), init_method, device)
+        super().__init__(group, device)
+        full = self.make_parameter("weight", PartitionSpec((num_embeddings, embedding_dim), 1), init_method)
         self.master_weight = full if keep_master_weight_for_test else None
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ def broadcast_data(
     keys: Sequence[str],
     data: Mapping[str, Tensor] | None,
     dtype: torch.dtype,
-    device: torch.device | str | None = None,
+    device: Device = None,
     *,
     shapes: Sequence[tuple[int, ...]] | None = None,
 ) -> dict[str, Tensor]:
@@ -85,18 +85,14 @@ def broadcast_data(
     state = get_parallel_state()
     if device is None:
         device = "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"
-    src, group, size = (
-        state.tensor_model_parallel_src_rank,
-        state.tensor_model_parallel_group,
-        state.tensor_model_parallel_size,
-    )
-    first = state.tensor_model_parallel_rank == 0
+    src, group = state.tensor_model_parallel_src_rank, state.tensor_model_parallel_group
+    size, first = state.tensor_model_parallel_size, state.tensor_model_parallel_rank == 0
     data = data if data is not None and first else {}
     problem = _problem(keys, data, dtype, shapes) if first else ""
     if size > 1 and shapes is None:
-        told: list[Any] = [problem or [tuple(data[key].shape) for key in keys] if first else None]
+        told: list[Any] = [problem, [tuple(data[key].shape) for key in keys] if first and not problem else None]
         dist.broadcast_object_list(told, src, group=group, device=torch.device(device))
-        problem, shapes = (told[0], None) if isinstance(told[0], str) else ("", told[0])
+        problem, shapes = told
     if problem:
         raise ValueError(f"broadcast_data: {problem}")
     if size == 1:

@@ -29,12 +29,6 @@ def padded_vocab_size(vocab_size: int, divisible_by: int, model_parallel_size: i
     return -(-vocab_size // multiple) * multiple
 
 
-def vocab_range(padded_size: int, rank: int, world_size: int) -> tuple[int, int]:
-    """The first id that `rank` holds, and the id after the last one."""
-    part = divide(padded_size, world_size)
-    return rank * part, (rank + 1) * part
-
-
 def local_ids(ids: Tensor, first: int | Tensor, end: int | Tensor) -> tuple[Tensor, Tensor]:
     """For the rank that holds the ids from `first` to `end` - 1: the number of each id [...] among its rows, 0 where
     another rank holds it, and where it is here, [...] bool."""

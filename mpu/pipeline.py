@@ -45,35 +45,39 @@ def exchange(
     if not operations:
         return [], []
     works = dist.batch_isend_irecv(operations)
-    if len(works) == len(operations):  # gloo: one work for each
-        each = [[work] for work in works]
-    else:  # NCCL: all together
-        each = [list(works) for _ in operations]
-    transfers = [Transfer(tensor, of_it) for (tensor, _), of_it in zip((*sends, *receives), each, strict=True)]
+    one_each = len(works) == len(operations)  # gloo; NCCL gives one for all together
+    transfers = [
+        Transfer(tensor, [works[number]] if one_each else list(works))
+        for number, (tensor, _) in enumerate((*sends, *receives))
+    ]
     return transfers[: len(sends)], transfers[len(sends) :]
+
+
+def _pipeline(group: ProcessGroup | None) -> tuple[ProcessGroup | None, int, int]:
+    """The group, None if it has one rank; this rank in it, and its size."""
+    group = group if group is not None else get_pipeline_model_parallel_group()
+    rank, size = group_rank_and_size(group)
+    return group if size > 1 else None, rank, size
 
 
 def send_to_next_stage(x: Tensor, group: ProcessGroup | None = None) -> None:
     """Send x to the next rank of the pipeline; the last one sends to the first. Any shape. Returns when it is sent."""
-    group = group if group is not None else get_pipeline_model_parallel_group()
-    rank, size = group_rank_and_size(group)
-    if group is not None and size > 1:
+    group, rank, size = _pipeline(group)
+    if group is not None:
         dist.send(x.contiguous(), group=group, group_dst=(rank + 1) % size)
 
 
 def receive_from_previous_stage(into: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Fill `into`, contiguous, with what the previous rank of the pipeline sends, and return it."""
-    group = group if group is not None else get_pipeline_model_parallel_group()
-    rank, size = group_rank_and_size(group)
-    if group is not None and size > 1:
+    group, rank, size = _pipeline(group)
+    if group is not None:
         dist.recv(into, group=group, group_src=(rank - 1) % size)
     return into
 
 
 def broadcast_from_last_stage(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """x of the pipeline's last rank, on all of them, in the place of theirs: contiguous, of one shape and dtype."""
-    group = group if group is not None else get_pipeline_model_parallel_group()
-    size = group_rank_and_size(group)[1]
-    if group is not None and size > 1:
+    group, _, size = _pipeline(group)
+    if group is not None:
         dist.broadcast(x, group=group, group_src=size - 1)
     return x

@@ -25,9 +25,8 @@ from benchmarks.harness import milliseconds
 from megatron.gpt2.config import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron.gpt2.model.gpt2 import GPT2Model, layer_config
 from megatron.gpt2.optimizer.flat_parameters import FlatParameters
-from megatron.gpt2.optimizer.gradient_reducer import bucket_size
+from megatron.gpt2.optimizer.gradient_reducer import ParameterGatherer, bucket_size
 from megatron.gpt2.optimizer.optimizer import AdamWOptimizer, build_loss_scaler
-from megatron.gpt2.optimizer.parameter_gatherer import ParameterGatherer
 from mpu import kernels
 from mpu.cross_entropy import chunk_size_for
 

@@ -1,6 +1,6 @@
 """Which kernel computes what, by device, dtype and case.
 
-The files above this folder, which read like the papers, call the functions below. `linear`, `linear_without_gradient`,
+The files above this folder, which read like the papers, call the functions below. `linear_without_gradient`,
 `weight_gradient`, `dropout` and `gelu_tanh` have the plain equation as their last line; the lines before it say where
 something else is faster. The equation of the others is in their docstring. The docstring of each kernel, or of its
 file, gives the measurement that justifies it, and a test compares it with the equation. No kernel knows of ranks.
@@ -16,49 +16,42 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mpu.kernels import processor
 from mpu.kernels.attention import (
     attention_with_blockwise_backward,
     fused_attention,
     has_varlen_kernel,
+    keyed_attention,
     materialised_attention,
-    materialised_attention_in_float32,
     varlen_attention,
 )
-from mpu.kernels.attention_keyed import keyed_attention
-from mpu.kernels.cross_entropy import SumOfProducts, VocabShard, rows_in_cache, vocab_parallel_softmax
+from mpu.kernels.cross_entropy import SumOfProducts, VocabShard, rows_in_cache, softmax_by_rows, vocab_parallel_softmax
 from mpu.kernels.dropout import dropout_16_bits, keyed_dropout
 from mpu.kernels.linear import (
-    LinearWithWeightGradient,
-    WeightGradientSink,
     linear_in_float32_blocks,
     matrix_vector_product,
     transposed_product,
     weight_gradient_in_parts,
 )
-from mpu.kernels.processor import HAS_AMX, HAS_BF16_PRODUCTS
-from mpu.kernels.recomputed_output import checkpoint_without_output
 
 __all__ = [
-    "HAS_AMX",
-    "HAS_BF16_PRODUCTS",
     "SumOfProducts",
     "VocabShard",
-    "WeightGradientSink",
     "attention_kernel",
     "attention_takes_keys",
     "cast_for_autocast",
     "causal_attention",
-    "checkpoint_without_output",
     "document_attention",
     "dropout",
     "gelu_tanh",
     "keyed_attention",
     "keyed_dropout",
-    "linear",
     "linear_without_gradient",
     "rows_in_cache",
+    "softmax_by_rows",
     "vocab_parallel_softmax",
     "weight_gradient",
+    "weight_gradient_kernel",
 ]
 
 MATERIALISED_UP_TO = 512  # tokens of a sequence; for longer ones the scores cost more memory than they save time
@@ -79,26 +72,14 @@ def cast_for_autocast(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
     return x, weight, None if bias is None else bias.to(weight.dtype)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, sink: WeightGradientSink | None = None) -> Tensor:
-    """xAᵀ + b: [..., i], [o, i], [o] -> [..., o]. sink: makes the weight gradient in backward (default: autograd)."""
-    if not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
-        return linear_without_gradient(x, weight, bias)
-    x, weight, bias = cast_for_autocast(x, weight, bias)
-    if sink is None and HAS_AMX and x.device.type == "cpu" and x.dtype == torch.bfloat16:
-        sink = weight_gradient_in_parts
-    if sink is not None:
-        return LinearWithWeightGradient.apply(x, weight, bias, sink)  # type: ignore[no-any-return]
-    return F.linear(x, weight, bias)
-
-
 def linear_without_gradient(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """xAᵀ + b: [..., i], [o, i], [o] -> [..., o], of which no gradient can be asked."""
     x, weight, bias = cast_for_autocast(x, weight, bias)
     rows = x.numel() // x.size(-1)
-    if x.device.type == "cpu" and x.dtype == torch.bfloat16 and not HAS_AMX:
-        if rows >= FLOAT32_ROWS and not HAS_BF16_PRODUCTS:
+    if x.is_cpu and x.dtype == torch.bfloat16 and not processor.HAS_AMX:
+        if rows >= FLOAT32_ROWS and not processor.HAS_BF16_PRODUCTS:
             return linear_in_float32_blocks(x, weight, bias)
-    elif x.device.type == "cpu" and rows < MANY_ROWS:
+    elif x.is_cpu and rows < MANY_ROWS:
         if rows == 1:
             return matrix_vector_product(x, weight, bias)
         if weight.stride(0) != 1 and (x.dtype != torch.float32 or rows > 4):  # a weight stored by row
@@ -106,25 +87,30 @@ def linear_without_gradient(x: Tensor, weight: Tensor, bias: Tensor | None = Non
     return F.linear(x, weight, bias)
 
 
+def weight_gradient_kernel(x: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """What computes `weight_gradient` on the device and in the dtype of x, if it is not the plain product."""
+    is_slow = processor.HAS_AMX and x.is_cpu and x.dtype == torch.bfloat16
+    return weight_gradient_in_parts if is_slow else None
+
+
 def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
     """dyᵀx: [t, o], [t, i] -> [o, i]."""
-    if HAS_AMX and dy.device.type == "cpu" and dy.dtype == torch.bfloat16:
-        return weight_gradient_in_parts(dy, x)
-    return dy.t() @ x
+    kernel = weight_gradient_kernel(dy)
+    return dy.t() @ x if kernel is None else kernel(dy, x)
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
     """x with each element zeroed with probability p and the others raised by 1 / (1 - p). Any shape."""
     if p == 0.0:
         return x
-    if x.device.type == "cpu":
+    if x.is_cpu:
         return dropout_16_bits(x, p)
     return F.dropout(x, p)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
     """½x(1 + tanh(√(2/π)(x + 0.044715x³))), GPT-2's activation. Any shape."""
-    if x.device.type == "cpu" and torch.compiler.is_compiling():
+    if x.is_cpu and torch.compiler.is_compiling():
         # The same function by its sigmoid: the compiled exp takes half the time of the compiled tanh.
         return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x))
     return F.gelu(x, approximate="tanh")
@@ -151,8 +137,8 @@ def attention_kernel(
     if device == "cpu" and dtype == torch.bfloat16:
         if dropout_p > 0 and s <= MATERIALISED_UP_TO:
             # Without gradients too: a checkpointed layer must drop the same elements when it is computed again.
-            return materialised_attention if HAS_AMX else materialised_attention_in_float32
-        if dropout_p == 0 and gradient and HAS_AMX:
+            return materialised_attention
+        if dropout_p == 0 and gradient and processor.HAS_AMX:
             return attention_with_blockwise_backward
     return fused_attention
 

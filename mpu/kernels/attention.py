@@ -1,55 +1,30 @@
-"""Kernels of causal attention: torch's own, a blockwise backward, and the formula with all scores in memory; and the
-views with which every one of them begins and ends.
+"""Kernels of causal attention: torch's own; the formula with all scores in memory; and by blocks of queries, as
+FlashAttention does it (arXiv:2205.14135), for a CPU: the backward alone, or both ways with dropout whose masks follow
+from keys.
 
 Legend: b batch, s sequence, n heads of this rank, d head size, t tokens of the micro-batch.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpu.kernels.dropout import dropout_16_bits
+from mpu.kernels import processor
+from mpu.kernels.dropout import ELEMENTS, draws, dropout_16_bits, factor, masks_of_samples, zero_dropped
 
 # Queries that the blockwise backward takes together. Fewer of them mean smaller matrix products; more of them mean that
 # less of what causality masks is left out. The scores of one block are all that is held of them.
 BLOCK = 256
+# The same with keyed dropout, where it is also the unit of the masks: another number means other masks.
+KEYED_BLOCK = 128
 # Scores of a block that a core works on at once, in elements. They stay in its cache, which takes 10 % less time than
 # all heads at once (b·n = 24, s = 1,024).
 SCORES = 3 << 18
-
-
-def split_heads(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[s, b, n, 3, d] -> queries, keys and values: three views [b, n, s, d]."""
-    q, k, v = qkv.permute(3, 1, 2, 0, 4).unbind(0)  # [s, b, n, 3, d] -> [3, b, n, s, d] -> three of [b, n, s, d]
-    return q, k, v
-
-
-def merge_heads(y: Tensor) -> Tensor:
-    """[b, n, s, d] -> [s, b, n·d]."""
-    b, n, s, d = y.shape
-    return y.permute(2, 0, 1, 3).reshape(s, b, n * d)  # [b, n, s, d] -> [s, b, n, d] -> [s, b, n·d]
-
-
-def batch_of_heads(x: Tensor) -> Tensor:
-    """[b, n, s, d] -> [b·n, s, d], contiguous, for products of batches of matrices."""
-    return x.reshape(-1, x.size(2), x.size(3)).contiguous()
-
-
-def heads_of_output(y: Tensor, n: int) -> Tensor:
-    """[s, b, n·d], an output of attention or its gradient -> [b·n, s, d], contiguous."""
-    s, b, _ = y.shape
-    return batch_of_heads(y.view(s, b, n, -1).permute(1, 2, 0, 3))  # [s, b, n·d] -> [b, n, s, d] -> [b·n, s, d]
-
-
-def gradient_of_qkv(qkv: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
-    """Three gradients [b·n, s, d] -> that of qkv, [s, b, n, 3, d], in its dtype."""
-    s, b, n, _, d = qkv.shape
-    d_qkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
-    for out, grad in zip(split_heads(d_qkv), (dq, dk, dv), strict=True):
-        out.copy_(grad.view(b, n, s, d))  # [b·n, s, d] -> [b, n, s, d]
-    return d_qkv
+# Tokens of a sequence. For longer ones the probabilities of keyed dropout cost more memory than they save time.
+KEPT_UP_TO = 512
 
 
 def fused_attention(qkv: Tensor, dropout_p: float) -> Tensor:
@@ -57,8 +32,9 @@ def fused_attention(qkv: Tensor, dropout_p: float) -> Tensor:
 
     The kernel on every GPU, where torch chooses among FlashAttention's, cuDNN's and others, and on a CPU in fp32.
     """
-    q, k, v = split_heads(qkv)
-    return merge_heads(F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True))
+    q, k, v = qkv.permute(3, 1, 2, 0, 4).unbind(0)  # [s, b, n, 3, d] -> [3, b, n, s, d] -> three of [b, n, s, d]
+    y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)
+    return y.permute(2, 0, 1, 3).flatten(2)  # [b, n, s, d] -> [s, b, n, d] -> [s, b, n·d]
 
 
 def has_varlen_kernel(qkv: Tensor) -> bool:
@@ -87,9 +63,25 @@ def varlen_attention(qkv: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
     return y.flatten(1).unsqueeze(1)  # [t, n, d] -> [t, 1, n·d]
 
 
-def heads_at_once(s: int, block: int = BLOCK) -> int:
-    """How many heads of all samples are taken together, with a block of so many queries."""
-    return max(torch.get_num_threads() * SCORES // (block * s), 1)
+def computed_in(dtype: torch.dtype) -> torch.dtype:
+    """The precision of our own scores: dtype itself if the processor computes in it, else float32."""
+    return dtype if dtype.itemsize > 2 or (dtype == torch.bfloat16 and processor.HAS_AMX) else torch.float32
+
+
+def materialised_attention(qkv: Tensor, dropout_p: float) -> Tensor:
+    """softmax(QKᵀ/√d, keys up to the query's own position) V, all scores in memory: [s, b, n, 3, d] -> [s, b, n·d].
+
+    For a CPU in bf16 with dropout of the probabilities. torch has no fused kernel with dropout there: its own formula
+    draws 64 bits for each score and computes in float32. 512 tokens, 2 heads, one thread, ms: with AMX 10.3 if scores are
+    held in bf16, 22.2 in float32; without AMX 43.4 and 22.3. The masks are the same in both. Source:
+    docs/explanation/performance.md.
+    """
+    s, b, n, _, d = qkv.shape
+    q, k, v = (x.contiguous() for x in _heads(qkv.to(computed_in(qkv.dtype))))
+    mask = torch.full((s, s), -torch.inf, dtype=q.dtype).triu_(1)
+    scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=d**-0.5)  # [b·n, s, s]
+    y = torch.bmm(dropout_16_bits(torch.softmax(scores, dim=-1), dropout_p), v)
+    return y.transpose(0, 1).reshape(s, b, n * d).to(qkv.dtype)  # [b·n, s, d] -> [s, b·n, d] -> [s, b, n·d]
 
 
 def attention_with_blockwise_backward(qkv: Tensor, dropout_p: float) -> Tensor:
@@ -124,32 +116,7 @@ class _BlockwiseBackward(torch.autograd.Function):
 
 
 def _blockwise_backward(qkv: Tensor, dy: Tensor) -> Tensor:
-    """[s, b, n, 3, d], [s, b, n·d] -> the gradient of qkv, [s, b, n, 3, d]."""
-    s, b, n, _, d = qkv.shape
-    scale = d**-0.5
-    q, k, v = (batch_of_heads(x) for x in split_heads(qkv))  # [b·n, s, d]
-    q = q * scale
-    dy = heads_of_output(dy, n)
-    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    later = torch.full((BLOCK, BLOCK), -torch.inf, dtype=qkv.dtype).triu_(1)
-    heads = heads_at_once(s)
-    for first in range(0, b * n, heads):
-        some = slice(first, first + heads)
-        for start in range(0, s, BLOCK):
-            end = min(start + BLOCK, s)
-            # Contiguous once, where each product would copy them for itself.
-            block_q, block_dy, block_k = (
-                x.contiguous() for x in (q[some, start:end], dy[some, start:end], k[some, :end])
-            )
-            p = torch.bmm(block_q, block_k.transpose(1, 2))  # [heads, block, end]
-            p[:, :, start:] += later[: end - start, : end - start]
-            p = torch.softmax(p, dim=-1)
-            dp = torch.bmm(block_dy, v[some, :end].transpose(1, 2))
-            d_scores = torch._softmax_backward_data(dp, p, -1, p.dtype)
-            dv[some, :end].baddbmm_(p.transpose(1, 2), block_dy)
-            dk[some, :end].baddbmm_(d_scores.transpose(1, 2), block_q)
-            dq[some, start:end] = torch.bmm(d_scores, block_k)
-    return gradient_of_qkv(qkv, dq.mul_(scale), dk, dv)
+    return _gradient(qkv, dy, BLOCK, heads_at_once(qkv.size(0)))
 
 
 # An operator of its own: a compiler that sees inside makes it slower than its parts are.
@@ -161,22 +128,154 @@ def _(qkv: Tensor, dy: Tensor) -> Tensor:
     return torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
 
 
-def materialised_attention(qkv: Tensor, dropout_p: float) -> Tensor:
-    """softmax(QKᵀ/√d, keys up to the query's own position) V, all scores in memory: [s, b, n, 3, d] -> [s, b, n·d].
+def keyed_attention(
+    qkv: Tensor, p: float, keys: Tensor, site: int, first_head: int = 0, first_position: int = 0
+) -> Tensor:
+    """softmax(QKᵀ/√d, keys up to the query's own position), dropped with probability p, times V: [s, b, n, 3, d] ->
+    [s, b, n·d]. For a CPU.
 
-    For a CPU in bf16 with dropout of the probabilities. torch has no fused kernel with dropout there: its own formula
-    draws 64 bits for each score and computes in float32. 512 tokens, 2 heads, one thread, ms: with AMX 10.3 if scores are
-    held in bf16, 22.2 in float32; without AMX 43.4 and 22.3. The masks are the same in both. Source:
-    docs/explanation/performance.md.
+    keys: int64 [b, 3], as `keyed_dropout` has them. first_head: of this rank. first_position: of a document in its
+    sample; the masks of its queries and keys count from there.
+
+    Backward makes the masks of a block again, and for long sequences the scores. So no mask is kept, and above
+    KEPT_UP_TO tokens nothing of the size [s, s]. bf16 is computed in float32 if the processor has no AMX. One thread
+    with AMX, 1,024 tokens, 12 heads, forward and backward, against torch's formula with all scores in memory, ms of CPU
+    time in one run: 455 and 115 in bf16, 465 and 249 in float32.
     """
+    out: Tensor = _KeyedAttention.apply(qkv, p, keys, site, first_head, first_position)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Masks:
+    """The masks of a micro-batch. A block of queries has a part of its sample's mask to itself, in which the heads
+    follow each other, and in a head the queries, each at the width of the keys that the last of them sees."""
+
+    def __init__(self, qkv: Tensor, p: float, keys: Tensor, site: int, first_head: int, first_position: int) -> None:
+        self.p, self.factor = p, factor(p)
+        self._s, _, self._n, _, _ = qkv.shape
+        self._first_head, self._samples = first_head, masks_of_samples(keys, site, first_position)
+
+    def parts(self, like: Tensor, first: int, start: int) -> Iterator[tuple[slice, Tensor]]:
+        """For scores [heads, block, end], of heads from `first` on, counted over all samples, and queries from `start`
+        on: the heads of each sample, and the draws that decide about them, int16 [heads, block, end]."""
+        heads, rows, end = like.shape
+        of_head = rows * -(-min(start + KEYED_BLOCK, self._s) // ELEMENTS)  # blocks of the counter
+        done = 0
+        while done < heads:
+            sample, head = divmod(first + done, self._n)
+            count = min(self._n - head, heads - done)
+            begin = (start // KEYED_BLOCK << 40) + (self._first_head + head) * of_head
+            drawn = draws(self._samples[sample], begin, count * of_head).view(count, rows, -1)
+            yield slice(done, done + count), drawn[:, :, :end]
+            done += count
+
+
+class _KeyedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, p: float, keys: Tensor, *place: int) -> Tensor:
+        ctx.p, ctx.place = p, place
+        s, b, n, _, d = qkv.shape
+        kept = []  # what backward takes instead of computing it
+        masks = _Masks(qkv, p, keys, *place)
+        q, k, v = _operands(qkv)
+        out = torch.empty(s, b, n * d, dtype=qkv.dtype)
+        y = out.view(s, b * n, d).transpose(0, 1)  # [b·n, s, d]
+        for first, some, start, end in _blocks(s, b * n, KEYED_BLOCK, keyed_heads_at_once(s)):
+            # Products of contiguous matrices, and factors while a block is in the cache, take half the time.
+            block_q, block_k, block_v = (x.contiguous() for x in (q[some, start:end], k[some, :end], v[some, :end]))
+            probabilities = _probabilities(block_q * d**-0.5, block_k, start)
+            masked = torch.empty_like(probabilities)
+            for part, drawn in masks.parts(probabilities, first, start):
+                zero_dropped(probabilities[part], drawn, p, out=masked[part])
+            y[some, start:end] = torch.bmm(masked, block_v).mul_(masks.factor)
+            if s <= KEPT_UP_TO:
+                kept.append(probabilities)
+        ctx.save_for_backward(qkv, keys, *kept)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        qkv, keys, *kept = ctx.saved_tensors
+        masks = _Masks(qkv, ctx.p, keys, *ctx.place)
+        d_qkv = _gradient(qkv, dy, KEYED_BLOCK, keyed_heads_at_once(qkv.size(0)), masks, kept)
+        return d_qkv, None, None, None, None, None
+
+
+def _gradient(
+    qkv: Tensor, dy: Tensor, block: int, heads: int, masks: _Masks | None = None, kept: list[Tensor] | None = None
+) -> Tensor:
+    """[s, b, n, 3, d], [s, b, n·d] -> the gradient of qkv, [s, b, n, 3, d], by blocks of so many queries of so many
+    heads. masks: of dropout. kept: the probabilities of each block; without them they are computed again."""
     s, b, n, _, d = qkv.shape
-    q, k, v = (batch_of_heads(x) for x in split_heads(qkv))  # [b·n, s, d]
-    mask = torch.full((s, s), -torch.inf, dtype=q.dtype).triu_(1)
-    scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=d**-0.5)  # [b·n, s, s]
-    y = torch.bmm(dropout_16_bits(torch.softmax(scores, dim=-1), dropout_p), v)
-    return merge_heads(y.view(b, n, s, d))  # [b·n, s, d] -> [b, n, s, d] -> [s, b, n·d]
+    q, k, v = _operands(qkv)
+    dy = dy.to(q.dtype).reshape(s, b * n, d).transpose(0, 1)  # [b·n, s, d]
+    d_qkv = torch.empty(qkv.shape, dtype=qkv.dtype)
+    dq, *d_kv = _heads(d_qkv)
+    dk, dv = torch.zeros(2, b * n, s, d, dtype=q.dtype)
+    for first, some, start, end in _blocks(s, b * n, block, heads):
+        block_q, block_dy, block_k, block_v = (
+            x.contiguous() for x in (q[some, start:end], dy[some, start:end], k[some, :end], v[some, :end])
+        )
+        block_q = block_q * d**-0.5
+        if masks is not None:
+            block_dy = block_dy * masks.factor
+        p = kept.pop(0) if kept else _probabilities(block_q, block_k, start)
+        masked, dp = p, torch.bmm(block_dy, block_v.transpose(1, 2))
+        if masks is not None:
+            masked = torch.empty_like(p)
+            for part, drawn in masks.parts(p, first, start):
+                zero_dropped(p[part], drawn, masks.p, out=masked[part])
+                zero_dropped(dp[part], drawn, masks.p, out=dp[part])
+        dv[some, :end].baddbmm_(masked.transpose(1, 2), block_dy)
+        d_scores = torch._softmax_backward_data(dp, p, -1, p.dtype)
+        dk[some, :end].baddbmm_(d_scores.transpose(1, 2), block_q)
+        dq[some, start:end] = torch.bmm(d_scores, block_k).mul_(d**-0.5)
+    for out, grad in zip(d_kv, (dk, dv), strict=True):
+        out.copy_(grad)
+    return d_qkv
 
 
-def materialised_attention_in_float32(qkv: Tensor, dropout_p: float) -> Tensor:
-    """`materialised_attention` of a bf16 tensor, computed in float32. The result is bf16."""
-    return materialised_attention(qkv.float(), dropout_p).to(qkv.dtype)
+def heads_at_once(s: int, block: int = BLOCK) -> int:
+    """How many heads of all samples are taken together, with a block of so many queries."""
+    return max(torch.get_num_threads() * SCORES // (block * s), 1)
+
+
+def keyed_heads_at_once(s: int) -> int:
+    """The same with keyed dropout: twice as many, which takes 4 % less time (8 samples of 256 tokens, 4 heads, bf16,
+    one thread)."""
+    return heads_at_once(s, KEYED_BLOCK // 2)
+
+
+def kept_pairs(s: int) -> int:
+    """For how many pairs of a query and a key a head keeps the probability for the backward of keyed dropout."""
+    if s > KEPT_UP_TO:
+        return 0
+    return sum((end - start) * end for _, _, start, end in _blocks(s, 1, KEYED_BLOCK, 1))
+
+
+def _heads(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[s, b, n, 3, d] -> queries, keys and values, each [b·n, s, d]: views if qkv is contiguous."""
+    s, b, n, _, d = qkv.shape
+    q, k, v = qkv.reshape(s, b * n, 3, d).permute(2, 1, 0, 3).unbind(0)
+    return q, k, v
+
+
+def _operands(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values, each [b·n, s, d]. Keys and values are contiguous, since many blocks take of them."""
+    q, k, v = _heads(qkv.to(computed_in(qkv.dtype)))
+    return q, k.contiguous(), v.contiguous()
+
+
+def _blocks(s: int, heads: int, block: int, at_once: int) -> Iterator[tuple[int, slice, int, int]]:
+    """`at_once` heads, the first and all, and a block of queries, [start, end)."""
+    for first in range(0, heads, at_once):
+        for start in range(0, s, block):
+            yield first, slice(first, first + at_once), start, min(start + block, s)
+
+
+def _probabilities(q: Tensor, k: Tensor, start: int) -> Tensor:
+    """softmax of [heads, block, d] times [heads, end, d]ᵀ: [heads, block, end]."""
+    scores = torch.bmm(q, k.transpose(1, 2))
+    rows = q.size(1)
+    scores[:, :, start:] += torch.full((rows, rows), -torch.inf, dtype=scores.dtype).triu_(1)
+    return torch.softmax(scores, dim=-1)

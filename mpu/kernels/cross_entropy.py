@@ -8,7 +8,7 @@ Legend: c tokens of a chunk, v padded vocabulary, p model-parallel size, m rows 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -74,31 +74,60 @@ def vocab_parallel_softmax(
         if weight is not None:
             logits.copy_(shard.d_logits(x, local, whole, weight))
         return whole
-    tokens, columns = logits.shape
-    count = min(rows_in_cache(columns), tokens)
+    return softmax_by_rows(
+        [logits],
+        [shard],
+        weight,
+        lambda parts: parts[0] if combine is None else combine(parts[0]),
+        rows=rows_in_cache(logits.size(1)),
+        by_block=combine is None,
+    )
+
+
+def softmax_by_rows(
+    logits: Sequence[Tensor],
+    shards: Sequence[VocabShard],
+    weight: Tensor | None,
+    combine: Callable[[Tensor], Tensor],
+    *,
+    rows: int,
+    by_block: bool,
+) -> Tensor:
+    """`vocab_parallel_softmax` of this rank's columns in parts of equal width, `rows` tokens at a time.
+
+    combine: makes [3, c] of the whole vocabulary out of this rank's [parts, 3, c]. by_block: it is called for each
+    block of rows, else once, for all tokens.
+    """
+    tokens, columns = logits[0].shape
+    count = min(rows, tokens)
     blocks = [slice(first, min(first + count, tokens)) for first in range(0, tokens, count)]
-    buffer = torch.empty(count, columns, dtype=torch.float32)
-    local = torch.empty(3, tokens, dtype=torch.float32)
+    buffers = [torch.empty(count, columns, dtype=torch.float32, device=part.device) for part in logits]
+    local = torch.empty(len(logits), 3, tokens, dtype=torch.float32, device=logits[0].device)
+    whole = torch.empty_like(local[0])
 
-    def exponentials(rows: slice) -> Tensor:
-        x = buffer[: rows.stop - rows.start].copy_(logits[rows])
-        local[:, rows] = shard[rows].exponentials(x)
-        return x
+    def exponentials(rows: slice) -> None:
+        for part, shard, buffer, own in zip(logits, shards, buffers, local, strict=True):
+            own[:, rows] = shard[rows].exponentials(buffer[: rows.stop - rows.start].copy_(part[rows]))
 
-    def to_gradient(x: Tensor, rows: slice, whole: Tensor) -> None:
-        if weight is not None:
-            logits[rows] = shard[rows].d_logits(x, local[:, rows], whole[:, rows], weight[rows])
+    def to_gradient(rows: slice, weight: Tensor) -> None:
+        for part, shard, buffer, own in zip(logits, shards, buffers, local, strict=True):
+            x = buffer[: rows.stop - rows.start]
+            part[rows] = shard[rows].d_logits(x, own[:, rows], whole[:, rows], weight[rows])
 
-    if combine is None:
-        for rows in blocks:
-            to_gradient(exponentials(rows), rows, local)
-        return local
-    for rows in blocks:
-        x = exponentials(rows)
-    whole = combine(local)
-    for rows in blocks:
-        # Computed again: all of them in float32 would not stay in the cache.
-        to_gradient(x if len(blocks) == 1 or weight is None else exponentials(rows), rows, whole)
+    for block in blocks:
+        exponentials(block)
+        if by_block:
+            whole[:, block] = combine(local[:, :, block])
+            if weight is not None:
+                to_gradient(block, weight)
+    if by_block:
+        return whole
+    whole.copy_(combine(local))
+    if weight is not None:
+        for block in blocks:
+            if len(blocks) > 1:
+                exponentials(block)  # again: all of them in float32 would not stay in the cache
+            to_gradient(block, weight)
     return whole
 
 

@@ -1,5 +1,5 @@
-"""`keyed_dropout` on a GPU: `philox.py` in Triton, which comes with torch's builds for GPUs. One kernel reads and
-writes each element once.
+"""`keyed_dropout` on a GPU: Philox, as in `dropout.py`, in Triton, which comes with torch's builds for GPUs. One kernel
+reads and writes each element once.
 
 Legend: b batch, s positions, h hidden.
 """
@@ -10,8 +10,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from mpu.kernels.philox import ELEMENTS, dropped_draws, factor
 
 BLOCKS = 64  # of the counter that a program of the kernel takes, 1,024 elements
 WARPS = 2  # so that each thread makes one block
@@ -59,21 +57,13 @@ def dropout_kernel(x, out, keys, b, h, first_position, dropped, factor, SITE: tl
     tl.store(out + at, tl.where(draw >= dropped, raised, tl.zeros_like(raised)), mask=column < h)
 
 
-def dropped_on_gpu(x: Tensor, p: float, keys: Tensor, site: int, first_position: int) -> Tensor:
-    """x [s, b, h], contiguous. The arguments are those of `keyed_dropout`."""
+def dropped_on_gpu(x: Tensor, keys: Tensor, site: int, first_position: int, dropped: int, factor: float) -> Tensor:
+    """x [s, b, h], contiguous, of which `dropped` of 65,536 elements become 0 and the others are multiplied by
+    `factor`. The other arguments are those of `keyed_dropout`."""
     s, b, h = x.shape
     out = torch.empty_like(x)
-    dropout_kernel[(s * b, triton.cdiv(h, ELEMENTS * BLOCKS))](
-        x,
-        out,
-        keys,
-        b,
-        h,
-        first_position,
-        dropped_draws(p) - 32768,
-        factor(p),
-        SITE=site,
-        BLOCKS=BLOCKS,
-        num_warps=WARPS,
+    grid = s * b, triton.cdiv(h, 16 * BLOCKS)
+    dropout_kernel[grid](
+        x, out, keys, b, h, first_position, dropped - 32768, factor, SITE=site, BLOCKS=BLOCKS, num_warps=WARPS
     )
     return out

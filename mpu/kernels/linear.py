@@ -1,16 +1,12 @@
-"""Linear layers on a CPU: xAᵀ + b without a gradient, for the few rows of x that generation has and for processors
-without products in bf16; and a layer whose weight gradient is given to a function.
+"""Products of linear layers on a CPU: xAᵀ + b without a gradient, for the few rows of x that generation has and for
+processors without products in bf16; and the gradient of a weight.
 
 All times are milliseconds, F.linear or the whole product first. Source: docs/explanation/performance.md.
 
 Legend: r rows of x in all, t tokens, i input features, o output features.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 _ELEMENTS = 1 << 19  # of the weight that exist in float32 at once: 2 MB
@@ -55,9 +51,6 @@ def linear_in_float32_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> 
     return y.view(*x.shape[:-1], weight.size(0))  # [r, o] -> [..., o]
 
 
-# Is given dY [t, o] and X [t, i], either of which may be in parts, and gives dYᵀX [o, i] to autograd, or None where the
-# gradient goes another way: into a buffer, or later.
-WeightGradientSink = Callable[[Any, Any], Tensor | None]
 PARTS = 4
 LEAST_TOKENS = 512  # of a part
 
@@ -75,24 +68,3 @@ def weight_gradient_in_parts(dy: Tensor, x: Tensor) -> Tensor:
         part = slice(start, start + tokens)
         total.addmm_(dy[part].t(), x[part])
     return total
-
-
-class LinearWithWeightGradient(torch.autograd.Function):
-    """Y = XAᵀ + b, [..., i] -> [..., o]; backward is autograd's but for the weight gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sink: WeightGradientSink) -> Tensor:
-        """x [..., i], weight [o, i], bias [o] -> [..., o]."""
-        ctx.sink = sink
-        ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """dY [..., o] -> dX, dA, db."""
-        x, weight = ctx.saved_tensors
-        dx = dy @ weight if ctx.needs_input_grad[0] else None
-        dy = dy.reshape(-1, dy.size(-1))  # [..., o] -> [t, o]
-        x = x.reshape(-1, x.size(-1))  # [..., i] -> [t, i]
-        d_weight = ctx.sink(dy, x) if ctx.needs_input_grad[1] else None
-        return dx, d_weight, dy.sum(dim=0) if ctx.needs_input_grad[2] else None, None

@@ -88,7 +88,6 @@ def kind(kernel: Kernel) -> str:
     of_file = {
         "cross_entropy": "cross-entropy",
         "optimizer/optimizer": "optimizer",
-        "loss_scaler": "optimizer",
         "gradient_reducer": "gradient buckets",
         "flat_parameters": "optimizer",
     }
@@ -111,28 +110,14 @@ def model(name: str, *, compiled: bool, num_layers: int | None = None) -> dict[s
     layers, h, heads = SHAPES[name.lower()]
     b, accumulation = STEPS[name]
     assumed = Assumptions()
-    flags = [
-        "--num-layers",
-        str(num_layers or layers),
-        "--hidden-size",
-        str(h),
-        "--num-attention-heads",
-        str(heads),
-        "--seq-length",
-        "1024",
-        "--max-position-embeddings",
-        "1024",
-        "--make-vocab-size-divisible-by",
-        str(VOCABULARY),
-        "--micro-batch-size",
-        str(b),
-        "--global-batch-size",
-        str(b * accumulation),
-        *(["--compile"] if compiled else []),
-    ]
+    flags = (
+        f"--num-layers {num_layers or layers} --hidden-size {h} --num-attention-heads {heads} --seq-length 1024 "
+        f"--max-position-embeddings 1024 --make-vocab-size-divisible-by {VOCABULARY} --micro-batch-size {b} "
+        f"--global-batch-size {b * accumulation}{' --compile' if compiled else ''}"
+    )
     with tempfile.TemporaryDirectory() as folder:
         write_documents(Path(folder))
-        with running(Path(folder), Path(folder) / "save", " ".join(flags)) as (run, gpu):
+        with running(Path(folder), Path(folder) / "save", flags) as (run, gpu):
             steps(run, gpu)
             config = dataclasses.replace(run.config.model, vocab_size=50_257)
     parts: dict[str, list[float]] = collections.defaultdict(list)

@@ -39,12 +39,13 @@ def test_no_kernel_of_a_compiled_layer_spills(text: Path, tmp_path: Path, model:
 # Triton's interpreter computes a kernel with numpy; it has to be chosen before Triton is loaded.
 SAME = """
 import torch, mpu
-from mpu.kernels.dropout import keyed_dropout
+from mpu.kernels.dropout import dropped_draws, factor, keyed_dropout
 from mpu.kernels.dropout_triton import dropped_on_gpu
 for s, b, h, dtype in ((5, 3, 96, torch.float32), (3, 2, 100, torch.bfloat16), (2, 2, 1500, torch.float16)):
     x = torch.randn(s, b, h).to(dtype)
     keys = mpu.dropout_keys(2**31 - 5, 2**40 + torch.arange(b), 4)[3]
-    here, there = keyed_dropout(x, 0.3, keys, 2, 7), dropped_on_gpu(x, 0.3, keys, 2, 7)
+    here = keyed_dropout(x, 0.3, keys, 2, 7)
+    there = dropped_on_gpu(x, keys, 2, 7, dropped_draws(0.3), factor(0.3))
     assert torch.equal(here == 0, there == 0) and 0.2 < (here == 0).float().mean() < 0.4
     assert torch.allclose(here.float(), there.float(), rtol=2**-7 if dtype == torch.bfloat16 else 2**-10)
 """

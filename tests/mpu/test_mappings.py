@@ -45,41 +45,34 @@ def test_one_process_needs_no_group():
         mpu.initialize_model_parallel(2)
 
 
-def check_mappings(rank: int, world_size: int) -> bool:
-    mpu.initialize_model_parallel(world_size)
+def check_mappings(rank: int, world_size: int) -> None:
     mine = torch.arange(6.0).view(2, 3) + 10 * rank
     everyone = [torch.arange(6.0).view(2, 3) + 10 * r for r in range(world_size)]
-
-    def run(op, x, grad_scale):
-        x = x.clone().requires_grad_()
-        before = x.detach().clone()
-        y = op(x)
-        y.backward(grad_scale * torch.ones_like(y))
-        assert torch.equal(x.detach(), before), "the caller's tensor was written to"
-        return y.detach(), x.grad
-
-    ranks = sum(r + 1 for r in range(world_size))
-    y, dx = run(mpu.copy_to_model_parallel_region, mine, rank + 1)
-    assert torch.equal(y, mine) and torch.equal(dx, torch.full_like(mine, ranks))
-
-    y, dx = run(mpu.reduce_from_model_parallel_region, mine, rank + 1)
-    assert torch.equal(y, torch.stack(everyone).sum(0)) and torch.equal(dx, torch.full_like(mine, rank + 1))
-
-    y, dx = run(mpu.gather_from_model_parallel_region, mine, rank + 1)
-    assert torch.equal(y, torch.cat(everyone, -1)) and torch.equal(dx, torch.full_like(mine, rank + 1))
-
     whole = torch.arange(2.0 * 4 * world_size).view(2, -1)
-    y, dx = run(mpu.scatter_to_model_parallel_region, whole, rank + 1)
-    assert torch.equal(y, whole[:, 4 * rank : 4 * (rank + 1)])
-    assert torch.equal(dx, torch.cat([torch.full((2, 4), r + 1.0) for r in range(world_size)], -1))
+    scale = rank + 1.0  # of the gradient
+    for operation, x, expected, gradient in (
+        (mpu.copy_to_model_parallel_region, mine, mine, sum(r + 1.0 for r in range(world_size))),
+        (mpu.reduce_from_model_parallel_region, mine, torch.stack(everyone).sum(0), scale),
+        (mpu.gather_from_model_parallel_region, mine, torch.cat(everyone, -1), scale),
+        (
+            mpu.scatter_to_model_parallel_region,
+            whole,
+            whole[:, 4 * rank : 4 * (rank + 1)],
+            torch.arange(1.0, world_size + 1).repeat_interleave(4),
+        ),
+    ):
+        given = x.clone().requires_grad_()
+        y = operation(given)
+        y.backward(scale * torch.ones_like(y))
+        assert torch.equal(given.detach(), x), "the caller's tensor was written to"
+        assert torch.equal(y.detach(), expected) and given.grad is not None, operation
+        assert torch.equal(given.grad, torch.ones_like(x) * gradient), operation
     if world_size > 1:
         with pytest.raises(ValueError, match="not divisible"):
             mpu.scatter_to_model_parallel_region(torch.zeros(2, 4 * world_size + 1))
-    return True
 
 
-def check_broadcast(rank: int, world_size: int) -> bool:
-    mpu.initialize_model_parallel(world_size)
+def check_broadcast(rank: int, world_size: int) -> None:
     data = {"text": torch.arange(12).view(3, 4), "ids": torch.tensor([7, 8])} if rank == 0 else None
     for shapes in (None, [(3, 4), (2,)]):
         got = mpu.broadcast_data(["text", "ids"], data, torch.int64, shapes=shapes)
@@ -94,12 +87,10 @@ def check_broadcast(rank: int, world_size: int) -> bool:
     if rank == 0:
         with pytest.raises(ValueError, match=r"'text' has the shape \(3, 4\), not \(4, 3\)"):
             mpu.broadcast_data(["text"], data, torch.int64, shapes=[(4, 3)])
-    return True
 
 
-def check_clip(rank: int, world_size: int) -> bool:
+def check_clip(rank: int, world_size: int) -> None:
     """The norm counts split parameters on every rank and replicated ones once."""
-    mpu.initialize_model_parallel(world_size)
     split, replicated = (torch.nn.Parameter(torch.zeros(4)) for _ in range(2))
     split.model_parallel = True  # type: ignore[attr-defined]
     for norm_type, expected in ((2, (4 * world_size * 9 + 4 * 16) ** 0.5), (torch.inf, 4.0)):
@@ -111,13 +102,14 @@ def check_clip(rank: int, world_size: int) -> bool:
         assert split.grad[0].item() == pytest.approx(3 / expected, rel=1e-4), "a small norm must not be raised"
     with pytest.raises(ValueError, match="2 and inf"):
         mpu.clip_grad_norm([split], 1.0, 1)
-    return True
 
 
-def check_all(rank: int, world_size: int) -> list[bool]:
-    return [check(rank, world_size) for check in (check_mappings, check_broadcast, check_clip)]
+def check_all(rank: int, world_size: int) -> None:
+    mpu.initialize_model_parallel(world_size)
+    for check in (check_mappings, check_broadcast, check_clip):
+        check(rank, world_size)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_operations(world_size: int):
-    assert run_ranks(check_all, world_size) == [[True] * 3] * world_size
+    run_ranks(check_all, world_size)

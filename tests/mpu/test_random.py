@@ -4,6 +4,7 @@ kept, and nothing else changes."""
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import mpu
 from megatron.gpt2.model.gpt2 import GPT2Model, layer_config
-from mpu.random import MODEL_PARALLEL_RNG
+from mpu.random import MODEL_PARALLEL_RNG, checkpoint_without_output
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import SHAPE
 from tests.mpu.test_cross_entropy import MemoryCounter
@@ -112,6 +113,30 @@ def test_checkpoint_repeats_both_streams():
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("function", [F.gelu, nn.LayerNorm(16)])
+def test_an_output_that_is_computed_again(function: Callable[[Tensor], Tensor]) -> None:
+    """The results are those of the plain call to the bit, and the output does not live until backward."""
+    linear, outputs = nn.Linear(16, 8), list[weakref.ref[torch.UntypedStorage]]()
+
+    def watched(x: Tensor) -> Tensor:
+        y = function(x)
+        outputs.append(weakref.ref(y.untyped_storage()))
+        return y
+
+    def results(call: Callable[[Tensor], Tensor], *, kept: bool) -> tuple[Tensor, ...]:
+        outputs.clear()
+        x = torch.randn(5, 3, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        y = call(x)
+        assert [output() is not None for output in outputs] == [kept]
+        gradients = torch.autograd.grad(y, (x, *linear.parameters()), torch.ones_like(y))
+        assert len(outputs) == 1 + (not kept)
+        return y, *gradients
+
+    plain = results(lambda x: linear(watched(x)), kept=True)
+    again = results(lambda x: checkpoint_without_output(watched, linear, x), kept=False)
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
 ELEMENTS = 10_007  # which no number of ranks divides
 
 
@@ -161,9 +186,6 @@ def test_each_rank_keeps_its_part(ranks: int):
         assert split[1] - states == by_default[1] - states == 2 * (4 + 1) * part
         assert on_host[1] == 3 * (4 + 1) * part
         assert parked[1] - states >= 2 * (4 + 1) * part  # here that is the same memory
-
-
-Model = Callable[..., GPT2Model]
 
 
 @pytest.mark.parametrize("recompute", ["full", "none"])

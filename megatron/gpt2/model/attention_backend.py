@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from mpu.kernels import causal_attention
 
 # In the order of preference: a later one must be faster by a margin, so that two runs on one machine agree.
 SWITCHES: dict[str, Callable[[bool], Any]] = {
@@ -93,11 +94,10 @@ def _milliseconds(device: torch.device, dtype: torch.dtype, b: int, s: int, n: i
     times = []
     with torch.random.fork_rng(devices=[device]):
         qkv = torch.randn(s, b, n, 3, d, device=device, dtype=dtype, requires_grad=True)
-        q, k, v = qkv.permute(3, 1, 2, 0, 4).unbind(0)  # [s, b, n, 3, d] -> three of [b, n, s, d]
         for _ in range(REPEATS):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
-            y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)
+            y = causal_attention(qkv, dropout_p)
             torch.autograd.grad(y, qkv, torch.ones_like(y), retain_graph=True)
             end.record()
             torch.cuda.synchronize(device)

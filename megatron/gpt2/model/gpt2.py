@@ -99,30 +99,40 @@ class Transformer(nn.Module):
         of_layer: Sequence[Tensor | None] = [None] * len(self.layers) if keys is None else keys.unbind()
         if self.host_memory is not None:
             self.host_memory.forward_begins()
-        if self.config.recompute_granularity == "full" and self.training:
-            together = self.config.recompute_num_layers
-            options = self._of_kept_inputs()
-            for start in range(chunk.start, chunk.stop, together):
-                stop = min(start + together, chunk.stop)
-                part = self.layers[start:stop]
-                for number in range(start, stop):
-                    self.layer_pre_hook(number)
-                # Tensors alone are arguments: DeepSpeed's function, in the place of mpu.checkpoint, may keep a part of
+        full = self.config.recompute_granularity == "full" and self.training
+        together = self.config.recompute_num_layers if full else 1
+        for start in range(chunk.start, chunk.stop, together):
+            numbers = range(start, min(start + together, chunk.stop))
+            for number in numbers:
+                self.layer_pre_hook(number)
+            run = functools.partial(self._run_layers, numbers, documents, cache, of_layer)
+            if full:
+                # Only tensors are arguments: DeepSpeed's function, in the place of mpu.checkpoint, may keep a part of
                 # each on every rank. The attribute says that this tensor differs between the ranks already.
                 if self.config.sequence_parallel:
                     x.no_checkpointing = True  # type: ignore[attr-defined]
-                x = mpu.checkpoint(functools.partial(_run_layers, part, documents, of_layer[start:stop]), x, **options)
-        else:
-            for number in chunk:
-                self.layer_pre_hook(number)
-                attend = functools.partial(cache.attend, self._numbers.index(number)) if cache else None
-                with self._of_layer(number):
-                    x = self.layers[number](x, documents, attend, of_layer[number])
+                x = mpu.checkpoint(run, x, **self._checkpoint_options())
+            else:
+                with self._of_layer(start):
+                    x = run(x)
         if self.host_memory is not None:
             self.host_memory.forward_ends()
         return self.final_layernorm(x) if chunk.stop == len(self.layers) else x
 
-    def _of_kept_inputs(self) -> dict[str, Any]:
+    def _run_layers(
+        self,
+        numbers: range,
+        documents: mpu.Documents | None,
+        cache: mpu.KeyValueCache | None,
+        keys: Sequence[Tensor | None],
+        x: Tensor,
+    ) -> Tensor:
+        for number in numbers:
+            attend = functools.partial(cache.attend, self._numbers.index(number)) if cache else None
+            x = self.layers[number](x, documents, attend, keys[number])
+        return x
+
+    def _checkpoint_options(self) -> dict[str, Any]:
         """Arguments of `mpu.checkpoint`, which another function may replace: none unless one is asked for."""
         config = self.config
         options: dict[str, Any] = {}
@@ -135,14 +145,6 @@ class Transformer(nn.Module):
         if self.host_memory is None or number >= self.config.cpu_offloading_num_layers:
             return contextlib.nullcontext()
         return self.host_memory.of_layer(self.layers[number])
-
-
-def _run_layers(
-    layers: nn.ModuleList, documents: mpu.Documents | None, keys: Sequence[Tensor | None], x: Tensor
-) -> Tensor:
-    for layer, of_layer in zip(layers, keys, strict=True):
-        x = layer(x, documents, None, of_layer)
-    return x
 
 
 class TiedGradient(Protocol):
@@ -208,11 +210,7 @@ class GPT2Model(nn.Module):
         self.group = layer.group if layer.group is not None else mpu.get_tensor_model_parallel_group()
         self.rank, self.world_size = group_rank_and_size(self.group)
         self.sequence_parallel = layer.sequence_parallel and self.world_size > 1
-        where: dict[str, Any] = {
-            "sequence_parallel": self.sequence_parallel,
-            "group": self.group,
-            "device": layer.device,
-        }
+        layer = dataclasses.replace(layer, group=self.group, sequence_parallel=self.sequence_parallel)
         # Each layer adds two branches to the residual stream: their last weights start smaller (GPT-2).
         output_std = config.init_method_std / math.sqrt(2 * config.num_layers)
 
@@ -229,19 +227,17 @@ class GPT2Model(nn.Module):
                 config.hidden_size,
                 padded_size=self.padded_vocab_size,
                 init_method=init_method_for(TIED),
-                **where,
+                **layer.placement,
             )
         if self.has_embeddings:
             self.position_embeddings = modules.position_embedding(
                 config.max_position_embeddings,
                 config.hidden_size,
                 init_method_for("position_embeddings.weight"),
-                **where,
+                **layer.placement,
             )
         numbers = [number for chunk in self.chunks for number in chunk]
-        self.transformer = Transformer(
-            config.num_layers, numbers, dataclasses.replace(layer, **where), init_method_for, modules
-        )
+        self.transformer = Transformer(config.num_layers, numbers, layer, init_method_for, modules)
         self.dropout_seed = dropout_seed
         self._cross_entropy = modules.linear_cross_entropy
         self.tied_gradient: TiedGradient | None = None  # None: autograd does it
@@ -279,19 +275,19 @@ class GPT2Model(nn.Module):
         if chunk.stop < self.config.num_layers:
             return x
         if labels is None:
-            whole = (
-                mpu.gather_from_sequence_parallel_region(x, self.group)
+            to_every_rank = (
+                mpu.gather_from_sequence_parallel_region
                 if self.sequence_parallel
-                else mpu.copy_to_model_parallel_region(x, self.group)
+                else mpu.copy_to_model_parallel_region
             )
-            return F.linear(whole, self.word_embeddings.weight)
+            return F.linear(to_every_rank(x, self.group), self.word_embeddings.weight)
         assert token_weight is not None
         return self._cross_entropy(
-            x.flatten(0, 1),
-            self.word_embeddings.weight,  # [s, b, h] -> [t, h]
-            labels.t().reshape(-1),
+            x.flatten(0, 1),  # [s, b, h] -> [t, h]
+            self.word_embeddings.weight,
+            labels.t().reshape(-1),  # [b, s] -> [s, b] -> [t]
             token_weight.t().reshape(-1),
-            self.group,  # [b, s] -> [s, b] -> [t]
+            self.group,
             vocab_size=self.vocab_size,
             sequence_parallel=self.sequence_parallel,
             weight_grad_hook=tied.add if tied else None,

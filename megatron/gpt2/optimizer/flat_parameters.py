@@ -14,9 +14,7 @@ Buckets are padded alike without it, so that a gradient's sum, whose order follo
 the same to the last bit.
 """
 
-import bisect
 import itertools
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -29,19 +27,18 @@ from mpu.grads import is_sequence_parallel
 _ALIGNMENT = 64
 
 
-@dataclass(frozen=True)
-class Segment:
-    """A range of the buffer whose parameters are treated alike."""
+class Segment(NamedTuple):
+    """An owned range of the buffer, in one bucket, whose parameters are treated alike."""
 
     range: slice
+    bucket: int
     is_split: bool
     is_partial: bool  # each tensor-parallel rank's gradient is a part of the sum
-    decays: bool
+    decays: bool  # biases and layer norms do not
     is_copy: bool  # another stage of the pipeline holds the same and counts it in the norm
 
 
-@dataclass(frozen=True)
-class Bucket:
+class Bucket(NamedTuple):
     """Neighbouring parameters, padded to a length that the data-parallel ranks can share evenly."""
 
     range: slice
@@ -90,63 +87,53 @@ class FlatParameters:
         shared: str | None = None,
         is_copy: bool = False,
     ) -> None:
-        size = ranks[1]
         self._shard, self._shards = ranks if sharded else (0, 1)
         self.is_sharded, self.offloaded = self._shards > 1, offloaded
 
-        def treatment(item: tuple[str, nn.Parameter]) -> tuple[bool, bool, bool, bool]:
-            # False sorts first: what is split before what is replicated, which has its decayed parameters last.
-            return (
-                not _is_split(item[1]),
-                _is_split(item[1]) != _decays(item[1]),
-                is_sequence_parallel(item[1]),
-                item[0] == shared,
-            )
+        def treatment(name: str) -> tuple[bool, bool, bool, bool]:
+            """The last four fields of a segment."""
+            parameter = self.parameters[name]
+            is_split = getattr(parameter, "model_parallel", False)
+            return is_split, is_sequence_parallel(parameter), parameter.dim() >= 2, name == shared and is_copy
 
-        named = sorted(reversed(list(module.named_parameters())), key=treatment)
-        self.parameters, self.shared = dict(named), shared if shared in dict(named) else None
+        def place(name: str) -> tuple[bool, ...]:
+            # False sorts first: what is split before what is replicated, which has its decayed parameters last.
+            is_split, is_partial, decays, _ = treatment(name)
+            return not is_split, is_split != decays, is_partial, name == shared
+
+        self.parameters = dict(module.named_parameters())
+        names = sorted(reversed(self.parameters), key=place)
+        self.parameters = {name: self.parameters[name] for name in names}
+        self.shared = shared if shared in self.parameters else None
         self.ranges: dict[str, slice] = {}
         self.buckets: list[Bucket] = []
         start = end = 0
-        names: list[str] = []
-        for name, parameter in named:
-            if names and (end + parameter.numel() - start > bucket_size or shared in (name, names[-1])):
-                end = _round_up(end, _ALIGNMENT * size)
-                self.buckets.append(Bucket(slice(start, end), tuple(names)))
-                start, names = end, []
-            self.ranges[name] = slice(end, end + parameter.numel())
-            names.append(name)
-            end = _round_up(end + parameter.numel(), _ALIGNMENT)
-        end = _round_up(end, _ALIGNMENT * size)
-        self.buckets.append(Bucket(slice(start, end), tuple(names)))
-
-        firsts = [next(members) for _, members in itertools.groupby(named, treatment)]
-        stops = [self.ranges[name].start for name, _ in firsts[1:]] + [end]
-        segments = [
-            Segment(
-                slice(self.ranges[name].start, stop),
-                _is_split(parameter),
-                is_sequence_parallel(parameter),
-                _decays(parameter),
-                name == shared and is_copy,
-            )
-            for (name, parameter), stop in zip(firsts, stops, strict=True)
-        ]
-        found = [
-            (index, replace(s, range=common))
-            for index, bucket in enumerate(self.buckets)
-            for s in segments
-            if (common := _overlap(self.owned_part(bucket), s.range))
-        ]
-        self.owned = [segment for _, segment in found]
-        self._bucket_of_owned = [index for index, _ in found]
-        self._owned_stops = [segment.range.stop for segment in self.owned]  # ascending
-
-        device = named[0][1].device
-        self.params = torch.zeros(end, dtype=dtype, device=device)
-        self._grads: list[Tensor | None] = [None] * len(self.buckets)
-        self._owned_grads: list[Tensor | None] = [None] * len(self.buckets)  # of what `keep_owned` left
+        together: list[str] = []
+        for name, following in itertools.zip_longest(names, names[1:]):
+            stop = end + self.parameters[name].numel()
+            self.ranges[name] = slice(end, stop)
+            end = _round_up(stop, _ALIGNMENT)
+            together.append(name)
+            is_full = following and end + self.parameters[following].numel() - start > bucket_size
+            if not following or is_full or shared in (name, following):
+                end = _round_up(end, _ALIGNMENT * ranks[1])
+                self.buckets.append(Bucket(slice(start, end), tuple(together)))
+                start, together = end, []
         self.bucket_of = {name: index for index, bucket in enumerate(self.buckets) for name in bucket.names}
+
+        self.owned: list[Segment] = []
+        self._index_in_owned: dict[str, int] = {}
+        for index, bucket in enumerate(self.buckets):
+            alike = [(how, list(members)) for how, members in itertools.groupby(bucket.names, treatment)]
+            starts = [self.ranges[members[0]].start for _, members in alike]
+            for (how, members), start, stop in zip(alike, starts, [*starts[1:], bucket.range.stop], strict=True):
+                if common := _overlap(self.owned_part(bucket), slice(start, stop)):
+                    self._index_in_owned |= dict.fromkeys(members, len(self.owned))
+                    self.owned.append(Segment(common, index, *how))
+
+        device = self.parameters[names[0]].device
+        self.params = torch.zeros(end, dtype=dtype, device=device)
+        self.free_grads()
         in_params = [self.params[segment.range] for segment in self.owned]
         whole = dtype == torch.float32
         if offloaded:
@@ -155,7 +142,7 @@ class FlatParameters:
         else:
             self.masters = in_params if whole else self.room()
             self._rounded = in_params
-        for name, parameter in named:
+        for name, parameter in self.parameters.items():
             values = parameter.detach().reshape(-1)
             self.params[self.ranges[name]].copy_(values)
             index, part, start = self.owned_part_of(name)
@@ -170,35 +157,36 @@ class FlatParameters:
         """The gradients of bucket `index`, [length of its range] float32; not initialised but for the padding."""
         grads = self._grads[index]
         if grads is None:
-            whole, names = self.buckets[index].range, self.buckets[index].names
+            whole, names = self.buckets[index]
             grads = torch.empty(whole.stop - whole.start, dtype=torch.float32, device=self.params.device)
-            for name, following in itertools.zip_longest(names, names[1:]):
-                stop = self.ranges[following].start if following else whole.stop
+            stops = [self.ranges[name].start for name in names[1:]] + [whole.stop]
+            for name, stop in zip(names, stops, strict=True):
                 if self.ranges[name].stop < stop:
-                    grads[self.ranges[name].stop - whole.start : stop - whole.start].zero_()
+                    grads[within(slice(self.ranges[name].stop, stop), whole)].zero_()
             self._grads[index] = grads
         return grads
 
     def grad(self, name: str) -> Tensor:
         """The gradient of the parameter `name`, in its shape, float32; not initialised before the first use."""
         index = self.bucket_of[name]
-        start, part = self.buckets[index].range.start, self.ranges[name]
-        return self.bucket_grads(index)[part.start - start : part.stop - start].view(self.parameters[name].shape)
+        part = within(self.ranges[name], self.buckets[index].range)
+        return self.bucket_grads(index)[part].view(self.parameters[name].shape)
 
     def owned_grads(self) -> list[Tensor]:
         """The gradients of each range in `owned`."""
-        parts = []
-        for index, segment in zip(self._bucket_of_owned, self.owned, strict=True):
-            start = self.owned_part(self.buckets[index]).start
-            parts.append(self.owned_bucket_grads(index)[segment.range.start - start : segment.range.stop - start])
-        return parts
+        return [
+            self.owned_bucket_grads(segment.bucket)[
+                within(segment.range, self.owned_part(self.buckets[segment.bucket]))
+            ]
+            for segment in self.owned
+        ]
 
     def owned_bucket_grads(self, index: int) -> Tensor:
         """What this rank owns of the gradients of bucket `index`, [length of the owned part] float32."""
         if (kept := self._owned_grads[index]) is not None:
             return kept
-        part, start = self.owned_part(self.buckets[index]), self.buckets[index].range.start
-        return self.bucket_grads(index)[part.start - start : part.stop - start]
+        bucket = self.buckets[index]
+        return self.bucket_grads(index)[within(self.owned_part(bucket), bucket.range)]
 
     def keep_owned(self, index: int, reduced: Tensor) -> None:
         """Free the gradients of bucket `index`, and add `reduced`, their sum over the ranks in any dtype, to what this
@@ -214,8 +202,8 @@ class FlatParameters:
 
     def free_grads(self) -> None:
         """After the optimizer has used them."""
-        self._grads = [None] * len(self.buckets)
-        self._owned_grads = [None] * len(self.buckets)
+        self._grads: list[Tensor | None] = [None] * len(self.buckets)
+        self._owned_grads: list[Tensor | None] = [None] * len(self.buckets)  # of what `keep_owned` left
 
     def owned_part(self, bucket: Bucket) -> slice:
         """What this rank's optimizer owns of a bucket: its share, or all of it where it is not sharded."""
@@ -226,11 +214,10 @@ class FlatParameters:
     def owned_part_of(self, name: str) -> tuple[int, slice, int]:
         """What this rank's optimizer owns of a parameter, at most one range since it lies in one bucket: the index in
         `owned`, the range inside of that, and where it starts in the parameter. An empty range where it owns none."""
-        whole = self.ranges[name]
-        index = bisect.bisect_right(self._owned_stops, whole.start)  # the first that does not end before it
-        if index < len(self.owned) and (common := _overlap(whole, self.owned[index].range)):
-            offset = self.owned[index].range.start
-            return index, slice(common.start - offset, common.stop - offset), common.start - whole.start
+        index = self._index_in_owned.get(name, 0)
+        whole, segment = self.ranges[name], self.owned[index].range
+        if name in self._index_in_owned and (common := _overlap(whole, segment)):
+            return index, within(common, segment), common.start - whole.start
         return 0, slice(0, 0), 0
 
     def room(self, dtype: torch.dtype = torch.float32, *, pinned: bool = False) -> list[Tensor]:
@@ -256,15 +243,6 @@ class FlatParameters:
             master.copy_(self.params[segment.range])
 
 
-def _is_split(parameter: nn.Parameter) -> bool:
-    return getattr(parameter, "model_parallel", False)
-
-
-def _decays(parameter: nn.Parameter) -> bool:
-    """Biases and layer norms do not."""
-    return parameter.dim() >= 2
-
-
 def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
@@ -272,3 +250,8 @@ def _round_up(number: int, multiple: int) -> int:
 def _overlap(a: slice, b: slice) -> slice | None:
     start, stop = max(a.start, b.start), min(a.stop, b.stop)
     return slice(start, stop) if start < stop else None
+
+
+def within(part: slice, whole: slice) -> slice:
+    """`part` of a buffer, counted from where `whole` begins."""
+    return slice(part.start - whole.start, part.stop - whole.start)

@@ -1,20 +1,22 @@
-"""Data parallelism: gradients are reduced in buckets while backward still runs.
+"""Data parallelism: gradients are reduced in buckets while backward still runs, and the parameters that the sharded
+optimizers of other ranks have updated come in buckets while the next forward runs.
 
 `flat_parameters.py` has the buffers and says what each rank owns of them. `ShardedGradientReducer` serves ZeRO stage 2,
-`TorchDDPReducer` leaves the work to torch. `parameter_gatherer.py` fetches the parameters that a sharded optimizer has
-updated.
+`TorchDDPReducer` leaves the work to torch.
 """
 
 import contextlib
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megatron.gpt2.optimizer.flat_parameters import FlatParameters
+from megatron.gpt2.model.gpt2 import GPT2Model
+from megatron.gpt2.optimizer.flat_parameters import FlatParameters, within
 from mpu.grads import sum_over_group
-from mpu.mappings import reduce_scatter_single
+from mpu.mappings import all_gather_single, reduce_scatter_single
 
 
 class GradientReducer:
@@ -123,8 +125,7 @@ class GradientReducer:
     def _send(self, index: int) -> tuple[dist.Work, Tensor]:
         """Begin to reduce bucket `index`: the work, and what will be owned of the sum."""
         grads, bucket = self._flat.bucket_grads(index), self._flat.buckets[index]
-        part, start = self._flat.owned_part(bucket), bucket.range.start
-        inside = slice(part.start - start, part.stop - start)
+        inside = within(self._flat.owned_part(bucket), bucket.range)
         sent = grads.bfloat16() if self._in_bf16 else grads
         if self._flat.is_sharded:
             work = reduce_scatter_single(sent[inside], sent, group=self._group, async_op=True)
@@ -147,9 +148,9 @@ class GradientReducer:
 
 
 class ShardedGradientReducer(GradientReducer):
-    """--shard-gradients: the same, by ZeRO stage 2 (arXiv:1910.02054): each micro-batch sends its gradients, and between them a rank keeps
-    the sums of what it owns alone. Of whole buckets there are at most the one that backward fills and the one before
-    it, which is on its way. Backward of a micro-batch comes after that of the one before.
+    """--shard-gradients: the same, by ZeRO stage 2 (arXiv:1910.02054): each micro-batch sends its gradients, and between
+    them a rank keeps only the sums of what it owns. At most two buckets are whole: the one that backward fills and the
+    one before it, which is on its way. Backward of a micro-batch comes after that of the one before.
     """
 
     def begin(self, micro_batches: int) -> None:
@@ -172,8 +173,9 @@ class ShardedGradientReducer(GradientReducer):
 
 
 class TorchDDPReducer:
-    """--DDP-impl torch, to compare with: does what `GradientReducer` does by `torch.nn.parallel.DistributedDataParallel`, which reduces in the parameters'
-    dtype. bucket_size: elements of a bucket; DDP counts in MB of 2^20 bytes. `module` is what forward is called on."""
+    """--DDP-impl torch, to compare with: does what `GradientReducer` does by torch's DistributedDataParallel, which
+    reduces in the parameters' dtype. bucket_size: elements of a bucket; DDP counts in MB of 2^20 bytes. `module`:
+    forward is called on it."""
 
     def __init__(self, flat: FlatParameters, module: nn.Module, group: ProcessGroup, *, bucket_size: int) -> None:
         self._flat = flat
@@ -202,41 +204,31 @@ class TorchDDPReducer:
 
 
 class TiedGradient:
-    """Of the parameter `name`, into the reducer without autograd."""
+    """The gradient of the tied matrix, which comes in two parts, into the reducer without autograd. name: of the head's
+    gradient. of_embedding: of the embedding's, if it is reduced apart from the head's or is on another rank of the
+    pipeline; None: it is added to the head's, which waits for it."""
 
-    def __init__(self, reducer: GradientReducer, name: str) -> None:
-        self._reducer, self._name = reducer, name
+    def __init__(self, reducer: GradientReducer, name: str, of_embedding: str | None = None) -> None:
+        self._reducer, self._name, self._of_embedding = reducer, name, of_embedding
         self._of_head: Tensor | None = None
 
     def add(self, gradient: Tensor) -> None:
         """As `TiedGradient` of the model."""
-        self._of_head = gradient  # not into float32 yet: now, at the start of backward, memory is fullest
+        if self._of_embedding is None:
+            self._of_head = gradient  # not into float32 yet: now, at the start of backward, memory is fullest
+        else:
+            self._reducer.add(self._name, gradient)
+            self._reducer.complete(self._name)
 
     def add_rows(self, rows: Tensor, gradients: Tensor) -> None:
         """As `TiedGradient` of the model."""
-        assert self._of_head is not None, "the head comes first in backward"
-        self._reducer.add(self._name, self._of_head)
-        self._of_head = None
-        self._reducer.add_rows(self._name, rows, gradients)
-        self._reducer.complete(self._name)
-
-
-class TiedGradientOfAStage:
-    """The same on the first or the last stage of a pipeline, which has the embedding or the head. of_embedding: the
-    gradient of the embedding, where it is put together apart from the head's."""
-
-    def __init__(self, reducer: GradientReducer, name: str, of_embedding: str | None = None) -> None:
-        self._reducer, self._name, self._of_embedding = reducer, name, of_embedding or name
-
-    def add(self, gradient: Tensor) -> None:
-        """As `TiedGradient` of the model."""
-        self._reducer.add(self._name, gradient)
-        self._reducer.complete(self._name)
-
-    def add_rows(self, rows: Tensor, gradients: Tensor) -> None:
-        """As `TiedGradient` of the model."""
-        self._reducer.add_rows(self._of_embedding, rows, gradients)
-        self._reducer.complete(self._of_embedding)
+        if self._of_embedding is None:
+            assert self._of_head is not None, "the head comes first in backward"
+            self._reducer.add(self._name, self._of_head)
+            self._of_head = None
+        name = self._of_embedding or self._name
+        self._reducer.add_rows(name, rows, gradients)
+        self._reducer.complete(name)
 
 
 def sum_partial(flat: FlatParameters) -> None:
@@ -253,3 +245,52 @@ def bucket_size(asked: int, data_parallel_size: int) -> int:
     small: they find room where backward has freed activations, which saves 0.4 GB of the 3.5 GB that 124M take on a
     CPU."""
     return asked if data_parallel_size > 1 else min(asked, 1_000_000)
+
+
+class ParameterGatherer:
+    """Fetches the parameters that other ranks' optimizers own, bucket by bucket, while the model already computes.
+
+    `launch` starts all the all-gathers, in the order in which forward needs them: the buffer's from its end. The
+    model waits before its embeddings for whatever lies outside of its layers, and before each layer for the buckets
+    that hold a part of it. Whoever else reads parameters calls `wait` first. Nothing happens unless `flat` is sharded.
+    """
+
+    def __init__(self, flat: FlatParameters, model: GPT2Model, group: ProcessGroup | None) -> None:
+        self._flat, self._group = flat, group
+        self._works: dict[int, dist.Work] = {}  # by bucket, of those that nobody waited for yet
+        if not flat.is_sharded:
+            return
+        needed: defaultdict[int | None, list[int]] = defaultdict(list)  # by layer, None: outside of them
+        for index, bucket in reversed(list(enumerate(flat.buckets))):
+            for layer in {_layer_of(name) for name in bucket.names}:
+                needed[layer].append(index)
+        model.register_forward_pre_hook(lambda module, args: self.wait(needed[None]))
+        # No hook of the layer, which would become a part of what torch.compile makes of it.
+        model.transformer.layer_pre_hook = lambda layer: self.wait(needed[layer])
+
+    def launch(self) -> None:
+        """Start all the all-gathers, after `flat.write_back`. On a GPU they follow it on the device, and the host waits
+        for nothing."""
+        self.wait()
+        if self._flat.is_sharded:
+            for index, bucket in reversed(list(enumerate(self._flat.buckets))):
+                work = all_gather_single(
+                    self._flat.params[bucket.range],
+                    self._flat.params[self._flat.owned_part(bucket)],
+                    group=self._group,
+                    async_op=True,
+                )
+                assert work is not None
+                self._works[index] = work
+
+    def wait(self, buckets: Iterable[int] | None = None) -> None:
+        """Wait until these buckets (default: all) are complete."""
+        for index in list(self._works) if buckets is None else buckets:
+            if (work := self._works.pop(index, None)) is not None:
+                work.wait()
+
+
+def _layer_of(name: str) -> int | None:
+    """The number in "transformer.layers.<number>.<...>", None for any other parameter."""
+    path = name.split(".")
+    return int(path[2]) if path[:2] == ["transformer", "layers"] else None

@@ -16,15 +16,14 @@ from megatron.gpt2.model.gpt2 import TIED, GPT2Model, layer_config
 from megatron.gpt2.optimizer.flat_parameters import FlatParameters
 from megatron.gpt2.optimizer.gradient_reducer import (
     GradientReducer,
+    ParameterGatherer,
     ShardedGradientReducer,
     TiedGradient,
-    TiedGradientOfAStage,
     TorchDDPReducer,
     bucket_size,
 )
 from megatron.gpt2.optimizer.learning_rates import LearningRate
 from megatron.gpt2.optimizer.optimizer import AdamWOptimizer, build_loss_scaler
-from megatron.gpt2.optimizer.parameter_gatherer import ParameterGatherer
 from megatron.gpt2.train.setup import Log, PreparedRun
 from mpu import kernels
 
@@ -156,7 +155,7 @@ def reducer_for(
         return extended, model
     kind = ShardedGradientReducer if config.shard_gradients and flat.is_sharded else GradientReducer
     reducer = kind(flat, group, in_bf16=config.grad_reduce_in_bf16, embedding_group=parallel.embedding_group)
-    model.tied_gradient = (TiedGradient if is_whole else TiedGradientOfAStage)(reducer, TIED)
+    model.tied_gradient = TiedGradient(reducer, TIED, None if is_whole else TIED)
     return reducer, model
 
 

@@ -1,28 +1,34 @@
-"""Products of linear layers and of the loss against float64, GELU and dropout against the plain calls; as every processor takes them."""
+"""Products of linear layers and of the loss against float64, and GELU against the plain call; as every processor takes them."""
 
 from __future__ import annotations
 
-import weakref
+import itertools
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from megatron.gpt2.extensions.exact.cross_entropy import shard_of_part, softmax_in_parts
+from megatron.gpt2.extensions.exact.cross_entropy import softmax_in_parts
 from megatron.gpt2.extensions.exact.sums import Parts
 from mpu import kernels
+from mpu.cross_entropy import vocab_shard
 from mpu.kernels import cross_entropy as kernel
-from mpu.kernels.processor import _has_amx
+from mpu.kernels import processor
+from mpu.layers import linear
 
 
-@pytest.mark.parametrize(("amx", "bf16"), [(True, True), (False, True), (False, False)])
+@pytest.fixture(params=[(True, True), (False, True), (False, False)], ids=["amx", "bf16", "neither"])
+def on_each_processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With AMX; with products in bf16; with neither."""
+    for name, has in zip(("HAS_AMX", "HAS_BF16_PRODUCTS"), request.param, strict=True):
+        monkeypatch.setattr(processor, name, has)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_linear_without_gradient(dtype: torch.dtype, amx: bool, bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_without_gradient(dtype: torch.dtype, on_each_processor: None) -> None:
     """However many rows, whether the weight is stored by row or by column, and whichever processor it is."""
-    monkeypatch.setattr("mpu.kernels.HAS_AMX", amx)
-    monkeypatch.setattr("mpu.kernels.HAS_BF16_PRODUCTS", bf16)
     for rows in (1, 2, 4, 5, 8, 16, 17):
         x, weight, bias = torch.randn(rows, 1, 48), torch.randn(32, 48), torch.randn(32)
         for a in (weight.to(dtype), weight.to(dtype).t().contiguous().t()):
@@ -38,21 +44,17 @@ def test_linear_without_gradient(dtype: torch.dtype, amx: bool, bf16: bool, monk
                 )
 
 
-@pytest.mark.parametrize("amx", [True, False])
-def test_weight_gradient(amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weight_gradient(on_each_processor: None) -> None:
     """Parts of 512 tokens, with a rest, and as many as there are at most; or the whole at once."""
-    monkeypatch.setattr("mpu.kernels.HAS_AMX", amx)
     for tokens in (3, 600, 2600):
         dy, x = torch.randn(tokens, 16).bfloat16(), torch.randn(tokens, 24).bfloat16()
         expected = dy.double().t() @ x.double()
         assert (kernels.weight_gradient(dy, x).double() - expected).norm() <= 5e-3 * expected.norm()
 
 
-@pytest.mark.parametrize("amx", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_linear_and_its_gradients(dtype: torch.dtype, amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_and_its_gradients(dtype: torch.dtype, on_each_processor: None) -> None:
     """Inputs of two and three dimensions, in one part and in several; with and without bias; the weight's alone."""
-    monkeypatch.setattr("mpu.kernels.HAS_AMX", amx)
     bound = 1e-6 if dtype == torch.float32 else 1e-2
     for shape in ((7, 48), (1100, 2, 48)):
         given = [torch.randn(size).to(dtype).requires_grad_() for size in (shape, (32, 48), (32,))]
@@ -60,7 +62,7 @@ def test_linear_and_its_gradients(dtype: torch.dtype, amx: bool, monkeypatch: py
         dy = torch.randn(*shape[:-1], 32).to(dtype)
         for arguments, of in ((3, (0, 1, 2)), (2, (0, 1)), (3, (1,))):
             bias = given[2] if arguments == 3 else None
-            y, expected = kernels.linear(given[0], given[1], bias), F.linear(*exact[:arguments])
+            y, expected = linear(given[0], given[1], bias), F.linear(*exact[:arguments])
             gradients = torch.autograd.grad(y, [given[i] for i in of], dy)
             wanted = torch.autograd.grad(expected, [exact[i] for i in of], dy.double())
             for got, want in ((y, expected), *zip(gradients, wanted, strict=True)):
@@ -85,7 +87,7 @@ def test_equals_the_plain_lines(
     monkeypatch.setattr(kernel, "rows_in_cache", lambda columns: rows)
     torch.manual_seed(0)
     logits, weight = 3 * torch.randn(TOKENS, COLUMNS), torch.rand(TOKENS)
-    shard = shard_of_part(torch.randint(0, VOCAB, (TOKENS,)), 0, COLUMNS, VOCAB)
+    shard = vocab_shard(torch.randint(0, VOCAB, (TOKENS,)), 0, COLUMNS, VOCAB)
     double = logits.double()
     local = shard.exponentials(double)
     expected = local if combine is None else combine(local)
@@ -106,20 +108,13 @@ def test_parts_of_a_vocabulary_are_its_whole() -> None:
     torch.manual_seed(0)
     logits, weight = 3 * torch.randn(TOKENS, COLUMNS), torch.rand(TOKENS)
     target = torch.randint(0, VOCAB, (TOKENS,))
-    shard = shard_of_part(target, 0, COLUMNS, VOCAB)
+    shard = vocab_shard(target, 0, COLUMNS, VOCAB)
     whole = kernel.vocab_parallel_softmax(once := logits.clone(), shard, weight, None)
-    halves = [shard_of_part(target, number, COLUMNS // 2, VOCAB) for number in range(2)]
+    halves = [vocab_shard(target, number, COLUMNS // 2, VOCAB) for number in range(2)]
     parts = [part.contiguous() for part in logits.chunk(2, dim=1)]
     found = softmax_in_parts(parts, halves, weight, Parts(2, None))
     assert torch.equal(found[0], whole[0]) and torch.allclose(found, whole, rtol=1e-6)
     assert torch.allclose(torch.cat(parts, dim=1), once, atol=1e-7)
-
-
-def test_the_rows_fit_the_cache() -> None:
-    """0.75 MB of float32 for each core, and one row at least."""
-    cores = torch.get_num_threads()
-    assert kernel.rows_in_cache(50304) == max(cores * 786432 // 4 // 50304, 1)
-    assert kernel.rows_in_cache(100) * 100 * 4 <= cores * 786432 and kernel.rows_in_cache(10**9) == 1
 
 
 @pytest.mark.parametrize("count", [1, 4, 5, 9])
@@ -134,11 +129,7 @@ def test_a_sum_of_products_equals_the_formula(dtype: torch.dtype, bound: float, 
     assert (total.total().double() - expected).norm() <= bound * expected.norm()
     whole_sum = dtype if count <= (kernel.products_at_once(dtype, "cpu") or count) else torch.float32
     assert total.total().dtype == whole_sum
-
-
-def test_a_gpu_rounds_no_sum() -> None:
-    assert kernel.products_at_once(torch.bfloat16, "cuda") == 1
-    assert kernel.products_at_once(torch.float32, "cuda") is None
+    assert kernel.products_at_once(dtype, "cuda") == (None if dtype == torch.float32 else 1), "a GPU rounds no sum"
 
 
 def test_gelu_for_the_compiler_is_gelu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,66 +140,16 @@ def test_gelu_for_the_compiler_is_gelu(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(kernels.gelu_tanh(x), expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("function", [F.gelu, nn.LayerNorm(16)])
-def test_an_output_that_is_computed_again(function: Callable[[Tensor], Tensor]) -> None:
-    """The results are those of the plain call to the bit, and the output does not live until backward."""
-    linear, outputs = nn.Linear(16, 8), list[weakref.ref[torch.UntypedStorage]]()
-
-    def watched(x: Tensor) -> Tensor:
-        y = function(x)
-        outputs.append(weakref.ref(y.untyped_storage()))
-        return y
-
-    def results(call: Callable[[Tensor], Tensor], *, kept: bool) -> tuple[Tensor, ...]:
-        outputs.clear()
-        x = torch.randn(5, 3, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
-        y = call(x)
-        assert [output() is not None for output in outputs] == [kept]
-        gradients = torch.autograd.grad(y, (x, *linear.parameters()), torch.ones_like(y))
-        assert len(outputs) == 1 + (not kept)
-        return y, *gradients
-
-    plain = results(lambda x: linear(watched(x)), kept=True)
-    again = results(lambda x: kernels.checkpoint_without_output(watched, linear, x), kept=False)
-    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+WITH_AMX = ("", "ALL", "default", "AVX512_CORE_AMX", "AVX10_1_512_AMX")
 
 
-def test_dropout_drops_what_it_should_and_keeps_the_mean():
-    torch.manual_seed(0)
-    for p in (0.1, 0.5):
-        x = torch.ones(1001, 1003, requires_grad=True)
-        y = kernels.dropout(x, p)
-        assert (y == 0).float().mean().item() == pytest.approx(p, abs=0.002)
-        assert y[y != 0].unique().tolist() == pytest.approx([1 / (1 - p)], rel=1e-4)
-        y.sum().backward()
-        assert torch.equal(x.grad, y.detach())
-        # No pattern along the elements that share a random number.
-        lanes = (y.detach().view(-1)[:1_000_000].view(-1, 4) == 0).float()
-        assert lanes.mean(0).tolist() == pytest.approx([p] * 4, abs=0.004)
-        assert torch.corrcoef(lanes.t()).fill_diagonal_(0).abs().max().item() < 0.01
-    assert torch.equal(kernels.dropout(x, 0.0), x)
-
-
-@pytest.mark.parametrize(
-    ("limit", "left"),
-    [
-        (None, True),
-        ("", True),
-        ("ALL", True),
-        ("default", True),
-        ("AVX512_CORE_AMX", True),
-        ("AVX10_1_512_AMX", True),
-        ("AVX512_CORE", False),
-        ("AVX512_CORE_BF16", False),
-        ("avx2", False),
-    ],
-)
+@pytest.mark.parametrize("limit", [*WITH_AMX, "AVX512_CORE", "AVX512_CORE_BF16", "avx2"])
 @pytest.mark.parametrize("there", [True, False])
-def test_amx(limit: str | None, left: bool, there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_amx(limit: str, there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of two variables can forbid it; an empty one is as none."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: there)
-    for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
-        monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
-        monkeypatch.delenv("DNNL_MAX_CPU_ISA", raising=False)
-        if limit is not None:
-            monkeypatch.setenv(name, limit)
-        assert _has_amx() is (there and left)
+    left = limit in WITH_AMX
+    for name, other in itertools.permutations(("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")):
+        monkeypatch.delenv(other, raising=False)
+        monkeypatch.setenv(name, limit)
+        assert processor._has_amx() is (there and left)

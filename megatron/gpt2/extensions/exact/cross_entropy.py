@@ -13,16 +13,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.gpt2.extensions.exact.sums import Parts, sum_of_products, tree_sum
-from mpu.cross_entropy import LinearCrossEntropy, chunk_size_for, loss_of
+from mpu import kernels
+from mpu.cross_entropy import LinearCrossEntropy, chunk_size_for, loss_of, vocab_shard
 from mpu.initialize import get_tensor_model_parallel_group
-from mpu.kernels import SumOfProducts, VocabShard, rows_in_cache
-from mpu.partition import check_ids, local_ids
-
-
-def shard_of_part(target: Tensor, number: int, columns: int, vocab_size: int) -> VocabShard:
-    """Part `number` of the vocabulary, of `columns` columns, and the targets [t] among them."""
-    first = number * columns
-    return VocabShard(min(max(vocab_size - first, 0), columns), *local_ids(target, first, first + columns))
+from mpu.partition import check_ids
 
 
 def _whole(local: Tensor) -> Tensor:
@@ -34,43 +28,20 @@ def _whole(local: Tensor) -> Tensor:
 
 
 def softmax_in_parts(
-    logits: Sequence[Tensor], shards: Sequence[VocabShard], weight: Tensor | None, parts: Parts
+    logits: Sequence[Tensor], shards: Sequence[kernels.VocabShard], weight: Tensor | None, parts: Parts
 ) -> Tensor:
     """The logits of each of this rank's parts [c, v/V] -> [3, c] float32 of the whole vocabulary. weight: [c] float32;
     with it the logits become weight · (softmax - one-hot(target))."""
     tokens, columns = logits[0].shape
-    # The same rows at once in every layout.
-    count = min(rows_in_cache(columns * parts.count), tokens) if logits[0].is_cpu else tokens
-    blocks = [slice(first, min(first + count, tokens)) for first in range(0, tokens, count)]
-    local = torch.empty(len(logits), 3, tokens, dtype=torch.float32, device=logits[0].device)
-    whole = local.new_empty(3, tokens)
-
-    buffers = [torch.empty(count, columns, dtype=torch.float32, device=part.device) for part in logits]
-
-    def exponentials(rows: slice) -> None:
-        for number, part in enumerate(logits):
-            x = buffers[number][: rows.stop - rows.start].copy_(part[rows])
-            local[number, :, rows] = shards[number][rows].exponentials(x)
-
-    def to_gradient(rows: slice, weight: Tensor) -> None:
-        for part, shard, buffer, own in zip(logits, shards, buffers, local[:, :, rows], strict=True):
-            x = buffer[: rows.stop - rows.start]
-            part[rows] = shard[rows].d_logits(x, own, whole[:, rows], weight[rows])
-
-    for rows in blocks:
-        exponentials(rows)
-        if parts.group is None:
-            whole[:, rows] = _whole(local[:, :, rows])
-            if weight is not None:
-                to_gradient(rows, weight)
-    if parts.group is not None:
-        whole.copy_(_whole(parts.gathered(local)))
-        if weight is not None:
-            for rows in blocks:
-                if len(blocks) > 1:
-                    exponentials(rows)  # again: all of them in float32 would not stay in the cache
-                to_gradient(rows, weight)
-    return whole
+    return kernels.softmax_by_rows(
+        logits,
+        shards,
+        weight,
+        lambda local: _whole(parts.gathered(local)),
+        # The same rows at once in every layout.
+        rows=kernels.rows_in_cache(columns * parts.count) if logits[0].is_cpu else tokens,
+        by_block=parts.group is None,
+    )
 
 
 class _ExactLinearCrossEntropy(LinearCrossEntropy):
@@ -94,10 +65,10 @@ class _ExactLinearCrossEntropy(LinearCrossEntropy):
         hidden = parts.gathered(hidden) if is_split else hidden
         weights = weight.chunk(parts.own)
         shards = [
-            shard_of_part(target, parts.first + number, part.size(0), vocab_size) for number, part in enumerate(weights)
+            vocab_shard(target, parts.first + number, part.size(0), vocab_size) for number, part in enumerate(weights)
         ]
         d_hidden = hidden.new_empty(hidden.shape if needs_grad else 0, dtype=parts.sum_dtype(hidden.dtype))
-        d_weights = [SumOfProducts() for _ in weights]
+        d_weights = [kernels.SumOfProducts() for _ in weights]
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         chunk_size = chunk_size_for(hidden.size(0))
         for start in range(0, hidden.size(0), chunk_size):
@@ -112,9 +83,8 @@ class _ExactLinearCrossEntropy(LinearCrossEntropy):
                     d_weight.add(logits[number], hidden[rows])
             del logits
         if needs_grad:
-            complete = parts.to_own_rows if is_split else parts.to_all_rows
             totals = [d_weight.total().to(weight.dtype) for d_weight in d_weights]
-            ctx.gradients = complete(d_hidden, hidden.dtype), torch.cat(totals)
+            ctx.gradients = parts.complete(d_hidden, hidden.dtype, is_split), torch.cat(totals)
             ctx.weight_grad_hook = weight_grad_hook
         return loss
 

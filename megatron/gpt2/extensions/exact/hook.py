@@ -14,7 +14,7 @@ from megatron.gpt2.extensions.exact.transformer import exact_modules
 from megatron.gpt2.hooks import Hook
 from megatron.gpt2.model.gpt2 import TIED, GPT2Model
 from megatron.gpt2.optimizer.flat_parameters import FlatParameters
-from megatron.gpt2.optimizer.gradient_reducer import TiedGradientOfAStage
+from megatron.gpt2.optimizer.gradient_reducer import TiedGradient
 from megatron.gpt2.train.setup import PreparedRun
 from mpu import kernels
 
@@ -52,7 +52,7 @@ class ExactLayouts(Hook):
         """Sums along one tree; the tied matrix has a gradient of the head and one of the embedding."""
         of_embedding = OF_EMBEDDING if model.has_embeddings and model.has_head else TIED
         reducer = ExactGradientReducer(flat, parallel, by_rows=of_embedding if model.has_embeddings else None)
-        model.tied_gradient = TiedGradientOfAStage(reducer, TIED, of_embedding)
+        model.tied_gradient = TiedGradient(reducer, TIED, of_embedding)
         return reducer
 
     def squared_norm(self, device: torch.device) -> Callable[..., Tensor]:

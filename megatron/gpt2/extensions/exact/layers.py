@@ -7,7 +7,7 @@ Legend: b batch, s sequence, h hidden, i input and o output features, t tokens, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from megatron.gpt2.extensions.exact.sums import Parts, sum_of_products, sum_over_sequence
 from mpu import kernels
-from mpu.layers import ColumnParallelLinear, PositionEmbedding, RowParallelLinear
+from mpu.layers import ColumnParallelLinear, PositionEmbedding, RowParallelLinear, WeightGradientSink
+from mpu.mappings import communicate
 from mpu.transformer import LayerNorm
 
 
@@ -40,7 +41,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
         bias: Tensor | None,
         parts: Parts,
         sequence_parallel: bool,
-        sink: kernels.WeightGradientSink,
+        sink: WeightGradientSink,
     ) -> tuple[Tensor, ...]:
         ctx.parts, ctx.sequence_parallel, ctx.sink = parts, sequence_parallel and parts.group is not None, sink
         ctx.save_for_backward(x, weight)
@@ -58,7 +59,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
         dx = d_weight = d_bias = None
         if ctx.needs_input_grad[0]:
             total = sum_of_products(rows, weight.chunk(parts.own), parts.sum_dtype(x.dtype)).view(x.shape)
-            dx = (parts.to_own_rows if ctx.sequence_parallel else parts.to_all_rows)(total, x.dtype)
+            dx = parts.complete(total, x.dtype, ctx.sequence_parallel)
         if ctx.needs_input_grad[1]:
             d_weight = ctx.sink(rows, _tokens(x))
         if ctx.needs_input_grad[2]:
@@ -97,7 +98,7 @@ class _RowParallelLinear(torch.autograd.Function):
     """XAᵀ summed over this rank's parts of the input features."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, parts: Parts, sink: kernels.WeightGradientSink, *xs: Tensor) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, parts: Parts, sink: WeightGradientSink, *xs: Tensor) -> Tensor:
         ctx.sink = sink
         ctx.save_for_backward(weight, *xs)
         weights = [part.t() for part in _columns(weight, parts.own)]
@@ -113,29 +114,26 @@ class _RowParallelLinear(torch.autograd.Function):
         return d_weight, None, None, *dxs
 
 
-class _SumOverRanks(torch.autograd.Function):
-    """g of the paper. An operation of its own, which keeps nothing, so that a checkpointed layer does not repeat it."""
+class _Add(torch.autograd.Function):
+    """x + term(parameter) of a replicated parameter. gradient: the parameter's, from dY [s, b, h] of some positions and
+    which they are."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, parts: Parts, sequence_parallel: bool, dtype: torch.dtype) -> Tensor:
-        ctx.parts, ctx.sequence_parallel = parts, sequence_parallel
-        return (parts.to_own_rows if sequence_parallel else parts.to_all_rows)(y, dtype)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.parts.gathered(dy) if ctx.sequence_parallel else dy, None, None, None
-
-
-class _AddBias(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, bias: Tensor, parts: Parts) -> Tensor:
-        ctx.parts = parts
-        return y + bias
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        parameter: Tensor,
+        parts: Parts,
+        term: Callable[[Tensor], Tensor],
+        gradient: Callable[[Tensor, slice], Tensor],
+    ) -> Tensor:
+        ctx.parts, ctx.gradient, ctx.dtype = parts, gradient, parameter.dtype
+        return x + term(parameter)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        d_bias = sum_over_sequence(ctx.parts, lambda part: _tokens(dy[part]).sum(dim=0), dy.size(0))
-        return dy, d_bias.to(dy.dtype), None
+        total = sum_over_sequence(ctx.parts, lambda part: ctx.gradient(dy[part], part), dy.size(0))
+        return dy, total.to(ctx.dtype), None, None, None
 
 
 class ExactRowParallelLinear(RowParallelLinear):
@@ -151,11 +149,17 @@ class ExactRowParallelLinear(RowParallelLinear):
     def forward(self, x: Sequence[Tensor]) -> Tensor:  # type: ignore[override]
         """A tuple of [s, b, i/V] -> [s, b, o]."""
         y = _RowParallelLinear.apply(self.weight, self.parts, self.weight_gradient_sink or self.weight_gradient, *x)
-        if self.parts.group is not None:
-            y = _SumOverRanks.apply(y, self.parts, self.sequence_parallel, x[0].dtype)
+        y = communicate(  # keeps nothing, so that a checkpointed layer does not repeat it
+            y,
+            self.group,
+            forward=lambda own, _: self.parts.complete(own, x[0].dtype, self.sequence_parallel),
+            backward=lambda dy, _: self.parts.gathered(dy) if self.sequence_parallel else dy.view_as(dy),
+        )
         if self.bias is None:
-            return y  # type: ignore[no-any-return]
-        return _AddBias.apply(y, self.bias, self.parts_of_sequence)  # type: ignore[no-any-return]
+            return y
+        return _Add.apply(  # type: ignore[no-any-return]
+            y, self.bias, self.parts_of_sequence, lambda bias: bias, lambda dy, _: _tokens(dy).sum(dim=0)
+        )
 
     def weight_gradient(self, dy: Tensor, x: Sequence[Tensor]) -> Tensor:
         """dYᵀX [o, i/p] of each part's X [t, i/V]."""
@@ -200,26 +204,6 @@ class ExactLayerNorm(LayerNorm):
         return _LayerNorm.apply(x, self.weight, self.bias, self.eps, self.parts)  # type: ignore[no-any-return]
 
 
-class _AddRows(torch.autograd.Function):
-    """x + table[rows]: [s, b, h], [n, h], [s, b] int64 -> [s, b, h]."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, table: Tensor, rows: Tensor, parts: Parts) -> Tensor:
-        ctx.parts, ctx.shape, ctx.dtype = parts, table.shape, table.dtype
-        ctx.save_for_backward(rows)
-        return x + F.embedding(rows, table)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (rows,) = ctx.saved_tensors
-
-        def of_part(part: slice) -> Tensor:
-            total = torch.zeros(ctx.shape, device=dy.device)
-            return total.index_add_(0, rows[part].flatten(), _tokens(dy[part]).float())
-
-        return dy, sum_over_sequence(ctx.parts, of_part, dy.size(0)).to(ctx.dtype), None, None
-
-
 class ExactPositionEmbedding(PositionEmbedding):
     """The same as `PositionEmbedding`, whose weight gets a whole gradient with sequence_parallel too."""
 
@@ -236,4 +220,11 @@ class ExactPositionEmbedding(PositionEmbedding):
             if positions is None
             else positions.t()[own]
         )
-        return _AddRows.apply(x, self.weight, rows, self.parts)  # type: ignore[no-any-return]
+
+        def gradient(dy: Tensor, part: slice) -> Tensor:
+            total = torch.zeros(self.weight.shape, device=dy.device)
+            return total.index_add_(0, rows[part].flatten(), _tokens(dy).float())
+
+        return _Add.apply(  # type: ignore[no-any-return]
+            x, self.weight, self.parts, lambda table: F.embedding(rows, table), gradient
+        )

@@ -6,6 +6,7 @@ as the number of leaves is even, and adds what is left one after the other. So 2
 number of ranks cuts subtrees: then a rank sends the parts of its branch that are whole, one by one.
 """
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.gpt2.model.gpt2 import TIED
-from megatron.gpt2.optimizer.flat_parameters import FlatParameters
+from megatron.gpt2.optimizer.flat_parameters import FlatParameters, within
 from megatron.gpt2.optimizer.gradient_reducer import GradientReducer
 from mpu import ParallelState
 from mpu.mappings import all_gather_single
@@ -45,31 +46,31 @@ def grows(last: Leaves, block: int) -> bool:
     return last[1] - last[0] < block and last[0] % block == 0
 
 
-def whole_sums(leaves: Iterable[Leaves], block: int) -> list[Leaves]:
-    """What is left of successive sums when all are added that the tree adds to each other."""
-    sums: list[Leaves] = []
+def sums_after_each(leaves: Iterable[Leaves], block: int) -> list[list[Leaves]]:
+    """The sums that are left of successive ones, when all are added that the tree adds to each other: at first none,
+    then those after each of `leaves`."""
+    states: list[list[Leaves]] = [[]]
     for new in leaves:
+        sums = list(states[-1])
         while sums and are_added(sums[-1], new, block):
             new = sums.pop()[0], new[1]
-        sums.append(new)
-    return sums
+        states.append([*sums, new])
+    return states
 
 
-def of_rank(rank: int, micro_batches: int, ranks: int) -> list[Leaves]:
-    """The sums that a rank sends, each of which has `micro_batches` leaves of a step."""
+@functools.lru_cache(maxsize=4096)
+def of_rank(rank: int, micro_batches: int, ranks: int) -> list[list[Leaves]]:
+    """The sums that a rank has after each of the `micro_batches` leaves that it has of a step. It sends the last ones."""
     leaves = range(rank * micro_batches, (rank + 1) * micro_batches)
-    return whole_sums(((leaf, leaf + 1) for leaf in leaves), in_order(micro_batches * ranks))
+    return sums_after_each(((leaf, leaf + 1) for leaf in leaves), in_order(micro_batches * ranks))
 
 
 def sums_kept(micro_batches: int, ranks: int = 1) -> int:
-    """How many whole sums wait at the most on a rank for the other half of theirs, beside the one that grows."""
-    block, most = in_order(micro_batches * ranks), 0
-    for rank in range(ranks if ranks & (ranks - 1) else 1):  # 2^j ranks do alike
-        sums: list[Leaves] = []
-        for leaf in range(rank * micro_batches, (rank + 1) * micro_batches - 1):
-            sums = whole_sums([*sums, (leaf, leaf + 1)], block)
-            most = max(most, len(sums) - grows(sums[-1], block))
-    return most
+    """How many whole sums wait at the most on a rank for the other half of theirs, in addition to the one that grows."""
+    block = in_order(micro_batches * ranks)
+    different = range(ranks if ranks & (ranks - 1) else 1)  # 2^j ranks do alike
+    states = [sums for rank in different for sums in of_rank(rank, micro_batches, ranks)[1:-1]]
+    return max((len(sums) - grows(sums[-1], block) for sums in states), default=0)
 
 
 class ExactGradientReducer(GradientReducer):
@@ -89,28 +90,28 @@ class ExactGradientReducer(GradientReducer):
     def begin(self, micro_batches: int) -> None:
         """As `GradientReducer.begin`."""
         self._block = in_order(micro_batches * self._ranks)
-        self._sums = [of_rank(rank, micro_batches, self._ranks) for rank in range(self._ranks)]
-        self._next = dict.fromkeys(self._bucket_of, micro_batches * self._rank)  # leaf, by gradient
-        self._growing: dict[str, int] = {}  # where the sum in `_grad` begins, if the next leaf is added to it there
-        self._waiting: defaultdict[str, list[tuple[Leaves, Tensor]]] = defaultdict(list)  # whole sums before that
+        self._micro_batches, self._sums = micro_batches, of_rank(self._rank, micro_batches, self._ranks)
+        sent = [of_rank(rank, micro_batches, self._ranks)[-1] for rank in range(self._ranks)]
+        self._sent_by_rank = [len(sums) for sums in sent]
+        everything = sums_after_each((leaves for sums in sent for leaves in sums), self._block)
+        self._left_of_sent = [len(sums) for sums in everything[1:]]
+        self._waiting: defaultdict[str, list[Tensor]] = defaultdict(list)  # whole sums before the one in `_grad`
         super().begin(micro_batches)
 
     def complete(self, name: str) -> None:
         """As `GradientReducer.complete`. Adds the sum that the new leaf is in to those before it, where the tree does,
         and puts it aside if the next leaf begins another one."""
-        leaf, grad, waiting = self._next[name], self._grad(name), self._waiting[name]
-        new = self._growing.pop(name, leaf), leaf + 1
-        while waiting and are_added(waiting[-1][0], new, self._block):
-            (start, _), older = waiting.pop()
-            torch.add(older, grad, out=grad)
-            new = start, leaf + 1
-        self._next[name] += 1
-        if self._awaited[name] > 1:
-            if grows(new, self._block) and name != self._by_rows:  # whose leaf is a sum over rows
-                self._growing[name] = new[0]
-            else:
-                waiting.append((new, grad.clone()))
-                self._begun.discard(name)
+        sums, grad, waiting = (
+            self._sums[1 + self._micro_batches - self._awaited[name]],
+            self._grad(name),
+            self._waiting[name],
+        )
+        while len(waiting) >= len(sums):
+            torch.add(waiting.pop(), grad, out=grad)
+        goes_on = grows(sums[-1], self._block) and name != self._by_rows  # whose leaf is a sum over rows
+        if self._awaited[name] > 1 and not goes_on:
+            waiting.append(grad.clone())
+            self._begun.discard(name)
         super().complete(name)
 
     def finish(self) -> None:
@@ -134,8 +135,8 @@ class ExactGradientReducer(GradientReducer):
 
     def _in_bucket(self, name: str, bucket: Tensor) -> Tensor:
         """The part of the parameter `name` in a tensor of its bucket's length."""
-        start, own = self._flat.buckets[self._flat.bucket_of[name]].range.start, self._flat.ranges[name]
-        return bucket[own.start - start : own.stop - start].view_as(self._flat.parameters[name])
+        own = within(self._flat.ranges[name], self._flat.buckets[self._flat.bucket_of[name]].range)
+        return bucket[own].view_as(self._flat.parameters[name])
 
     def _bucket(self, index: int) -> Tensor:
         """The gradients of a bucket; past the last one those of the embedding, which are as long as the head's."""
@@ -149,7 +150,7 @@ class ExactGradientReducer(GradientReducer):
         last, names = self._bucket(index), [name for name, at in self._bucket_of.items() if at == index]
         before = [torch.zeros_like(last) for _ in self._waiting[names[0]]]
         for name in names:
-            for bucket, (_, waiting) in zip(before, self._waiting[name], strict=True):
+            for bucket, waiting in zip(before, self._waiting[name], strict=True):
                 self._in_bucket(TIED if name == OF_EMBEDDING else name, bucket).copy_(waiting)
         return [*before, last]
 
@@ -158,7 +159,7 @@ class ExactGradientReducer(GradientReducer):
         part = own[0].numel() // self._ranks
         # By receiver, then by sum.
         sent = own[0] if len(own) == 1 else torch.stack([x.view(self._ranks, part) for x in own], dim=1).view(-1)
-        counts = [part * len(sums) for sums in self._sums]
+        counts = [part * sums for sums in self._sent_by_rank]
         terms = sent.new_empty(sum(counts))
         work = dist.all_to_all_single(
             terms, sent, counts, [part * len(own)] * self._ranks, group=self._group, async_op=True
@@ -170,7 +171,7 @@ class ExactGradientReducer(GradientReducer):
         assert self._group is not None
         grads = self._bucket(index)
         terms = self._arrived(index).view(-1, grads.numel() // self._ranks)
-        own = self._sum_of(terms.unbind(), [leaves for sums in self._sums for leaves in sums])
+        own = self._sum_of(terms.unbind())
         if self._flat.is_sharded:
             grads.view(self._ranks, -1)[self._rank].copy_(own)
         else:
@@ -178,15 +179,14 @@ class ExactGradientReducer(GradientReducer):
         if index == len(self._flat.buckets):
             self._join_tied()
 
-    def _sum_of(self, terms: Sequence[Tensor], leaves: Sequence[Leaves]) -> Tensor:
+    def _sum_of(self, terms: Sequence[Tensor]) -> Tensor:
         """The sum of all leaves, from the sums that the ranks have."""
-        sums: list[tuple[Leaves, Tensor]] = []
-        for new, term in zip(leaves, terms, strict=True):
-            while sums and are_added(sums[-1][0], new, self._block):
-                (start, _), older = sums.pop()
-                new, term = (start, new[1]), older + term
-            sums.append((new, term))
-        ((_, whole),) = sums
+        sums: list[Tensor] = []
+        for term, left in zip(terms, self._left_of_sent, strict=True):
+            while len(sums) >= left:
+                term = sums.pop() + term
+            sums.append(term)
+        (whole,) = sums
         return whole
 
     def _join_tied(self) -> None:

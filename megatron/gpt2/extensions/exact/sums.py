@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mpu.initialize import group_rank_and_size
-from mpu.mappings import all_gather_single
+from mpu.mappings import all_gather_first_dim
 from mpu.partition import divide
 
 # Rows of a product that are summed at once, so that the terms stay in a core's cache until they are added. Another
@@ -56,25 +56,19 @@ class Parts:
         """What each rank has, in the order of the ranks: [n, ...] -> [n · p, ...]."""
         if self.group is None:
             return own
-        everyone = own.new_empty((self.group.size() * own.size(0), *own.shape[1:]))
-        all_gather_single(everyone, own.contiguous(), group=self.group)
-        return everyone
+        return all_gather_first_dim(own, self.group)[0]
 
-    def to_own_rows(self, own: Tensor, dtype: torch.dtype) -> Tensor:
-        """This rank's rows of the sum over the parts of all ranks, [n/p, ...] of dtype, from [n, ...] of its own parts.
-        Raises ValueError where p does not divide n."""
+    def complete(self, own: Tensor, dtype: torch.dtype, to_own_rows: bool) -> Tensor:
+        """The sum over the parts of all ranks, of dtype, from [n, ...] of this rank's parts: all of it, or this rank's
+        rows, [n/p, ...]. Raises ValueError if p does not divide what is split, the rows or the elements."""
         if self.group is None:
             return own.to(dtype)
-        divide(own.size(0), self.group.size())
-        terms = torch.empty_like(own, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(terms, own.contiguous(), group=self.group)
-        return tree_sum(terms.chunk(self.group.size())).to(dtype)
-
-    def to_all_rows(self, own: Tensor, dtype: torch.dtype) -> Tensor:
-        """All of the sum, on every rank: [..., h] of dtype, where p divides h."""
-        if self.group is None:
-            return own.to(dtype)
-        return self.gathered(self.to_own_rows(own.reshape(-1), dtype)).view(own.shape)
+        size, rows = self.group.size(), own if to_own_rows else own.reshape(-1)
+        divide(rows.size(0), size)
+        terms = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(terms, rows.contiguous(), group=self.group)
+        total = tree_sum(terms.chunk(size)).to(dtype)
+        return total if to_own_rows else self.gathered(total).view(own.shape)
 
 
 def sum_of_products(xs: Sequence[Tensor], weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

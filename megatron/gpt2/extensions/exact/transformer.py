@@ -20,24 +20,14 @@ from megatron.gpt2.extensions.exact.layers import (
     ExactRowParallelLinear,
 )
 from megatron.gpt2.extensions.exact.sums import Parts
-from mpu.attention import Attend, Documents, ParallelSelfAttention
+from mpu.attention import Documents
 from mpu.initialize import get_tensor_model_parallel_group
-from mpu.kernels import checkpoint_without_output
-from mpu.transformer import Modules, ParallelMLP
-from mpu.transformer_config import TransformerConfig
+from mpu.random import checkpoint_without_output
+from mpu.transformer import Attend, Modules, ParallelMLP, ParallelSelfAttention
 
 
 class ExactSelfAttention(ParallelSelfAttention):
     """Causal self-attention, n/V heads at a time. [s, b, h] -> [s, b, h]."""
-
-    def __init__(self, config: TransformerConfig, *, parts: int, **init_methods: Any) -> None:
-        super().__init__(
-            config,
-            column=functools.partial(ExactColumnParallelLinear, parts=parts),
-            row=functools.partial(ExactRowParallelLinear, parts=parts),
-            **init_methods,
-        )
-        self.first_part = Parts(parts, self.dense.group).first
 
     def forward(
         self, x: Tensor, documents: Documents | None = None, attend: Attend | None = None, keys: Tensor | None = None
@@ -45,27 +35,19 @@ class ExactSelfAttention(ParallelSelfAttention):
         """[s, b, h] -> [s, b, h]; see `ParallelSelfAttention.forward`."""
         qkv = [self.split_heads(part) for part in self.query_key_value(x)]
         if attend is not None:  # the cache has all heads of a rank together
-            out: Tensor = self.dense(attend(torch.cat(qkv, dim=2)).chunk(len(qkv), dim=-1))
-            return out
-        out = self.dense(
-            [
-                self.of_heads(part, documents, None, keys, (self.first_part + number) * part.size(2))
+            parts = attend(torch.cat(qkv, dim=2)).chunk(len(qkv), dim=-1)
+        else:
+            first = self.dense.rank * len(qkv)
+            parts = tuple(
+                self.of_heads(part, documents, None, keys, (first + number) * part.size(2))
                 for number, part in enumerate(qkv)
-            ]
-        )
+            )
+        out: Tensor = self.dense(parts)
         return out
 
 
 class ExactMLP(ParallelMLP):
     """gelu(xAᵀ + a)Bᵀ + b, f/V of its width at a time. [s, b, h] -> [s, b, h]."""
-
-    def __init__(self, config: TransformerConfig, *, parts: int, **init_methods: Any) -> None:
-        super().__init__(
-            config,
-            column=functools.partial(ExactColumnParallelLinear, parts=parts),
-            row=functools.partial(ExactRowParallelLinear, parts=parts),
-            **init_methods,
-        )
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, h]."""
@@ -86,8 +68,10 @@ def exact_modules(parts: int, group: ProcessGroup | None = None) -> Modules:
         return ExactLayerNorm(*args, parts=Parts(parts, group if sequence_parallel else None), **kwargs)
 
     return Modules(
-        attention=functools.partial(ExactSelfAttention, parts=parts),
-        mlp=functools.partial(ExactMLP, parts=parts),
+        attention=ExactSelfAttention,
+        mlp=ExactMLP,
+        column=functools.partial(ExactColumnParallelLinear, parts=parts),
+        row=functools.partial(ExactRowParallelLinear, parts=parts),
         layer_norm=layer_norm,
         position_embedding=functools.partial(ExactPositionEmbedding, parts=parts),
         linear_cross_entropy=functools.partial(exact_linear_cross_entropy, parts=parts),

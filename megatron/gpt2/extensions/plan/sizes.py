@@ -21,7 +21,7 @@ from megatron.gpt2.model.gpt2 import count_parameters
 from megatron.gpt2.optimizer.gradient_reducer import bucket_size
 from mpu import kernels
 from mpu.cross_entropy import chunk_size_for
-from mpu.kernels import attention, attention_keyed
+from mpu.kernels import attention
 from mpu.kernels.cross_entropy import products_at_once, rows_in_cache
 
 # What a token of a step is as numbers: text, tokens and labels in int64, mask and weight in float32.
@@ -224,14 +224,15 @@ def _attention(setting: Setting, t: int, s: int, n: int, own: int, free: int) ->
     heads, has_keys = t // s * n, train.dropout_rng == "counter"  # then masks are made again, and none is kept
     # One matrix of the scores [b, n/p, s, s], where they are materialised; 0 where a kernel makes them piece by piece.
     # torch's plain formulas take them in float32, ours for a CPU in bf16.
-    ours = kernels.attention_kernel(device, dtype, s, dropout, gradient=True) is attention.materialised_attention
+    kernel = kernels.attention_kernel(device, dtype, s, dropout, gradient=True)
+    ours = kernel is attention.materialised_attention and attention.computed_in(dtype) == dtype
     is_materialised = train.attention_backend == "unfused" if on_gpu else dropout > 0 and not has_keys
     scores = heads * s * s * (e if ours else 4) if is_materialised else 0
     if has_keys and dropout > 0 and kernels.attention_takes_keys(device):
-        size, block = attention_keyed.computed_in(dtype).itemsize, min(attention_keyed.BLOCK, s)
-        at_once = min(attention_keyed.heads_at_once(s), heads)  # of the scores, and the masks
+        size, block = attention.computed_in(dtype).itemsize, min(attention.KEYED_BLOCK, s)
+        at_once = min(attention.keyed_heads_at_once(s), heads)  # of the scores, and the masks
         blocks = free + 11 * own * size // e + (4 * size + 2) * at_once * block * s
-        return size * heads * attention_keyed.kept_pairs(s), max(scores, blocks)
+        return size * heads * attention.kept_pairs(s), max(scores, blocks)
     by_blocks = not on_gpu and dtype == torch.bfloat16
     blocks = 0
     if by_blocks and dropout == 0:  # queries, keys and values and their gradients, twice, and a block's scores

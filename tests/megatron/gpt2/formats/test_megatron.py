@@ -25,10 +25,9 @@ from megatron.gpt2.formats.megatron_optimizer import schedule
 from megatron.gpt2.formats.torch_files import load_pickle
 from megatron.gpt2.model.gpt2 import GPT2Model, parameter_specs
 from megatron.gpt2.optimizer.flat_parameters import FlatParameters
+from megatron.gpt2.optimizer.gradient_reducer import ParameterGatherer
 from megatron.gpt2.optimizer.learning_rates import LearningRate
-from megatron.gpt2.optimizer.loss_scaler import DynamicLossScaler
-from megatron.gpt2.optimizer.optimizer import AdamWOptimizer
-from megatron.gpt2.optimizer.parameter_gatherer import ParameterGatherer
+from megatron.gpt2.optimizer.optimizer import AdamWOptimizer, DynamicLossScaler
 from tests.conftest import TEST_DATA
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.formats.made import SHAPE, arguments, random_weights, write_megatron

@@ -34,10 +34,9 @@ from megatron.gpt2.formats.native import write_native
 from megatron.gpt2.formats.torch_dist import GROUP, ORDERS, write_torch_dist
 from megatron.gpt2.model.gpt2 import parameter_specs
 from megatron.gpt2.optimizer.flat_parameters import FlatParameters
+from megatron.gpt2.optimizer.gradient_reducer import ParameterGatherer
 from megatron.gpt2.optimizer.learning_rates import LearningRate
-from megatron.gpt2.optimizer.loss_scaler import LossScaler
-from megatron.gpt2.optimizer.optimizer import AdamWOptimizer
-from megatron.gpt2.optimizer.parameter_gatherer import ParameterGatherer
+from megatron.gpt2.optimizer.optimizer import AdamWOptimizer, LossScaler
 from mpu.partition import Box
 from tests.conftest import ROOT
 from tests.megatron.gpt2.formats.made import CASES, FIXTURES, KINDS, VOCABULARY, expected, in_fp32, opened

@@ -89,7 +89,7 @@ def test_the_graph_breaks_at_the_random_streams_alone(
 @pytest.mark.parametrize("amx", [True, False])
 def test_a_compiled_layer_takes_the_kernels_of_its_processor(amx: bool, monkeypatch: pytest.MonkeyPatch):
     """In bf16, where a CPU has a choice."""
-    monkeypatch.setattr("mpu.kernels.HAS_AMX", amx)
+    monkeypatch.setattr("mpu.kernels.processor.HAS_AMX", amx)
     mpu.initialize_model_parallel(1)
     eager, compiled = (
         GPT2Model(replace(SHAPE, attention_dropout=0.0, hidden_dropout=0.0, num_layers=1)).bfloat16().train()

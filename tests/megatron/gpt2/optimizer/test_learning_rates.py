@@ -12,7 +12,7 @@ import torch
 
 from megatron.gpt2.config import OptimizerConfig
 from megatron.gpt2.optimizer.learning_rates import LearningRate
-from megatron.gpt2.optimizer.loss_scaler import DynamicLossScaler
+from megatron.gpt2.optimizer.optimizer import DynamicLossScaler
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,12 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from megatron.gpt2.optimizer.loss_scaler import DynamicLossScaler, LossScaler
+from megatron.gpt2.optimizer.optimizer import DynamicLossScaler, LossScaler
 from megatron.gpt2.train.run import Run
 from megatron.gpt2.train.train_step import train_step
 from tests.distributed import run_ranks
@@ -22,33 +23,21 @@ def keep(run: Run, grads: list[torch.Tensor]) -> None:
 
 def with_and_without_recompute(rank: int, world_size: int, folder: str, precision: str) -> list[Any]:
     results: list[Any] = []
-    for flags in (
-        [],
-        ["--checkpoint-activations"],
-        ["--checkpoint-activations", "--checkpoint-num-layers", "2"],
-        ["--recompute-granularity", "selective"],
+    for recompute in (
+        "",
+        "--checkpoint-activations",
+        "--checkpoint-activations --checkpoint-num-layers 2",
+        "--recompute-granularity selective",
     ):
-        run = start(
-            rank,
-            world_size,
-            folder,
-            [
-                *"--num-layers 3 --attention-dropout 0.1 --hidden-dropout 0.1 --precision".split(),
-                precision,
-                "--save",
-                f"{folder}/recompute{len(results)}",
-                "--model-parallel-size",
-                str(world_size),
-                *flags,
-            ],
+        flags = (
+            f"--num-layers 3 --attention-dropout 0.1 --hidden-dropout 0.1 --precision {precision} {recompute} "
+            f"--model-parallel-size {world_size} --save {folder}/recompute{len(results)}"
         )
+        run = start(rank, world_size, folder, flags.split())
         seen = steps(run, 3)
-        # The gradients of one more step, before the optimizer uses the buffer.
-        grads: list[torch.Tensor] = []
-        step = run.engine.optimizer.step
-        run.engine.optimizer.step = partial(keep, run, grads)  # type: ignore[method-assign]
-        train_step(run)
-        run.engine.optimizer.step = step  # type: ignore[method-assign]
+        grads: list[torch.Tensor] = []  # of one more step, before the optimizer uses the buffer
+        with mock.patch.object(run.engine.optimizer, "step", partial(keep, run, grads)):
+            train_step(run)
         results.append((seen, grads[0], state(run)))
         finish(run)
     return results
@@ -64,20 +53,11 @@ def test_recomputation_is_bit_identical(tmp_path: Path, world_size: int, precisi
             assert all(torch.equal(other[2][name], tensor) for name, tensor in plain[2].items())
 
 
-def overflow(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+def overflow(rank: int, world_size: int, folder: str, flags: str) -> dict[str, Any]:
     """One gradient on one rank is poisoned in steps 2, 3 and 4; the scale may double after 3 clean steps."""
-    run = start(
-        rank,
-        world_size,
-        folder,
-        [
-            *(
-                "--precision fp16 --initial-loss-scale 1024 --loss-scale-window 3 "
-                "--model-parallel-size 2 --lr-decay-style linear --warmup 0.01 --lr 1e-3 --save"
-            ).split(),
-            f"{folder}/overflow",
-        ],
-    )
+    fp16 = "--precision fp16 --initial-loss-scale 1024 --loss-scale-window 3"
+    schedule = "--lr-decay-style linear --warmup 0.01 --lr 1e-3"
+    run = start(rank, world_size, folder, f"{fp16} {schedule} --save {folder}/overflow {flags}".split())
     weights: list[torch.Tensor] = []
     if rank == world_size - 1:
         poison = {2: torch.inf, 3: torch.nan, 4: -torch.inf}
@@ -99,11 +79,13 @@ def overflow(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     return seen
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_fp16_overflow_is_agreed_and_survived(tmp_path: Path, world_size: int):
-    """(model-parallel, data-parallel) = (2, 1) and (2, 2)."""
+@pytest.mark.parametrize(
+    ("world_size", "flags"),
+    [(2, "--model-parallel-size 2"), (4, "--model-parallel-size 2"), (2, "--use-distributed-optimizer")],
+)
+def test_fp16_overflow_is_agreed_and_survived(tmp_path: Path, world_size: int, flags: str):
     write_text(tmp_path)
-    for result in run_ranks(overflow, world_size, str(tmp_path)):
+    for result in run_ranks(overflow, world_size, str(tmp_path), flags):
         assert result["skipped"] == [False, False, True, True, True, False, False, False, False, False]
         # Hysteresis 2: the first overflow only skips, the next two halve, three clean steps double.
         assert result["scale"] == [1024, 1024, 1024, 1024, 512, 256, 256, 256, 512, 512]

@@ -14,7 +14,7 @@ import mpu
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.extensions.exact import exact_modules, exact_squared_norm, tree_sum
-from megatron.gpt2.extensions.exact.reducer import Leaves, are_added, in_order, of_rank, sums_kept
+from megatron.gpt2.extensions.exact.reducer import Leaves, in_order, of_rank, sums_after_each, sums_kept
 from megatron.gpt2.extensions.exact.sums import sum_of_products
 from megatron.gpt2.model.gpt2 import GPT2Model, layer_config
 from tests.distributed import run_ranks
@@ -155,89 +155,60 @@ def test_the_norm_is_the_same_however_the_gradients_are_cut(block: int) -> None:
         assert exact_squared_norm([grads], [], cpu, block=block) == torch.inf
 
 
-def added(sums: list[tuple[Leaves, Tensor]], block: int) -> list[tuple[Leaves, Tensor]]:
-    """What is left when sums that follow each other are added as the tree adds them."""
-    left: list[tuple[Leaves, Tensor]] = []
-    for new, term in sums:
-        while left and are_added(left[-1][0], new, block):
-            (start, _), older = left.pop()
-            new, term = (start, new[1]), older + term
-        left.append((new, term))
+def joined(terms: list[Tensor], states: list[list[Leaves]]) -> list[Tensor]:
+    """The sums that are left of `terms` when those are added that the tree adds. states: from `sums_after_each`."""
+    left: list[Tensor] = []
+    for term, sums in zip(terms, states[1:], strict=True):
+        while len(left) >= len(sums):
+            term = left.pop() + term
+        left.append(term)
     return left
 
 
 def test_every_number_of_ranks_has_the_bits_of_one() -> None:
     torch.manual_seed(0)
     for count in (1, 2, 3, 5, 6, 8, 12, 16, 24, 30, 36):
-        leaves, block = list(torch.randn(count, 500).mul_(torch.logspace(-3, 3, 500)).unbind()), in_order(count)
-        whole = tree_sum(leaves)
+        leaves = list(torch.randn(count, 500).mul_(torch.logspace(-3, 3, 500)).unbind())
         for ranks in (size for size in range(1, count + 1) if count % size == 0):
-            size, sent = count // ranks, []
-            for rank in range(ranks):
-                own = added([((n, n + 1), leaves[n]) for n in range(rank * size, (rank + 1) * size)], block)
-                assert [there for there, _ in own] == of_rank(rank, size, ranks)
-                sent += own
-            ((there, total),) = added(sent, block)
-            assert there == (0, count) and torch.equal(total, whole), (count, ranks)
+            size, states = count // ranks, [of_rank(rank, count // ranks, ranks) for rank in range(ranks)]
+            sent = [x for rank in range(ranks) for x in joined(leaves[rank * size : (rank + 1) * size], states[rank])]
+            everything = sums_after_each([sums for state in states for sums in state[-1]], in_order(count))
+            assert everything[-1] == [(0, count)]
+            (whole,) = joined(sent, everything)
+            assert torch.equal(whole, tree_sum(leaves)), (count, ranks)
 
 
 def test_how_many_sums_are_sent_and_kept() -> None:
-    assert [len(of_rank(rank, 4, 3)) for rank in range(3)] == [2, 3, 2]  # 12 leaves, in blocks of 3
-    assert all(len(of_rank(rank, 6, ranks)) == 1 for ranks in (1, 2, 4) for rank in range(ranks))
+    assert [len(of_rank(rank, 4, 3)[-1]) for rank in range(3)] == [2, 3, 2]  # 12 leaves, in blocks of 3
+    assert all(len(of_rank(rank, 6, ranks)[-1]) == 1 for ranks in (1, 2, 4) for rank in range(ranks))
     assert [sums_kept(count) for count in (1, 2, 3, 4, 6, 8, 12)] == [0, 1, 0, 2, 1, 3, 2]
     assert sums_kept(4, 3) >= 2
 
 
 FLAGS = "--num-attention-heads 8 --hidden-size 64 --ffn-hidden-size 256 --seq-length 64 --max-position-embeddings 96 "
+REFUSED = {
+    "--exact-layouts 0": "--exact-layouts must be positive, not 0",
+    "--exact-layouts 6": "--exact-layouts 6 is not a power of two",
+    "--exact-layouts 2 --model-parallel-size 4": "--exact-layouts 2 is not divisible by --model-parallel-size 4",
+    "--exact-layouts 4 --num-attention-heads 2": "--num-attention-heads 2 is not divisible by --exact-layouts 4: change",
+    "--exact-layouts 4 --ffn-hidden-size 258": "--ffn-hidden-size 258 is not divisible by --exact-layouts 4",
+    "--exact-layouts 4 --seq-length 66": "--seq-length 66 is not divisible by --exact-layouts 4",
+    "--exact-layouts 4 --make-vocab-size-divisible-by 2": "--make-vocab-size-divisible-by 2 is not divisible by --exact",
+    "--exact-layouts 4 --compile": "--exact-layouts and --compile: a compiler chooses the order of sums; leave one ",
+    "--exact-layouts 4 --DDP-impl torch": "--exact-layouts and --DDP-impl torch: torch's DDP adds in its own order",
+    "--exact-layouts 4 --grad-reduce-in-bf16": "--exact-layouts and --grad-reduce-in-bf16: another number of ranks ",
+    "--exact-layouts 4 --zero-stage 2": "--exact-layouts and --shard-gradients (--zero-stage 2): it adds up ranks ",
+    "--exact-layouts 4 --use-distributed-optimizer --shard-gradients": "--exact-layouts and --shard-gradients (--ze",
+    "--exact-layouts 4 --dropout-rng torch": "--exact-layouts and --dropout-rng torch: each rank would drop others; "
+    "leave one out, or give --hidden-dropout 0 --attention-dropout 0",
+}
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--exact-layouts 0", "--exact-layouts must be positive, not 0"),
-        ("--exact-layouts 6", "--exact-layouts 6 is not a power of two"),
-        ("--exact-layouts 2 --model-parallel-size 4", "--exact-layouts 2 is not divisible by --model-parallel-size 4"),
-        (
-            "--exact-layouts 4 --num-attention-heads 2",
-            "--num-attention-heads 2 is not divisible by --exact-layouts 4: change one of them",
-        ),
-        ("--exact-layouts 4 --ffn-hidden-size 258", "--ffn-hidden-size 258 is not divisible by --exact-layouts 4"),
-        ("--exact-layouts 4 --seq-length 66", "--seq-length 66 is not divisible by --exact-layouts 4"),
-        (
-            "--exact-layouts 4 --make-vocab-size-divisible-by 2",
-            "--make-vocab-size-divisible-by 2 is not divisible by --exact-layouts 4",
-        ),
-        (
-            "--exact-layouts 4 --compile",
-            "--exact-layouts and --compile: a compiler chooses the order of sums; leave one ",
-        ),
-        (
-            "--exact-layouts 4 --DDP-impl torch",
-            "--exact-layouts and --DDP-impl torch: torch's DDP adds in its own order",
-        ),
-        (
-            "--exact-layouts 4 --grad-reduce-in-bf16",
-            "--exact-layouts and --grad-reduce-in-bf16: another number of ranks ",
-        ),
-        (
-            "--exact-layouts 4 --zero-stage 2",
-            "--exact-layouts and --shard-gradients (--zero-stage 2): it adds up ranks ",
-        ),
-        (
-            "--exact-layouts 4 --use-distributed-optimizer --shard-gradients",
-            "--exact-layouts and --shard-gradients (--ze",
-        ),
-        (
-            "--exact-layouts 4 --dropout-rng torch",
-            "--exact-layouts and --dropout-rng torch: each rank would drop others; "
-            "leave one out, or give --hidden-dropout 0 --attention-dropout 0",
-        ),
-    ],
-)
-def test_what_it_cannot_hold_for_is_one_line(flags: str, message: str) -> None:
+@pytest.mark.parametrize("flags", REFUSED)
+def test_what_it_cannot_hold_for_is_one_line(flags: str) -> None:
     with pytest.raises(ValueError) as error:
         parse(f"{FLAGS}{flags}".split()).config.batch_schedule(3)
-    assert str(error.value).startswith(message) and "\n" not in str(error.value)
+    assert str(error.value).startswith(REFUSED[flags]) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from megatron.gpt2.optimizer import gradient_reducer
 from megatron.gpt2.train.data import Batch
 from megatron.gpt2.train.run import Run
 from mpu import kernels
+from mpu.layers import linear
 
 Patch = pytest.MonkeyPatch
 TWO_PARTS = ("--model-parallel-size", "2", "--micro-batch-size", "4")
@@ -48,7 +49,7 @@ def layer_of(run: Run, number: int) -> Any:
 def bias_once_per_rank(run: Run, patch: Patch) -> None:
     """The bias of a row-parallel layer is added before the sum over the ranks."""
     layer = layer_of(run, 1).attention.dense
-    patch.setattr(layer, "forward", lambda x: layer.reduce(kernels.linear(x, layer.weight, layer.bias), layer.group))
+    patch.setattr(layer, "forward", lambda x: layer.reduce(linear(x, layer.weight, layer.bias)))
 
 
 def gradient_summed_twice(run: Run, patch: Patch) -> None:

@@ -1,0 +1,136 @@
+"""Dropout: the counter-based generator with its published numbers, masks that follow from keys, the same in every part
+of a batch and independent of all that is near, and dropout by torch's generator."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import mpu
+from mpu import kernels
+from mpu.kernels import keyed_dropout
+from mpu.kernels.dropout import ELEMENTS, WORD, draws, dropped_draws, factor, zero_dropped
+from mpu.random import AFTER_ATTENTION, AFTER_MLP
+
+# Of Random123's known answers, philox4x64 with 10 rounds: counter, key, result.
+KNOWN = [
+    ((0, 0, 0, 0), (0, 0), (0x16554D9ECA36314C, 0xDB20FE9D672D0FDC, 0xD7E772CEE186176B, 0x7E68B68AEC7BA23B)),
+    (
+        (0x243F6A8885A308D3, 0x13198A2E03707344, 0xA4093822299F31D0, 0x082EFA98EC4E6C89),
+        (0x452821E638D01377, 0xBE5466CF34E90C6C),
+        (0xA528F45403E61D95, 0x38C72DBD566E9788, 0xA5A1610E72FD18B5, 0x57BD43B5E52B7FE6),
+    ),
+]
+
+
+def philox(counter: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]:
+    """Four words by the definition."""
+    (c0, c1, c2, c3), (k0, k1) = counter, key
+    for _ in range(10):
+        first, second = 0xD2E7470EE14C6C93 * c0, 0xCA5A826395121157 * c2
+        c0, c1, c2, c3 = (second // WORD ^ c1 ^ k0, second % WORD, first // WORD ^ c3 ^ k1, first % WORD)
+        k0, k1 = (k0 + 0x9E3779B97F4A7C15) % WORD, (k1 + 0xBB67AE8584CAA73B) % WORD
+    return c0, c1, c2, c3
+
+
+def draws_of_block(counter: tuple[int, ...], seed: int) -> list[int]:
+    """The 16 signed draws of a block, by the definition."""
+    numbers = [word >> 16 * lane & 0xFFFF for word in philox(counter, (seed, 0)) for lane in range(4)]
+    return [number - 65536 if number >= 32768 else number for number in numbers]
+
+
+def test_a_block_is_what_the_published_generator_says():
+    assert all(philox(counter, key) == words for counter, key, words in KNOWN)
+    words, seed = (7, 5 << 8 | 2, 1 << 32 | 3), 1234
+    drawn = draws((seed, *words), 40, 3)
+    expected = [draw for block in (41, 42, 43) for draw in draws_of_block((block, *words), seed)]
+    assert drawn.dtype == torch.int16 and drawn.tolist() == expected
+
+
+def test_a_part_of_a_mask_is_the_same_by_itself_and_other_masks_are_not():
+    whole = draws((3, 1, 2, 3), 0, 64)
+    assert torch.equal(draws((3, 1, 2, 3), 20, 10), whole[20 * ELEMENTS : 30 * ELEMENTS])
+    for other in ((3, 2, 2, 3), (3, 1, 3, 3), (3, 1, 2, 4), (4, 1, 2, 3)):
+        assert not torch.equal(draws(other, 0, 64), whole)
+
+
+def test_what_is_dropped_becomes_zero_in_every_dtype():
+    limit = dropped_draws(0.3) - 32768
+    drawn = torch.tensor([limit, limit - 1, 32767, -32768], dtype=torch.int16)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        x = torch.tensor([1.5, -2.5, -torch.inf, torch.nan], dtype=dtype)
+        zero_dropped(x, drawn, 0.3, out=(out := torch.empty_like(x)))
+        assert out.tolist() == [1.5, 0.0, -torch.inf, 0.0]
+        zero_dropped(x, drawn, 1e-6, out=(out := torch.empty_like(x)))
+        assert torch.equal(out.nan_to_num(5.0), x.nan_to_num(5.0)), "a probability that is rounded to none"
+    assert factor(0.25) == 4 / 3 and dropped_draws(0.9999999) == 65535
+
+
+def keys_of(samples: list[int], *, seed: int = 1, layer: int = 0) -> Tensor:
+    """[b, 3]"""
+    return mpu.dropout_keys(seed, torch.tensor(samples), layer + 1)[layer]
+
+
+def mask(
+    keys: Tensor, shape: tuple[int, int] = (64, 96), p: float = 0.5, site: int = AFTER_MLP, first: int = 0
+) -> Tensor:
+    """bool [s, b, h]: what is dropped of [s, h] of each sample, from the position `first` on."""
+    ones = torch.ones(shape[0], len(keys), shape[1])
+    return keyed_dropout(ones, p, keys, site, first) == 0
+
+
+@pytest.mark.parametrize("h", [96, 100])
+def test_any_part_of_a_batch_has_the_same_mask(h: int):
+    keys = keys_of([5, 9, 2])
+    whole = mask(keys, (64, h))
+    assert torch.equal(mask(keys[[2, 0]], (64, h)), whole[:, [2, 0]])
+    assert torch.equal(mask(keys, (20, h), first=30), whole[30:50])
+
+
+def test_the_gradient_has_the_same_mask():
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(33, 2, 40, dtype=dtype).requires_grad_()
+        y = keyed_dropout(x, 0.25, keys_of([3, 4]), AFTER_MLP)
+        (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+        assert torch.equal(dx == 0, y == 0) and 0.2 < (dx == 0).float().mean() < 0.3
+        assert torch.equal(y, x.detach() * (4 / 3) * (dx != 0))
+
+
+def test_masks_are_as_often_as_they_should_and_independent():
+    """Of neighbours, samples, layers, sites and seeds: the correlation of 614,400 elements is below 5 of its standard
+    deviations."""
+    shape, keys = (400, 768), keys_of([0, 1])
+    first = mask(keys, shape)
+    for p in (0.1, 0.5):
+        dropped = mask(keys, shape, p).float().mean().item()
+        assert abs(dropped - p) < 5 * (p * (1 - p) / first.numel()) ** 0.5
+    others = {
+        "sample": mask(keys_of([2, 3]), shape),
+        "layer": mask(keys_of([0, 1], layer=1), shape),
+        "site": mask(keys, shape, site=AFTER_ATTENTION),
+        "seed": mask(keys_of([0, 1], seed=2), shape),
+        "neighbouring channel": first.roll(1, 2),
+        "neighbouring position": first.roll(1, 0),
+        "the other sample": first.flip(1),
+        "the word's neighbour": first.roll(4, 2),
+    }
+    for name, other in others.items():
+        correlation = torch.corrcoef(torch.stack([first.flatten(), other.flatten()]).float())[0, 1].item()
+        assert abs(correlation) < 5 * first.numel() ** -0.5, (name, correlation)
+
+
+def test_dropout_by_torchs_generator_drops_what_it_should_and_keeps_the_mean():
+    torch.manual_seed(0)
+    for p in (0.1, 0.5):
+        x = torch.ones(1001, 1003, requires_grad=True)
+        y = kernels.dropout(x, p)
+        assert (y == 0).float().mean().item() == pytest.approx(p, abs=0.002)
+        assert y[y != 0].unique().tolist() == pytest.approx([1 / (1 - p)], rel=1e-4)
+        y.sum().backward()
+        assert torch.equal(x.grad, y.detach())
+        # No pattern along the elements that share a random number.
+        lanes = (y.detach().view(-1)[:1_000_000].view(-1, 4) == 0).float()
+        assert lanes.mean(0).tolist() == pytest.approx([p] * 4, abs=0.004)
+        assert torch.corrcoef(lanes.t()).fill_diagonal_(0).abs().max().item() < 0.01
+    assert torch.equal(kernels.dropout(x, 0.0), x)
