@@ -18,7 +18,7 @@ from mpu import kernels, transformer
 from mpu.host_memory import HostMemory
 from tests.fake_cuda.fake_gpu import FakeStream
 from tests.fake_cuda.program import check_budget, check_peak, check_same_order, check_step, running
-from tests.fake_cuda.test_memory import SHAPE
+from tests.fake_cuda.test_steps import SHAPE
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 

@@ -1,5 +1,6 @@
 """Whole steps in every mode: nothing waits for the device, nothing is on the wrong one, and what backward needs is in the
-host's memory meanwhile, if a flag says so: copied on a side stream, in order, without a wait."""
+host's memory meanwhile, if a flag says so: copied on a side stream, in order, without a wait. The planner's peak is
+that of the device."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from megatron.gpt2.train.evaluate import SAMPLING, evaluate_and_log, sample_text
 from megatron.gpt2.train.loop import train
 from megatron.gpt2.train.train_step import train_step
 from tests.fake_cuda.fake_gpu import FakeGPU, FakeStream, Memory
-from tests.fake_cuda.program import DOCUMENTS, DROPOUT, OFFLOAD, check_budget, check_step, running, steps
+from tests.fake_cuda.program import DOCUMENTS, DROPOUT, OFFLOAD, check_budget, check_peak, check_step, running, steps
 
 FULL = "--recompute-granularity full"
 MODES = {
@@ -139,3 +140,45 @@ def test_no_input_stays_on_the_device(text: Path, tmp_path: Path, monkeypatch: p
                 patch.setattr(run.engine.model, "_cross_entropy", measured)
                 train_step(run)
     assert now[0] - now[1] == LAYERS * INPUT
+
+
+# The planner's peak compared with the most that the fake device ever held, for four layers of GPT-2 345M.
+SHAPE = (
+    "--num-layers 4 --seq-length 1024 --max-position-embeddings 1024 --make-vocab-size-divisible-by 50304 "
+    "--micro-batch-size 4"
+)
+SHARDED, SPLIT = "--use-distributed-optimizer", "--model-parallel-size 2"
+STAGES = "--pipeline-model-parallel-size 2 --global-batch-size 16"
+CASES = {  # ranks and flags; of two stages each is compared
+    "bf16": (1, ""),
+    "fp32": (1, "--precision fp32"),
+    "selective": (1, "--recompute-granularity selective"),
+    "full": (1, FULL),
+    "full in pairs": (1, f"{FULL} --recompute-num-layers 2"),
+    "accumulation": (1, "--global-batch-size 8"),
+    "offload": (1, "--cpu-offload-optimizer"),
+    "dropout": (1, DROPOUT),
+    "data": (2, ""),
+    "sharded": (2, SHARDED),
+    "sharded gradients": (2, f"{SHARDED} --shard-gradients --num-layers 8 --ddp-bucket-size 10000000"),
+    "sharded gradients, accumulation": (4, f"{SHARDED} --shard-gradients --global-batch-size 32"),
+    "model": (2, SPLIT),
+    "parts of inputs": (2, f"{SPLIT} {FULL} --partition-activations"),
+    "inputs on the host": (1, f"{FULL} --checkpoint-in-cpu --num-layers 12"),
+    "parts on the host": (2, f"{SPLIT} {FULL} --partition-activations --checkpoint-in-cpu"),
+    "layers on the host": (1, "--cpu-offloading-num-layers 2"),
+    "all layers on the host": (1, "--cpu-offloading-num-layers 4"),
+    "sequence": (2, f"{SPLIT} --sequence-parallel"),
+    "1F1B": (2, STAGES),
+    "1F1B, full": (2, f"{STAGES} {FULL}"),
+    "zero bubble": (2, f"{STAGES} --pipeline-schedule zero-bubble"),
+    "interleaved": (2, f"{STAGES} --num-layers-per-virtual-pipeline-stage 1"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_planner_agrees_with_the_device(text: Path, tmp_path: Path, case: str):
+    world_size, flags = CASES[case]
+    for rank in range(2 if STAGES in flags else 1):
+        with running(text, tmp_path, f"{SHAPE} {flags}", rank=rank, world_size=world_size) as (run, gpu):
+            print(f"{case}, rank {rank}: planner / device {check_peak(run, gpu):.3f}")

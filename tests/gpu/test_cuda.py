@@ -16,20 +16,25 @@ import mpu
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.model.attention_backend import SWITCHES, choose_attention
 from megatron.gpt2.model.gpt2 import GPT2Model, layer_config
+from megatron.gpt2.train.run import Run
 from megatron.gpt2.train.train_step import train_step
 from mpu.attention import document_attention
 from mpu.kernels import keyed_dropout
+from tests.megatron.gpt2.train.alone_in_a_group import RUNS, check
 from tests.megatron.gpt2.train.training_runs import SHAPE, finish, start, steps, write_text
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 ROOT = Path(__file__).resolve().parent.parent.parent
-GPU = ["--device", "cuda"]
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    write_text(tmp_path)
+    write_text(tmp_path, 60_000)
     return tmp_path
+
+
+def on_gpu(folder: Path, flags: str) -> Run:
+    return start(0, 1, str(folder), f"--device cuda {flags}".split())
 
 
 def loss_and_gradients(model: GPT2Model, device: str) -> tuple[float, dict[str, torch.Tensor]]:
@@ -39,34 +44,26 @@ def loss_and_gradients(model: GPT2Model, device: str) -> tuple[float, dict[str, 
     return loss.item(), {name: p.grad.float().cpu() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def model_on(device: str, config: ModelConfig = SHAPE) -> GPT2Model:
+def model_on(device: str, config: ModelConfig = SHAPE, recompute: str = "none") -> GPT2Model:
     mpu.initialize_model_parallel(1)
-    return GPT2Model(config, layer_config(config, device=device)).train()
+    return GPT2Model(config, layer_config(config, device=device, recompute_granularity=recompute)).train()
 
 
-def test_fp32_equals_the_cpu():
-    (loss, grads), (loss_gpu, grads_gpu) = (loss_and_gradients(model_on(d), d) for d in ("cpu", "cuda"))
-    assert loss_gpu == pytest.approx(loss, rel=1e-6)
-    for name, grad in grads.items():
-        assert (grads_gpu[name] - grad).norm() <= 1e-5 * grad.norm(), name
-
-
-def test_compiled_equals_eager():
-    eager, compiled = model_on("cuda"), model_on("cuda")
+def test_fp32_equals_the_cpu_and_compiled_equals_eager():
+    compiled = model_on("cuda")
     compiled.compile_layers()
-    (loss, grads), (loss_c, grads_c) = loss_and_gradients(eager, "cuda"), loss_and_gradients(compiled, "cuda")
-    assert loss_c == pytest.approx(loss, rel=1e-5)
-    for name, grad in grads.items():
-        assert (grads_c[name] - grad).norm() <= 1e-4 * grad.norm(), name
+    (of_cpu, grads), (loss, on_gpu) = (loss_and_gradients(model_on(device), device) for device in ("cpu", "cuda"))
+    loss_compiled, grads_compiled = loss_and_gradients(compiled, "cuda")
+    assert loss == pytest.approx(of_cpu, rel=1e-6) and loss_compiled == pytest.approx(loss, rel=1e-5)
+    for name, grad in on_gpu.items():
+        assert (grad - grads[name]).norm() <= 1e-5 * grads[name].norm(), name
+        assert (grads_compiled[name] - grad).norm() <= 1e-4 * grad.norm(), name
 
 
 def test_selective_recompute_changes_nothing():
-    mpu.initialize_model_parallel(1)
-    plain, selective = (
-        GPT2Model(SHAPE, layer_config(SHAPE, device="cuda", recompute_granularity=r)).train()
-        for r in ("none", "selective")
+    (loss, grads), (loss_s, grads_s) = (
+        loss_and_gradients(model_on("cuda", recompute=granularity), "cuda") for granularity in ("none", "selective")
     )
-    (loss, grads), (loss_s, grads_s) = loss_and_gradients(plain, "cuda"), loss_and_gradients(selective, "cuda")
     assert loss == loss_s
     assert all(torch.equal(grad, grads_s[name]) for name, grad in grads.items() if "embeddings" not in name)
 
@@ -74,18 +71,17 @@ def test_selective_recompute_changes_nothing():
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--precision", "bf16"],
-        ["--precision", "fp16", "--initial-loss-scale", "1024"],
-        ["--precision", "bf16", "--recompute-granularity", "full"],
-        ["--precision", "bf16", "--cpu-offload-optimizer"],
-        ["--precision", "bf16", "--compile"],
+        "--precision bf16",
+        "--precision fp16 --initial-loss-scale 1024",
+        "--precision bf16 --recompute-granularity full",
+        "--precision bf16 --cpu-offload-optimizer",
+        "--precision bf16 --compile",
     ],
-    ids=" ".join,
 )
-def test_losses_stay_near_fp32_on_the_cpu(folder: Path, flags: list[str]):
+def test_losses_stay_near_fp32_on_the_cpu(folder: Path, flags: str):
     seen: list[dict[str, Any]] = []
-    for name, where in (("cpu", []), ("gpu", [*GPU, *flags])):
-        run = start(0, 1, str(folder), ["--save", f"{folder}/{name}", *where])
+    for name, where in (("cpu", ""), ("gpu", f"--device cuda {flags}")):
+        run = start(0, 1, str(folder), f"--save {folder}/{name} {where}".split())
         seen.append(steps(run, 20))
         finish(run)
     assert seen[0]["loss"][0] - seen[0]["loss"][-1] > 0.3, "the run must learn something"
@@ -94,7 +90,7 @@ def test_losses_stay_near_fp32_on_the_cpu(folder: Path, flags: list[str]):
 
 
 def test_fp16_finds_its_scale_from_an_overflow(folder: Path):
-    run = start(0, 1, str(folder), [*GPU, "--precision", "fp16", "--initial-loss-scale", str(2.0**40)])
+    run = on_gpu(folder, f"--precision fp16 --initial-loss-scale {2.0**40}")
     seen = steps(run, 40)
     finish(run)
     assert seen["skipped"][0] and not seen["skipped"][-1] and seen["scale"][-1] < 2.0**40
@@ -103,14 +99,14 @@ def test_fp16_finds_its_scale_from_an_overflow(folder: Path):
 @pytest.mark.parametrize(
     "flags",
     [
-        [],
-        ["--attention-dropout", "0.1", "--hidden-dropout", "0.1"],
-        ["--precision", "fp16", "--micro-batch-size", "2", "--global-batch-size", "4"],
-        ["--reset-position-ids", "--reset-attention-mask"],
+        "",
+        "--attention-dropout 0.1 --hidden-dropout 0.1",
+        "--precision fp16 --micro-batch-size 2 --global-batch-size 4",
+        "--reset-position-ids --reset-attention-mask",
     ],
 )
-def test_nothing_waits_for_the_device_between_log_lines(folder: Path, flags: list[str]):
-    run = start(0, 1, str(folder), [*GPU, "--precision", "bf16", *flags])
+def test_nothing_waits_for_the_device_between_log_lines(folder: Path, flags: str):
+    run = on_gpu(folder, f"--precision bf16 {flags}")
     for _ in range(3):
         train_step(run)
     torch.cuda.synchronize()
@@ -145,13 +141,13 @@ def test_attention_kernels_agree_with_the_formula(name: str):
 
 def test_a_resume_goes_on_as_before(folder: Path):
     """Near, not bit for bit: some backward kernels add in an order of their own."""
-    flags = [*GPU, "--precision", "bf16", "--attention-dropout", "0.1", "--hidden-dropout", "0.1"]
-    whole = start(0, 1, str(folder), flags)
+    flags = "--precision bf16 --attention-dropout 0.1 --hidden-dropout 0.1"
+    whole = on_gpu(folder, flags)
     steps(whole, 5)
     whole.save()
     expected = steps(whole, 5)["loss"]
     finish(whole)
-    resumed = start(0, 1, str(folder), [*flags, "--load", f"{folder}/save"])
+    resumed = on_gpu(folder, f"{flags} --load {folder}/save")
     assert resumed.progress.iteration == 5
     assert steps(resumed, 5)["loss"] == pytest.approx(expected, rel=1e-3)
     finish(resumed)
@@ -162,61 +158,63 @@ def test_attention_by_document_equals_the_cpu(dtype: torch.dtype, dropout_p: flo
     """By the kernel that takes lengths, and document by document."""
     tokens = torch.ones(4, 512, dtype=torch.int64)
     tokens[1, 100], tokens[2, [0, 5, 6, 511]] = 0, 0
-    qkv = torch.randn(512, 4, 2, 3, 64)
-    expected = document_attention(qkv, 0.0, mpu.Documents(tokens, 0, "cpu"))
-    on_gpu = qkv.to("cuda", dtype).requires_grad_()
-    got = document_attention(on_gpu, dropout_p, mpu.Documents(tokens, 0, "cuda"))
-    got.float().square().sum().backward()
+    reference = torch.randn(512, 4, 2, 3, 64, requires_grad=True)
+    qkv = reference.detach().to("cuda", dtype).requires_grad_()
+    expected = document_attention(reference, 0.0, mpu.Documents(tokens, 0, "cpu"))
+    got = document_attention(qkv, dropout_p, mpu.Documents(tokens, 0, "cuda"))
+    for y in (expected, got):
+        y.float().square().sum().backward()
     assert (got.detach().float().cpu() - expected).norm() <= 1e-2 * expected.norm()
-    reference = qkv.clone().requires_grad_()
-    document_attention(reference, 0.0, mpu.Documents(tokens, 0, "cpu")).square().sum().backward()
-    assert (on_gpu.grad.float().cpu() - reference.grad).norm() <= 2e-2 * reference.grad.norm()
+    assert (qkv.grad.float().cpu() - reference.grad).norm() <= 2e-2 * reference.grad.norm()
 
 
 def test_a_launcher_starts_one_rank(folder: Path):
-    """The program under torchrun, whose one rank makes no group; NCCL itself is in test_nccl.py."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "1",
-        str(ROOT / "pretrain_gpt2.py"),
-        "--train-iters",
-        "3",
-        "--eval-iters",
-        "1",
-        "--log-interval",
-        "1",
-        "--save",
-        f"{folder}/launched",
-        "--distributed-backend",
-        "nccl",
-        "--use-distributed-optimizer",
-        "--tokenizer-type",
-        "bytes",
-        "--train-data",
-        f"{folder}/text.txt",
-        "--num-layers",
-        "2",
-        "--hidden-size",
-        "128",
-        "--num-attention-heads",
-        "4",
-        "--seq-length",
-        "32",
-        "--max-position-embeddings",
-        "32",
-    ]
+    """The program under torchrun, whose one rank makes no group; NCCL itself is tested below."""
+    program = (
+        f"{ROOT}/pretrain_gpt2.py --train-iters 3 --eval-iters 1 --log-interval 1 --save {folder}/launched "
+        f"--distributed-backend nccl --use-distributed-optimizer --tokenizer-type bytes --train-data {folder}/text.txt "
+        "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
+    )
+    command = [sys.executable, *"-m torch.distributed.run --nproc-per-node 1".split(), *program.split()]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_dropout_draws_anew(folder: Path):
-    mpu.initialize_model_parallel(1)
-    mpu.model_parallel_cuda_manual_seed(1)
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_in_a_group_of_one(folder: Path, name: str):
+    """NCCL: the run calls every collective with CUDA tensors."""
+    check(name, "nccl", torch.device("cuda", 0), str(folder))
+
+
+LARGE = (
+    "--num-layers 4 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --max-position-embeddings 1024 "
+    "--micro-batch-size 2 --precision bf16"
+)
+INPUT = 2 * 1024 * 1024 * 2  # bytes of a layer's
+
+
+@pytest.mark.parametrize(
+    "flags, on_host", [("--recompute-granularity full", "--checkpoint-in-cpu"), ("", "--cpu-offloading-num-layers 3")]
+)
+def test_losses_are_the_same_with_activations_in_the_hosts_memory(folder: Path, flags: str, on_host: str):
+    seen, kept = [], []
+    for more in ("", on_host):
+        run = on_gpu(folder, f"{LARGE} {flags} {more} --save {folder}/{len(more)}")
+        seen.append(steps(run, 5))
+        transformer = run.engine.model.transformer
+        transformer.register_forward_hook(lambda *_: kept.append(torch.cuda.memory_allocated()))
+        seen.append(steps(run, 1))
+        finish(run)
+        del run, transformer
+    whole, parked = seen[:2], seen[2:]
+    assert [s["loss"] for s in whole] == [pytest.approx(s["loss"], rel=1e-6) for s in parked]
+    assert kept[1] <= kept[0] - 3 * INPUT  # the caller still holds the first one
+
+
+def test_dropout_draws_anew():
     dropping = replace(SHAPE, attention_dropout=0.1, hidden_dropout=0.1)
-    model = GPT2Model(dropping, layer_config(dropping, device="cuda")).train()
+    model = model_on("cuda", dropping)
+    mpu.model_parallel_cuda_manual_seed(1)
     first, second = (loss_and_gradients(model, "cuda")[0] for _ in range(2))
     assert first != second
 
@@ -225,11 +223,11 @@ def test_dropout_draws_anew(folder: Path):
 def test_a_mask_that_follows_from_keys_is_that_of_the_cpu(dtype: torch.dtype):
     x = torch.randn(37, 3, 100, dtype=dtype).requires_grad_()
     y = keyed_dropout(x, 0.3, mpu.dropout_keys(7, torch.arange(3), 2)[1], 2, first_position=5)
-    on_gpu = x.detach().cuda().requires_grad_()
+    x_gpu = x.detach().cuda().requires_grad_()
     keys = mpu.dropout_keys(7, torch.arange(3, device="cuda"), 2)[1]
-    got = keyed_dropout(on_gpu, 0.3, keys, 2, first_position=5)
+    got = keyed_dropout(x_gpu, 0.3, keys, 2, first_position=5)
     got.float().sum().backward()
     y.float().sum().backward()
     assert torch.equal(got.detach().cpu() == 0, y.detach() == 0)
     assert torch.allclose(got.detach().cpu().float(), y.detach().float(), rtol=2**-8)
-    assert torch.equal(on_gpu.grad.cpu() == 0, x.grad == 0)
+    assert torch.equal(x_gpu.grad.cpu() == 0, x.grad == 0)

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpu
 from megatron.gpt2.model.gpt2 import GPT2Model, layer_config, parameter_specs
@@ -21,9 +20,10 @@ from megatron.gpt2.train.evaluate import evaluate
 from mpu.attention import Documents, document_attention
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import SHAPE, finish, start, steps
+from tests.mpu.test_cross_entropy import MemoryCounter
 
 EOD = 0
-FLAGS = ["--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss"]
+FLAGS = "--reset-position-ids --reset-attention-mask --eod-mask-loss"
 
 
 def texts(b: int, s: int = 32) -> tuple[Tensor, Tensor]:
@@ -87,16 +87,10 @@ def test_the_texts_of_these_tests_have_documents() -> None:
 def by_document(rank: int, world_size: int, b: int) -> dict[str, tuple[Tensor, dict[str, Tensor]]]:
     mpu.initialize_model_parallel(world_size)
     layouts: dict[str, dict[str, Any]] = {
-        "plain": {},
-        "selective": {"recompute_granularity": "selective"},
-        "full": {"recompute_granularity": "full"},
+        granularity: {"recompute_granularity": granularity} for granularity in ("none", "selective", "full")
     }
     if world_size > 1:
-        layouts["sequence parallel"] = {
-            "sequence_parallel": True,
-            "recompute_granularity": "full",
-            "recompute_num_layers": 2,
-        }
+        layouts["sequence parallel"] = {**layouts["full"], "sequence_parallel": True, "recompute_num_layers": 2}
     return {
         name: loss_and_gradients(GPT2Model(SHAPE, layer_config(SHAPE, **how)).train(), b)
         for name, how in layouts.items()
@@ -167,25 +161,12 @@ def test_the_kernel_that_takes_lengths_is_given_what_it_expects() -> None:
         assert kernel.call_count == 1
 
 
-class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that any operator makes."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(tensor, Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return out
-
-
 def test_nothing_of_the_square_of_the_sequence_is_made() -> None:
     tokens = texts(1, 4096)[0]
     qkv = torch.randn(4096, 1, 1, 3, 8, requires_grad=True)
-    with Largest() as largest:
+    with MemoryCounter() as counter:
         document_attention(qkv, 0.0, Documents(tokens, EOD, "cpu")).sum().backward()
-    assert 0 < largest.elements <= qkv.numel()
+    assert 0 < counter.peak < 8 * qkv.nbytes < 4096 * 4096
 
 
 def write_documents(folder: Path) -> None:
@@ -194,23 +175,10 @@ def write_documents(folder: Path) -> None:
     (folder / "text.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def train(rank: int, world_size: int, folder: str, flags: list[str]) -> tuple[list[float], float]:
-    run = start(
-        rank,
-        world_size,
-        folder,
-        [
-            "--train-data",
-            f"{folder}/text.jsonl",
-            "--eval-iters",
-            "2",
-            "--save",
-            f"{folder}/save_{world_size}_{abs(hash(tuple(flags)))}",
-            "--global-batch-size",
-            "8",
-            *flags,
-        ],
-    )
+def train(rank: int, world_size: int, folder: str, flags: str) -> tuple[list[float], float]:
+    save = f"{folder}/save_{world_size}_{abs(hash(flags))}"
+    files = f"--train-data {folder}/text.jsonl --save {save}"
+    run = start(rank, world_size, folder, f"{files} --eval-iters 2 --global-batch-size 8 {flags}".split())
     assert run.data.splits.valid is not None
     losses = steps(run, 3)["loss"]
     held_out = evaluate(run, run.data.splits.valid, "valid", 10).lm_loss
@@ -221,15 +189,15 @@ def train(rank: int, world_size: int, folder: str, flags: list[str]) -> tuple[li
 def test_training_is_the_same_under_every_layout(tmp_path: Path) -> None:
     write_documents(tmp_path)
     folder = str(tmp_path)
-    ((expected, held_out),) = run_ranks(train, 1, folder, ["--micro-batch-size", "8", *FLAGS])
-    ((without, _),) = run_ranks(train, 1, folder, ["--micro-batch-size", "8"])
+    ((expected, held_out),) = run_ranks(train, 1, folder, f"--micro-batch-size 8 {FLAGS}")
+    ((without, _),) = run_ranks(train, 1, folder, "--micro-batch-size 8")
     assert all(abs(a - b) > 1e-4 for a, b in zip(expected, without, strict=True))
     for world_size, flags in (
-        (1, ["--micro-batch-size", "1"]),
-        (2, "--micro-batch-size 2 --model-parallel-size 2 --sequence-parallel".split()),
-        (2, "--micro-batch-size 4 --recompute-granularity full --DDP-impl torch".split()),
+        (1, "--micro-batch-size 1"),
+        (2, "--micro-batch-size 2 --model-parallel-size 2 --sequence-parallel"),
+        (2, "--micro-batch-size 4 --recompute-granularity full --DDP-impl torch"),
     ):
-        for losses, loss in run_ranks(train, world_size, folder, [*flags, *FLAGS]):
+        for losses, loss in run_ranks(train, world_size, folder, f"{flags} {FLAGS}"):
             assert losses == pytest.approx(expected, rel=1e-5) and loss == pytest.approx(held_out, rel=1e-5)
 
 
@@ -240,7 +208,7 @@ def test_ranks_that_read_other_data_are_refused(tmp_path: Path) -> None:
 
 
 def train_unlike(rank: int, world_size: int, folder: str) -> None:
-    train(rank, world_size, folder, ["--split", "90,10" if rank else "80,20"])
+    train(rank, world_size, folder, f"--split {'90,10' if rank else '80,20'}")
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

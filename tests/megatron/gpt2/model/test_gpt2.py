@@ -30,13 +30,9 @@ SMALL = ModelConfig(
     attention_dropout=0.0,
     hidden_dropout=0.0,
 )
-SHAPE_345M: dict[str, Any] = {
-    "num_layers": 24,
-    "hidden_size": 1024,
-    "num_attention_heads": 16,
-    "max_position_embeddings": 1024,
-    "vocab_size": 50257,
-}
+SHAPE_345M = ModelConfig(
+    num_layers=24, hidden_size=1024, num_attention_heads=16, max_position_embeddings=1024, vocab_size=50257
+)
 
 
 def from_huggingface(state: dict[str, Tensor], heads: int) -> dict[str, Tensor]:
@@ -145,11 +141,11 @@ def test_equals_huggingface(world_size: int, gelu: str):
 
 
 def test_published_parameter_counts():
-    config = ModelConfig(**SHAPE_345M)
+    config = SHAPE_345M
     assert count_parameters(config, 1) == (354_823_168, 354_871_296)
     assert count_parameters(config, 2)[1] == 178_034_688
     # Megatron pads to a multiple of 128 × model-parallel size: 50,432 rows at size 2.
-    assert count_parameters(ModelConfig(**SHAPE_345M, make_vocab_size_divisible_by=256), 2)[1] == 178_100_224
+    assert count_parameters(replace(config, make_vocab_size_divisible_by=256), 2)[1] == 178_100_224
 
 
 def count_real(rank: int, world_size: int) -> int:
@@ -168,7 +164,7 @@ def test_specs_need_no_process_group_and_little_time():
     """At every size, also one that the model could not be split by; in the order of the model's own parameters."""
     mpu.destroy_model_parallel()
     eight_billion = ModelConfig(num_layers=72, hidden_size=3072, num_attention_heads=32, vocab_size=50257)
-    for config in (ModelConfig(**SHAPE_345M), eight_billion):
+    for config in (SHAPE_345M, eight_billion):
         for size in (1, 3, 512):
             times = []
             for _ in range(3):
@@ -198,7 +194,7 @@ def test_initialisation():
 
 
 def test_flops_per_token_is_megatrons_formula():
-    config, s = ModelConfig(**SHAPE_345M), 1024
+    config, s = SHAPE_345M, 1024
     h, layers = config.hidden_size, config.num_layers
     assert config.flops_per_token(s) == 72 * layers * h * h * (1 + s / (6 * h)) + 6 * h * 50257
     assert config.flops_per_token(s) == pytest.approx(2.423e9, rel=1e-3)

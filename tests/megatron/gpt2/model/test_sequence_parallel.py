@@ -3,19 +3,18 @@ mpu completes. `train/test_layouts.py` has its losses."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpu
 from megatron.gpt2.model.gpt2 import GPT2Model, layer_config
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import SHAPE
+from tests.mpu.test_cross_entropy import MemoryCounter
 
 
 def partial_and_complete(rank: int, world_size: int) -> dict[str, list[bool]]:
@@ -75,17 +74,10 @@ def test_masks_differ_between_shards_alone():
 LAYERS = SHAPE.num_layers
 
 
-class CollectiveCounter(TorchDispatchMode):
-    """Counts the calls of torch.distributed's operators, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self.calls[func.name().removeprefix("c10d::").partition(".")[0].strip("_")] += 1
-        return func(*args, **(kwargs or {}))
+def collectives(counter: MemoryCounter) -> dict[str, int]:
+    """How often each of torch.distributed's operators was called."""
+    ours = ("allreduce", "allgather", "reduce_scatter")
+    return {name.strip("_"): calls for name, calls in counter.calls.items() if name.strip("_").startswith(ours)}
 
 
 def count(rank: int, world_size: int, dropout: float, how: dict[str, Any]) -> dict[str, int]:
@@ -94,13 +86,13 @@ def count(rank: int, world_size: int, dropout: float, how: dict[str, Any]) -> di
     shape = replace(SHAPE, attention_dropout=dropout, hidden_dropout=dropout)
     model = GPT2Model(shape, layer_config(shape, **how)).train()
     tokens = torch.arange(4 * 32).view(4, 32) % 97
-    counter = CollectiveCounter()
-    with counter:
+    with MemoryCounter() as counter:
         model(tokens, tokens, torch.full((4, 32), 1 / 128)).backward()
-    return dict(counter.calls)
+    return collectives(counter)
 
 
 ALL_REDUCES = 4 * LAYERS + 2
+FULL = {"recompute_granularity": "full"}
 
 
 @pytest.mark.parametrize(
@@ -113,8 +105,8 @@ ALL_REDUCES = 4 * LAYERS + 2
         (2, 0.0, {"recompute_granularity": "selective"}, {"allreduce": ALL_REDUCES, "allgather": 1}),
         # Recomputation stops at the last tensor that backward needs: before the layer's closing all-reduce, unless
         # dropout comes after it.
-        (2, 0.0, {"recompute_granularity": "full"}, {"allreduce": ALL_REDUCES + LAYERS, "allgather": 1}),
-        (2, 0.1, {"recompute_granularity": "full"}, {"allreduce": ALL_REDUCES + 2 * LAYERS, "allgather": 1}),
+        (2, 0.0, FULL, {"allreduce": ALL_REDUCES + LAYERS, "allgather": 1}),
+        (2, 0.1, FULL, {"allreduce": ALL_REDUCES + 2 * LAYERS, "allgather": 1}),
         # Each all-reduce becomes a reduce-scatter and an all-gather; backward gathers a column-parallel layer's input
         # again, two a layer. The loss's own all-gather is of another kind (a list).
         (
@@ -133,12 +125,11 @@ def count_chunks(rank: int, world_size: int) -> dict[str, int]:
     mpu.initialize_model_parallel(world_size)
     hidden = torch.randn(100, 16, requires_grad=True)
     weight = torch.randn(20, 16, requires_grad=True)
-    counter = CollectiveCounter()
-    with counter:
+    with MemoryCounter() as counter:
         mpu.vocab_parallel_linear_cross_entropy(
             hidden, weight, torch.arange(100) % 40, torch.ones(100), vocab_size=40, chunk_size=25
         ).backward()
-    return dict(counter.calls)
+    return collectives(counter)
 
 
 def test_a_loss_of_more_chunks_gathers_once_for_each():

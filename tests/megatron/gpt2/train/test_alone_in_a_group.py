@@ -1,4 +1,4 @@
-"""The check that a GPU runs over NCCL (tests/gpu/test_nccl.py) runs over gloo as well."""
+"""The check that a GPU runs over NCCL (tests/gpu/test_cuda.py) runs over gloo as well."""
 
 from __future__ import annotations
 
