@@ -14,7 +14,7 @@ import pytest
 from megatron.gpt2.checkpoint.folder import find_checkpoint
 from megatron.gpt2.dist import run_program
 from megatron.gpt2.extensions.post_mortem.command import report
-from tests.faults.injector import inject
+from tests.faults.injector import Fault, cut, full, plant, stop
 from tests.megatron.gpt2.dist.started_ranks import Rank, losses
 from tests.megatron.gpt2.train.training_runs import write_text
 
@@ -27,10 +27,10 @@ ENDS = "the run ends here; the same command continues from the last checkpoint"
 Ended = dict[str, tuple[int | None, list[str], Path]]
 
 
-def plant(fault: str) -> None:
-    """In the process of the launcher."""
-    inject([f"{fault}:rank=1:step=3"])
-    if fault == "stop":  # twice, until the launcher ends a process that does not answer
+def plant_and_hurry(fault: Fault) -> None:
+    """In the process of the launcher, which waits twice until it ends a process that does not answer."""
+    plant(fault)
+    if fault.happen is stop:
         mock.patch.object(run_program, "GRACE", 0.5).start()
 
 
@@ -40,12 +40,12 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     they mostly wait."""
     folder = tmp_path_factory.mktemp("faults")
     os.utime(write_text(folder, 1000), (1e9, 1e9))
-    runs = {
-        fault: Rank(folder, ["--save", f"{folder}/{fault}", *FLAGS], {}, before=partial(plant, fault))
-        for fault in ("cut", "full", "stop")
-    }
-    outputs = {fault: run.end() for fault, run in runs.items()}
-    return {fault: (code, output.splitlines(), folder / fault) for fault, (code, output) in outputs.items()}
+    runs = {}
+    for fault in (cut, full, stop):
+        before, save = partial(plant_and_hurry, Fault(fault, rank=1, step=3)), folder / fault.__name__
+        runs[save] = Rank(folder, ["--save", str(save), *FLAGS], {}, before=before)
+    ended = {save: run.end() for save, run in runs.items()}
+    return {save.name: (code, output.splitlines(), save) for save, (code, output) in ended.items()}
 
 
 def check(save: Path, code: int | None, lines: list[str], pattern: str) -> None:
@@ -71,7 +71,7 @@ def test_cut(ended: Ended) -> None:
     )
     assert len(of_rank_1) <= 1 and all(line.endswith(ENDS) for line in of_rank_1)
     death, _ = report(save)
-    assert (death.kind, death.what) == ("lost link", "ranks 0 and 1 lost each other at iteration 3")
+    assert (death.kind, death.what) == ("lost link", "ranks 0-1 lost each other at iteration 3")
 
 
 def test_full(ended: Ended) -> None:
@@ -86,7 +86,8 @@ def test_full(ended: Ended) -> None:
     assert len(losses(save)) == 5
     assert any(re.fullmatch(f"WARNING: no checkpoint at iteration 4: {wrong}", line) for line in lines), lines
     death, _ = report(save)
-    assert death.kind == "full disk" and re.fullmatch(f"no checkpoint at iteration 5: {wrong}", death.what)
+    what = rf"rank 0 \({HOST}\), iteration 5: iteration 5 is not saved: {wrong}"
+    assert death.kind == "full disk" and re.fullmatch(what, death.what), death
 
 
 def test_stop(ended: Ended) -> None:

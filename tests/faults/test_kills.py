@@ -1,4 +1,5 @@
-"""Runs that are killed go on without a person, to the same bits; what cannot go on ends with its reason."""
+"""Runs whose ranks or machines are killed go on without a person, to the same bits; what cannot go on ends with its
+reason."""
 
 from __future__ import annotations
 
@@ -6,8 +7,10 @@ import json
 import os
 import signal
 import time
+from collections import Counter
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,11 +18,14 @@ from data_utils.command_line import how_to_call
 from megatron.gpt2.dist.run_program import LOOP
 from megatron.gpt2.extensions.post_mortem.command import report
 from megatron.gpt2.monitor.incidents import read_incidents
-from tests.faults.injector import inject
+from tests.faults import injector
+from tests.faults.injector import Fault, hold, kill, plant
 from tests.megatron.gpt2.dist.started_ranks import Rank, free_port, losses
 from tests.megatron.gpt2.train.training_runs import write_text
 
-MP2 = "--model-parallel-size 2 --nproc-per-node 2 --save-interval 2 --exit-interval 7".split()
+MP2 = "--model-parallel-size 2 --nproc-per-node 2 --save-interval 2 --exit-interval 7"
+ELASTIC = "--exact-layouts 2 --save-interval 2 --exit-interval 9"
+MEET_AGAIN = "restart: a machine has come, or starts its ranks again: all ranks meet anew\n"
 
 
 @pytest.fixture(scope="module")
@@ -29,67 +35,69 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def started(folder: Path, name: str, *words: str, faults: tuple[str, ...] = ()) -> Rank:
-    return Rank(folder, ["--save", f"{folder}/{name}", *words], {}, before=partial(inject, faults))
+def started(save: Path, words: str, *faults: Fault, **environ: str) -> Rank:
+    return Rank(save.parent, ["--save", str(save), *words.split()], environ, before=partial(plant, *faults))
+
+
+def undisturbed(save: Path, words: str) -> list[float]:
+    """The losses of the run that nothing disturbs."""
+    code, output = started(save, words).end()
+    assert code == 0, output
+    return losses(save)
 
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> list[float]:
-    """The losses of the run that nothing disturbs."""
-    code, output = started(folder, "alone", *MP2).end()
-    assert code == 0, output
-    assert len(found := losses(folder / "alone")) == 7
+    assert len(found := undisturbed(folder / "alone", MP2)) == 7
     return found
 
 
-def kinds(save: Path) -> list[tuple[str, str, int]]:
-    return [(one["who"].partition("_")[0], one["kind"], one["attempt"]) for one in read_incidents(save)]
+def noted(save: Path) -> Counter[tuple[str, str, int]]:
+    return Counter((one["who"].partition("_")[0], one["kind"], one["attempt"]) for one in read_incidents(save))
 
 
 def test_kills_at_a_step_and_inside_a_save(folder: Path, alone: list[float]) -> None:
     """The run is started again from its newest checkpoint, a local one, twice, and ends with the same losses."""
     save = folder / "killed"
-    near = f"--local-checkpoint-dir {folder}/memory --local-checkpoint-interval 1 --max-restarts 3".split()
-    faults = ("kill:rank=1:step=3", "kill:rank=0:step=4:attempt=1:inside=save:event=3")
-    code, output = started(folder, "killed", *MP2, *near, faults=faults).end()
+    near = f"--local-checkpoint-dir {folder}/memory --local-checkpoint-interval 1 --max-restarts 3"
+    faults = Fault(kill, rank=1, step=3), Fault(kill, rank=0, step=4, attempt=1, in_save=3)
+    code, output = started(save, f"{MP2} {near}", *faults).end()
     assert code == 0, output
     assert losses(save) == alone
     assert "restart: rank 1 was ended by SIGKILL: restart 1 of 3, from iteration 3\n" in output
     assert "restart: rank 0 was ended by SIGKILL: restart 2 of 3, from iteration 3\n" in output
     ended = json.loads((save / "ended.json").read_text())
     assert (ended["reason"], ended["iteration"], ended["exit_code"]) == ("--exit-interval", 7, 0)
-    found = kinds(save)
-    assert [
-        found.count(("launcher", kind, attempt))
-        for kind, attempt in (("rank ended", 0), ("rank ended", 1), ("rank ended", 2), ("restart", 0), ("restart", 1))
-    ] == [2, 2, 0, 1, 1]
-    assert [
-        found.count(("rank", kind, attempt))
-        for kind, attempt in (("start", 0), ("start", 2), ("lost", 0), ("lost", 1), ("end", 2))
-    ] == [2, 2, 1, 1, 2]
+    expected = {("launcher", "rank ended", 0): 2, ("launcher", "rank ended", 1): 2, ("launcher", "rank ended", 2): 0}
+    expected |= {("launcher", "restart", attempt): 1 for attempt in range(2)}
+    expected |= {("rank", "start", 0): 2, ("rank", "start", 2): 2, ("rank", "end", 2): 2}
+    expected |= {("rank", "lost", attempt): 1 for attempt in range(2)}
+    assert {what: noted(save)[what] for what in expected} == expected
     lost = next(one for one in read_incidents(save) if one["kind"] == "lost")
     assert (lost["iteration"], lost["ranks"]) == (3, [1])
 
 
 def test_a_crash_loop_ends(folder: Path) -> None:
     """One rank, which starts another process for itself under --max-restarts, is killed in the same step each time."""
-    words = "--nproc-per-node 1 --max-restarts 10 --save-interval 2".split()
-    code, output = started(folder, "loop", *words, faults=("kill:rank=0:step=3:attempt=any",)).end()
+    save = folder / "loop"
+    fault = Fault(kill, rank=0, step=3, attempt=None)
+    code, output = started(save, "--nproc-per-node 1 --max-restarts 10 --save-interval 2", fault).end()
     assert code == 1, output
     assert output.count("restart: ") == LOOP - 1
     assert output.splitlines()[-1] == (
         "error: crash loop: rank 0 was ended by SIGKILL; the ranks have failed at iteration 3 3 times in a row; "
-        f"{how_to_call('post_mortem')} {folder}/loop says what failed first"
+        f"{how_to_call('post_mortem')} {save} says what failed first"
     )
-    assert not (folder / "loop" / "ended.json").exists()
+    assert not (save / "ended.json").exists()
 
 
 def test_bad_input_is_not_started_again(folder: Path) -> None:
-    (folder / "bad" / "incidents").mkdir(parents=True)  # as where a run was before
-    code, output = started(folder, "bad", *MP2, "--max-restarts", "3", "--train-data", "nothing.txt").end()
+    save = folder / "bad"
+    (save / "incidents").mkdir(parents=True)  # as if a run was before
+    code, output = started(save, f"{MP2} --max-restarts 3 --train-data nothing.txt").end()
     assert code == 2 and "restart" not in output and output.count("error") == 1, output
-    assert kinds(folder / "bad") == [("rank", "refused", 0)] * 2
-    death, _ = report(folder / "bad")
+    assert noted(save) == {("rank", "refused", 0): 2}
+    death, _ = report(save)
     assert death.kind == "bad input" and "nothing.txt" in death.what
 
 
@@ -97,9 +105,9 @@ def test_bad_input_is_not_started_again(folder: Path) -> None:
 def test_a_signal_stops_the_run_in_order(folder: Path, alone: list[float], name: str) -> None:
     """While --async-save writes: nothing is started again, and the run continues with the same bits."""
     save = folder / name
-    rank = started(folder, name, *MP2, "--async-save", "--max-restarts", "3")
+    rank = started(save, f"{MP2} --async-save --max-restarts 3")
     end = time.monotonic() + 240
-    while not (rank.output.exists() and "iteration        2/" in rank.output.read_text()):
+    while "iteration        2/" not in rank.output.read_text():
         assert time.monotonic() < end and rank.process.is_alive(), rank.end()
         time.sleep(0.01)
     assert rank.process.pid is not None
@@ -110,8 +118,7 @@ def test_a_signal_stops_the_run_in_order(folder: Path, alone: list[float], name:
     assert ended["reason"] in (name, "--exit-interval"), ended  # the signal may come in the last step
     if ended["iteration"] < 7:
         assert f"stopped by {name} at iteration {ended['iteration']}: the same command continues" in output
-        code, output = started(folder, name, *MP2).end()
-        assert code == 0, output
+        undisturbed(save, MP2)
     assert losses(save) == alone
 
 
@@ -119,32 +126,63 @@ def test_machines_restart_their_ranks(folder: Path, alone: list[float]) -> None:
     """Two launchers, each with one of two ranks. The one that lost a rank starts it again, and the other meets it. The
     first rank is lost inside a save, before it
     has written its part: rank 0, whose part is written, does not wait for it until the time-out of ten minutes."""
-    save, place = folder / "nodes", f"tcp://localhost:{free_port()}"
+    save = folder / "nodes"
     words = (
-        f"--model-parallel-size 2 --nproc-per-node 1 --nnodes 2 --init-method {place} --save-interval 2 "
-        "--exit-interval 7 --max-restarts 2"
-    ).split()
-    nodes = [
-        Rank(
-            folder,
-            ["--save", str(save), *words, "--node-rank", str(node)],
-            {"SLURMD_NODENAME": f"node{node}"},
-            before=partial(inject, ("kill:rank=1:step=4:inside=save:event=2", "kill:rank=0:step=5:attempt=1")),
-        )
-        for node in range(2)
-    ]
+        "--model-parallel-size 2 --nproc-per-node 1 --nnodes 2 --save-interval 2 --exit-interval 7 --max-restarts 2 "
+        f"--init-method tcp://localhost:{free_port()} --node-rank"
+    )
+    faults = Fault(kill, rank=1, step=4, in_save=2), Fault(kill, rank=0, step=5, attempt=1)
+    nodes = [started(save, f"{words} {node}", *faults, SLURMD_NODENAME=f"node{node}") for node in range(2)]
     ended = [node.end() for node in nodes]
     assert [code for code, _ in ended] == [0, 0], ended
     assert losses(save) == alone
-    assert "rank 1 was ended by SIGKILL: restart 1 of 2, from iteration 2" in ended[1][1]
-    assert "rank 0 was ended by SIGKILL: restart 1 of 2, from iteration " in ended[0][1]
-    assert all(
-        "restart: a machine has come, or starts its ranks again: all ranks meet anew\n" in said for _, said in ended
-    )
-    assert "error (node0): rank 1 (node1) gave no sign of life for " in ended[0][1]
+    first, second = (said for _, said in ended)
+    assert "rank 1 was ended by SIGKILL: restart 1 of 2, from iteration 2" in second and MEET_AGAIN in second
+    assert "rank 0 was ended by SIGKILL: restart 1 of 2, from iteration " in first and MEET_AGAIN in first
+    assert "error (node0): rank 1 (node1) gave no sign of life for " in first
     assert {one["who"] for one in read_incidents(save)} == {
-        "rank_00000",
-        "rank_00001",
-        "launcher_node0",
-        "launcher_node1",
+        *(f"rank_0000{rank}" for rank in range(2)),
+        *(f"launcher_node{node}" for node in range(2)),
     }
+
+
+def machine(save: Path, number: int, place: str, *faults: Fault) -> Rank:
+    """The launcher of one of two machines of an elastic run, which starts a rank."""
+    flags = f"--nproc-per-node 1 --nnodes 2 --node-rank {number} --init-method {place} --elastic --max-restarts 2"
+    words = f"{ELASTIC} {flags} --init-timeout 8"
+    return started(save, words, *faults, SLURMD_NODENAME=f"127.0.0.{number + 1}")
+
+
+@pytest.mark.wide
+def test_a_machine_is_lost_and_comes_back(folder: Path) -> None:
+    """The run goes on with the other one, and begins again when it is back."""
+    save, place = folder / "lost", f"file://{folder}/place"
+
+    def starts() -> list[dict[str, Any]]:
+        return [one for one in read_incidents(save) if (one["kind"], one["who"]) == ("start", "rank_00000")]
+
+    stays = machine(save, 0, place, Fault(hold, rank=0, step=4, attempt=1))
+    gone = machine(save, 1, place, Fault(injector.machine, rank=1, step=5))
+    assert gone.end()[0] == -signal.SIGKILL
+    while len(starts()) < 2:  # a machine that is back within --init-timeout was never away
+        assert stays.process.is_alive(), stays.end()
+        time.sleep(0.05)
+    back = machine(save, 1, place)
+    ended = [stays.end(), back.end()]
+    assert [code for code, _ in ended] == [0, 0], ended
+    assert losses(save) == undisturbed(folder / "alone_elastic", ELASTIC)
+    said = ended[0][1]
+    assert "restart: rank 0 ended with exit code 1: restart 1 of 2, from iteration 4\n" in said and MEET_AGAIN in said
+    assert "stopped by ranks that came (--elastic) at iteration" in said
+    assert [one["layout"]["data"] for one in starts()] == [2, 1, 2]
+    assert json.loads((save / "ended.json").read_text())["reason"] == "--exit-interval"
+
+
+def test_the_machine_where_all_meet_is_lost(folder: Path) -> None:
+    """The other one names it, and ends at once instead of waiting for it."""
+    save, place = folder / "lost_first", f"tcp://127.0.0.1:{free_port()}"
+    nodes = [machine(save, number, place, Fault(injector.machine, rank=0, step=3)) for number in range(2)]
+    (first, _), (code, output) = [node.end(60) for node in nodes]
+    assert (first, code) == (-signal.SIGKILL, 1), output
+    assert "error (127.0.0.2): rank 0 (127.0.0.1) gave no sign of life for " in output
+    assert output.splitlines()[-1] == "error: the machine of rank 0, in whose store all machines meet, does not answer"

@@ -18,7 +18,7 @@ from data_utils.tokenizers import build_tokenizer, load_tokenizer
 from data_utils.tokenizers.gpt2 import BUILTIN_FILE, builtin_tokenizer, gpt2_tokenizer
 from megatron.gpt2.commands import inspect_data
 from megatron.gpt2.config import Config, foreign, read_config, write_config
-from megatron.gpt2.monitor.plots import read_records
+from megatron.gpt2.monitor.incidents import read_records
 from megatron.gpt2.monitor.run_report import page
 from tests.fuzz import checkpoint_targets, data_targets, fuzzing, run_targets
 from tests.fuzz.data_targets import reseal, small_bpe

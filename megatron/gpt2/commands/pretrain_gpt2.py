@@ -21,8 +21,7 @@ from megatron.gpt2.dist.ranks import Ranks
 from megatron.gpt2.dist.rendezvous import StoodBy, leave, meet, name_lost
 from megatron.gpt2.dist.run_program import Kept, ended_by, refuse, refuse_memory, start_ranks
 from megatron.gpt2.hooks import StopRun, first
-from megatron.gpt2.monitor.ended import FINISHED, mark_ended
-from megatron.gpt2.monitor.incidents import Incidents, is_out_of_memory, rank_name
+from megatron.gpt2.monitor.incidents import FINISHED, Incidents, is_out_of_memory, mark_ended, rank_name
 from megatron.gpt2.train.evaluate import evaluate_and_log, sample_text
 from megatron.gpt2.train.loop import train
 from megatron.gpt2.train.report import closing, is_finished_line, log_start, newest_iteration
@@ -171,6 +170,8 @@ def report(run: Run, reason: str) -> int:
         saver.finish()  # --keep-best may have begun with one
         run.log.note(f"finished, but {missing}" if missing else "finished")
     code = 0 if is_saved else 1
+    if missing:
+        run.incidents.note("error", f"{missing}: {saver.problem}", cause="full disk")
     run.incidents.note("end", reason or FINISHED, exit_code=code)
     if is_saved:
         run.checkpoints.remove_local()

@@ -241,7 +241,8 @@ def set_gloo_interface(own: str, elsewhere: Sequence[str], environ: MutableMappi
         own = next(filter(None, map(address_towards, elsewhere)), "")
     interfaces = [name for _, name in socket.if_nameindex()]
     if elsewhere:
-        name = next((name for name in interfaces if own and own in addresses_of(name)), "")
+        address = own.partition("%")[0]  # without the interface that IPv6 adds within a link
+        name = next((name for name in interfaces if address in addresses_of(name)), "")
     else:  # the loopback: looking the host name up fails or warns in many a container
         name = next((name for name in interfaces if name in ("lo", "lo0")), "")
     if name:

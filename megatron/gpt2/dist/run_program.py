@@ -42,8 +42,7 @@ from megatron.gpt2.config import require
 from megatron.gpt2.dist.launch import Launch, read_launch
 from megatron.gpt2.dist.ranks import LeftRanks, MissingRanks, Ranks
 from megatron.gpt2.dist.rendezvous import leave, meet, missing, name_lost, open_store
-from megatron.gpt2.monitor.incidents import Incidents, read_incidents
-from megatron.gpt2.monitor.plots import read_records
+from megatron.gpt2.monitor.incidents import Incidents, read_incidents, read_records
 from megatron.gpt2.monitor.run_report import METRICS
 
 Log = Callable[[str], None]

@@ -19,15 +19,10 @@ import torch
 import torch.distributed as dist
 
 OUT_OF_TIME = "--exit-duration-in-mins"
-MORE_RANKS = "ranks that came (--elastic)"  # the launcher's signal
-# By urgency: the greatest number of all ranks counts.
+MORE_RANKS = "ranks that came (--elastic)"
+# Why a run stops, by urgency: the greatest number of all ranks counts.
 _REASONS = ("", MORE_RANKS, OUT_OF_TIME, "SIGUSR1", "SIGTERM", "Ctrl-C")
-_NAMES = {
-    signal.SIGUSR2: MORE_RANKS,
-    signal.SIGUSR1: "SIGUSR1",
-    signal.SIGTERM: "SIGTERM",
-    signal.SIGINT: "Ctrl-C",
-}
+_OF_SIGNAL = {signal.SIGUSR2: 1, signal.SIGUSR1: 3, signal.SIGTERM: 4, signal.SIGINT: 5}  # SIGUSR2 is the launcher's
 # Seconds within which a second signal counts as the first one: Slurm sends SIGTERM to a launcher and to its ranks, and
 # the launcher passes it on to them. Pressing Ctrl-C twice is always meant.
 ECHO = {signal.SIGUSR1: 5.0, signal.SIGTERM: 5.0, signal.SIGINT: 0.0}
@@ -52,7 +47,7 @@ class StopSignal:
         self._pending: dist.Work | None = None
         self._heard, self._bell = socket.socketpair()
         self._bell.setblocking(False)
-        self._before = {number: signal.signal(number, self._ask) for number in _NAMES}
+        self._before = {number: signal.signal(number, self._ask) for number in _OF_SIGNAL}
         # The system's own handler writes the number of a signal there at once, whatever Python is at.
         self._bell_before = signal.set_wakeup_fd(self._bell.fileno(), warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._answer, name="signals", daemon=True)
@@ -62,21 +57,19 @@ class StopSignal:
         """In the main thread, between two instructions."""
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends the process even inside a library that hangs
-        self._asked = max(self._asked, _REASONS.index(_NAMES[signal.Signals(number)]))
+        self._asked = max(self._asked, _OF_SIGNAL[signal.Signals(number)])
 
     def _answer(self) -> None:
         """In the thread, until the bell is closed."""
         first: dict[int, float] = {}
         while numbers := self._heard.recv(64):
-            for number in numbers:
-                if number not in ECHO:
-                    continue
-                name, echo = _NAMES[signal.Signals(number)], ECHO[signal.Signals(number)]
+            for number in [signal.Signals(number) for number in numbers if number in ECHO]:
+                name, echo, now = _REASONS[_OF_SIGNAL[number]], ECHO[number], time.monotonic()
                 if number not in first:
-                    first[number] = time.monotonic()
+                    first[number] = now
                     after = f" after {echo:g} s or more" if echo else ""
                     self._print(f"{name}: the step is finished and saved first; {name} again{after} quits at once")
-                elif time.monotonic() - first[number] >= echo:
+                elif now - first[number] >= echo:
                     self._print(
                         f"{name} again: the run ends at once; the same command continues from the last checkpoint"
                     )
@@ -89,8 +82,8 @@ class StopSignal:
     def agreed(self, reason: str = "") -> str:
         """Why to stop now, or "". Each rank calls it once per step, and all ranks get the same answer.
 
-        reason: what asks this rank to stop, beside signals: OUT_OF_TIME where its clock says so. Clocks differ,
-        the answer does not.
+        reason: what asks this rank to stop in addition to signals: OUT_OF_TIME if its clock says so. Clocks differ, the
+        answer does not.
         """
         mine = max(self._asked, _REASONS.index(reason))
         if self._group is None:
@@ -112,8 +105,8 @@ class StopSignal:
         self.restore()
 
     def restore(self) -> None:
-        """Put the former handlers back and end the thread. After an error: the other ranks may never come to the last
-        exchange."""
+        """Put the former handlers back and end the thread, without the last exchange: after an error the other ranks
+        may never come to it."""
         if self._bell.fileno() < 0:
             return  # done already
         signal.set_wakeup_fd(self._bell_before)

@@ -3,7 +3,6 @@
 `megatron/gpt2/monitor/run_log.py` prints it and keeps the records.
 """
 
-import dataclasses
 import math
 import sys
 import textwrap
@@ -11,31 +10,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 
 WIDTH = 100  # of the rules around tables and evaluations
+RULE = "-" * WIDTH
+UNIGRAM = "unigram entropy of the tokens"  # a baseline that any model should beat
+
+Rows = Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class IterationRecord:
-    """One logged iteration; means are over the iterations since the last log."""
+    """One logged iteration, a line of metrics.jsonl; means are over the iterations since the last log."""
 
     iteration: int
     consumed_samples: int
-    lm_loss: float | None  # nats per token, mean over the steps that were not skipped; None where all were
+    lm_loss: float | None  # nats per token, mean over the steps that were not skipped; None if all were
     learning_rate: float
     loss_scale: float
-    grad_norm: float | None  # of the last step, before clipping; None where that was skipped
+    grad_norm: float | None  # of the last step, before clipping; None if that was skipped
     ms_per_iteration: float  # mean
     tokens_per_second: float  # of all ranks together
-    mfu: float | None  # fraction of the devices' peak; None where the peak is not known
+    mfu: float | None  # fraction of the devices' peak; None if the peak is not known
     memory_bytes: int | None = None  # this rank's peak, see `peak_memory`
-
-    def metrics(self) -> dict[str, Any]:
-        """The record as a line of metrics.jsonl: its fields by name."""
-        return dataclasses.asdict(self)
 
 
 @dataclass(frozen=True)
@@ -52,27 +50,23 @@ class EvaluationRecord:
         """The perplexity: e to the power of the loss."""
         return perplexity(self.lm_loss)
 
-    def metrics(self) -> dict[str, Any]:
-        """The record as a line of metrics.jsonl: its fields by name, and the perplexity."""
-        return {**dataclasses.asdict(self), "ppl": self.ppl}
-
 
 def perplexity(nats: float) -> float:
-    """exp of a mean loss in nats per token or word, inf where no float holds it."""
+    """exp of a mean loss in nats per token or word, inf if no float holds it."""
     return math.exp(nats) if nats < 700 else math.inf  # exp overflows a float at 710
 
 
-def aligned(rows: Sequence[tuple[str, str]]) -> list[str]:
+def aligned(rows: Rows) -> list[str]:
     """Lines of `name   value`, with the values below one another."""
     width = max((len(name) for name, _ in rows), default=0)
     return [f"  {name:<{width}}  {value}" for name, value in rows]
 
 
-def start_table(rows: Sequence[tuple[str, str]], flags: Sequence[tuple[str, str]]) -> str:
+def start_table(rows: Rows, flags: Rows) -> str:
     """The table at the start of a run: (name, value) of its `rows`, then every flag that differs from its default."""
-    lines = ["-" * WIDTH, *aligned(rows), "-" * WIDTH]
+    lines = [RULE, *aligned(rows), RULE]
     if flags:
-        lines += ["  flags that differ from their defaults:", *aligned(flags), "-" * WIDTH]
+        lines += ["  flags that differ from their defaults:", *aligned(flags), RULE]
     return "\n".join(lines)
 
 
@@ -81,25 +75,21 @@ def iteration_line(record: IterationRecord, *, train_iters: int, seconds_to_go: 
 
     skipped: steps since the last such line that were skipped because of an overflow.
     """
+    loss = "skipped" if record.lm_loss is None else f"{record.lm_loss:.6E}"
+    norm = "skipped" if record.grad_norm is None else f"{record.grad_norm:.3f}"
     parts = [
         f"iteration {record.iteration:8d}/{train_iters:8d}",
         f"elapsed time per iteration (ms): {record.ms_per_iteration:.1f}",
         f"learning rate: {record.learning_rate:.3E}",
-        f"lm loss: {_or_skipped(record.lm_loss, '.6E')}",
+        f"lm loss: {loss}",
         f"loss scale: {record.loss_scale:.1f}",
-        f"grad norm: {_or_skipped(record.grad_norm, '.3f')}",
+        f"grad norm: {norm}",
         f"tokens/s: {record.tokens_per_second:,.0f}",
+        "" if record.mfu is None else f"MFU: {record.mfu:.1%}",
+        f"time to go: {timedelta(seconds=round(seconds_to_go))}",
+        f"number of skipped iterations: {skipped}" if skipped else "",
     ]
-    if record.mfu is not None:
-        parts.append(f"MFU: {record.mfu:.1%}")
-    parts.append(f"time to go: {timedelta(seconds=round(seconds_to_go))}")
-    if skipped:
-        parts.append(f"number of skipped iterations: {skipped}")
-    return " | ".join(parts) + " |"
-
-
-def _or_skipped(value: float | None, form: str) -> str:
-    return "skipped" if value is None else format(value, form)
+    return " | ".join(filter(None, parts)) + " |"
 
 
 def evaluation_line(record: EvaluationRecord, *, final: bool = False) -> str:
@@ -118,16 +108,13 @@ def memory_line(device: torch.device, expected: int | None = None) -> str:
 
     expected: bytes that were expected at the peak, which the line begins with.
     """
+    sizes = {} if expected is None else {"expected at the peak": expected}
     if device.type == "cuda":
-        sizes = {
-            "allocated": torch.cuda.memory_allocated(device),
-            "max allocated": torch.cuda.max_memory_allocated(device),
-            "reserved": torch.cuda.memory_reserved(device),
-        }
+        sizes["allocated"] = torch.cuda.memory_allocated(device)
+        sizes["max allocated"] = torch.cuda.max_memory_allocated(device)
+        sizes["reserved"] = torch.cuda.memory_reserved(device)
     else:
-        sizes = resident_memory()
-    if expected is not None:
-        sizes = {"expected at the peak": expected, **sizes}
+        sizes |= resident_memory()
     return " | ".join(["memory (MB)", *(f"{name}: {size / 2**20:,.1f}" for name, size in sizes.items())])
 
 
@@ -136,18 +123,16 @@ def resident_memory() -> dict[str, int]:
     without the pages of files (libraries, memory-mapped data).
 
     The system can drop such pages and read them again, and counts them for a process once it has touched them: a
-    forked rank starts with few. Linux keeps no peak of the others alone, so "peak resident" is the peak of all pages
+    forked rank starts with few. Linux keeps no peak of the others only, so "peak resident" is the peak of all pages
     less the pages of files that are resident now.
     """
     status = Path("/proc/self/status")
     if status.exists():
-        sizes = {
-            name: 1024 * int(text.split()[0])
-            for name, _, text in (line.partition(":") for line in status.read_text().splitlines())
-            if name.startswith(("Vm", "Rss"))
-        }
-        of_files = sizes.get("RssFile", 0)
-        return {"resident": sizes["VmRSS"] - of_files, "peak resident": sizes["VmHWM"] - of_files}
+        fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
+        resident, peak, of_files = (
+            1024 * int(fields.get(name, "0 kB").split()[0]) for name in ("VmRSS", "VmHWM", "RssFile")
+        )
+        return {"resident": resident - of_files, "peak resident": peak - of_files}
     import resource  # not on Windows, hence here
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -159,9 +144,6 @@ def peak_memory(device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident_memory()["peak resident"]
 
 
-UNIGRAM = "unigram entropy of the tokens"  # a baseline that any model should beat
-
-
 def closing_report(
     *,
     bits_per_byte: float | None,
@@ -169,33 +151,24 @@ def closing_report(
     sample: str,
     checkpoint: str,
     plot: str,
-    next_commands: Sequence[tuple[str, str]],
+    next_commands: Rows,
 ) -> str:
-    """The end of a run: the model beside its baselines, a sample, where the files are and what to run next.
+    """The end of a run: the model compared with its baselines, a sample, where the files are and what to run next.
 
     bits_per_byte: of the model on the validation split, None without an evaluation. baselines: description to bits per
-    byte, None where it was not computed. plot: the path of the PNG, a text curve, or "". next_commands: (what it does,
+    byte, None if it was not computed. plot: the path of the PNG, a text curve, or "". next_commands: (what it does,
     command).
     """
-
-    def figure(value: float | None) -> str:
-        return "not computed" if value is None else f"{value:.3f}"
-
-    scores = [("this model", figure(bits_per_byte)), *((name, figure(value)) for name, value in baselines.items())]
-    lines = ["-" * WIDTH, "validation, bits per byte (less is better):", *aligned(scores)]
+    scores = {"this model": bits_per_byte, **baselines}
+    lines = [RULE, "validation, bits per byte (less is better):"]
+    lines += aligned([(name, "not computed" if bits is None else f"{bits:.3f}") for name, bits in scores.items()])
     unigram = baselines.get(UNIGRAM)
     if bits_per_byte is not None and unigram is not None and bits_per_byte >= unigram:
         lines.append("  It knows no more than how often each token comes: give it more --train-iters or a higher --lr.")
-    lines += [
-        "",
-        "a sample: from held-out text the words in brackets, from the model the rest:",
-        *(
-            part
-            for line in sample.splitlines()
-            for part in textwrap.wrap(line, WIDTH, initial_indent="  ", subsequent_indent="  ") or [""]
-        ),
-        "",
-    ]
+    lines += ["", "a sample: from held-out text the words in brackets, from the model the rest:"]
+    for line in sample.splitlines():
+        lines += textwrap.wrap(line, WIDTH, initial_indent="  ", subsequent_indent="  ") or [""]
+    lines.append("")
     paths = [("checkpoint", checkpoint)]
     if "\n" in plot:
         lines += [*plot.splitlines(), ""]
@@ -206,4 +179,4 @@ def closing_report(
         lines += ["", "next:"]
     for what, command in next_commands:
         lines += [f"  # {what}", f"  {command}"]
-    return "\n".join([*lines, "-" * WIDTH])
+    return "\n".join([*lines, RULE])

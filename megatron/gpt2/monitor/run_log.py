@@ -2,6 +2,7 @@
 curve and report.html.
 """
 
+import dataclasses
 import itertools
 import json
 import math
@@ -15,7 +16,8 @@ from typing import Any
 
 from data_utils.command_line import progress_bar
 from data_utils.files import replace_text
-from megatron.gpt2.monitor.plots import loss_curve, read_records
+from megatron.gpt2.monitor.incidents import read_records
+from megatron.gpt2.monitor.plots import loss_curve
 from megatron.gpt2.monitor.reporting import EvaluationRecord, IterationRecord
 from megatron.gpt2.monitor.run_report import HISTORY, METRICS, REPORT, SAMPLES, write_report
 from megatron.gpt2.monitor.trackers import Tracker
@@ -42,9 +44,9 @@ class RunLog:
     ) -> None:
         self.active = active
         self.directory = Path(save_directory)
-        self.metrics_path = self.directory / METRICS
         self._iteration, self._trackers, self._next_report, self._closed = start_iteration, trackers, 0.0, not active
         self._told = False  # that records are lost
+        self.progress = progress_bar(total=train_iters, initial=start_iteration, unit="it", leave=False, seen=active)
         if not active:
             return
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -54,10 +56,9 @@ class RunLog:
                 set_aside(path)
             elif name != HISTORY:  # what happened did happen
                 keep_records_until(path, start_iteration)
-        self.progress = progress_bar(total=train_iters, initial=start_iteration, unit="it", leave=False)
 
     def info(self, text: str) -> None:
-        """Print a line, above the progress bar where there is one. Warnings and the reason of a stop are kept too."""
+        """Print a line, above the progress bar if there is one. Warnings and the reason of a stop are kept too."""
         if not self.active:
             return
         self.progress.write(text, file=sys.stdout)
@@ -68,28 +69,26 @@ class RunLog:
     def step(self) -> None:
         """One iteration is done: move the progress bar."""
         self._iteration += 1
-        if self.active:
-            self.progress.update()
+        self.progress.update()
 
     def rewind(self, iteration: int) -> None:
         """The run goes back to `iteration`: what is logged beyond it belongs to another course."""
-        back, self._iteration = iteration - self._iteration, iteration
-        if self.active:
-            for name in (METRICS, SAMPLES):
-                keep_records_until(self.directory / name, iteration)
-            self.progress.update(back)
+        self.progress.update(iteration - self._iteration)
+        self._iteration = iteration
+        for name in (METRICS, SAMPLES) if self.active else ():
+            keep_records_until(self.directory / name, iteration)
 
     def record(self, record: IterationRecord | EvaluationRecord) -> None:
         """Keep numbers in metrics.jsonl and the trackers."""
-        if not self.active:
-            return
-        metrics = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in record.metrics().items()
-        }  # JSON has no NaN
+        metrics = dataclasses.asdict(record)
+        if isinstance(record, EvaluationRecord):
+            metrics["ppl"] = record.ppl
+        for name, value in metrics.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                metrics[name] = None  # JSON has no NaN
         self._append(METRICS, metrics)
         prefix = f"{metrics.pop('split')}/" if "split" in metrics else ""
-        numbers = {prefix + key: value for key, value in metrics.items() if key != "iteration" and value is not None}
+        numbers = {prefix + name: value for name, value in metrics.items() if name != "iteration" and value is not None}
         for tracker in self._trackers:
             tracker.log(numbers, record.iteration)
 
@@ -99,14 +98,8 @@ class RunLog:
 
     def note(self, text: str) -> None:
         """Keep what happened at this iteration: a start, a warning, the end."""
-        self._append(
-            HISTORY,
-            {
-                "iteration": self._iteration,
-                "time": datetime.now().astimezone().isoformat(timespec="seconds"),
-                "text": text,
-            },
-        )
+        now = datetime.now().astimezone().isoformat(timespec="seconds")
+        self._append(HISTORY, {"iteration": self._iteration, "time": now, "text": text})
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
         if not self.active:
@@ -124,15 +117,12 @@ class RunLog:
         began = time.monotonic()
         if not self.active or began < self._next_report:
             return
-        self._write_report()
+        self._write(REPORT, lambda path: str(write_report(path.parent)))
         now = time.monotonic()
         self._next_report = now + (now - began) / REPORT_SHARE
 
-    def _write_report(self) -> None:
-        self._written(REPORT, lambda path: str(write_report(self.directory)))
-
-    def _written(self, name: str, write: Callable[[Path], str]) -> str:
-        """What `write` returns; nothing, with a warning, where the disk refuses the file."""
+    def _write(self, name: str, write: Callable[[Path], str]) -> str:
+        """Return what `write` returns; nothing, with a warning, if the disk refuses the file."""
         try:
             return write(self.directory / name)
         except OSError as error:
@@ -142,8 +132,8 @@ class RunLog:
     def close(self, title: str = "GPT-2") -> str:
         """Close the files, write the report and draw the loss curve.
 
-        Returns the path of the curve, the curve as text where matplotlib is not installed, or "" where there are fewer
-        than two points, the disk refuses the file, or the log is closed already.
+        Returns the path of the curve, the curve as text if matplotlib is not installed, or "" if there are fewer than
+        two points, the disk refuses the file, or the log is closed already.
         """
         if self._closed:
             return ""
@@ -151,13 +141,13 @@ class RunLog:
         self.progress.close()
         for tracker in self._trackers:
             tracker.close()
-        self._write_report()
-        return self._written("loss.png", lambda path: loss_curve(self.metrics_path, path, title))
+        self._write(REPORT, lambda path: str(write_report(path.parent)))
+        return self._write("loss.png", lambda path: loss_curve(self.directory / METRICS, path, title))
 
 
 def set_aside(path: Path) -> Path:
-    """Rename the records that a run which continues nothing finds in its folder; returns their new name."""
-    aside = next(name for n in itertools.count(1) if not (name := path.with_name(f"{path.name}.old-{n}")).exists())
+    """Rename a file or folder to `NAME.old-N`, with the first N that is free; returns the new path."""
+    aside = next(new for n in itertools.count(1) if not (new := path.with_name(f"{path.name}.old-{n}")).exists())
     os.replace(path, aside)
     return aside
 

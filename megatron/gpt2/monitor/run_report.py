@@ -10,9 +10,12 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from data_utils.files import errors_of, parse_object, replace_text
 from megatron.gpt2.config import Config, by_key, differing, flag, require
-from megatron.gpt2.monitor.plots import Curve, as_svg, loss_curves, points, read_records
+from megatron.gpt2.monitor.incidents import read_records
+from megatron.gpt2.monitor.plots import GREEN, Curve, as_svg, loss_curves, points
 
 METRICS, SAMPLES, HISTORY, REPORT = "metrics.jsonl", "samples.jsonl", "history.jsonl", "report.html"
 MOST_SAMPLES = 40  # on the page
@@ -46,6 +49,7 @@ def page(folder: Path) -> str:
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True
     )
     curves, no_curves = _curves(metrics)
+    shown = np.linspace(0, len(samples) - 1, min(len(samples), MOST_SAMPLES)).round().astype(int)
     return environment.get_template("report.html").render(
         title=folder.resolve().name,
         now=f"{datetime.now().astimezone():%Y-%m-%d at %H:%M:%S %Z}",
@@ -53,7 +57,7 @@ def page(folder: Path) -> str:
         curves=curves,
         no_curves=no_curves,
         samples=samples,
-        shown=spread(samples, MOST_SAMPLES),
+        shown=[samples[number] for number in shown],
         history=history,
         differing=[(flag(key), value) for key, value in differing(config).items()],
         flags=[(flag(key), value) for key, value in by_key(config.as_dict()).items()] if "config" in settings else [],
@@ -86,27 +90,31 @@ def figures(metrics: Records, settings: Mapping[str, Any], config: Config) -> li
     trained = [r for r in metrics if "split" not in r and all(r.get(key) is not None for key in TRAINED)]
     if not trained:
         return []
-    last = trained[-1]
-    rows = [
-        ("iteration", f"{last['iteration']:,}", f"of {settings['train_iters']:,}" if "train_iters" in settings else ""),
-        ("training loss", _or_dash(last.get("lm_loss")), "nats per token"),
-    ]
-    evaluated = [r for r in metrics if r.get("split") == "valid" and r.get("lm_loss") is not None]
-    if evaluated:
-        best = min(evaluated, key=lambda record: record["lm_loss"])
-        bits = f", {best['bits_per_byte']:.3f} bits per byte" if best.get("bits_per_byte") else ""
-        rows.append(("lowest validation loss", _or_dash(best["lm_loss"]), f"at {best['iteration']:,}{bits}"))
-    rows.append(("tokens", _in_words(last["consumed_samples"] * config.data.seq_length), "read in training"))
-    seconds, before = 0.0, 0
+    last, before, seconds = trained[-1], 0, 0.0
     for record in trained:
         seconds += (record["iteration"] - before) * record["ms_per_iteration"] / 1000
         before = record["iteration"]
-    rows.append(("training time", str(timedelta(seconds=round(seconds))), "without evaluations and saves"))
-    mfu = f"MFU {last['mfu']:.1%}" if last.get("mfu") else ""
-    rows.append(("tokens a second", f"{last['tokens_per_second']:,.0f}", mfu))
-    if last.get("memory_bytes"):
-        rows.append(("peak memory", f"{last['memory_bytes'] / 2**30:.2f} GiB", "of rank 0"))
-    return rows
+    evaluated = [r for r in metrics if r.get("split") == "valid" and r.get("lm_loss") is not None]
+    best = min(evaluated, key=lambda record: record["lm_loss"], default={})
+    at = f"at {best['iteration']:,}" if best else ""
+    bits = f", {best['bits_per_byte']:.3f} bits per byte" if best.get("bits_per_byte") else ""
+    tokens, memory = last["consumed_samples"] * config.data.seq_length, last.get("memory_bytes")
+    rows = [
+        ("iteration", f"{last['iteration']:,}", f"of {settings['train_iters']:,}" if "train_iters" in settings else ""),
+        ("training loss", _loss(last), "nats per token"),
+        ("lowest validation loss", _loss(best), at + bits),
+        ("tokens", f"{tokens:,}", "read in training"),
+        ("training time", str(timedelta(seconds=round(seconds))), "without evaluations and saves"),
+        ("tokens a second", f"{last['tokens_per_second']:,.0f}", f"MFU {last['mfu']:.1%}" if last.get("mfu") else ""),
+        ("peak memory", f"{memory / 2**30:.2f} GiB" if memory else "", "of rank 0"),
+    ]
+    return [row for row in rows if row[1]]
+
+
+def _loss(record: Mapping[str, Any]) -> str:
+    """ "" without a record, a dash without a finite loss."""
+    value = record.get("lm_loss")
+    return f"{value:.4g}" if value is not None and math.isfinite(value) else "–" * bool(record)
 
 
 def _curves(metrics: Records) -> tuple[str, str]:
@@ -117,31 +125,11 @@ def _curves(metrics: Records) -> tuple[str, str]:
         "tokens a second, all ranks": points(metrics, "tokens_per_second"),
         "peak memory of rank 0, GiB": [(x, y / 2**30) for x, y in points(metrics, "memory_bytes")],
     }
-    panels = {
-        "loss, nats per token": loss_curves(metrics),
-        **{title: [Curve("", "green", curve)] for title, curve in others.items() if curve},
-    }
-    if sum(len(curve.points) for curve in panels["loss, nats per token"]) < 2:
+    losses = loss_curves(metrics)
+    if sum(len(curve.points) for curve in losses) < 2:
         return "", "no numbers yet"
+    drawn = {title: [Curve("", GREEN, curve)] for title, curve in others.items() if curve}
     try:
-        return as_svg(panels, columns=2, heights=(2.6, 1.7), width=10), ""
+        return as_svg({"loss, nats per token": losses, **drawn}), ""
     except ImportError:
         return "", "pip install matplotlib to see them"
-
-
-def spread(records: Records, most: int) -> Records:
-    """At most `most` of the records, evenly from the first to the last."""
-    if len(records) <= most:
-        return records
-    return [records[round(i * (len(records) - 1) / (most - 1))] for i in range(most)]
-
-
-def _or_dash(value: float | None) -> str:
-    return "–" if value is None or not math.isfinite(value) else f"{value:.4g}"
-
-
-def _in_words(count: int) -> str:
-    for size, name in ((10**12, "trillion"), (10**9, "billion"), (10**6, "million")):
-        if count >= size:
-            return f"{count / size:.3g} {name}"
-    return f"{count:,}"

@@ -16,9 +16,9 @@ from megatron.gpt2.checkpoint.saver import Saver
 from megatron.gpt2.checkpoint.state import load_rng, load_state, place_name, rng_pieces, state_pieces, whole_parameters
 from megatron.gpt2.checkpoint.writer import Piece
 from megatron.gpt2.config import CheckpointConfig, write_config
+from megatron.gpt2.device import describe_environment
 from megatron.gpt2.dist.gathering import gather_texts
 from megatron.gpt2.model.gpt2 import TIED, parameter_specs
-from megatron.gpt2.monitor.environment import describe_environment
 from megatron.gpt2.optimizer.optimizer import MOMENTS
 from megatron.gpt2.train.continuation import how_it_goes_on
 from megatron.gpt2.train.engine import Engine, Progress, seed_random_streams

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from megatron.gpt2.dist.gathering import sum_over_replicas
 from megatron.gpt2.dist.signals import MORE_RANKS, OUT_OF_TIME
 from megatron.gpt2.hooks import first
-from megatron.gpt2.monitor.profiling import profiler_for
 from megatron.gpt2.monitor.reporting import IterationRecord, iteration_line, memory_line, peak_memory
+from megatron.gpt2.monitor.timers import start_profiler
 from megatron.gpt2.optimizer.optimizer import LateReading
 from megatron.gpt2.train.evaluate import evaluate_and_log, sample_text
 from megatron.gpt2.train.not_finite import explain
@@ -26,21 +26,21 @@ def train(run: Run) -> str:
     config, progress, train_iters = run.config.train, run.progress, run.prepared.train_iters
     run.engine.model.train()
     lines = LogLines(run)
-    profiler = profiler_for(
-        config.profile,
-        config.profile_ranks,
-        rank=run.parallel.rank,
+    profiler = start_profiler(
+        config.profile if run.parallel.rank in config.profile_ranks else (),
         start=progress.iteration,
         end=train_iters,
+        rank=run.parallel.rank,
         device=run.device,
         folder=run.prepared.save_directory,
         log=run.log.info,
     )
     while progress.iteration < train_iters:
-        with profiler(progress.iteration + 1):
-            for hook in run.hooks:
-                hook.before_step(run)
-            train_step(run)
+        for hook in run.hooks:
+            hook.before_step(run)
+        train_step(run)
+        if profiler is not None:
+            profiler.step()
         progress.step(samples := run.samples_of_step)
         run.incidents.iteration = progress.iteration
         for hook in run.hooks:
@@ -63,8 +63,8 @@ def train(run: Run) -> str:
                 run.log.report()
 
         reason = stop_reason(run)
-        if reason:
-            profiler.finish()
+        if reason and profiler is not None:
+            profiler.stop()
         save_interval = run.config.checkpoint.save_interval
         if reason or (save_interval and progress.iteration % save_interval == 0):
             with lines.paused():

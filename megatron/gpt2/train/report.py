@@ -13,7 +13,7 @@ from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.config import CheckpointConfig, differing, flag
 from megatron.gpt2.device import PRECISIONS
 from megatron.gpt2.model.gpt2 import count_parameters
-from megatron.gpt2.monitor.ended import clear_ended
+from megatron.gpt2.monitor.incidents import ENDED
 from megatron.gpt2.monitor.reporting import UNIGRAM, EvaluationRecord, closing_report, start_table
 from megatron.gpt2.train.run import Run
 
@@ -26,7 +26,7 @@ def log_start(run: Run, warnings: Sequence[str]) -> None:
     had a log, which keeps them."""
     prepared, config, p, progress = run.prepared, run.config, run.parallel, run.progress
     if p.rank == 0:
-        clear_ended(prepared.save_directory)
+        (prepared.save_directory / ENDED).unlink(missing_ok=True)
     t, stages, d = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.data_parallel_size
     run.incidents.note(
         "start",

@@ -37,30 +37,25 @@ def test_device(monkeypatch):
     assert on.choose_device("cuda", Ranks(1, 2, 1, 2), {"CUDA_VISIBLE_DEVICES": "1"})[0] == GPU
 
 
-def test_a_gpu_that_torch_cannot_use_is_said_loudly(monkeypatch):
+def test_a_gpu_that_torch_cannot_use_is_said_loudly(monkeypatch, tmp_path):
     gpus(monkeypatch, 0)
     monkeypatch.setattr(on, "gpu_present", lambda: True)
-    monkeypatch.setattr(torch.version, "cuda", None)
-    device, reason = on.choose_device("auto", Ranks(), {})
-    assert device == CPU and reason.startswith("WARNING") and "built without CUDA" in reason
-    assert "--device cpu" in reason and "\n" not in reason
-    with pytest.raises(ValueError, match="--device cuda: .* built without CUDA.*--device cpu"):
-        on.choose_device("cuda", Ranks(), {})
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert "the driver does not serve torch's CUDA 13.0" in on.choose_device("auto", Ranks(), {})[1]
-    for environ in ({}, {"CUDA_VISIBLE_DEVICES": ""}):
-        monkeypatch.setattr(on, "gpu_present", lambda environ=environ: bool(environ))
-        assert on.choose_device("auto", Ranks(), environ) == (CPU, "cpu: this machine has no GPU")
-
-
-def test_apples_gpu_is_left_alone(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for cuda, problem in ((None, "built without CUDA"), ("13.0", "the driver does not serve torch's CUDA 13.0")):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        device, reason = on.choose_device("auto", Ranks(), {})
+        assert device == CPU and reason.startswith("WARNING") and problem in reason
+        assert "--device cpu" in reason and "\n" not in reason
+        with pytest.raises(ValueError, match=f"--device cuda: .*{problem}.*--device cpu"):
+            on.choose_device("cuda", Ranks(), {})
+    alone = (CPU, "cpu: this machine has no GPU")
+    assert on.choose_device("auto", Ranks(), {"CUDA_VISIBLE_DEVICES": ""}) == alone
+    monkeypatch.setattr(on, "gpu_present", lambda: False)
+    assert on.choose_device("auto", Ranks(), {}) == alone
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     assert on.choose_device("auto", Ranks(), {}) == (CPU, "cpu: Apple's GPU (MPS) is not supported")
 
 
 def test_gpu_present(tmp_path):
-    assert not on.gpu_present(str(tmp_path))
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/nvidiactl").touch()
     assert not on.gpu_present(str(tmp_path))
@@ -68,19 +63,20 @@ def test_gpu_present(tmp_path):
     assert on.gpu_present(str(tmp_path))
 
 
-def test_precision(monkeypatch):
+@pytest.mark.parametrize("native, of_cpu", [("amx_bf16", torch.bfloat16), ("", torch.float32)])
+def test_precision(monkeypatch, native, of_cpu):
+    monkeypatch.setattr(on, "cpu_bf16", lambda: native)
+    chosen = on.choose_precision
+    assert chosen("auto", CPU)[0] == of_cpu
+    dtype, why = chosen("fp16", CPU)
+    assert dtype == torch.float16 and why.startswith("WARNING: --precision fp16 on a CPU")
+    dtype, why = chosen("fp16-on-gpu", CPU)
+    assert dtype == of_cpu and why.startswith("notice: --fp16 on a CPU means --precision auto: ")
     gpus(monkeypatch, 1, (8, 0))
-    assert on.choose_precision("auto", GPU)[0] == torch.bfloat16
+    assert chosen("auto", GPU)[0] == torch.bfloat16
     gpus(monkeypatch, 1, (7, 5))
-    assert on.choose_precision("auto", GPU) == (torch.float16, "fp16: sm75 has no bf16, which starts with sm80")
-    for native, dtype in (("amx_bf16", torch.bfloat16), ("", torch.float32)):
-        monkeypatch.setattr(on, "cpu_bf16", lambda native=native: native)
-        assert on.choose_precision("auto", CPU)[0] == dtype
-        assert on.choose_precision("fp16", CPU)[0] == torch.float16
-        assert on.choose_precision("fp16", CPU)[1].startswith("WARNING: --precision fp16 on a CPU")
-        dtype_of_fp16, why = on.choose_precision("fp16-on-gpu", CPU)
-        assert dtype_of_fp16 == dtype and why.startswith("notice: --fp16 on a CPU means --precision auto: ")
-    assert on.choose_precision("fp16-on-gpu", GPU) == (torch.float16, "fp16: --precision fp16-on-gpu")
+    assert chosen("auto", GPU) == (torch.float16, "fp16: sm75 has no bf16, which starts with sm80")
+    assert chosen("fp16-on-gpu", GPU) == (torch.float16, "fp16: --precision fp16-on-gpu")
 
 
 @pytest.mark.parametrize(
@@ -118,31 +114,44 @@ def test_threads(monkeypatch):
     assert given == [4, 1]
 
 
-def test_cores_within_affinity_hyperthreads_and_quota(tmp_path, monkeypatch):
-    def write(path: str, text: str) -> None:
-        file = tmp_path / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+@pytest.mark.parametrize(
+    "files, quota, cores",
+    [
+        ({}, float("inf"), 4),
+        ({"proc/self/cgroup": "0::/job/step\n", "sys/fs/cgroup/job/step/cpu.max": "max 100000\n"}, float("inf"), 4),
+        (
+            {
+                "proc/self/cgroup": "0::/job/step\n",
+                "sys/fs/cgroup/job/step/cpu.max": "max 100000\n",
+                "sys/fs/cgroup/job/cpu.max": "250000 100000\n",
+            },
+            2.5,
+            2,
+        ),
+        (
+            {
+                "proc/self/cgroup": "4:memory:/a\n3:cpu,cpuacct:/b\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "50000\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            0.5,
+            1,
+        ),
+    ],
+)
+def test_cores_within_affinity_hyperthreads_and_quota(tmp_path, monkeypatch, files, quota, cores):
     root = str(tmp_path)
-    assert on.usable_cores(root) == 8
-    for cpu in range(8):
-        write(f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", f"{cpu % 4},{cpu % 4 + 4}\n")
-    assert on.usable_cores(root) == 4
-    write("proc/self/cgroup", "0::/job/step\n")
-    write("sys/fs/cgroup/job/step/cpu.max", "max 100000\n")
-    assert on.usable_cores(root) == 4
-    write("sys/fs/cgroup/job/cpu.max", "250000 100000\n")
-    assert (on.cgroup_cpus(root), on.usable_cores(root)) == (2.5, 2)
-    write("proc/self/cgroup", "4:memory:/a\n3:cpu,cpuacct:/b\n")
-    write("sys/fs/cgroup/cpu/cpu.cfs_quota_us", "50000\n")
-    write("sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000\n")
-    assert (on.cgroup_cpus(root), on.usable_cores(root)) == (0.5, 1)
-
-
-def test_cores_of_this_machine():
     assert 1 <= on.usable_cores() <= len(os.sched_getaffinity(0))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    assert on.usable_cores(root) == 8
+    siblings = {
+        f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list": f"{cpu % 4},{cpu % 4 + 4}\n"
+        for cpu in range(8)
+    }
+    for path, text in (siblings | files).items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    assert (on.cgroup_cpus(root), on.usable_cores(root)) == (quota, cores)
 
 
 FAULTS = """
@@ -180,26 +189,22 @@ def test_allocator_ends_the_page_faults_of_large_tensors():
     assert faults[0] > 40 and faults[1] < 5  # huge pages would be 48
 
 
+def cuda_variables(size: int, users: dict[str, str] | None = None, *, deterministic: bool = False) -> dict[str, str]:
+    on.set_cuda_variables(size, environ := dict(users or {}), deterministic=deterministic)
+    return environ
+
+
 def test_what_cuda_reads_is_set_unless_the_user_has():
-    of_one: dict[str, str] = {}
-    of_two: dict[str, str] = {}
+    of_one = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert cuda_variables(1) == of_one
+    assert cuda_variables(2) == {**of_one, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCH_NCCL_HIGH_PRIORITY": "1"}
     users = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}
-    on.set_cuda_variables(1, of_one)
-    on.set_cuda_variables(2, of_two)
-    on.set_cuda_variables(2, users)
-    assert of_one == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    assert of_two == {**of_one, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCH_NCCL_HIGH_PRIORITY": "1"}
-    assert users["CUDA_DEVICE_MAX_CONNECTIONS"] == "8" and "PYTORCH_ALLOC_CONF" not in users
-
-
-def test_cublas_is_deterministic_where_that_is_asked():
-    unset: dict[str, str] = {}
-    smaller = {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
-    for environ in (unset, smaller):
-        on.set_cuda_variables(1, environ, deterministic=True)
-    assert unset["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and smaller["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
-    with pytest.raises(ValueError, match="CUBLAS_WORKSPACE_CONFIG=:0:0 .* unset it, or set it to :4096:8 or :16:8"):
-        on.set_cuda_variables(1, {"CUBLAS_WORKSPACE_CONFIG": ":0:0"}, deterministic=True)
+    assert cuda_variables(2, users) == {**users, "TORCH_NCCL_HIGH_PRIORITY": "1"}
+    name = "CUBLAS_WORKSPACE_CONFIG"
+    for before, after in (({}, ":4096:8"), ({name: ":16:8"}, ":16:8")):
+        assert cuda_variables(1, before, deterministic=True)[name] == after
+    with pytest.raises(ValueError, match=f"{name}=:0:0 .* unset it, or set it to :4096:8 or :16:8"):
+        cuda_variables(1, {name: ":0:0"}, deterministic=True)
 
 
 def test_deterministic_algorithms_end_with_their_block_and_load_nothing():

@@ -14,7 +14,7 @@ from megatron.gpt2.dist.ranks import named
 from megatron.gpt2.extensions.verify.compare import Judged, Verdict
 from megatron.gpt2.extensions.verify.trace import Key, Trace
 from megatron.gpt2.model.gpt2 import TIED
-from megatron.gpt2.monitor.plots import Curve, as_svg
+from megatron.gpt2.monitor.plots import BLUE, ORANGE, Curve, as_svg
 
 HEAD = ("ranks", "verdict", "equal", "median", "99 %", "greatest", "of bound", "layout")
 MOST = 300  # tensors of a table of the page
@@ -201,11 +201,11 @@ def page(lines: Sequence[str], command: str, trace: Trace, results: Sequence[Res
             tensors = result.verdict.tensors
             title = "greatest difference of each tensor in the order of the steps, log10 of units"
             curves = [
-                Curve("difference", "blue", logarithms(each.difference.excess for each in tensors)),
-                Curve("explained by rounding", "orange", logarithms(each.bound for each in tensors)),
+                Curve("difference", BLUE, logarithms(each.difference.excess for each in tensors)),
+                Curve("explained by rounding", ORANGE, logarithms(each.bound for each in tensors)),
             ]
             worst = sorted(tensors, key=lambda each: (each.is_explained, -each.share))[:MOST]
-            yield result, as_svg({title: curves}, heights=(2.6,), width=10), worst
+            yield result, as_svg({title: curves}), worst
 
     return template.render(
         lines=lines,

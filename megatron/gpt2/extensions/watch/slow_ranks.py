@@ -1,7 +1,7 @@
 """Which rank is slower than the others, and in which part of a step: --log-straggler.
 
-In a step all ranks take equally long, since they wait for the slowest. What differs is the time of each rank without
-its waiting. On a CPU a thread looks every few milliseconds whether the training thread waits in a collective, and
+In a step all ranks take equally long, since they wait for the slowest. The time of each rank without its waiting
+differs. On a CPU a thread looks every few milliseconds whether the training thread waits in a collective, and
 counts that time for the parts of the step that are timed then. On a GPU kernels wait on the device, and their time
 cannot be told from a kernel's work: there a part without collectives says something, the data loader, and forward and
 backward without tensor parallelism.
@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -44,7 +44,7 @@ class LogStraggler(Hook):
         """Begin to look, if there are other ranks."""
         self._iteration = run.progress.iteration
         if run.parallel.world_size > 1 and self._slow is None:
-            self._slow = SlowRanks(run.parallel, run.hosts, run.device)
+            self._slow = SlowRanks(run.parallel, run.hosts)
             if run.device.type == "cpu":
                 self._waiting = Waiting(run.timers)
 
@@ -54,8 +54,9 @@ class LogStraggler(Hook):
             return []
         waited_ms = self._waiting.take_ms(record.iteration - self._iteration) if self._waiting is not None else {}
         self._iteration = record.iteration
-        own_ms = {name: ms - waited_ms.get(name, 0.0) for name, ms in run.timers.last_ms.items()}
-        lines = self._slow.lines(own_ms, record.ms_per_iteration)
+        own_us = [round(1000 * (run.timers.last_ms.get(name, 0.0) - waited_ms.get(name, 0.0))) for name in NAMES]
+        everyone_us = gather_rows(torch.tensor(own_us, device=run.device))
+        lines = self._slow.lines((everyone_us.double() / 1000).tolist(), record.ms_per_iteration)
         for line in lines:
             run.incidents.note("slow", line)
         return lines
@@ -104,29 +105,25 @@ def waits(filename: str, line: int) -> bool:
 
 
 class SlowRanks:
-    """Compares the ranks at log lines. Every rank has one and calls it at the same lines."""
+    """Compares the times of all ranks at log lines."""
 
-    def __init__(self, parallel: mpu.ParallelState, hosts: Mapping[int, str], device: torch.device) -> None:
-        self._hosts, self._device = hosts, device
-        a_stage = parallel.world_size // parallel.pipeline_model_parallel_size
-        self._stages = [list(range(first, first + a_stage)) for first in range(0, parallel.world_size, a_stage)]
-        self._in_a_row: dict[tuple[int, str], int] = {}
+    def __init__(self, parallel: mpu.ParallelState, hosts: Mapping[int, str]) -> None:
+        self._hosts, self._in_a_row = hosts, dict[tuple[int, str], int]()
+        self._stage_size = parallel.world_size // parallel.pipeline_model_parallel_size
 
-    def lines(self, own_ms: Mapping[str, float], step_ms: float) -> list[str]:
-        """A warning for each rank and part that has been slow for LINES lines; again when it was not in between.
+    def lines(self, everyone: Sequence[Sequence[float]], step_ms: float) -> list[str]:
+        """Return a warning for each rank and part that has been slow for LINES lines; again if it was not in between.
 
-        own_ms: of this rank, by part, without waiting. step_ms: of a step.
+        everyone: [ranks][NAMES], milliseconds without waiting. step_ms: of a step.
         """
-        mine = torch.tensor([round(1000 * own_ms.get(name, 0.0)) for name in NAMES], device=self._device)
-        everyone = (gather_rows(mine).double() / 1000).tolist()  # [ranks][parts] ms
-        slow = {
-            (rank, NAMES[part]): (ms, median)
-            for ranks in self._stages  # other stages have other work
-            for part in range(len(NAMES))
-            for rank, ms, median in _outliers(ranks, part, everyone)
-            if ms - median > SHARE * step_ms
-        }
-        for rank, _ in list(slow):
+        slow: dict[tuple[int, str], tuple[float, float]] = {}
+        for rank, times in enumerate(everyone):
+            first = rank - rank % self._stage_size  # other stages have other work
+            others = [ms for other, ms in enumerate(everyone[first : first + self._stage_size], first) if other != rank]
+            for part, name in enumerate(NAMES):
+                median = statistics.median(ms[part] for ms in others) if others else times[part]
+                if times[part] > RATIO * median and times[part] - median > SHARE * step_ms:
+                    slow[rank, name] = times[part], median
             if (rank, "data loader") in slow:
                 slow.pop((rank, "batch generator"), None)  # of which it is a part
         self._in_a_row = {key: self._in_a_row.get(key, 0) + 1 for key in slow}
@@ -136,14 +133,3 @@ class SlowRanks:
             for (rank, part), (ms, median) in slow.items()
             if self._in_a_row[rank, part] == LINES
         ]
-
-
-def _outliers(
-    ranks: Sequence[int], part: int, everyone: Sequence[Sequence[float]]
-) -> Iterator[tuple[int, float, float]]:
-    """The ranks whose part is RATIO times the median of the others, with both in ms."""
-    for rank in ranks:
-        if others := [everyone[other][part] for other in ranks if other != rank]:
-            ms, median = everyone[rank][part], statistics.median(others)
-            if ms > RATIO * median:
-                yield rank, ms, median

@@ -11,13 +11,7 @@ import pytest
 from megatron.gpt2.commands import pretrain_gpt2
 from megatron.gpt2.config import read_config
 from megatron.gpt2.config.arguments import parse
-from megatron.gpt2.monitor import environment
-from tests.conftest import ROOT
 from tests.test_command_line import FLAGS, metrics, work  # noqa: F401
-
-
-def test_the_commit_is_looked_for_in_the_checkout():
-    assert environment.ROOT == ROOT
 
 
 def test_a_run_again_from_its_config(work: Path, capfd: pytest.CaptureFixture[str]):  # noqa: F811

@@ -58,6 +58,7 @@ class Rank:
         before: Callable[[], object] = int,
     ) -> None:
         self.output = folder / f"output_{time.monotonic_ns()}"
+        self.output.touch()
         self.process: ForkServerProcess = CONTEXT.Process(
             target=_run, args=([*flags(folder), *argv], dict(environ), str(self.output), machine, before)
         )

@@ -91,7 +91,7 @@ def test_srun(python: WarmPython, folder: Path, alone: list[float]) -> None:
     stub.write_text(SRUN)
     stub.chmod(0o755)
     words = [
-        str(ROOT / "scripts" / "pretrain_gpt2.slurm"),
+        str(ROOT / "scripts/pretrain_gpt2.slurm"),
         *flags(folder),
         "--save",
         str(save),
@@ -134,7 +134,7 @@ def test_torch_multiprocessing(folder: Path, alone: list[float], way: str, how: 
         assert rank.process.pid is not None
         pid, path = rank.process.pid, rank.output
     end = time.monotonic() + 240
-    while not (path.exists() and "iteration        5/" in path.read_text()):
+    while "iteration        5/" not in path.read_text():
         assert time.monotonic() < end, path.read_text()
         time.sleep(0.05)
     assert losses(save)[:5] == pytest.approx(alone, rel=1e-5), path.read_text()
@@ -158,19 +158,6 @@ def test_torch_multiprocessing(folder: Path, alone: list[float], way: str, how: 
     else:
         assert code == 0, output
         assert f"stopped by {way} at iteration" in output
-
-
-@pytest.mark.parametrize(
-    ("flags", "lines"),
-    [
-        ("--train-data nothing.txt", ["error: --train-data: no such file: nothing.txt"]),
-        ("--hidden-sise 3", ["error: unknown flag --hidden-sise: did you mean --hidden-size?"]),
-    ],
-)
-def test_bad_input_of_several_ranks_is_one_line(folder: Path, flags: str, lines: list[str]) -> None:
-    code, output = Rank(folder, ["--save", f"{folder}/bad", "--nproc-per-node", "2", *flags.split()], {}).end()
-    assert code == 2
-    assert [line for line in output.splitlines() if "error" in line] == lines
 
 
 def as_on_a_mac() -> None:

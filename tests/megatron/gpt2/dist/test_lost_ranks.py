@@ -1,68 +1,129 @@
-"""A rank that hangs: the others name it after the limit and end, with the checkpoint that was being written."""
+"""A rank that hangs or stops: the others name it after the limit, say where they wait and where it is, and end with the
+checkpoint that was being written. Two machines between which the cable is cut."""
 
 from __future__ import annotations
 
 import os
-import signal
+import re
+import subprocess
 import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch.distributed as dist
 
-from megatron.gpt2.checkpoint import writer as checkpointing
+from megatron.gpt2.checkpoint import writer
 from megatron.gpt2.checkpoint.writer import write_tensors
 from megatron.gpt2.dist import ranks
-from megatron.gpt2.train import loop
+from megatron.gpt2.dist.hang import Place, set_flight_recorder, words
+from megatron.gpt2.monitor.incidents import read_incidents
 from megatron.gpt2.train.run import Run
-from megatron.gpt2.train.train_step import train_step
-from tests.megatron.gpt2.dist.started_ranks import Rank, free_port
+from tests.faults.injector import Fault, hang, plant, stop
+from tests.megatron.gpt2.dist.started_ranks import Rank, free_port, losses
 from tests.megatron.gpt2.train.training_runs import write_text
 
+HOST = os.uname().nodename
+OF_REDUCE = "all_reduce (mpu/mappings.py:61, called at mpu/layers.py:210)"
+REDUCES = Place(True, OF_REDUCE)
+RECEIVES = Place(True, "wait (mpu/pipeline.py:35, called at schedule_runner.py:9)")
+READS = Place(False, "data_utils/samplers.py:88 (next_batch)")
 
-def stop_after_a_save(folder: str) -> None:
+
+@pytest.mark.parametrize(
+    ("places", "gone", "line"),
+    [
+        (
+            {3: REDUCES, 0: REDUCES, 1: REDUCES, 2: READS},
+            {},
+            f"rank 2 (b) did not come to {OF_REDUCE} within 6 s, where ranks 0-1 (a) and 3 (b) wait: rank 2 is at "
+            "data_utils/samplers.py:88 (next_batch)",
+        ),
+        (
+            {0: REDUCES, 1: RECEIVES, 3: REDUCES},
+            {2: 7.2},
+            f"rank 2 (b) gave no sign of life for 7 s and did not come to {OF_REDUCE} within 6 s, where ranks 0 (a) "
+            f"and 3 (b) wait, rank 1 (a) waits in {RECEIVES.text}",
+        ),
+        (
+            {1: RECEIVES, 0: REDUCES},
+            {},
+            "a collective took longer than 6 s (--distributed-timeout-minutes), and every rank waits in one, rank 1 (a) "
+            f"in {RECEIVES.text} and rank 0 (a) in {OF_REDUCE}: the network is slow, or the ranks run different programs",
+        ),
+        ({0: READS}, {}, f"rank 0 (a) did not come to the end of the step within 6 s: rank 0 is at {READS.text}"),
+    ],
+)
+def test_the_line_says_who_waits_where_for_whom(places: dict[int, Place], gone: dict[int, float], line: str) -> None:
+    hosts = dict(enumerate("aabb"))
+    assert words(places, gone, hosts, next(iter(places)), 6.0) == line
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 240
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_a_rank_that_hangs_is_asked_where_it_is(tmp_path: Path) -> None:
+    write_text(tmp_path, 1000)
+    words = (
+        f"--save {tmp_path}/save --world-size 3 --init-method tcp://localhost:{free_port()} --global-batch-size 3 "
+        "--distributed-timeout-minutes 0.1 --log-interval 100 --rank"
+    ).split()
+    before = partial(plant, Fault(hang, rank=2, step=2))
+    ranks = [Rank(tmp_path, [*words, str(rank)], {}, before=before) for rank in range(3)]
+    ended = [rank.end(240) for rank in ranks]  # also the one that hangs, though no launcher ends it
+    assert [code for code, _ in ended] == [1, 1, 1], ended
+    lines = [line for _, output in ended for line in output.splitlines() if line.startswith("error (")]
+    assert len(lines) == 1 and "Traceback" not in "".join(output for _, output in ended), ended
+    assert re.fullmatch(
+        r"error \((\S+)\): rank 2 \(\1\) did not come to \w+ \(\S+:\d+, called at megatron/gpt2/\S+:\d+\) "
+        r"within 6 s, where ranks 0-1 \(\1\) wait: rank 2 is at megatron/gpt2/train/loop\.py:\d+ \(train\): "
+        r"the run ends here; the same command continues from the last checkpoint",
+        lines[0],
+    ), lines[0]
+    hangs = [record for record in read_incidents(tmp_path / "save") if record["kind"] == "hang"]
+    of_two = next(record for record in hangs if record["who"] == "rank_00002" and "stack" in record)
+    assert "(hang)" in of_two["stack"][-1]
+    assert {record["iteration"] for record in hangs} == {2}
+    (line,) = [record for record in hangs if "ranks" in record]
+    assert line["ranks"] == [2]
+    first = min(record["time"] for record in hangs)
+    assert line["time"] - first < 3, f"named {line['time'] - first:.1f} s after the timeout"
+
+
+def stop_after_a_save(folder: Path) -> None:
     """Rank 1 stops for good in its third step, when it has written its part of a checkpoint; rank 0 goes on to write
     its own part when the file `go` is there."""
-    save, go = Path(folder, "save"), Path(folder, "go")
 
-    def wait_for(what: Path, pattern: str) -> None:
-        end = time.monotonic() + 240
-        while not any(what.glob(pattern)) and time.monotonic() < end:
-            time.sleep(0.02)
-
-    def step_or_stop(run: Run) -> None:
-        if run.progress.iteration == 2 and run.parallel.rank == 1:
-            wait_for(save, "*.tmp-*/boxes/rank_00001.jsonl")
-            os.kill(os.getpid(), signal.SIGSTOP)
-        train_step(run)
+    def stop_later(run: Run) -> None:
+        wait_until(lambda: any(folder.glob("save/*.tmp-*/boxes/rank_00001.jsonl")))
+        stop(run)
 
     def write_late(path: Path, file: str, *rest: Any) -> Any:
         if dist.get_rank() == 0:
-            wait_for(go.parent, go.name)
+            wait_until((folder / "go").exists)
         return write_tensors(path, file, *rest)
 
-    mock.patch.object(ranks, "FAREWELL", 60.0).start()  # who waited for the lost one would be late
-    mock.patch.object(loop, "train_step", step_or_stop).start()
-    mock.patch.object(checkpointing, "write_tensors", write_late).start()
+    mock.patch.object(ranks, "FAREWELL", 60.0).start()  # a rank that waited for the lost one would be late
+    mock.patch.object(writer, "write_tensors", write_late).start()
+    plant(Fault(stop_later, rank=1, step=2))
 
 
-def test_a_rank_that_hangs_is_named_and_the_other_ends(tmp_path: Path) -> None:
+def test_the_others_finish_the_checkpoint(tmp_path: Path) -> None:
     write_text(tmp_path, 1000)
     words = (  # without a curve, for which matplotlib would be imported
         f"--save {tmp_path}/save --world-size 2 --init-method tcp://localhost:{free_port()} --async-save "
-        "--distributed-timeout-minutes 0.1 --save-interval 2 --log-interval 100"
+        "--distributed-timeout-minutes 0.1 --save-interval 2 --log-interval 100 --rank"
     ).split()
-    first, second = (
-        Rank(tmp_path, [*words, "--rank", str(rank)], {}, before=partial(stop_after_a_save, str(tmp_path)))
-        for rank in range(2)
-    )
-    host = os.uname().nodename
-    end = time.monotonic() + 240
-    while "error (" not in first.output.read_text() if first.output.exists() else True:
-        assert first.process.is_alive() and time.monotonic() < end, first.end(0)[1]
-        time.sleep(0.02)
+    before = partial(stop_after_a_save, tmp_path)
+    first, second = (Rank(tmp_path, [*words, str(rank)], {}, before=before) for rank in range(2))
+    wait_until(lambda: not first.process.is_alive() or "error (" in first.output.read_text())
     assert not (tmp_path / "save" / "iter_0000002").exists()
     (tmp_path / "go").touch()
     named = time.monotonic()
@@ -71,7 +132,77 @@ def test_a_rank_that_hangs_is_named_and_the_other_ends(tmp_path: Path) -> None:
     second.end(0)
     assert code == 1 and "Traceback" not in output, output
     line = next(line for line in output.splitlines() if line.startswith("error ("))
-    assert line.startswith(f"error ({host}): rank 1 ({host}) gave no sign of life for ")
-    assert " s and did not come to " in line and f"within 6 s, where rank 0 ({host}) waits: " in line, line
+    assert line.startswith(f"error ({HOST}): rank 1 ({HOST}) gave no sign of life for ")
+    assert " s and did not come to " in line and f"within 6 s, where rank 0 ({HOST}) waits: " in line, line
     assert f"saved {tmp_path}/save/iter_0000002" in output and (tmp_path / "save" / "iter_0000002").is_dir()
     assert seconds < 30, f"{seconds:.1f} s after its line"
+
+
+def test_what_nccl_leaves_lies_next_to_the_incidents(tmp_path: Path) -> None:
+    environ: dict[str, str] = {}
+    set_flight_recorder(tmp_path, environ)
+    assert environ == {
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/incidents/nccl_trace_rank_",
+    }
+    assert (tmp_path / "incidents").is_dir()
+    own = {"TORCH_FR_BUFFER_SIZE": "7", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/x"}
+    set_flight_recorder(tmp_path, environ := dict(own))
+    assert environ == own | {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+
+
+def ip(*words: str) -> None:
+    try:
+        subprocess.run(["ip", *words], check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    except FileNotFoundError:
+        pytest.skip("the program ip is not installed")
+
+
+@pytest.fixture
+def machines() -> Iterator[list[str]]:
+    """Two network namespaces with a host name and an address each, and a cable between them."""
+    names = [f"{name}{os.getpid()}" for name in ("left", "right")]
+    try:
+        try:
+            for name in names:
+                ip("netns", "add", name)
+            ip(*"link add cable0 type veth peer name cable0 netns".split(), names[1], "netns", names[0])
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"this machine lends no network namespaces: {error.stdout.strip()}")
+        for number, name in enumerate(names, start=1):
+            ip("-n", name, "address", "add", f"10.77.0.{number}/24", "dev", "cable0")
+            for link in ("lo", "cable0"):
+                ip("-n", name, "link", "set", link, "up")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], stderr=subprocess.DEVNULL, check=False)
+
+
+def test_two_machines_train_and_a_cut_cable_is_named(tmp_path: Path, machines: list[str]) -> None:
+    """Two ranks on each, model-parallel inside and data-parallel across."""
+    write_text(tmp_path)
+    left, right = machines
+    alone = Rank(tmp_path, ["--save", f"{tmp_path}/alone"], {}).end()
+    assert alone[0] == 0, alone[1]
+    save = tmp_path / "cut"
+    endless = "--exit-interval 100000 --train-iters 100000 --distributed-timeout-minutes 0.1"
+    words = f"--save {save} {endless} --model-parallel-size 2 --nproc-per-node 2 --nnodes 2 --node-rank".split()
+    nodes = [
+        Rank(tmp_path, [*words, str(node)], {"MASTER_ADDR": "10.77.0.1"}, machine)
+        for node, machine in enumerate(machines)
+    ]
+    wait_until(lambda: not nodes[0].process.is_alive() or (save / "metrics.jsonl").exists() and len(losses(save)) >= 5)
+    ip("-n", left, "link", "set", "cable0", "down")
+    cut = time.monotonic()
+    ended = [node.end(60) for node in nodes]
+    seconds = time.monotonic() - cut
+    outputs = [output for _, output in ended]
+    assert [code for code, _ in ended] == [1, 1], "\n".join(outputs)
+    assert seconds < 30, seconds
+    assert losses(save)[:5] == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+    assert f"{left}: ranks 0-1 of 4 on cpu" in outputs[0] and f"{right}: ranks 2-3 of 4 on cpu" in outputs[1]
+    assert f"error ({left}): ranks 2-3 ({right}) gave no sign of life" in outputs[0]
+    assert f"error ({right}): rank 0 ({left}) gave no sign of life" in outputs[1]
+    assert all("Traceback" not in output and output.count("error (") == 1 for output in outputs)

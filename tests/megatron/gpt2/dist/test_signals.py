@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
@@ -15,13 +16,27 @@ import pytest
 
 from megatron.gpt2.dist import signals
 from megatron.gpt2.dist.signals import OUT_OF_TIME, StopSignal
-from megatron.gpt2.train import loop
 from megatron.gpt2.train.run import Run
-from megatron.gpt2.train.train_step import train_step
 from tests.distributed import CONTEXT, run_ranks
-from tests.megatron.gpt2.dist.long_call import long_call
+from tests.faults.injector import Fault, plant
 from tests.megatron.gpt2.dist.started_ranks import Rank
 from tests.megatron.gpt2.train.training_runs import write_text
+
+
+def long_call(seconds: int = 30) -> None:
+    """Waits in C, where Python handles no signal and other threads may run, as in an operation of torch that is large:
+    for a mutex that is locked already."""
+    mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+    end = (ctypes.c_long * 2)(int(time.time()) + seconds, 0)  # a timespec
+    for _ in range(2):
+        libc.pthread_mutex_timedlock(mutex, end)
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 240) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def stops_at(stop: StopSignal, at_step: Callable[[int], bool | None]) -> tuple[int, str]:
@@ -138,7 +153,8 @@ def test_a_step_that_takes_minutes(number: signal.Signals, name: str, after: str
     """Inside of one call the first signal is answered, and the second one obeyed."""
     clock = Clock()
     started = Started(clock=clock)
-    wait_until_asleep(started.process.pid)
+    stat = Path(f"/proc/{started.process.pid}/task/{started.process.pid}/stat")  # its main thread waits in the call
+    wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "S")
     began = time.monotonic()
     started.send_signal(number)
     assert started.err.readline() == "\n"
@@ -158,26 +174,14 @@ def test_a_step_that_takes_minutes(number: signal.Signals, name: str, after: str
     assert (code, out) == (128 + number, "")
 
 
-def wait_until_asleep(pid: int | None) -> None:
-    """Until the main thread of a process waits, as it does inside of the call."""
-    end = time.monotonic() + 240
-    while Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def step_without_end(folder: str) -> None:
     """Training as it is but for its second step, which takes half a minute in one call."""
-    taken = []
 
     def hang(run: Run) -> None:
-        train_step(run)
-        taken.append(run)
-        if len(taken) == 2:
-            Path(folder, f"hangs_{run.parallel.rank}").touch()
-            long_call()
+        Path(folder, f"hangs_{run.parallel.rank}").touch()
+        long_call()
 
-    mock.patch.object(loop, "train_step", hang).start()
+    plant(*(Fault(hang, rank, step=1) for rank in range(2)))
     signals.ECHO[signal.SIGTERM] = 0.5
 
 
@@ -190,16 +194,10 @@ def test_a_long_step_of_two_ranks(tmp_path: Path) -> None:
         {},
         before=partial(step_without_end, str(tmp_path)),
     )
-
-    def wait(for_what: Callable[[], bool], seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while not for_what() and time.monotonic() < end:
-            time.sleep(0.05)
-
-    wait(lambda: len(list(tmp_path.glob("hangs_*"))) == 2, 60)
+    wait_until(lambda: len(list(tmp_path.glob("hangs_*"))) == 2 or not rank.process.is_alive())
     assert rank.process.pid is not None and rank.process.exitcode is None, rank.end()
     os.kill(rank.process.pid, signal.SIGTERM)
-    wait(lambda: "SIGTERM" in rank.output.read_text(), 60)
+    wait_until(lambda: "SIGTERM" in rank.output.read_text(), 20)
     time.sleep(0.6)
     assert rank.output.read_text().count("SIGTERM: the step is finished and saved first") == 1
     os.kill(rank.process.pid, signal.SIGTERM)

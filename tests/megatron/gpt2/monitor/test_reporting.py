@@ -1,4 +1,4 @@
-"""Log lines in Megatron's form, metrics.jsonl over a resume, the loss curve with and without matplotlib."""
+"""Log lines in Megatron's form, a run's records over a resume, and the loss curve with and without matplotlib."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import math
 import resource
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from data_utils.command_line import NoProgressBar, progress_bar
 from megatron.gpt2.monitor import plots, reporting
+from megatron.gpt2.monitor.incidents import FOLDER, Incidents, rank_name, read_incidents
 from megatron.gpt2.monitor.reporting import EvaluationRecord, IterationRecord
 from megatron.gpt2.monitor.run_log import RunLog
 
@@ -37,23 +39,25 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_iteration_line() -> None:
-    assert reporting.iteration_line(record(), train_iters=320000, seconds_to_go=4983.2) == (
+@pytest.mark.parametrize(
+    ("changes", "skipped", "parts"),
+    [
+        ({}, 0, ("lm loss: 8.969456E+00", "grad norm: 1.234", " MFU: 23.4% |", "")),
+        ({"mfu": None}, 16, ("lm loss: 8.969456E+00", "grad norm: 1.234", "", " number of skipped iterations: 16 |")),
+        (
+            {"lm_loss": None, "grad_norm": None},
+            100,
+            ("lm loss: skipped", "grad norm: skipped", " MFU: 23.4% |", " number of skipped iterations: 100 |"),
+        ),
+    ],
+)
+def test_iteration_line(changes: dict[str, Any], skipped: int, parts: tuple[str, str, str, str]) -> None:
+    loss, norm, mfu, end = parts
+    line = reporting.iteration_line(record(**changes), train_iters=320000, seconds_to_go=4983.2, skipped=skipped)
+    assert line == (
         "iteration      100/  320000 | elapsed time per iteration (ms): 920.7 | learning rate: 3.937E-06 | "
-        "lm loss: 8.969456E+00 | loss scale: 131072.0 | grad norm: 1.234 | tokens/s: 12,345 | MFU: 23.4% | "
-        "time to go: 1:23:03 |"
+        f"{loss} | loss scale: 131072.0 | {norm} | tokens/s: 12,345 |{mfu} time to go: 1:23:03 |{end}"
     )
-
-
-def test_iteration_line_says_skipped_and_leaves_out_an_unknown_mfu() -> None:
-    line = reporting.iteration_line(record(mfu=None), train_iters=200, seconds_to_go=1, skipped=16)
-    assert "MFU" not in line
-    assert line.endswith("| number of skipped iterations: 16 |")
-
-
-def test_iteration_line_of_a_window_without_a_step() -> None:
-    line = reporting.iteration_line(record(lm_loss=None, grad_norm=None), train_iters=200, seconds_to_go=1, skipped=100)
-    assert "| lm loss: skipped |" in line and "| grad norm: skipped |" in line
 
 
 def test_evaluation_line() -> None:
@@ -66,10 +70,7 @@ def test_evaluation_line() -> None:
     final = reporting.evaluation_line(EvaluationRecord(1000, "test", 3.0), final=True)
     assert "validation loss at the end of training for test data | LM loss: 3.000000E+00 |" in final
     assert "the end of training for val data" in reporting.evaluation_line(evaluation, final=True)
-
-
-def test_perplexity_of_a_run_that_exploded() -> None:
-    assert EvaluationRecord(1, "valid", 1e6).ppl == math.inf
+    assert EvaluationRecord(1, "valid", 1e6).ppl == math.inf  # a run that exploded
 
 
 def test_start_table_is_aligned() -> None:
@@ -89,33 +90,24 @@ def test_memory_line_on_a_cpu() -> None:
 def test_metrics_hold_one_record_a_line_and_no_nan(tmp_path: Path) -> None:
     log = RunLog(tmp_path, train_iters=10)
     log.record(record(10, grad_norm=math.nan))
-    # Flushed line by line: a crash leaves what was logged.
-    assert read(log.metrics_path) == [
-        {
-            "iteration": 10,
-            "consumed_samples": 800,
-            "lm_loss": 8.969456,
-            "learning_rate": 3.937e-6,
-            "loss_scale": 131072.0,
-            "grad_norm": None,
-            "ms_per_iteration": 920.7,
-            "tokens_per_second": 12345.0,
-            "mfu": 0.234,
-            "memory_bytes": 1 << 30,
-        }
-    ]
     log.record(EvaluationRecord(10, "valid", 0.0, 1.5))
-    assert read(log.metrics_path)[1] == {
-        "iteration": 10,
-        "split": "valid",
-        "lm_loss": 0.0,
-        "bits_per_byte": 1.5,
-        "ppl": 1.0,
-    }
+    # Flushed line by line: a crash leaves what was logged.
+    assert read(tmp_path / "metrics.jsonl") == [
+        {**asdict(record(10)), "grad_norm": None},
+        {"iteration": 10, "split": "valid", "lm_loss": 0.0, "bits_per_byte": 1.5, "ppl": 1.0},
+    ]
     log.close()
 
 
-def test_a_full_disk_costs_the_records_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def write_run(folder: Path) -> RunLog:
+    log = RunLog(folder, train_iters=100)
+    for iteration in range(10, 101, 10):
+        log.record(record(iteration, lm_loss=8.0 - iteration / 20))
+    log.record(EvaluationRecord(100, "valid", 3.5))
+    return log
+
+
+def test_a_full_disk_costs_the_records_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = write_run(tmp_path)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
@@ -130,30 +122,38 @@ def test_a_full_disk_costs_the_records_alone(tmp_path: Path, capsys: pytest.Capt
         f"WARNING: {line}: File too large"
         for line in ("metrics.jsonl lacks lines from here on", "report.html is not written", "loss.png is not written")
     ]
-    assert len(read(log.metrics_path)) == 11
+    assert len(read(tmp_path / "metrics.jsonl")) == 11
 
 
 def test_resume_leaves_no_duplicates(tmp_path: Path) -> None:
-    log = RunLog(tmp_path, train_iters=30)
+    log, metrics = RunLog(tmp_path, train_iters=30), tmp_path / "metrics.jsonl"
     for iteration in (10, 20):
         log.record(record(iteration))
     log.record(EvaluationRecord(20, "valid", 1.0))
     log.close()
-    with log.metrics_path.open("a") as file:
+    with metrics.open("a") as file:
         file.write('{"iteration": 25, "lm_lo')  # the crash
     log = RunLog(tmp_path, train_iters=30, start_iteration=15)
-    assert [line["iteration"] for line in read(log.metrics_path)] == [10]
+    assert [line["iteration"] for line in read(metrics)] == [10]
     log.record(record(20))
     log.close()
-    assert [line["iteration"] for line in read(log.metrics_path)] == [10, 20]
+    assert [line["iteration"] for line in read(metrics)] == [10, 20]
 
 
 def test_a_new_run_in_an_old_folder_sets_the_old_records_aside(tmp_path: Path) -> None:
-    for iteration in (10, 20, 30):
+    for number, text in enumerate(("one", "two", "three")):
         log = RunLog(tmp_path, train_iters=30)
-        log.record(record(iteration))
+        log.info(f"WARNING: {text}")
+        log.info("nothing to keep")
+        log.sample(text)
+        log.record(record(number))
         log.close()
-    assert [read(tmp_path / f"metrics.jsonl{end}")[0]["iteration"] for end in (".old-1", ".old-2", "")] == [10, 20, 30]
+        assert log.close() == ""
+    for number, end in enumerate((".old-1", ".old-2", "")):
+        name = ("one", "two", "three")[number]
+        assert [line["iteration"] for line in read(tmp_path / f"metrics.jsonl{end}")] == [number]
+        assert [line["text"] for line in read(tmp_path / f"history.jsonl{end}")] == [f"WARNING: {name}"]
+        assert [line["text"] for line in read(tmp_path / f"samples.jsonl{end}")] == [name]
 
 
 def test_only_the_active_rank_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,14 +161,17 @@ def test_only_the_active_rank_writes(tmp_path: Path, capsys: pytest.CaptureFixtu
     log.info("hello")
     log.record(record())
     log.step()
+    log.rewind(0)
+    log.report()
     assert log.close() == ""
     assert not (tmp_path / "run").exists()
     assert capsys.readouterr().out == ""
 
 
-def test_progress_bar_on_a_terminal_keeps_lines_whole(
+def test_progress_bar_only_on_a_terminal_with_tqdm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert isinstance(progress_bar(total=10), NoProgressBar)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     log = RunLog(tmp_path, train_iters=10, start_iteration=4)
     log.step()
@@ -176,21 +179,8 @@ def test_progress_bar_on_a_terminal_keeps_lines_whole(
     log.info("a line")
     log.close()
     assert capsys.readouterr().out == "a line\n"  # the bar itself is on standard error
-
-
-def test_no_progress_bar_in_a_file_or_without_tqdm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(progress_bar(total=10), NoProgressBar)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setitem(sys.modules, "tqdm", None)
     assert isinstance(progress_bar(total=10), NoProgressBar)
-
-
-def write_run(folder: Path) -> RunLog:
-    log = RunLog(folder, train_iters=100)
-    for iteration in range(10, 101, 10):
-        log.record(record(iteration, lm_loss=8.0 - iteration / 20))
-    log.record(EvaluationRecord(100, "valid", 3.5))
-    return log
 
 
 def test_loss_curve_is_a_png(tmp_path: Path) -> None:
@@ -198,10 +188,10 @@ def test_loss_curve_is_a_png(tmp_path: Path) -> None:
 
     path = write_run(tmp_path).close("a run")
     assert path == str(tmp_path / "loss.png")
-    image = imread(path)
+    image = torch.tensor(imread(path))[..., :3]
     blue, orange = (
-        torch.tensor(image)[..., :3].sub(torch.tensor(colour)).abs().amax(-1).lt(0.1).sum().item()
-        for colour in ((0x35 / 255, 0x68 / 255, 0xA8 / 255), (0xD1 / 255, 0x64 / 255, 0x2E / 255))
+        image.sub(torch.tensor([*bytes.fromhex(colour[1:])]) / 255).abs().amax(-1).lt(0.1).sum().item()
+        for colour in (plots.BLUE, plots.ORANGE)
     )
     assert blue > 300  # the training curve is drawn,
     assert orange > 30  # and the one validation point
@@ -222,22 +212,24 @@ def test_text_curve_without_matplotlib(tmp_path: Path, monkeypatch: pytest.Monke
     assert rows[0] == "a run"
     assert rows[1].startswith("    7.500 |*")  # iteration 10, the highest
     assert rows[-3].startswith("    3.000 |") and rows[-3].endswith("*")  # iteration 100, the lowest
+    assert rows[-1].split() == ["10", "to", "100", "iterations"]
     assert not (tmp_path / "loss.png").exists()
-
-
-def test_text_curve_of_nothing() -> None:
     assert plots.text_curve([], "a run") == "a run: no iteration was logged"
 
 
+def closing(**changes: Any) -> list[str]:
+    nothing: dict[str, Any] = {"bits_per_byte": None, "baselines": {}, "sample": "", "checkpoint": "x", "plot": ""}
+    return reporting.closing_report(**{**nothing, "next_commands": [], **changes}).split("\n")
+
+
 def test_closing_report() -> None:
-    commands = [("continue", "bash scripts/pretrain_gpt2.sh --train-iters 1000")]
-    report = reporting.closing_report(
+    report = closing(
         bits_per_byte=2.1,
         baselines={reporting.UNIGRAM: 4.5, "xz -9": None},
         sample="[To be] or\nnot " + 30 * "word ",
         checkpoint="checkpoints/iter_0000300",
         plot="checkpoints/loss.png",
-        next_commands=commands,
+        next_commands=[("continue", "bash scripts/pretrain_gpt2.sh --train-iters 1000")],
     )
     for line in (
         "  this model                     2.100",
@@ -250,16 +242,31 @@ def test_closing_report() -> None:
         "  loss curve  checkpoints/loss.png",
         "  bash scripts/pretrain_gpt2.sh --train-iters 1000",
     ):
-        assert line in report.split("\n")
-    assert "--lr" not in report
-    bad = reporting.closing_report(
-        bits_per_byte=4.6, baselines={reporting.UNIGRAM: 4.5}, sample="", checkpoint="x", plot="x", next_commands=[]
-    )
-    assert "a higher --lr" in bad
-    with_text = reporting.closing_report(
-        bits_per_byte=None, baselines={}, sample="", checkpoint="x", plot="curve\n 1 |*", next_commands=[]
-    )
-    assert " 1 |*" in with_text.split("\n")
-    assert "curve" not in reporting.closing_report(
-        bits_per_byte=None, baselines={}, sample="", checkpoint="x", plot="", next_commands=[]
-    )
+        assert line in report
+    advice = "  It knows no more than how often each token comes: give it more --train-iters or a higher --lr."
+    assert advice not in report
+    assert advice in closing(bits_per_byte=4.6, baselines={reporting.UNIGRAM: 4.5})
+    assert " 1 |*" in closing(plot="curve\n 1 |*")
+    assert not any("curve" in line for line in closing())
+
+
+def test_incidents_of_all_processes_are_read_by_time(tmp_path: Path) -> None:
+    first, second = Incidents(tmp_path, rank_name(0)), Incidents(tmp_path, "launcher_a", attempt=1)
+    first.note("start")
+    second.note("rank ended", "rank 1 was ended by SIGKILL", signal="SIGKILL")
+    first.note("lost", "rank 1 left", iteration=7)
+    with open(tmp_path / FOLDER / "rank_00000.jsonl", "a") as file:
+        file.write('{"half of a li')
+    found = read_incidents(tmp_path)
+    assert [(record["who"], record["kind"]) for record in found] == [
+        ("rank_00000", "start"),
+        ("launcher_a", "rank ended"),
+        ("rank_00000", "lost"),
+    ]
+    assert found[1]["signal"] == "SIGKILL" and found[1]["attempt"] == 1 and found[2]["iteration"] == 7
+
+
+def test_incidents_that_cannot_be_written_end_nothing(tmp_path: Path) -> None:
+    (tmp_path / FOLDER).write_text("a file in the place of the folder")
+    Incidents(tmp_path, rank_name(0)).note("start")
+    assert read_incidents(tmp_path) == []

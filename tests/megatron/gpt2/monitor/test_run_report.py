@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ from data_utils import GPT2Dataset
 from megatron.gpt2.commands import pretrain_gpt2
 from megatron.gpt2.config import Config
 from megatron.gpt2.monitor import plots, run_log
-from megatron.gpt2.monitor.plots import Curve, loss_curves, read_records
+from megatron.gpt2.monitor.incidents import read_records
+from megatron.gpt2.monitor.plots import BLUE, Curve, loss_curves
+from megatron.gpt2.monitor.reporting import EvaluationRecord
 from megatron.gpt2.monitor.run_log import RunLog
-from megatron.gpt2.monitor.run_report import spread, write_report
+from megatron.gpt2.monitor.run_report import MOST_SAMPLES, write_report
 from megatron.gpt2.train.evaluate import PROMPT_CHARACTERS, PROMPT_WORDS, evaluate_and_log, sample_text
 from tests.conftest import ROOT
 from tests.megatron.gpt2.monitor.test_reporting import record
@@ -74,19 +77,10 @@ def write_run(folder: Path) -> Path:
     with open(folder / "metrics.jsonl", "w") as file:
         for iteration in range(10, 10_001, 10):
             loss = None if iteration == 50 else 3.0 + 70.0 / iteration + (5.0 if iteration == 6000 else 0.0)
-            print(json.dumps(record(iteration, lm_loss=loss).metrics()), file=file)
+            print(json.dumps(asdict(record(iteration, lm_loss=loss))), file=file)
             if iteration % 1000 == 0:
-                print(
-                    json.dumps(
-                        {
-                            "iteration": iteration,
-                            "split": "valid",
-                            "bits_per_byte": 1.25,
-                            "lm_loss": 3.5 + abs(iteration - 7000) / 1e4,
-                        }
-                    ),
-                    file=file,
-                )
+                evaluated = EvaluationRecord(iteration, "valid", 3.5 + abs(iteration - 7000) / 1e4, 1.25)
+                print(json.dumps(asdict(evaluated)), file=file)
     (folder / "samples.jsonl").write_text(
         "".join(json.dumps({"iteration": i, "text": NASTY if i == 1 else "To be"}) + "\n" for i in range(1, 101))
     )
@@ -122,8 +116,9 @@ def test_the_page(tmp_path: Path) -> None:
     assert page.texts["dd"] == ["10,000", "3.007", "3.5", "409,600", "2:33:27", "12,345", "1.00 GiB"]
     assert "at 7,000, 1.250 bits per byte" in page.texts["span"]
     assert page.curves() == TITLES and {"training", "validation"} <= set(page.texts["text"])
-    assert [attrs.get("class") for tag, attrs in page.elements if tag == "td"].count("sample") == 40
+    assert [attrs.get("class") for tag, attrs in page.elements if tag == "td"].count("sample") == MOST_SAMPLES
     assert "40 of 100: all are in samples.jsonl" in page.texts["p"]
+    assert {"1", "100"} <= set(page.texts["td"]), "samples from the first to the last iteration"
     flags = [cell for cell in page.texts["td"] if cell.startswith("--")]
     assert flags[:2] == ["--train-data", "--save"] and "--vocab-file" in flags
     assert "a<b.txt c.txt" in page.texts["td"]
@@ -133,7 +128,7 @@ def test_the_page_of_hardly_anything(tmp_path: Path) -> None:
     page = Page(write_report(tmp_path))
     assert not page.curves() and "no iteration was logged yet" in page.texts["p"]
     (tmp_path / "metrics.jsonl").write_text(
-        "".join(json.dumps(record(i, memory_bytes=None).metrics()) + "\n" for i in (5, 10)) + '{"iteration": 2'
+        "".join(json.dumps(asdict(record(i, memory_bytes=None))) + "\n" for i in (5, 10)) + '{"iteration": 2'
     )
     page = Page(write_report(tmp_path))
     assert page.curves() == TITLES - {"peak memory of rank 0, GiB"} and "10" in page.texts["dd"]
@@ -141,35 +136,19 @@ def test_the_page_of_hardly_anything(tmp_path: Path) -> None:
 
 def test_a_long_curve_is_drawn_as_means_with_a_band() -> None:
     spiky = [(i, 100.0 if i == 777 else 1.0) for i in range(1, 2001)]
-    axes: Any = plots.draw({"t": [Curve("c", "blue", spiky)]}).axes[0]
+    axes: Any = plots.draw({"t": [Curve("c", BLUE, spiky)]}).axes[0]
     x, y = axes.lines[0].get_data()
     assert len(x) <= 320 and list(x) == sorted(x) and x[-1] == 2000 and max(y) < 20
     (band,) = axes.collections
     assert band.get_paths()[0].vertices[:, 1].max() == 100  # a single step stays to be seen
-    records = [{"iteration": i} for i in range(100)]
-    assert [r["iteration"] for r in spread(records, 4)] == [0, 33, 66, 99] and spread(records, 100) == records
 
 
 def test_a_run_that_is_stopped_and_goes_on(work: Path, capfd: pytest.CaptureFixture[str]) -> None:  # noqa: F811
-    flags = [
-        *FLAGS,
-        "--train-data",
-        "text.txt",
-        "--save",
-        "run",
-        "--load",
-        "run",
-        "--eval-interval",
-        "2",
-        "--eval-iters",
-        "1",
-        "--log-interval",
-        "1",
-        "--save-interval",
-        "3",
-        "--train-iters",
-        "8",
-    ]
+    line = (
+        "--train-data text.txt --save run --load run --eval-interval 2 --eval-iters 1 --log-interval 1 "
+        "--save-interval 3 --train-iters"
+    )
+    flags = [*FLAGS, *line.split(), "8"]
     assert pretrain_gpt2.main([*flags, "--exit-interval", "5"]) == 0
     page = Page(work / "run/report.html")
     assert page.texts["p"][0] == "stopped by --exit-interval at iteration 5: the same command continues"
@@ -212,22 +191,8 @@ def test_a_run_that_is_stopped_and_goes_on(work: Path, capfd: pytest.CaptureFixt
     assert refused.stderr == "error: . holds no metrics.jsonl: give the --save folder of a run\n"
 
     # A run that fails leaves its page as well.
-    assert (
-        pretrain_gpt2.main(
-            [
-                *flags[:-1],
-                "12",
-                "--lr",
-                "1e30",
-                "--override-lr-scheduler",
-                "--clip-grad",
-                "0",
-                "--max-skipped-steps",
-                "1",
-            ]
-        )
-        == 1
-    )
+    diverge = "12 --lr 1e30 --override-lr-scheduler --clip-grad 0 --max-skipped-steps 1"
+    assert pretrain_gpt2.main([*flags[:-1], *diverge.split()]) == 1
     assert Page(work / "run/report.html").texts["p"][0].startswith("stopped: 1 step in a row ")
 
 
@@ -235,21 +200,8 @@ def test_samples_and_evaluations_change_nothing_of_training(tmp_path: Path) -> N
     write_text(tmp_path)
     ends = []
     for watched in (False, True):
-        run = start(
-            0,
-            1,
-            str(tmp_path),
-            [
-                "--save",
-                f"{tmp_path}/{watched}",
-                "--hidden-dropout",
-                "0.1",
-                "--attention-dropout",
-                "0.1",
-                "--eval-iters",
-                "1",
-            ],
-        )
+        flags = f"--save {tmp_path}/{watched} --hidden-dropout 0.1 --attention-dropout 0.1 --eval-iters 1"
+        run = start(0, 1, str(tmp_path), flags.split())
         for _ in range(3):
             steps(run, 1)
             if watched:
@@ -261,20 +213,6 @@ def test_samples_and_evaluations_change_nothing_of_training(tmp_path: Path) -> N
         ends.append(state(run))
         finish(run)
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
-
-
-def test_warnings_are_kept_and_a_new_run_starts_a_new_page(tmp_path: Path) -> None:
-    for text in ("one", "two"):
-        log = RunLog(tmp_path, train_iters=10)
-        log.info(f"WARNING: {text}")
-        log.info("nothing to keep")
-        log.sample(text)
-        log.record(record(10))
-        log.close()
-        assert log.close() == ""
-    assert [event["text"] for event in read_records(tmp_path / "history.jsonl")] == ["WARNING: two"]
-    assert [event["text"] for event in read_records(tmp_path / "history.jsonl.old-1")] == ["WARNING: one"]
-    assert [sample["text"] for sample in read_records(tmp_path / "samples.jsonl")] == ["two"]
 
 
 def test_the_report_takes_little_time_and_no_run_dies_of_it(

@@ -1,44 +1,39 @@
-"""Timers on a CPU; and, without a GPU, the events of a GPU stood in for by a clock that finishes late."""
+"""Timers on a CPU, and, without a GPU, with a clock that finishes late in place of its events; --profile."""
 
 from __future__ import annotations
 
+import gzip
 import itertools
+import json
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megatron.gpt2.commands import pretrain_gpt2
+from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.monitor import timers as timers_module
 from megatron.gpt2.monitor.timers import Timers
+from tests.test_command_line import FLAGS, work  # noqa: F401
 
 
-def test_mean_over_iterations_and_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_means_over_iterations_in_megatrons_order(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count()  # a second later at each look
     monkeypatch.setattr(timers_module, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
     timers = Timers(torch.device("cpu"))
-    for _ in range(4):
-        with timers("forward"):
-            pass
-        next(clock)  # what is outside does not count
-    first, second = timers.take_ms(iterations=2), timers.take_ms(iterations=1)
-    assert first["forward"] == 2000.0  # four times a second over two iterations
-    assert second["forward"] == 0.0
-
-
-def test_line_in_megatrons_order() -> None:
-    timers = Timers(torch.device("cpu"))
     for name in ("something new", "data loader", "backward", "forward"):
-        with timers(name):
-            pass
-    names = [part.split(":")[0] for part in timers.line(1).split(" | ")]
-    assert names == ["time (ms)", "forward", "backward", "data loader", "something new"]
-
-
-def test_an_exception_passes_through() -> None:
-    timers = Timers(torch.device("cpu"))
+        for _ in range(4):
+            with timers(name):
+                pass
+            next(clock)  # what is outside does not count
     with pytest.raises(KeyError), timers("forward"):
         raise KeyError
-    assert timers.take_ms(1)["forward"] > 0
+    assert timers.line(iterations=2) == (
+        "time (ms) | forward: 2500.00 | backward: 2000.00 | data loader: 2000.00 | something new: 2000.00"
+    )
+    assert timers.take_ms(iterations=1)["forward"] == 0.0
 
 
 class LateEvent:
@@ -77,3 +72,59 @@ def test_device_events_are_read_only_when_done(monkeypatch: pytest.MonkeyPatch) 
     LateEvent.done = 8
     assert timers.take_ms(1) == {"forward": 2.0}
     assert timers.take_ms(1) == {"forward": 0.0}
+
+
+def steps_in(path: Path) -> int:
+    names = [event.get("name", "") for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]]
+    assert "aten::mm" in names
+    return sum(name.startswith("ProfilerStep") for name in names)
+
+
+def test_profile(work: Path, capfd: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    flags = [*FLAGS, "--train-data", "text.txt", "--save", "run", "--eval-iters", "0", "--profile"]
+    assert pretrain_gpt2.main([*flags, "3", "4", "--train-iters", "6"]) == 0
+    said = capfd.readouterr().out
+    assert steps_in(work / "run/profile_3-4_rank_0.json.gz") == 2
+    table = said[said.index("the costliest operations of 2 iterations, by their own time on the cpu:") :]
+    # Which operations are the costliest depends on the machine's load; how often each was called does not.
+    calls = dict(re.findall(r"^ *(aten::\S+) .* (\d+) *$", table, re.MULTILINE))
+    assert calls["aten::mm"] == str(2 * 11)  # four layers and the output: forward and both ways of backward
+
+    # A run that ends before the last iteration writes what it has; one that never comes there says so.
+    assert pretrain_gpt2.main([*flags, "8", "20", "--train-iters", "30", "--exit-interval", "9"]) == 0
+    assert steps_in(work / "run/profile_8-20_rank_0.json.gz") == 3  # the last one is what came after, up to the stop
+    assert "the costliest operations of 2 iterations" in capfd.readouterr().out
+    assert pretrain_gpt2.main([*flags, "1", "2", "--train-iters", "10"]) == 0
+    assert "WARNING: --profile 1 2: this run goes from iteration 10 to 10" in capfd.readouterr().out
+    assert len(list((work / "run").glob("*profile*"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "profile"),
+    [
+        ("", ()),
+        ("--profile 10 20", (10, 20)),
+        # Today's Megatron profiles the iterations after the start.
+        ("--profile --use-pytorch-profiler", (11, 12)),
+        ("--profile --profile-step-start 4 --profile-step-end 6 --profile-ranks 0 3", (5, 6)),
+        ("--profile-step-start 4", ()),
+    ],
+)
+def test_spellings(flags: str, profile: tuple[int, ...]) -> None:
+    train = parse(flags.split()).config.train
+    assert train.profile == profile and train.profile_ranks == ((0, 3) if "ranks" in flags else (0,))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        *(
+            (flags, "--profile takes the first iteration and the last")
+            for flags in ("--profile 5", "--profile 5 4", "--profile 0 4", "--profile --profile-step-start 20")
+        ),
+        ("--profile --profile-step-start x", "--profile-step-start x"),
+    ],
+)
+def test_what_cannot_be_profiled(flags: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _ = parse(flags.split()).config

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from megatron.gpt2.monitor.incidents import read_incidents
 from megatron.gpt2.train.loop import train
 from tests.distributed import run_ranks
-from tests.faults.state_faults import plant
+from tests.faults.injector import Fault, break_weight, nan, plant
 from tests.megatron.gpt2.train.training_runs import finish, start, write_text
 
 FLAGS = (
@@ -19,10 +19,8 @@ FLAGS = (
 DOWN, UP = (f"transformer.layers.1.mlp.dense_{name}.weight" for name in ("4h_to_h", "h_to_4h"))
 
 
-def ended_by(
-    rank: int, world: int, folder: str, flags: list[str], save: str, bad: int, kind: str, **details: Any
-) -> str:
-    plant(kind, bad, 2, **details)
+def ended_by(rank: int, world: int, folder: str, flags: list[str], save: str, fault: Fault) -> str:
+    plant(fault)
     run = start(rank, world, folder, [*FLAGS, "--save", f"{folder}/{save}", *flags])
     try:
         train(run)
@@ -34,11 +32,12 @@ def ended_by(
 
 
 def two(rank: int, world: int, folder: str) -> list[str]:
+    of_gradient, of_weight = partial(nan, name=UP), partial(break_weight, name=DOWN)
     return [
-        ended_by(rank, world, folder, ["--use-distributed-optimizer"], "data", 1, "nan", name=UP),
-        ended_by(rank, world, folder, ["--model-parallel-size", "2"], "tensor", 1, "nan", name=UP),
-        ended_by(rank, world, folder, ["--pipeline-model-parallel-size", "2"], "stages", 1, "nan", name=UP),
-        ended_by(rank, world, folder, ["--model-parallel-size", "2"], "weight", 0, "break_weight", name=DOWN),
+        ended_by(rank, world, folder, ["--use-distributed-optimizer"], "data", Fault(of_gradient, 1, 2)),
+        ended_by(rank, world, folder, ["--model-parallel-size", "2"], "tensor", Fault(of_gradient, 1, 2)),
+        ended_by(rank, world, folder, ["--pipeline-model-parallel-size", "2"], "stages", Fault(of_gradient, 1, 2)),
+        ended_by(rank, world, folder, ["--model-parallel-size", "2"], "weight", Fault(of_weight, 0, 2)),
     ]
 
 

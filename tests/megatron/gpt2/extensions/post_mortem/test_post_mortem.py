@@ -89,13 +89,3 @@ def test_a_run_that_ended_well(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_what_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="holds nothing of a run: give its --save folder"):
         main([str(tmp_path)])
-
-
-def test_records_without_incidents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a run from before incidents were noted."""
-    line = {"iteration": 100, "time": "2026-01-01T00:00:00+00:00", "text": "finished"}
-    (tmp_path / "history.jsonl").write_text(json.dumps(line) + "\n")
-    assert main([str(tmp_path)]) == 0
-    (tmp_path / "history.jsonl").write_text(json.dumps({**line, "text": "stopped: KeyError: 'x'"}) + "\n")
-    assert main([str(tmp_path)]) == 1
-    assert "first" in capsys.readouterr().out

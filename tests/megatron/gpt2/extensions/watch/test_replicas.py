@@ -12,7 +12,7 @@ import torch
 from megatron.gpt2.extensions.watch.replicas import ROW, StateChanged, hash_of_parts, minority
 from megatron.gpt2.train.train_step import train_step
 from tests.distributed import run_ranks
-from tests.faults.state_faults import flip
+from tests.faults.injector import flip
 from tests.megatron.gpt2.train.training_runs import finish, start, write_text
 
 FLAGS = (

@@ -2,45 +2,43 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
-import torch
-
 import mpu
-from megatron.gpt2.extensions.watch import slow_ranks
 from megatron.gpt2.extensions.watch.slow_ranks import SlowRanks
 from megatron.gpt2.monitor.incidents import read_incidents
 from megatron.gpt2.monitor.timers import NAMES
 from megatron.gpt2.train.loop import train
 from tests.distributed import run_ranks
-from tests.faults.state_faults import plant
+from tests.faults.injector import Fault, plant, slow
 from tests.megatron.gpt2.train.training_runs import finish, start, write_text
 
 
-def test_a_warning_comes_after_two_lines_and_once(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_a_warning_comes_after_two_lines_and_once() -> None:
     times = {"forward": [100, 100, 160, 101], "data loader": [0, 0, 0, 2], "batch generator": [1, 1, 1, 3]}
-
-    def everyone(mine: torch.Tensor) -> torch.Tensor:
-        return torch.tensor([[1000 * times.get(name, [0] * 4)[rank] for name in NAMES] for rank in range(4)])
-
-    monkeypatch.setattr(slow_ranks, "gather_rows", everyone)
     parallel = mpu.ParallelState(data_parallel_size=2, tensor_model_parallel_size=2)
-    slow = SlowRanks(parallel, {rank: "ab"[rank // 2] for rank in range(4)}, torch.device("cpu"))
-    assert slow.lines({}, 200.0) == []
-    assert slow.lines({}, 200.0) == [
+    slow = SlowRanks(parallel, {rank: "ab"[rank // 2] for rank in range(4)})
+
+    def lines(slow: SlowRanks = slow) -> list[str]:
+        return slow.lines([[times.get(name, [0] * 4)[rank] for name in NAMES] for rank in range(4)], 200.0)
+
+    assert lines() == []
+    assert lines() == [
         'WARNING: rank 2 (b) takes 60 ms longer in "forward" than the other ranks of its stage, 160 ms a step for 100, '
         "since 2 log lines: look at its machine"
     ]
-    assert slow.lines({}, 200.0) == []
+    assert lines() == []
     times["forward"][2], times["data loader"][3], times["batch generator"][3] = 110, 80, 81
-    assert slow.lines({}, 200.0) == []
-    (line,) = slow.lines({}, 200.0)
+    assert lines() == []
+    (line,) = lines()
     assert 'rank 3 (b) takes 80 ms longer in "data loader"' in line
-    assert SlowRanks(mpu.ParallelState(pipeline_model_parallel_size=4), {}, torch.device("cpu")).lines({}, 1.0) == []
+    stages = SlowRanks(mpu.ParallelState(pipeline_model_parallel_size=4), {})
+    assert lines(stages) == lines(stages) == [], "each rank has work of its own"
 
 
 def slow_optimizer(rank: int, world: int, folder: str) -> list[str]:
-    plant("slow", 1, 0, part="optimizer", seconds=0.2)
+    plant(Fault(partial(slow, part="optimizer", seconds=0.2), rank=1, step=0))
     run = start(
         rank,
         world,

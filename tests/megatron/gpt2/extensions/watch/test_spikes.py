@@ -11,7 +11,7 @@ from megatron.gpt2.extensions.watch.spikes import MEMORY, MOST, Spikes
 from megatron.gpt2.monitor.incidents import read_incidents
 from megatron.gpt2.train.loop import train
 from tests.distributed import run_ranks
-from tests.faults.state_faults import plant
+from tests.faults.injector import Fault, plant, spike
 from tests.megatron.gpt2.train.training_runs import finish, start, write_text
 
 FLAGS = (
@@ -49,7 +49,7 @@ def trained(rank: int, world: int, folder: str, flags: list[str], until: int) ->
 
 
 def spiked(rank: int, world: int, folder: str) -> dict[int, list[int]]:
-    plant("spike", rank, 16)  # each rank reads noise in the step after 16
+    plant(Fault(spike, rank, 16))  # each rank reads noise in the step after 16
     return trained(rank, world, folder, ["--use-distributed-optimizer"], 20)
 
 
@@ -57,11 +57,11 @@ def test_the_run_goes_back_and_past_the_window(tmp_path: Path) -> None:
     write_text(tmp_path, 4000)
     seen = run_ranks(spiked, 2, str(tmp_path))
     save = tmp_path / "save"
-    (spike,) = {record["text"] for record in read_incidents(save) if record["kind"] == "spike"}
-    assert spike.startswith("WARNING: at iteration 17 the loss is ") and spike.endswith(
+    (said,) = {record["text"] for record in read_incidents(save) if record["kind"] == "spike"}
+    assert said.startswith("WARNING: at iteration 17 the loss is ") and said.endswith(
         ": the run is back at iteration 15 and skips 8 samples (--rewind-on-spike; 2 more rewinds, then none)"
-    ), spike
-    assert spike in [json.loads(line)["text"] for line in (save / "history.jsonl").read_text().splitlines()]
+    ), said
+    assert said in [json.loads(line)["text"] for line in (save / "history.jsonl").read_text().splitlines()]
 
     def read(iteration: int) -> list[int]:
         return sorted(sum((of_rank[iteration] for of_rank in seen), []))
