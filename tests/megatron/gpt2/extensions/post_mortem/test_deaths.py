@@ -13,30 +13,31 @@ HOSTS = {0: "node001", 1: "node001", 2: "node002", 3: "node002"}
 Line = dict[str, Any]
 
 
-def of_rank(rank: int, when: float, kind: str, text: str = "", iteration: int = 634, **details: Any) -> Line:
+def of_rank(rank: int, when: float, kind: str, text: str = "", /, **details: Any) -> Line:
     return {
         "time": 1000.0 + when,
         "who": f"rank_{rank:05d}",
         "host": HOSTS[rank],
         "attempt": 0,
-        "iteration": iteration,
+        "iteration": 634,
         "kind": kind,
         "text": text,
         **details,
     }
 
 
-def of_launcher(host: str, at: float, kind: str, text: str = "", **details: Any) -> Line:
-    return {
-        "time": 1000.0 + at,
-        "who": f"launcher_{host}",
-        "host": host,
-        "attempt": 0,
-        "iteration": -1,
-        "kind": kind,
-        "text": text,
-        **details,
-    }
+def of_launcher(host: str, when: float, kind: str, text: str = "", /, **details: Any) -> Line:
+    return of_rank(0, when, kind, text, iteration=-1, **details) | {"who": f"launcher_{host}", "host": host}
+
+
+def ended(when: float, rank: int, how: str | int, first: bool = True) -> Line:
+    """What a launcher notes. how: a signal or an exit code."""
+    key = "signal" if isinstance(how, str) else "exit_code"
+    return of_launcher(HOSTS[rank], when, "rank ended", rank=rank, first=first, **{key: how})
+
+
+def lost(rank: int, when: float, ranks: list[int], seconds: float | None = None) -> Line:
+    return of_rank(rank, when, "lost", ranks=ranks, silences={str(other): seconds for other in ranks})
 
 
 def started(attempt: int = 0, at: float = 0.0) -> list[Line]:
@@ -55,59 +56,59 @@ DEATHS: dict[str, tuple[list[Line], str, str]] = {
     "a killed rank": (
         [
             of_rank(0, 9.9, "error", f"RuntimeError: {CLOSED}", cause="another rank"),
-            of_launcher("node002", 10, "rank ended", "rank 3 was ended by SIGKILL", rank=3, signal="SIGKILL"),
-            of_rank(0, 13, "lost", "rank 3 (node002) was lost", ranks=[3], silences={"3": 3.2}),
-            of_launcher("node001", 14, "rank ended", rank=0, exit_code=1),
+            ended(10, 3, "SIGKILL"),
+            lost(0, 13, [3], 3.2),
+            ended(14, 0, 1),
         ],
         "killed rank",
         r"^rank 3 \(node002\) was ended by SIGKILL at iteration 634",
     ),
     "a killed rank, as the launcher tells it that has ended all others": (
         [
-            of_launcher("node001", 10, "rank ended", rank=0, first=False, signal="SIGKILL"),
-            of_launcher("node001", 10, "rank ended", rank=1, first=True, signal="SIGKILL"),
+            ended(10, 0, "SIGKILL", first=False),
+            ended(10, 1, "SIGKILL"),
         ],
         "killed rank",
         r"^rank 1 \(node001\) was ended by SIGKILL",
     ),
     "a crash in a library": (
-        [of_launcher("node001", 10, "rank ended", rank=0, signal="SIGSEGV"), of_rank(2, 13, "lost", ranks=[0])],
+        [ended(10, 0, "SIGSEGV"), lost(2, 13, [0])],
         "crashed rank",
         "rank 0 .node001. was ended by SIGSEGV",
     ),
     "a killed node": (
         [
-            of_rank(0, 12, "lost", ranks=[2, 3], silences={"2": 4.0, "3": 4.1}),
-            of_rank(1, 12, "lost", ranks=[2, 3], silences={"2": 4.0, "3": 4.1}),
-            of_launcher("node001", 14, "rank ended", rank=0, exit_code=1),
+            lost(0, 12, [2, 3], 4.0),
+            lost(1, 12, [2, 3], 4.0),
+            ended(14, 0, 1),
         ],
         "lost node",
         r"^ranks 2-3 on node002 fell silent",
     ),
     "a node whose ranks are all killed, and whose launcher lives": (
         [
-            of_launcher("node002", 10, "rank ended", rank=2, first=False, signal="SIGKILL"),
-            of_launcher("node002", 10, "rank ended", rank=3, first=True, signal="SIGKILL"),
-            of_rank(0, 14, "lost", ranks=[2, 3], silences={"2": 4.0, "3": 4.1}),
-            of_launcher("node001", 15, "rank ended", rank=0, first=True, exit_code=1),
+            ended(10, 2, "SIGKILL", first=False),
+            ended(10, 3, "SIGKILL"),
+            lost(0, 14, [2, 3], 4.0),
+            ended(15, 0, 1),
         ],
         "killed node",
         r"^ranks 2-3, all of node002, were ended by SIGKILL at once at iteration 634$",
     ),
     "a killed rank, and one beside it that its launcher had to kill": (
         [
-            of_rank(0, 14, "lost", ranks=[3], silences={"3": 4.0}),
-            of_launcher("node002", 22, "rank ended", rank=2, first=False, signal="SIGKILL"),
-            of_launcher("node002", 22, "rank ended", rank=3, first=True, signal="SIGKILL"),
+            lost(0, 14, [3], 4.0),
+            ended(22, 2, "SIGKILL", first=False),
+            ended(22, 3, "SIGKILL"),
         ],
         "killed rank",
         r"^rank 3 \(node002\) was ended by SIGKILL",
     ),
     "a stopped rank": (
         [
-            of_rank(0, 31, "lost", ranks=[3], silences={"3": 31.0}),
-            of_rank(2, 31, "lost", ranks=[3]),
-            of_launcher("node002", 40, "rank ended", rank=2, exit_code=1),
+            lost(0, 31, [3], 31.0),
+            lost(2, 31, [3]),
+            ended(40, 2, 1),
         ],
         "silent rank",
         r"^rank 3 gave no sign of life for 31 s at iteration 634",
@@ -116,7 +117,7 @@ DEATHS: dict[str, tuple[list[Line], str, str]] = {
         [
             of_rank(0, 30, "hang", "waits in all_reduce (mpu/grads.py:3)", stack=STACK_OF_STEP),
             of_rank(0, 31, "hang", "rank 3 (node002) has not come", ranks=[3], found_by=0),
-            of_launcher("node002", 40, "rank ended", rank=3, first=True, signal="SIGKILL"),
+            ended(40, 3, "SIGKILL"),
         ],
         "hang",
         "^rank 3 did not come to a collective",
@@ -127,7 +128,7 @@ DEATHS: dict[str, tuple[list[Line], str, str]] = {
             of_rank(2, 30.1, "hang", "is at data_utils/samplers.py:150 (batch)", stack=STACK_OF_DATA),
             of_rank(0, 30.2, "hang", "ranks 0, 1 and 3 wait for rank 2", ranks=[2], found_by=0),
             of_rank(0, 33, "error", "RuntimeError: Timed out waiting 30000ms for recv", cause="another rank"),
-            of_launcher("node001", 34, "rank ended", rank=0, exit_code=1),
+            ended(34, 0, 1),
         ],
         "hang in data loading",
         r"^rank 2 did not come .* at data_utils/samplers.py:150",
@@ -144,7 +145,7 @@ DEATHS: dict[str, tuple[list[Line], str, str]] = {
     "a hang that NCCL's watchdog ends": (
         [
             of_rank(1, 30, "hang", "rank 1 waits for rank 0", ranks=[0], found_by=1),
-            of_launcher("node001", 31, "rank ended", rank=1, signal="SIGABRT"),
+            ended(31, 1, "SIGABRT"),
         ],
         "hang",
         "^rank 0 did not come",
@@ -153,7 +154,7 @@ DEATHS: dict[str, tuple[list[Line], str, str]] = {
         [
             of_rank(0, 9, "not finite", "first of all rank 1 had a gradient that was not", iteration=640),
             of_rank(0, 10, "error", "FloatingPointError: 10 steps in a row", iteration=640, cause="not finite"),
-            of_launcher("node001", 11, "rank ended", rank=0, exit_code=1),
+            ended(11, 0, 1),
         ],
         "not finite",
         r"^rank 0 \(node001\), iteration 640: FloatingPointError: 10 steps",
@@ -161,55 +162,16 @@ DEATHS: dict[str, tuple[list[Line], str, str]] = {
     "one skipped step, then a killed rank": (
         [
             of_rank(0, 2, "not finite", "the step is skipped", iteration=610),
-            of_launcher("node001", 10, "rank ended", rank=1, signal="SIGKILL"),
+            ended(10, 1, "SIGKILL"),
         ],
         "killed rank",
         "rank 1",
     ),
-    "another weight on a replica": (
-        [of_rank(2, 20, "error", "StateChanged: rank 2 holds another word_embeddings.weight", cause="replica drift")],
-        "replica drift",
-        "word_embeddings.weight",
-    ),
-    "a full disk": (
-        [
-            of_rank(
-                1,
-                9,
-                "error",
-                "OSError: iter_0000700.tmp-a/mp_rank_01/model.safetensors: cannot write its 4,096 "
-                "bytes: No space left on device",
-                cause="full disk",
-            )
-        ],
-        "full disk",
-        "^rank 1 .*No space left",
-    ),
-    "a damaged checkpoint": (
-        [
-            of_rank(
-                0,
-                2,
-                "error",
-                "run: holds no valid checkpoint: run/iter_0000600/mp_rank_00/model.safetensors: "
-                "damaged: its sha256 is not the one in boxes/rank_00000.jsonl",
-                exit_code=2,
-                cause="damaged checkpoint",
-            )
-        ],
-        "damaged checkpoint",
-        "its sha256 is not the one",
-    ),
-    "a damaged token file": (
-        [of_rank(0, 2, "error", "--data-path: corpus.idx is damaged: a negative length", cause="damaged data")],
-        "damaged data",
-        "corpus.idx is damaged",
-    ),
     "out of memory": (
         [
             of_rank(2, 5, "error", "out of memory on rank 2: expected 9,000 MB in backward", cause="out of memory"),
-            of_rank(0, 8, "lost", ranks=[2]),
-            of_launcher("node002", 9, "rank ended", rank=2, exit_code=2),
+            lost(0, 8, [2]),
+            ended(9, 2, 2),
         ],
         "out of memory",
         "^rank 2 .node002., iteration 634: out of memory on rank 2",
@@ -218,7 +180,7 @@ DEATHS: dict[str, tuple[list[Line], str, str]] = {
         [
             of_rank(3, 5, "error", "KeyError: 'learning_rate'", at="megatron/gpt2/train/loop.py:31"),
             of_rank(0, 5.1, "error", f"RuntimeError: {CLOSED}", cause="another rank"),
-            of_rank(0, 8, "lost", ranks=[3]),
+            lost(0, 8, [3]),
         ],
         "an error of the program",
         r"^rank 3 .*KeyError: 'learning_rate', at megatron/gpt2/train/loop.py:31$",
@@ -231,32 +193,14 @@ DEATHS: dict[str, tuple[list[Line], str, str]] = {
         "an error of the program",
         "^rank 3 .*ZeroDivisionError",
     ),
-    "bad input": (
-        [of_rank(0, 1, "error", "--micro-batch-size must be positive, not 0", cause="bad input")],
-        "bad input",
-        "--micro-batch-size",
-    ),
     "a start that was refused": (
         [of_rank(0, 1, "refused", "--train-data x.txt: no such file", exit_code=2)],
         "bad input",
         r"^rank 0 .*: --train-data x\.txt: no such file$",
     ),
-    "a start for which a machine was missing": (
-        [
-            of_rank(
-                0,
-                1,
-                "refused",
-                "rank 1 of 2 did not come within 120 s (--init-timeout); rank 0 (node001) did",
-                cause="missing ranks",
-            )
-        ],
-        "missing ranks",
-        "^rank 0 .*: rank 1 of 2 did not come",
-    ),
     "a killed node, and a restart without it": (
         [
-            of_rank(0, 12, "lost", ranks=[2, 3], silences={"2": 4.0, "3": 4.1}),
+            lost(0, 12, [2, 3], 4.0),
             {**of_rank(0, 140, "refused", "ranks 2-3 of 4 did not come within 120 s", exit_code=2), "attempt": 1},
         ],
         "lost node",
@@ -265,55 +209,64 @@ DEATHS: dict[str, tuple[list[Line], str, str]] = {
     "a start that was refused beside the run": (
         [
             of_rank(0, 1, "refused", "--save run: process 7 saves there", exit_code=2),
-            of_launcher("node001", 10, "rank ended", rank=1, signal="SIGKILL"),
+            ended(10, 1, "SIGKILL"),
         ],
         "killed rank",
         "rank 1",
     ),
     "a lost link": (
         [
-            of_rank(0, 30, "lost", ranks=[2, 3], silences={"2": 30.0, "3": 30.0}),
-            of_rank(1, 30, "lost", ranks=[2, 3], silences={"2": 30.0, "3": 30.0}),
-            of_rank(2, 30, "lost", ranks=[0, 1], silences={"0": 30.0, "1": 30.0}),
-            of_rank(3, 30, "lost", ranks=[0, 1], silences={"0": 30.0, "1": 30.0}),
+            lost(0, 30, [2, 3], 30.0),
+            lost(1, 30, [2, 3], 30.0),
+            lost(2, 30, [0, 1], 30.0),
+            lost(3, 30, [0, 1], 30.0),
         ],
         "lost link",
         "^ranks 0-3 lost each other",
     ),
     "a rank that is cut off from the others and the store": (
         [
-            of_rank(1, 30, "lost", ranks=[0], silences={"0": 4.0}),
-            of_rank(0, 30, "lost", ranks=[0], silences={"0": 4.0}),
+            lost(1, 30, [0], 4.0),
+            lost(0, 30, [0], 4.0),
         ],
         "lost link",
         "^rank 0 lost the others at iteration 634",
     ),
     "a job that the scheduler kills": (
-        [of_launcher(host, 10 + rank / 10, "rank ended", rank=rank, signal="SIGKILL") for rank, host in HOSTS.items()],
+        [ended(10 + rank / 10, rank, "SIGKILL") for rank in HOSTS],
         "killed job",
         "^4 ranks were ended by SIGKILL at once",
     ),
     "SIGTERM before the first step": (
-        [of_launcher("node001", 3, "rank ended", rank=0, signal="SIGTERM")],
+        [ended(3, 0, "SIGTERM")],
         "SIGTERM",
         "^rank 0 .* was ended by SIGTERM with exit code 143",
     ),
     "Ctrl-C twice": (
-        [of_launcher("node001", 3, "rank ended", rank=0, signal="SIGINT")],
+        [ended(3, 0, "SIGINT")],
         "Ctrl-C",
         "^rank 0 .* was ended by SIGINT",
     ),
     "a crash loop": (
         [
-            of_launcher("node001", 10, "rank ended", rank=1, signal="SIGSEGV"),
+            ended(10, 1, "SIGSEGV"),
             of_launcher("node001", 11, "crash loop", "the same step, 635, failed three times"),
         ],
         "crash loop: crashed rank",
         "rank 1 .node001. was ended by SIGSEGV",
     ),
+    # What the error itself says counts.
+    **{
+        cause: ([of_rank(1, 9, kind, f"an error: {cause}", cause=cause)], cause, f"^rank 1 .*: an error: {cause}$")
+        for kind, causes in (
+            ("error", ("full disk", "replica drift", "damaged checkpoint", "damaged data", "bad input")),
+            ("refused", ("missing ranks",)),
+        )
+        for cause in causes
+    },
     "no power": ([], "without a word", "last word is of rank 3"),
     "an exit code and nothing else": (
-        [of_launcher("node001", 3, "rank ended", rank=2, exit_code=7)],
+        [ended(3, 2, 7)],
         "exit code 7",
         "^rank 2 .* ended with exit code 7",
     ),
@@ -342,7 +295,7 @@ def test_what_ended_json_says_counts_first() -> None:
 
 def test_earlier_attempts_and_starts_are_left_out() -> None:
     """What the last start died of counts, however the folder's earlier runs died."""
-    killed = of_launcher("node001", 10, "rank ended", rank=1, signal="SIGKILL")
+    killed = ended(10, 1, "SIGKILL")
     again = [*started(attempt=1, at=20), of_rank(2, 30, "error", "KeyError: 'x'") | {"attempt": 1}]
     restart = of_launcher("node001", 15, "restart")
     assert cause_of([*started(), killed, restart, *again], None).kind == "an error of the program"
