@@ -11,35 +11,31 @@ waits. docs/explanation/parallelism.md explains the schedules.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from data_utils.command_line import Parser
-from megatron.gpt2.pipeline.analysis import as_text, check, draw, equal_costs, kept, published_length, timetable
+from megatron.gpt2.pipeline.analysis import as_text, draw, equal_costs, kept, published_length, timetable
 from megatron.gpt2.pipeline.program import Costs
 from megatron.gpt2.pipeline.schedule import SCHEDULES, Schedule, build_schedule
 from megatron.gpt2.pipeline.stages import FIRST, LAST, layers_of_stages, virtual_stages
+
+SIZE, CHUNK = "--pipeline-model-parallel-size", "--num-layers-per-virtual-pipeline-stage"
 
 
 def options(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags. ValueError, which names the flag, if one cannot be."""
     parser = Parser(description=__doc__)
-
-    def number(flag: str, metavar: str, help: str, **more: Any) -> None:
-        parser.add_argument(flag, type=int, metavar=metavar, help=help, **more)
-
-    number("--pipeline-model-parallel-size", "P", "ranks of the pipeline", required=True)
+    parser.add_argument(SIZE, type=int, metavar="P", help="ranks of the pipeline", required=True)
     parser.add_argument("--pipeline-schedule", default="1f1b", choices=SCHEDULES, help="default: 1f1b")
-    number("--micro-batches", "M", "micro-batches of a step (default: 8)", default=8)
-    number("--num-layers", "L", "layers of the model: a stage takes as long as its share (default: all alike)")
-    for flag, whose in (
-        ("--num-layers-per-virtual-pipeline-stage", "one chunk, for --pipeline-schedule interleaved"),
-        (FIRST, "the first rank"),
-        (LAST, "the last rank"),
+    for flag, metavar, default, help in (
+        ("--micro-batches", "M", 8, "micro-batches of a step (default: 8)"),
+        ("--num-layers", "L", None, "layers of the model: a stage takes as long as its share (default: all alike)"),
+        (CHUNK, "N", None, "layers of one chunk, for --pipeline-schedule interleaved; needs --num-layers"),
+        (FIRST, "N", None, "layers of the first rank; needs --num-layers"),
+        (LAST, "N", None, "layers of the last rank; needs --num-layers"),
     ):
-        number(flag, "N", f"layers of {whose}; needs --num-layers")
+        parser.add_argument(flag, type=int, metavar=metavar, default=default, help=help)
     parser.add_argument(
         "--times",
         default="1,1,1",
@@ -49,8 +45,8 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw it into FILE")
     chosen = parser.parse_args(argv)
-    for flag in ("--num-layers-per-virtual-pipeline-stage", FIRST, LAST):
-        if getattr(chosen, flag[2:].replace("-", "_")) is not None and chosen.num_layers is None:
+    for flag in (CHUNK, FIRST, LAST):
+        if chosen.num_layers is None and getattr(chosen, flag[2:].replace("-", "_")) is not None:
             raise ValueError(f"{flag} needs --num-layers")
     return chosen
 
@@ -105,10 +101,9 @@ def _listed(numbers: Sequence[float]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line `argv` (default: this process's)."""
-    chosen = options(sys.argv[1:] if argv is None else argv)
+    chosen = options(argv)
     times = times_of(chosen.times)
     schedule, costs = plan(chosen, times)
-    check(schedule)
     chunks = f" of {schedule.chunks} chunks" if schedule.chunks > 1 else ""
     what = (
         f"{schedule.name}: {schedule.p} rank{'s' * (schedule.p > 1)}{chunks}, {schedule.micro_batches} "

@@ -11,10 +11,10 @@ waits that waits less. So there is an order in which all that is posted together
 the ticks: no rank waits forever.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from megatron.gpt2.pipeline.schedule import Action, Schedule
+from megatron.gpt2.pipeline.schedule import Action, Kind, Schedule
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,10 @@ class Costs:
     backward: float  # of the input
     weight: float  # of the weights
 
-    def of(self, action: Action, splits_backward: bool) -> float:
-        """How long `action` takes; a backward that is not split does both."""
-        if action.kind == "F":
-            return self.forward
-        return self.weight if action.kind == "W" else self.backward + (0 if splits_backward else self.weight)
+    def of(self, kind: Kind, splits_backward: bool) -> float:
+        """How long an action takes; a backward that is not split does both."""
+        backward = self.backward if splits_backward else self.backward + self.weight
+        return {"F": self.forward, "B": backward, "W": self.weight}[kind]
 
 
 # With these ticks a step takes no longer than the schedule alone: 1F1B whatever the true times are, ZB-H1 if no W takes
@@ -57,76 +56,57 @@ class Message:
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Step:
-    """What a rank posts together, and what it does then. action: None where it only sends what it made last."""
+    """What a rank does, and what it posts together before. action: None if it only sends what it made last."""
 
-    sends: tuple[Message, ...]
-    receives: tuple[Message, ...]
     action: Action | None
+    sends: list[Message] = field(default_factory=list)
+    receives: list[Message] = field(default_factory=list)
 
 
 def program(schedule: Schedule, ticks: Costs | None = None) -> list[list[Step]]:
     """The steps of each rank. The messages from one rank to another stand in the same order with both.
 
-    ticks: how long F, B and W take beside each other, in whole numbers, the same on all ranks; by default TICKS or
-    TICKS_OF_SPLIT. They decide who waits for whom, and never whether a rank waits forever. ValueError, which names rank
-    and action, where an action never gets what it needs.
+    ticks: how long F, B and W take relative to each other, in whole numbers, the same on all ranks; by default TICKS or
+    TICKS_OF_SPLIT. They decide who waits for whom, and never whether a rank waits forever.
     """
     ticks = ticks or (TICKS_OF_SPLIT if schedule.splits_backward else TICKS)
-    # Of each rank, by place: what it sends and receives before the action there. The last place is the present one.
-    sends: list[list[list[Message]]] = [[[]] for _ in schedule.ranks]
-    receives: list[list[list[Message]]] = [[[]] for _ in schedule.ranks]
-    free, now = [0.0] * schedule.p, 0.0
+    steps = [[Step(action) for action in (*actions, None)] for actions in schedule.ranks]
+    place, free, now = [0] * schedule.p, [0.0] * schedule.p, 0.0  # of each rank: its next step, and when it is free
     under_way: list[Message] = []
     here: set[Message | None] = {None}
-
-    def next_of(rank: int) -> Action | None:
-        place = len(sends[rank]) - 1
-        return schedule.ranks[rank][place] if place < len(schedule.ranks[rank]) else None
 
     def waits_for_partner(rank: int, end: float) -> bool:
         """Whether a partner would wait longer for this rank, busy until `end`, than this rank for the partner."""
         return any(
-            now < free[one.destination] < (now + end) / 2
+            now < free[partner := one.destination] < (now + end) / 2
+            and (action := steps[partner][place[partner]].action)
+            and needed_by(schedule, partner, action) == one
             for one in under_way
             if one.source == rank
-            and (action := next_of(one.destination))
-            and needed_by(schedule, one.destination, action) == one
         )
 
     while True:
         for message in [one for one in under_way if max(free[one.source], free[one.destination]) <= now]:
-            sends[message.source][-1].append(message)
-            receives[message.destination][-1].append(message)
+            steps[message.source][place[message.source]].sends.append(message)
+            steps[message.destination][place[message.destination]].receives.append(message)
             under_way.remove(message)
             here.add(message)
         begun = []
         for rank in range(schedule.p):
-            action = next_of(rank)
+            action = steps[rank][place[rank]].action
             if action is None or free[rank] > now or needed_by(schedule, rank, action) not in here:
                 continue
-            end = now + ticks.of(action, schedule.splits_backward)
+            end = now + ticks.of(action.kind, schedule.splits_backward)
             if not waits_for_partner(rank, end):
                 free[rank] = end
-                sends[rank].append([])
-                receives[rank].append([])
+                place[rank] += 1
                 begun.append(made_by(schedule, rank, action))
         under_way += filter(None, begun)
         if max(free) <= now:
-            break
+            return [own if own[-1].sends else own[:-1] for own in steps]
         now = min(time for time in free if time > now)
-    for rank, actions in enumerate(schedule.ranks):
-        if len(sends[rank]) <= len(actions):
-            raise ValueError(f"rank {rank} of the pipeline never gets what it needs for {next_of(rank)}")
-    steps = [
-        [
-            Step(tuple(sent), tuple(received), action)
-            for sent, received, action in zip(sends[rank], receives[rank], (*actions, None), strict=True)
-        ]
-        for rank, actions in enumerate(schedule.ranks)
-    ]
-    return [of if of[-1].sends else of[:-1] for of in steps]
 
 
 def made_by(schedule: Schedule, rank: int, action: Action) -> Message | None:
@@ -148,10 +128,11 @@ def needed_by(schedule: Schedule, rank: int, action: Action) -> Message | None:
     return None
 
 
-def needs(schedule: Schedule, stage: int, action: Action) -> list[tuple[str, int]]:
+def needs(schedule: Schedule, stage: int, action: Action) -> list[tuple[Kind, int]]:
     """Which actions on the same micro-batch must be over, as their kinds and stages."""
     if action.kind == "F":
         return [("F", stage - 1)] if stage else []
     if action.kind == "W":
         return [("B", stage)]
-    return [("F", stage), *([("B", stage + 1)] if stage + 1 < schedule.stages else [])]
+    needed: list[tuple[Kind, int]] = [("F", stage), ("B", stage + 1)]
+    return needed if stage + 1 < schedule.stages else needed[:1]

@@ -54,11 +54,6 @@ class Schedule:
         return self.p * self.chunks
 
     @cached_property
-    def trains(self) -> bool:
-        """Whether there are backwards."""
-        return any(action.kind == "B" for action in self.ranks[0])
-
-    @cached_property
     def splits_backward(self) -> bool:
         """Whether the gradients of weights are an action of their own."""
         return any(action.kind == "W" for action in self.ranks[0])
@@ -105,12 +100,6 @@ def zero_bubble(p: int, m: int) -> Schedule:
                 order.append(Action("W", 0, action.micro_batch - rank))
         ranks.append((*order, *(Action("W", 0, late) for late in range(max(m - rank, 0), m))))
     return Schedule("zero-bubble", tuple(ranks), 1, m)
-
-
-def forward_only(p: int, v: int, m: int) -> Schedule:
-    """For evaluation: the forwards of `interleaved`, or of 1F1B where v = 1."""
-    order = tuple(action for action in _forwards(p, v, -(-m // p) * p) if action.micro_batch < m)
-    return Schedule("forward-only", (order,) * p, v, m)
 
 
 @lru_cache(maxsize=64)

@@ -78,7 +78,7 @@ class ForwardBackward:
 
     def _exchange(self, step: Step) -> None:
         """Begin the transfers of a step. What was sent before is freed: its receivers have taken it at about that time,
-        since a step takes no longer if every rank waits for what it sends (`pipeline/analysis.py`)."""
+        since a step takes no longer if every rank waits for what it sends (`tests/megatron/gpt2/pipeline/test_analysis.py`)."""
         if not step.sends and not step.receives:
             return
         assert self._group is not None

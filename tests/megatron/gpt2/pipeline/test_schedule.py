@@ -10,7 +10,6 @@ from megatron.gpt2.pipeline.schedule import (
     Action,
     Schedule,
     build_schedule,
-    forward_only,
     interleaved,
     one_forward_one_backward,
     zero_bubble,
@@ -123,10 +122,9 @@ def test_the_tables_of_small_pipelines():
         "F0a F1a F0b F1b F2a B0b B1b F2b B0a B1a B2b B2a",
         "F0a F1a F0b B0b F1b B1b F2a B0a B1a F2b B2b B2a",
     ]
-    assert in_letters(forward_only(2, 2, 3)) == ["F0a F1a F0b F1b F2a F2b"] * 2
     schedule = zero_bubble(3, 4)
-    assert (schedule.p, schedule.stages, schedule.trains, schedule.splits_backward) == (3, 3, True, True)
-    assert not forward_only(2, 1, 3).trains and not interleaved(2, 2, 3).splits_backward
+    assert (schedule.p, schedule.stages, schedule.splits_backward) == (3, 3, True)
+    assert not interleaved(2, 2, 3).splits_backward
     assert interleaved(2, 3, 4).stage(1, 2) == 5
     assert str(Action("B", 1, 7)) == "B of micro-batch 7 in chunk 1"
 
