@@ -33,7 +33,7 @@ from megatron.gpt2.formats.native import write_native
 from megatron.gpt2.formats.openai_names import exported_kind
 from megatron.gpt2.formats.openai_tokenizer import open_tokenizer
 from megatron.gpt2.formats.torch_dist import write_torch_dist
-from megatron.gpt2.pipeline.stages import FIRST, LAST
+from megatron.gpt2.pipeline.schedule import FIRST, LAST
 
 MEGATRON = ("megatron-2019", "megatron-v2", "megatron-v3", "megatron-core", "torch_dist")
 OTHERS = ("huggingface", "nanogpt", "dcp")

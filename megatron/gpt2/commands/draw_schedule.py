@@ -17,8 +17,15 @@ from pathlib import Path
 from data_utils.command_line import Parser
 from megatron.gpt2.pipeline.analysis import as_text, draw, equal_costs, kept, published_length, timetable
 from megatron.gpt2.pipeline.program import Costs
-from megatron.gpt2.pipeline.schedule import SCHEDULES, Schedule, build_schedule
-from megatron.gpt2.pipeline.stages import FIRST, LAST, layers_of_stages, virtual_stages
+from megatron.gpt2.pipeline.schedule import (
+    FIRST,
+    LAST,
+    SCHEDULES,
+    Schedule,
+    build_schedule,
+    layers_of_stages,
+    virtual_stages,
+)
 
 SIZE, CHUNK = "--pipeline-model-parallel-size", "--num-layers-per-virtual-pipeline-stage"
 
@@ -28,14 +35,14 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     parser.add_argument(SIZE, type=int, metavar="P", help="ranks of the pipeline", required=True)
     parser.add_argument("--pipeline-schedule", default="1f1b", choices=SCHEDULES, help="default: 1f1b")
-    for flag, metavar, default, help in (
-        ("--micro-batches", "M", 8, "micro-batches of a step (default: 8)"),
-        ("--num-layers", "L", None, "layers of the model: a stage takes as long as its share (default: all alike)"),
-        (CHUNK, "N", None, "layers of one chunk, for --pipeline-schedule interleaved; needs --num-layers"),
-        (FIRST, "N", None, "layers of the first rank; needs --num-layers"),
-        (LAST, "N", None, "layers of the last rank; needs --num-layers"),
+    parser.add_argument("--micro-batches", type=int, metavar="M", default=8, help="of a step (default: 8)")
+    for flag, metavar, help in (
+        ("--num-layers", "L", "layers of the model: a stage takes as long as its share (default: all alike)"),
+        (CHUNK, "N", "layers of one chunk, for --pipeline-schedule interleaved; needs --num-layers"),
+        (FIRST, "N", "layers of the first rank; needs --num-layers"),
+        (LAST, "N", "layers of the last rank; needs --num-layers"),
     ):
-        parser.add_argument(flag, type=int, metavar=metavar, default=default, help=help)
+        parser.add_argument(flag, type=int, metavar=metavar, help=help)
     parser.add_argument(
         "--times",
         default="1,1,1",

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from data_utils.samplers import BatchSchedule
-from megatron.gpt2.pipeline.schedule import SCHEDULES, Schedule, build_schedule
-from megatron.gpt2.pipeline.stages import layers_of_stages, virtual_stages
+from megatron.gpt2.pipeline.schedule import SCHEDULES, Schedule, build_schedule, layers_of_stages, virtual_stages
 
 
 class Bound(NamedTuple):
@@ -463,26 +462,6 @@ class TrainConfig(Section):
                 return f"{flag(name)} {' '.join(map(str, words))}"
         return ""
 
-    def batch_schedule(self, seq_length: int, *, default: int) -> BatchSchedule:
-        """The samples of each step over all ranks; `default` where no flag gives a size. ValueError where the flags do
-        not fit together."""
-        final = self.global_batch_size or default
-        if self.step_batch_size_schedule:
-            schedule = BatchSchedule(_stages(self.step_batch_size_schedule, seq_length, self.growth))
-            require(
-                self.global_batch_size in (None, schedule.final),
-                f"--global-batch-size {final} is not the last size of {self.growth}: leave one of them out",
-            )
-            return schedule
-        if not self.rampup_batch_size:
-            return BatchSchedule.constant(final)
-        start, increment, samples = self.rampup_batch_size
-        require(
-            start <= final and (final - start) % increment == 0,
-            f"{self.growth}: {increment} samples at a time do not lead from {start} to --global-batch-size {final}",
-        )
-        return BatchSchedule.rampup(start, increment, samples, final)
-
     def iterations(
         self,
         *,
@@ -766,7 +745,22 @@ class Config:
         `consumed_samples`, cannot be divided so."""
         train, ranks = self.train, self.data_parallel_size(world_size)
         together, steps = train.micro_batch_size * ranks, train.gradient_accumulation_steps
-        schedule = train.batch_schedule(self.data.seq_length, default=together * (steps or 1))
+        final = train.global_batch_size or together * (steps or 1)
+        if train.step_batch_size_schedule:
+            schedule = BatchSchedule(_stages(train.step_batch_size_schedule, self.data.seq_length, train.growth))
+            require(
+                train.global_batch_size in (None, schedule.final),
+                f"--global-batch-size {final} is not the last size of {train.growth}: leave one of them out",
+            )
+        elif train.rampup_batch_size:
+            start, increment, samples = train.rampup_batch_size
+            require(
+                start <= final and (final - start) % increment == 0,
+                f"{train.growth}: {increment} samples at a time do not lead from {start} to --global-batch-size {final}",
+            )
+            schedule = BatchSchedule.rampup(start, increment, samples, final)
+        else:
+            schedule = BatchSchedule.constant(final)
         require(
             steps is None or schedule.final == together * steps,
             f"--global-batch-size {schedule.final} is not --micro-batch-size {train.micro_batch_size} × "

@@ -17,7 +17,7 @@ from megatron.gpt2.checkpoint.source import Source, check_facts
 from megatron.gpt2.config import ModelConfig, require
 from megatron.gpt2.formats.foreign import GPT2_VOCABULARY, TABLE, Hints, heads_of, renamed, short_repr, whole_number
 from megatron.gpt2.model.gpt2 import parameter_specs
-from megatron.gpt2.pipeline.stages import FIRST, LAST, layers_of_stages, virtual_stages
+from megatron.gpt2.pipeline.schedule import FIRST, LAST, layers_of_stages, virtual_stages
 
 HEAD = "word_embeddings_for_head.weight"  # the last stage's copy of the tied matrix; Core calls it output_layer.weight
 TRUE_VOCABULARY = "true_vocab_size"  # beside the arguments in our exports for Megatron, which does not read it

@@ -13,7 +13,7 @@ from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.checkpoint.source import check_facts
 from megatron.gpt2.checkpoint.state import load_state, whole_parameters
 from megatron.gpt2.model.gpt2 import GPT2Model, layer_config, parameter_specs
-from megatron.gpt2.pipeline.stages import layers_of_stages
+from megatron.gpt2.pipeline.schedule import layers_of_stages
 
 
 @dataclass(frozen=True)

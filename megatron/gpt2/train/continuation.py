@@ -3,7 +3,7 @@ another training. Shape, tokenizer and schedule are not here: if they differ, th
 value it takes (`merge_checkpoint` in megatron/gpt2/config/arguments.py).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,40 +18,40 @@ COURSE = (
     "global_batch_size",
     "batch_growth",
     "config.train.seed",
-    *(f"config.model.{name}" for name in ("hidden_dropout", "attention_dropout")),
-    *(
-        f"config.data.{name}"
-        for name in ("seq_length", "data_order", "eod_mask_loss", "reset_position_ids", "reset_attention_mask")
-    ),
+    "config.model.hidden_dropout",
+    "config.model.attention_dropout",
+    "config.data.seq_length",
+    "config.data.data_order",
+    "config.data.eod_mask_loss",
+    "config.data.reset_position_ids",
+    "config.data.reset_attention_mask",
     *(f"config.{key}" for key in SCHEDULE),
-    *(
-        f"config.optimizer.{name}"
-        for name in (
-            "weight_decay",
-            "adam_beta1",
-            "adam_beta2",
-            "adam_eps",
-            "clip_grad",
-        )
-    ),
+    "config.optimizer.weight_decay",
+    "config.optimizer.adam_beta1",
+    "config.optimizer.adam_beta2",
+    "config.optimizer.adam_eps",
+    "config.optimizer.clip_grad",
 )
 # What changes the order of sums, except under --exact-layouts.
 LAYOUT = (
-    *(
-        f"layout.{name}"
-        for name in ("model_parallel_size", "pipeline_parallel_size", "data_parallel_size", "optimizer_is_sharded")
-    ),
+    "layout.model_parallel_size",
+    "layout.pipeline_parallel_size",
+    "layout.data_parallel_size",
+    "layout.optimizer_is_sharded",
     "config.parallel.sequence_parallel",
     "config.parallel.ddp_bucket_size",
 )
 # What changes the order of sums, or how a number is rounded, in any case.
 ROUNDING = (
     "precision",
-    *(
-        f"config.parallel.{name}"
-        for name in ("exact_layouts", "DDP_impl", "grad_reduce_in_bf16", "cpu_offload_optimizer")
-    ),
-    *(f"config.train.{name}" for name in ("micro_batch_size", "compile", "attention_backend", "deterministic")),
+    "config.parallel.exact_layouts",
+    "config.parallel.DDP_impl",
+    "config.parallel.grad_reduce_in_bf16",
+    "config.parallel.cpu_offload_optimizer",
+    "config.train.micro_batch_size",
+    "config.train.compile",
+    "config.train.attention_backend",
+    "config.train.deterministic",
     "computed_by.torch",
     "computed_by.kernels",
     "computed_by.threads",
@@ -93,41 +93,49 @@ def how_it_goes_on(then: Mapping[str, Any], here: Mapping[str, Any], *, lost: Se
 
     lost: what of the run's state does not go on, in words.
     """
-    course = [*lost, *_differing(COURSE, then, here)]
+    course = [*lost, *_named(COURSE, then, here)]
     config = here["config"]["optimizer"]
     if config["lr_decay_iters"] is config["lr_decay_samples"] is None and config["lr_decay_style"] != "constant":
-        course += _differing(("train_iters",), then, here)
+        course += _named(("train_iters",), then, here)
     if course:
         return f"another training from here on ({'; '.join(course)})"
     is_exact = here["config"]["parallel"]["exact_layouts"] is not None  # the checkpoint's is compared by ROUNDING
-    if rounding := _differing(ROUNDING if is_exact else (*ROUNDING, *LAYOUT), then, here):
+    if rounding := _named(ROUNDING if is_exact else (*ROUNDING, *LAYOUT), then, here):
         return f"the same training within rounding ({'; '.join(rounding)})"
     if then.get("computed_by") is None:
         return "the same training; the checkpoint does not say by what it was computed"
     return "bit-identical to the run that wrote it"
 
 
-def _differing(places: tuple[str, ...], then: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """In words, what is not the same in both. A section that the checkpoint lacks says nothing. A flag that it lacks
-    had its default: it was not known."""
+def _named(places: Sequence[str], then: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """In words, what is not the same in both."""
     found = []
+    for place, before, now in _differing(places, then, here):
+        called = NAMES.get(place) or flag(place)
+        found.append(called if place == "data_fingerprint" else f"{called} {_shown(now)}, was {_shown(before)}")
+    return found
+
+
+def _differing(
+    places: Iterable[str], then: Mapping[str, Any], here: Mapping[str, Any]
+) -> Iterator[tuple[str, Any, Any]]:
+    """(place, value in `then`, value in `here`) of each that both have and that is not the same. A flag that a section
+    of the checkpoint lacks had its default: it was not known."""
     for place in places:
         *path, name = place.split(".")
         before, now = then, here
         for section in path:
             inner = before.get(section)
-            before, now = inner if isinstance(inner, Mapping) else {}, now[section]
+            before, now = inner if isinstance(inner, Mapping) else {}, now.get(section, {})
         if before and path[:1] == ["config"]:
             before = _DEFAULTS[path[1]] | {**before}
-        if name in before and before[name] != now[name]:
-            called = NAMES.get(place) or flag(place.removeprefix("config."))
-            told = "" if place == "data_fingerprint" else f" {_said(now[name])}, was {_said(before[name])}"
-            found.append(called + told)
-    return found
+        if name in before and name in now and before[name] != now[name]:
+            yield place, before[name], now[name]
 
 
-def _said(value: Any) -> Any:
-    return "not given" if value is None else value
+def _shown(value: Any) -> Any:
+    """`value` as a line has it: torch's name of a type as the flag has it."""
+    return {None: "not given", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(value, value)
 
 
 # The line about each difference, by its place in the facts of a checkpoint. A warning is about a difference that
@@ -149,20 +157,10 @@ LINES = {
     "config.train.micro_batch_size": "--micro-batch-size {here} here, {then} in the checkpoint: speed, memory and "
     "rounding change",
 }
-_SPELLINGS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # of torch's names, which a checkpoint has
 
 
 def differences(then: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
     """A line for each difference. then: the facts of the checkpoint that is continued; any of them may be missing.
     here: the same facts of this run."""
-    for place, line in LINES.items():
-        before, now = _look_up(then, place), _look_up(here, place)
-        if before is not None and before != now:
-            yield line.format(here=now, then=before)
-
-
-def _look_up(facts: Mapping[str, Any], place: str) -> Any:
-    value: Any = facts
-    for name in place.split("."):
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return _SPELLINGS.get(value, value) if isinstance(value, str) else value
+    for place, before, now in _differing(LINES, then, here):
+        yield LINES[place].format(here=_shown(now), then=_shown(before))

@@ -14,7 +14,6 @@ from torch import Tensor
 
 import mpu
 from data_utils import BatchLoader, DamagedData, Splits, Tokenizer
-from megatron.gpt2.config import DataConfig
 from megatron.gpt2.dist.gathering import gather_over_ranks
 from megatron.gpt2.train.setup import PreparedRun
 
@@ -37,21 +36,18 @@ class Batch:
 
     def micro_batches(self, size: int, token_weight: Tensor) -> list[dict[str, Tensor | mpu.Documents | None]]:
         """The arguments of the model for each micro-batch of `size` samples. token_weight: [n, s] float32."""
-
-        def arguments(number: int, part: slice) -> dict[str, Tensor | mpu.Documents | None]:
-            return {
-                "tokens": self.tokens[part],
-                "labels": self.labels[part],
-                "token_weight": token_weight[part],
-                "samples": None if self.samples is None else self.samples[part],
-                "positions": None if self.positions is None else self.positions[part],
-                "documents": None if self.documents is None else self.documents[number],
-            }
-
-        return [
-            arguments(number, slice(start, start + size))
-            for number, start in enumerate(range(0, len(self.tokens), size))
-        ]
+        columns = {
+            "tokens": self.tokens,
+            "labels": self.labels,
+            "token_weight": token_weight,
+            "samples": self.samples,
+            "positions": self.positions,
+        }
+        found: list[dict[str, Tensor | mpu.Documents | None]] = []
+        for number, start in enumerate(range(0, len(self.tokens), size)):
+            part = {name: None if column is None else column[start : start + size] for name, column in columns.items()}
+            found.append({**part, "documents": self.documents[number] if self.documents else None})
+        return found
 
 
 class TrainingData:
@@ -64,14 +60,10 @@ class TrainingData:
     def __init__(
         self, prepared: PreparedRun, parallel: mpu.ParallelState, consumed_samples: int, skipped_samples: int = 0
     ) -> None:
-        config, device = prepared.config, prepared.device
         self.tokenizer: Tokenizer = prepared.tokenizer
         self.splits: Splits = prepared.splits
-        self._config, self._device = config.data, device
-        self._micro_batch_size, self._parallel = config.train.micro_batch_size, parallel
-        self._digest = 0
-        self.on_host = pinned if device.type == "cuda" else torch.from_numpy
-        self._prepared = prepared
+        self._prepared, self._parallel, self._digest = prepared, parallel, 0
+        self.on_host = pinned if prepared.device.type == "cuda" else torch.from_numpy
         self.loader = self._read_from(consumed_samples, skipped_samples)
 
     def rewind(self, consumed_samples: int, skipped_samples: int) -> None:
@@ -97,21 +89,27 @@ class TrainingData:
         )
 
     def to_device(self, text: Tensor, samples: Tensor | None = None) -> Batch:
-        """text [n, s + 1] int64 on the host, and the samples' numbers [n] -> the batch. From pinned memory the copy
-        waits for nothing."""
+        """text [n, s + 1] int64 on the host, and the samples' numbers [n] -> the batch. An entry of -1 is not a token:
+        as a label it has no weight. From pinned memory the copy waits for nothing."""
+        config, device, eod = self._prepared.config, self._prepared.device, self.tokenizer.eod
         if self._parallel.model_parallel_size > 1:
             self._digest = zlib.crc32(text.numpy().tobytes(), self._digest)
-        return batch_of(
-            text,
-            self._config,
-            eod=self.tokenizer.eod,
-            micro_batch_size=self._micro_batch_size,
-            device=self._device,
-            samples=samples,
-        )
+        documents = positions = None
+        if config.data.reset_attention_mask:
+            parts = text[:, :-1].split(config.train.micro_batch_size)
+            documents = [mpu.Documents(part, eod, device) for part in parts]
+        sent = text.to(device, non_blocking=True)
+        tokens, labels = sent[:, :-1], sent[:, 1:]
+        mask = labels >= 0
+        if config.data.eod_mask_loss:
+            mask &= tokens != eod
+        if config.data.reset_position_ids:
+            positions = document_positions(tokens, eod)
+        numbers = None if samples is None else samples.to(device, non_blocking=True)
+        return Batch(tokens.clamp_min(0), labels.clamp_min(0), mask.float(), numbers, positions, documents)
 
     def check_ranks_agree(self, iteration: int) -> None:
-        """Raise DamagedData, on every rank, where ranks that hold one model together have read different text so far.
+        """Raise DamagedData, on every rank, if ranks that hold one model together have read different text so far.
         Every rank calls it at the same iteration."""
         parallel = self._parallel
         if parallel.model_parallel_size == 1:
@@ -120,7 +118,7 @@ class TrainingData:
             parallel.tensor_model_parallel_size,
             parallel.world_size // parallel.pipeline_model_parallel_size,
         )
-        digests = gather_over_ranks(self._digest, self._device)
+        digests = gather_over_ranks(self._digest, self._prepared.device)
         for rank, digest in enumerate(digests):
             first = rank % of_a_stage // size * size  # of the ranks that hold one model with it
             if digest != digests[first]:
@@ -129,30 +127,6 @@ class TrainingData:
                     f"by iteration {iteration}: every machine needs the same files, and none may change "
                     "while a run reads it; the same command continues from the last checkpoint"
                 )
-
-
-def batch_of(
-    text: Tensor,
-    config: DataConfig,
-    *,
-    eod: int,
-    micro_batch_size: int,
-    device: torch.device,
-    samples: Tensor | None = None,
-) -> Batch:
-    """text [n, s + 1] int64 on the host -> the batch on `device`. An entry of -1 is no token: as a label it has no
-    weight."""
-    documents = None
-    if config.reset_attention_mask:
-        documents = [mpu.Documents(part, eod, device) for part in text[:, :-1].split(micro_batch_size)]
-    sent = text.to(device, non_blocking=True)
-    tokens, labels = sent[:, :-1], sent[:, 1:]
-    mask = labels >= 0
-    if config.eod_mask_loss:
-        mask &= tokens != eod
-    positions = document_positions(tokens, eod) if config.reset_position_ids else None
-    numbers = None if samples is None else samples.to(device, non_blocking=True)
-    return Batch(tokens.clamp_min(0), labels.clamp_min(0), mask.float(), numbers, positions, documents)
 
 
 def document_positions(tokens: Tensor, eod: int) -> Tensor:

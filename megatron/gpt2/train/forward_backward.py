@@ -21,6 +21,7 @@ from megatron.gpt2.train.engine import Engine
 
 MicroBatch = Mapping[str, Any]  # the arguments of the model
 Place = tuple[int, int]  # chunk and micro-batch
+Content = tuple[str, int, int]  # activation or gradient, stage and micro-batch
 
 
 class ForwardBackward:
@@ -34,16 +35,11 @@ class ForwardBackward:
         self._rank, self._size = parallel.pipeline_model_parallel_rank, parallel.pipeline_model_parallel_size
         schedule = schedules(1)
         self._last_stage = self._size * schedule.chunks - 1
-
-        @functools.cache
-        def steps_of(micro_batches: int) -> Sequence[Step]:
-            return program(schedules(micro_batches))[self._rank]
-
-        self._steps_of = steps_of
+        self._steps_of = functools.cache(lambda micro_batches: program(schedules(micro_batches))[self._rank])
         self._later = WeightGradientsLater(engine) if schedule.splits_backward else None
         self._kept: dict[Place, tuple[Tensor | None, Tensor, list[Tensor]]] = {}  # input, root, gradient of the output
-        self._arriving: dict[Message, mpu.Transfer] = {}
-        self._leaving: dict[tuple[str, int, int], Tensor] = {}
+        self._arriving: dict[Content, mpu.Transfer] = {}
+        self._leaving: dict[Content, Tensor] = {}
         self._sent: list[mpu.Transfer] = []
         if self._group is not None:  # NCCL: a batch of transfers must not be the first call in a group
             dist.all_reduce(torch.zeros((), device=engine.flat.params.device), group=self._group)
@@ -84,13 +80,10 @@ class ForwardBackward:
         assert self._group is not None
         self._await_sent()
         shape = self.micro_batches[0]["tokens"].shape
-        sends = [
-            (self._leaving.pop((message.kind, message.stage, message.micro_batch)), message.destination)
-            for message in step.sends
-        ]
+        sends = [(self._leaving.pop(_content(message)), message.destination) for message in step.sends]
         receives = [(self._engine.model.empty_hidden(*shape), message.source) for message in step.receives]
         self._sent, received = mpu.exchange(sends, receives, self._group)
-        self._arriving.update(zip(step.receives, received, strict=True))
+        self._arriving.update(zip(map(_content, step.receives), received, strict=True))
 
     def _await_sent(self) -> None:
         for transfer in self._sent:
@@ -103,7 +96,7 @@ class ForwardBackward:
         hidden = None
         if self._last_stage > 0:
             if stage > 0:
-                hidden = self._arrived("activation", stage, number).requires_grad_()
+                hidden = self._arriving.pop(("activation", stage, number)).wait().requires_grad_()
             arguments |= {"chunk": self._engine.model.chunks[action.chunk], "hidden": hidden}
         with self._timers("forward"), self._engine.reducer.forward(number):
             root = self._engine.forward(**arguments)
@@ -119,7 +112,7 @@ class ForwardBackward:
         stage, number = action.chunk * self._size + self._rank, action.micro_batch
         hidden, root, gradient = self._kept.pop((action.chunk, number))
         if stage < self._last_stage:
-            gradient.append(self._arrived("gradient", stage, number))
+            gradient.append(self._arriving.pop(("gradient", stage, number)).wait())
         with self._timers("backward"):
             root.backward()
         if hidden is not None:
@@ -133,9 +126,9 @@ class ForwardBackward:
         with self._timers("backward"):
             self._later.compute((action.chunk, action.micro_batch))
 
-    def _arrived(self, kind: str, stage: int, micro_batch: int) -> Tensor:
-        (message,) = (m for m in self._arriving if (m.kind, m.stage, m.micro_batch) == (kind, stage, micro_batch))
-        return self._arriving.pop(message).wait()
+
+def _content(message: Message) -> Content:
+    return message.kind, message.stage, message.micro_batch
 
 
 class _Departure(torch.autograd.Function):

@@ -1,11 +1,12 @@
-"""Where numbers stop to be finite: after too many skipped steps the last one is run once more, and looked at.
+"""Finds where numbers stop being finite: after too many skipped steps the last one is run once more and watched.
 
-Its micro-batches are there still, and a skipped step has changed no weight. So a run that is well pays nothing. Each
-rank looks at its own weights, at what its layers return, and at the gradients of its own micro-batches, before they are
+Its micro-batches are still there, and a skipped step has changed no weight. So a healthy run pays nothing. Each rank
+looks at its own weights, at the outputs of its layers, and at the gradients of its own micro-batches, before they are
 summed over ranks. Sums then spread what is not finite to all ranks; the first of all is where it comes from.
 """
 
 import contextlib
+import functools
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -20,19 +21,21 @@ from megatron.gpt2.monitor.incidents import FOLDER, rank_name
 from megatron.gpt2.train.run import Run
 
 PHASES = ("weight", "output", "gradient")  # the order in which a step comes to them
-Look = Callable[[str, str, Any], None]  # is given a phase, a name, and a tensor, or what is none
+Look = Callable[[str, str, Any], None]  # is given a phase, a name, and a tensor or something else, which it ignores
 
 
 def explain(run: Run) -> str:
     """Run forward and backward of the last step again, and say where numbers first are not finite; empty if they are.
-    Every rank calls it, and writes what it has into a file of its own beside the incidents."""
+    Every rank calls it, and writes what it has into its own file in the folder of the incidents."""
     optimizer, flat, folder = run.engine.optimizer, run.engine.flat, run.prepared.save_directory / FOLDER
     optimizer.gatherer.wait()
-    seen: list[tuple[str, str, Tensor]] = []  # in order; whether it is finite stays on the device
+    seen: list[tuple[str, str]] = []  # in order
+    all_finite: list[Tensor] = []  # stays on the device
 
     def look(phase: str, name: str, tensor: Any) -> None:
         if isinstance(tensor, Tensor) and tensor.is_floating_point():
-            seen.append((phase, name, torch.isfinite(tensor.detach()).all()))
+            seen.append((phase, name))
+            all_finite.append(torch.isfinite(tensor.detach()).all())
 
     for name, parameter in flat.parameters.items():
         look("weight", name, parameter)
@@ -40,15 +43,17 @@ def explain(run: Run) -> str:
     with looking(run, look):
         run.forward_backward(micro_batches)
         run.engine.reducer.finish()
-    finite = torch.stack([is_finite for *_, is_finite in seen]).tolist()
-    place = finite.index(False) if False in finite else None
-    found = None if place is None else [*seen[place][:2], place, run.parallel.pipeline_model_parallel_rank]
+    found = None
+    if False in (finite := torch.stack(all_finite).tolist()):
+        phase, name = seen[place := finite.index(False)]
+        stage = run.parallel.pipeline_model_parallel_rank  # backward comes to the last stage first
+        found = [PHASES.index(phase), -stage if phase == "gradient" else stage, place, phase, name]
     state = {
         "iteration": run.progress.iteration,
         "samples": [micro_batch["samples"].tolist() for micro_batch in micro_batches],
         "loss_scale": optimizer.scaler.scale.item(),
         "learning_rate": optimizer.learning_rate.item(),
-        "first": found and found[:2],
+        "first": found and found[3:],
         "norms": {
             name: {"weight": _norm(parameter.detach()), "summed gradient": _norm(flat.owned_grad(name))}
             for name, parameter in flat.parameters.items()
@@ -59,9 +64,15 @@ def explain(run: Run) -> str:
     with contextlib.suppress(OSError):  # a full disk must not hide the reason
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(state, indent=1))
-    words = _first_of_all([json.loads(text) for text in gather_texts(json.dumps(found))], run.hosts)
+    of_ranks = [json.loads(text) for text in gather_texts(json.dumps(found))]
+    if not any(of_ranks):
+        return ""
+    *when, phase, name = min(filter(None, of_ranks))
+    ranks = [rank for rank, first in enumerate(of_ranks) if first and first[:3] == when]
+    what = "an output" if phase == "output" else f"a {phase}"
+    words = f"first of all {named(ranks, run.hosts)} had {what} of {name} that was not"
     run.incidents.note("not finite", words)
-    return f"{words} (the state is in {folder}); " if words else ""
+    return f"{words} (the state is in {folder}); "
 
 
 @contextlib.contextmanager
@@ -69,26 +80,22 @@ def looking(run: Run, look: Look) -> Iterator[None]:
     """Inside, `look` sees what the modules of the model return, and the gradients that the reducer is given, or
     autograd if it is torch's DDP. Layers that torch.compile has taken are seen from outside."""
     model, reducer = run.engine.model, run.engine.reducer
-    hooks = [
-        module.register_forward_hook(lambda module, args, out, name=name: look("output", name, out))
-        for name, module in model.named_modules()
-        if name
-    ]
     methods = [name for name in ("add", "add_rows") if hasattr(reducer, name)]
-    for method in methods:
-        setattr(reducer, method, _seen(getattr(reducer, method), look))
-    if not methods:
-        hooks += [
-            parameter.register_hook(lambda grad, name=name: look("gradient", name, grad))
-            for name, parameter in model.named_parameters()
-        ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with contextlib.ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if name:
+                see = functools.partial(_see_output, look, name)
+                hooks.enter_context(module.register_forward_hook(see))
         for method in methods:
-            delattr(reducer, method)  # the class's own again
+            setattr(reducer, method, _seen(getattr(reducer, method), look))
+            hooks.callback(delattr, reducer, method)  # the class's own again
+        for name, parameter in model.named_parameters() if not methods else ():
+            hooks.enter_context(parameter.register_hook(functools.partial(look, "gradient", name)))
+        yield
+
+
+def _see_output(look: Look, name: str, module: torch.nn.Module, args: Any, output: Any) -> None:
+    look("output", name, output)
 
 
 def _seen(method: Callable[..., None], look: Look) -> Callable[..., None]:
@@ -97,21 +104,6 @@ def _seen(method: Callable[..., None], look: Look) -> Callable[..., None]:
         method(name, *gradients)
 
     return see
-
-
-def _first_of_all(found: list[Any], hosts: dict[int, str]) -> str:
-    """found: what each rank found first: None, or phase, name, place in its order and stage."""
-
-    def order(first: tuple[str, str, int, int]) -> tuple[int, int, int]:
-        phase, _, place, stage = first  # backward comes to the last stage first
-        return PHASES.index(phase), -stage if phase == "gradient" else stage, place
-
-    if not any(found):
-        return ""
-    earliest = min(filter(None, found), key=order)
-    ranks = [rank for rank, first in enumerate(found) if first and order(first) == order(earliest)]
-    what = "an output" if earliest[0] == "output" else f"a {earliest[0]}"
-    return f"first of all {named(ranks, hosts)} had {what} of {earliest[1]} that was not"
 
 
 def _norm(tensor: Tensor) -> float | str:

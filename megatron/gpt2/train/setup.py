@@ -1,4 +1,4 @@
-"""What each rank decides alone, before the ranks build the run together: the flags, the checkpoint's own shape, device and
+"""What each rank decides by itself, before the ranks build the run together: the flags, the checkpoint's own shape, device and
 precision, the tokenizer, and the text as tokens; and, as soon as the ranks have met, that all of them decided alike.
 
 Tokenising can take hours, so it must not happen inside the time limit of a collective. Every rank reads its own command
@@ -7,7 +7,7 @@ decided otherwise would train another model in silence, or wait for a collective
 """
 
 import dataclasses
-import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -36,7 +36,7 @@ from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.checkpoint.source import check_facts, decay_iters
 from megatron.gpt2.config import Config, DataConfig, by_key, flag, require
 from megatron.gpt2.config.arguments import Arguments, merge_checkpoint
-from megatron.gpt2.dist.gathering import gather_over_ranks
+from megatron.gpt2.dist.gathering import gather_texts
 from megatron.gpt2.dist.hang import set_flight_recorder
 from megatron.gpt2.dist.ranks import Ranks
 from megatron.gpt2.hooks import Hook, load_hooks
@@ -53,7 +53,7 @@ class PreparedRun:
 
     config: with what the checkpoint decides, the vocabulary's size and the kind of tokenizer.
     source: the folder to load from; None to start from random weights.
-    start: the facts of the checkpoint that is continued; empty where the run starts at iteration 0.
+    start: the facts of the checkpoint that is continued; empty if the run starts at iteration 0.
     hooks: the extensions that the flags ask for.
     keeps_freed: freed memory stays with the process, see `device.set_allocator`.
     resident: bytes of anonymous memory that the process had before any model.
@@ -158,7 +158,7 @@ def prepare_run(arguments: Arguments, ranks: Ranks, log: Log) -> PreparedRun:
         config.data.text_key,
     )
     data = dataclasses.replace(config.data, train_data=train, valid_data=valid, test_data=test, text_key=text_key)
-    tokenizer = _tokenizer(dataclasses.replace(config, data=data), arguments, checkpoint, log)
+    tokenizer = _tokenizer(data, arguments, checkpoint, log)
     require(
         config.model.vocab_size in (None, tokenizer.vocab_size),
         f"--vocab-size {config.model.vocab_size} is not the {tokenizer.vocab_size} of the tokenizer {tokenizer.kind}: "
@@ -251,74 +251,71 @@ def _splits(data: DataConfig, tokenizer: Tokenizer, *, evaluates: bool) -> Split
 
 
 def _source(arguments: Arguments, ranks: Ranks, log: Log) -> tuple[Arguments, Checkpoint | None, str | None]:
-    """The arguments, which may now continue --save in place of --load; the checkpoint that the run starts from, opened
+    """The arguments, which may now continue --save instead of --load; the checkpoint that the run starts from, opened
     without reading its tensors; and the folder that holds it."""
     where = arguments.checkpoint
-    assert where.save is not None
+    save, source = str(where.save), where.load or str(where.save)
     if where.load is not None:
         heads = "model.num_attention_heads"
         refuse_foreign(where.load, num_attention_heads=arguments.values[heads] if heads in arguments.given else None)
-    checkpoint = find_checkpoint(where.load or where.save, log=_ignored, verify=False)
-    begun, holder = None, where.save  # what the same command has saved, if it has run before
-    if where.load is not None and where.load != where.save:
-        begun = find_checkpoint(where.save, log=_ignored, verify=False)
+    checkpoint = _open(source)
+    begun, holder = None, save  # what the same command has saved, if it has run before
+    if source != save:
+        begun = _open(save)
     elif not where.finetune:
         begun = checkpoint
     if where.local_checkpoint_dir is not None:
         newest = begun.iteration if begun is not None else 0
-        if near := assemble(where.save, where.local_checkpoint_dir, newest, ranks, log):
-            begun, holder = find_checkpoint(near, log=_ignored, verify=False), str(near)
+        if near := assemble(save, where.local_checkpoint_dir, newest, ranks, log):
+            begun, holder = _open(near), str(near)
     if (
         begun is not None
-        and (holder != where.save or where.load not in (None, where.save))
+        and (holder, source) != (save, save)
         and (where.finetune or checkpoint is None or begun.iteration > checkpoint.iteration)
     ):
         values = {**arguments.values, "checkpoint.finetune": False}
-        if where.load is not None and where.load != where.save:
+        if source != save:
             log(
-                f"--save {where.save} holds iteration {begun.iteration} of this run already, which is continued; "
-                f"another --save starts from {where.load} again"
+                f"--save {save} holds iteration {begun.iteration} of this run already, which is continued; "
+                f"another --save starts from {source} again"
             )
-            values["checkpoint.load"] = where.save
+            values["checkpoint.load"] = save
         return dataclasses.replace(arguments, values=values), begun, holder
-    if checkpoint is not None:
-        return arguments, checkpoint, where.load or where.save
-    if where.load is not None:
-        if where.finetune or where.exit_on_missing_checkpoint or where.load != where.save:
-            raise ValueError(
-                f"--load {where.load} holds no checkpoint: give the --save folder of another run, or "
-                "leave it out to start from random weights"
-            )
-        log(f"WARNING: --load {where.load} holds no checkpoint: the run starts from random weights")
-    return arguments, None, None
-
-
-def _ignored(line: str) -> None:
-    """For warnings that come once more when the checkpoint is loaded."""
-
-
-def _tokenizer(config: Config, arguments: Arguments, checkpoint: Checkpoint | None, log: Log) -> Tokenizer:
-    data = config.data
-    files_given = any(f"data.{name}" in arguments.given for name in ("vocab_file", "merge_file", "tokenizer_model"))
-    known = checkpoint.facts.get("tokenizer") if checkpoint is not None else None
-    if checkpoint is not None and known is None and not files_given and "data.tokenizer_type" not in arguments.given:
-        raise ValueError(
-            f"{checkpoint.path} came without a tokenizer: give --vocab-file and --merge-file, "
-            "--tokenizer-model, or --tokenizer-type of one that needs no files, of its "
-            f"{checkpoint.facts['vocab_size']:,} tokens"
+    if checkpoint is None and where.load is not None:
+        require(
+            source == save and not where.finetune and not where.exit_on_missing_checkpoint,
+            f"--load {source} holds no checkpoint: give the --save folder of another run, or leave it out to start "
+            "from random weights",
         )
-    if known is not None and not files_given:
-        folder = arguments.checkpoint.load or arguments.checkpoint.save  # also where a local checkpoint is loaded
-        tokenizer = load_tokenizer(Path(str(folder)) / "tokenizer")
+        log(f"WARNING: --load {source} holds no checkpoint: the run starts from random weights")
+    return arguments, checkpoint, source if checkpoint is not None else None
+
+
+def _open(folder: str | Path) -> Checkpoint | None:
+    """The checkpoint to load, without the warnings, which come once more when it is loaded."""
+    return find_checkpoint(folder, log=lambda warning: None, verify=False)
+
+
+def _tokenizer(data: DataConfig, arguments: Arguments, checkpoint: Checkpoint | None, log: Log) -> Tokenizer:
+    """The checkpoint's own tokenizer, unless flags name files; else the one that the flags name. data: with files
+    instead of the names of corpora."""
+    where, facts = arguments.checkpoint, checkpoint.facts if checkpoint is not None else {}
+    files_given = any(f"data.{name}" in arguments.given for name in ("vocab_file", "merge_file", "tokenizer_model"))
+    known, size, named = facts.get("tokenizer"), facts.get("vocab_size", 0), checkpoint.path if checkpoint else ""
+    require(
+        checkpoint is None or bool(known) or files_given or "data.tokenizer_type" in arguments.given,
+        f"{named} came without a tokenizer: give --vocab-file and --merge-file, --tokenizer-model, or --tokenizer-type "
+        f"of one that needs no files, of its {size:,} tokens",
+    )
+    if known and not files_given:
+        # The folder is also that of a run whose local checkpoint is loaded.
+        tokenizer = load_tokenizer(Path(str(where.load or where.save)) / "tokenizer")
     else:
-        kind = data.tokenizer_type
-        if kind is None:
-            kind = default_tokenizer_kind()
-            if kind == "bytes":
-                log("tokenizer: bytes, since neither tiktoken nor tokenizers is installed (pip install tiktoken)")
-        model_file = data.tokenizer_model
+        kind, model_file = data.tokenizer_type or default_tokenizer_kind(), data.tokenizer_model
+        if kind == "bytes" and data.tokenizer_type is None:
+            log("tokenizer: bytes, since neither tiktoken nor tokenizers is installed (pip install tiktoken)")
         if kind == "SentencePieceTokenizer":
-            model_file = model_file or f"{config.checkpoint.save}/sentencepiece.model"
+            model_file = model_file or f"{where.save}/sentencepiece.model"
             ensure_sentencepiece_model(
                 model_file,
                 train_data=data.train_data,
@@ -337,17 +334,19 @@ def _tokenizer(config: Config, arguments: Arguments, checkpoint: Checkpoint | No
     for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
         require(
             tokenizer.has_eod or not getattr(data, name),
-            f"{flag(f'data.{name}')}: the tokenizer {tokenizer.kind} has no end of document; leave the flag out",
+            f"{flag(name)}: the tokenizer {tokenizer.kind} has no end of document; leave the flag out",
         )
-    if checkpoint is not None and known is None and tokenizer.vocab_size != checkpoint.facts["vocab_size"]:
-        raise ValueError(
-            f"{checkpoint.path} has {checkpoint.facts['vocab_size']:,} tokens and the tokenizer "
-            f"{tokenizer.vocab_size:,}: give the files that it was trained with"
+    if known:
+        require(
+            tokenizer.fingerprint == known["fingerprint"],
+            f"the tokenizer's files are not those of {named}: leave --vocab-file, --merge-file and --tokenizer-model "
+            "out to take the checkpoint's own",
         )
-    if checkpoint is not None and known is not None and tokenizer.fingerprint != known["fingerprint"]:
-        raise ValueError(
-            f"the tokenizer's files are not those of {checkpoint.path}: leave --vocab-file, --merge-file "
-            "and --tokenizer-model out to take the checkpoint's own"
+    else:
+        require(
+            size in (0, tokenizer.vocab_size),
+            f"{named} has {size:,} tokens and the tokenizer {tokenizer.vocab_size:,}: give the files that it was "
+            "trained with",
         )
     return tokenizer
 
@@ -366,29 +365,26 @@ def what_decides(prepared: PreparedRun, parallel: mpu.ParallelState, *, sharded:
 # Flags that may differ: paths, which machines may name in their own way, and what concerns one rank alone. What is in
 # the files is compared by the fingerprints of data and tokenizer.
 MAY_DIFFER = {
-    *(
-        f"data.{name}"
-        for name in (
-            "train_data",
-            "valid_data",
-            "test_data",
-            "data_path",
-            "valid_data_path",
-            "test_data_path",
-            "split",
-            "text_key",
-            "data_cache_path",
-            "vocab_file",
-            "merge_file",
-            "tokenizer_model",
-            "cache_dir",
-            "num_workers",
-        )
-    ),
-    *(
-        f"train.{name}"
-        for name in ("device", "tensorboard_dir", "wandb_project", "wandb_entity", "wandb_exp_name", "wandb_save_dir")
-    ),
+    "data.train_data",
+    "data.valid_data",
+    "data.test_data",
+    "data.data_path",
+    "data.valid_data_path",
+    "data.test_data_path",
+    "data.split",
+    "data.text_key",
+    "data.data_cache_path",
+    "data.vocab_file",
+    "data.merge_file",
+    "data.tokenizer_model",
+    "data.cache_dir",
+    "data.num_workers",
+    "train.device",
+    "train.tensorboard_dir",
+    "train.wandb_project",
+    "train.wandb_entity",
+    "train.wandb_exp_name",
+    "train.wandb_save_dir",
     "checkpoint.save",
     "checkpoint.load",
     "checkpoint.local_checkpoint_dir",
@@ -398,21 +394,17 @@ MAY_DIFFER = {
 def check_ranks_agree(prepared: PreparedRun) -> None:
     """ValueError, on every rank, that names the first decision that differs. A collective over all ranks."""
     own = decisions(prepared)
-
-    def others(text: str) -> list[int]:
-        """The ranks that have another text than rank 0."""
-        number = int(hashlib.sha256(text.encode()).hexdigest()[:15], 16)
-        numbers = gather_over_ranks(number, prepared.device)
-        return [rank for rank, theirs in enumerate(numbers) if theirs != numbers[0]]
-
-    for name, value in own.items() if others(repr(own)) else ():
-        if ranks := others(value):
-            raise ValueError(
-                f"rank {ranks[0]} has another {name} than rank 0 (on rank {prepared.ranks.rank} it is {value}): start "
-                "every rank with the same command line and environment, and let all machines see the same files"
+    everyone = [json.loads(text) for text in gather_texts(json.dumps([own, prepared.splits.fingerprint]))]
+    (first, data), *_ = everyone
+    for name, value in own.items():
+        for rank, (theirs, _) in enumerate(everyone):
+            require(
+                theirs.get(name) == first.get(name),
+                f"rank {rank} has another {name} than rank 0 (on rank {prepared.ranks.rank} it is {value}): start "
+                "every rank with the same command line and environment, and let all machines see the same files",
             )
     require(
-        not others(prepared.splits.fingerprint),
+        all(theirs == data for _, theirs in everyone),
         "the ranks read different training data: every machine needs the same files",
     )
 

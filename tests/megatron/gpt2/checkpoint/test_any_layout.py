@@ -25,7 +25,7 @@ from megatron.gpt2.config import CheckpointConfig, Config, DataConfig, ModelConf
 from megatron.gpt2.model.gpt2 import TIED, GPT2Model, parameter_specs
 from megatron.gpt2.optimizer.flat_parameters import FlatParameters
 from megatron.gpt2.optimizer.optimizer import AdamWOptimizer, build_loss_scaler
-from megatron.gpt2.pipeline.stages import layers_of_stages
+from megatron.gpt2.pipeline.schedule import layers_of_stages
 from megatron.gpt2.train.checkpointing import checkpoint_files, load_run
 from tests.megatron.gpt2.checkpoint.moved_runs import LAYOUTS, PIPELINES, Layout
 

@@ -11,10 +11,11 @@ from megatron.gpt2.pipeline.schedule import (
     Schedule,
     build_schedule,
     interleaved,
+    layers_of_stages,
     one_forward_one_backward,
+    virtual_stages,
     zero_bubble,
 )
-from megatron.gpt2.pipeline.stages import layers_of_stages, virtual_stages
 
 
 def sizes(*arguments: int | None) -> list[int]:
