@@ -18,16 +18,7 @@ import pytest
 from tests.conftest import ROOT
 
 ROOMS = ("mpu", "data_utils", "megatron")
-OPTIONAL = (
-    "tiktoken",
-    "sentencepiece",
-    "tokenizers",
-    "tqdm",
-    "matplotlib",
-    "transformers",
-    "tensorboard",
-    "ftfy",
-)
+OPTIONAL = "tiktoken sentencepiece tokenizers tqdm matplotlib transformers tensorboard ftfy".split()
 TINY = (
     "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 "
     "--train-iters 2 --device cpu --precision fp32"
@@ -59,15 +50,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for path in ROOT.iterdir():
         if path.is_file():
             shutil.copy(path, folder / "source")
-    run(
-        [
-            sys.executable,
-            *"-m pip wheel --quiet --no-deps --no-build-isolation --no-index --wheel-dir".split(),
-            str(folder),
-            str(folder / "source"),
-        ],
-        folder,
-    )
+    line = f"-m pip wheel --quiet --no-deps --no-build-isolation --no-index --wheel-dir {folder} {folder}/source"
+    run([sys.executable, *line.split()], folder)
     (built,) = folder.glob("*.whl")
     return built
 
@@ -76,24 +60,29 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def installed(wheel: Path) -> Path:
     """The Python of a fresh environment into which pip has put the wheel, and which sees the libraries of this one, but
     not the project's own folder: a .pth file adds the place, and does not follow the .pth files there."""
-    folder = wheel.parent / "environment"
+    python, site = new_environment(wheel.parent / "environment")
+    install(python, "--no-compile --disable-pip-version-check", wheel)
+    see_libraries(site)
+    return python
+
+
+def new_environment(folder: Path) -> tuple[Path, Path]:
+    """The Python of a new environment, and where its packages go."""
     venv.create(folder, with_pip=False, symlinks=True)
     python = folder / "bin" / "python"
-    site = Path(run([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], folder).strip())
-    run(
-        [
-            sys.executable,
-            "-m",
-            "pip",
-            "--python",
-            str(python),
-            *"install --quiet --no-deps --no-index --no-compile --disable-pip-version-check".split(),
-            str(wheel),
-        ],
-        folder,
+    return python, Path(
+        run([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], folder).strip()
     )
+
+
+def install(python: Path, flags: str, what: Path) -> None:
+    line = f"-m pip --python {python} install --quiet --no-deps --no-index {flags} {what}"
+    run([sys.executable, *line.split()], python.parent)
+
+
+def see_libraries(site: Path) -> None:
+    """Let an environment see the libraries of this one."""
     (site / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    return python
 
 
 def test_wheel_holds_every_package_and_data_file(wheel: Path) -> None:
@@ -238,8 +227,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if done.returncode != 0:
         pytest.skip(f"the package index gives no wheel of megatron-core: {done.stdout.strip().splitlines()[-1]}")
     (built,) = folder.glob("*.whl")
-    with zipfile.ZipFile(built) as archive:
-        archive.extractall(folder / "site")
+    unpack(built, folder / "site")
     assert (folder / "site" / "megatron" / "training").is_dir()
     return folder / "site"
 
@@ -252,24 +240,19 @@ def look(python: Path | str, cwd: Path, *path: Path) -> dict[str, Path]:
     return {name: Path(file) for name, _, file in (line.partition(" ") for line in lines)}
 
 
+def found_at(theirs: Path, ours: Path) -> dict[str, Path]:
+    return {
+        "core": theirs / "megatron" / "core" / "__init__.py",
+        "training": theirs / "megatron" / "training" / "__init__.py",
+        "ours": ours / "megatron" / "gpt2" / "config" / "__init__.py",
+    }
+
+
 @pytest.mark.parametrize("ours_first", [pytest.param(True, marks=pytest.mark.wide), False])
 def test_on_the_path(theirs: Path, tmp_path: Path, ours_first: bool):
     """As where a checkout of theirs stands before or behind ours."""
     found = look(sys.executable, tmp_path, *((ROOT, theirs) if ours_first else (theirs, ROOT)))
-    assert found == {
-        "core": theirs / "megatron" / "core" / "__init__.py",
-        "training": theirs / "megatron" / "training" / "__init__.py",
-        "ours": ROOT / "megatron" / "gpt2" / "config" / "__init__.py",
-    }
-
-
-def environment(folder: Path) -> tuple[Path, Path]:
-    """The Python of a new environment that sees the libraries of this one, and where its packages go."""
-    venv.create(folder, with_pip=False, symlinks=True)
-    python = folder / "bin" / "python"
-    site = Path(run([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], folder).strip())
-    (site / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    return python, site
+    assert found == found_at(theirs, ROOT)
 
 
 def unpack(wheel: Path, site: Path) -> None:
@@ -280,39 +263,19 @@ def unpack(wheel: Path, site: Path) -> None:
 @pytest.mark.parametrize("ours_first", [True, pytest.param(False, marks=pytest.mark.wide)])
 def test_installed_as_wheels(wheel: Path, theirs: Path, tmp_path: Path, ours_first: bool):
     """Both in one site-packages: neither overwrites a file of the other."""
-    python, site = environment(tmp_path / "environment")
+    python, site = new_environment(tmp_path / "environment")
+    see_libraries(site)
     wheels = [wheel, next(theirs.parent.glob("*.whl"))]
     for one in wheels if ours_first else wheels[::-1]:
         unpack(one, site)
-    found = look(python, tmp_path)
-    assert found == {
-        "core": site / "megatron" / "core" / "__init__.py",
-        "training": site / "megatron" / "training" / "__init__.py",
-        "ours": site / "megatron" / "gpt2" / "config" / "__init__.py",
-    }
+    assert look(python, tmp_path) == found_at(site, site)
 
 
 @pytest.mark.wide
 def test_ours_editable(wheel: Path, theirs: Path, tmp_path: Path):
     """pip install -e finds our packages by a hook, after the folders of sys.path."""
-    python, site = environment(tmp_path / "environment")
+    python, site = new_environment(tmp_path / "environment")
+    see_libraries(site)
     unpack(next(theirs.parent.glob("*.whl")), site)
-    source = wheel.parent / "source"
-    run(
-        [
-            sys.executable,
-            "-m",
-            "pip",
-            "--python",
-            str(python),
-            *"install --quiet --no-deps --no-build-isolation --no-index -e".split(),
-            str(source),
-        ],
-        tmp_path,
-    )
-    found = look(python, tmp_path)
-    assert found == {
-        "core": site / "megatron" / "core" / "__init__.py",
-        "training": site / "megatron" / "training" / "__init__.py",
-        "ours": source / "megatron" / "gpt2" / "config" / "__init__.py",
-    }
+    install(python, "--no-build-isolation -e", wheel.parent / "source")
+    assert look(python, tmp_path) == found_at(site, wheel.parent / "source")

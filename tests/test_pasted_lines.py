@@ -13,6 +13,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ SMALL = (
     "--train-iters 40 --log-interval 10 --eval-iters 1 --lr 1e-2 --device cpu "
 )
 GLOO = "--distributed-backend gloo "
+Run = Callable[..., tuple[str, str]]
 
 # What the files of DeepSpeedExamples ask for that the lines name; the rest of them is what is logged.
 FP16 = {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}
@@ -142,12 +144,19 @@ def pasted(script: str, appended: str) -> str:
     return f"{PASTED[script].rstrip()} {appended}\n"
 
 
-def run(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
-    """The file that the line names, of the project's folder, in this process; its exit code."""
-    monkeypatch.setattr(sys, "argv", argv)
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(ROOT / argv[0]), run_name="__main__")
-    return int(ended.value.code or 0)
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """Runs the file that the words name, of the project's folder, in this process; what it writes to stdout and stderr."""
+
+    def run(argv: list[str], code: int = 0) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "argv", argv)
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(ROOT / argv[0]), run_name="__main__")
+        assert int(ended.value.code or 0) == code
+        return capfd.readouterr()
+
+    return run
 
 
 def launched(python: WarmPython, work: Path, script: str, appended: str) -> subprocess.CompletedProcess[str]:
@@ -176,40 +185,33 @@ def learned(folder: Path, below: float = 4.0) -> None:
     assert losses[-1] < below
 
 
-def test_2019_on_one_device_and_what_follows_it_then_and_in_v1_and_v2(
-    work: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-):
-    assert run(words("pretrain_gpt2.sh", SMALL + GLOO), monkeypatch) == 0
-    said = capfd.readouterr().out
+def test_2019_on_one_device_and_what_follows_it_then_and_in_v1_and_v2(work: Path, run: Run):
+    said, _ = run(words("pretrain_gpt2.sh", SMALL + GLOO))
     learned(work / "checkpoints/gpt2_345m")
     assert "--resume-dataloader: " in said and "--lazy-loader: " in said and "--batch-size is read as" in said
     assert "the text is the field 'text'" not in said  # it is the corpus that says so
 
     flags = "--out-seq-length 6 --num-samples 2 --device cpu"
-    assert run(words("generate_text.sh", flags), monkeypatch) == 0
+    _, warned = run(words("generate_text.sh", flags))
     written = [json.loads(line) for line in (work / "dbg_unconditional.json").read_text().splitlines()]
     assert len(written) == 2 and all(0 < entry["length"] <= 6 for entry in written)
-    assert "full sampling" in capfd.readouterr().err  # which the script takes for greedy
+    assert "full sampling" in warned  # which the script takes for greedy
 
-    assert run(words("v1_generate_text.sh", flags), monkeypatch) == 0
+    run(words("v1_generate_text.sh", flags))
     assert len((work / "unconditional_samples.json").read_text().splitlines()) == 2
     (work / "lambada_test.jsonl").write_text('{"text": "the last word is the target"}\n' * 3)
     shape = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "
     on_this_machine = shape + "--device cpu --precision fp32"
     evaluation = words("v2_evaluate_zeroshot_gpt.sh", on_this_machine, "lambada_test.jsonl")
-    assert evaluation[0] == "./tasks/main.py" and run(evaluation, monkeypatch) == 0
-    said = capfd.readouterr().out
+    assert evaluation[0] == "./tasks/main.py"
+    said, _ = run(evaluation)
     assert re.search(r"^ *task +LAMBADA ", said, re.MULTILINE) and re.search(r"^ *examples +3$", said, re.MULTILINE)
-    assert run([*evaluation, "--task", "RACE"], monkeypatch) == 2
-    refused = capfd.readouterr().err.splitlines()
-    assert refused[0].startswith("error: --task: invalid choice: 'RACE' (choose from ") and len(refused) == 1
+    (refused,) = run([*evaluation, "--task", "RACE"], code=2)[1].splitlines()
+    assert refused.startswith("error: --task: invalid choice: 'RACE' (choose from ")
 
 
-def test_without_a_gpu_nccl_is_an_error_that_names_gloo(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-):
-    assert run(words("pretrain_gpt2.sh", SMALL), monkeypatch) == 2
-    assert "--distributed-backend gloo" in capfd.readouterr().err
+def test_without_a_gpu_nccl_is_an_error_that_names_gloo(run: Run):
+    assert "--distributed-backend gloo" in run(words("pretrain_gpt2.sh", SMALL), code=2)[1]
 
 
 def test_2019_on_two_data_parallel_ranks(python: WarmPython, work: Path):
@@ -241,15 +243,11 @@ def test_2019_model_parallel_with_deepspeed(python: WarmPython, work: Path):
     learned(work / "checkpoints/gpt2_345m_mp2")
 
 
-def test_deepspeeds_own_line(work: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+def test_deepspeeds_own_line(work: Path, run: Run):
     """At stage 2 of ZeRO, with activations that it partitions."""
     (work / "ds_zero2_config.json").write_text(PASTED["ds_zero2_config.json"])
-    argv = words(
-        "ds_zero2_pretrain_gpt2_model_parallel.sh",
-        SMALL + GLOO + "--model-parallel-size 1 --save ds --global-batch-size 8",
-    )
-    assert run(argv, monkeypatch) == 0
-    said = capfd.readouterr().out
+    own = SMALL + GLOO + "--model-parallel-size 1 --save ds --global-batch-size 8"
+    said, _ = run(words("ds_zero2_pretrain_gpt2_model_parallel.sh", own))
     assert "train_batch_size 16: without effect, since --global-batch-size 8 is given" in said
     assert "zero_optimization.stage 2: 1 is read as" in said and "--partition-activations: without effect" in said
     learned(work / "ds")
@@ -263,25 +261,23 @@ def test_deepspeeds_own_line(work: Path, monkeypatch: pytest.MonkeyPatch, capfd:
     ],
 )
 def test_what_deepspeed_examples_ask_for_and_is_not_built_is_said_in_one_line(
-    work: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], script: str, asked: list[str]
+    work: Path, run: Run, script: str, asked: list[str]
 ):
     for name, content in DEEPSPEED_FILES.items():
         (work / name).write_text(json.dumps(content))
     argv = words(f"{script}.sh", SMALL + GLOO)
     argv[0] = argv[0].removeprefix("../")  # of a folder inside the project
-    assert run(argv, monkeypatch) == 2
-    (refused,) = capfd.readouterr().err.splitlines()
+    (refused,) = run(argv, code=2)[1].splitlines()
     at = [refused.index(part) for part in asked]
     assert refused.startswith("error: --") and at == sorted(at)
 
 
-def test_deepspeed_examples_lines_run(work: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+def test_deepspeed_examples_lines_run(work: Path, run: Run):
     for name, content in DEEPSPEED_FILES.items():
         (work / name).write_text(json.dumps(content))
     small = SMALL + GLOO + "--model-parallel-size 1 --batch-size 8 --global-batch-size 8 --lr-decay-iters 40 "
     data = "--data-path data/webtext/webtext_text_document --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt "
-    assert run(words("ZeRO3_ds_pretrain_gpt2-zero2.sh", small + data + "--save ds_z --load ds_z"), monkeypatch) == 0
-    said = capfd.readouterr().out
+    said, _ = run(words("ZeRO3_ds_pretrain_gpt2-zero2.sh", small + data + "--save ds_z --load ds_z"))
     assert "unknown here" not in said and "--zero-contigious-gradients, --zero-reduce-scatter" in said
     assert "--checkpoint-in-cpu: without effect, since the device's memory is the host's" in said
     learned(work / "ds_z")
@@ -299,35 +295,37 @@ def test_deepspeed_examples_lines_run(work: Path, monkeypatch: pytest.MonkeyPatc
     assert pipeline.data_parallel_size(16) == 4 and pipeline.batch_schedule(16).final == 256 == 4 * 4 * 16
     assert [len(layers) for layers in pipeline.layers_of_stages()] == [12, 12]
     two = small + "--save ds_pipe --load ds_pipe --gas 1 --num-layers 2 --nproc-per-node 2"
-    assert run(words("3D_parallelism_ds_pretrain_gpt2_pipe.sh", two), monkeypatch) == 0
+    run(words("3D_parallelism_ds_pretrain_gpt2_pipe.sh", two))
     learned(work / "ds_pipe")
     # Two of early 2020.
     (work / "ds_config.json").write_text(json.dumps(EARLY_2020))
     model_parallel = parse(words("ds_pretrain_gpt2_model_parallel.sh", "--model-parallel-size 4")[1:]).config
     assert (model_parallel.parallel.model_parallel_size, model_parallel.train.global_batch_size) == (4, 16)
-    assert run(words("ds_pretrain_gpt2.sh", SMALL + GLOO + "--save ds_2020 --load ds_2020"), monkeypatch) == 0
-    assert "zero_optimization.stage 1: 1 is read as --use-distributed-optimizer" in capfd.readouterr().out
+    said, _ = run(words("ds_pretrain_gpt2.sh", SMALL + GLOO + "--save ds_2020 --load ds_2020"))
+    assert "zero_optimization.stage 1: 1 is read as --use-distributed-optimizer" in said
     learned(work / "ds_2020")
 
 
-def test_todays_gpt_example(work: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+def test_todays_gpt_example(work: Path, run: Run):
     parameters = ("ckpt", "logs", "gpt2-vocab.json", "gpt2-merges.txt", "data/webtext/webtext_text_document")
-    argv = words("train_gpt3_175b_distributed.sh", SMALL, *parameters)
-    assert argv[0] == "pretrain_gpt.py" and run(argv, monkeypatch) == 2
-    assert "--num-attention-heads 2 is not divisible by --model-parallel-size 8" in capfd.readouterr().err
+
+    def train(flags: str, code: int = 0) -> tuple[str, str]:
+        argv = words("train_gpt3_175b_distributed.sh", flags, *parameters)
+        assert argv[0] == "pretrain_gpt.py"
+        return run(argv, code)
+
+    assert "--num-attention-heads 2 is not divisible by --model-parallel-size 8" in train(SMALL, code=2)[1]
     small = SMALL + "--tensor-model-parallel-size 1 "
-    assert run(words("train_gpt3_175b_distributed.sh", small, *parameters), monkeypatch) == 2
-    assert "--pipeline-model-parallel-size 16 needs at least 16 layers" in capfd.readouterr().err
+    assert "--pipeline-model-parallel-size 16 needs at least 16 layers" in train(small, code=2)[1]
     # Its warm-up is of 430 x 1536 samples.
     small += "--pipeline-model-parallel-size 1 --micro-batch-size 16 --lr-warmup-fraction 0 "
-    assert run(words("train_gpt3_175b_distributed.sh", small, *parameters), monkeypatch) == 0
+    said, _ = train(small)
     learned(work / "ckpt", below=5.45)  # from smaller weights
     assert list((work / "logs").glob("events*"))
-    assert "1536 a step, 24,576 tokens; it grows to that from 16 over 750,000,000 samples" in capfd.readouterr().out
+    assert "1536 a step, 24,576 tokens; it grows to that from 16 over 750,000,000 samples" in said
     # On from its 40 steps of 16 samples of 16 tokens, with a batch that grows at once.
     small += "--train-iters 50 --global-batch-size 64 --step-batch-size-schedule 0:16 10.5K:32,.011M:64"
-    assert run(words("train_gpt3_175b_distributed.sh", small, *parameters), monkeypatch) == 0
-    said = capfd.readouterr().out
+    said, _ = train(small)
     assert "WARNING: the batch grows in another way than in the checkpoint: --step-batch-size-schedule 0:16 10" in said
     assert re.findall(r"the batch grows: (\d+) samples a step from iteration (\d+) on", said) == [
         ("32", "42"),

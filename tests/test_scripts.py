@@ -8,6 +8,7 @@ $STUB_INSTALLS there or, where that is not set, fail. What it is asked to run, i
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -67,32 +68,25 @@ class Project:
         path.write_text(STUB)
         path.chmod(0o755)
 
-    def run(self, script: str, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    def run(self, line: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Run a line of a shell: variables, the name of a script, and its flags."""
+        words = shlex.split(line)
+        script = next(number for number, word in enumerate(words) if "=" not in word)
         environment = {"PATH": str(self.bin), "REAL_PYTHON": sys.executable, "STUB_HAS": TRAINING, **variables}
         return subprocess.run(
-            [str(self.bin / "bash"), str(self.root / "scripts" / script), *flags],
+            [str(self.bin / "bash"), str(self.root / "scripts" / words[script]), *words[script + 1 :]],
             text=True,
             capture_output=True,
-            env=environment,
+            env=environment | dict(word.split("=", 1) for word in words[:script]),
             cwd=self.elsewhere,
             timeout=240,
             check=False,
         )
 
-    def words(self, script: str, *flags: str, **variables: str) -> list[str]:
-        """The words of the command that the script ended in."""
-        done = self.run(script, *flags, **variables)
-        assert done.returncode == 0, done.stderr
-        return [line[1:-1] for line in done.stdout.splitlines() if line.startswith("<")]
-
 
 @pytest.fixture
 def project(tmp_path: Path) -> Project:
     return Project(tmp_path)
-
-
-def value(words: list[str], flag: str) -> str:
-    return words[words.index(flag) + 1]
 
 
 @pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "scripts").iterdir()))
@@ -108,16 +102,9 @@ def test_there_are_scripts_and_they_stop_at_errors() -> None:
 
 
 def test_the_active_environment_is_used_and_the_folder_kept(project: Project) -> None:
-    done = project.run("pretrain_gpt2.sh", "--train-data", "my file.jsonl", "--lr", "1e-3")
+    done = project.run("pretrain_gpt2.sh --train-data 'my file.jsonl' --lr 1e-3")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
-        f"run by {project.bin}/python in {project.elsewhere} with OMP_NUM_THREADS=",
-        f"<{project.root}/pretrain_gpt2.py>",
-        "<--train-data>",
-        "<my file.jsonl>",
-        "<--lr>",
-        "<1e-3>",
-    ]
+    assert done.stdout.startswith(f"run by {project.bin}/python in {project.elsewhere} with OMP_NUM_THREADS=\n")
     assert not (project.root / ".venv").exists()
 
 
@@ -158,51 +145,80 @@ def test_without_python(project: Project) -> None:
     assert "found no Python 3.10 or newer" in done.stderr
 
 
-def test_tools_run_in_the_environment(project: Project) -> None:
-    done = project.run("python.sh", "-c", "import os; print(os.environ['PYTHONPATH'])", "-x", PYTHONPATH="/theirs")
+def test_tools_find_the_project(project: Project) -> None:
+    done = project.run("PYTHONPATH=/theirs python.sh -c 'import os; print(os.environ[\"PYTHONPATH\"])' -x")
     assert done.stdout == f"{project.root}:/theirs\n", done.stderr
-    assert project.words("python.sh", "tools/generate_text.py", "--load", "a b") == [
-        "tools/generate_text.py",
-        "--load",
-        "a b",
-    ]
 
 
-def test_data_parallel_defaults(project: Project) -> None:
-    done = project.run("pretrain_gpt2_distributed.sh", "--lr", "1e-3")
-    assert done.stdout.splitlines() == [
-        f"run by {project.bin}/python in {project.elsewhere} with OMP_NUM_THREADS=",
-        f"<{project.root}/pretrain_gpt2.py>",
-        "<--nproc-per-node>",
-        "<0>",
-        "<--nnodes>",
-        "<1>",
-        "<--node-rank>",
-        "<0>",
-        "<--lr>",
-        "<1e-3>",
-    ]
+def training(nproc: int = 0, nnodes: int = 1, rank: int = 0, size: int | None = None) -> str:
+    model_parallel = "" if size is None else f" --model-parallel-size {size}"
+    return f"PROJECT/pretrain_gpt2.py --nproc-per-node {nproc} --nnodes {nnodes} --node-rank {rank}{model_parallel}"
 
 
-def test_several_nodes(project: Project) -> None:
-    words = project.words("pretrain_gpt2_distributed.sh", NNODES="2", NODE_RANK="1", GPUS_PER_NODE="8")
-    assert words == [f"{project.root}/pretrain_gpt2.py", *"--nproc-per-node 8 --nnodes 2 --node-rank 1".split()]
+DISTRIBUTED, MODEL_PARALLEL = "pretrain_gpt2_distributed.sh", "pretrain_gpt2_model_parallel.sh"
+GENERATE, SERVE = "PROJECT/tools/generate_text.py", "PROJECT/tools/run_text_generation_server.py"
+EVALUATE = "PROJECT/tools/evaluate_gpt2.py --nproc-per-node {} --nnodes 1 --node-rank 0 --model-parallel-size"
+NEWEST = "--load 'checkpoints/the newest'"
 
 
 @pytest.mark.parametrize(
-    ("variables", "size"),
-    [({}, "2"), ({"MP_SIZE": "4"}, "4"), ({"MPSIZE": "4"}, "4"), ({"MP_SIZE": "8", "MPSIZE": "4"}, "8")],
+    ("line", "started"),
+    [
+        ("pretrain_gpt2.sh --train-data 'my file' --lr 1", "PROJECT/pretrain_gpt2.py --train-data 'my file' --lr 1"),
+        ("python.sh tools/generate_text.py --load 'a b'", "tools/generate_text.py --load 'a b'"),
+        (f"{DISTRIBUTED} --lr 1e-3", f"{training()} --lr 1e-3"),
+        (f"NNODES=2 NODE_RANK=1 GPUS_PER_NODE=8 {DISTRIBUTED}", training(8, 2, 1)),
+        (f"MP_SIZE=7 GPUS_PER_NODE=1 {DISTRIBUTED}", training(1)),  # not this script's variable
+        (f"PROGRAM=other.py {DISTRIBUTED}", training()),  # nor is this
+        # A flag of the user comes later, and so wins.
+        (f"{MODEL_PARALLEL} --model-parallel-size 1", f"{training(size=2)} --model-parallel-size 1"),
+        (f"MP_SIZE=4 {MODEL_PARALLEL}", training(size=4)),
+        (f"MPSIZE=4 {MODEL_PARALLEL}", training(size=4)),
+        (f"MP_SIZE=8 MPSIZE=4 {MODEL_PARALLEL}", training(size=8)),
+        (f"MP_SIZE=4 NNODES=02 GPUS_PER_NODE=08 {MODEL_PARALLEL}", training(8, 2, size=4)),
+        ("generate_text.sh --prompt 'a b'", f"{GENERATE} --nproc-per-node 1 {NEWEST} --prompt 'a b'"),
+        (
+            "CHECKPOINT_PATH='my run' TEMP=0.9 TOPK=5 TOPP=0.5 MAXSEQLEN=64 generate_text.sh",
+            f"{GENERATE} --nproc-per-node 1 --load 'my run' --temperature 0.9 --top-k 5 --top-p 0.5 --max-new-tokens 64",
+        ),
+        ("MPSIZE=1 generate_text.sh --load=x", f"{GENERATE} --nproc-per-node 1 --load=x"),
+        (
+            "MPSIZE=4 CHECKPOINT_PATH=x generate_text.sh --greedy",
+            f"{GENERATE} --nproc-per-node 4 --load x --greedy",
+        ),
+        (
+            "MPSIZE=02 CHECKPOINT_PATH='my run' run_text_generation_server.sh --port 0",
+            f"{SERVE} --nproc-per-node 2 --load 'my run' --port 0",
+        ),
+        ("run_text_generation_server.sh --load=x", f"{SERVE} --nproc-per-node 1 --load=x"),
+        (
+            "GPUS_PER_NODE=4 MPSIZE=2 evaluate_gpt2.sh --valid-data 'my file.txt'",
+            f"{EVALUATE.format(4)} 2 {NEWEST} --valid-data 'my file.txt'",
+        ),
+        (
+            "CHECKPOINT_PATH='else where' evaluate_gpt2.sh --valid-data a",
+            f"{EVALUATE.format(0)} 1 --load 'else where' --valid-data a",
+        ),
+        ("CHECKPOINT_PATH='else where' evaluate_gpt2.sh --load=mine", f"{EVALUATE.format(0)} 1 --load=mine"),
+    ],
 )
-def test_model_parallel_size(project: Project, variables: dict[str, str], size: str) -> None:
-    words = project.words("pretrain_gpt2_model_parallel.sh", "--model-parallel-size", "1", **variables)
-    # A flag of the user comes later, and so wins.
-    assert words == [
-        f"{project.root}/pretrain_gpt2.py",
-        *"--nproc-per-node 0 --nnodes 1 --node-rank 0 --model-parallel-size".split(),
-        size,
-        "--model-parallel-size",
-        "1",
-    ]
+def test_what_a_script_starts(project: Project, line: str, started: str) -> None:
+    for time, name in ((2e9, "older"), (3e9, "the newest"), (1e9, "oldest")):
+        tracker = project.elsewhere / "checkpoints" / name / "latest_checkpointed_iteration.txt"
+        tracker.parent.mkdir(parents=True)
+        tracker.touch()
+        os.utime(tracker, (time, time))
+    done = project.run(line)
+    assert done.returncode == 0, done.stderr
+    words = [word[1:-1] for word in done.stdout.splitlines() if word.startswith("<")]
+    assert [word.replace(str(project.root), "PROJECT") for word in words] == shlex.split(started)
+
+
+@pytest.mark.parametrize("script", ["generate_text.sh", "evaluate_gpt2.sh --valid-data a"])
+def test_no_checkpoint(project: Project, script: str) -> None:
+    done = project.run(script)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: no checkpoint is under checkpoints/: name one with CHECKPOINT_PATH=FOLDER\n"
 
 
 @pytest.mark.parametrize(
@@ -221,20 +237,15 @@ def test_model_parallel_size(project: Project, variables: dict[str, str], size: 
     ],
 )
 def test_a_layout_that_cannot_be_ends_in_one_line(project: Project, line: str, message: str) -> None:
-    variables = dict(word.split("=") for word in line.split())
-    scripts = ["pretrain_gpt2_model_parallel.sh"]
-    if not message.startswith("MP"):
-        scripts.append("pretrain_gpt2_distributed.sh")
+    scripts = [MODEL_PARALLEL]
+    if message.startswith("MP"):
+        scripts += ["generate_text.sh", "run_text_generation_server.sh"]
+    else:
+        scripts.append(DISTRIBUTED)
     for script in scripts:
-        done = project.run(script, **variables)
+        done = project.run(f"{line} {script}")
         assert (done.returncode, done.stdout) == (2, ""), done.stderr
         assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1
-
-
-def test_a_layout_that_can_be(project: Project) -> None:
-    words = project.words("pretrain_gpt2_model_parallel.sh", MP_SIZE="4", NNODES="02", GPUS_PER_NODE="08")
-    assert (value(words, "--nnodes"), value(words, "--nproc-per-node"), words[-1]) == ("2", "8", "4")
-    project.words("pretrain_gpt2_distributed.sh", MP_SIZE="7", GPUS_PER_NODE="1")  # not this script's variable
 
 
 @pytest.fixture
@@ -248,7 +259,7 @@ def all_tools(project: Project) -> str:
 
 
 def test_test_script_installs_its_extras_and_ends_with_pytest(project: Project, all_tools: str) -> None:
-    done = project.run("test.sh", "-k", "a name", STUB_INSTALLS=all_tools)
+    done = project.run("test.sh -k 'a name'", STUB_INSTALLS=all_tools)
     assert done.returncode == 0, done.stderr
     assert f"-e {project.root}[dev,hf,data,curate,eval,serve]" in done.stderr
     words = [line for line in done.stdout.splitlines() if line.startswith("<")]
@@ -282,7 +293,7 @@ def test_slurm(project: Project) -> None:
     (project.bin / "srun").write_text('#!/bin/bash\necho "$OMP_NUM_THREADS $SRUN_CPUS_PER_TASK $*"\n')
     (project.bin / "srun").chmod(0o755)
     variables = {"SLURM_SUBMIT_DIR": str(project.root), "SLURM_JOB_ID": "123456", "SLURM_CPUS_PER_TASK": "8"}
-    done = project.run("pretrain_gpt2.slurm", "--model", "345m", **variables)
+    done = project.run("pretrain_gpt2.slurm --model 345m", **variables)
     assert done.stdout == (
         f"8 8 --kill-on-bad-exit=1 {project.bin}/python {project.root}/pretrain_gpt2.py --model 345m\n"
     ), done.stderr
@@ -301,18 +312,17 @@ def test_slurm_queues_an_unfinished_run_again(project: Project) -> None:
         (project.bin / name).write_text(f"#!/bin/bash\n{lines}\n")
         (project.bin / name).chmod(0o755)
     for reason, code, restarts, words, queued in (
-        ("", 1, 0, ("--save", "."), True),
-        ("SIGTERM", 0, 3, ("--save=.",), True),
-        ("finished", 0, 3, ("--save", "."), False),
-        ("cancelled", 0, 0, ("--save", "."), False),
-        ("", 2, 0, ("--save", "."), False),
-        ("", 1, 10, ("--save", "."), False),
-        ("", 1, 0, (), False),
+        ("", 1, 0, "--save .", True),
+        ("SIGTERM", 0, 3, "--save=.", True),
+        ("finished", 0, 3, "--save .", False),
+        ("cancelled", 0, 0, "--save .", False),
+        ("", 2, 0, "--save .", False),
+        ("", 1, 10, "--save .", False),
+        ("", 1, 0, "", False),
     ):
         (project.root / "ended.json").unlink(missing_ok=True)
         done = project.run(
-            "pretrain_gpt2.slurm",
-            *words,
+            f"pretrain_gpt2.slurm {words}",
             SLURM_SUBMIT_DIR=str(project.root),
             SLURM_JOB_ID="123456",
             REASON=reason,
@@ -354,81 +364,3 @@ def test_two_ranks_train_for_real(python: WarmPython, tmp_path: Path) -> None:
         "mp_rank_00",
         "mp_rank_01",
     ]
-
-
-def test_generate_text_takes_the_newest_checkpoint(project: Project) -> None:
-    done = project.run("generate_text.sh")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: no checkpoint is under checkpoints/: name one with CHECKPOINT_PATH=FOLDER\n"
-    for age, name in enumerate(("new one", "older", "oldest")):
-        tracker = project.elsewhere / "checkpoints" / name / "latest_checkpointed_iteration.txt"
-        tracker.parent.mkdir(parents=True)
-        tracker.touch()
-        os.utime(tracker, (1e9 - age, 1e9 - age))
-    program = f"{project.root}/tools/generate_text.py"
-    assert project.words("generate_text.sh", "--prompt", "a b") == [
-        program,
-        "--nproc-per-node",
-        "1",
-        "--load",
-        "checkpoints/new one",
-        "--prompt",
-        "a b",
-    ]
-    assert project.words(
-        "generate_text.sh", CHECKPOINT_PATH="my run", TEMP="0.9", TOPK="5", TOPP="0.5", MAXSEQLEN="64"
-    ) == [
-        program,
-        "--nproc-per-node",
-        "1",
-        "--load",
-        "my run",
-        *"--temperature 0.9 --top-k 5 --top-p 0.5 --max-new-tokens 64".split(),
-    ]
-    assert project.words("generate_text.sh", "--load=x", MPSIZE="1") == [program, "--nproc-per-node", "1", "--load=x"]
-    assert project.words("generate_text.sh", "--greedy", MPSIZE="4", CHECKPOINT_PATH="x") == [
-        program,
-        *"--nproc-per-node 4 --load x --greedy".split(),
-    ]
-    assert "MPSIZE=two is not a whole number" in project.run("generate_text.sh", MPSIZE="two").stderr
-
-
-def test_the_server_starts_its_own_ranks(project: Project) -> None:
-    program = f"{project.root}/tools/run_text_generation_server.py"
-    words = project.words("run_text_generation_server.sh", "--port", "0", CHECKPOINT_PATH="my run", MPSIZE="02")
-    assert words == [program, "--nproc-per-node", "2", "--load", "my run", "--port", "0"]
-    assert project.words("run_text_generation_server.sh", "--load=x") == [program, "--nproc-per-node", "1", "--load=x"]
-    assert "MP_SIZE=0 is not" in project.run("run_text_generation_server.sh", MP_SIZE="0").stderr
-
-
-def test_it_starts_all_ranks_with_the_newest_checkpoint(project: Project) -> None:
-    for time, name in ((2e9, "older"), (3e9, "the newest"), (1e9, "oldest")):
-        tracker = project.elsewhere / "checkpoints" / name / "latest_checkpointed_iteration.txt"
-        tracker.parent.mkdir(parents=True)
-        tracker.write_text("1")
-        os.utime(tracker, (time, time))
-    words = project.words("evaluate_gpt2.sh", "--valid-data", "my file.txt", GPUS_PER_NODE="4", MPSIZE="2")
-    assert words == [
-        f"{project.root}/tools/evaluate_gpt2.py",
-        *"--nproc-per-node 4 --nnodes 1 --node-rank 0 --model-parallel-size 2 --load".split(),
-        "checkpoints/the newest",
-        "--valid-data",
-        "my file.txt",
-    ]
-
-
-def test_a_checkpoint_that_is_named(project: Project) -> None:
-    words = project.words("evaluate_gpt2.sh", "--valid-data", "a", CHECKPOINT_PATH="else where")
-    assert words[-6:] == ["--model-parallel-size", "1", "--load", "else where", "--valid-data", "a"]
-    words = project.words("evaluate_gpt2.sh", "--load=mine", CHECKPOINT_PATH="else where")
-    assert words[-3:] == ["--model-parallel-size", "1", "--load=mine"]
-
-
-def test_what_is_started_is_not_taken_from_the_environment(project: Project) -> None:
-    assert f"{project.root}/pretrain_gpt2.py" in project.words("pretrain_gpt2_distributed.sh", PROGRAM="other.py")
-
-
-def test_no_checkpoint(project: Project) -> None:
-    done = project.run("evaluate_gpt2.sh", "--valid-data", "a")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: no checkpoint is under checkpoints/: name one with CHECKPOINT_PATH=FOLDER\n"

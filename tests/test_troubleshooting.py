@@ -105,17 +105,11 @@ def test_the_launchers_local_rank_changes_nothing(words: list[str]):
 def test_one_document_for_more_steps_than_it_has_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """And a validation split of fewer samples than --eval-iters asks for."""
     (tmp_path / "one.json").write_text(json.dumps({"text": write_text(tmp_path, 300).read_text(), "url": "0"}) + "\n")
-    flags = [
-        "--train-data",
-        f"{tmp_path}/one.json",
-        *"--split 80,10,10 --train-iters 120 --eval-iters 1000 --data-cache-path".split(),
-        f"{tmp_path}/cache",
-        "--save",
-        f"{tmp_path}/save",
-        "--log-interval",
-        "60",
-    ]
-    assert main([*TINY, *flags]) == 0
+    flags = (
+        f"--train-data {tmp_path}/one.json --split 80,10,10 --train-iters 120 --eval-iters 1000 --log-interval 60 "
+        f"--data-cache-path {tmp_path}/cache --save {tmp_path}/save"
+    )
+    assert main([*TINY, *flags.split()]) == 0
     said = capsys.readouterr().out
     samples = {
         name: int(re.search(rf"{name}: [\d,]+ tokens, (\d+) samples", said)[1]) for name in ("train", "valid", "test")
@@ -130,19 +124,8 @@ def test_one_document_for_more_steps_than_it_has_samples(tmp_path: Path, capsys:
 
 def odd_vocabulary(rank: int, world_size: int, folder: str) -> list[float]:
     """257 ids, padded to no more than the ranks need."""
-    run = start(
-        rank,
-        world_size,
-        folder,
-        [
-            "--model-parallel-size",
-            str(world_size),
-            "--save",
-            f"{folder}/{world_size}",
-            "--make-vocab-size-divisible-by",
-            "1",
-        ],
-    )
+    flags = f"--model-parallel-size {world_size} --save {folder}/{world_size} --make-vocab-size-divisible-by 1"
+    run = start(rank, world_size, folder, flags)
     assert run.engine.model.word_embeddings.weight.shape[0] == -(-257 // world_size)
     losses = steps(run, 10)["loss"]
     finish(run)
@@ -262,16 +245,8 @@ def test_what_16_ranks_wrote_writes_the_same_text_on_one(
 
     def text(folder: str) -> str:
         capsys.readouterr()
-        assert (
-            generate_text.main(
-                [
-                    "--load",
-                    str(tmp_path / folder),
-                    *"--device cpu --precision fp32 --prompt Once --seed 1 --max-new-tokens 20".split(),
-                ]
-            )
-            == 0
-        )
+        more = "--device cpu --precision fp32 --prompt Once --seed 1 --max-new-tokens 20"
+        assert generate_text.main(["--load", str(tmp_path / folder), *more.split()]) == 0
         return capsys.readouterr().out
 
     def convert(command: str, source: str, target: str, *flags: str) -> None:

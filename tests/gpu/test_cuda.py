@@ -20,7 +20,7 @@ from megatron.gpt2.train.run import Run
 from megatron.gpt2.train.train_step import train_step
 from mpu.attention import document_attention
 from mpu.kernels import keyed_dropout
-from tests.megatron.gpt2.train.alone_in_a_group import RUNS, check
+from tests.megatron.gpt2.train.test_alone_in_a_group import RUNS, check
 from tests.megatron.gpt2.train.training_runs import SHAPE, finish, start, steps, write_text
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from data_utils import BatchSchedule
-from megatron.gpt2.config import SECTIONS, Config, TrainConfig, differing, fields, flag
+from megatron.gpt2.config import SECTIONS, Config, TrainConfig, by_key, differing, fields, flag
 from megatron.gpt2.config.arguments import Arguments, merge_checkpoint, parse
 from megatron.gpt2.config.flags import flag_table
 from megatron.gpt2.config.recipes import PRESETS, SHAPES
@@ -42,19 +42,33 @@ def test_without_flags_the_quickstart_runs():
 
 
 def test_345m_is_the_published_demo_whole():
-    config = read("--model 345M").config
-    m, d, o, t, c = config.model, config.data, config.optimizer, config.train, config.checkpoint
-    assert (m.num_layers, m.hidden_size, m.num_attention_heads, m.max_position_embeddings) == (24, 1024, 16, 1024)
-    assert (m.attention_dropout, m.hidden_dropout, d.seq_length, d.tokenizer_type) == (
-        0.1,
-        0.1,
-        1024,
-        "GPT2BPETokenizer",
-    )
-    assert (o.lr, o.lr_decay_style, o.warmup, o.weight_decay, o.clip_grad) == (1.5e-4, "cosine", 0.01, 0.01, 1.0)
-    assert (o.adam_beta1, o.adam_beta2, t.micro_batch_size, t.train_iters, t.seed) == (0.9, 0.999, 8, 320_000, 1234)
-    assert (c.save_interval, t.eval_interval, t.eval_iters, t.log_interval) == (5000, 1000, 100, 100)
-    assert (c.save, t.recompute_granularity) == ("checkpoints/gpt2_345m", "none")
+    values = by_key(read("--model 345M").config.as_dict())
+    assert {key.split(".")[1]: values[key] for key in PRESETS["345m"]} == {
+        "num_layers": 24,
+        "hidden_size": 1024,
+        "num_attention_heads": 16,
+        "max_position_embeddings": 1024,
+        "attention_dropout": 0.1,
+        "hidden_dropout": 0.1,
+        "seq_length": 1024,
+        "split": "949,50,1",
+        "tokenizer_type": "GPT2BPETokenizer",
+        "lr": 1.5e-4,
+        "lr_decay_style": "cosine",
+        "warmup": 0.01,
+        "weight_decay": 0.01,
+        "clip_grad": 1.0,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.999,
+        "micro_batch_size": 8,
+        "train_iters": 320_000,
+        "seed": 1234,
+        "eval_interval": 1000,
+        "eval_iters": 100,
+        "log_interval": 100,
+        "save_interval": 5000,
+    }
+    assert (values["checkpoint.save"], values["train.recompute_granularity"]) == ("checkpoints/gpt2_345m", "none")
 
 
 def test_presets_differ_in_shape_alone_and_name_real_fields():

@@ -34,11 +34,11 @@ class Layout(NamedTuple):
     def world_size(self) -> int:
         return self.tensor * self.pipeline * self.data
 
-    def command(self, more: str) -> list[str]:
+    def command(self, more: str) -> str:
         return (
             f"{FLAGS} {more} --model-parallel-size {self.tensor} --pipeline-model-parallel-size {self.pipeline} "
             f"{self.flags}"
-        ).split()
+        )
 
 
 QUICK = [
@@ -77,7 +77,7 @@ def train(
     """Of each layout the losses, norms, the loss of an evaluation, and this rank's part of weights and Adam's state."""
     found = []
     for number, layout in enumerate(layouts):
-        run = start(rank, world_size, folder, [*layout.command(precision), "--save", f"{folder}/{world_size}_{number}"])
+        run = start(rank, world_size, folder, f"{layout.command(precision)} --save {folder}/{world_size}_{number}")
         seen = steps(run, count)
         seen["evaluation"] = evaluate(run, run.data.splits.train, "train", 12).lm_loss
         found.append(seen | {"pieces": pieces(run)})
@@ -89,8 +89,8 @@ def go_on(
     rank: int, world_size: int, folder: str, layout: Layout, precision: str, count: int, continues: bool
 ) -> dict[str, Any]:
     """`count` steps in a layout, of a run that other layouts have begun, and a save."""
-    save = ["--save", f"{folder}/moved", *(["--load", f"{folder}/moved"] if continues else [])]
-    run = start(rank, world_size, folder, [*layout.command(precision), *save])
+    save = f"--save {folder}/moved" + (f" --load {folder}/moved" if continues else "")
+    run = start(rank, world_size, folder, f"{layout.command(precision)} {save}")
     seen = steps(run, count)
     run.save()
     found = seen | {"pieces": pieces(run), "iteration": run.progress.iteration}

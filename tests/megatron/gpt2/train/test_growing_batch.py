@@ -14,34 +14,24 @@ PEAK = 1e-3
 COMMON = (
     "--hidden-size 32 --hidden-dropout 0.1 --attention-dropout 0.1 --micro-batch-size 2 "
     "--lr-decay-style linear --override-opt-param-scheduler"
-).split()
+)
 # 5 steps of 4, 2 of 8, then 12: borders at 18 and 36 samples. The rate is a line over 11 batches of 12.
-GROWING = [
-    *COMMON,
-    *"--rampup-batch-size 4 4 36 --global-batch-size 12 --lr".split(),
-    str(PEAK),
-    "--lr-decay-iters",
-    "11",
-]
+GROWING = f"{COMMON} --rampup-batch-size 4 4 36 --global-batch-size 12 --lr {PEAK} --lr-decay-iters 11"
 # (steps, size, where the same line of the rate would begin and end if all steps were of that size).
 SEGMENTS = [(5, 4, PEAK, 33), (2, 8, PEAK * 38 / 33, 19), (3, 12, PEAK * 15 / 11, 15)]
 MOVED = [
-    ["--use-distributed-optimizer"],
-    ["--model-parallel-size", "2"],
-    "--pipeline-model-parallel-size 2 --micro-batch-size 1".split(),
+    "--use-distributed-optimizer",
+    "--model-parallel-size 2",
+    "--pipeline-model-parallel-size 2 --micro-batch-size 1",
 ]
 
 
-def moved(rank: int, world_size: int, folder: str, layouts: Sequence[Sequence[str]]) -> list[list[float]]:
+def moved(rank: int, world_size: int, folder: str, layouts: Sequence[str]) -> list[list[float]]:
     """The losses of the steps after the checkpoint in mid-ramp, under each layout of two ranks."""
     losses = []
     for number, layout in enumerate(layouts):
-        run = start(
-            rank,
-            world_size,
-            folder,
-            [*GROWING, "--load", f"{folder}/growing", "--save", f"{folder}/moved_{number}", *layout],
-        )
+        where = f"--load {folder}/growing --save {folder}/moved_{number}"
+        run = start(rank, world_size, folder, f"{GROWING} {where} {layout}")
         assert (run.progress.iteration, run.progress.consumed_samples, run.samples_of_step) == (6, 28, 8)
         losses.append(steps(run, 4)["loss"])
         assert run.progress.consumed_samples == 72
@@ -51,7 +41,7 @@ def moved(rank: int, world_size: int, folder: str, layouts: Sequence[Sequence[st
 
 def test_a_growing_batch_is_hand_made_segments_and_goes_on_under_other_layouts(tmp_path: Path):
     write_text(tmp_path)
-    run = start(0, 1, str(tmp_path), [*GROWING, "--save", f"{tmp_path}/growing"])
+    run = start(0, 1, tmp_path, f"{GROWING} --save {tmp_path}/growing")
     assert (run.prepared.global_batch_size, run.prepared.micro_batches) == (12, 6)
     seen = steps(run, 6)
     assert run.save() is not None
@@ -63,30 +53,15 @@ def test_a_growing_batch_is_hand_made_segments_and_goes_on_under_other_layouts(t
 
     by_hand = []
     for number, (count, size, lr, end) in enumerate(SEGMENTS):
-        run = start(
-            0,
-            1,
-            str(tmp_path),
-            [
-                *COMMON,
-                "--global-batch-size",
-                str(size),
-                "--lr",
-                str(lr),
-                "--lr-decay-iters",
-                str(end),
-                "--save",
-                f"{tmp_path}/segment_{number}",
-                *["--load", f"{tmp_path}/segment_{number - 1}"][: 2 * number],
-            ],
-        )
+        flags = f"{COMMON} --global-batch-size {size} --lr {lr} --lr-decay-iters {end} --save {tmp_path}/{number}"
+        run = start(0, 1, tmp_path, flags + (f" --load {tmp_path}/{number - 1}" if number else ""))
         by_hand += steps(run, count)["loss"]
         assert run.save() is not None
         finish(run)
     assert seen["loss"] == pytest.approx(by_hand, rel=0, abs=1e-6)
     assert seen["loss"][-1] < seen["loss"][0] - 0.1
 
-    (again,) = moved(0, 1, str(tmp_path), [[]])
+    (again,) = moved(0, 1, str(tmp_path), [""])
     assert again == seen["loss"][6:]
     for losses in run_ranks(moved, 2, str(tmp_path), MOVED):
         for after in losses:

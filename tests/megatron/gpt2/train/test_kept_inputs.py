@@ -12,26 +12,15 @@ from megatron.gpt2.config.arguments import parse
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import finish, start, steps, write_text
 
-FULL = ["--recompute-granularity", "full"]
+FULL = "--recompute-granularity full --hidden-dropout 0.1 --global-batch-size 8"
 
 
 def trained(rank: int, world_size: int, folder: str) -> list[dict[str, Any]]:
     """What three steps show, with whole inputs and with split ones."""
     found = []
-    for number, flags in enumerate(([], ["--partition-activations"])):
-        run = start(
-            rank,
-            world_size,
-            folder,
-            [
-                *FULL,
-                "--model-parallel-size",
-                str(world_size),
-                *"--hidden-dropout 0.1 --global-batch-size 8 --save".split(),
-                f"{folder}/{number}",
-                *flags,
-            ],
-        )
+    for number, flag in enumerate(("", "--partition-activations")):
+        flags = f"{FULL} --model-parallel-size {world_size} --save {folder}/{number} {flag}"
+        run = start(rank, world_size, folder, flags)
         found.append(steps(run, 3))
         finish(run)
     return found

@@ -44,11 +44,11 @@ class Layout(NamedTuple):
         return self.tensor * self.pipeline * self.data
 
     @property
-    def command(self) -> list[str]:
+    def command(self) -> str:
         return (
             f"{FLAGS} --num-layers {self.layers} --model-parallel-size {self.tensor} --pipeline-model-parallel-size "
             f"{self.pipeline} --micro-batch-size {self.micro} {self.flags}"
-        ).split()
+        )
 
 
 QUICK = [
@@ -109,7 +109,7 @@ def train(rank: int, world_size: int, folder: str, layouts: list[Layout], count:
     """Each layout: initial weights of this stage, losses, and whether both stages' tied matrices are the same."""
     found = []
     for number, layout in enumerate(layouts):
-        run = start(rank, world_size, folder, [*layout.command, "--save", f"{folder}/{world_size}_{number}"])
+        run = start(rank, world_size, folder, f"{layout.command} --save {folder}/{world_size}_{number}")
         initial = whole_weights(run)
         seen = steps(run, count)
         tied = tied_state(run)
@@ -199,19 +199,11 @@ def test_sixteen_bits_stay_near(folder: Path, references: dict[int, Any], precis
 def sixteen_bits(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     """bf16 over two stages, and fp16 in which one gradient of the last stage is not finite in the third step."""
     flags = Layout(1, 2, 1, 2).command
-    run = start(rank, world_size, folder, [*flags, "--precision", "bf16", "--save", f"{folder}/bf16"])
+    run = start(rank, world_size, folder, f"{flags} --precision bf16 --save {folder}/bf16")
     bf16 = steps(run, 5)["loss"]
     finish(run)
-    run = start(
-        rank,
-        world_size,
-        folder,
-        [
-            *flags,
-            *"--precision fp16 --initial-loss-scale 1024 --hysteresis 1 --save".split(),
-            f"{folder}/fp16",
-        ],
-    )
+    more = f"--precision fp16 --initial-loss-scale 1024 --hysteresis 1 --save {folder}/fp16"
+    run = start(rank, world_size, folder, f"{flags} {more}")
     before = steps(run, 2)
     if rank == 1:
         _, parameter = next((n, p) for n, p in run.engine.model.named_parameters() if n.endswith("dense.bias"))
@@ -238,12 +230,8 @@ def read_and_write(rank: int, world_size: int, folder: str, layouts: list[Layout
     """An evaluation, a greedy continuation and scores of a run after two steps."""
     found = []
     for number, layout in enumerate(layouts):
-        run = start(
-            rank,
-            world_size,
-            folder,
-            [*layout.command, "--eval-iters", "2", "--save", f"{folder}/read_{world_size}_{number}"],
-        )
+        save = f"--save {folder}/read_{world_size}_{number}"
+        run = start(rank, world_size, folder, f"{layout.command} --eval-iters 2 {save}")
         steps(run, 2)
         assert run.data.splits.valid is not None
         loss = evaluate(run, run.data.splits.valid, "valid", 12)

@@ -1,4 +1,4 @@
-"""Stop at 6 of 12, load, continue: bit-identical to the run that never stopped."""
+"""The same command gives the same bits again; so does one that stops at 6 of 12 steps, loads and continues."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import finish, start, state, steps, write_text
 
 SHARDED = "--use-distributed-optimizer"
-DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1".split()
+DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 
 
-def straight_twice_and_resumed(rank: int, world_size: int, folder: str, flags: list[str]) -> dict[str, Any]:
+def straight_twice_and_resumed(rank: int, world_size: int, folder: str, flags: str) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name in ("straight", "again"):
-        run = start(rank, world_size, folder, ["--save", f"{folder}/{name}", *flags])
+        run = start(rank, world_size, folder, f"--save {folder}/{name} {flags}")
+        assert torch.are_deterministic_algorithms_enabled() == ("--deterministic" in flags)
         results[name] = steps(run, 12), state(run)
         finish(run)
 
-    run = start(rank, world_size, folder, ["--save", f"{folder}/resumed", *flags])
+    run = start(rank, world_size, folder, f"--save {folder}/resumed {flags}")
     first = steps(run, 6)
     assert run.save() is not None
     finish(run)
     torch.manual_seed(99)  # whatever happens to the generators in between must not matter
-    run = start(rank, world_size, folder, ["--save", f"{folder}/resumed", "--load", f"{folder}/resumed", *flags])
+    run = start(rank, world_size, folder, f"--save {folder}/resumed --load {folder}/resumed {flags}")
     assert run.progress.iteration == 6
     second = steps(run, 6)
     results["resumed"] = {key: first[key] + second[key] for key in first}, state(run)
@@ -44,18 +45,18 @@ def straight_twice_and_resumed(rank: int, world_size: int, folder: str, flags: l
     return results
 
 
-LAYOUTS: list[tuple[int, int, list[str]]] = [
-    (2, 2, [SHARDED]),
-    (1, 2, [SHARDED, *"--cpu-offload-optimizer --precision bf16 --hidden-size 48 --ddp-bucket-size 10000".split()]),
-    (1, 2, "--precision fp16 --initial-loss-scale 1e6 --loss-scale-window 4".split()),
+LAYOUTS = [
+    (2, 2, f"{SHARDED} --deterministic"),
+    (1, 2, f"{SHARDED} --cpu-offload-optimizer --precision bf16 --hidden-size 48 --ddp-bucket-size 10000"),
+    (1, 2, "--precision fp16 --initial-loss-scale 1e6 --loss-scale-window 4"),
 ]
-MORE: list[tuple[int, int, list[str]]] = [
-    (2, 2, []),
-    (1, 2, [SHARDED, "--precision", "bf16"]),
-    (1, 1, []),
-    (2, 1, []),
-    (1, 2, []),
-    (2, 1, ["--precision", "bf16"]),
+MORE = [
+    (2, 2, ""),
+    (1, 2, f"{SHARDED} --precision bf16"),
+    (1, 1, ""),
+    (2, 1, ""),
+    (1, 2, ""),
+    (2, 1, "--precision bf16"),
 ]
 
 
@@ -63,15 +64,12 @@ MORE: list[tuple[int, int, list[str]]] = [
     ("model_parallel", "data_parallel", "flags"),
     [*LAYOUTS, *(pytest.param(*layout, marks=pytest.mark.wide) for layout in MORE)],
 )
-def test_resume_is_bit_identical(tmp_path: Path, model_parallel: int, data_parallel: int, flags: list[str]):
+def test_resume_is_bit_identical(tmp_path: Path, model_parallel: int, data_parallel: int, flags: str):
     write_text(tmp_path)
-    flags = [
-        *DROPOUT,
-        "--model-parallel-size",
-        str(model_parallel),
-        *"--global-batch-size 8 --micro-batch-size 2 --lr-decay-style cosine --warmup 0.005".split(),
-        *flags,
-    ]
+    flags = (
+        f"{DROPOUT} --model-parallel-size {model_parallel} --global-batch-size 8 --micro-batch-size 2 "
+        f"--lr-decay-style cosine --warmup 0.005 {flags}"
+    )
     for results in run_ranks(straight_twice_and_resumed, model_parallel * data_parallel, str(tmp_path), flags):
         seen, tensors = results["straight"]
         clean = [loss for loss, skipped in zip(seen["loss"], seen["skipped"], strict=True) if not skipped]
@@ -86,20 +84,8 @@ def test_resume_is_bit_identical(tmp_path: Path, model_parallel: int, data_paral
 
 def masks(rank: int, world_size: int, folder: str) -> tuple[list[bool], list[bool]]:
     """Which elements the first two dropouts of a step drop: the embedding's, and a layer's attention output."""
-    run = start(
-        rank,
-        world_size,
-        folder,
-        [
-            *DROPOUT,
-            "--dropout-rng",
-            "torch",
-            "--save",
-            f"{folder}/masks",
-            "--model-parallel-size",
-            str(world_size // 2),
-        ],
-    )
+    flags = f"{DROPOUT} --dropout-rng torch --save {folder}/masks --model-parallel-size {world_size // 2}"
+    run = start(rank, world_size, folder, flags)
     own_seed = 1234 + (run.parallel.data_parallel_rank << 16)
     assert torch.initial_seed() == own_seed
     tracked = torch.Generator().manual_seed(own_seed + 2718 + run.parallel.tensor_model_parallel_rank).get_state()
@@ -134,22 +120,21 @@ def test_masks_of_torchs_generators_differ_between_data_parallel_ranks_alone(tmp
 def test_a_fresh_optimizer_resumes_bit_identically(tmp_path: Path):
     """After --no-load-optim the moments are younger than the schedule; both ages are saved. Weights come unrounded."""
     write_text(tmp_path)
-    flags = ["--precision", "bf16", "--save", f"{tmp_path}/first"]
-    run = start(0, 1, str(tmp_path), flags)
+    run = start(0, 1, tmp_path, f"--precision bf16 --save {tmp_path}/first")
     steps(run, 5)
     masters = torch.cat(run.engine.flat.masters)
     run.save()
     finish(run)
 
-    def second(save: str, *more: str) -> Run:
-        return start(0, 1, str(tmp_path), ["--precision", "bf16", "--save", f"{tmp_path}/{save}", *more])
+    def second(save: str, more: str = "") -> Run:
+        return start(0, 1, tmp_path, f"--precision bf16 --save {tmp_path}/{save} {more}")
 
-    fresh = ("--load", f"{tmp_path}/first", "--no-load-optim")
-    straight = second("straight", *fresh)
+    fresh = f"--load {tmp_path}/first --no-load-optim"
+    straight = second("straight", fresh)
     assert torch.equal(torch.cat(straight.engine.flat.masters), masters)
     expected = steps(straight, 6)["loss"]
     finish(straight)
-    stopped = second("stopped", *fresh)
+    stopped = second("stopped", fresh)
     seen = steps(stopped, 3)["loss"]
     stopped.save()
     finish(stopped)
@@ -163,17 +148,17 @@ def test_a_fresh_optimizer_resumes_bit_identically(tmp_path: Path):
 def test_a_checkpoint_of_an_older_shipped_vocabulary_keeps_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The vocabulary that the project ships may change; no run of the old one takes the new one unasked."""
     write_text(tmp_path)
-    flags = ["--tokenizer-type", "builtin", "--load", f"{tmp_path}/save"]
+    flags = f"--tokenizer-type builtin --load {tmp_path}/save"
     old = tmp_path / "old.json"
     old.write_text(json.dumps([*byte_alphabet(), "in", "th"]))
     with monkeypatch.context() as then:
         then.setattr(data_utils.tokenizers, "builtin_tokenizer", lambda path=None: builtin_tokenizer(path or old))
-        run = start(0, 1, str(tmp_path), flags[:2])
+        run = start(0, 1, tmp_path, "--tokenizer-type builtin")
         before = run.data.tokenizer
         steps(run, 1)
         run.save()
         finish(run)
-    run = start(0, 1, str(tmp_path), flags)
+    run = start(0, 1, tmp_path, flags)
     assert run.progress.iteration == 1
     assert (run.data.tokenizer.fingerprint, run.data.tokenizer.vocab_size) == (before.fingerprint, 259)
     assert before.fingerprint != build_tokenizer("builtin").fingerprint
@@ -181,4 +166,4 @@ def test_a_checkpoint_of_an_older_shipped_vocabulary_keeps_its_own(tmp_path: Pat
     shipped = resources.files("data_utils.tokenizers").joinpath(BUILTIN_FILE).read_bytes()
     (tmp_path / "save" / "tokenizer" / BUILTIN_FILE).write_bytes(shipped)
     with pytest.raises(ValueError, match="the tokenizer's files are not those that were saved there"):
-        start(0, 1, str(tmp_path), flags)
+        start(0, 1, tmp_path, flags)

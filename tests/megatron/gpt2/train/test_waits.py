@@ -39,14 +39,14 @@ class Reads(TorchDispatchMode):
 @pytest.mark.parametrize(
     "flags",
     [
-        "--lr-decay-style cosine --warmup 0.01".split(),
-        "--precision fp16 --hidden-dropout 0.1 --attention-dropout 0.1 --recompute-granularity full".split(),
-        "--eod-mask-loss --reset-position-ids --clip-grad 0".split(),
+        "--lr-decay-style cosine --warmup 0.01",
+        "--precision fp16 --hidden-dropout 0.1 --attention-dropout 0.1 --recompute-granularity full",
+        "--eod-mask-loss --reset-position-ids --clip-grad 0",
     ],
 )
-def test_a_step_reads_no_number(tmp_path: Path, flags: list[str]) -> None:
+def test_a_step_reads_no_number(tmp_path: Path, flags: str) -> None:
     write_text(tmp_path)
-    run = start(0, 1, str(tmp_path), ["--global-batch-size", "8", *flags])
+    run = start(0, 1, tmp_path, f"--global-batch-size 8 {flags}")
     with Reads() as reads:
         for _ in range(2):
             train_step(run)
@@ -66,12 +66,8 @@ def test_late_reading() -> None:
 
 def test_too_many_skipped_steps_end_the_run_between_log_lines(tmp_path: Path) -> None:
     write_text(tmp_path)
-    run = start(
-        0,
-        1,
-        str(tmp_path),
-        "--precision fp16 --loss-scale 2e9 --max-skipped-steps 3 --log-interval 1000 --train-iters 40".split(),
-    )
+    flags = "--precision fp16 --loss-scale 2e9 --max-skipped-steps 3 --log-interval 1000 --train-iters 40"
+    run = start(0, 1, tmp_path, flags)
     with pytest.raises(FloatingPointError, match="^3 steps in a row had a gradient that is not finite"):
         train(run)
     assert run.progress.iteration == 3 + LATE

@@ -54,13 +54,14 @@ def write_text(folder: Path, words: int = 6000) -> Path:
     return path
 
 
-def prepared(folder: str | Path, flags: Sequence[str], ranks: Ranks, log: Log = lambda line: None) -> PreparedRun:
-    """What a rank decides alone of a run in `folder` (text.txt lies there), as the command line would make it."""
+def prepared(folder: str | Path, flags: str | Sequence[str], ranks: Ranks, log: Log = lambda line: None) -> PreparedRun:
+    """What a rank decides by itself of a run in `folder` (text.txt lies there), as the command line would make it."""
+    words = flags.split() if isinstance(flags, str) else flags
     where = ["--train-data", f"{folder}/text.txt", "--data-cache-path", f"{folder}/cache", "--save", f"{folder}/save"]
-    return prepare_run(parse([*SMALL, *where, *flags]), ranks, log)
+    return prepare_run(parse([*SMALL, *where, *words]), ranks, log)
 
 
-def start(rank: int, world_size: int, folder: str, flags: Sequence[str]) -> Run:
+def start(rank: int, world_size: int, folder: str | Path, flags: str | Sequence[str]) -> Run:
     """A run in `folder`, as the command line would make it."""
     with mock.patch.object(devices, "_measured_gemm", return_value=1e12):  # which takes 0.3 s
         run = build_run(prepared(folder, flags, Ranks(rank, world_size, rank, world_size)), lambda line: None)
