@@ -5,19 +5,13 @@ from unittest import mock
 import pytest
 import torch
 
-from mpu.partition import Box, PartitionSpec, check_ids, divide, local_ids, padded_vocab_size
+from mpu.partition import Box, PartitionSpec, check_ids, local_ids, padded_vocab_size
 
 
 def test_vocabulary_padding_does_not_depend_on_the_layout():
     assert [padded_vocab_size(50257, 128, p) for p in (1, 2, 4, 8, 16, 32, 64, 128)] == [50304] * 8
     assert padded_vocab_size(50257, 256, 2) == 50432
     assert padded_vocab_size(257, 128, 3) % 3 == 0
-
-
-def test_divide_refuses_a_remainder():
-    assert divide(12, 4) == 3
-    with pytest.raises(ValueError, match="12 is not divisible by 5"):
-        divide(12, 5)
 
 
 @pytest.mark.parametrize(

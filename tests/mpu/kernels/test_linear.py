@@ -10,8 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.gpt2.extensions.exact.cross_entropy import softmax_in_parts
-from megatron.gpt2.extensions.exact.sums import Parts
 from mpu import kernels
 from mpu.cross_entropy import vocab_shard
 from mpu.kernels import cross_entropy as kernel
@@ -101,20 +99,6 @@ def test_equals_the_plain_lines(
         assert torch.equal(whole, without) and whole.dtype == torch.float32
         assert (whole - expected).norm() <= bound * expected.norm()
         assert (x - d_expected).norm() <= bound * d_expected.norm()
-
-
-def test_parts_of_a_vocabulary_are_its_whole() -> None:
-    """Two parts on one rank, the second with the padding, give what one part gives."""
-    torch.manual_seed(0)
-    logits, weight = 3 * torch.randn(TOKENS, COLUMNS), torch.rand(TOKENS)
-    target = torch.randint(0, VOCAB, (TOKENS,))
-    shard = vocab_shard(target, 0, COLUMNS, VOCAB)
-    whole = kernel.vocab_parallel_softmax(once := logits.clone(), shard, weight, None)
-    halves = [vocab_shard(target, number, COLUMNS // 2, VOCAB) for number in range(2)]
-    parts = [part.contiguous() for part in logits.chunk(2, dim=1)]
-    found = softmax_in_parts(parts, halves, weight, Parts(2, None))
-    assert torch.equal(found[0], whole[0]) and torch.allclose(found, whole, rtol=1e-6)
-    assert torch.allclose(torch.cat(parts, dim=1), once, atol=1e-7)
 
 
 @pytest.mark.parametrize("count", [1, 4, 5, 9])

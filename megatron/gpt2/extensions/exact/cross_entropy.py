@@ -5,7 +5,7 @@ Legend: c tokens of a chunk, t tokens, h hidden, v padded vocabulary, p model-pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,23 +25,6 @@ def _whole(local: Tensor) -> Tensor:
     peak = peaks.amax(dim=0)
     terms = totals * (peaks - peak).exp()
     return torch.stack((peak, tree_sum(terms.unbind()), tree_sum(target_logits.unbind())))
-
-
-def softmax_in_parts(
-    logits: Sequence[Tensor], shards: Sequence[kernels.VocabShard], weight: Tensor | None, parts: Parts
-) -> Tensor:
-    """The logits of each of this rank's parts [c, v/V] -> [3, c] float32 of the whole vocabulary. weight: [c] float32;
-    with it the logits become weight · (softmax - one-hot(target))."""
-    tokens, columns = logits[0].shape
-    return kernels.softmax_by_rows(
-        logits,
-        shards,
-        weight,
-        lambda local: _whole(parts.gathered(local)),
-        # The same rows at once in every layout.
-        rows=kernels.rows_in_cache(columns * parts.count) if logits[0].is_cpu else tokens,
-        by_block=parts.group is None,
-    )
 
 
 class _ExactLinearCrossEntropy(LinearCrossEntropy):
@@ -75,7 +58,15 @@ class _ExactLinearCrossEntropy(LinearCrossEntropy):
             rows = slice(start, start + chunk_size)
             logits = [hidden[rows] @ part.t() for part in weights]  # [c, v/V]
             own = [shard[rows] for shard in shards]
-            whole = softmax_in_parts(logits, own, token_weight[rows] if needs_grad else None, parts)
+            whole = kernels.softmax_by_rows(
+                logits,
+                own,
+                token_weight[rows] if needs_grad else None,
+                lambda local: _whole(parts.gathered(local)),
+                # The same rows at once in every layout.
+                rows=kernels.rows_in_cache(weights[0].size(0) * parts.count) if hidden.is_cpu else chunk_size,
+                by_block=parts.group is None,
+            )
             loss += torch.dot(loss_of(whole), token_weight[rows])
             if needs_grad:  # the softmax has written the gradients over the logits
                 d_hidden[rows] = sum_of_products(logits, weights, d_hidden.dtype)
