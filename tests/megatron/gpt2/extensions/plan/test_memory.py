@@ -65,71 +65,60 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--precision fp32",
-        "--precision bf16",
-        "--precision fp32 --recompute-granularity selective --micro-batch-size 8",
-        "--precision bf16 --recompute-granularity full --micro-batch-size 8",
-        "--precision bf16 --micro-batch-size 4 --make-vocab-size-divisible-by 20000",
-        "--precision fp32 --global-batch-size 6 --hidden-dropout 0.1",
-        "--precision fp32 --attention-dropout 0.1",
-        "--precision bf16 --attention-dropout 0.1 --micro-batch-size 4",
-        "--precision bf16 --exact-layouts 4 --global-batch-size 4 --make-vocab-size-divisible-by 20000",
-    ],
+ONE_RANK = (
+    "--precision fp32",
+    "--precision bf16",
+    "--precision fp32 --recompute-granularity selective --micro-batch-size 8",
+    "--precision bf16 --recompute-granularity full --micro-batch-size 8",
+    "--precision bf16 --micro-batch-size 4 --make-vocab-size-divisible-by 20000",
+    "--precision fp32 --global-batch-size 6 --hidden-dropout 0.1",
+    "--precision fp32 --attention-dropout 0.1",
+    "--precision bf16 --attention-dropout 0.1 --micro-batch-size 4",
+    "--precision bf16 --exact-layouts 4 --global-batch-size 4 --make-vocab-size-divisible-by 20000",
 )
-def test_what_torch_allocates(folder: Path, flags: str):
-    computed, allocated = counted(0, 1, str(folder), flags)
-    assert computed == pytest.approx(allocated, rel=0.06), (computed / MB, allocated / MB)
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--use-distributed-optimizer --micro-batch-size 8",
-        "--model-parallel-size 2 --sequence-parallel",
-        "--use-distributed-optimizer --shard-gradients --global-batch-size 16 --ddp-bucket-size 300000",
-        "--model-parallel-size 2 --recompute-granularity full --partition-activations",
-    ],
+OF_TWO = "--precision fp32 --micro-batch-size 4 --make-vocab-size-divisible-by 2048"
+TWO_RANKS = (
+    f"{OF_TWO} --use-distributed-optimizer --micro-batch-size 8",
+    f"{OF_TWO} --model-parallel-size 2 --sequence-parallel",
+    f"{OF_TWO} --use-distributed-optimizer --shard-gradients --global-batch-size 16 --ddp-bucket-size 300000",
+    f"{OF_TWO} --model-parallel-size 2 --recompute-granularity full --partition-activations",
 )
-def test_what_torch_allocates_on_a_rank_of_two(folder: Path, flags: str):
-    common = "--precision fp32 --micro-batch-size 4 --make-vocab-size-divisible-by 2048 "
-    for computed, allocated in run_ranks(counted, 2, str(folder), common + flags):
-        assert computed == pytest.approx(allocated, rel=0.06), (computed / MB, allocated / MB)
-
-
 # Two stages of unequal chunks, with 3 micro-batches or 4.
-PIPELINES = {
-    "1F1B": "--micro-batch-size 4 --global-batch-size 12 --decoder-first-pipeline-num-layers 2",
-    "recompute": "--micro-batch-size 8 --global-batch-size 24 --recompute-granularity full",
-    "interleaved": "--num-layers 4 --num-layers-per-virtual-pipeline-stage 1 --micro-batch-size 2 "
-    "--global-batch-size 8",
-    "zero bubble": "--pipeline-schedule zero-bubble --micro-batch-size 4 --global-batch-size 16",
-    "exact": "--exact-layouts 4 --micro-batch-size 4 --global-batch-size 12",
-    "bf16": "--precision bf16 --micro-batch-size 8 --global-batch-size 24",
-}
+STAGES = f"{OF_TWO} --pipeline-model-parallel-size 2"
+TWO_STAGES = (
+    f"{STAGES} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1 --micro-batch-size 2 --global-batch-size 8",
+    f"{STAGES} --exact-layouts 4 --global-batch-size 12",
+)
+MORE_STAGES = (
+    f"{STAGES} --global-batch-size 12 --decoder-first-pipeline-num-layers 2",
+    f"{STAGES} --micro-batch-size 8 --global-batch-size 24 --recompute-granularity full",
+    f"{STAGES} --pipeline-schedule zero-bubble --global-batch-size 16",
+    f"{STAGES} --precision bf16 --micro-batch-size 8 --global-batch-size 24",
+)
 
 
-def counted_in_turn(rank: int, world_size: int, folder: str, layouts: list[str]) -> list[tuple[int, int]]:
-    return [counted(rank, world_size, folder, flags) for flags in layouts]
-
-
-AT_FIRST = ("interleaved", "exact")
+def counted_in_turn(rank: int, world_size: int, folder: str, runs: Sequence[str]) -> list[tuple[int, int]]:
+    return [counted(rank, world_size, folder, flags) for flags in runs]
 
 
 @pytest.mark.parametrize(
-    "names",
-    [AT_FIRST, pytest.param([name for name in PIPELINES if name not in AT_FIRST], marks=pytest.mark.wide)],
-    ids=["some", "others"],
+    ("ranks", "runs", "tolerance"),
+    [
+        (1, ONE_RANK, 0.06),
+        (2, TWO_RANKS, 0.06),
+        (2, TWO_STAGES, 0.08),
+        pytest.param(2, MORE_STAGES, 0.08, marks=pytest.mark.wide),
+    ],
+    ids=["one rank", "two ranks", "two stages", "more stages"],
 )
-def test_what_torch_allocates_on_a_stage_of_two(folder: Path, names: Sequence[str]):
-    common = "--pipeline-model-parallel-size 2 --precision fp32 --make-vocab-size-divisible-by 2048 "
-    found = run_ranks(counted_in_turn, 2, str(folder), [common + PIPELINES[name] for name in names])
-    for stage, of_stage in enumerate(found):
-        for name, (computed, allocated) in zip(names, of_stage, strict=True):
-            print(f"{name}, stage {stage}: {computed / MB:.1f} / {allocated / MB:.1f} MB")
-    assert all(computed == pytest.approx(allocated, rel=0.08) for of_stage in found for computed, allocated in of_stage)
+def test_what_torch_allocates(folder: Path, ranks: int, runs: Sequence[str], tolerance: float):
+    found = (
+        run_ranks(counted_in_turn, 2, str(folder), runs) if ranks > 1 else [counted_in_turn(0, 1, str(folder), runs)]
+    )
+    for rank, of_rank in enumerate(found):
+        for flags, (computed, allocated) in zip(runs, of_rank, strict=True):
+            said = f"rank {rank} of {flags}: {computed / MB:.1f} / {allocated / MB:.1f} MB"
+            assert computed == pytest.approx(allocated, rel=tolerance), said
 
 
 @pytest.mark.parametrize(
