@@ -24,6 +24,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from data_utils.command_line import columns
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 T = TypeVar("T")
@@ -243,10 +245,7 @@ def ratio(above: Sequence[float], below: Sequence[float]) -> float:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns of equal width, the first to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = [head, ["-" * width for width in widths], *rows]
-    form = "  ".join(f"{{:{'>' if i else '<'}{width}}}" for i, width in enumerate(widths))
-    return "\n".join(form.format(*line).rstrip() for line in lines)
+    return "\n".join(columns([head, *rows], "<" + ">" * (len(head) - 1)))
 
 
 def plot(path: Path, title: str, panels: Sequence[tuple[str, Sequence[tuple[str, float, float, float]]]]) -> str:

@@ -31,14 +31,14 @@ ACCUMULATED = ("--micro-batch-size", "1")  # two ranks and a global batch of 4: 
 
 
 class Fault(NamedTuple):
-    """What is planted, the layout, and what must be named: the step, the tensor, a part of its operation, and the
-    ranks."""
+    """What is planted, and what must be named: the tensor, a part of its operation, the step and the ranks. flags: of
+    the layout."""
 
     plant: Callable[[Run, Patch], None]
-    flags: tuple[str, ...]
-    step: int
     tensor: str
     operation: str
+    flags: tuple[str, ...] = TWO_PARTS
+    step: int = 1
     ranks: tuple[int, ...] = (0, 1)
 
 
@@ -179,40 +179,36 @@ def tied_gradient_not_summed(run: Run, patch: Patch) -> None:
 
 
 LAST = "gradient of transformer.final_layernorm.bias"
+CORE = "transformer.layers.1.attention.core"
 FAULTS = {
     "bias added once per rank": Fault(
         bias_once_per_rank,
-        TWO_PARTS,
-        2,
         "transformer.layers.1.attention.dense",
         "the all-reduce of layer 1's attention.dense, with its bias, forward",
+        step=2,
     ),
-    "gradient summed twice": Fault(gradient_summed_twice, OF_SEQUENCE, 1, LAST, "over 2 model-parallel ranks"),
-    "position by local index": Fault(local_index, OF_SEQUENCE, 1, "embeddings", "position embeddings", (1,)),
-    "mask by local index": Fault(
-        mask_by_local_index, TWO_PARTS, 1, "transformer.layers.1.attention.core", "its dropout", (1,)
-    ),
-    "wrong QKV order": Fault(qkv_order, TWO_PARTS, 1, "transformer.layers.1.attention.core", "attention of layer 1"),
-    "norm counted twice": Fault(norm_counted_twice, TWO_PARTS, 1, "gradient norm", "each of which counts once"),
-    "lost micro-batch": Fault(lost_micro_batch, ACCUMULATED, 1, "samples", "the data loader", (1,)),
-    "lost gradient of a micro-batch": Fault(lost_gradient, ACCUMULATED, 1, LAST, "over 2 micro-batches"),
+    "gradient summed twice": Fault(gradient_summed_twice, LAST, "over 2 model-parallel ranks", OF_SEQUENCE),
+    "position by local index": Fault(local_index, "embeddings", "position embeddings", OF_SEQUENCE, ranks=(1,)),
+    "mask by local index": Fault(mask_by_local_index, CORE, "its dropout", ranks=(1,)),
+    "wrong QKV order": Fault(qkv_order, CORE, "attention of layer 1"),
+    "norm counted twice": Fault(norm_counted_twice, "gradient norm", "each of which counts once"),
+    "lost micro-batch": Fault(lost_micro_batch, "samples", "the data loader", ACCUMULATED, ranks=(1,)),
+    "lost gradient of a micro-batch": Fault(lost_gradient, LAST, "over 2 micro-batches", ACCUMULATED),
     "swapped shards": Fault(
         swapped_shards,
-        TWO_PARTS,
-        0,
         "transformer.layers.1.mlp.dense_4h_to_h.weight",
         "initialisation of layer 1's mlp.dense_4h_to_h.weight",
+        step=0,
     ),
-    "missing scale": Fault(missing_scale, TWO_PARTS, 1, "transformer.layers.0.attention.core", "attention of layer 0"),
-    "padding in the softmax": Fault(padding_in_the_softmax, TWO_PARTS, 1, "loss", "the cross-entropy"),
-    "positions off by one": Fault(positions_off_by_one, TWO_PARTS, 1, "embeddings", "position embeddings"),
-    "stale parameter after a gather": Fault(stale_parameter, SHARDED, 1, STALE, "the all-gather", (1,)),
+    "missing scale": Fault(missing_scale, "transformer.layers.0.attention.core", "attention of layer 0"),
+    "padding in the softmax": Fault(padding_in_the_softmax, "loss", "the cross-entropy"),
+    "positions off by one": Fault(positions_off_by_one, "embeddings", "position embeddings"),
+    "stale parameter after a gather": Fault(stale_parameter, STALE, "the all-gather", SHARDED, ranks=(1,)),
     "tied gradient not summed": Fault(
         tied_gradient_not_summed,
-        STAGES,
-        1,
         "gradient of word_embeddings.weight",
         "over the first and the last stage of the pipeline",
+        STAGES,
     ),
-    "one rank's learning rate": Fault(one_learning_rate, TWO_PARTS, 1, "learning rate", "the schedule", (1,)),
+    "one rank's learning rate": Fault(one_learning_rate, "learning rate", "the schedule", ranks=(1,)),
 }
