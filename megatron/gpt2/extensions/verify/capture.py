@@ -248,6 +248,8 @@ class TransformersCapture(Capture):
                 n_inner=config.ffn_hidden_size,
                 activation_function={"tanh": "gelu_new", "erf": "gelu"}[config.gelu],
                 layer_norm_epsilon=config.layernorm_epsilon,
+                bos_token_id=None,
+                eos_token_id=None,
             )
         ).to(run.device, run.prepared.dtype)
         theirs.eval()
