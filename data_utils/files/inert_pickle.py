@@ -31,7 +31,7 @@ class Inert:
     state: Any = None
 
     def attributes(self) -> dict[str, Any]:
-        """The attributes that the file gives it, by name; nothing if that is no dictionary."""
+        """The attributes that the file gives it, by name; nothing if that is not a dictionary."""
         return self.state if isinstance(self.state, dict) else {}
 
 
@@ -89,7 +89,7 @@ def read_pickle(
 
     def named(module: Any, thing: Any) -> Any:
         if type(module) is not str or type(thing) is not str or len(module) + len(thing) > 200:
-            raise ValueError("names something with what is no short string")
+            raise ValueError("names something with what is not a short string")
         name = f"{module}.{thing}"
         if name not in known:
             if not names.fullmatch(name):
@@ -140,7 +140,7 @@ def read_pickle(
                 case 0x61 | 0x65:  # append, appends
                     items = last(1) if code == 0x61 else above_mark()
                     if type(stack[-1]) is not list:
-                        raise TypeError("items for what is no list")
+                        raise TypeError("items for what is not a list")
                     stack[-1].extend(items)
                 case 0x4E:
                     push(None)
@@ -180,7 +180,7 @@ def read_pickle(
 def _update(held: Any, items: Sequence[Any]) -> None:
     """Only keys whose hash takes no time: that of a tuple visits all that is in it."""
     if type(held) is not dict or len(items) % 2:
-        raise TypeError("items for what is no dictionary")
+        raise TypeError("items for what is not a dictionary")
     for key, value in zip(items[::2], items[1::2], strict=True):
         if type(key) not in (str, int, float, bool, type(None), Inert) or key in held:
             raise TypeError(f"a dictionary's key occurs twice, or is of type {type(key).__name__}")

@@ -31,7 +31,7 @@ class Target:
     """name: in reports. make: writes a valid input into an empty folder. read: reads it; AssertionError where what was
     taken breaks an invariant. files: pattern of those that are changed. repair: gives the changed files the hashes that
     they should have, so that what lies behind the hashes is reached. refusals: how it may be refused. named: an error
-    says which file or flag is meant."""
+    says which file or flag is meant. model: reading it takes long."""
 
     name: str
     make: Callable[[Path], object]
@@ -40,6 +40,7 @@ class Target:
     repair: Callable[[Files], None] | None = None
     refusals: tuple[type[Exception], ...] = (ValueError, OSError)
     named: bool = True
+    model: bool = False
 
 
 class Input:

@@ -20,25 +20,13 @@ from megatron.gpt2.commands import inspect_data
 from megatron.gpt2.config import Config, foreign, read_config, write_config
 from megatron.gpt2.monitor.incidents import read_records
 from megatron.gpt2.monitor.run_report import page
-from tests.fuzz import checkpoint_targets, data_targets, fuzzing, run_targets
-from tests.fuzz.data_targets import reseal, small_bpe
+from tests.fuzz import fuzzing, targets
 from tests.fuzz.fuzzing import Input, Target
+from tests.fuzz.targets import reseal_pair, small_bpe
 
-MODULES = (checkpoint_targets, data_targets, run_targets)
-TARGETS = {target.name: target for module in MODULES for target in module.TARGETS}
+TARGETS = {target.name: target for target in targets.TARGETS}
 # Inputs of each target, from seed 0; all together take some seconds. Those with whole models take longest.
 INPUTS, OF_MODELS = 40, 8
-MODELS = (
-    "nanoGPT",
-    "Megatron, flat",
-    "Megatron v2, legacy .pt",
-    "Megatron Core",
-    "Hugging Face: safetensors",
-    "torch_dist",
-    "torch_dist: .metadata",
-    "DCP",
-    "DCP: .metadata",
-)
 # Seeds at which a defect was found once: they are tried again.
 FOUND: dict[str, tuple[int, ...]] = {
     "pair's manifest behind its seal": (9, 108, 123, 147, 201, 205, 4552),
@@ -58,9 +46,8 @@ FOUND: dict[str, tuple[int, ...]] = {
 @pytest.mark.parametrize("name", TARGETS)
 def test_inputs_are_taken_or_refused(tmp_path: Path, name: str) -> None:
     given = Input(TARGETS[name], tmp_path / "input")
-    outcomes = {
-        seed: given.attempt(seed) for seed in (*range(OF_MODELS if name in MODELS else INPUTS), *FOUND.get(name, ()))
-    }
+    inputs = OF_MODELS if TARGETS[name].model else INPUTS
+    outcomes = {seed: given.attempt(seed) for seed in (*range(inputs), *FOUND.get(name, ()))}
     # Python may collect the garbage of earlier tests during an input: a slow one is tried once more.
     outcomes |= {seed: given.attempt(seed) for seed, outcome in outcomes.items() if outcome[0] == "slow"}
     findings = {seed: outcome for seed, outcome in outcomes.items() if outcome[0] not in ("taken", "refused")}
@@ -153,7 +140,7 @@ def test_a_pair_whose_manifest_is_of_another_form(pair: Path, name: str, value: 
 def test_a_pair_whose_manifest_holds_half_a_character(pair: Path) -> None:
     entries = json.dumps({**write_manifest(pair, {"tokenizer": None}), "inputs": [{"file": "\ud800"}]}, indent=1)
     files = {"document.json": entries.removesuffix("\n}").encode()}
-    reseal(files)
+    reseal_pair(files)
     pair.with_suffix(".json").write_bytes(files["document.json"])
     with refused(r"a\.json: .*surrogates") as caught:
         inspect_data.main([str(pair)])

@@ -24,13 +24,11 @@ from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.config import require
 from megatron.gpt2.formats import Hints, Source, open_source
 from megatron.gpt2.formats.compare import check, describe, diff, lines, table
-from megatron.gpt2.formats.dcp_gpt2 import write_dcp
 from megatron.gpt2.formats.huggingface import write_huggingface
 from megatron.gpt2.formats.megatron import write_megatron
 from megatron.gpt2.formats.megatron_model import PIPELINE, VIRTUAL, Layout
-from megatron.gpt2.formats.nanogpt import write_nanogpt
 from megatron.gpt2.formats.native import write_native
-from megatron.gpt2.formats.openai_names import exported_kind
+from megatron.gpt2.formats.openai import exported_kind, write_dcp, write_nanogpt
 from megatron.gpt2.formats.openai_tokenizer import open_tokenizer
 from megatron.gpt2.formats.torch_dist import write_torch_dist
 from megatron.gpt2.pipeline.schedule import FIRST, LAST

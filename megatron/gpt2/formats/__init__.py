@@ -8,7 +8,7 @@ from megatron.gpt2.checkpoint.folder import find_checkpoint
 from megatron.gpt2.checkpoint.folder import recognise as by_name
 from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.checkpoint.source import Source
-from megatron.gpt2.formats import dcp_gpt2, huggingface, megatron, nanogpt, torch_dist
+from megatron.gpt2.formats import huggingface, megatron, openai, torch_dist
 from megatron.gpt2.formats.foreign import Hints, errors_named
 
 __all__ = ["FORMATS", "Hints", "Source", "open_source", "recognise"]
@@ -19,8 +19,8 @@ OF_RANKS = ("megatron-2019", "megatron-v1", "megatron-v2", "megatron-v3", "megat
 OPENERS = {
     "huggingface": huggingface.open_huggingface,
     "torch_dist": torch_dist.open_torch_dist,
-    "nanogpt": nanogpt.open_nanogpt,
-    "dcp": dcp_gpt2.open_dcp,
+    "nanogpt": openai.open_nanogpt,
+    "dcp": openai.open_dcp,
 }
 FORMATS = ("native", *OF_RANKS, *OPENERS)
 

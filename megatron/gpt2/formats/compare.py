@@ -13,7 +13,7 @@ from torch import Tensor
 import mpu
 from data_utils.command_line import columns
 from megatron.gpt2.checkpoint.reader import Checkpoint
-from megatron.gpt2.checkpoint.source import Source, check_facts
+from megatron.gpt2.checkpoint.source import Source, TensorInfo, check_facts
 from megatron.gpt2.checkpoint.state import load_state
 from megatron.gpt2.formats.foreign import TABLE
 from megatron.gpt2.model.gpt2 import GPT2Model, layer_config, parameter_specs
@@ -32,23 +32,20 @@ PROGRESS = ("train_iters", "consumed_samples", "global_batch_size", "precision",
 LAYOUT = ("model_parallel", "pipeline_parallel", "virtual_pipeline_parallel", "data_parallel")
 # What is in a parameter's name, and the part of the model that it belongs to.
 PARTS = {"rng.": "random states", ".layers.": "layers", "embeddings": "embeddings", "": "final norm"}
-SUMS = ("tensors", "values", "bytes")
 CHUNK = 1 << 20  # entries that are compared at once
 SEQUENCES, LENGTH = 2, 32
 
 
 def describe(source: Source) -> dict[str, Any]:
     """A description of `source` in JSON's types. No tensor is read."""
-    facts = source.facts
-    model = facts["config"]["model"]
-    tensors = {}
+    facts, model = source.facts, source.facts["config"]["model"]
+    tensors: dict[str, dict[str, Any]] = {}
     sums: defaultdict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
     for name, info in source.tensors.items():
-        dtype, values = str(info.dtype).removeprefix("torch."), math.prod(info.shape)
+        values, part = math.prod(info.shape), next(part for sign, part in PARTS.items() if sign in name)
         size = values * info.dtype.itemsize
-        tensors[name] = {"dtype": dtype, "shape": list(info.shape), "bytes": size}
-        part = next(part for sign, part in PARTS.items() if sign in name)
-        sums[name.partition(".")[0], part, dtype].update(tensors=1, values=values, bytes=size)
+        tensors[name] = {"dtype": _dtype(info), "shape": list(info.shape), "bytes": size}
+        sums[name.partition(".")[0], part, _dtype(info)].update(tensors=1, values=values, bytes=size)
     found: dict[str, Any] = {
         "path": str(source.path),
         "format": source.format,
@@ -64,7 +61,7 @@ def describe(source: Source) -> dict[str, Any]:
     if isinstance(source, Checkpoint):
         found["manifest_sha256"] = source.digest
         found["files"] = {
-            file: {"bytes": info.bytes, "sha256": info.sha256, "boxes": len(info.boxes)}
+            file: {"bytes": info.bytes, "boxes": len(info.boxes), "sha256": info.sha256}
             for file, info in source.files.items()
         }
     return found
@@ -72,31 +69,35 @@ def describe(source: Source) -> dict[str, Any]:
 
 def lines(found: dict[str, Any]) -> list[str]:
     """`describe` of a source, as lines to print."""
-    layout, tokenizer = found["layout"] or {}, found["tokenizer"]
     rows = [("checkpoint", found["path"]), ("format", found["format"]), ("iteration", f"{found['iteration']:,}")]
-    if layout:
-        sizes = " × ".join(
-            f"{name} {size}".replace("_", "-")
-            for name in LAYOUT
-            if (size := layout.get(f"{name}_size", 0)) > ("pipeline" in name)
-        )
-        rows.append(("written by", sizes + ", optimizer sharded" * bool(layout.get("optimizer_is_sharded"))))
-    rows += [
-        (name.replace("_", " "), f"{value:,}" if type(value) is int else str(value))
-        for name, value in {**found["model"], **found["run"]}.items()
-        if value is not None
-    ]
-    rows.append(("tokenizer", f"{tokenizer['kind']}, {tokenizer.get('vocab_size', 0):,} ids" if tokenizer else "none"))
-    head = ("kind", "part", "dtype", *SUMS)
-    parts = [[part[name] if name in head[:3] else f"{part[name]:,}" for name in head] for part in found["parts"]]
-    text = [*columns(rows, "<<"), "", *columns([head, *parts], "<<<>>>")]
+    if layout := found["layout"]:
+        sizes = [(name, layout.get(f"{name}_size", 0)) for name in LAYOUT]
+        said = " × ".join(f"{name} {size}".replace("_", "-") for name, size in sizes if size > ("pipeline" in name))
+        rows.append(("written by", said + ", optimizer sharded" * bool(layout.get("optimizer_is_sharded"))))
+    known = {name: value for name, value in {**found["model"], **found["run"]}.items() if value is not None}
+    rows += [(name.replace("_", " "), shown(value)) for name, value in known.items()]
+    tokenizer = found["tokenizer"] or {"kind": "none"}
+    vocabulary = f", {tokenizer['vocab_size']:,} ids" if "vocab_size" in tokenizer else ""
+    rows.append(("tokenizer", tokenizer["kind"] + vocabulary))
+    parts = [list(map(shown, part.values())) for part in found["parts"]]
+    text = [*columns(rows, "<<"), ""]
+    text += columns([("kind", "part", "dtype", "tensors", "values", "bytes"), *parts], "<<<>>>")
     if "files" in found:
         files = [
-            (file, f"{info['bytes']:,}", f"{info['boxes']:,}", info["sha256"][:12])
+            (file, shown(info["bytes"]), shown(info["boxes"]), info["sha256"][:12])
             for file, info in found["files"].items()
         ]
         text += ["", *columns([("file", "bytes", "boxes", "sha256"), *files], "<>>>")]
     return text + [f"left out: {line}" for line in found["left_out"]]
+
+
+def _dtype(info: TensorInfo) -> str:
+    return str(info.dtype).removeprefix("torch.")
+
+
+def shown(value: Any) -> str:
+    """`value` as a text; a whole number with commas."""
+    return f"{value:,}" if type(value) is int else str(value)
 
 
 class Row(NamedTuple):
@@ -104,7 +105,7 @@ class Row(NamedTuple):
     shapes differ. shape: in the first."""
 
     name: str
-    shape: tuple[int, ...]  # in a
+    shape: tuple[int, ...]
     greatest: float | None
     note: str
 
@@ -145,28 +146,22 @@ def diff(a: Source, b: Source) -> Difference:
 
 def _row(a: Source, b: Source, name: str) -> Row:
     first, second = a.tensors[name], b.tensors[name]
-    notes = []
-    if first.dtype != second.dtype:
-        notes.append(" and ".join(str(info.dtype).removeprefix("torch.") for info in (first, second)))
     if first.shape != second.shape:
         return Row(name, first.shape, None, f"{_size(second.shape)} in the other")
     greatest = greatest_difference(a.read(name), b.read(name))
-    if math.isnan(greatest):
-        notes.append("NaN in one alone")
-    return Row(name, first.shape, greatest, ", ".join(notes))
+    notes = [f"{_dtype(first)} and {_dtype(second)}"] * (first.dtype != second.dtype)
+    return Row(name, first.shape, greatest, ", ".join([*notes, *["NaN in only one"] * math.isnan(greatest)]))
 
 
 def greatest_difference(x: Tensor, y: Tensor) -> float:
     """The largest absolute difference of two tensors of one shape, computed in float64, which holds every dtype's
-    values. NaN equals NaN, and an infinity itself; NaN beside a number is a difference of NaN."""
-    greatest = 0.0
+    values. NaN equals NaN, and an infinity itself; NaN compared with a number is a difference of NaN."""
+    greatest = []
     for some, other in zip(x.flatten().split(CHUNK), y.flatten().split(CHUNK), strict=True):
         some, other = some.double(), other.double()
-        differs = (some != other) & ~(some.isnan() & other.isnan())
-        if differs.any():
-            here = (some - other)[differs].abs().max().item()
-            greatest = here if math.isnan(here) else max(greatest, here)  # max(NaN, x) is NaN: it stays
-    return greatest
+        same = (some == other) | (some.isnan() & other.isnan())
+        greatest.append((some - other).abs().masked_fill(same, 0).max())  # NaN is more than any number
+    return torch.stack(greatest).max().item()
 
 
 def table(difference: Difference) -> list[str]:
@@ -175,11 +170,11 @@ def table(difference: Difference) -> list[str]:
     for row in difference.rows:
         greatest = "another shape" if row.greatest is None else f"{row.greatest:.3g}"
         cells.append((row.name, _size(row.shape), greatest, row.note))
-    cells += [(name, "", "in the first alone", "") for name in difference.only_in_a]
-    cells += [(name, "", "in the second alone", "") for name in difference.only_in_b]
+    cells += [(name, "", "only in the first", "") for name in difference.only_in_a]
+    cells += [(name, "", "only in the second", "") for name in difference.only_in_b]
     text = columns(cells, "<>><")
     if difference.not_compared:
-        text.append(f"in one of them alone, and not compared: {', '.join(difference.not_compared)}")
+        text.append(f"only in one of them, and not compared: {', '.join(difference.not_compared)}")
     return text
 
 
@@ -194,13 +189,11 @@ def check(a: Source, b: Source, *, kind: str = "model", log: Callable[[str], Non
     kind: the tensors of `a` that the weights of `b` were made of, "model" or "master"; they are rounded to b's dtype
     first. One model is in memory at a time. ValueError if the vocabularies differ.
     """
-    if a.facts["vocab_size"] != b.facts["vocab_size"]:
-        raise ValueError(
-            f"{a.path} has {a.facts['vocab_size']} tokens and {b.path} {b.facts['vocab_size']}: give the "
-            "true number with --vocab-size"
-        )
+    size, other = a.facts["vocab_size"], b.facts["vocab_size"]
+    if size != other:
+        raise ValueError(f"{a.path} has {size} tokens and {b.path} {other}: give the true number with --vocab-size")
     length = min(LENGTH, *(source.facts["config"]["model"]["max_position_embeddings"] for source in (a, b)))
-    tokens = torch.randint(a.facts["vocab_size"], (SEQUENCES, length), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(size, (SEQUENCES, length), generator=torch.Generator().manual_seed(0))
     dtype = b.tensors[f"model.{TABLE}"].dtype
     greatest = (logits(a, tokens, kind, dtype) - logits(b, tokens)).abs().max().item()
     log(f"greatest logit difference on {tokens.numel()} tokens in fp32: {greatest:.3g}")

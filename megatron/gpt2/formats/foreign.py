@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import re
+import operator
 import struct
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,14 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
-from megatron.gpt2.checkpoint.source import Source, TensorInfo
+from megatron.gpt2.checkpoint.source import Source, TensorInfo, check_inside
 from megatron.gpt2.config import Config, ModelConfig, OptimizerConfig, require
+from megatron.gpt2.model.gpt2 import parameter_specs
 from megatron.gpt2.optimizer.optimizer import MOMENTS
 from mpu.partition import Box
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 TABLE = "word_embeddings.weight"
 OPTIMIZER = ("master", *MOMENTS)
 GPT2_VOCABULARY = 50257
@@ -39,7 +40,12 @@ DAMAGE = (
     RuntimeError,
     struct.error,
     zipfile.BadZipFile,
+    SafetensorError,
 )
+
+
+class MixedRuns(ValueError):
+    """Two files that belong together hold different values of one parameter, or of its state."""
 
 
 @contextlib.contextmanager
@@ -73,15 +79,19 @@ class LazyTensor:
     make: Callable[[], Tensor]
 
     @staticmethod
-    def of(tensor: Tensor, make: Callable[[], Tensor] | None = None) -> LazyTensor:
-        """`tensor` itself, or what `make` returns in the dtype and shape of `tensor`, which may then be on the meta
-        device."""
-        return LazyTensor(TensorInfo(tensor.dtype, tuple(tensor.shape)), make or (lambda: tensor))
+    def of(tensor: Tensor) -> LazyTensor:
+        """`tensor`, which is in memory or a view of a file."""
+        return LazyTensor(TensorInfo(tensor.dtype, tuple(tensor.shape)), lambda: tensor)
+
+    @staticmethod
+    def made_of(change: Callable[..., Tensor], *parts: LazyTensor) -> LazyTensor:
+        """The tensor that `change` makes of the tensors `parts`."""
+        shapes = [torch.empty(part.info.shape, dtype=part.info.dtype, device="meta") for part in parts]
+        return LazyTensor(LazyTensor.of(change(*shapes)).info, lambda: change(*(part.make() for part in parts)))
 
     def then(self, change: Callable[[Tensor], Tensor]) -> LazyTensor:
         """The tensor that `change` makes of this one."""
-        before = torch.empty(self.info.shape, dtype=self.info.dtype, device="meta")
-        return LazyTensor.of(change(before), lambda: change(self.make()))
+        return LazyTensor.made_of(change, self)
 
     def equals(self, other: LazyTensor) -> bool:
         """Whether both have the same dtype, shape and values."""
@@ -89,14 +99,16 @@ class LazyTensor:
 
 
 Tensors = Mapping[str, LazyTensor]
+State = tuple[dict[str, Tensors], dict[str, Any]]  # an optimizer's: the tensors by kind and name, and the run's facts
 
 
 class ForeignSource(Source):
     """A checkpoint of another program as a `Source`. A tensor is in memory only while its reader keeps it.
 
-    model: with the true vocabulary size. facts: what else is known, with the names of our manifest. lazy: by our names,
-    in the shapes of `parameter_specs(model)`. left_out: a line for each thing that the files hold and this source does
-    not. ValueError for a tensor that is not a floating-point one.
+    model: with the true vocabulary size. facts: what else is known, with the names of our manifest. tensors: by kind
+    ("model", "master", ...) and our name, in the shapes of the model; rows of the word embeddings past the vocabulary
+    are padding and are left out. left_out: a line for each thing that the files hold and this source does not.
+    ValueError for a tensor that is not a floating-point one.
     """
 
     def __init__(
@@ -106,12 +118,18 @@ class ForeignSource(Source):
         iteration: int,
         model: ModelConfig,
         facts: Mapping[str, Any],
-        lazy: Tensors,
+        tensors: Mapping[str, Tensors],
         left_out: Sequence[str] = (),
     ) -> None:
         self.path, self.format, self.iteration, self.left_out = path, format, iteration, tuple(left_out)
-        self.tensors = {name: tensor.info for name, tensor in lazy.items()}
-        self._lazy = lazy
+        self._lazy: dict[str, LazyTensor] = {}
+        for kind, held in tensors.items():
+            for name, spec in parameter_specs(model).items():
+                dtype, shape = held[name].info.dtype, held[name].info.shape
+                require(dtype.is_floating_point, f"{path}: {name} is of {dtype}, which is not a type of weights")
+                rows = operator.itemgetter(slice(spec.global_shape[0]))
+                self._lazy[f"{kind}.{name}"] = held[name] if shape == spec.global_shape else held[name].then(rows)
+        self.tensors = {name: tensor.info for name, tensor in self._lazy.items()}
         self.facts = {
             "tokenizer": None,
             **facts,
@@ -119,45 +137,36 @@ class ForeignSource(Source):
             "vocab_size": model.vocab_size,
             "iteration": iteration,
         }
-        for name, info in self.tensors.items():
-            require(info.dtype in FLOATS, f"{path}: {name} is of {info.dtype}, which is no type of weights")
 
     def read_into(self, out: Tensor, name: str, offset: tuple[int, ...]) -> None:
         """Fill `out`, of any dtype and device, with the box of `name` at `offset`. ValueError if it is outside."""
-        whole, box = self.tensors[name].shape, Box(offset, tuple(out.shape))
-        if any(start < 0 or start + size > end for start, size, end in zip(box.offset, box.shape, whole, strict=True)):
-            raise ValueError(f"{self.path}: {name} has shape {whole}, which does not contain {box}")
+        box = Box(offset, tuple(out.shape))
+        if box.numel:
+            check_inside(f"{self.path}: {name}", self.tensors[name].shape, box)
         out.copy_(self._lazy[name].make()[box.slices()])
 
 
-def head_major(heads: int, version: int = 0) -> Callable[[Tensor], Tensor]:
-    """The change that puts the rows of a fused QKV weight or bias into our order, [n, 3, d].
+def head_major(x: Tensor, heads: int, version: int = 0) -> Tensor:
+    """The rows of a fused QKV weight or bias [3nd, ...] in our order, [n, 3, d].
 
     version: Megatron's `checkpoint_version`. 0 has [3, n, d], as OpenAI has, 1 has [n, d, 3], 2 and later have ours.
     """
-    if version == 0:
-        return lambda x: x.unflatten(0, (3, heads, -1)).transpose(0, 1).flatten(0, 2)
-    if version == 1:
-        return lambda x: x.unflatten(0, (heads, -1, 3)).transpose(1, 2).flatten(0, 2)
-    return lambda x: x
+    if version > 1:
+        return x
+    sizes, first = ((heads, -1, 3), 1) if version else ((3, heads, -1), 0)
+    return x.unflatten(0, sizes).transpose(first, first + 1).flatten(0, 2)
 
 
-def by_part(heads: int) -> Callable[[Tensor], Tensor]:
-    """The change that puts rows in our order, [n, 3, d], into that of 2019's Megatron and of OpenAI, [3, n, d]."""
-    return lambda x: x.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+def by_part(x: Tensor, heads: int) -> Tensor:
+    """Rows in our order, [n, 3, d], in that of 2019's Megatron and of OpenAI, [3, n, d]."""
+    return x.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2)
 
 
-def renamed(name: str, modules: Mapping[str, str], layers: str, layer_modules: Mapping[str, str]) -> str:
-    """Our parameter `name` under another program's names of the modules, those of the layers below `layers`."""
-    module, _, kind = name.rpartition(".")
-    if layer := re.fullmatch(r"transformer\.layers\.(\d+)\.(.+)", module):
-        return f"{layers}.{layer[1]}.{layer_modules[layer[2]]}.{kind}"
-    return f"{modules[module]}.{kind}"
-
-
-def first_rows(number: int) -> Callable[[Tensor], Tensor]:
-    """The change that leaves the first `number` rows of a tensor: the vocabulary without its padding."""
-    return lambda x: x[:number]
+def matrix_shape(shapes: Mapping[str, tuple[int, ...]], name: str) -> tuple[int, ...]:
+    """The shape of the matrix `name`. ValueError if there is none."""
+    if len(shapes.get(name, ())) != 2:
+        raise ValueError(f"holds no matrix {name}: is a pipeline stage missing, or is it not a GPT-2?")
+    return shapes[name]
 
 
 def heads_of(h: int, p: int, said: Any, hints: Hints) -> int:
@@ -165,16 +174,13 @@ def heads_of(h: int, p: int, said: Any, hints: Hints) -> int:
     fit, for another one."""
     heads = said if isinstance(said, int) else hints.num_attention_heads
     fitting = sorted((n for n in range(p, h + 1, p) if h % n == 0), key=lambda n: abs(math.log2(h / n / 64)))
-    if heads is None or heads not in fitting:
-        problem = (
-            "does not say how many attention heads it has"
-            if heads is None
-            else f"{heads} attention heads do not divide its hidden size of {h} over {p} ranks"
-        )
-        raise ValueError(
-            f"{problem}: give --num-attention-heads, likeliest first one of {', '.join(map(str, fitting[:6]))}"
-        )
-    return heads
+    if heads in fitting:
+        return heads
+    problem = f"{heads} attention heads do not divide its hidden size of {h} over {p} ranks"
+    raise ValueError(
+        f"{'does not say how many attention heads it has' if heads is None else problem}: give "
+        f"--num-attention-heads, likeliest first one of {', '.join(map(str, fitting[:6]))}"
+    )
 
 
 def whole_number(name: str, value: Any, least: int = 1, most: int = 2**31) -> int:
@@ -191,9 +197,47 @@ def short_repr(value: Any) -> str:
     return repr(value[:40] if isinstance(value, str) else value)[:60] if plain else f"a {type(value).__name__}"
 
 
+# --- Adam's state
+
+
+def state_if_known(read: Callable[[], State], weights: Tensors, left_out: list[str], what: str = "") -> State:
+    """The state that `read` gives; if it is not that of `weights` in fp32, or in a form that is not known here, an empty
+    one, and a line in `left_out`. what: more for this line. MixedRuns stays an error."""
+    try:
+        states, facts = read()
+        for kind, held in states.items():
+            for name, weight in weights.items():
+                wanted = TensorInfo(torch.float32, weight.info.shape)
+                require(held[name].info == wanted, f"{kind} of {name} is not of its parameter's shape, in fp32")
+        return states, facts
+    except MixedRuns:
+        raise
+    except DAMAGE as error:
+        what = what or ": its form is not one that is known here"
+        left_out.append(f"the optimizer's state{what} ({type(error).__name__}: {str(error)[:200]})")
+        return {}, {}
+
+
+def adam_facts(step: int, groups: Sequence[Any], flags: Mapping[str, Any], **progress: Any) -> dict[str, Any]:
+    """The facts of Adam's state after `step` steps.
+
+    groups: Adam's numbers of each group of parameters; empty if they are unknown. flags: other flags of the optimizer.
+    progress: what else `AdamWOptimizer.state_dict` says, if a step was skipped or the loss was scaled. ValueError for
+    flags that cannot be.
+    """
+    config = dict(flags)
+    for group in groups[:1]:
+        config["weight_decay"] = max(float(each["weight_decay"]) for each in groups)
+        config["adam_beta1"], config["adam_beta2"] = map(float, group["betas"])
+        config["adam_eps"] = float(group["eps"])
+    OptimizerConfig(**config)
+    steps = {"good_steps": step, "skipped_steps": 0, "adam_steps": step, "loss_scaler": {"scale": 1.0}, **progress}
+    return {"optimizer": steps, "config": {"optimizer": config}}
+
+
 def has_optimizer(source: Source) -> bool:
     """Whether `source` holds masters and moments."""
-    return set(OPTIMIZER) <= {name.partition(".")[0] for name in source.names()}
+    return all(f"{kind}.{TABLE}" in source.tensors for kind in OPTIMIZER)
 
 
 def optimizer_config(source: Source) -> OptimizerConfig:
@@ -201,24 +245,11 @@ def optimizer_config(source: Source) -> OptimizerConfig:
     return Config.from_dict({"optimizer": source.facts["config"].get("optimizer", {})}).optimizer
 
 
-def adam_flags(group: Mapping[str, Any], decays: Sequence[Any], **more: Any) -> dict[str, Any]:
-    """AdamW's numbers as our flags, by those of a `group` of parameters and each group's weight decay. ValueError for
-    what cannot be."""
-    first, second = group["betas"]
-    config = {
-        "weight_decay": max(map(float, decays)),
-        "adam_beta1": float(first),
-        "adam_beta2": float(second),
-        "adam_eps": float(group["eps"]),
-        **more,
-    }
-    OptimizerConfig(**config)
-    return config
-
-
-def progress(steps: int, **more: Any) -> dict[str, Any]:
-    """What `AdamWOptimizer.state_dict` says after so many steps, none of them skipped, without a loss scaler."""
-    return {"good_steps": steps, "skipped_steps": 0, "adam_steps": steps, "loss_scaler": {"scale": 1.0}, **more}
+def adam_groups(source: Source) -> list[dict[str, Any]]:
+    """Adam's numbers of its two groups, as torch names them: the matrices, which decay, and the vectors."""
+    config = optimizer_config(source)
+    same = {"lr": config.lr, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
+    return [{**same, "weight_decay": decay} for decay in (config.weight_decay, 0.0)]
 
 
 def on_disk(folder: Path, parts: Iterator[Tensor] | Sequence[Tensor]) -> Tensor:

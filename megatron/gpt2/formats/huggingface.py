@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from data_utils import Tokenizer
 from data_utils.files import read_object, read_safetensors_header, safetensors_header
 from megatron.gpt2.checkpoint.reader import DTYPE_CODES, DTYPES
 from megatron.gpt2.checkpoint.source import Source, TensorInfo, check_facts
 from megatron.gpt2.config import ModelConfig, require
+from megatron.gpt2.formats.compare import describe, shown
 from megatron.gpt2.formats.foreign import (
     MAX_JSON_BYTES,
     TABLE,
@@ -31,15 +32,15 @@ from megatron.gpt2.formats.foreign import (
     short_repr,
     whole_number,
 )
-from megatron.gpt2.formats.native import new_folder
-from megatron.gpt2.formats.openai_names import (
+from megatron.gpt2.formats.native import check_tokenizer, new_folder
+from megatron.gpt2.formats.openai import (
     HEAD,
-    WTE,
+    SIZES,
     exported_kind,
     is_linear,
     openai_name,
-    openai_tensor,
-    openai_tensors,
+    our_tensors,
+    to_openai,
     weights_of,
 )
 from megatron.gpt2.formats.openai_tokenizer import tokenizer_files
@@ -47,20 +48,15 @@ from megatron.gpt2.formats.torch_files import load_pickle
 from megatron.gpt2.model.gpt2 import parameter_specs
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-# Sizes and numbers: our field, their name, their default.
-SIZES = (
-    ("num_layers", "n_layer"),
-    ("hidden_size", "n_embd"),
-    ("num_attention_heads", "n_head"),
-    ("max_position_embeddings", "n_positions"),
-    ("vocab_size", "vocab_size"),
-)
-FRACTIONS = (
-    ("attention_dropout", "attn_pdrop", 0.1),
-    ("hidden_dropout", "resid_pdrop", 0.1),
-    ("layernorm_epsilon", "layer_norm_epsilon", 1e-5),
-    ("init_method_std", "initializer_range", 0.02),
-)
+# Their names of our sizes and fractions, and the fractions' defaults.
+LENGTHS = {**SIZES, "n_positions": "max_position_embeddings"}
+FRACTIONS = {
+    "attn_pdrop": "attention_dropout",
+    "resid_pdrop": "hidden_dropout",
+    "layer_norm_epsilon": "layernorm_epsilon",
+    "initializer_range": "init_method_std",
+}
+DEFAULTS = {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "layer_norm_epsilon": 1e-5, "initializer_range": 0.02}
 GELU = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu_fast": "tanh", "gelu": "erf"}
 # What changes the formula, and the value under which it is GPT-2's.
 PLAIN = {
@@ -82,14 +78,15 @@ def open_huggingface(folder: Path, hints: Hints, *, log: Callable[[str], None]) 
     config = read_object(folder / "config.json", MAX_JSON_BYTES)
     with errors_named(folder / "config.json"):
         model = _model(config, hints)
+    left_out: list[str] = []
     with errors_named(weights):
-        found, has_head = weights_of(_tensors(weights))
-        if not has_head and WTE in found and config.get("tie_word_embeddings", True) is not True:
+        found, has_head = weights_of(_tensors(weights), left_out)
+        if not has_head and config.get("tie_word_embeddings", True) is not True:
             raise ValueError(f"holds no {HEAD}, though config.json says that it is not tied")
-        lazy = openai_tensors(model, found, transposed=True)
+        tensors = our_tensors(model, found, transposed=True)
     files = next((names for names in TOKENIZER_FILES if all((folder / name).is_file() for name in names)), ())
     facts = {"tokenizer_files": {name: str(folder / name) for name in files}} if files else {}
-    return ForeignSource(folder, "huggingface", 0, model, facts, lazy)
+    return ForeignSource(folder, "huggingface", 0, model, facts, {"model": tensors}, left_out)
 
 
 def _model(config: Mapping[str, Any], hints: Hints) -> ModelConfig:
@@ -101,17 +98,16 @@ def _model(config: Mapping[str, Any], hints: Hints) -> ModelConfig:
     if not isinstance(activation, str) or activation not in GELU:
         raise ValueError(f"activation_function is {short_repr(activation)}, and this program knows {', '.join(GELU)}")
     said: dict[str, Any] = {}
-    for ours, name in SIZES:
+    for name, ours in LENGTHS.items():
         require(name in config, f"says nothing of {name}")
         said[ours] = whole_number(name, config[name])
-    for ours, name, default in FRACTIONS:
-        value = said[ours] = config.get(name, default)
+    for name, ours in FRACTIONS.items():
+        value = said[ours] = config.get(name, DEFAULTS[name])
         if type(value) not in (int, float) or not 0 <= value < 1:
             raise ValueError(f"{name} should be a number in [0, 1), not {short_repr(value)}")
     if config.get("n_inner") is not None:
         said["ffn_hidden_size"] = whole_number("n_inner", config["n_inner"])
-    if hints.vocab_size is not None:
-        said["vocab_size"] = min(hints.vocab_size, said["vocab_size"])  # the rest is padding
+    said["vocab_size"] = min(hints.vocab_size or said["vocab_size"], said["vocab_size"])  # the rest is padding
     return ModelConfig(gelu=GELU[activation], **said)
 
 
@@ -147,12 +143,9 @@ def _load(path: Path) -> Tensors:
             return {str(name): LazyTensor.of(tensor) for name, tensor in load_pickle(path).items()}
         with open(path, "rb") as stream:
             header = read_safetensors_header(stream, MAX_JSON_BYTES)
-        try:
-            file = safe_open(path, "pt")
-        except SafetensorError as error:
-            raise ValueError(str(error).splitlines()[0]) from error
+        file = safe_open(path, "pt")
         return {
-            # Of other types are buffers, which nobody reads.
+            # Of other types are buffers, which are not read.
             name: LazyTensor(
                 TensorInfo(DTYPES.get(entry["dtype"], torch.bool), tuple(entry["shape"])),
                 partial(file.get_tensor, name),
@@ -177,11 +170,7 @@ def write_huggingface(
     holds them. ValueError, one line, if `out` is not new or the tokenizer is not the model's.
     """
     model = check_facts(source)
-    if tokenizer is not None and tokenizer.vocab_size != model.vocab_size:
-        raise ValueError(
-            f"{source.path}: has {model.vocab_size:,} tokens and the tokenizer {tokenizer.vocab_size:,}: "
-            "give the files that it was trained with"
-        )
+    check_tokenizer(source, tokenizer)
     wanted = KINDS.get(dtype, source.tensors[f"model.{TABLE}"].dtype)
     kind = exported_kind(source, dtype)
     eod = tokenizer.eod if tokenizer and tokenizer.has_eod else None
@@ -197,19 +186,29 @@ def write_huggingface(
             log(f"WARNING: the export has no tokenizer that transformers could load: {problem}")
             if tokenizer is not None:
                 tokenizer.save(folder / "tokenizer")
-        _write_json(folder / "config.json", _config(model, wanted, eod))
+        config = {
+            "model_type": "gpt2",
+            "architectures": ["GPT2LMHeadModel"],
+            **{theirs: getattr(model, ours) for theirs, ours in {**LENGTHS, **FRACTIONS}.items()},
+            "n_inner": model.ffn_hidden_size,
+            "activation_function": {"tanh": "gelu_new", "erf": "gelu"}[model.gelu],
+            "embd_pdrop": model.hidden_dropout,
+            "bos_token_id": eod,
+            "eos_token_id": eod,
+            # The name of today, and that of transformers 4.
+            **dict.fromkeys(("dtype", "torch_dtype"), str(wanted).removeprefix("torch.")),
+            **dict.fromkeys(("tie_word_embeddings", "scale_attn_weights", "use_cache"), True),
+        }
+        _write_json(folder / "config.json", config)
         _write_json(folder / "generation_config.json", {"_from_model_config": True, **ends})
-        (folder / "README.md").write_text(_card(source, model, kind, wanted, problem), encoding="utf-8")
+        (folder / "README.md").write_text(_card(source, kind, wanted, problem), encoding="utf-8")
     return Path(out)
 
 
 def _write_weights(source: Source, folder: Path, model: ModelConfig, kind: str, dtype: torch.dtype) -> None:
     """model.safetensors, or several files and their index if that would be larger than SHARD_BYTES."""
-    shapes = {
-        name: spec.global_shape[::-1] if is_linear(name) else spec.global_shape
-        for name, spec in parameter_specs(model).items()
-    }
-    sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
+    specs = parameter_specs(model)
+    sizes = {name: math.prod(spec.global_shape) * dtype.itemsize for name, spec in specs.items()}
     shards: list[list[str]] = [[]]
     for name, size in sizes.items():
         if shards[-1] and sum(sizes[other] for other in shards[-1]) + size > SHARD_BYTES:
@@ -221,34 +220,22 @@ def _write_weights(source: Source, folder: Path, model: ModelConfig, kind: str, 
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         at = 0
         for name in names:
-            theirs = f"transformer.{openai_name(name)}"
+            theirs, shape = f"transformer.{openai_name(name)}", specs[name].global_shape
             where[theirs], end = file, at + sizes[name]
-            header[theirs] = {"dtype": DTYPE_CODES[dtype], "shape": shapes[name], "data_offsets": [at, end]}
+            header[theirs] = {
+                "dtype": DTYPE_CODES[dtype],
+                "shape": shape[::-1] if is_linear(name) else shape,
+                "data_offsets": [at, end],
+            }
             at = end
         with open(folder / file, "wb") as stream:
             stream.write(safetensors_header(header))
             for name in names:
-                tensor = openai_tensor(source, model, kind, name, transposed=True).to(dtype).contiguous()
-                stream.write(tensor.view(-1).view(torch.uint8).numpy().data)
+                x = to_openai(source.read(f"{kind}.{name}").to(dtype), name, model.num_attention_heads)
+                stream.write(x.contiguous().view(-1).view(torch.uint8).numpy().data)
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
         _write_json(folder / "model.safetensors.index.json", index)
-
-
-def _config(model: ModelConfig, dtype: torch.dtype, eod: int | None) -> dict[str, Any]:
-    return {
-        "model_type": "gpt2",
-        "architectures": ["GPT2LMHeadModel"],
-        **{theirs: getattr(model, ours) for ours, theirs, *_ in (*SIZES, *FRACTIONS)},
-        "n_inner": model.ffn_hidden_size,
-        "activation_function": {"tanh": "gelu_new", "erf": "gelu"}[model.gelu],
-        "embd_pdrop": model.hidden_dropout,
-        "bos_token_id": eod,
-        "eos_token_id": eod,
-        # The name of today, and that of transformers 4.
-        **dict.fromkeys(("dtype", "torch_dtype"), str(dtype).removeprefix("torch.")),
-        **dict.fromkeys(("tie_word_embeddings", "scale_attn_weights", "use_cache"), True),
-    }
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -279,29 +266,22 @@ tokenizer = AutoTokenizer.from_pretrained("FOLDER")
 In training the characters `<|endoftext|>` in a text were text; this tokenizer reads them as the end of a document."""
 
 
-def _card(source: Source, model: ModelConfig, kind: str, dtype: torch.dtype, problem: str) -> str:
+def _card(source: Source, kind: str, dtype: torch.dtype, problem: str) -> str:
     """The model card: how to load it, and what the run's facts are. problem: why there is no tokenizer, or ""."""
-    facts, config = source.facts, source.facts["config"]
-    consumed, length = facts.get("consumed_samples"), config.get("data", {}).get("seq_length")
-    optimizer = config.get("optimizer", {})
+    found, config = describe(source), source.facts["config"]
+    consumed, length = source.facts.get("consumed_samples"), config.get("data", {}).get("seq_length")
     rows: dict[str, Any] = {
         "format it was converted from": source.format,
-        "iteration": f"{source.iteration:,}",
-        "tokens seen": f"{consumed * length:,}" if consumed and length else None,
-        "layers × hidden size × heads": f"{model.num_layers} × {model.hidden_size} × {model.num_attention_heads}",
-        "positions": f"{model.max_position_embeddings:,}",
-        "vocabulary": f"{model.vocab_size:,}",
-        "GELU": model.gelu,
+        "iteration": source.iteration,
+        **found["model"],
         "weights": str(dtype).removeprefix("torch.") + ", rounded from the fp32 masters" * (kind == "master"),
-        "trained in": facts.get("precision"),
-        "global batch, samples": facts.get("global_batch_size"),
-        "peak learning rate": optimizer.get("lr"),
-        "weight decay": optimizer.get("weight_decay"),
+        **found["run"],
+        "tokens seen": consumed * length if consumed and length else None,
+        **{name: config.get("optimizer", {}).get(name) for name in ("lr", "weight_decay")},
         "seed": config.get("train", {}).get("seed"),
-        "data fingerprint": facts.get("data_fingerprint"),
-        "torch": facts.get("torch"),
+        "data fingerprint": source.facts.get("data_fingerprint"),
     }
     return CARD.format(
-        rows="\n".join(f"| {name} | {value} |" for name, value in rows.items() if value is not None),
+        rows="\n".join(f"| {name} | {shown(value)} |" for name, value in rows.items() if value is not None),
         usage=f"There is no tokenizer for transformers here: {problem}." if problem else USAGE,
     )

@@ -4,35 +4,35 @@
 mp_rank_TT_model_states.pt. A file holds one chunk of the layers, `model`, or, if stages are interleaved, several:
 `model0`, `model1`, ... Layers are numbered from 0 in every chunk. All files' first chunks come before all second ones.
 
-This and nanogpt.py and torch_dist.py call torch.save: these files are pickles by definition. torch.save wants all tensors
-of a rank at once. They wait for it on the disk, so that one at a time is in memory.
+This, openai.py and torch_dist.py call torch.save: these files are pickles by definition. torch.save wants all tensors of
+a rank at once. They wait for it on the disk, so that one at a time is in memory.
 """
 
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron.gpt2.checkpoint.folder import TRACKER
-from megatron.gpt2.checkpoint.source import Source, TensorInfo
+from megatron.gpt2.checkpoint.source import Source
 from megatron.gpt2.config import require
 from megatron.gpt2.formats.foreign import (
     OPTIMIZER,
-    TABLE,
     ForeignSource,
     Hints,
     LazyTensor,
+    State,
     by_part,
     errors_named,
-    first_rows,
     has_optimizer,
     head_major,
     on_disk,
+    state_if_known,
 )
 from megatron.gpt2.formats.megatron_model import (
     HEAD,
@@ -41,27 +41,25 @@ from megatron.gpt2.formats.megatron_model import (
     Layout,
     arguments,
     attributes,
-    check_names,
     chunks_of_stages,
     in_form,
     iteration_of,
     model_of,
-    name_of_2019,
+    our_name,
     padded_model,
+    shard,
+    whole_tensors,
 )
 from megatron.gpt2.formats.megatron_optimizer import (
-    Files,
-    RankFile,
-    optimizer_2019,
-    optimizer_later,
+    megatron_adam_facts,
     optimizer_state,
+    rank_state,
+    run_facts,
     schedule,
 )
 from megatron.gpt2.formats.native import new_folder
 from megatron.gpt2.formats.torch_files import load_pickle
 from megatron.gpt2.model.gpt2 import parameter_specs
-from megatron.gpt2.optimizer.optimizer import MOMENTS
-from mpu.partition import PartitionSpec
 
 RANK_FILES = ("model_optim_rng.pt", "model_rng.pt")
 DEEPSPEED_FILE = re.compile(r"mp_rank_(\d{2,3})_model_states\.pt", re.ASCII)
@@ -69,7 +67,14 @@ FOLDER = re.compile(r"mp_rank_(\d{2,3})(?:_(\d{3}))?", re.ASCII)
 # DeepSpeed's two; Megatron's of today and of v3.0.
 SHARDED_OPTIMIZER = ("zero_pp_rank_*", "bf16_zero_pp_rank_*", "*/distrib_optim.pt", "*/optim.pt")
 MAX_TENSORS = 20_000  # twelve in a layer
-Specs = Mapping[str, PartitionSpec]
+
+
+class RankFile(NamedTuple):
+    """A rank's file. weights: by our names, in the order of the file; `HEAD` as well."""
+
+    path: Path
+    top: dict[str, Any]
+    weights: dict[str, Tensor]
 
 
 def rank_files(folder: Path) -> dict[tuple[int, int], Path]:
@@ -87,11 +92,10 @@ def rank_files(folder: Path) -> dict[tuple[int, int], Path]:
 def version(path: Path) -> str:
     """The format's name, recognised from the file of a rank. ValueError if that holds no model."""
     with errors_named(path):
-        top = load_pickle(path)
-        require(isinstance(top, dict), "holds no dictionary")
+        top = _load(path)
         if path.name not in RANK_FILES or "module" in top:
             return "deepspeed"
-        model = top.get("model", top.get("model0"))
+        model: Any = top.get("model", top.get("model0"))
         require(isinstance(model, dict), "holds no model")
         if any(".linear_qkv." in name for name in flatten(model)):
             return "megatron-core"
@@ -103,98 +107,95 @@ def version(path: Path) -> str:
         return "megatron-v2" if type(number) in (int, float) and number >= 2 else "megatron-v1"
 
 
+def _load(path: Path) -> dict[str, Any]:
+    top = load_pickle(path)
+    require(isinstance(top, dict), f"{path}: holds no dictionary")
+    return top
+
+
 def open_megatron(path: Path, format: str, hints: Hints, *, log: Callable[[str], None]) -> ForeignSource:
     """The checkpoint in `path`, the folder of an iteration, of the version `format`. `log` gets a line for a vocabulary
     size that is only assumed. ValueError, one line, for anything that is not right."""
-    tops, size = _open_files(path)
-    top, stages = tops[0][1], len(tops) // size
-    files, num_layers = _weights(tops, size)
-    v = len(_chunks(top))
+    files, t = _open_files(path)
+    top, p, v = files[0].top, len(files) // t, len(_chunks(files[0].top))
     model, padded = model_of(
         top,
         {name: tuple(x.shape) for file in files for name, x in file.weights.items() if name != HEAD},
         {
-            "num_layers": num_layers,
-            "tensor_model_parallel_size": size,
-            "model_parallel_size": size,
-            "pipeline_model_parallel_size": stages,
+            "tensor_model_parallel_size": t,
+            "model_parallel_size": t,
+            "pipeline_model_parallel_size": p,
             "virtual_pipeline_model_parallel_size": v,
         },
         hints,
         log,
-        t=size,
-        padded_for=size,
+        t=t,
+        padded_for=t,
     )
     number = top.get("checkpoint_version", 0)
     if type(number) not in (int, float) or number not in (0, 1, 2, 3):
         raise ValueError("its checkpoint_version is unknown; those from 0 to 3 are known")
-    specs = parameter_specs(padded, size)
-    _check(path, files, specs, size)
-    order = head_major(model.num_attention_heads // size, 2 if format == "megatron-core" else int(number))
-    facts, states, left_out = optimizer_state(path, top, files, specs)
-    shards: dict[str, list[Tensor]] = {}
-    for file in files:
-        for name, x in file.weights.items():
-            shards.setdefault(name, []).append(x)
-    lazy = {
-        f"{kind}.{name}": _joined(parts[name], name, spec, order, model.vocab_size)
-        for kind, parts in {"model": shards, **states}.items()
-        for name, spec in specs.items()
-    }
+    order = partial(
+        head_major, heads=model.num_attention_heads // t, version=2 if format == "megatron-core" else int(number)
+    )
+
+    def whole(kind: str, held: Iterable[Mapping[str, Tensor]]) -> dict[str, LazyTensor]:
+        """What the files `held` of all parameters."""
+        shards: dict[str, list[tuple[object, LazyTensor]]] = {}
+        for file, own in zip(files, held, strict=True):
+            for name, x in own.items():
+                shards.setdefault(name, []).append((file.path, LazyTensor.of(x)))
+        return whole_tensors(kind, shards, specs, t, order)
+
+    specs = parameter_specs(padded, t)
+    weights = whole("model", (file.weights for file in files))
+    left_out: list[str] = []
+
+    def adam() -> State:
+        held, groups, steps = zip(*(rank_state(file.top["optimizer"], file.weights) for file in files), strict=True)
+        require(len({*steps}) == 1, f"steps {sorted({*steps})[:5]}")
+        facts = megatron_adam_facts(top, top["optimizer"], groups[0], steps[0], left_out)
+        return {kind: whole(kind, [states[kind] for states in held]) for kind in OPTIMIZER}, facts
+
+    has_state = top.get("optimizer") is not None
+    state, facts = state_if_known(adam, weights, left_out) if has_state else ({}, {})
     if any(name.endswith("rng_state") or name == "rng_tracker_states" for name in top):
         left_out.append("random states: another program's generators")
     if others := sorted(file.name for pattern in SHARDED_OPTIMIZER for file in path.glob(pattern)):
         left_out.append(f"{len(others)} files of a sharded optimizer ({others[0]} ...)")
-    layout = {"model_parallel_size": size, "pipeline_parallel_size": stages}
+    layout = {"model_parallel_size": t, "pipeline_parallel_size": p}
     if v > 1:
         layout["virtual_pipeline_parallel_size"] = v
-    return ForeignSource(path, format, iteration_of(top), model, {**facts, "layout": layout}, lazy, left_out)
+    facts = {**run_facts(attributes(top.get("args"))), **facts, "layout": layout}
+    return ForeignSource(path, format, iteration_of(top), model, facts, {"model": weights, **state}, left_out)
 
 
-def _joined(
-    shards: list[Tensor], name: str, spec: PartitionSpec, order: Callable[[Tensor], Tensor], vocab_size: int | None
-) -> LazyTensor:
-    """The whole tensor, out of the ranks'. order: puts a rank's rows of QKV into our order."""
-    tensor = LazyTensor.of(shards[0])
-    if spec.dim is not None:
-        change: Callable[[Tensor], Tensor] = order if ".query_key_value." in name else lambda x: x
-        info = TensorInfo(shards[0].dtype, spec.global_shape)
-        tensor = LazyTensor(info, lambda: torch.cat([change(x) for x in shards], spec.dim or 0))
-    return tensor.then(first_rows(vocab_size)) if name == TABLE and vocab_size else tensor
-
-
-def _open_files(path: Path) -> tuple[list[tuple[Path, dict[str, Any]]], int]:
-    """All files of the iteration, stage by stage, within a stage rank by rank, and the model-parallel size. ValueError that names the file if one is
-    missing, up to the last one that is there and as many as the arguments say, or if they are of two runs."""
-    files = rank_files(path)
-    first = files[min(files)]
-    top = load_pickle(first)
-    args = attributes(top.get("args")) if isinstance(top, dict) else {}
-    sizes = []
+def _open_files(path: Path) -> tuple[list[RankFile], int]:
+    """All files of the iteration, stage by stage, within a stage rank by rank, and the model-parallel size. ValueError
+    that names the file if one is missing, up to the last one that is there and as many as the arguments say, or if they
+    are of two runs."""
+    paths = rank_files(path)
+    first = paths[min(paths)]
+    args, sizes = attributes(_load(first).get("args")), []
     for i, flags in enumerate(
         (("tensor_model_parallel_size", "model_parallel_size"), ("pipeline_model_parallel_size",))
     ):
         said = [args[flag] for flag in flags if type(args.get(flag)) is int]
-        sizes.append(max(1 + max(key[i] for key in files), *said[:1], 1))
-    for rank, stage in itertools.product(*map(range, sizes)):
-        if (rank, stage) not in files:
-            pipelined = first.parent.name.count("_") == 3 or sizes[1] > 1
-            name = f"mp_rank_{rank:02d}" + f"_{stage:03d}" * pipelined
+        sizes.append(max(1 + max(key[i] for key in paths), *said[:1], 1))
+    t, p = sizes
+    for rank, stage in itertools.product(range(t), range(p)):
+        if (rank, stage) not in paths:
+            name = f"mp_rank_{rank:02d}" + f"_{stage:03d}" * (first.parent.name.count("_") == 3 or p > 1)
             missing = f"{name}_model_states.pt" if first.parent == path else f"{name}/{first.name}"
             raise ValueError(
-                f"{missing} is missing; every rank's file is needed, for {sizes[0]} "
-                f"model-parallel ranks and {sizes[1]} pipeline stages"
+                f"{missing} is missing; every rank's file is needed, for {t} model-parallel ranks and {p} pipeline stages"
             )
-    tops = [
-        (files[rank, stage], load_pickle(files[rank, stage])) for stage in range(sizes[1]) for rank in range(sizes[0])
-    ]
-    seen = []
-    for file, top in tops:
-        with errors_named(file):
-            require(isinstance(top, dict), "holds no dictionary")
-            seen.append((iteration_of(top), _chunks(top)))
-            (iteration, chunks), (its, own) = seen[0], seen[-1]
-            begin = first.relative_to(path)
+    files = [RankFile(paths[rank, stage], _load(paths[rank, stage]), {}) for stage in range(p) for rank in range(t)]
+    begin, top = first.relative_to(path), files[0].top
+    chunks, iteration, layers = _chunks(top), iteration_of(top), 0
+    for file in files:
+        with errors_named(file.path):
+            its, own = iteration_of(file.top), _chunks(file.top)
             require(
                 its == iteration, f"ranks of two iterations are mixed: {begin} is of {iteration}, this one of {its}"
             )
@@ -202,30 +203,19 @@ def _open_files(path: Path) -> tuple[list[tuple[Path, dict[str, Any]]], int]:
                 own == chunks,
                 f"holds {', '.join(own) or 'no model'}, and {begin} holds {', '.join(chunks)}: are two runs mixed?",
             )
-    return tops, sizes[0]
+    for chunk in chunks:
+        for number, file in enumerate(files, 1):
+            with errors_named(file.path):
+                local = _take(file.top[chunk], file.weights, layers)
+            if number % t == 0:  # the last rank of a stage
+                layers += len(local)
+    return files, t
 
 
 def _chunks(top: Mapping[str, Any]) -> list[str]:
     """The names under which a file holds weights, in the order of their layers."""
     found = [name for name in top if isinstance(name, str) and re.fullmatch(r"model\d{0,3}|module", name)]
     return sorted(found, key=lambda name: int("0" + re.sub(r"\D", "", name)))
-
-
-def _weights(tops: Sequence[tuple[Path, dict[str, Any]]], size: int) -> tuple[Files, int]:
-    """Every file with its weights under our names, and the number of layers."""
-    files = [RankFile(path, top.get("optimizer"), {}) for path, top in tops]
-    layers = 0
-    for chunk in _chunks(tops[0][1]):
-        for number, ((path, top), file) in enumerate(zip(tops, files, strict=True), 1):
-            with errors_named(path):
-                local = _take(top[chunk], file.weights, layers)
-            if number % size == 0:  # the last rank of a stage
-                layers += len(local)
-    for number, file in enumerate(files):
-        begin = files[number - number % size]
-        if list(file.weights) != list(begin.weights):
-            raise ValueError(f"{file.path}: holds other parameters than {begin.path}")
-    return files, layers
 
 
 def _take(held: Any, weights: dict[str, Tensor], first_layer: int) -> set[int]:
@@ -236,7 +226,7 @@ def _take(held: Any, weights: dict[str, Tensor], first_layer: int) -> set[int]:
         )
     local: set[int] = set()
     for theirs, tensor in flatten(held).items():
-        name = name_of_2019(theirs)
+        name = our_name(theirs)
         if layer := LAYER.fullmatch(name):
             local.add(int(layer[1]))
             name = f"transformer.layers.{first_layer + int(layer[1])}.{layer[2]}"
@@ -254,36 +244,10 @@ def flatten(tree: Mapping[str, Any], prefix: str = "", depth: int = 5) -> dict[s
         if isinstance(value, dict) and depth:
             found |= flatten(value, f"{name}.", depth - 1)
         elif not name.endswith("_extra_state"):
-            require(isinstance(value, Tensor), f"{name[:120]!r} is no tensor")
+            require(isinstance(value, Tensor), f"{name[:120]!r} is not a tensor")
             found[name] = value
         require(len(found) <= MAX_TENSORS, f"holds more than {MAX_TENSORS:,} tensors")
     return found
-
-
-def _check(path: Path, files: Files, specs: Specs, size: int) -> None:
-    """ValueError unless every rank holds its part of every parameter, and the same of what is replicated."""
-    names = [name for file in files[::size] for name in file.weights if name != HEAD]
-    check_names(names, specs)
-    require(len(names) == len(specs), "two pipeline stages hold the same parameter")
-    for number, file in enumerate(files):
-        rank = number % size
-        begin, tables = files[number - rank], files[rank]
-        for name, tensor in file.weights.items():
-            spec, first = specs[TABLE if name == HEAD else name], begin.weights[name]
-            if tuple(tensor.shape) != spec.local_shape(size):
-                raise ValueError(
-                    f"{file.path}: {name} has shape {tuple(tensor.shape)} instead of {spec.local_shape(size)}"
-                )
-            if tensor.dtype != first.dtype or (spec.dim is None and not torch.equal(tensor, first)):
-                raise ValueError(
-                    f"{file.path}: {name} should be the same on all ranks and is another one in "
-                    f"{begin.path.relative_to(path)}: are two runs mixed?"
-                )
-        if HEAD in file.weights and not torch.equal(file.weights[HEAD], tables.weights[TABLE]):
-            raise ValueError(
-                f"{file.path}: {HEAD} is not the word embeddings of {tables.path.relative_to(path)}, and the head of "
-                "this program's GPT-2 is tied to them"
-            )
 
 
 def write_megatron(
@@ -299,7 +263,7 @@ def write_megatron(
     t, model = layout.tensor, padded_model(source, layout.tensor)
     stages, specs = chunks_of_stages(model, layout, format), parameter_specs(model, t)
     with_optimizer = format != "megatron-core" and has_optimizer(source)
-    top: dict[str, Any] = {"iteration": source.iteration}
+    top: dict[str, Any] = {"iteration": source.iteration, TRUE_VOCABULARY: source.facts["vocab_size"]}
     if format != "megatron-2019":
         top |= {"args": arguments(source, model, layout, format), "checkpoint_version": 3.0}
     if with_optimizer:
@@ -308,44 +272,29 @@ def write_megatron(
         if format == "megatron-2019":
             log("the loss scaler is written as a plain dictionary: 2019's class is not ours to pickle")
 
-    def shard(rank: int, folder: Path, kind: str, name: str) -> Tensor:
-        """The rank's part. Rows of padding repeat the last true one, as Megatron's own converter does: its softmax
-        counts them, and beside logits far below 0 those of zero rows would take nearly all."""
-        spec, full_name = specs[name], f"{kind}.{name}"
-        local = torch.zeros(spec.local_shape(t), dtype=source.tensors[full_name].dtype)
-        own = spec.true_part(local, rank, t)
-        source.read_into(own, full_name, spec.box(rank, t).offset)
-        if len(own) < len(local) and kind not in MOMENTS:
-            rows, width = spec.global_shape
-            local[len(own) :] = source.read(full_name, (rows - 1, 0), (1, width))
+    def part(rank: int, folder: Path, kind: str, name: str) -> Tensor:
+        x = shard(source, name, specs[name], kind, rank, t)
         if format == "megatron-2019" and ".query_key_value." in name:
-            local = by_part(model.num_attention_heads // t)(local)
-        return on_disk(folder, [local]).view(local.shape)
+            x = by_part(x, model.num_attention_heads // t)
+        return on_disk(folder, [x]).view(x.shape)
 
     with new_folder(out) as folder:
         iteration = folder / f"iter_{source.iteration:07d}"
         for rank, (stage, chunks) in itertools.product(range(t), enumerate(stages)):
-            name = f"mp_rank_{rank:02d}" + f"_{stage:03d}" * (layout.pipeline > 1)
-            path = iteration / name / RANK_FILES[0]
+            path = iteration / (f"mp_rank_{rank:02d}" + f"_{stage:03d}" * (layout.pipeline > 1)) / RANK_FILES[0]
             path.parent.mkdir(parents=True)
-            part = partial(shard, rank, path.parent)
-            held: dict[str, Any] = {**top, TRUE_VOCABULARY: source.facts["vocab_size"]}
+            own = partial(part, rank, path.parent)
+            held = dict(top)
             for number, names in enumerate(chunks):
                 key = f"model{number}" if len(chunks) > 1 else "model"
-                held[key] = in_form(format, {theirs: part("model", ours) for theirs, ours in names.items()})
+                held[key] = in_form(format, {theirs: own("model", ours) for theirs, ours in names.items()})
             if with_optimizer:
                 # Without names, in the order of the model: what decays, then what does not.
-                ours = [name for names in chunks for name in names.values()]
-                groups = [
-                    [
-                        {kind: part(kind, name) for kind in OPTIMIZER}
-                        for name in ours
-                        if (len(specs[name].global_shape) > 1) == decays
-                    ]
-                    for decays in (True, False)
-                ]
-                make = optimizer_2019 if format == "megatron-2019" else optimizer_later
-                held["optimizer"] = make(source, groups)
+                groups: list[list[dict[str, Tensor]]] = [[], []]
+                for name in (name for names in chunks for name in names.values()):
+                    vector = len(specs[name].global_shape) == 1
+                    groups[vector].append({kind: own(kind, name) for kind in OPTIMIZER})
+                held["optimizer"] = optimizer_state(source, groups, format)
             torch.save(held, path)
         (folder / TRACKER).write_text(f"{source.iteration}")
     return Path(out) / iteration.name

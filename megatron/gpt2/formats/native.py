@@ -21,7 +21,7 @@ from megatron.gpt2.model.gpt2 import parameter_specs
 
 @contextlib.contextmanager
 def new_folder(out: str | Path) -> Iterator[Path]:
-    """A folder beside `out` to write into. At the end of the block its files are put on the disk and it is renamed to
+    """A folder next to `out` to write into. At the end of the block its files are put on the disk and it is renamed to
     `out`. An error in the block removes it. ValueError if `out` exists and is not an empty folder."""
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -99,13 +99,8 @@ def native_facts(source: Source, model_parallel_size: int, tokenizer: Tokenizer 
     layout = {"model_parallel_size": model_parallel_size}
     sections["parallel"] = {**sections.get("parallel", {}), **layout, "sequence_parallel": False}
     sections.setdefault("data", {}).setdefault("seq_length", sections["model"]["max_position_embeddings"])
+    check_tokenizer(source, tokenizer)
     if tokenizer is not None:
-        if tokenizer.vocab_size != given["vocab_size"]:
-            raise ValueError(
-                f"{source.path}: has {given['vocab_size']:,} tokens and the tokenizer "
-                f"{tokenizer.vocab_size:,}: give the files that it was trained with, or its true "
-                "--vocab-size"
-            )
         given["tokenizer"] = {name: getattr(tokenizer, name) for name in ("kind", "fingerprint", "vocab_size")}
     return {
         "train_iters": source.iteration,
@@ -118,3 +113,13 @@ def native_facts(source: Source, model_parallel_size: int, tokenizer: Tokenizer 
         "torch": torch.__version__,
         "layout": {**layout, "data_parallel_size": 1, "optimizer_is_sharded": False},
     }
+
+
+def check_tokenizer(source: Source, tokenizer: Tokenizer | None) -> None:
+    """ValueError if the vocabulary of `source` is not that of `tokenizer`."""
+    size = source.facts["vocab_size"]
+    if tokenizer is not None and tokenizer.vocab_size != size:
+        raise ValueError(
+            f"{source.path}: has {size:,} tokens and the tokenizer {tokenizer.vocab_size:,}: give the files that it "
+            "was trained with, or its true --vocab-size"
+        )

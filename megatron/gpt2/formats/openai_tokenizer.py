@@ -10,31 +10,25 @@ from pathlib import Path
 from typing import Any
 
 from data_utils import Tokenizer
-from data_utils.files import read_object
+from data_utils.files import one_line, read_object
 from data_utils.tokenizers.gpt2 import END_OF_TEXT, byte_alphabet, gpt2_tokenizer, merge_of
 from megatron.gpt2.formats.foreign import short_repr
 
 MAX_TOKENIZER_BYTES = 64 << 20  # GPT-2's takes 3.5 MB
-# What changes the ids of a text, and the values under which they are those of GPT-2's rules.
-_PLAIN: dict[str, dict[str, tuple[Any, ...]]] = {
+# What changes the ids of a text, and the values under which they are those of GPT-2's rules. Files of older versions do
+# not have the entries that end in UNSAID.
+UNSAID = object()
+PLAIN: dict[str, dict[str, tuple[Any, ...]]] = {
     "model": {
         "type": ("BPE",),
-        "dropout": (None, 0.0),
-        "continuing_subword_prefix": ("", None),
-        "end_of_word_suffix": ("", None),
-        "byte_fallback": (False,),
-        "ignore_merges": (False,),
+        "dropout": (None, 0.0, UNSAID),
+        "continuing_subword_prefix": ("", None, UNSAID),
+        "end_of_word_suffix": ("", None, UNSAID),
+        "byte_fallback": (False, UNSAID),
+        "ignore_merges": (False, UNSAID),
     },
-    "pre_tokenizer": {"type": ("ByteLevel",), "add_prefix_space": (False,), "use_regex": (True,)},
+    "pre_tokenizer": {"type": ("ByteLevel",), "add_prefix_space": (False,), "use_regex": (True, UNSAID)},
 }
-_DEFAULTS = {
-    "dropout": None,
-    "continuing_subword_prefix": None,
-    "end_of_word_suffix": None,
-    "byte_fallback": False,
-    "ignore_merges": False,
-    "use_regex": True,
-}  # what files of older versions do not say
 
 
 def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> tuple[dict[str, bytes], str]:
@@ -42,16 +36,12 @@ def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> tuple[dict[str, by
     if tokenizer.kind == "GPT2BPETokenizer":
         vocabulary, merges = tokenizer.files["encoder.json"], tokenizer.files["vocab.bpe"]
     elif tokenizer.kind in ("builtin", "bytes"):
-        alphabet = byte_alphabet()
-
-        def written(piece: bytes) -> str:
-            return "".join(alphabet[value] for value in piece)
-
-        ranked = list(tokenizer.token_bytes[: tokenizer.eod])
-        names = [*map(written, ranked), END_OF_TEXT]
-        vocabulary = json.dumps({name: number for number, name in enumerate(names)}, ensure_ascii=False).encode()
-        merges = "\n".join(["#version: 0.2", *(f"{written(a)} {written(b)}" for a, b in merges_of(ranked))]).encode()
-        merges += b"\n"
+        ranked, alphabet = list(tokenizer.token_bytes[: tokenizer.eod]), byte_alphabet()
+        written = {piece: "".join(alphabet[value] for value in piece) for piece in ranked}
+        numbers = {name: number for number, name in enumerate([*written.values(), END_OF_TEXT])}
+        vocabulary = json.dumps(numbers, ensure_ascii=False).encode()
+        pairs = [f"{written[a]} {written[b]}\n" for a, b in merges_of(ranked)]
+        merges = "".join(["#version: 0.2\n", *pairs]).encode()
     else:
         return {}, f"transformers has none that is equal to {tokenizer.kind}; ours is in tokenizer/"
     config = {
@@ -86,36 +76,32 @@ def open_tokenizer(files: Mapping[str, str]) -> Tokenizer:
         paths = Path(files["vocab.json"]), Path(files["merges.txt"])
         names = f"--vocab-file {paths[0]}", f"--merge-file {paths[1]}"
         return gpt2_tokenizer(paths[0].read_bytes(), paths[1].read_bytes(), *names)
-    path = Path(files["tokenizer.json"])
-    found = read_object(path, MAX_TOKENIZER_BYTES)
+    path = files["tokenizer.json"]
+    found = read_object(Path(path), MAX_TOKENIZER_BYTES)
     if found.get("normalizer") is not None:
         raise ValueError(f"{path}: has a normalizer, {short_repr(found['normalizer'])}: GPT-2's tokenizer has none")
-    for part, plain in _PLAIN.items():
+    for part, plain in PLAIN.items():
         held = found.get(part)
         for name, values in plain.items():
-            value = held.get(name, _DEFAULTS.get(name, "")) if isinstance(held, dict) else held
+            value = held.get(name, UNSAID) if isinstance(held, dict) else held
             if not any(type(value) is type(known) and value == known for known in values):
+                said = "not there" if value is UNSAID else short_repr(value)
                 raise ValueError(
-                    f"{path}: {name} of its {part} is {short_repr(value)}: it is no byte-level BPE of "
-                    "GPT-2's kind, the only one that is read from here"
+                    f"{path}: {name} of its {part} is {said}: it is not a byte-level BPE of GPT-2's kind, the only one "
+                    "that is read from here"
                 )
-    vocabulary, merges, added = found["model"].get("vocab"), found["model"].get("merges"), found.get("added_tokens")
     try:
-        vocabulary = dict(vocabulary)
-        for token in added or ():
+        vocabulary = dict(found["model"]["vocab"])
+        for token in found.get("added_tokens") or ():
             if token["special"] is not True:
-                raise ValueError(f"{short_repr(token['content'])} is no special token, so a text would have it")
+                raise ValueError(f"{short_repr(token['content'])} is not a special token, so a text would have it")
             vocabulary[token["content"]] = token["id"]
-        # Older files have "a b" in the place of ["a", "b"].
-        lines = "".join(f"{pair if isinstance(pair, str) else ' '.join(pair)}\n" for pair in merges)
+        pairs = found["model"]["merges"]  # older files have "a b" instead of ["a", "b"]
+        lines = "".join(f"{pair if isinstance(pair, str) else ' '.join(pair)}\n" for pair in pairs)
     except (TypeError, KeyError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"{path}: its vocabulary, merges or added tokens are not as GPT-2's are: "
-            f"{' '.join(str(error)[:200].split())}"
+            f"{path}: its vocabulary, merges or added tokens are not as GPT-2's are: {one_line(error)}"
         ) from error
-    return gpt2_tokenizer(
-        json.dumps(vocabulary, ensure_ascii=False).encode("utf-8", "surrogatepass"),
-        f"#version: 0.2\n{lines}".encode("utf-8", "surrogatepass"),
-        str(path),
-        str(path),
-    )
+    texts = json.dumps(vocabulary, ensure_ascii=False), f"#version: 0.2\n{lines}"
+    encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
+    return gpt2_tokenizer(encoded[0], encoded[1], path, path)

@@ -1,4 +1,4 @@
-"""Megatron's `torch_dist` checkpoints, its default, read and written: a folder of DCP, with what is no tensor in
+"""Megatron's `torch_dist` checkpoints, its default, read and written: a folder of DCP, with what is not a tensor in
 `common.pt`.
 
 The tensors are whole, whatever the layout of the run was. The layers are stacked, as [layers, ...] under
@@ -19,7 +19,6 @@ what is written, by torch's own writer. The stacks wait on the disk, so that one
 Legend: t tensor-parallel size.
 """
 
-import io
 import json
 import math
 import re
@@ -35,49 +34,47 @@ from data_utils.files import read_object
 from megatron.gpt2.checkpoint.folder import TRACKER
 from megatron.gpt2.checkpoint.source import Source, TensorInfo
 from megatron.gpt2.config import ModelConfig, require
-from megatron.gpt2.formats.dcp import DcpFolder, save_folder
 from megatron.gpt2.formats.foreign import (
-    DAMAGE,
     MAX_JSON_BYTES,
-    OPTIMIZER,
     TABLE,
     ForeignSource,
     Hints,
     LazyTensor,
+    State,
     Tensors,
-    first_rows,
     has_optimizer,
     on_disk,
     short_repr,
+    state_if_known,
 )
 from megatron.gpt2.formats.megatron_model import (
+    FUSED,
     HEAD,
     LAYER,
     TRUE_VOCABULARY,
     Layout,
     arguments,
     attributes,
-    check_names,
     chunks_of_stages,
     core_name,
     iteration_of,
     model_of,
-    name_of_2019,
+    our_name,
     padded_model,
+    shard,
+    whole_tensors,
 )
 from megatron.gpt2.formats.megatron_optimizer import (
-    UNKNOWN_FORM,
-    adam_facts,
     grad_scaler,
+    megatron_adam_facts,
     param_groups,
     run_facts,
     schedule,
 )
 from megatron.gpt2.formats.native import new_folder
-from megatron.gpt2.formats.torch_files import load_pickle
+from megatron.gpt2.formats.torch_files import DcpFolder, load_pickle, save_dcp
 from megatron.gpt2.model.gpt2 import parameter_specs
 from megatron.gpt2.optimizer.optimizer import MOMENTS
-from mpu.partition import PartitionSpec
 
 COMMON, CONFIG = "common.pt", "metadata.json"
 LAYERS = "decoder.layers."
@@ -96,16 +93,11 @@ ORDERS = (
     ("input_layernorm", "attention.dense", *_LAST),
     ("attention.dense", "input_layernorm", *_LAST),
 )
-NO_BUCKETS = (
-    "the optimizer's state: its form dp_reshardable holds flat buckets of its writer's ranks, in an order "
-    "that is not known here; with --dist-ckpt-optim-fully-reshardable Megatron saves it by name"
+FLAT = (
+    ": its form dp_reshardable holds flat buckets of its writer's ranks, in an order that is not known here; with "
+    "--dist-ckpt-optim-fully-reshardable Megatron saves it by name"
 )
 FORM = "fully_reshardable"
-# Transformer Engine's names, which Megatron Core's other layers take in this format too.
-FUSED = {
-    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-}
 # Modules whose state of FP8 the loader looks for, of each layer; it is none.
 WITH_EXTRA_STATE = (
     "self_attention.linear_proj",
@@ -114,8 +106,6 @@ WITH_EXTRA_STATE = (
     "mlp.linear_fc1",
     "mlp.linear_fc2",
 )
-Held = dict[str, dict[str, LazyTensor]]  # by kind and by our names, the vocabulary padded
-Buckets = dict[int, str]  # a buffer's, by number: the name without the kind
 
 
 def open_torch_dist(path: Path, hints: Hints, *, log: Callable[[str], None]) -> ForeignSource:
@@ -126,69 +116,51 @@ def open_torch_dist(path: Path, hints: Hints, *, log: Callable[[str], None]) -> 
     top = load_pickle(path / COMMON)
     require(isinstance(top, dict), f"{path / COMMON}: holds no dictionary")
     args, folder = attributes(top.get("args")), DcpFolder(path)
-    held = _held(folder)
-    weights = held.pop("model")
-    layers = {match[1] for name in weights if (match := LAYER.fullmatch(name))}
-    t = _said(args, "tensor_model_parallel_size") or 1
+    held = _by_name(folder)
+    weights = held.pop("model", {})
+    t = _size(args, "tensor_model_parallel_size") or 1
     shapes = {name: tensor.info.shape for name, tensor in weights.items()}
-    model, padded = model_of(top, shapes, {"num_layers": len(layers)}, hints, log, t=1, padded_for=t)
-    specs = parameter_specs(padded)
-    check_names(shapes, specs)
-    for name, spec in specs.items():
+    model, padded = model_of(top, shapes, {}, hints, log, t=1, padded_for=t)
+    for name, spec in parameter_specs(padded).items():
         require(shapes[name] == spec.global_shape, f"{name} has shape {shapes[name]} instead of {spec.global_shape}")
-    layout = {"model_parallel_size": t, "pipeline_parallel_size": args.get("pipeline_model_parallel_size") or 1}
-    facts: dict[str, Any] = {**run_facts(args), "layout": layout}
-    random = any(name.startswith("rng_state") for name in folder.objects)
-    left_out = ["random states: another program's generators"] * random
+    left_out = ["random states: another program's generators"] * any(n.startswith("rng_state") for n in folder.objects)
     flat = any(name.startswith(GROUP) for name in folder.tensors)
-    if held or flat:
-        try:
-            if flat:
-                held = _bucket_states(folder, args, padded, weights)
-                objects = {name: f"{GROUP}0.{name}/shard_0_1" for name in ("optimizer", "grad_scaler")}
-                said = {name: folder.object(key)[0] for name, key in objects.items() if key in folder.objects}
-            else:
-                held.setdefault("master", weights)  # in fp32 the weights are their own masters
-                said = top["optimizer"]
-                _check_masters(held["master"], weights)
-            for kind in OPTIMIZER:
-                for name, shape in shapes.items():
-                    right = held[kind][name].info == TensorInfo(torch.float32, shape)
-                    require(right, f"{kind} of {name} is no fp32")
-            inner = said.get("optimizer", said)  # around it are masters and scaler
-            groups, state = inner["param_groups"], inner.get("state", {})
-            step = state["common_step"] if "common_step" in state else groups[0]["step"]
-            more, missing = adam_facts(top, args, said, groups, int(step))
-            facts |= more
-            left_out += missing
-        except DAMAGE as error:
-            left_out.append(f"{NO_BUCKETS if flat else UNKNOWN_FORM} ({type(error).__name__}: {str(error)[:200]})")
-            held = {}
-    assert model.vocab_size is not None
-    rows = first_rows(model.vocab_size)
-    lazy = {
-        f"{kind}.{name}": tensors[name].then(rows) if name == TABLE else tensors[name]
-        for kind, tensors in {"model": weights, **held}.items()
-        for name in specs
-    }
-    return ForeignSource(path, "torch_dist", iteration_of(top), model, facts, lazy, left_out)
+
+    def adam() -> State:
+        if flat:
+            states = _bucket_states(folder, args, padded, weights)
+            objects = {name: f"{GROUP}0.{name}/shard_0_1" for name in ("optimizer", "grad_scaler")}
+            said = {name: folder.object(key)[0] for name, key in objects.items() if key in folder.objects}
+        else:
+            states, said = {"master": weights, **held}, top["optimizer"]  # in fp32 the weights are their own masters
+            _check_masters(states["master"], weights)
+        inner = said.get("optimizer", said)  # around it are masters and scaler
+        groups, state = inner["param_groups"], inner.get("state", {})
+        step = int(state["common_step"] if "common_step" in state else groups[0]["step"])
+        return {kind: states[kind] for kind in KINDS}, megatron_adam_facts(top, said, groups, step, left_out)
+
+    what = FLAT if flat else ""
+    states, facts = state_if_known(adam, weights, left_out, what) if held or flat else ({}, {})
+    layout = {"model_parallel_size": t, "pipeline_parallel_size": args.get("pipeline_model_parallel_size") or 1}
+    facts = {**run_facts(args), **facts, "layout": layout}
+    return ForeignSource(path, "torch_dist", iteration_of(top), model, facts, {"model": weights, **states}, left_out)
 
 
-def _said(args: Mapping[str, Any], name: str) -> int | None:
+def _size(args: Mapping[str, Any], name: str) -> int | None:
     """The argument, if it is a size."""
     return args[name] if type(args.get(name)) is int and args[name] > 0 else None
 
 
-def _held(folder: DcpFolder) -> Held:
-    """The folder's tensors, layer by layer. ValueError for two of one name."""
-    held: Held = {"model": {}}
+def _by_name(folder: DcpFolder) -> dict[str, dict[str, LazyTensor]]:
+    """The folder's tensors by kind and by our names, layer by layer. ValueError for two of one name."""
+    held: dict[str, dict[str, LazyTensor]] = {}
     for theirs in folder.tensors:
         if theirs.startswith(GROUP):
             continue
         state = STATE.fullmatch(theirs)
         kind, name = (state[2] or "master", state[3]) if state else ("model", theirs)
-        for number, tensor in _by_layer(folder, theirs, name).items():
-            ours = name_of_2019(number)
+        for each, tensor in _by_layer(folder, theirs, name).items():
+            ours = our_name(each)
             require(ours not in held.setdefault(kind, {}), f"holds {ours[:120]} twice")
             held[kind][ours] = tensor
     return held
@@ -198,25 +170,26 @@ def _by_layer(folder: DcpFolder, theirs: str, name: str) -> dict[str, LazyTensor
     """What the tensor `theirs` holds of the parameter `name`, or of each layer's."""
     require(name in folder.tensors, f"holds {theirs[:120]} of a parameter that it does not hold")
     shape, whole = folder.tensors[theirs].shape, folder.tensors[name].shape
-    grid = shape[:-1] if len(shape) == len(whole) + 1 else ()
-    splits = math.prod(shape) == math.prod(whole) and all(k and n % k == 0 for n, k in zip(whole, grid, strict=False))
-    require(splits if grid else shape == whole, f"{theirs[:120]} has shape {shape}, and its parameter {whole}")
+    grid = shape[:-1] if len(shape) == len(whole) + 1 else (1,) * len(whole)  # of ranks, in fully_sharded_model_space
+    splits = math.prod(shape) == math.prod(whole) and all(k and n % k == 0 for n, k in zip(whole, grid, strict=True))
+    require(shape == whole or splits, f"{theirs[:120]} has shape {shape}, and its parameter {whole}")
     stacked = STACKED.fullmatch(name)
     if not stacked:
-        tensor = folder.lazy(theirs)
-        return {name: tensor.then(from_grid(grid, whole)) if grid else tensor}
-    require(not grid or grid[0] == whole[0], f"{theirs[:120]} splits layers")
-    require(len(whole) > 1, f"{theirs[:120]} has no layers")
-    rows = {f"{LAYERS}{row}.{stacked[1]}": folder.lazy(theirs, row) for row in range(whole[0])}
-    change = from_grid(grid[1:], whole[1:]) if grid else None
-    return {row: tensor.then(change) if change else tensor for row, tensor in rows.items()}
+        found = {name: folder.lazy(theirs)}
+    else:
+        require(len(whole) > 1, f"{theirs[:120]} has no layers")
+        require(len(shape) == len(whole) or grid[0] == whole[0], f"{theirs[:120]} splits layers")
+        found = {f"{LAYERS}{row}.{stacked[1]}": folder.lazy(theirs, row) for row in range(whole[0])}
+        grid, whole = grid[1:], whole[1:]
+    change = partial(from_grid, grid=grid, shape=whole)
+    return found if len(shape) == len(folder.tensors[name].shape) else {n: x.then(change) for n, x in found.items()}
 
 
-def from_grid(grid: tuple[int, ...], shape: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
-    """The change from the parts of a tensor, [*grid, values], to the tensor of `shape` that they make up."""
+def from_grid(x: Tensor, grid: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+    """The tensor of `shape` that its parts, [*grid, values], make up."""
     part = [n // k for n, k in zip(shape, grid, strict=True)]
     order = [axis for i in range(len(grid)) for axis in (i, len(grid) + i)]
-    return lambda x: x.reshape(*grid, *part).permute(order).reshape(shape)
+    return x.reshape(*grid, *part).permute(order).reshape(shape)
 
 
 def _check_masters(masters: Tensors, weights: Tensors) -> None:
@@ -228,15 +201,21 @@ def _check_masters(masters: Tensors, weights: Tensors) -> None:
         require(same, f"the master of {name}, rounded, is not the weight")
 
 
-def _bucket_states(folder: DcpFolder, args: Mapping[str, Any], model: ModelConfig, weights: Tensors) -> Held:
-    """Masters and moments, fp32. model: with the padded vocabulary. args: the run's, which say its layout. ValueError,
+# --- flat buckets
+
+
+def _bucket_states(
+    folder: DcpFolder, args: Mapping[str, Any], model: ModelConfig, weights: Tensors
+) -> dict[str, dict[str, LazyTensor]]:
+    """Masters and moments, fp32. args: the run's, which say its layout. model: with the padded vocabulary. ValueError,
     one line, if the buckets are not those of the model in an order that is known here."""
-    t, pipeline = (_said(args, f"{kind}_model_parallel_size") or 1 for kind in ("tensor", "pipeline"))
-    virtual = _said(args, "virtual_pipeline_model_parallel_size")
-    ends = (_said(args, f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
-    layout = Layout(t, pipeline, virtual and model.num_layers // (pipeline * virtual), *ends)
-    stages = chunks_of_stages(model, layout, "megatron-core")
-    buffers: dict[tuple[int, int], Buckets] = {}
+    t, pipeline = (_size(args, f"{kind}_model_parallel_size") or 1 for kind in ("tensor", "pipeline"))
+    virtual = _size(args, "virtual_pipeline_model_parallel_size")
+    ends = (_size(args, f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
+    stages = chunks_of_stages(
+        model, Layout(t, pipeline, virtual and model.num_layers // (pipeline * virtual), *ends), "megatron-core"
+    )
+    buffers: dict[tuple[int, int], dict[int, str]] = {}  # a buffer's buckets by number: the name without the kind
     for name in folder.tensors:
         if match := BUCKET.fullmatch(name):
             buffers.setdefault((int(match[1]), int(match[2])), {})[int(match[3])] = name.removesuffix(".param")
@@ -249,18 +228,18 @@ def _bucket_states(folder: DcpFolder, args: Mapping[str, Any], model: ModelConfi
         for number, chunk in enumerate(held)
     }
     require(chunks.keys() == buffers.keys(), problem)
-    specs = parameter_specs(model, t)
-    specs |= {HEAD: specs[TABLE]} if len(stages) > 1 else {}
-    problem = ""
+    specs, problem = parameter_specs(model, t), ""
+    shapes = {name: spec.local_shape(t) for name, spec in specs.items()}
+    shapes[HEAD] = shapes[TABLE]
     for order in ORDERS:
-        parts: dict[str, dict[str, dict[int, LazyTensor]]] = {kind: {name: {} for name in specs} for kind in KINDS}
+        parts: dict[str, dict[str, list[tuple[object, LazyTensor]]]] = {kind: {} for kind in KINDS}
         try:
             for key, chunk in chunks.items():
-                for name, bucket, start in _places(folder, buffers[key], _in_order(chunk, order), specs, t):
+                for name, bucket, start in _places(folder, buffers[key], _in_order(chunk, order), shapes):
                     for kind, theirs in KINDS.items():
-                        part = _part(folder, f"{bucket}.{theirs}", start, specs[name].local_shape(t))
-                        parts[kind][name][key[0] % t] = part
-            states = {kind: _whole(kind, by_name, specs, t) for kind, by_name in parts.items()}
+                        part = _part(folder, f"{bucket}.{theirs}", start, shapes[name])
+                        parts[kind].setdefault(name, []).append((f"{bucket}.{theirs}", part))
+            states = {kind: whole_tensors(kind, by_name, specs, t) for kind, by_name in parts.items()}
             _check_masters(states["master"], weights)
             return states
         except ValueError as error:
@@ -280,14 +259,13 @@ def _in_order(chunk: Mapping[str, str], order: Sequence[str]) -> list[str]:
 
 
 def _places(
-    folder: DcpFolder, buckets: Buckets, names: Sequence[str], specs: Mapping[str, PartitionSpec], t: int
+    folder: DcpFolder, buckets: Mapping[int, str], names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, str, int]]:
     """Of each parameter of a buffer its bucket and the first value there. A bucket ends where a parameter does, or
     where the next one would begin. ValueError if the lengths do not fit."""
     number = at = 0
     for name in reversed(names):
-        size = math.prod(specs[name].local_shape(t))
-        bucket = buckets.get(number, "")
+        size, bucket = math.prod(shapes[name]), buckets.get(number, "")
         held = folder.tensors[f"{bucket}.param"].shape if bucket else ()
         require(len(held) == 1 and at + size <= held[0], f"{name} does not fit into bucket {number}")
         yield name, bucket, at
@@ -304,25 +282,7 @@ def _part(folder: DcpFolder, name: str, start: int, shape: tuple[int, ...]) -> L
     return LazyTensor(TensorInfo(torch.float32, shape), lambda: folder.read(name, *one).view(shape))
 
 
-def _whole(
-    kind: str, parts: Mapping[str, Mapping[int, LazyTensor]], specs: Mapping[str, PartitionSpec], t: int
-) -> dict[str, LazyTensor]:
-    """Every parameter's state, whole. ValueError if ranks differ in what all of them hold."""
-
-    def joined(ranks: Sequence[LazyTensor], dim: int) -> Tensor:
-        return torch.cat([part.make() for part in ranks], dim)
-
-    states = {}
-    for name, held in parts.items():
-        spec, ranks = specs[name], [held[rank] for rank in range(t)]
-        states[name] = ranks[0]
-        if spec.dim is not None:
-            states[name] = LazyTensor(TensorInfo(torch.float32, spec.global_shape), partial(joined, ranks, spec.dim))
-        else:
-            require(all(map(ranks[0].equals, ranks[1:])), f"{kind} of {name} differs between ranks")
-    same = HEAD not in states or states.pop(HEAD).equals(states[TABLE])
-    require(same, f"{kind} of {HEAD} is not that of the word embeddings")
-    return states
+# --- written
 
 
 def write_torch_dist(source: Source, out: str | Path, layout: Layout, *, log: Callable[[str], None] = print) -> Path:
@@ -335,8 +295,6 @@ def write_torch_dist(source: Source, out: str | Path, layout: Layout, *, log: Ca
     stacks: dict[str, list[str]] = {}
     for name in specs:
         stacks.setdefault(dist_name(name), []).append(name)
-    none = io.BytesIO()
-    torch.save([None], none)
     prefixes = {"model": ""}
     content: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     top: dict[str, Any] = {
@@ -356,29 +314,22 @@ def write_torch_dist(source: Source, out: str | Path, layout: Layout, *, log: Ca
             "param_state_sharding_type": FORM,
             **grad_scaler(source),
         }
-
-    def padded(kind: str, name: str) -> Tensor:
-        """Rows of padding repeat the last true one, as in Megatron's other formats; their moments are zero."""
-        x = source.read(f"{kind}.{name}")
-        missing = (specs[name].padded_size or len(x)) - len(x)
-        last = torch.zeros_like(x[-1:]) if kind in MOMENTS else x[-1:]
-        return torch.cat([x, last.expand(missing, *x.shape[1:])]) if missing else x
-
     with new_folder(out) as folder:
         path = folder / f"iter_{source.iteration:07d}"
         path.mkdir()
         state: dict[str, Any] = {
-            f"{LAYERS}{module}._extra_state/shard_{layer}_{model.num_layers}": io.BytesIO(none.getvalue())
+            f"{LAYERS}{module}._extra_state/shard_{layer}_{model.num_layers}": [None]
             for module in WITH_EXTRA_STATE
             for layer in range(model.num_layers)
         }
         for kind, prefix in prefixes.items():
             for theirs, names in stacks.items():
-                shape = list(specs[names[0]].global_shape)
-                shape[0] = specs[names[0]].padded_size or shape[0]
-                stack = on_disk(path, (padded(kind, name) for name in names))
-                state[prefix + theirs] = stack.view([len(names)] * theirs.startswith(LAYERS) + shape)
-        save_folder(path, state)
+                shape = specs[names[0]].local_shape(1)
+                stack = on_disk(path, (shard(source, name, specs[name], kind, 0, 1) for name in names))
+                state[prefix + theirs] = (
+                    stack.view(len(names), *shape) if theirs.startswith(LAYERS) else stack.view(shape)
+                )
+        save_dcp(path, state)
         torch.save(top, path / COMMON)
         config = {"sharded_backend": "torch_dist", "common_backend": "torch"}
         (path / CONFIG).write_text(json.dumps(config | {f"{name}_version": 1 for name in config}))
@@ -388,7 +339,7 @@ def write_torch_dist(source: Source, out: str | Path, layout: Layout, *, log: Ca
 
 def dist_name(name: str) -> str:
     """transformer.layers.3.input_layernorm.bias -> decoder.layers.self_attention.linear_qkv.layer_norm_bias."""
-    theirs = re.sub(r"^decoder\.layers\.\d+\.", LAYERS, core_name(name))
+    theirs = re.sub(r"\.layers\.\d+\.", ".layers.", core_name(name))
     for plain, fused in FUSED.items():
-        theirs = theirs.replace(f"{LAYERS}{plain}", f"{LAYERS}{fused}")
+        theirs = theirs.replace(plain, fused)
     return theirs

@@ -1,47 +1,55 @@
-"""Reading what torch.save wrote, zip or legacy stream, without executing anything; tensors are views of the file.
+"""What torch.save and torch.distributed.checkpoint (DCP) wrote, read without executing anything; tensors are views of the
+file.
 
-torch.load(weights_only=True) would do for honest files. It does not bound others: with torch 2.13 a stream of 100 bytes
-gets a bytearray of a gigabyte, tuples nested deeply as a dictionary's key end the process, a legacy file's storages are
-allocated before they are looked for, compressed records are inflated; and a legacy file is read as a whole.
+torch.load(weights_only=True) would do for honest files of torch.save. It does not bound others: with torch 2.13 a stream
+of 100 bytes gets a bytearray of a gigabyte, tuples nested deeply as a dictionary's key end the process, a legacy file's
+storages are allocated before they are looked for, compressed records are inflated; and a legacy file is read as a whole.
+
+A file of a DCP folder is one small file of torch.save after the other, each a box of a tensor or an object. `.metadata`
+says where each lies. It is a pickle of protocol 4 or 5 and longer than those of torch.save: 71 instructions for a box.
+For every name it gives the dtype, the shape and the boxes of a tensor, or says that the name is an object's. For every
+box and object it gives the file, the first byte and the number of bytes, under a key that is an object itself. torch's
+own reader of it is Python's unpickler. Neither reading nor writing needs a process group.
 """
 
 import math
 import mmap
 import re
 import struct
+import warnings
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from data_utils.files.inert_pickle import Inert, read_pickle
+from megatron.gpt2.checkpoint.reader import without_garbage_collection
+from megatron.gpt2.checkpoint.source import Source, TensorInfo, check_cover, common, within
 from megatron.gpt2.config import require
-from megatron.gpt2.formats.foreign import errors_named
+from megatron.gpt2.formats.foreign import LazyTensor, errors_named
+from mpu.partition import Box
 
 ZIP = b"PK\x03\x04"
 MAX_DIRECTORY_BYTES = 2 << 20  # of a zip file: 20,000 records
 MAGIC = 0x1950A86A20F9469CFC6C  # what a legacy stream starts with, then 1001
 BUDGET = 1_250_000  # twice that of a 72-layer model with Adam's state; under half a second
-STORAGES = {
-    f"{module}.{kind}Storage": dtype
-    for module in ("torch", "torch.cuda")
-    for kind, dtype in {
-        "Half": torch.float16,
-        "BFloat16": torch.bfloat16,
-        "Float": torch.float32,
-        "Double": torch.float64,
-        "Long": torch.int64,
-        "Int": torch.int32,
-        "Short": torch.int16,
-        "Char": torch.int8,
-        "Byte": torch.uint8,
-        "Bool": torch.bool,
-    }.items()
+KINDS = {
+    "Half": torch.float16,
+    "BFloat16": torch.bfloat16,
+    "Float": torch.float32,
+    "Double": torch.float64,
+    "Long": torch.int64,
+    "Int": torch.int32,
+    "Short": torch.int16,
+    "Char": torch.int8,
+    "Byte": torch.uint8,
+    "Bool": torch.bool,
 }
+STORAGES = {f"{module}.{kind}Storage": dtype for module in ("torch", "torch.cuda") for kind, dtype in KINDS.items()}
 DTYPES = {str(dtype): dtype for dtype in STORAGES.values()}
 # What genuine files name. Tensors and ordered dictionaries are made; the attributes of loss scalers and arguments are
 # read; nothing is read of the others.
@@ -57,6 +65,18 @@ NAMES = re.compile(
     r"|torch\.(Size|device|Tensor|nn\.parameter\.Parameter|torch_version\.TorchVersion)",
     re.ASCII,
 )
+METADATA = ".metadata"
+MAX_METADATA_BYTES = 16 << 20
+# What genuine files name: torch's classes, and those that Megatron Core saves with them.
+METADATA_NAMES = re.compile(
+    r"torch\.distributed\.checkpoint\.metadata\.(Metadata|(Tensor|Bytes|Chunk)StorageMetadata|TensorProperties"
+    r"|MetadataIndex|StorageMeta|_MEM_FORMAT_ENCODING)|torch\.distributed\.checkpoint\.filesystem\.(_StorageInfo"
+    r"|_StoragePrefix)|torch\.distributed\.checkpoint\.planner\.(SavePlan|WriteItem|WriteItemType|TensorWriteData)"
+    r"|megatron\.core\.dist_checkpointing\.strategies\.torch\.MCore(Metadata|SavePlan)"
+    r"|torch\.(Size|device|serialization\._get_layout)|pathlib\.(_local\.)?PosixPath|collections\.OrderedDict",
+    re.ASCII,
+)
+FILE = re.compile(r"\w[\w.-]*", re.ASCII)  # no way out of the folder
 Find = Callable[[torch.dtype, str, int], int]  # where a storage lies, by dtype, key and number of elements
 Storage = tuple[torch.dtype, int, int]  # dtype, first byte in the file, number of elements
 
@@ -96,20 +116,19 @@ def _load_zip(mapped: _Mapped, data: memoryview) -> Any:
             name, size = info.filename, info.file_size
             if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
                 raise ValueError(f"the record {name[:80]!r} is compressed or encrypted")
-            if not set(name.split("/")).isdisjoint(("", "..")) or name in records:
-                raise ValueError(f"the record {name[:80]!r} occurs twice or leads out of its folder")
+            require(name not in records, f"the record {name[:80]!r} occurs twice")
             header = data[info.header_offset : info.header_offset + 30]
             start = info.header_offset + 30 + sum(struct.unpack("<26x2H", header))
             if header[:4] != ZIP or size != info.compress_size or start + size > len(data):
                 raise ValueError(f"the record {name[:80]!r} is not where the list of records says")
             records[name] = start, size
     require(sum(size for _, size in records.values()) <= len(data), "its records overlap")
-    root = next((name.removesuffix("data.pkl") for name in records if re.fullmatch(r"[^/]+/data\.pkl", name)), None)
-    if root is None:
-        raise ValueError("a zip file that torch.save did not write: it has no data.pkl")
+    roots = [name.removesuffix("data.pkl") for name in records if name.endswith("/data.pkl")]
+    require(bool(roots), "a zip file that torch.save did not write: it has no data.pkl")
+    root = roots[0]
     start, size = records.get(f"{root}byteorder", (0, 0))
-    if size and bytes(data[start : start + min(size, 8)]) != b"little":
-        raise ValueError("written on a big-endian machine, which is not supported")
+    little = not size or bytes(data[start : start + min(size, 8)]) == b"little"
+    require(little, "written on a big-endian machine, which is not supported")
 
     def find(dtype: torch.dtype, key: str, numel: int) -> int:
         start, size = records[f"{root}data/{key}"]
@@ -198,3 +217,138 @@ def _tensor(data: memoryview, storage: Storage, offset: int, shape: tuple[int, .
     return torch.frombuffer(
         data, dtype=dtype, count=last + 1 - offset, offset=start + offset * dtype.itemsize
     ).as_strided(shape, stride)
+
+
+# --- folders of DCP
+
+
+class Place(NamedTuple):
+    """Where a small file of torch.save lies within a file of the folder."""
+
+    file: str
+    start: int
+    length: int
+
+
+Parts = list[tuple[Box, Place]]
+
+
+class DcpFolder(Source):
+    """A folder of DCP, opened. tensors: by the names of its writer. objects: where each lies.
+
+    ValueError, one line, if a file is missing or short, or if the boxes of a tensor do not make it up.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.tensors, self._parts, self.objects = read_metadata(path / METADATA)
+        files: dict[str, list[Place]] = {}
+        for place in (*(place for parts in self._parts.values() for _, place in parts), *self.objects.values()):
+            files.setdefault(place.file, []).append(place)
+        for file, places in files.items():
+            where = path / file
+            require(where.is_file(), f"{where}: missing; {METADATA} says what lies in it")
+            said = max(max(place.start + place.length for place in places), sum(place.length for place in places))
+            size = where.stat().st_size
+            require(said <= size, f"{where}: has {size:,} bytes, and {METADATA} tells of {said:,}")
+        with errors_named(path / METADATA):
+            for name, info in self.tensors.items():  # after the sizes, which take less time to compare
+                check_cover(name[:120], info.shape, [box for box, _ in self._parts[name]])
+
+    def read_into(self, out: Tensor, name: str, offset: tuple[int, ...]) -> None:
+        """Fill `out`, of any dtype and device, with the box of `name` that is at `offset` and has its shape."""
+        wanted, dtype = Box(offset, tuple(out.shape)), self.tensors[name].dtype
+        for box, place in self._parts[name]:
+            if (part := common(box, wanted)).numel:
+                held = self._load(place)
+                if not isinstance(held, Tensor) or held.dtype != dtype or tuple(held.shape) != box.shape:
+                    raise ValueError(
+                        f"{self.path / place.file}: byte {place.start:,} begins no part of {name[:120]} "
+                        f"of shape {box.shape} and {dtype}"
+                    )
+                out[within(part, wanted).slices()] = held[within(part, box).slices()]
+
+    def _load(self, place: Place) -> Any:
+        return load_pickle(self.path / place.file, place.start, place.length)
+
+    def object(self, name: str) -> Any:
+        """The object `name`, as torch.save wrote it."""
+        return self._load(self.objects[name])
+
+    def lazy(self, name: str, row: int | None = None) -> LazyTensor:
+        """The tensor `name`, or its `row` without that dimension."""
+        dtype, shape = self.tensors[name].dtype, self.tensors[name].shape
+        if row is None:
+            return LazyTensor(self.tensors[name], lambda: self.read(name))
+        one = (row,) + (0,) * (len(shape) - 1), (1, *shape[1:])
+        return LazyTensor(TensorInfo(dtype, shape[1:]), lambda: self.read(name, *one)[0])
+
+
+def read_metadata(path: Path) -> tuple[dict[str, TensorInfo], dict[str, Parts], dict[str, Place]]:
+    """What `path`, the file `.metadata`, says: tensors and their parts by name, and where the objects lie. ValueError,
+    one line, for one that is damaged or names something unknown."""
+    infos: dict[str, TensorInfo] = {}
+    parts: dict[str, Parts] = {}
+    objects: dict[str, Place] = {}
+    with errors_named(path), without_garbage_collection():  # a third of the time
+        with open(path, "rb") as stream:
+            data = stream.read(MAX_METADATA_BYTES + 1)
+        require(len(data) <= MAX_METADATA_BYTES, f"is larger than {MAX_METADATA_BYTES:,} bytes")
+        top = read_pickle(data, names=METADATA_NAMES, values=DTYPES)[0].attributes()
+        places = _places(top["storage_data"])
+        for name, entry in top["state_dict_metadata"].items():
+            if entry.name == "torch.distributed.checkpoint.metadata.BytesStorageMetadata":
+                objects[_text(name)] = places[name, None]
+                continue
+            said = entry.attributes()
+            infos[_text(name)] = TensorInfo(said["properties"].state[0], _size(said["size"]))
+            found = [Box(_size(box["offsets"]), _size(box["sizes"])) for box in map(Inert.attributes, said["chunks"])]
+            parts[name] = [(box, places[name, box.offset]) for box in found if box.numel]
+    return infos, parts, objects
+
+
+def _places(held: Mapping[Inert, Inert]) -> dict[tuple[str, Any], Place]:
+    """Where each box and each object lies, by name and offset; an object's is None."""
+    places = {}
+    for index, info in held.items():
+        key, said = index.attributes(), info.attributes()
+        require(
+            "transform_descriptors" not in said,
+            "its files are compressed, or changed by another extension of torch's writer, which is not supported",
+        )
+        place = Place(said["relative_path"], *_naturals((said["offset"], said["length"])))
+        if type(place.file) is not str or not FILE.fullmatch(place.file):
+            raise ValueError(f"names the file {str(place.file)[:80]!r}, which is not one of its folder")
+        offset = key.get("offset")
+        places[_text(key["fqn"]), None if offset is None else _size(offset)] = place
+    require(len(places) == len(held), "names a box twice")
+    return places
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str or len(value) > 1000:
+        raise ValueError("a name is not a string")
+    return value
+
+
+def _size(value: Any) -> tuple[int, ...]:
+    """A torch.Size."""
+    require(value.name == "torch.Size" and len(value.args) == 1, "a shape is not a torch.Size")
+    return _naturals(value.args[0])
+
+
+def _naturals(values: Any) -> tuple[int, ...]:
+    if type(values) is not tuple or len(values) > 8 or any(type(n) is not int or not 0 <= n < 1 << 48 for n in values):
+        raise ValueError("a shape or a place is not of whole numbers")
+    return values
+
+
+def save_dcp(folder: Path, state: Mapping[str, Any]) -> None:
+    """`state`, whole tensors and objects by name, in the existing folder `folder`, by torch's own writer."""
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no process group
+        planner = DefaultSavePlanner(flatten_state_dict=False)
+        save(dict(state), checkpoint_id=folder, planner=planner, no_dist=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +21,7 @@ from megatron.gpt2.checkpoint.state import state_pieces
 from megatron.gpt2.config import require
 from megatron.gpt2.dist.gathering import sum_losses, sum_over_replicas
 from megatron.gpt2.extensions.verify.trace import Key, Part
-from megatron.gpt2.formats.foreign import by_part
-from megatron.gpt2.formats.openai_names import LAYER_MODULES, is_linear, openai_name
+from megatron.gpt2.formats.openai import openai_name, to_openai
 from megatron.gpt2.hooks import Hook
 from megatron.gpt2.model.gpt2 import TIED, parameter_specs
 from megatron.gpt2.optimizer.flat_parameters import FlatState
@@ -119,11 +118,11 @@ class Capture(Hook):
         else:
             module.register_forward_hook(lambda module, args, out: self._see(name, place, out, point))
 
-    def _watch_layer(self, layer: nn.Module, number: int, names: Mapping[str, str] | None = None) -> None:
+    def _watch_layer(self, layer: nn.Module, number: int, name_of: Callable[[str], str] = str) -> None:
         for place, point in enumerate(POINTS, first_place(number)):
             part = point.made_by or point.module
             name = f"transformer.layers.{number}" + (f".{part}" if part else "")
-            module = layer.get_submodule((names or {}).get(point.module, point.module))
+            module = layer.get_submodule(name_of(point.module))
             self._watch(name, place, module, point)
 
     def _seen(self, compiled: Any, number: int) -> Callable[..., Tensor]:
@@ -255,9 +254,7 @@ class TransformersCapture(Capture):
         theirs.eval()
 
         def weight(name: str, parameter: Tensor) -> Tensor:
-            x = self._specs[name].true_part(parameter, 0, 1)
-            x = by_part(config.num_attention_heads)(x) if ".query_key_value." in name else x
-            return x.t() if is_linear(name) else x
+            return to_openai(self._specs[name].true_part(parameter, 0, 1), name, config.num_attention_heads)
 
         def forward(tokens: Tensor, labels: Tensor, token_weight: Tensor, **others: Any) -> Tensor:
             """As `GPT2Model.forward`. The gradients come to the model's own parameters."""
@@ -270,7 +267,7 @@ class TransformersCapture(Capture):
         body = theirs.transformer
         self._watch("embeddings", 0, body.drop)
         for number, layer in enumerate(body.h):
-            self._watch_layer(layer, number, LAYER_MODULES)
+            self._watch_layer(layer, number, openai_name)
         self._watch("transformer.final_layernorm", first_place(len(body.h)), body.ln_f)
 
     def _see(self, name: str, place: int, x: Any, point: Point = WHOLE) -> None:

@@ -135,7 +135,7 @@ def test_boxes_that_overlap_in_pairs() -> None:
     """Volumes can add up where boxes overlap and leave a gap. Against a count of every entry."""
     chance, results = random.Random(0), []
     for _ in range(3000):
-        shape = chance.choice([(), (4,), (3, 4), (1, 5), (5, 1)])
+        shape = chance.choice([(), (4,), (3, 4), (1, 5), (5, 1), (2, 2, 2)])
         boxes, missing = [], 1 if shape == () else torch.Size(shape).numel()
         while missing > 0:
             at = tuple(map(chance.randrange, shape))

@@ -158,7 +158,7 @@ def test_a_core_export_says_what_it_lacks_and_compares_without_a_flag(
 def test_check_sees_a_wrong_translation(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from megatron.gpt2.formats import megatron
 
-    monkeypatch.setattr(megatron, "by_part", lambda heads: lambda x: x)
+    monkeypatch.setattr(megatron, "by_part", lambda x, heads: x)
     assert main(["convert", str(runs / "save"), str(tmp_path / "out"), "--to", "megatron-2019", "--check"]) == 1
 
 

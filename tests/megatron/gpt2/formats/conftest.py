@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import mpu
-from tests.megatron.gpt2.formats.made import unpacked
+from tests.megatron.gpt2.formats.made import CASES, unpack
 
 
 @pytest.fixture(autouse=True)
@@ -19,4 +19,7 @@ def one_rank() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Every checkpoint that megatron-core wrote, unpacked, by its name."""
-    return unpacked(tmp_path_factory.mktemp("torch_dist"))
+    base = tmp_path_factory.mktemp("torch_dist")
+    for name in CASES:
+        unpack(name, base / name)
+    return {name: base / name for name in CASES}

@@ -1,42 +1,75 @@
 """Checkpoints of other programs: written here from known random weights, and those in `torch_dist/`, which megatron-core
-wrote, with what they hold."""
+wrote, with what they hold. And what a test does with a checkpoint: its logits, and a step of its optimizer."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import tarfile
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron.gpt2.config import ModelConfig
+import mpu
+from megatron.gpt2.checkpoint.source import TensorInfo
+from megatron.gpt2.checkpoint.state import load_state, whole_parameters
+from megatron.gpt2.config import ModelConfig, OptimizerConfig
 from megatron.gpt2.formats import Hints, Source, open_source
-from megatron.gpt2.formats.foreign import ForeignSource, LazyTensor
-from megatron.gpt2.formats.megatron_model import name_of_2019
-from megatron.gpt2.model.gpt2 import parameter_specs
+from megatron.gpt2.formats.megatron_model import our_name
+from megatron.gpt2.model.gpt2 import GPT2Model, parameter_specs
+from megatron.gpt2.optimizer.flat_parameters import FlatParameters
+from megatron.gpt2.optimizer.gradient_reducer import ParameterGatherer
+from megatron.gpt2.optimizer.learning_rates import LearningRate
+from megatron.gpt2.optimizer.optimizer import AdamWOptimizer, LossScaler
+from mpu.partition import Box
 
 SHAPE = ModelConfig(
     num_layers=4, hidden_size=48, num_attention_heads=4, ffn_hidden_size=80, vocab_size=101, max_position_embeddings=24
 )
 PADDED = 112
+KINDS = ("model", "master", "exp_avg", "exp_avg_sq")
+TOLERANCE = 5e-6  # of a logit
+RANK_FILE = "model_optim_rng.pt"
+# A word of our names, and that of each other program.
+OPENAI = {
+    "word_embeddings": "wte",
+    "position_embeddings": "wpe",
+    "final_layernorm": "ln_f",
+    "layers": "h",
+    "input_layernorm": "ln_1",
+    "attention": "attn",
+    "query_key_value": "c_attn",
+    "dense": "c_proj",
+    "post_attention_layernorm": "ln_2",
+    "dense_h_to_4h": "c_fc",
+    "dense_4h_to_h": "c_proj",
+}
+V2 = {"transformer": "encoder", "attention": "self_attention"}
 CORE = {
-    "attention.query_key_value": "self_attention.linear_qkv",
-    "attention.dense": "self_attention.linear_proj",
-    "mlp.dense_h_to_4h": "mlp.linear_fc1",
-    "mlp.dense_4h_to_h": "mlp.linear_fc2",
+    "transformer": "decoder",
+    "attention": "self_attention",
+    "query_key_value": "linear_qkv",
+    "dense": "linear_proj",
     "post_attention_layernorm": "pre_mlp_layernorm",
-    "input_layernorm": "input_layernorm",
+    "dense_h_to_4h": "linear_fc1",
+    "dense_4h_to_h": "linear_fc2",
+    "word_embeddings_for_head": "output_layer",
 }
 FUSED = {
-    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+    "layers.{}.input_layernorm.": "layers.{}.self_attention.linear_qkv.layer_norm_",
+    "layers.{}.pre_mlp_layernorm.": "layers.{}.mlp.linear_fc1.layer_norm_",
 }
+
+
+def renamed(name: str, words: Mapping[str, str]) -> str:
+    return ".".join(words.get(word, word) for word in name.split("."))
 
 
 def random_weights(shape: ModelConfig = SHAPE, seed: int = 0) -> dict[str, Tensor]:
@@ -48,17 +81,19 @@ def random_weights(shape: ModelConfig = SHAPE, seed: int = 0) -> dict[str, Tenso
     }
 
 
+# --- Megatron's files
+
+
 def parts(weights: dict[str, Tensor], version: int, tp: int) -> list[dict[str, Tensor]]:
     """Each rank's part, the vocabulary padded, QKV in the order of `version`."""
     table = weights["word_embeddings.weight"]
     padded = {**weights, "word_embeddings.weight": torch.cat([table, table[: PADDED - len(table)]])}
     specs = parameter_specs(replace(SHAPE, vocab_size=PADDED, make_vocab_size_divisible_by=1), tp)
     ranks = [{name: spec.split(padded[name], rank, tp) for name, spec in specs.items()} for rank in range(tp)]
-    heads = SHAPE.num_attention_heads // tp
     for rank in ranks:
         for name, x in rank.items():
             if ".query_key_value." in name and version < 2:
-                x = x.view(heads, 3, -1, *x.shape[1:])
+                x = x.view(SHAPE.num_attention_heads // tp, 3, -1, *x.shape[1:])
                 x = x.transpose(0, 1) if version == 0 else x.transpose(1, 2)
                 rank[name] = x.reshape(-1, *x.shape[3:])
     return ranks
@@ -79,39 +114,36 @@ def stage(rank: dict[str, Tensor], number: int, of: int) -> dict[str, Tensor]:
     return held
 
 
-def nested(held: dict[str, Tensor], encoder: str, attention: str) -> dict[str, Any]:
-    """As v1.0 ("transformer", "attention") and v2.6 ("encoder", "self_attention") keep it."""
-    embedding = {
-        name: {"weight": held[f"{name}.weight"]}
-        for name in ("word_embeddings", "position_embeddings")
-        if f"{name}.weight" in held
-    }
-    layers = {
-        name.removeprefix("transformer.").replace(".attention.", f".{attention}."): value
-        for name, value in held.items()
-        if name.startswith("transformer.")
-    }
-    first = {"embedding": embedding} if embedding else {}
-    model: dict[str, Any] = {"language_model": {**first, encoder: layers}}
-    if "word_embeddings_for_head.weight" in held:
-        model["word_embeddings_for_head"] = {"weight": held["word_embeddings_for_head.weight"]}
-    return model
-
-
 def core(held: dict[str, Tensor], fused: bool) -> dict[str, Any]:
     """As Megatron Core keeps it, without and with Transformer Engine."""
     model: dict[str, Any] = {}
     for name, value in held.items():
-        name = name.replace("transformer.", "decoder.").replace("word_embeddings_for_head", "output_layer")
+        name = renamed(name, CORE)
         name = f"embedding.{name}" if "embeddings" in name else name
-        for old, new in CORE.items():
-            name = name.replace(f".{old}.", f".{new}.")
-        if fused:
+        for number in range(SHAPE.num_layers * fused):
             for old, new in FUSED.items():
-                name = name.replace(f".{old}", f".{new}")
-            if name.endswith("linear_qkv.weight"):
-                model[name.replace("weight", "_extra_state")] = None
+                name = name.replace(old.format(number), new.format(number))
         model[name] = value
+        if fused and name.endswith("linear_qkv.weight"):
+            model[name.replace("weight", "_extra_state")] = None
+    return model
+
+
+def in_form(held: dict[str, Tensor], form: str) -> dict[str, Any]:
+    """`form` is flat (2019), v1 (v1.0 and v2.0), v2 (v2.6), core or fused."""
+    if form == "flat":
+        return dict(held)
+    if form not in ("v1", "v2"):
+        return core(held, form == "fused")
+    model: dict[str, Any] = {"language_model": {}}
+    for name, value in held.items():
+        module, rest = renamed(name, V2 if form == "v2" else {}).split(".", 1)
+        if module == "word_embeddings_for_head":
+            model[module] = {rest: value}
+        elif "embeddings" in module:
+            model["language_model"].setdefault("embedding", {})[module] = {rest: value}
+        else:
+            model["language_model"].setdefault(module, {})[rest] = value
     return model
 
 
@@ -131,13 +163,6 @@ def arguments(tp: int, pp: int = 1, **more: Any) -> argparse.Namespace:
     )
 
 
-def in_form(held: dict[str, Tensor], form: str) -> dict[str, Any]:
-    """`form` is flat, v1, v2, core or fused."""
-    if form in ("v1", "v2"):
-        return nested(held, *(("transformer", "attention") if form == "v1" else ("encoder", "self_attention")))
-    return dict(held) if form == "flat" else core(held, form == "fused")
-
-
 def write_megatron(
     folder: Path,
     weights: dict[str, Tensor],
@@ -146,92 +171,40 @@ def write_megatron(
     version: int = 0,
     tp: int = 1,
     pp: int = 1,
-    iteration: int = 7,
     legacy: bool = False,
-    args: bool = True,
+    args: argparse.Namespace | bool = True,
     **top: Any,
 ) -> Path:
-    """A --save folder with one iteration."""
+    """A --save folder with iteration 7. args: False for none."""
     for number in range(pp):
         for rank, whole in enumerate(parts(weights, version, tp)):
-            held = stage(whole, number, pp)
-            model = in_form(held, form)
-            file = folder / f"iter_{iteration:07d}" / (f"mp_rank_{rank:02d}" + (f"_{number:03d}" if pp > 1 else ""))
-            file.mkdir(parents=True)
-            saved = {"iteration": iteration, "model": model, **top}
+            file = folder / "iter_0000007" / (f"mp_rank_{rank:02d}" + (f"_{number:03d}" if pp > 1 else "")) / RANK_FILE
+            file.parent.mkdir(parents=True)
+            saved = {"iteration": 7, "model": in_form(stage(whole, number, pp), form), **top}
             if version:
                 saved["checkpoint_version"] = float(version)
             if args:
-                saved["args"] = arguments(tp, pp)
-            torch.save(saved, file / "model_optim_rng.pt", _use_new_zipfile_serialization=not legacy)
-    (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+                saved["args"] = arguments(tp, pp) if args is True else args
+            torch.save(saved, file, _use_new_zipfile_serialization=not legacy)
+    (folder / "latest_checkpointed_iteration.txt").write_text("7")
     return folder
 
 
-def made_source(num_layers: int, dtype: torch.dtype) -> Source:
-    """A run's state in memory: weights of `dtype`, masters, moments and the facts that belong to them."""
-    shape = ModelConfig(
-        num_layers=num_layers,
-        hidden_size=16,
-        num_attention_heads=4,
-        vocab_size=101,
-        max_position_embeddings=8,
-        make_vocab_size_divisible_by=8,
-    )
-    masters = random_weights(shape)
-    lazy = {}
-    for kind in ("model", "master", "exp_avg", "exp_avg_sq"):
-        for name, master in masters.items():
-            lazy[f"{kind}.{name}"] = LazyTensor.of(
-                {
-                    "model": master.to(dtype),
-                    "master": master.to(dtype).float(),
-                    "exp_avg": master + 1,
-                    "exp_avg_sq": master**2,
-                }[kind]
-            )
-    scaler = {"scale": 8.0, "clean_steps": 5.0, "hysteresis_left": 1.0} if dtype == torch.float16 else {"scale": 1.0}
-    facts = {
-        "consumed_samples": 24,
-        "global_batch_size": 4,
-        "train_iters": 100,
-        "optimizer": {"good_steps": 6, "skipped_steps": 1, "adam_steps": 6, "loss_scaler": scaler},
-        "config": {
-            "optimizer": {
-                "lr": 0.2,
-                "min_lr": 0.1,
-                "lr_decay_style": "cosine",
-                "lr_decay_iters": 100,
-                "warmup": 0.1,
-                "weight_decay": 0.1,
-            }
-        },
-    }
-    return ForeignSource(Path("made"), "native", 7, shape, facts, lazy)
+def changed(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """The file with what `change` does to the dictionary in it."""
+    top = torch.load(path, weights_only=False)
+    change(top)
+    torch.save(top, path)
 
 
-NAMES = {
-    "input_layernorm": "ln_1",
-    "attention.query_key_value": "attn.c_attn",
-    "attention.dense": "attn.c_proj",
-    "post_attention_layernorm": "ln_2",
-    "mlp.dense_h_to_4h": "mlp.c_fc",
-    "mlp.dense_4h_to_h": "mlp.c_proj",
-}
+# --- files with OpenAI's names
 
 
 def openai_state(weights: dict[str, Tensor], *, transposed: bool) -> dict[str, Tensor]:
     """`weights`, ours, under OpenAI's names, QKV as [3, n, d]."""
     state = {}
     for name, value in weights.items():
-        theirs = (
-            name.replace("word_embeddings", "wte")
-            .replace("position_embeddings", "wpe")
-            .replace("transformer.final_layernorm", "ln_f")
-            .replace("transformer.layers", "h")
-        )
-        for ours, other in NAMES.items():
-            theirs = theirs.replace(f".{ours}.", f".{other}.")
+        theirs = renamed(name.removeprefix("transformer."), OPENAI)
         if ".c_attn." in theirs:
             value = value.view(SHAPE.num_attention_heads, 3, -1, *value.shape[1:]).transpose(0, 1).reshape(value.shape)
         if transposed and value.dim() == 2 and theirs.startswith("h."):
@@ -244,75 +217,95 @@ def write_huggingface(folder: Path, **config: Any) -> Path:
     """By hand, so that it can be wrong."""
     folder.mkdir(exist_ok=True)
     save_file(openai_state(random_weights(), transposed=True), folder / "model.safetensors", metadata={"format": "pt"})
-    known = {
-        "model_type": "gpt2",
-        "vocab_size": 101,
-        "n_positions": 24,
-        "n_embd": 48,
-        "n_layer": 4,
-        "n_head": 4,
-        "n_inner": 80,
-    }
-    (folder / "config.json").write_text(json.dumps({**known, **config}))
+    sizes = {"vocab_size": 101, "n_positions": 24, "n_embd": 48, "n_layer": 4, "n_head": 4, "n_inner": 80}
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes, **config}))
     return folder
 
 
-def nanogpt_checkpoint(*, bias: bool = True, prefix: str = "_orig_mod.") -> tuple[dict[str, Any], dict[str, Tensor]]:
+def nanogpt_checkpoint(
+    *, bias: bool = True, prefix: str = "_orig_mod.", vocab_size: int = 101
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """As train.py writes it, and our weights; its MLP is 4h wide."""
-    weights = random_weights(replace(SHAPE, ffn_hidden_size=None), seed=3)
-    if not bias:
-        weights = {
-            name: torch.zeros_like(value) if name.endswith(".bias") else value for name, value in weights.items()
-        }
-    state = openai_state(
-        {name: value for name, value in weights.items() if bias or not name.endswith(".bias")}, transposed=False
-    )
-    matrices, vectors = ([name for name in state if (state[name].dim() == 2) == wanted] for wanted in (True, False))
+    weights = random_weights(replace(SHAPE, ffn_hidden_size=None, vocab_size=vocab_size), seed=3)
+    vectors = [name for name in weights if name.endswith(".bias")] if not bias else []
+    state = openai_state({name: x for name, x in weights.items() if name not in vectors}, transposed=False)
+    weights |= {name: torch.zeros_like(weights[name]) for name in vectors}
+    order = sorted(state, key=lambda name: state[name].dim() == 1)
+    matrices = sum(value.dim() == 2 for value in state.values())
+    same = {"betas": (0.9, 0.95), "eps": 1e-8, "lr": 1e-3}
     adam = {
         "state": {
             number: {"step": torch.tensor(9.0), "exp_avg": state[name] + 1, "exp_avg_sq": state[name] ** 2}
-            for number, name in enumerate([*matrices, *vectors])
+            for number, name in enumerate(order)
         },
         "param_groups": [
-            {"params": list(range(len(matrices))), "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "lr": 1e-3},
-            {
-                "params": list(range(len(matrices), len(state))),
-                "weight_decay": 0.0,
-                "betas": (0.9, 0.95),
-                "eps": 1e-8,
-                "lr": 1e-3,
-            },
+            {"params": list(range(matrices)), "weight_decay": 0.1, **same},
+            {"params": list(range(matrices, len(order))), "weight_decay": 0.0, **same},
         ],
     }
     state["lm_head.weight"] = state["transformer.wte.weight"]
+    sizes = {"n_layer": 4, "n_head": 4, "n_embd": 48, "block_size": 24, "vocab_size": vocab_size}
     return {
         "model": {prefix + name: value for name, value in state.items()},
         "optimizer": adam,
-        "model_args": {
-            "n_layer": 4,
-            "n_head": 4,
-            "n_embd": 48,
-            "block_size": 24,
-            "bias": bias,
-            "vocab_size": 101,
-            "dropout": 0.2,
-        },
+        "model_args": {**sizes, "bias": bias, "dropout": 0.2},
         "iter_num": 9,
         "best_val_loss": torch.tensor(1.0),
         "config": {"out_dir": "out"},
     }, weights
 
 
+# --- sources in memory
+
+
+class MadeSource(Source):
+    """A checkpoint in memory. tensors: by kind and our name."""
+
+    def __init__(
+        self, tensors: dict[str, Tensor], shape: ModelConfig = SHAPE, facts: Any = None, iteration: int = 0
+    ) -> None:
+        facts = facts or {}
+        self.path, self.format, self.iteration, self._held = Path("made"), "native", iteration, tensors
+        self.tensors = {name: TensorInfo(x.dtype, tuple(x.shape)) for name, x in tensors.items()}
+        config = {**facts.get("config", {}), "model": asdict(shape)}
+        self.facts = {**facts, "config": config, "vocab_size": shape.vocab_size, "iteration": iteration}
+
+    def read_into(self, out: Tensor, name: str, offset: tuple[int, ...]) -> None:
+        out.copy_(self._held[name][Box(offset, tuple(out.shape)).slices()])
+
+
+def made_source(num_layers: int, dtype: torch.dtype) -> Source:
+    """A run's state: weights of `dtype`, masters, moments and the facts that belong to them."""
+    shape = ModelConfig(
+        num_layers=num_layers,
+        hidden_size=16,
+        num_attention_heads=4,
+        vocab_size=101,
+        max_position_embeddings=8,
+        make_vocab_size_divisible_by=8,
+    )
+    tensors = {}
+    for name, x in random_weights(shape).items():
+        weight = x.to(dtype)
+        for kind, value in zip(KINDS, (weight, weight.float(), x + 1, x**2), strict=True):
+            tensors[f"{kind}.{name}"] = value
+    scaler = {"scale": 8.0, "clean_steps": 5.0, "hysteresis_left": 1.0} if dtype == torch.float16 else {"scale": 1.0}
+    schedule = {"lr": 0.2, "min_lr": 0.1, "lr_decay_style": "cosine", "lr_decay_iters": 100, "warmup": 0.1}
+    facts = {
+        "consumed_samples": 24,
+        "global_batch_size": 4,
+        "train_iters": 100,
+        "optimizer": {"good_steps": 6, "skipped_steps": 1, "adam_steps": 6, "loss_scaler": scaler},
+        "config": {"optimizer": {**schedule, "weight_decay": 0.1}},
+    }
+    return MadeSource(tensors, shape, facts, 7)
+
+
+# --- checkpoints of megatron-core
+
 FIXTURES = Path(__file__).parent / "torch_dist"
 CASES = {path.name.removesuffix(".tar.xz"): path for path in sorted(FIXTURES.glob("*.tar.xz"))}
-VOCABULARY, KINDS = 29, ("model", "master", "exp_avg", "exp_avg_sq")
-
-
-def unpacked(base: Path) -> dict[str, Path]:
-    """Every checkpoint, in a folder of its name in `base`."""
-    for name in CASES:
-        unpack(name, base / name)
-    return {name: base / name for name in CASES}
+VOCABULARY = 29
 
 
 def unpack(name: str, folder: Path) -> None:
@@ -322,18 +315,89 @@ def unpack(name: str, folder: Path) -> None:
 
 
 def opened(folder: Path) -> Source:
-    return open_source(folder, Hints(vocab_size=VOCABULARY), log=lambda line: None)
+    return open_source(folder, Hints(vocab_size=VOCABULARY), log=silent)
 
 
 def expected(kind: str) -> dict[str, Tensor]:
     """What megatron-core held in memory when it wrote, by our names."""
     with np.load(FIXTURES / "expected.npz") as held:
-        return {
-            name_of_2019(name.removeprefix(f"{kind}.")): torch.from_numpy(held[name])
-            for name in held.files
-            if name.startswith(f"{kind}.")
-        }
+        names = [name for name in held.files if name.startswith(f"{kind}.")]
+        return {our_name(name.removeprefix(f"{kind}.")): torch.from_numpy(held[name]) for name in names}
 
 
-def in_fp32(name: str) -> bool:
-    return "fp32" in name
+# --- what a test does with a checkpoint
+
+
+def silent(line: str) -> None:
+    pass
+
+
+def refused(path: Path, *words: str, **hints: Any) -> None:
+    """Opening `path` is an error in one line, which names it and holds the `words`."""
+    with pytest.raises(ValueError) as caught:
+        open_source(path, Hints(**hints), log=silent)
+    message = str(caught.value)
+    assert "\n" not in message and all(word in message for word in (str(path), *words)), message
+
+
+def same(source: Source, weights: dict[str, Tensor], kind: str = "model") -> bool:
+    """Whether a kind of tensors is `weights`, to the last bit."""
+    return all(torch.equal(source.read(f"{kind}.{name}"), value) for name, value in weights.items())
+
+
+def model_of(source: Source) -> GPT2Model:
+    """In fp32, on this rank of the default model-parallel group."""
+    model = GPT2Model(ModelConfig(**source.facts["config"]["model"])).eval()
+    rank, size = mpu.get_model_parallel_rank(), mpu.get_model_parallel_world_size()
+    weights = whole_parameters(model.named_parameters())
+    load_state(weights, mpu.partition_specs(model), source, mp_rank=rank, mp_size=size)
+    return model
+
+
+@torch.no_grad()
+def logits_of(source: Source, tokens: Tensor) -> Tensor:
+    """[b, s, true vocabulary]."""
+    logits = mpu.gather_from_model_parallel_region(model_of(source)(tokens))  # [s, b, padded vocabulary]
+    return logits[..., : source.facts["vocab_size"]].transpose(0, 1)
+
+
+def check_step(source: Source, scaler: LossScaler, rank: int = 0, size: int = 1) -> float:
+    """A step of our optimizer from there, on one of `size` model-parallel ranks, is the step of torch's AdamW with the
+    same state, gradients and rate, which is returned."""
+    config = OptimizerConfig(**{**source.facts["config"]["optimizer"], "clip_grad": 0.0})
+    model = model_of(source)
+    flat = FlatParameters(model, source.tensors["model.word_embeddings.weight"].dtype, bucket_size=10_000)
+    table = torch.from_numpy(LearningRate(config, 100, 1).table(np.arange(101.0)))
+    optimizer = AdamWOptimizer(flat, ParameterGatherer(flat, model, None), config, scaler, table)
+    specs = mpu.partition_specs(model)
+    load_state(optimizer.tensors(), specs, source, mp_rank=rank, mp_size=size)
+    optimizer.load_state_dict(source.facts["optimizer"])
+    assert optimizer.state_dict() == source.facts["optimizer"]
+    rate = optimizer.learning_rate.item()
+    parameters = {name: torch.nn.Parameter(source.read(f"master.{name}")) for name in specs}
+    theirs = torch.optim.AdamW(
+        [
+            {"params": [x for x in parameters.values() if (x.dim() > 1) == decays], "weight_decay": decay}
+            for decays, decay in ((True, config.weight_decay), (False, 0.0))
+        ],
+        lr=rate,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_eps,
+    )
+    step = torch.tensor(float(source.facts["optimizer"]["adam_steps"]))
+    for name, x in parameters.items():
+        seed = torch.Generator().manual_seed(len(name) + sum(map(ord, name)))
+        x.grad = 1e-3 * torch.randn(x.shape, generator=seed)
+        theirs.state[x] = {"step": step.clone(), **{kind: source.read(f"{kind}.{name}") for kind in KINDS[2:]}}
+        flat.grad(name).copy_(specs[name].split(x.grad, rank, size) * optimizer.scaler.scale)
+    optimizer.step()
+    theirs.step()
+    masters = torch.zeros(flat.params.numel())
+    for segment, master in zip(flat.owned, flat.masters, strict=True):
+        masters[segment.range] = master
+    for name, x in parameters.items():
+        after = specs[name].true_part(flat.view(masters, name), rank, size)
+        part = specs[name].box(rank, size).slices()
+        assert (after - x[part]).abs().max() < 1e-6, name
+        assert (after - source.read(f"master.{name}")[part]).abs().max() > 1e-4, "the step moved it"
+    return rate

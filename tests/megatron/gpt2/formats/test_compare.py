@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +14,7 @@ import mpu
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.formats import Source
 from megatron.gpt2.formats.compare import CHUNK, check, diff, greatest_difference, table
-from megatron.gpt2.formats.foreign import ForeignSource, LazyTensor
-from tests.megatron.gpt2.formats.made import SHAPE, random_weights
+from tests.megatron.gpt2.formats.made import SHAPE, MadeSource, random_weights
 
 NAME = "model.transformer.layers.2.mlp.dense_4h_to_h.weight"
 NAN, INF = math.nan, math.inf
@@ -30,7 +28,7 @@ def no_groups() -> Iterator[None]:
 
 
 def source(tensors: dict[str, Tensor], shape: ModelConfig = SHAPE) -> Source:
-    return ForeignSource(Path("made"), "native", 0, shape, {}, {name: LazyTensor.of(x) for name, x in tensors.items()})
+    return MadeSource(tensors, shape)
 
 
 def weights() -> dict[str, Tensor]:
@@ -108,7 +106,7 @@ def test_nan_in_one_alone_is_no_equality_even_before_greater_differences():
     b[NAME][3, 3] = NAN
     found = diff(source(a), source(b))
     assert not found.equal
-    assert [row.note for row in found.rows if row.name == NAME] == ["NaN in one alone"]
+    assert [row.note for row in found.rows if row.name == NAME] == ["NaN in only one"]
     a[NAME] = b[NAME]
     assert diff(source(a), source(b)).equal
     assert math.isnan(check(source(a), source(b)))

@@ -1,6 +1,6 @@
 """Megatron's files: the genuine ones against the logits of the code that wrote them, the others, of which there is no
 genuine file here, against the weights that they were made of. Nothing here is close: merged weights are the same to the
-last bit.
+last bit. Files of a pipeline are read from every version that has one, and written for it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import functools
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,57 +17,53 @@ import torch
 from torch import Tensor
 
 import mpu
-from megatron.gpt2.checkpoint.state import load_state, whole_parameters
-from megatron.gpt2.config import ModelConfig, OptimizerConfig
+from megatron.gpt2.commands import checkpoint as tool
+from megatron.gpt2.commands import merge_mp_partitions
+from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.formats import Hints, Source, open_source, recognise
+from megatron.gpt2.formats.compare import diff
+from megatron.gpt2.formats.megatron import flatten, write_megatron
+from megatron.gpt2.formats.megatron_model import PIPELINE as P
+from megatron.gpt2.formats.megatron_model import VIRTUAL as V
+from megatron.gpt2.formats.megatron_model import Layout
 from megatron.gpt2.formats.megatron_optimizer import schedule
+from megatron.gpt2.formats.native import write_native
 from megatron.gpt2.formats.torch_files import load_pickle
-from megatron.gpt2.model.gpt2 import GPT2Model, parameter_specs
-from megatron.gpt2.optimizer.flat_parameters import FlatParameters
-from megatron.gpt2.optimizer.gradient_reducer import ParameterGatherer
-from megatron.gpt2.optimizer.learning_rates import LearningRate
-from megatron.gpt2.optimizer.optimizer import AdamWOptimizer, DynamicLossScaler
+from megatron.gpt2.optimizer.optimizer import DynamicLossScaler
+from megatron.gpt2.pipeline.schedule import FIRST, LAST
 from tests.conftest import TEST_DATA
 from tests.distributed import run_ranks
-from tests.megatron.gpt2.formats.made import SHAPE, arguments, random_weights, write_megatron
+from tests.megatron.gpt2.formats import made
+from tests.megatron.gpt2.formats.made import (
+    RANK_FILE,
+    SHAPE,
+    TOLERANCE,
+    MadeSource,
+    arguments,
+    changed,
+    check_step,
+    logits_of,
+    made_source,
+    random_weights,
+    refused,
+    same,
+    silent,
+)
 
 GENUINE = ("megatron-2019/tp1", "megatron-2019/tp2", "megatron-2019/tp4", "megatron-v2.6/tp1", "megatron-v2.6/tp2")
 TRUE_VOCABULARY = 130
-TOLERANCE = 5e-6
 genuine = pytest.mark.skipif(not (TEST_DATA / GENUINE[0]).is_dir(), reason=f"{TEST_DATA} has no genuine checkpoints")
+HINTS = Hints(vocab_size=SHAPE.vocab_size)
+FIRST_FILE = f"iter_0000007/mp_rank_00/{RANK_FILE}"
 
 
-def silent(line: str) -> None:
-    pass
+# --- genuine files
 
 
-def hints_for(name: str, **more: Any) -> Hints:
+def open_genuine(name: str, vocab_size: int | None = TRUE_VOCABULARY, **more: Any) -> Source:
     """The files of 2019 do not say how many heads there are."""
-    return Hints(num_attention_heads=4 if "2019" in name else None, vocab_size=TRUE_VOCABULARY, **more)
-
-
-def open_genuine(name: str, **more: Any) -> Source:
-    return open_source(TEST_DATA / name / "checkpoint", hints_for(name, **more), log=silent)
-
-
-def model_of(source: Source) -> GPT2Model:
-    """In fp32, on this rank of the default model-parallel group."""
-    model = GPT2Model(ModelConfig(**source.facts["config"]["model"])).eval()
-    load_state(
-        whole_parameters(model.named_parameters()),
-        mpu.partition_specs(model),
-        source,
-        mp_rank=mpu.get_model_parallel_rank(),
-        mp_size=mpu.get_model_parallel_world_size(),
-    )
-    return model
-
-
-@torch.no_grad()
-def logits_of(source: Source, tokens: Tensor) -> Tensor:
-    """[b, s, true vocabulary]."""
-    logits = mpu.gather_from_model_parallel_region(model_of(source)(tokens))  # [s, b, padded vocabulary]
-    return logits[..., : source.facts["vocab_size"]].transpose(0, 1)
+    hints = Hints(4 if "2019" in name else None, vocab_size, more.get("gelu"))
+    return open_source(TEST_DATA / name / "checkpoint", hints, log=more.get("log", silent))
 
 
 def differences(rank: int, world_size: int, gelu: str | None = None) -> list[float]:
@@ -86,7 +81,6 @@ def differences(rank: int, world_size: int, gelu: str | None = None) -> list[flo
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.wide)])
 def test_logits_of_genuine_files(world_size: int):
     for found in run_ranks(differences, world_size):
-        assert len(found) == len(GENUINE)
         assert max(found) < TOLERANCE, dict(zip(GENUINE, found, strict=True))
 
 
@@ -102,8 +96,9 @@ def test_the_inferred_gelu_is_the_right_one():
 def test_merges_are_bit_identical(name: str):
     merged, single = open_genuine(name), open_genuine(f"{name.split('/')[0]}/tp1")
     assert merged.iteration == 18
+    assert recognise(merged.path.parent)[0] == ("megatron-2019" if "2019" in name else "megatron-v2")
     names = [name for name in merged.names() if name.startswith("model.")]
-    assert names == single.names() and len(names) == 40
+    assert names == [name for name in single.names() if name.startswith("model.")] and len(names) == 40
     for tensor in names:
         assert merged.tensors[tensor].dtype == merged.read(tensor).dtype == torch.float16
         assert torch.equal(merged.read(tensor), single.read(tensor)), tensor
@@ -111,26 +106,16 @@ def test_merges_are_bit_identical(name: str):
 
 @genuine
 def test_without_a_flag_the_vocabulary_is_the_padded_size():
-    lines: list[str] = []
-    for name, padded in (("megatron-2019/tp4", 160), ("megatron-v2.6/tp2", 144)):
-        source = open_source(
-            TEST_DATA / name / "checkpoint", replace(hints_for(name), vocab_size=None), log=lines.append
-        )
-        assert source.facts["vocab_size"] == padded == source.tensors["model.word_embeddings.weight"].shape[0]
+    name, lines = "model.word_embeddings.weight", list[str]()
+    for folder, padded in (("megatron-2019/tp4", 160), ("megatron-v2.6/tp2", 144)):
+        source, cut = open_genuine(folder, None, log=lines.append), open_genuine(folder)
+        assert source.facts["vocab_size"] == padded == source.tensors[name].shape[0]
         assert "--vocab-size" in lines[-1] and str(padded) in lines[-1]
-        cut = open_genuine(name)
-        assert cut.tensors["model.word_embeddings.weight"].shape == (TRUE_VOCABULARY, 64)
-        assert torch.equal(
-            source.read("model.word_embeddings.weight", (0, 0), (TRUE_VOCABULARY, 64)),
-            cut.read("model.word_embeddings.weight"),
-        )
+        assert torch.equal(source.read(name, (0, 0), (TRUE_VOCABULARY, 64)), cut.read(name))
 
 
 @genuine
-def test_formats_and_facts():
-    assert [recognise(TEST_DATA / name / "checkpoint")[0] for name in GENUINE] == ["megatron-2019"] * 3 + [
-        "megatron-v2"
-    ] * 2
+def test_facts():
     newer = open_genuine("megatron-v2.6/tp1")
     assert newer.facts["consumed_samples"] == 72
     assert newer.facts["config"]["model"]["num_attention_heads"] == 4
@@ -140,105 +125,51 @@ def test_formats_and_facts():
 @functools.cache
 def two_ranks() -> list[dict[str, Any]]:
     folder = TEST_DATA / "megatron-2019/tp2/checkpoint/iter_0000018"
-    return [load_pickle(folder / f"mp_rank_{rank:02d}/model_optim_rng.pt") for rank in range(2)]
+    return [load_pickle(folder / f"mp_rank_{rank:02d}" / RANK_FILE) for rank in range(2)]
 
 
 def joined(kind: str, name: str) -> Tensor:
     """What the two files of 2019 hold of one parameter's optimizer state, put together by hand."""
     shards = []
     for top in two_ranks():
-        names = list(top["model"])
-        decays = top["model"][name].dim() == 2
-        index = [other for other in names if (top["model"][other].dim() == 2) == decays].index(name)
-        held, group = top["optimizer"], 0 if decays else 1
+        vector = top["model"][name].dim() == 1
+        index = [other for other, x in top["model"].items() if (x.dim() == 1) == vector].index(name)
+        held = top["optimizer"]
         if kind == "master":
-            shards.append(held["fp32_from_fp16"][group][index])
+            shards.append(held["fp32_from_fp16"][vector][index])
         else:
-            number = held["optimizer_state_dict"]["param_groups"][group]["params"][index]
+            number = held["optimizer_state_dict"]["param_groups"][vector]["params"][index]
             shards.append(held["optimizer_state_dict"]["state"][number][kind])
     if "query_key_value" in name:  # [3, n/p, d] of each rank
-        d = 16
-        q, k, v = (torch.cat([shard.view(3, 2, d, -1)[part] for shard in shards]) for part in range(3))
+        q, k, v = (torch.cat([shard.view(3, 2, 16, -1)[part] for shard in shards]) for part in range(3))
         return torch.stack([q, k, v], 1).reshape(-1, *shards[0].shape[1:])
     if "dense.weight" in name or "4h_to_h.weight" in name:
         return torch.cat(shards, 1)
-    if "word_embeddings" in name:
-        return torch.cat(shards)[:TRUE_VOCABULARY]
-    if "dense_h_to_4h" in name:
-        return torch.cat(shards)
+    if "word_embeddings" in name or "dense_h_to_4h" in name:
+        return torch.cat(shards)[: TRUE_VOCABULARY if "word" in name else None]
     return shards[0]
 
 
-def step_once(rank: int, world_size: int) -> tuple[dict[str, Tensor], dict[str, Any], float]:
-    """Restore the optimizer of 2019's two ranks, and take a step of known gradients: the masters after it."""
+def step_once(rank: int, world_size: int) -> float:
     mpu.initialize_model_parallel(world_size)
-    source = open_genuine("megatron-2019/tp2")
-    config = OptimizerConfig(**{**source.facts["config"]["optimizer"], "clip_grad": 0.0})
-    model = model_of(source)
-    specs = mpu.partition_specs(model)
-    flat = FlatParameters(model, torch.float16, bucket_size=10_000)
-    optimizer = AdamWOptimizer(
-        flat,
-        ParameterGatherer(flat, model, None),
-        config,
-        DynamicLossScaler(),
-        torch.from_numpy(LearningRate(config, 100, 1).table(np.arange(101.0))),
-    )
-    load_state(optimizer.tensors(), specs, source, mp_rank=rank, mp_size=world_size)
-    optimizer.load_state_dict(source.facts["optimizer"])
-    restored = optimizer.state_dict()
-    rate = optimizer.learning_rate.item()
-    for name, spec in specs.items():
-        flat.grad(name).copy_(spec.split(gradient(name, spec.global_shape), rank, world_size) * optimizer.scaler.scale)
-    optimizer.step()
-    after = {
-        name: specs[name].true_part(flat.view(masters(flat), name), rank, world_size).clone() for name in flat.ranges
-    }
-    return after, restored, rate
-
-
-def masters(flat: FlatParameters) -> Tensor:
-    """As one buffer, laid out as the parameters are."""
-    whole = torch.zeros(flat.params.numel())
-    for segment, master in zip(flat.owned, flat.masters, strict=True):
-        whole[segment.range] = master
-    return whole
-
-
-def gradient(name: str, shape: tuple[int, ...]) -> Tensor:
-    return 1e-3 * torch.randn(shape, generator=torch.Generator().manual_seed(len(name) + sum(map(ord, name))))
+    return check_step(open_genuine("megatron-2019/tp2"), DynamicLossScaler(), rank, world_size)
 
 
 @genuine
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_the_optimizer_of_2019_goes_on(world_size: int):
+def test_the_optimizer_of_2019_goes_on():
     source = open_genuine("megatron-2019/tp2")
-    names = [name.removeprefix("model.") for name in source.names() if name.startswith("model.")]
-    for kind in ("master", "exp_avg", "exp_avg_sq"):
-        for name in names:
-            assert torch.equal(source.read(f"{kind}.{name}"), joined(kind, name)), (kind, name)
-    results = run_ranks(step_once, world_size)
-    rate = results[0][2]
-    assert rate == pytest.approx(0.03 * (1 - 2 / 99))
-    expected, step = {}, 4  # three were taken
-    for name in names:
-        gradients = gradient(name, source.tensors[f"model.{name}"].shape)
-        first = 0.9 * joined("exp_avg", name) + 0.1 * gradients
-        second = 0.999 * joined("exp_avg_sq", name) + 0.001 * gradients**2
-        update = (first / (1 - 0.9**step)) / ((second / (1 - 0.999**step)).sqrt() + 1e-8)
-        decay = 0.01 if gradients.dim() == 2 else 0.0
-        expected[name] = joined("master", name) * (1 - rate * decay) - rate * update
-    for number, (after, restored, _) in enumerate(results):
-        assert restored == {
-            "good_steps": 3,
-            "skipped_steps": 15,
-            "adam_steps": 3,
-            "loss_scaler": {"scale": 2.0**18, "clean_steps": 3.0, "hysteresis_left": 1.0},
-        }
-        for name, spec in parameter_specs(ModelConfig(**source.facts["config"]["model"])).items():
-            part = spec.box(number, world_size).slices()
-            assert (after[name] - expected[name][part]).abs().max() < 1e-6, name
-            assert (after[name] - joined("master", name)[part]).abs().max() > 1e-3, "the step moved it"
+    for tensor in source.names():
+        kind, _, name = tensor.partition(".")
+        if kind != "model":
+            assert torch.equal(source.read(tensor), joined(kind, name)), tensor
+    assert source.facts["optimizer"] == {
+        "good_steps": 3,
+        "skipped_steps": 15,
+        "adam_steps": 3,
+        "loss_scaler": {"scale": 2.0**18, "clean_steps": 3.0, "hysteresis_left": 1.0},
+    }
+    for world_size in (1, 2):
+        assert run_ranks(step_once, world_size) == [pytest.approx(0.03 * (1 - 2 / 99))] * world_size
 
 
 def copy_genuine(name: str, to: Path) -> Path:
@@ -246,13 +177,6 @@ def copy_genuine(name: str, to: Path) -> Path:
     for path in [to, *to.rglob("*")]:
         path.chmod(0o755 if path.is_dir() else 0o644)
     return to / "iter_0000018"
-
-
-def refused(path: Path, *words: str, **hints: Any) -> None:
-    with pytest.raises(ValueError) as caught:
-        open_source(path, Hints(**hints), log=silent)
-    message = str(caught.value)
-    assert "\n" not in message and all(word in message for word in (str(path), *words)), message
 
 
 @genuine
@@ -282,130 +206,104 @@ def test_a_missing_rank(tmp_path: Path, rank: int):
 
 @genuine
 def test_ranks_of_two_iterations_or_two_runs(tmp_path: Path):
-    folder = copy_genuine("megatron-v2.6/tp2", tmp_path / "there")
-    file = folder / "mp_rank_01/model_optim_rng.pt"
-    top = torch.load(file, weights_only=False)
-    torch.save({**top, "iteration": 19}, file)
+    file = copy_genuine("megatron-v2.6/tp2", tmp_path / "there") / "mp_rank_01" / RANK_FILE
+    changed(file, lambda top: top.update(iteration=19))
     refused(tmp_path / "there", "two iterations", "18", "19")
-    top["model"]["language_model"]["embedding"]["position_embeddings"]["weight"][3, 3] += 1
-    torch.save(top, file)
+
+    def another(top: dict[str, Any]) -> None:
+        top["iteration"] = 18
+        top["model"]["language_model"]["embedding"]["position_embeddings"]["weight"][3, 3] += 1
+
+    changed(file, another)
     refused(tmp_path / "there", "position_embeddings.weight", "mp_rank_01", "mixed")
 
 
-# form, checkpoint_version, model-parallel size, pipeline stages, legacy stream
+# --- files of every version, made of known weights
+
+# form, checkpoint_version, model-parallel size, pipeline stages, legacy stream, the format's name
 MADE = [
-    ("flat", 0, 1, 1, True),
-    ("flat", 0, 2, 1, True),
-    ("flat", 0, 4, 1, False),
-    ("v1", 0, 2, 1, True),
-    ("v1", 0, 2, 2, False),
-    ("v1", 1, 1, 1, False),
-    ("v1", 1, 2, 2, False),
-    ("v1", 2, 4, 1, False),
-    ("v2", 3, 1, 1, False),
-    ("v2", 3, 2, 4, False),
-    ("core", 3, 1, 1, False),
-    ("core", 3, 2, 2, False),
-    ("fused", 3, 1, 1, False),
-    ("fused", 3, 4, 2, False),
+    ("flat", 0, 1, 1, True, "megatron-2019"),
+    ("flat", 0, 2, 1, True, "megatron-2019"),
+    ("flat", 0, 4, 1, False, "megatron-2019"),
+    ("v1", 0, 2, 1, True, "megatron-v1"),
+    ("v1", 0, 2, 2, False, "megatron-v1"),
+    ("v1", 1, 1, 1, False, "megatron-v1"),
+    ("v1", 1, 2, 2, False, "megatron-v1"),
+    ("v1", 2, 4, 1, False, "megatron-v2"),
+    ("v2", 3, 1, 1, False, "megatron-v2"),
+    ("v2", 3, 2, 4, False, "megatron-v2"),
+    ("core", 3, 1, 1, False, "megatron-core"),
+    ("core", 3, 2, 2, False, "megatron-core"),
+    ("fused", 3, 1, 1, False, "megatron-core"),
+    ("fused", 3, 4, 2, False, "megatron-core"),
 ]
 
 
-@pytest.mark.parametrize(("form", "version", "tp", "pp", "legacy"), MADE)
-def test_every_version_is_read_to_the_last_bit(tmp_path: Path, form: str, version: int, tp: int, pp: int, legacy: bool):
+@pytest.mark.parametrize(("form", "version", "tp", "pp", "legacy", "format"), MADE)
+def test_every_version_is_read_to_the_last_bit(
+    tmp_path: Path, form: str, version: int, tp: int, pp: int, legacy: bool, format: str
+):
     weights = random_weights()
-    write_megatron(tmp_path, weights, form, version=version, tp=tp, pp=pp, legacy=legacy)
-    source = open_source(tmp_path, Hints(vocab_size=101))
-    assert source.format == (
-        "megatron-2019"
-        if form == "flat"
-        else "megatron-core"
-        if form in ("core", "fused")
-        else "megatron-v2"
-        if version >= 2
-        else "megatron-v1"
-    )
-    assert source.names() == [f"model.{name}" for name in weights]
-    for name, value in weights.items():
-        assert source.tensors[f"model.{name}"].shape == tuple(value.shape)
-        assert torch.equal(source.read(f"model.{name}"), value), name
+    made.write_megatron(tmp_path, weights, form, version=version, tp=tp, pp=pp, legacy=legacy)
+    source = open_source(tmp_path, HINTS)
+    assert source.format == format and source.names() == [f"model.{name}" for name in weights]
+    assert same(source, weights)
     assert ModelConfig(**source.facts["config"]["model"]) == replace(SHAPE, gelu="tanh")
 
 
 def test_a_release_holds_weights_alone(tmp_path: Path):
     """NVIDIA's form: a folder named release, no arguments, no optimizer."""
     weights = random_weights()
-    write_megatron(tmp_path, weights, "flat", tp=2, legacy=True, args=False)
+    made.write_megatron(tmp_path, weights, "flat", tp=2, legacy=True, args=False)
     (tmp_path / "iter_0000007").rename(tmp_path / "release")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
-    source = open_source(tmp_path, Hints(num_attention_heads=4, vocab_size=101))
+    source = open_source(tmp_path, replace(HINTS, num_attention_heads=4))
     assert (source.path, source.format) == (tmp_path / "release", "megatron-2019") and not source.left_out
-    assert all(torch.equal(source.read(f"model.{name}"), value) for name, value in weights.items())
+    assert same(source, weights)
     refused(tmp_path, "--num-attention-heads")
 
 
 def test_interleaved_pipelining(tmp_path: Path):
     """Two stages of two runs each: layer 0 and 2 on the first, 1 and 3 on the second."""
     weights = random_weights()
-    write_megatron(tmp_path / "plain", weights, "v2", version=3, pp=4)
-    runs = [
-        torch.load(tmp_path / f"plain/iter_0000007/mp_rank_00_{number:03d}/model_optim_rng.pt", weights_only=False)
-        for number in range(4)
-    ]
+    args = arguments(1, 2, virtual_pipeline_model_parallel_size=2)
+    made.write_megatron(tmp_path / "plain", weights, "v2", version=3, pp=4, args=args)
+    files = [f"iter_0000007/mp_rank_00_{number:03d}/{RANK_FILE}" for number in range(4)]
+    tops = [torch.load(tmp_path / "plain" / file, weights_only=False) for file in files]
     for number in range(2):
-        file = tmp_path / f"interleaved/iter_0000007/mp_rank_00_{number:03d}/model_optim_rng.pt"
-        file.parent.mkdir(parents=True)
-        top = {
-            **runs[number],
-            "model0": runs[number]["model"],
-            "model1": runs[number + 2]["model"],
-            "args": arguments(1, 2, virtual_pipeline_model_parallel_size=2),
-        }
-        del top["model"]
-        torch.save(top, file)
-    source = open_source(tmp_path / "interleaved", Hints(vocab_size=101))
-    assert all(torch.equal(source.read(f"model.{name}"), value) for name, value in weights.items())
+        first, second = tops[number].pop("model"), tops[number + 2]["model"]
+        (tmp_path / "interleaved" / files[number]).parent.mkdir(parents=True)
+        torch.save({**tops[number], "model0": first, "model1": second}, tmp_path / "interleaved" / files[number])
+    assert same(open_source(tmp_path / "interleaved", HINTS), weights)
 
 
 def test_deepspeed(tmp_path: Path):
     weights = random_weights()
-    write_megatron(tmp_path / "plain", weights, "flat", tp=2, args=False)
+    made.write_megatron(tmp_path / "plain", weights, "flat", tp=2, args=False)
     folder = tmp_path / "run/global_step7"
     folder.mkdir(parents=True)
     for rank in range(2):
-        top = torch.load(tmp_path / f"plain/iter_0000007/mp_rank_{rank:02d}/model_optim_rng.pt", weights_only=False)
-        torch.save(
-            {
-                "module": top["model"],
-                "optimizer": None,
-                "lr_scheduler": {"num_iters": 7},
-                "global_steps": 7,
-                "csr_tensor_module_names": set(),
-                "skipped_steps": 0,
-                "dp_world_size": 1,
-                "mp_world_size": 2,
-                "iteration": 7,
-            },
-            folder / f"mp_rank_{rank:02d}_model_states.pt",
-        )
+        top = torch.load(tmp_path / f"plain/iter_0000007/mp_rank_{rank:02d}" / RANK_FILE, weights_only=False)
+        more = {"optimizer": None, "lr_scheduler": {"num_iters": 7}, "csr_tensor_module_names": set()}
+        held = {"module": top["model"], "global_steps": 7, "skipped_steps": 0, "iteration": 7, **more}
+        torch.save(held, folder / f"mp_rank_{rank:02d}_model_states.pt")
     (folder / "zero_pp_rank_0_mp_rank_00optim_states.pt").write_bytes(b"x")
     (tmp_path / "run/latest").write_text("global_step7")
     for path in (tmp_path / "run", folder, folder / "mp_rank_01_model_states.pt"):
-        source = open_source(path, Hints(num_attention_heads=4, vocab_size=101))
+        source = open_source(path, replace(HINTS, num_attention_heads=4))
         assert (source.format, source.iteration) == ("deepspeed", 7)
-    assert all(torch.equal(source.read(f"model.{name}"), value) for name, value in weights.items())
-    assert "zero_pp_rank" in " ".join(source.left_out)
+    assert same(source, weights) and "zero_pp_rank" in " ".join(source.left_out)
 
 
 def test_boxes(tmp_path: Path):
     weights = random_weights()
-    source = open_source(write_megatron(tmp_path, weights, "v1", tp=2), Hints(vocab_size=101))
+    source = open_source(made.write_megatron(tmp_path, weights, "v1", tp=2), HINTS)
     name = "transformer.layers.1.attention.query_key_value.weight"
     part = source.read(f"model.{name}", (5, 3), (40, 7))
     assert torch.equal(part, weights[name][5:45, 3:10]) and part.is_contiguous()
     part.zero_()
     assert torch.equal(source.read(f"model.{name}"), weights[name]), "a new tensor, not the file's"
-    with pytest.raises(ValueError, match="does not contain"):
+    with pytest.raises(ValueError, match="outside of the shape"):
         source.read(f"model.{name}", (140, 0), (5, 1))
     with pytest.raises(ValueError, match="holds no tensor"):
         source.read("model.nothing")
@@ -415,16 +313,10 @@ def adam_of(weights: dict[str, Tensor], step: int) -> dict[str, Any]:
     """The state of v2's mixed-precision optimizer for the parameters of `weights` (a rank's, by our names)."""
     order = [[name for name in weights if (weights[name].dim() == 2) == decays] for decays in (True, False)]
     numbers = {name: number for number, name in enumerate([*order[0], *order[1]])}
+    same_of_both = {"step": step, "lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
     groups = [
-        {
-            "params": [numbers[name] for name in names],
-            "step": step,
-            "lr": 0.1,
-            "betas": (0.9, 0.95),
-            "eps": 1e-8,
-            "weight_decay": 0.1 if names is order[0] else 0.0,
-        }
-        for names in order
+        {"params": [numbers[name] for name in names], "weight_decay": decay, **same_of_both}
+        for names, decay in zip(order, (0.1, 0.0), strict=True)
     ]
     state = {numbers[name]: {"exp_avg": value + 1, "exp_avg_sq": value**2} for name, value in weights.items()}
     return {
@@ -434,114 +326,102 @@ def adam_of(weights: dict[str, Tensor], step: int) -> dict[str, Any]:
     }
 
 
+LR_SCHEDULER = {
+    "max_lr": 0.2,
+    "min_lr": 0.1,
+    "warmup_steps": 40,
+    "num_steps": 12,
+    "decay_style": "cosine",
+    "decay_steps": 400,
+}
+
+
+def with_adam(folder: Path, adam: dict[str, Any], **args: Any) -> Source:
+    top: Any = {"optimizer": adam, "lr_scheduler": LR_SCHEDULER}
+    made.write_megatron(folder, random_weights(), "v2", version=3, args=arguments(1, **args), **top)
+    return open_source(folder, HINTS)
+
+
 def test_optimizer_of_v2(tmp_path: Path):
-    """Of a made file: v2's names, and what is left out where the order does not fit."""
+    """Of a made file: v2's names."""
     weights = random_weights()
-    held = {**weights, "word_embeddings.weight": torch.cat([weights["word_embeddings.weight"], torch.zeros(11, 48)])}
-    for problem in ("", "order", "count"):
-        adam = adam_of(held, 3)
-        if problem == "order":
-            biases = adam["fp32_from_fp16_params"][1]
-            biases[0], biases[1] = biases[1], biases[0]  # of the same shape
-        elif problem == "count":
-            adam["fp32_from_fp16_params"][0].pop()
-        folder = tmp_path / (problem or "right")
-        write_megatron(
-            folder,
-            weights,
-            "v2",
-            version=3,
-            optimizer=adam,
-            args=False,
-            lr_scheduler={
-                "max_lr": 0.2,
-                "min_lr": 0.1,
-                "warmup_steps": 40,
-                "num_steps": 12,
-                "decay_style": "cosine",
-                "decay_steps": 400,
-            },
-        )
-        file = folder / "iter_0000007/mp_rank_00/model_optim_rng.pt"
-        top = torch.load(file, weights_only=False)
-        top["args"] = arguments(1, global_batch_size=4, clip_grad=0.5)
-        torch.save(top, file)
-        source = open_source(folder, Hints(vocab_size=101))
-        if problem:
-            assert "optimizer" in source.left_out[0] and not any("exp_avg" in name for name in source.names())
-            continue
-        for name, value in weights.items():
-            assert torch.equal(source.read(f"master.{name}"), value)
-            assert torch.equal(source.read(f"exp_avg.{name}"), value + 1)
-            assert torch.equal(source.read(f"exp_avg_sq.{name}"), value**2)
-        assert source.facts["optimizer"] == {
-            "good_steps": 3,
-            "skipped_steps": 4,
-            "adam_steps": 3,
-            "loss_scaler": {"scale": 8.0, "clean_steps": 5.0, "hysteresis_left": 1.0},
-        }
-        assert OptimizerConfig(**source.facts["config"]["optimizer"]) == OptimizerConfig(
-            lr=0.2,
-            min_lr=0.1,
-            lr_decay_style="cosine",
-            lr_decay_iters=100,
-            warmup=0.1,
-            weight_decay=0.1,
-            adam_beta1=0.9,
-            adam_beta2=0.95,
-            clip_grad=0.5,
-        )
-        # Where the batch has grown, 12 samples are not 3 steps of 4.
-        top["args"] = arguments(1, global_batch_size=2, rampup_batch_size=[1, 1, 3], consumed_train_samples=5)
-        torch.save(top, file)
-        facts = open_source(folder, Hints(vocab_size=101)).facts
-        assert facts["optimizer"]["good_steps"] == 3 and facts["config"]["optimizer"]["lr_decay_iters"] == 200
-        facts = {**facts, "config": {**facts["config"], "train": {"rampup_batch_size": [1, 1, 3]}}}
-        grown: Any = SimpleNamespace(facts=facts, iteration=3)
-        again = schedule(grown, "megatron-v2", print)
-        assert again is not None and (again["num_steps"], again["decay_steps"], again["warmup_steps"]) == (5, 400, 40)
+    table = torch.cat([weights["word_embeddings.weight"], torch.zeros(11, 48)])
+    adam = adam_of({**weights, "word_embeddings.weight": table}, 3)
+    source = with_adam(tmp_path / "right", adam, global_batch_size=4, clip_grad=0.5)
+    assert same(source, weights, "master")
+    assert same(source, {name: value + 1 for name, value in weights.items()}, "exp_avg")
+    assert same(source, {name: value**2 for name, value in weights.items()}, "exp_avg_sq")
+    assert source.facts["optimizer"] == {
+        "good_steps": 3,
+        "skipped_steps": 4,
+        "adam_steps": 3,
+        "loss_scaler": {"scale": 8.0, "clean_steps": 5.0, "hysteresis_left": 1.0},
+    }
+    assert source.facts["config"]["optimizer"] == {
+        "lr": 0.2,
+        "min_lr": 0.1,
+        "lr_decay_style": "cosine",
+        "lr_decay_iters": 100,
+        "warmup": 0.1,
+        "weight_decay": 0.1,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.95,
+        "adam_eps": 1e-8,
+        "clip_grad": 0.5,
+    }
+    # If the batch has grown, 12 samples are not 3 steps of 4.
+    ramp = {"rampup_batch_size": [1, 1, 3]}
+    facts = with_adam(tmp_path / "grown", adam, global_batch_size=2, consumed_train_samples=5, **ramp).facts
+    assert facts["optimizer"]["good_steps"] == 3 and facts["config"]["optimizer"]["lr_decay_iters"] == 200
+    grown = MadeSource({}, facts={**facts, "config": {**facts["config"], "train": ramp}}, iteration=3)
+    again = schedule(grown, "megatron-v2", print)
+    assert again is not None and (again["num_steps"], again["decay_steps"], again["warmup_steps"]) == (5, 400, 40)
+    # In another order, or not complete, the state is left out.
+    biases = adam["fp32_from_fp16_params"][1]
+    biases[0], biases[1] = biases[1], biases[0]  # of the same shape
+    for folder in ("order", "count"):
+        source = with_adam(tmp_path / folder, adam)
+        assert "optimizer" in source.left_out[0] and not any("exp_avg" in name for name in source.names())
+        biases[0], biases[1] = biases[1], biases[0]
+        adam["fp32_from_fp16_params"][0].pop()
 
 
 def test_missing_stages_and_other_models(tmp_path: Path):
     weights = random_weights()
-    for name, gone in (("first", 0), ("middle", 1), ("last", 2)):
-        folder = write_megatron(tmp_path / name, weights, "v2", version=3, pp=4 if name != "last" else 2, args=False)
-        shutil.rmtree(folder / f"iter_0000007/mp_rank_00_{min(gone, 1):03d}")
+    for name, gone, pp in (("first", 0, 4), ("middle", 1, 4), ("last", 1, 2)):
+        folder = made.write_megatron(tmp_path / name, weights, "v2", version=3, pp=pp, args=False)
+        shutil.rmtree(folder / f"iter_0000007/mp_rank_00_{gone:03d}")
         refused(folder, "missing", num_attention_heads=4)
-    folder = write_megatron(tmp_path / "swiglu", weights, "core", version=3)
-    file = folder / "iter_0000007/mp_rank_00/model_optim_rng.pt"
-    top = torch.load(file, weights_only=False)
-    top["args"].swiglu = True
-    torch.save(top, file)
+    folder = made.write_megatron(tmp_path / "swiglu", weights, "core", version=3, args=arguments(1, swiglu=True))
     refused(folder, "swiglu")
-    del top["args"]
-    top["model"]["decoder.layers.3.self_attention.q_norm.weight"] = torch.ones(12)
-    torch.save(top, file)
+
+    def with_norms(top: dict[str, Any]) -> None:
+        del top["args"]
+        top["model"]["decoder.layers.3.self_attention.q_norm.weight"] = torch.ones(12)
+
+    changed(folder / FIRST_FILE, with_norms)
     refused(folder, "q_norm", num_attention_heads=4)
 
 
 def test_a_head_of_its_own_is_refused(tmp_path: Path):
-    folder = write_megatron(tmp_path, random_weights(), "core", version=3, tp=2, pp=2)
-    file = folder / "iter_0000007/mp_rank_01_001/model_optim_rng.pt"
-    top = torch.load(file, weights_only=False)
-    top["model"]["output_layer.weight"] = top["model"]["output_layer.weight"] + 1
-    torch.save(top, file)
+    folder = made.write_megatron(tmp_path, random_weights(), "core", version=3, tp=2, pp=2)
+    file = folder / f"iter_0000007/mp_rank_01_001/{RANK_FILE}"
+    changed(file, lambda top: top["model"]["output_layer.weight"].add_(1))
     refused(folder, "word_embeddings_for_head", "mp_rank_01_001")
 
 
-def test_gelu_by_version(tmp_path: Path):
-    cases = [
+@pytest.mark.parametrize(
+    ("said", "gelu"),
+    [
         ({}, "tanh"),
         ({"bias_gelu_fusion": False}, "erf"),
         ({"bias_gelu_fusion": False, "openai_gelu": True}, "tanh"),
-    ]
-    for number, (said, gelu) in enumerate(cases):
-        folder = write_megatron(tmp_path / str(number), random_weights(), "v2", version=3, args=False)
-        file = folder / "iter_0000007/mp_rank_00/model_optim_rng.pt"
-        top = torch.load(file, weights_only=False)
-        torch.save({**top, "args": arguments(1, **said)}, file)
-        assert open_source(folder, log=silent).facts["config"]["model"]["gelu"] == gelu
-        assert open_source(folder, Hints(gelu="erf"), log=silent).facts["config"]["model"]["gelu"] == "erf"
+    ],
+)
+def test_gelu_by_version(tmp_path: Path, said: dict[str, bool], gelu: str):
+    made.write_megatron(tmp_path, random_weights(), "v2", version=3, args=arguments(1, **said))
+    assert open_source(tmp_path, log=silent).facts["config"]["model"]["gelu"] == gelu
+    assert open_source(tmp_path, Hints(gelu="erf"), log=silent).facts["config"]["model"]["gelu"] == "erf"
 
 
 def test_what_is_no_checkpoint(tmp_path: Path):
@@ -549,3 +429,177 @@ def test_what_is_no_checkpoint(tmp_path: Path):
     refused(tmp_path / "nowhere", "does not exist")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("../../etc")
     refused(tmp_path, "holds no checkpoint")
+
+
+# --- pipelines, written
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+# format, layers, layout, dtype
+QUICK = [
+    ("megatron-v2", 4, Layout(2, 2), F16),
+    ("megatron-v3", 6, Layout(1, 3, virtual_layers=1), BF16),
+    ("megatron-core", 4, Layout(1, 3, first=1, last=1), BF16),
+    ("megatron-core", 4, Layout(1, 2, virtual_layers=1), F32),
+]
+OF_ALL = (Layout(1, 2), Layout(2, 2), Layout(1, 4), Layout(2, 4, virtual_layers=1), Layout(1, 3, virtual_layers=2))
+OF_CORE = (
+    Layout(1, 2, virtual_layers=3),
+    Layout(2, 3, virtual_layers=2, first=2, last=2),
+    Layout(1, 3, first=1, last=3),
+    Layout(4, 2, first=5),
+    Layout(1, 4, last=3),
+)
+WIDE = [("megatron-v2", 12, layout, F32) for layout in OF_ALL] + [("megatron-v3", 12, layout, F16) for layout in OF_ALL]
+WIDE += [("megatron-core", 12, layout, BF16) for layout in OF_ALL + OF_CORE]
+
+
+@pytest.mark.parametrize(
+    ("format", "num_layers", "layout", "dtype"),
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.wide) for case in WIDE)],
+)
+def test_there_and_back(tmp_path: Path, format: str, num_layers: int, layout: Layout, dtype: torch.dtype):
+    source, with_optimizer = made_source(num_layers, dtype), format != "megatron-core"
+    path = write_megatron(source, tmp_path / "theirs", format, layout, log=silent)
+    t, p, v = layout.tensor, layout.pipeline, layout.virtual(num_layers)
+    back = open_source(tmp_path / "theirs", log=pytest.fail)
+    assert back.format == format and not back.left_out
+    virtual = {"virtual_pipeline_parallel_size": v} if v > 1 else {}
+    assert back.facts["layout"] == {"model_parallel_size": t, "pipeline_parallel_size": p, **virtual}
+    difference = diff(source, back)
+    assert difference.equal and len(difference.rows) == (4 if with_optimizer else 1) * (4 + 12 * num_layers)
+    if with_optimizer:
+        assert back.facts["optimizer"] == source.facts["optimizer"]
+        known = {"lr": 0.2, "warmup": 0.1, "lr_decay_style": "cosine", "weight_decay": 0.1, "min_lr": 0.1}
+        assert known.items() <= back.facts["config"]["optimizer"].items()
+    for rank in range(t):
+        for stage in range(p):
+            top = load_pickle(path / f"mp_rank_{rank:02d}_{stage:03d}" / RANK_FILE)
+            as_megatron_splits(top, source, layout, rank, stage)
+    assert len(list(path.iterdir())) == t * p
+    write_native(back, tmp_path / "ours", model_parallel_size=1, log=silent)
+    assert diff(source, open_source(tmp_path / "ours", log=silent)).equal
+
+
+def as_megatron_splits(top: dict[str, Any], source: Source, layout: Layout, rank: int, stage: int) -> None:
+    """The file's layers are those that Megatron's own formulas give its stage (ParallelTransformer of v2.6,
+    get_transformer_layer_offset of Core), and their QKV, which needs no change of order, is the rank's part."""
+    num_layers = source.facts["config"]["model"]["num_layers"]
+    p, v = layout.pipeline, layout.virtual(num_layers)
+    args = top["args"].attributes()
+    assert args["pipeline_model_parallel_size"] == p and args["num_layers"] == num_layers
+    assert args["virtual_pipeline_model_parallel_size"] == (v if v > 1 else None)
+    middle = num_layers - (layout.first or 0) - (layout.last or 0)
+    sizes = [middle // (p - (layout.first is not None) - (layout.last is not None))] * p
+    sizes[0], sizes[-1] = layout.first or sizes[0], layout.last or sizes[-1]
+    for chunk in range(v):
+        model = flatten(top[f"model{chunk}" if v > 1 else "model"])
+        offset = chunk * (num_layers // v) + sum(size // v for size in sizes[:stage])
+        for ours, endings in (
+            ("input_layernorm", ("input_layernorm.weight",)),
+            ("attention.query_key_value", ("linear_qkv.weight", "query_key_value.weight")),
+        ):
+            theirs = [name for name in model if name.endswith(endings)]
+            assert len(theirs) == sizes[stage] // v
+            for name in theirs:
+                (number,) = [int(word) for word in name.split(".") if word.isdigit()]
+                whole = source.read(f"model.transformer.layers.{offset + number}.{ours}.weight")
+                part = whole.chunk(layout.tensor)[rank] if "query" in ours else whole
+                assert torch.equal(model[name], part), name
+        first, last = stage == chunk == 0, stage == p - 1 and chunk == v - 1
+        heads = [name for name in model if name.startswith(("output_layer", "word_embeddings_for_head"))]
+        assert any("position_embeddings" in name for name in model) == first
+        assert any("final_layernorm" in name for name in model) == bool(heads) == last
+        # Padding repeats the last token: Megatron's softmax counts it, and zeros would be logits of 0.
+        true = source.read("model.word_embeddings.weight")
+        for matrix in (model[name] for name in model if name in heads or "word_embeddings" in name):
+            padded = torch.cat([true, true[-1:].expand(len(matrix) * layout.tensor - len(true), -1)])
+            assert torch.equal(matrix, padded.chunk(layout.tensor)[rank])
+
+
+def test_a_stage_that_is_missing_or_of_another_run_is_named(tmp_path: Path):
+    whole, layout = tmp_path / "whole", Layout(2, 3, virtual_layers=1)
+    write_megatron(made_source(6, F16), whole, "megatron-v2", layout, log=silent)
+    for gone in (
+        "mp_rank_00_000",
+        "mp_rank_01_001",
+        "mp_rank_00_002",
+        "mp_rank_01_002",
+        "mp_rank_0[01]_002",
+        "mp_rank_0[01]_00[12]",
+        "mp_rank_01_00*",
+    ):
+        folder = shutil.copytree(whole, tmp_path / "gone")
+        files = sorted(folder.glob(f"iter_0000007/{gone}"))
+        for file in files:
+            shutil.rmtree(file)
+        refused(folder, f"{files[0].name}/{RANK_FILE} is missing", "2 model-parallel ranks", "3 pipeline stages")
+        shutil.rmtree(folder)
+    file = whole / f"iter_0000007/mp_rank_01_001/{RANK_FILE}"
+    changed(file, lambda top: top.pop("model1"))
+    refused(whole, str(file), f"mp_rank_00_000/{RANK_FILE} holds model0, model1")
+
+
+@pytest.mark.parametrize("kind", ["model", "exp_avg_sq", "master"])
+def test_copies_of_the_tied_matrix_that_differ_are_named(tmp_path: Path, kind: str):
+    path = write_megatron(made_source(4, F16), tmp_path / "theirs", "megatron-v3", Layout(2, 2), log=silent)
+    file = path / f"mp_rank_01_001/{RANK_FILE}"
+
+    def change(top: dict[str, Any]) -> None:
+        adam = top["optimizer"]["optimizer"]
+        {
+            "model": top["model"]["word_embeddings_for_head"]["weight"],
+            "exp_avg_sq": adam["state"][adam["param_groups"][0]["params"][-1]]["exp_avg_sq"],
+            "master": top["optimizer"]["fp32_from_fp16_params"][0][-1],
+        }[kind][3, 3] += 1
+
+    changed(file, change)
+    refused(tmp_path / "theirs", str(file), f"mp_rank_01_000/{RANK_FILE}", f"{kind}.word_embeddings_for_head.weight")
+
+
+def test_the_program_reads_and_writes_pipelines(tmp_path: Path, capsys: pytest.CaptureFixture):
+    theirs, deeper, single, four, hf = (str(tmp_path / name) for name in ("theirs", "deeper", "single", "four", "hf"))
+    write_megatron(made_source(4, F32), theirs, "megatron-v2", Layout(1, 2), log=silent)
+    assert tool.main(["inspect", theirs]) == 0
+    assert "model-parallel 1 × pipeline-parallel 2\n" in capsys.readouterr().out
+    assert tool.main(["verify", theirs]) == 0
+    layout = ["--model-parallel-size", "2", "--target-pipeline-model-parallel-size", "2", V, "1"]
+    assert tool.main(["convert", theirs, deeper, "--to", "megatron-core", "--check", *layout]) == 0
+    said = capsys.readouterr().out
+    assert "(megatron-core, 2 model-parallel ranks of 2 pipeline stages)\n" in said and "in fp32: 0\n" in said
+    assert tool.main(["split", theirs, four, "--model-parallel-size", "1", P, "4"]) == 0
+    merge = ["--load", deeper, "--save", single, "--tensor-model-parallel-size", "2", P]
+    with pytest.raises(ValueError, match=f"{P} 4: .* holds the files of 2"):
+        merge_mp_partitions.main([*merge, "4"])
+    assert merge_mp_partitions.main([*merge, "2"]) == 0
+    assert tool.main(["convert", deeper, hf, "--to", "huggingface"]) == 0
+    for other, folders in ((deeper, 4), (four, 4), (single, 1), (hf, 0)):
+        assert tool.main(["diff", theirs, other]) == 0, other
+        assert len(list(Path(other).glob("*/mp_rank_0[01]*"))) == folders
+
+
+REFUSED = {
+    f"megatron-2019 {P} 2": f"{P} 2: megatron-2019 has no pipeline; megatron-v2, megatron-v3, megatron-core have one",
+    f"native {P} 2": "this writes native, which loads under any of them",
+    f"huggingface {P} 2": "this writes huggingface",
+    f"megatron-v2 {P} 0": f"{P} must be positive, not 0",
+    f"megatron-v2 {P} 3": f"{P} 3 does not divide the 4 layers",
+    f"megatron-core {P} 3": f"{FIRST} and {LAST} set some apart",
+    f"megatron-core {P} 8": "needs at least 8 layers",
+    f"megatron-v3 {P} 2 {FIRST} 1": f"{FIRST}: the stages of megatron-v3 all hold as many layers",
+    f"megatron-core {P} 3 {FIRST} 1": f"{P} 3 does not divide",
+    f"megatron-core {P} 2 {FIRST} 1 {LAST} 1": "they must add up to --num-layers",
+    f"megatron-v3 {P} 2 {V} 1": f"{V} needs {P} of at least 3 in megatron-v3",
+    f"megatron-core {V} 1": f"{V} needs {P} of at least 2 in megatron-core",
+    f"megatron-core {P} 2 {V} 0": f"{V} must be positive, not 0",
+}
+
+
+def test_layouts_that_megatron_cannot_load_are_refused(tmp_path: Path):
+    source = made_source(4, F32)
+    for words, message in REFUSED.items():
+        to, *flags = words.split()
+        given = tool.arguments(["convert", "IN", str(tmp_path / "out"), "--to", to, *flags])
+        with pytest.raises(ValueError) as caught:
+            tool.write(given, source, to, tool.layout_of(given))
+        assert message in str(caught.value) and "\n" not in str(caught.value), (words, str(caught.value))
+    assert not (tmp_path / "out").exists()

@@ -1,24 +1,30 @@
-"""Ours to every format that we write and back: the same to the last bit, and transformers computes the same."""
+"""Ours to every format that we write and back: the same to the last bit, and transformers computes the same. Tokenizers
+of Hugging Face's folders, as its two newest major versions write them, are read to the same ids."""
 
 from __future__ import annotations
 
+import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from data_utils import Tokenizer, build_tokenizer
+from data_utils.tokenizers.gpt2 import END_OF_TEXT
 from megatron.gpt2.formats import Hints, Source, huggingface, open_source
-from megatron.gpt2.formats.compare import check, diff
-from megatron.gpt2.formats.huggingface import write_huggingface as to_huggingface
+from megatron.gpt2.formats.compare import check, diff, logits
+from megatron.gpt2.formats.huggingface import write_huggingface
 from megatron.gpt2.formats.megatron import write_megatron
 from megatron.gpt2.formats.megatron_model import Layout
 from megatron.gpt2.formats.native import native_facts, write_native
-from megatron.gpt2.formats.openai_tokenizer import tokenizer_files
+from megatron.gpt2.formats.openai_tokenizer import open_tokenizer, tokenizer_files
 from tests.conftest import TEST_DATA
-from tests.megatron.gpt2.formats.test_megatron import GENUINE, TRUE_VOCABULARY, genuine, open_genuine, silent
+from tests.megatron.gpt2.formats.made import RANK_FILE, TOLERANCE, silent
+from tests.megatron.gpt2.formats.test_megatron import GENUINE, TRUE_VOCABULARY, genuine, open_genuine
 from tests.megatron.gpt2.train.training_runs import finish, start, steps, write_text
 
 TEXTS = [
@@ -48,13 +54,18 @@ def source(save: Path) -> Source:
     return open_source(save, log=silent)
 
 
+@pytest.fixture(scope="module")
+def builtin() -> Tokenizer:
+    return build_tokenizer("builtin")
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_native_in_any_number_of_parts(source: Source, tmp_path: Path, size: int):
     path = write_native(source, tmp_path / "out", model_parallel_size=size, log=silent)
     back = open_source(tmp_path / "out", log=silent)
     assert back.path == path and diff(source, back).equal and len(diff(source, back).rows) == 4 * 28
     assert back.facts["layout"]["model_parallel_size"] == size
-    assert len({file.split("/")[0] for file in back.files}) == size  # type: ignore[attr-defined]
+    assert len(list(path.glob("mp_rank_*"))) == size
     assert back.facts["consumed_samples"] == source.facts["consumed_samples"]
 
 
@@ -62,100 +73,51 @@ def test_native_in_any_number_of_parts(source: Source, tmp_path: Path, size: int
 @pytest.mark.parametrize("format", ["megatron-2019", "megatron-v2", "megatron-v3", "megatron-core"])
 def test_megatron_and_back(source: Source, tmp_path: Path, format: str, size: int):
     path = write_megatron(source, tmp_path / "theirs", format, Layout(size), log=silent)
-    files = sorted(path.glob("*/model_optim_rng.pt"))
-    assert len(files) == size
+    assert len(list(path.glob(f"*/{RANK_FILE}"))) == size
     heads = 4 if format == "megatron-2019" else None
     back = open_source(tmp_path / "theirs", Hints(heads), log=pytest.fail)  # the true vocabulary came along
-    assert back.facts["vocab_size"] == source.facts["vocab_size"]
-    assert back.format == format
+    assert (back.format, back.facts["vocab_size"]) == (format, source.facts["vocab_size"])
     difference = diff(source, back)
     assert difference.equal, difference
     assert len(difference.rows) == (28 if format == "megatron-core" else 4 * 28)
     if format != "megatron-core":
-        assert back.facts["optimizer"] == source.facts["optimizer"]
-        assert back.iteration == source.iteration
+        assert back.facts["optimizer"] == source.facts["optimizer"] and back.iteration == source.iteration
     write_native(back, tmp_path / "ours", model_parallel_size=1, log=silent)
     assert diff(source, open_source(tmp_path / "ours", log=silent)).equal
 
 
-@pytest.mark.parametrize("dtype", ["source", "fp32"])
-def test_huggingface_computes_the_same_and_comes_back(source: Source, tmp_path: Path, dtype: str):
+@torch.no_grad()
+def assert_transformers_agrees(source: Source, folder: Path) -> None:
     from transformers import GPT2LMHeadModel
 
-    out = to_huggingface(source, tmp_path / "hf", dtype=dtype, tokenizer=tokenizer_of(source), log=silent)
-    back = open_source(out, log=silent)
-    wanted = {"source": torch.bfloat16, "fp32": torch.float32}[dtype]
-    assert back.tensors["model.word_embeddings.weight"].dtype == wanted
-    if dtype == "source":
-        assert diff(source, back).equal and len(diff(source, back).rows) == 28
-    else:  # the masters, not the rounded weights
-        for name in back.names():
-            assert torch.equal(back.read(name), source.read(name.replace("model.", "master.", 1)))
-    assert check(source, back, kind="model" if dtype == "source" else "master", log=silent) == 0
-    theirs = GPT2LMHeadModel.from_pretrained(out, dtype=torch.float32).eval()
-    assert logits_agree(back, theirs) <= 1e-5
-    write_native(back, tmp_path / "ours", model_parallel_size=2, tokenizer=tokenizer_of(source), log=silent)
+    theirs = GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32).eval()
+    tokens = torch.randint(source.facts["vocab_size"], (2, 24), generator=torch.Generator().manual_seed(1))
+    assert (logits(source, tokens).transpose(0, 1) - theirs(tokens).logits).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", ["source", "fp32"])
+def test_huggingface_computes_the_same_and_comes_back(source: Source, builtin: Tokenizer, tmp_path: Path, dtype: str):
+    out = write_huggingface(source, tmp_path / "hf", dtype=dtype, tokenizer=builtin, log=silent)
+    back, kind = open_source(out, log=silent), "model" if dtype == "source" else "master"  # not the rounded weights
+    assert len(back.names()) == 28
+    for name in back.names():
+        held = source.read(name.replace("model", kind, 1))
+        assert back.tensors[name].dtype == held.dtype and torch.equal(back.read(name), held)
+    assert check(source, back, kind=kind, log=silent) == 0
+    assert_transformers_agrees(back, out)
+    assert_same_ids(builtin, out)
+    write_native(back, tmp_path / "ours", model_parallel_size=2, tokenizer=builtin, log=silent)
     assert diff(back, open_source(tmp_path / "ours", log=silent)).equal
     card = (out / "README.md").read_text()
     assert "iteration | 3" in card and "AutoTokenizer" in card and str(tmp_path) not in card
 
 
-def tokenizer_of(source: Source) -> Tokenizer:
-    return build_tokenizer(source.facts["tokenizer"]["kind"])
-
-
-@torch.no_grad()
-def logits_agree(source: Source, theirs: torch.nn.Module) -> float:
-    from megatron.gpt2.formats.compare import logits
-
-    tokens = torch.randint(source.facts["vocab_size"], (2, 24), generator=torch.Generator().manual_seed(1))
-    return (logits(source, tokens).transpose(0, 1) - theirs(tokens).logits).abs().max().item()
-
-
 def test_a_large_export_comes_in_parts(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from transformers import GPT2LMHeadModel
-
     monkeypatch.setattr(huggingface, "SHARD_BYTES", 300_000)
-    out = to_huggingface(source, tmp_path / "hf", log=silent)
+    out = write_huggingface(source, tmp_path / "hf", log=silent)
     assert len(list(out.glob("model-*.safetensors"))) > 2
     assert diff(source, open_source(out, log=silent)).equal
-    assert logits_agree(source, GPT2LMHeadModel.from_pretrained(out, dtype=torch.float32).eval()) <= 1e-5
-
-
-def same_ids(tokenizer: Tokenizer, out: Path) -> None:
-    from transformers import AutoTokenizer
-
-    theirs = AutoTokenizer.from_pretrained(out)
-    for text in TEXTS:
-        assert theirs(text)["input_ids"] == list(map(int, tokenizer.encode(text))), text
-    assert theirs.eos_token_id == tokenizer.eod
-
-
-def test_the_shipped_tokenizer_gives_the_same_ids(source: Source, tmp_path: Path):
-    tokenizer = tokenizer_of(source)
-    same_ids(tokenizer, to_huggingface(source, tmp_path / "hf", tokenizer=tokenizer, log=silent))
-
-
-@pytest.mark.parametrize("kind", ["GPT2BPETokenizer", "bytes"])
-def test_other_tokenizers_give_the_same_ids(source: Source, tmp_path: Path, kind: str, request: pytest.FixtureRequest):
-    named = {}
-    if kind == "GPT2BPETokenizer":
-        folder = request.getfixturevalue("test_data") / "gpt2"
-        named = {"vocab_file": str(folder / "encoder.json"), "merge_file": str(folder / "vocab.bpe")}
-    tokenizer = build_tokenizer(kind, **named)
-    out = to_huggingface(source, tmp_path / "hf", log=silent)
-    files, problem = tokenizer_files(tokenizer, 1024)
-    assert not problem
-    for name, content in files.items():
-        (out / name).write_bytes(content)
-    same_ids(tokenizer, out)
-
-
-def test_without_an_equal_tokenizer_the_export_says_so(source: Source, tmp_path: Path):
-    said: list[str] = []
-    out = to_huggingface(source, tmp_path / "hf", log=said.append)
-    assert any("no tokenizer" in line for line in said) and "no tokenizer" in (out / "README.md").read_text()
-    assert not (out / "tokenizer_config.json").exists()
+    assert_transformers_agrees(source, out)
 
 
 @genuine
@@ -163,17 +125,18 @@ def test_without_an_equal_tokenizer_the_export_says_so(source: Source, tmp_path:
 def test_genuine_files_become_huggingface(name: str, tmp_path: Path):
     from transformers import GPT2LMHeadModel
 
-    out = to_huggingface(open_genuine(name), tmp_path / "hf", log=silent)
+    out = write_huggingface(open_genuine(name), tmp_path / "hf", log=silent)
     model = GPT2LMHeadModel.from_pretrained(out, dtype=torch.float32).eval()
-    tokens = torch.from_numpy(np.load(TEST_DATA / name / "tokens.npy"))
-    expected = torch.from_numpy(np.load(TEST_DATA / name / "logits.npy"))[..., :TRUE_VOCABULARY]
+    tokens, expected = (torch.from_numpy(np.load(TEST_DATA / name / f"{file}.npy")) for file in ("tokens", "logits"))
     with torch.no_grad():
-        assert (model(tokens).logits - expected).abs().max() <= 5e-6
+        assert (model(tokens).logits - expected[..., :TRUE_VOCABULARY]).abs().max() <= TOLERANCE
     assert json.loads((out / "config.json").read_text())["activation_function"] == "gelu_new"
 
 
 @pytest.mark.parametrize("write", ["native", "huggingface", "megatron"])
-def test_what_is_not_finished_is_not_there(source: Source, tmp_path: Path, write: str, monkeypatch: pytest.MonkeyPatch):
+def test_what_is_not_finished_is_not_there(
+    source: Source, builtin: Tokenizer, tmp_path: Path, write: str, monkeypatch: pytest.MonkeyPatch
+):
     def fails(*args: object, **kwargs: object) -> None:
         raise OSError("the disk is gone")
 
@@ -181,9 +144,9 @@ def test_what_is_not_finished_is_not_there(source: Source, tmp_path: Path, write
         monkeypatch.setattr(source, method, fails, raising=False)
     with pytest.raises(OSError, match="disk is gone"):
         if write == "native":
-            write_native(source, tmp_path / "out", model_parallel_size=2, tokenizer=tokenizer_of(source), log=silent)
+            write_native(source, tmp_path / "out", model_parallel_size=2, tokenizer=builtin, log=silent)
         elif write == "huggingface":
-            to_huggingface(source, tmp_path / "out", log=silent)
+            write_huggingface(source, tmp_path / "out", log=silent)
         else:
             write_megatron(source, tmp_path / "out", "megatron-2019", Layout(2), log=silent)
     assert not list(tmp_path.iterdir())
@@ -199,3 +162,116 @@ def test_nothing_is_overwritten_and_sizes_must_fit(source: Source, tmp_path: Pat
     with pytest.raises(ValueError, match="--model-parallel-size 3 does not divide"):
         write_megatron(source, tmp_path / "out", "megatron-core", Layout(3), log=silent)
     assert native_facts(source, 2, None)["config"]["parallel"]["model_parallel_size"] == 2
+
+
+# --- tokenizers
+
+
+def assert_same_ids(tokenizer: Tokenizer, folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(folder)
+    for text in TEXTS:
+        assert theirs(text)["input_ids"] == list(map(int, tokenizer.encode(text))), text
+    assert theirs.eos_token_id == tokenizer.eod
+
+
+def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    files, problem = tokenizer_files(tokenizer, 1024)
+    assert not problem
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+
+
+@pytest.mark.parametrize("kind", ["GPT2BPETokenizer", "bytes"])
+def test_other_tokenizers_give_the_same_ids(source: Source, tmp_path: Path, kind: str, request: pytest.FixtureRequest):
+    named = {}
+    if kind == "GPT2BPETokenizer":
+        folder = request.getfixturevalue("test_data") / "gpt2"
+        named = {"vocab_file": str(folder / "encoder.json"), "merge_file": str(folder / "vocab.bpe")}
+    tokenizer, said = build_tokenizer(kind, **named), list[str]()
+    out = write_huggingface(source, tmp_path / "hf", log=said.append)
+    assert any("no tokenizer" in line for line in said) and "no tokenizer" in (out / "README.md").read_text()
+    assert not (out / "tokenizer_config.json").exists()
+    write_tokenizer(tokenizer, out)
+    assert_same_ids(tokenizer, out)
+
+
+@pytest.fixture(scope="module")
+def written(builtin: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The tokenizer.json that transformers 5 saves of the shipped tokenizer, with a token for padding, as who
+    fine-tunes adds one."""
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(builtin, folder)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    theirs.add_special_tokens({"pad_token": "<pad>"})
+    theirs.save_pretrained(folder / "saved")
+    assert not (folder / "saved/vocab.json").exists(), "its form of today"
+    return json.loads((folder / "saved/tokenizer.json").read_text())
+
+
+def as_older_files_have_them(found: dict[str, Any]) -> None:
+    found["model"]["merges"] = [" ".join(pair) for pair in found["model"]["merges"]]
+    for name in ("byte_fallback", "ignore_merges"):
+        del found["model"][name]
+    del found["pre_tokenizer"]["use_regex"]
+
+
+@pytest.mark.parametrize("form", ["transformers 5", "older", "transformers 4"])
+def test_a_tokenizer_is_read_to_the_same_ids(written: dict[str, Any], builtin: Tokenizer, tmp_path: Path, form: str):
+    names = ["tokenizer.json"]
+    if form == "transformers 4":
+        names = ["vocab.json", "merges.txt"]
+        write_tokenizer(builtin, tmp_path)
+    else:
+        found = copy.deepcopy(written)
+        if form == "older":
+            as_older_files_have_them(found)
+        (tmp_path / "tokenizer.json").write_text(json.dumps(found))
+    tokenizer = open_tokenizer({name: str(tmp_path / name) for name in names})
+    for text in [*TEXTS, f"a{END_OF_TEXT}b<pad>"]:
+        assert list(map(int, tokenizer.encode(text))) == list(map(int, builtin.encode(text))), text
+    assert tokenizer.kind == "GPT2BPETokenizer" and tokenizer.eod == builtin.eod
+    if names == ["tokenizer.json"]:
+        assert tokenizer.vocab_size == builtin.vocab_size + 1 and tokenizer.decode([builtin.vocab_size]) == ""
+
+
+def another_end_of_text(found: dict[str, Any]) -> None:
+    found["model"]["vocab"]["x"] = found["model"]["vocab"].pop(END_OF_TEXT)
+    del found["added_tokens"][0]
+
+
+OTHERS: dict[str, Callable[[Any], object]] = {
+    "unigram": lambda t: t["model"].update(type="Unigram"),
+    "dropout": lambda t: t["model"].update(dropout=0.1),
+    "a suffix": lambda t: t["model"].update(end_of_word_suffix="</w>"),
+    "bytes as a way out": lambda t: t["model"].update(byte_fallback=True),
+    "whole words first": lambda t: t["model"].update(ignore_merges=True),
+    "a normalizer": lambda t: t.update(normalizer={"type": "NFC"}),
+    "a space before": lambda t: t["pre_tokenizer"].update(add_prefix_space=True),
+    "perhaps a space before": lambda t: t["pre_tokenizer"].pop("add_prefix_space"),
+    "another pattern": lambda t: t["pre_tokenizer"].update(use_regex=False),
+    "a sequence": lambda t: t.update(pre_tokenizer={"type": "Sequence", "pretokenizers": []}),
+    "nothing before": lambda t: t.update(pre_tokenizer=None),
+    "no model": lambda t: t.pop("model"),
+    "an added word": lambda t: t["added_tokens"].append({"id": 4097, "content": "word", "special": False}),
+    "an added list": lambda t: t["added_tokens"].append([]),
+    "a gap": lambda t: t["added_tokens"].append({"id": 5000, "content": "<x>", "special": True}),
+    "no vocabulary": lambda t: t["model"].pop("vocab"),
+    "a number for merges": lambda t: t["model"].update(merges=3),
+    "merges of three": lambda t: t["model"]["merges"].append(["a", "b", "c"]),
+    "merges of numbers": lambda t: t["model"]["merges"].append([1, 2]),
+    "another end of text": another_end_of_text,
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_tokenizers_are_refused_in_one_line(written: dict[str, Any], tmp_path: Path, name: str) -> None:
+    found = copy.deepcopy(written)
+    OTHERS[name](found)
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(found))
+    with pytest.raises(ValueError, match=str(file)) as caught:
+        open_tokenizer({"tokenizer.json": str(file)})
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600

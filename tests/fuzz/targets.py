@@ -1,0 +1,581 @@
+"""What the program reads from outside: checkpoints, our own and those of other programs; text, token files and
+tokenizers; what runs leave behind and are given; what clients send to the server."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gzip
+import hashlib
+import json
+import math
+import pickle
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
+
+from data_utils.corpora import default_key, documents, read_corpora
+from data_utils.files import INDENTED_SEAL, sealed_body
+from data_utils.indexed_dataset import IndexedDatasetBuilder, TokenFile, open_tokens
+from data_utils.preprocessing.inputs import cut, records, whole_file
+from data_utils.tokenizers import build_tokenizer, load_tokenizer
+from data_utils.tokenizers.base import ByteTokenizer, Tokenizer, read_characters, train_sentencepiece
+from data_utils.tokenizers.gpt2 import BUILTIN_FILE, builtin_tokenizer
+from megatron.gpt2.checkpoint.reader import MANIFEST, Checkpoint
+from megatron.gpt2.checkpoint.source import Source
+from megatron.gpt2.checkpoint.writer import manifest_bytes
+from megatron.gpt2.commands import inspect_data
+from megatron.gpt2.config import Config, ModelConfig, foreign, read_config, write_config
+from megatron.gpt2.extensions.serve.app import error_response
+from megatron.gpt2.extensions.serve.request import (
+    ApiError,
+    CompletionRequest,
+    Offer,
+    Text,
+    read_megatron_request,
+    read_request,
+)
+from megatron.gpt2.extensions.webtext.shards import Shard, ShardRun
+from megatron.gpt2.formats import Hints, open_source
+from megatron.gpt2.formats.openai_tokenizer import open_tokenizer, tokenizer_files
+from megatron.gpt2.formats.torch_files import load_pickle
+from megatron.gpt2.generate.generation import GeneratedToken
+from megatron.gpt2.generate.sampling import Sampler
+from megatron.gpt2.model.gpt2 import parameter_specs
+from megatron.gpt2.monitor.incidents import Incidents, rank_name, read_incidents
+from megatron.gpt2.monitor.run_report import page
+from tests.data_utils.made import write_lines
+from tests.data_utils.test_preprocessing import run, some_texts
+from tests.fuzz.fuzzing import Files, Target
+from tests.megatron.gpt2.checkpoint.saved_states import find, save
+from tests.megatron.gpt2.formats.crafted import with_index
+from tests.megatron.gpt2.formats.made import (
+    SHAPE,
+    core,
+    nanogpt_checkpoint,
+    openai_state,
+    random_weights,
+    silent,
+    unpack,
+    write_huggingface,
+    write_megatron,
+)
+
+# --- checkpoints
+
+NO_HINTS, HEADS = Hints(), Hints(num_attention_heads=SHAPE.num_attention_heads)
+ITERATION = "iter_0000007"
+SEAL = b'"sha256": "'
+VERSION_1 = Path(__file__).parents[1] / "megatron/gpt2/checkpoint/version_1.tar.gz"
+
+
+def save_seven(folder: Path) -> None:
+    save(folder, 7)
+
+
+def read_saved(folder: Path) -> None:
+    """Whatever is taken has the values that were saved."""
+    found, _ = find(folder)
+    assert found == 7
+
+
+def read_any(folder: Path) -> None:
+    """The newest iteration, its hashes aside: each tensor is of its shape or refused, and none is larger than the files
+    that should hold it."""
+    checkpoint = Checkpoint(next(folder.glob("iter_*")))
+    if problem := checkpoint.damage(hashed=False):
+        raise ValueError(problem)
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    for name in checkpoint.names():
+        info = checkpoint.tensors[name]
+        assert math.prod(info.shape) * info.dtype.itemsize <= size, f"{name} {info}"
+        assert checkpoint.read(name).shape == info.shape
+
+
+def reseal(files: Files) -> None:
+    """The seal of a manifest that was changed."""
+    name = next(name for name in files if name.endswith(MANIFEST))
+    body, _, _ = files[name].rpartition(SEAL)
+    files[name] = sealed_body((body or files[name]) + SEAL)
+
+
+def reseal_tables(files: Files) -> None:
+    """The manifest that the changed tables have, where they can be understood so far; else at least their hashes."""
+    name = f"{ITERATION}/{MANIFEST}"
+    manifest, tables = json.loads(files[name]), sorted(name for name in files if "/boxes/" in name)
+    for table in tables:
+        data = files[table]
+        manifest["tables"][f"boxes/{Path(table).name}"].update(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+    try:
+        files[name] = manifest_bytes(7, manifest["facts"], [files[table] for table in tables])
+    except (ValueError, TypeError, LookupError, AttributeError, AssertionError, RecursionError):
+        files[name] = json.dumps(manifest).encode()
+        reseal(files)
+
+
+def read_foreign(folder: Path, hints: Hints = NO_HINTS) -> None:
+    """Every tensor has the shape that the model of the facts asks for."""
+    source: Source = open_source(folder, hints, log=silent)
+    specs = parameter_specs(ModelConfig(**source.facts["config"]["model"]))
+    for name in source.names():
+        shape = specs[name.partition(".")[2]].global_shape
+        assert source.read(name).shape == source.tensors[name].shape == shape, name
+
+
+def pickled(legacy: bool, folder: Path) -> None:
+    """All kinds of things that genuine files hold."""
+    base = torch.arange(48.0).view(6, 8)
+    held = {
+        "model": core({"transformer.final_layernorm.bias": torch.ones(4)}, False),
+        5: {0.5: None},
+        "views": (base, base.t(), base[2:4, 1:3], torch.empty(0, 3), torch.tensor(3.5)),
+        "set": {1, 2},
+        "args": argparse.Namespace(lr=1.0, dtype=torch.float16),
+        "numpy": np.arange(3),
+        "parameter": torch.nn.Parameter(base),
+        "plain": ["é\n", -(2**70), None, True, 1, 255, 65535, 2**31],
+    }
+    torch.save(held, folder / "x.pt", _use_new_zipfile_serialization=not legacy)
+
+
+def read_pickled(folder: Path) -> None:
+    """No tensor has more elements than the file has bytes, and each can be read."""
+    path = folder / "x.pt"
+    seen: set[int] = set()
+
+    def visit(value: Any) -> None:
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            assert value.numel() <= path.stat().st_size
+            value.double().sum()
+        elif isinstance(value, (dict, list, tuple)):
+            for inner in value.values() if isinstance(value, dict) else value:
+                visit(inner)
+
+    visit(load_pickle(path))
+
+
+def plain_dcp(folder: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the one process, which is meant
+        save_dcp({"model": openai_state(random_weights(), transposed=True)}, checkpoint_id=folder, no_dist=True)
+
+
+def megatron(form: str, version: int, legacy: bool = False) -> Callable[[Path], object]:
+    return lambda folder: write_megatron(folder, random_weights(), form, version=version, tp=2, legacy=legacy)
+
+
+def shards(folder: Path) -> None:
+    names = dict.fromkeys(openai_state(random_weights(), transposed=True), "model-1.safetensors")
+    index = {"metadata": {"total_size": 1}, "weight_map": names}
+    (with_index(names, folder) / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+read_dcp = functools.partial(read_foreign, hints=HEADS)
+TARGETS = [
+    Target("checkpoint", save_seven, read_saved),
+    Target("checkpoint: manifest behind its seal", save_seven, read_any, f"{ITERATION}/{MANIFEST}", reseal),
+    Target("checkpoint: tables behind their hashes", save_seven, read_any, f"{ITERATION}/boxes/*", reseal_tables),
+    Target(
+        "checkpoint: manifest of version 1",
+        lambda folder: shutil.unpack_archive(VERSION_1, folder, filter="data"),
+        read_any,
+        f"iter_0000003/{MANIFEST}",
+        reseal,
+    ),
+    Target("checkpoint: safetensors without hashes", save_seven, read_any, "**/*.safetensors"),
+    Target("Hugging Face: config.json", write_huggingface, read_foreign, "config.json"),
+    Target("Hugging Face: safetensors", write_huggingface, read_foreign, "*.safetensors", model=True),
+    Target("Hugging Face: index", shards, read_foreign, "*.index.json"),
+    Target(".pt zip", functools.partial(pickled, False), read_pickled),
+    Target(".pt legacy", functools.partial(pickled, True), read_pickled),
+    Target("nanoGPT", lambda folder: torch.save(nanogpt_checkpoint()[0], folder / "ckpt.pt"), read_foreign, model=True),
+    Target("Megatron, flat", megatron("flat", 0), read_foreign, model=True),
+    Target("Megatron v2, legacy .pt", megatron("v2", 3, legacy=True), read_foreign, model=True),
+    Target("Megatron Core", megatron("fused", 3), read_foreign, model=True),
+    Target("torch_dist", functools.partial(unpack, "plain-0.16.1"), read_foreign, model=True),
+    Target(
+        "torch_dist: .metadata",
+        functools.partial(unpack, "fully_reshardable_dp2-0.16.1"),
+        read_foreign,
+        "**/.metadata",
+        model=True,
+    ),
+    Target("DCP", plain_dcp, read_dcp, model=True),
+    Target("DCP: .metadata", plain_dcp, read_dcp, ".metadata", model=True),
+]
+
+
+# --- text, token files and tokenizers
+
+SAMPLE = "Once upon a time,\n there were  12 foxes; éàü \N{SNOWMAN} — don't!\t"
+LINES = [
+    {"text": "a document"},
+    {"text": ""},
+    {"text": SAMPLE, "meta": {"pile": [1, 2.5, None, True]}},
+    {"url": "https://example.org/é", "text": "\N{PILE OF POO} text\n" * 5},
+    {"sentence": "other"},
+]
+
+
+def jsonl(name: str, pack: Callable[[bytes], bytes] = bytes, array: bool = False) -> Callable[[Path], object]:
+    content = json.dumps(LINES, indent=1) if array else "".join(f"{json.dumps(line)}\n" for line in LINES * 3)
+    return lambda folder: (folder / name).write_bytes(pack(content.encode()))
+
+
+def zstd(data: bytes) -> bytes:
+    import zstandard
+
+    packed: bytes = zstandard.ZstdCompressor().compress(data)
+    return packed
+
+
+def characters(folder: Path) -> None:
+    numbers = dict(enumerate(sorted(set(SAMPLE))))
+    meta = {"vocab_size": len(numbers), "itos": numbers, "stoi": {one: number for number, one in numbers.items()}}
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+
+
+def read_meta(folder: Path) -> None:
+    """Every id stands for one character, and every character for its id."""
+    tokenizer = read_characters(str(folder / "meta.pkl"))
+    ids = list(range(tokenizer.vocab_size))
+    assert list(tokenizer.encode(tokenizer.decode(ids))) == ids
+
+
+def read_text(folder: Path) -> None:
+    """As training reads it, as preprocessing does, and as curation does."""
+    path = next(folder.iterdir())
+    default_key(str(path))
+    texts = list(documents(str(path), None, silent, 1.0))
+    for shard in cut([whole_file(str(path), ("text",))]):
+        for span in shard:
+            for _, record in records(span, ("text",)):
+                assert isinstance(record, (bytes, dict, list, str, int, float, type(None)))
+    shard_run = ShardRun(argparse.Namespace(text_key="text"), Shard("read", (path,)))
+    texts += [document["text"] for document in shard_run.documents()]
+    for text in texts:
+        assert isinstance(text, str) and text, "no text"
+        text.encode("utf-8")  # no lone surrogate
+
+
+def pair(folder: Path) -> None:
+    builder = IndexedDatasetBuilder(folder / "a", np.dtype("<u2"))
+    for number in range(40):
+        builder.add(list(range(number % 7)))
+        builder.end_document(255)
+    builder.finish()
+
+
+def check_tokens(data: TokenFile) -> None:
+    """The documents are the tokens, cut."""
+    starts: NDArray[np.int64] = data.document_starts
+    assert starts[0] == 0 and starts[-1] == len(data.tokens) and bool((np.diff(starts) >= 0).all())
+    assert sum(len(data[number]) for number in range(len(data))) == len(data.tokens) and len(data.tokens) < 1 << 20
+
+
+def read_pair(folder: Path) -> None:
+    check_tokens(open_tokens(folder / "a", 255))
+
+
+def read_bin(folder: Path) -> None:
+    check_tokens(open_tokens(folder / "a.bin", 255))
+
+
+def llm_c(folder: Path) -> None:
+    head = np.zeros(256, "<i4")
+    head[:3] = 20240520, 1, 300
+    (folder / "a.bin").write_bytes(head.tobytes() + np.arange(300, dtype="<u2").tobytes())
+
+
+def preprocessed(folder: Path) -> None:
+    """A pair with its manifest."""
+    run(write_lines(folder / "a.jsonl", some_texts(20)), folder / "a")
+
+
+def reseal_pair(files: Files) -> None:
+    """The seal of a pair's manifest."""
+    name = next(name for name in files if name.endswith("document.json"))
+    text = files[name].decode("utf-8", "surrogateescape")
+    body, seal, _ = text.rpartition(INDENTED_SEAL)
+    body = body if seal else text
+    data = body.encode("utf-8", "surrogateescape")
+    files[name] = data + INDENTED_SEAL.encode() + hashlib.sha256(data).hexdigest().encode() + b'"\n}\n'
+
+
+def inspect(folder: Path) -> None:
+    prefix = str(next(folder.glob("*_document.idx")).with_suffix(""))
+    for flags in ([], ["--verify"]):
+        assert inspect_data.main([prefix, *flags]) in (0, 1)
+
+
+def check_tokenizer(tokenizer: Tokenizer, *, lossless: bool = True) -> None:
+    """Ids are of the vocabulary, none is the end of a document, and they stand for the text."""
+    ids = np.asarray(tokenizer.encode(SAMPLE), dtype=np.int64)
+    assert len(ids) == 0 or 0 <= ids.min() <= ids.max() < tokenizer.vocab_size
+    assert 0 <= tokenizer.eod < tokenizer.vocab_size
+    text = tokenizer.decode(ids)
+    assert not lossless or (text == SAMPLE and tokenizer.eod not in ids)
+
+
+def small_bpe() -> dict[str, bytes]:
+    files, problem = tokenizer_files(build_tokenizer("bytes"), 1024)
+    assert not problem
+    vocabulary, pairs = json.loads(files["vocab.json"]), ["t h", "th e", "\u0120 t", "\u0120t h", "i n", "e r"]
+    for merge in pairs:
+        vocabulary[merge.replace(" ", "")] = len(vocabulary)
+    return {
+        "vocab.json": json.dumps(vocabulary).encode(),
+        "merges.txt": "\n".join(["#version: 0.2", *pairs, ""]).encode(),
+    }
+
+
+def gpt2_files(folder: Path) -> None:
+    for name, data in small_bpe().items():
+        (folder / name).write_bytes(data)
+
+
+def read_gpt2(folder: Path) -> None:
+    check_tokenizer(
+        build_tokenizer(
+            "GPT2BPETokenizer", vocab_file=str(folder / "vocab.json"), merge_file=str(folder / "merges.txt")
+        )
+    )
+
+
+def huggingface_tokenizer(folder: Path) -> None:
+    files = small_bpe()
+    vocabulary = json.loads(files["vocab.json"])
+    eod = vocabulary.pop("<|endoftext|>")
+    model = {
+        "type": "BPE",
+        "dropout": None,
+        "vocab": vocabulary,
+        "merges": [line.split() for line in files["merges.txt"].decode().splitlines()[1:]],
+    }
+    (folder / "tokenizer.json").write_text(
+        json.dumps(
+            {
+                "added_tokens": [{"id": eod, "content": "<|endoftext|>", "special": True}],
+                "normalizer": None,
+                "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
+                "model": model,
+            }
+        )
+    )
+
+
+def sentencepiece_model(folder: Path) -> None:
+    train_sentencepiece(["the cat sat on the mat. " * 20, SAMPLE * 20], folder / "sp.model", 320)
+
+
+TARGETS += [
+    Target("JSONL", jsonl("a.jsonl"), read_text),
+    Target("JSON array", jsonl("a.json", array=True), read_text),
+    Target("JSONL, gzip", jsonl("a.jsonl.gz", lambda data: gzip.compress(data, mtime=0)), read_text),
+    Target("JSONL, zstd", jsonl("a.jsonl.zst", zstd), read_text),
+    Target("text", jsonl("a.txt"), read_text),
+    Target(
+        "named corpora",
+        lambda folder: (folder / "corpora.json").write_text(
+            '{"small": {"files": ["a.txt", "b.jsonl"], "text_key": "text"}, "other": {"files": ["c"]}}'
+        ),
+        lambda folder: read_corpora(folder / "corpora.json"),
+    ),
+    Target(".idx", pair, read_pair, "*.idx"),
+    Target(".bin", pair, read_pair, "*.bin"),
+    Target(".bin of llm.c", llm_c, read_bin),
+    Target("pair's manifest behind its seal", preprocessed, inspect, "*_document.json", reseal_pair),
+    Target("vocabulary and merges", gpt2_files, read_gpt2),
+    Target(
+        "tokenizer.json",
+        huggingface_tokenizer,
+        lambda folder: check_tokenizer(open_tokenizer({"tokenizer.json": str(folder / "tokenizer.json")})),
+    ),
+    Target(
+        "builtin_bpe.json",
+        lambda folder: builtin_tokenizer().save(folder),
+        lambda folder: check_tokenizer(builtin_tokenizer(folder / BUILTIN_FILE)),
+        BUILTIN_FILE,
+    ),
+    Target("meta.pkl", characters, read_meta),
+    Target(
+        "tokenizer of a checkpoint",
+        lambda folder: builtin_tokenizer().save(folder),
+        lambda folder: check_tokenizer(load_tokenizer(folder)),
+    ),
+    Target(
+        "SentencePiece model",
+        sentencepiece_model,
+        lambda folder: check_tokenizer(
+            build_tokenizer("SentencePieceTokenizer", model_file=str(folder / "sp.model")), lossless=False
+        ),
+    ),
+]
+
+
+# --- runs and requests
+
+TOKENIZER = ByteTokenizer()
+OFFER = Offer("tiny", TOKENIZER, context=64, max_tokens=100, texts=8, body_bytes=1 << 16)
+
+
+def run_folder(folder: Path) -> None:
+    """The records of a run."""
+    config = Config.from_dict({"checkpoint": {"save": "checkpoints/a"}})
+    facts = {"global_batch_size": 8, "train_iters": 100, "environment": {"torch": "2"}}
+    write_config(folder, config, facts, goes_on=False)
+    metrics = [
+        {
+            "iteration": i,
+            "lm_loss": 5.0 / i,
+            "learning_rate": 1e-3,
+            "consumed_samples": 8 * i,
+            "ms_per_iteration": 10.0,
+            "tokens_per_second": 1e4,
+            "grad_norm": 1.0,
+            "memory_bytes": 10**9,
+        }
+        for i in range(1, 6)
+    ] + [{"iteration": 5, "split": "valid", "lm_loss": 2.0, "bits_per_byte": 1.0}]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in metrics))
+    (folder / "samples.jsonl").write_text('{"iteration": 5, "text": "[Once] upon"}\n')
+    (folder / "history.jsonl").write_text('{"iteration": 0, "time": "2026-01-01T00:00:00+00:00", "text": "started"}\n')
+    Incidents(folder, rank_name(0)).note("start", "2 ranks", iteration=0)
+    Incidents(folder, "launcher_a").note("rank ended", "rank 1 was ended by SIGKILL", rank=1, signal=9)
+
+
+def read_run(folder: Path) -> None:
+    """The page, and the incidents by time."""
+    times = [record["time"] for record in read_incidents(folder)]
+    assert times == sorted(times)
+    assert page(folder).startswith("<!DOCTYPE html>")
+
+
+def deepspeed_file(folder: Path) -> None:
+    (folder / "ds.json").write_text(
+        json.dumps(
+            {
+                "train_batch_size": 64,
+                "train_micro_batch_size_per_gpu": 4,
+                "gradient_clipping": 1.0,
+                "fp16": {
+                    "enabled": True,
+                    "loss_scale": 0,
+                    "initial_scale_power": 16,
+                    "hysteresis": 2,
+                    "loss_scale_window": 500,
+                },
+                "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none"}, "reduce_bucket_size": 5e8},
+                "optimizer": {
+                    "type": "AdamW",
+                    "params": {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
+                },
+                "activation_checkpointing": {"partition_activations": False},
+            }
+        )
+    )
+
+
+def read_deepspeed(folder: Path) -> None:
+    values, notes = foreign.read_deepspeed_config(str(folder / "ds.json"), {"train.micro_batch_size": 4})
+    assert all("." in key for key in values) and all("\n" not in note for note in notes)
+
+
+BODY = {
+    "model": "tiny",
+    "prompt": ["Once upon", "a time"],
+    "max_tokens": 20,
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "top_k": 3,
+    "n": 2,
+    "stop": ["\n", "x"],
+    "seed": 7,
+    "logprobs": 2,
+    "stream": True,
+    "echo": True,
+    "user": "me",
+    "stream_options": {"include_usage": True},
+    "repetition_penalty": 1.2,
+    "logit_bias": {},
+    "best_of": 1,
+}
+MEGATRON_BODY = {
+    "prompts": ["Once upon", "a time: "],
+    "tokens_to_generate": 20,
+    "logprobs": True,
+    "temperature": 0.7,
+    "top_k": 0,
+    "top_p": 0.9,
+    "top_p_decay": 0.0,
+    "top_p_bound": 0.5,
+    "add_BOS": True,
+    "stop_on_eol": False,
+    "stop_on_double_eol": True,
+    "prevent_newline_after_colon": False,
+    "random_seed": 7,
+    "no_log": True,
+    "stop_token": 256,
+    "length_penalty": 1.0,
+    "beam_width": None,
+}
+
+
+def body_target(name: str, body: dict[str, Any], read: Callable[[bytes, Offer], CompletionRequest]) -> Target:
+    """What a client sends to one of the server's addresses."""
+    return Target(
+        name,
+        lambda folder: (folder / "body").write_text(json.dumps(body)),
+        lambda folder: read_body(folder, read),
+        refusals=(ApiError,),
+        named=False,
+    )
+
+
+def read_body(folder: Path, read: Callable[[bytes, Offer], CompletionRequest]) -> None:
+    """A request that is taken can be generated and answered; one that is not has an answer in JSON."""
+    try:
+        request = read((folder / "body").read_bytes(), OFFER)
+    except ApiError as error:
+        assert error.status in (400, 404)
+        json.loads(bytes(error_response(error).body))
+        raise
+    continuations = request.continuations()
+    assert 1 <= len(continuations) <= OFFER.texts and request.sampling.max_new_tokens <= OFFER.max_tokens
+    logits = torch.linspace(-5, 5, TOKENIZER.vocab_size)
+    texts = []
+    for c in continuations:
+        assert len(c.prompt) <= OFFER.context and all(0 <= i < TOKENIZER.vocab_size for i in c.prompt)
+        sampler = Sampler(c.sampling, c.prompt, TOKENIZER.vocab_size, torch.device("cpu"))
+        token, probability = sampler.draw(logits, logits.logsumexp(0))
+        assert 0 <= token < TOKENIZER.vocab_size and 0 <= probability <= 1
+        if c.score_prompt:
+            c.prompt_tokens = [GeneratedToken(0, i, 0.5, "") for i in c.prompt[1:]]
+        c.ids, c.finish = [token], "length"
+        texts.append(
+            Text(
+                c,
+                [GeneratedToken(0, token, probability, TOKENIZER.decode([token]), sampler.likeliest(logits), c.finish)],
+            )
+        )
+    json.dumps(request.answer(texts, TOKENIZER, {}), allow_nan=False)
+
+
+TARGETS += [
+    Target("records of a run", run_folder, read_run, "**/*.jsonl"),
+    Target("config.json", run_folder, lambda folder: read_config(str(folder / "config.json")), "config.json"),
+    Target("config.json of a report", run_folder, read_run, "config.json"),
+    Target("DeepSpeed's file", deepspeed_file, read_deepspeed),
+    body_target("HTTP body", BODY, read_request),
+    body_target("HTTP body in Megatron's form", MEGATRON_BODY, read_megatron_request),
+]
