@@ -292,9 +292,8 @@ def test_every_link_and_flag_that_is_named_exists():
         *(ROOT / "benchmarks").glob("*.py"),
         *(ROOT / "examples").glob("*.py"),
     ):
-        for names in re.findall(
-            r'(?:add_argument|add_number|add|number)\(\s*(?:parser,\s*)?((?:"--[\w-]+",?\s*)+)', program.read_text()
-        ):
+        # A call that adds a flag, or a row of a table of flags: the flag is the first of the words in a parenthesis.
+        for names in re.findall(r'\(\s*(?:parser,\s*)?((?:"--[\w-]+",\s*)+)', program.read_text()):
             known |= set(re.findall(r"--[\w-]+", names))
     known |= set(re.findall(r"^ +(--[\w-]+)\)", (ROOT / "scripts/prepare_openwebtext.sh").read_text(), re.MULTILINE))
     for page, text in PAGES.items():
