@@ -167,13 +167,27 @@ def machines() -> Iterator[list[str]]:
         try:
             for name in names:
                 ip("netns", "add", name)
-            ip(*"link add cable0 type veth peer name cable0 netns".split(), names[1], "netns", names[0])
+            link = [
+                "link",
+                "add",
+                "cable0",
+                "netns",
+                names[0],
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "cable0",
+                "netns",
+                names[1],
+            ]
+            ip(*link)
         except subprocess.CalledProcessError as error:
             pytest.skip(f"this machine lends no network namespaces: {error.stdout.strip()}")
         for number, name in enumerate(names, start=1):
             ip("-n", name, "address", "add", f"10.77.0.{number}/24", "dev", "cable0")
-            for link in ("lo", "cable0"):
-                ip("-n", name, "link", "set", link, "up")
+            for device in ("lo", "cable0"):
+                ip("-n", name, "link", "set", device, "up")
         yield names
     finally:
         for name in names:
