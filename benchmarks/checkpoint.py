@@ -34,9 +34,9 @@ from torch import Tensor
 
 from benchmarks import harness
 from megatron.gpt2.checkpoint.folder import find_checkpoint
-from megatron.gpt2.checkpoint.saver import Saver
+from megatron.gpt2.checkpoint.saver import Parts, Saver
 from megatron.gpt2.checkpoint.state import load_state, state_pieces
-from megatron.gpt2.checkpoint.writer import Piece, write_checkpoint
+from megatron.gpt2.checkpoint.writer import Piece
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.model.gpt2 import parameter_specs
 from megatron.gpt2.optimizer.flat_parameters import FlatState
@@ -87,7 +87,7 @@ def files_of(state: State, smoke: bool) -> dict[str, dict[str, Piece]]:
 
 
 def save_ours(state: State, folder: Path, smoke: bool) -> None:
-    write_checkpoint(folder, 1, facts={}, files=files_of(state, smoke), attempt="a")
+    Saver(folder=folder, attempt="a", log=print).write(1, files_of(state, smoke), {}, Parts())
 
 
 def load_ours(state: State, folder: Path, smoke: bool, verify: bool) -> None:

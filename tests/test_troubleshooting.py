@@ -14,7 +14,6 @@ import torch
 import mpu
 from data_utils import build_tokenizer
 from data_utils.tokenizers.gpt2 import END_OF_TEXT, byte_alphabet
-from megatron.gpt2.checkpoint.writer import write_checkpoint
 from megatron.gpt2.commands.pretrain_gpt2 import main
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.config.arguments import parse
@@ -26,6 +25,7 @@ from megatron.gpt2.train.setup import prepare_run
 from tests.conftest import ROOT, tool
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.checkpoint.moved_runs import Layout
+from tests.megatron.gpt2.checkpoint.saved_states import write
 from tests.megatron.gpt2.checkpoint.test_any_layout import CONFIG, CPU, SHAPE, VOCAB, fill, global_state, ranks_of
 from tests.megatron.gpt2.formats.made import random_weights, write_megatron
 from tests.megatron.gpt2.generate import test_generation
@@ -167,7 +167,7 @@ def test_ranks_with_a_sharded_optimizer_merge_into_one(tmp_path: Path):
         "optimizer": rank.optimizer.state_dict(),
         "tokenizer": None,
     }
-    write_checkpoint(tmp_path / "eight", 3, facts=facts, files=files, attempt="a")
+    write(tmp_path / "eight", 3, files, facts=facts)
     assert tool("checkpoint").main(["merge", str(tmp_path / "eight"), str(tmp_path / "one")]) == 0
     merged = open_source(tmp_path / "one")
     assert sorted(path.stem for path in tmp_path.glob("one/iter_*/mp_rank_*/*")) == [

@@ -56,20 +56,13 @@ def alone(text: str) -> list[str]:
     return [text]
 
 
-def _found(directory: Path) -> list[re.Match[str]]:
-    """The iterations in `directory`, the newest first, and after all of them those that were renamed aside."""
+def iterations(directory: Path, *, aside: bool = False) -> list[tuple[int, Path]]:
+    """The iterations in `directory`, the newest first, each with its folder; with `aside`, after all of them those that
+    were renamed aside."""
     names = os.listdir(directory) if directory.is_dir() else []
-    return sorted(
-        filter(None, map(_ITERATION.fullmatch, names)),
-        key=lambda match: (not match[2], int(match[1]), int(match[2] or 0)),
-        reverse=True,
-    )
-
-
-def iterations(directory: Path) -> list[tuple[int, Path]]:
-    """The iterations in `directory`, the newest first, each with its folder. Those that were renamed aside are left
-    out."""
-    return [(int(match[1]), directory / match[0]) for match in _found(directory) if not match[2]]
+    found = [match for match in map(_ITERATION.fullmatch, names) if match and (aside or not match[2])]
+    found.sort(key=lambda match: (not match[2], int(match[1]), int(match[2] or 0)), reverse=True)
+    return [(int(match[1]), directory / match[0]) for match in found]
 
 
 def find_checkpoint(
@@ -115,7 +108,7 @@ def find_checkpoint(
 def _proposals(directory: Path) -> tuple[Any, ...]:
     """The tracker's iteration, the names of what to try in this order, and what is wrong with the tracker, if
     anything is."""
-    names = [match[0] for match in _found(directory)]
+    names = [path.name for _, path in iterations(directory, aside=True)]
     tracker = directory / TRACKER
     if not names and not os.path.lexists(tracker):
         return None, names

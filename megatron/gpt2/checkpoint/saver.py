@@ -3,12 +3,14 @@
     save: wait for the last one -> copy to the host, with --async-save -> a thread writes and commits
     finish: wait for this rank's part, agree on the parts, wait for the commit, agree, and know what is on the disk
 
-The thread runs `write_checkpoint`, which needs no collective; all collectives are on the caller's thread. The first of
-`finish` comes before rank 0 gives the parts of others a time limit: it fails if a rank is gone, like those of a step.
+The thread runs `write`, which needs no collective; all collectives are on the caller's thread. The first of `finish`
+comes before rank 0 gives the parts of others a time limit: it fails if a rank is gone, like those of a step.
 """
 
 import dataclasses
-import functools
+import math
+import os
+import shutil
 import time
 import weakref
 from collections.abc import Mapping
@@ -22,26 +24,43 @@ from torch import Tensor
 
 from data_utils.files import machine_memory
 from megatron.gpt2.checkpoint.folder import Gather, Log, alone
-from megatron.gpt2.checkpoint.writer import Files, Parts, Piece, write_checkpoint
+from megatron.gpt2.checkpoint.reader import table_path
+from megatron.gpt2.checkpoint.writer import Files, Piece, commit, remove_older, unfinished, write_part
 
 GRACE = 5.0  # seconds in which the parts of ranks that may be dead can still come, at the end of a run
+_PAUSE = 0.02  # seconds between two looks
+_NAMED = 8  # ranks that a message names
 _ALIGNMENT = 64  # bytes, of every tensor in the copy
+
+
+@dataclass
+class Parts:
+    """What the thread that writes a checkpoint, and the run, which has collectives, tell each other meanwhile.
+
+    own: done when this rank's part is on the disk, or has failed. deadline: of `time.monotonic()`, when to wait no
+    longer for the parts of other ranks. problem: why any rank could not write its part, else "".
+    """
+
+    own: Future[None] = field(default_factory=Future)
+    deadline: float = math.inf
+    problem: str = ""
 
 
 @dataclass(kw_only=True)
 class Saver:
     """Writes the checkpoints of one run into `folder`. Every rank has one and calls its methods at the same steps.
 
-    attempt: a word that all ranks share and no other run. keep_last: as for `write_checkpoint`. timeout_s: how long rank
-    0 waits for files that another rank has written. local_world_size: ranks that share this machine's memory. gather: a
-    collective, the texts of all ranks. saved_iteration: the last one that was committed, as far as all ranks can tell.
-    problem: why the last one that failed did, as far as this rank can tell.
+    attempt: a word that all ranks share and no other run. keep_last: how many iterations a save leaves, its own among
+    them (default: all). timeout_s: how long rank 0 waits for files that another rank has written. local_world_size:
+    ranks that share this machine's memory. gather: a collective, the texts of all ranks. saved_iteration: the last one
+    that was committed, as far as all ranks can tell. problem: why the last one that failed did, as far as this rank can
+    tell.
     """
 
     folder: Path
     attempt: str
-    asynchronous: bool
     log: Log
+    asynchronous: bool = False
     keep_last: int | None = None
     timeout_s: float = 60.0
     rank: int = 0
@@ -71,39 +90,68 @@ class Saver:
     def save(
         self, iteration: int, files: Files, facts: Mapping[str, Any], *, beside: Path | None = None
     ) -> Path | None:
-        """Begin with a checkpoint; `files` as for `write_checkpoint`. Its folder if it is committed on return; None if
-        that failed, or if a thread is at it. beside: another folder, for a checkpoint that is none of the run's own and
-        replaces the one there."""
+        """Begin with a checkpoint. Its folder if it is committed on return; None, after a warning, if that failed, or
+        if a thread is at it. facts: what the manifest says about the run, in JSON's types; those of rank 0 count.
+        beside: another folder, for a checkpoint that is none of the run's own and replaces the one there."""
         self.finish()
         self.prepare(files)
+        if self._room is not None:
+            files = _copied(files, self._room)
         parts = Parts()
-        write = functools.partial(
-            write_checkpoint,
-            beside or self.folder,
-            iteration,
-            facts=facts,
-            files=files if self._room is None else _copied(files, self._room),
-            attempt=f"{self.attempt}-{self._saves}",
-            rank=self.rank,
-            world_size=self.world_size,
-            log=self.log,
-            keep_last=1 if beside else self.keep_last,
-            parts=parts,
-        )
-        self._under_way = None if beside else iteration, parts, self._thread.submit(self._write, iteration, write)
-        self._saves += 1
+        written = self._thread.submit(self.write, iteration, files, facts, parts, beside)
+        self._under_way = None if beside else iteration, parts, written
         return None if self.asynchronous else self.finish()
 
-    def _write(self, iteration: int, write: functools.partial[Path]) -> Path:
-        """Of the ranks' results that of rank 0 counts, since it learns of every failure."""
+    def write(
+        self, iteration: int, files: Files, facts: Mapping[str, Any], parts: Parts, beside: Path | None = None
+    ) -> Path:
+        """Write this rank's `files`; rank 0 commits, once the parts of all ranks are on the disk. The other arguments
+        are as for `save`. Rank 0's result counts, since it learns of every failure.
+
+        OSError, one line, if this rank cannot write, and on rank 0 if `parts` says that another one cannot.
+        TimeoutError, which is an OSError, if a rank's part is missing at the deadline of `parts`.
+        """
+        directory, keep_last = (beside, 1) if beside else (self.folder, self.keep_last)
+        final = directory / f"iter_{iteration:07d}"
+        folder = unfinished(final, f"{self.attempt}-{self._saves}")
+        self._saves += 1
         try:
-            path = write()
-        except OSError as error:
-            self.problem = str(error)
-            self.log(f"WARNING: no checkpoint at iteration {iteration}: {error}")
+            if self.rank == 0:
+                for stale in set(directory.glob("iter_*.tmp-*")) - {folder}:  # others may be writing into that one
+                    shutil.rmtree(stale, ignore_errors=True)
+            write_part(folder, iteration, files, self.rank)
+            parts.own.set_result(None)
+            if self.rank == 0:
+                self._wait_for_tables(folder, parts)
+                commit(folder, final, facts, self.world_size, self.log)
+                remove_older(directory, iteration, keep_last, self.log)
+        except BaseException as error:
+            if not parts.own.done():
+                parts.own.set_exception(error)
+            if self.rank == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+            if isinstance(error, OSError):
+                self.problem = str(error)
+                self.log(f"WARNING: no checkpoint at iteration {iteration}: {error}")
             raise
-        self.log(f"saved {path}")
-        return path
+        self.log(f"saved {final}")
+        return final
+
+    def _wait_for_tables(self, folder: Path, parts: Parts) -> None:
+        ranks = {Path(table_path(rank)).name: rank for rank in range(self.world_size)}
+        began = time.monotonic()
+        # One look for all: of thousands, each would otherwise be a question to the file system.
+        while missing := sorted(ranks.keys() - set(os.listdir((folder / table_path(0)).parent))):
+            if parts.problem:
+                raise OSError(parts.problem)
+            if time.monotonic() > parts.deadline:
+                named = ", ".join(str(ranks[name]) for name in missing[:_NAMED])
+                more = f" and {len(missing) - _NAMED:,} more" if len(missing) > _NAMED else ""
+                raise TimeoutError(
+                    f"{folder}: nothing came from rank {named}{more} within {time.monotonic() - began:.1f} s; "
+                    "earlier checkpoints are untouched: do all nodes share the folder?"
+                )
+            time.sleep(_PAUSE)
 
     def finish(self) -> Path | None:
         """Wait for the checkpoint under way: its folder, or None if there is none or it failed on any rank."""

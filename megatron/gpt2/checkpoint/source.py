@@ -13,6 +13,7 @@ import math
 import reprlib
 import types
 import typing
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,9 +35,8 @@ _SCALER = [f"optimizer.loss_scaler.{name}" for name in ("scale", "clean_steps", 
 
 def common(a: Box, b: Box) -> Box:
     """The common part of two boxes, of size 0 along a dimension in which they do not meet."""
-    starts = tuple(map(max, a.offset, b.offset))
-    ends = (min(i + m, j + n) for i, m, j, n in zip(a.offset, a.shape, b.offset, b.shape, strict=True))
-    return Box(starts, tuple(max(end - start, 0) for start, end in zip(starts, ends, strict=True)))
+    ranges = [(max(i.start, j.start), min(i.stop, j.stop)) for i, j in zip(a.slices(), b.slices(), strict=True)]
+    return Box(tuple(start for start, _ in ranges), tuple(max(stop - start, 0) for start, stop in ranges))
 
 
 def within(part: Box, outer: Box) -> Box:
@@ -46,11 +46,7 @@ def within(part: Box, outer: Box) -> Box:
 
 def check_inside(name: str, shape: tuple[int, ...], box: Box) -> None:
     """Raise ValueError unless `box` is a part, and not an empty one, of a tensor of `shape`."""
-    if (
-        not box.numel
-        or not len(box.shape) == len(box.offset) == len(shape)
-        or any(start + size > whole for start, size, whole in zip(box.offset, box.shape, shape, strict=True))
-    ):
+    if not box.numel or any(part.stop > size for part, size in zip(box.slices(), shape, strict=True)):
         raise ValueError(f"{name}: {box} is empty or outside of the shape {shape}")
 
 
@@ -63,20 +59,20 @@ def check_cover(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> None
         check_inside(name, shape, box)
     if (held := sum(box.numel for box in boxes)) != math.prod(shape):
         raise ValueError(f"{name}: its boxes hold {held} entries of {math.prod(shape)}")
-    cuts: list[dict[int, int]] = []
-    for axis in range(len(shape)):
-        edges = {edge for box in boxes for edge in (box.offset[axis], box.offset[axis] + box.shape[axis])}
-        cuts.append({edge: number for number, edge in enumerate(sorted(edges))})
-    cells = [max(len(edges) - 1, 0) for edges in cuts]
-    if math.prod(cells) > _MAX_CELLS:
+    edges: list[list[int]] = []
+    for parts in zip(*(box.slices() for box in boxes), strict=True):  # along each dimension
+        edges.append(sorted({*(part.start for part in parts), *(part.stop for part in parts)}))
+    if math.prod(map(len, edges)) > _MAX_CELLS:
         raise ValueError(f"{name}: its boxes form no grid")
-    filled = torch.zeros(cells, dtype=torch.bool)
+    filled = torch.zeros([len(cuts) - 1 for cuts in edges], dtype=torch.bool)
     for box in boxes:
-        ends = map(sum, zip(box.offset, box.shape, strict=True))
-        cell = filled[tuple(slice(cut[a], cut[b]) for cut, a, b in zip(cuts, box.offset, ends, strict=True))]
-        if cell.any():
+        along = zip(edges, box.slices(), strict=True)
+        cells = filled[
+            tuple(slice(bisect_left(cuts, part.start), bisect_left(cuts, part.stop)) for cuts, part in along)
+        ]
+        if cells.any():
             raise ValueError(f"{name}: two of its boxes overlap in {box}")
-        cell.fill_(True)
+        cells.fill_(True)
 
 
 class TensorInfo(NamedTuple):
@@ -160,7 +156,7 @@ def _entries(values: Mapping[str, Any], before: str = "", depth: int = 3) -> Ite
 
 def _hints() -> dict[str, Any]:
     """The types of the facts that are used, or a range of numbers, by the names that `_entries` gives them."""
-    hints: dict[str, Any] = dict.fromkeys(("config", "optimizer", "optimizer.loss_scaler"), dict)
+    hints: dict[str, Any] = dict.fromkeys(("config", "layout", "optimizer", "optimizer.loss_scaler"), dict)
     hints |= dict.fromkeys((*_COUNTS, *_STEPS), _NATURAL) | dict.fromkeys(_SCALER, float)
     hints |= {"tokenizer": dict | None, "tokenizer.fingerprint": str}
     for section, kind in typing.get_type_hints(Config).items():

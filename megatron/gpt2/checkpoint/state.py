@@ -4,7 +4,6 @@ Tensors are named "<kind>.<parameter>" (model, master, exp_avg, exp_avg_sq) and 
 pipeline "rng.mp_00_001.dp_00.<generator>". Ranks and sizes are plain integers: no process group is needed.
 """
 
-import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -115,24 +114,20 @@ def rng_pieces(parallel: mpu.ParallelState, device: torch.device) -> dict[str, P
 def load_rng(checkpoint: Source, parallel: mpu.ParallelState, device: torch.device) -> bool:
     """Set what `rng_pieces` saved. False, on every rank and with nothing changed, if the checkpoint has no states
     or has those of another layout or kind of device."""
-    saved = [name for name in checkpoint.names() if name.startswith("rng.")]
-    t, p, d = (
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.data_parallel_size,
-    )
-    last = dataclasses.replace(
-        parallel, tensor_model_parallel_rank=t - 1, pipeline_model_parallel_rank=p - 1, data_parallel_rank=d - 1
-    )
-    # Two layouts are the same if they have the same number of ranks and the same last one.
-    ranks = sum(name.endswith(".cpu") for name in saved)
-    on_gpu = any(name.endswith(".cuda") for name in saved)
-    if ranks != t * p * d or f"{_rng_prefix(last)}cpu" not in saved or on_gpu != (device.type == "cuda"):
-        return False
-    own = _rng_prefix(parallel)
-    states = {name.removeprefix(own): checkpoint.read(name) for name in saved if name.startswith(own)}
+    own, layout = _rng_prefix(parallel), checkpoint.facts.get("layout", {})
+    names = {name.removeprefix(own): name for name in checkpoint.names() if name.startswith(own)}
+    for said, here in (
+        (layout.get("model_parallel_size"), parallel.tensor_model_parallel_size),
+        (layout.get("pipeline_parallel_size", 1), parallel.pipeline_model_parallel_size),
+        (layout.get("data_parallel_size"), parallel.data_parallel_size),
+        ("cpu" in names, True),
+        ("cuda" in names, device.type == "cuda"),
+    ):
+        if said != here:
+            return False
+    states = {generator: checkpoint.read(name) for generator, name in names.items()}
     torch.set_rng_state(states.pop("cpu"))
-    if on_gpu:
+    if device.type == "cuda":
         torch.cuda.set_rng_state(states.pop("cuda"), device)
     mpu.get_cuda_rng_tracker().set_states({name.removeprefix("tracker."): state for name, state in states.items()})
     return True

@@ -5,7 +5,7 @@
       iter_0000300/manifest.json, boxes/rank_00000.jsonl, mp_rank_00/model.safetensors, master_dp_00.safetensors, ...
 
 Every rank writes its files into `iter_0000300.tmp-<attempt>/`, and last its table: the boxes and hashes of what it
-wrote. Rank 0 waits for all tables, writes the manifest, renames the folder and replaces the tracker. Nothing here
+wrote. Rank 0 waits for all tables (saver.py), writes the manifest, renames the folder and replaces the tracker. Nothing here
 is a collective operation, and a crash at any moment leaves the earlier checkpoints and their tracker untouched.
 
 `attempt` is a word that all ranks share and that no other save shares (one random number, sent to all when the run
@@ -16,13 +16,10 @@ one without any waiting: its folder has another name. Rank 0 removes such folder
 import contextlib
 import hashlib
 import json
-import math
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +46,6 @@ from megatron.gpt2.checkpoint.source import TensorInfo
 from megatron.gpt2.monitor.run_log import set_aside
 from mpu.partition import Box
 
-_PAUSE = 0.02  # seconds between two looks
-_NAMED = 8  # ranks that a message names
 _CHUNK = 1 << 20  # hashed while it still lies in the processor's cache
 _WRITE_BACK = 16 << 20
 
@@ -78,67 +73,9 @@ class Piece:
 Files = Mapping[str, Mapping[str, Piece]]  # {path in the iteration's folder: {tensor name: piece}}
 
 
-@dataclass
-class Parts:
-    """What the thread that writes a checkpoint, and the run, which has collectives, tell each other meanwhile.
-
-    own: done when this rank's part is on the disk, or has failed. deadline: of `time.monotonic()`, when to wait no
-    longer for the parts of other ranks. problem: why any rank could not write its part, else "".
-    """
-
-    own: Future[None] = field(default_factory=Future)
-    deadline: float = math.inf
-    problem: str = ""
-
-
 def unfinished(final: Path, attempt: str) -> Path:
     """The folder in which the ranks write the checkpoint `final` before it is committed."""
     return final.with_name(f"{final.name}.tmp-{attempt}")
-
-
-def write_checkpoint(
-    directory: str | Path,
-    iteration: int,
-    *,
-    facts: Mapping[str, Any],
-    files: Files,
-    attempt: str,
-    rank: int = 0,
-    world_size: int = 1,
-    log: Log = print,
-    keep_last: int | None = None,
-    parts: Parts | None = None,
-) -> Path:
-    """Write this rank's `files`; rank 0 commits.
-
-    All ranks call it at the same step. Rank 0 returns once the checkpoint is committed, each other rank once its part
-    is on the disk. facts: what the manifest says about the run, in JSON's types; only rank 0 reads them. keep_last: how
-    many iterations rank 0 leaves, this one among them (default: all).
-
-    OSError, one line, if this rank cannot write, and on rank 0 if `parts` says that another one cannot. TimeoutError,
-    which is an OSError, if a rank's part is missing at the deadline of `parts`.
-    """
-    directory, parts = Path(directory), parts or Parts()
-    final = directory / f"iter_{iteration:07d}"
-    folder = unfinished(final, attempt)
-    try:
-        if rank == 0:
-            for stale in set(directory.glob("iter_*.tmp-*")) - {folder}:  # others may be writing into that one already
-                shutil.rmtree(stale, ignore_errors=True)
-        write_part(folder, iteration, files, rank)
-        parts.own.set_result(None)
-        if rank == 0:
-            _wait_for_tables(folder, world_size, parts)
-            _commit(folder, final, facts, world_size, log)
-    except BaseException as error:
-        if not parts.own.done():
-            parts.own.set_exception(error)
-        if rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
-    if rank == 0 and keep_last is not None:
-        _remove_older(directory, iteration, keep_last, log)
-    return final
 
 
 def write_part(folder: Path, iteration: int, files: Files, rank: int) -> bytes:
@@ -204,9 +141,14 @@ def write_tensors(folder: Path, file: str, iteration: int, pieces: Mapping[str, 
 
 def put_file(path: Path, data: bytes) -> None:
     """Write the file `path`, in a new folder if need be, and fsync it. It appears under its name as a whole or not at
-    all. OSError if it cannot be written."""
-    with _writing(path, len(data)), replacing(path, path.with_name(f"{path.name}.tmp")) as stream:
-        stream.write(data)
+    all, and then nothing is left to do: rank 0 may commit as soon as it sees the last table. OSError if it cannot be
+    written."""
+    new = path.with_name(f"{path.name}.tmp")
+    with _writing(path, len(data)):
+        with open(new, "wb") as stream:
+            stream.write(data)
+            flush_to_disk(stream)
+        new.replace(path)
 
 
 @contextlib.contextmanager
@@ -244,25 +186,7 @@ def manifest_bytes(iteration: int, facts: Mapping[str, Any], tables: Iterable[by
     return sealed_lines(entries | {"held": list(places), "tables": listed})
 
 
-def _wait_for_tables(folder: Path, world_size: int, parts: Parts) -> None:
-    """Return when the tables of all ranks are there. OSError and TimeoutError as `write_checkpoint` says."""
-    ranks = {Path(table_path(rank)).name: rank for rank in range(world_size)}
-    began = time.monotonic()
-    # One look for all: of thousands, each would otherwise be a question to the file system.
-    while missing := sorted(ranks.keys() - set(os.listdir((folder / table_path(0)).parent))):
-        if parts.problem:
-            raise OSError(parts.problem)
-        if time.monotonic() > parts.deadline:
-            named = ", ".join(str(ranks[name]) for name in missing[:_NAMED])
-            more = f" and {len(missing) - _NAMED:,} more" if len(missing) > _NAMED else ""
-            raise TimeoutError(
-                f"{folder}: nothing came from rank {named}{more} within {parts.deadline - began:.3g} s; earlier "
-                "checkpoints are untouched: do all nodes share the folder?"
-            )
-        time.sleep(_PAUSE)
-
-
-def _commit(folder: Path, final: Path, facts: Mapping[str, Any], world_size: int, log: Log) -> None:
+def commit(folder: Path, final: Path, facts: Mapping[str, Any], world_size: int, log: Log) -> None:
     """Make `folder`, complete but for its manifest, the checkpoint `final`."""
     iteration = int(final.name.removeprefix("iter_"))
     tables = ((folder / table_path(rank)).read_bytes() for rank in range(world_size))
@@ -271,9 +195,8 @@ def _commit(folder: Path, final: Path, facts: Mapping[str, Any], world_size: int
         Checkpoint(folder)  # what cannot be opened must not be committed
     except ValueError as error:
         raise OSError(f"not what was written: {error}") from error
-    for path in folder.iterdir():
-        if path.is_dir():
-            sync_folder(path)
+    for parent in (*(path for path in folder.iterdir() if path.is_dir()), folder):
+        sync_folder(parent)
     tracker, number = final.parent / TRACKER, f"{iteration}\n".encode()
     # The tracker is replaced last: a crash before leaves the earlier checkpoint in charge.
     with _writing(tracker, len(number)), replacing(tracker, tracker.with_name(f"{TRACKER}.tmp")) as successor:
@@ -285,15 +208,16 @@ def _commit(folder: Path, final: Path, facts: Mapping[str, Any], world_size: int
         sync_folder(final.parent)
 
 
-def _remove_older(directory: Path, iteration: int, keep_last: int, log: Log) -> None:
-    """Remove iterations before `iteration`, which is committed and in the tracker; the newest `keep_last` - 1 stay.
+def remove_older(directory: Path, iteration: int, keep_last: int | None, log: Log) -> None:
+    """Remove iterations before `iteration`, which is committed and in the tracker; the newest `keep_last` - 1 stay, for
+    None all.
 
     Newer ones, and those that were renamed aside, belong to another course of the run, and a person decides about them.
     A folder is first renamed to a name that no load takes and that the next save clears away.
     """
     older = [folder for number, folder in iterations(directory) if number < iteration]
     try:
-        for folder in reversed(older[keep_last - 1 :]):
+        for folder in reversed(older[keep_last - 1 :] if keep_last else []):
             removed = folder.rename(unfinished(folder, "removed"))
             sync_folder(directory)
             shutil.rmtree(removed)

@@ -8,7 +8,7 @@
     python tools/checkpoint.py diff A B
 
 It runs on a CPU, starts no process group, and holds about one tensor at a time. The source's format is recognised.
-Exit codes: 0; 1 where a difference or damage was found; 2 for bad input.
+Exit codes: 0; 1 if a difference or damage was found; 2 for bad input.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from megatron.gpt2.pipeline.schedule import FIRST, LAST
 MEGATRON = ("megatron-2019", "megatron-v2", "megatron-v3", "megatron-core", "torch_dist")
 OTHERS = ("huggingface", "nanogpt", "dcp")
 TARGETS = ("native", *OTHERS, *MEGATRON)
-CHECK_LIMIT = 1e-4  # of a logit; a translation alone makes none, other kernels 1e-6
+CHECK_LIMIT = 1e-4  # of a logit; a translation makes none, other kernels 1e-6
 
 
 def map_tensors_apart() -> None:
@@ -62,9 +62,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         made = commands.add_parser(name, help=help)
         for folder in folders:
             made.add_argument(folder.lower(), metavar=folder)
-        made.add_argument("--num-attention-heads", type=int, metavar="N", help="where the source does not say it")
-        made.add_argument("--vocab-size", type=int, metavar="N", help="true size, where the source has a padded one")
-        made.add_argument("--gelu", choices=("tanh", "erf"), help="where it is not the one that is inferred")
+        made.add_argument("--num-attention-heads", type=int, metavar="N", help="if the source does not say it")
+        made.add_argument("--vocab-size", type=int, metavar="N", help="true size, if the source has a padded one")
+        made.add_argument("--gelu", choices=("tanh", "erf"), help="if it is not the one that is inferred")
         made.add_argument("--iteration", type=int, metavar="N", help="of several (default: the newest valid one)")
         made.add_argument("--no-verify", action="store_true", help="do not hash the files of a native source first")
         return made
@@ -223,7 +223,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def verify(args: argparse.Namespace) -> int:
-    """Read every byte of the checkpoint and say whether it is as it was written; 1 where it is not."""
+    """Read every byte of the checkpoint and say whether it is as it was written; 1 if it is not."""
     source = opened(args, args.dir)
     if isinstance(source, Checkpoint):
         known = source.facts.get("tokenizer")
@@ -243,7 +243,7 @@ def verify(args: argparse.Namespace) -> int:
 
 
 def other_tokenizer(iteration: Path, fingerprint: str) -> str:
-    """Why the tokenizer beside the folder `iteration` is not that of its run, in one line; "" where it is."""
+    """Why the tokenizer next to the folder `iteration` is not that of its run, in one line; "" if it is."""
     folder = iteration.parent / "tokenizer"
     try:
         found = load_tokenizer(folder).fingerprint

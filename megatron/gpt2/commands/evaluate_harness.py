@@ -112,7 +112,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """The flags, checked. ValueError or FileNotFoundError where one cannot be."""
+    """The flags, checked. ValueError or FileNotFoundError if one cannot be."""
     parser = ModelParser(__doc__, precision="fp32")
     parser.add_argument("--tasks", required=True, metavar="NAMES", help="lm-eval's names, with commas between them")
     parser.add_argument("--include-path", metavar="DIR", help="a folder with tasks of your own")

@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's); returns the exit code."""
     args = arguments(argv)
     if args.model_type not in ("GPT", "GPT2"):
-        raise ValueError(f"--model-type {args.model_type}: GPT-2 alone is read here")
+        raise ValueError(f"--model-type {args.model_type}: only GPT-2 is read here")
     if args.target != 1:
         raise ValueError(f"this merges to one rank: {how_to_call('checkpoint')} split makes another number of them")
     passed_on = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in PASSED_ON if getattr(args, name)]

@@ -12,8 +12,9 @@ import torch
 
 from data_utils import Tokenizer
 from data_utils.files import sync_folder
+from megatron.gpt2.checkpoint.saver import Parts, Saver
 from megatron.gpt2.checkpoint.source import Source, check_facts
-from megatron.gpt2.checkpoint.writer import Piece, write_checkpoint
+from megatron.gpt2.checkpoint.writer import Piece
 from megatron.gpt2.config import Config
 from megatron.gpt2.formats.foreign import OPTIMIZER, has_optimizer
 from megatron.gpt2.model.gpt2 import parameter_specs
@@ -75,14 +76,8 @@ def write_native(
     with new_folder(out) as folder:
         if tokenizer is not None:
             tokenizer.save(folder / "tokenizer")
-        path = write_checkpoint(
-            folder,
-            source.iteration,
-            facts=facts,
-            files=files,
-            attempt=secrets.token_hex(8),
-            log=log,
-        )
+        saver = Saver(folder=folder, attempt=secrets.token_hex(8), log=lambda line: None)
+        path = saver.write(source.iteration, files, facts, Parts())
     taken = {f"{kind}.{name}" for kind in kinds for name in specs}
     if left := [name for name in source.names() if name not in taken and not name.startswith("rng.")]:
         log(f"left out: {len(left)} tensors, {left[0]} among them")

@@ -38,7 +38,7 @@ class Task:
     """A file that was read for scoring.
 
     settings: what else decided its windows. words: number of words of the original text, for a perplexity per word;
-    None where that has no meaning. cut: passages whose beginning was left out because they are longer than a window.
+    None if that has no meaning. cut: passages whose beginning was left out because they are longer than a window.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Task:
 
 
 def task_of(path: str) -> str:
-    """The task that the name of a file, or of its folder, stands for; TEXT where it is unknown."""
+    """The task that the name of a file, or of its folder, stands for; TEXT if it is unknown."""
     name = "/".join(PurePath(path).parts[-2:]).lower()
     if is_json(path):
         return "LAMBADA" if "lambada" in name else "TEXT"
@@ -78,7 +78,7 @@ def read_task(
     overlapping_eval: targets of each window after the first (default: 32 for WIKITEXT103 and PTB; all for TEXT).
     strict_lambada: every token of the last word is a target, and the word is tokenised by itself; otherwise the target
     is the last token of the passage. max_bad_fraction: of a file's lines that may be unusable. log: takes the notices.
-    Raises ValueError, in one line, where the file does not fit the task.
+    Raises ValueError, in one line, if the file does not fit the task.
     """
     if overlapping_eval is not None and not 1 <= overlapping_eval <= length:
         raise ValueError(f"--overlapping-eval {overlapping_eval} must be from 1 to the {length} tokens of a window")
@@ -167,7 +167,7 @@ def evaluate_task(model: GPT2Model, task: Task, tokenizer: Tokenizer, *, batch_s
 
 
 def plausibility_warning(task: Task, metrics: Metrics, vocab_size: int) -> str | None:
-    """Why the score suggests another tokenizer than the model's, or an untrained model; None where it does not.
+    """Why the score suggests another tokenizer than the model's, or an untrained model; None if it does not.
 
     A model has to do better than two guesses. The first guesses each target by how often it came before in the same
     text, with every id counted once at the start, which costs ln[(n + v - 1)! / (v - 1)!] - Σ ln(count!) nats for n

@@ -40,19 +40,55 @@ class Continuation:
         self.prompt_tokens: list[GeneratedToken] = []
         self.ids: list[int] = []
         self.finish = ""
+        # Its number in the batch that computes it, and what is read there for its next token.
+        self.number = -1
+        self.context: list[int] = []
+        self._text = TextStream(sampling.stop)
+        self._sampler: Sampler | None = None  # made when the text begins: it may have memory of the device
 
     def cancel(self) -> None:
         """End it before its next token. May be called from any thread."""
         self.finish = self.finish or "cancelled"
+
+    def next(self, logits: Tensor, total: Tensor, tokenizer: Tokenizer) -> "Event":
+        """Draw the next token, or end. logits [v], total: their logsumexp."""
+        wanted = self.sampling.max_new_tokens
+        if not wanted:
+            self.finish = self.finish or "length"
+        if self.finish:
+            return Finished(self.number, self.finish)
+        if self._sampler is None:
+            self._sampler = Sampler(self.sampling, self.context, logits.numel(), logits.device)
+        token, probability = self._sampler.draw(logits, total)
+        self.context.append(token)
+        if token == tokenizer.eod:
+            text, ended = self._text.add(b"", last=True), "end"
+        else:
+            self.ids.append(token)
+            is_last = len(self.ids) == wanted
+            text = self._text.add(tokenizer.token_bytes[token], last=is_last)
+            ended = "stop" if self._text.stopped else "length" if is_last else ""
+        self.finish = self.finish or ended
+        return GeneratedToken(self.number, token, probability, text, self._sampler.likeliest(logits), self.finish)
+
+    def take_scores(self, scores: Iterator[list[float]]) -> None:
+        """Make `prompt_tokens` of the next rows of `token_scores`, for at least as many alternatives as are asked for."""
+        for token in self.context[1:]:
+            own, _, *others = next(scores)
+            middle = len(others) // 2
+            likeliest = [(int(i), math.exp(value)) for i, value in zip(others[:middle], others[middle:], strict=True)]
+            wanted = tuple(likeliest[: self.sampling.alternatives])
+            self.prompt_tokens.append(GeneratedToken(self.number, token, math.exp(own), "", wanted))
+        self.score_prompt = False  # once
 
 
 @dataclass(frozen=True)
 class GeneratedToken:
     """One new token of the continuation number `row`, with the text that is certain with it.
 
-    text: may be empty, or hold characters of earlier tokens too. probability: of the token by the model alone, before
+    text: may be empty, or hold characters of earlier tokens too. probability: of the token by the model itself, before
     penalty, temperature, top-k and top-p. likeliest: the `Sampling.alternatives` likeliest ids, each with its
-    probability by the model alone. finish: why the continuation ends with this token; "" if it goes on.
+    probability by the model itself. finish: why the continuation ends with this token; "" if it goes on.
     """
 
     row: int
@@ -133,11 +169,11 @@ class Batch:
 
     def __init__(self, generator: Generator, rows: int) -> None:
         self._generator, self._model, self._limit = generator, generator.model, generator.limit
-        self._vocab_size = generator.tokenizer.vocab_size
+        self._tokenizer = generator.tokenizer
         self._numbers = itertools.count()
-        self._waiting: deque[_Text] = deque()
+        self._waiting: deque[Continuation] = deque()
         self._size, self._told = rows, False
-        self._rows: dict[int, _Text] = {}  # by their row in the cache
+        self._rows: dict[int, Continuation] = {}  # by their row in the cache
 
     def add(self, c: Continuation) -> int:
         """Gives the number that the events of `c` have: 0, 1, 2, … May be called while `events` runs."""
@@ -146,16 +182,16 @@ class Batch:
                 f"notice: of a prompt of {len(c.prompt):,} tokens the last {self._limit:,} are read, "
                 "which is the context of the model"
             )
-        text = _Text(next(self._numbers), c, self._generator)
-        self._waiting.append(text)
-        return text.number
+        c.number, c.context = next(self._numbers), c.prompt[-self._limit :] or [self._tokenizer.start]
+        self._waiting.append(c)
+        return c.number
 
     def events(self) -> EventStream:
         """Draw token after token until every continuation that was added has ended. May be called again."""
         while self._waiting or self._rows:
-            for text in [text for text in self._waiting if text.c.finish]:
-                self._waiting.remove(text)
-                yield Finished(text.number, text.c.finish)
+            for c in [c for c in self._waiting if c.finish]:
+                self._waiting.remove(c)
+                yield Finished(c.number, c.finish)
             newcomers = self._admit()
             if not self._generator.recompute:
                 yield from self._read(newcomers)
@@ -163,7 +199,7 @@ class Batch:
             if self._generator.recompute:
                 yield from self._read(range(len(sources)))
             elif sources:
-                contexts = [text.context for text in self._rows.values()]
+                contexts = [c.context for c in self._rows.values()]
                 last, places = [context[-1] for context in contexts], [len(context) - 1 for context in contexts]
                 yield from self._draw(range(len(sources)), self._model.step(last, places, sources))
 
@@ -194,30 +230,27 @@ class Batch:
         if not rows:
             return
         texts = [self._rows[row] for row in rows]
-        alternatives = max((text.c.sampling.alternatives for text in texts if text.to_score), default=0)
+        scored = [c.score_prompt for c in texts]
+        alternatives = max((c.sampling.alternatives for c in texts if c.score_prompt), default=0)
         logits, scores = self._model.read(
-            [text.context for text in texts],
-            rows,
-            [text.to_score for text in texts],
-            min(alternatives, self._vocab_size),
+            [c.context for c in texts], rows, scored, min(alternatives, self._tokenizer.vocab_size)
         )
         found = iter(scores.tolist())
-        for text in texts:
-            if text.to_score:
-                text.c.prompt_tokens = [_scored(text, token, next(found)) for token in text.context[1:]]
-                text.to_score = False
+        for c in texts:
+            if c.score_prompt:
+                c.take_scores(found)
         yield from self._draw(rows, logits)
 
     def _draw(self, rows: Sequence[int], logits: Tensor) -> EventStream:
-        """logits [b, v]: of these rows, whose texts leave where they end."""
-        logits = logits[:, : self._vocab_size]
+        """Draw the next tokens of these rows, whose texts leave when they end. logits: [b, v]."""
+        logits = logits[:, : self._tokenizer.vocab_size]
         totals = logits.logsumexp(1)
         for i, row in enumerate(rows):
-            text = self._rows[row]
-            event = text.next(logits[i], totals[i])
+            c = self._rows[row]
+            event = c.next(logits[i], totals[i], self._tokenizer)
             if event.finish:
                 del self._rows[row]
-            elif len(text.context) > self._limit:
+            elif len(c.context) > self._limit:
                 half = max(1, self._limit // 2)
                 if not self._told:
                     self._generator.log(
@@ -225,42 +258,10 @@ class Batch:
                         f"last {half:,}, each time that it is"
                     )
                 self._told = True
-                del text.context[:-half]
+                del c.context[:-half]
                 if not self._generator.recompute:  # it is read anew, before all that wait
                     self._waiting.appendleft(self._rows.pop(row))
             yield event
-
-
-class _Text:
-    """What the leader knows of a continuation: its number, and the context that is read for the next token."""
-
-    def __init__(self, number: int, c: Continuation, generator: Generator) -> None:
-        self.number, self.c, self.to_score = number, c, c.score_prompt
-        self.context = c.prompt[-generator.limit :] or [generator.tokenizer.start]
-        self._tokenizer, self._device = generator.tokenizer, generator.model.device
-        self._sampler: Sampler | None = None  # made when the text begins: it may have memory of the device
-        self._certain = TextStream(c.sampling.stop)
-
-    def next(self, logits: Tensor, total: Tensor) -> Event:
-        """logits [v], total: their logsumexp -> the next token, or the end."""
-        c, wanted = self.c, self.c.sampling.max_new_tokens
-        if not wanted:
-            c.finish = c.finish or "length"
-        if c.finish:
-            return Finished(self.number, c.finish)
-        if self._sampler is None:
-            self._sampler = Sampler(c.sampling, self.context, self._tokenizer.vocab_size, self._device)
-        token, probability = self._sampler.draw(logits, total)
-        self.context.append(token)
-        if token == self._tokenizer.eod:
-            text, ended = self._certain.add(b"", last=True), "end"
-        else:
-            c.ids.append(token)
-            is_last = len(c.ids) == wanted
-            text = self._certain.add(self._tokenizer.token_bytes[token], last=is_last)
-            ended = "stop" if self._certain.stopped else "length" if is_last else ""
-        c.finish = c.finish or ended
-        return GeneratedToken(self.number, token, probability, text, self._sampler.likeliest(logits), c.finish)
 
 
 class TextStream:
@@ -288,15 +289,6 @@ class TextStream:
         sure = len(held) - (0 if last else max(sizes, default=0))
         self._held = held[sure:]
         return held[:sure]
-
-
-def _scored(text: _Text, token: int, scores: list[float]) -> GeneratedToken:
-    """scores: of `token_scores`, for at least as many alternatives as the text asks for."""
-    own, _, *alternatives = scores
-    middle = len(alternatives) // 2
-    ids, values = alternatives[:middle], alternatives[middle:]
-    likeliest = tuple((int(i), math.exp(value)) for i, value in zip(ids, values, strict=True))
-    return GeneratedToken(text.number, token, math.exp(own), "", likeliest[: text.c.sampling.alternatives])
 
 
 def generate(

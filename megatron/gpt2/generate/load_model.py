@@ -37,8 +37,8 @@ def load_for_inference(
     its layers over the stages of a pipeline too.
 
     Every rank of that group calls it. log: takes a line for each damaged checkpoint that is passed over.
-    Raises ValueError or FileNotFoundError, in one line, where the folder holds no checkpoint of this project, the
-    tokenizer beside it is missing or is another one, or the ranks cannot share the attention heads.
+    Raises ValueError or FileNotFoundError, in one line, if the folder holds no checkpoint of this project, the
+    tokenizer next to it is missing or is another one, or the ranks cannot share the attention heads.
     """
     refuse_foreign(directory, with_tokenizer=True)
     checkpoint = find_checkpoint(directory, log=log)

@@ -138,7 +138,7 @@ class OrderedModel:
         self, contexts: Sequence[Sequence[int]], rows: Sequence[int], scored: Sequence[bool], alternatives: int
     ) -> tuple[Tensor, Tensor]:
         """The logits after these contexts, float32 [b, v]. rows: of the cache, if there is one, that keep their keys
-        and values. Of the contexts that are scored, one after the other, also what `token_scores` gives."""
+        and values. Also what `token_scores` gives for the contexts that are scored, one after the other."""
         lengths = torch.tensor([len(context) for context in contexts])
         width = padded = int(lengths.max())
         if self.cache is not None:
@@ -149,7 +149,7 @@ class OrderedModel:
         hidden = self.model.hidden_states(tokens, cache=self.cache)  # [s, b, h]
         scores = torch.empty(0)
         if any(scored):
-            # Of each token after the first: its row, and its place - 1.
+            # The row of each token after the first, and its place - 1.
             to_score = torch.where(torch.tensor(scored), lengths, 1) - 1
             row, place = (torch.arange(width - 1) < to_score.unsqueeze(1)).nonzero().t().to(self.device)
             scores = token_scores(self.model, hidden[place, row], tokens[row, place + 1], alternatives)

@@ -50,7 +50,7 @@ class Sampling:
 
 
 class Sampler:
-    """Draws the tokens of one continuation. The draws depend on the logits, the seed and the tokens so far alone."""
+    """Draws the tokens of one continuation. The draws depend only on the logits, the seed and the tokens so far."""
 
     def __init__(self, sampling: Sampling, context: Sequence[int], vocab_size: int, device: torch.device) -> None:
         self.sampling = sampling
@@ -61,7 +61,7 @@ class Sampler:
             self._seen[torch.tensor(context, dtype=torch.int64, device=device)] = True
 
     def draw(self, logits: Tensor, total: Tensor) -> tuple[int, float]:
-        """logits [v] float32, total: their logsumexp -> a token id, and its probability by the model alone."""
+        """logits [v] float32, total: their logsumexp -> a token id, and its probability by the model itself."""
         filtered = filter_logits(logits, self.sampling, self._seen)
         if self.sampling.temperature > 0:
             # The largest of ln p - ln E, with exponential E, is a draw from p. A sum over p, the other way, would let
@@ -76,7 +76,7 @@ class Sampler:
         return int(chosen), math.exp(log_probability)
 
     def likeliest(self, logits: Tensor) -> tuple[tuple[int, float], ...]:
-        """logits [v] float32 -> the `alternatives` likeliest ids, each with its probability by the model alone."""
+        """logits [v] float32 -> the `alternatives` likeliest ids, each with its probability by the model itself."""
         if not self.sampling.alternatives:
             return ()
         values, tokens = (logits - logits.logsumexp(0)).topk(min(self.sampling.alternatives, logits.numel()))

@@ -32,7 +32,8 @@ class Window:
 
 @dataclass(frozen=True)
 class Scores:
-    """Of each window: `nats` [w] float64, -Σ ln p(target); `greedy` [w] bool, whether every target is the arg-max."""
+    """The scores of windows: `nats` [w] float64, -Σ ln p(target); `greedy` [w] bool, whether every target is the
+    arg-max."""
 
     nats: np.ndarray
     greedy: np.ndarray
@@ -73,7 +74,7 @@ def score(model: GPT2Model, windows: Sequence[Window], *, batch_size: int) -> Sc
             padded = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)  # padding is after all that counts
             tokens = padded.to(device)
             counts = [windows[i].targets for i in batch]
-            # Of each target [t]: its row, and the place of the token that it follows.
+            # The row of each target [t], and the place of the token that it follows.
             last, at = torch.tensor([[len(text) - 1] for text in texts]), torch.arange(tokens.size(1) - 1)
             rows, places = ((at < last) & (at >= last - torch.tensor(counts)[:, None])).nonzero().t().to(device)
             hidden = model.hidden_states(tokens[:, :-1])

@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -36,9 +37,9 @@ class Checkpointing:
         self, prepared: PreparedRun, parallel: mpu.ParallelState, engine: Engine, *, lock: BinaryIO | None, log: Log
     ) -> None:
         self._prepared, self._parallel, self._engine = prepared, parallel, engine
-        self._lock, self._log, self._gather = lock, log, gather_texts
+        self._lock, self._log = lock, log
         config, ranks = prepared.config.checkpoint, prepared.ranks
-        attempt = self._gather(secrets.token_hex(8))[0]
+        attempt = gather_texts(secrets.token_hex(8))[0]
         self.saver = Saver(
             folder=prepared.save_directory,
             attempt=attempt,
@@ -49,20 +50,21 @@ class Checkpointing:
             rank=parallel.rank,
             world_size=parallel.world_size,
             local_world_size=ranks.local_world_size,
-            gather=self._gather,
+            gather=gather_texts,
         )
+        self._files = partial(checkpoint_files, engine, parallel, config, prepared.device)
         self.saver.prepare(self._files())
         self._local: LocalCheckpoints | None = None
         if config.local_checkpoint_dir is not None:
             if parallel.rank == 0 and not (prepared.start and run_name(prepared.save_directory)):
                 replace_text(prepared.save_directory / NAME, attempt)  # a run that begins gets another name
-            folder = Path(config.local_checkpoint_dir) / self._gather(run_name(prepared.save_directory))[0]
+            folder = Path(config.local_checkpoint_dir) / gather_texts(run_name(prepared.save_directory))[0]
             hosts = list(ranks.meeting.hosts.values()) if ranks.meeting else [""] * parallel.world_size
             group = dist.new_group(backend="gloo", timeout=prepared.timeout) if parallel.world_size > 1 else None
             self._local = LocalCheckpoints(folder, hosts, parallel.rank, group, attempt, log)
 
     def save(self, progress: Progress) -> Path | None:
-        """Write a checkpoint of this iteration: its folder, or None, with a warning, where that failed on any rank.
+        """Write a checkpoint of this iteration: its folder, or None, with a warning, if that failed on any rank.
 
         With --async-save a thread has only begun with it, and None says nothing: `saver.finish` has the outcome.
         """
@@ -79,17 +81,14 @@ class Checkpointing:
         self._local.save(*self._state(progress))
 
     def save_if_best(self, progress: Progress, valid_loss: float) -> None:
-        """Write a checkpoint of this iteration into the folder `best` where no validation loss was lower. valid_loss:
+        """Write a checkpoint of this iteration into the folder `best` if no validation loss was lower. valid_loss:
         nats per token."""
         folder, data = self._prepared.save_directory / BEST, self._prepared.splits.fingerprint
         self.saver.finish()  # the last best one may still be on its way
         lower = self._parallel.rank == 0 and valid_loss < best_loss(folder, data, self._log)
-        if any(self._gather("lower" if lower else "")):
+        if any(gather_texts("lower" if lower else "")):
             iteration, files, facts = self._state(progress)
             self.saver.save(iteration, files, facts | {"valid_loss": valid_loss}, beside=folder)
-
-    def _files(self) -> dict[str, dict[str, Piece]]:
-        return checkpoint_files(self._engine, self._parallel, self._prepared.config.checkpoint, self._prepared.device)
 
     def _state(self, progress: Progress) -> tuple[int, dict[str, dict[str, Piece]], dict[str, Any]]:
         """The iteration, what this rank writes of its checkpoint, and what the manifest says of the run (JSON): all
@@ -155,7 +154,7 @@ def checkpoint_files(
     if parallel.data_parallel_rank == 0:
         own = [(name, parameter) for name, parameter in engine.model.named_parameters() if name in specs]
         files[f"{folder}/model.safetensors"] = state_pieces(whole_parameters(own), specs, **layout)
-    # Each data-parallel rank holds all of the optimizer's state, or where it is sharded a part of it.
+    # Each data-parallel rank holds all of the optimizer's state, or if it is sharded a part of it.
     if not config.no_save_optim and (parallel.data_parallel_rank == 0 or engine.flat.is_sharded):
         states = (state for state in engine.optimizer.tensors() if state.name in specs)
         pieces = state_pieces(states, specs, **layout)
@@ -170,7 +169,7 @@ def checkpoint_files(
 
 def load_run(prepared: PreparedRun, parallel: mpu.ParallelState, engine: Engine, log: Log) -> tuple[int, int, int]:
     """Fill model, optimizer and random states from the checkpoint that the run starts from, if there is one. Returns
-    its iteration, consumed and skipped samples, 0 for a run that begins. ValueError where it does not fit this run."""
+    its iteration, consumed and skipped samples, 0 for a run that begins. ValueError if it does not fit this run."""
     if prepared.source is None:
         return 0, 0, 0
     wanted = prepared.config.checkpoint

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from megatron.gpt2.checkpoint.folder import find_checkpoint
 from megatron.gpt2.checkpoint.reader import Checkpoint
+from megatron.gpt2.checkpoint.saver import Parts, Saver
 from megatron.gpt2.checkpoint.state import state_pieces, whole_parameters
-from megatron.gpt2.checkpoint.writer import Parts, Piece, write_checkpoint
+from megatron.gpt2.checkpoint.writer import Piece
 from megatron.gpt2.optimizer.flat_parameters import FlatState
 from mpu import PartitionSpec
 
@@ -53,10 +54,19 @@ def rank_files(state: dict[tuple[str, str], Tensor], mp_rank: int, mp_size: int)
     }
 
 
-def write(folder: Path, iteration: int, files: Any, *, timeout_s: float = 60.0, **options: Any) -> Path:
-    """`write_checkpoint`, by default as the only rank."""
-    chosen = {"facts": {}, "attempt": "a", "parts": Parts(deadline=time.monotonic() + timeout_s), **options}
-    return write_checkpoint(folder, iteration, files=files, **chosen)
+def write(
+    folder: Path,
+    iteration: int,
+    files: Any,
+    *,
+    facts: Any = None,
+    timeout_s: float = 60.0,
+    problem: str = "",
+    **more: Any,
+) -> Path:
+    """`Saver.write`, by default as the only rank, without a thread."""
+    saver = Saver(folder=folder, **{"attempt": "a", "log": print, **more})
+    return saver.write(iteration, files, facts or {}, Parts(deadline=time.monotonic() + timeout_s, problem=problem))
 
 
 def save(folder: Path, iteration: int, mp_size: int = 2, seed: int | None = None, **options: Any) -> list[str]:

@@ -20,7 +20,6 @@ import mpu
 from megatron.gpt2.checkpoint.folder import find_checkpoint
 from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.checkpoint.state import load_state, whole_parameters
-from megatron.gpt2.checkpoint.writer import write_checkpoint
 from megatron.gpt2.config import CheckpointConfig, Config, DataConfig, ModelConfig, OptimizerConfig
 from megatron.gpt2.model.gpt2 import TIED, GPT2Model, parameter_specs
 from megatron.gpt2.optimizer.flat_parameters import FlatParameters
@@ -28,6 +27,7 @@ from megatron.gpt2.optimizer.optimizer import AdamWOptimizer, build_loss_scaler
 from megatron.gpt2.pipeline.schedule import layers_of_stages
 from megatron.gpt2.train.checkpointing import checkpoint_files, load_run
 from tests.megatron.gpt2.checkpoint.moved_runs import LAYOUTS, PIPELINES, Layout
+from tests.megatron.gpt2.checkpoint.saved_states import write
 
 HEADS, WIDTH, VOCAB = 8, 24, 29  # no rank's part of a bucket, a multiple of 64, ends where a row does
 # The padding differs at every size; of 4 ranks the last holds padding alone, and of 8 the last three.
@@ -156,7 +156,7 @@ def save(folder: Path, ranks: Iterable[Any]) -> None:
         assert not of_rank.keys() & files.keys()
         files.update(of_rank)
         facts = {"optimizer": rank.optimizer.state_dict(), "consumed_samples": 24}
-    write_checkpoint(folder, 3, facts=facts, files=files, attempt="a")
+    write(folder, 3, files, facts=facts)
 
 
 def assert_loads(checkpoint: Checkpoint, rank: Any, state: dict[tuple[str, str], Tensor]) -> int:

@@ -26,49 +26,7 @@ from megatron.gpt2.train.run import Run
 from megatron.gpt2.train.train_step import train_step
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.checkpoint.saved_states import assert_holds, full_state, rank_files
-from tests.megatron.gpt2.train.training_runs import SMALL, finish, start, state, steps, write_text
-
-ASYNC = "--async-save --attention-dropout 0.1 --hidden-dropout 0.1 --lr-decay-style cosine"
-
-
-def straight_and_resumed(rank: int, world_size: int, folder: str, flags: list[str]) -> dict[str, Any]:
-    """8 steps, and 4 of which a thread saves while 2 others run, then the last 4 from what it saved."""
-    results: dict[str, Any] = {}
-    run = start(rank, world_size, folder, ["--save", f"{folder}/straight", *flags])
-    results["straight"] = steps(run, 8)["loss"], state(run)
-    finish(run)
-    run = start(rank, world_size, folder, ["--save", f"{folder}/resumed", *flags])
-    seen = steps(run, 4)["loss"]
-    assert run.save() is None
-    assert run.checkpoints.saver.saved_iteration is None, "not committed yet, as far as anyone knows"
-    steps(run, 2)
-    assert run.checkpoints.saver.finish() is not None and run.checkpoints.saver.saved_iteration == 4
-    finish(run)
-    run = start(rank, world_size, folder, ["--save", f"{folder}/resumed", *flags])
-    assert run.progress.iteration == 4
-    results["resumed"] = seen + steps(run, 4)["loss"], state(run)
-    finish(run)
-    return results
-
-
-@pytest.mark.parametrize(
-    ("model_parallel", "data_parallel", "flags"),
-    [
-        (1, 1, ["--precision", "bf16"]),
-        pytest.param(2, 2, ["--use-distributed-optimizer", "--precision", "bf16"], marks=pytest.mark.wide),
-    ],
-)
-def test_resume_is_bit_identical(tmp_path: Path, model_parallel: int, data_parallel: int, flags: list[str]):
-    write_text(tmp_path)
-    layout = f"--model-parallel-size {model_parallel} --global-batch-size 8 --micro-batch-size 2"
-    flags = [*ASYNC.split(), *flags, *layout.split()]
-    for results in run_ranks(straight_and_resumed, model_parallel * data_parallel, str(tmp_path), flags):
-        (straight, tensors), (resumed, others) = results["straight"], results["resumed"]
-        assert resumed == straight and straight[-1] < straight[0]
-        assert others.keys() == tensors.keys()
-        for name, tensor in tensors.items():
-            assert torch.equal(others[name], tensor), name
-
+from tests.megatron.gpt2.train.training_runs import SMALL, finish, start, steps, write_text
 
 # --------------------------------------------------------------------------------------------------------- failures
 

@@ -7,7 +7,6 @@ import json
 import os
 import random
 import re
-import resource
 import shutil
 import subprocess
 import sys
@@ -21,7 +20,7 @@ import torch
 
 from megatron.gpt2.checkpoint.folder import TRACKER, find_checkpoint
 from megatron.gpt2.checkpoint.reader import MANIFEST
-from megatron.gpt2.checkpoint.writer import Parts, Piece
+from megatron.gpt2.checkpoint.writer import Piece
 from tests.conftest import ROOT
 from tests.megatron.gpt2.checkpoint.saved_states import (
     find,
@@ -35,14 +34,30 @@ from tests.warm_python import WarmPython
 
 def test_rank_0_names_the_rank_that_is_missing(tmp_path: Path) -> None:
     save(tmp_path, 100)
-    with pytest.raises(TimeoutError, match=r"rank 1 within [\d.]+ s"):
-        write(tmp_path, 200, rank_files(full_state(200), 0, 2), world_size=2, attempt="b", timeout_s=0.2)
-    assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000100"]
-    assert find(tmp_path) == (100, "")
+    files = rank_files(full_state(200), 0, 2)
+    for problem, said in (("", r"rank 1 within [\d.]+ s"), ("rank 1 has no room", "rank 1 has no room")):
+        with pytest.raises(OSError, match=said):
+            write(tmp_path, 200, files, world_size=2, attempt="b", timeout_s=0.2, problem=problem, keep_last=1)
+        assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000100"]
+        assert find(tmp_path) == (100, "")
+
+
+def test_rank_0_may_commit_as_soon_as_it_sees_the_last_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder may have its final name before the last rank looks at it again."""
+    replace = Path.replace
+
+    def replace_and_commit(path: Path, target: Path) -> Path:
+        found = replace(path, target)
+        target.parents[1].rename(tmp_path / "committed")
+        return found
+
+    monkeypatch.setattr(Path, "replace", replace_and_commit)
+    write(tmp_path, 200, rank_files(full_state(200), 1, 2), rank=1, world_size=2)
+    assert (tmp_path / "committed/boxes/rank_00001.jsonl").is_file()
 
 
 def test_what_a_crashed_attempt_left_takes_no_part(tmp_path: Path) -> None:
-    """Rank 1 had finished its part before the crash; its report must not stand for the new attempt."""
+    """Rank 1 had finished its part before the crash; its table must not stand for the new attempt."""
     save(tmp_path, 100)
     write(tmp_path, 200, rank_files(full_state(666), 1, 2), rank=1, world_size=2, attempt="crashed")
     with pytest.raises(TimeoutError, match="rank 1"):
@@ -50,28 +65,6 @@ def test_what_a_crashed_attempt_left_takes_no_part(tmp_path: Path) -> None:
     save(tmp_path, 200, attempt="third")
     assert find(tmp_path) == (200, "")
     assert not list(tmp_path.glob("*.tmp*"))
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_disk_full(rank: int, tmp_path: Path) -> None:
-    """In the place of a full disk, a limit on the size of files: the same error in the same place."""
-    save(tmp_path, 100)
-
-    if rank == 0:
-        write(tmp_path, 200, rank_files(full_state(200), 1, 2), rank=1, world_size=2, attempt="b")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, hard))  # of rank 1 the model fits, the optimizer does not
-    try:
-        with pytest.raises(OSError, match=r"safetensors: cannot write its [\d,]+ bytes: .*bytes are free"):
-            write(tmp_path, 200, rank_files(full_state(200), rank, 2), rank=rank, world_size=2, attempt="b")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    if rank == 1:  # rank 0 hears of it through the collective of the run
-        with pytest.raises(OSError, match="rank 1 has no room"):
-            parts = Parts(problem="rank 1 has no room")
-            write(tmp_path, 200, rank_files(full_state(200), 0, 2), world_size=2, attempt="b", parts=parts)
-    assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000100"]
-    assert find(tmp_path) == (100, "")
 
 
 WRITER = """
@@ -126,7 +119,7 @@ def save_until_it_fits(folder: str) -> None:
             try:
                 files = {f"mp_rank_0{rank}/model.safetensors": pieces}
                 facts = {"a manifest": "of three pages" * 600}
-                options: dict[str, Any] = {"rank": rank, "world_size": 2, "timeout_s": 0.2, "log": pytest.fail}
+                options: dict[str, Any] = {"rank": rank, "world_size": 2, "timeout_s": 0.2}
                 write(disk / "save", iteration, files, facts=facts, **options)
             except OSError as error:
                 problems.append(str(error))
@@ -161,7 +154,9 @@ def test_a_full_disk(tmp_path: Path) -> None:
     mounted = f"mount -t tmpfs -o size=400k tmpfs {tmp_path} && "
     alone = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
     if not shutil.which("unshare") or subprocess.run([*alone, mounted + "true"], capture_output=True).returncode:
-        pytest.skip("no small filesystem can be mounted here; test_disk_full limits the size of files instead")
+        pytest.skip(
+            "no small filesystem can be mounted here; tests/faults/test_faults.py limits the size of files instead"
+        )
     program = f"from {__name__} import save_until_it_fits; save_until_it_fits({str(tmp_path)!r})"
     run = subprocess.run(
         [*alone, f'{mounted} exec "$0" -c "$1"', sys.executable, program],

@@ -108,6 +108,7 @@ def test_random_generators_come_back(tmp_path: Path) -> None:
         tracker.reset()
         tracker.add("model-parallel-rng", 5)
         pieces = {mp: rng_pieces(place(mp, 2, 1), cpu) for mp in (0, 1)}
+        layout = {"model_parallel_size": 2, "data_parallel_size": 1}
 
         def drawn() -> Tensor:
             with tracker.fork():
@@ -117,7 +118,8 @@ def test_random_generators_come_back(tmp_path: Path) -> None:
         first = drawn()
         assert not torch.equal(drawn(), first)
         for mp in (1, 0):
-            write(tmp_path, 1, {f"mp_rank_0{mp}/rng_dp_00.safetensors": pieces[mp]}, rank=mp, world_size=2)
+            files = {f"mp_rank_0{mp}/rng_dp_00.safetensors": pieces[mp]}
+            write(tmp_path, 1, files, facts={"layout": layout}, rank=mp, world_size=2)
         checkpoint = Checkpoint(tmp_path / "iter_0000001")
         assert load_rng(checkpoint, place(1, 2, 1), cpu)
         assert torch.equal(drawn(), first)

@@ -262,20 +262,7 @@ def test_doubt_is_of_scores_no_better_than_counting(targets: list[int], v: int) 
 
 @pytest.mark.parametrize(
     ("count", "length", "stride"),
-    [
-        (0, 4, 2),
-        (1, 4, 4),
-        (2, 4, 4),
-        (5, 4, 4),
-        (6, 4, 4),
-        (9, 4, 4),
-        (3, 4, 1),
-        (5, 4, 1),
-        (9, 4, 1),
-        (30, 8, 3),
-        (31, 8, 3),
-        (33, 8, 8),
-    ],
+    [(0, 4, 2), (1, 4, 4), (2, 4, 4), (6, 4, 4), (9, 4, 4), (3, 4, 1), (9, 4, 1), (31, 8, 3), (33, 8, 8)],
 )
 def test_every_id_but_the_first_is_a_target_once(count: int, length: int, stride: int) -> None:
     windows = windows_over(np.arange(count), length, stride)

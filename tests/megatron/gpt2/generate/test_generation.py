@@ -18,7 +18,6 @@ import torch.distributed as dist
 import mpu
 from data_utils import build_tokenizer
 from megatron.gpt2.checkpoint.state import state_pieces, whole_parameters
-from megatron.gpt2.checkpoint.writer import write_checkpoint
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.formats.huggingface import write_huggingface
 from megatron.gpt2.generate import orders
@@ -29,6 +28,7 @@ from megatron.gpt2.generate.sampling import Sampling
 from megatron.gpt2.generate.scoring import Window, score
 from megatron.gpt2.model.gpt2 import GPT2Model, layer_config
 from tests.distributed import run_ranks
+from tests.megatron.gpt2.checkpoint.saved_states import write
 
 TOKENIZER = build_tokenizer("bytes")
 CONFIG = ModelConfig(
@@ -300,17 +300,12 @@ def hugging_face(model: GPT2Model, folder: Path) -> Any:
 
 def save(model: GPT2Model, folder: Path) -> None:
     pieces = state_pieces(whole_parameters(model.named_parameters()), mpu.partition_specs(model), mp_rank=0, mp_size=1)
-    write_checkpoint(
-        folder,
-        3,
-        facts={
-            "config": {"model": dataclasses.asdict(model.config)},
-            "vocab_size": TOKENIZER.vocab_size,
-            "tokenizer": {"fingerprint": TOKENIZER.fingerprint},
-        },
-        files={"mp_rank_00/model.safetensors": pieces},
-        attempt="a",
-    )
+    facts = {
+        "config": {"model": dataclasses.asdict(model.config)},
+        "vocab_size": TOKENIZER.vocab_size,
+        "tokenizer": {"fingerprint": TOKENIZER.fingerprint},
+    }
+    write(folder, 3, {"mp_rank_00/model.safetensors": pieces}, facts=facts)
     TOKENIZER.save(folder / "tokenizer")
 
 

@@ -35,18 +35,13 @@ def of_transformers(logits: torch.Tensor, sampling: Sampling, context: torch.Ten
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
         {"temperature": 0.7},
         {"temperature": 1e-3},
         {"top_k": 1},
-        {"top_k": 40},
         {"top_k": 10**6},
         {"top_p": 0.001},
-        {"top_p": 0.5},
         {"top_p": 0.92},
-        {"top_p": 0.9999},
         {"top_p": 1.0},
-        {"repetition_penalty": 1.3},
         {"repetition_penalty": 0.8, "temperature": 1.4, "top_k": 500, "top_p": 0.9},
     ],
     ids=str,
@@ -75,19 +70,15 @@ def test_draws_follow_the_distribution() -> None:
     torch.testing.assert_close(drawn.bincount(minlength=4) / 4000, expected, rtol=0, atol=0.03)
 
 
-def test_greedy_penalty_and_probability() -> None:
+def test_greedy_penalty_probability_and_seed() -> None:
     logits = torch.tensor([0.0, 3.0, 1.0, 2.0])
     sampler = Sampler(Sampling(temperature=0, repetition_penalty=2.0), [0], 4, CPU)
     assert [sampler.draw(logits, logits.logsumexp(0))[0] for _ in range(4)] == [1, 3, 1, 1]
     assert sampler.draw(logits, logits.logsumexp(0))[1] == pytest.approx(float(logits.softmax(0)[1]))
 
-
-def test_a_seed_gives_its_draws() -> None:
-    logits = torch.zeros(1000)
-
     def drawn(seed: int) -> list[int]:
-        sampler = Sampler(Sampling(seed=seed), [], 1000, CPU)
-        return [sampler.draw(logits, logits.logsumexp(0))[0] for _ in range(10)]
+        sampler, even = Sampler(Sampling(seed=seed), [], 1000, CPU), torch.zeros(1000)
+        return [sampler.draw(even, even.logsumexp(0))[0] for _ in range(10)]
 
     assert drawn(1) == drawn(1) != drawn(2)
 
@@ -100,10 +91,8 @@ def test_a_seed_gives_its_draws() -> None:
         ("temperature", 1e-9),
         ("top_k", -1),
         ("top_p", 1.1),
-        ("top_p", -0.1),
         ("top_p", float("nan")),
         ("repetition_penalty", 0.0),
-        ("repetition_penalty", float("inf")),
         ("max_new_tokens", -1),
         ("seed", 2**63),
         ("stop", ("",)),
