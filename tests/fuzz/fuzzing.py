@@ -67,8 +67,15 @@ class Input:
             self.target.repair(files)
         return {name: data for name, data in files.items() if data != self.valid[name]}
 
-    def attempt(self, seed: int) -> tuple[str, str]:
-        """Read input number `seed`. ("taken" or "refused", "") or (a finding, an example of it)."""
+    def usual_seconds(self) -> float:
+        """The processor time of reading the valid input."""
+        start = time.process_time()
+        self.target.read(self.folder)
+        return time.process_time() - start
+
+    def attempt(self, seed: int, usual: float = 0.0) -> tuple[str, str]:
+        """Read input number `seed`. Returns ("taken" or "refused", ""), or (a finding, an example of it). usual: seconds
+        of processor time that are allowed in addition to MOST_SECONDS."""
         changed = self.changed(seed)
         for name, data in changed.items():
             (self.folder / name).write_bytes(data)
@@ -79,6 +86,7 @@ class Input:
                 size,
                 self.target.refusals,
                 str(self.folder) if self.target.named else "",
+                MOST_SECONDS + usual,
             )
         finally:
             for path in self.folder.rglob("*"):
@@ -89,10 +97,10 @@ class Input:
 
 
 def attempt(
-    read: Callable[[], object], size: int, refusals: tuple[type[Exception], ...], place: str
+    read: Callable[[], object], size: int, refusals: tuple[type[Exception], ...], place: str, most: float
 ) -> tuple[str, str]:
     """What `read` does with an input of `size` bytes, as `Input.attempt`. place: what an error has to name, a flag
-    apart; "": nothing."""
+    apart; "": nothing. most: seconds of processor time."""
     outcome = "taken", ""
     before, start = resident(), time.process_time()
     try:
@@ -111,7 +119,7 @@ def attempt(
     except BaseException as error:
         outcome = f"exception: {origin(error)}", repr(str(error)[:200])
     seconds, memory = time.process_time() - start, peak() - before
-    if seconds > MOST_SECONDS and outcome[0] in ("taken", "refused"):
+    if seconds > most and outcome[0] in ("taken", "refused"):
         return "slow", f"{seconds:.1f} s of processor time"
     if memory > MOST_TIMES * size + MOST_MORE and outcome[0] in ("taken", "refused"):
         return "memory", f"{memory / 2**20:.0f} MiB for {size:,} bytes"

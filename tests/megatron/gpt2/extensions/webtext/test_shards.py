@@ -132,6 +132,7 @@ def test_results_that_are_errors(setting: Setting):
     with pytest.raises(ValueError, match=r"c\.jsonl:1: .*all of the first 1000"):
         setting.run("--max-bad-fraction", "1")
     (setting.input / "c.jsonl").unlink()
+    (setting.output / "c.jsonl").write_text("")
     with pytest.raises(ValueError, match=r"c\.jsonl is not of this run"):
         setting.run("--max-bad-fraction", "1")
     setting.run("--max-bad-fraction", "1", alone=False)
