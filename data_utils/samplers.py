@@ -105,8 +105,8 @@ class SampleOrder:
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """`stages`: (samples, size), ascending from 0 samples on. A step before which so many samples were consumed takes
-    `size`. A constant batch is one stage."""
+    """`stages`: (samples, size), ascending from 0 samples on. From `samples` consumed samples on, a step
+    takes `size` samples. A constant batch is one stage."""
 
     stages: tuple[tuple[int, int], ...]
 

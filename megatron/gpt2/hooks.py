@@ -51,7 +51,7 @@ class Hook:
     contiguous_samples = False
     splits_tied_gradient = False
 
-    # Before the ranks meet, and while the run is built:
+    # Before the process group exists, and while the run is built:
 
     def check(self, config: Config, device: torch.device) -> None:
         """ValueError, in one line, if the run cannot be so on this device."""

@@ -90,9 +90,9 @@ class Saver:
     def save(
         self, iteration: int, files: Files, facts: Mapping[str, Any], *, beside: Path | None = None
     ) -> Path | None:
-        """Begin with a checkpoint. Its folder if it is committed on return; None, after a warning, if that failed, or
-        if a thread is at it. facts: what the manifest says about the run, in JSON's types; those of rank 0 count.
-        beside: another folder, for a checkpoint that is none of the run's own and replaces the one there."""
+        """Start saving a checkpoint. Returns its folder if it is committed on return; None if it failed, after a warning,
+        or if a thread is still writing (--async-save). facts: what the manifest says about the run, in JSON's types;
+        those of rank 0 count. beside: save into this folder instead, and replace the checkpoint there (for `best`)."""
         self.finish()
         self.prepare(files)
         if self._room is not None:

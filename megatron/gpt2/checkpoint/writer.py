@@ -206,6 +206,7 @@ def commit(folder: Path, final: Path, facts: Mapping[str, Any], world_size: int,
             log(f"WARNING: {final} exists already and is saved again: the existing one is now {set_aside(final)}")
         folder.rename(final)
         sync_folder(final.parent)
+        # Leaving this block renames the new tracker into place.
 
 
 def remove_older(directory: Path, iteration: int, keep_last: int | None, log: Log) -> None:

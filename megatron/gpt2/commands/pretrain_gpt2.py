@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except StoodBy as ended:
         return ended.code
     except Exception as error:
-        return this.ended_by(error)
+        return this.exit_code_of(error)
     finally:
         if this.run is not None:
             this.run.close()
@@ -111,7 +111,7 @@ class ThisRank:
         self.log(launch.notice)
         return arguments
 
-    def ended_by(self, error: Exception) -> int:
+    def exit_code_of(self, error: Exception) -> int:
         """The exit code, after the line that says why. Raises `error` if it is a bug of ours."""
         run, ranks = self.run, self.ranks
         if run is not None:

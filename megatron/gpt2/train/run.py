@@ -31,7 +31,7 @@ from megatron.gpt2.train.setup import Log, PreparedRun, check_ranks_agree
 class Run:
     """A training run under way. Only what `progress` and the tensors of `engine` hold changes from step to step.
 
-    prepared: what was known before the ranks met: flags, device, precision, lengths. parallel: the groups of this rank.
+    prepared: what was known before the process group existed: flags, device, precision, lengths. parallel: the groups of this rank.
     forward_backward: runs the passes of a step. peak: FLOP/s of one device, and words for what that figure is.
     settings: of torch, which end with the run. hooks: what extends the run, or watches it.
     """
@@ -115,8 +115,8 @@ class Run:
 
 
 def build_run(prepared: PreparedRun, log: Log) -> Run:
-    """Join the other ranks and make or load everything that a step needs. Every rank calls it. log: takes the lines
-    from before the run has a log of its own. ValueError on every rank if the ranks cannot train together."""
+    """Make the process groups, and make or load everything that a step needs. Every rank calls it. log: takes the lines
+    from before the run has its own log. ValueError on every rank if the ranks cannot train together."""
     device, config = prepared.device, prepared.config
     with contextlib.ExitStack() as settings:
         if config.is_deterministic:

@@ -1,5 +1,5 @@
-"""What each rank decides by itself, before the ranks build the run together: the flags, the checkpoint's own shape, device and
-precision, the tokenizer, and the text as tokens; and, as soon as the ranks have met, that all of them decided alike.
+"""Set-up that each rank does by itself, before the process group exists: the flags, the checkpoint's own shape, device
+and precision, the tokenizer, and the text as tokens; and the check that all ranks decided alike.
 
 Tokenising can take hours, so it must not happen inside the time limit of a collective. Every rank reads its own command
 line, looks for a checkpoint in its own view of the file system and chooses the precision by its own device. A rank that
@@ -104,7 +104,7 @@ class PreparedRun:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches that each rank runs in a step of that size."""
+        """Micro-batches of a rank in a step, after the batch has stopped growing."""
         return self.config.micro_batches(self.ranks.world_size, self.start.get("consumed_samples", 0))
 
     @property
