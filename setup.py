@@ -1,4 +1,4 @@
-"""For tools that look for a setup.py; everything is said in pyproject.toml."""
+"""For tools that need a setup.py. All settings are in pyproject.toml."""
 
 from setuptools import setup
 

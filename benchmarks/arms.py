@@ -1,11 +1,11 @@
-"""One arm of the training benchmark, run alone in a process of its own: `benchmarks/train.py` starts them.
+"""Run one arm of the training benchmark in a separate process, which `benchmarks/train.py` starts:
 
     python benchmarks/arms.py SPEC.json RESULT.json     # SPEC: {"task": ..., "problem": ..., "arm": ..., ...}
 
-Ours is the program that a user runs: flags through `parse`, `prepare_run` and `build_run`, and the timed function is
-`megatron.gpt2.train.train_step.train_step`. Each peer gets a complete step of its own: batch, zero_grad, forward,
-backward, clip at 1.0, AdamW. All arms read the same samples, in the same order, through the same loader.
-Legend: b micro-batch, s sequence, h hidden, v vocabulary.
+Our arm is the training program itself, built from flags; the timed function is
+`megatron.gpt2.train.train_step.train_step`. Each peer gets a complete training step: batch, zero_grad, forward,
+backward, clip at 1.0, AdamW. All arms read the same samples in the same order with the same loader. Legend: b
+micro-batch, s sequence, h hidden, v vocabulary.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 import mpu
 from benchmarks import peers
 from benchmarks.harness import call_seconds
-from benchmarks.problem import BETAS, CLIP_GRAD, LR, SEED, WEIGHT_DECAY, Arm, Problem, flops_by_llm_c
+from benchmarks.workload import BETAS, CLIP_GRAD, LR, SEED, WEIGHT_DECAY, Arm, Workload, flops_by_llm_c
 from data_utils import (
     BatchLoader,
     BatchSchedule,
@@ -45,29 +45,33 @@ from data_utils import (
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.device import DTYPES, set_allocator, set_threads
-from megatron.gpt2.dist.ranks import Ranks
+from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.extensions.plan.hook import MemoryPlan
 from megatron.gpt2.model.gpt2 import GPT2Model, count_parameters
-from megatron.gpt2.train.run import Run, build_run
-from megatron.gpt2.train.setup import prepare_run
+from megatron.gpt2.train.setup import build_context
 from megatron.gpt2.train.train_step import train_step
+from megatron.gpt2.train.trainer import Trainer, build_trainer
 
 
 @dataclass(frozen=True)
-class Trainer:
-    """step: one whole update. read: mean loss since the last read, and the last gradient norm; waits for the device."""
+class TimedStep:
+    """A training step to time.
+
+    step: one complete update. read: waits for the device and returns the mean loss since the last read, and the last
+    gradient norm. computes: a description for the report.
+    """
 
     step: Callable[[], None]
     read: Callable[[], tuple[float, float]]
     computes: str
-    padding_nats: float = 0.0  # what rows beyond the vocabulary add to the loss of a model that knows nothing
+    padding_nats: float = 0.0  # added to the loss of an untrained model by padding rows of the vocabulary
     close: Callable[[], None] = lambda: None
-    expected_peak: int | None = None  # bytes, by our memory planner
+    expected_peak: int | None = None  # bytes, from the memory planner
 
 
-class Vocabulary(Tokenizer):
-    """Stands in for a tokenizer if the text is tokens already: a size, and nothing to encode with. The id that ends a
-    document, 9, is one of 115 tokens of `Problem.write_tokens` at GPT-2's size."""
+class SyntheticTokenizer(Tokenizer):
+    """A tokenizer without text, for synthetic tokens. With GPT-2's vocabulary, its end-of-document id 9 is about one in
+    115 tokens of `Workload.write_tokens`."""
 
     def __init__(self, size: int) -> None:
         super().__init__("synthetic", [b""] * size, 9, f"synthetic {size}", {})
@@ -76,128 +80,134 @@ class Vocabulary(Tokenizer):
         raise ValueError("the benchmark's vocabulary has no text")
 
 
-def dataset(problem: Problem) -> GPT2Dataset | BlendedDataset:
-    """The samples of all arms."""
+def build_dataset(workload: Workload) -> GPT2Dataset | BlendedDataset:
+    """Build the data set of all arms."""
     return build_splits(
         train_data=(),
-        data_path=[problem.tokens],
+        data_path=[workload.tokens],
         split="1",
         need_valid=False,
         need_test=False,
-        tokenizer=Vocabulary(problem.vocab_size),
-        seq_length=problem.seq_length,
+        tokenizer=SyntheticTokenizer(workload.vocab_size),
+        seq_length=workload.seq_length,
         log=print,
     ).train
 
 
-def batches(problem: Problem) -> BatchLoader:
-    """The samples that our program takes, in its order, as tensors [accumulation · b, s + 1], prepared by a thread."""
+def build_loader(workload: Workload) -> BatchLoader:
+    """Build the loader of the peers: the samples of our program, in its order, [accumulation · b, s + 1]."""
 
     def finish(batch: np.ndarray, samples: np.ndarray) -> Tensor:
         host = torch.from_numpy(batch)
-        return host.pin_memory() if problem.device == "cuda" else host
+        return host.pin_memory() if workload.device == "cuda" else host
 
-    data = dataset(problem)
+    data = build_dataset(workload)
     return BatchLoader(
         data,
         SampleOrder(len(data), SEED),
-        micro_batch_size=problem.micro_batch_size,
-        schedule=BatchSchedule.constant(problem.micro_batch_size * problem.accumulation),
+        micro_batch_size=workload.micro_batch_size,
+        schedule=BatchSchedule.constant(workload.micro_batch_size * workload.accumulation),
         data_parallel_rank=0,
         data_parallel_size=1,
-        finish=finish,
+        collate_fn=finish,
     )
 
 
-def our_flags(problem: Problem, arm: Arm) -> list[str]:
-    """The command line of our program for this problem. The global batch is that of one data-parallel rank."""
+def our_flags(workload: Workload, arm: Arm) -> list[str]:
+    """Return the command line of our program, for one data-parallel rank."""
     flags = f"""
-        --num-layers {problem.num_layers} --hidden-size {problem.hidden_size} --gelu {problem.gelu}
-        --num-attention-heads {problem.num_attention_heads} --seq-length {problem.seq_length}
-        --max-position-embeddings {problem.seq_length} --attention-dropout {problem.dropout}
-        --hidden-dropout {problem.dropout} --micro-batch-size {problem.micro_batch_size}
-        --global-batch-size {problem.micro_batch_size * problem.accumulation} --lr {LR} --lr-decay-style constant
+        --num-layers {workload.num_layers} --hidden-size {workload.hidden_size} --gelu {workload.gelu}
+        --num-attention-heads {workload.num_attention_heads} --seq-length {workload.seq_length}
+        --max-position-embeddings {workload.seq_length} --attention-dropout {workload.dropout}
+        --hidden-dropout {workload.dropout} --micro-batch-size {workload.micro_batch_size}
+        --global-batch-size {workload.micro_batch_size * workload.accumulation} --lr {LR} --lr-decay-style constant
         --warmup 0 --weight-decay {WEIGHT_DECAY} --adam-beta1 {BETAS[0]} --adam-beta2 {BETAS[1]} --clip-grad {CLIP_GRAD}
-        --seed {SEED} --train-iters 1000000 --eval-iters 0 --split 1 --tokenizer-type bytes --device {problem.device}
-        --data-path {problem.scratch}/bytes --save {problem.scratch}/save --precision {arm.precision}
+        --seed {SEED} --train-iters 1000000 --eval-iters 0 --split 1 --tokenizer-type bytes --device {workload.device}
+        --data-path {workload.scratch}/bytes --save {workload.scratch}/save --precision {arm.precision}
         --model-parallel-size {arm.ranks}"""
     return [*flags.split(), *["--compile"] * arm.compiled, *arm.flags]
 
 
-def our_run(problem: Problem, arm: Arm, ranks: Ranks | None = None) -> Run:
-    """The run of the command line, as the program builds it, but for the vocabulary: GPT-2's needs files that may be
-    absent, so the run is prepared for a small pair of bytes, and tokenizer, vocabulary size and data are put in
-    afterwards. ranks: of this process (default: the first of the arm's)."""
-    prepared = prepare_run(parse(our_flags(problem, arm)), ranks or Ranks(0, arm.ranks, 0, 1), print)
-    model = dataclasses.replace(prepared.config.model, vocab_size=problem.vocab_size)
+def build_our_trainer(workload: Workload, arm: Arm, rank_info: RankInfo | None = None) -> Trainer:
+    """Build the trainer from the command line, like the program. GPT-2's vocabulary needs files that may be missing, so
+    the run is prepared with a small data set of bytes; tokenizer, vocabulary size and data are replaced afterwards.
+
+    rank_info: of this process (default: the first rank of the arm).
+    """
+    context = build_context(parse(our_flags(workload, arm)), rank_info or RankInfo(0, arm.ranks, 0, 1), print)
+    model = dataclasses.replace(context.config.model, vocab_size=workload.vocab_size)
     changed: dict[str, Any] = {
-        "config": dataclasses.replace(prepared.config, model=model),
-        "tokenizer": Vocabulary(problem.vocab_size),
-        "splits": dataclasses.replace(prepared.splits, train=dataset(problem)),
+        "config": dataclasses.replace(context.config, model=model),
+        "tokenizer": SyntheticTokenizer(workload.vocab_size),
+        "splits": dataclasses.replace(context.splits, train=build_dataset(workload)),
     }
-    run = build_run(dataclasses.replace(prepared, **changed), print)
-    if arm.compiled and problem.compiler != "inductor":
-        run.engine.model.compile_layers(problem.compiler, by_document=run.config.data.reset_attention_mask)
-    run.engine.model.train()
-    return run
+    trainer = build_trainer(dataclasses.replace(context, **changed), print)
+    if arm.compiled and workload.compiler != "inductor":
+        trainer.state.model.compile_layers(workload.compiler, by_document=trainer.config.data.reset_attention_mask)
+    trainer.state.model.train()
+    return trainer
 
 
-def close(run: Run) -> None:
-    """End its threads and files."""
-    run.data.loader.close()
-    run.stop.close()
-    run.close()
+def close_trainer(trainer: Trainer) -> None:
+    """Close its threads and files."""
+    trainer.data.loader.close()
+    trainer.stop_signal.close()
+    trainer.close()
 
 
-def ours(problem: Problem, arm: Arm, ranks: Ranks | None = None) -> Trainer:
-    """Our training step."""
-    run = our_run(problem, arm, ranks)
+def build_ours(workload: Workload, arm: Arm, rank_info: RankInfo | None = None) -> TimedStep:
+    """Build our training step."""
+    trainer = build_our_trainer(workload, arm, rank_info)
     steps = 0
 
     def step() -> None:
         nonlocal steps
-        train_step(run)
-        run.progress.iteration += 1
-        run.progress.consumed_samples += run.samples_of_step
+        train_step(trainer)
+        trainer.progress.iteration += 1
+        trainer.progress.consumed_samples += trainer.current_global_batch_size
         steps += 1
 
     def read() -> tuple[float, float]:
         nonlocal steps
-        assert int(run.engine.optimizer.skipped_steps) == 0, "a step was skipped: its gradient was not finite"
-        loss, norm = run.progress.loss_sum.item() / max(steps, 1), run.engine.optimizer.grad_norm.item()
-        run.progress.loss_sum.zero_()
+        assert int(trainer.state.optimizer.skipped_steps) == 0, "a step was skipped: its gradient was not finite"
+        loss, norm = trainer.progress.loss_sum.item() / max(steps, 1), trainer.state.optimizer.grad_norm.item()
+        trainer.progress.loss_sum.zero_()
         steps = 0
         return loss, norm
 
-    model = run.engine.model
-    rows = model.word_embeddings.weight.size(0) * run.parallel.tensor_model_parallel_size
-    kept = str(run.prepared.dtype).removeprefix("torch.")
+    model = trainer.state.model
+    rows = model.word_embeddings.weight.size(0) * trainer.parallel.tensor_model_parallel_size
+    kept = str(trainer.context.dtype).removeprefix("torch.")
     computes = (
         f"loss over {model.vocab_size} words, {rows} rows multiplied; weights and activations {kept}, fp32 masters and "
         "gradients, fused AdamW"
     )
-    return Trainer(
-        step, read, computes, close=lambda: close(run), expected_peak=MemoryPlan(run.config).expected_memory(run)
+    return TimedStep(
+        step,
+        read,
+        computes,
+        close=lambda: close_trainer(trainer),
+        expected_peak=MemoryPlan(trainer.config).expected_memory(trainer),
     )
 
 
-def one_rank(problem: Problem, arm: Arm) -> Trainer:
-    """The first of `arm.ranks` model-parallel ranks, alone: its collectives move nothing and wait for nobody, and its
-    weights are drawn on the device, not by the layout's rule. The values mean nothing; the arithmetic is a rank's."""
+def build_one_rank(workload: Workload, arm: Arm) -> TimedStep:
+    """Build only the first of `arm.ranks` model-parallel ranks. Its collectives do nothing, and its weights are random,
+    so its values are meaningless, but its computation is that of one rank."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=arm.ranks, store=FakeStore())
-    # The ranks agree on when to stop over gloo, which needs the others.
+    # The stop signal uses gloo, which needs the other ranks.
     with (
-        mock.patch("megatron.gpt2.train.engine.GPT2Model", model_drawn_in_place),
-        mock.patch("megatron.gpt2.train.run.StopSignal"),
+        mock.patch("megatron.gpt2.train.train_state.GPT2Model", build_random_model),
+        mock.patch("megatron.gpt2.train.trainer.StopSignal"),
     ):
-        return ours(problem, arm)
+        return build_ours(workload, arm)
 
 
-def model_drawn_in_place(config: ModelConfig, layer: mpu.TransformerConfig, **kwargs: Any) -> GPT2Model:
-    """A model of `GPT2Model`'s arguments whose weights are drawn on the device, in no time."""
+def build_random_model(config: ModelConfig, layer: mpu.TransformerConfig, **kwargs: Any) -> GPT2Model:
+    """Build `GPT2Model` with random weights, quickly, because they are drawn on the device."""
     model = GPT2Model(config, dataclasses.replace(layer, device="meta"), **kwargs)
     marks = {name: vars(parameter) for name, parameter in model.named_parameters()}
     model.to_empty(device=layer.device)
@@ -211,14 +221,16 @@ def model_drawn_in_place(config: ModelConfig, layer: mpu.TransformerConfig, **kw
     return model
 
 
-def peer(problem: Problem, arm: Arm, nanogpt: str) -> Trainer:
-    """A training step around another's model: fp32 weights, autocast (unless shipped), fused AdamW (unless shipped)."""
-    device, b, steps = torch.device(problem.device), problem.micro_batch_size, 0
-    loader = batches(problem)
+def build_peer_step(workload: Workload, arm: Arm, nanogpt: str) -> TimedStep:
+    """Build the training step of a peer: fp32 weights, autocast and fused AdamW (both unless shipped)."""
+    device, b, steps = torch.device(workload.device), workload.micro_batch_size, 0
+    loader = build_loader(workload)
     mpu.initialize_model_parallel(1)
-    model, loss_of, vocab = peers.build(arm.kind, problem.model, GPT2Model(problem.model, seed=SEED), nanogpt=nanogpt)
+    model, loss_of, vocab = peers.build_peer(
+        arm.kind, workload.model, GPT2Model(workload.model, seed=SEED), nanogpt=nanogpt
+    )
     model.to(device).train()
-    called: Any = torch.compile(model, backend=problem.compiler) if arm.compiled else model
+    called: Any = torch.compile(model, backend=workload.compiler) if arm.compiled else model
     optimizer = peers.adamw(model, arm.shipped)
     total, norm = torch.zeros((), device=device), torch.zeros((), device=device)
 
@@ -228,7 +240,7 @@ def peer(problem: Problem, arm: Arm, nanogpt: str) -> Trainer:
         optimizer.zero_grad(set_to_none=True)
         for part in text.split(b):
             with torch.autocast(device.type, DTYPES["bf16"], enabled=arm.precision == "bf16"):
-                loss = loss_of(called, part[:, :-1], part[:, 1:]) / problem.accumulation
+                loss = loss_of(called, part[:, :-1], part[:, 1:]) / workload.accumulation
             loss.backward()
             total.add_(loss.detach())
         norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD)
@@ -244,17 +256,17 @@ def peer(problem: Problem, arm: Arm, nanogpt: str) -> Trainer:
 
     how = "fp32 throughout" if arm.precision == "fp32" else "fp32 weights, bf16 by torch.autocast"
     computes = f"loss over {vocab} words, as many rows multiplied; {how}, AdamW {'shipped' if arm.shipped else 'fused'}"
-    return Trainer(step, read, computes, math.log(vocab / problem.vocab_size), loader.close)
+    return TimedStep(step, read, computes, math.log(vocab / workload.vocab_size), loader.close)
 
 
-def measure(problem: Problem, arm: Arm, *, nanogpt: str, warmup: int, steps: int) -> dict[str, Any]:
-    """Seconds of every timed step, first loss and gradient norm, peak memory in bytes."""
-    device = torch.device(problem.device)
+def measure_arm(workload: Workload, arm: Arm, *, nanogpt: str, warmup: int, steps: int) -> dict[str, Any]:
+    """Return the seconds of every timed step, the first loss and gradient norm, and the peak memory in bytes."""
+    device = torch.device(workload.device)
     began = time.perf_counter()
     if arm.kind in ("ours", "rank"):
-        training = (ours if arm.kind == "ours" else one_rank)(problem, arm)
+        training = (build_ours if arm.kind == "ours" else build_one_rank)(workload, arm)
     else:
-        training = peer(problem, arm, nanogpt)
+        training = build_peer_step(workload, arm, nanogpt)
     built = time.perf_counter()
     training.step()
     first = training.read()
@@ -272,8 +284,8 @@ def measure(problem: Problem, arm: Arm, *, nanogpt: str, warmup: int, steps: int
     else:
         memory = {"peak_resident": peak_resident()}
     training.close()
-    parameters = count_parameters(problem.model, arm.ranks)[1]
-    width = problem.hidden_size // arm.ranks
+    parameters = count_parameters(workload.model, arm.ranks)[1]
+    width = workload.hidden_size // arm.ranks
     return {
         "step_s": seconds,
         "first_step_s": first_step,
@@ -281,9 +293,9 @@ def measure(problem: Problem, arm: Arm, *, nanogpt: str, warmup: int, steps: int
         "loss": first[0],
         "grad_norm": first[1],
         "last_loss": last[0],
-        "tokens_per_step": problem.micro_batch_size * problem.accumulation * problem.seq_length,
-        "flops_per_token": problem.model.flops_per_token(problem.seq_length) // arm.ranks,
-        "flops_per_token_llm_c": flops_by_llm_c(parameters, problem.num_layers, width, problem.seq_length),
+        "tokens_per_step": workload.micro_batch_size * workload.accumulation * workload.seq_length,
+        "flops_per_token": workload.model.flops_per_token(workload.seq_length) // arm.ranks,
+        "flops_per_token_llm_c": flops_by_llm_c(parameters, workload.num_layers, width, workload.seq_length),
         "parameters": parameters,
         "memory_bytes": memory,
         "expected_peak_bytes": training.expected_peak,
@@ -294,7 +306,7 @@ def measure(problem: Problem, arm: Arm, *, nanogpt: str, warmup: int, steps: int
 
 
 def peak_resident() -> int | None:
-    """The most memory that this process ever had resident, in bytes (VmHWM); None if /proc does not say."""
+    """Return the peak resident memory of this process in bytes (VmHWM), or None without /proc."""
     try:
         line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     except (OSError, StopIteration):
@@ -303,31 +315,33 @@ def peak_resident() -> int | None:
 
 
 def linear_shapes(h: int, padded_vocab_size: int) -> dict[str, tuple[int, int]]:
-    """[out, in] of the linears of a layer, and of the head."""
+    """Return the [out, in] shapes of the linears of a layer and of the head."""
     layer = {"query_key_value": (3 * h, h), "dense": (h, h), "h_to_4h": (4 * h, h), "4h_to_h": (h, 4 * h)}
     return {**layer, "head": (padded_vocab_size, h)}
 
 
 @torch.no_grad()
-def ceiling(problem: Problem, precision: str, seconds: float) -> dict[str, Any]:
-    """The FLOP/s that MFU refers to on a CPU, for which no datasheet gives them: of this model's own matrix products,
-    forward, input gradient and weight gradient of each linear and of the head, each at its best of `seconds` of calls,
-    weighted by FLOPs."""
-    dtype, m = DTYPES[precision], problem.micro_batch_size * problem.seq_length
-    padded = mpu.padded_vocab_size(problem.vocab_size, problem.model.make_vocab_size_divisible_by, 1)
+def measure_ceiling(workload: Workload, precision: str, seconds: float) -> dict[str, Any]:
+    """Measure the FLOP/s to which MFU refers on a CPU, because datasheets do not give them.
+
+    They are those of the model's matrix products: forward, input gradient and weight gradient of each linear and of the
+    head, weighted by FLOPs. Each product is repeated for `seconds`, and its shortest time counts.
+    """
+    dtype, m = DTYPES[precision], workload.micro_batch_size * workload.seq_length
+    padded = mpu.padded_vocab_size(workload.vocab_size, workload.model.make_vocab_size_divisible_by, 1)
     flops = total = 0.0
-    for name, (n, k) in linear_shapes(problem.hidden_size, padded).items():
+    for name, (n, k) in linear_shapes(workload.hidden_size, padded).items():
         x, w, g = (torch.randn(*shape).to(dtype) for shape in ((m, k), (n, k), (m, n)))
         products = (partial(F.linear, x, w), partial(torch.mm, g, w), partial(torch.mm, g.t(), x))
-        took = sum(fastest(product, seconds) for product in products)
-        count = 1 if name == "head" else problem.num_layers
+        took = sum(fastest_call(product, seconds) for product in products)
+        count = 1 if name == "head" else workload.num_layers
         flops += 6.0 * m * n * k * count
         total += took * count
     return {"flops_per_s": flops / total, "precision": precision, "threads": torch.get_num_threads()}
 
 
-def fastest(product: Callable[[], Any], seconds: float) -> float:
-    """The least time of a call in seconds, over at least five calls."""
+def fastest_call(product: Callable[[], Any], seconds: float) -> float:
+    """Return the shortest time of a call in seconds, over at least five calls."""
     times: list[float] = []
     end = time.perf_counter() + seconds
     while len(times) < 6 or time.perf_counter() < end:
@@ -337,22 +351,22 @@ def fastest(product: Callable[[], Any], seconds: float) -> float:
     return min(times)
 
 
-def result_of(spec: dict[str, Any]) -> dict[str, Any]:
-    """What a SPEC asks for."""
-    arm, problem = Arm(**spec["arm"]), Problem(**spec["problem"])
-    problem = dataclasses.replace(problem, **arm.changes)
+def run_task(spec: dict[str, Any]) -> dict[str, Any]:
+    """Run the task of a SPEC and return its result."""
+    arm, workload = Arm(**spec["arm"]), Workload(**spec["problem"])
+    workload = dataclasses.replace(workload, **arm.changes)
     if not arm.shipped:
-        set_allocator(torch.device(problem.device))
-    set_threads(Ranks())
+        set_allocator(torch.device(workload.device))
+    set_threads(RankInfo())
     if spec["task"] == "ceiling":
-        return ceiling(problem, arm.precision, spec["seconds"])
+        return measure_ceiling(workload, arm.precision, spec["seconds"])
     if spec["task"] == "gate":
-        return peers.gate(problem.model, problem.device, spec["kind"], nanogpt=spec["nanogpt"])
-    return measure(problem, arm, nanogpt=spec["nanogpt"], warmup=spec["warmup"], steps=spec["steps"])
+        return peers.compare_with_peer(workload.model, workload.device, spec["kind"], nanogpt=spec["nanogpt"])
+    return measure_arm(workload, arm, nanogpt=spec["nanogpt"], warmup=spec["warmup"], steps=spec["steps"])
 
 
 def main(argv: Sequence[str]) -> None:
-    Path(argv[1]).write_text(json.dumps(result_of(json.loads(Path(argv[0]).read_text()))))
+    Path(argv[1]).write_text(json.dumps(run_task(json.loads(Path(argv[0]).read_text()))))
 
 
 if __name__ == "__main__":

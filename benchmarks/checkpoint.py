@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Saving and loading beside torch's distributed checkpoint (DCP), in one run, by turns:
+"""Compare saving and loading with torch's distributed checkpoint (DCP):
 
     python benchmarks/checkpoint.py                          # GPT-2 124M with Adam's state: 2 to 4 minutes, 6 GB
-    python benchmarks/checkpoint.py --smoke --output DIR     # a tiny state: does it run?
+    python benchmarks/checkpoint.py --smoke --output DIR     # a quick check with a tiny state
 
-Both sides save and load the same tensors of one rank: weights in bf16, masters and both moments in fp32, 14 bytes a
-parameter. A save goes into a folder that is not there, after what went before was deleted and synced, and ends when its
-bytes are on the disk (both call fsync). A load fills tensors that are there, with the files in the page cache (warm) or
-dropped from it (cold). CPU seconds are the process's own, over all its threads. Arms run in mirrored order (A B B A),
-after a save of each that does not count.
+Both save and load the same tensors of one rank: weights in bf16, masters and both moments in fp32, 14 bytes per
+parameter. A save writes to a new folder, after the earlier one was deleted and synced, and ends when its bytes are on
+the disk (both call fsync). A load fills existing tensors, with the files in the page cache (warm) or dropped from it
+(cold). CPU seconds are those of all threads of the process. Arms alternate in mirrored order (A B B A), after one
+untimed save of each.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from torch import Tensor
 
 from benchmarks import harness
 from megatron.gpt2.checkpoint.folder import find_checkpoint
-from megatron.gpt2.checkpoint.saver import Parts, Saver
-from megatron.gpt2.checkpoint.state import load_state, state_pieces
-from megatron.gpt2.checkpoint.writer import Piece
+from megatron.gpt2.checkpoint.saver import PendingSave, Saver
+from megatron.gpt2.checkpoint.sharded_state import load_sharded_state_dict, sharded_state_dict
+from megatron.gpt2.checkpoint.writer import ShardedTensor
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.model.gpt2 import parameter_specs
-from megatron.gpt2.optimizer.flat_parameters import FlatState
+from megatron.gpt2.optimizer.param_and_grad_buffer import ParamShard
 
 dcp: Any = torch.distributed.checkpoint
 State = dict[str, Tensor]
@@ -50,7 +50,7 @@ SHAPES = {
     True: ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=2, max_position_embeddings=64, vocab_size=1000),
 }
 KINDS = {"model": torch.bfloat16, "master": torch.float32, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
-# What is compared: ours, DCP's.
+# (ours, DCP's)
 RATIOS = {
     "save": ("ours: save", "DCP: save"),
     "load, hashed": ("ours: load, warm", "DCP: load, warm"),
@@ -70,30 +70,30 @@ def make_state(smoke: bool, seed: int) -> State:
     }
 
 
-def flat(state: State) -> list[FlatState]:
+def flat_states(state: State) -> list[ParamShard]:
     named = [(*key.partition("."), tensor) for key, tensor in state.items()]
-    return [FlatState(kind, name, tensor.view(-1)) for kind, _, name, tensor in named]
+    return [ParamShard(kind, name, tensor.view(-1)) for kind, _, name, tensor in named]
 
 
-def files_of(state: State, smoke: bool) -> dict[str, dict[str, Piece]]:
-    """As a run of one rank saves them."""
-    pieces = state_pieces(flat(state), parameter_specs(SHAPES[smoke], 1), mp_rank=0, mp_size=1)
+def checkpoint_files(state: State, smoke: bool) -> dict[str, dict[str, ShardedTensor]]:
+    """Return the files that a run of one rank saves."""
+    shards = sharded_state_dict(flat_states(state), parameter_specs(SHAPES[smoke], 1), mp_rank=0, mp_size=1)
     return {
         f"mp_rank_00/{kind if kind == 'model' else kind + '_dp_00'}.safetensors": {
-            key: piece for key, piece in pieces.items() if key.startswith(f"{kind}.")
+            key: shard for key, shard in shards.items() if key.startswith(f"{kind}.")
         }
         for kind in KINDS
     }
 
 
 def save_ours(state: State, folder: Path, smoke: bool) -> None:
-    Saver(folder=folder, attempt="a", log=print).write(1, files_of(state, smoke), {}, Parts())
+    Saver(folder=folder, attempt="a", log=print).write(1, checkpoint_files(state, smoke), {}, PendingSave())
 
 
 def load_ours(state: State, folder: Path, smoke: bool, verify: bool) -> None:
     checkpoint = find_checkpoint(folder, log=print, verify=verify)
     assert checkpoint is not None
-    load_state(flat(state), parameter_specs(SHAPES[smoke], 1), checkpoint, mp_rank=0, mp_size=1)
+    load_sharded_state_dict(flat_states(state), parameter_specs(SHAPES[smoke], 1), checkpoint, mp_rank=0, mp_size=1)
 
 
 def save_dcp(state: State, folder: Path, smoke: bool) -> None:
@@ -125,8 +125,8 @@ def timed(work: Callable[[], object]) -> dict[str, float]:
     return {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
 
 
-def cached(folder: Path, warm: bool) -> None:
-    """Bring the folder's files into the page cache, or drop them from it; they are on the disk."""
+def set_page_cache(folder: Path, warm: bool) -> None:
+    """Read the folder's files into the page cache, or drop them from it."""
     for path in (path for path in folder.rglob("*") if path.is_file()):
         with path.open("rb", buffering=0) as stream:
             if warm:
@@ -136,15 +136,15 @@ def cached(folder: Path, warm: bool) -> None:
                 os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def blocked(state: State, scratch: Path, smoke: bool, count: int) -> list[dict[str, float]]:
-    """--async-save: how long a save holds up training, and until it is committed."""
+def time_blocked(state: State, scratch: Path, smoke: bool, count: int) -> list[dict[str, float]]:
+    """Time --async-save: how long a save blocks training, and when it is committed."""
     saver = Saver(folder=scratch / "async", attempt="a", asynchronous=True, keep_last=1, log=lambda line: None)
-    saver.prepare(files_of(state, smoke))  # as a run does before its first step
+    saver.prepare(checkpoint_files(state, smoke))  # as a run does before its first step
     visits = []
     for iteration in range(1, count + 1):
         os.sync()
         cpu, start = time.process_time(), time.perf_counter()
-        saver.save(iteration, files_of(state, smoke), {})
+        saver.save(iteration, checkpoint_files(state, smoke), {})
         visits.append({"wall_s": time.perf_counter() - start})
         assert saver.finish() is not None
         visits[-1] |= {"committed_s": time.perf_counter() - start, "cpu_s": time.process_time() - cpu}
@@ -153,8 +153,8 @@ def blocked(state: State, scratch: Path, smoke: bool, count: int) -> list[dict[s
     return visits
 
 
-def measure(scratch: Path, smoke: bool, rounds: int) -> dict[str, Any]:
-    """Every visit of every arm."""
+def measure_arms(scratch: Path, smoke: bool, rounds: int) -> dict[str, Any]:
+    """Run every arm and return its times."""
     state, target = make_state(smoke, 0), make_state(smoke, 1)
 
     def save(name: str) -> dict[str, float]:
@@ -165,24 +165,24 @@ def measure(scratch: Path, smoke: bool, rounds: int) -> dict[str, Any]:
     def load(name: str, warm: bool) -> dict[str, float]:
         for tensor in target.values():
             tensor.zero_()
-        cached(folder_of(scratch, name), warm)
+        set_page_cache(folder_of(scratch, name), warm)
         visit = timed(lambda: LOADS[name](target, folder_of(scratch, name), smoke))
         assert all(torch.equal(tensor, target[key]) for key, tensor in state.items()), name
         return visit
 
     saves = {name: functools.partial(save, name) for name in SAVES}
-    harness.in_turns(saves, 1)  # touches memory for the first time
-    visits = harness.in_turns(saves, 2 * rounds)
-    visits["ours: save --async-save, blocked"] = blocked(state, scratch, smoke, 2 * rounds)
+    harness.alternate(saves, 1)  # warm-up: touches the memory
+    visits = harness.alternate(saves, 2 * rounds)
+    visits["ours: save --async-save, blocked"] = time_blocked(state, scratch, smoke, 2 * rounds)
     os.sync()
     for warm in (True, False):
         loads = {f"{name}, {'warm' if warm else 'cold'}": functools.partial(load, name, warm) for name in LOADS}
-        visits |= harness.in_turns(loads, 2 * rounds)
+        visits |= harness.alternate(loads, 2 * rounds)
     return {"gigabytes": sum(tensor.nbytes for tensor in state.values()) / 1e9, "visits": visits}
 
 
 def summarise(result: dict[str, Any]) -> None:
-    """Seconds a gigabyte of each arm, and how they compare."""
+    """Add the seconds per gigabyte of each arm, and their ratios."""
     size = result["gigabytes"]
     result["summary"] = figures = {
         name: {f"{key}_per_gb": harness.spread([visit[key] / size for visit in visits]) for key in ("wall_s", "cpu_s")}
@@ -192,7 +192,7 @@ def summarise(result: dict[str, Any]) -> None:
     result["ratios"] = {name: times[ours] / times[other] for name, (ours, other) in RATIOS.items()}
 
 
-def show(result: dict[str, Any]) -> str:
+def format_result(result: dict[str, Any]) -> str:
     columns = [
         ("wall_s_per_gb", "median"),
         ("wall_s_per_gb", "p10"),
@@ -201,29 +201,29 @@ def show(result: dict[str, Any]) -> str:
     ]
     rows = [[n, *(f"{figure[key][part]:.3f}" for key, part in columns)] for n, figure in result["summary"].items()]
     ratios = [[name, f"{ratio:.3f}"] for name, ratio in result["ratios"].items()]
-    seconds = harness.table(["seconds a GB", "wall", "p10", "p90", "CPU"], rows)
-    return "\n\n".join([harness.machine_line(result), seconds, harness.table(["ours ÷ DCP", "time"], ratios)])
+    seconds = harness.format_table(["seconds a GB", "wall", "p10", "p90", "CPU"], rows)
+    return "\n\n".join([harness.machine_line(result), seconds, harness.format_table(["ours ÷ DCP", "time"], ratios)])
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = harness.parser(__doc__)
-    parser.add_argument("--folder", metavar="DIR", help="where to save, on the disk in question (default: temporary)")
+    parser = harness.make_parser(__doc__)
+    parser.add_argument("--folder", metavar="DIR", help="folder on the disk to measure (default: temporary)")
     parser.add_argument("--rounds", type=int, default=3, help="repetitions of the mirrored order")
-    chosen = harness.options(parser, argv)
+    args = harness.parse_args(parser, argv)
     warnings.filterwarnings("ignore", module="torch.distributed")
     logging.getLogger("torch").setLevel(logging.ERROR)
-    rounds = 1 if chosen.smoke else chosen.rounds
-    with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
+    rounds = 1 if args.smoke else args.rounds
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         result = {
             **harness.header("checkpoint"),
-            "smoke": chosen.smoke,
+            "smoke": args.smoke,
             "rounds": rounds,
             "state": "weights bf16, masters and two moments fp32",
-            **measure(Path(folder), chosen.smoke, rounds),
+            **measure_arms(Path(folder), args.smoke, rounds),
         }
     summarise(result)
-    harness.write(chosen.output / "checkpoint.json", result)
-    print(show(result))
+    harness.write_json(args.output / "checkpoint.json", result)
+    print(format_result(result))
     return 0
 
 

@@ -1,26 +1,25 @@
 #!/usr/bin/env python3
-"""The data side measured against its peers, section by section, into benchmarks/results/data.json:
+"""Compare preprocessing and loading of data with other libraries; the results are in benchmarks/results/data.json:
 
-    python benchmarks/data.py                          # all sections, some minutes
+    python benchmarks/data.py                          # all sections, a few minutes
     python benchmarks/data.py --only preprocess
-    python benchmarks/data.py --smoke --output DIR     # tiny sizes: does it run?
+    python benchmarks/data.py --smoke --output DIR     # a quick check with tiny sizes
 
-Section `preprocess`: what tools/preprocess_data.py does, from the file to the finished pair: hashes, fsync, merge.
-Every round runs each arm once, in turn, each in a process of its own that is bound to one core (two for the arm `two`),
-its files in memory if there is such a folder, so that no disk is measured:
+Section `preprocess` times tools/preprocess_data.py from the input file to the finished pair, including hashes, fsync
+and merge. Every round runs each arm once, in a separate process that is bound to one core (two for the arm `two`). The
+files are in memory if possible, so that the disk is not measured:
 
     ours           one worker, without its start
-    one, two       the corpus five times over with one worker and with two, whose start is counted
+    one, two       the corpus five times, with one worker and with two, including their start
     tiktoken       ours without gigatoken, on a part of the corpus
-    hf             the same pipeline with HF tokenizers in the tokenizer's place, on that part
+    hf             the same pipeline with HF tokenizers instead of ours, on that part
 
-Ratios on one core are of processor seconds, which neighbours on the machine disturb less; that of two workers to one is
-of elapsed time. The corpus is the text files of every installed package, cut into documents of the length of a web
-page: real, at hand everywhere, and hardly ever repeated.
+Ratios on one core use CPU seconds, which depend less on other processes. The ratio of two workers to one uses elapsed
+time. The corpus is the text files of every installed package, cut into documents of the length of a web page.
 
-Section `loading`: how fast samples are read, on one thread, from files that are in memory.
-nanoGPT's way is written here anew: a memory map made for every batch, a slice, a cast and a tensor for each input and
-for each label, stacked. Ours is the loader of a training run, without its thread, up to the tensor. They take turns.
+Section `loading` times the reading of samples on one thread, from files in memory. nanoGPT's loader is written again
+here: for every batch a new memory map, and for each input and label a slice, a cast and a tensor, stacked. Ours is the
+loader of a training run without its thread, up to the tensor. Both alternate.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ from data_utils import (
     build_splits,
     build_tokenizer,
 )
-from data_utils.samplers import Order, Samples
+from data_utils.samplers import Order, SampleDataset
 
 CORPUS_BYTES, PART_BYTES = 400_000_000, 10_000_000
 DOCUMENT = 5000  # characters
@@ -60,11 +59,11 @@ WHOLE = ("ours", "one", "two")
 PART = ("tiktoken", "hf")
 SUFFIXES = {".py", ".pyi", ".md", ".txt", ".rst", ".h"}
 SEQUENCE = 1024
-BATCH = 12  # nanoGPT's own
+BATCH = 12  # nanoGPT's default
 
 
 def write_corpus(path: Path, size: int) -> None:
-    """About `size` bytes of JSON lines, fewer if fewer are installed."""
+    """Write about `size` bytes of JSON lines, or fewer if the installed packages have less text."""
     seen, written = set(), 0
     folders = [Path(name) for name in sys.path if Path(name).name.startswith(("site-packages", "python3"))]
     files = sorted(file for folder in folders for file in folder.rglob("*") if file.suffix in SUFFIXES)
@@ -82,14 +81,14 @@ def write_corpus(path: Path, size: int) -> None:
                 return
 
 
-def processor_seconds() -> float:
+def cpu_seconds() -> float:
     uses = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(use.ru_utime + use.ru_stime for use in uses)
 
 
 def run_arm(arm: str, path: str, scratch: str) -> tuple[float, float]:
-    """Elapsed and processor seconds of one arm. What one process loads once, modules and vocabulary, is not counted.
-    GPT-2's vocabulary is from the user's cache or $GPT2_VOCAB, a folder."""
+    """Return elapsed and CPU seconds of one arm, without loading modules and vocabulary. GPT-2's vocabulary is in the
+    user's cache or in the folder $GPT2_VOCAB."""
     from data_utils import preprocessing
     from data_utils.tokenizers import find_gpt2_files, gpt2
 
@@ -104,8 +103,8 @@ def run_arm(arm: str, path: str, scratch: str) -> tuple[float, float]:
         hf = ByteLevelBPETokenizer(vocab, merges)
         tokenizer.encode_utf8 = lambda data: hf.encode(data.decode()).ids
     if arm != "two":
-        preprocessing.build_tokenizer = lambda **_: tokenizer  # type: ignore[attr-defined]  # workers build their own
-    job = preprocessing.Job(
+        preprocessing.build_tokenizer = lambda **_: tokenizer  # type: ignore[attr-defined]  # workers call the original
+    job = preprocessing.PreprocessingJob(
         inputs=(path,) * (REPEATED if arm in ("one", "two") else 1),
         output_prefix=f"{scratch}/out",
         keys=("text",),
@@ -113,16 +112,16 @@ def run_arm(arm: str, path: str, scratch: str) -> tuple[float, float]:
         append_eod=True,
         workers=2 if arm == "two" else 1,
     )
-    elapsed, used = time.perf_counter(), processor_seconds()
+    elapsed, used = time.perf_counter(), cpu_seconds()
     preprocessing.preprocess(job, log=print)
-    return time.perf_counter() - elapsed, processor_seconds() - used
+    return time.perf_counter() - elapsed, cpu_seconds() - used
 
 
-def in_own_process(arm: str, path: Path) -> tuple[float, float]:
-    """As `run_arm`, bound to its cores."""
+def run_arm_in_process(arm: str, path: Path) -> tuple[float, float]:
+    """Call `run_arm` in a new process that is bound to its cores."""
     cores = sorted(os.sched_getaffinity(0))[: 2 if arm == "two" else 1]
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        # The guard is for the workers, which import the main module again.
+        # Workers import the main module again, so it needs the guard.
         program = Path(scratch) / "arm.py"
         program.write_text(
             "import os\nfrom benchmarks.data import run_arm\nif __name__ == '__main__':\n"
@@ -135,7 +134,7 @@ def in_own_process(arm: str, path: Path) -> tuple[float, float]:
 
 
 def preprocess(smoke: bool) -> dict[str, Any]:
-    """MB/s of each arm, and the ratios asked for, each of one round's figures."""
+    """Return MB/s of each arm, and ratios of the times within each round."""
     elapsed: dict[str, list[float]] = {arm: [] for arm in WHOLE + PART}
     used: dict[str, list[float]] = {arm: [] for arm in WHOLE + PART}
     memory = Path("/dev/shm")
@@ -148,7 +147,7 @@ def preprocess(smoke: bool) -> dict[str, Any]:
         sizes = {arm: path.stat().st_size * (REPEATED if arm in ("one", "two") else 1) for arm, path in paths.items()}
         for number in range(1 if smoke else ROUNDS):
             for arm, path in paths.items():
-                for seconds, took in zip((elapsed, used), in_own_process(arm, path), strict=True):
+                for seconds, took in zip((elapsed, used), run_arm_in_process(arm, path), strict=True):
                     seconds[arm].append(took)
             speeds = ", ".join(f"{arm} {sizes[arm] / 1e6 / used[arm][-1]:.1f}" for arm in paths)
             print(f"round {number + 1}: {speeds} MB/s", flush=True)
@@ -164,12 +163,12 @@ def preprocess(smoke: bool) -> dict[str, Any]:
     rates = {arm: harness.spread([sizes[arm] / 1e6 / seconds for seconds in used[arm]]) for arm in paths}
     for head, found in (("ratio", ratios), ("MB/s of a core", rates)):
         rows = [[name, *(f"{row[which]:.2f}" for which in ("median", "p10", "p90"))] for name, row in found.items()]
-        print("\n" + harness.table([head, "median", "p10", "p90"], rows))
+        print("\n" + harness.format_table([head, "median", "p10", "p90"], rows))
     return {"corpus_bytes": sizes["ours"], "part_bytes": sizes["hf"], "MB/s of a core": rates, "ratios": ratios}
 
 
 def loading(smoke: bool) -> dict[str, Any]:
-    """Microseconds a sample of each way."""
+    """Return the microseconds per sample of each loader."""
     tokenizer = build_tokenizer("bytes")
     with tempfile.TemporaryDirectory() as scratch:
         tokens = Path(scratch) / "tokens"
@@ -181,19 +180,22 @@ def loading(smoke: bool) -> dict[str, Any]:
         given: dict[str, Any] = {"data_path": [str(tokens)], "split": "1", "tokenizer": tokenizer}
         dataset = build_splits(train_data=(), **given, seq_length=SEQUENCE, log=print).train
         order = SampleOrder(len(dataset), seed=1234)
-        dataset.rows(np.arange(len(dataset)))  # every page is in memory
+        dataset.rows(np.arange(len(dataset)))  # reads every page into memory
         ways = {
             "nanoGPT": lambda: nanogpt_batches(tokens),
             "ours": lambda: our_batches(dataset, order),
         }
-        times = harness.in_turns(ways, 9)
+        times = harness.alternate(ways, 9)
     figures = {name: statistics.median(values) for name, values in times.items()}
-    print("\n" + harness.table(["microseconds a sample", ""], [[name, f"{us:.2f}"] for name, us in figures.items()]))
+    print(
+        "\n"
+        + harness.format_table(["microseconds a sample", ""], [[name, f"{us:.2f}"] for name, us in figures.items()])
+    )
     return {"us_a_sample": figures, "times_nanogpt": harness.ratio(times["nanoGPT"], times["ours"])}
 
 
-def a_sample(work: Callable[[], object], count: int = 100) -> float:
-    """Microseconds of `work`, which makes a batch, for each of its samples."""
+def microseconds_per_sample(work: Callable[[], object], count: int = 100) -> float:
+    """Time `work`, which makes a batch, in microseconds per sample."""
     began = time.perf_counter()
     for _ in range(count):
         work()
@@ -208,29 +210,29 @@ def nanogpt_batches(prefix: Path) -> float:
             parts = (data[i + first : i + first + SEQUENCE].astype(np.int64) for i in places)
             torch.stack([torch.from_numpy(part) for part in parts])
 
-    return a_sample(work)
+    return microseconds_per_sample(work)
 
 
-def our_batches(samples: Samples, order: Order) -> float:
-    """The order included."""
+def our_batches(samples: SampleDataset, order: Order) -> float:
+    """Time our loader, including the order of samples."""
     given: Any = {"micro_batch_size": BATCH, "data_parallel_rank": 0, "data_parallel_size": 1, "prefetch": 0}
     finish = lambda tokens, _: torch.from_numpy(tokens)  # noqa: E731
-    loader = BatchLoader(samples, order, schedule=BatchSchedule.constant(BATCH), finish=finish, **given)
-    return a_sample(lambda: next(loader), 1000)
+    loader = BatchLoader(samples, order, schedule=BatchSchedule.constant(BATCH), collate_fn=finish, **given)
+    return microseconds_per_sample(lambda: next(loader), 1000)
 
 
 SECTIONS = {"preprocess": preprocess, "loading": loading}
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = harness.parser(__doc__)
+    parser = harness.make_parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    chosen = harness.options(parser, argv)
-    output = chosen.output / "data.json"
+    args = harness.parse_args(parser, argv)
+    output = args.output / "data.json"
     results = json.loads(output.read_text(encoding="utf-8")) if output.exists() else {}
-    for section in chosen.only:
-        results[section] = {**harness.header(section), **SECTIONS[section](chosen.smoke)}
-        harness.write(output, results)
+    for section in args.only:
+        results[section] = {**harness.header(section), **SECTIONS[section](args.smoke)}
+        harness.write_json(output, results)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Tokens a second of generation beside transformers' `generate`, both with their caches, on the same weights:
+"""Compare tokens per second of generation with transformers' `generate`, both with a cache and the same weights:
 
     OMP_NUM_THREADS=2 python benchmarks/generation.py      # GPT-2 124M on a CPU, 5 minutes
-    python benchmarks/generation.py --smoke --output DIR   # a tiny model: does it run?
-    ONEDNN_MAX_CPU_ISA=AVX512_CORE python benchmarks/generation.py --precision bf16    # without bf16 products
+    python benchmarks/generation.py --smoke --output DIR   # a quick check with a tiny model
+    ONEDNN_MAX_CPU_ISA=AVX512_CORE python benchmarks/generation.py --precision bf16    # without bf16 instructions
 
-The two take turns (A-B-B-A). Greedy, 64 tokens after prompts of 64, at batch 1 and 8, in bf16 and fp32. Then the cost
-of a token by its position in the context.
+Both alternate (A B B A): greedy, 64 new tokens after prompts of 64, at batch 1 and 8, in bf16 and fp32. Then the
+time of a token is measured at an early and a late position in the context.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from data_utils.tokenizers.base import NO_EOD
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.device import DTYPES
 from megatron.gpt2.generate.generation import Continuation, Generator
-from megatron.gpt2.generate.load_model import store_by_column
+from megatron.gpt2.generate.load_model import store_column_major
 from megatron.gpt2.generate.sampling import Sampling
 from megatron.gpt2.model.gpt2 import GPT2Model
 
@@ -39,29 +39,28 @@ GPT2 = ModelConfig(
     num_layers=12, hidden_size=768, num_attention_heads=12, max_position_embeddings=1024, vocab_size=50257
 )
 TINY = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=2, max_position_embeddings=64, vocab_size=300)
-GOALS = {"bf16": 1.5, "fp32": 1.25}  # times the tokens a second of transformers
-FLAT = 1.5  # the cost of a token late in the context against an early one
+GOALS = {"bf16": 1.5, "fp32": 1.25}  # least ratio to the tokens per second of transformers
+FLAT = 1.5  # greatest ratio of the times of a late and an early token
 
 
-class Ids:
-    """In the place of a tokenizer: ids without text, none of which ends a document."""
+class IdOnlyTokenizer:
+    """A tokenizer without text and without an end-of-document id."""
 
     def __init__(self, vocab_size: int) -> None:
-        self.vocab_size, self.eod, self.start, self.token_bytes = vocab_size, NO_EOD, 0, [b"x"] * vocab_size
+        self.vocab_size, self.eod, self.bos, self.token_bytes = vocab_size, NO_EOD, 0, [b"x"] * vocab_size
 
 
-def our_tokens(model: GPT2Model, prompts: torch.Tensor, new: int) -> tuple[list[list[int]], list[float]]:
-    """The new tokens, and when each step ended."""
+def generate_ours(model: GPT2Model, prompts: torch.Tensor, new: int) -> tuple[list[list[int]], list[float]]:
+    """Return the new tokens, and the time at the end of each step."""
     made = [Continuation(prompt, Sampling(temperature=0, max_new_tokens=new)) for prompt in prompts.tolist()]
     ends = [time.perf_counter()]
-    for generated in Generator(model, Ids(model.vocab_size)).stream(made):  # type: ignore[arg-type]
+    for generated in Generator(model, IdOnlyTokenizer(model.vocab_size)).stream(made):  # type: ignore[arg-type]
         if generated.row == len(made) - 1:
             ends.append(time.perf_counter())
     return [c.ids for c in made], ends
 
 
-def their_tokens(model: Any, prompts: torch.Tensor, new: int) -> list[list[int]]:
-    """The new tokens by transformers."""
+def generate_transformers(model: Any, prompts: torch.Tensor, new: int) -> list[list[int]]:
     mask, length = torch.ones_like(prompts), {"max_new_tokens": new, "min_new_tokens": new}
     made = model.generate(prompts, attention_mask=mask, **length, do_sample=False, pad_token_id=0)
     ids: list[list[int]] = made[:, prompts.size(1) :].tolist()
@@ -69,18 +68,20 @@ def their_tokens(model: Any, prompts: torch.Tensor, new: int) -> list[list[int]]
 
 
 def compare(ours: GPT2Model, theirs: Any, batch: int, length: int, new: int, rounds: int) -> dict[str, Any]:
-    """Seconds of each side, in turns; tokens a second by the medians."""
+    """Time both sides, alternating, and return their tokens per second, from the medians."""
     prompts = torch.randint(ours.vocab_size, (batch, length), generator=torch.Generator().manual_seed(0))
     tokens: dict[str, list[list[int]]] = {}
 
     def timed(side: str) -> float:
         began = time.perf_counter()
-        tokens[side] = our_tokens(ours, prompts, new)[0] if side == "ours" else their_tokens(theirs, prompts, new)
+        tokens[side] = (
+            generate_ours(ours, prompts, new)[0] if side == "ours" else generate_transformers(theirs, prompts, new)
+        )
         return time.perf_counter() - began
 
     sides = {side: partial(timed, side) for side in ("ours", "transformers")}
-    harness.in_turns(sides, 2)  # warms up
-    seconds = harness.in_turns(sides, 2 * rounds)
+    harness.alternate(sides, 2)  # warms up
+    seconds = harness.alternate(sides, 2 * rounds)
     assert all(len(ids) == new for ids in tokens["ours"] + tokens["transformers"])
     speed = {side: batch * new / statistics.median(times) for side, times in seconds.items()}
     equal = sum(a == b for a, b in zip(*tokens.values(), strict=True))
@@ -88,26 +89,26 @@ def compare(ours: GPT2Model, theirs: Any, batch: int, length: int, new: int, rou
     return {**found, "seconds": seconds, "equal_texts": f"{equal} of {batch}"}
 
 
-def by_position(model: GPT2Model, batch: int, early: int, late: int, steps: int, rounds: int) -> dict[str, Any]:
-    """Milliseconds of a step whose token stands near place `early`, and near `late`; the two in turns."""
+def time_by_position(model: GPT2Model, batch: int, early: int, late: int, steps: int, rounds: int) -> dict[str, Any]:
+    """Time a step near the positions `early` and `late` in milliseconds, alternating."""
 
     def median(place: int) -> float:
         prompts = torch.randint(model.vocab_size, (batch, place - steps // 2))
-        ends = our_tokens(model, prompts, steps)[1][1:]  # without the reading of the prompt
+        ends = generate_ours(model, prompts, steps)[1][1:]  # without the prompt
         return statistics.median(1e3 * (end - start) for start, end in zip(ends, ends[1:], strict=False))
 
-    times = harness.in_turns({str(place): partial(median, place) for place in (early, late)}, 2 * rounds)
+    times = harness.alternate({str(place): partial(median, place) for place in (early, late)}, 2 * rounds)
     medians = {place: statistics.median(values) for place, values in times.items()}
     return {"batch": batch, "milliseconds": medians, "ratio": medians[str(late)] / medians[str(early)]}
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = harness.parser(__doc__)
+    parser = harness.make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--precision", choices=list(GOALS), help="default: both")
-    chosen = harness.options(parser, argv)
+    args = harness.parse_args(parser, argv)
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    config, length, new, places = (TINY, 8, 8, (8, 48)) if chosen.smoke else (GPT2, 64, 64, (100, 1000))
+    config, length, new, places = (TINY, 8, 8, (8, 48)) if args.smoke else (GPT2, 64, 64, (100, 1000))
     mpu.initialize_model_parallel(1)
     result: dict[str, Any] = {
         **harness.header("generation"),
@@ -120,23 +121,23 @@ def main(argv: list[str] | None = None) -> None:
         "by_position": [],
     }
     ours = GPT2Model(config).eval()
-    theirs = peers.huggingface(config, use_cache=True, bos_token_id=None, eos_token_id=None)[0].eval()
-    peers.load(theirs, ours, config, conv1d=True)
-    print(f"{'':22}{'ours':>10}{'transformers':>14}{'ratio':>8}{'goal':>7}   tokens a second")
-    for precision in [chosen.precision] if chosen.precision else GOALS:
+    theirs = peers.build_huggingface(config, use_cache=True, bos_token_id=None, eos_token_id=None)[0].eval()
+    peers.load_peer_weights(theirs, ours, config, conv1d=True)
+    print(f"{'':22}{'ours':>10}{'transformers':>14}{'ratio':>8}{'goal':>7}   tokens per second")
+    for precision in [args.precision] if args.precision else GOALS:
         ours, theirs = ours.to(DTYPES[precision]), theirs.to(DTYPES[precision])
-        store_by_column(ours)
+        store_column_major(ours)
         for batch in (1, 8):
-            row = compare(ours, theirs, batch, length, new, chosen.rounds)
+            row = compare(ours, theirs, batch, length, new, args.rounds)
             result["speed"].append({"precision": precision, "goal": GOALS[precision], **row})
             speeds = "{ours:10.1f}{transformers:14.1f}".format(**row["tokens_per_second"])
             print(f"{precision}, batch {batch:<11}{speeds}{row['ratio']:8.2f}{GOALS[precision]:7.2f}", flush=True)
-        row = by_position(ours, 1, *places, 16, chosen.rounds)
+        row = time_by_position(ours, 1, *places, 16, args.rounds)
         result["by_position"].append({"precision": precision, "goal": FLAT, **row})
         ms = " and ".join(f"{ms:.1f}" for ms in row["milliseconds"].values())
         where = " and ".join(row["milliseconds"])
         print(f"{precision}, a token at {where}: {ms} ms, ratio {row['ratio']:.2f} (at most {FLAT})", flush=True)
-        harness.write(chosen.output / "generation.json", result)
+        harness.write_json(args.output / "generation.json", result)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""What all benchmarks share: options, the head of a result, JSON that an interrupted call continues with, programs with
-a time limit, ranks, timing, tables and plots."""
+"""Functions for all benchmarks: flags, the head of a result, JSON from which an interrupted call continues, programs
+with a timeout, ranks, timing, tables and plots."""
 
 from __future__ import annotations
 
@@ -24,40 +24,40 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from data_utils.command_line import columns
+from data_utils.command_line import align_columns
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 T = TypeVar("T")
 OURS, PEER = "#3568a8", "#b8b8b8"  # of bars
-WARM_UP = 3  # calls of `milliseconds` that are not timed
-GRACE = 3.0  # seconds that a program has to end what it has started itself
+WARM_UP = 3  # untimed calls of `milliseconds`
+GRACE = 3.0  # seconds for a program to end its own processes
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
-    """With --output and --smoke."""
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """Make a parser with --output and --smoke."""
     made = argparse.ArgumentParser(
         description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("--output", metavar="DIR", type=Path, help="folder of the results (default: benchmarks/results)")
-    made.add_argument("--smoke", action="store_true", help="tiny sizes on the CPU: proves the script; needs --output")
+    made.add_argument("--smoke", action="store_true", help="tiny sizes on the CPU, to check the script; needs --output")
     return made
 
 
-def options(made: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The chosen options. A smoke run's figures are no results, so it names its own folder."""
-    chosen = made.parse_args(argv)
-    if chosen.smoke and not chosen.output:
-        made.error("--smoke needs --output DIR: its figures are no results")
-    chosen.output = chosen.output or RESULTS
-    return chosen
+def parse_args(made: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the flags. A smoke run must give a folder, because its figures are not results."""
+    args = made.parse_args(argv)
+    if args.smoke and not args.output:
+        made.error("--smoke needs --output DIR, because its figures are not results")
+    args.output = args.output or RESULTS
+    return args
 
 
 # --- results -------------------------------------------------------------------------------------------------------
 
 
 def versions() -> dict[str, str | None]:
-    """Python, torch and its CUDA, transformers; None for what is absent."""
+    """Return the versions of Python, torch, CUDA and transformers; None for missing ones."""
     found: dict[str, str | None] = {"python": platform.python_version(), "torch": torch.__version__}
     found |= {"cuda": torch.version.cuda, "transformers": None}
     with contextlib.suppress(metadata.PackageNotFoundError):
@@ -65,8 +65,8 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def commit(folder: Path | str = ROOT) -> str | None:
-    """The short commit that `folder` is at, with + if tracked files differ from it; None outside git."""
+def git_commit(folder: Path | str = ROOT) -> str | None:
+    """Return the short commit of `folder`, with + if tracked files differ from it; None outside git."""
     git = ["git", "describe", "--always", "--exclude=*", "--dirty=+"]
     try:
         run = subprocess.run(git, cwd=folder, capture_output=True, text=True, timeout=30)
@@ -76,7 +76,7 @@ def commit(folder: Path | str = ROOT) -> str | None:
 
 
 def header(what: str) -> dict[str, Any]:
-    """The head of every result: what was measured, when, on what machine, at which commit."""
+    """Return the head of a result: its name, date, machine, versions and commit."""
     cpuinfo = Path("/proc/cpuinfo")
     names = re.findall(r"^model name\s*: (.*)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else []
     return {
@@ -88,28 +88,28 @@ def header(what: str) -> dict[str, Any]:
             "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
         },
         "versions": versions(),
-        "commit": commit(),
+        "commit": git_commit(),
     }
 
 
 def machine_line(result: Mapping[str, Any]) -> str:
-    """Machine, torch and date of a result in a few words."""
+    """Describe machine, torch and date of a result in one line."""
     found = result["machine"]
     name = found["gpu"] or found["cpu"]
     return f"{name}, {found['cores']} cores, torch {result['versions']['torch']}, {result['date'][:10]}"
 
 
-def write(path: Path, result: Mapping[str, Any]) -> None:
-    """Replace the file whole: a time-out leaves the last complete one."""
+def write_json(path: Path, result: Mapping[str, Any]) -> None:
+    """Replace the file atomically, so that a timeout leaves the last complete one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".json.part")
     part.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     part.replace(path)
 
 
-def earlier(path: Path, result: Mapping[str, Any], *keys: str) -> dict[str, Any] | None:
-    """What an interrupted call left in the file, if it was of the same GPU, versions and `keys` as `result`. A file of
-    another machine or other versions is put aside as `*.other.json`, and None is returned."""
+def load_earlier(path: Path, result: Mapping[str, Any], *keys: str) -> dict[str, Any] | None:
+    """Return the result of an interrupted call if its GPU, versions and `keys` equal those of `result`. Otherwise
+    rename the file to `*.other.json` and return None."""
     if not path.exists():
         return None
     found: dict[str, Any] = json.loads(path.read_text())
@@ -119,7 +119,7 @@ def earlier(path: Path, result: Mapping[str, Any], *keys: str) -> dict[str, Any]
         return found
     aside = path.with_suffix(".other.json")
     path.replace(aside)
-    print(f"{path.name} is of another machine, of other versions or of another problem: it is {aside.name} now")
+    print(f"{path.name} has a different machine, versions or workload: it is {aside.name} now")
     return None
 
 
@@ -129,8 +129,8 @@ def earlier(path: Path, result: Mapping[str, Any], *keys: str) -> dict[str, Any]
 def run_limited(
     command: Sequence[Any], log: Path | None, timeout: float, *, environment: Mapping[str, str] | None = None
 ) -> int | None:
-    """Run `command` in the project's folder and return its exit code; None if it was ended after `timeout` seconds,
-    with all that it had started. log: takes what it writes, while it writes it; None: this process's own output."""
+    """Run `command` in the project's folder and return its exit code, or None if it was killed after `timeout` seconds,
+    with all its processes. log: file for its output (default: the output of this process)."""
     with contextlib.nullcontext() if log is None else log.open("w") as file:
         process = subprocess.Popen(
             command,
@@ -145,24 +145,24 @@ def run_limited(
             return process.wait(timeout)
         except subprocess.TimeoutExpired:
             return None
-        finally:  # also if this program is told to end
+        finally:  # also after SIGTERM to this program
             if process.poll() is None:
                 process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(GRACE)
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # its compilers, too
+                os.killpg(process.pid, signal.SIGKILL)  # also its compilers
             process.wait()
 
 
 def last_line(text: str) -> str:
-    """The last line that has words, without absolute paths, 400 characters at most."""
+    """Return the last line that is not blank, without absolute paths, at most 400 characters."""
     lines = [line for line in text.splitlines() if line.strip()]
-    return without_paths(lines[-1] if lines else "")[:400]
+    return strip_paths(lines[-1] if lines else "")[:400]
 
 
-def without_paths(text: str) -> str:
-    """`text` with every absolute path cut down to its last part: where a file lies is this machine's affair."""
+def strip_paths(text: str) -> str:
+    """Replace each absolute path in `text` by its last part, because results should not depend on folders."""
     return re.sub(r"(?<![\w.:/])/(?:[^\s/'\":]+/)*([^\s/'\":]+)", r"\1", text)
 
 
@@ -176,8 +176,8 @@ def _rank(rank: int, world_size: int, folder: str, fn: Callable[..., Any], args:
     dist.barrier()
 
 
-def on_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-    """`fn(rank, world_size, *args)` in processes of one thread with a group of gloo; what each returned."""
+def run_on_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    """Run `fn(rank, world_size, *args)` in processes with one thread and a gloo group. Return the result of each."""
     context: Any = multiprocessing.get_context("spawn")
     pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
     with tempfile.TemporaryDirectory() as folder:
@@ -189,7 +189,7 @@ def on_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
             rank.start()
             send.close()
         try:
-            return [receive.recv() for receive, _ in pipes]  # EOFError: the rank ended with what it wrote
+            return [receive.recv() for receive, _ in pipes]  # EOFError: the rank failed and printed its error
         finally:
             for rank in ranks:
                 rank.join(60)
@@ -200,7 +200,7 @@ def on_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
 
 
 def call_seconds(work: Callable[[], Any], device: torch.device, count: int) -> list[float]:
-    """Seconds of each of `count` calls. On a GPU they follow each other without a wait between, and end with one."""
+    """Return the seconds of each of `count` calls. On a GPU, the host waits only after the last call."""
     if device.type == "cuda":
         events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
         events[0].record()
@@ -217,20 +217,21 @@ def call_seconds(work: Callable[[], Any], device: torch.device, count: int) -> l
 
 
 def milliseconds(work: Callable[[], Any], device: torch.device, count: int) -> float:
-    """The median of `count` calls in milliseconds, after `WARM_UP` others."""
+    """Return the median of `count` calls in milliseconds, after `WARM_UP` untimed calls."""
     for _ in range(WARM_UP):
         work()
     return 1000 * sorted(call_seconds(work, device, count))[count // 2]
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, 10th and 90th percentile (linear between neighbours) of at least one value."""
+    """Return the median and the 10th and 90th percentile (with linear interpolation) of at least one value."""
     p10, median, p90 = torch.tensor(values, dtype=torch.float64).quantile(torch.tensor([0.1, 0.5, 0.9]).double())
     return {"median": median.item(), "p10": p10.item(), "p90": p90.item(), "n": len(values)}
 
 
-def in_turns(works: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
-    """What each of `works` returns, `rounds` times, in an order that is mirrored from round to round (A B B A)."""
+def alternate(works: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
+    """Call each of `works` `rounds` times, in an order that is mirrored from round to round (A B B A). Return the
+    results."""
     found: dict[str, list[T]] = {name: [] for name in works}
     for number in range(rounds):
         for name in list(works)[:: -1 if number % 2 else 1]:
@@ -239,18 +240,18 @@ def in_turns(works: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, lis
 
 
 def ratio(above: Sequence[float], below: Sequence[float]) -> float:
-    """The median of the ratios, round by round."""
+    """Return the median of the ratios of all rounds."""
     return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns of equal width, the first to the left, the others to the right."""
-    return "\n".join(columns([head, *rows], "<" + ">" * (len(head) - 1)))
+def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Format columns: the first is aligned left, the others right."""
+    return "\n".join(align_columns([head, *rows], "<" + ">" * (len(head) - 1)))
 
 
-def plot(path: Path, title: str, panels: Sequence[tuple[str, Sequence[tuple[str, float, float, float]]]]) -> str:
-    """Horizontal bars, one panel beside the other: (label of the axis, [(arm, value, low, high)]); low and high are the
-    ends of the error bar. Returns a line that says what was written, or that matplotlib is absent."""
+def plot_bars(path: Path, title: str, panels: Sequence[tuple[str, Sequence[tuple[str, float, float, float]]]]) -> str:
+    """Draw horizontal bars, one panel next to the other: (label of the axis, [(arm, value, low, high)]), with low and
+    high for the error bar. Return a line with the name of the file, or that matplotlib is missing."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

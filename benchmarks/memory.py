@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""The expected memory of training runs beside the measured one, on a CPU:
+"""Compare the expected and the measured memory of training runs on a CPU:
 
-    python benchmarks/memory.py                        # about 15 minutes on 2 cores, 4 GB at most at once
-    python benchmarks/memory.py --smoke --output DIR   # a small model: does it run?
-    python benchmarks/memory.py --stages               # each stage of a pipeline: 5 minutes, 3 GB at most at once
+    python benchmarks/memory.py                        # about 15 minutes on 2 cores, at most 4 GB
+    python benchmarks/memory.py --smoke --output DIR   # a quick check with a small model
+    python benchmarks/memory.py --stages               # each stage of a pipeline: 5 minutes, at most 3 GB
 
-Each run is the training program in fresh processes, some steps of it. It says what it expects, and what it had resident
-at its peak, without the pages of files. Two ways of the allocator: `returned`, in which each block goes back to the
-system when it is freed (MALLOC_MMAP_THRESHOLD_), so that the peak is what the step needs; and on one rank `kept`, the
-program's own way, in which glibc's heap keeps it, holes and all. Stages are measured as `returned`. The machine's load
-changes nothing. JSON is written after every run.
+Each run is a few steps of the training program in new processes. It prints the expected memory and the peak of resident
+memory, without the pages of files. The allocator has two modes. With `returned`, each freed block is returned to the
+system (MALLOC_MMAP_THRESHOLD_), so that the peak is what the step needs. With `kept`, the default of the program, the
+heap of glibc keeps it, including fragmentation. Stages are measured with `returned`, `kept` is measured on one rank.
+The load of the machine does not matter. JSON is written after every run.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def stage_cases(smoke: bool) -> Iterator[dict[str, Any]]:
         yield case(flags, "returned", precision, recompute, schedule=schedule, p=p)
 
 
-def figures(expected: float, measured: float) -> dict[str, float]:
-    """In MB of 2^20 bytes."""
+def expected_and_measured(expected: float, measured: float) -> dict[str, float]:
+    """Return both, in MB of 2^20 bytes, and their ratio."""
     return {
         "expected_mb": round(expected, 1),
         "measured_mb": round(measured, 1),
@@ -96,8 +96,8 @@ def command(flags: str, folder: Path) -> list[str]:
     return f"{COMMON} {flags} {files}".split()
 
 
-def measure(run: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Expected and measured MB of rank 0, and the expected parts; {"failed": …} if the run did not end well."""
+def measure_run(run: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return expected and measured MB of rank 0, and the expected parts, or {"failed": …}."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     environment |= {"PYTHONPATH": str(harness.ROOT), "OMP_NUM_THREADS": "1", **ALLOCATORS[run["allocator"]]}
     words = [sys.executable, "-m", "megatron.pretrain_gpt2", *command(run["flags"], folder)]
@@ -107,50 +107,50 @@ def measure(run: dict[str, Any], folder: Path) -> dict[str, Any]:
     if found is None or parts is None:
         return {"failed": harness.last_line(said.stdout + said.stderr)}
     expected, measured = (float(number.replace(",", "")) for number in found.groups())
-    return {**figures(expected, measured), "parts_mb": parts.group(1)}
+    return {**expected_and_measured(expected, measured), "parts_mb": parts.group(1)}
 
 
-def stage(rank: int, world_size: int, words: list[str]) -> dict[str, float]:
-    """Some steps as stage `rank`: expected and measured MB."""
+def measure_stage(rank: int, world_size: int, words: list[str]) -> dict[str, float]:
+    """Run a few steps as stage `rank`; return expected and measured MB."""
     from megatron.gpt2.config.arguments import parse
-    from megatron.gpt2.dist.ranks import Ranks
-    from megatron.gpt2.extensions.plan.hook import setting_of
-    from megatron.gpt2.extensions.plan.step import expected
+    from megatron.gpt2.dist.ranks import RankInfo
+    from megatron.gpt2.extensions.plan.hook import memory_inputs
+    from megatron.gpt2.extensions.plan.step import estimate_memory
     from megatron.gpt2.monitor.reporting import resident_memory
-    from megatron.gpt2.train.run import build_run
-    from megatron.gpt2.train.setup import prepare_run
+    from megatron.gpt2.train.setup import build_context
     from megatron.gpt2.train.train_step import train_step
+    from megatron.gpt2.train.trainer import build_trainer
 
-    prepared = prepare_run(parse(words), Ranks(rank, world_size, rank, world_size), lambda line: None)
-    run = build_run(prepared, lambda line: None)
-    run.engine.model.train()
+    context = build_context(parse(words), RankInfo(rank, world_size, rank, world_size), lambda line: None)
+    trainer = build_trainer(context, lambda line: None)
+    trainer.state.model.train()
     for _ in range(STAGE_STEPS):
-        train_step(run)
+        train_step(trainer)
     peak = resident_memory()["peak resident"]
-    run.close()
-    return figures(expected(setting_of(prepared), rank).total / 2**20, peak / 2**20)
+    trainer.close()
+    return expected_and_measured(estimate_memory(memory_inputs(context), rank).total / 2**20, peak / 2**20)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = harness.parser(__doc__)
+    parser = harness.make_parser(__doc__)
     parser.add_argument("--stages", action="store_true", help="measure each stage of a pipeline")
-    chosen = harness.options(parser, argv)
-    of_stages = chosen.stages
+    args = harness.parse_args(parser, argv)
+    of_stages = args.stages
     what = "stage_memory" if of_stages else "memory"
-    result: dict[str, Any] = {**harness.header(what), "smoke": chosen.smoke, "runs": []}
+    result: dict[str, Any] = {**harness.header(what), "smoke": args.smoke, "runs": []}
     if of_stages:
-        os.environ.update(ALLOCATORS["returned"])  # of the ranks, which read it when they start
+        os.environ.update(ALLOCATORS["returned"])  # the ranks read it when they start
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         (folder / "text.txt").write_text("any text: nothing of it changes what is held. " * 4000)
-        for run in (stage_cases if of_stages else cases)(chosen.smoke):
+        for run in (stage_cases if of_stages else cases)(args.smoke):
             if of_stages:
-                run["stages"] = found = harness.on_ranks(stage, run["p"], command(run["flags"], folder))
+                run["stages"] = found = harness.run_on_ranks(measure_stage, run["p"], command(run["flags"], folder))
             else:
-                found = [measure(run, folder)]
+                found = [measure_run(run, folder)]
                 run |= found[0]
             result["runs"].append(run)
-            harness.write(chosen.output / f"{what}.json", result)
+            harness.write_json(args.output / f"{what}.json", result)
             names = "  ".join(f"{value}" for name, value in run.items() if name not in ("flags", "stages", *found[0]))
             told = (f"{one['expected_mb']:,.0f} / {one['measured_mb']:,.0f} MB = {one['ratio']:.2f}" for one in found)
             print(f"{names}: expected / measured {run.get('failed') or ',  '.join(told)}", flush=True)

@@ -1,8 +1,7 @@
-"""The models that ours is measured against, started from our initial weights, and the proof that they compute the same.
+"""The models of other libraries with our initial weights, and a check that they compute the same.
 
-Hugging Face's GPT2LMHeadModel comes from the installed transformers, nanoGPT from a checkout that the user names. Both
-are imported and called as they are.
-Legend: b batch, s sequence, h hidden, n heads, d head size, v vocabulary.
+Hugging Face's GPT2LMHeadModel is imported from the installed transformers, nanoGPT from a checkout of the user. Neither
+is changed. Legend: b batch, s sequence, h hidden, n heads, d head size, v vocabulary.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import mpu
-from benchmarks.problem import BETAS, LR, WEIGHT_DECAY
+from benchmarks.workload import BETAS, LR, WEIGHT_DECAY
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.model.gpt2 import GPT2Model
 
@@ -32,13 +31,13 @@ NAMES = {
     "mlp.dense_h_to_4h": "mlp.c_fc",
     "mlp.dense_4h_to_h": "mlp.c_proj",
 }
-NANOGPT_VOCAB = 50304  # what nanoGPT gives a model of 50,257 words
+NANOGPT_VOCAB = 50304  # nanoGPT's padded size for 50,257 words
 LossOf = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
-def as_peer(ours: dict[str, Tensor], config: ModelConfig, *, conv1d: bool) -> dict[str, Tensor]:
-    """Our tensors (weights, or gradients) by the peers' names and in their layout: fused QKV is [n, 3, d] rows here and
-    [3, n, d] there; Hugging Face's Conv1D keeps [in, out]. Padding rows of the vocabulary are dropped."""
+def convert_to_peer(ours: dict[str, Tensor], config: ModelConfig, *, conv1d: bool) -> dict[str, Tensor]:
+    """Convert our weights or gradients to the names and layout of a peer. Our fused QKV has [n, 3, d] rows, the peers
+    have [3, n, d]; Hugging Face's Conv1D stores [in, out]. Padding rows of the vocabulary are dropped."""
     n = config.num_attention_heads
     theirs = {
         "transformer.wte.weight": ours["word_embeddings.weight"][: config.vocab_size],
@@ -57,9 +56,9 @@ def as_peer(ours: dict[str, Tensor], config: ModelConfig, *, conv1d: bool) -> di
     return theirs
 
 
-def load(model: nn.Module, ours: GPT2Model, config: ModelConfig, *, conv1d: bool) -> None:
-    """Copy our weights into a peer's parameters; each of them must be filled."""
-    theirs = as_peer(dict(ours.named_parameters()), config, conv1d=conv1d)
+def load_peer_weights(model: nn.Module, ours: GPT2Model, config: ModelConfig, *, conv1d: bool) -> None:
+    """Copy our weights into all parameters of a peer."""
+    theirs = convert_to_peer(dict(ours.named_parameters()), config, conv1d=conv1d)
     parameters = dict(model.named_parameters())  # tied ones once
     assert parameters.keys() == theirs.keys(), parameters.keys() ^ theirs.keys()
     with torch.no_grad():
@@ -70,28 +69,30 @@ def load(model: nn.Module, ours: GPT2Model, config: ModelConfig, *, conv1d: bool
 
 
 @contextlib.contextmanager
-def nothing_drawn() -> Iterator[None]:
-    """Inside, torch's initialisers do nothing: every weight is overwritten, and drawing 1.5 billion takes a while."""
+def skip_initialization() -> Iterator[None]:
+    """Disable torch's initializers: all weights are overwritten later, and drawing 1.5 billion is slow."""
     with contextlib.ExitStack() as stack:
         for name in ("normal_", "uniform_", "kaiming_uniform_", "trunc_normal_"):
             stack.enter_context(mock.patch(f"torch.nn.init.{name}", lambda tensor, *args, **kwargs: tensor))
         yield
 
 
-def build(
+def build_peer(
     kind: str, config: ModelConfig, ours: GPT2Model, *, nanogpt: str, padded: bool = True
 ) -> tuple[nn.Module, LossOf, int]:
-    """The peer's model with the weights of `ours`, its loss over tokens and labels [b, s], and its vocabulary size.
-    padded: nanoGPT's vocabulary as it ships; its extra rows, zero at first, are in its softmax."""
-    with nothing_drawn():
-        model, loss_of, vocab = huggingface(config) if kind == "huggingface" else nano(config, nanogpt, padded)
-    load(model, ours, config, conv1d=kind == "huggingface")
+    """Build a peer's model with the weights of `ours`. Return it, its loss over tokens and labels [b, s], and its
+    vocabulary size. padded: use nanoGPT's padded vocabulary; its extra rows, zero at first, are in its softmax."""
+    with skip_initialization():
+        model, loss_of, vocab = (
+            build_huggingface(config) if kind == "huggingface" else build_nanogpt(config, nanogpt, padded)
+        )
+    load_peer_weights(model, ours, config, conv1d=kind == "huggingface")
     return model, loss_of, vocab
 
 
-def huggingface(config: ModelConfig, **more: Any) -> tuple[nn.Module, LossOf, int]:
-    """transformers' GPT-2 over the true vocabulary, attention by scaled_dot_product_attention, without a cache. more:
-    other settings of its configuration."""
+def build_huggingface(config: ModelConfig, **more: Any) -> tuple[nn.Module, LossOf, int]:
+    """Build transformers' GPT-2 with the true vocabulary, scaled_dot_product_attention, and no cache. more: further
+    settings of its configuration."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     assert config.vocab_size is not None
@@ -111,25 +112,25 @@ def huggingface(config: ModelConfig, **more: Any) -> tuple[nn.Module, LossOf, in
     }
 
     def loss_of(called: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
-        # Its own loss; labels that are shifted already keep the last one, which it would drop.
+        # Its own loss. shift_labels keeps the last label, which `labels` would drop.
         loss: Tensor = called(tokens, labels=labels, shift_labels=labels.contiguous()).loss
         return loss
 
     return GPT2LMHeadModel(GPT2Config(**{**settings, **more})), loss_of, config.vocab_size
 
 
-def nano(config: ModelConfig, folder: str, padded: bool) -> tuple[nn.Module, LossOf, int]:
-    """nanoGPT's model from the checkout `folder`. Its GELU is the erf form, whatever the config says."""
+def build_nanogpt(config: ModelConfig, folder: str, padded: bool) -> tuple[nn.Module, LossOf, int]:
+    """Build nanoGPT's model from the checkout `folder`. Its GELU is always the erf form."""
     vocab = config.vocab_size
     assert vocab is not None
-    if padded:  # to a multiple of 64, as nanoGPT says of its 50304
+    if padded:  # to a multiple of 64, as nanoGPT does it
         vocab = NANOGPT_VOCAB if vocab == 50257 else -(-vocab // 64) * 64
     sys.path.insert(0, folder)
     try:
         theirs = importlib.import_module("model")
     finally:
         sys.path.remove(folder)
-    assert Path(theirs.__file__ or "").resolve().parent == Path(folder).resolve(), "another module is named model"
+    assert Path(theirs.__file__ or "").resolve().parent == Path(folder).resolve(), "a different module is named model"
     settings = theirs.GPTConfig(
         block_size=config.max_position_embeddings,
         vocab_size=vocab,
@@ -148,7 +149,8 @@ def nano(config: ModelConfig, folder: str, padded: bool) -> tuple[nn.Module, Los
 
 
 def adamw(model: nn.Module, shipped: bool) -> torch.optim.Optimizer:
-    """AdamW, decay on matrices only: fused, or as nanoGPT's own `configure_optimizers` makes it on a CPU."""
+    """Make a fused AdamW with decay on matrices only. shipped: call nanoGPT's `configure_optimizers` for a CPU
+    instead."""
     if shipped:
         made: Any = model.configure_optimizers  # type: ignore[union-attr]
         optimizer: torch.optim.Optimizer = made(WEIGHT_DECAY, LR, BETAS, "cpu")
@@ -159,10 +161,13 @@ def adamw(model: nn.Module, shipped: bool) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=LR, betas=BETAS, fused=True)
 
 
-def gate(config: ModelConfig, device: str, kind: str, *, nanogpt: str) -> dict[str, float]:
-    """Two layers of the problem's width in fp32, every weight and bias drawn with a deviation of 0.1, the same tokens:
-    how far the peer's loss and gradient norm are from ours, relative, and the worst gradient, relative to its tensor's
-    largest entry. nanoGPT takes the true vocabulary here."""
+def compare_with_peer(config: ModelConfig, device: str, kind: str, *, nanogpt: str) -> dict[str, float]:
+    """Compare two layers of the given width with a peer, in fp32, with weights and biases of standard deviation 0.1 and
+    the same tokens. nanoGPT has the true vocabulary here.
+
+    Returns the relative differences of loss and gradient norm, and the greatest difference of a gradient, relative to
+    the largest entry of its tensor.
+    """
     mpu.initialize_model_parallel(1)
     config = replace(config, num_layers=min(config.num_layers, 2), attention_dropout=0.0, hidden_dropout=0.0)
     assert config.vocab_size is not None
@@ -170,11 +175,11 @@ def gate(config: ModelConfig, device: str, kind: str, *, nanogpt: str) -> dict[s
     ours = GPT2Model(config).train()
     with torch.no_grad():
         for name, parameter in ours.named_parameters():
-            # Large, so that loss and gradients depend on every layer; around 1 in layer norms.
+            # Large, so that loss and gradients depend on every layer; with mean 1 in layer norms.
             parameter.normal_(1.0 if name.endswith("layernorm.weight") else 0.0, 0.1, generator=generator)
             if name == "word_embeddings.weight":
                 parameter[config.vocab_size :].zero_()
-    model, loss_of, _ = build(kind, config, ours, nanogpt=nanogpt, padded=False)
+    model, loss_of, _ = build_peer(kind, config, ours, nanogpt=nanogpt, padded=False)
     text = torch.randint(0, config.vocab_size, (2, config.max_position_embeddings + 1), generator=generator).to(device)
     tokens, labels = text[:, :-1], text[:, 1:]
     weight = torch.full(labels.shape, 1 / labels.numel(), device=device)
@@ -183,7 +188,7 @@ def gate(config: ModelConfig, device: str, kind: str, *, nanogpt: str) -> dict[s
         loss.backward()
     mine, theirs = ({name: p.grad for name, p in one.named_parameters() if p.grad is not None} for one in (ours, model))
     norm, their_norm = (torch.stack([g.double().norm() for g in of.values()]).norm() for of in (mine, theirs))
-    expected = as_peer(mine, config, conv1d=kind == "huggingface")
+    expected = convert_to_peer(mine, config, conv1d=kind == "huggingface")
     return {
         "loss": abs(losses[1].item() / losses[0].item() - 1),
         "grad_norm": abs((their_norm / norm).item() - 1),

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Where the time of our training step goes, by torch's profiler:
+"""Profile a training step with torch's profiler:
 
     python benchmarks/profile_step.py            # GPT-2 124M, s 1,024, b 2, bf16, on the CPU
 
 The step is `megatron.gpt2.train.train_step.train_step` of a run made from flags, after three warm-up steps.
-Self times of all operators are added up by what they belong to; the profiler's own cost is in them.
+The self times of all operators are summed by part of the step. They include the cost of the profiler.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks import arms, harness
-from benchmarks.problem import MODELS, Arm, Problem
+from benchmarks.workload import MODELS, Arm, Workload
 from megatron.gpt2.device import set_threads
-from megatron.gpt2.dist.ranks import Ranks
-from megatron.gpt2.train.run import Run
+from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.train.train_step import train_step
+from megatron.gpt2.train.trainer import Trainer
 
-# The first part whose sign stands in the name of an operator or of one that called it; matrix products apart.
+# An operator belongs to the first part with a string that is in its name or in that of a caller. Matrix products are
+# counted separately.
 PARTS = {
     "optimizer: norm, AdamW, rounding": ("our optimizer",),
     "head and loss": ("LinearCrossEntropy",),
@@ -39,7 +40,7 @@ PARTS = {
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_")
 
 
-def part_of(event: Any) -> str:
+def classify_event(event: Any) -> str:
     is_product, callers = event.name in PRODUCTS, ""
     while event is not None:
         callers, event = f"{callers} {event.name}", event.cpu_parent
@@ -47,30 +48,30 @@ def part_of(event: Any) -> str:
     return f"{part}: products" if is_product else part
 
 
-def profiled(run: Run, device: torch.device) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Of one step: milliseconds by part, and the kernels (on a CPU the operators) with their milliseconds and calls,
-    the costliest first. On a GPU the time is the device's own."""
-    step, kind = run.engine.optimizer.step, "CUDA" if device.type == "cuda" else "CPU"
+def profile_train_step(trainer: Trainer, device: torch.device) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Profile one step. Return milliseconds by part, and the kernels (on a CPU the operators) with their milliseconds
+    and calls, the slowest first. On a GPU, times are those of the device."""
+    step, kind = trainer.state.optimizer.step, "CUDA" if device.type == "cuda" else "CPU"
 
     def marked() -> None:
         with record_function("our optimizer"):
             step()
 
-    def ms(event: Any) -> float:  # what its kernels take counts for the operator that has started them
+    def ms(event: Any) -> float:  # on a GPU, the time of the kernels that the operator started
         return (event.self_device_time_total if kind == "CUDA" else event.self_cpu_time_total) / 1000
 
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (kind == "CUDA")
     with (
-        mock.patch.object(run.engine.optimizer, "step", marked),
+        mock.patch.object(trainer.state.optimizer, "step", marked),
         profile(activities=activities, acc_events=True) as recorded,
     ):
-        train_step(run)
+        train_step(trainer)
         if kind == "CUDA":
             torch.cuda.synchronize(device)
     times: defaultdict[str, float] = defaultdict(float)
     for event in recorded.events():
         if event.device_type.name == "CPU":
-            times[part_of(event)] += ms(event)
+            times[classify_event(event)] += ms(event)
     kernels = [
         {"name": event.key[:200], "calls": event.count, "ms": ms(event)}
         for event in recorded.key_averages()
@@ -80,22 +81,22 @@ def profiled(run: Run, device: torch.device) -> tuple[dict[str, float], list[dic
 
 
 def main() -> None:
-    chosen = harness.options(harness.parser(__doc__))
+    args = harness.parse_args(harness.make_parser(__doc__))
     with tempfile.TemporaryDirectory() as folder:
-        problem = Problem(*MODELS["124M"], 1024, 2, scratch=folder)
-        problem = problem.small() if chosen.smoke else problem
-        problem.write_tokens(16)
-        set_threads(Ranks())
-        run = arms.our_run(problem, Arm("ours eager"))
+        workload = Workload(*MODELS["124M"], 1024, 2, scratch=folder)
+        workload = workload.small() if args.smoke else workload
+        workload.write_tokens(16)
+        set_threads(RankInfo())
+        trainer = arms.build_our_trainer(workload, Arm("ours eager"))
         for _ in range(3):
-            train_step(run)
-        times, _ = profiled(run, run.device)
-        arms.close(run)
+            train_step(trainer)
+        times, _ = profile_train_step(trainer, trainer.device)
+        arms.close_trainer(trainer)
     whole = sum(times.values())
     rows = [[part, f"{ms:.1f}", f"{ms / whole:.1%}"] for part, ms in {**times, "all operators": whole}.items()]
-    print("\n" + harness.table(["part of a step", "ms", "share"], rows))
+    print("\n" + harness.format_table(["part of a step", "ms", "share"], rows))
     result = {**harness.header("profile of a step, 124M on a CPU"), "milliseconds": times}
-    harness.write(chosen.output / "profile_cpu.json", result)
+    harness.write_json(args.output / "profile_cpu.json", result)
 
 
 if __name__ == "__main__":

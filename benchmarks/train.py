@@ -1,17 +1,18 @@
 #!/usr/bin/env python3
-"""Training steps of GPT-2 against its peers, on one machine in one run:
+"""Compare training steps of GPT-2 with nanoGPT and transformers on one machine:
 
     python benchmarks/train.py --preset cpu --nanogpt DIR            # GPT-2 124M, s 1,024, b 2, bf16
     python benchmarks/train.py --preset gpu --part 2 --nanogpt DIR   # parts 2 to 5, each under 9 minutes on one H200
-    python benchmarks/train.py --preset gpu --part 2 --smoke --output DIR    # a tiny model on the CPU: does it run?
+    python benchmarks/train.py --preset gpu --part 2 --smoke --output DIR    # a quick check on the CPU
 
-The parts are those of benchmarks/gpu.sh, whose first is benchmarks/first_minutes.py. Part 2: 345M with all arms. Parts
-3 and 4: 774M and 1.5B, ours compiled against the fastest peer of part 2. Part 5: ours alone at 345M with dropout,
-recomputation and 2019's settings, and one of the 8 ranks of 8.3B.
+An arm is one program with one configuration. The parts are those of benchmarks/gpu.sh; part 1 is
+benchmarks/first_minutes.py. Part 2: 345M with all arms. Parts 3 and 4: 774M and 1.5B, ours compiled and the fastest
+peer of part 2. Part 5: only ours, at 345M with dropout, recomputation and the settings of 2019, and one of 8 ranks of
+8.3B.
 
-A gate first proves that all models compute the same. Then every arm runs in a fresh process, in mirrored order
-(A B C C B A), on the same tokens; JSON is written after each, and the same command goes on after it unless --again is
-given. A nanoGPT checkout is imported, never copied.
+First, a gate checks that all models compute the same. Then every arm runs in a new process, in mirrored order
+(A B C C B A), on the same tokens; one such run is a visit. JSON is written after each visit, and the same command
+continues there, unless --again is given. The nanoGPT checkout is imported.
 """
 
 from __future__ import annotations
@@ -32,102 +33,121 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a cl
 
 from benchmarks import harness
 from benchmarks.harness import ROOT
-from benchmarks.problem import ALONE, ARMS, LLM_C, MODELS, PARTS, PEAK, Arm, Problem, utilisation
+from benchmarks.workload import (
+    ARMS,
+    LLM_C_RESULTS,
+    MODELS,
+    OURS_ONLY_ARMS,
+    PARTS,
+    PEAK_FLOPS,
+    Arm,
+    Workload,
+    utilisation,
+)
 
-GATE = 1e-4  # relative, of the fp32 models; they differ by 2e-6, and the two forms of GELU by 7e-4
-# Relative, of the first step's loss and of its gradient norm: fp32 arms among themselves, and if bf16 takes part.
-# nanoGPT's softmax has 47 rows more than the vocabulary: log(50,304 / 50,257) nats are taken off its first loss.
+GATE = 1e-4  # relative, in fp32; correct models differ by 2e-6, the two forms of GELU by 7e-4
+# Relative differences of loss and gradient norm at the first step: of two fp32 arms, and with a bf16 arm. nanoGPT's
+# softmax has 47 padding rows, so log(50,304 / 50,257) nats are subtracted from its first loss.
 TOLERANCE = {"fp32": (2e-4, 1e-3), "bf16": (1e-3, 2e-2)}
 NOTES = (
-    "all: same weights (ours, converted), same samples in the same order through the same loader, tied embeddings; a "
-    "step is batch, zero_grad, forward, backward, clip at 1.0, AdamW (decay 0.1 on matrices, betas 0.9 and 0.95)",
-    "peers at their best fair setting: bf16 by torch.autocast over fp32 weights, fused AdamW, scaled_dot_product_"
+    "all arms have the same weights (ours, converted), the same samples in the same order from the same loader, and tied "
+    "embeddings; a step is batch, zero_grad, forward, backward, clip at 1.0, AdamW (decay 0.1 on matrices, betas 0.9 and "
+    "0.95)",
+    "peers have their best fair settings: bf16 by torch.autocast over fp32 weights, fused AdamW, scaled_dot_product_"
     "attention, no cache, erf GELU; torch.compile of the whole model (ours: of each block)",
-    "on a CPU all arms but `as shipped` run under the allocator setting that ours makes for itself; `as shipped` is "
-    "nanoGPT's own on a CPU: fp32, eager, its AdamW, the default allocator",
-    "MFU of the datasheet's dense bf16, on a CPU of this model's own matrix products (`ceiling`), by Megatron's formula, attention in full, vocabulary 50,257; by llm.c: 6N + 6LCT, which is 4 to 6 % less; "
-    "the bars and p10–p90 are of all timed steps",
+    "on a CPU, all arms except `as shipped` use our setting of the allocator; `as shipped` has nanoGPT's defaults for a "
+    "CPU: fp32, eager, its AdamW, the default allocator",
+    "MFU refers to the dense bf16 of the datasheet, on a CPU to the model's matrix products (`ceiling`), by Megatron's "
+    "formula with full attention and vocabulary 50,257; by llm.c: 6N + 6LCT, which is 4 to 6 % less; the bars and "
+    "p10–p90 are of all timed steps",
 )
 Result = dict[str, Any]
 
 
-def options(argv: list[str] | None) -> argparse.Namespace:
-    parser = harness.parser(__doc__)
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = harness.make_parser(__doc__)
     parser.add_argument("--preset", choices=("cpu", "gpu"), required=True)
-    parser.add_argument("--part", type=int, choices=tuple(PARTS), default=2, help="of the preset gpu")
-    parser.add_argument("--nanogpt", metavar="DIR", default="", help="a nanoGPT checkout; without it no such arm")
+    parser.add_argument("--part", type=int, choices=tuple(PARTS), default=2, help="part of the preset gpu")
+    parser.add_argument(
+        "--nanogpt", metavar="DIR", default="", help="a nanoGPT checkout; without it, nanoGPT is not measured"
+    )
     rounds = "repetitions of the mirrored order; 0: each arm once (default: 1; 0 with --preset gpu --smoke)"
     parser.add_argument("--rounds", type=int, help=rounds)
     parser.add_argument("--arms", metavar="NAME,NAME", help="only these")
-    parser.add_argument("--peer", metavar="NAME", help="of parts 3 and 4 (default: the fastest in part 2's JSON)")
+    parser.add_argument(
+        "--peer", metavar="NAME", help="peer of parts 3 and 4 (default: the fastest in the JSON of part 2)"
+    )
     parser.add_argument("--steps", type=int, help="timed steps of a visit (default: 5 on a CPU, 30 on a GPU)")
     parser.add_argument("--micro-batch-size", type=int, metavar="B")
-    gelu = "of ours and Hugging Face; nanoGPT's is erf, so with tanh its arms stay out"
+    gelu = "for ours and Hugging Face; nanoGPT only has erf, so tanh excludes its arms"
     parser.add_argument("--gelu", choices=("erf", "tanh"), default="erf", help=gelu)
     parser.add_argument(
-        "--arm-timeout", type=float, metavar="S", help="of one visit (default: 900; on a GPU 150, parts 3 and 4 260)"
+        "--arm-timeout",
+        type=float,
+        metavar="S",
+        help="timeout of one visit (default: 900; on a GPU 150, parts 3 and 4 260)",
     )
-    budget = "of the whole run: visits that no longer fit are left out (default on a GPU: 500)"
+    budget = "seconds for the whole run; visits that do not fit are skipped (default on a GPU: 500)"
     parser.add_argument("--budget", type=float, metavar="S", help=budget)
-    again = "of the preset gpu: measure also what the JSON in the folder holds already"
+    again = "with the preset gpu: measure recorded visits again"
     parser.add_argument("--again", action="store_true", help=again)
-    return harness.options(parser, argv)
+    return harness.parse_args(parser, argv)
 
 
-def problem_of(chosen: argparse.Namespace, scratch: Path) -> Problem:
-    name, b, accumulation = ("124M", 2, 1) if chosen.preset == "cpu" else PARTS[chosen.part]
-    device = "cpu" if chosen.preset == "cpu" or chosen.smoke else "cuda"
-    b = chosen.micro_batch_size or b
-    problem = Problem(*MODELS[name], 1024, b, accumulation, gelu=chosen.gelu, device=device, scratch=str(scratch))
-    return problem.small() if chosen.smoke else problem
+def make_workload(args: argparse.Namespace, scratch: Path) -> Workload:
+    name, b, accumulation = ("124M", 2, 1) if args.preset == "cpu" else PARTS[args.part]
+    device = "cpu" if args.preset == "cpu" or args.smoke else "cuda"
+    b = args.micro_batch_size or b
+    workload = Workload(*MODELS[name], 1024, b, accumulation, gelu=args.gelu, device=device, scratch=str(scratch))
+    return workload.small() if args.smoke else workload
 
 
-def arms_of(chosen: argparse.Namespace) -> list[Arm]:
-    """The arms of the preset, as far as they are asked for and can be had."""
-    gpu = chosen.preset == "gpu"
+def select_arms(args: argparse.Namespace) -> list[Arm]:
+    """Return the arms of the preset that are selected and available."""
+    gpu = args.preset == "gpu"
     arms = [arm for arm in ARMS if not (gpu and arm.shipped)]  # on a GPU nanoGPT ships compiled bf16
-    if gpu and chosen.part == 5:
-        arms = ALONE
-        if chosen.smoke:  # of the changes only dropout
+    if gpu and args.part == 5:
+        arms = OURS_ONLY_ARMS
+        if args.smoke:  # keep only the change of dropout
             kept = [{name: value for name, value in arm.changes.items() if name == "dropout"} for arm in arms]
             arms = [dataclasses.replace(arm, changes=changes) for arm, changes in zip(arms, kept, strict=True)]
-    elif gpu and chosen.part in (3, 4):
-        peer = chosen.peer or fastest_peer(chosen.output) or ("nanoGPT compiled" if chosen.nanogpt else "HF compiled")
+    elif gpu and args.part in (3, 4):
+        peer = args.peer or fastest_peer(args.output) or ("nanoGPT compiled" if args.nanogpt else "HF compiled")
         arms = [arm for arm in arms if arm.name in ("ours compiled", peer)]
         print(f"the peer: {peer}", flush=True)
-    if chosen.arms:
-        names = chosen.arms.split(",")
+    if args.arms:
+        names = args.arms.split(",")
         if unknown := set(names) - {arm.name for arm in arms}:
             raise SystemExit(f"no such arm: {', '.join(sorted(unknown))}; there are {[arm.name for arm in arms]}")
         arms = [arm for arm in arms if arm.name in names]
-    without = "" if chosen.nanogpt else "--nanogpt DIR was not given"
-    if chosen.nanogpt and chosen.gelu == "tanh":
+    without = "" if args.nanogpt else "--nanogpt DIR was not given"
+    if args.nanogpt and args.gelu == "tanh":
         without = "its GELU is erf, not --gelu tanh"
     if without and any(arm.kind == "nanogpt" for arm in arms):
-        print(f"NO ARM OF nanoGPT: {without}", flush=True)
+        print(f"nanoGPT is NOT measured: {without}", flush=True)
         arms = [arm for arm in arms if arm.kind != "nanogpt"]
     return arms
 
 
 def fastest_peer(output: Path) -> str | None:
-    """Of part 2's results in the same folder, if they are there."""
+    """Return the fastest peer in the results of part 2 in the same folder, or None."""
     path = output / "train_gpu_part2.json"
-    speeds = speeds_of(json.loads(path.read_text())) if path.exists() else {}
+    speeds = median_speeds(json.loads(path.read_text())) if path.exists() else {}
     return max((name for name in speeds if not name.startswith("ours")), key=lambda name: speeds[name], default=None)
 
 
-def speeds_of(result: Result) -> dict[str, float]:
-    """The median of tokens/s of each arm that was measured."""
+def median_speeds(result: Result) -> dict[str, float]:
+    """Return the median tokens/s of each measured arm."""
     arms = result["arms"].items()
     return {name: arm["summary"]["tokens_per_s"]["median"] for name, arm in arms if arm.get("summary")}
 
 
 def run_arm(spec: dict[str, Any], scratch: Path, timeout: float) -> dict[str, Any]:
-    """One arm in a fresh process; {"failed": its last line} if it ended badly or took too long."""
+    """Run one arm in a new process. Return its result, or {"failed": its last line} after an error or a timeout."""
     (scratch / "spec.json").write_text(json.dumps(spec))
     result, log = scratch / "result.json", scratch / "arm.log"
     result.unlink(missing_ok=True)
-    # Compiled code is kept from visit to visit of this run, and never taken from an earlier one.
+    # The visits of this run share compiled code, but not with earlier runs.
     environment = {"TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, ROOT / "benchmarks" / "arms.py", scratch / "spec.json", result]
     code = harness.run_limited(command, log, timeout, environment=environment)
@@ -135,64 +155,64 @@ def run_arm(spec: dict[str, Any], scratch: Path, timeout: float) -> dict[str, An
         return dict(json.loads(result.read_text()))
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     print("\n".join(lines[-12:]), file=sys.stderr, flush=True)
-    problem = f"no result after {timeout:.0f} s; last: " if code is None else "" if lines else f"exit code {code}"
-    return {"failed": problem + harness.last_line("\n".join(lines))}
+    reason = f"no result after {timeout:.0f} s; last: " if code is None else "" if lines else f"exit code {code}"
+    return {"failed": reason + harness.last_line("\n".join(lines))}
 
 
-def campaign(chosen: argparse.Namespace, scratch: Path) -> int:
-    """All visits of a preset; the exit code."""
-    began, gpu = time.monotonic(), chosen.preset == "gpu" and not chosen.smoke
-    problem, arms = problem_of(chosen, scratch), arms_of(chosen)
-    # The first step, which compiles, comes before these and warms up a CPU too.
-    warmup, steps = (1, 2) if chosen.smoke else (10, 30) if gpu else (1, 5)
-    steps = chosen.steps or steps
-    # A large peer compiles whole for minutes; there are two arms then.
-    timeout = chosen.arm_timeout or (900 if not gpu else 260 if chosen.part in (3, 4) else 150)
-    budget = chosen.budget or (500 if gpu else float("inf"))
-    what = "cpu" if chosen.preset == "cpu" else f"gpu_part{chosen.part}"
-    path = chosen.output / f"train_{what}.json"
-    problem.write_tokens((1 + warmup + steps) * problem.micro_batch_size * problem.accumulation)
-    shown = {**dataclasses.asdict(problem), "scratch": None}
+def run_benchmark(args: argparse.Namespace, scratch: Path) -> int:
+    """Run all visits of a preset; returns the exit code."""
+    began, gpu = time.monotonic(), args.preset == "gpu" and not args.smoke
+    workload, arms = make_workload(args, scratch), select_arms(args)
+    # In addition to the first step, which compiles.
+    warmup, steps = (1, 2) if args.smoke else (10, 30) if gpu else (1, 5)
+    steps = args.steps or steps
+    # torch.compile of a large peer takes minutes; parts 3 and 4 have only two arms.
+    timeout = args.arm_timeout or (900 if not gpu else 260 if args.part in (3, 4) else 150)
+    budget = args.budget or (500 if gpu else float("inf"))
+    what = "cpu" if args.preset == "cpu" else f"gpu_part{args.part}"
+    path = args.output / f"train_{what}.json"
+    workload.write_tokens((1 + warmup + steps) * workload.micro_batch_size * workload.accumulation)
+    shown = {**dataclasses.asdict(workload), "scratch": None}
     entries = [{**dataclasses.asdict(arm), "visits": []} for arm in arms]
-    model = PARTS[chosen.part][0] if chosen.preset == "gpu" else None
+    model = PARTS[args.part][0] if args.preset == "gpu" else None
     result: Result = {
         **harness.header(f"train {what}"),
-        "smoke": chosen.smoke,
+        "smoke": args.smoke,
         "problem": shown,
         "warm_up_steps": 1 + warmup,
         "timed_steps": steps,
-        "nanogpt_commit": harness.commit(chosen.nanogpt) if chosen.nanogpt else None,
-        "peak_flops": PEAK if gpu else None,
-        "published": [entry for entry in LLM_C if entry["model"] == model],
+        "nanogpt_commit": harness.git_commit(args.nanogpt) if args.nanogpt else None,
+        "peak_flops": PEAK_FLOPS if gpu else None,
+        "published": [entry for entry in LLM_C_RESULTS if entry["model"] == model],
         "gate": {},
         "gate_tolerance": GATE,
         "arms": {entry["name"]: entry for entry in entries},
     }
     known: Result | None = None
-    if chosen.preset == "gpu" and not chosen.again:
+    if args.preset == "gpu" and not args.again:
         same = ("smoke", "problem", "warm_up_steps", "timed_steps", "nanogpt_commit")
-        known = harness.earlier(path, result, *same)
+        known = harness.load_earlier(path, result, *same)
     for name, entry in result["arms"].items():
         before = known["arms"].get(name, {}) if known else {}
         if before and {**before, "visits": []}.items() >= json.loads(json.dumps(entry)).items():
             entry["visits"] = [visit for visit in before["visits"] if "failed" not in visit]
-            print(f"{name}: visits that are there already: {len(entry['visits'])}", flush=True)
+            print(f"{name}: recorded visits: {len(entry['visits'])}", flush=True)
 
     def left() -> float:
         return budget - (time.monotonic() - began)
 
     def start(task: str, arm: Arm, **more: Any) -> dict[str, Any]:
-        nanogpt = str(Path(chosen.nanogpt).resolve()) if chosen.nanogpt else ""
+        nanogpt = str(Path(args.nanogpt).resolve()) if args.nanogpt else ""
         spec = {
             "task": task,
-            "problem": dataclasses.asdict(problem),
+            "problem": dataclasses.asdict(workload),
             "arm": dataclasses.asdict(arm),
             "nanogpt": nanogpt,
         }
         return run_arm({**spec, **more}, scratch, max(10.0, min(timeout, left())))
 
     if not gpu:
-        result["ceiling"] = start("ceiling", Arm("ceiling", "ours"), seconds=0.02 if chosen.smoke else 1.0)
+        result["ceiling"] = start("ceiling", Arm("ceiling", "ours"), seconds=0.02 if args.smoke else 1.0)
         print(f"ceiling of this machine: {json.dumps(result['ceiling'])}", flush=True)
     bad: list[str] = []
     for kind in sorted({arm.kind for arm in arms} - {"ours", "rank"}):
@@ -200,23 +220,23 @@ def campaign(chosen: argparse.Namespace, scratch: Path) -> int:
         if not errors or "failed" in errors:
             errors = start("gate", Arm("gate", precision="fp32"), kind=kind)
         result["gate"][kind] = errors
-        harness.write(path, result)
+        harness.write_json(path, result)
         if "failed" not in errors and all(error <= GATE for error in errors.values()):
             worst = (
                 f"gate: {kind} against ours, fp32, weights of std 0.1: loss, gradient norm and every gradient within"
             )
             print(f"{worst} {max(errors.values()):.1e}", flush=True)
             continue
-        failed = f"THE GATE FAILED: {kind} does not compute what ours does, so it is not timed: {json.dumps(errors)}"
+        failed = f"THE GATE FAILED: {kind} does not compute the same as ours, so it is not timed: {json.dumps(errors)}"
         print(f"\n{failed}\n", flush=True)
         bad += [arm.name for arm in arms if arm.kind == kind]
         arms = [arm for arm in arms if arm.kind != kind]
-    rounds = (0 if chosen.smoke and chosen.preset == "gpu" else 1) if chosen.rounds is None else chosen.rounds
-    bad += visit_all(arms, result, path, rounds, left, lambda arm: start("measure", arm, warmup=warmup, steps=steps))
-    return finish(result, path, bad)
+    rounds = (0 if args.smoke and args.preset == "gpu" else 1) if args.rounds is None else args.rounds
+    bad += run_visits(arms, result, path, rounds, left, lambda arm: start("measure", arm, warmup=warmup, steps=steps))
+    return report_result(result, path, bad)
 
 
-def visit_all(
+def run_visits(
     arms: list[Arm],
     result: Result,
     path: Path,
@@ -224,13 +244,13 @@ def visit_all(
     left: Callable[[], float],
     measure: Callable[[Arm], dict[str, Any]],
 ) -> list[str]:
-    """A B C C B A, `rounds` times; A B C if that is 0. Visits that `result` has already are not repeated. Returns the
-    arms that failed, or failed the gate.
+    """Visit the arms in the order A B C C B A, `rounds` times, or A B C if it is 0, without the visits in `result`.
+    Return the arms that failed, or failed the gate.
 
-    left(): seconds of the budget that remain; a visit that no longer fits is left out. measure(arm): one visit.
+    left(): remaining seconds of the budget; visits that do not fit are skipped. measure(arm): one visit.
     """
     bad: list[str] = []
-    took: dict[str, float] = {}  # seconds that a further visit takes, about
+    took: dict[str, float] = {}  # estimated seconds of the next visit
     pending = [arm for _ in range(rounds) for arm in [*arms, *reversed(arms)]] or list(arms)
     for arm in arms:
         for _ in result["arms"][arm.name]["visits"]:  # of an earlier call
@@ -240,21 +260,21 @@ def visit_all(
         arm = pending.pop(0)
         entry = result["arms"][arm.name]
         if left() < took.get(arm.name, min(took.values(), default=10.0)):
-            print(f"{arm.name}: a visit is left out, the time is short", flush=True)
+            print(f"{arm.name}: a visit is skipped, because the time is short", flush=True)
             continue
         if entry["visits"] and "failed" in entry["visits"][-1]:
             continue  # it would fail again
         load, began = os.getloadavg()[0], time.monotonic()
         visit = {**measure(arm), "load_before": load, "order": sum(len(a["visits"]) for a in result["arms"].values())}
         seconds = time.monotonic() - began
-        # What was compiled is found on the disk the next time, which saves most of the first step.
+        # The next visit finds compiled code on the disk, which saves most of the first step.
         took[arm.name] = seconds - (0.6 * visit.get("first_step_s", 0.0) if arm.compiled else 0.0)
         entry["visits"].append(visit)
         if "failed" in visit:
             bad.append(arm.name)
             print(f"{arm.name}: FAILED: {visit['failed']}", flush=True)
         else:
-            entry["gate"] = close_to(result, arm)
+            entry["gate"] = compare_first_step(result, arm)
             bad += [arm.name] * entry["gate"].startswith("FAILED")
             ms = 1000 * harness.spread(visit["step_s"])["median"]
             print(
@@ -262,12 +282,12 @@ def visit_all(
                 f"gradient norm {visit['grad_norm']:.4f}; gate: {entry['gate']} ({seconds:.0f} s)",
                 flush=True,
             )
-        harness.write(path, result)
+        harness.write_json(path, result)
     return bad
 
 
-def close_to(result: Result, arm: Arm) -> str:
-    """Whether the arm's first step agrees with that of the first arm of ours that solves the same problem."""
+def compare_first_step(result: Result, arm: Arm) -> str:
+    """Compare the arm's first step with that of our first arm with the same workload."""
     mine = result["arms"][arm.name]["visits"][-1]
     if arm.kind == "rank":
         return "none: one rank of many"
@@ -285,7 +305,7 @@ def close_to(result: Result, arm: Arm) -> str:
 
 
 def summarise(result: Result) -> None:
-    """Over all timed steps of all visits: tokens/s, MFU, memory in GB, compile seconds."""
+    """Add tokens/s, MFU, memory in GB and compile seconds, over all timed steps of all visits."""
     for entry in result["arms"].values():
         done = [visit for visit in entry["visits"] if "failed" not in visit]
         if not done:
@@ -301,7 +321,7 @@ def summarise(result: Result) -> None:
             },
             **utilisation(speed["median"], first, result["peak_flops"] or result["ceiling"].get("flops_per_s")),
             "expected_peak_gb": (first["expected_peak_bytes"] or 0) / 1e9 or None,
-            # The first visit compiles; later ones find its code on the disk.
+            # Only the first visit compiles.
             "compile_s": first["first_step_s"] - seconds["median"] if entry["compiled"] else None,
             "first_step_s": first["first_step_s"],
             "first_loss": first["loss"],
@@ -309,13 +329,13 @@ def summarise(result: Result) -> None:
         }
 
 
-def finish(result: Result, path: Path, bad: list[str]) -> int:
-    """Summaries, JSON, plot and table; 1 if an arm failed or failed the gate."""
+def report_result(result: Result, path: Path, bad: list[str]) -> int:
+    """Write the summary, JSON and plot, and print the table. Return 1 if an arm failed or failed the gate, else 0."""
     summarise(result)
     result |= {"notes": list(NOTES), "failed": bad}
-    harness.write(path, result)
+    harness.write_json(path, result)
     arms = {name: entry for name, entry in result["arms"].items() if "summary" in entry}
-    speeds = speeds_of(result)
+    speeds = median_speeds(result)
     memory = list(dict.fromkeys(key for entry in arms.values() for key in entry["summary"]["memory_gb"]))
     head = ["arm", "tokens/s", "p10", "p90", "ms/step", "MFU %", "by llm.c %"]
     head += [*(f"{key.replace('_', ' ')} GB" for key in memory), "compile s", "first loss", "ours compiled ÷ it"]
@@ -336,7 +356,7 @@ def finish(result: Result, path: Path, bad: list[str]) -> int:
             (speeds["ours compiled"] / speeds[name] if comparable else None, ".2f"),
         ]
         rows.append([name, *("" if value is None else f"{value:{form}}" for value, form in cells)])
-    print(f"\n{harness.table(head, rows)}\n")
+    print(f"\n{harness.format_table(head, rows)}\n")
     for name, entry in arms.items():
         print(f"{name}: {entry['summary']['computes']}" + (f"; {entry['note']}" if entry["note"] else ""))
     for note in NOTES:
@@ -346,7 +366,7 @@ def finish(result: Result, path: Path, bad: list[str]) -> int:
     peaks = [(name, *[next(iter(entry["summary"]["memory_gb"].values()))] * 3) for name, entry in arms.items()]
     label = f"{(memory or ['memory'])[0].replace('_', ' ')}, GB"
     if arms:
-        print(harness.plot(path.with_suffix(".png"), title, [("tokens/s, bars p10–p90", bars), (label, peaks)]))
+        print(harness.plot_bars(path.with_suffix(".png"), title, [("tokens/s, bars p10–p90", bars), (label, peaks)]))
     print(f"wrote {path.name}")
     if bad:
         print(f"\nFAILED: {'; '.join(dict.fromkeys(bad))}: see above; exit code 1")
@@ -354,20 +374,20 @@ def finish(result: Result, path: Path, bad: list[str]) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    chosen = options(argv)
-    chosen.output.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the arm under way is ended as well
-    if chosen.nanogpt and not (Path(chosen.nanogpt) / "model.py").is_file():
-        print("--nanogpt: that folder holds no model.py: give a checkout of nanoGPT", file=sys.stderr)
+    args = parse_args(argv)
+    args.output.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends the running arm
+    if args.nanogpt and not (Path(args.nanogpt) / "model.py").is_file():
+        print("--nanogpt: the folder has no model.py: give a checkout of nanoGPT", file=sys.stderr)
         return 2
-    if chosen.preset == "gpu" and not chosen.smoke:
+    if args.preset == "gpu" and not args.smoke:
         import torch
 
         if not torch.cuda.is_available():
-            print("--preset gpu: torch sees no GPU; --smoke tries the script on the CPU", file=sys.stderr)
+            print("--preset gpu: torch finds no GPU; use --smoke to try the script on the CPU", file=sys.stderr)
             return 2
     with tempfile.TemporaryDirectory() as scratch:
-        return campaign(chosen, Path(scratch))
+        return run_benchmark(args, Path(scratch))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How every program is called, reads its flags, prints, shows its progress and ends."""
+"""Command lines: parse flags, print, show progress, exit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 ROOT = Path(__file__).resolve().parents[1]
-# What follows "gpt2" where it is not the name of the file in tools/ or scripts/.
+# The subcommand of "gpt2", where it differs from the name of the file in tools/ or scripts/.
 COMMANDS = {
     "evaluate_gpt2": "evaluate",
     "pretrain_gpt2": "pretrain",
@@ -24,11 +24,11 @@ COMMANDS = {
 
 
 def how_to_call(program: str) -> str:
-    """The words that start a program from the current folder, for errors and hints.
+    """Return the command that starts a program from the current folder, for errors and hints.
 
-    program: a file of tools/ or scripts/ without its suffix.
-    In a checkout it is "bash scripts/python.sh tools/checkpoint.py", in the environment that python.sh finds, or "bash
-    scripts/pretrain_gpt2.sh"; if only the package is installed it is "gpt2 checkpoint".
+    program: the name of a file in tools/ or scripts/, without suffix. In a checkout the command is for example "bash
+    scripts/python.sh tools/checkpoint.py" or "bash scripts/pretrain_gpt2.sh". If only the package is installed, it is
+    "gpt2 checkpoint".
     """
     scripts, tool = ROOT / "scripts", ROOT / "tools" / f"{program}.py"
     if not (scripts / "python.sh").exists():
@@ -37,25 +37,25 @@ def how_to_call(program: str) -> str:
     return " ".join(["bash", *(shlex.quote(os.path.relpath(file)) for file in files)])
 
 
-def line_buffered() -> None:
-    """Let every line of this process appear when it is written, also in a pipe or a file."""
+def configure_output(*, line_buffering: bool | None = None) -> None:
+    """Print "?" for a character that the encoding of the output does not have. line_buffering: write each line
+    immediately, also to a pipe or a file."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True)
+            stream.reconfigure(errors="replace", line_buffering=line_buffering)
 
 
-def columns(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
-    """A line for each of `rows`. sides: of each column, "<" if its cells begin at its left, ">" if they end at its
-    right."""
+def align_columns(rows: Sequence[Sequence[str]], alignments: str) -> list[str]:
+    """Format `rows` as lines with aligned columns. alignments: a "<" (left) or ">" (right) for each column."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
-        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)).rstrip()
+        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, alignments, widths, strict=True)).rstrip()
         for row in rows
     ]
 
 
 class NoProgressBar:
-    """The methods of tqdm's bar that are used here, without a bar."""
+    """Has the methods of tqdm's bar that this project uses, but draws nothing."""
 
     def __init__(self, iterable: Iterable[Any] | None = None) -> None:
         self._iterable = iterable or ()
@@ -67,19 +67,19 @@ class NoProgressBar:
         return self
 
     def update(self, *values: object, **options: object) -> None:
-        """Nothing is drawn."""
+        """Do nothing."""
 
-    clear = close = __exit__ = update
+    close = __exit__ = update
 
     def write(self, text: str, file: TextIO) -> None:
-        """Print a line."""
+        """Print `text` as tqdm does, but without a bar to hide."""
         print(text, file=file)
 
 
-def progress_bar(iterable: Iterable[Any] | None = None, *, seen: bool = True, **options: Any) -> Any:
-    """tqdm's bar on standard error, if that is a terminal, tqdm is installed and `seen` is True; else a NoProgressBar.
-    `options` are tqdm's."""
-    if seen and sys.stderr.isatty():
+def progress_bar(iterable: Iterable[Any] | None = None, *, visible: bool = True, **options: Any) -> Any:
+    """Return a tqdm bar with these `options` if standard error is a terminal, tqdm is installed and `visible` is True;
+    otherwise a NoProgressBar."""
+    if visible and sys.stderr.isatty():
         with contextlib.suppress(ImportError):
             from tqdm import tqdm
 
@@ -88,9 +88,9 @@ def progress_bar(iterable: Iterable[Any] | None = None, *, seen: bool = True, **
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises a ValueError instead of argparse's usage and exit: bad input ends in one line, which one of several ranks
-    writes. It completes no prefixes. Its help shows the description as it is written, but a program of tools/ is called
-    in it as `how_to_call` says."""
+    """An ArgumentParser that raises ValueError instead of printing its usage and exiting, so that only one of several
+    ranks prints the error. It does not accept abbreviated flags. The help shows the description as written, with the
+    command of each tool replaced by `how_to_call`."""
 
     def __init__(self, *, description: str | None = None, **options: Any) -> None:
         described = re.sub(r"python tools/(\w+)\.py", lambda found: how_to_call(found[1]), description or "")
@@ -101,24 +101,25 @@ class Parser(argparse.ArgumentParser):
         super().__init__(description=described, **{"prog": called, **options})
 
     def error(self, message: str) -> NoReturn:
-        """ValueError with argparse's message, without the word that it puts before it."""
+        """Raise ValueError with argparse's message, without the word "argument" at its beginning."""
         raise ValueError(message.removeprefix("argument "))
 
 
-def program(main: Callable[[], int | None]) -> Callable[[], NoReturn]:
-    """`main` as a separate program, which exits: with its code, or with 2 and one line if the input, a flag or the
-    disk is at fault.
+def as_command(main: Callable[[], int | None]) -> Callable[[], NoReturn]:
+    """Wrap `main` as the entry point of a program: exit with its code, or print one line and exit with 2 if it raises
+    ValueError or OSError.
 
-    If the reader of the output ends first, as `| head` does, the program exits with 141, the code of SIGPIPE, and
-    prints nothing.
+    If the reader of the output ends first, as in `| head`, the program prints nothing and exits with 141, the code of
+    SIGPIPE.
     """
 
     def cli() -> NoReturn:
+        configure_output()
         try:
             code = main()
-            sys.stdout.flush()  # here, where a broken pipe can still be caught
+            sys.stdout.flush()  # a broken pipe can still be caught here
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the interpreter's end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes at its end
             code = 141
         except (ValueError, OSError) as error:
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr)

@@ -1,7 +1,7 @@
-"""Token files: Megatron's indexed dataset with the manifest of a pair, and the files of nanoGPT and llm.c.
+"""Token files: Megatron's indexed dataset with a manifest, and the files of nanoGPT and llm.c.
 
-Megatron's `PREFIX.bin` holds tokens back to back, `PREFIX.idx` says where sequences begin. `.idx`, little-endian, S
-sequences and D - 1 documents:
+Megatron's dataset is a pair of files. `PREFIX.bin` holds the tokens without gaps, and `PREFIX.idx` the starts of
+sequences. For S sequences and D - 1 documents, `.idx` is, in little-endian:
 
     0   9 bytes  MMIDIDX\\0\\0
     9   u64      version, 1
@@ -13,13 +13,12 @@ sequences and D - 1 documents:
         i64[D]   number of the first sequence of each document, and S at the end
         i8[S]    modes, optional; not read
 
-nanoGPT's `.bin`: uint16 tokens and nothing else. llm.c's: 256 int32 (magic 20240520, version 1, number of tokens), then
-uint16 tokens. In both only the end-of-document id shows where a document ends.
+nanoGPT's `.bin` holds only uint16 tokens. llm.c's has a header of 256 int32 (magic 20240520, version 1, number of
+tokens) and uint16 tokens. In both, a document ends with the end-of-document id.
 
-The manifest says what a .bin/.idx pair was made from, and holds a hash for every byte of it. `PREFIX.json` holds
-`inputs` (each file's name, bytes, lines and hashes), `tokenizer`, counts, and of `.bin` and `.idx` the sha256 of
-consecutive parts: the parts of a large `.bin` were hashed by many workers, and a damaged one says where. Its last entry
-is the sha256 of everything before it.
+The manifest `PREFIX.json` describes how a pair was made. It has `inputs` (each file's name, bytes, lines and hashes),
+`tokenizer`, counts, and the sha256 of consecutive chunks of `.bin` and `.idx`. Chunks allow several workers to hash a
+large `.bin`, and show where a file is damaged. The last entry is the sha256 of everything before it.
 """
 
 import contextlib
@@ -38,12 +37,12 @@ import numpy as np
 from data_utils.files import (
     INDEX_VERSION,
     PAIR_MANIFEST_VERSION,
-    Part,
-    errors_of,
+    ChunkHash,
     flush_to_disk,
-    hash_parts,
-    read_sealed,
-    write_sealed,
+    hash_chunks,
+    read_checksummed_json,
+    wrap_errors,
+    write_checksummed_json,
 )
 
 MAGIC = b"MMIDIDX\0\0"
@@ -56,29 +55,28 @@ LLM_C_MAGIC = 20240520
 LLM_C_HEADER = 1024  # bytes
 
 BUFFERED = 1 << 20  # bytes
-SEARCHED_AT_ONCE = 1 << 24
+EOD_SEARCH_TOKENS = 1 << 24
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The dtype Megatron would choose: u16 if ids fit, with some room, else i32."""
+    """Return the dtype that Megatron chooses: uint16 for fewer than 65,500 ids, otherwise int32."""
     return DTYPES[8] if vocab_size < 65_500 else DTYPES[4]
 
 
 class IndexedDatasetBuilder:
-    """Writes a pair: `add` tokens, `end_document`, or `add_index` for all of another pair; then `finish`, after which
-    both files are complete and on the disk. `abandon` removes them instead. As a context manager it does the one or,
-    after an error, the other.
+    """Writes a pair of files. Call `add` and `end_document` for each document, or `add_index` to append another pair.
 
-    `sha256` hashes the tokens that were added, and is complete once the pair is finished.
+    `finish` completes both files and fsyncs them; `abandon` removes them. A `with` block calls `finish` at its end, or
+    `abandon` after an error. `sha256` hashes the tokens that `add` wrote.
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype) -> None:
         self.prefix = str(prefix)
         self._bin: BinaryIO = open(f"{prefix}.bin", "wb", BUFFERED)  # noqa: SIM115  closed by `finish` or `abandon`
         self._dtype = np.dtype(dtype)
-        self._open_length = 0  # of the open document
-        self._lengths = array("i")  # of the sequences
-        self._ends = array("q")  # of the documents, in sequences
+        self._open_length = 0  # tokens of the open document
+        self._lengths = array("i")  # tokens of each sequence
+        self._ends = array("q")  # end of each document, in sequences
         self.num_tokens = 0
         self.sha256 = hashlib.sha256()
 
@@ -97,15 +95,15 @@ class IndexedDatasetBuilder:
         return len(self._ends)
 
     def add(self, tokens: Sequence[int] | np.ndarray) -> None:
-        """Append to the open document. The ids have to fit the dtype."""
+        """Append tokens to the open document. The ids must fit the dtype."""
         data = np.asarray(tokens).astype(self._dtype).data
         self._bin.write(data)
         self.sha256.update(data)
         self._open_length += len(tokens)
 
     def end_document(self, eod: int | None = None) -> None:
-        """End the open document, which is one sequence, with `eod` as its last token if one is given. ValueError if it
-        has 2^31 tokens or more."""
+        """End the open document, which is one sequence, after appending `eod` if it is given. Raises ValueError if the
+        document has 2^31 tokens or more."""
         if eod is not None:
             self.add([eod])
         if self._open_length >= 2**31:
@@ -116,18 +114,18 @@ class IndexedDatasetBuilder:
         self._open_length = 0
 
     def add_index(self, prefix: str | Path) -> None:
-        """Append all documents of the pair `prefix`, which has the same dtype. ValueError if it is damaged."""
+        """Append all documents of the pair `prefix`, which has the same dtype. Raises ValueError if it is damaged."""
         assert self._open_length == 0, "the last document was not ended"
         index = read_index(prefix)
         assert index.dtype == self._dtype
         with open(f"{prefix}.bin", "rb") as file:
             shutil.copyfileobj(file, self._bin, BUFFERED)
-        self._ends.frombytes((index.firsts[1:] + len(self._lengths)).astype(np.int64).tobytes())
-        self._lengths.frombytes(index.lengths.astype(np.intc).tobytes())
-        self.num_tokens += int(index.starts[-1])
+        self._ends.frombytes((index.document_indices[1:] + len(self._lengths)).astype(np.int64).tobytes())
+        self._lengths.frombytes(index.sequence_lengths.astype(np.intc).tobytes())
+        self.num_tokens += int(index.sequence_starts[-1])
 
     def finish(self) -> None:
-        """Write the index and put both files on the disk."""
+        """Write the index and fsync both files."""
         assert self._open_length == 0, "the last document was not ended"
         if self._bin.closed:
             return
@@ -145,25 +143,26 @@ class IndexedDatasetBuilder:
         self._bin.close()
 
     def abandon(self) -> None:
-        """Close and remove what was written."""
-        with contextlib.suppress(OSError):  # a full disk
+        """Close and remove both files."""
+        with contextlib.suppress(OSError):  # the disk may be full
             self._bin.close()
         for suffix in (".bin", ".idx"):
             Path(self.prefix + suffix).unlink(missing_ok=True)
 
 
 class TokenFile:
-    """Tokens of documents. `tokens` is an array that the system reads page by page; `document_starts`, int64 [documents
-    + 1], counts in tokens, from 0 to `len(tokens)`. `kind` is the program whose file it is."""
+    """A file of tokens. `tokens` is a memory-mapped array. `document_starts`, int64 [documents + 1], is in tokens, from
+    0 to `len(tokens)`. `kind` names the format."""
 
     kind = "indexed"
     document_starts: np.ndarray
 
     def __init__(self, prefix: str | Path, dtype: np.dtype, offset: int = 0) -> None:
         self.prefix, path = str(prefix), f"{prefix}.bin"
+        self._states = self._file_states()
         self.tokens = np.zeros(0, dtype)
         if os.path.getsize(path) > offset:
-            # A plain array over the map: slices of np.memmap itself cost several times more.
+            # A plain array over the map: slicing np.memmap itself is several times slower.
             self.tokens = np.asarray(np.memmap(path, dtype=dtype, mode="r", offset=offset)).view(np.ndarray)
 
     def __len__(self) -> int:
@@ -176,29 +175,44 @@ class TokenFile:
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of a token."""
+        """The dtype of the tokens."""
         return self.tokens.dtype
 
+    def _file_states(self) -> dict[tuple[str, int], tuple[int, int]]:
+        """Return size and mtime of each file, by name and inode."""
+        found = {}
+        for path in (f"{self.prefix}.bin", f"{self.prefix}.idx"):
+            with contextlib.suppress(FileNotFoundError):
+                status = os.stat(path)
+                found[path, status.st_ino] = status.st_size, status.st_mtime_ns
+        return found
+
+    def changed_file(self) -> str:
+        """Return the name of a file that was changed in place after it was opened, or "". A file that was removed or
+        replaced by a rename does not count: the memory map keeps the old one."""
+        states = self._file_states().items()
+        return next((key[0] for key, state in states if self._states.get(key, state) != state), "")
+
     def manifest(self) -> dict[str, Any] | None:
-        """The manifest of a pair; None if there is none. ValueError if it is damaged or not of its form."""
+        """Read the manifest of a pair; None if it does not exist. Raises ValueError if it is damaged."""
         return read_manifest(self.prefix) if self.kind == "indexed" else None
 
 
 class IndexedDataset(TokenFile):
-    """Reads a pair through a memory map. Every entry of the index is checked when it is opened."""
+    """Reads a pair through a memory map. Checks every entry of the index when it is opened."""
 
     def __init__(self, prefix: str | Path) -> None:
         index = read_index(prefix)
-        self.document_starts = index.starts[index.firsts]
+        self.document_starts = index.sequence_starts[index.document_indices]
         super().__init__(prefix, index.dtype)
-        if len(self.tokens) != index.starts[-1]:
+        if len(self.tokens) != index.sequence_starts[-1]:
             raise ValueError(f"{prefix}.bin changed while it was opened")
 
 
-class ForeignBin(TokenFile):
-    """A file of nanoGPT or llm.c. Each document ends with `eod`; what follows the last EOD is one more document.
+class RawTokenFile(TokenFile):
+    """A file of nanoGPT or llm.c. Each document ends with `eod`; tokens after the last EOD are one more document.
 
-    ValueError if it is neither.
+    Raises ValueError if the file has neither format.
     """
 
     def __init__(self, prefix: str | Path, eod: int) -> None:
@@ -211,49 +225,50 @@ class ForeignBin(TokenFile):
             offset, self.kind = LLM_C_HEADER, "llm.c"
             if size < offset or head[1] != 1 or size - offset != 2 * int(head[2]):
                 raise ValueError(
-                    f"{path} is damaged: it begins as one of llm.c's, but its header does not fit its {size} bytes"
+                    f"{path} is damaged: it begins like a file of llm.c, but its header does not fit its {size} bytes"
                 )
         elif size == 0 or size % 2:
-            raise ValueError(f"{path} has no .idx beside it, and its {size} bytes are no uint16 tokens either")
+            raise ValueError(f"{path} has no .idx file next to it, and its {size} bytes are not uint16 tokens either")
         elif len(head) >= 16 and head.min() >= 0 and head.max() < 1 << 16:
             raise ValueError(f"{path} holds 32-bit tokens, not the uint16 ones of nanoGPT: its .idx is missing")
         super().__init__(prefix, np.dtype("<u2"), offset)
 
     @cached_property
     def document_starts(self) -> np.ndarray:  # type: ignore[override]
-        """int64 [documents + 1], from 0 to `len(tokens)`. All tokens are read for it, once."""
+        """int64 [documents + 1], from 0 to `len(tokens)`. The first access reads all tokens."""
         blocks = [
-            np.flatnonzero(self.tokens[first : first + SEARCHED_AT_ONCE] == self._eod) + first + 1
-            for first in range(0, len(self.tokens), SEARCHED_AT_ONCE)
+            np.flatnonzero(self.tokens[first : first + EOD_SEARCH_TOKENS] == self._eod) + first + 1
+            for first in range(0, len(self.tokens), EOD_SEARCH_TOKENS)
         ]
         return np.unique(np.concatenate([[0], *blocks, [len(self.tokens)]]))
 
 
-def open_tokens(path: str | Path, eod: int) -> TokenFile:
-    """The token file at `path`: a pair, by its prefix or the name of one of its files, or nanoGPT's or llm.c's `.bin`,
-    which has no `.idx` beside it. eod: the end-of-document id, for such a file. FileNotFoundError or ValueError, in one
-    line."""
+def open_token_file(path: str | Path, eod: int) -> TokenFile:
+    """Open a token file: a pair, given by its prefix or one of its files, or a `.bin` of nanoGPT or llm.c.
+
+    eod: the end-of-document id, for a `.bin` without `.idx`. Raises FileNotFoundError or ValueError.
+    """
     prefix = str(path).removesuffix(".bin").removesuffix(".idx")
     if str(path) != prefix and not Path(f"{prefix}.idx").exists() and Path(f"{prefix}.bin").is_file():
         if Path(f"{prefix}.json").exists():
-            raise FileNotFoundError(f"no such file: {prefix}.idx, but {prefix}.json says that it was written")
-        return ForeignBin(prefix, eod)
+            raise FileNotFoundError(f"no such file: {prefix}.idx, but its manifest {prefix}.json exists")
+        return RawTokenFile(prefix, eod)
     return IndexedDataset(prefix)
 
 
-class Index(NamedTuple):
-    """The content of `.idx`: dtype of the tokens; lengths, int32 [S]; starts, int64 [S + 1], in tokens; firsts, int64
-    [D]."""
+class DatasetIndex(NamedTuple):
+    """The content of `.idx`. dtype: of the tokens. sequence_lengths: int32 [S]. sequence_starts: int64 [S + 1], in
+    tokens. document_indices: int64 [D], the first sequence of each document, and S."""
 
     dtype: np.dtype
-    lengths: np.ndarray
-    starts: np.ndarray
-    firsts: np.ndarray
+    sequence_lengths: np.ndarray
+    sequence_starts: np.ndarray
+    document_indices: np.ndarray
 
 
-def read_index(prefix: str | Path) -> Index:
-    """The index of the pair at `prefix`. FileNotFoundError if a file is missing. ValueError says what is wrong with the
-    index."""
+def read_index(prefix: str | Path) -> DatasetIndex:
+    """Read and check the index of the pair at `prefix`. Raises FileNotFoundError if a file is missing, and ValueError
+    if the index is damaged."""
 
     def check(holds: bool, reason: str) -> None:
         if not holds:
@@ -268,10 +283,10 @@ def read_index(prefix: str | Path) -> Index:
         head = file.read(HEADER.size)
         check(len(head) == HEADER.size, "it is shorter than its header")
         magic, version, code, sequences, documents = HEADER.unpack(head)
-        check(magic == MAGIC, "it does not begin as an index does")
+        check(magic == MAGIC, "it does not begin with the magic of an index")
         check(version == INDEX_VERSION, f"version {version}, not {INDEX_VERSION}")
-        check(code in DTYPES and DTYPES[code].kind in "iu", f"dtype code {code} is not one of tokens")
-        # In Python's integers, before anything of these sizes is allocated.
+        check(code in DTYPES and DTYPES[code].kind in "iu", f"dtype code {code} is not an integer dtype")
+        # Check the sizes, as Python integers, before allocating memory.
         plain = HEADER.size + 12 * sequences + 8 * documents
         check(size in (plain, plain + sequences), f"{size} bytes, not the {plain} of {sequences} sequences")
         lengths = np.frombuffer(file.read(4 * sequences), dtype="<i4")
@@ -287,18 +302,18 @@ def read_index(prefix: str | Path) -> Index:
         documents > 0 and int(firsts[0]) == 0 and int(firsts[-1]) == sequences and bool((np.diff(firsts) >= 0).all()),
         f"its documents do not run from 0 to {sequences}",
     )
-    return Index(DTYPES[code], lengths, starts, firsts)
+    return DatasetIndex(DTYPES[code], lengths, starts, firsts)
 
 
 def read_manifest(prefix: str | Path) -> dict[str, Any] | None:
-    """The manifest of a pair; None if it has none. ValueError if it is damaged or not of its form."""
+    """Read the manifest of a pair; None if it does not exist. Raises ValueError if it is damaged."""
     path = Path(f"{prefix}.json")
-    manifest = read_sealed(path)
+    manifest = read_checksummed_json(path)
     if manifest is None:
         return None
-    with errors_of(path):
+    with wrap_errors(path):
         parts, made_by = [*manifest[".bin"], *manifest[".idx"]], manifest["tokenizer"]
-        # A merged pair says nothing about text.
+        # A merged pair has no entries about text.
         of_text = ("text_bytes", "append_eod", "bad_lines", "empty_documents") * ("text_bytes" in manifest)
         counts = [manifest[name] for name in ("documents", "tokens", *of_text)] + [part["bytes"] for part in parts]
         texts = [part["sha256"] for part in parts] + [entry["file"] for entry in manifest["inputs"]]
@@ -306,26 +321,26 @@ def read_manifest(prefix: str | Path) -> dict[str, Any] | None:
             counts.append(made_by["vocab_size"])
             texts += made_by["kind"], made_by["fingerprint"]
         if not all(isinstance(count, int) and 0 <= count < 1 << 63 for count in counts):
-            raise ValueError("one of its counts is not a number from 0 on")
+            raise ValueError("one of its counts is not a number of at least 0")
         if not all(isinstance(text, str) for text in texts):
             raise ValueError("one of its names or hashes is not a text")
     return manifest
 
 
 def write_manifest(
-    prefix: str | Path, facts: dict[str, Any], bin_parts: Sequence[Part] | None = None
+    prefix: str | Path, entries: dict[str, Any], bin_parts: Sequence[ChunkHash] | None = None
 ) -> dict[str, Any]:
-    """Write the manifest of the pair at `prefix`, and return it: `facts`, and what its files show, counts, dtype and
-    hashes. bin_parts: the hashes of `.bin`, if they are known already."""
+    """Write and return the manifest of the pair at `prefix`: `entries`, and the counts, dtype and hashes of its files.
+    bin_parts: the hashes of `.bin`, if they are known already."""
     index = read_index(prefix)
     manifest = {
         "format": PAIR_MANIFEST_VERSION,
-        **facts,
-        "documents": len(index.firsts) - 1,
-        "tokens": int(index.starts[-1]),
+        **entries,
+        "documents": len(index.document_indices) - 1,
+        "tokens": int(index.sequence_starts[-1]),
         "dtype": index.dtype.name,
-        ".bin": list(bin_parts or hash_parts(f"{prefix}.bin")),
-        ".idx": hash_parts(f"{prefix}.idx"),
+        ".bin": list(bin_parts or hash_chunks(f"{prefix}.bin")),
+        ".idx": hash_chunks(f"{prefix}.idx"),
     }
-    write_sealed(Path(f"{prefix}.json"), manifest)
+    write_checksummed_json(Path(f"{prefix}.json"), manifest)
     return manifest

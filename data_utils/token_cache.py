@@ -1,18 +1,18 @@
-"""Text files to one .bin/.idx pair, once: a folder of pairs keyed by the text's content and the tokenizer.
+"""A cache of tokenised text: a folder of .bin/.idx pairs, with a key made of the text's content and the tokenizer.
 
     <folder>/<key>.bin, .idx     tokens of a list of files; the key is a hash of contents, fields and tokenizer
-    <folder>/hashes/<name>.json  sha256 of a file's content and its default field, with the size and mtime of then
-    <folder>/locks/<name>        held while a list is hashed and tokenised; the lock dies with its holder
+    <folder>/<key>.sha256        sha256 of both files, with their sizes and mtimes
+    <folder>/hashes/<name>.json  sha256 of a file's content and its default field, with the file's size and mtime
+    <folder>/locks/<name>        locked while a list is hashed and tokenised
 
-A pair is renamed into place, the .idx last, when it is whole and on disk. Content is hashed only if the path, the size
-or the mtime is new. Processes that want the same list wait on its lock, without any collective.
+A complete pair is fsynced and renamed, and its hashes are written last. A file, of text or of a pair, is hashed again only
+if its path, size or mtime is new.
+Processes that need the same list wait for its lock, and use no collectives.
 """
 
 import hashlib
 import json
 import os
-import sys
-import sysconfig
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,29 +20,31 @@ from pathlib import Path
 from data_utils.command_line import progress_bar
 from data_utils.corpora import (
     BUILTIN,
-    MOST_BAD_LINES,
+    MAX_BAD_FRACTION,
     Log,
-    builtin_documents,
     default_key,
-    documents,
     is_json,
+    read_documents,
 )
+from data_utils.corpora.builtin import builtin_documents, builtin_versions
 from data_utils.files import (
     TOKEN_CACHE_VERSION,
+    atomic_write_text,
     file_lock,
     fingerprint_of,
+    fsync_path,
     hash_file,
-    replace_text,
-    sync_folder,
-    user_cache,
+    parse_json_object,
+    user_cache_dir,
+    wrap_errors,
 )
 from data_utils.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, token_dtype
 from data_utils.tokenizers.base import Tokenizer, split_text
 
-YOUNG_NS = 2_000_000_000
+MIN_AGE_NS = 2_000_000_000
 
 Identity = list[str | int]
-Content = tuple[str, str | None]  # sha256, and the field that is read if no text key is given
+Content = tuple[str, str | None]  # sha256, and the default text field
 
 
 def tokenise(
@@ -52,41 +54,41 @@ def tokenise(
     tokenizer: Tokenizer,
     cache_path: str | None,
     log: Log,
-    max_bad_fraction: float = MOST_BAD_LINES,
+    max_bad_fraction: float = MAX_BAD_FRACTION,
 ) -> tuple[IndexedDataset, str]:
-    """The documents of `paths` in order, each with an EOD at its end, and the key of their content.
+    """Return the tokens of the documents of `paths` in order, each with an EOD at its end, and their key.
 
-    They come from the cache, or the first process that asks tokenises them into it. `tokenizer` belongs to the key.
-    ValueError names a file or --data-cache-path.
+    The first process tokenises them into the cache, and all others read the cache. Errors name a file or
+    --data-cache-path.
     """
-    folder = Path(cache_path) if cache_path else user_cache() / "data"
+    folder = Path(cache_path) if cache_path else user_cache_dir() / "data"
 
     def key_of(contents: Sequence[Content]) -> str:
-        """The name of the pair. The field that is read of a file counts, however it was chosen, or False for plain
-        text. A higher `max_bad_fraction` than the default counts as well: text that passed only under it is not used
-        if it would be refused."""
+        """Return the key. It includes the text field of each file (False for plain text), and `max_bad_fraction` if it
+        is above the default, so that a stricter run does not use text that it would refuse."""
         fields = [
             (field if text_key is None else text_key) if is_json(path) else False
             for path, (_, field) in zip(paths, contents, strict=True)
         ]
-        facts = json.dumps([fields, [sha256 for sha256, _ in contents]])
-        # Empty as a rule, as in the keys that caches and checkpoints have.
-        lenient = str(max_bad_fraction) if max_bad_fraction > MOST_BAD_LINES else ""
-        return fingerprint_of(str(TOKEN_CACHE_VERSION), facts, lenient, tokenizer.fingerprint)[:32]
+        entries = json.dumps([fields, [sha256 for sha256, _ in contents]])
+        # Empty for the default, so that keys of existing caches and checkpoints stay valid.
+        lenient = str(max_bad_fraction) if max_bad_fraction > MAX_BAD_FRACTION else ""
+        return fingerprint_of(str(TOKEN_CACHE_VERSION), entries, lenient, tokenizer.fingerprint)[:32]
 
     def find(contents: Sequence[Content | None]) -> tuple[IndexedDataset, str] | None:
-        """The pair of these contents, if all are known and the pair is there and whole."""
+        """Return the pair of these contents if all of them are known and the pair exists and is not damaged."""
         known = [content for content in contents if content]
         key = key_of(known) if len(known) == len(paths) else ""
-        if not (folder / f"{key}.idx").exists():
+        if not (folder / f"{key}.sha256").exists():
             return None
         try:
+            _check_pair(folder / key)
             return IndexedDataset(folder / key), key
         except (FileNotFoundError, ValueError) as error:
             log(f"{error}: the text is tokenised again")
             return None
 
-    if found := find([_recorded(folder, path) for path in paths]):
+    if found := find([_cached_hash(folder, path) for path in paths]):
         return found
     name = fingerprint_of(json.dumps([_identity(path)[0] for path in paths]), tokenizer.fingerprint)[:32]
     try:
@@ -94,19 +96,22 @@ def tokenise(
         waiting = "another rank or run is tokenising this data: waiting for it"
         with file_lock(folder / "locks" / name, lambda: log(waiting)):
             before = [_identity(path) for path in paths]
-            contents = [_recorded(folder, path) or _hash(folder, path) for path in paths]
-            if found := find(contents):  # another process may have made it meanwhile
+            contents = [_cached_hash(folder, path) or _hash_and_record(folder, path) for path in paths]
+            if found := find(contents):  # another process may have made it
                 return found
             key = key_of(contents)
             log(f"tokenising {', '.join(paths)} into {folder / key}.bin")
             temporary = folder / f"{name}.tmp"
             with IndexedDatasetBuilder(temporary, token_dtype(tokenizer.vocab_size)) as builder:
-                _write(builder, paths, text_key, tokenizer, log, max_bad_fraction)
+                _write_tokens(builder, paths, text_key, tokenizer, log, max_bad_fraction)
                 if [_identity(path) for path in paths] != before:
                     raise ValueError(f"{', '.join(paths)} changed while it was read: start again")
-            for suffix in (".bin", ".idx"):
-                os.replace(f"{temporary}{suffix}", folder / f"{key}{suffix}")
-            sync_folder(folder)
+            hashes = {}
+            for suffix, sha256 in ((".bin", builder.sha256.hexdigest()), (".idx", hash_file(f"{temporary}.idx"))):
+                os.replace(f"{temporary}{suffix}", path := f"{folder / key}{suffix}")
+                hashes[suffix] = [_identity(path)[1:], sha256]
+            fsync_path(folder)
+            atomic_write_text(folder / f"{key}.sha256", json.dumps(hashes))
             return IndexedDataset(folder / key), key
     except OSError as error:
         if error.filename in paths:
@@ -117,7 +122,7 @@ def tokenise(
         ) from None
 
 
-def _write(
+def _write_tokens(
     builder: IndexedDatasetBuilder,
     paths: Sequence[str],
     text_key: str | None,
@@ -126,11 +131,11 @@ def _write(
     max_bad_fraction: float,
 ) -> None:
     started, size = time.monotonic(), 0
-    # The bar counts characters, and its end is the number of bytes, which is a little more.
+    # The bar counts characters, but its total is in bytes, which is a little more.
     total = 0 if BUILTIN in paths else sum(os.path.getsize(path) for path in paths)
-    with progress_bar(seen=total > 0, total=total, unit="B", unit_scale=True, desc="tokenising") as bar:
+    with progress_bar(visible=total > 0, total=total, unit="B", unit_scale=True, desc="tokenising") as bar:
         for path in paths:
-            for text in documents(path, text_key, log, max_bad_fraction):
+            for text in read_documents(path, text_key, log, max_bad_fraction):
                 for part in split_text(text):
                     builder.add(tokenizer.encode(part))
                     bar.update(len(part))
@@ -141,32 +146,41 @@ def _write(
     log(f"tokenised {size:,} characters in {seconds:.1f} s ({size / 1e6 / max(seconds, 1e-9):.1f} M/s)")
 
 
+def _check_pair(prefix: Path) -> None:
+    """Raise ValueError if a file of the pair is not as it was written. Hashes only a file whose size or mtime is new."""
+    with wrap_errors(Path(f"{prefix}.sha256")):
+        hashes = parse_json_object(Path(f"{prefix}.sha256").read_bytes())
+        for suffix in (".bin", ".idx"):
+            (identity, sha256), path = hashes[suffix], f"{prefix}{suffix}"
+            if _identity(path)[1:] != identity and hash_file(path) != sha256:
+                raise ValueError(f"{suffix} is not as it was written")
+
+
 def _identity(path: str) -> Identity:
-    """Path, size in bytes and mtime in ns: a file with the same three is taken to have the same content."""
+    """Return path, size in bytes and mtime in ns. Files with the same values are assumed to have the same content."""
     if path == BUILTIN:
-        return [BUILTIN, sys.version, str(sysconfig.get_path("stdlib"))]
+        return [BUILTIN, *builtin_versions()]
     status = os.stat(path)
     return [os.path.realpath(path), status.st_size, status.st_mtime_ns]
 
 
-def _record(folder: Path, identity: Identity) -> Path:
+def _record_path(folder: Path, identity: Identity) -> Path:
     name = identity if identity[0] == BUILTIN else identity[:1]
     return folder / "hashes" / f"{fingerprint_of(json.dumps(name))[:32]}.json"
 
 
-def _recorded(folder: Path, path: str) -> Content | None:
-    """The record of the file, if the file is still as it was then."""
+def _cached_hash(folder: Path, path: str) -> Content | None:
+    """Return the recorded hash of the file, or None if the file has changed since then."""
     identity = _identity(path)
     try:
-        record = json.loads(_record(folder, identity).read_text(encoding="utf-8"))
+        record = json.loads(_record_path(folder, identity).read_text(encoding="utf-8"))
         return (str(record["sha256"]), record["default_key"]) if record["identity"] == identity else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _hash(folder: Path, path: str) -> Content:
-    """The content of the file, which is recorded unless the file is young: within one tick of its clock it may change
-    once more."""
+def _hash_and_record(folder: Path, path: str) -> Content:
+    """Hash the file and record the hash, unless the file is very new: it might change again with the same mtime."""
     begun, identity = time.time_ns(), _identity(path)
     if path == BUILTIN:
         digest = hashlib.sha256()
@@ -176,7 +190,7 @@ def _hash(folder: Path, path: str) -> Content:
     else:
         sha256 = hash_file(path)
     content = sha256, default_key(path)
-    if path == BUILTIN or begun - int(identity[2]) > YOUNG_NS:
-        facts = {"identity": identity, "sha256": sha256, "default_key": content[1]}
-        replace_text(_record(folder, identity), json.dumps(facts))
+    if path == BUILTIN or begun - int(identity[2]) > MIN_AGE_NS:
+        entries = {"identity": identity, "sha256": sha256, "default_key": content[1]}
+        atomic_write_text(_record_path(folder, identity), json.dumps(entries))
     return content

@@ -1,4 +1,4 @@
-"""Work divided among processes, which end with the program that started them, however that ends."""
+"""Divide work among processes that end when their parent ends, even if it is killed."""
 
 import multiprocessing
 import os
@@ -9,16 +9,16 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
 POLL_SECONDS = 0.2
-REPORTED_AT_ONCE = 1 << 20  # a lock for every small amount would cost more than the work
+REPORTED_AT_ONCE = 1 << 20  # taking the lock for every small amount would cost more than the work
 
 Result = TypeVar("Result")
 
-_done: Any = None  # of a worker: an int64 in shared memory, at which its parent looks
+_done: Any = None  # in a worker: an int64 in shared memory, which the parent reads
 _unreported = 0
 
 
-def count_work(amount: int) -> None:
-    """Report an amount of work to the parent. Only for a worker process."""
+def report_progress(amount: int) -> None:
+    """Report an amount of finished work to the parent. Only a worker process calls this."""
     global _unreported
     _unreported += amount
     if _unreported > REPORTED_AT_ONCE:
@@ -39,22 +39,22 @@ def _in_worker(work: Callable[..., Result], item: tuple[Any, ...]) -> Result:
         _report()
 
 
-def end_with_parent(done: Any = None) -> None:
-    """Start a worker. Without the thread a worker whose parent was killed would wait for work for ever, and hold its
-    parent's locks."""
+def exit_with_parent(done: Any = None) -> None:
+    """Initialise a worker: start a thread that ends it with its parent. Otherwise a worker of a killed parent would
+    wait for work forever and hold the parent's locks. done: the shared counter of `report_progress`."""
     global _done
     _done = done
     parent = multiprocessing.parent_process()
     assert parent is not None
 
-    def follow() -> None:
+    def exit_after_parent() -> None:
         parent.join()
         os._exit(1)
 
-    threading.Thread(target=follow, daemon=True).start()
+    threading.Thread(target=exit_after_parent, daemon=True).start()
 
 
-def by_processes(
+def map_in_processes(
     work: Callable[..., Result],
     items: Sequence[tuple[Any, ...]],
     *,
@@ -62,16 +62,15 @@ def by_processes(
     progress: Callable[[int], object],
     start: str | None = None,
 ) -> list[Result]:
-    """`work(*item)` of every item, in order, by `workers` processes at most.
+    """Return `work(*item)` for every item, in order, with at most `workers` processes.
 
-    progress: is called with the amount that workers gave to `count_work` since its last call. start: how a process
-    starts, as in `multiprocessing`.
-    After an error no further item is begun, and it is raised when those that were begun have ended. OSError if a
-    worker dies.
+    progress: is called with the work that workers reported since its last call. start: the start method of
+    `multiprocessing`. After an error, no further item is started, and the error is raised when the running items have
+    ended. Raises OSError if a worker dies.
     """
     context = multiprocessing.get_context(start)
     done, shown = context.Value("q", 0), 0
-    with ProcessPoolExecutor(min(workers, len(items)), context, end_with_parent, (done,)) as pool:
+    with ProcessPoolExecutor(min(workers, len(items)), context, exit_with_parent, (done,)) as pool:
         try:
             futures = [pool.submit(_in_worker, work, item) for item in items]
             left = set(futures)
@@ -81,12 +80,12 @@ def by_processes(
                 progress(now - shown)
                 shown = now
                 for future in ended:
-                    future.result()  # raises what the worker raised
+                    future.result()  # raises the worker's error
             return [future.result() for future in futures]
         except BrokenProcessPool:
             raise OSError(
-                "a worker process died, most likely for want of memory: the same command with fewer "
-                "--workers goes on with the shards that are finished"
+                "a worker process died, probably because memory was full: run the same command with fewer "
+                "--workers to continue after the finished shards"
             ) from None
         except BaseException:
             pool.shutdown(cancel_futures=True)

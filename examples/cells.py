@@ -1,9 +1,9 @@
 """Helpers for the cells of distributed.ipynb. A notebook is one process, so each helper starts ranks from a file:
 
 show("ranks.py")                                # the text of an example
-start("examples/collectives.py")                # python with these words
+start("examples/collectives.py")                # python with these arguments
 change("ring_all_reduce.py", "=3)", "=4)")      # a changed copy of an example
-on_ranks(function, 4)                           # function(rank, world_size), as it stands in a cell
+on_ranks(function, 4)                           # function(rank, world_size), defined in a cell
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from ranks import run, say
 
 
 def show(file: str) -> object:
-    """An example's text, in colours where there is IPython."""
+    """The text of an example, highlighted if IPython is available."""
     try:
         from IPython.display import Code
     except ImportError:
@@ -37,8 +37,8 @@ def show(file: str) -> object:
 
 
 def start(*words: str, seconds: float = 600) -> None:
-    """Run `python WORDS` in the project's folder, and print its lines, or the last line of an error. It ends after
-    `seconds`, or when the cell is interrupted."""
+    """Run `python WORDS` in the project's folder. Print its output, or the last line of its error. The process is
+    stopped after `seconds`, or when the cell is interrupted."""
     paths = [str(EXAMPLES), *filter(None, [os.environ.get("PYTHONPATH")])]
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
@@ -54,7 +54,7 @@ def start(*words: str, seconds: float = 600) -> None:
 
         def end() -> None:
             ended.set()
-            for number in (signal.SIGINT, signal.SIGKILL):  # to its ranks, too: as Ctrl-C does, then without asking
+            for number in (signal.SIGINT, signal.SIGKILL):  # to its ranks, too: first Ctrl-C, then a kill
                 with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                     os.killpg(process.pid, number)
                     process.wait(3)
@@ -78,7 +78,7 @@ def start(*words: str, seconds: float = 600) -> None:
 
 
 def change(file: str, old: str, new: str, seconds: float = 60) -> None:
-    """Run a copy of an example with `old` replaced by `new`. Raises ValueError if the example has no `old`."""
+    """Run a copy of an example with `old` replaced by `new`. Raises ValueError if the example does not contain `old`."""
     text = (EXAMPLES / file).read_text(encoding="utf-8")
     if old not in text:
         raise ValueError(f"examples/{file} has no {old!r}")
@@ -86,8 +86,8 @@ def change(file: str, old: str, new: str, seconds: float = 60) -> None:
 
 
 def on_ranks(function: Callable[[int, int], None], world_size: int = 2, seconds: float = 60) -> None:
-    """Call function(rank, world_size) in `world_size` processes. Its text goes into a file that imports only torch,
-    dist and say."""
+    """Call function(rank, world_size) in `world_size` processes. The function's source goes into a file that imports
+    only torch, dist and say."""
     source = textwrap.dedent(inspect.getsource(function))
     main = f"if __name__ == '__main__':\n    run({function.__name__}, {world_size})\n"
     _start_text(f"{HEADER}{source}\n\n{main}", seconds)

@@ -1,4 +1,4 @@
-"""Collectives: one call that every rank of a group makes, in place of many messages."""
+"""Collectives: one call by every rank of a group, instead of many messages."""
 
 import torch
 import torch.distributed as dist

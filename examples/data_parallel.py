@@ -9,8 +9,8 @@ BATCH, STEPS = 8, 5
 
 
 def train(x: torch.Tensor, y: torch.Tensor, average: bool) -> tuple[list[float], nn.Module]:
-    """The losses of some steps on these samples, and the model after them."""
-    torch.manual_seed(1)  # every rank begins with the same weights
+    """The losses of some steps on these samples, and the trained model."""
+    torch.manual_seed(1)  # every rank starts with the same weights
     model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
@@ -34,14 +34,14 @@ def train(x: torch.Tensor, y: torch.Tensor, average: bool) -> tuple[list[float],
 def main(rank: int, world_size: int) -> None:
     x = torch.randn(BATCH, 4)
     y = x.sum(1, keepdim=True)
-    alone, _ = train(x, y, average=False)  # the whole batch, as one process does it
+    alone, _ = train(x, y, average=False)  # the whole batch, as in one process
     part = slice(rank * BATCH // world_size, (rank + 1) * BATCH // world_size)
     shared, model = train(x[part], y[part], average=True)
     say("alone    " + " ".join(f"{loss:.4f}" for loss in alone))
     say("together " + " ".join(f"{loss:.4f}" for loss in shared))
-    # The mean of the means of equal parts is the mean of the whole: nothing but rounding differs.
+    # The mean of the means of equal parts is the mean of the whole batch: only rounding differs.
     assert torch.allclose(torch.tensor(shared), torch.tensor(alone), atol=1e-6)
-    for parameter in model.parameters():  # the models of the ranks have stayed equal
+    for parameter in model.parameters():  # the ranks' models are still equal
         of_rank_0 = parameter.detach().clone()
         dist.broadcast(of_rank_0, src=0)
         assert torch.equal(parameter, of_rank_0)

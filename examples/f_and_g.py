@@ -8,12 +8,12 @@ from torch.nn.functional import gelu
 
 
 class F(torch.autograd.Function):
-    """f, before the column-split matrix. Forward: nothing. Backward: the ranks' gradients are added, because each
-    rank computes only the part of its columns."""
+    """f, before the column-split matrix. Forward: nothing. Backward: the gradients of the ranks are summed, because
+    each rank has computed only the part of its columns."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
-        return x.view_as(x)  # autograd wants a new tensor
+        return x.view_as(x)  # autograd needs a new tensor
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> Tensor:  # type: ignore[override]
@@ -23,8 +23,8 @@ class F(torch.autograd.Function):
 
 
 class G(torch.autograd.Function):
-    """g, after the row-split matrix. Forward: the ranks' parts of the sum are added. Backward: nothing, because the
-    gradient of a sum is the same for each of its parts."""
+    """g, after the row-split matrix. Forward: the ranks' partial sums are summed. Backward: nothing, because the
+    gradient of a sum is the same for each term."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, y: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The same MLP with `mpu`: f and g are inside its layers, and a transformer layer is made of them."""
+"""The same MLP with `mpu`: its layers contain f and g, and a transformer layer is built from them."""
 
 import math
 
@@ -19,7 +19,7 @@ def main(rank: int, world_size: int) -> None:
     y.sum().backward()
     say(f"up {list(up.weight.shape)}, down {list(down.weight.shape)}, output {list(y.shape)}")
 
-    # Attention is split in the same way, by heads: QKV by columns, the output's matrix by rows.
+    # Attention is split in the same way, by heads: QKV by columns, the output matrix by rows.
     config = mpu.TransformerConfig(hidden_size=32, num_attention_heads=4, ffn_hidden_size=128)
     layer = mpu.ParallelTransformerLayer(config, init_method_for=lambda name: torch.nn.init.xavier_normal_)
     y = layer(torch.randn(5, 2, 32))  # [sequence, batch, hidden]

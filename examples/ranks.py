@@ -1,4 +1,4 @@
-"""Starts the ranks of an example: processes on this machine that can talk to each other."""
+"""Starts the ranks of an example: processes on this machine that can communicate."""
 
 import os
 import socket
@@ -10,19 +10,19 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `import mpu`, where it is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `import mpu` if it is not installed
 
 
 def run(function: Callable[[int, int], None], world_size: int = 2) -> None:
     """Call function(rank, world_size) in `world_size` processes, connected by gloo."""
     with socket.create_server(("localhost", 0)) as server:
-        port = server.getsockname()[1]  # one that is free
-    method = "fork" if sys.platform == "linux" else "spawn"  # a copy of this process has torch already
+        port = server.getsockname()[1]  # a free port
+    method = "fork" if sys.platform == "linux" else "spawn"  # a fork has already imported torch
     start_processes(_start, (function, world_size, port), nprocs=world_size, daemon=True, start_method=method)
 
 
 def _start(rank: int, function: Callable[[int, int], None], world_size: int, port: int) -> None:
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))  # where rank 0 listens and the others knock
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))  # rank 0 listens here
     torch.set_num_threads(1)  # the ranks share this machine
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
     torch.manual_seed(0)  # the same numbers on every rank
@@ -31,7 +31,7 @@ def _start(rank: int, function: Callable[[int, int], None], world_size: int, por
 
 
 def say(text: str) -> None:
-    """Print a line for each rank, in their order. Every rank calls it."""
+    """Print one line for each rank, in rank order. Every rank must call it."""
     texts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(texts, text)
     if dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""An all-reduce from sends and receives. Each rank sends only to its right neighbour, so all ranks are equally busy."""
+"""An all-reduce from sends and receives. Each rank sends only to its right neighbour, so all ranks have the same work."""
 
 import torch
 import torch.distributed as dist
@@ -7,21 +7,21 @@ from torch import Tensor
 
 
 def shift(part: Tensor, rank: int, world_size: int) -> Tensor:
-    """Send `part` to the right, and return what comes from the left."""
-    came = torch.empty_like(part)
+    """Send `part` to the right neighbour, and return the part from the left neighbour."""
+    received = torch.empty_like(part)
     work = dist.isend(part, dst=(rank + 1) % world_size)
-    dist.recv(came, src=(rank - 1) % world_size)
+    dist.recv(received, src=(rank - 1) % world_size)
     assert work is not None
     work.wait()
-    return came
+    return received
 
 
 def ring_all_reduce(x: Tensor, rank: int, world_size: int) -> int:
-    """Replace x by the sum over all ranks; returns the numbers that this rank has sent. world_size divides x's size."""
+    """Replace x by its sum over all ranks. Return how many numbers this rank has sent. world_size must divide x's size."""
     parts = list(x.chunk(world_size))  # views of x
     sent = 0
-    # Reduce-scatter: a part travels around the ring and each rank adds its own numbers. After world_size - 1 steps
-    # rank r holds the whole sum of part r + 1; the last rank that of part 0.
+    # Reduce-scatter: a part travels around the ring, and each rank adds its numbers. After world_size - 1 steps
+    # rank r holds the whole sum of part r + 1 (the last rank: of part 0).
     for step in range(world_size - 1):
         give, take = (rank - step) % world_size, (rank - step - 1) % world_size
         parts[take] += shift(parts[give], rank, world_size)

@@ -1,4 +1,4 @@
-"""Two ranks send each other a tensor. A message needs both sides: one sends, the other receives."""
+"""Two ranks send each other a tensor. A message needs two calls: one rank sends, the other one receives."""
 
 import torch
 import torch.distributed as dist
@@ -6,7 +6,7 @@ from ranks import run, say
 
 
 def main(rank: int, world_size: int) -> None:
-    # Rank 0 sends, rank 1 receives. `recv` returns when the numbers are there.
+    # Rank 0 sends, rank 1 receives. `recv` returns when the numbers have arrived.
     x = torch.full((3,), 7.0) if rank == 0 else torch.zeros(3)
     if rank == 0:
         dist.send(x, dst=1)
@@ -14,8 +14,8 @@ def main(rank: int, world_size: int) -> None:
         dist.recv(x, src=0)
     say(f"after one message x is {x.tolist()}")
 
-    # Both send and both receive. With `send` and `recv` in the same order on both, each could wait for the other for
-    # ever. `isend` and `irecv` only begin; `wait` ends them.
+    # Both ranks send and receive. If both call `send` first and then `recv`, they could wait for each other forever.
+    # `isend` and `irecv` only start a transfer; `wait` finishes it.
     mine, theirs = torch.tensor([float(rank)]), torch.empty(1)
     other = 1 - rank
     for work in (dist.isend(mine, dst=other), dist.irecv(theirs, src=other)):

@@ -1,10 +1,10 @@
-"""A small GPT-2 of characters, trained with `mpu` on a text file, with a split model or with split data:
+"""A small character-level GPT-2, trained with `mpu` on a text file, with tensor parallelism or data parallelism:
 
     python examples/train_gpt2.py LICENSE --tensor 2     # two ranks hold one model together
-    python examples/train_gpt2.py LICENSE --data 2       # two ranks hold it twice, and share the batch
+    python examples/train_gpt2.py LICENSE --data 2       # two ranks hold a model each, and share the batch
     python examples/train_gpt2.py LICENSE                # one rank
 
-The losses are the same.
+The losses are equal.
 """
 
 import argparse
@@ -22,7 +22,7 @@ LENGTH, BATCH, HIDDEN, LAYERS = 64, 8, 64, 2
 
 
 class GPT2(nn.Module):
-    """tokens [s, b] -> logits [s, b, v/p], the columns of the vocabulary that this rank holds."""
+    """tokens [s, b] -> logits [s, b, v/tp], this rank's columns of the vocabulary."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
@@ -41,18 +41,18 @@ class GPT2(nn.Module):
         for layer in self.layers:
             x = layer(x)
         x = mpu.copy_to_model_parallel_region(self.norm(x))  # f: the head is split by columns
-        return nn.functional.linear(x, self.words.weight)  # the head is the table of embeddings
+        return nn.functional.linear(x, self.words.weight)  # the head shares the embeddings' weight
 
 
 def batch_of(ids: Tensor, step: int) -> Tensor:
-    """[s + 1, b], the same on every rank."""
+    """[s + 1, b], equal on every rank."""
     generator = torch.Generator().manual_seed(step)
     starts = torch.randint(len(ids) - LENGTH, (BATCH,), generator=generator)
     return torch.stack([ids[start : start + LENGTH + 1] for start in starts.tolist()], dim=1)
 
 
 def average_gradients(model: nn.Module) -> None:
-    """Over the ranks that share the data."""
+    """Average the gradients over the data-parallel ranks."""
     group, size = mpu.get_data_parallel_group(), mpu.get_data_parallel_world_size()
     for parameter in model.parameters():
         if size > 1 and parameter.grad is not None:
@@ -67,7 +67,7 @@ def train(rank: int, world_size: int, *, file: str, tensor: int, steps: int) -> 
     ids = torch.tensor([characters.index(c) for c in text])
     model = GPT2(len(characters))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    own = slice(mpu.get_data_parallel_rank(), None, mpu.get_data_parallel_world_size())  # of a batch
+    own = slice(mpu.get_data_parallel_rank(), None, mpu.get_data_parallel_world_size())  # this rank's part of a batch
     for step in range(steps):
         part = batch_of(ids, step)[:, own]
         logits = model(part[:-1])
@@ -79,7 +79,7 @@ def train(rank: int, world_size: int, *, file: str, tensor: int, steps: int) -> 
         optimizer.step()
         if step % 50 == 0 or step == steps - 1:
             mean = loss.detach().clone()
-            dist.all_reduce(mean)  # of the ranks of one model each has the same
+            dist.all_reduce(mean)  # ranks that share one model have equal losses
             if rank == 0:
                 print(f"step {step:4}  loss {mean.item() / world_size:.3f}", flush=True)
     mpu.destroy_model_parallel()
@@ -88,8 +88,8 @@ def train(rank: int, world_size: int, *, file: str, tensor: int, steps: int) -> 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file")
-    parser.add_argument("--tensor", type=int, default=1, help="ranks that hold one model together")
-    parser.add_argument("--data", type=int, default=1, help="models, which share each batch")
+    parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks: they hold one model together")
+    parser.add_argument("--data", type=int, default=1, help="data-parallel models: they share each batch")
     parser.add_argument("--steps", type=int, default=101)
     args = parser.parse_args()
     run(partial(train, file=args.file, tensor=args.tensor, steps=args.steps), world_size=args.tensor * args.data)

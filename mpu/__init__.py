@@ -1,31 +1,31 @@
-"""The model-parallel unit: tensor parallelism in the Megatron style, with only torch (and numpy's generator for
-dropout that is given keys).
+"""Model parallelism in the Megatron style: process groups, split layers and their collectives. Needs only torch;
+dropout with given seeds also needs numpy on a CPU and triton on a GPU.
 
-The files in the order in which to read them:
+Reading order of the modules:
 
-    partition     which part of a parameter each rank owns
-    initialize    the groups of ranks
-    mappings      the four communication operations with their gradients, and the pair of sequence parallelism
-    pipeline      what the stages of a pipeline send each other
-    random        random streams, dropout, and activation checkpointing that repeats them
-    grads         partial gradients that are completed, the global norm, clipping
-    layers        column- and row-parallel linear layers, embeddings
-    attention     causal self-attention of some heads, and attention within documents
-    cross_entropy the loss over a split vocabulary
-    transformer   what a layer is; attention, MLP and layer
+    partition         which slice of a parameter each rank holds
+    initialize        process groups, and `ParallelState`
+    mappings          the collectives of tensor and sequence parallelism, with their gradients
+    p2p_communication sends and receives between pipeline stages
+    random            random number streams, dropout, activation checkpointing
+    grads             sums of partial gradients, the global norm, clipping
+    layers            column-parallel and row-parallel linear layers, embeddings
+    attention         causal self-attention, also within documents
+    cross_entropy     the loss when the vocabulary is split over ranks
+    transformer       attention, MLP and transformer layer
 
-`kv_cache` serves generation, `host_memory` holds what backward needs on the host, and `megatron_2019` has names of 2019
-that nothing here uses.
-`kernels` chooses for a device, dtype and case how an operation is computed; it knows nothing of ranks.
+`kv_cache` is for generation. `activation_offload` copies activations to host memory. `megatron_2019` has functions of
+Megatron's 2019 API. `kernels` computes single operations; its choice depends on device,
+dtype and shape. It does not use process groups.
 
-The names below that Megatron's `mpu` had in 2019 keep their meaning and the order of their arguments. Arguments that
-came later are given by keyword.
+Functions and classes of Megatron's `mpu` of 2019 keep their meaning and the order of their arguments. Arguments that
+were added later are keyword-only.
 """
 
-from mpu.attention import Documents
+from mpu.activation_offload import ActivationOffload
+from mpu.attention import PackedSeqParams
 from mpu.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from mpu.grads import clip_grad_norm, mark_sequence_parallel, squared_norm, sum_sequence_parallel_grads
-from mpu.host_memory import HostMemory
 from mpu.initialize import (
     ParallelState,
     destroy_model_parallel,
@@ -72,34 +72,36 @@ from mpu.megatron_2019 import (
     checkpoint,
     partition_activations_in_checkpoint,
 )
-from mpu.partition import Box, PartitionSpec, divide, padded_vocab_size, partition_specs
-from mpu.pipeline import (
+from mpu.p2p_communication import (
     Transfer,
     broadcast_from_last_stage,
     exchange,
     receive_from_previous_stage,
     send_to_next_stage,
 )
-from mpu.random import dropout_keys, get_cuda_rng_tracker, hidden_dropout, model_parallel_cuda_manual_seed
+from mpu.partition import PartitionSpec, TensorSlice, divide, padded_vocab_size, partition_specs
+from mpu.random import dropout_seeds, get_cuda_rng_tracker, hidden_dropout, model_parallel_cuda_manual_seed
 from mpu.transformer import (
-    PLAIN_MODULES,
+    DEFAULT_SUBMODULES,
     LayerNorm,
-    Modules,
     ParallelMLP,
     ParallelSelfAttention,
     ParallelTransformerLayer,
     TransformerConfig,
+    TransformerLayerSubmodules,
 )
 
+# Names until 0.3.
+Box, Documents, HostMemory = TensorSlice, PackedSeqParams, ActivationOffload
+Modules, PLAIN_MODULES, dropout_keys = TransformerLayerSubmodules, DEFAULT_SUBMODULES, dropout_seeds
+
 __all__ = [
-    "Box",
+    "ActivationOffload",
     "ColumnParallelLinear",
-    "Documents",
-    "HostMemory",
+    "DEFAULT_SUBMODULES",
     "KeyValueCache",
     "LayerNorm",
-    "Modules",
-    "PLAIN_MODULES",
+    "PackedSeqParams",
     "ParallelEmbedding",
     "ParallelMLP",
     "ParallelSelfAttention",
@@ -108,8 +110,10 @@ __all__ = [
     "PartitionSpec",
     "PositionEmbedding",
     "RowParallelLinear",
+    "TensorSlice",
     "Transfer",
     "TransformerConfig",
+    "TransformerLayerSubmodules",
     "VocabParallelEmbedding",
     "broadcast_data",
     "broadcast_from_last_stage",
@@ -119,7 +123,7 @@ __all__ = [
     "destroy_model_parallel",
     "divide",
     "dropout",
-    "dropout_keys",
+    "dropout_seeds",
     "exchange",
     "gather_from_model_parallel_region",
     "gather_from_sequence_parallel_region",

@@ -1,8 +1,8 @@
-"""Causal self-attention of some heads, and attention within documents.
+"""Causal self-attention, over whole samples or within documents.
 
-    Attention(Q, K, V) = softmax(QKᵀ/√d + M) V        M: 0 up to the query's own position, -inf after it
+    Attention(Q, K, V) = softmax(QKᵀ/√d + M) V        M: 0 for keys up to the query's position, -inf after it
 
-Legend: b batch, s sequence, n heads, d head size, t = b · s tokens, a sample after the other.
+Legend: b batch, s sequence, n heads, d head size, t = b · s tokens, sample after sample.
 """
 
 import torch
@@ -10,18 +10,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpu import kernels
-from mpu.random import OF_PROBABILITIES, current_rng_tracker
+from mpu.random import ATTENTION_DROPOUT, current_rng_tracker
 
 
-class Documents:
-    """The documents of a micro-batch: what attention needs so that no token sees another document.
+class PackedSeqParams:
+    """The lengths of the documents in a micro-batch. Attention uses them so that no token attends to another document.
 
-    lengths: of each document, or of its part in a sample, one after the other; t in all. cu_seqlens: int32
-    [len(lengths) + 1], 0 and the sums of the lengths, on the device of the model.
+    lengths: the number of tokens of each document. A document that continues in the next sample counts as two. The sum
+    is t. cu_seqlens: int32 [len(lengths) + 1], 0 and the cumulative lengths, on the model's device. The class has the
+    role of megatron.core's PackedSeqParams.
     """
 
     def __init__(self, tokens: Tensor, eod: int, device: torch.device | str) -> None:
-        """tokens: int64 [b, s] on the host. A document ends with the token `eod`, and at the end of a sample."""
+        """tokens: int64 [b, s] on the host. A document ends with the token `eod` or at the end of a sample."""
         last = tokens == eod
         last[:, -1] = True
         ends = F.pad(last.flatten().nonzero().flatten() + 1, (1, 0))  # [b, s] -> [t] -> [len(lengths) + 1]
@@ -32,41 +33,52 @@ class Documents:
 
 
 def document_attention(
-    qkv: Tensor, dropout_p: float, documents: Documents | None, keys: Tensor | None = None, first_head: int = 0
+    qkv: Tensor,
+    dropout_p: float,
+    documents: PackedSeqParams | None,
+    dropout_seeds: Tensor | None = None,
+    first_head: int = 0,
 ) -> Tensor:
-    """Causal attention within each document: [s, b, n, 3, d] -> [s, b, n·d]. It takes less work than without documents,
-    and never more memory. documents: None if each sample is one. keys: int64 [b, 3], which the masks of dropout follow
-    from; without them it draws from torch's generator. first_head: of this rank."""
+    """Causal attention within each document: [s, b, n, 3, d] -> [s, b, n·d]. It takes less time than attention over
+    whole samples, and no more memory.
+
+    documents: None if each sample is one document. dropout_seeds: int64 [b, 3], see `mpu.dropout_seeds`; None draws the
+    masks from torch's generator. first_head: number of this rank's first head.
+    """
     s, b, n, _, d = qkv.shape
-    if documents is None and keys is not None:
-        return kernels.keyed_attention(qkv, dropout_p, keys, OF_PROBABILITIES, first_head)
-    if documents is None or (keys is None and len(documents.lengths) == b):
+    if documents is None and dropout_seeds is not None:
+        return kernels.seeded_attention(qkv, dropout_p, dropout_seeds, ATTENTION_DROPOUT, first_head)
+    if documents is None or (dropout_seeds is None and len(documents.lengths) == b):
         return kernels.causal_attention(qkv, dropout_p)
     tokens = qkv.transpose(0, 1).reshape(b * s, 1, n, 3, d)  # [s, b, n, 3, d] -> [b, s, n, 3, d] -> [t, 1, n, 3, d]
-    if keys is None:
-        y = kernels.document_attention(tokens, dropout_p, documents.lengths, documents.cu_seqlens)
+    if dropout_seeds is None:
+        y = kernels.varlen_causal_attention(tokens, dropout_p, documents.lengths, documents.cu_seqlens)
     else:
         parts, start = [], 0
         for part in tokens.split(documents.lengths):
             sample, first = divmod(start, s)
-            key = keys[sample : sample + 1]
-            parts.append(kernels.keyed_attention(part, dropout_p, key, OF_PROBABILITIES, first_head, first))
+            seeds = dropout_seeds[sample : sample + 1]
+            parts.append(kernels.seeded_attention(part, dropout_p, seeds, ATTENTION_DROPOUT, first_head, first))
             start += part.size(0)
         y = torch.cat(parts)
     return y.view(b, s, n * d).transpose(0, 1)  # [t, 1, n·d] -> [b, s, n·d] -> [s, b, n·d]
 
 
 def core_attention(
-    qkv: Tensor, dropout_p: float, documents: Documents | None = None, keys: Tensor | None = None, first_head: int = 0
+    qkv: Tensor,
+    dropout_p: float,
+    documents: PackedSeqParams | None = None,
+    dropout_seeds: Tensor | None = None,
+    first_head: int = 0,
 ) -> Tensor:
-    """[s, b, n, 3, d] -> [s, b, n·d]. The arguments are those of `document_attention`.
+    """`document_attention` with the right random stream for dropout: [s, b, n, 3, d] -> [s, b, n·d].
 
-    Without keys, and on a GPU, whose kernels draw for themselves, dropout draws from the tracker: each rank has other
-    heads, and other masks.
+    A GPU's fused kernels cannot use `dropout_seeds`. On a GPU, or without seeds, dropout draws from the tracker, which
+    has different numbers on each rank, because each rank has different heads.
     """
     if dropout_p == 0:
         return document_attention(qkv, 0.0, documents)
-    if keys is not None and kernels.attention_takes_keys(qkv.device.type):
-        return document_attention(qkv, dropout_p, documents, keys, first_head)
+    if dropout_seeds is not None and kernels.has_seeded_attention(qkv.device.type):
+        return document_attention(qkv, dropout_p, documents, dropout_seeds, first_head)
     with current_rng_tracker().fork():
         return document_attention(qkv, dropout_p, documents)

@@ -1,9 +1,8 @@
-"""Gradients over a model-parallel group: partial sums that are completed, the global norm, and clipping by it.
+"""Gradients over a model-parallel group: sums of partial gradients, the global norm, and clipping.
 
-A split parameter has another gradient on each rank. A replicated parameter has the same gradient everywhere and counts
-once, on the group's first rank. Under sequence parallelism a replicated parameter has seen this rank's part of each
-sequence alone: its gradient is a partial sum, to be added up over the ranks. Such a parameter is marked as in
-megatron.core.
+A split parameter has a different gradient on each rank. A replicated parameter has the same gradient on all ranks and
+counts once in the norm. With sequence parallelism, the gradient of a replicated parameter covers only this rank's part
+of the sequence: it is a partial sum and must be summed over the ranks. Such parameters are marked as in megatron.core.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,29 +16,29 @@ from mpu.initialize import get_parallel_state, get_tensor_model_parallel_group
 
 
 def mark_sequence_parallel(parameters: Iterable[nn.Parameter]) -> None:
-    """Mark replicated parameters whose gradients are partial sums by an attribute, `sequence_parallel = True`."""
+    """Set `parameter.sequence_parallel = True` on replicated parameters whose gradients are partial sums."""
     for parameter in parameters:
-        parameter.sequence_parallel = True  # type: ignore[attr-defined]  # trainers of megatron.core's models read it
+        parameter.sequence_parallel = True  # type: ignore[attr-defined]  # trainers of megatron.core models read it
 
 
 def is_sequence_parallel(parameter: Tensor) -> bool:
-    """Whether the gradient of `parameter` is a partial sum."""
+    """Return True if the gradient of `parameter` is a partial sum."""
     return getattr(parameter, "sequence_parallel", False)
 
 
 def sum_sequence_parallel_grads(parameters: Iterable[Tensor], group: ProcessGroup | None = None) -> None:
-    """Complete the gradients of a model with sequence parallelism: the `.grad` of each marked parameter becomes the sum
-    over the group (default: the tensor-parallel group), in place. One all-reduce in float32.
+    """Replace the `.grad` of each marked parameter by its sum over the group (default: the tensor-parallel group), in
+    place. Uses one all-reduce in float32.
 
-    To be called once per step, after the last backward and before clipping. Every rank of the group calls it with the
-    same parameters. Nothing is sent where no parameter is marked.
+    Call it once per step, after the last backward and before clipping, on every rank of the group with the same
+    parameters. If no parameter is marked, nothing is sent.
     """
     sum_over_group([p.grad for p in parameters if is_sequence_parallel(p) and p.grad is not None], group)
 
 
 def sum_over_group(tensors: Sequence[Tensor], group: ProcessGroup | None = None) -> None:
     """Replace each tensor by its sum over the group (default: the tensor-parallel group), in place, with one all-reduce
-    in float32. Any shapes and dtypes."""
+    in float32. Shapes and dtypes may differ."""
     group = group if group is not None else get_tensor_model_parallel_group()
     if group is None or group.size() == 1 or not tensors:
         return
@@ -52,11 +51,11 @@ def sum_over_group(tensors: Sequence[Tensor], group: ProcessGroup | None = None)
 def squared_norm(
     split: Iterable[Tensor], replicated: Iterable[Tensor], device: torch.device, *, sharded: bool = False
 ) -> Tensor:
-    """Σ g² over the model-parallel group, as a float32 scalar on `device`. The host does not wait for it.
+    """Σ g² over the model-parallel group, as a float32 scalar on `device`. The host does not wait for the device.
 
-    split, replicated: the gradients of parameters that are split over the tensor-parallel group, and of those that are
-    not. A parameter that two stages of a pipeline hold is given on one of them.
-    sharded: data-parallel ranks hold parts of the gradients that do not overlap, and the sum is over all ranks.
+    split: gradients of parameters that are split over the tensor-parallel group. replicated: gradients of the other
+    parameters. A parameter that two pipeline stages hold must be passed on one of them only. sharded: data-parallel
+    ranks hold different parts of the gradients, so the sum is over all ranks.
     """
     state = get_parallel_state()
     counted = list(split) + (list(replicated) if state.tensor_model_parallel_rank == 0 else [])
@@ -71,16 +70,16 @@ def squared_norm(
 
 
 def clip_grad_norm(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> float:
-    """Scale the gradients of `parameters` in place so that their global norm is at most `max_norm`.
+    """Scale the gradients of `parameters` in place so that their global norm is at most `max_norm`. Return the norm
+    before clipping.
 
-    Returns the norm before clipping. `norm_type` is 2 or infinity; raises ValueError for another one. Parameters with a
-    true attribute `model_parallel`, which mpu's layers set, are split over the default model-parallel group: the norm
-    of layers that were given another `group` is not found here.
+    norm_type: 2 or infinity; other values raise ValueError. Parameters with `model_parallel = True`, which mpu's layers
+    set, are split over the default model-parallel group. Layers with a different `group` are not supported.
     """
     state = get_parallel_state()
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [(p.grad, getattr(p, "model_parallel", False)) for p in parameters if p.grad is not None]
-    device = parameters[0].device if parameters else torch.device("cpu")  # the same kind on ranks without a gradient
+    device = parameters[0].device if parameters else torch.device("cpu")  # also correct on ranks without any gradient
     if norm_type == 2:
         split, replicated = ([grad for grad, is_split in grads if is_split == wanted] for wanted in (True, False))
         total = squared_norm(split, replicated, device).sqrt()
@@ -91,7 +90,7 @@ def clip_grad_norm(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_
         if state.model_parallel_size > 1:
             dist.all_reduce(total, op=dist.ReduceOp.MAX, group=state.model_parallel_group)
     else:
-        raise ValueError(f"clip_grad_norm knows the norms 2 and inf, not {norm_type}")
+        raise ValueError(f"clip_grad_norm supports the norms 2 and inf, not {norm_type}")
     norm = total.item()
     scale = max_norm / (norm + 1e-6)
     if scale < 1:

@@ -1,16 +1,15 @@
-"""The groups of ranks: those that share each layer, those that follow each other in a pipeline, those that share the
-data.
+"""Process groups of tensor, pipeline and data parallelism.
 
-Ranks are numbered by tensor, then data, then pipeline, as in Megatron: those that communicate most are neighbours. 16
-ranks with tensor size 2 and pipeline size 4:
+Ranks are numbered by tensor, then data, then pipeline, as in Megatron, so that the ranks that communicate most are
+neighbours. Example: 16 ranks with tensor size 2 and pipeline size 4:
 
     tensor      (0,1) (2,3) (4,5) …         hold different shards of the same layers
     data        (0,2) (1,3) (4,6) …         hold the same shards and read different samples
     pipeline    (0,4,8,12) (1,5,9,13) …     hold successive layers
-    embedding   (0,12) (1,13) …             first and last of a pipeline: both hold the tied word embeddings
-    model       (0,1,4,5,8,9,12,13) …       tensor x pipeline: hold one whole model together
+    embedding   (0,12) (1,13) …             first and last stage of a pipeline: both hold the tied word embeddings
+    model       (0,1,4,5,8,9,12,13) …       tensor x pipeline: together hold one whole model
 
-Without a pipeline the model-parallel group is the tensor group, as it was in 2019.
+Without a pipeline, the model-parallel group is the tensor group, as in 2019.
 """
 
 from dataclasses import dataclass
@@ -24,10 +23,10 @@ from torch.distributed import ProcessGroup
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelState:
-    """The groups of one rank, its rank in each, and their sizes.
+    """The groups of this rank, its rank in each group, and their sizes.
 
-    All groups are None without torch.distributed. Without a pipeline there is no pipeline or embedding group, and the
-    model-parallel group is the tensor group. The embedding group is None in the middle of a pipeline.
+    Without torch.distributed all groups are None. Without a pipeline, the pipeline and embedding groups are None and
+    the model-parallel group is the tensor group. On middle stages of a pipeline the embedding group is None.
     """
 
     tensor_model_parallel_group: ProcessGroup | None = None
@@ -44,23 +43,23 @@ class ParallelState:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks in all."""
+        """The number of all ranks."""
         return self.model_parallel_size * self.data_parallel_size
 
     @property
     def rank(self) -> int:
         """The global rank."""
-        replicas = self.pipeline_model_parallel_rank * self.data_parallel_size + self.data_parallel_rank  # before it
-        return replicas * self.tensor_model_parallel_size + self.tensor_model_parallel_rank
+        tensor_group = self.pipeline_model_parallel_rank * self.data_parallel_size + self.data_parallel_rank
+        return tensor_group * self.tensor_model_parallel_size + self.tensor_model_parallel_rank
 
     @property
     def model_parallel_rank(self) -> int:
-        """This rank's number in its model-parallel group: by tensor, then pipeline."""
+        """This rank's number in its model-parallel group, ordered by tensor, then pipeline."""
         return self.pipeline_model_parallel_rank * self.tensor_model_parallel_size + self.tensor_model_parallel_rank
 
     @property
     def model_parallel_size(self) -> int:
-        """The number of ranks that hold one whole model together."""
+        """The number of ranks that together hold one whole model."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
 
     @property
@@ -75,12 +74,12 @@ class ParallelState:
 
     @property
     def is_pipeline_first_stage(self) -> bool:
-        """Whether this rank embeds the tokens."""
+        """True if this rank embeds the tokens."""
         return self.pipeline_model_parallel_rank == 0
 
     @property
     def is_pipeline_last_stage(self) -> bool:
-        """Whether this rank has the loss."""
+        """True if this rank computes the loss."""
         return self.pipeline_model_parallel_rank == self.pipeline_model_parallel_size - 1
 
 
@@ -90,37 +89,37 @@ _default: ParallelState | None = None
 def initialize_model_parallel(
     tensor_model_parallel_size: int = 1, pipeline_model_parallel_size: int = 1, *, timeout: timedelta | None = None
 ) -> ParallelState:
-    """Make the groups, install the state as the default and return it.
+    """Create the groups, make the new state the default, and return it. Every rank of the world must call it.
 
-    Every rank of the world calls it. Without torch.distributed only size 1 is possible, and no group is made.
-    timeout: of the collectives of the groups (default: that of torch.distributed).
-    Raises ValueError where the number of ranks is not divisible by the sizes. Megatron of 2019 then took the smaller of
-    the two numbers in silence.
+    Without torch.distributed only size 1 is possible, and no group is created. timeout: for collectives of these groups
+    (default: torch.distributed's). Raises ValueError if the number of ranks is not divisible by the sizes. (Megatron of
+    2019 used a smaller size in that case, without a message.)
     """
     global _default
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
-    t, p = tensor_model_parallel_size, pipeline_model_parallel_size
-    if t < 1 or p < 1 or world_size % (t * p):
+    tp, pp = tensor_model_parallel_size, pipeline_model_parallel_size
+    if tp < 1 or pp < 1 or world_size % (tp * pp):
         raise ValueError(
-            f"a world of {world_size} ranks is not divisible by the model-parallel size {t}"
-            + (f" x {p} pipeline stages" if p != 1 else "")
+            f"a world of {world_size} ranks is not divisible by the model-parallel size {tp}"
+            + (f" x {pp} pipeline stages" if pp != 1 else "")
         )
-    d = world_size // (t * p)
-    ranks = torch.arange(world_size).view(p, d, t)  # [pipeline, data, tensor]
-    columns = ranks.permute(1, 2, 0).reshape(-1, p)  # each a pipeline
+    dp = world_size // (tp * pp)
+    ranks = torch.arange(world_size).view(pp, dp, tp)  # [pipeline, data, tensor]
+    columns = ranks.permute(1, 2, 0).reshape(-1, pp)  # each row is a pipeline
 
     def own_group(groups: Tensor) -> ProcessGroup | None:
-        """The group that this rank is in. Every rank takes part in making every group, in the same order."""
+        """Create all groups of `groups`, a row each, and return this rank's group. All ranks must create all groups in
+        the same order."""
         if not dist.is_initialized():
             return None
         return dist.new_subgroups_by_enumeration(groups.tolist(), timeout=timeout)[0]  # type: ignore[no-any-return]
 
-    tensor = model = own_group(ranks.view(-1, t))
-    data = own_group(ranks.transpose(1, 2).reshape(-1, d))
+    tensor = model = own_group(ranks.view(-1, tp))
+    data = own_group(ranks.transpose(1, 2).reshape(-1, dp))
     pipeline = embedding = None
-    if p > 1:
-        model = own_group(ranks.transpose(0, 1).reshape(d, -1))
+    if pp > 1:
+        model = own_group(ranks.transpose(0, 1).reshape(dp, -1))
         pipeline = own_group(columns)
         embedding = own_group(columns[:, [0, -1]])
     _default = ParallelState(
@@ -129,35 +128,35 @@ def initialize_model_parallel(
         data_parallel_group=data,
         model_parallel_group=model,
         embedding_group=embedding,
-        tensor_model_parallel_rank=rank % t,
-        tensor_model_parallel_size=t,
-        pipeline_model_parallel_rank=rank // (t * d),
-        pipeline_model_parallel_size=p,
-        data_parallel_rank=rank // t % d,
-        data_parallel_size=d,
+        tensor_model_parallel_rank=rank % tp,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_rank=rank // (tp * dp),
+        pipeline_model_parallel_size=pp,
+        data_parallel_rank=rank // tp % dp,
+        data_parallel_size=dp,
     )
     return _default
 
 
 def model_parallel_is_initialized() -> bool:
-    """Whether there is a default state."""
+    """Return True if there is a default state."""
     return _default is not None
 
 
 def destroy_model_parallel() -> None:
-    """Remove the default state. The process groups themselves end with torch.distributed."""
+    """Remove the default state. The process groups exist until torch.distributed is shut down."""
     global _default
     _default = None
 
 
 def get_parallel_state() -> ParallelState:
-    """The default state. `initialize_model_parallel` must have been called."""
+    """The default state. Call `initialize_model_parallel` first."""
     assert _default is not None, "call mpu.initialize_model_parallel first"
     return _default
 
 
 def get_model_parallel_group() -> ProcessGroup | None:
-    """The ranks that hold one whole model with this rank, tensor x pipeline. None without torch.distributed."""
+    """The ranks that together with this rank hold one whole model (tensor x pipeline). None without torch.distributed."""
     return get_parallel_state().model_parallel_group
 
 
@@ -197,7 +196,7 @@ def get_tensor_model_parallel_src_rank() -> int:
 
 
 def get_pipeline_model_parallel_group() -> ProcessGroup | None:
-    """The ranks that hold the layers before and after this rank's. None without a pipeline."""
+    """The ranks that hold the layers before and after this rank's layers. None without a pipeline."""
     return get_parallel_state().pipeline_model_parallel_group
 
 
@@ -207,28 +206,28 @@ def get_pipeline_model_parallel_rank() -> int:
 
 
 def get_pipeline_model_parallel_world_size() -> int:
-    """The number of ranks of a pipeline."""
+    """The number of pipeline stages."""
     return get_parallel_state().pipeline_model_parallel_size
 
 
 def is_pipeline_first_stage() -> bool:
-    """Whether this rank embeds the tokens."""
+    """True if this rank embeds the tokens."""
     return get_parallel_state().is_pipeline_first_stage
 
 
 def is_pipeline_last_stage() -> bool:
-    """Whether this rank has the loss."""
+    """True if this rank computes the loss."""
     return get_parallel_state().is_pipeline_last_stage
 
 
 def get_embedding_group() -> ProcessGroup | None:
-    """The first and the last rank of this rank's pipeline, which both hold the tied word embeddings. None in the middle
-    of a pipeline, and without one."""
+    """The first and the last rank of this rank's pipeline, which both hold the tied word embeddings. None on middle
+    stages and without a pipeline."""
     return get_parallel_state().embedding_group
 
 
 def get_data_parallel_group() -> ProcessGroup | None:
-    """The ranks that hold the same shard as this rank. None without torch.distributed."""
+    """The ranks that hold the same shards as this rank. None without torch.distributed."""
     return get_parallel_state().data_parallel_group
 
 
@@ -238,10 +237,10 @@ def get_data_parallel_rank() -> int:
 
 
 def get_data_parallel_world_size() -> int:
-    """The number of ranks that hold the same shard."""
+    """The number of ranks that hold the same shards."""
     return get_parallel_state().data_parallel_size
 
 
 def group_rank_and_size(group: ProcessGroup | None) -> tuple[int, int]:
-    """This process's rank in `group` and the size of the group. (0, 1) without a group."""
+    """This process's rank in `group`, and the size of the group. Returns (0, 1) if group is None."""
     return (group.rank(), group.size()) if group is not None else (0, 1)

@@ -1,6 +1,6 @@
-"""The keys and values of the tokens so far, so that a further token costs one query for each layer.
+"""A cache of attention's keys and values for generation: each new token costs one query per layer.
 
-Legend: r rows, b rows that compute, s sequence, n heads of this rank, d head size, S capacity.
+Legend: r rows of the cache, b rows that compute, s sequence, n heads of this rank, d head size, S capacity.
 """
 
 from collections.abc import Sequence
@@ -13,42 +13,42 @@ from mpu import kernels
 
 
 class KeyValueCache:
-    """For every layer a tensor [r, n, 2, S, d], which is made once and written in place.
+    """Keys and values of all layers, in a tensor [r, n, 2, S, d] for each layer, allocated once.
 
-    A row holds one text, from position 0. Texts come and go at any time: `set_prompts` fills rows anew, and
-    `set_positions` computes a further token of the first b rows, to which `move` brings the texts that go on. Rows
-    differ in length: the padding behind a prompt is masked until the row's own tokens are written over it.
+    A row holds one text, starting at position 0. Texts can start and end at any time: `set_prompts` starts new texts in
+    some rows, and `set_positions` adds one token to each of the first b rows; use `move` to bring unfinished texts
+    there. Rows can have different lengths: padding after a prompt is masked until the row's own tokens overwrite it.
     """
 
     def __init__(
         self, num_layers: int, rows: int, n: int, capacity: int, d: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        # Zeros: a position that is masked counts 0 times what it holds, which must not be NaN.
+        # Zeros: a masked position has weight 0, and 0 · NaN would be NaN.
         self._store = torch.zeros(num_layers, rows, n, 2, capacity, d, dtype=dtype, device=device)
         self._layers = self._store.unbind(0)
-        self._written = [0] * rows  # of each row, the positions before which it may not be zero
+        self._written = [0] * rows  # for each row, the number of positions that may be non-zero
         self._all_rows = torch.arange(rows, device=device)
         self._next_layer = num_layers
 
     @property
     def num_bytes(self) -> int:
-        """The memory of all layers; it never changes."""
+        """The memory of all layers in bytes. It is constant."""
         return self._store.numel() * self._store.element_size()
 
     def set_prompts(self, rows: Sequence[int], s: int) -> None:
-        """The next call reads whole prompts, padded to s tokens, into these rows. What they held is forgotten. Raises
-        ValueError where the cache has no such row, or fewer positions."""
+        """The next forward pass reads whole prompts, padded to s tokens, into these rows. The rows' former texts are
+        discarded. Raises ValueError if the cache does not have these rows or s positions."""
         if not 0 < s <= self._store.size(4) or not set(rows) <= set(range(len(self._written))):
             raise ValueError(f"prompts of {s} tokens for the rows {list(rows)} in a cache of {self._size}")
         for row in rows:
-            self._store[:, row, :, :, : self._written[row]] = 0  # a text that went wrong would leave NaN to the next
+            self._store[:, row, :, :, : self._written[row]] = 0  # else NaN of an earlier text would reach this one
             self._written[row] = s
         self._positions: Tensor | None = None
         self._rows, self._longest, self._next_layer = self._all_rows[list(rows)], s, 0
 
     def set_positions(self, positions: Sequence[int]) -> Tensor:
-        """The next call computes one more token of each of the first b rows, at these positions, which are returned as
-        int64 [b, 1]. Raises ValueError where the cache has no such row or position."""
+        """The next forward pass computes one more token for each of the first b rows, at these positions. Returns the
+        positions as int64 [b, 1]. Raises ValueError if the cache does not have such a row or position."""
         b = len(positions)
         if not 0 < b <= len(self._written) or min(positions) < 0 or max(positions) >= self._store.size(4):
             raise ValueError(f"positions {list(positions)} in a cache of {self._size}")
@@ -66,27 +66,27 @@ class KeyValueCache:
         return self._positions.unsqueeze(1)
 
     def move(self, source: int, row: int) -> None:
-        """The text of the row `source` is in `row` from now on."""
+        """Copy the text of row `source` to `row`."""
         end = max(self._written[source], self._written[row])
         self._store[:, row, :, :, :end] = self._store[:, source, :, :, :end]
         self._written[row] = self._written[source]
 
     def attend(self, layer: int, qkv: Tensor) -> Tensor:
-        """Keep the keys and values of the new tokens, and let them attend to all tokens so far and to themselves.
+        """Store the keys and values of the new tokens, and return their attention over all tokens up to themselves.
 
-        [s, b, n, 3, d] -> [s, b, n·d]: the prompts of `set_prompts`, or s = 1, the tokens of `set_positions`. The
-        layers come in their order. Raises ValueError where neither was called for these tokens.
+        [s, b, n, 3, d] -> [s, b, n·d]: the prompts of `set_prompts`, or the tokens of `set_positions` with s = 1. Call
+        the layers in order. Raises ValueError if neither method was called for these tokens.
         """
         s, b, n, _, d = qkv.shape
         if layer < self._next_layer or b != len(self._rows) or s != (self._longest if self._positions is None else 1):
-            raise ValueError("the places of these tokens are not known: call set_prompts or set_positions before")
+            raise ValueError("the positions of these tokens are unknown: call set_prompts or set_positions before")
         self._next_layer = layer + 1
         store = self._layers[layer]
         if self._positions is None:
             store[self._rows, :, :, :s] = qkv[:, :, :, 1:].permute(1, 2, 3, 0, 4)  # [s, b, n, 2, d] -> [b, n, 2, s, d]
             return kernels.causal_attention(qkv, 0.0)
         if self._mask is None:
-            store[:b, :, :, self._longest - 1] = qkv[0, :, :, 1:]  # [b, n, 2, d]; faster than by index
+            store[:b, :, :, self._longest - 1] = qkv[0, :, :, 1:]  # [b, n, 2, d]; faster than an index tensor
         else:
             store[self._rows, :, :, self._positions] = qkv[0, :, :, 1:]
         k, v = store[:b, :, :, : self._longest].unbind(2)  # [b, n, 2, longest, d] -> two of [b, n, longest, d]

@@ -1,14 +1,14 @@
-"""Embeddings and linear layers whose weights are split over a model-parallel group (arXiv:1909.08053, section 3).
+"""Embeddings and linear layers whose weights are split over a tensor-parallel group (arXiv:1909.08053, section 3).
 
-Legend: b batch, s sequence, h hidden, i input and o output features of this rank, p model-parallel size, t tokens.
+Legend: b batch, s sequence, h hidden, i input and o output features of this rank, tp tensor-parallel size, t tokens.
 
-With sequence_parallel (arXiv:2205.05198) the input of a column-parallel layer, and the output of a row-parallel layer
-or an embedding, is this rank's part of the first dimension: [s/p, ...] in place of [s, ...]. Each all-reduce becomes an
-all-gather and a reduce-scatter, which together move as many bytes.
+With sequence_parallel (arXiv:2205.05198), activations outside the split layers are sharded by their first dimension:
+[s/tp, ...] instead of [s, ...]. This concerns the input of a column-parallel layer and the output of a row-parallel
+layer or an embedding. Each all-reduce becomes an all-gather and a reduce-scatter, with the same number of bytes in
+total.
 
-A layer draws the whole weight on the CPU with its `init_method` and keeps its slice. A layer that is built after
-`torch.manual_seed(s)` therefore holds the same numbers at every size of the group, and those of the plain `torch.nn`
-layer.
+A layer draws the whole weight on the CPU with its `init_method` and keeps its slice. So a layer that is built after
+`torch.manual_seed(s)` has the same weights for every group size, equal to those of the plain `torch.nn` layer.
 """
 
 from collections.abc import Callable
@@ -35,13 +35,13 @@ from mpu.partition import PartitionSpec, check_ids, local_ids
 
 InitMethod = Callable[[Tensor], object]
 Device = torch.device | str | None
-# Takes dY [t, o] and X [t, i], either of which may be in parts, and gives dYᵀX [o, i] to autograd, or None if the
-# gradient goes another way: into a buffer, or later.
-WeightGradientSink = Callable[[Any, Any], Tensor | None]
+# Computes dYᵀX [o, i] from dY [t, o] and X [t, i]; each may be a list of parts. Returns None if the gradient does not go
+# to autograd, but into a buffer, or if it is computed later.
+WeightGradFn = Callable[[Any, Any], Tensor | None]
 
 
 class ParallelLayer(nn.Module):
-    """The base of all layers: the group, which is resolved once, and parameters that are made from specs."""
+    """Base class of all layers. It resolves the group once and creates parameters from partition specs."""
 
     def __init__(self, group: ProcessGroup | None, device: Device, sequence_parallel: bool = False) -> None:
         super().__init__()
@@ -52,12 +52,12 @@ class ParallelLayer(nn.Module):
         self._specs: dict[str, PartitionSpec] = {}
 
     def partition_specs(self) -> dict[str, PartitionSpec]:
-        """The spec of each parameter of this layer, by name."""
+        """The spec of each of this layer's parameters, by name."""
         return self._specs
 
     def make_parameter(self, name: str, spec: PartitionSpec, init_method: InitMethod) -> Tensor:
-        """Register this rank's slice of a float32 weight as the parameter `name`, and return the whole weight, which is
-        drawn on the CPU whatever the device. Nothing is drawn for the meta device."""
+        """Register this rank's slice of a float32 weight as parameter `name`, and return the whole weight. The whole
+        weight is drawn on the CPU for every device. For the meta device nothing is drawn."""
         if self._device is not None and torch.device(self._device).type == "meta":
             full = torch.empty(spec.global_shape, device=self._device)
         else:
@@ -72,17 +72,17 @@ class ParallelLayer(nn.Module):
         return full
 
     def reduce(self, x: Tensor) -> Tensor:
-        """The sum of x [s, ...] over the ranks, or this rank's [s/p, ...] of it with sequence_parallel."""
+        """The sum of x [s, ...] over the ranks; with sequence_parallel, this rank's [s/tp, ...] of the sum."""
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(x, self.group)
         return reduce_from_model_parallel_region(x, self.group)
 
 
 class _Linear(torch.autograd.Function):
-    """Y = XAᵀ + b, with f of the paper before it if there is a group: then A and b are split by output features.
+    """Y = XAᵀ + b, after the paper's f if there is a group: then A and b are split by output features.
 
-    In backward the sum of dX over the ranks is under way while dA is computed. With sequence parallelism X is gathered
-    a second time in backward instead of being kept whole.
+    In backward, the all-reduce of dX overlaps the computation of dA. With sequence parallelism, backward gathers X
+    again instead of saving the gathered X.
     """
 
     @staticmethod
@@ -91,11 +91,11 @@ class _Linear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        sink: WeightGradientSink,
+        weight_grad_fn: WeightGradFn,
         group: ProcessGroup | None,
         sequence_parallel: bool,
     ) -> Tensor:
-        ctx.sink, ctx.group, ctx.sequence_parallel = sink, group, sequence_parallel
+        ctx.weight_grad_fn, ctx.group, ctx.sequence_parallel = weight_grad_fn, group, sequence_parallel
         ctx.save_for_backward(x, weight)
         if group is not None and sequence_parallel:
             x, _ = all_gather_first_dim(x, group)
@@ -104,7 +104,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        # torch.compile cannot trace a collective that begins here and is waited for later.
+        # torch.compile cannot trace an asynchronous collective.
         overlap = not torch.compiler.is_compiling()
         work = dx = d_weight = d_bias = None
         if ctx.sequence_parallel:
@@ -120,7 +120,7 @@ class _Linear(torch.autograd.Function):
                 work = dist.all_reduce(dx, group=ctx.group, async_op=overlap)
         dy = dy.reshape(-1, dy.size(-1))  # [..., o] -> [t, o]
         if ctx.needs_input_grad[1]:
-            d_weight = ctx.sink(dy, x.reshape(-1, x.size(-1)))  # dYᵀX; X [..., i] -> [t, i]
+            d_weight = ctx.weight_grad_fn(dy, x.reshape(-1, x.size(-1)))  # dYᵀX; X [..., i] -> [t, i]
         if ctx.needs_input_grad[2]:
             d_bias = dy.sum(dim=0)
         if work is not None:
@@ -132,25 +132,29 @@ def linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    sink: WeightGradientSink | None = None,
+    weight_grad_fn: WeightGradFn | None = None,
     group: ProcessGroup | None = None,
     sequence_parallel: bool = False,
 ) -> Tensor:
-    """XAᵀ + b: [..., i], [o, i], [o] -> [..., o]. sink: makes the weight gradient in backward (default: the fastest
-    product). group: backward sums dX over it. sequence_parallel: x is this rank's [s/p, ...] of the group's input."""
+    """XAᵀ + b: [..., i], [o, i], [o] -> [..., o].
+
+    weight_grad_fn: computes the weight gradient in backward (default: the fastest matrix product). group: backward sums
+    dX over it. sequence_parallel: x is this rank's [s/tp, ...] of the group's input.
+    """
     gradient = torch.is_grad_enabled() or torch.compiler.is_compiling()
     if not gradient and not sequence_parallel:
         return kernels.linear_without_gradient(x, weight, bias)
     x, weight, bias = kernels.cast_for_autocast(x, weight, bias)
-    sink = sink or kernels.weight_gradient_kernel(x)
-    if sink is None and group is None:
+    weight_grad_fn = weight_grad_fn or kernels.weight_gradient_kernel(x)
+    if weight_grad_fn is None and group is None:
         return F.linear(x, weight, bias)
-    sink = sink or kernels.weight_gradient
-    return _Linear.apply(x, weight, bias, sink, group, sequence_parallel)  # type: ignore[no-any-return]
+    weight_grad_fn = weight_grad_fn or kernels.weight_gradient
+    return _Linear.apply(x, weight, bias, weight_grad_fn, group, sequence_parallel)  # type: ignore[no-any-return]
 
 
 class _ParallelLinear(ParallelLayer):
-    """A linear layer: A [output_size, input_size], split by its dimension `dim`, and b, split as the outputs are."""
+    """A linear layer with weight A [output_size, input_size], split along dimension `dim`, and bias b, split if the
+    outputs are."""
 
     weight: Tensor
     bias: Tensor | None
@@ -158,32 +162,33 @@ class _ParallelLinear(ParallelLayer):
     def _make_weights(
         self, shape: tuple[int, int], dim: int, bias: bool, init_method: InitMethod, stride: int, keep_master: bool
     ) -> None:
-        if stride != 1:  # 2019 cut a fused weight into `stride` blocks and gave each rank a part of every block
+        if stride != 1:  # in 2019 each rank had a part of each of `stride` blocks
             raise ValueError(
-                f"stride={stride}: a rank's part of a weight is contiguous here, so stride must be 1; "
+                f"stride={stride}: each rank holds a contiguous part of a weight, so stride must be 1; "
                 "order a fused query-key-value weight [heads, 3, head size] as ParallelSelfAttention does"
             )
         full = self.make_parameter("weight", PartitionSpec(shape, dim), init_method)
         self.master_weight = full if keep_master else None
-        # A schedule that computes weight gradients later puts a function here.
-        self.weight_gradient_sink: WeightGradientSink | None = None
+        # Set by pipeline schedules that compute weight gradients later.
+        self.weight_grad_fn: WeightGradFn | None = None
         self.register_parameter("bias", None)
         if bias:
             self.make_parameter("bias", PartitionSpec(shape[:1], 0 if dim == 0 else None), nn.init.zeros_)
 
     def weight_gradient(self, dy: Any, x: Any) -> Tensor:
-        """dYᵀX of the two tensors that the sink was given: [t, output_size], [t, input_size], of this rank."""
+        """dYᵀX [output_size, input_size] of this rank, from the arguments of `weight_grad_fn`:
+        [t, output_size], [t, input_size]."""
         return kernels.weight_gradient(dy, x)
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """Y = XAᵀ + b, A and b split by output features. Forward: nothing (an all-gather of Y with gather_output);
-    backward: all-reduce of dX. With sequence_parallel: all-gather of X; backward: all-gather of X, reduce-scatter of
-    dX.
+    """Y = XAᵀ + b; A and b are split by output features. Forward: no communication (an all-gather of Y with
+    gather_output); backward: all-reduce of dX. With sequence_parallel: all-gather of X; backward: all-gather of X,
+    reduce-scatter of dX.
 
-    [s, ..., input_size], or [s/p, ..., input_size] with sequence_parallel -> [s, ..., output_size/p], or [s, ...,
-    output_size] with gather_output. Arguments by position are those of Megatron in 2019. Raises ValueError if
-    output_size is not divisible by p, or stride is not 1.
+    Shapes: [s, ..., input_size] -> [s, ..., output_size/tp], or [s, ..., output_size] with gather_output. With
+    sequence_parallel the input is [s/tp, ..., input_size]. Positional arguments are those of Megatron in 2019. Raises
+    ValueError if output_size is not divisible by tp, or if stride is not 1.
     """
 
     def __init__(
@@ -205,20 +210,20 @@ class ColumnParallelLinear(_ParallelLinear):
         self._make_weights((output_size, input_size), 0, bias, init_method, stride, keep_master_weight_for_test)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., input_size] -> [..., output_size/p], or [..., output_size] with gather_output."""
+        """[..., input_size] -> [..., output_size/tp], or [..., output_size] with gather_output."""
         group = self.group if self.world_size > 1 else None
         is_part = self.sequence_parallel and group is not None
-        y = linear(x, self.weight, self.bias, self.weight_gradient_sink, group, is_part)
+        y = linear(x, self.weight, self.bias, self.weight_grad_fn, group, is_part)
         return gather_from_model_parallel_region(y, self.group) if self.gather_output else y
 
 
 class RowParallelLinear(_ParallelLinear):
-    """Y = XAᵀ + b, A split by input features, b replicated and added once, after the sum. Forward: all-reduce of Y;
-    backward: nothing. With sequence_parallel: reduce-scatter of Y; backward: all-gather of dY.
+    """Y = XAᵀ + b; A is split by input features, b is replicated and added once, after the sum. Forward: all-reduce of
+    Y; backward: no communication. With sequence_parallel: reduce-scatter of Y; backward: all-gather of dY.
 
-    [s, ..., input_size/p] (or [s, ..., input_size] unless input_is_parallel) -> [s, ..., output_size], or [s/p, ...,
-    output_size] with sequence_parallel. Arguments by position are those of Megatron in 2019. Raises ValueError if
-    input_size is not divisible by p, or stride is not 1.
+    Shapes: [s, ..., input_size/tp] -> [s, ..., output_size]. Without input_is_parallel the input is
+    [s, ..., input_size]. With sequence_parallel the output is [s/tp, ..., output_size]. Positional arguments are those
+    of Megatron in 2019. Raises ValueError if input_size is not divisible by tp, or if stride is not 1.
     """
 
     def __init__(
@@ -242,17 +247,17 @@ class RowParallelLinear(_ParallelLinear):
             mark_sequence_parallel([self.get_parameter("bias")])
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., input_size/p], or [..., input_size] unless input_is_parallel -> [..., output_size]."""
+        """[..., input_size/tp], or [..., input_size] unless input_is_parallel -> [..., output_size]."""
         if not self.input_is_parallel:
             x = scatter_to_model_parallel_region(x, self.group)
         if self.world_size == 1:
-            return linear(x, self.weight, self.bias, self.weight_gradient_sink)  # XAᵀ + b
-        y = self.reduce(linear(x, self.weight, None, self.weight_gradient_sink))
-        return y if self.bias is None else y + self.bias.to(y.dtype)  # another one under torch.autocast
+            return linear(x, self.weight, self.bias, self.weight_grad_fn)  # XAᵀ + b
+        y = self.reduce(linear(x, self.weight, None, self.weight_grad_fn))
+        return y if self.bias is None else y + self.bias.to(y.dtype)  # y has a lower precision under torch.autocast
 
 
 class _EmbeddingWithGradHook(torch.autograd.Function):
-    """weight[ids], whose gradient goes to a hook."""
+    """weight[ids]; backward passes the gradient of the rows to a hook."""
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, grad_hook: Callable[[Tensor, Tensor], object]) -> Tensor:
@@ -268,12 +273,12 @@ class _EmbeddingWithGradHook(torch.autograd.Function):
 
 
 class VocabParallelEmbedding(ParallelLayer):
-    """The weight's rows are split by token id. Forward: all-reduce, where each rank gives zeros for the ids that others
-    hold; backward: nothing. With sequence_parallel: reduce-scatter; backward: all-gather.
+    """An embedding whose rows are split by token id. Forward: all-reduce, in which each rank has zeros for the ids of
+    other ranks; backward: no communication. With sequence_parallel: reduce-scatter; backward: all-gather.
 
-    [s, ...] int64 -> [s, ..., h], or [s/p, ..., h] with sequence_parallel. `padded_size` rows are held over all ranks
-    (default: num_embeddings); the rows past num_embeddings are zero. Raises ValueError if padded_size is not
-    divisible by p. For an id that is not below num_embeddings see `check_ids`.
+    [s, ...] int64 -> [s, ..., h], or [s/tp, ..., h] with sequence_parallel. padded_size: number of rows over all ranks
+    (default: num_embeddings); rows after num_embeddings are zero. Raises ValueError if padded_size is not divisible by
+    tp. Ids must be less than num_embeddings, see `check_ids`.
     """
 
     weight: Tensor
@@ -299,28 +304,28 @@ class VocabParallelEmbedding(ParallelLayer):
     def forward(self, ids: Tensor, grad_hook: Callable[[Tensor, Tensor], object] | None = None) -> Tensor:
         """[...] int64 -> [..., h].
 
-        grad_hook: is given the gradients of the rows during backward, in the place of autograd, which would add them up
-        in a matrix of the weight's size. Its arguments are row numbers of this rank [t] int64 and gradients [t, h].
+        grad_hook: backward calls it with this rank's row numbers [t] int64 and their gradients [t, h]. Autograd then
+        gets no gradient, and does not allocate a matrix of the weight's size.
         """
         check_ids(ids, self.num_embeddings, "token id")
-        is_here = None
+        is_local = None
         if self.world_size > 1:
-            ids, is_here = local_ids(ids, self.vocab_start_index, self.vocab_end_index)
+            ids, is_local = local_ids(ids, self.vocab_start_index, self.vocab_end_index)
         rows: Tensor = (
             F.embedding(ids, self.weight)
             if grad_hook is None
             else _EmbeddingWithGradHook.apply(ids, self.weight, grad_hook)
         )
-        if is_here is None:
+        if is_local is None:
             return rows
-        return self.reduce(rows.masked_fill(~is_here.unsqueeze(-1), 0.0))  # mask [...] -> [..., 1]
+        return self.reduce(rows.masked_fill(~is_local.unsqueeze(-1), 0.0))  # mask [...] -> [..., 1]
 
 
 class PositionEmbedding(ParallelLayer):
-    """Adds to each token the row of its position; replicated. With sequence_parallel the weight's gradient is a partial
-    sum.
+    """Adds to each token the embedding of its position. The weight is replicated. With sequence_parallel its gradient
+    is a partial sum.
 
-    [s, b, h] -> [s, b, h], or [s/p, b, h] -> [s/p, b, h] with sequence_parallel.
+    [s, b, h] -> [s, b, h], or [s/tp, b, h] -> [s/tp, b, h] with sequence_parallel.
     """
 
     weight: Tensor
@@ -340,15 +345,15 @@ class PositionEmbedding(ParallelLayer):
         if sequence_parallel:
             mark_sequence_parallel(self.parameters())
 
-    def own_part(self, x: Tensor) -> slice:
-        """Which positions the hidden states x [s, ...], or [s/p, ...] with sequence_parallel, are of."""
+    def local_positions(self, x: Tensor) -> slice:
+        """The positions of the hidden states x: [s, ...], or [s/tp, ...] with sequence_parallel."""
         first = self.rank * x.size(0) if self.sequence_parallel else 0
         return slice(first, first + x.size(0))
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """[s, b, h] -> [s, b, h]. positions: [b, s] int64, where they are not 0 to s - 1."""
-        own = self.own_part(x)
-        # [s, h] -> [s, 1, h], or [b, s] -> [s, b] -> [s, b, h]; s/p with sequence_parallel
+        """[s, b, h] -> [s, b, h]. positions: [b, s] int64 (default: 0 to s - 1)."""
+        own = self.local_positions(x)
+        # [s, h] -> [s, 1, h], or [b, s] -> [s, b] -> [s, b, h]; s/tp with sequence_parallel
         return x + (
             self.weight[own].unsqueeze(1) if positions is None else F.embedding(positions.t()[own], self.weight)
         )

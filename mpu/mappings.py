@@ -1,24 +1,24 @@
-"""The communication operations of tensor parallelism, each with its gradient (arXiv:1909.08053, section 3).
+"""The collectives of tensor parallelism with their gradients (arXiv:1909.08053, section 3).
 
-    copy     forward: none             backward: all-reduce       (the paper's f)
-    reduce   forward: all-reduce       backward: none             (the paper's g)
+    copy     forward: none             backward: all-reduce       (f in the paper)
+    reduce   forward: all-reduce       backward: none             (g in the paper)
     scatter  forward: keep own slice   backward: all-gather       of the last dimension
     gather   forward: all-gather       backward: keep own slice   of the last dimension
 
-Under sequence parallelism (arXiv:2205.05198, section 4.2.2) the tensors between a g and the next f are split by their
-first dimension, and each all-reduce becomes its two halves:
+With sequence parallelism (arXiv:2205.05198, section 4.2.2), the tensors between a g and the next f are sharded by their
+first dimension, and each all-reduce is replaced by its two halves:
 
     gather from sequence parallel region      forward: all-gather       backward: reduce-scatter   (g of 2205.05198)
     reduce-scatter to it                      forward: reduce-scatter   backward: all-gather       (its conjugate)
 
-The g of 2205.05198 is not the g above. ColumnParallelLinear does the work of f, and of the gather under sequence
-parallelism, itself, so that the sum over the ranks overlaps the gradient of its weight. The head calls the functions
-below.
+The g of 2205.05198 is not the g above. ColumnParallelLinear does the work of f itself (and of the gather under sequence
+parallelism), so that the sum over the ranks overlaps the computation of its weight gradient. The model's head calls the
+functions below.
 
-Each operation takes the group (None: the default model-parallel group) and keeps it on `ctx`. Over one rank it returns
-its input. None of them writes into the caller's tensor.
+Each operation takes the group (None: the default tensor-parallel group) and keeps it on `ctx`. With one rank it returns
+its input. No operation writes to the caller's tensor.
 
-Legend: s sequence, n last dimension, p model-parallel size.
+Legend: s sequence, n last dimension, tp tensor-parallel size.
 """
 
 from collections.abc import Callable
@@ -34,13 +34,13 @@ from mpu.partition import divide
 
 Collective = Callable[[Tensor, ProcessGroup], Tensor]
 
-# torch 2.13 has new names for these two and warns of the old ones. torch 2.11 has the old ones alone.
+# torch 2.13 renamed these two functions and warns if the old names are used; torch 2.11 has only the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def all_gather_first_dim(x: Tensor, group: ProcessGroup, *, async_op: bool = False) -> tuple[Tensor, dist.Work | None]:
-    """[s/p, ...] of every rank -> [s, ...], and with async_op the work to wait for. It has no gradient."""
+    """[s/tp, ...] of every rank -> [s, ...], and the work handle if async_op. Without a gradient."""
     whole = x.new_empty((x.size(0) * group.size(), *x.shape[1:]))
     return whole, all_gather_single(whole, x.contiguous(), group=group, async_op=async_op)
 
@@ -48,8 +48,8 @@ def all_gather_first_dim(x: Tensor, group: ProcessGroup, *, async_op: bool = Fal
 def reduce_scatter_first_dim(
     x: Tensor, group: ProcessGroup, *, async_op: bool = False
 ) -> tuple[Tensor, dist.Work | None]:
-    """[s, ...] -> this rank's [s/p, ...] of the sum over the ranks, and with async_op the work to wait for. It has no
-    gradient. Raises ValueError where s is not divisible by p."""
+    """[s, ...] -> this rank's [s/tp, ...] of the sum over the ranks, and the work handle if async_op. Without a
+    gradient. Raises ValueError if s is not divisible by tp."""
     part = x.new_empty((divide(x.size(0), group.size()), *x.shape[1:]))
     return part, reduce_scatter_single(part, x.contiguous(), group=group, async_op=async_op)
 
@@ -83,55 +83,55 @@ def _reduce_scatter_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
     return reduce_scatter_first_dim(x, group)[0]
 
 
-class _Operation(torch.autograd.Function):
-    """One function of the input and the group in forward, and another one of the gradient in backward."""
+class _Communicate(torch.autograd.Function):
+    """Apply one function of (tensor, group) to the input in forward, and a second one to the gradient in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, forward: Collective, backward: Collective) -> Tensor:
-        ctx.group, ctx.of_gradient = group, backward
+        ctx.group, ctx.backward_op = group, backward
         return forward(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.of_gradient(grad, ctx.group), None, None, None
+        return ctx.backward_op(grad, ctx.group), None, None, None
 
 
 def communicate(x: Tensor, group: ProcessGroup | None, *, forward: Collective, backward: Collective) -> Tensor:
-    """`forward` of x over the group, whose gradient is `backward`. x itself over one rank."""
+    """`forward` of x over the group; its gradient is `backward`. Returns x itself if there is only one rank."""
     group = group if group is not None else get_tensor_model_parallel_group()
     if group is None or group.size() == 1:
         return x
-    return _Operation.apply(x, group, forward, backward)  # type: ignore[no-any-return]
+    return _Communicate.apply(x, group, forward, backward)  # type: ignore[no-any-return]
 
 
 def copy_to_model_parallel_region(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """x on every rank. Backward sums the gradients of the ranks. Any shape."""
+    """x on every rank. Backward sums the ranks' gradients. Any shape."""
     return communicate(x, group, forward=_identity, backward=_all_reduce)
 
 
 def reduce_from_model_parallel_region(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """The sum of x over the ranks. Backward passes the gradient on. Any shape."""
+    """The sum of x over the ranks. Backward returns the gradient unchanged. Any shape."""
     return communicate(x, group, forward=_all_reduce, backward=_identity)
 
 
 def scatter_to_model_parallel_region(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """[..., n] -> [..., n/p]: this rank's slice of the last dimension. Backward gathers the slices. Raises ValueError
-    where n is not divisible by p."""
+    """[..., n] -> [..., n/tp]: this rank's slice of the last dimension. Backward gathers the slices. Raises ValueError
+    if n is not divisible by tp."""
     return communicate(x, group, forward=_own_slice_of_last_dim, backward=_all_gather_last_dim)
 
 
 def gather_from_model_parallel_region(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """[..., n/p] -> [..., n]: the slices of all ranks, in the order of the ranks. Backward keeps this rank's slice."""
+    """[..., n/tp] -> [..., n]: the slices of all ranks, in rank order. Backward keeps this rank's slice."""
     return communicate(x, group, forward=_all_gather_last_dim, backward=_own_slice_of_last_dim)
 
 
 def gather_from_sequence_parallel_region(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """[s/p, ...] -> [s, ...], before a computation that is split over the ranks. Backward sums their gradients and
-    keeps this rank's part."""
+    """[s/tp, ...] -> [s, ...], before a computation that is split over the ranks. Backward sums the ranks' gradients
+    and keeps this rank's part."""
     return communicate(x, group, forward=_all_gather_sequence, backward=_reduce_scatter_sequence)
 
 
 def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """[s, ...] -> [s/p, ...]: this rank's part of the sum over the ranks. Backward gathers the parts. Raises ValueError
-    where s is not divisible by p."""
+    """[s, ...] -> [s/tp, ...]: this rank's part of the sum over the ranks. Backward gathers the parts. Raises
+    ValueError if s is not divisible by tp."""
     return communicate(x, group, forward=_reduce_scatter_sequence, backward=_all_gather_sequence)

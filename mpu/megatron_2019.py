@@ -1,7 +1,6 @@
-"""Names of Megatron's `mpu` of 2019 that nothing else here uses; they keep their meaning for code and tests written for
-it. `mpu.checkpoint` adds to `mpu.random.checkpoint` a switch that holds for the whole process.
+"""Functions of Megatron's `mpu` of 2019, for programs that were written for it. The GPT-2 model only uses `checkpoint`. `mpu.checkpoint` is `mpu.random.checkpoint` with a process-wide default.
 
-Legend: h hidden, p model-parallel size.
+Legend: h hidden, tp tensor-parallel size.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +22,7 @@ _partition_activations = False
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Whether `checkpoint` distributes what it saves unless it is told. This holds for the whole process."""
+    """Set the default of `checkpoint`'s distribute_saved_activations for this process."""
     global _partition_activations
     _partition_activations = partition_activation
 
@@ -31,17 +30,19 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
 def checkpoint(
     function: Callable[..., Any], *args: Any, distribute_saved_activations: bool | None = None, **options: Any
 ) -> Any:
-    """`mpu.random.checkpoint`. distribute_saved_activations: see there (default: what
-    `partition_activations_in_checkpoint` said)."""
+    """`mpu.random.checkpoint`. distribute_saved_activations: see there (default: the value that
+    `partition_activations_in_checkpoint` has set, or False)."""
+    if "host_memory" in options:  # the name until 0.3
+        options["activation_offload"] = options.pop("host_memory")
     if distribute_saved_activations is None:
         distribute_saved_activations = _partition_activations
     return random.checkpoint(function, *args, distribute_saved_activations=distribute_saved_activations, **options)
 
 
 class ParallelEmbedding(ParallelLayer):
-    """The weight's columns are split by embedding dimension. Forward: all-gather; backward: nothing.
+    """An embedding whose columns are split by embedding dimension. Forward: all-gather; backward: no communication.
 
-    [...] int64 -> [..., h]. Raises ValueError where embedding_dim is not divisible by p.
+    [...] int64 -> [..., h]. Raises ValueError if embedding_dim is not divisible by tp.
     """
 
     weight: Tensor
@@ -73,14 +74,15 @@ def broadcast_data(
     *,
     shapes: Sequence[tuple[int, ...]] | None = None,
 ) -> dict[str, Tensor]:
-    """The tensors `data[key]`, all of `dtype`, of the tensor-parallel group's first rank, on every rank of the group.
+    """Send the tensors `data[key]` from the first rank of the tensor-parallel group to all its ranks, and return them.
 
-    keys: the same on every rank. data: is read on the first rank only and may be None elsewhere.
-    device: of the result (default: the current GPU if the process uses one, else the CPU).
-    shapes: one for each key. If every rank gives them, one broadcast is enough, and the host does not wait for a GPU.
-    Without them the shapes are broadcast first. Raises ValueError for a missing key, for a tensor of a different dtype
-    or of another shape than `shapes` has: on every rank of the group, but with `shapes` on the first rank only, since
-    the others are not told.
+    keys: the same on every rank. data: read on the first rank only; may be None on other ranks. dtype: of all tensors.
+    device: of the result (default: the current GPU if the process uses one, else the CPU). shapes: one for each key. If
+    every rank passes them, one broadcast is enough and the host does not wait for the GPU. Without them the shapes are
+    broadcast first.
+
+    Raises ValueError if a key is missing or a tensor has a wrong dtype or shape: on every rank of the group, but with
+    `shapes` only on the first rank.
     """
     state = get_parallel_state()
     if device is None:
@@ -88,7 +90,7 @@ def broadcast_data(
     src, group = state.tensor_model_parallel_src_rank, state.tensor_model_parallel_group
     size, first = state.tensor_model_parallel_size, state.tensor_model_parallel_rank == 0
     data = data if data is not None and first else {}
-    problem = _problem(keys, data, dtype, shapes) if first else ""
+    problem = _find_problem(keys, data, dtype, shapes) if first else ""
     if size > 1 and shapes is None:
         told: list[Any] = [problem, [tuple(data[key].shape) for key in keys] if first and not problem else None]
         dist.broadcast_object_list(told, src, group=group, device=torch.device(device))
@@ -108,10 +110,10 @@ def broadcast_data(
     return {key: part.view(shape) for key, part, shape in zip(keys, flat.split(lengths), shapes, strict=True)}
 
 
-def _problem(
+def _find_problem(
     keys: Sequence[str], data: Mapping[str, Tensor], dtype: torch.dtype, shapes: Sequence[tuple[int, ...]] | None
 ) -> str:
-    """Why the first rank cannot send its data, or ""."""
+    """The reason why the first rank cannot send its data, or ""."""
     for number, key in enumerate(keys):
         if key not in data:
             return f"the first rank has no {key!r}"

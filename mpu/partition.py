@@ -1,8 +1,8 @@
-"""Which part of a parameter each model-parallel rank owns: the one slicing rule.
+"""The slicing rule: which part of a parameter each tensor-parallel rank holds.
 
-Initialisation, checkpoints, merging and conversion all use it. Ranks and sizes are plain integers, so that no process
-group is needed to reason about a layout. A parameter is either replicated or split evenly along one dimension. A
-vocabulary is padded first, so that it splits evenly. Padding rows exist in memory alone and are never part of a box.
+Initialisation, checkpoints, merging and conversion all use it. Ranks and sizes are plain integers, so it works without
+process groups. A parameter is either replicated or split evenly along one dimension. The vocabulary is padded first so
+that it splits evenly. Padding rows exist only in memory and are never part of a slice.
 """
 
 import math
@@ -13,35 +13,35 @@ from torch import Tensor, nn
 
 
 def divide(numerator: int, denominator: int) -> int:
-    """`numerator / denominator`. Raises ValueError where the result is not whole."""
+    """`numerator / denominator` as an integer. Raises ValueError if there is a remainder."""
     if numerator % denominator:
         raise ValueError(f"{numerator} is not divisible by {denominator}")
     return numerator // denominator
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, model_parallel_size: int) -> int:
-    """The number of rows of the embedding: at least `vocab_size`, and a multiple of both other numbers.
+    """The number of rows of the embedding: the smallest multiple of both other numbers that is at least `vocab_size`.
 
-    Megatron rounds up to a multiple of their product. This rounds up to a multiple of their least common multiple, so
-    that 50,257 becomes 50,304 for every power of two up to 128, and the shapes do not depend on the layout.
+    Megatron rounds up to a multiple of their product. Here it is their least common multiple: 50,257 becomes 50,304 for
+    every power of two up to 128, so shapes do not depend on the layout.
     """
     multiple = math.lcm(divisible_by, model_parallel_size)
     return -(-vocab_size // multiple) * multiple
 
 
 def local_ids(ids: Tensor, first: int | Tensor, end: int | Tensor) -> tuple[Tensor, Tensor]:
-    """For the rank that holds the ids from `first` to `end` - 1: the number of each id [...] among its rows, 0 where
-    another rank holds it, and where it is here, [...] bool."""
-    is_here = (ids >= first) & (ids < end)
-    return (ids - first).masked_fill(~is_here, 0), is_here
+    """For the rank that holds the ids `first` to `end` - 1: each id's row number on this rank [...] (0 if it is on a
+    different rank), and whether it is on this rank [...] bool."""
+    is_local = (ids >= first) & (ids < end)
+    return (ids - first).masked_fill(~is_local, 0), is_local
 
 
 def check_ids(ids: Tensor, vocab_size: int, name: str) -> None:
-    """Refuse ids [...] below 0, -100 too, or not below `vocab_size`. Over several ranks no rank would hold such an id,
-    and it would count as zeros in silence.
+    """Raise an error if an id [...] is below 0 (even -100) or not below `vocab_size`. Without the check, no rank would
+    hold such an id, and its embedding would silently be zero.
 
-    As torch does: IndexError on a CPU; on a GPU, for which the host does not wait, an assertion on the device.
-    8,192 ids take 0.05 ms of one thread on a busy Xeon, and one id 0.02 ms. No GPU has measured it.
+    Like torch, it raises an IndexError on a CPU and a device-side assertion on a GPU, where the host does not wait.
+    Checking 8,192 ids takes 0.05 ms on one thread of a busy Xeon, one id 0.02 ms. It was not measured on a GPU.
     """
     inside = (ids >= 0) & (ids < vocab_size)
     problem = f"not in the vocabulary, 0 to {vocab_size - 1}; to leave a token out, multiply its loss by 0"
@@ -52,8 +52,8 @@ def check_ids(ids: Tensor, vocab_size: int, name: str) -> None:
 
 
 @dataclass(frozen=True)
-class Box:
-    """A rectangular part of a global tensor: its first index and its shape, one number per dimension."""
+class TensorSlice:
+    """A rectangular part of a global tensor: its offset and its shape, one number per dimension."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -64,17 +64,16 @@ class Box:
         return math.prod(self.shape)
 
     def slices(self) -> tuple[slice, ...]:
-        """What indexes the global tensor to give this part."""
+        """The index that selects this part of the global tensor."""
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
 
 
 @dataclass(frozen=True)
 class PartitionSpec:
-    """How a parameter is split over the ranks of a model-parallel group.
+    """How a parameter is split over the ranks of a tensor-parallel group.
 
-    global_shape: the true shape of the whole parameter, without padding.
-    dim: the dimension that is split; None where every rank holds the whole parameter.
-    padded_size: the size of `dim` in memory, over all ranks (default: its true size).
+    global_shape: shape of the whole parameter, without padding. dim: the dimension that is split; None if every rank
+    holds the whole parameter. padded_size: size of `dim` in memory, over all ranks (default: without padding).
     """
 
     global_shape: tuple[int, ...]
@@ -82,15 +81,15 @@ class PartitionSpec:
     padded_size: int | None = None
 
     def local_shape(self, world_size: int) -> tuple[int, ...]:
-        """The shape in each rank's memory, with padding. Raises ValueError where `dim` does not split evenly."""
+        """The shape in each rank's memory, with padding. Raises ValueError if `dim` does not split evenly."""
         shape = list(self.global_shape)
         if self.dim is not None:
             shape[self.dim] = divide(self.padded_size or shape[self.dim], world_size)
         return tuple(shape)
 
-    def box(self, rank: int, world_size: int) -> Box:
-        """The part of the true tensor that `rank` holds, empty if the rank holds only padding. ValueError if there is
-        no such rank."""
+    def local_slice(self, rank: int, world_size: int) -> TensorSlice:
+        """The part of the global tensor that `rank` holds. It is empty if the rank holds only padding. Raises
+        ValueError if the rank does not exist."""
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not one of {world_size}")
         offset, shape = [0] * len(self.global_shape), list(self.global_shape)
@@ -99,33 +98,35 @@ class PartitionSpec:
             part = self.local_shape(world_size)[self.dim]
             start = min(rank * part, whole)
             offset[self.dim], shape[self.dim] = start, min(start + part, whole) - start
-        return Box(tuple(offset), tuple(shape))
+        return TensorSlice(tuple(offset), tuple(shape))
 
-    def true_part(self, local: Tensor, rank: int, world_size: int) -> Tensor:
-        """The tensor of `rank` without its padding: a view of `local`."""
+    box = local_slice  # the name until 0.3
+
+    def without_padding(self, local: Tensor, rank: int, world_size: int) -> Tensor:
+        """The tensor of `rank` without its padding, as a view of `local`."""
         if self.dim is None:
             return local
-        return local.narrow(self.dim, 0, self.box(rank, world_size).shape[self.dim])
+        return local.narrow(self.dim, 0, self.local_slice(rank, world_size).shape[self.dim])
 
     def split(self, full: Tensor, rank: int, world_size: int) -> Tensor:
-        """The tensor that `rank` holds of the true global one, as a new tensor whose padding is zero."""
+        """The part of `full`, the global tensor, that `rank` holds, as a new tensor. Its padding is zero."""
         assert tuple(full.shape) == self.global_shape, (full.shape, self.global_shape)
         local = full.new_zeros(self.local_shape(world_size))
-        self.true_part(local, rank, world_size).copy_(full[self.box(rank, world_size).slices()])
+        self.without_padding(local, rank, world_size).copy_(full[self.local_slice(rank, world_size).slices()])
         return local
 
     def merge(self, shards: list[Tensor]) -> Tensor:
-        """The true global tensor, without padding, from the tensors of all ranks. The inverse of `split`."""
+        """The global tensor, without padding, from the tensors of all ranks. The inverse of `split`."""
         if self.dim is None:
             return shards[0].clone()
-        return torch.cat([self.true_part(s, r, len(shards)) for r, s in enumerate(shards)], dim=self.dim)
+        return torch.cat([self.without_padding(s, r, len(shards)) for r, s in enumerate(shards)], dim=self.dim)
 
 
 def partition_specs(module: nn.Module) -> dict[str, PartitionSpec]:
     """The spec of every parameter of `module`, by name.
 
-    A layer that splits its parameters has a method `partition_specs`, which gives the specs of its own parameters by
-    name. Every other parameter is replicated.
+    A layer with split parameters has a method `partition_specs` that returns the specs of these parameters. All other
+    parameters are replicated.
     """
     specs: dict[str, PartitionSpec] = {}
     for prefix, child in module.named_modules():

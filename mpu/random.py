@@ -1,20 +1,20 @@
-"""Random streams, which the ranks of a group share or do not share; dropout that draws from them, or whose masks follow
-from keys; and activation checkpointing, which repeats them.
+"""Random number streams, dropout, and activation checkpointing that repeats the same random numbers.
 
-    default generator   the same on all ranks of a model-parallel group. It serves the dropout of embeddings and hidden
+    default generator   equal on all ranks of a model-parallel group. Used for the dropout of embeddings and hidden
                         states, which are replicated
-    tracker             different on each rank of a model-parallel group. It serves the dropout of attention, whose
-                        heads are split, and of hidden states under sequence parallelism
+    tracker             different on each rank of a model-parallel group. Used for the dropout of attention, whose heads
+                        are split, and of hidden states with sequence parallelism
 
-Both follow from the seed and the model-parallel rank alone, as in 2019. A program that wants other numbers on each
-data-parallel rank gives each another seed. Everything works on CPU and GPU alike; the "cuda" in some names is of 2019.
+Both depend only on the seed and the model-parallel rank, as in 2019. A program that needs different numbers on each
+data-parallel rank must pass a different seed there. All functions work on CPU and GPU; "cuda" in some names is from
+2019.
 
-A mask of dropout that is given keys does not depend on the layout. It is a function of the seed, the global number of
-the sample, the layer, the place in the layer and the position with its channel, or in attention the head, the query and
-the key. So it is the same on any number of ranks, in any micro-batch, and when a layer is computed again; nothing about
-it is kept or saved. `kernels/dropout.py` is the function.
+Dropout with `dropout_seeds` does not use these streams, and its masks do not depend on the layout. A mask is a function
+of the seed, the sample's global number, the layer, the location in the layer, and the position and channel (in
+attention: head, query and key). So it is equal for any number of ranks, in any micro-batch, and when a layer is
+recomputed. No mask is saved. `kernels/dropout.py` has the function.
 
-Legend: b batch, s sequence, h hidden, p model-parallel size, l layers.
+Legend: b batch, s sequence, h hidden, tp tensor-parallel size, l layers.
 """
 
 import contextlib
@@ -28,21 +28,21 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mpu import kernels
-from mpu.host_memory import HostMemory, keeping_arguments
+from mpu.activation_offload import ActivationOffload, shard_and_offload_saved_tensors
 from mpu.initialize import get_tensor_model_parallel_group, get_tensor_model_parallel_rank
 
 MODEL_PARALLEL_RNG = "model-parallel-rng"
 _TRACKER_OFFSET = 2718
-# The places where a layer drops. The embeddings' dropout belongs to the first layer.
-OF_EMBEDDINGS, OF_PROBABILITIES, AFTER_ATTENTION, AFTER_MLP = range(4)
+# The locations of dropout in a layer. The dropout of the embeddings counts as part of the first layer.
+EMBEDDING_DROPOUT, ATTENTION_DROPOUT, POST_ATTENTION_DROPOUT, POST_MLP_DROPOUT = range(4)
 
-_device: str | None = None  # "cpu" or "cuda": whose generator dropout draws from; None: nobody has said
+_device: str | None = None  # "cpu" or "cuda": the generator of dropout; None: not set
 
 
 def _on_gpu() -> bool:
     if _device is not None:
         return _device == "cuda"
-    # A process that has not used its GPU draws on the CPU. To ask for the state must not start CUDA.
+    # A process that has not used its GPU draws on the CPU. Reading the state must not initialise CUDA.
     return torch.cuda.is_available() and torch.cuda.is_initialized()
 
 
@@ -55,9 +55,9 @@ def _set_state(state: Tensor) -> None:
 
 
 class RNGStatesTracker:
-    """Named streams of random numbers. Inside `fork(name)` the default generator is that stream.
+    """Named random number streams. Inside `fork(name)` the default generator is that stream.
 
-    A state is the one of torch's generator: uint8, of the GPU that the process uses, else of the CPU.
+    A state is a state of torch's generator, uint8: of the GPU if the process uses one, else of the CPU.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class RNGStatesTracker:
         self._states.clear()
 
     def get_states(self) -> dict[str, Tensor]:
-        """A copy of the state of each stream, by name."""
+        """Return a copy of each stream's state, by name."""
         return {name: state.clone() for name, state in self._states.items()}
 
     def set_states(self, states: dict[str, Tensor]) -> None:
@@ -76,7 +76,7 @@ class RNGStatesTracker:
         self._states = {name: state.clone() for name, state in states.items()}
 
     def add(self, name: str, seed: int) -> None:
-        """Begin the stream `name` with `seed`. Raises ValueError where it exists."""
+        """Create the stream `name` with `seed`. Raises ValueError if it exists."""
         if name in self._states:
             raise ValueError(f"the random stream {name!r} exists already")
         before = _get_state()
@@ -89,10 +89,8 @@ class RNGStatesTracker:
 
     @contextlib.contextmanager
     def fork(self, name: str = MODEL_PARALLEL_RNG) -> Iterator[None]:
-        """Draw from the stream `name` inside, and go on with the default generator afterwards where it was before.
-
-        Raises KeyError where there is no such stream.
-        """
+        """Context manager: the default generator is the stream `name` inside, and continues its former stream
+        afterwards. Raises KeyError if the stream does not exist."""
         if name not in self._states:
             raise KeyError(f"no random stream {name!r}: call mpu.model_parallel_cuda_manual_seed first")
         before = _get_state()
@@ -113,21 +111,20 @@ def get_cuda_rng_tracker() -> RNGStatesTracker:
 
 
 def current_rng_tracker() -> RNGStatesTracker:
-    """What `mpu.get_cuda_rng_tracker()` gives now. The layers and `checkpoint` use this function.
+    """`mpu.get_cuda_rng_tracker()`. The layers and `checkpoint` use this function.
 
-    A program may replace `mpu.get_cuda_rng_tracker`. DeepSpeed's activation checkpointing does, since it repeats the
-    states of its own tracker alone: the masks must then be drawn from that one. So the name is looked up in the package
-    at each use.
+    A program may replace `mpu.get_cuda_rng_tracker`. DeepSpeed's activation checkpointing does, because it repeats only
+    the states of its own tracker, so masks must be drawn from that tracker. Therefore this function looks the name up
+    in the package at each call.
     """
     return sys.modules["mpu"].get_cuda_rng_tracker()  # type: ignore[no-any-return]
 
 
 def model_parallel_cuda_manual_seed(seed: int, device: torch.device | str | None = None) -> None:
-    """Seed the default generator with `seed`, the tracker of this rank with `seed + 2718 + tensor-parallel rank`.
+    """Seed the default generator with `seed`, and this rank's tracker with `seed + 2718 + tensor-parallel rank`.
 
-    The seeds are those of Megatron in 2019: data-parallel ranks that pass the same seed draw the same numbers.
-    device: of the model. The tracker keeps the stream of that device's generator. None: of the GPU, where the process
-    has used one before, else of the CPU.
+    The seeds are those of Megatron in 2019: data-parallel ranks that pass the same seed draw the same numbers. device:
+    the model's device, whose generator the tracker uses (default: the GPU if the process has used one, else the CPU).
     """
     global _device
     _device = None if device is None else torch.device(device).type
@@ -137,37 +134,44 @@ def model_parallel_cuda_manual_seed(seed: int, device: torch.device | str | None
     tracker.add(MODEL_PARALLEL_RNG, seed + _TRACKER_OFFSET + get_tensor_model_parallel_rank())
 
 
-def dropout_keys(seed: int, samples: Tensor, num_layers: int) -> Tensor:
-    """The keys of a micro-batch, int64 [l, b, 3]: the seed, the sample's number, the layer's.
+def dropout_seeds(seed: int, samples: Tensor, num_layers: int) -> Tensor:
+    """The seeds of a micro-batch's dropout masks, int64 [l, b, 3]: the seed, the sample's number, and the layer's
+    number.
 
-    samples: int64 [b], the global numbers of the samples, on the device of the model. Tensors, since a compiled layer
-    would be compiled anew for every number.
+    samples: int64 [b], the samples' global numbers, on the model's device. They are tensors because torch.compile would
+    compile a layer again for each new integer.
     """
-    keys = torch.empty(num_layers, samples.numel(), 3, dtype=torch.int64, device=samples.device)
-    keys[..., 0] = seed
-    keys[..., 1] = samples
-    keys[..., 2] = torch.arange(num_layers, device=samples.device).unsqueeze(1)
-    return keys
+    seeds = torch.empty(num_layers, samples.numel(), 3, dtype=torch.int64, device=samples.device)
+    seeds[..., 0] = seed
+    seeds[..., 1] = samples
+    seeds[..., 2] = torch.arange(num_layers, device=samples.device).unsqueeze(1)
+    return seeds
 
 
 def hidden_dropout(
-    x: Tensor, p: float, sequence_parallel: bool, *, keys: Tensor | None = None, site: int = 0, rank: int = 0
+    x: Tensor,
+    p: float,
+    sequence_parallel: bool,
+    *,
+    dropout_seeds: Tensor | None = None,
+    location: int = EMBEDDING_DROPOUT,
+    rank: int = 0,
 ) -> Tensor:
-    """Dropout of hidden states [s, b, h], or [s/p, b, h] with sequence_parallel.
+    """Dropout of hidden states [s, b, h], or [s/tp, b, h] with sequence_parallel.
 
-    keys: int64 [b, 3], a layer's of `dropout_keys`. Without them it draws from the default generator where the ranks
-    hold the same activations and must drop the same elements, and from the tracker under sequence parallelism, where
-    each rank holds a part of its own. rank: in the model-parallel group.
+    dropout_seeds: int64 [b, 3], one layer of `dropout_seeds`. Without them the mask is drawn from the default
+    generator, because all ranks hold the same activations and must drop the same elements. With sequence_parallel, each
+    rank holds a different part, and the mask is drawn from the tracker. rank: in the tensor-parallel group.
     """
     if p == 0:
         return x
-    if keys is not None:
-        return kernels.keyed_dropout(x, p, keys, site, rank * x.size(0) if sequence_parallel else 0)
-    return dropout_of_own_part(x, p) if sequence_parallel else kernels.dropout(x, p)
+    if dropout_seeds is not None:
+        return kernels.seeded_dropout(x, p, dropout_seeds, location, rank * x.size(0) if sequence_parallel else 0)
+    return rank_local_dropout(x, p) if sequence_parallel else kernels.dropout(x, p)
 
 
-def dropout_of_own_part(x: Tensor, p: float) -> Tensor:
-    """Dropout with a mask of torch's generators that differs from that of the other ranks. Any shape."""
+def rank_local_dropout(x: Tensor, p: float) -> Tensor:
+    """Dropout whose mask is drawn from the tracker and differs between ranks. Any shape."""
     with current_rng_tracker().fork():
         return kernels.dropout(x, p)
 
@@ -187,22 +191,22 @@ def checkpoint(
     function: Callable[..., Any],
     *args: Any,
     distribute_saved_activations: bool = False,
-    host_memory: HostMemory | None = None,
+    activation_offload: ActivationOffload | None = None,
     group: ProcessGroup | None = None,
 ) -> Any:
-    """`function(*args)`, which keeps the arguments alone for backward and computes everything else again there.
+    """`function(*args)`: autograd saves only the arguments; backward computes everything else again.
 
-    torch's non-reentrant checkpoint repeats the default generator. The tracker is repeated here, so that dropout drops
-    the same elements both times. The second computation stops at the last tensor that backward needs, so that a closing
-    all-reduce is not repeated.
+    torch's non-reentrant checkpoint restores the default generator. This function also restores the tracker, so that
+    dropout drops the same elements both times. The recomputation stops at the last tensor that backward needs, so a
+    final all-reduce is not repeated.
 
-    distribute_saved_activations: each rank of `group` (default: the default model-parallel group) keeps only its part
-    of each argument, which must be the same on all of them; backward gathers it, contiguous. host_memory: holds what is
-    kept.
+    distribute_saved_activations: each rank of `group` (default: the default tensor-parallel group) saves only its shard
+    of each argument. The arguments must be equal on all these ranks. Backward gathers the shards. activation_offload:
+    saves the arguments in host memory.
     """
     states = current_rng_tracker().get_states()
     split = (group or get_tensor_model_parallel_group()) if distribute_saved_activations else None
-    with keeping_arguments(split, host_memory):
+    with shard_and_offload_saved_tensors(split, activation_offload):
         return torch.utils.checkpoint.checkpoint(
             function, *args, use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), _tracker_states(states))
         )
@@ -211,22 +215,22 @@ def checkpoint(
 def checkpoint_without_output(
     function: Callable[[Tensor], Tensor], consumer: Callable[..., Tensor], *xs: Tensor
 ) -> Tensor:
-    """consumer(function(x)), which keeps x for backward in the place of function(x): of a cheap function, GELU or a
-    layer norm, that is computed again. x and function(x) have the same shape, for example [s, b, h]. The consumer is
-    given the result of each of several xs.
+    """consumer(function(x)), which saves x for backward instead of function(x). For a cheap function such as GELU or
+    layer norm, which backward computes again. x and function(x) have the same shape, for example [s, b, h]. With
+    several xs, the consumer gets function(x) of each.
 
-    `function` keeps its input for its own backward in any case, so nothing is added. Its output is contiguous. Under
-    torch.compile this is a plain call: a compiler decides by itself what it keeps of functions as cheap as these.
+    `function` saves its input for its own backward anyway, so this adds no memory. Its output must be contiguous. Under
+    torch.compile this is a plain call, because the compiler decides what to save or recompute.
 
     It saves 19 of the 50 MB that a layer of GPT-2 124M keeps for a micro-batch on a CPU, and costs 1 to 2 % of the time
-    (docs/explanation/performance.md). torch.utils.checkpoint would also compute the product again that reads the
-    output. Megatron's CheckpointWithoutOutput frees the output and fills it again by a hook. Here autograd is given the
-    input instead, at the moment when the next operation saves the output, which is recognised by its address.
+    (docs/explanation/performance.md). torch.utils.checkpoint would also recompute the consumer's matrix product.
+    Megatron's CheckpointWithoutOutput frees the output and restores it in a hook. Here, a saved-tensor hook recognises
+    the output by its address when the consumer saves it, and saves the input instead.
     """
     ys = [function(x) for x in xs]
     if torch.compiler.is_compiling():
         return consumer(*ys)
-    # By address, not y itself, which would live as long as the hook.
+    # By address: a reference to y would keep it alive as long as the hook.
     inputs = {(y.data_ptr(), y.nbytes, y.dtype): x for x, y in zip(xs, ys, strict=True)}
 
     def pack(saved: Tensor) -> Tensor | tuple[torch.Size, Tensor]:
@@ -234,7 +238,7 @@ def checkpoint_without_output(
         return saved if x is None or not saved.is_contiguous() else (saved.shape, x)
 
     def unpack(saved: Tensor | tuple[torch.Size, Tensor]) -> Tensor:
-        # A product may save its input [s, b, h] as [s · b, h].
+        # A matrix product may save its input [s, b, h] as [s · b, h].
         return saved if isinstance(saved, Tensor) else function(saved[1]).view(saved[0])
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):

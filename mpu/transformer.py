@@ -1,9 +1,10 @@
-"""The transformer layer, its attention and MLP split over a model-parallel group (arXiv:1909.08053, section 3).
+"""The transformer layer. Its attention and MLP are split over a tensor-parallel group (arXiv:1909.08053, section 3).
 
-Legend: b batch, s sequence, h hidden, n heads, d head size, f width inside the MLP, p model-parallel size.
-Hidden states are [s, b, h] and replicated; between a column- and a row-parallel linear they are split. With
-sequence_parallel (arXiv:2205.05198) they are [s/p, b, h] everywhere else, so that layer norms, dropout and what is kept
-of them for backward are split as well.
+Legend: b batch, s sequence, h hidden, n heads, d head size, f width inside the MLP, tp tensor-parallel size.
+
+Hidden states are [s, b, h] and replicated; between a column-parallel and a row-parallel linear layer they are split.
+With sequence_parallel (arXiv:2205.05198) they are [s/tp, b, h] everywhere else, so layer norms, dropout and their saved
+activations are split as well.
 """
 
 import functools
@@ -17,35 +18,44 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from mpu import kernels
-from mpu.attention import Documents, core_attention
+from mpu.attention import PackedSeqParams, core_attention
 from mpu.cross_entropy import vocab_parallel_linear_cross_entropy
 from mpu.grads import mark_sequence_parallel
 from mpu.layers import ColumnParallelLinear, Device, InitMethod, PositionEmbedding, RowParallelLinear
 from mpu.partition import divide
-from mpu.random import AFTER_ATTENTION, AFTER_MLP, checkpoint_without_output, dropout_of_own_part, hidden_dropout
+from mpu.random import (
+    POST_ATTENTION_DROPOUT,
+    POST_MLP_DROPOUT,
+    checkpoint_without_output,
+    hidden_dropout,
+    rank_local_dropout,
+)
 
 GELU = ("tanh", "erf")
 RECOMPUTE_GRANULARITY = ("none", "selective", "full")
-Attend = Callable[[Tensor], Tensor]
+AttentionFn = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """One description for a layer and its parts, with the names of megatron.core. Raises ValueError if the numbers do
-    not fit each other.
+    """The configuration of a layer and its parts, with the names that megatron.core has for the same options. Raises ValueError if values are
+    inconsistent.
 
-    hidden_size: h. num_attention_heads: n, which divides h. ffn_hidden_size: f, the width inside the MLP.
-    attention_dropout: of the attention probabilities. hidden_dropout: of the outputs of attention and MLP.
-    layernorm_epsilon: is added to the variance. gelu: "tanh", GPT-2's form, or "erf".
-    recompute_granularity: what is computed again in backward instead of being kept. "selective": the outputs of GELU
-    and of the layer norms. "full": all but the input of every `recompute_num_layers` layers; the stack of layers does
-    this.
-    distribute_saved_activations: with "full", every rank of the group keeps only its part of each of these inputs;
-    with sequence_parallel it has no more. checkpoint_in_cpu: with "full", they are kept in the host's memory.
-    cpu_offloading_num_layers: with "none", what the first so many layers keep is there. On a CPU, whose memory is the
-    host's, the two change nothing. The stack of layers does all three.
-    sequence_parallel: between the split layers the sequence is split over the group, which must divide it.
-    group: over which the layer is split (default: the default model-parallel group). device: of the parameters.
+    hidden_size: h. num_attention_heads: n, must divide h. ffn_hidden_size: f, the width inside the MLP.
+    attention_dropout: dropout of the attention probabilities. hidden_dropout: dropout of the outputs of attention and
+    MLP. layernorm_epsilon: added to the variance. gelu: "tanh" (GPT-2) or "erf".
+
+    recompute_granularity: what backward computes again instead of loading saved activations. "selective": the outputs
+    of GELU and layer norm. "full": everything except the inputs of blocks of `recompute_num_layers` layers.
+
+    distribute_saved_activations: with "full", each rank saves only its shard of these inputs. It has no effect with
+    sequence_parallel, which shards them already. checkpoint_in_cpu: with "full", these inputs are saved in host memory.
+    cpu_offloading_num_layers: with "none", the activations of the first N layers are saved in host memory. On a CPU the
+    last two have no effect. The stack of layers implements these three, not the layer.
+
+    sequence_parallel: shard activations along the sequence between the split layers; the group's size must divide the
+    sequence. group: the ranks over which the layer is split (default: the default tensor-parallel group). device: of
+    the parameters.
     """
 
     hidden_size: int
@@ -68,7 +78,7 @@ class TransformerConfig:
         divide(self.hidden_size, self.num_attention_heads)
         for value, choices in ((self.gelu, GELU), (self.recompute_granularity, RECOMPUTE_GRANULARITY)):
             if value not in choices:
-                raise ValueError(f"{value!r} is none of {', '.join(choices)}")
+                raise ValueError(f"{value!r} is not one of {', '.join(choices)}")
 
     @property
     def head_size(self) -> int:
@@ -76,14 +86,14 @@ class TransformerConfig:
         return self.hidden_size // self.num_attention_heads
 
     @property
-    def placement(self) -> dict[str, Any]:
-        """The arguments of a parallel layer that say how it is split and where its parameters are."""
+    def layer_kwargs(self) -> dict[str, Any]:
+        """Arguments for the constructors of the parallel layers."""
         return {"sequence_parallel": self.sequence_parallel, "group": self.group, "device": self.device}
 
 
 class LayerNorm(nn.LayerNorm):
     """torch's layer norm over [..., normalized_shape], replicated. With sequence_parallel its parameters are marked,
-    since their gradients are partial sums. Arguments by position are those of Apex's layer norm in 2019."""
+    because their gradients are partial sums. Positional arguments are those of Apex's layer norm in 2019."""
 
     def __init__(
         self,
@@ -100,11 +110,12 @@ class LayerNorm(nn.LayerNorm):
 
 
 class ParallelSelfAttention(nn.Module):
-    """Causal self-attention, heads split over the ranks. [s, b, h] -> [s, b, h], or [s/p, b, h] -> [s/p, b, h] with
-    sequence_parallel. Forward: one all-reduce; backward: one. Under sequence parallelism each becomes two halves.
+    """Causal self-attention; its heads are split over the ranks. [s, b, h] -> [s, b, h], or [s/tp, b, h] ->
+    [s/tp, b, h] with sequence_parallel. Forward: one all-reduce; backward: one all-reduce. With sequence parallelism
+    each becomes a reduce-scatter and an all-gather.
 
-    The fused query-key-value weight is head-major, its rows ordered as [n, 3, d], so that every rank's shard is
-    contiguous. column, row: make the linear layers. Raises ValueError if p does not divide n.
+    The rows of the fused query-key-value weight are ordered [n, 3, d] (head first), so that each rank's shard is
+    contiguous. column, row: constructors of the linear layers. Raises ValueError if tp does not divide n.
     """
 
     def __init__(
@@ -119,47 +130,54 @@ class ParallelSelfAttention(nn.Module):
         super().__init__()
         h = config.hidden_size
         self.head_size, self.attention_dropout = config.head_size, config.attention_dropout
-        self.query_key_value = column(h, 3 * h, gather_output=False, init_method=init_method, **config.placement)
-        self.dense = row(h, h, input_is_parallel=True, init_method=output_init_method, **config.placement)
+        self.query_key_value = column(h, 3 * h, gather_output=False, init_method=init_method, **config.layer_kwargs)
+        self.dense = row(h, h, input_is_parallel=True, init_method=output_init_method, **config.layer_kwargs)
         divide(config.num_attention_heads, self.dense.world_size)
-        # An attribute, which the layer's `compile` replaces by a function that is left out of compiled graphs.
+        # An attribute because the layer's `compile` replaces it by a function outside compiled graphs.
         self.core_attention = core_attention
 
     def forward(
-        self, x: Tensor, documents: Documents | None = None, attend: Attend | None = None, keys: Tensor | None = None
+        self,
+        x: Tensor,
+        documents: PackedSeqParams | None = None,
+        attention_fn: AttentionFn | None = None,
+        dropout_seeds: Tensor | None = None,
     ) -> Tensor:
         """[s, b, h] -> [s, b, h].
 
-        documents: of the whole sequence; None lets every token see all before it. attend: replaces causal attention,
-        [s, b, n/p, 3, d] -> [s, b, h/p]; a `KeyValueCache` has one. keys: this layer's of `mpu.dropout_keys`; None
-        lets dropout draw from torch's generators.
+        documents: lengths of the documents; None lets each token attend to all tokens before it. attention_fn: replaces
+        causal attention, [s, b, n/tp, 3, d] -> [s, b, h/tp], for example by `KeyValueCache.attend`. dropout_seeds: this
+        layer's part of `mpu.dropout_seeds`; None draws the masks from torch's generators.
         """
         qkv = self.split_heads(self.query_key_value(x))
-        out: Tensor = self.dense(self.of_heads(qkv, documents, attend, keys, self.dense.rank * qkv.size(2)))
+        out: Tensor = self.dense(
+            attention_fn(qkv)
+            if attention_fn is not None
+            else self.compute_attention(qkv, documents, dropout_seeds, self.dense.rank * qkv.size(2))
+        )
         return out
 
     def split_heads(self, qkv: Tensor) -> Tensor:
-        """[s, b, 3h/p] -> [s, b, n/p, 3, d]."""
+        """[s, b, 3h/tp] -> [s, b, n/tp, 3, d]."""
         return qkv.view(*qkv.shape[:2], -1, 3, self.head_size)
 
-    def of_heads(
-        self, qkv: Tensor, documents: Documents | None, attend: Attend | None, keys: Tensor | None, first_head: int
+    def compute_attention(
+        self, qkv: Tensor, documents: PackedSeqParams | None, dropout_seeds: Tensor | None, first_head: int
     ) -> Tensor:
-        """Attention of some heads, of which first_head is the first: [s, b, n/p, 3, d] -> [s, b, h/p]."""
+        """Attention of some heads, starting at head `first_head`: [s, b, n/tp, 3, d] -> [s, b, h/tp]."""
         dropout_p = self.attention_dropout if self.training else 0.0
-        if attend is not None:
-            return attend(qkv)
         if dropout_p == 0 and documents is None:
             return kernels.causal_attention(qkv, 0.0)
-        return self.core_attention(qkv, dropout_p, documents, keys, first_head)
+        return self.core_attention(qkv, dropout_p, documents, dropout_seeds, first_head)
 
 
 class ParallelMLP(nn.Module):
-    """gelu(xAᵀ + a)Bᵀ + b; A and a split by output features, B by input features. [s, b, h] -> [s, b, h], or
-    [s/p, b, h] -> [s/p, b, h] with sequence_parallel. Forward: one all-reduce; backward: one.
+    """gelu(xAᵀ + a)Bᵀ + b; A and a are split by output features, B by input features.
+    [s, b, h] -> [s, b, h], or [s/tp, b, h] -> [s/tp, b, h] with sequence_parallel. Forward: one all-reduce; backward:
+    one all-reduce.
 
-    With selective recomputation the output of GELU, a quarter of what a layer keeps, is computed again in backward.
-    column, row: make the linear layers.
+    With selective recomputation, backward computes the output of GELU again; it is a quarter of a layer's activations.
+    column, row: constructors of the linear layers.
     """
 
     def __init__(
@@ -175,12 +193,11 @@ class ParallelMLP(nn.Module):
         h, f = config.hidden_size, config.ffn_hidden_size
         self.gelu: Callable[[Tensor], Tensor] = kernels.gelu_tanh if config.gelu == "tanh" else F.gelu
         self.recompute = config.recompute_granularity == "selective"
-        self.dense_h_to_4h = column(h, f, gather_output=False, init_method=init_method, **config.placement)
-        self.dense_4h_to_h = row(f, h, input_is_parallel=True, init_method=output_init_method, **config.placement)
+        self.dense_h_to_4h = column(h, f, gather_output=False, init_method=init_method, **config.layer_kwargs)
+        self.dense_4h_to_h = row(f, h, input_is_parallel=True, init_method=output_init_method, **config.layer_kwargs)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[s, b, h] -> [s, b, h]."""
-        inside = self.dense_h_to_4h(x)  # [s, b, f/p]
+        inside = self.dense_h_to_4h(x)  # [s, b, f/tp]
         out: Tensor = (
             checkpoint_without_output(self.gelu, self.dense_4h_to_h, inside)
             if self.recompute
@@ -190,9 +207,9 @@ class ParallelMLP(nn.Module):
 
 
 @dataclass(frozen=True)
-class Modules:
-    """The parts that a model is made of: classes, or functions with their arguments, that stand in for the plain ones.
-    Each is called as the plain one. (megatron.core's ModuleSpec.)"""
+class TransformerLayerSubmodules:
+    """The implementations of a model's parts, like megatron.core's class of this name. Each is a class or function with the
+    signature of the default."""
 
     attention: Callable[..., ParallelSelfAttention] = ParallelSelfAttention
     mlp: Callable[..., ParallelMLP] = ParallelMLP
@@ -203,15 +220,15 @@ class Modules:
     linear_cross_entropy: Callable[..., Tensor] = vocab_parallel_linear_cross_entropy
 
 
-PLAIN_MODULES = Modules()
+DEFAULT_SUBMODULES = TransformerLayerSubmodules()
 
 
 class ParallelTransformerLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), dropout on both branches. [s, b, h] -> [s, b, h], or
-    [s/p, b, h] -> [s/p, b, h] with sequence_parallel.
+    """x + attention(norm(x)), then x + mlp(norm(x)), with dropout on both branches.
+    [s, b, h] -> [s, b, h], or [s/tp, b, h] -> [s/tp, b, h] with sequence_parallel.
 
-    init_method_for: gives the init_method of a weight by its name here, for example "attention.dense.weight". modules:
-    the parts of the layer.
+    init_method_for: returns the init_method of a weight, given its name in this layer, e.g. "attention.dense.weight".
+    modules: the implementations of the layer's parts.
     """
 
     def __init__(
@@ -219,7 +236,7 @@ class ParallelTransformerLayer(nn.Module):
         config: TransformerConfig,
         *,
         init_method_for: Callable[[str], InitMethod],
-        modules: Modules = PLAIN_MODULES,
+        modules: TransformerLayerSubmodules = DEFAULT_SUBMODULES,
     ) -> None:
         super().__init__()
         self.hidden_dropout, self.sequence_parallel = config.hidden_dropout, config.sequence_parallel
@@ -246,47 +263,55 @@ class ParallelTransformerLayer(nn.Module):
             output_init_method=init_method_for("mlp.dense_4h_to_h.weight"),
             **linears,
         )
-        # An attribute, which `compile` replaces.
-        self.dropout_of_own_part = dropout_of_own_part
+        # An attribute because `compile` replaces it.
+        self.rank_local_dropout = rank_local_dropout
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """`nn.Module.compile`, which takes torch.compile's arguments.
+        """`nn.Module.compile`, with torch.compile's arguments.
 
-        Two functions are left out of the graphs: what changes the random stream, which torch.compile cannot trace, and
-        attention within documents, whose lengths differ in every batch.
+        Two functions stay outside the compiled graphs: dropout from the tracker, whose random state torch.compile
+        cannot trace, and attention within documents, whose lengths differ in every batch.
         """
-        self.attention.core_attention = _left_out_of_graphs(core_attention)
-        self.dropout_of_own_part = _left_out_of_graphs(dropout_of_own_part)
+        self.attention.core_attention = _disable_compile(core_attention)
+        self.rank_local_dropout = _disable_compile(rank_local_dropout)
         super().compile(*args, **kwargs)
 
     def forward(
-        self, x: Tensor, documents: Documents | None = None, attend: Attend | None = None, keys: Tensor | None = None
+        self,
+        x: Tensor,
+        documents: PackedSeqParams | None = None,
+        attention_fn: AttentionFn | None = None,
+        dropout_seeds: Tensor | None = None,
     ) -> Tensor:
-        """[s, b, h] -> [s, b, h]. documents, attend, keys: see `ParallelSelfAttention.forward`."""
+        """[s, b, h] -> [s, b, h]. documents, attention_fn, dropout_seeds: see `ParallelSelfAttention.forward`."""
         attention = (
             self.attention
-            if documents is None and attend is None and keys is None
-            else functools.partial(self.attention, documents=documents, attend=attend, keys=keys)
+            if documents is None and attention_fn is None and dropout_seeds is None
+            else functools.partial(
+                self.attention, documents=documents, attention_fn=attention_fn, dropout_seeds=dropout_seeds
+            )
         )
-        # Neither a loop nor a `with` around the branches: torch.compile leaves out a layer that has a break in one.
+        # No loop or `with` around the branches: a graph break inside one makes torch.compile skip the whole layer.
         norm = self.input_layernorm
         branch = checkpoint_without_output(norm, attention, x) if self.recompute else attention(norm(x))
-        x = x + self._dropped(branch, keys, AFTER_ATTENTION)
+        x = x + self._dropout(branch, dropout_seeds, POST_ATTENTION_DROPOUT)
         norm = self.post_attention_layernorm
         branch = checkpoint_without_output(norm, self.mlp, x) if self.recompute else self.mlp(norm(x))
-        return x + self._dropped(branch, keys, AFTER_MLP)
+        return x + self._dropout(branch, dropout_seeds, POST_MLP_DROPOUT)
 
-    def _dropped(self, x: Tensor, keys: Tensor | None, site: int) -> Tensor:
+    def _dropout(self, x: Tensor, dropout_seeds: Tensor | None, location: int) -> Tensor:
         p = self.hidden_dropout if self.training else 0.0
-        if keys is None and self.sequence_parallel and p > 0:
-            return self.dropout_of_own_part(x, p)
-        return hidden_dropout(x, p, self.sequence_parallel, keys=keys, site=site, rank=self.attention.dense.rank)
+        if dropout_seeds is None and self.sequence_parallel and p > 0:
+            return self.rank_local_dropout(x, p)
+        return hidden_dropout(
+            x, p, self.sequence_parallel, dropout_seeds=dropout_seeds, location=location, rank=self.attention.dense.rank
+        )
 
 
 @functools.cache
-def _left_out_of_graphs(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """One function for all layers, which share a graph. As a decorator this would load the compiler: 0.9 s of each
-    start."""
+def _disable_compile(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function outside compiled graphs; cached, so that all layers share one graph. torch.compiler.disable as
+    a decorator would load the compiler at import, which takes 0.9 s."""
     return torch.compiler.disable(  # type: ignore[no-any-return]
         function, reason="a change of random stream, or the lengths of documents"
     )

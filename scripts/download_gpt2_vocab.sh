@@ -3,8 +3,8 @@
 #
 #   bash scripts/download_gpt2_vocab.sh [FOLDER]
 #
-# FOLDER is by default the user's cache, where training looks by itself; for another, train with --cache-dir FOLDER.
-# Files that are there and right are kept. GPT2_VOCAB_URL names another address. Exit code 2 where it fails.
+# The default FOLDER is the user's cache, which training searches. For a different one, train with --cache-dir FOLDER.
+# Files with the right sha256 are kept. GPT2_VOCAB_URL is an alternative address. The exit code of a failure is 2.
 set -euo pipefail
 
 url=${GPT2_VOCAB_URL:-https://openaipublic.blob.core.windows.net/gpt-2/models/117M}
@@ -38,7 +38,7 @@ get() {  # NAME SHA256
         fail "$url/$1 cannot be downloaded: where this machine has no network, put encoder.json and vocab.bpe into $folder"
     [ "$(sha256 "$temporary")" = "$2" ] || fail "$url/$1 is not the file expected (its sha256 differs)"
     chmod 644 "$temporary"
-    mv "$temporary" "$target"  # whole or not at all
+    mv "$temporary" "$target"  # a reader never sees a partial file
     echo "$target downloaded"
 }
 

@@ -1,9 +1,9 @@
-# Sourced by the scripts. `find_python EXTRAS` sets PYTHON to an interpreter that can run the project: the active
-# environment's where it has everything, else that of .venv in the project's folder, which is made and filled with
-# the versions of constraints.txt where it is missing. ROOT is that folder. Bash 3.2 is enough.
+# The scripts source this file. ROOT is the project's folder. `find_python EXTRAS` sets PYTHON to an interpreter that
+# can run the project: that of the active environment if it has all packages, otherwise that of $ROOT/.venv, which is
+# made with the versions of constraints.txt if it is missing. Works with Bash 3.2.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-LEAST="torch numpy safetensors" # training runs with these alone
+LEAST="torch numpy safetensors" # training needs only these
 MODULES="$LEAST tiktoken sentencepiece ftfy tokenizers tqdm matplotlib"
 TEST_MODULES="transformers pytest pytest_timeout xdist ruff mypy setuptools tensorboard wandb hypothesis megatron.core
     zstandard pyarrow gigatoken orjson xxhash tldextract trafilatura lxml_html_clean py3langid datatrove lm_eval
@@ -11,7 +11,7 @@ TEST_MODULES="transformers pytest pytest_timeout xdist ruff mypy setuptools tens
 
 log() { echo "$*" >&2; }
 
-# has PYTHON MODULE...: this interpreter is new enough, has every module, and its torch is 2.11 or newer
+# has PYTHON MODULE...: succeeds if this interpreter is new enough, has every module, and its torch is 2.11 or newer
 has() {
     local python=$1
     shift
@@ -25,8 +25,8 @@ assert tuple(map(int, version("torch").split(".")[:2])) >= (2, 11)
 ' "$@" >/dev/null 2>&1
 }
 
-# A Python that can make an environment: the user's own before a newer one. pyenv's commands may be there without
-# running, hence the trial.
+# suitable_python: prints a Python that can make an environment, python3 before a newer one. Each one is started as a
+# test, because pyenv's commands may exist without working.
 suitable_python() {
     local python
     for python in python3 python python3.13 python3.12 python3.11 python3.10; do
@@ -39,7 +39,7 @@ suitable_python() {
     return 1
 }
 
-# install EXTRAS: makes .venv where it is missing, and installs into it
+# install EXTRAS: makes .venv if it is missing, and installs the project into it
 install() {
     local python
     if ! "$ROOT/.venv/bin/python" -c '' 2>/dev/null; then
@@ -52,23 +52,23 @@ install() {
         -c "$ROOT/constraints.txt" -e "$ROOT${1:+[$1]}" >&2
 }
 
-# find_python EXTRAS ("" or "dev,hf,data,curate,eval,serve"): sets PYTHON, or ends the script with what is missing
+# find_python EXTRAS ("" or "dev,hf,data,curate,eval,serve"): sets PYTHON, or ends the script and names what is missing
 find_python() {
     local needed=$MODULES own=$ROOT/.venv/bin/python
     [ -z "$1" ] || needed="$MODULES $TEST_MODULES"
-    # $needed and $LEAST are lists: left unquoted on purpose.
+    # $needed and $LEAST are lists and therefore unquoted.
     for PYTHON in python python3 "$own"; do
         if has "$PYTHON" $needed; then
             PYTHON=$(command -v "$PYTHON")
             return
         fi
     done
-    # Two scripts started together (nodes that share a disk) wait for each other where there is flock.
+    # With flock, two scripts that start together (nodes that share a disk) wait for each other.
     if mkdir -p "$ROOT/.venv" && (
         flock 9 2>/dev/null || true
         has "$own" $needed || install "$1"
     ) 9>"$ROOT/.venv/lock" && has "$own" $needed; then
-        return # PYTHON is the last one tried, .venv's
+        return # PYTHON is .venv's, the last one of the loop
     fi
     if [ -z "$1" ]; then
         for PYTHON in "$own" python python3; do

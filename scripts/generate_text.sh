@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Write text with a trained model:   bash scripts/generate_text.sh [flags of tools/generate_text.py]
-# From the environment, each for a flag:
+# Environment variables, each for a flag:
 #   CHECKPOINT_PATH  the --save folder of a training run (default: the newest under checkpoints/)
-#   MP_SIZE          ranks that share each layer (1; also MPSIZE); need not be those of the training
+#   MP_SIZE          ranks that share each layer (default 1; also MPSIZE); may differ from the training's
 #   TEMP TOPK TOPP   --temperature, --top-k, --top-p
 #   MAXSEQLEN        --max-new-tokens
 set -euo pipefail

@@ -1,18 +1,18 @@
-# Sourced by the scripts that start several ranks. `launch FLAGS...` runs PROGRAM on every rank of this node;
-# `launch_model_parallel SIZE FLAGS...` also splits each layer. An impossible value ends the script with one line and
-# status 2. From the environment:
+# The scripts that start several ranks source this file. `launch FLAGS...` runs PROGRAM on every rank of this node;
+# `launch_model_parallel SIZE FLAGS...` also splits each layer. Wrong values end the script with one line and status 2.
+# Environment variables:
 #   GPUS_PER_NODE  ranks on this node (default: the visible GPUs, 2 on a CPU)
 #   NNODES         nodes (1); with more, run the script on each, with
-#   NODE_RANK      the node's own number (0 to NNODES-1)
+#   NODE_RANK      the number of this node (0 to NNODES-1)
 #   MASTER_ADDR    host of node 0
 #   MASTER_PORT    a free port there (29500)
-#   MP_SIZE        ranks that share each layer (default: SIZE; also MPSIZE), of launch_model_parallel alone
+#   MP_SIZE        ranks that share each layer (default: SIZE; also MPSIZE), only for launch_model_parallel
 #   OMP_NUM_THREADS  threads per rank (default: cores / ranks)
 
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-PROGRAM=pretrain_gpt2.py # under $ROOT; another script names another one
+PROGRAM=pretrain_gpt2.py # under $ROOT; a script may set a different one
 
-# within NAME VALUE LEAST MOST ADVICE: goes on where VALUE is a whole number from LEAST to MOST
+# within NAME VALUE LEAST MOST ADVICE: ends the script unless VALUE is a whole number from LEAST to MOST
 within() {
     case $2 in
         '' | *[!0-9]* | ??????????*) ;; # not digits, or too many for bash's own numbers
@@ -35,12 +35,12 @@ launch() {
     local nodes
     within NNODES "${NNODES:-1}" 1 99999 "give the number of nodes"
     nodes=$((10#${NNODES:-1}))
-    within NODE_RANK "${NODE_RANK:-0}" 0 $((nodes - 1)) "give this node's own number, below NNODES=$nodes"
+    within NODE_RANK "${NODE_RANK:-0}" 0 $((nodes - 1)) "give the number of this node, below NNODES=$nodes"
     if [ -n "${GPUS_PER_NODE:-}" ]; then
         within GPUS_PER_NODE "$GPUS_PER_NODE" 1 99999 "give the ranks of this node, or unset it"
     fi
     find_python ""
-    # Of 0 ranks the program makes one for each GPU.
+    # With 0 ranks, the program starts one for each GPU.
     exec "$PYTHON" "$ROOT/$PROGRAM" --nproc-per-node $((10#${GPUS_PER_NODE:-0})) --nnodes "$nodes" \
         --node-rank $((10#${NODE_RANK:-0})) "$@"
 }
@@ -51,8 +51,8 @@ launch_model_parallel() {
     launch --model-parallel-size "$SIZE" "$@"
 }
 
-# find_checkpoint FLAGS...: sets LOAD, the flags that name the trained model: none where FLAGS say it, else
-# CHECKPOINT_PATH, else the newest under checkpoints/
+# find_checkpoint FLAGS...: sets LOAD to the flags that name the trained model: none if FLAGS have --load, otherwise
+# CHECKPOINT_PATH or the newest checkpoint under checkpoints/
 find_checkpoint() {
     local tracker newest=""
     LOAD=()
@@ -68,7 +68,7 @@ find_checkpoint() {
             exit 2
         fi
         CHECKPOINT_PATH=${newest%/*}
-        log "notice: the newest checkpoint is of $CHECKPOINT_PATH"
+        log "notice: using the newest checkpoint, in $CHECKPOINT_PATH"
     fi
     LOAD=(--load "$CHECKPOINT_PATH")
 }

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Web text to a corpus to train on, all stages of tools/openwebtext:
+# Make a training corpus from web text, with all stages of tools/openwebtext:
 #
 #   bash scripts/prepare_openwebtext.sh --urls FILES --output FOLDER [flags]     addresses, one per line
 #   bash scripts/prepare_openwebtext.sh --texts FILES --output FOLDER [flags]    your own text: JSON lines or .txt
 #
-#   --evaluation FILES  drop documents that share 13 words in a row with these; may be given several times
+#   --evaluation FILES  drop documents that share 13 consecutive words with these; may be repeated
 #   --limit N           only the first N addresses or texts
 #   --workers N         processes (default: the processors)
 #
-# FILES is a file, a folder or a glob in quotes. The flags of a single stage come from the environment: URLS_FLAGS,
-# DOWNLOAD_FLAGS, CLEANUP_FLAGS, DUPLICATES_FLAGS, EVALUATION_FLAGS, SPLIT_FLAGS. After a kill the same command
-# continues. Exit code 2 where it fails.
+# FILES is a file, a folder or a glob in quotes. Environment variables give flags to single stages: URLS_FLAGS,
+# DOWNLOAD_FLAGS, CLEANUP_FLAGS, DUPLICATES_FLAGS, EVALUATION_FLAGS, SPLIT_FLAGS. If the script is killed, run the same
+# command again to continue. The exit code of a failure is 2.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
@@ -38,13 +38,13 @@ fi
 
 find_python ""
 
-stage() {  # NAME ARGUMENTS...: one program, with the flags of all
+stage() {  # NAME ARGUMENTS...: runs one stage, with the flags for all stages
     local name=$1
     shift
     "$PYTHON" "$ROOT/tools/openwebtext/$name.py" "$@" ${workers[@]+"${workers[@]}"}
 }
 
-# The flags of a stage are a list of words: left unquoted on purpose. Bash before 4.4 has no empty lists, hence the +.
+# The flags of a stage are a list of words, so they are unquoted. The + is for Bash before 4.4, without empty lists.
 if [ -n "$urls" ]; then
     stage blacklist_urls "$urls" "$output/1-urls" ${limit[@]+"${limit[@]}"} ${URLS_FLAGS:-}
     stage download_urls "$output/1-urls" "$output/2-pages" ${DOWNLOAD_FLAGS:-}
@@ -59,7 +59,7 @@ if [ ${#evaluation[@]} -gt 0 ]; then
     stage filter_ngrams "$last" "$output/7-decontaminated" --evaluation "${evaluation[@]}" ${EVALUATION_FLAGS:-}
     last=$output/7-decontaminated
 else
-    log "notice: without --evaluation no document is dropped for being in an evaluation set"
+    log "notice: without --evaluation, documents that are in an evaluation set are not dropped"
 fi
 stage merge_jsons --data_path "$last" --output_file "$output/8-merged/corpus.jsonl"
 stage split_dataset "$output/8-merged/corpus.jsonl" "$output/9-split" ${SPLIT_FLAGS:-}

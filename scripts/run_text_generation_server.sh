@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Serve a trained model:   bash scripts/run_text_generation_server.sh [flags of tools/run_text_generation_server.py]
-# From the environment:
+# Environment variables:
 #   CHECKPOINT_PATH  the --save folder of a training run (default: the newest under checkpoints/)
-#   MP_SIZE          ranks that share each layer (1; also MPSIZE); need not be those of the training
+#   MP_SIZE          ranks that share each layer (default 1; also MPSIZE); may differ from the training's
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# The GPU path on a GPU that is not there:   bash scripts/test_fake_cuda.sh [arguments of pytest]
-# Needs torch's CUDA build, but no driver, and g++. The active environment's torch is taken where it is such a build;
-# else .venv-cuda is made and filled from the package index (some GB, a minute), once. Where that cannot be, nothing is
-# tested, which the last line says. RECORD_BUDGETS=1 grants each mode the kernels that it has now.
+# Test the GPU code on a fake GPU:   bash scripts/test_fake_cuda.sh [arguments of pytest]
+# Needs torch's CUDA build and g++, but no driver. If the active environment's torch is not a CUDA build, .venv-cuda is
+# made from the package index, once (some GB, a minute). If that is impossible, the tests are skipped, and the last line
+# says why. RECORD_BUDGETS=1 records the current number of kernels of each mode as its budget.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$ROOT"
 
-# has_cuda PYTHON: has what the tests need, and a torch that is built for CUDA
+# has_cuda PYTHON: succeeds if this interpreter has the packages for the tests and a CUDA build of torch
 has_cuda() {
     has "$1" $LEAST pytest pytest_timeout && "$1" -c 'import torch; assert torch.version.cuda' >/dev/null 2>&1
 }
@@ -24,7 +24,7 @@ if ! has_cuda "$PYTHON"; then
     if ! has_cuda "$PYTHON"; then
         python=$(suitable_python) || skip "there is no Python 3.10 or newer"
         log "making .venv-cuda with torch's CUDA build; this takes a minute and some GB, once"
-        # "===" takes the release itself, not a build of it with a label of its own (2.13.0+cpu).
+        # "===" excludes builds with a local label, such as 2.13.0+cpu.
         release=$(sed -n 's/^torch==/torch===/p' constraints.txt)
         { "$python" -m venv "$ROOT/.venv-cuda" &&
             "$own" -m pip install --quiet --disable-pip-version-check "$release" numpy safetensors pytest pytest-timeout \

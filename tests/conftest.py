@@ -1,4 +1,4 @@
-"""What every test shares."""
+"""Fixtures and hooks of all tests."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ TEST_DATA = Path(os.environ.get("MEGATRON_TEST_DATA", ROOT.parent / "shared" / "
 
 @pytest.fixture(scope="session")
 def test_data() -> Path:
-    """The folder of real test files: $MEGATRON_TEST_DATA, else shared/data beside the project's folder."""
+    """The folder of real test files: $MEGATRON_TEST_DATA, else ../shared/data."""
     if not TEST_DATA.is_dir():
         pytest.skip(f"{TEST_DATA} is not there; MEGATRON_TEST_DATA names the folder of real test files")
     return TEST_DATA
 
 
 def needs(*libraries: str, extra: str) -> pytest.MarkDecorator:
-    """The mark of tests that skip where a library is missing. It imports none: each of the test processes would, also
-    those that run none of these tests."""
+    """Return a mark that skips a test if a library is missing. It does not import the library, because all test processes
+    would then import it at their start."""
     missing = [name for name in libraries if importlib.util.find_spec(name) is None]
     return pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} of the extra [{extra}] is not installed")
 
 
 def tool(name: str) -> ModuleType:
-    """The program behind tools/`name`.py, imported by the test that runs it."""
+    """Import the program behind tools/`name`.py."""
     return importlib.import_module(f"megatron.gpt2.commands.{name}")
 
 
 @pytest.fixture(scope="session")
 def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of all the test processes of this run."""
+    """A folder that all test processes of this run share."""
     base = tmp_path_factory.getbasetemp()
     return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
 
 def made_once(folder: Path, make: Callable[[Path], object]) -> Path:
-    """`folder`, filled by the first of the test processes that comes here; the others wait for it."""
+    """Return `folder`. The first test process that calls this fills it, and the others wait."""
     folder.mkdir(exist_ok=True)
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -61,7 +61,7 @@ def made_once(folder: Path, make: Callable[[Path], object]) -> Path:
 
 @pytest.fixture(scope="session")
 def python(shared_folder: Path) -> Iterator[WarmPython]:
-    """A `python` that starts in no time, for tests in which the start is not the point."""
+    """A `python` that forks a warm process instead of starting an interpreter."""
     server = WarmPython(shared_folder / "python")
     yield server
     server.close()
@@ -69,8 +69,8 @@ def python(shared_folder: Path) -> Iterator[WarmPython]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
-    """The first of the test processes compiles what all of them import, libraries too; the others wait for it. At the
-    same time each of them would compile it all."""
+    """The first test process compiles the modules that all of them import, and the others wait. Without the lock, each
+    process would compile all modules."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return (yield)
     folder = Path(session.config.option.basetemp).parent
@@ -84,5 +84,5 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest first: with two workers nobody waits for it at the end."""
+    """Run the longest tests first, so that no worker is idle at the end."""
     items.sort(key=lambda item: not item.name.startswith("test_commands_run_in_the_order_of_each_page"))

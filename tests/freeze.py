@@ -1,5 +1,5 @@
-"""Imported last by a process that forks: what is there stays out of garbage collection, which would copy all of it in
-each child."""
+"""Import this last in a process that forks. Garbage collection then skips the existing objects, which it would otherwise
+copy in each child."""
 
 import gc
 

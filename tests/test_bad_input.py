@@ -1,4 +1,4 @@
-"""What a user gets wrong: one line that names the flag or file, from one of two ranks, and exit code 2 from both."""
+"""Errors of a user: one of two ranks prints one line that names the flag or file, and both exit with code 2."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CASES: dict[str, tuple[list[str], str]] = {
     "mpi": (["--distributed-backend", "mpi"], r"--distributed-backend mpi.*gloo"),
     "world": (
         "--model-parallel-size 3 --num-attention-heads 3 --hidden-size 12 --ffn-hidden-size 12".split(),
-        r"2 ranks is not divisible by --model-parallel-size 3",
+        r"--model-parallel-size 3 needs a multiple of 3 ranks, and this run has 2",
     ),
     "accumulation": ("--micro-batch-size 3 --global-batch-size 8".split(), r"--global-batch-size 8 .*3 × 2"),
     "vocabulary": (
@@ -123,7 +123,7 @@ def torchrun(
 def test_an_id_beyond_the_vocabulary_ends_a_run_that_meets_it(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    """Far behind what is looked at when a file is opened."""
+    """The id is beyond the part of the file that is checked when the file is opened."""
     from data_utils import IndexedDatasetBuilder
     from megatron.gpt2.commands.pretrain_gpt2 import main
 
@@ -140,7 +140,7 @@ def test_an_id_beyond_the_vocabulary_ends_a_run_that_meets_it(
 
 
 def test_torchrun_reports_exit_code_2_of_each_worker(python: WarmPython, tmp_path: Path):
-    """Also where the rank that prints is the last to find the error."""
+    """This includes the case in which the rank that prints is the last to find the error."""
     (tmp_path / "late.py").write_text(
         "import os, runpy, time\ntime.sleep(4 * (os.environ['RANK'] == '0'))\n"
         "runpy.run_module('megatron.pretrain_gpt2', run_name='__main__')\n"
@@ -150,5 +150,5 @@ def test_torchrun_reports_exit_code_2_of_each_worker(python: WarmPython, tmp_pat
     ours = [line for line in said.splitlines() if line.startswith("error")]
     assert ours == ["error: unknown flag --hidden-sise: did you mean --hidden-size?"], said
     assert said.index(ours[0]) < said.index("ChildFailedError")
-    # torchrun lists the ranks that had gone when it looked: one or both, and none of them killed by a signal.
+    # torchrun lists the ranks that had ended when it checked: one or both. No signal killed them.
     assert set(re.findall(r"exitcode\s*: (-?\d+)", said)) == {"2"}, said

@@ -1,5 +1,4 @@
-"""Runs as a user makes them: what is printed, what is left in the save folder, how a run goes on, stops and ends: with the
-report, without the last checkpoint, or in steps that are all skipped."""
+"""Runs from the command line: their output, the files in the save folder, and how a run continues, stops and ends."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ from megatron.gpt2.commands import pretrain_gpt2
 from megatron.gpt2.monitor.incidents import read_incidents
 from megatron.gpt2.train import loop
 from megatron.gpt2.train.report import next_commands
-from megatron.gpt2.train.run import Run
 from megatron.gpt2.train.train_step import train_step
+from megatron.gpt2.train.trainer import Trainer
 from tests.megatron.gpt2.train.training_runs import write_text
 from tests.test_bad_input import torchrun
 from tests.warm_python import WarmPython
@@ -53,7 +52,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def train(work: Path, capfd: pytest.CaptureFixture[str]) -> Train:
-    """Runs a command line, and returns what it has written to stdout and stderr."""
+    """Run a command line and return its stdout and stderr."""
 
     def run(line: str, code: int = 0) -> tuple[str, str]:
         capfd.readouterr()
@@ -123,41 +122,41 @@ def test_a_run_from_beginning_to_end_and_on(work: Path, train: Train):
     assert [(r["split"], r["iteration"]) for r in evaluated] == [("valid", 6), ("valid", 10), ("test", 10)]
     last = evaluated[1]
     assert last["ppl"] == pytest.approx(math.exp(last["lm_loss"]))
-    # One byte a token, one end of document without bytes in the whole split.
+    # One byte per token, and one end of document without bytes in the split.
     assert last["bits_per_byte"] == pytest.approx(last["lm_loss"] / math.log(2), rel=0.01)
 
-    # The same command again: finished, two ways on.
+    # The same command again says that the run is finished, and prints two commands that continue it.
     said, _ = train(f"{flags} --train-iters 10")
     assert "runs/a is finished" in said and "--train-iters" in said and "--save" in said
     assert "iteration " not in said.replace("at iteration", "")
 
-    # The first way on. Nothing but the folder and the length need be said.
+    # The first of these commands needs only the folder and the length.
     said, _ = train("--load runs/a --train-iters 14 --log-interval 2")
     assert "continuing runs/a/iter_0000010" in said
     assert (folder / "latest_checkpointed_iteration.txt").read_text().strip() == "14"
     assert [r["iteration"] for r in metrics(folder) if "split" not in r] == [4, 8, 10, 12, 14]
 
-    # Another shape in the same folder is refused with both values; so is another tokenizer.
+    # A different shape in the same folder is refused with both values. A different tokenizer is refused, too.
     for flag, value, old in (("--hidden-size", "64", "32"), ("--tokenizer-type", "builtin", "bytes")):
         _, warned = train(f"--load runs/a --train-iters 20 {flag} {value}", code=2)
         assert warned.startswith("error: ") and flag in warned and value in warned and old in warned
 
-    # Weights alone, into a folder of their own; the same command again goes on there.
+    # Only the weights, into a new folder. The same command again continues the run in this folder.
     finetune = f"{flags} --finetune --load runs/a --save runs/b --train-iters 3"
     said, _ = train(finetune)
     assert "weights from runs/a/iter_0000014" in said and (work / "runs/b/iter_0000003").is_dir()
     assert "runs/b is finished" in train(finetune)[0]
 
-    # The first way on, but into a folder of its own and not longer: another --save would be no way on.
-    for save, way in (("runs/d", "--finetune for"), ("runs/a", "--finetune and a new --save for")):
+    # A different --save starts a new run, which is as long as the first one.
+    for save, way in (("runs/d", "--finetune to"), ("runs/a", "--finetune and a new --save to")):
         said, _ = train(f"--load runs/a --save {save} --train-iters 14")
         assert (
-            f"runs/a is finished: it is at iteration 14 of 14. Give a greater --train-iters to train on, or {way} "
-            "another run that begins with its weights."
+            f"runs/a is finished: it is at iteration 14 of 14. Give a greater --train-iters to continue, or {way} "
+            "start a new run from its weights."
         ) in said
     assert not (work / "runs/d").exists()
 
-    # --load X --save Y, stopped and given again, goes on in Y.
+    # A stopped run with --load X --save Y continues in Y.
     moved = "--load runs/a --save runs/c --train-iters 20"
     train(f"{moved} --exit-interval 16")
     assert "continuing runs/c/iter_0000016" in train(moved)[0]
@@ -177,7 +176,7 @@ def test_no_save_and_no_load_of_optimizer_and_random_states(work: Path, train: T
     train(f"{flags} --train-iters 2 --no-save-optim --no-save-rng")
     assert [p.name for p in (work / "s/iter_0000002/mp_rank_00").iterdir()] == ["model.safetensors"]
     said, _ = train(f"{flags} --train-iters 4")
-    assert "holds no optimizer" in said and "random states start afresh" in said
+    assert "holds no optimizer" in said and "random states are new" in said
     assert "holds no optimizer" not in train(f"{flags} --train-iters 6 --no-load-optim --no-load-rng")[0]
     files = {p.name.partition(".")[0] for p in (work / "s/iter_0000006/mp_rank_00").iterdir()}
     assert files == {"exp_avg_dp_00", "exp_avg_sq_dp_00", "master_dp_00", "model", "rng_dp_00"}
@@ -220,7 +219,7 @@ def test_gpt2_vocabulary(train: Train, test_data: Path):
 
 
 def process_of_rank(rank: int, folder: Path) -> int:
-    """The process that torchrun started for this rank, in `folder`."""
+    """Return the process that torchrun started for this rank in `folder`."""
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # of another user, or gone
             if (process / "cwd").samefile(folder) and f"RANK={rank}".encode() in (
@@ -231,7 +230,7 @@ def process_of_rank(rank: int, folder: Path) -> int:
 
 
 def test_sigterm_on_one_rank_stops_all(python: WarmPython, work: Path):
-    """The step is finished and saved, each worker exits 0, and the run continues from there."""
+    """The run finishes and saves the step, each worker exits with 0, and the next start continues."""
     sent: list[int] = []
 
     def on_line(line: str, process: subprocess.Popen[str]) -> None:
@@ -253,7 +252,7 @@ def test_a_length_in_samples_counts_what_was_consumed(work: Path, train: Train):
     flags = f"{TEXT} --save s --eval-iters 0 --train-samples 80"
     train(f"{flags} --exit-interval 12")
     said, _ = train(f"{flags} --global-batch-size 8")  # 48 of 80 consumed, in steps of 4
-    assert "a step takes 8 samples here and took 4" in said
+    assert "a step reads 8 samples here and 4 in the checkpoint" in said
     assert (work / "s/latest_checkpointed_iteration.txt").read_text().strip() == "16"
     assert metrics(work / "s")[-1]["consumed_samples"] == 80
 
@@ -265,7 +264,7 @@ def test_the_commands_at_the_end_name_files_that_exist(work: Path, monkeypatch: 
     for command in commands:
         for word in command.split():
             assert not word.endswith((".sh", ".py")) or (work / word).resolve().is_file(), word
-    # Installed without the checkout there are no scripts to name.
+    # An installation without the checkout has no scripts.
     monkeypatch.setattr(command_line, "ROOT", work)
     assert [re.split(" --load| merge", command)[0] for _, command in next_commands("a", 10, in_parts=True)] == [
         "gpt2 pretrain",
@@ -278,11 +277,11 @@ def test_the_commands_at_the_end_name_files_that_exist(work: Path, monkeypatch: 
 def test_a_stop_in_the_last_step_leaves_the_end_as_it_is(
     work: Path, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Evaluations, report and exit code, whatever asks for the stop."""
+    """The run still evaluates and reports, and the exit code is 0."""
 
-    def with_sigterm(run: Run) -> None:
-        train_step(run)
-        if run.progress.iteration == 1:
+    def with_sigterm(trainer: Trainer) -> None:
+        train_step(trainer)
+        if trainer.progress.iteration == 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
     for name, more in (("interval", "--exit-interval 2"), ("sigterm", "")):
@@ -294,7 +293,7 @@ def test_a_stop_in_the_last_step_leaves_the_end_as_it_is(
 
 
 def test_a_disk_that_fills_at_the_last_save(work: Path, train: Train) -> None:
-    """The report names what is there; the error is one line, and the exit code 1."""
+    """The report names the last saved checkpoint. The error is one line, and the exit code is 1."""
     said, _ = train(f"{TEXT} --eval-iters 1 --save 'a run' --train-iters 2")
     assert "  checkpoint  a run/iter_0000002\n" in said.replace("loss curve", "")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -315,18 +314,20 @@ def test_a_disk_that_fills_at_the_last_save(work: Path, train: Train) -> None:
     ), errors
     assert "  checkpoint  none (iteration 2 is not saved)\n" in said_new and len(errors_new) == 1
     assert not re.search("next:|--load", said_new), said_new
-    assert "stopped by --exit-interval at iteration 1: iteration 1 is not saved: the same command begins before it" in (
-        said_stopped
-    ) and errors_stopped[0].startswith("error: iteration 1 is not saved: other/")
+    assert (
+        "stopped by --exit-interval at iteration 1: iteration 1 is not saved: the same command restarts before it"
+        in (said_stopped)
+        and errors_stopped[0].startswith("error: iteration 1 is not saved: other/")
+    )
     assert "finished, but iteration 4 is not saved" in (work / "a run/history.jsonl").read_text()
 
 
 def test_a_run_that_fails_leaves_nothing_in_its_process(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No thread, no handler of signals, no lock."""
+    """It leaves no threads, signal handlers or locks."""
     flags = f"{TEXT} --save s --eval-iters 0 --train-iters 2 --async-save".split()
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
 
-    def fail(run: Run) -> None:
+    def fail(trainer: Trainer) -> None:
         raise error
 
     monkeypatch.setattr(loop, "train_step", fail)
@@ -334,7 +335,7 @@ def test_a_run_that_fails_leaves_nothing_in_its_process(work: Path, monkeypatch:
         threads = set(threading.enumerate())
         with contextlib.nullcontext() if isinstance(error, FloatingPointError) else pytest.raises(type(error)):
             assert pretrain_gpt2.main(flags) == 1
-        noted = read_incidents("s")[-1]  # by which post_mortem.py names it
+        noted = read_incidents("s")[-1]  # post_mortem.py prints this name
         assert noted["kind"] == "error" and noted["text"].startswith(type(error).__name__)
         names = [thread.name for thread in set(threading.enumerate()) - threads if not isinstance(thread, TMonitor)]
         assert names == []

@@ -1,5 +1,5 @@
-"""Every command of the README and of docs/ runs as it is printed, in a copy of the project; SHORTENED has those that
-nobody can wait for in a test."""
+"""Every command of the README and of docs/ runs as printed, in a copy of the project. SHORTENED lists the commands that
+take too long for a test."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from data_utils.tokenizers.gpt2 import END_OF_TEXT, byte_alphabet
+from data_utils.tokenizers.gpt2 import END_OF_TEXT, bytes_to_unicode
 from tests.conftest import ROOT, TEST_DATA, made_once
 from tests.megatron.gpt2.train.training_runs import write_text
 from tests.warm_python import WarmPython
@@ -27,7 +27,7 @@ PAGES = {
 
 
 def blocks(language: str) -> list[tuple[str, str]]:
-    """(page, block) for each fenced block of a language."""
+    """Return (page, block) for each fenced block of a language."""
     return [
         (page, block)
         for page, text in PAGES.items()
@@ -39,7 +39,7 @@ COMMANDS = [
     (page, line) for page, block in blocks("bash") for line in block.splitlines() if line and not line.startswith("#")
 ]
 
-# What is appended to commands that nobody can wait for in a test: a pattern of them, the flags, and why.
+# Flags for commands that take too long for a test: a pattern for the command, the flags, and the reason.
 SHAPE = "--num-layers 1 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64"
 STEPS = "--train-iters 2 --eval-iters 1"
 SMALL = f"--model quickstart {SHAPE} --micro-batch-size 2 --eval-iters 1"
@@ -62,7 +62,7 @@ SHORTENED = [
     (r"--finetune --load checkpoints/gpt2_native ", STEPS, "200 iterations"),
     (r"--save checkpoints/pasted ", "--train-iters 10", "100 iterations, once more by its config.json"),
     (r"--model 345m --train-data my_text.txt$", f"{SHAPE} --micro-batch-size 1 {STEPS}", "345M parameters"),
-    # The tutorial's page says what to append for a look at each; these are its flags, of a smaller model.
+    # The tutorial's page lists flags for a short trial. These make the model even smaller.
     (r"--model 345m .*--save checkpoints/medium$", f"{SHAPE} --micro-batch-size 1 --train-iters 3", "345M parameters"),
     (r"--load checkpoints/medium --save ", "--micro-batch-size 1 --train-iters 6", "goes on from that"),
     (
@@ -79,17 +79,17 @@ SHORTENED = [
 
 
 def appended(line: str) -> str:
-    """The flags that shorten this command, or nothing."""
+    """Return the flags that shorten this command, or an empty string."""
     return next((flags for pattern, flags, _ in SHORTENED if re.search(pattern, line)), "")
 
 
-# The README's two trainings, which `reader` runs.
+# `reader` runs the two trainings of the README.
 FIRST = [line for page, line in COMMANDS if page == "README.md" and "scripts/pretrain_gpt2" in line][:2]
 
 
 @pytest.fixture(scope="session")
 def reader(shared_folder: Path, python: WarmPython) -> Path:
-    """A clone with what a reader of any page has: texts, models from elsewhere, and the README's two checkpoints.
+    """Return a clone with the files that the pages assume: texts, downloaded models, and the README's two checkpoints.
     The test processes make it once and copy it."""
 
     def make(folder: Path) -> None:
@@ -121,10 +121,10 @@ def make_project(folder: Path) -> None:
 
 
 def write_gpt2(folder: Path) -> None:
-    """In the place of a download: a tiny model in Hugging Face's form, of single bytes."""
+    """Write a tiny byte-level model in Hugging Face's format, instead of a download."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    tokens = [*byte_alphabet(), END_OF_TEXT]
+    tokens = [*bytes_to_unicode(), END_OF_TEXT]
     GPT2LMHeadModel(
         GPT2Config(
             vocab_size=len(tokens), n_positions=64, n_embd=32, n_layer=2, n_head=2, bos_token_id=256, eos_token_id=256
@@ -135,7 +135,7 @@ def write_gpt2(folder: Path) -> None:
 
 
 def run(line: str, folder: Path, python: WarmPython) -> str:
-    """One command, shortened where SHORTENED says so, in a folder; returns what it printed."""
+    """Run a command in a folder, with its flags of SHORTENED, and return its output."""
     environment = {
         **os.environ,
         "PATH": python.path,
@@ -159,9 +159,9 @@ def run(line: str, folder: Path, python: WarmPython) -> str:
     return ran.stdout
 
 
-# The tutorial's commands take as long as those of all how-to guides; it has no program of its own.
+# The tutorial's commands take as long as those of all how-to guides together.
 LONG = {"docs/tutorials/gpt2-345m.md"}
-# What these pages show in the block after a command is what the command prints.
+# On these pages, the block after a command shows its output.
 PRINTED = {"docs/tutorials/distributed.md", "docs/tutorials/scaling.md"}
 
 
@@ -173,7 +173,7 @@ PRINTED = {"docs/tutorials/distributed.md", "docs/tutorials/scaling.md"}
     ],
 )
 def test_commands_run_in_the_order_of_each_page(page: str, reader: Path, python: WarmPython, tmp_path: Path):
-    """Each page by itself: it needs nothing of another page but what the README's first two runs left."""
+    """Each page is independent. It only needs the checkpoints of the README's first two runs."""
     shutil.copytree(reader, tmp_path / "project", ignore=shutil.ignore_patterns("__pycache__"))
     printed = {}
     for line in (line for of, line in COMMANDS if of == page):
@@ -192,8 +192,8 @@ def test_commands_run_in_the_order_of_each_page(page: str, reader: Path, python:
 
 
 def check_printed(block: str, output: str) -> None:
-    """The lines of a page's block are among those that were printed, in their order. `…` stands for anything; the last
-    digits of a decimal fraction depend on the processor."""
+    """Check that the output contains the lines of a page's block, in order. `…` matches any text, and the last digits of
+    a decimal fraction may differ, because they depend on the processor."""
     number = r"-?\d+\.\d+(?:E[+-]\d+)?"
     rest = iter(output.splitlines())
     for shown in block.splitlines():
@@ -214,7 +214,7 @@ def check_printed(block: str, output: str) -> None:
 def test_the_notebook_prints_what_it_shows(
     reader: Path, python: WarmPython, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Its cells are plain Python, so a test needs no Jupyter to run them from top to bottom."""
+    """The cells are plain Python, so that the test runs them without Jupyter."""
     shutil.copytree(reader, tmp_path / "project", ignore=shutil.ignore_patterns("__pycache__"))
     folder = tmp_path / "project" / "examples"
     for name, value in (("OMP_NUM_THREADS", "1"), ("XDG_CACHE_HOME", str(tmp_path))):
@@ -275,11 +275,11 @@ def test_python_examples_run(page: str, block: str, python: WarmPython):
 
 
 def test_every_link_and_flag_that_is_named_exists():
-    from megatron.gpt2.commands.generate_text import SAMPLING
+    from megatron.gpt2.commands.generate_text import SAMPLING_FLAGS
     from megatron.gpt2.config.flags import flag_table
 
     known = {row[0] for row in flag_table()} | {"--help", "--index-url", "--local-dir"}
-    known |= {f"--{name.replace('_', '-')}" for name in SAMPLING}
+    known |= {f"--{name.replace('_', '-')}" for name in SAMPLING_FLAGS}
     known |= set("--rdzv-backend --rdzv-conf --rdzv-endpoint --rdzv-id --master-addr".split())  # torchrun
     known |= set("--nodes --gpus --signal --ntasks-per-node --gpu-bind --gpus-per-task".split())  # sbatch
     known |= set("--ipc --ulimit --network --nv".split())  # docker and apptainer
@@ -292,7 +292,7 @@ def test_every_link_and_flag_that_is_named_exists():
         *(ROOT / "benchmarks").glob("*.py"),
         *(ROOT / "examples").glob("*.py"),
     ):
-        # A call that adds a flag, or a row of a table of flags: the flag is the first of the words in a parenthesis.
+        # A call that adds a flag, or a row of a table of flags: the flag is the first word in parentheses.
         for names in re.findall(r'\(\s*(?:parser,\s*)?((?:"--[\w-]+",\s*)+)', program.read_text()):
             known |= set(re.findall(r"--[\w-]+", names))
     known |= set(re.findall(r"^ +(--[\w-]+)\)", (ROOT / "scripts/prepare_openwebtext.sh").read_text(), re.MULTILINE))
@@ -307,7 +307,7 @@ ROOMS = ("mpu", "data_utils", "megatron", "scripts", "tools", "tasks", "tests", 
 
 
 def test_every_path_that_is_named_exists():
-    """In the pages, in backquotes, files and folders; in the sources, which make up names too, files of the project."""
+    """This checks all paths in backquotes on the pages, and files of the project that the sources name."""
     rooms = "|".join(ROOMS)
     pages = {ROOT / page: text for page, text in PAGES.items()}
     pages[ROOT / "CONTRIBUTING.md"] = (ROOT / "CONTRIBUTING.md").read_text()

@@ -1,5 +1,5 @@
-"""The project as others meet it: a wheel in an environment of its own, with nothing but torch, numpy and safetensors
-around, and beside NVIDIA's packages, which share the name `megatron`: both are found, whichever was installed first."""
+"""The installed project: a wheel in a new environment that has only torch, numpy and safetensors, and an environment
+with NVIDIA's packages. These share the name `megatron`, and both must be found in either order of installation."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(command: list[str], cwd: Path, timeout: int = 200, **variables: str) -> 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy: building in place would leave a build/ that the next wheel would pick up."""
+    """Build from a copy, because a build in place leaves a build/ folder that the next wheel would include."""
     folder = tmp_path_factory.mktemp("wheel")
     for room in ROOMS:
         shutil.copytree(ROOT / room, folder / "source" / room, ignore=shutil.ignore_patterns("__pycache__"))
@@ -58,8 +58,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path) -> Path:
-    """The Python of a fresh environment into which pip has put the wheel, and which sees the libraries of this one, but
-    not the project's own folder: a .pth file adds the place, and does not follow the .pth files there."""
+    """Return the Python of a new environment with the wheel. A .pth file adds the libraries of this environment, but not
+    the project's folder, because Python does not follow the .pth files there."""
     python, site = new_environment(wheel.parent / "environment")
     install(python, "--no-compile --disable-pip-version-check", wheel)
     see_libraries(site)
@@ -67,7 +67,7 @@ def installed(wheel: Path) -> Path:
 
 
 def new_environment(folder: Path) -> tuple[Path, Path]:
-    """The Python of a new environment, and where its packages go."""
+    """Return the Python of a new environment and its folder of packages."""
     venv.create(folder, with_pip=False, symlinks=True)
     python = folder / "bin" / "python"
     return python, Path(
@@ -81,7 +81,7 @@ def install(python: Path, flags: str, what: Path) -> None:
 
 
 def see_libraries(site: Path) -> None:
-    """Let an environment see the libraries of this one."""
+    """Add the libraries of this environment to a new one."""
     (site / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
 
 
@@ -111,8 +111,7 @@ def test_installed_program_trains_outside_the_checkout(installed: Path, tmp_path
     assert (tracker.parent / "loss.png").exists()
 
 
-# The packages, then each of the commands that stand in sys.argv, by the functions that the wheel's commands call: one
-# start for all.
+# Import the packages, then call the entry point of each command in sys.argv, all in one process.
 COMMANDS = """
 import shlex, sys
 import mpu, data_utils, megatron
@@ -133,7 +132,7 @@ for line in sys.argv[1:]:
 
 
 def test_installed_packages_and_commands_work_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
-    """From training on two model-parallel ranks on, by the lines that the run itself prints at its end."""
+    """It starts with training on two model-parallel ranks and continues with the commands that the run prints at its end."""
     commands = {path.name for path in installed.parent.glob("gpt2*")}
     (tmp_path / "text.txt").write_text("It was a dark night. " * 400)
     said = run(
@@ -170,7 +169,7 @@ def test_installed_packages_and_commands_work_outside_the_checkout(installed: Pa
 
 
 def test_training_with_torch_numpy_and_safetensors_alone(tmp_path: Path) -> None:
-    """Where nothing else can be imported: byte tokenizer, built-in corpus, the loss curve as text."""
+    """Without other libraries, a run uses the byte tokenizer and the built-in corpus, and draws the loss curve as text."""
     (tmp_path / "alone.py").write_text(
         f"import sys\nfor name in {OPTIONAL}: sys.modules[name] = None\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
@@ -182,7 +181,7 @@ def test_training_with_torch_numpy_and_safetensors_alone(tmp_path: Path) -> None
     assert not (tmp_path / "run" / "loss.png").exists()
 
 
-# What stands directly under megatron/ in NVIDIA's wheels and repository, of today and of earlier releases.
+# Packages directly under megatron/ in NVIDIA's wheels and repository, of current and earlier releases.
 THEIRS = set(
     (
         "core training inference legacy post_training rl elastification bridge energon model mpu data fp16 optimizer "
@@ -191,12 +190,12 @@ THEIRS = set(
         "log_handler optimizer_param_scheduler text_generation_server theoretical_memory_usage testing_utils"
     ).split()
 )
-# The newest of their wheels has `training` beside `core`. Which Python it was built for does not matter here.
+# NVIDIA's newest wheel has `core` and `training`. The Python version of the wheel does not matter here.
 DOWNLOAD = (
     "download megatron-core>=0.17 --quiet --no-deps --only-binary=:all: --python-version 3.12 "
     "--platform manylinux_2_28_x86_64 --platform manylinux_2_24_x86_64"
 ).split()
-# Their packages are found, not run: they import what a machine without a GPU lacks.
+# The packages are only found and not imported, because they import libraries that need a GPU.
 LOOK = """
 import importlib.util, sys
 import megatron.gpt2.config, megatron.pretrain_gpt2, mpu, data_utils
@@ -233,7 +232,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def look(python: Path | str, cwd: Path, *path: Path) -> dict[str, Path]:
-    """Where an interpreter finds core and training of theirs, and our config."""
+    """Return the paths at which an interpreter finds NVIDIA's core and training and our config."""
     lines = run(
         [str(python), "-c", LOOK, "core", "training"], cwd, PYTHONPATH=os.pathsep.join(map(str, path))
     ).splitlines()
@@ -250,7 +249,7 @@ def found_at(theirs: Path, ours: Path) -> dict[str, Path]:
 
 @pytest.mark.parametrize("ours_first", [pytest.param(True, marks=pytest.mark.wide), False])
 def test_on_the_path(theirs: Path, tmp_path: Path, ours_first: bool):
-    """As where a checkout of theirs stands before or behind ours."""
+    """A checkout of NVIDIA's repository is before or after ours in sys.path."""
     found = look(sys.executable, tmp_path, *((ROOT, theirs) if ours_first else (theirs, ROOT)))
     assert found == found_at(theirs, ROOT)
 
@@ -262,7 +261,7 @@ def unpack(wheel: Path, site: Path) -> None:
 
 @pytest.mark.parametrize("ours_first", [True, pytest.param(False, marks=pytest.mark.wide)])
 def test_installed_as_wheels(wheel: Path, theirs: Path, tmp_path: Path, ours_first: bool):
-    """Both in one site-packages: neither overwrites a file of the other."""
+    """Both are in one site-packages folder, and neither overwrites a file of the other."""
     python, site = new_environment(tmp_path / "environment")
     see_libraries(site)
     wheels = [wheel, next(theirs.parent.glob("*.whl"))]

@@ -1,7 +1,7 @@
-"""Command lines of Megatron's and DeepSpeed's scripts run on the CPU, changed by flags at their end alone.
+"""Command lines of Megatron's and DeepSpeed's scripts run on the CPU, changed only by flags at their end.
 
-`tests/pasted_lines.md` has the lines. In one process they run through the file that they name; two of those that start a
-launcher run as they are, on 2 ranks, since GPUS_PER_NODE is this machine's to say.
+`tests/pasted_lines.sh` has the lines. They run in this process through the file that they name. Two lines that start a
+launcher run unchanged on 2 ranks; GPUS_PER_NODE sets the number.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ from typing import Any
 import pytest
 
 from data_utils.indexed_dataset import IndexedDatasetBuilder, token_dtype
-from data_utils.tokenizers.gpt2 import END_OF_TEXT, byte_alphabet
+from data_utils.tokenizers.gpt2 import END_OF_TEXT, bytes_to_unicode
 from megatron.gpt2.config.arguments import parse
 from tests.megatron.gpt2.dist.started_ranks import free_port
 from tests.megatron.gpt2.train.training_runs import write_text
 from tests.warm_python import WarmPython
 
 ROOT = Path(__file__).resolve().parent.parent
-PASTED = dict(
-    re.findall(r"^## (\S+)\n\n```\w+\n(.*?\n)```$", (ROOT / "tests" / "pasted_lines.md").read_text(), re.M | re.S)
-)
+LINES = (ROOT / "tests" / "pasted_lines.sh").read_text()
+PASTED = dict(re.findall(r"^## (\S+)\n(.*?\n)(?=\n## |\Z)", LINES, re.MULTILINE | re.DOTALL))
 
 SMALL = (
     "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "
@@ -38,7 +37,7 @@ SMALL = (
 GLOO = "--distributed-backend gloo "
 Run = Callable[..., tuple[str, str]]
 
-# What the files of DeepSpeedExamples ask for that the lines name; the rest of them is what is logged.
+# The DeepSpeed JSON files that the lines name, without the settings of logging.
 FP16 = {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}
 ADAM = {"type": "Adam", "params": {"lr": 0.00015, "max_grad_norm": 1.0, "betas": [0.9, 0.95]}}
 OFFLOAD = {
@@ -79,6 +78,17 @@ DEEPSPEED_FILES: dict[str, dict[str, Any]] = {
         "zero_optimization": {"stage": 3, "stage3_max_live_parameters": 1e9, "reduce_bucket_size": 1e7},
         "fp16": FP16,
     },
+    "ds_zero2_config.json": {
+        "train_batch_size": 16,
+        "gradient_accumulation_steps": 1,
+        "steps_per_print": 1,
+        "zero_optimization": {"stage": 2},
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 1.0,
+        "fp16": FP16,
+        "activation_checkpointing": {"partition_activations": True, "contiguous_memory_optimization": False},
+        "wall_clock_breakdown": False,
+    },
     "ds_zero-offload_config.json": {**OFFLOAD, "train_micro_batch_size_per_gpu": 12, "gradient_accumulation_steps": 5},
     "ds_zero-offload_10B_config.json": {**OFFLOAD, "train_micro_batch_size_per_gpu": 10},
 }
@@ -93,7 +103,7 @@ EARLY_2020 = {
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that the scripts expect to stand in: the programs, the corpora, GPT-2's vocabulary (of bytes)."""
+    """The working folder that the scripts expect: the programs, the corpora, and a GPT-2 vocabulary of bytes."""
     folder = tmp_path_factory.mktemp("pasted")
     for name in ("megatron", "tools", "pretrain_gpt2.py"):
         (folder / name).symlink_to(ROOT / name)
@@ -104,7 +114,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / "data" / corpus).write_text("\n".join(lines) + "\n")
     for cache in (folder / "cache", folder / "users_cache" / "gpt2-model-parallel"):
         cache.mkdir(parents=True)
-        vocabulary = {token: number for number, token in enumerate([*byte_alphabet(), END_OF_TEXT])}
+        vocabulary = {token: number for number, token in enumerate([*bytes_to_unicode(), END_OF_TEXT])}
         (cache / "gpt2-vocab.json").write_text(json.dumps(vocabulary))
         (cache / "gpt2-merges.txt").write_text("#version: 0.2\n")
     for name in ("gpt2-vocab.json", "gpt2-merges.txt"):
@@ -115,7 +125,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_pair(prefix: Path) -> None:
-    """60 documents of single bytes as `.bin` and `.idx`."""
+    """Write 60 documents of single bytes as `.bin` and `.idx`."""
     builder = IndexedDatasetBuilder(prefix, token_dtype(257))
     for _ in range(60):
         builder.add(list(b"What an old script asks for is done, or refused. "))
@@ -132,7 +142,7 @@ def here(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def words(script: str, appended: str, *parameters: str) -> list[str]:
-    """What the shell makes of the script's command: the program's file and its flags."""
+    """Return the words of the script's command after shell expansion: the program's file and its flags."""
     stubs = "".join(f'{name}() {{ printf "%s\\n" "$@"; }}\n' for name in ("python", "torchrun", "deepspeed"))
     line = stubs + pasted(script, appended)
     done = subprocess.run(["bash", "-c", line, "script", *parameters], capture_output=True, text=True, check=True)
@@ -146,7 +156,7 @@ def pasted(script: str, appended: str) -> str:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    """Runs the file that the words name, of the project's folder, in this process; what it writes to stdout and stderr."""
+    """Run the program that the words name in this process. Return its stdout and stderr."""
 
     def run(argv: list[str], code: int = 0) -> tuple[str, str]:
         monkeypatch.setattr(sys, "argv", argv)
@@ -175,7 +185,7 @@ def launched(python: WarmPython, work: Path, script: str, appended: str) -> subp
 
 
 def learned(folder: Path, below: float = 4.0) -> None:
-    """The run was finished, and its loss fell from that of the uniform guess among 257, which is 5.55."""
+    """Check that the run finished, and that its loss fell below 5.55, the loss of a uniform guess among 257 tokens."""
     assert (folder / "latest_checkpointed_iteration.txt").read_text().strip() == "40"
     losses = [
         record["lm_loss"]
@@ -189,13 +199,13 @@ def test_2019_on_one_device_and_what_follows_it_then_and_in_v1_and_v2(work: Path
     said, _ = run(words("pretrain_gpt2.sh", SMALL + GLOO))
     learned(work / "checkpoints/gpt2_345m")
     assert "--resume-dataloader: " in said and "--lazy-loader: " in said and "--batch-size is read as" in said
-    assert "the text is the field 'text'" not in said  # it is the corpus that says so
+    assert "the text is the field 'text'" not in said  # the corpus decides this
 
     flags = "--out-seq-length 6 --num-samples 2 --device cpu"
     _, warned = run(words("generate_text.sh", flags))
     written = [json.loads(line) for line in (work / "dbg_unconditional.json").read_text().splitlines()]
     assert len(written) == 2 and all(0 < entry["length"] <= 6 for entry in written)
-    assert "full sampling" in warned  # which the script takes for greedy
+    assert "full sampling" in warned  # the script means greedy sampling
 
     run(words("v1_generate_text.sh", flags))
     assert len((work / "unconditional_samples.json").read_text().splitlines()) == 2
@@ -239,17 +249,20 @@ def test_2019_model_parallel_with_deepspeed(python: WarmPython, work: Path):
     assert done.returncode == 0, done.stdout
     assert re.search(r"2 ranks: model-parallel 2 × data-parallel 1", done.stdout)
     assert "8 samples × 1 data-parallel ranks × 2 accumulated = 16 a step" in done.stdout
-    assert "without effect here: there is one engine" in done.stdout and "steps_per_print 5" in done.stdout
+    assert (
+        "ignored: the keys of --deepspeed-config are translated instead" in done.stdout
+        and "steps_per_print 5" in done.stdout
+    )
     learned(work / "checkpoints/gpt2_345m_mp2")
 
 
 def test_deepspeeds_own_line(work: Path, run: Run):
-    """At stage 2 of ZeRO, with activations that it partitions."""
-    (work / "ds_zero2_config.json").write_text(PASTED["ds_zero2_config.json"])
+    """It uses ZeRO stage 2 and partitioned activations."""
+    (work / "ds_zero2_config.json").write_text(json.dumps(DEEPSPEED_FILES["ds_zero2_config.json"]))
     own = SMALL + GLOO + "--model-parallel-size 1 --save ds --global-batch-size 8"
     said, _ = run(words("ds_zero2_pretrain_gpt2_model_parallel.sh", own))
-    assert "train_batch_size 16: without effect, since --global-batch-size 8 is given" in said
-    assert "zero_optimization.stage 2: 1 is read as" in said and "--partition-activations: without effect" in said
+    assert "train_batch_size 16: ignored: --global-batch-size 8 is given" in said
+    assert "zero_optimization.stage 2: 1 is read as" in said and "--partition-activations: ignored: " in said
     learned(work / "ds")
 
 
@@ -278,8 +291,8 @@ def test_deepspeed_examples_lines_run(work: Path, run: Run):
     small = SMALL + GLOO + "--model-parallel-size 1 --batch-size 8 --global-batch-size 8 --lr-decay-iters 40 "
     data = "--data-path data/webtext/webtext_text_document --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt "
     said, _ = run(words("ZeRO3_ds_pretrain_gpt2-zero2.sh", small + data + "--save ds_z --load ds_z"))
-    assert "unknown here" not in said and "--zero-contigious-gradients, --zero-reduce-scatter" in said
-    assert "--checkpoint-in-cpu: without effect, since the device's memory is the host's" in said
+    assert "unknown keys" not in said and "--zero-contigious-gradients, --zero-reduce-scatter" in said
+    assert "--checkpoint-in-cpu: ignored: it needs a GPU" in said
     learned(work / "ds_z")
     for script in (
         "3D_parallelism_ds_pretrain_gpt2",
@@ -290,14 +303,14 @@ def test_deepspeed_examples_lines_run(work: Path, run: Run):
         parallel = parse(words(f"{script}.sh", small)[1:]).config.parallel
         assert parallel.shard_gradients
         assert parallel.cpu_offload_optimizer == parallel.checkpoint_in_cpu == ("offload" in script)
-    # Its own 16 ranks: 2 x 2 that hold the model, and 4 that share the data.
+    # The line asks for 16 ranks: tensor size 2, pipeline size 2, data size 4.
     pipeline = parse(words("3D_parallelism_ds_pretrain_gpt2_pipe.sh", "")[1:]).config
     assert pipeline.data_parallel_size(16) == 4 and pipeline.batch_schedule(16).final == 256 == 4 * 4 * 16
     assert [len(layers) for layers in pipeline.layers_of_stages()] == [12, 12]
     two = small + "--save ds_pipe --load ds_pipe --gas 1 --num-layers 2 --nproc-per-node 2"
     run(words("3D_parallelism_ds_pretrain_gpt2_pipe.sh", two))
     learned(work / "ds_pipe")
-    # Two of early 2020.
+    # Two lines of early 2020.
     (work / "ds_config.json").write_text(json.dumps(EARLY_2020))
     model_parallel = parse(words("ds_pretrain_gpt2_model_parallel.sh", "--model-parallel-size 4")[1:]).config
     assert (model_parallel.parallel.model_parallel_size, model_parallel.train.global_batch_size) == (4, 16)
@@ -317,16 +330,16 @@ def test_todays_gpt_example(work: Path, run: Run):
     assert "--num-attention-heads 2 is not divisible by --model-parallel-size 8" in train(SMALL, code=2)[1]
     small = SMALL + "--tensor-model-parallel-size 1 "
     assert "--pipeline-model-parallel-size 16 needs at least 16 layers" in train(small, code=2)[1]
-    # Its warm-up is of 430 x 1536 samples.
+    # The line's warm-up has 430 x 1536 samples.
     small += "--pipeline-model-parallel-size 1 --micro-batch-size 16 --lr-warmup-fraction 0 "
     said, _ = train(small)
     learned(work / "ckpt", below=5.45)  # from smaller weights
     assert list((work / "logs").glob("events*"))
-    assert "1536 a step, 24,576 tokens; it grows to that from 16 over 750,000,000 samples" in said
-    # On from its 40 steps of 16 samples of 16 tokens, with a batch that grows at once.
+    assert "1536 a step, 24,576 tokens; it grows from 16 to this size over 750,000,000 samples" in said
+    # Continue after 40 steps of 16 samples with 16 tokens each. The batch grows at once.
     small += "--train-iters 50 --global-batch-size 64 --step-batch-size-schedule 0:16 10.5K:32,.011M:64"
     said, _ = train(small)
-    assert "WARNING: the batch grows in another way than in the checkpoint: --step-batch-size-schedule 0:16 10" in said
+    assert "WARNING: the batch grows differently than in the checkpoint: --step-batch-size-schedule 0:16 10" in said
     assert re.findall(r"the batch grows: (\d+) samples a step from iteration (\d+) on", said) == [
         ("32", "42"),
         ("64", "43"),

@@ -1,8 +1,8 @@
-"""The shell scripts, run for real against an interpreter that says what it was asked to do.
+"""Run the shell scripts with a stub interpreter that prints the commands that it gets.
 
-A small copy of the project gets a PATH of its own: the few programs that the scripts call, and a `python` that is a
-stub. It has the modules of $STUB_HAS, sees $STUB_GPUS, makes environments with a copy of itself, and lets pip install
-$STUB_INSTALLS there or, where that is not set, fail. What it is asked to run, it prints.
+A small copy of the project has a separate PATH with the few programs that the scripts call, and a stub `python`. The
+stub has the modules of $STUB_HAS and $STUB_GPUS GPUs, creates environments with a copy of itself, and lets pip install
+$STUB_INSTALLS. If $STUB_INSTALLS is not set, pip fails.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ NEWEST = "--load 'checkpoints/the newest'"
         (f"NNODES=2 NODE_RANK=1 GPUS_PER_NODE=8 {DISTRIBUTED}", training(8, 2, 1)),
         (f"MP_SIZE=7 GPUS_PER_NODE=1 {DISTRIBUTED}", training(1)),  # not this script's variable
         (f"PROGRAM=other.py {DISTRIBUTED}", training()),  # nor is this
-        # A flag of the user comes later, and so wins.
+        # A flag of the user follows and overrides this one.
         (f"{MODEL_PARALLEL} --model-parallel-size 1", f"{training(size=2)} --model-parallel-size 1"),
         (f"MP_SIZE=4 {MODEL_PARALLEL}", training(size=4)),
         (f"MPSIZE=4 {MODEL_PARALLEL}", training(size=4)),
@@ -229,7 +229,7 @@ def test_no_checkpoint(project: Project, script: str) -> None:
         ("GPUS_PER_NODE=99999999999999999999", "GPUS_PER_NODE=99999999999999999999 is not a whole number"),
         ("NNODES=0", "NNODES=0 is not a whole number from 1 to 99999: give the number of nodes"),
         ("NNODES=1.5", "NNODES=1.5 is not"),
-        ("NODE_RANK=1", "NODE_RANK=1 is not a whole number from 0 to 0: give this node's own number, below NNODES=1"),
+        ("NODE_RANK=1", "NODE_RANK=1 is not a whole number from 0 to 0: give the number of this node, below NNODES=1"),
         ("NNODES=2 NODE_RANK=2", "NODE_RANK=2 is not a whole number from 0 to 1: "),
         ("NNODES=2 NODE_RANK=-1", "NODE_RANK=-1 is not"),
         ("MP_SIZE=0", "MP_SIZE=0 is not a whole number from 1 to 99999: give the ranks that share each layer"),
@@ -250,7 +250,7 @@ def test_a_layout_that_cannot_be_ends_in_one_line(project: Project, line: str, m
 
 @pytest.fixture
 def all_tools(project: Project) -> str:
-    """What test.sh says that it needs where nothing can be installed. It never goes on without it."""
+    """Return the modules that test.sh reports as missing if nothing can be installed. test.sh stops in this case."""
     done = project.run("test.sh")
     assert done.returncode == 1 and "<pytest>" not in done.stdout
     needed = done.stderr.splitlines()[-1].partition("activate an environment that has: ")[2]
@@ -276,7 +276,7 @@ def test_test_script_fails_where_one_of_its_tools_does(project: Project, all_too
     done = project.run("test.sh", STUB_HAS=all_tools, STUB_FAILS=f"-m {tool}")
     assert done.returncode == code
     assert ("<pytest>" in done.stdout) == (tool != "ruff")
-    assert ("error: mypy found what it names above" in done.stderr) == (tool == "mypy")
+    assert ("error: mypy failed, see above" in done.stderr) == (tool == "mypy")
 
 
 def test_ci_runs_the_test_script() -> None:
@@ -303,7 +303,7 @@ def test_slurm(project: Project) -> None:
 
 
 def test_slurm_queues_an_unfinished_run_again(project: Project) -> None:
-    """Where it died and where it was stopped; not where it is finished or refused, and not for ever."""
+    """The script queues a run again if it died or was stopped, up to a limit. It does not if the run is finished or refused."""
     srun = (
         '[ -z "$REASON" ] || echo "{\\"reason\\": \\"$REASON\\"}" > ended.json\n'
         '[ "$REASON" != cancelled ] || kill -TERM $PPID\nexit "$CODE"'
@@ -333,7 +333,7 @@ def test_slurm_queues_an_unfinished_run_again(project: Project) -> None:
 
 
 def test_two_ranks_train_for_real(python: WarmPython, tmp_path: Path) -> None:
-    """No stub: the model-parallel script with this environment, and gloo."""
+    """This runs the model-parallel script without a stub, with gloo."""
     write_text(tmp_path)
     environment = {
         **os.environ,
@@ -359,7 +359,7 @@ def test_two_ranks_train_for_real(python: WarmPython, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout
-    assert done.stdout.count("iteration        2/       2 |") == 1  # one rank speaks
+    assert done.stdout.count("iteration        2/       2 |") == 1  # only one rank prints
     assert sorted(path.name for path in (tmp_path / "run" / "iter_0000002").glob("mp_rank_*")) == [
         "mp_rank_00",
         "mp_rank_01",

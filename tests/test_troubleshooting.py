@@ -1,4 +1,4 @@
-"""docs/how-to/troubleshooting.md: every entry names tests that exist, and here are those that belong nowhere else."""
+"""Every entry of docs/how-to/troubleshooting.md names tests that exist. Tests that fit no other file are here."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ import torch
 
 import mpu
 from data_utils import build_tokenizer
-from data_utils.tokenizers.gpt2 import END_OF_TEXT, byte_alphabet
+from data_utils.tokenizers.gpt2 import END_OF_TEXT, bytes_to_unicode
 from megatron.gpt2.commands.pretrain_gpt2 import main
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.config.arguments import parse
-from megatron.gpt2.dist.ranks import Ranks
-from megatron.gpt2.formats import open_source
+from megatron.gpt2.dist.ranks import RankInfo
+from megatron.gpt2.formats import open_checkpoint
 from megatron.gpt2.model.gpt2 import GPT2Model
 from megatron.gpt2.train.checkpointing import checkpoint_files
-from megatron.gpt2.train.setup import prepare_run
+from megatron.gpt2.train.setup import build_context
 from tests.conftest import ROOT, tool
 from tests.distributed import run_ranks
-from tests.megatron.gpt2.checkpoint.moved_runs import Layout
+from tests.megatron.gpt2.checkpoint.resharded_runs import ParallelLayout
 from tests.megatron.gpt2.checkpoint.saved_states import write
 from tests.megatron.gpt2.checkpoint.test_any_layout import CONFIG, CPU, SHAPE, VOCAB, fill, global_state, ranks_of
-from tests.megatron.gpt2.formats.made import random_weights, write_megatron
+from tests.megatron.gpt2.formats.sample_checkpoints import random_weights, write_megatron
 from tests.megatron.gpt2.generate import test_generation
 from tests.megatron.gpt2.train.training_runs import SMALL, finish, start, steps, write_text
 from tests.test_bad_input import TINY
-from tests.test_house import imported
+from tests.test_import_rules import imported
 
 PAGE = (ROOT / "docs" / "how-to" / "troubleshooting.md").read_text()
 # Title and text of each entry.
 ENTRIES = re.findall(r"^### (.+)\n((?:(?!#{2,3} ).*\n)*)", PAGE, re.MULTILINE)
-# The threads of other projects that the page answers.
+# Issues of other projects that the page answers.
 THREADS = {
     "Megatron-LM": "5 18 43 51 64 82 85 102 176 188 227 232 293 296 305 415 525 732 838 1050 1239 1298 1511 1736 1754 2369 7452",
     "gpt-neox": "612 1158",
@@ -87,7 +87,7 @@ def test_nothing_has_to_be_built():
 
 
 def test_no_module_of_torch_that_may_vanish():
-    """torch._six did, with torch 2.0."""
+    """torch._six was removed in torch 2.0."""
     for path in (path for path in PROGRAM if path.suffix == ".py"):
         for name in imported(path):
             private = name.startswith("torch.") and any(part.startswith("_") for part in name.split("."))
@@ -103,7 +103,7 @@ def test_the_launchers_local_rank_changes_nothing(words: list[str]):
 
 
 def test_one_document_for_more_steps_than_it_has_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """And a validation split of fewer samples than --eval-iters asks for."""
+    """The validation split also has fewer samples than --eval-iters needs."""
     (tmp_path / "one.json").write_text(json.dumps({"text": write_text(tmp_path, 300).read_text(), "url": "0"}) + "\n")
     flags = (
         f"--train-data {tmp_path}/one.json --split 80,10,10 --train-iters 120 --eval-iters 1000 --log-interval 60 "
@@ -123,12 +123,12 @@ def test_one_document_for_more_steps_than_it_has_samples(tmp_path: Path, capsys:
 
 
 def odd_vocabulary(rank: int, world_size: int, folder: str) -> list[float]:
-    """257 ids, padded to no more than the ranks need."""
+    """257 ids, padded only to a multiple of the number of ranks."""
     flags = f"--model-parallel-size {world_size} --save {folder}/{world_size} --make-vocab-size-divisible-by 1"
-    run = start(rank, world_size, folder, flags)
-    assert run.engine.model.word_embeddings.weight.shape[0] == -(-257 // world_size)
-    losses = steps(run, 10)["loss"]
-    finish(run)
+    trainer = start(rank, world_size, folder, flags)
+    assert trainer.state.model.word_embeddings.weight.shape[0] == -(-257 // world_size)
+    losses = steps(trainer, 10)["loss"]
+    finish(trainer)
     return losses
 
 
@@ -145,31 +145,31 @@ def test_a_vocabulary_that_the_ranks_do_not_divide(tmp_path: Path):
 
 @pytest.fixture(scope="module")
 def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Flags: files in GPT-2's format, of the 256 bytes and an end of document."""
+    """Return flags for files in GPT-2's format with 256 bytes and an end of document."""
     folder = tmp_path_factory.mktemp("vocabulary")
-    tokens = [*byte_alphabet(), END_OF_TEXT]
+    tokens = [*bytes_to_unicode(), END_OF_TEXT]
     (folder / "vocab.json").write_text(json.dumps({token: number for number, token in enumerate(tokens)}))
     (folder / "merges.txt").write_text("#version: 0.2\n")
     return ["--vocab-file", f"{folder}/vocab.json", "--merge-file", f"{folder}/merges.txt"]
 
 
 def test_ranks_with_a_sharded_optimizer_merge_into_one(tmp_path: Path):
-    """4 model-parallel ranks, each of whose 2 data-parallel ranks holds half of the masters and moments."""
+    """There are 4 model-parallel ranks with 2 data-parallel ranks each, which hold half of the masters and moments."""
     state, files = global_state(), {}
-    for rank in ranks_of(Layout(4, 2, True), torch.float32):
+    for rank in ranks_of(ParallelLayout(4, 2, True), torch.float32):
         fill(rank, state, padding=torch.nan)
         files.update(checkpoint_files(rank, rank.parallel, CONFIG, CPU))
     assert len([name for name in files if "master_dp" in name]) == 8
-    facts = {
+    metadata = {
         "config": {"model": dataclasses.asdict(SHAPE)},
         "vocab_size": VOCAB,
         "consumed_samples": 24,
         "optimizer": rank.optimizer.state_dict(),
         "tokenizer": None,
     }
-    write(tmp_path / "eight", 3, files, facts=facts)
+    write(tmp_path / "eight", 3, files, metadata=metadata)
     assert tool("checkpoint").main(["merge", str(tmp_path / "eight"), str(tmp_path / "one")]) == 0
-    merged = open_source(tmp_path / "one")
+    merged = open_checkpoint(tmp_path / "one")
     assert sorted(path.stem for path in tmp_path.glob("one/iter_*/mp_rank_*/*")) == [
         "exp_avg_dp_00",
         "exp_avg_sq_dp_00",
@@ -180,8 +180,8 @@ def test_ranks_with_a_sharded_optimizer_merge_into_one(tmp_path: Path):
 
 
 def test_megatrons_own_sharded_optimizer_is_left_out_loudly(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """v3.0 of 2023: model_rng.pt of each model-parallel rank, and optim.pt of each data-parallel rank in a folder of
-    its own."""
+    """v3.0 (2023) writes model_rng.pt for each model-parallel rank, and optim.pt for each data-parallel rank in a
+    separate folder."""
     weights = random_weights()
     write_megatron(tmp_path / "theirs", weights, "v2", version=3, tp=4)
     for file in sorted((tmp_path / "theirs").rglob("model_optim_rng.pt")):
@@ -193,26 +193,28 @@ def test_megatrons_own_sharded_optimizer_is_left_out_loudly(tmp_path: Path, caps
     words = [str(tmp_path / "theirs"), str(tmp_path / "ours"), *"--to native --vocab-size 101".split()]
     assert tool("checkpoint").main(["convert", *words]) == 0
     assert "left out: 8 files of a sharded optimizer (optim.pt ...)" in capsys.readouterr().err
-    source = open_source(tmp_path / "ours")
+    source = open_checkpoint(tmp_path / "ours")
     assert all(torch.equal(source.read(f"model.{name}"), value) for name, value in weights.items())
 
 
 def test_a_vocabulary_file_of_another_size_is_refused(tmp_path: Path, vocabulary: list[str]):
-    """By the conversion, and by training where the conversion was given none."""
+    """The conversion refuses it, or training does if the conversion got no file."""
     write_megatron(tmp_path / "theirs", random_weights(), "flat", args=False)
     words = [str(tmp_path / "theirs"), *"--to native --num-attention-heads 4 --vocab-size 101".split()]
     checkpoint = tool("checkpoint")
-    with pytest.raises(ValueError, match="has 101 tokens and the tokenizer 257: give the files that it was trained"):
+    with pytest.raises(
+        ValueError, match="has 101 tokens, but the tokenizer .*257: give the tokenizer that the model was trained"
+    ):
         checkpoint.main(["convert", *words[:1], str(tmp_path / "a"), *words[1:], *vocabulary])
     assert not (tmp_path / "a").exists()
     assert checkpoint.main(["convert", *words[:1], str(tmp_path / "b"), *words[1:]]) == 0
     load = ["--load", str(tmp_path / "b"), "--save", str(tmp_path / "c"), "--device", "cpu"]
     for flags, message in (
-        ([], "came without a tokenizer: give --vocab-file"),
+        ([], "has no tokenizer: give --vocab-file"),
         (vocabulary, "has 101 tokens and the tokenizer 257"),
     ):
         with pytest.raises(ValueError, match=message):
-            prepare_run(parse([*load, *flags]), Ranks(), lambda line: None)
+            build_context(parse([*load, *flags]), RankInfo(), lambda line: None)
 
 
 # -------------------------------------------------------------------------------------------------------- generation
@@ -221,7 +223,7 @@ def test_a_vocabulary_file_of_another_size_is_refused(tmp_path: Path, vocabulary
 def test_what_16_ranks_wrote_writes_the_same_text_on_one(
     tmp_path: Path, vocabulary: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """16 ranks' files of ours, and the same as Megatron 2019 writes them."""
+    """The files of 16 ranks are in our format and in that of Megatron 2019."""
     tokenizer = build_tokenizer("GPT2BPETokenizer", vocab_file=vocabulary[1], merge_file=vocabulary[3])
     monkeypatch.setattr(test_generation, "TOKENIZER", tokenizer)
     mpu.initialize_model_parallel(1)

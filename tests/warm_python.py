@@ -1,10 +1,12 @@
-"""A process that has torch loaded and forks for each command: what stands in the PATH as `python` where a test starts
-programs of the project; all the rest is as a new interpreter has it. All the test processes of a run share the one
-server. Measured on 2026-11-23: the imports of the training program take 0.09 s of processor time instead of 2.56 s, the
-server's own start takes 6 s, and the docs alone have 153 commands: it saves the tests some minutes of processor time.
+"""A server process that has imported torch and forks for each command.
+
+Tests put a `python` into PATH that asks this server, so that programs of the project start quickly. Everything else is
+as in a new interpreter. All test processes of a run share one server. Measured on 2026-11-23: the imports of the training
+program take 0.09 s of processor time instead of 2.56 s, and the server starts in 6 s. The docs have 153 commands, so this
+saves the tests some minutes.
 
     server = WarmPython(folder)        # folder/bin/python is the command; server.path has folder/bin first
-    server.close()                     # the last to close it ends it, with every command that still runs
+    server.close()                     # the last call ends the server and all commands that still run
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ LIBRARIES = (
     "transformers.models.gpt2.modeling_gpt2",
 )
 
-# It hands over its standard streams, arguments, folder and environment, passes on the signals that programs know, and
-# ends as the command did. Of the modules that it could import none is quick.
+# This client sends its standard streams, arguments, folder and environment, forwards signals, and ends with the exit code
+# of the command. It imports as little as possible, because imports are slow.
 CLIENT = """#!{python} -IS
 import _signal, _socket, posix, sys
 server = _socket.socket(_socket.AF_UNIX)
@@ -64,7 +66,7 @@ posix._exit(code)
 
 class WarmPython:
     def __init__(self, folder: Path):
-        """Starts the process in `folder`, or joins it where another test process has; returns when it listens."""
+        """Start the server in `folder`, or use the one that a different test process started. Return when it listens."""
         address = f"{folder}/socket"
         client = folder / "bin" / "python"
         self.python, self.path = str(client), f"{client.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -93,7 +95,7 @@ class WarmPython:
                 started.stdout.close()
 
     def _hold(self, address: str) -> bool:
-        """Whether a server answers; it then stays until this process closes or ends."""
+        """Return whether a server answers. The server then lives until this process closes or ends."""
         self._held = socket.socket(socket.AF_UNIX)
         with contextlib.suppress(OSError):
             self._held.connect(address)
@@ -108,7 +110,7 @@ class WarmPython:
 
 
 class Server:
-    """Serves until those who hold it have gone."""
+    """The server. It ends when all its clients have closed or ended."""
 
     def __init__(self, address: str):
         Path(address).unlink(missing_ok=True)
@@ -129,7 +131,7 @@ class Server:
         self.wakes = wakes
 
     def serve(self) -> list[str]:
-        """Forks for each client. Returns the client's arguments, in the process that is to run them."""
+        """Fork for each client. Return the client's arguments in the new process."""
         print("listening", flush=True)
         while True:
             for key, _ in self.selector.select():
@@ -149,7 +151,7 @@ class Server:
                         for group in (*self.strays, *self.commands.values()):
                             self._kill(group)
                         os.killpg(0, signal.SIGKILL)
-                elif ready in self.commands:  # of which `_reap` may have forgotten it just now
+                elif ready in self.commands:  # `_reap` may have removed it just now
                     self._pass_on(ready)
 
     def _accept(self) -> list[str] | None:
@@ -180,11 +182,10 @@ class Server:
                 self._forget(client)
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(command, 0)
-                    self.strays.append(command)  # it has left some behind
+                    self.strays.append(command)  # the command has left processes behind
 
     def _pass_on(self, client: socket.socket) -> None:
-        """A signal that came to the client; one that was killed kills its command
-        with its ranks."""
+        """Forward a signal of the client. If the client was killed, kill its command and the command's ranks."""
         for number in client.recv(16) or bytes([signal.SIGKILL]):
             if number == signal.SIGKILL:
                 self._kill(self.commands[client])
@@ -202,7 +203,7 @@ class Server:
         client.close()
 
     def _become(self, request: bytes, streams: list[int]) -> list[str]:
-        """In the process of a command: its streams, folder and environment, and nothing of the server's."""
+        """Take over the streams, folder and environment of a command in its process, and close those of the server."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self.selector.close()
@@ -211,6 +212,9 @@ class Server:
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
             os.close(stream)
+        # The server's objects keep whether its own streams could seek.
+        sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
+        sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
         folder, count, *words = map(os.fsdecode, request.split(b"\0"))
         os.chdir(folder)
         os.environ.clear()
@@ -219,7 +223,7 @@ class Server:
 
 
 def run(argv: list[str]) -> None:
-    """`python ARGV`: a file, `-m MODULE` or `-c CODE`, with the arguments after it. -u, torchrun's, changes nothing."""
+    """Run `python ARGV`: a file, `-m MODULE` or `-c CODE`, with its arguments. torchrun's -u has no effect."""
     argv = argv[argv[0] == "-u" :]
     given = [entry for entry in os.environ.get("PYTHONPATH", "").split(":") if entry]
     sys.path[:] = [*given, *(entry for entry in sys.path if entry != str(ROOT))]
@@ -230,7 +234,7 @@ def run(argv: list[str]) -> None:
     elif argv[0] == "-m":
         sys.argv = argv[1:]
         sys.path.insert(0, os.getcwd())
-        sys.modules.pop(argv[1], None)  # runpy warns of a module that is there already
+        sys.modules.pop(argv[1], None)  # runpy warns of a module that is already imported
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = argv
@@ -239,7 +243,7 @@ def run(argv: list[str]) -> None:
 
 
 def exit_code(argv: list[str]) -> int:
-    """`run`, and what an interpreter does at its end but for taking itself apart, which takes as long as the start."""
+    """Call `run` and do what an interpreter does at its end, except for freeing its memory, which is slow."""
     try:
         run(argv)
         code: object = 0
@@ -259,17 +263,17 @@ def exit_code(argv: list[str]) -> int:
 
 
 def preload() -> None:
-    """The libraries, and the programs with all that they import at their start."""
+    """Import the libraries and the programs."""
     for name in (*LIBRARIES, *(f"megatron.gpt2.{program}" for program in PROGRAMS)):
         importlib.import_module(name)
-    atexit.unregister(importlib.import_module("torch._dynamo.utils").dump_compile_times)  # takes as long as the rest
+    atexit.unregister(importlib.import_module("torch._dynamo.utils").dump_compile_times)  # takes as long as all others
     import torch
 
     from megatron.gpt2 import device
 
     for dtype in (torch.float32, torch.bfloat16):
-        device._measured_gemm(torch.device("cpu"), dtype)  # 0.3 s of each run; it remembers
-    gc.freeze()  # what no command collects is not copied for each of them
+        device._measure_gemm_flops(torch.device("cpu"), dtype)  # saves 0.3 s of each run, because the result is cached
+    gc.freeze()  # objects that are never collected are not copied for each command
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""The stages of `benchmarks/first_minutes.py`, but for the tables: what this GPU is, every mode of the program, the
-kernels of a step, whole steps, and the project's own tests that need a GPU."""
+"""The stages of `benchmarks/first_minutes.py`, except `tables`: the properties of the GPU, every mode of the program,
+the kernels of a step, whole steps, and the tests that need a GPU."""
 
 from __future__ import annotations
 
@@ -24,37 +24,36 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import arms, harness
-from benchmarks.first_minutes import Cases
+from benchmarks.first_minutes import CaseRecorder
 from benchmarks.gpu.tables import tables
 from benchmarks.harness import ROOT, milliseconds
-from benchmarks.problem import COMPILED, MODELS, Arm, Problem, utilisation
-from benchmarks.profile_step import profiled
+from benchmarks.profile_step import profile_train_step
 from benchmarks.train import run_arm
-from megatron.gpt2.device import datasheet
+from benchmarks.workload import COMPILED, MODELS, Arm, Workload, utilisation
+from megatron.gpt2.device import datasheet_tflops
 from megatron.gpt2.train.train_step import train_step
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What the stages measure: GPT-2's models on a GPU, or with `smoke` tiny ones on the CPU, whose figures mean
-    nothing. scratch: a folder for what nobody keeps."""
+class StageConfig:
+    """The sizes to measure: GPT-2's models on a GPU, or with `smoke` tiny models on the CPU, whose times are
+    meaningless. scratch: a temporary folder."""
 
     smoke: bool
     scratch: str
 
     @property
     def device(self) -> torch.device:
-        """The device of every stage."""
         return torch.device("cpu" if self.smoke else "cuda")
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The models."""
+        """The names of the models."""
         return ("345M",) if self.smoke else ("345M", "774M", "1.5B")
 
     @property
     def repeats(self) -> int:
-        """Calls that are timed, of each operation."""
+        """Timed calls of each operation."""
         return 1 if self.smoke else 20
 
     @property
@@ -62,40 +61,39 @@ class Setting:
         """Tokens of a micro-batch, for the tables."""
         return (32,) if self.smoke else (8192, 16384, 32768)
 
-    def problem(self, name: str, micro_batch_size: int = 32, accumulation: int = 1, **changes: Any) -> Problem:
-        """A training problem of the model `name`. changes: other fields of it."""
-        problem = Problem(
+    def workload(self, name: str, micro_batch_size: int = 32, accumulation: int = 1, **changes: Any) -> Workload:
+        """Make a workload with the model `name`. changes: other fields."""
+        workload = Workload(
             *MODELS[name], 1024, micro_batch_size, accumulation, device=self.device.type, scratch=self.scratch
         )
-        problem = dataclasses.replace(problem, **changes)
-        return dataclasses.replace(problem.small(), seq_length=32) if self.smoke else problem
+        workload = dataclasses.replace(workload, **changes)
+        return dataclasses.replace(workload.small(), seq_length=32) if self.smoke else workload
 
-    def written(self, problem: Problem) -> Problem:
-        """The same, whose tokens are there."""
-        problem.write_tokens(16 * problem.micro_batch_size * problem.accumulation)
-        return problem
-
-
-# --- machine: what this GPU is, and how fast it multiplies and copies. All later figures are read against it ---------
+    def with_tokens(self, workload: Workload) -> Workload:
+        """Write the tokens of a workload, and return it."""
+        workload.write_tokens(16 * workload.micro_batch_size * workload.accumulation)
+        return workload
 
 
-def machine(setting: Setting, cases: Cases) -> None:
-    """Its cases."""
+# --- machine: the properties of the GPU, and its speed of products and copies ----------------------------------------
+
+
+def machine(cfg: StageConfig, cases: CaseRecorder) -> None:
     cases.run("versions", versions)
-    cases.run("product", lambda: product(setting))
-    cases.run("copies", lambda: copies(setting))
+    cases.run("product", lambda: product(cfg))
+    cases.run("copies", lambda: copies(cfg))
 
 
 def versions() -> dict[str, Any]:
-    """torch and its libraries, the device's properties, nvidia-smi's table, and the variables that CUDA, NCCL and torch
-    read."""
+    """Return the versions of torch and its libraries, the device properties, the output of nvidia-smi, and the
+    variables for CUDA, NCCL and torch."""
     found: dict[str, Any] = {**harness.versions(), "cudnn": torch.backends.cudnn.version()}
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         found |= {
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
             "gpu": properties.name,
-            "datasheet_tflops": datasheet(properties.name),
+            "datasheet_tflops": datasheet_tflops(properties.name),
             "processors": properties.multi_processor_count,
             "memory_gb": properties.total_memory / 1e9,
         }
@@ -108,36 +106,36 @@ def versions() -> dict[str, Any]:
     return {**found, "nvidia_smi": table, "environment": environment}
 
 
-def product(setting: Setting) -> dict[str, Any]:
-    """An 8192³ product in bf16: of random numbers, since equal ones multiply faster."""
-    size = 64 if setting.smoke else 8192
-    a, b = (torch.randn(size, size, device=setting.device).bfloat16() for _ in range(2))
-    ms = milliseconds(lambda: a @ b, setting.device, 5 * setting.repeats)
+def product(cfg: StageConfig) -> dict[str, Any]:
+    """Time an 8192³ product in bf16, of random numbers, because equal numbers are faster."""
+    size = 64 if cfg.smoke else 8192
+    a, b = (torch.randn(size, size, device=cfg.device).bfloat16() for _ in range(2))
+    ms = milliseconds(lambda: a @ b, cfg.device, 5 * cfg.repeats)
     return {"size": size, "ms": ms, "tflops": 2e-9 * size**3 / ms}
 
 
-def copies(setting: Setting) -> dict[str, Any]:
-    """GB/s of a copy within the device, which reads and writes each byte, and of pinned copies to it and back."""
-    there = torch.zeros(1 << (16 if setting.smoke else 30), dtype=torch.uint8, device=setting.device)
+def copies(cfg: StageConfig) -> dict[str, Any]:
+    """Measure GB/s of a copy within the device (reads plus writes), and of pinned copies to the device and back."""
+    there = torch.zeros(1 << (16 if cfg.smoke else 30), dtype=torch.uint8, device=cfg.device)
     other = torch.empty_like(there)
-    host = torch.zeros(1 << (16 if setting.smoke else 28), dtype=torch.uint8, pin_memory=not setting.smoke)
+    host = torch.zeros(1 << (16 if cfg.smoke else 28), dtype=torch.uint8, pin_memory=not cfg.smoke)
     part = there[: host.numel()]
 
     def rate(target: torch.Tensor, source: torch.Tensor) -> float:
-        ms = milliseconds(lambda: target.copy_(source, non_blocking=True), setting.device, setting.repeats)
+        ms = milliseconds(lambda: target.copy_(source, non_blocking=True), cfg.device, cfg.repeats)
         return 1e-6 * source.numel() / ms
 
     within, up, down = rate(other, there), rate(part, host), rate(host, part)
     return {"device_gb_per_s": 2 * within, "to_device_gb_per_s": up, "to_host_gb_per_s": down}
 
 
-# --- modes: steps of two layers in every mode of the program, with what torch reports of them: where the host waited
-# for the device, every other warning, every traceback. Log lines are not in a step, so nothing in it may wait; only the
-# offloaded optimizer does, for its gradients -------------------------------------------------------------------------
+# --- modes: steps of two layers in every mode of the program, with torch's warnings and tracebacks: waits of the host for
+# the device, and others. A step writes no log lines, so the host may not wait, except for the gradients of the
+# offloaded optimizer --------------------------------------------------------------------------------------------------
 
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 DOCUMENTS = "--reset-position-ids --reset-attention-mask --eod-mask-loss"
-# Flags after those of a run in bf16 without dropout, of micro-batches of 2. tests/fake_cuda runs the same ones.
+# Flags in addition to those of a run in bf16 without dropout, with micro-batches of 2. tests/fake_cuda uses the same.
 MODES = {
     "bf16": "",
     "fp16": "--precision fp16",
@@ -162,29 +160,29 @@ MODES = {
     "compiled, dropout": f"--compile {DROPOUT}",
 }
 MAY_WAIT = {"offload": "megatron/gpt2/optimizer/optimizer.py"}
-WATCHED = 3  # steps
+WATCHED_STEPS = 3  # steps
 
 
-def modes(setting: Setting, cases: Cases) -> None:
-    """Its cases."""
+def modes(cfg: StageConfig, cases: CaseRecorder) -> None:
     for mode, flags in MODES.items():
         arm = Arm(mode, compiled="--compile" in flags, flags=tuple(flags.replace("--compile", "").split()))
-        cases.run(mode, partial(step_of, arm, setting))
+        cases.run(mode, partial(measure_mode, arm, cfg))
 
 
-def step_of(arm: Arm, setting: Setting) -> dict[str, Any]:
-    """Two steps, then `WATCHED` that are watched, as many that are timed, and one whose kernels are counted."""
-    on_gpu = setting.device.type == "cuda"
-    training = arms.ours(setting.written(setting.problem("345M", 2, num_layers=2, seq_length=256)), arm)
+def measure_mode(arm: Arm, cfg: StageConfig) -> dict[str, Any]:
+    """Run two steps, then `WATCHED_STEPS` with recorded warnings, `WATCHED_STEPS` timed ones, and one whose kernels are
+    counted."""
+    on_gpu = cfg.device.type == "cuda"
+    training = arms.build_ours(cfg.with_tokens(cfg.workload("345M", 2, num_layers=2, seq_length=256)), arm)
     training.step()
     loss, norm = None, None
-    with contextlib.suppress(AssertionError):  # fp16 skips the first steps, to find its scale
+    with contextlib.suppress(AssertionError):  # fp16 skips steps until it has found its loss scale
         loss, norm = training.read()
     training.step()
-    with watched(setting.device) as (waits, other):
-        for _ in range(WATCHED):
+    with record_warnings(cfg.device) as (waits, other):
+        for _ in range(WATCHED_STEPS):
             training.step()
-    ms = 1000 * harness.spread(harness.call_seconds(training.step, setting.device, WATCHED))["median"]
+    ms = 1000 * harness.spread(harness.call_seconds(training.step, cfg.device, WATCHED_STEPS))["median"]
     expected = (training.expected_peak or 0) / 2**20
     found: dict[str, Any] = {"loss": loss, "grad_norm": norm, "ms": ms, "expected_peak_mb": expected}
     found |= {"waits": waits, "warnings": other}
@@ -197,19 +195,19 @@ def step_of(arm: Arm, setting: Setting) -> dict[str, Any]:
             training.step()
         kind = "CUDA" if on_gpu else "CPU"
         found["kernels"] = sum(event.device_type.name == kind for event in recorded.events())
-    except RuntimeError as error:  # the profiler may not be allowed on a machine; the rest was measured
+    except RuntimeError as error:  # a machine may forbid profiling; keep the other results
         found["kernels_failed"] = str(error).splitlines()[0]
     training.close()
     unexpected = [wait for wait in waits if not wait["place"].startswith(MAY_WAIT.get(arm.name, "nowhere"))]
     if unexpected:
-        found["failed"] = f"the step waits for the device at {unexpected[0]['place']}"
+        found["failed"] = f"the host waits for the device at {unexpected[0]['place']}"
     return found
 
 
 @contextlib.contextmanager
-def watched(device: torch.device) -> Iterator[tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
-    """Inside, torch warns of every wait for the device. Two lists are filled: the waits, and the other warnings. Each
-    entry has its text, the innermost line of this project, and the traceback."""
+def record_warnings(device: torch.device) -> Iterator[tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
+    """Record torch's warnings in two lists: waits for the device, and other warnings. Each entry has the text, the
+    innermost line of this project, and the traceback."""
     waits: list[dict[str, Any]] = []
     other: list[dict[str, Any]] = []
     program = tuple(f"{ROOT}/{room}/" for room in ("mpu", "megatron", "data_utils"))
@@ -223,7 +221,7 @@ def watched(device: torch.device) -> Iterator[tuple[list[dict[str, Any]], list[d
 
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        warnings.showwarning = keep  # type: ignore[assignment]  # which catch_warnings puts back
+        warnings.showwarning = keep  # type: ignore[assignment]  # catch_warnings restores it
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             torch.cuda.set_sync_debug_mode("warn")
@@ -234,59 +232,58 @@ def watched(device: torch.device) -> Iterator[tuple[list[dict[str, Any]], list[d
                 torch.cuda.set_sync_debug_mode("default")
 
 
-# --- kernels: torch's profile of a step of 345M at micro-batch 32, eager and compiled: the time by part of a step and by
-# kernel, beside the time of a step that nobody watches --------------------------------------------------------------
+# --- kernels: torch's profile of a step of 345M at micro-batch 32, eager and compiled: the time by part of the step and
+# by kernel, and the time of a step without the profiler --------------------------------------------------------------
 
 
-def kernels(setting: Setting, cases: Cases) -> None:
-    """Its cases."""
+def kernels(cfg: StageConfig, cases: CaseRecorder) -> None:
     for name in ("compiled", "eager"):
-        cases.run(name, partial(profile_of, setting, Arm(name, compiled=name == "compiled")))
+        cases.run(name, partial(measure_kernels, cfg, Arm(name, compiled=name == "compiled")))
 
 
-def profile_of(setting: Setting, arm: Arm) -> dict[str, Any]:
-    """busy: the part of the step in which the device has a kernel; the rest waits for the host."""
-    run = arms.our_run(setting.written(setting.problem("345M")), arm)
+def measure_kernels(cfg: StageConfig, arm: Arm) -> dict[str, Any]:
+    """Profile a step. busy: the part of its time in which the device runs kernels instead of waiting for the host."""
+    trainer = arms.build_our_trainer(cfg.with_tokens(cfg.workload("345M")), arm)
     began = time.perf_counter()
-    train_step(run)
-    if setting.device.type == "cuda":
+    train_step(trainer)
+    if cfg.device.type == "cuda":
         torch.cuda.synchronize()
     first = time.perf_counter() - began
-    ms = milliseconds(lambda: train_step(run), setting.device, 1 if setting.smoke else 5)
-    parts, recorded = profiled(run, run.device)
-    arms.close(run)
+    ms = milliseconds(lambda: train_step(trainer), cfg.device, 1 if cfg.smoke else 5)
+    parts, recorded = profile_train_step(trainer, trainer.device)
+    arms.close_trainer(trainer)
     device_ms, launches = (sum(kernel[key] for kernel in recorded) for key in ("ms", "calls"))
     found = {"step_ms": ms, "first_step_s": first, "device_ms": device_ms, "busy": device_ms / ms}
     return {**found, "launches": launches, "parts_ms": parts, "kernels": recorded[:60]}
 
 
-# --- steps: whole training steps of the three models, compiled, 4 micro-batches of 32: tokens a second, MFU by both
-# counts of FLOPs, and the peak of the memory beside what the planner expects of it ----------------------------------
+# --- steps: whole training steps of the three models, compiled, 4 micro-batches of 32: tokens per second, MFU by both
+# counts of FLOPs, and measured and expected peak memory -------------------------------------------------------------
 
 
-def steps(setting: Setting, cases: Cases, timeout: float = 150.0) -> None:
-    """Its cases. timeout: seconds of a model, most of which are its compilation and the drawing of its weights."""
-    for name in setting.names:
-        cases.run(name, partial(steps_of, setting, name, timeout))
+def steps(cfg: StageConfig, cases: CaseRecorder, timeout: float = 150.0) -> None:
+    """Measure each model. timeout: seconds for a model, mostly for its compilation and its initial weights."""
+    for name in cfg.names:
+        cases.run(name, partial(measure_steps, cfg, name, timeout))
 
 
-def steps_of(setting: Setting, name: str, timeout: float) -> dict[str, Any]:
-    """Five steps in a process of their own, after two others. `visit` is what `benchmarks/arms.py` gives."""
-    problem = setting.written(setting.problem(name, 32, 4))
+def measure_steps(cfg: StageConfig, name: str, timeout: float) -> dict[str, Any]:
+    """Time five steps in a new process, after two warm-up steps. `visit` is the result of `benchmarks/arms.py`."""
+    workload = cfg.with_tokens(cfg.workload(name, 32, 4))
     spec: dict[str, Any] = {
         "task": "measure",
-        "problem": dataclasses.asdict(problem),
+        "problem": dataclasses.asdict(workload),
         "arm": dataclasses.asdict(COMPILED),
     }
-    spec |= {"nanogpt": "", "warmup": 1, "steps": 1 if setting.smoke else 5}
-    visit = run_arm(spec, Path(setting.scratch), timeout)
+    spec |= {"nanogpt": "", "warmup": 1, "steps": 1 if cfg.smoke else 5}
+    visit = run_arm(spec, Path(cfg.scratch), timeout)
     if "failed" in visit:
         return visit
     seconds = harness.spread(visit["step_s"])
     speed = visit["tokens_per_step"] / seconds["median"]
     gpu = harness.header("")["machine"]["gpu"]
-    teraflops = datasheet(gpu) if gpu else None
-    peak = 1e12 * teraflops if teraflops else None  # without it there is no MFU
+    teraflops = datasheet_tflops(gpu) if gpu else None
+    peak = 1e12 * teraflops if teraflops else None  # None: MFU is unknown
     expected, measured = visit["expected_peak_bytes"], visit["memory_bytes"].get("peak_allocated")
     found = {"tokens_per_s": speed, "step_s": seconds, "first_step_s": visit["first_step_s"]}
     found |= {**utilisation(speed, visit, peak), "mfu_of_flops_per_s": peak, "expected_peak_gb": expected / 1e9}
@@ -295,19 +292,19 @@ def steps_of(setting: Setting, name: str, timeout: float) -> dict[str, Any]:
     return {**found, "visit": visit}
 
 
-# --- tests: the project's own tests that need a GPU, each with a time limit. pytest's output is in a log of its own,
-# which a test that never ends leaves behind as well -----------------------------------------------------------------
+# --- tests: the tests that need a GPU, each with a time limit. pytest writes to a separate log file, which also exists
+# after a timeout ------------------------------------------------------------------------------------------------------
 
 
-def tests(setting: Setting, cases: Cases, timeout: float = 300.0) -> None:
-    """Its one case. timeout: of all tests, in seconds; without a GPU every test is skipped, which is quick."""
+def tests(cfg: StageConfig, cases: CaseRecorder, timeout: float = 300.0) -> None:
+    """Run pytest as one case. timeout: of all tests, in seconds."""
     limits = ["-o", "faulthandler_timeout=60", *["--timeout=60"] * bool(importlib.util.find_spec("pytest_timeout"))]
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *limits, "tests/gpu"]
-    cases.run("pytest", lambda: own_tests(command, cases.folder / "gpu_tests.log", timeout))
+    cases.run("pytest", lambda: run_pytest(command, cases.folder / "gpu_tests.log", timeout))
 
 
-def own_tests(command: list[str], log: Path, timeout: float) -> dict[str, Any]:
-    """The outcome of each test by pytest's own lines; "failed" if one failed, or if they did not end in time."""
+def run_pytest(command: list[str], log: Path, timeout: float) -> dict[str, Any]:
+    """Run pytest and parse the outcome of each test. "failed" is set if a test failed, or after a timeout."""
     code = harness.run_limited(command, log, timeout)
     text = log.read_text(errors="replace")
     outcome = r"^(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b"
@@ -315,14 +312,14 @@ def own_tests(command: list[str], log: Path, timeout: float) -> dict[str, Any]:
     found: dict[str, Any] = {"exit_code": code, "log": log.name, "counts": dict(Counter(outcomes.values()))}
     found |= {"outcomes": outcomes, "last_line": last}
     if code is None:
-        found["failed"] = f"no end after {timeout:.0f} s; last: {last}"
+        found["failed"] = f"timeout after {timeout:.0f} s; last: {last}"
     elif code:
         bad = [name for name, outcome in outcomes.items() if outcome in ("FAILED", "ERROR")]
         found["failed"] = f"exit code {code}: {', '.join(bad) or last}"
     return found
 
 
-STAGES: dict[str, Callable[[Setting, Cases], None]] = {
+STAGES: dict[str, Callable[[StageConfig, CaseRecorder], None]] = {
     "machine": machine,
     "modes": modes,
     "tables": tables,

@@ -1,56 +1,46 @@
-"""Documents out of files of loose JSON and plain text, compressed or not, the names that stand for such files, and the
-built-in corpus. `detokenizers` turns the texts of word-level benchmarks back into ordinary text.
+"""Read documents from JSON lines and plain text, compressed or not, and from named corpora. Make the built-in corpus.
 
-The names of files say which of a folder hold documents, and of what form. Bad lines are skipped, counted and named.
+The suffix of a file's name decides its format. Bad lines are skipped, counted and reported. `detokenizers` converts the
+texts of word-level benchmarks back to ordinary text.
 
-`--train-data wikipedia` reads the files that an entry of a JSON file lists:
+`--train-data wikipedia` reads the files of this entry in a JSON file:
 
     {"wikipedia": {"files": ["data/wikipedia/wikidump_lines.json"], "text_key": "text"}}
 
-The file is $MEGATRON_CORPORA, else data/corpora.json in the current folder, else the one of this checkout. A path in it
-is relative to the current folder, as a path on the command line is; `text_key` may be left out.
-
-The built-in corpus, `--train-data builtin`, is the prose of Python's standard library about itself: the docstrings of
-its modules, and the language topics of `pydoc_data`, about 1 MB of English. No module is imported, because imports have
-side effects: a regular expression finds the docstrings in the source. Comments are left out, since they say less in
-whole sentences: after as many steps the model is at 1.74 bits per byte with them and at 1.56 without. The text
-differs a little between versions of Python: results name its hash.
+The JSON file is $MEGATRON_CORPORA if it is set, otherwise data/corpora.json in the current folder or in this checkout.
+Paths in it are relative to the current folder, as on the command line. `text_key` is optional.
 """
 
-import ast
 import contextlib
-import functools
 import glob
 import gzip
-import hashlib
 import io
 import itertools
 import json
 import os
-import re
 import reprlib
-import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from data_utils.command_line import how_to_call
+from data_utils.corpora.builtin import builtin_documents
 
 BUILTIN = "builtin"
 JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 TEXT_SUFFIX = ".txt"
 COMPRESSED_SUFFIXES = (".gz", ".zst")
-MANIFESTS = "manifests"  # the folder in which a stage of tools/openwebtext/ keeps its manifests, next to its output
+MANIFESTS = "manifests"  # the folder of manifests in the output of a stage of tools/openwebtext/
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
-ZSTD_SKIPPABLE = b"\x2a\x4d\x18"  # after a first byte of 0x50 to 0x5f; pzstd begins its files so
+ZSTD_SKIPPABLE = b"\x2a\x4d\x18"  # after a first byte of 0x50 to 0x5f; pzstd writes it
 BLOCK = 1 << 18
 BOM = b"\xef\xbb\xbf"
 
 DEFAULT_KEYS = ("text", "sentence")
-MOST_BAD_LINES = 0.001
-SHOWN_BAD_LINES = 5
-HOPELESS_LINES = 1000  # bad ones before the first good one, at which the file or shard is refused
+MAX_BAD_FRACTION = 0.001
+MAX_LOGGED_BAD_LINES = 5
+MAX_LEADING_BAD_LINES = 1000  # a file or shard that begins with this many bad lines is refused
 
 SHIPPED_CORPORA = Path("data", "corpora.json")
 CORPORA_VARIABLE = "MEGATRON_CORPORA"
@@ -59,15 +49,16 @@ Log = Callable[[str], None]
 Corpus = tuple[tuple[str, ...], str | None]  # files, text key
 
 
-# --- which files
+# --- find files
 
 
 def find_corpora(flags: Mapping[str, Sequence[str]], text_key: str | None) -> tuple[list[tuple[str, ...]], str | None]:
-    """The files of each flag, in order, with a named corpus replaced by its files; and the text key: the one that is
-    given, else that of the corpora.
+    """Replace names of corpora by their files. Returns the files of each flag, in order, and the text key: `text_key`
+    if it is given, otherwise that of the corpora.
 
-    flags: the words of each flag. A path that holds a "/" or a "." is never a name. FileNotFoundError names a corpus
-    whose file is missing, and the line to write. ValueError if two corpora have different text keys.
+    flags: the words of each flag. A word with "/" or "." is a path and never a name. Raises FileNotFoundError, which
+    shows the entry to write, if a corpus or its file is missing, and ValueError if two corpora have different text
+    keys.
     """
     listed = _corpora_file()
     corpora = read_corpora(listed) if listed.is_file() or CORPORA_VARIABLE in os.environ else {}
@@ -80,14 +71,14 @@ def find_corpora(flags: Mapping[str, Sequence[str]], text_key: str | None) -> tu
                 for path in paths:
                     if not Path(path).exists():
                         raise FileNotFoundError(
-                            f"{flag} {name}: there is no file {path}, which {listed} names: put it "
+                            f"{flag} {name}: no such file: {path}, which {listed} names: put it "
                             f"there, or write {_entry_of(name)} into {listed}"
                         )
                 files += paths
             elif name != BUILTIN and not Path(name).exists() and not {"/", "."} & set(name):
                 raise FileNotFoundError(
-                    f"{flag}: no such file: {name}; nor is it a corpus, which {_entry_of(name)} in {listed} "
-                    "would make it"
+                    f"{flag}: no such file: {name}; to define a corpus of this name, write {_entry_of(name)} "
+                    f"into {listed}"
                 )
             else:
                 files.append(name)
@@ -103,7 +94,7 @@ def find_corpora(flags: Mapping[str, Sequence[str]], text_key: str | None) -> tu
 
 
 def _corpora_file() -> Path:
-    """The file of named corpora; it need not exist."""
+    """Return the path of the file of named corpora, which may not exist."""
     if CORPORA_VARIABLE in os.environ:
         return Path(os.environ[CORPORA_VARIABLE])
     shipped = Path(__file__).resolve().parents[2] / SHIPPED_CORPORA
@@ -111,7 +102,8 @@ def _corpora_file() -> Path:
 
 
 def read_corpora(path: Path) -> dict[str, Corpus]:
-    """The corpora in the file `path`, by name. ValueError or FileNotFoundError, in one line, if it is no such file."""
+    """Read the corpora in the file `path`, by name. Raises ValueError or FileNotFoundError if it is missing or
+    wrong."""
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -138,9 +130,9 @@ def _entry_of(name: str) -> str:
     return f'{json.dumps(name)}: {{"files": ["PATH"], "text_key": "text"}}'
 
 
-def documents_in(folder: Path) -> list[Path]:
-    """The files of JSON lines or text in a folder, sorted by name. Subfolders are left out, and so is a hidden file,
-    which may be unfinished."""
+def list_documents(folder: Path) -> list[Path]:
+    """List the files of JSON or text in a folder, sorted by name, without subfolders and without hidden files, which
+    may be unfinished."""
     suffixes = (*JSON_SUFFIXES, TEXT_SUFFIX)
     return sorted(
         file
@@ -149,16 +141,18 @@ def documents_in(folder: Path) -> list[Path]:
     )
 
 
-def files_of(names: Iterable[str], flag: str, in_folder: Callable[[Path], Sequence[Path]] = documents_in) -> list[str]:
-    """The files that `names`, given with `flag`, stand for: a file, those that match a glob pattern, or those of a
-    folder, as `in_folder` finds them. FileNotFoundError or ValueError names the flag."""
+def expand_paths(
+    names: Iterable[str], flag: str, in_folder: Callable[[Path], Sequence[Path]] = list_documents
+) -> list[str]:
+    """Expand paths of files, glob patterns and folders to files. in_folder: lists the files of a folder. An error names
+    `flag`."""
     found: list[str] = []
     for name in names:
         files = [name]
         if name != BUILTIN and Path(name).is_dir():
             files = list(map(str, in_folder(Path(name))))
             if not files:
-                raise FileNotFoundError(f"{flag}: {name}: there is no file of JSON lines or text in this folder")
+                raise FileNotFoundError(f"{flag}: {name}: this folder has no file of JSON lines or text")
         elif name != BUILTIN and not Path(name).exists():
             files = sorted(filter(os.path.isfile, glob.glob(name, recursive=True))) or files
         for file in files:
@@ -168,12 +162,12 @@ def files_of(names: Iterable[str], flag: str, in_folder: Callable[[Path], Sequen
 
 
 def uncompressed(name: str) -> str:
-    """A file's name without the suffix of its compression."""
+    """Remove the suffix of a compression from a file's name."""
     return name.removesuffix(".gz").removesuffix(".zst")
 
 
 def check_exists(path: str, flag: str) -> None:
-    """FileNotFoundError or ValueError if `path`, given with `flag`, is not a file."""
+    """Raise FileNotFoundError or ValueError, which names `flag`, if `path` is not a file."""
     if path == BUILTIN:
         return
     if not Path(path).exists():
@@ -181,19 +175,19 @@ def check_exists(path: str, flag: str) -> None:
     if not Path(path).is_file():
         raise ValueError(f"{flag}: {path} is not a file: name the files in it")
     if not os.access(path, os.R_OK):
-        raise ValueError(f"{flag}: {path} may not be read by this user")
+        raise ValueError(f"{flag}: {path} cannot be read: this user lacks the permission")
 
 
 def is_json(path: str) -> bool:
-    """Whether a file's name says that it holds JSON."""
+    """Return True if a file's name has a suffix of JSON."""
     return Path(uncompressed(path)).suffix.lower() in JSON_SUFFIXES
 
 
-# --- their content, decompressed
+# --- decompress files
 
 
-def compression_of(path: str | Path) -> str | None:
-    """`gzip`, `zstd`, or None for a file that is neither, by its first bytes."""
+def detect_compression(path: str | Path) -> str | None:
+    """Return "gzip", "zstd" or None, by the first bytes of a file."""
     with open(path, "rb") as file:
         magic = file.read(4)
     if magic == ZSTD or (magic[1:] == ZSTD_SKIPPABLE and magic[0] >> 4 == 5):
@@ -203,8 +197,8 @@ def compression_of(path: str | Path) -> str | None:
 
 @contextlib.contextmanager
 def open_bytes(path: str | Path) -> Iterator[BinaryIO]:
-    """The content of a file, decompressed if it is compressed, of several members or frames too. ValueError, which
-    names the file, if reading in the block shows that it is truncated or damaged."""
+    """Open a file for binary reading, and decompress it if needed. It may have several gzip members or zstd frames. If
+    a read in the block finds it damaged, ValueError names the file."""
     try:
         with _open(path) as file:
             yield file
@@ -213,7 +207,7 @@ def open_bytes(path: str | Path) -> Iterator[BinaryIO]:
 
 
 def _open(path: str | Path) -> BinaryIO:
-    kind = compression_of(path)
+    kind = detect_compression(path)
     if kind == "gzip":
         return cast(BinaryIO, gzip.open(path, "rb"))
     if kind == "zstd":
@@ -222,8 +216,8 @@ def _open(path: str | Path) -> BinaryIO:
 
 
 class _ZstdFile(io.RawIOBase):
-    """The content of a zstd file, of several frames too. EOFError if it is damaged or ends within a frame. The reader of
-    the package zstandard takes a truncated file for one that has ended."""
+    """Decompresses a zstd file of any number of frames. Raises EOFError if it is damaged or truncated, unlike the
+    reader of the package zstandard, which does not notice a truncated file."""
 
     def __init__(self, path: str | Path) -> None:
         try:
@@ -235,7 +229,7 @@ class _ZstdFile(io.RawIOBase):
             ) from None
         self._error, self._new_frame = zstandard.ZstdError, zstandard.ZstdDecompressor().decompressobj
         self._file = open(path, "rb")  # noqa: SIM115  closed by `close`
-        self._frame: Any = None  # the one that has begun
+        self._frame: Any = None  # the current frame
         self._packed, self._unpacked = b"", memoryview(b"")
 
     def readable(self) -> bool:
@@ -264,15 +258,17 @@ class _ZstdFile(io.RawIOBase):
         return size
 
 
-# --- their documents
+# --- read documents
 
 
-def documents(path: str, text_key: str | None, log: Log, max_bad_fraction: float = MOST_BAD_LINES) -> Iterator[str]:
-    """The documents of one file in its order, none of them empty; `builtin` names the built-in corpus.
+def read_documents(
+    path: str, text_key: str | None, log: Log, max_bad_fraction: float = MAX_BAD_FRACTION
+) -> Iterator[str]:
+    """Yield the documents of a file in order, except empty ones. `builtin` is the built-in corpus.
 
-    JSON is recognised by the file's name: one object a line, or one array of objects. Any other file is one document,
-    byte for byte but for lines that are not UTF-8. ValueError names the file and line if more than `max_bad_fraction`
-    of the lines are unusable, and the file if it holds no text at all.
+    A file with a suffix of JSON has an object per line, or is one array of objects. Any other file is one document,
+    byte for byte, without the lines that are not UTF-8. Raises ValueError, which names the file and line, if more than
+    `max_bad_fraction` of the lines are unusable, or if the file has no text.
     """
     if path == BUILTIN:
         yield from builtin_documents()
@@ -281,7 +277,7 @@ def documents(path: str, text_key: str | None, log: Log, max_bad_fraction: float
     good = empty = bad = 0
     first_bad = ""
     with open_bytes(path) as file:
-        for number, record in enumerate(objects(file, path), 1) if as_json else plain_text(file, "text"):
+        for number, record in enumerate(read_items(file, path), 1) if as_json else read_plain_text(file, "text"):
             if isinstance(record, bytes) and not record.strip():
                 continue
             try:
@@ -291,14 +287,14 @@ def documents(path: str, text_key: str | None, log: Log, max_bad_fraction: float
                     if key is None:
                         raise ValueError(f"neither {' nor '.join(DEFAULT_KEYS)} is a field of it, {_fields(item)}")
                     log(f"{path}: the text is the field {key!r} (--text-key)")
-                text = text_of(item, key)
+                text = get_text(item, key)
             except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
                 bad += 1
-                first_bad = first_bad or f"{path}:{number}: {reason_of(error)}"
-                if bad <= SHOWN_BAD_LINES:
-                    log(f"{path}:{number}: skipped: {reason_of(error)}")
-                if bad == HOPELESS_LINES and not good:
-                    break  # rather now than after hours
+                first_bad = first_bad or f"{path}:{number}: {error_reason(error)}"
+                if bad <= MAX_LOGGED_BAD_LINES:
+                    log(f"{path}:{number}: skipped: {error_reason(error)}")
+                if bad == MAX_LEADING_BAD_LINES and not good:
+                    break  # fail now instead of after hours
                 continue
             if text:
                 good += 1 if as_json else number - bad
@@ -318,26 +314,26 @@ def documents(path: str, text_key: str | None, log: Log, max_bad_fraction: float
         log(f"{path}: of {lines} lines {bad} bad and {empty} empty ones are skipped")
 
 
-def plain_text(file: Iterable[bytes], key: str) -> Iterator[tuple[int, Any]]:
-    """A file of text as one object with the field `key`, and before it each line that is not UTF-8, as bytes; both with
-    the number of their (last) line."""
-    parts, number = [], 0
+def read_plain_text(file: Iterable[bytes], key: str) -> Iterator[tuple[int, Any]]:
+    """Yield each line that is not UTF-8, as bytes, then the rest of the text as one object with the field `key`; both
+    with the number of their (last) line."""
+    parts, number = list[str](), 0
     for number, line in enumerate(file, 1):
         try:
-            parts.append(line.decode("utf-8"))
+            parts.append((line if parts else line.removeprefix(BOM)).decode("utf-8"))
         except UnicodeDecodeError:
             yield number, line
     yield number, {key: "".join(parts)}
 
 
 def default_key(path: str) -> str | None:
-    """The field that `documents` reads if no text key is given. None if the file is not JSON, or if `documents` would
-    refuse it. Reads the file up to the first object that has such a field."""
+    """Return the field that `read_documents` reads by default: one of DEFAULT_KEYS, in the first object that has one.
+    None if the file is not JSON, or if `read_documents` would refuse it."""
     if not is_json(path):
         return None
     with open_bytes(path) as file:
-        items = (line for line in objects(file, path) if not isinstance(line, bytes) or line.strip())
-        for line in itertools.islice(items, HOPELESS_LINES):
+        items = (line for line in read_items(file, path) if not isinstance(line, bytes) or line.strip())
+        for line in itertools.islice(items, MAX_LEADING_BAD_LINES):
             with contextlib.suppress(ValueError, RecursionError):
                 if key := _default_key(json_object(line)):
                     return key
@@ -348,8 +344,8 @@ def _default_key(item: dict[str, Any]) -> str | None:
     return next((key for key in DEFAULT_KEYS if key in item), None)
 
 
-def objects(content: Iterable[bytes], path: str) -> Iterator[Any]:
-    """The items of a file that is one JSON array; of any other file its lines, as bytes. ValueError if an array is
+def read_items(content: Iterable[bytes], path: str) -> Iterator[Any]:
+    """Yield the items of a JSON array, or the lines of any other file, as bytes. Raises ValueError if an array is
     damaged."""
     begun, content = False, iter(content)
     for line in content:
@@ -360,22 +356,22 @@ def objects(content: Iterable[bytes], path: str) -> Iterator[Any]:
                     yield from json.loads((line + b"".join(content)).decode("utf-8"))
                     return
                 except (ValueError, RecursionError) as error:
-                    raise ValueError(f"{path} begins as a JSON array but is none: {error}") from None
+                    raise ValueError(f"{path} begins like a JSON array but is not one: {error}") from None
             begun = bool(line.strip())
         yield line
 
 
 def json_object(line: Any) -> dict[str, Any]:
-    """The object that a line of bytes holds, or `line` itself if it is an object. ValueError or RecursionError for
-    anything else."""
+    """Parse a line of bytes as a JSON object, or return `line` if it is an object. Raises ValueError or RecursionError
+    for anything else."""
     item = json.loads(line.decode("utf-8")) if isinstance(line, bytes) else line
     if not isinstance(item, dict):
         raise ValueError("not an object")
     return item
 
 
-def text_of(item: dict[str, Any], key: str) -> str:
-    """The text in the field `key`. ValueError says what is there instead."""
+def get_text(item: dict[str, Any], key: str) -> str:
+    """Return the text in the field `key`. Raises ValueError if the field is missing or is not text."""
     if key not in item:
         raise ValueError(f"no field {key!r}, {_fields(item)}")
     text = item[key]
@@ -389,111 +385,16 @@ def _fields(item: dict[str, Any]) -> str:
     return "which has " + (", ".join(repr(key) for key in list(item)[:10]) or "no fields")
 
 
-def reason_of(error: Exception) -> str:
-    """Why a line is unusable, in words, after what `json_object` or `text_of` raised."""
+def error_reason(error: Exception) -> str:
+    """Describe the error of `json_object` or `get_text`."""
     return "nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 def utf8(text: str) -> bytes:
-    """`text` in UTF-8. ValueError for a lone surrogate, which UTF-8 cannot hold."""
+    """Encode `text` in UTF-8. Raises ValueError for a lone surrogate, which UTF-8 cannot encode."""
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError(
             f"text with a lone surrogate {text[error.start]!r} at character {error.start} is not Unicode"
         ) from None
-
-
-# --- the built-in corpus
-
-SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-# Every string and comment of a source, so that none begins inside another. Kept are long strings with which a line
-# begins: docstrings, and texts for users.
-TEXTS = re.compile(r'''(?xms)
-    (?: \#[^\n]* | ^[ \t]*[rRuU]?(?: """(?P<double>[^"\\]*(?:(?:\\.|"(?!""))[^"\\]*)*)"""
-                        | \'\'\'(?P<single>[^'\\]*(?:(?:\\.|'(?!''))[^'\\]*)*)\'\'\' )
-      | """[^"\\]*(?:(?:\\.|"(?!""))[^"\\]*)*"""
-      | \'\'\'[^'\\]*(?:(?:\\.|'(?!''))[^'\\]*)*\'\'\'
-      | "[^"\\\n]*(?:\\.[^"\\\n]*)*" | '[^'\\\n]*(?:\\.[^'\\\n]*)*' )''')
-
-LEAST_WORDS = 12
-PLAIN_SHARE = 0.85  # of a paragraph's words
-
-# A blank line ends a paragraph; so does the beginning of a list's next item.
-BORDER = re.compile(r"\n[ \t]*\n\s*|\n(?=[ \t]*(?:[-*+•]|\(?\d+[.)])[ \t])")
-BULLET = re.compile(r"^(?:[-*+•]|\(?\d+[.)])[ \t]+")
-MARKS = tuple(
-    (re.compile(pattern), plain)
-    for pattern, plain in (
-        # :role:`name`, ``literal``, `text <link>`_
-        (r"(?::[a-zA-Z:+-]+:)?`+~?([^`]+?)(?:\s+<[^`>]*>)?`+_{0,2}", r"\1"),
-        (r"(?<![\w*])(\*\*?)([^\s*](?:[^*]*[^\s*])?)\1(?![\w*])", r"\2"),  # *emphasis*, **strong**
-        (r"::(?=\s|$)", ":"),  # before a literal block
-    )
-)
-BEGINS = re.compile(r"""["'“‘(]?[A-Z]""")
-ENDS = re.compile(r"""[.!?:]["'”’)]*$""")
-FOREIGN = re.compile(r"[\\|{}<>=~^$@#`*+]|--|\.\.|X{3}")  # code, tables, grammar, remarks marked with XXX
-PLAIN_WORD = re.compile(r"""["'“‘(\[]*[A-Za-z]+(?:['’-][A-Za-z]+)*["'”’)\]]*[.,;:!?]*["'”’)\]]*$""")
-
-
-@functools.lru_cache(maxsize=1)  # it takes a second, and is read once for its hash and once for its tokens
-def builtin_documents() -> tuple[str, ...]:
-    """The documents: one per module and one per topic, a docstring or a topic on each line. Their order depends on the
-    hashes of their names, which mixes related modules: any part of the corpus is a fair sample of it. ValueError where
-    the source of the standard library is missing."""
-    found = dict(_sources())
-    if not found:
-        raise ValueError(
-            f"the built-in corpus needs the source of Python's standard library, which is not in "
-            f"{sysconfig.get_path('stdlib')}: name files with --train-data"
-        )
-    names = sorted(found, key=lambda name: hashlib.sha256(name.encode()).digest())
-    documents = ("".join(f"{line}\n" for text in found[name] if (line := " ".join(prose(text)))) for name in names)
-    return tuple(filter(None, documents))
-
-
-def _sources() -> Iterator[tuple[str, list[str]]]:
-    root = Path(sysconfig.get_path("stdlib"))
-    for path in root.rglob("*.py"):
-        relative = path.relative_to(root)
-        if SKIPPED_FOLDERS.intersection(relative.parts[:-1]):
-            continue
-        try:
-            source = path.read_text(encoding="utf-8")
-        except (OSError, ValueError):
-            continue
-        if relative.as_posix() == "pydoc_data/topics.py":
-            # The values of the one dictionary of literals there.
-            for topics in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Dict)):
-                yield from ((f"topic {name}", [str(text)]) for name, text in ast.literal_eval(topics).items())
-        else:
-            yield relative.as_posix(), list(texts_of(source))
-
-
-def texts_of(source: str) -> Iterator[str]:
-    """The docstrings of a module, in their order."""
-    return (match[match.lastgroup] for match in TEXTS.finditer(source) if match.lastgroup)
-
-
-def prose(text: str) -> Iterator[str]:
-    """The paragraphs of `text` that are prose, each as one line. Such a paragraph has at least LEAST_WORDS words,
-    begins with a capital letter and ends with a final sign; PLAIN_SHARE of its words are letters and plain punctuation.
-    """
-    for paragraph in BORDER.split(text):
-        if paragraph.count(" ") + paragraph.count("\n") < LEAST_WORDS - 1:
-            continue  # the quick way out of most
-        words = BULLET.sub("", " ".join(paragraph.split()))
-        for pattern, plain in MARKS:
-            words = pattern.sub(plain, words)
-        if is_prose(words):
-            yield words
-
-
-def is_prose(paragraph: str) -> bool:
-    """Whether a paragraph, given as one line, reads as English."""
-    if not BEGINS.match(paragraph) or not ENDS.search(paragraph) or FOREIGN.search(paragraph):
-        return False
-    words = paragraph.split(" ")
-    plain = sum(PLAIN_WORD.match(word) is not None for word in words)
-    return len(words) >= LEAST_WORDS and plain >= PLAIN_SHARE * len(words)

@@ -1,25 +1,26 @@
-"""Files that a crash leaves whole and that show damage: replaced atomically, locked, sealed, hashed.
+"""Atomic writes, locks, checksummed JSON and hashes of files.
 
-After a crash, or when the machine stops, there is the old file or the new one. The system frees the lock of a process
-that dies. A sealed JSON object ends in the sha256 of its own bytes. Two layouts are on disk: the manifests of token
-files and of their shards are indented, and the hash covers all before the comma of its entry; a checkpoint's manifest
-has a line for each entry, and the hash covers all up to its own value.
+After a crash of the process or the machine, a file is the old one or the new one, never a mixture. The system frees the
+lock of a process that dies. A checksummed JSON object ends with the sha256 of the bytes before it. It has two layouts
+on disk. In the manifests of token files and their shards, the JSON is indented, and the hash covers everything before
+the comma of its entry. In a checkpoint's manifest, each entry is a line, and the hash covers everything before its
+value.
 
-The versions of all that this project writes to disk and reads again:
+The versions of all formats that this project writes to disk and reads again:
 
-| what | where | version | older ones | one of another version |
+| file | where | version | older versions | unknown version |
 |---|---|---|---|---|
-| a checkpoint | iter_0000300/manifest.json, "version" | 2 | 1 is read | is an error that says to update |
-| a run's settings | config.json of a save folder, "version" | 1 | none | is an error of --config |
-| a pair's index | PREFIX.idx, after its magic; Megatron's format | 1 | none | is an error |
-| a pair's manifest | PREFIX.json, "format" | 1 | none | the version is for readers to come |
+| a checkpoint | iter_0000300/manifest.json, "version" | 2 | 1 is read | an error that says to update |
+| a run's settings | config.json of a save folder, "version" | 1 | none | an error of --config |
+| a pair's index | PREFIX.idx, after its magic; Megatron's format | 1 | none | an error |
+| a pair's manifest | PREFIX.json, "format" | 1 | none | not checked yet |
 | a shard of a pair | PREFIX.shards/, within "recipe" | 1 | none | the shard is made again |
 | tokenised text | the cache folder, within a pair's name | 1 | none | the text is tokenised again |
 | a stage's manifest | OUTPUT/manifests/NAME.json, "format" | 1 | none | the shard is made again |
 
-A tokenizer's folder has no version: its facts name its kind and hash, and a kind's files keep their form. Folders from
-before these facts were called tokenizer_facts.json have them as tokenizer.json, which is read as well. A change of a
-format that older programs cannot read raises its version here, and the table says what becomes of the older ones.
+A tokenizer's folder has no version, because the files of each kind of tokenizer keep their format. Its metadata is in
+tokenizer_facts.json; in older folders the file is called tokenizer.json, which is read, too. Raise a version here when
+older programs cannot read the new format, and describe in the table what happens to older files.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import fcntl
 import hashlib
 import json
 import os
+import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,16 +46,17 @@ PREPROCESSING_SHARD_VERSION = 1
 TOKEN_CACHE_VERSION = 1
 STAGE_MANIFEST_VERSION = 1
 
-INDENTED_SEAL = ',\n "sha256": "'
-END = b'"}\n'  # of the other layout
-PART_BYTES = 1 << 30
-BLOCK = 1 << 18  # is hashed while it lies in the processor's cache
+CHECKSUM_ENTRY = ',\n "sha256": "'
+END = b'"}\n'  # the end of the layout with a line for each entry
+MAX_CONFIG_BYTES = 2 << 20  # of a run's config.json, which takes some KB
+CHUNK_BYTES = 1 << 30
+BLOCK = 1 << 18  # small enough for the processor's cache
 SAFETENSORS_ALIGNMENT = 8
 
-Part = dict[str, Any]  # bytes, sha256
+ChunkHash = dict[str, Any]  # keys: bytes, sha256
 
 
-# --- replaced and locked
+# --- atomic writes and locks
 
 
 def flush_to_disk(file: IO[Any]) -> None:
@@ -62,113 +65,150 @@ def flush_to_disk(file: IO[Any]) -> None:
     os.fsync(file.fileno())
 
 
-def sync_folder(folder: str | Path) -> None:
-    """Put the names in `folder` on the disk: without it a rename may be lost when the machine stops."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def fsync_path(path: str | Path) -> None:
+    """Fsync a file or a folder. Without this, a crash of the machine may undo a rename in the folder."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-@contextlib.contextmanager
-def replacing(path: str | Path, temporary: Path | None = None) -> Iterator[BinaryIO]:
-    """A new file, open for bytes, that takes the name `path` when the block ends without an error: written next to it,
-    fsynced, renamed, and the folder fsynced. An error in the block removes it and leaves `path` as it was.
+def add_path(error: BaseException, path: str | Path) -> None:
+    """Let an OSError name the file `path` if it names none, as those of writing, fsync and locks."""
+    if isinstance(error, OSError) and error.errno and error.filename is None:
+        error.filename = str(path)
 
-    temporary: its name until then (default: one that only this process uses). A fixed name is for a path that one
-    process at a time writes: what a killed one left is then overwritten.
+
+@contextlib.contextmanager
+def atomic_write(path: str | Path, temporary: Path | None = None) -> Iterator[BinaryIO]:
+    """Open a temporary binary file next to `path`, and rename it to `path` when the block ends.
+
+    The file and the folder are fsynced. If the block raises an error, the temporary file is removed and `path` keeps
+    its content. temporary: the temporary name (default: a name for this process). Give a fixed name if only one process
+    at a time writes `path`: a new process then overwrites the file of a killed one.
     """
     path = Path(path)
     new = temporary or path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with new.open("wb") as file:
+        new.unlink(missing_ok=True)
+        with new.open("xb") as file:  # never through a link
             yield file
             flush_to_disk(file)
         os.replace(new, path)
-    except BaseException:
+    except BaseException as error:
         new.unlink(missing_ok=True)
+        add_path(error, path)
         raise
-    sync_folder(path.parent)
+    fsync_path(path.parent)
 
 
-def replace_text(path: str | Path, text: str) -> None:
-    """Replace `path` by `text` in UTF-8, atomically. A lone surrogate, which UTF-8 cannot hold, is written as "?"."""
-    with replacing(path) as file:
+def make_folder(folder: Path) -> None:
+    """Make `folder` with its parents, and put their names on the disk. Its parents may be someone else's: one that can't
+    be read is left out."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for parent in folder.resolve().parents:
+        with contextlib.suppress(OSError):
+            fsync_path(parent)
+
+
+def atomic_write_text(path: str | Path, text: str) -> None:
+    """Write `text` to `path` in UTF-8, atomically. A lone surrogate, which UTF-8 cannot encode, is written as "?"."""
+    with atomic_write(path) as file:
         file.write(text.encode("utf-8", errors="replace"))
 
 
-def take_lock(file: IO[Any]) -> bool:
-    """Lock the open `file` until it is closed. False if another process has it; OSError if its file system has no
-    locks."""
+def append_line(path: str | Path, line: str) -> None:
+    """Append `line` to a file of lines, in one write, so that no reader sees half of it. If a crash has cut off the
+    last line, the new one still begins a line of its own. OSError if `path` is a symbolic link."""
+    with open(path, "a+b", buffering=0, opener=no_follow) as file:
+        size = file.seek(0, os.SEEK_END)
+        is_cut = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
+        file.write(b"\n" * is_cut + line.encode() + b"\n")
+
+
+def no_follow(path: str, flags: int) -> int:
+    """The `opener` of a file that is not opened through a symbolic link: a folder that someone else has made must not
+    lead to other files of the user."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+def try_lock(file: IO[Any]) -> bool:
+    """Lock the open `file` until it is closed. Returns False if another process holds the lock. Raises OSError if the
+    file system has no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        add_path(error, file.name)
+        raise
     return True
 
 
 @contextlib.contextmanager
 def file_lock(path: Path, waiting: Callable[[], object]) -> Iterator[None]:
-    """Hold `path`, calling `waiting` once if another process has it. The system frees it when its holder dies.
+    """Hold the lock file `path`. Calls `waiting` once if another process holds it, and waits.
 
-    The file stays: removing it would let two processes hold two locks of one name. OSError if it can't be made.
+    The file is not removed afterwards: two processes could then lock two different files of this name. Raises OSError
+    if the file cannot be made.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w") as file:
-        if not take_lock(file):
+    with open(path, "w", opener=no_follow) as file:
+        if not try_lock(file):
             waiting()
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-# --- sealed and checked JSON
+# --- checksummed and checked JSON
 
 
-def write_sealed(path: Path, entries: Mapping[str, Any]) -> None:
-    """Replace `path`, atomically, by `entries` in the indented layout."""
+def write_checksummed_json(path: Path, entries: Mapping[str, Any]) -> None:
+    """Write `entries` to `path`, atomically, in the indented layout."""
     text = json.dumps(entries, indent=1, ensure_ascii=False).removesuffix("\n}")
-    replace_text(path, f'{text}{INDENTED_SEAL}{hashlib.sha256(text.encode()).hexdigest()}"\n}}\n')
+    atomic_write_text(path, f'{text}{CHECKSUM_ENTRY}{hashlib.sha256(text.encode()).hexdigest()}"\n}}\n')
 
 
-def read_sealed(path: Path) -> dict[str, Any] | None:
-    """The entries that `write_sealed` wrote; None if there is no file. ValueError if it is not as it was written."""
+def read_checksummed_json(path: Path) -> dict[str, Any] | None:
+    """Return the entries that `write_checksummed_json` wrote, or None if the file is missing. Raises ValueError if the
+    file was changed."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
         return None
-    body, _, end = data.rpartition(INDENTED_SEAL.encode())
+    body, _, end = data.rpartition(CHECKSUM_ENTRY.encode())
     if not body or end != hashlib.sha256(body).hexdigest().encode() + b'"\n}\n':
         raise ValueError(f"{path} is damaged, or was not written by these tools")
-    with errors_of(path):
-        entries = parse_object(data)
-        json.dumps(entries, ensure_ascii=False).encode()  # "\\ud800" is JSON, but not a text that could be printed
+    with wrap_errors(path):
+        entries = parse_json_object(data)
+        json.dumps(entries, ensure_ascii=False).encode()  # raises for "\\ud800", which is JSON but cannot be printed
     del entries["sha256"]
     return entries
 
 
-def sealed_lines(entries: Mapping[str, Any]) -> bytes:
-    """`entries`, a line each, sealed."""
+def checksummed_lines(entries: Mapping[str, Any]) -> bytes:
+    """Return `entries` as checksummed JSON with a line for each entry."""
     lines = "".join(f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in entries.items())
-    return sealed_body(f'{{{lines}"sha256": "'.encode())
+    return append_checksum(f'{{{lines}"sha256": "'.encode())
 
 
-def sealed_body(body: bytes) -> bytes:
-    """`body`, which ends with the opening quote of the hash, completed."""
+def append_checksum(body: bytes) -> bytes:
+    """Append the hash to `body`, which ends with the hash's opening quote, and close the object."""
     return body + hashlib.sha256(body).hexdigest().encode() + END
 
 
-def check_seal(data: bytes) -> str:
-    """The hash at the end of what `sealed_lines` made. ValueError if the bytes before it have another."""
-    body = data[: -len(sealed_body(b""))]
-    if sealed_body(body) != data:
-        raise ValueError("damaged: it does not end in the sha256 of its own bytes")
+def verify_checksum(data: bytes) -> str:
+    """Return the hash at the end of the output of `checksummed_lines`. Raises ValueError if it is wrong."""
+    body = data[: -len(append_checksum(b""))]
+    if append_checksum(body) != data:
+        raise ValueError("damaged: it does not end with the sha256 of its content")
     return data[len(body) : len(data) - len(END)].decode()
 
 
 def parse_json(data: bytes | str) -> Any:
-    """The value that `data` holds. ValueError if it is not JSON or if an object has a key twice, of which Python's
-    parser would take the last in silence; RecursionError if it is nested too deeply."""
+    """Parse JSON. Raises ValueError if it is not JSON or if an object has a key twice (Python's parser would silently
+    take the last one), and RecursionError if it is nested too deeply."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(pairs)
@@ -179,31 +219,39 @@ def parse_json(data: bytes | str) -> Any:
     return json.loads(data, object_pairs_hook=unique)
 
 
-def parse_object(data: bytes) -> dict[str, Any]:
-    """The JSON object that `data` holds. ValueError, one line, for anything else."""
+def parse_json_object(data: bytes) -> dict[str, Any]:
+    """Parse a JSON object. Raises ValueError for anything else."""
     try:
         value = parse_json(data)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     except ValueError as error:
-        raise ValueError(f"holds no JSON as it should: {error}") from error
+        raise ValueError(f"does not hold JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ValueError("holds no JSON object")
+        raise ValueError("does not hold a JSON object")
     return value
 
 
-def read_object(path: Path, max_bytes: int) -> dict[str, Any]:
-    """The JSON object in the file `path`, of at most `max_bytes` bytes. ValueError, which names the file, for anything
-    else."""
-    with errors_of(path):
-        if path.stat().st_size > max_bytes:
-            raise ValueError(f"larger than {max_bytes:,} bytes")
-        return parse_object(path.read_bytes())
+def read_file(path: Path, max_bytes: int) -> bytes:
+    """Read a file. Raises ValueError if it is larger than `max_bytes`, or if it is a pipe or a device, which may have no
+    end."""
+    if not path.is_file() and path.exists():
+        raise ValueError("is not a file")
+    if path.stat().st_size > max_bytes:
+        raise ValueError(f"larger than {max_bytes:,} bytes")
+    return path.read_bytes()
+
+
+def read_json_object(path: Path, max_bytes: int) -> dict[str, Any]:
+    """Read the JSON object in the file `path`, of at most `max_bytes` bytes. Raises ValueError, which names the file,
+    for anything else."""
+    with wrap_errors(path):
+        return parse_json_object(read_file(path, max_bytes))
 
 
 @contextlib.contextmanager
-def errors_of(path: Path) -> Iterator[None]:
-    """Turns what goes wrong inside with the content of the file `path` into a ValueError, one line that names it."""
+def wrap_errors(path: Path) -> Iterator[None]:
+    """Turn errors in the block, such as KeyError and TypeError, into a ValueError of one line that names `path`."""
     try:
         yield
     except KeyError as error:
@@ -215,12 +263,12 @@ def errors_of(path: Path) -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """An error's text, in one line and cut to a length that can be read: a name in a file can be anything."""
+    """Return the error's text as one line of at most 300 characters. A damaged file may contain a very long name."""
     return " ".join(str(error)[:300].split())
 
 
 def safetensors_header(entries: Mapping[str, Any]) -> bytes:
-    """The header of a safetensors file: 8 bytes, the length of the rest, little-endian; then a JSON object,
+    """Return the header of a safetensors file: 8 bytes with the length of the rest, little-endian, and a JSON object,
 
         {"__metadata__": {...}, tensor: {"dtype": "F32", "shape": [...], "data_offsets": [first byte, one past it]}}
 
@@ -232,19 +280,19 @@ def safetensors_header(entries: Mapping[str, Any]) -> bytes:
 
 
 def read_safetensors_header(stream: BinaryIO, max_bytes: int) -> dict[str, Any]:
-    """The entries of the file that `stream` is at the beginning of. ValueError if its header is larger than `max_bytes`
-    or is not a JSON object, or if a key occurs twice."""
+    """Read a safetensors header from `stream`, which is at its first byte. Raises ValueError if the header is larger
+    than `max_bytes`, is not a JSON object, or has a key twice."""
     length = int.from_bytes(stream.read(8), "little")
     if length > max_bytes:
         raise ValueError(f"its header of {length:,} bytes is larger than {max_bytes:,}")
-    return parse_object(stream.read(length))
+    return parse_json_object(stream.read(length))
 
 
-# --- hashed
+# --- hashes
 
 
 def fingerprint_of(*parts: bytes | str) -> str:
-    """sha256 in hex over the parts, each with its length so that their borders count."""
+    """Return the sha256 of the parts, in hexadecimal. The length of each part is hashed, too."""
     digest = hashlib.sha256()
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
@@ -252,9 +300,8 @@ def fingerprint_of(*parts: bytes | str) -> str:
     return digest.hexdigest()
 
 
-def add_file(digest: Any, path: str | Path, start: int = 0, stop: int = sys.maxsize) -> int:
-    """Update `digest` with the bytes of a file from `start` to `stop`, or to its end; returns how many there were.
-    OSError if the disk does not give them."""
+def update_hash(digest: Any, path: str | Path, start: int = 0, stop: int = sys.maxsize) -> int:
+    """Update `digest` with the bytes of a file from `start` to `stop` or its end. Returns the number of bytes."""
     buffer, position = memoryview(bytearray(BLOCK)), start
     with open(path, "rb", buffering=0) as file:
         file.seek(start)
@@ -265,47 +312,47 @@ def add_file(digest: Any, path: str | Path, start: int = 0, stop: int = sys.maxs
 
 
 def hash_file(path: str | Path) -> str:
-    """The sha256 of a file, in hexadecimal. OSError if the disk does not give it."""
+    """Return the sha256 of a file, in hexadecimal."""
     digest = hashlib.sha256()
-    add_file(digest, path)
+    update_hash(digest, path)
     return digest.hexdigest()
 
 
 def content_hash(path: str, start: int, stop: int) -> str:
-    """A hash of a file's bytes from `start` to `stop`, with its name: xxh3_128, ten times faster, if the package xxhash
-    is installed, else sha256. It shows a change; it does not protect against forgery."""
+    """Return "NAME:HASH" of a file's bytes from `start` to `stop`: xxh3_128 if the package xxhash is installed, which
+    is ten times faster, otherwise sha256. The hash detects changes, but not forgery."""
     try:
         import xxhash
 
         digest: Any = xxhash.xxh3_128()
     except ImportError:
         digest = hashlib.sha256()
-    add_file(digest, path, start, stop)
+    update_hash(digest, path, start, stop)
     return f"{digest.name.lower()}:{digest.hexdigest()}"
 
 
-def hash_parts(path: str | Path, sizes: Sequence[int] | None = None) -> list[Part]:
-    """sha256 of consecutive parts of a file, of `sizes` bytes or PART_BYTES each."""
+def hash_chunks(path: str | Path, sizes: Sequence[int] | None = None) -> list[ChunkHash]:
+    """Hash consecutive chunks of a file with sha256. sizes: the bytes of each chunk (default: CHUNK_BYTES)."""
     if sizes is None:
-        sizes = [PART_BYTES] * -(-os.path.getsize(path) // PART_BYTES)
-    parts: list[Part] = []
+        sizes = [CHUNK_BYTES] * -(-os.path.getsize(path) // CHUNK_BYTES)
+    parts: list[ChunkHash] = []
     start = 0
     for size in sizes:
         digest = hashlib.sha256()
-        read = add_file(digest, path, start, start + size)
+        read = update_hash(digest, path, start, start + size)
         parts.append({"bytes": read, "sha256": digest.hexdigest()})
         start += read
     return parts
 
 
-def damaged_parts(path: str | Path, parts: Sequence[Part]) -> list[str]:
-    """Each difference between a file and its `parts`, one line; every byte is read."""
+def find_damaged_chunks(path: str | Path, parts: Sequence[ChunkHash]) -> list[str]:
+    """Compare a file with its chunk hashes `parts`. Returns a line for each difference; reads every byte."""
     found = []
     sizes = [part["bytes"] for part in parts]
     if (size := os.path.getsize(path)) != sum(sizes):
         found.append(f"{path}: {size} bytes, not the {sum(sizes)} that were written")
     stop = 0
-    for part, read in zip(parts, hash_parts(path, sizes), strict=True):
+    for part, read in zip(parts, hash_chunks(path, sizes), strict=True):
         start, stop = stop, stop + part["bytes"]
         if part != read:
             found.append(f"{path}: bytes {start} to {stop - 1} are not as they were written")
@@ -316,8 +363,8 @@ def damaged_parts(path: str | Path, parts: Sequence[Part]) -> list[str]:
 
 
 def machine_memory(entry: str) -> int | None:
-    """An entry of Linux's /proc/meminfo in bytes: "MemTotal", or "MemAvailable", which is what a program can have
-    without swapping. None if the system does not say."""
+    """Return an entry of Linux's /proc/meminfo in bytes, for example "MemTotal" or "MemAvailable" (the memory that a
+    program can get without swapping); None on other systems."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -325,9 +372,21 @@ def machine_memory(entry: str) -> int | None:
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{entry}:")), None)
 
 
-def user_cache() -> Path:
-    """$XDG_CACHE_HOME/gpt2-model-parallel, else the same under ~/.cache; it need not exist."""
-    home = os.path.expanduser("~")
-    if home == "~":  # a user without a home, as in some containers
+def user_cache_dir() -> Path:
+    """Return $XDG_CACHE_HOME/gpt2-model-parallel, or ~/.cache/gpt2-model-parallel. The folder may not exist.
+
+    Without a home, as in some containers, the folder is in a temporary folder that only this user can enter. Raises
+    ValueError if another user has made it.
+    """
+    home, cache = os.path.expanduser("~"), os.environ.get("XDG_CACHE_HOME")
+    if home == "~" and not cache:
         home = os.path.join(tempfile.gettempdir(), f"user-{os.getuid()}")
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.join(home, ".cache"), "gpt2-model-parallel")
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(home, 0o700)
+        status = os.lstat(home)
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+            raise ValueError(
+                f"{home}, the cache of a user without a home, must be a folder of user {os.getuid()} with mode 0700, "
+                "because other users could change it: remove it, or set XDG_CACHE_HOME to another folder"
+            )
+    return Path(cache or os.path.join(home, ".cache"), "gpt2-model-parallel")

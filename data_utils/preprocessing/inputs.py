@@ -1,6 +1,6 @@
-"""The input of a preprocessing run: which files, which part of which file goes into which shard, and its documents.
+"""The input of preprocessing: find the files, cut them into shards, and read their documents.
 
-The shards depend only on the files, not on the number of workers. A file holds lines of JSON, a JSON array, plain text
+The shards depend only on the files, not on the number of workers. A file holds lines of JSON, a JSON array, plain text,
 or the rows of a Parquet file.
 """
 
@@ -13,25 +13,25 @@ from typing import Any
 from data_utils.corpora import (
     BOM,
     MANIFESTS,
-    compression_of,
+    detect_compression,
     is_json,
     json_object,
-    objects,
     open_bytes,
-    plain_text,
+    read_items,
+    read_plain_text,
 )
 
-LEAST_SHARD_BYTES = 1 << 23
-MOST_SHARDS = 1024  # of one large input: more would be many files for nothing
+MIN_SHARD_BYTES = 1 << 23
+MAX_SHARDS = 1024  # about: `cut_into_shards` makes larger shards of a larger input
 
 Record = Any  # a line's bytes, or an object
 
 
 @dataclass(frozen=True)
 class FileRange:
-    """A part of an input file: the bytes from `start` to `stop`, whole lines of a file of kind `json`, else all of it.
+    """The bytes from `start` to `stop` of an input file: whole lines for kind `json`, otherwise the whole file.
 
-    kind: json, packed (JSON that is compressed or one array), text or parquet.
+    kind: json, packed (compressed JSON or a JSON array), text or parquet.
     """
 
     path: str
@@ -41,25 +41,26 @@ class FileRange:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """The size in bytes."""
         return self.stop - self.start
 
 
 Shard = tuple[FileRange, ...]
 
 
-def all_files(folder: Path) -> list[Path]:
-    """The files of a folder and its subfolders, sorted by name. Hidden ones are left out, and so are the manifests that
-    a stage of tools/openwebtext leaves there."""
+def list_input_files(folder: Path) -> list[Path]:
+    """List the files of a folder and its subfolders, sorted by name, without hidden files and without the manifests of
+    tools/openwebtext."""
     found = sorted((path.relative_to(folder) for path in folder.rglob("*") if path.is_file()), key=str)
     return [folder / path for path in found if not any(part[0] == "." or part == MANIFESTS for part in path.parts)]
 
 
 def whole_file(path: str, keys: tuple[str, ...]) -> FileRange:
-    """A whole file as one range. JSON is recognised by its name, or by a first line that is an object with the keys."""
+    """Return a whole file as one range. A file is JSON by its suffix, or if its first line is an object with the
+    keys."""
     with open(path, "rb") as file:
         head = file.read(1 << 16)
-    packed = compression_of(path) is not None
+    packed = detect_compression(path) is not None
     if head[:4] == b"PAR1":
         kind = "parquet"
     elif is_json(path) or (not packed and _is_object(head, keys)):
@@ -67,7 +68,7 @@ def whole_file(path: str, keys: tuple[str, ...]) -> FileRange:
     else:
         kind = "text"
         if len(keys) > 1:
-            raise ValueError(f"{path} is plain text, which has no --json-keys {' '.join(keys)}")
+            raise ValueError(f"{path} is plain text, which does not have the fields --json-keys {' '.join(keys)}")
     return FileRange(path, kind, 0, os.path.getsize(path))
 
 
@@ -78,9 +79,9 @@ def _is_object(head: bytes, keys: tuple[str, ...]) -> bool:
         return False
 
 
-def cut(spans: Sequence[FileRange]) -> list[Shard]:
-    """Shards of about equal size: large files of JSON lines are cut between lines, small files are joined."""
-    least = max(LEAST_SHARD_BYTES, -(-sum(span.size for span in spans) // MOST_SHARDS))
+def cut_into_shards(spans: Sequence[FileRange]) -> list[Shard]:
+    """Make shards of about equal size: cut large files of JSON lines between lines, and join small files."""
+    least = max(MIN_SHARD_BYTES, -(-sum(span.size for span in spans) // MAX_SHARDS))
     shards: list[list[FileRange]] = [[]]
     size = 0  # of the last shard
     for span in (part for whole in spans for part in _parts(whole, least)):
@@ -100,27 +101,26 @@ def _parts(span: FileRange, least: int) -> Iterator[FileRange]:
     with open(span.path, "rb") as file:
         while start < span.stop:
             file.seek(min(start + least, span.stop) - 1)
-            file.readline()  # to the end of the line that holds the last byte
+            file.readline()  # to the end of this line
             stop = min(file.tell(), span.stop)
             yield FileRange(span.path, span.kind, start, stop)
             start = stop
 
 
 def records(span: FileRange, keys: tuple[str, ...]) -> Iterator[tuple[int, Record]]:
-    """The documents in a range of a file, each with the number of its (last) line or row. Some may be unreadable; of
-    plain text they are the lines that are not UTF-8.
+    """Yield the documents in a range of a file, each with the number of its (last) line or row. Unreadable lines are
+    yielded as bytes; in plain text these are the lines that are not UTF-8.
 
-    keys: the fields that are wanted, which a Parquet file has to have as columns. ValueError names a file that is
-    damaged.
+    keys: the fields to read; a Parquet file must have them as columns. A ValueError names a damaged file.
     """
     if span.kind == "parquet":
         yield from enumerate(_rows(span.path, keys), 1)
         return
     with open_bytes(span.path) as file:
         if span.kind == "text":
-            yield from plain_text(file, keys[0])
+            yield from read_plain_text(file, keys[0])
         elif span.kind == "packed":
-            yield from enumerate(objects(file, span.path), 1)
+            yield from enumerate(read_items(file, span.path), 1)
         else:
             file.seek(span.start)
             left = span.size

@@ -1,19 +1,20 @@
-"""Tokenizers by their kind, and those that a checkpoint brings along.
+"""Build a tokenizer by its kind, or load the tokenizer of a checkpoint.
 
-base  what a tokenizer is; bytes, characters as in nanoGPT's small examples, and SentencePiece with its training
-gpt2  byte-level BPE, which tiktoken, HF tokenizers and gigatoken run
+base  the base class; tokenizers of bytes, of characters as in nanoGPT's small examples, and SentencePiece
+gpt2  byte-level BPE, run by tiktoken, HF tokenizers or gigatoken
 """
 
 import json
 import reprlib
 from pathlib import Path
 
-from data_utils.files import one_line, user_cache
+from data_utils.files import one_line, read_file, user_cache_dir, wrap_errors
 from data_utils.tokenizers.base import (
     CHARACTERS_FILE,
-    FACTS_FILE,
+    MAX_FILE_BYTES,
+    METADATA_FILE,
     MODEL_FILE,
-    OLD_FACTS_FILE,
+    OLD_METADATA_FILE,
     ByteTokenizer,
     SentencePieceTokenizer,
     Tokenizer,
@@ -33,11 +34,11 @@ def build_tokenizer(
     cache_dir: str | None = None,
     model_file: str | None = None,
 ) -> Tokenizer:
-    """The tokenizer of this `kind`, one of KINDS.
+    """Build the tokenizer of this `kind`, one of KINDS.
 
-    vocab_file: of characters, and with merge_file of GPT2BPETokenizer; without them both are looked for in `cache_dir`
-    and in the user's cache. model_file: of SentencePieceTokenizer. ValueError or FileNotFoundError, one line, if a
-    file or a package is missing or a file is damaged.
+    vocab_file: for characters and GPT2BPETokenizer. merge_file: for GPT2BPETokenizer, which searches both files in
+    `cache_dir` and in the user's cache if they are not given. model_file: for SentencePieceTokenizer. Raises ValueError
+    or FileNotFoundError if a file or a package is missing or a file is damaged.
     """
     if kind == "bytes":
         return ByteTokenizer()
@@ -50,38 +51,43 @@ def build_tokenizer(
     if kind == "GPT2BPETokenizer":
         vocab, merges = find_gpt2_files(vocab_file, merge_file, cache_dir)
         names = f"--vocab-file {vocab}", f"--merge-file {merges}"
-        return gpt2_tokenizer(vocab.read_bytes(), merges.read_bytes(), *names)
+        return gpt2_tokenizer(_read(vocab), _read(merges), *names)
     if kind == "SentencePieceTokenizer":
         if model_file is None:
             raise ValueError(
                 "--tokenizer-type SentencePieceTokenizer needs --tokenizer-model: the model file, "
-                "trained there on the data if it is missing"
+                "which is trained on the data if it is missing"
             )
         if not Path(model_file).is_file():
             raise FileNotFoundError(f"--tokenizer-model: no such file: {model_file}")
-        return SentencePieceTokenizer(Path(model_file).read_bytes(), model_file)
+        return SentencePieceTokenizer(_read(Path(model_file)), model_file)
     raise ValueError(f"--tokenizer-type {kind} is unknown: one of {', '.join(KINDS)}")
 
 
+def _read(path: Path) -> bytes:
+    with wrap_errors(path):
+        return read_file(path, MAX_FILE_BYTES)
+
+
 def kind_of_vocabulary(vocab_file: str) -> str:
-    """The kind, one of KINDS, whose vocabulary a file of this name is."""
+    """Return the kind, one of KINDS, for a vocabulary file of this name."""
     return "characters" if vocab_file.endswith(".pkl") else "GPT2BPETokenizer"
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
-    """The tokenizer that `save` wrote into `directory`; ValueError if its files are not those that were saved."""
+    """Load the tokenizer that `save` wrote into `directory`. Raises ValueError if a file was changed."""
     directory = Path(directory)
-    named = next((path for name in (FACTS_FILE, OLD_FACTS_FILE) if (path := directory / name).is_file()), None)
+    named = next((path for name in (METADATA_FILE, OLD_METADATA_FILE) if (path := directory / name).is_file()), None)
     if named is None:
-        raise FileNotFoundError(f"{directory} holds no tokenizer: no file {FACTS_FILE}")
+        raise FileNotFoundError(f"{directory} does not hold a tokenizer: the file {METADATA_FILE} is missing")
     try:
-        facts = json.loads(named.read_text(encoding="utf-8"))
-        kind, fingerprint = str(facts["kind"]), str(facts["fingerprint"])
+        metadata = json.loads(read_file(named, MAX_FILE_BYTES))
+        kind, fingerprint = str(metadata["kind"]), str(metadata["fingerprint"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{named} is damaged: {type(error).__name__}: {one_line(error)}") from None
     if kind not in KINDS:
-        raise ValueError(f"{named} is damaged: {reprlib.repr(kind)} is no kind of tokenizer")
-    if kind == "builtin":  # the copy, not the one shipped today
+        raise ValueError(f"{named} is damaged: {reprlib.repr(kind)} is not a kind of tokenizer")
+    if kind == "builtin":  # the saved copy, because this version may ship a different one
         tokenizer: Tokenizer = builtin_tokenizer(directory / BUILTIN_FILE)
     else:
         tokenizer = build_tokenizer(
@@ -96,21 +102,21 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
 
 
 def default_tokenizer_kind() -> str:
-    """The shipped BPE if a library that runs it can be imported, else bytes, which needs only numpy."""
+    """Return "builtin" if a BPE library is installed, otherwise "bytes", which needs only numpy."""
     return "builtin" if bpe_engine() else "bytes"
 
 
 def find_gpt2_files(vocab_file: str | None, merge_file: str | None, cache_dir: str | None) -> tuple[Path, Path]:
-    """GPT-2's vocabulary and merges: the files named, else a pair in `cache_dir`, else one in the user's cache."""
+    """Find GPT-2's vocabulary and merges: the given files, or a pair in `cache_dir`, or a pair in the user's cache."""
     named = {"--vocab-file": vocab_file, "--merge-file": merge_file}
     if any(named.values()):
         for flag, name in named.items():
             if not name:
-                raise ValueError(f"{(named.keys() - {flag}).pop()} needs {flag} beside it")
+                raise ValueError(f"{(named.keys() - {flag}).pop()} needs {flag}, too")
             if not Path(name).is_file():
                 raise FileNotFoundError(f"{flag}: no such file: {name}")
         return Path(str(vocab_file)), Path(str(merge_file))
-    for folder in [Path(cache_dir), user_cache()] if cache_dir else [user_cache()]:
+    for folder in [Path(cache_dir), user_cache_dir()] if cache_dir else [user_cache_dir()]:
         for vocab, merges in GPT2_FILES:
             if (folder / vocab).is_file() and (folder / merges).is_file():
                 return folder / vocab, folder / merges

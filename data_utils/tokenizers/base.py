@@ -1,8 +1,8 @@
-"""Text to ids and back: what a tokenizer is, and those of bytes, of characters and of SentencePiece.
+"""The base class of tokenizers, and tokenizers of bytes, of characters and of SentencePiece.
 
-Every tokenizer is lossless (`decode(encode(text)) == text`), or refuses a text that it has no ids for, and no text can
-make it emit its end-of-document id. Only a SentencePiece model that was trained elsewhere may normalise text or put a
-space before it; decoding then returns the normalised text.
+Every tokenizer is lossless (`decode(encode(text)) == text`) or refuses a text for which it has no ids. No text is ever
+encoded as the end-of-document id. The only exception is a SentencePiece model that was trained with other options: it
+may normalise text or add a space before it, and decoding returns the normalised text.
 """
 
 import contextlib
@@ -17,31 +17,32 @@ from typing import Any
 
 import numpy as np
 
-from data_utils.corpora import BUILTIN, MOST_BAD_LINES, Log, documents, files_of, utf8
-from data_utils.files import file_lock, fingerprint_of, one_line, replacing
-from data_utils.files.inert_pickle import read_pickle
+from data_utils.corpora import BUILTIN, MAX_BAD_FRACTION, Log, expand_paths, read_documents, utf8
+from data_utils.files import atomic_write, file_lock, fingerprint_of, make_folder, one_line, read_file
+from data_utils.files.restricted_pickle import read_pickle
 
-FACTS_FILE = "tokenizer_facts.json"
-OLD_FACTS_FILE = "tokenizer.json"  # until a library's own file of other content was found to have this name
+METADATA_FILE = "tokenizer_facts.json"
+OLD_METADATA_FILE = "tokenizer.json"  # renamed, because HF tokenizers uses this name for a different file
 CHARACTERS_FILE = "characters.json"
 MODEL_FILE = "sentencepiece.model"
-NO_EOD = -1  # as `Tokenizer.eod`
+MAX_FILE_BYTES = 256 << 20  # of a tokenizer's file; GPT-2's have 1 MB
+NO_EOD = -1  # the value of `Tokenizer.eod` without an end-of-document id
 PART_CHARACTERS = 1 << 20
 SINGLE_SPACE = re.compile(r" (?=\S)(?<=\S )")
-SPACE = "\u2581"  # what SentencePiece writes for a space
+SPACE = "\u2581"  # stands for a space in SentencePiece's vocabulary
 SPACE_IN_BYTES = [f"<0x{value:02X}>" for value in SPACE.encode()]
-TRAINING_CHARACTERS = 100_000_000  # of a SentencePiece model
+TRAINING_CHARACTERS = 100_000_000  # a SentencePiece model is trained on at most about this much text
 
 
 def split_text(text: str, limit: int = PART_CHARACTERS) -> Iterator[str]:
-    """`text` in parts of `limit` to 2 · `limit` characters, so that a file of gigabytes needs no list of all its ids.
+    """Split `text` into parts of `limit` to 2 · `limit` characters, so that a huge text needs no list of all its ids.
 
-    A cut lies before a single space between two other characters, where every tokenizer starts a new token: the ids
-    are those of the whole text. If the second `limit` has no such space, the cut lies at its end.
+    A part ends before a single space between two other characters. Every tokenizer starts a new token there, so that
+    the ids are those of the whole text. If there is no such space, a part has 2 · `limit` characters.
     """
     start = 0
     while len(text) - start > 2 * limit:
-        space = SINGLE_SPACE.search(text, start + limit, start + 2 * limit + 1)  # with the character behind it
+        space = SINGLE_SPACE.search(text, start + limit, start + 2 * limit + 1)  # + 1: the character after the space
         cut = space.start() if space else start + 2 * limit
         yield text[start:cut]
         start = cut
@@ -49,12 +50,12 @@ def split_text(text: str, limit: int = PART_CHARACTERS) -> Iterator[str]:
 
 
 class Tokenizer(ABC):
-    """Text to ids and back.
+    """Converts text to ids and back.
 
-    `token_bytes` holds the bytes of text that each id stands for, nothing for the end-of-document id `eod`, which is
-    NO_EOD if there is none. `byte_lengths` are their lengths, int64 [vocab_size]. `fingerprint` is a sha256 over
-    everything that decides ids. `files` are the file names and contents that make this tokenizer again. `engine` is
-    the library that runs it if several can.
+    token_bytes: the bytes of each id, empty for the end-of-document id. eod: the end-of-document id, or NO_EOD.
+    byte_lengths: int64 [vocab_size], the lengths of `token_bytes`. fingerprint: a sha256 of everything that decides the
+    ids. files: names and contents of the files to save. engine: the library that runs the tokenizer, if there is a
+    choice.
     """
 
     engine = ""
@@ -68,66 +69,70 @@ class Tokenizer(ABC):
 
     @property
     def has_eod(self) -> bool:
-        """Whether an id ends documents."""
+        """True if the tokenizer has an end-of-document id."""
         return self.eod != NO_EOD
 
     @property
-    def start(self) -> int:
-        """The id after which a text begins: the end of a document, else a new line, else 0."""
+    def bos(self) -> int:
+        """The id before the first token of a text: `eod`, or the id of a new line, or 0."""
         if self.has_eod:
             return self.eod
         return next((number for number, data in enumerate(self.token_bytes) if data == b"\n"), 0)
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray | list[int]:
-        """The ids of `text`, never `eod`. ValueError if `text` holds a lone surrogate."""
+        """Return the ids of `text`, never `eod`. Raises ValueError if `text` holds a lone surrogate."""
 
     def encode_utf8(self, data: bytes) -> np.ndarray | list[int]:
-        """The ids of a text, given as valid UTF-8."""
+        """Return the ids of a text in valid UTF-8."""
         return self.encode(data.decode("utf-8"))
 
     def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
-        """The bytes that `ids` stand for; ValueError for an id outside the vocabulary."""
+        """Return the bytes of `ids`. Raises ValueError for an id outside the vocabulary."""
         ids = np.asarray(ids, dtype=np.int64)
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
             raise ValueError(f"token ids {ids.min()} to {ids.max()} do not fit a vocabulary of {self.vocab_size}")
         return b"".join(map(self.token_bytes.__getitem__, ids.tolist()))
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Text; bytes that do not form UTF-8, as a model may generate, become U+FFFD."""
+        """Return the text of `ids`. Bytes that are not valid UTF-8, as a model may generate them, become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def save(self, directory: str | Path) -> None:
-        """Write all that `load_tokenizer` needs into `directory`."""
+        """Write the files for `load_tokenizer` into `directory`. A file that differs is replaced atomically."""
         directory = Path(directory)
-        directory.mkdir(parents=True, exist_ok=True)
-        facts = {name: getattr(self, name) for name in ("kind", "fingerprint", "vocab_size")}
-        facts["files"] = sorted(self.files)
-        content = (json.dumps(facts, indent=1) + "\n").encode()
-        for name, data in [*self.files.items(), (FACTS_FILE, content)]:
-            (directory / name).write_bytes(data)
+        make_folder(directory)
+        metadata = {name: getattr(self, name) for name in ("kind", "fingerprint", "vocab_size")}
+        metadata["files"] = sorted(self.files)
+        content = (json.dumps(metadata, indent=1) + "\n").encode()
+        for name, data in [*self.files.items(), (METADATA_FILE, content)]:
+            path = directory / name
+            if not path.is_file() or path.stat().st_size != len(data) or path.read_bytes() != data:
+                with atomic_write(path) as file:
+                    file.write(data)
 
 
 class ByteTokenizer(Tokenizer):
-    """Needs no library and no file. Ids 0 to 255 are the bytes of UTF-8, 256 ends a document."""
+    """Ids 0 to 255 are the bytes of UTF-8, and 256 ends a document. Needs neither a library nor a file."""
 
     def __init__(self) -> None:
         token_bytes = [bytes([value]) for value in range(256)] + [b""]
         super().__init__("bytes", token_bytes, 256, fingerprint_of("bytes"), {})
 
     def encode(self, text: str) -> np.ndarray:
-        """uint8 [bytes of text]."""
+        """Return uint8 [bytes of text]."""
         return self.encode_utf8(utf8(text))
 
     def encode_utf8(self, data: bytes) -> np.ndarray:
-        """uint8 [bytes of data]: the bytes themselves."""
+        """Return the bytes as uint8 [bytes of data]."""
         return np.frombuffer(data, dtype=np.uint8)
 
 
 class CharacterTokenizer(Tokenizer):
-    """An id for each character and no end of document, as nanoGPT's data/*_char have them in their meta.pkl.
+    """Has an id for each character and no end-of-document id, like the meta.pkl of nanoGPT's data/*_char.
 
-    characters: that of each id. ValueError if one is not a character or occurs twice."""
+    characters: the character of each id. Raises ValueError if one is not a character or occurs twice.
+    """
 
     def __init__(self, characters: Sequence[str]) -> None:
         if (
@@ -135,7 +140,7 @@ class CharacterTokenizer(Tokenizer):
             or not characters
             or any(not isinstance(c, str) or len(c) != 1 for c in characters)
         ):
-            raise ValueError("a vocabulary of characters holds one character for each id")
+            raise ValueError("a vocabulary of characters must hold one character for each id")
         if len(set(characters)) < len(characters):
             raise ValueError("a character has two ids")
         content = utf8(json.dumps(list(characters), ensure_ascii=False) + "\n")
@@ -143,35 +148,35 @@ class CharacterTokenizer(Tokenizer):
         super().__init__("characters", [utf8(c) for c in characters], NO_EOD, fingerprint, {CHARACTERS_FILE: content})
         self.characters = tuple(characters)
         codes = [ord(c) for c in characters]
-        self._ids = np.full(max(codes) + 2, -1, dtype=np.int32)  # by code point; the last one stands for all above
+        self._ids = np.full(max(codes) + 2, -1, dtype=np.int32)  # by code point; the last entry is for all higher ones
         self._ids[codes] = np.arange(len(codes))
 
     def encode(self, text: str) -> np.ndarray:
-        """int32 [characters of text]. ValueError, with the character, if `text` holds one without an id."""
+        """Return int32 [characters of text]. Raises ValueError, which names the character, if it has no id."""
         codes = np.frombuffer(utf8(text).decode().encode("utf-32-le"), dtype="<u4")
         ids: np.ndarray = self._ids[np.minimum(codes, len(self._ids) - 1)]
         if (ids < 0).any():
             missing = chr(codes[np.argmax(ids < 0)])
             raise ValueError(
-                f"the text holds {missing!r} (U+{ord(missing):04X}), which is none of the "
+                f"the text holds {missing!r} (U+{ord(missing):04X}), which is not one of the "
                 f"{self.vocab_size:,} characters of the vocabulary"
             )
         return ids
 
 
 def read_characters(path: str | Path) -> CharacterTokenizer:
-    """The tokenizer in nanoGPT's meta.pkl, or in our own JSON list. ValueError or FileNotFoundError, one line."""
+    """Read nanoGPT's meta.pkl, or this project's JSON list. Raises ValueError or FileNotFoundError."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"--vocab-file: no such file: {path}")
     try:
-        data = path.read_bytes()
+        data = read_file(path, MAX_FILE_BYTES)
         if path.suffix == ".json":
             return CharacterTokenizer(json.loads(data))
         meta, _ = read_pickle(data)
         characters = meta.get("itos") if isinstance(meta, dict) else None
         if not isinstance(characters, dict):
-            raise ValueError("no meta.pkl of nanoGPT: it has no itos, the character of each id")
+            raise ValueError("not a meta.pkl of nanoGPT: it lacks itos, the character of each id")
         if sorted(characters, key=str) != sorted(range(len(characters)), key=str):
             raise ValueError("its ids are not 0, 1, 2 …")
         return CharacterTokenizer([characters[number] for number in range(len(characters))])
@@ -183,7 +188,7 @@ def read_characters(path: str | Path) -> CharacterTokenizer:
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model. `eod` is the model's end-of-sentence id; a model without one gets one more id."""
+    """A SentencePiece model. `eod` is the model's end-of-sentence id, or one more id if the model has none."""
 
     def __init__(self, model: bytes, name: str) -> None:
         self._model = _sentencepiece().SentencePieceProcessor()
@@ -192,7 +197,7 @@ class SentencePieceTokenizer(Tokenizer):
             token_bytes = [self._bytes_of(index) for index in range(self._model.vocab_size())]
         except (RuntimeError, OSError, ValueError):
             raise ValueError(f"--tokenizer-model {name} is not a SentencePiece model") from None
-        # A U+2581 in the text would come back as a space: it is written as its three bytes, if the model has them.
+        # A U+2581 in the text would be decoded as a space, so it is encoded as three bytes, if the model has them.
         marks = [self._model.piece_to_id(piece) for piece in SPACE_IN_BYTES]
         self._mark = marks if all(map(self._model.is_byte, marks)) else None
         eod = self._model.eos_id()
@@ -203,7 +208,7 @@ class SentencePieceTokenizer(Tokenizer):
         super().__init__("SentencePieceTokenizer", token_bytes, eod, fingerprint, {MODEL_FILE: model})
 
     def _bytes_of(self, index: int) -> bytes:
-        """The text that a piece of the model stands for. ValueError if the model has no text or byte there."""
+        """Return the bytes of a piece of the model. Raises ValueError if a byte piece is malformed."""
         piece: str = self._model.id_to_piece(index)
         if self._model.is_byte(index):
             return bytes([int(piece[3:5], 16)])
@@ -212,13 +217,13 @@ class SentencePieceTokenizer(Tokenizer):
         return piece.replace(SPACE, " ").encode()
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`. ValueError if it holds a lone surrogate."""
+        """Return the ids of `text`. Raises ValueError if it holds a lone surrogate."""
         utf8(text)
         ids: list[int] = []
         for number, part in enumerate(text.split(SPACE) if self._mark else [text]):
             if number and self._mark:
                 ids += self._mark
-            # The library's memory grows with what it is given at once.
+            # Encode in parts, because the library's memory grows with the length of its input.
             for piece in split_text(part, 1 << 16):
                 ids += self._model.encode(piece)
         return ids
@@ -226,13 +231,13 @@ class SentencePieceTokenizer(Tokenizer):
 
 def train_sentencepiece(texts: Iterable[str], model_file: str | Path, vocab_size: int) -> None:
     """Train a BPE with byte fallback and `vocab_size` tokens on `texts` and write it to `model_file`, atomically.
-    ValueError if there is no text, the text is too short for the size, or the file cannot be written."""
+    Raises ValueError if there is too little text for the size, or if the file cannot be written."""
     model = io.BytesIO()
-    # Long documents go in as parts: the trainer drops what is longer than its limit. `utf8` refuses lone surrogates.
+    # Split long documents, because the trainer drops sentences above its limit. `utf8` refuses lone surrogates.
     sentences = (part for text in texts for part in split_text(text, 1 << 14) if utf8(part))
     first = next(sentences, None)
     if first is None:
-        raise ValueError("there is no text to train a SentencePiece model on: see --train-data")
+        raise ValueError("--train-data has no text to train a SentencePiece model on")
     try:
         _sentencepiece().SentencePieceTrainer.train(
             sentence_iterator=chain([first], sentences),
@@ -249,12 +254,12 @@ def train_sentencepiece(texts: Iterable[str], model_file: str | Path, vocab_size
         )
     except (RuntimeError, OSError) as error:
         raise ValueError(
-            f"no SentencePiece model of --tokenizer-vocab-size {vocab_size} can be trained on this text: "
+            f"--tokenizer-vocab-size {vocab_size}: a SentencePiece model of this size cannot be trained on this text: "
             + " ".join(str(error).split())
         ) from None
     with _errors_of_writing(model_file):
         Path(model_file).parent.mkdir(parents=True, exist_ok=True)
-        with replacing(model_file) as file:
+        with atomic_write(model_file) as file:
             file.write(model.getvalue())
 
 
@@ -265,17 +270,17 @@ def ensure_sentencepiece_model(
     text_key: str | None,
     vocab_size: int,
     log: Log,
-    max_bad_fraction: float = MOST_BAD_LINES,
+    max_bad_fraction: float = MAX_BAD_FRACTION,
 ) -> None:
     """Train `model_file` on the files in `train_data`, or on the built-in corpus, if it is missing. One process trains,
-    the others wait for it. ValueError or FileNotFoundError names a flag."""
+    and the others wait. A ValueError or FileNotFoundError names the flag."""
     if Path(model_file).exists():
         return
-    files = files_of(train_data, "--train-data") or [BUILTIN]
+    files = expand_paths(train_data, "--train-data") or [BUILTIN]
 
     def texts() -> Iterator[str]:
         size = 0
-        for text in chain.from_iterable(documents(path, text_key, log, max_bad_fraction) for path in files):
+        for text in chain.from_iterable(read_documents(path, text_key, log, max_bad_fraction) for path in files):
             if size > TRAINING_CHARACTERS:
                 log(f"the SentencePiece model is trained on the first {size:,} characters")
                 return

@@ -21,7 +21,7 @@ ROW, BELOW = 36, 250  # height of two rows of the tensor, and top of the lower h
 
 
 def part(x: float, y: float, height: float, words: str, color: str, fill: str = PAPER) -> list[str]:
-    """Rows of a tensor, with words in their middle."""
+    """Rows of a tensor, with a text in the middle."""
     return [
         f'<rect x="{x:g}" y="{y:g}" width="210" height="{height:g}" fill="{fill}" stroke="{color}" '
         'stroke-width="1.6"/>',
@@ -30,7 +30,7 @@ def part(x: float, y: float, height: float, words: str, color: str, fill: str = 
 
 
 def checkpoint() -> str:
-    """The five steps in which a save is committed, and the boxes of a tensor that is loaded by other ranks."""
+    """The five steps of a save, and the boxes of a tensor that other ranks load."""
     parts = [
         text(WIDTH / 2, 24, "A save is committed in five steps", size=16, bold=True),
         text(WIDTH / 2, 44, "a crash before step 4 leaves the last checkpoint as it was", size=12, color=GREY),
@@ -41,7 +41,7 @@ def checkpoint() -> str:
         if index:
             parts.append(arrow(x - GAP, TOP + HIGH / 2, x))
     parts += [
-        text(WIDTH / 2, BELOW - 52, "Any layout reads it: boxes are cut out of boxes", size=16, bold=True),
+        text(WIDTH / 2, BELOW - 52, "Any layout can read it: a box is cut out of the saved boxes", size=16, bold=True),
         text(WIDTH / 2, BELOW - 32, "one tensor of 8 rows, split by rows", size=12, color=GREY),
     ]
     saved, memory, wanted = 150, 440, 730
@@ -58,13 +58,13 @@ def checkpoint() -> str:
         parts.append(line(saved + 210, y + ROW, memory - 8, y + ROW))
     for rank in range(4):
         y = BELOW + rank * ROW
-        parts += part(wanted, y, ROW, f"rank {rank} wants rows {2 * rank} and {2 * rank + 1}", RANKS[rank // 2])
+        parts += part(wanted, y, ROW, f"rank {rank} reads rows {2 * rank} and {2 * rank + 1}", RANKS[rank // 2])
         parts.append(line(memory + 210, y + ROW / 2, wanted - 8, y + ROW / 2))
     parts += [
         text(
             WIDTH / 2,
             BELOW + 4 * ROW + 34,
-            "A rank reads from the files only the parts of the boxes that it wants.",
+            "A rank reads only those parts of the boxes that it needs.",
             size=12,
             color=GREY,
         ),

@@ -15,12 +15,12 @@ BRANCH = 506  # width of half a layer
 
 
 def whole(x: float, width: float, lines: list[str]) -> list[str]:
-    """One box over both lanes, for a computation that every rank repeats."""
+    """A box over both lanes: a computation that every rank repeats."""
     return box(x, LANES[0], width, LANES[1] + LANE - LANES[0], lines, edge=GREY, fill=WHOLE)
 
 
 def split(x: float, width: float, of_rank: list[list[str]]) -> list[str]:
-    """A box in each lane, for a computation with the rank's part of the weights."""
+    """A box in each lane: a computation with the rank's part of the weights."""
     return [
         line
         for top, edge, lines in zip(LANES, RANKS, of_rank, strict=True)
@@ -29,7 +29,8 @@ def split(x: float, width: float, of_rank: list[list[str]]) -> list[str]:
 
 
 def operation(x: float, name: str, forward: str, backward: str) -> list[str]:
-    """A conjugate pair of communications: a bar over both lanes with its two directions above and below."""
+    """A pair of communications: a bar over both lanes with its name, its forward direction above and its backward
+    direction below."""
     top, bottom = LANES[0] - 6, LANES[1] + LANE + 6
     return [
         f'<rect x="{x - 11:g}" y="{top}" width="22" height="{bottom - top}" rx="11" fill="{INK}"/>',
@@ -43,7 +44,7 @@ def operation(x: float, name: str, forward: str, backward: str) -> list[str]:
 
 
 def branch(x: float, first: list[str], second: list[str]) -> list[str]:
-    """x + g(row-parallel(column-parallel(f(norm(x))))), `BRANCH` wide. The same on both ranks but for the weights."""
+    """x + g(row-parallel(column-parallel(f(norm(x))))), `BRANCH` wide. Only the weights differ between the ranks."""
     middle = (LANES[0] + LANES[1] + LANE) / 2
     parts = [
         f'<path d="M{x - 14:g} {middle:g} H{x + 452:g}" stroke="{GREY}" stroke-width="1.4" '
@@ -67,9 +68,9 @@ def layer() -> str:
         text(34, top + LANE / 2 + 4, f"rank {rank}", color=color, bold=True)
         for rank, (top, color) in enumerate(zip(LANES, RANKS, strict=True))
     ]
-    parts += branch(76, ["QKV", "column-parallel", "h → 3h/p", "n/p heads"], ["dense", "row-parallel", "h/p → h"])
+    parts += branch(76, ["QKV", "column-parallel", "h → 3h/tp", "n/tp heads"], ["dense", "row-parallel", "h/tp → h"])
     parts += branch(
-        76 + BRANCH, ["MLP in", "column-parallel", "h → 4h/p", "GELU"], ["MLP out", "row-parallel", "4h/p → h"]
+        76 + BRANCH, ["MLP in", "column-parallel", "h → 4h/tp", "GELU"], ["MLP out", "row-parallel", "4h/tp → h"]
     )
     parts += [text(WIDTH / 2, 24, "One transformer layer on two model-parallel ranks", size=16, bold=True)]
     return picture(WIDTH, HEIGHT, parts)

@@ -26,7 +26,7 @@ FORWARD, BACKWARD, WAIT, NORM, WEIGHTS = 1, 2, 3, 4, 6
 
 
 def middle(index: int) -> float:
-    """The place of the middle of box `index` of COMPUTED."""
+    """The x of the middle of box `index` of COMPUTED."""
     return COMPUTED[index][0] + COMPUTED[index][1] / 2
 
 
@@ -37,7 +37,7 @@ def sent(top: float, first: int, last: int, words: list[str], color: str) -> lis
 
 
 def step() -> str:
-    """The drawing: computation of a rank in a training step, and below it the messages of the groups."""
+    """The drawing: the computations of a rank in a training step, and below them the messages of the groups."""
     parts = [text(WIDTH / 2, 24, "One training step", size=16, bold=True)]
     for y, words in (
         (TOP + HIGH / 2, ("each rank", "computes")),

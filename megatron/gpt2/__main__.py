@@ -9,16 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from data_utils.command_line import program
+from data_utils.command_line import as_command, configure_output
 
-# The function behind each name. Only the one that is called is imported, so that no program needs another's packages.
+# Program name -> "module:function". Only the called program is imported, so it needs no other program's packages.
 PROGRAMS = {
     "pretrain": "commands.pretrain_gpt2:main",
     "generate-text": "commands.generate_text:main",
     "serve": "extensions.serve.command:main",
     "evaluate": "commands.evaluate_gpt2:main",
     "evaluate-harness": "commands.evaluate_harness:main",
-    "checkpoint": "commands.checkpoint:main_apart",
+    "checkpoint": "commands.checkpoint:main_returning_memory",
     "merge-mp-partitions": "commands.merge_mp_partitions:main",
     "train-tokenizer": "commands.train_tokenizer:main",
     "preprocess-data": "commands.preprocess_data:main",
@@ -50,16 +50,17 @@ def run(name: str, words: Sequence[str] | None = None) -> NoReturn:
     def main() -> int | None:
         key = name.replace("_", "-")
         if key not in PROGRAMS:
-            raise ValueError(f"gpt2 {name}: there is no such program; gpt2 --help lists them")
+            raise ValueError(f"gpt2 {name}: unknown program; gpt2 --help lists all programs")
         module, _, function = PROGRAMS[key].partition(":")
         found = getattr(importlib.import_module(f"megatron.gpt2.{module}"), function)
         return found(sys.argv[1:] if words is None else words)
 
-    program(main)()
+    as_command(main)()
 
 
 def about(target: str) -> str:
-    """The first paragraph about a program, in a line, read off its file, since to import it may take long or fail."""
+    """Return the first paragraph of a program's docstring, in one line. Parse the file instead of importing it,
+    because an import may be slow or fail."""
     module, _, function = target.partition(":")
     spec = importlib.util.find_spec(f"megatron.gpt2.{module}")
     assert spec is not None and spec.origin is not None, target
@@ -70,13 +71,14 @@ def about(target: str) -> str:
 
 
 def main() -> NoReturn:
-    """What the installed commands call: `gpt2`, which without a name lists the names, and gpt2-NAME for each name."""
+    """The entry point of the installed commands: `gpt2 NAME`, `gpt2-NAME`, and `gpt2`, which lists all names."""
     called, words = Path(sys.argv[0]).stem, sys.argv[1:]
     if called.startswith("gpt2-"):
         run(called.removeprefix("gpt2-"))
     if words and words[0] not in ("-h", "--help"):
         run(words[0], words[1:])
-    print("usage: gpt2 NAME [flags]; gpt2 NAME --help says more\n")
+    configure_output()
+    print("usage: gpt2 NAME [flags]; for the flags: gpt2 NAME --help\n")
     for name, target in PROGRAMS.items():
         print(f"  {name:<24} {about(target)}")
     sys.exit()

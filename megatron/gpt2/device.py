@@ -1,13 +1,14 @@
-"""What this process runs on: device, precision, backend, threads, allocator, how fast that could be at best, and the
-versions of all of it.
+"""Device, precision, backend, threads and allocator of this process, the peak FLOP/s of its device, and the versions of
+its libraries.
 
-Each choice comes with its reason, a line for the log. If the user asked for something impossible, a ValueError names
-what to ask for instead.
+Functions that choose something also return the reason, as a line for the log. If a flag cannot be satisfied, they
+raise a ValueError that names the alternative.
 """
 
 import contextlib
 import ctypes
 import functools
+import hashlib
 import importlib.util
 import os
 import platform
@@ -30,16 +31,16 @@ import torch.distributed as dist
 from data_utils.command_line import ROOT
 from megatron.gpt2.config import require
 from megatron.gpt2.dist.launch import in_slurm_step
-from megatron.gpt2.dist.ranks import Ranks, named
+from megatron.gpt2.dist.ranks import RankInfo, format_ranks
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
 
-# With these cuBLAS has a workspace for each stream, whatever else runs (its documentation, "Results Reproducibility").
+# Values that make cuBLAS deterministic with several streams (cuBLAS documentation, "Results Reproducibility").
 CUBLAS_WORKSPACES = (":4096:8", ":16:8")
 
-# Dense 16-bit TFLOP/s of the datasheets, by a pattern of the device's name; the first that matches counts.
-DATASHEET = (
+# Dense 16-bit TFLOP/s from the datasheets, by a pattern of the device name. The first match is used.
+DATASHEET_TFLOPS = (
     ("B200", 2250),
     ("GB200", 2500),
     ("H100 PCIe", 756),
@@ -62,59 +63,61 @@ DATASHEET = (
 )
 
 
-def choose_device(requested: str, ranks: Ranks, environ: Mapping[str, str] = os.environ) -> tuple[torch.device, str]:
-    """Return the device for --device auto|cpu|cuda, and why. Every rank calls it: two on one GPU are a ValueError on
-    all. An unusable GPU is not an error under `auto`, because the first run on a new machine should work, but its line
-    starts with WARNING and names both ways out."""
-    device, why = _own_device(requested, ranks, environ)
-    if ranks.meeting is not None:
+def choose_device(
+    requested: str, rank_info: RankInfo, environ: Mapping[str, str] = os.environ
+) -> tuple[torch.device, str]:
+    """Return the device for --device auto|cpu|cuda, and the reason. Every rank calls it. Raises ValueError on all
+    ranks if two ranks use the same GPU. An unusable GPU is not an error with `auto`, so that the first run on a new
+    machine works. Then the line starts with WARNING and names two solutions."""
+    device, why = _choose_own_device(requested, rank_info, environ)
+    if rank_info.rendezvous is not None:
         mine = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-        refuse_shared_gpus(ranks.meeting.gather("gpu", ranks.rank, mine), ranks.meeting.hosts)
+        refuse_shared_gpus(rank_info.rendezvous.gather("gpu", rank_info.rank, mine), rank_info.rendezvous.hosts)
     return device, why
 
 
 def refuse_shared_gpus(gpus: Sequence[str], hosts: Mapping[int, str]) -> None:
-    """ValueError if two ranks are on one physical GPU. gpus: the UUID of each rank's, or of its part of one (MIG);
-    empty on a CPU."""
+    """Raise ValueError if two ranks use the same physical GPU. gpus: the UUID of each rank's GPU, or of its MIG
+    instance; "" on a CPU."""
     for gpu in gpus:
         together = [rank for rank, other in enumerate(gpus) if other == gpu]
         require(
             not gpu or len(together) == 1,
-            f"{named(together, hosts)} are on one GPU (UUID {gpu}): show each rank a GPU of "
-            "its own (CUDA_VISIBLE_DEVICES, srun --gpu-bind), start fewer, or train on the CPU with --device cpu "
+            f"{format_ranks(together, hosts)} use the same GPU (UUID {gpu}): give each rank a different GPU "
+            "(CUDA_VISIBLE_DEVICES, srun --gpu-bind), start fewer ranks, or train on the CPU with --device cpu "
             "--distributed-backend gloo",
         )
 
 
-def _own_device(requested: str, ranks: Ranks, environ: Mapping[str, str]) -> tuple[torch.device, str]:
+def _choose_own_device(requested: str, rank_info: RankInfo, environ: Mapping[str, str]) -> tuple[torch.device, str]:
     cpu = torch.device("cpu")
     if requested == "cpu":
         return cpu, "cpu: --device cpu"
-    with warnings.catch_warnings(record=True) as caught:  # torch says why CUDA fails in a warning
+    with warnings.catch_warnings(record=True) as caught:  # torch's warning contains the reason if CUDA fails
         warnings.simplefilter("always")
         visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if visible == 1 and ranks.local_world_size > 1:  # its own, or one for all: their UUIDs show it
-        return torch.device("cuda", 0), f"cuda: {torch.cuda.get_device_name(0)}, the one that this rank sees"
+    if visible == 1 and rank_info.local_world_size > 1:  # a separate GPU per rank, or one for all: compare UUIDs later
+        return torch.device("cuda", 0), f"cuda: {torch.cuda.get_device_name(0)}, the only GPU that this rank sees"
     if visible:
         require(
-            ranks.local_world_size <= visible,
-            f"{ranks.local_world_size} ranks on this machine but {visible} visible GPUs: start "
+            rank_info.local_world_size <= visible,
+            f"{rank_info.local_world_size} ranks on this machine but {visible} visible GPUs: start "
             f"at most {visible}, or train on the CPU with --device cpu --distributed-backend gloo",
         )
-        return torch.device("cuda", ranks.local_rank), f"cuda: {torch.cuda.get_device_name(ranks.local_rank)}"
-    problem = ""  # also if the GPU is hidden on purpose
+        return torch.device("cuda", rank_info.local_rank), f"cuda: {torch.cuda.get_device_name(rank_info.local_rank)}"
+    problem = ""  # also "" if the GPU is hidden on purpose
     if gpu_present() and environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
         detail = f" ({' '.join(str(caught[0].message).split())})" if caught else ""
         problem = (
             f"torch {torch.__version__} is built without CUDA; install a CUDA build (https://pytorch.org)"
             if torch.version.cuda is None
-            else f"the driver does not serve torch's CUDA {torch.version.cuda}; update it, or install a torch built for "
-            f"its CUDA (https://pytorch.org){detail}"
+            else f"the driver does not support torch's CUDA {torch.version.cuda}; update the driver, or install a torch "
+            f"built for its CUDA version (https://pytorch.org){detail}"
         )
-    require(requested == "auto", f"--device cuda: {problem or 'this machine has no GPU'}; --device cpu trains without")
+    require(requested == "auto", f"--device cuda: {problem or 'this machine has no GPU'}; --device cpu uses the CPU")
     if problem:
         return cpu, (
-            f"WARNING: THE GPU IS NOT USED, this run is on the CPU: {problem}; --device cpu says that the CPU is meant"
+            f"WARNING: THE GPU IS NOT USED, this run is on the CPU: {problem}; give --device cpu to use the CPU on purpose"
         )
     if torch.backends.mps.is_available():
         return cpu, "cpu: Apple's GPU (MPS) is not supported"
@@ -122,15 +125,15 @@ def _own_device(requested: str, ranks: Ranks, environ: Mapping[str, str]) -> tup
 
 
 def gpu_present(root: str = "/") -> bool:
-    """Whether the NVIDIA driver shows a GPU (in WSL, the driver of Windows), even if torch cannot use it. root: of the
-    file system."""
+    """Return whether the NVIDIA driver (in WSL, the Windows driver) lists a GPU, even if torch cannot use it. root: of
+    the file system."""
     signs = ("proc/driver/nvidia/gpus/*", "dev/nvidia[0-9]*", "dev/dxg")
     return any(any(Path(root).glob(sign)) for sign in signs)
 
 
 def choose_precision(requested: str, device: torch.device) -> tuple[torch.dtype, str]:
-    """Return the dtype for --precision auto|fp32|bf16|fp16|fp16-on-gpu, and why. The line starts with WARNING if another
-    choice would serve better, and with notice if it is not the dtype that the flag names."""
+    """Return the dtype for --precision auto|fp32|bf16|fp16|fp16-on-gpu, and the reason. The line starts with WARNING
+    if a different precision would be better, and with "notice" if the dtype is not that of the flag."""
     if requested == "fp16-on-gpu" and device.type == "cpu":
         dtype, why = choose_precision("auto", device)
         return dtype, f"notice: --fp16 on a CPU means --precision auto: {why}"
@@ -147,14 +150,13 @@ def choose_precision(requested: str, device: torch.device) -> tuple[torch.dtype,
         if major >= 8:
             return torch.bfloat16, f"bf16: native on sm{major}{minor}"
         return torch.float16, f"fp16: sm{major}{minor} has no bf16, which starts with sm80"
-    if native := cpu_bf16():
+    if native := cpu_bf16_feature():
         return torch.bfloat16, f"bf16: this CPU has {native}"
     return torch.float32, "fp32: this CPU has no bf16 arithmetic (AMX, avx512_bf16)"
 
 
-def cpu_bf16(cpuinfo: str = "/proc/cpuinfo") -> str:
-    """Return the name of the CPU's feature that multiplies bf16; empty if it has none. cpuinfo: the file that lists
-    them."""
+def cpu_bf16_feature(cpuinfo: str = "/proc/cpuinfo") -> str:
+    """Return the name of the CPU feature for bf16 products, or "". cpuinfo: the file that lists the features."""
     text = ""
     with contextlib.suppress(OSError):
         text = Path(cpuinfo).read_text()
@@ -164,8 +166,8 @@ def cpu_bf16(cpuinfo: str = "/proc/cpuinfo") -> str:
 
 
 def choose_backend(requested: str | None, device: torch.device) -> tuple[str, str]:
-    """Return the backend for --distributed-backend, and why; it counts in a world of one as well, so that a command
-    line is wrong everywhere or nowhere."""
+    """Return the backend for --distributed-backend, and the reason. The flag is checked with a single rank, too, so
+    that a wrong command line fails everywhere."""
     on_gpu = device.type == "cuda"
     if requested is None:
         backend = "nccl" if on_gpu and dist.is_nccl_available() else "gloo"
@@ -186,18 +188,18 @@ def choose_backend(requested: str | None, device: torch.device) -> tuple[str, st
     return requested, f"{requested}: --distributed-backend {requested}"
 
 
-def set_threads(ranks: Ranks, environ: Mapping[str, str] = os.environ) -> None:
-    """Give torch this rank's share of the cores, unless OMP_NUM_THREADS sets it. Ranks that each took all cores would
-    slow each other down many times over."""
+def set_threads(rank_info: RankInfo, environ: Mapping[str, str] = os.environ) -> None:
+    """Set torch's threads to this rank's share of the cores, unless OMP_NUM_THREADS is set. If each rank used all
+    cores, the ranks would slow each other down a lot."""
     if "OMP_NUM_THREADS" not in environ:
-        # Slurm binds each task to its own cores, so what this process sees is its share already.
+        # Slurm binds each task to separate cores, so this process sees only its share.
         bound = in_slurm_step(environ) and "SLURM_CPUS_PER_TASK" in environ
-        torch.set_num_threads(max(1, usable_cores() // (1 if bound else ranks.local_world_size)))
+        torch.set_num_threads(max(1, usable_cores() // (1 if bound else rank_info.local_world_size)))
 
 
 def usable_cores(root: str = "/") -> int:
-    """Return the physical cores that this process may use: its affinity, hyperthreads counted once, within the quota
-    of its cgroup. root: of the file system."""
+    """Return the number of physical cores that this process may use, by its affinity and the quota of its cgroup.
+    Hyperthreads of one core count once. root: of the file system."""
     if not hasattr(os, "sched_getaffinity"):  # not Linux
         return os.cpu_count() or 1
     cores = set()
@@ -208,11 +210,10 @@ def usable_cores(root: str = "/") -> int:
 
 
 def cgroup_cpus(root: str = "/") -> float:
-    """Return the least CPU quota of this process's cgroup and those above it (version 2 or 1), in CPUs; inf without
-    one."""
+    """Return the smallest CPU quota of this process's cgroup and its parents (version 2 or 1), in CPUs, or inf."""
     quotas = [float("inf")]
     for folder in cgroup_folders("cpu", root):
-        # The root has no such file, nor has a cgroup that this container does not show.
+        # The file is missing in the root cgroup, and in cgroups that are not visible in this container.
         with contextlib.suppress(OSError, ValueError):
             files = ["cpu.max"] if (folder / "cpu.max").exists() else ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
             quota, period = " ".join((folder / file).read_text() for file in files).split()
@@ -222,8 +223,7 @@ def cgroup_cpus(root: str = "/") -> float:
 
 
 def cgroup_folders(controller: str, root: str = "/") -> Iterator[Path]:
-    """The folders that limit this process's share of a controller ("cpu", "memory"): its cgroup's and those above it,
-    of version 2 or 1."""
+    """Yield the folders of this process's cgroup and its parents for a controller ("cpu", "memory"), version 2 or 1."""
     groups = Path(root, "proc/self/cgroup")
     for line in groups.read_text().splitlines() if groups.exists() else ():
         _, controllers, path = line.split(":", 2)
@@ -235,7 +235,7 @@ def cgroup_folders(controller: str, root: str = "/") -> Iterator[Path]:
 
 
 def require_compiler(device: torch.device, environ: Mapping[str, str] = os.environ) -> None:
-    """ValueError if torch.compile cannot work: it writes C++ for a CPU and Triton for a GPU."""
+    """Raise ValueError if torch.compile cannot work. It needs a C++ compiler on a CPU and Triton on a GPU."""
     if device.type == "cuda":
         require(
             importlib.util.find_spec("triton") is not None,
@@ -245,20 +245,23 @@ def require_compiler(device: torch.device, environ: Mapping[str, str] = os.envir
         compilers = [environ["CXX"]] if "CXX" in environ else ["g++", "clang++"]
         require(
             any(shutil.which(name) for name in compilers),
-            f"--compile needs a C++ compiler on a CPU, and there is "
-            f"no {' or '.join(compilers)}: install one, or leave the flag out",
+            f"--compile needs a C++ compiler on a CPU, and {' or '.join(compilers)} is not installed: install it, or leave "
+            "the flag out",
         )
 
 
 def set_cuda_variables(
     model_parallel_size: int, environ: MutableMapping[str, str] = os.environ, *, deterministic: bool = False
 ) -> None:
-    """Set what CUDA, torch's allocator and NCCL read when they start, unless the user has set it. deterministic: also
-    what `deterministic_algorithms` needs of cuBLAS; ValueError if the user has set that in another way.
+    """Set environment variables that CUDA, torch's allocator and NCCL read at their start, unless the user has set
+    them.
 
-    The allocator's segments grow if tensors of many sizes come and go, instead of being cut up. With layers that are
-    split, a gradient's all-reduce and a weight's product become ready together: one queue starts them in their order,
-    and the communication's stream comes first, so that the product does not take every processor before it (as
+    deterministic: also set the cuBLAS workspace that `deterministic_algorithms` needs. Raises ValueError if the user
+    has set it to a value that is not deterministic.
+
+    Expandable segments avoid fragmentation of the allocator with tensors of many sizes. With tensor parallelism, the
+    all-reduce of a gradient and a matrix product become ready at the same time. With one hardware queue they start in
+    order, and with a high-priority communication stream the product does not occupy all processors first (as in
     Megatron).
     """
     if "PYTORCH_CUDA_ALLOC_CONF" not in environ:  # its older name
@@ -270,18 +273,20 @@ def set_cuda_variables(
         workspace = environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACES[0])
         require(
             workspace in CUBLAS_WORKSPACES,
-            f"CUBLAS_WORKSPACE_CONFIG={workspace} lets cuBLAS add up in any order: "
+            f"CUBLAS_WORKSPACE_CONFIG={workspace} lets cuBLAS add in any order: "
             f"unset it, or set it to {' or '.join(CUBLAS_WORKSPACES)}",
         )
 
 
 @contextlib.contextmanager
 def deterministic_algorithms() -> Iterator[None]:
-    """Inside, each operation of torch adds up in an order that follows from its operands' shapes alone, on a CPU as on
-    a GPU, or raises RuntimeError where torch knows no such kernel. Products are summed in float32 throughout.
-    Afterwards all is as before. cuBLAS needs `set_cuda_variables` as well, before CUDA starts.
+    """Make torch deterministic inside the context, and restore its settings afterwards.
 
-    `torch.use_deterministic_algorithms` does the same and loads torch's compiler, which takes a second.
+    The order of each sum then depends only on the shapes of the operands, on CPU and GPU. An operation without a
+    deterministic kernel raises RuntimeError. Matrix products accumulate in float32. cuBLAS also needs
+    `set_cuda_variables` before CUDA is initialised.
+
+    `torch.use_deterministic_algorithms` does the same, but imports torch's compiler, which takes a second.
     """
     blas = torch.backends.cuda.matmul
     fill: Any = torch.utils.deterministic  # a module with a property
@@ -300,7 +305,7 @@ def deterministic_algorithms() -> Iterator[None]:
         blas.allow_bf16_reduced_precision_reduction = in_bf16
         blas.allow_fp16_reduced_precision_reduction = in_fp16
 
-    # Nothing reads memory before it is written. TF32 is off.
+    # Uninitialised memory is not filled, because nothing reads it. "highest" disables TF32.
     switch("error", fills=False, precision="highest", in_bf16=False, in_fp16=False)
     try:
         yield
@@ -309,64 +314,64 @@ def deterministic_algorithms() -> Iterator[None]:
 
 
 def set_allocator(device: torch.device, environ: Mapping[str, str] = os.environ) -> str:
-    """On a CPU, make glibc keep freed memory. Returns a line about it, empty where nothing was done.
+    """On a CPU, make glibc keep freed memory for reuse. Return a line for the log, or "" if nothing was changed.
 
-    By default each tensor above 32 MB is mapped afresh and its pages fault in again, in every step: a tenth of a small
-    model's time. In the heap, which is never given back, they are reused. Blocks above 256 MB stay outside: they
-    would fragment it.
+    By default glibc maps each tensor above 32 MB anew in every step, and page faults take a tenth of a small model's
+    time. With these settings such tensors are in the heap, which is never returned to the system. Blocks above 256 MB
+    are still mapped, because they would fragment the heap.
     """
     own = any(name.startswith("MALLOC_") for name in environ) or "malloc" in environ.get("GLIBC_TUNABLES", "")
     if device.type != "cpu" or own or "LD_PRELOAD" in environ or platform.libc_ver()[0] != "glibc":
         return ""
     mallopt = ctypes.CDLL(None).mallopt
     mmap_threshold, trim_threshold, top_pad = -3, -1, -2  # malloc.h
-    kept = next((size for size in (256, 32) if mallopt(mmap_threshold, size << 20)), 0)  # an old glibc takes 32 at most
+    kept = next((size for size in (256, 32) if mallopt(mmap_threshold, size << 20)), 0)  # an old glibc allows only 32
     if not kept or not mallopt(trim_threshold, -1) or not mallopt(top_pad, 64 << 20):
         return ""
-    return f"glibc keeps freed blocks of up to {kept} MB for the next step"
+    return f"allocator: glibc keeps freed blocks of up to {kept} MB for the next step"
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """Return the FLOP/s that MFU refers to, and what they are: the datasheet's for a GPU that is known, else the
-    fastest of some large matrix products, about 0.3 s of them."""
+    """Return the peak FLOP/s for the MFU, and a text that describes the figure. It is the datasheet's value for a known
+    GPU, and otherwise the fastest of some large matrix products, measured for about 0.3 s."""
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
-        teraflops = datasheet(where)
+        teraflops = datasheet_tflops(where)
         if teraflops and (dtype == torch.float16 or torch.cuda.get_device_capability(device) >= (8, 0)):
             return teraflops * 1e12, f"datasheet {teraflops:g} TFLOP/s dense {PRECISIONS[dtype]} of {where}"
-    flops = _measured_gemm(device, dtype)
+    flops = _measure_gemm_flops(device, dtype)
     return flops, f"measured {flops / 1e12:.3g} TFLOP/s of a {PRECISIONS[dtype]} matrix product on {where}"
 
 
-def datasheet(name: str) -> float | None:
-    """Return dense 16-bit TFLOP/s of the GPU called `name`; None for an unknown one, and for a part of one (MIG)."""
+def datasheet_tflops(name: str) -> float | None:
+    """Return dense 16-bit TFLOP/s of the GPU `name`, or None for an unknown GPU and for a MIG instance."""
     if re.search(r"\bMIG\b", name):
         return None
-    return next((flops for pattern, flops in DATASHEET if re.search(rf"\b{pattern}\b", name)), None)
+    return next((flops for pattern, flops in DATASHEET_TFLOPS if re.search(rf"\b{pattern}\b", name)), None)
 
 
 @functools.cache
 @torch.no_grad()
-def _measured_gemm(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:
+def _measure_gemm_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:
     best, size, took, end = 0.0, 256, 0.0, time.perf_counter() + seconds
     while time.perf_counter() < end or not best:
         is_new = took < seconds / 20 and size < 8192
         if is_new:
             size *= 2
-            # All different: a GPU multiplies ones with less power and so at a higher clock, by 13 % on an H200.
+            # Use different numbers: with ones, an H200 needs less power and is 13 % faster.
             numbers = torch.arange(size * size, device=device, dtype=torch.float32).sin().view(size, size).to(dtype)
         start = time.perf_counter()
-        torch.nn.functional.linear(numbers, numbers)  # [size, size] x [size, size], as a linear layer multiplies
+        torch.nn.functional.linear(numbers, numbers)  # [size, size] x [size, size]
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         took = time.perf_counter() - start
-        if not is_new:  # else it is a warm-up
+        if not is_new:  # the first product of a size is a warm-up
             best = max(best, 2 * size**3 / took)
     return best
 
 
-def versions(device: torch.device) -> dict[str, str]:
-    """The versions of Python and of the libraries that a run computes with, by name."""
+def library_versions(device: torch.device) -> dict[str, str]:
+    """Return the versions of Python and of the libraries that a run computes with, by name."""
     found = {
         "torch": torch.__version__,
         "numpy": np.__version__,
@@ -380,8 +385,8 @@ def versions(device: torch.device) -> dict[str, str]:
 
 
 def describe_environment(device: torch.device, *, world_size: int, local_world_size: int) -> dict[str, str]:
-    """What a run runs on, name to text, for config.json and report.html, as seen from this rank. local_world_size:
-    ranks on this machine."""
+    """Return a description of hardware and software, name to text, for config.json and report.html. local_world_size:
+    the number of ranks on this machine."""
     devices = f"{os.cpu_count()} CPU cores per host, {torch.get_num_threads()} threads per rank"
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
@@ -392,13 +397,14 @@ def describe_environment(device: torch.device, *, world_size: int, local_world_s
         "hosts": f"{max(1, world_size // local_world_size)}, rank 0 on {platform.node()}",
         "ranks": f"{world_size}",
         "devices": devices,
-        "versions": ", ".join(f"{name} {version}" for name, version in versions(device).items()),
+        "versions": ", ".join(f"{name} {version}" for name, version in library_versions(device).items()),
         "system": platform.platform(),
     }
 
 
 def source_commit(root: Path = ROOT) -> str:
-    """The commit of the checkout `root` and whether its files differ from it, or why there is no commit."""
+    """Return the commit of the checkout `root`, and whether files were changed since, or the reason if it is
+    unknown."""
     if not (root / ".git").exists():
         return "none: no git checkout"
     git = functools.partial(
@@ -410,3 +416,13 @@ def source_commit(root: Path = ROOT) -> str:
     except (OSError, subprocess.SubprocessError) as error:
         return f"none: git failed: {error}"
     return f"{commit}, with changes" if is_changed else commit
+
+
+def code_hash() -> str:
+    """Return a hash of all source files of the program."""
+    digest = hashlib.sha256()
+    for path in (
+        path for folder in ("mpu", "data_utils", "megatron/gpt2") for path in sorted((ROOT / folder).rglob("*.py"))
+    ):
+        digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()

@@ -1,11 +1,10 @@
-"""How an extension plugs into training: a subclass of `Hook`, which is loaded if its flag is given.
+"""Extensions of training: an extension is a subclass of `Hook`, which is loaded if its flag is given.
 
-A run has a list of hooks, empty but for what its flags and its ranks ask for. The program calls each of them at the
-places that `Hook` names; what a hook does not override does nothing. So the product imports no extension, and a run
-without one of these flags loads none of its modules.
+A run has a list of hooks. The program calls the methods of `Hook` at fixed points of a run; by default they do nothing.
+So the program imports no extension, and a run without an extension's flag loads none of its modules.
 
     class Grumbler(Hook):                                  # extensions/grumble.py
-        def at_log(self, run, record):
+        def on_log(self, trainer, record):
             return ["WARNING: the loss is high"] if record.lm_loss > 4 else []
 
     EXTENSIONS["train.grumble"] = "grumble:Grumbler"       # the flag's section and name
@@ -22,30 +21,30 @@ import torch
 import mpu
 from megatron.gpt2.config import Config, flag
 
-# By the key of the flag: the module in megatron/gpt2/extensions and the class, which is made from the configuration.
+# Key of the flag -> "module:class" in megatron/gpt2/extensions. The constructor takes the configuration.
 EXTENSIONS = {
     "parallel.exact_layouts": "exact.hook:ExactLayouts",
     "train.check_replicas_interval": "watch.replicas:ReplicaCheck",
-    "train.log_straggler": "watch.slow_ranks:LogStraggler",
+    "train.log_straggler": "watch.stragglers:LogStraggler",
     "train.rewind_on_spike": "watch.spikes:RewindOnSpike",
 }
-# Is loaded whatever the flags are, if it is installed. Without it a run says nothing about expected memory.
-MEMORY_PLANNER = "plan.hook:MemoryPlan"
+# This extension is always loaded if it is installed. Without it, a run does not print its expected memory.
+MEMORY_PLAN = "plan.hook:MemoryPlan"
 
 T = TypeVar("T")
-Prepared = Any  # megatron.gpt2.train.setup.PreparedRun
-Run = Any  # megatron.gpt2.train.run.Run
+RunContext = Any  # megatron.gpt2.train.setup.RunContext
+Trainer = Any  # megatron.gpt2.train.trainer.Trainer
 
 
 class StopRun(Exception):
-    """A hook ends the run, on every rank after the same step. Its message is one line. Exit code 1."""
+    """Ends the run, on every rank after the same step. The message is one line; the exit code is 1."""
 
 
 class Hook:
-    """What can be changed in a run, and where it can be watched. Every rank calls every method at the same place.
+    """Base class of extensions, which change or observe a run. Every rank calls every method at the same point.
 
-    contiguous_samples: whether a data-parallel rank reads successive samples of a batch, not every n-th of them.
-    splits_tied_gradient: whether the tied matrix has a bucket of its own, in which its gradient comes in two parts.
+    contiguous_samples: whether a data-parallel rank reads successive samples of a batch instead of every n-th sample.
+    splits_tied_gradient: whether the tied matrix has a separate bucket, in which its gradient is summed in two parts.
     """
 
     contiguous_samples = False
@@ -54,71 +53,72 @@ class Hook:
     # Before the process group exists, and while the run is built:
 
     def check(self, config: Config, device: torch.device) -> None:
-        """ValueError, in one line, if the run cannot be so on this device."""
+        """Raise ValueError with a one-line message if this extension cannot work with the flags or the device."""
 
-    def decisions(self, prepared: Prepared) -> dict[str, str]:
-        """What has to be the same on all ranks, by the words that an error has for it."""
+    def must_match(self, context: RunContext) -> dict[str, str]:
+        """Return settings that must be equal on all ranks, by the name that an error message uses."""
         return {}
 
-    def modules(self) -> mpu.Modules | None:
-        """The layers, the head and the loss of which the model is made, in the place of `mpu.PLAIN_MODULES`."""
+    def modules(self) -> mpu.TransformerLayerSubmodules | None:
+        """Return the layer, head and loss classes of the model, which replace `mpu.DEFAULT_SUBMODULES`, or None."""
 
-    def reducer(self, flat: Any, model: Any, parallel: mpu.ParallelState) -> Any:
-        """A `GradientReducer` in the place of the one that the flags ask for. It also sets `model.tied_gradient`."""
+    def reducer(self, buffer: Any, model: Any, parallel: mpu.ParallelState) -> Any:
+        """Return a `BucketReducer` that replaces the default one, or None. It must also set `model.tied_grad_hook`."""
 
     def squared_norm(self, device: torch.device) -> Callable[..., torch.Tensor] | None:
-        """Takes the place of `mpu.squared_norm`, for the norm of all gradients."""
+        """Return a function that replaces `mpu.squared_norm` for the norm of all gradients, or None."""
 
     # While it runs:
 
-    def begin(self, run: Run) -> None:
-        """The run is built, or continued; nothing is trained yet."""
+    def begin(self, trainer: Trainer) -> None:
+        """Called when the run is built or resumed, before the first step."""
 
-    def start_rows(self, run: Run) -> list[tuple[str, str]]:
-        """Rows (name, text) of the start table."""
+    def start_rows(self, trainer: Trainer) -> list[tuple[str, str]]:
+        """Return rows (name, text) of the start table."""
         return []
 
-    def start_lines(self, run: Run) -> list[str]:
-        """Lines after the start table."""
+    def start_lines(self, trainer: Trainer) -> list[str]:
+        """Return lines to print after the start table."""
         return []
 
-    def before_step(self, run: Run) -> None:
-        """A step begins."""
+    def before_step(self, trainer: Trainer) -> None:
+        """Called before a step."""
 
-    def before_update(self, run: Run) -> None:
-        """The gradients are summed over all ranks, and the optimizer is about to use them."""
+    def before_update(self, trainer: Trainer) -> None:
+        """Called when the gradients are summed over all ranks, before the optimizer uses them."""
 
-    def after_step(self, run: Run) -> None:
-        """The step is done and counted: it makes `run.progress.iteration`."""
+    def after_step(self, trainer: Trainer) -> None:
+        """Called after a step. `trainer.progress.iteration` already counts it."""
 
-    def before_save(self, run: Run) -> None:
-        """The state is about to be saved."""
+    def before_save(self, trainer: Trainer) -> None:
+        """Called before a checkpoint is saved."""
 
-    def at_log(self, run: Run, record: Any) -> list[str]:
-        """Lines for the log. record: the `IterationRecord` of the line before them."""
+    def on_log(self, trainer: Trainer, record: Any) -> list[str]:
+        """Return lines to print after a log line. record: the `IterationRecord` of the log line."""
         return []
 
-    def went_back(self, run: Run) -> bool:
-        """After a log line: whether this hook has put the run back to an earlier iteration. It then calls `begin` of
-        every hook."""
+    def rewound(self, trainer: Trainer) -> bool:
+        """Called after each step. Return whether this hook has rewound the run to an earlier iteration. The hook then
+        also calls `begin` of every hook."""
         return False
 
-    def expected_memory(self, run: Run) -> int | None:
-        """Bytes that the log's line about memory should show."""
+    def expected_memory(self, trainer: Trainer) -> int | None:
+        """Return the bytes of memory that the run is expected to use, or None. The log prints them once."""
 
-    def explain_out_of_memory(self, prepared: Prepared) -> str | None:
-        """The line in which a rank ends that has run out of memory."""
+    def explain_out_of_memory(self, context: RunContext) -> str | None:
+        """Return the error line of a rank that has run out of memory, or None."""
 
-    def explains(self, run: Run, error: BaseException) -> bool:
-        """Whether this hook has told the user why `error`, of a collective, ends the run, and has left the ranks."""
+    def handle_error(self, trainer: Trainer, error: BaseException) -> bool:
+        """Called with the error of a failed collective. Return whether this hook has printed the reason and has left
+        the process group."""
         return False
 
-    def close(self, run: Run) -> None:
-        """The run ends, or has failed. Waits for no other rank."""
+    def close(self, trainer: Trainer) -> None:
+        """Called when the run ends or has failed. It must not wait for other ranks."""
 
 
 def load_hooks(config: Config) -> list[Hook]:
-    """The extensions that the flags ask for. ValueError, in one line, if one of them is not installed."""
+    """Load the extensions that the flags choose. Raises ValueError with a one-line message if one is not installed."""
     hooks = []
     for key, place in EXTENSIONS.items():
         section, name = key.split(".")
@@ -129,23 +129,23 @@ def load_hooks(config: Config) -> list[Hook]:
                     "install it, or leave the flag out"
                 )
             hooks.append(extension(config))
-    planner = _load(MEMORY_PLANNER)
+    planner = _load(MEMORY_PLAN)
     return [*hooks, planner(config)] if planner is not None else hooks
 
 
 def _load(place: str) -> type | None:
-    """The class at "module:class"; None if the module is not there."""
+    """Return the class "module:class", or None if the module is not installed."""
     module, name = place.split(":")
     path = f"megatron.gpt2.extensions.{module}"
     try:
         found: type = getattr(importlib.import_module(path), name)
     except ModuleNotFoundError as error:
         if error.name is None or not path.startswith(error.name):
-            raise  # something else that the extension needs
+            raise  # a library of the extension is missing
         return None
     return found
 
 
-def first(offers: Iterable[T | None]) -> T | None:
-    """The first of the hooks' offers that is not None."""
+def first_not_none(offers: Iterable[T | None]) -> T | None:
+    """Return the first value that is not None, or None."""
     return next((offer for offer in offers if offer is not None), None)

@@ -1,12 +1,12 @@
-"""Which kernel computes what, by device, dtype and case.
+"""Chooses the kernel of each operation by device, dtype and shape.
 
-The files above this folder, which read like the papers, call the functions below. `linear_without_gradient`,
-`weight_gradient`, `dropout` and `gelu_tanh` have the plain equation as their last line; the lines before it say where
-something else is faster. The equation of the others is in their docstring. The docstring of each kernel, or of its
-file, gives the measurement that justifies it, and a test compares it with the equation. No kernel knows of ranks.
+The modules above this folder, which follow the papers, call the functions below. `linear_without_gradient`,
+`weight_gradient`, `dropout` and `gelu_tanh` have the plain equation as their last line; the lines before it select
+faster kernels. The other functions have the equation in their docstring. Each kernel's docstring, or its module's, has
+the measurement that justifies it, and a test compares the kernel with the equation. Kernels do not use process groups.
 
 Legend: b batch, s sequence, n heads of this rank, d head size, t tokens, i input and o output features, v padded
-vocabulary, p model-parallel size.
+vocabulary, tp tensor-parallel size.
 """
 
 import math
@@ -21,12 +21,18 @@ from mpu.kernels.attention import (
     attention_with_blockwise_backward,
     fused_attention,
     has_varlen_kernel,
-    keyed_attention,
-    materialised_attention,
+    seeded_attention,
+    unfused_attention,
     varlen_attention,
 )
-from mpu.kernels.cross_entropy import SumOfProducts, VocabShard, rows_in_cache, softmax_by_rows, vocab_parallel_softmax
-from mpu.kernels.dropout import dropout_16_bits, keyed_dropout
+from mpu.kernels.cross_entropy import (
+    MatmulAccumulator,
+    VocabParallelTargets,
+    rows_in_cache,
+    softmax_by_rows,
+    vocab_parallel_softmax,
+)
+from mpu.kernels.dropout import dropout_16_bits, seeded_dropout
 from mpu.kernels.linear import (
     linear_in_float32_blocks,
     matrix_vector_product,
@@ -35,45 +41,46 @@ from mpu.kernels.linear import (
 )
 
 __all__ = [
-    "SumOfProducts",
-    "VocabShard",
+    "MatmulAccumulator",
+    "VocabParallelTargets",
     "attention_kernel",
-    "attention_takes_keys",
     "cast_for_autocast",
     "causal_attention",
-    "document_attention",
     "dropout",
     "gelu_tanh",
-    "keyed_attention",
-    "keyed_dropout",
+    "has_seeded_attention",
     "linear_without_gradient",
     "rows_in_cache",
+    "seeded_attention",
+    "seeded_dropout",
     "softmax_by_rows",
+    "varlen_causal_attention",
     "vocab_parallel_softmax",
     "weight_gradient",
     "weight_gradient_kernel",
 ]
 
-MATERIALISED_UP_TO = 512  # tokens of a sequence; for longer ones the scores cost more memory than they save time
-MANY_ROWS = 17  # from here on F.linear is the fastest, in float32 and where the processor has AMX
-FLOAT32_ROWS = 4  # from here on blocks in float32 are faster where the processor has no products in bf16
+UNFUSED_UP_TO = 512  # tokens of a sequence; for longer sequences the scores need too much memory
+MANY_ROWS = 17  # F.linear is the fastest from here on, in float32 and on processors with AMX
+FLOAT32_ROWS = 4  # blocks in float32 are faster from here on, on processors without bf16 products
 
 
 def cast_for_autocast(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The operands of a linear layer in the dtype that torch.autocast gives to its products; as they are without it.
+    """The operands of a linear layer in the dtype that torch.autocast uses for matrix products; unchanged without
+    autocast.
 
-    torch casts inside of its own products. An autograd function that had saved uncast operands would find the gradient
-    in another dtype.
+    torch casts inside its own products. A custom autograd function must cast its operands before it saves them;
+    otherwise the gradients would have a different dtype.
     """
     if x.is_meta or not torch.is_autocast_enabled(x.device.type):
         return x, weight, bias
     dtype = torch.get_autocast_dtype(x.device.type)
-    x, weight = (t if t.dtype == torch.float64 else t.to(dtype) for t in (x, weight))  # torch leaves float64 alone
+    x, weight = (t if t.dtype == torch.float64 else t.to(dtype) for t in (x, weight))  # torch does not cast float64
     return x, weight, None if bias is None else bias.to(weight.dtype)
 
 
 def linear_without_gradient(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """xAᵀ + b: [..., i], [o, i], [o] -> [..., o], of which no gradient can be asked."""
+    """xAᵀ + b: [..., i], [o, i], [o] -> [..., o], without support for gradients."""
     x, weight, bias = cast_for_autocast(x, weight, bias)
     rows = x.numel() // x.size(-1)
     if x.is_cpu and x.dtype == torch.bfloat16 and not processor.HAS_AMX:
@@ -88,7 +95,7 @@ def linear_without_gradient(x: Tensor, weight: Tensor, bias: Tensor | None = Non
 
 
 def weight_gradient_kernel(x: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """What computes `weight_gradient` on the device and in the dtype of x, if it is not the plain product."""
+    """The function that computes `weight_gradient` for the device and dtype of x; None for the plain matrix product."""
     is_slow = processor.HAS_AMX and x.is_cpu and x.dtype == torch.bfloat16
     return weight_gradient_in_parts if is_slow else None
 
@@ -100,7 +107,7 @@ def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
-    """x with each element zeroed with probability p and the others raised by 1 / (1 - p). Any shape."""
+    """x with each element zeroed with probability p and the other elements scaled by 1 / (1 - p). Any shape."""
     if p == 0.0:
         return x
     if x.is_cpu:
@@ -111,20 +118,20 @@ def dropout(x: Tensor, p: float) -> Tensor:
 def gelu_tanh(x: Tensor) -> Tensor:
     """½x(1 + tanh(√(2/π)(x + 0.044715x³))), GPT-2's activation. Any shape."""
     if x.is_cpu and torch.compiler.is_compiling():
-        # The same function by its sigmoid: the compiled exp takes half the time of the compiled tanh.
+        # The same function written with sigmoid: the compiled exp takes half the time of the compiled tanh.
         return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x))
     return F.gelu(x, approximate="tanh")
 
 
-def attention_takes_keys(device: str) -> bool:
-    """Whether there is a `keyed_attention` for "cpu" or "cuda": the fused kernels of a GPU draw their own masks."""
+def has_seeded_attention(device: str) -> bool:
+    """True if `seeded_attention` supports the device, "cpu" or "cuda". The fused kernels of a GPU draw their own masks."""
     return device == "cpu"
 
 
 def causal_attention(qkv: Tensor, dropout_p: float) -> Tensor:
-    """softmax(QKᵀ/√d, keys up to the query's own position) V for each head, with dropout of the probabilities.
+    """softmax(QKᵀ/√d, keys up to the query's position) V for each head, with dropout of the probabilities.
 
-    qkv: [s, b, n, 3, d], queries, keys and values of a head side by side. Returns [s, b, n·d].
+    qkv: [s, b, n, 3, d]; each head has its query, key and value side by side. Returns [s, b, n·d].
     """
     kernel = attention_kernel(qkv.device.type, qkv.dtype, qkv.size(0), dropout_p, gradient=torch.is_grad_enabled())
     return kernel(qkv, dropout_p)
@@ -133,20 +140,20 @@ def causal_attention(qkv: Tensor, dropout_p: float) -> Tensor:
 def attention_kernel(
     device: str, dtype: torch.dtype, s: int, dropout_p: float, *, gradient: bool
 ) -> Callable[[Tensor, float], Tensor]:
-    """The function that `causal_attention` calls. device: "cpu" or "cuda"."""
+    """The kernel that `causal_attention` uses. device: "cpu" or "cuda"."""
     if device == "cpu" and dtype == torch.bfloat16:
-        if dropout_p > 0 and s <= MATERIALISED_UP_TO:
-            # Without gradients too: a checkpointed layer must drop the same elements when it is computed again.
-            return materialised_attention
+        if dropout_p > 0 and s <= UNFUSED_UP_TO:
+            # Also without gradients: a checkpointed layer must drop the same elements when it is recomputed.
+            return unfused_attention
         if dropout_p == 0 and gradient and processor.HAS_AMX:
             return attention_with_blockwise_backward
     return fused_attention
 
 
-def document_attention(qkv: Tensor, dropout_p: float, lengths: Sequence[int], cu_seqlens: Tensor) -> Tensor:
+def varlen_causal_attention(qkv: Tensor, dropout_p: float, lengths: Sequence[int], cu_seqlens: Tensor) -> Tensor:
     """`causal_attention` within each document: [t, 1, n, 3, d] -> [t, 1, n·d].
 
-    lengths: of the documents, which follow each other; t in all. cu_seqlens: int32, 0 and their sums, on the device.
+    lengths: of successive documents, t in total. cu_seqlens: int32, 0 and the cumulative lengths, on the device.
     """
     if dropout_p == 0 and has_varlen_kernel(qkv):
         return varlen_attention(qkv, cu_seqlens, max(lengths))

@@ -1,6 +1,6 @@
-"""Kernels of causal attention: torch's own; the formula with all scores in memory; and by blocks of queries, as
-FlashAttention does it (arXiv:2205.14135), for a CPU: the backward alone, or both ways with dropout whose masks follow
-from keys.
+"""Kernels of causal attention: torch's fused kernels; the formula with all scores in memory; and two kernels for a CPU
+that work on blocks of queries, as FlashAttention does (arXiv:2205.14135): a backward pass, and both passes with seeded
+dropout.
 
 Legend: b batch, s sequence, n heads of this rank, d head size, t tokens of the micro-batch.
 """
@@ -13,24 +13,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpu.kernels import processor
-from mpu.kernels.dropout import ELEMENTS, draws, dropout_16_bits, factor, masks_of_samples, zero_dropped
+from mpu.kernels.dropout import ELEMENTS, dropout_16_bits, keep_scale, random_draws, sample_masks, zero_dropped
 
-# Queries that the blockwise backward takes together. Fewer of them mean smaller matrix products; more of them mean that
-# less of what causality masks is left out. The scores of one block are all that is held of them.
+# Queries in a block of the blockwise backward. Smaller blocks mean smaller matrix products; larger blocks compute more
+# scores that the causal mask discards. Only the scores of one block exist at a time.
 BLOCK = 256
-# The same with keyed dropout, where it is also the unit of the masks: another number means other masks.
-KEYED_BLOCK = 128
-# Scores of a block that a core works on at once, in elements. They stay in its cache, which takes 10 % less time than
-# all heads at once (b·n = 24, s = 1,024).
+# Queries in a block with seeded dropout. The masks depend on it: a different number gives different masks.
+SEEDED_BLOCK = 128
+# Scores that a core computes at once, in elements. They stay in its cache: 10 % less time than all heads at once
+# (b·n = 24, s = 1,024).
 SCORES = 3 << 18
-# Tokens of a sequence. For longer ones the probabilities of keyed dropout cost more memory than they save time.
-KEPT_UP_TO = 512
+# Tokens of a sequence. For longer sequences, saved probabilities of seeded dropout need too much memory.
+SAVED_UP_TO = 512
 
 
 def fused_attention(qkv: Tensor, dropout_p: float) -> Tensor:
-    """softmax(QKᵀ/√d, keys up to the query's own position) V: [s, b, n, 3, d] -> [s, b, n·d].
+    """softmax(QKᵀ/√d, keys up to the query's position) V: [s, b, n, 3, d] -> [s, b, n·d].
 
-    The kernel on every GPU, where torch chooses among FlashAttention's, cuDNN's and others, and on a CPU in fp32.
+    Used on every GPU, where torch selects FlashAttention, cuDNN or a different kernel, and on a CPU in fp32.
     """
     q, k, v = qkv.permute(3, 1, 2, 0, 4).unbind(0)  # [s, b, n, 3, d] -> [3, b, n, s, d] -> three of [b, n, s, d]
     y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)
@@ -38,7 +38,7 @@ def fused_attention(qkv: Tensor, dropout_p: float) -> Tensor:
 
 
 def has_varlen_kernel(qkv: Tensor) -> bool:
-    """Whether `varlen_attention` takes this device, dtype and head size (the last dimension)."""
+    """True if `varlen_attention` supports this device, dtype and head size (the last dimension)."""
     return (
         qkv.device.type == "cuda"
         and qkv.dtype in (torch.float16, torch.bfloat16)
@@ -49,35 +49,34 @@ def has_varlen_kernel(qkv: Tensor) -> bool:
 
 def varlen_attention(qkv: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
     """Causal attention within each document, without dropout: [t, 1, n, 3, d] -> [t, 1, n·d]. cu_seqlens: int32, 0 and
-    the sums of the documents' lengths. longest: of them.
+    the cumulative lengths. longest: the largest length.
 
-    torch's one kernel that takes cumulative lengths. It computes all documents in one launch, where the plain way
-    launches one kernel for each document, and it makes no mask. No speed has been measured: no GPU has been at hand
-    (see README).
+    It is torch's only kernel that takes cumulative lengths. It computes all documents in one launch, instead of one
+    launch for each, and makes no mask. Its speed has not been measured on a GPU.
     """
     from torch.nn.attention.varlen import varlen_attn
 
     q, k, v = qkv.squeeze(1).unbind(2)  # [t, 1, n, 3, d] -> three of [t, n, d]
     y = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, window_size=(-1, 0))
-    assert isinstance(y, Tensor)  # not a pair with its log-sum-exp
+    assert isinstance(y, Tensor)  # and not a tuple with the log-sum-exp
     return y.flatten(1).unsqueeze(1)  # [t, n, d] -> [t, 1, n·d]
 
 
-def computed_in(dtype: torch.dtype) -> torch.dtype:
-    """The precision of our own scores: dtype itself if the processor computes in it, else float32."""
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of our own scores: `dtype` itself if the processor computes in it, else float32."""
     return dtype if dtype.itemsize > 2 or (dtype == torch.bfloat16 and processor.HAS_AMX) else torch.float32
 
 
-def materialised_attention(qkv: Tensor, dropout_p: float) -> Tensor:
-    """softmax(QKᵀ/√d, keys up to the query's own position) V, all scores in memory: [s, b, n, 3, d] -> [s, b, n·d].
+def unfused_attention(qkv: Tensor, dropout_p: float) -> Tensor:
+    """softmax(QKᵀ/√d, keys up to the query's position) V with all scores in memory: [s, b, n, 3, d] -> [s, b, n·d].
 
-    For a CPU in bf16 with dropout of the probabilities. torch has no fused kernel with dropout there: its own formula
-    draws 64 bits for each score and computes in float32. 512 tokens, 2 heads, one thread, ms: with AMX 10.3 if scores are
-    held in bf16, 22.2 in float32; without AMX 43.4 and 22.3. The masks are the same in both. Source:
+    For a CPU in bf16 with dropout of the probabilities, where torch has no fused kernel: its formula draws 64 bits for
+    each score and computes in float32. Times for 512 tokens, 2 heads, one thread, in ms: with AMX 10.3 with bf16
+    scores, 22.2 with float32 scores; without AMX 43.4 and 22.3. The masks are the same in both. Source:
     docs/explanation/performance.md.
     """
     s, b, n, _, d = qkv.shape
-    q, k, v = (x.contiguous() for x in _heads(qkv.to(computed_in(qkv.dtype))))
+    q, k, v = (x.contiguous() for x in _heads(qkv.to(compute_dtype(qkv.dtype))))
     mask = torch.full((s, s), -torch.inf, dtype=q.dtype).triu_(1)
     scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=d**-0.5)  # [b·n, s, s]
     y = torch.bmm(dropout_16_bits(torch.softmax(scores, dim=-1), dropout_p), v)
@@ -85,15 +84,15 @@ def materialised_attention(qkv: Tensor, dropout_p: float) -> Tensor:
 
 
 def attention_with_blockwise_backward(qkv: Tensor, dropout_p: float) -> Tensor:
-    """softmax(QKᵀ/√d, keys up to the query's own position) V: [s, b, n, 3, d] -> [s, b, n·d]. dropout_p must be 0.
+    """softmax(QKᵀ/√d, keys up to the query's position) V: [s, b, n, 3, d] -> [s, b, n·d]. dropout_p must be 0.
 
-    For a CPU with AMX in bf16. Backward runs over blocks of queries and computes the scores again, as FlashAttention does
-    (arXiv:2205.14135). Unlike FlashAttention it holds the scores of a block in bf16, so that their rounding error grows
-    with their size: the gradient of the queries is off by 0.4 % if the largest score is 4 and by 1.6 % if it is 30, and
-    torch's fused kernel by 0.25 and 0.45 %.
+    For a CPU with AMX in bf16. Backward runs over blocks of queries and recomputes the scores, as FlashAttention does
+    (arXiv:2205.14135). Unlike FlashAttention it holds the scores of a block in bf16, so the rounding error grows with
+    the scores: the queries' gradient is off by 0.4 % if the largest score is 4 and by 1.6 % if it is 30, compared with
+    0.25 and 0.45 % for torch's fused kernel.
 
-    The backward of torch 2.13's fused kernel takes longer there: 31 ms against 26 (2 cores, b·n = 24, d = 64, s =
-    1,024). Without AMX it is the other way round: 129 ms fused, 151 by blocks (one thread, 4 heads, s = 1,024). Source:
+    The backward pass of torch 2.13's fused kernel is slower there: 31 ms instead of 26 (2 cores, b·n = 24, d = 64, s =
+    1,024). Without AMX the fused kernel is faster: 129 ms instead of 151 (one thread, 4 heads, s = 1,024). Source:
     docs/explanation/performance.md.
     """
     assert dropout_p == 0
@@ -109,7 +108,7 @@ class _BlockwiseBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Tensor:
         (qkv,) = ctx.saved_tensors
-        # To call the operator loads torch's compiler: 1 s and 70 MB.
+        # A call of the operator loads torch's compiler: 1 s and 70 MB.
         backward = _blockwise_operator if torch.compiler.is_compiling() else _blockwise_backward
         d_qkv: Tensor = backward(qkv, dy)
         return d_qkv
@@ -119,7 +118,7 @@ def _blockwise_backward(qkv: Tensor, dy: Tensor) -> Tensor:
     return _gradient(qkv, dy, BLOCK, heads_at_once(qkv.size(0)))
 
 
-# An operator of its own: a compiler that sees inside makes it slower than its parts are.
+# A custom operator: torch.compile would make the code inside slower.
 _blockwise_operator = torch.library.custom_op("mpu::blockwise_attention_backward", _blockwise_backward, mutates_args=())
 
 
@@ -128,84 +127,95 @@ def _(qkv: Tensor, dy: Tensor) -> Tensor:
     return torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
 
 
-def keyed_attention(
-    qkv: Tensor, p: float, keys: Tensor, site: int, first_head: int = 0, first_position: int = 0
+def seeded_attention(
+    qkv: Tensor, p: float, dropout_seeds: Tensor, location: int, first_head: int = 0, first_position: int = 0
 ) -> Tensor:
-    """softmax(QKᵀ/√d, keys up to the query's own position), dropped with probability p, times V: [s, b, n, 3, d] ->
-    [s, b, n·d]. For a CPU.
+    """softmax(QKᵀ/√d, keys up to the query's position), dropped with probability p, times V:
+    [s, b, n, 3, d] -> [s, b, n·d]. For a CPU.
 
-    keys: int64 [b, 3], as `keyed_dropout` has them. first_head: of this rank. first_position: of a document in its
-    sample; the masks of its queries and keys count from there.
+    dropout_seeds: int64 [b, 3], as in `seeded_dropout`. location: which dropout of the layer. first_head: number of
+    this rank's first head. first_position: of a document in its sample; the masks of its queries and keys count from
+    there.
 
-    Backward makes the masks of a block again, and for long sequences the scores. So no mask is kept, and above
-    KEPT_UP_TO tokens nothing of the size [s, s]. bf16 is computed in float32 if the processor has no AMX. One thread
-    with AMX, 1,024 tokens, 12 heads, forward and backward, against torch's formula with all scores in memory, ms of CPU
-    time in one run: 455 and 115 in bf16, 465 and 249 in float32.
+    Backward computes the masks of a block again, and the scores of long sequences. So no mask is saved, and above
+    SAVED_UP_TO tokens nothing of size [s, s]. bf16 is computed in float32 if the processor has no AMX. CPU time of
+    forward and backward, one thread with AMX, 1,024 tokens, 12 heads, compared with torch's formula with all scores in
+    memory: 455 and 115 ms in bf16, 465 and 249 ms in float32 (one run).
     """
-    out: Tensor = _KeyedAttention.apply(qkv, p, keys, site, first_head, first_position)  # type: ignore[no-untyped-call]
+    out: Tensor = _SeededAttention.apply(qkv, p, dropout_seeds, location, first_head, first_position)  # type: ignore[no-untyped-call]
     return out
 
 
-class _Masks:
-    """The masks of a micro-batch. A block of queries has a part of its sample's mask to itself, in which the heads
-    follow each other, and in a head the queries, each at the width of the keys that the last of them sees."""
+class _AttentionMasks:
+    """The masks of a micro-batch. The random bits of a sample are ordered [block of queries][head][query][key]. Each
+    row has as many keys as the last query of its block sees."""
 
-    def __init__(self, qkv: Tensor, p: float, keys: Tensor, site: int, first_head: int, first_position: int) -> None:
-        self.p, self.factor = p, factor(p)
+    def __init__(
+        self, qkv: Tensor, p: float, dropout_seeds: Tensor, location: int, first_head: int, first_position: int
+    ) -> None:
+        self.p, self.keep_scale = p, keep_scale(p)
         self._s, _, self._n, _, _ = qkv.shape
-        self._first_head, self._samples = first_head, masks_of_samples(keys, site, first_position)
+        self._first_head, self._samples = first_head, sample_masks(dropout_seeds, location, first_position)
 
     def parts(self, like: Tensor, first: int, start: int) -> Iterator[tuple[slice, Tensor]]:
-        """For scores [heads, block, end], of heads from `first` on, counted over all samples, and queries from `start`
-        on: the heads of each sample, and the draws that decide about them, int16 [heads, block, end]."""
+        """Yield the heads of each sample in turn, and their random draws, int16 [heads, block, end].
+
+        like: scores [heads, block, end], of heads from `first` on (counted over all samples) and queries from `start`
+        on.
+        """
         heads, rows, end = like.shape
-        of_head = rows * -(-min(start + KEYED_BLOCK, self._s) // ELEMENTS)  # blocks of the counter
+        head_blocks = rows * -(-min(start + SEEDED_BLOCK, self._s) // ELEMENTS)  # counter blocks of a head
         done = 0
         while done < heads:
             sample, head = divmod(first + done, self._n)
             count = min(self._n - head, heads - done)
-            begin = (start // KEYED_BLOCK << 40) + (self._first_head + head) * of_head
-            drawn = draws(self._samples[sample], begin, count * of_head).view(count, rows, -1)
+            begin = (start // SEEDED_BLOCK << 40) + (self._first_head + head) * head_blocks
+            drawn = random_draws(self._samples[sample], begin, count * head_blocks).view(count, rows, -1)
             yield slice(done, done + count), drawn[:, :, :end]
             done += count
 
 
-class _KeyedAttention(torch.autograd.Function):
+class _SeededAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, p: float, keys: Tensor, *place: int) -> Tensor:
+    def forward(ctx: Any, qkv: Tensor, p: float, dropout_seeds: Tensor, *place: int) -> Tensor:
         ctx.p, ctx.place = p, place
         s, b, n, _, d = qkv.shape
-        kept = []  # what backward takes instead of computing it
-        masks = _Masks(qkv, p, keys, *place)
+        kept = []  # saved for backward
+        masks = _AttentionMasks(qkv, p, dropout_seeds, *place)
         q, k, v = _operands(qkv)
         out = torch.empty(s, b, n * d, dtype=qkv.dtype)
         y = out.view(s, b * n, d).transpose(0, 1)  # [b·n, s, d]
-        for first, some, start, end in _blocks(s, b * n, KEYED_BLOCK, keyed_heads_at_once(s)):
-            # Products of contiguous matrices, and factors while a block is in the cache, take half the time.
+        for first, some, start, end in _blocks(s, b * n, SEEDED_BLOCK, seeded_heads_at_once(s)):
+            # Contiguous operands, and scaling a block while it is in the cache, halve the time.
             block_q, block_k, block_v = (x.contiguous() for x in (q[some, start:end], k[some, :end], v[some, :end]))
             probabilities = _probabilities(block_q * d**-0.5, block_k, start)
             masked = torch.empty_like(probabilities)
             for part, drawn in masks.parts(probabilities, first, start):
                 zero_dropped(probabilities[part], drawn, p, out=masked[part])
-            y[some, start:end] = torch.bmm(masked, block_v).mul_(masks.factor)
-            if s <= KEPT_UP_TO:
+            y[some, start:end] = torch.bmm(masked, block_v).mul_(masks.keep_scale)
+            if s <= SAVED_UP_TO:
                 kept.append(probabilities)
-        ctx.save_for_backward(qkv, keys, *kept)
+        ctx.save_for_backward(qkv, dropout_seeds, *kept)
         return out
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        qkv, keys, *kept = ctx.saved_tensors
-        masks = _Masks(qkv, ctx.p, keys, *ctx.place)
-        d_qkv = _gradient(qkv, dy, KEYED_BLOCK, keyed_heads_at_once(qkv.size(0)), masks, kept)
+        qkv, dropout_seeds, *kept = ctx.saved_tensors
+        masks = _AttentionMasks(qkv, ctx.p, dropout_seeds, *ctx.place)
+        d_qkv = _gradient(qkv, dy, SEEDED_BLOCK, seeded_heads_at_once(qkv.size(0)), masks, kept)
         return d_qkv, None, None, None, None, None
 
 
 def _gradient(
-    qkv: Tensor, dy: Tensor, block: int, heads: int, masks: _Masks | None = None, kept: list[Tensor] | None = None
+    qkv: Tensor,
+    dy: Tensor,
+    block: int,
+    heads: int,
+    masks: _AttentionMasks | None = None,
+    kept: list[Tensor] | None = None,
 ) -> Tensor:
-    """[s, b, n, 3, d], [s, b, n·d] -> the gradient of qkv, [s, b, n, 3, d], by blocks of so many queries of so many
-    heads. masks: of dropout. kept: the probabilities of each block; without them they are computed again."""
+    """[s, b, n, 3, d], [s, b, n·d] -> the gradient of qkv [s, b, n, 3, d], computed for `block` queries and `heads`
+    heads at a time. masks: of dropout. kept: saved probabilities of each block; without them they are recomputed."""
     s, b, n, _, d = qkv.shape
     q, k, v = _operands(qkv)
     dy = dy.to(q.dtype).reshape(s, b * n, d).transpose(0, 1)  # [b·n, s, d]
@@ -218,7 +228,7 @@ def _gradient(
         )
         block_q = block_q * d**-0.5
         if masks is not None:
-            block_dy = block_dy * masks.factor
+            block_dy = block_dy * masks.keep_scale
         p = kept.pop(0) if kept else _probabilities(block_q, block_k, start)
         masked, dp = p, torch.bmm(block_dy, block_v.transpose(1, 2))
         if masks is not None:
@@ -236,21 +246,21 @@ def _gradient(
 
 
 def heads_at_once(s: int, block: int = BLOCK) -> int:
-    """How many heads of all samples are taken together, with a block of so many queries."""
+    """How many heads, over all samples, are computed together if a block has `block` queries."""
     return max(torch.get_num_threads() * SCORES // (block * s), 1)
 
 
-def keyed_heads_at_once(s: int) -> int:
-    """The same with keyed dropout: twice as many, which takes 4 % less time (8 samples of 256 tokens, 4 heads, bf16,
-    one thread)."""
-    return heads_at_once(s, KEYED_BLOCK // 2)
+def seeded_heads_at_once(s: int) -> int:
+    """`heads_at_once` for seeded dropout: twice as many, which takes 4 % less time (8 samples of 256 tokens, 4 heads,
+    bf16, one thread)."""
+    return heads_at_once(s, SEEDED_BLOCK // 2)
 
 
-def kept_pairs(s: int) -> int:
-    """For how many pairs of a query and a key a head keeps the probability for the backward of keyed dropout."""
-    if s > KEPT_UP_TO:
+def saved_probabilities(s: int) -> int:
+    """How many probabilities a head saves for the backward pass of seeded dropout."""
+    if s > SAVED_UP_TO:
         return 0
-    return sum((end - start) * end for _, _, start, end in _blocks(s, 1, KEYED_BLOCK, 1))
+    return sum((end - start) * end for _, _, start, end in _blocks(s, 1, SEEDED_BLOCK, 1))
 
 
 def _heads(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -261,13 +271,13 @@ def _heads(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _operands(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values, each [b·n, s, d]. Keys and values are contiguous, since many blocks take of them."""
-    q, k, v = _heads(qkv.to(computed_in(qkv.dtype)))
+    """Queries, keys and values, each [b·n, s, d]. Keys and values are contiguous because many blocks read them."""
+    q, k, v = _heads(qkv.to(compute_dtype(qkv.dtype)))
     return q, k.contiguous(), v.contiguous()
 
 
 def _blocks(s: int, heads: int, block: int, at_once: int) -> Iterator[tuple[int, slice, int, int]]:
-    """`at_once` heads, the first and all, and a block of queries, [start, end)."""
+    """Yield the first of `at_once` heads, the slice of these heads, and a block of queries, [start, end)."""
     for first in range(0, heads, at_once):
         for start in range(0, s, block):
             yield first, slice(first, first + at_once), start, min(start + block, s)

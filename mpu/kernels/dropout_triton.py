@@ -1,5 +1,5 @@
-"""`keyed_dropout` on a GPU: Philox, as in `dropout.py`, in Triton, which comes with torch's builds for GPUs. One kernel
-reads and writes each element once.
+"""`seeded_dropout` on a GPU: the Philox generator of `dropout.py` in Triton, which is part of torch's GPU builds. One
+kernel reads and writes each element once.
 
 Legend: b batch, s positions, h hidden.
 """
@@ -11,13 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCKS = 64  # of the counter that a program of the kernel takes, 1,024 elements
-WARPS = 2  # so that each thread makes one block
+BLOCKS = 64  # counter blocks of one Triton program: 1,024 elements
+WARPS = 2  # one block for each thread
 
 
 @triton.jit
 def philox_4x64(c0, c1, c2, c3, k0, k1):
-    """Four words uint64 of a counter and a key, in ten rounds."""
+    """Four uint64 words from a counter and a key, in ten rounds."""
     for _ in tl.static_range(10):
         high0, low0 = tl.umulhi(c0, 0xD2E7470EE14C6C93), c0 * 0xD2E7470EE14C6C93
         high1, low1 = tl.umulhi(c2, 0xCA5A826395121157), c2 * 0xCA5A826395121157
@@ -28,10 +28,12 @@ def philox_4x64(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
-def dropout_kernel(x, out, keys, b, h, first_position, dropped, factor, SITE: tl.constexpr, BLOCKS: tl.constexpr):
-    """A row is a position of a sample, [h]; program_id is (row, part of the row)."""
+def dropout_kernel(
+    x, out, seeds, b, h, first_position, dropped, keep_scale, LOCATION: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """A row is one position of one sample, [h]; program_id is (row, part of the row)."""
     row = tl.program_id(0)
-    key = keys + row % b * 3
+    key = seeds + row % b * 3
     seed, sample, layer = tl.load(key), tl.load(key + 1), tl.load(key + 2)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     position = (first_position + row // b).to(tl.int64)
@@ -40,7 +42,7 @@ def dropout_kernel(x, out, keys, b, h, first_position, dropped, factor, SITE: tl
     w0, w1, w2, w3 = philox_4x64(
         number,
         same + sample.to(tl.uint64),
-        same + (layer << 8 | SITE).to(tl.uint64),
+        same + (layer << 8 | LOCATION).to(tl.uint64),
         same,
         same + seed.to(tl.uint64),
         same,
@@ -53,17 +55,29 @@ def dropout_kernel(x, out, keys, b, h, first_position, dropped, factor, SITE: tl
     column = tl.program_id(1) * BLOCKS * 16 + tl.arange(0, BLOCKS * 16)
     at = row.to(tl.int64) * h + column
     value = tl.load(x + at, mask=column < h)
-    raised = (value.to(tl.float32) * factor).to(value.dtype)
+    raised = (value.to(tl.float32) * keep_scale).to(value.dtype)
     tl.store(out + at, tl.where(draw >= dropped, raised, tl.zeros_like(raised)), mask=column < h)
 
 
-def dropped_on_gpu(x: Tensor, keys: Tensor, site: int, first_position: int, dropped: int, factor: float) -> Tensor:
-    """x [s, b, h], contiguous, of which `dropped` of 65,536 elements become 0 and the others are multiplied by
-    `factor`. The other arguments are those of `keyed_dropout`."""
+def dropout_on_gpu(
+    x: Tensor, seeds: Tensor, location: int, first_position: int, dropped: int, keep_scale: float
+) -> Tensor:
+    """x [s, b, h], contiguous: `dropped` of 65,536 elements become 0, the other elements are multiplied by
+    `keep_scale`. The other arguments are those of `seeded_dropout`."""
     s, b, h = x.shape
     out = torch.empty_like(x)
     grid = s * b, triton.cdiv(h, 16 * BLOCKS)
     dropout_kernel[grid](
-        x, out, keys, b, h, first_position, dropped - 32768, factor, SITE=site, BLOCKS=BLOCKS, num_warps=WARPS
+        x,
+        out,
+        seeds,
+        b,
+        h,
+        first_position,
+        dropped - 32768,
+        keep_scale,
+        LOCATION=location,
+        BLOCKS=BLOCKS,
+        num_warps=WARPS,
     )
     return out

@@ -1,21 +1,21 @@
-"""Products of linear layers on a CPU: xAᵀ + b without a gradient, for the few rows of x that generation has and for
-processors without products in bf16; and the gradient of a weight.
+"""Linear layers on a CPU: xAᵀ + b without a gradient, for the few rows of x in generation and for processors without
+bf16 products; and the gradient of a weight.
 
-All times are milliseconds, F.linear or the whole product first. Source: docs/explanation/performance.md.
+All times are in ms; the first is that of F.linear or of one whole product. Source: docs/explanation/performance.md.
 
-Legend: r rows of x in all, t tokens, i input features, o output features.
+Legend: r rows of x, t tokens, i input features, o output features.
 """
 
 import torch
 from torch import Tensor
 
-_ELEMENTS = 1 << 19  # of the weight that exist in float32 at once: 2 MB
+_ELEMENTS = 1 << 19  # elements of the weight that exist in float32 at once: 2 MB
 
 
 def matrix_vector_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """For one row: [..., i] -> [..., o].
 
-    2 cores with AMX, bf16: 15 and 7. In bf16 without AMX F.linear is faster; float32 is the same on both.
+    2 cores with AMX, bf16: 15 and 7. In bf16 without AMX F.linear is faster. AMX does not change float32.
     """
     row = x.reshape(-1)  # [..., i] -> [i]
     y = torch.mv(weight, row) if bias is None else torch.addmv(bias, weight, row)
@@ -23,11 +23,10 @@ def matrix_vector_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Ten
 
 
 def transposed_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """(A xᵀ)ᵀ + b: [..., i] -> [..., o], contiguous: attention would take a slow way through a result stored by
-    column.
+    """(A xᵀ)ᵀ + b: [..., i] -> [..., o], contiguous, because attention is slow for a result stored by column.
 
-    2 cores with AMX, 8 rows: 15 and 10 in bf16; 41 and 33 in float32, and F.linear takes 23 where A is stored by
-    column. In bf16 without AMX F.linear or blocks in float32 are faster; float32 is the same on both.
+    2 cores with AMX, 8 rows: 15 and 10 in bf16; 41 and 33 in float32, where F.linear takes 23 if A is stored by column.
+    In bf16 without AMX, F.linear or blocks in float32 are faster. AMX does not change float32.
     """
     y = torch.mm(weight, x.reshape(-1, x.size(-1)).t()).t()  # [..., i] -> [r, i]; [o, r] -> [r, o]
     by_row = torch.empty_like(y, memory_format=torch.contiguous_format)
@@ -36,11 +35,10 @@ def transposed_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 
 
 def linear_in_float32_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """[..., i], [o, i], [o] of 16 bits -> [..., o] of the same dtype, computed in float32 and rounded once at the
-    end.
+    """[..., i], [o, i], [o] in 16 bits -> [..., o] of the same dtype, computed in float32 and rounded once at the end.
 
-    Two threads, no products in bf16: 4 rows 61 and 44, 8 rows 84 and 54, 16 rows 124 and 95. For one row F.linear is
-    faster (18 and 37), and so it is for every number of rows where AVX-512 has bf16 products.
+    Two threads, no bf16 products: 4 rows 61 and 44, 8 rows 84 and 54, 16 rows 124 and 95. F.linear is faster for one
+    row (18 and 37), and for any number of rows if AVX-512 has bf16 products.
     """
     rows = x.reshape(-1, x.size(-1)).float()  # [..., i] -> [r, i]
     y = x.new_empty(rows.size(0), weight.size(0))
@@ -52,15 +50,15 @@ def linear_in_float32_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> 
 
 
 PARTS = 4
-LEAST_TOKENS = 512  # of a part
+LEAST_TOKENS = 512  # in a part
 
 
 def weight_gradient_in_parts(dy: Tensor, x: Tensor) -> Tensor:
     """dyᵀx: [t, o], [t, i] -> [o, i], in the dtype of both. Each part after the first rounds the sum once more.
 
     For a CPU with AMX in bf16: oneDNN with AMX is slow if the left matrix of a product is transposed and long. 2 cores,
-    2,048 tokens: the whole product runs at 1.3 TFLOP/s, where a layer's other products reach 2.5; in 4 parts it runs at
-    1.9. One thread, 3,072 x 768: 103 ms whole, 71 in parts. Without AMX the parts take longer (559 whole, 603).
+    2,048 tokens: one whole product runs at 1.3 TFLOP/s, 4 parts at 1.9, and a layer's other products at 2.5. One
+    thread, 3,072 x 768: 103 ms whole, 71 in parts. Without AMX the parts are slower (559 whole, 603).
     """
     tokens = max(LEAST_TOKENS, -(-dy.size(0) // PARTS))
     total = dy[:tokens].t() @ x[:tokens]

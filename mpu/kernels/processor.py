@@ -1,8 +1,8 @@
-"""The two facts about a CPU that decide which of two kernels is faster: which instructions it has for products in bf16.
+"""Two properties of the CPU that select kernels: its instructions for bf16 matrix products.
 
-Measured in bf16 with AMX, with AVX-512's bf16 products and with neither, and in float32 on all, these facts decided
-every pair (docs/explanation/performance.md). So they are rules, and nothing is timed when a program starts: a rule says
-the same on a busy machine, and runs and ranks on processors of one kind agree to the bit.
+Measurements in bf16 with AMX, with AVX-512's bf16 products and with neither, and in float32 on all three, showed that
+these properties decide every choice (docs/explanation/performance.md). So nothing is timed at start: the choice does
+not depend on the machine's load, and runs and ranks on the same kind of processor agree to the bit.
 """
 
 import os
@@ -10,7 +10,7 @@ import platform
 
 import torch
 
-# With these variables a user tells oneDNN, which computes the products, which instructions it may use.
+# These environment variables limit the instructions of oneDNN, which computes matrix products.
 _LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 _WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI")
 
@@ -25,7 +25,7 @@ def _has_amx() -> bool:
 
 def _has_bf16_products() -> bool:
     if platform.machine() not in ("x86_64", "AMD64"):
-        return True  # not measured: torch's own way
+        return True  # not measured: keep torch's default
     return torch.cpu._is_avx512_bf16_supported() and _limit() not in _WITHOUT_BF16
 
 

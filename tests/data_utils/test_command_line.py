@@ -1,4 +1,4 @@
-"""How a program is called and how it ends."""
+"""The command that starts a program, its exit code and its last line."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from tests.conftest import ROOT
 
 PROGRAM = """
 import sys
-from data_utils.command_line import program
+from data_utils.command_line import as_command
 
 def main():
     {main}
 
-program(main)()
+as_command(main)()
 """
 
 
 def end(main: str, head: bool = False) -> tuple[int, str, str]:
-    """Exit code, output and errors of a program with this `main`; head: beside a reader that reads one character and
-    leaves before the program's own input ends."""
+    """Run a program with this `main`. Returns exit code, output and errors. head: the reader of its output reads one
+    character and closes the pipe while the program's standard input is still open."""
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM.format(main=main)],
         cwd=ROOT,
@@ -53,20 +53,26 @@ def end(main: str, head: bool = False) -> tuple[int, str, str]:
         "print('x' * 70_000, flush=True); sys.stdin.read(); print('the rest'); return 0",
     ],
 )
-def test_a_reader_that_ends_first_is_no_error(main: str) -> None:
-    """In the middle of what is printed, and in what is still buffered when the program ends."""
+def test_a_broken_pipe_is_not_an_error(main: str) -> None:
+    """The pipe breaks while the program prints, or when it flushes its buffer at the end."""
     assert end(main, head=True) == (141, "", "")
 
 
-def test_codes_and_errors() -> None:
+def test_exit_codes_and_errors() -> None:
     assert end("print('done'); return 1") == (1, "done\n", "")
     assert end("raise ValueError('--a:\\n  no')") == (2, "", "error: --a: no\n")
-    code, _, err = end("raise ZeroDivisionError")  # a bug of ours
+    code, _, err = end("raise ZeroDivisionError")  # a bug has a traceback
     assert code == 1 and "Traceback" in err
 
 
-def test_how_a_program_is_called(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """In a checkout by a file that is there, from any folder; else by a command that the package installs."""
+@pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "ascii"])
+def test_output_that_is_not_utf8(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", encoding)
+    assert end("print('a \u2581 b'); return 0") == (0, "a ? b\n", "")
+
+
+def test_how_to_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A checkout has files for bash; an installed package only has the command gpt2."""
     monkeypatch.chdir(ROOT / "docs")
     assert how_to_call("checkpoint") == "bash ../scripts/python.sh ../tools/checkpoint.py"
     assert how_to_call("pretrain_gpt2") == "bash ../scripts/pretrain_gpt2.sh"

@@ -1,5 +1,4 @@
-"""Token files: pairs of ours and of megatron-core, byte for byte, the files of nanoGPT and llm.c, merged and damaged;
-and how files are replaced."""
+"""Token files: pairs equal megatron-core's, files of nanoGPT and llm.c, merges, damaged files, atomic writes."""
 
 from __future__ import annotations
 
@@ -15,9 +14,9 @@ import numpy as np
 import pytest
 
 from data_utils import IndexedDataset, IndexedDatasetBuilder, files
-from data_utils.indexed_dataset import ForeignBin, open_tokens, token_dtype, write_manifest
-from data_utils.preprocessing import merge
-from tests.data_utils.made import write, write_pair
+from data_utils.indexed_dataset import RawTokenFile, open_token_file, token_dtype, write_manifest
+from data_utils.preprocessing import merge_datasets
+from tests.data_utils.data_files import write, write_pair
 
 torch = pytest.importorskip("torch")
 DOCUMENTS = [[1, 2, 3], [], [40_000], list(range(7))]
@@ -32,7 +31,7 @@ def bytes_of(prefix: Path) -> list[bytes]:
 
 
 @pytest.mark.parametrize("vocab_size", [50_257, 65_500])
-def test_what_is_written_is_read(tmp_path: Path, vocab_size: int) -> None:
+def test_write_and_read(tmp_path: Path, vocab_size: int) -> None:
     builder = IndexedDatasetBuilder(tmp_path / "a", token_dtype(vocab_size))
     for document in DOCUMENTS:
         builder.add(document[:2])
@@ -45,7 +44,7 @@ def test_what_is_written_is_read(tmp_path: Path, vocab_size: int) -> None:
     assert list(dataset.document_starts) == [0, 3, 3, 4, 11]
 
 
-def test_the_bytes_are_those_of_the_format(tmp_path: Path) -> None:
+def test_bytes_of_the_format(tmp_path: Path) -> None:
     write_pair(tmp_path / "a", DOCUMENTS)
     lengths, pointers, firsts = (
         struct.pack("<4i", 3, 0, 1, 7),
@@ -56,7 +55,7 @@ def test_the_bytes_are_those_of_the_format(tmp_path: Path) -> None:
     assert bytes_of(tmp_path / "a") == [struct.pack("<11H", *sum(DOCUMENTS, [])), index]
 
 
-def test_several_sequences_a_document_modes_and_an_empty_pair(tmp_path: Path) -> None:
+def test_several_sequences_per_document_modes_and_an_empty_pair(tmp_path: Path) -> None:
     header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 4, 3, 3)
     arrays = struct.pack("<3i", 1, 2, 1) + struct.pack("<3q", 0, 4, 12) + struct.pack("<3q", 0, 2, 3) + b"\0\1\0"
     write(tmp_path / "a.idx", header + arrays)
@@ -91,7 +90,7 @@ def write_theirs(theirs: Any, prefix: Path, documents: list[list[int]], vocab_si
 
 
 @pytest.mark.parametrize("vocab_size", [50_257, 65_499, 65_500, 100_000])
-def test_the_same_bytes_as_megatron_core_and_both_read_them(theirs: Any, tmp_path: Path, vocab_size: int) -> None:
+def test_bytes_equal_megatron_core(theirs: Any, tmp_path: Path, vocab_size: int) -> None:
     documents = some_documents(vocab_size, vocab_size)
     write_theirs(theirs, tmp_path / "theirs", documents, vocab_size)
     write_pair(tmp_path / "ours", documents, token_dtype(vocab_size))
@@ -102,14 +101,14 @@ def test_the_same_bytes_as_megatron_core_and_both_read_them(theirs: Any, tmp_pat
     assert there.document_indices.tolist() == list(range(41))
 
 
-def test_merging_gives_megatrons_bytes_of_several_sequences_a_document_too(theirs: Any, tmp_path: Path) -> None:
+def test_merged_bytes_equal_megatron_core(theirs: Any, tmp_path: Path) -> None:
     parts = [some_documents(300, seed) for seed in (1, 2)]
     builder = theirs.IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.uint16)
     for number, documents in enumerate(parts):
         write_theirs(theirs, tmp_path / f"part{number}", documents, 300, sequences=3)
         builder.add_index(str(tmp_path / f"part{number}"))
     builder.finalize(str(tmp_path / "theirs.idx"))
-    merge([str(tmp_path / "part0"), str(tmp_path / "part1")], str(tmp_path / "ours"), 0)
+    merge_datasets([str(tmp_path / "part0"), str(tmp_path / "part1")], str(tmp_path / "ours"), 0)
     assert bytes_of(tmp_path / "theirs") == bytes_of(tmp_path / "ours")
     assert documents_of(IndexedDataset(tmp_path / "ours")) == parts[0] + parts[1]
 
@@ -118,7 +117,7 @@ def test_merging_gives_megatrons_bytes_of_several_sequences_a_document_too(their
 
 
 @pytest.mark.parametrize("suffix", [".idx", ".bin"])
-def test_every_truncation_and_any_byte_too_many_is_refused(tmp_path: Path, suffix: str) -> None:
+def test_truncated_and_extended_files_are_refused(tmp_path: Path, suffix: str) -> None:
     path = Path(write_pair(tmp_path / "a", DOCUMENTS) + suffix)
     whole = path.read_bytes()
     for content in [whole[:size] for size in range(len(whole))] + [whole + b"\0"]:
@@ -131,7 +130,7 @@ def test_every_truncation_and_any_byte_too_many_is_refused(tmp_path: Path, suffi
 
 
 def test_changed_bytes_of_the_index_are_refused_or_harmless(tmp_path: Path) -> None:
-    """A changed byte may still be a valid index (a document's border may move); then it must read in bounds."""
+    """A changed byte may leave a valid index, e.g. with a different document border. Reads must stay in bounds."""
     index = Path(write_pair(tmp_path / "a", DOCUMENTS) + ".idx")
     whole, draw, refused = index.read_bytes(), random.Random(5), 0
     for position in range(len(whole)):
@@ -145,7 +144,7 @@ def test_changed_bytes_of_the_index_are_refused_or_harmless(tmp_path: Path) -> N
             else:
                 assert sum(map(len, documents_of(dataset))) == len(dataset.tokens)
     assert refused >= 6 * len(whole) * 0.95
-    for counts in ((2**63, 5), (4, 2**63), (2**61, 2**61), (2**64 - 1, 2**64 - 1)):  # nothing of that size is allocated
+    for counts in ((2**63, 5), (4, 2**63), (2**61, 2**61), (2**64 - 1, 2**64 - 1)):  # must not allocate these sizes
         index.write_bytes(whole[:18] + struct.pack("<QQ", *counts) + whole[34:])
         with pytest.raises(ValueError, match="is damaged"):
             IndexedDataset(tmp_path / "a")
@@ -166,64 +165,64 @@ def llm_c(tokens: np.ndarray = TOKENS, version: int = 1, more: int = 0) -> bytes
 
 
 def test_nanogpt_and_llm_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_utils.indexed_dataset.SEARCHED_AT_ONCE", 5)
+    monkeypatch.setattr("data_utils.indexed_dataset.EOD_SEARCH_TOKENS", 5)
     for content, kind in ((NANO, "nanoGPT"), (llm_c(), "llm.c")):
-        data = open_tokens(write(tmp_path / "a.bin", content), EOD)
-        assert isinstance(data, ForeignBin) and data.kind == kind and list(data.tokens) == list(TOKENS)
+        data = open_token_file(write(tmp_path / "a.bin", content), EOD)
+        assert isinstance(data, RawTokenFile) and data.kind == kind and list(data.tokens) == list(TOKENS)
         assert data.document_starts.dtype == np.int64 and documents_of(data) == ENDED
-    assert list(open_tokens(write(tmp_path / "b.bin", NANO + b"\7\0"), EOD).document_starts) == [0, 4, 6, 37, 38]
-    assert len(open_tokens(write(tmp_path / "c.bin", llm_c(TOKENS[:0])), EOD)) == 0
+    assert list(open_token_file(write(tmp_path / "b.bin", NANO + b"\7\0"), EOD).document_starts) == [0, 4, 6, 37, 38]
+    assert len(open_token_file(write(tmp_path / "c.bin", llm_c(TOKENS[:0])), EOD)) == 0
 
 
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"", "0 bytes are no uint16"),
-        (b"abc", "3 bytes are no uint16"),
+        (b"", "0 bytes are not uint16"),
+        (b"abc", "3 bytes are not uint16"),
         (np.arange(40, dtype="<i4").tobytes(), "32-bit tokens.*its .idx is missing"),
         (llm_c()[:500], "does not fit its 500 bytes"),
-        *((content, "llm.c's, but its header does not fit") for content in (llm_c(more=1), llm_c(version=2))),
-        *((llm_c(more=more - len(TOKENS)), "llm.c's, but its header does not fit") for more in (-1, 2**31 - 1)),
+        *((content, "of llm.c, but its header does not fit") for content in (llm_c(more=1), llm_c(version=2))),
+        *((llm_c(more=more - len(TOKENS)), "of llm.c, but its header does not fit") for more in (-1, 2**31 - 1)),
     ],
     ids=range(8),
 )
-def test_what_is_neither_is_refused(tmp_path: Path, content: bytes, reason: str) -> None:
+def test_other_bin_files_are_refused(tmp_path: Path, content: bytes, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        open_tokens(write(tmp_path / "a.bin", content), EOD)
+        open_token_file(write(tmp_path / "a.bin", content), EOD)
 
 
-def test_a_pair_by_any_of_its_names_and_never_without_its_index(tmp_path: Path) -> None:
+def test_open_a_pair_by_any_name_but_not_without_its_index(tmp_path: Path) -> None:
     write_pair(tmp_path / "a", ENDED)
     for name in ("a", "a.bin", "a.idx"):
-        assert len(open_tokens(tmp_path / name, EOD)) == 3
+        assert len(open_token_file(tmp_path / name, EOD)) == 3
     (tmp_path / "a.idx").unlink()
     with pytest.raises(FileNotFoundError, match="a.idx"):
-        open_tokens(tmp_path / "a", EOD)  # a prefix is one of a pair
+        open_token_file(tmp_path / "a", EOD)  # a prefix means a pair
     write(tmp_path / "a.json", "{}")
-    with pytest.raises(FileNotFoundError, match=r"a.idx, but .*a.json says that it was written"):
-        open_tokens(tmp_path / "a.bin", EOD)
+    with pytest.raises(FileNotFoundError, match=r"a.idx, but .*a.json exists"):
+        open_token_file(tmp_path / "a.bin", EOD)
 
 
-def test_merging_all_kinds(tmp_path: Path) -> None:
+def test_merge_all_formats(tmp_path: Path) -> None:
     pair, output = write_pair(tmp_path / "a", [[5, 6, EOD]]), str(tmp_path / "all")
     sources = [write(tmp_path / "nano.bin", NANO), pair, write(tmp_path / "llm.bin", llm_c())]
-    manifest = merge(sources, output, EOD)
-    assert documents_of(open_tokens(output, EOD)) == [*ENDED, [5, 6, EOD], *ENDED]
+    manifest = merge_datasets(sources, output, EOD)
+    assert documents_of(open_token_file(output, EOD)) == [*ENDED, [5, 6, EOD], *ENDED]
     assert manifest["documents"] == 7 and manifest["tokenizer"] is None
     assert sorted(path.name for path in tmp_path.glob("all*")) == ["all.bin", "all.idx", "all.json"]
     with pytest.raises(ValueError, match="the pair exists"):
-        merge(sources, output, EOD)
+        merge_datasets(sources, output, EOD)
     with pytest.raises(ValueError, match="holds int32, but .* uint16: they can't be one file"):
-        merge([pair, write_pair(tmp_path / "wide", [], "<i4")], str(tmp_path / "new"), EOD)
+        merge_datasets([pair, write_pair(tmp_path / "wide", [], "<i4")], str(tmp_path / "new"), EOD)
     assert not list(tmp_path.glob("new*"))
 
 
-# --- files that several processes write, or that a crash may meet; the versions on disk
+# --- atomic writes; the versions on disk
 
 
-def test_a_text_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_atomic_write_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "facts.json"
-    files.replace_text(path, "é\ud800\n")
+    files.atomic_write_text(path, "é\ud800\n")
     assert path.read_bytes() == "é?\n".encode()
 
     def full(descriptor: int) -> None:
@@ -233,7 +232,7 @@ def test_a_text_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="no space left"):
-        files.replace_text(path, "new")
+        files.atomic_write_text(path, "new")
     assert path.read_bytes() == "é?\n".encode() and [*tmp_path.iterdir()] == [path]
 
 
@@ -244,11 +243,11 @@ def test_a_pair_that_cannot_be_finished_is_removed(tmp_path: Path, monkeypatch: 
     assert not list(tmp_path.iterdir())
 
 
-def test_the_versions_on_disk_are_those_of_the_table(tmp_path: Path) -> None:
+def test_versions_on_disk_equal_the_table(tmp_path: Path) -> None:
     """The table has a row for each version, in the order of the constants."""
     pair = write_pair(tmp_path / "pair", [[1, 2]])
     (version,) = struct.unpack_from("<Q", Path(f"{pair}.idx").read_bytes(), 9)
-    assert version == files.INDEX_VERSION == 1  # Megatron's, and not ours to raise
+    assert version == files.INDEX_VERSION == 1  # Megatron's version, which we must not change
     assert write_manifest(pair, {})["format"] == files.PAIR_MANIFEST_VERSION
     assert files.__doc__ is not None
     rows = [line.strip("| ").split(" | ") for line in files.__doc__.splitlines() if line.startswith("| ")][1:]

@@ -1,5 +1,4 @@
-"""Text to pairs: the same under any number of workers and for every form of input; bad lines are named, counted and
-kept aside; a run that was stopped goes on."""
+"""Preprocessing: any number of workers, every format of input, bad lines, restarts."""
 
 from __future__ import annotations
 
@@ -13,15 +12,15 @@ from typing import Any
 import pytest
 
 from data_utils import IndexedDataset, build_tokenizer, preprocessing
-from data_utils.preprocessing import Job, inputs
-from data_utils.preprocessing.inputs import cut, whole_file
-from megatron.gpt2.commands.preprocess_data import report
-from tests.data_utils.made import BAD_LINES, BYTES, write, write_lines
+from data_utils.preprocessing import PreprocessingJob, inputs
+from data_utils.preprocessing.inputs import cut_into_shards, whole_file
+from megatron.gpt2.commands.preprocess_data import summary_lines
+from tests.data_utils.data_files import BAD_LINES, BYTES, write, write_lines
 
 
 @pytest.fixture
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inputs, "LEAST_SHARD_BYTES", 5000)
+    monkeypatch.setattr(inputs, "MIN_SHARD_BYTES", 5000)
 
 
 def some_texts(count: int) -> list[str]:
@@ -33,7 +32,9 @@ def some_texts(count: int) -> list[str]:
 def run(paths: Any, prefix: Path, kind: str = "bytes", said: list[str] | None = None, **more: Any) -> dict[str, Any]:
     given = (paths,) if isinstance(paths, str) else tuple(paths)
     options = {"keys": ("text",), "tokenizer": {"kind": kind}, "append_eod": True, **more}
-    return preprocessing.preprocess(Job(given, str(prefix), **options), log=([] if said is None else said).append)
+    return preprocessing.preprocess(
+        PreprocessingJob(given, str(prefix), **options), log=([] if said is None else said).append
+    )
 
 
 def texts_of(prefix: Path, key: str = "text") -> list[str]:
@@ -47,8 +48,8 @@ def pair(prefix: Path) -> list[bytes]:
 
 
 @pytest.mark.parametrize("kind", ["bytes", "builtin"])
-def test_what_is_written_is_what_the_tokenizer_gives(tmp_path: Path, kind: str) -> None:
-    """No text can inject an end of document."""
+def test_output_equals_the_tokenizer(tmp_path: Path, kind: str) -> None:
+    """No text can inject an end-of-document token."""
     texts = [*some_texts(300), "<|endoftext|>", "a<|endoftext|>b", "<|endoftext|>" * 100]
     path, prefix = write_lines(tmp_path / "a.jsonl", texts), f"{tmp_path}/out_text_document"
     manifest = run(path, tmp_path / "out", kind)["text"]
@@ -59,23 +60,23 @@ def test_what_is_written_is_what_the_tokenizer_gives(tmp_path: Path, kind: str) 
     assert manifest["text_bytes"] == len("".join(texts).encode())
     names = ["a.jsonl", *(f"out_text_document{suffix}" for suffix in (".bin", ".idx", ".json"))]
     assert sorted(entry.name for entry in tmp_path.iterdir()) == names
-    lines = report(prefix, manifest, 2.0)
+    lines = summary_lines(prefix, manifest, 2.0)
     assert "303 documents" in lines[0] and "longest" in lines[1] and "0 bad lines" in lines[-2]
     run(path, tmp_path / "plain", kind, append_eod=False)
     plain = IndexedDataset(tmp_path / "plain_text_document").tokens
     assert list(plain) == list(data.tokens[data.tokens != tokenizer.eod])
 
 
-def test_the_same_bytes_under_any_number_of_workers(tmp_path: Path, small_shards: None) -> None:
+def test_output_does_not_depend_on_the_number_of_workers(tmp_path: Path, small_shards: None) -> None:
     texts = some_texts(600)
     path = write_lines(tmp_path / "a.jsonl", texts)
-    assert len(cut([whole_file(path, ("text",))])) > 10
+    assert len(cut_into_shards([whole_file(path, ("text",))])) > 10
     for workers in (1, 2):
         run(path, tmp_path / f"out{workers}", workers=workers)
     assert pair(tmp_path / "out1") == pair(tmp_path / "out2") and texts_of(tmp_path / "out2") == texts
 
 
-def test_every_form_of_input(tmp_path: Path, small_shards: None) -> None:
+def test_every_format_of_input(tmp_path: Path, small_shards: None) -> None:
     zstandard, pyarrow = pytest.importorskip("zstandard"), pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
@@ -107,7 +108,7 @@ def test_every_form_of_input(tmp_path: Path, small_shards: None) -> None:
     ]
 
 
-def test_plain_text_is_one_document_a_file_and_folders_and_patterns_are_taken(tmp_path: Path) -> None:
+def test_plain_text_folders_and_patterns(tmp_path: Path) -> None:
     folder = tmp_path / "scraped"
     folder.mkdir()
     expected = [f"page {number}\nsecond line\n" for number in range(30)]
@@ -134,15 +135,15 @@ def test_several_keys(tmp_path: Path) -> None:
         assert manifests[key]["empty_documents"] == empty
 
 
-# --- lines that cannot be used
+# --- unusable lines
 
 
 @pytest.mark.parametrize("with_orjson", [True, False])
-def test_bad_lines_are_skipped_counted_and_quarantined(
+def test_bad_lines_are_skipped_counted_and_saved(
     tmp_path: Path, small_shards: None, with_orjson: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not with_orjson:
-        monkeypatch.setattr(preprocessing, "fast_json", lambda: json.loads)
+        monkeypatch.setattr(preprocessing, "json_parser", lambda: json.loads)
     texts = some_texts(1000)
     good = write_lines(tmp_path / "good.jsonl", texts)
     content = Path(good).read_bytes().splitlines(keepends=True)
@@ -168,12 +169,12 @@ def test_lines_of_plain_text_that_are_not_utf8(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out.bad.jsonl").read_text())["line"] == 2001
 
 
-def test_too_many_bad_lines_are_an_error_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_too_many_bad_lines_are_an_error(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", b'{"text": "a"}\n' * 99 + b"{\n")
     with pytest.raises(ValueError, match=r"a\.jsonl:100: .*; 1 of 100 lines .*--max-bad-fraction 0.001.*bad\.jsonl"):
         run(path, tmp_path / "out")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a.jsonl", "out.bad.jsonl", "out.shards"]
-    run(path, tmp_path / "out", max_bad_fraction=0.01)  # the shard is taken up
+    run(path, tmp_path / "out", max_bad_fraction=0.01)  # the finished shard is used
     assert len(texts_of(tmp_path / "out")) == 99
 
 
@@ -190,7 +191,7 @@ def test_an_empty_output_is_an_error(tmp_path: Path, content: bytes) -> None:
         ("nowhere*.jsonl", {}, "--input: no such file: .*nowhere"),
         ("a.jsonl", {"workers": 0}, "--workers"),
         ("a.jsonl", {"max_bad_fraction": 2.0}, "--max-bad-fraction"),
-        ("", {}, "--output-prefix .* lies in the folder"),
+        ("", {}, "--output-prefix .* is inside the input folder"),
         ("a.jsonl", {"keys": ("a", "a")}, "--json-keys"),
         ("a.jsonl", {"keys": ("a/b",)}, "--json-keys"),
     ],
@@ -201,23 +202,21 @@ def test_bad_flags(tmp_path: Path, name: str, bad: dict[str, Any], said: str) ->
         run(str(tmp_path / name), tmp_path / "out", **bad)
 
 
-# --- runs that were stopped, and a second run
+# --- restarts
 
 
-def test_finished_shards_are_taken_up_and_damaged_or_stale_ones_made_again(
-    tmp_path: Path, small_shards: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_restart_uses_finished_shards_only(tmp_path: Path, small_shards: None, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = some_texts(400)
     path = write_lines(tmp_path / "a.jsonl", texts)
-    shards = cut([whole_file(path, ("text",))])
+    shards = cut_into_shards([whole_file(path, ("text",))])
     made: list[int] = []
     stop, original = 5, preprocessing._write_shard
 
-    def write_shard(job: Job, stem: str, *more: Any) -> Any:
+    def write_shard(job: PreprocessingJob, stem: str, *more: Any) -> Any:
         made.append(int(Path(stem).name))
         written = original(job, stem, *more)
         if len(made) == stop:
-            raise KeyboardInterrupt  # before its manifest
+            raise KeyboardInterrupt  # before the shard's manifest is written
         return written
 
     monkeypatch.setattr(preprocessing, "_write_shard", write_shard)
@@ -231,30 +230,30 @@ def test_finished_shards_are_taken_up_and_damaged_or_stale_ones_made_again(
     write(left / "00000_text.bin", bytes(damaged))
     write(left / "00001.json", (left / "00001.json").read_text().replace("1", "2", 1))
     changed = bytearray(Path(path).read_bytes())
-    changed[shards[2][0].start + len('{"id": ')] = ord("2")  # another input of the same size
+    changed[shards[2][0].start + len('{"id": ')] = ord("2")  # different input of the same size
     write(Path(path), bytes(changed))
-    write(left / "00006_text.bin", b"half")  # of a process that was killed
+    write(left / "00006_text.bin", b"half")  # left by a killed process
     made.clear()
     stop = -1
     found = run(path, tmp_path / "out")
-    assert made == [0, 1, 2, *range(4, len(shards))]  # only shard 3 was whole
+    assert made == [0, 1, 2, *range(4, len(shards))]  # only shard 3 was finished and unchanged
     assert found == run(path, tmp_path / "expected") and pair(tmp_path / "out") == pair(tmp_path / "expected")
     assert texts_of(tmp_path / "out") == texts
 
 
-def test_done_is_done_and_another_recipe_is_refused(tmp_path: Path, small_shards: None) -> None:
+def test_existing_output_is_kept_or_refused(tmp_path: Path, small_shards: None) -> None:
     path = write_lines(tmp_path / "a.jsonl", some_texts(200))
     first, before, said = run(path, tmp_path / "out"), (tmp_path / "out_text_document.bin").stat(), list[str]()
     assert run(path, tmp_path / "out", said=said) == first and "nothing to do" in said[0]
     assert (tmp_path / "out_text_document.bin").stat().st_mtime_ns == before.st_mtime_ns
     for given, change in ((path, {"append_eod": False}), (path, {"kind": "builtin"}), ((path, path), {})):
-        with pytest.raises(ValueError, match="exists and was made of other input or in another way"):
+        with pytest.raises(ValueError, match="exists and was made from different input or in a different way"):
             run(given, tmp_path / "out", **change)
-    with pytest.raises(ValueError, match="exists and was made of other input"):
+    with pytest.raises(ValueError, match="exists and was made from different input"):
         run(write_lines(tmp_path / "a.jsonl", some_texts(21)), tmp_path / "out")
 
 
-def test_too_small_a_disk_is_said_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_small_a_disk_is_an_early_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_lines(tmp_path / "a.jsonl", some_texts(2000))
     free = shutil.disk_usage(tmp_path)._replace(free=100_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: free)

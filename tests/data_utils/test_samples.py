@@ -1,8 +1,10 @@
-"""Samples, their order, blends of them, the size of each step, and the loaders that follow all that."""
+"""Datasets of samples, their order, blends, batch schedules and loaders."""
 
 from __future__ import annotations
 
 import itertools
+import os
+import shutil
 import threading
 import zlib
 from pathlib import Path
@@ -25,8 +27,9 @@ from data_utils import (
     permute,
     samplers,
 )
-from data_utils.gpt2_dataset import BLOCK, block_counts, parse_blend
-from tests.data_utils.made import BYTES, write_pair
+from data_utils.gpt2_dataset import BLOCK, MegatronOrderDataset, block_counts, parse_blend
+from data_utils.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from tests.data_utils.data_files import BYTES, write_pair
 
 # --- the order
 
@@ -43,7 +46,7 @@ from tests.data_utils.made import BYTES, write_pair
     ],
 )
 def test_the_order_never_changes(size: int, first: list[int], crc32: int) -> None:
-    """Runs under way and checkpoints rely on it."""
+    """Checkpoints only store the number of consumed samples, so a resumed run needs the same order."""
     assert SampleOrder(size, 1234)(np.arange(4)).tolist() == first
     numbers = np.concatenate([np.arange(500), np.arange(max(0, size - 10), size + 10), [2 * size, 7 * size + 1]])
     found = [SampleOrder(size, seed)(numbers).astype("<i8").tobytes() for seed in (0, 1234, 2**31 - 1)]
@@ -51,7 +54,7 @@ def test_the_order_never_changes(size: int, first: list[int], crc32: int) -> Non
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 100, 1023, 1024, 1025, 20_000])
-def test_every_epoch_holds_all_samples_in_an_order_of_its_own(size: int) -> None:
+def test_every_epoch_is_a_new_permutation(size: int) -> None:
     epochs = SampleOrder(size, seed=3)(np.arange(4 * size)).reshape(4, size)
     assert (np.sort(epochs) == np.arange(size)).all()
     if size > 10:
@@ -64,8 +67,8 @@ def test_permute_mixes() -> None:
     size = 3000
     order = permute(np.arange(size), size, np.array([1], np.uint64))
     assert abs(np.corrcoef(order, np.arange(size))[0, 1]) < 0.1 and len(np.unique(np.diff(order))) > size * 0.6
-    # Over many keys every place, and every distance of two neighbours, is about equally frequent: chi squared with 9
-    # and 8 degrees of freedom.
+    # Over many keys, all positions and all distances of two neighbours have about the same frequency: chi squared with
+    # 9 and 8 degrees of freedom.
     keys = np.arange(5000, dtype=np.uint64)
     first, second, third = (permute(np.full(5000, index), 10, keys) for index in (0, 1, 3))
     places, distances = np.bincount(third, minlength=10), np.bincount((second - first) % 10, minlength=10)[1:]
@@ -73,14 +76,14 @@ def test_permute_mixes() -> None:
         assert ((counts - counts.mean()) ** 2 / counts.mean()).sum() < 30
 
 
-# --- the size of each step: Megatron's schedules, and what follows from them
+# --- batch schedules, compared with Megatron's
 
-# (start, increment, samples, final); of the third, Megatron's floats miss a border: 4017 of 4223 samples.
+# (start, increment, samples, final). In the third, Megatron's floats miss a border at 4017 of 4223 samples.
 RAMPS = [(4, 2, 50, 12), (1, 1, 0, 3), (1, 1, 4223, 124), (8, 8, 5, 64), (16, 8, 300_000, 256), (4, 3, 7, 4)]
 
 
 @pytest.mark.parametrize("ramp", RAMPS, ids=str)
-def test_a_ramp_has_the_sizes_of_megatron_core(ramp: tuple[int, int, int, int]) -> None:
+def test_rampup_equals_megatron_core(ramp: tuple[int, int, int, int]) -> None:
     start, increment, samples, final = ramp
     ours = BatchSchedule.rampup(*ramp)
     assert ours.final == final and ours.size(samples + 1) == final and ours.size(0) == (start if samples else final)
@@ -103,24 +106,24 @@ GROWING = BatchSchedule(((0, 7), (2, 9), (5, 11), (100, 64)))
     [BatchSchedule.constant(5), BatchSchedule.rampup(4, 2, 50, 12), BatchSchedule.rampup(1, 1, 4, 9), GROWING],
     ids=str,
 )
-def test_what_follows_is_what_one_step_after_another_gives(schedule: BatchSchedule) -> None:
+def test_schedule_methods_equal_single_steps(schedule: BatchSchedule) -> None:
     for begin in (0, 3, 60, 1000):
         consumed, passed = begin, []
         for steps in range(40):
             passed.append(consumed)
-            assert schedule.after_steps(steps, begin) == consumed
+            assert schedule.samples_after_steps(steps, begin) == consumed
             assert schedule.steps_until(consumed, begin) == steps and schedule.steps_until(consumed + 1, begin) > steps
             consumed += schedule.size(consumed)
         assert [*itertools.islice(itertools.chain.from_iterable(schedule.spans(begin)), 40)] == passed
         for steps in (0, 39) if begin == 0 else ():
-            assert schedule.before_steps(steps).tolist() == passed[: steps + 1]
+            assert schedule.samples_before_steps(steps).tolist() == passed[: steps + 1]
 
 
 # --- loaders
 
 
 class Numbered:
-    """A data set whose samples are their own numbers."""
+    """A dataset whose samples are their indices."""
 
     seq_length = 0
 
@@ -136,7 +139,7 @@ ONE_RANK: dict[str, Any] = {"data_parallel_rank": 0, "data_parallel_size": 1}
 
 
 def read(dataset: Any, order: Any, steps: int, schedule: BatchSchedule, ranks: int, micro: int, **more: Any) -> Any:
-    """The samples that all data-parallel ranks read in so many steps, in the global order."""
+    """Return the samples that all data-parallel ranks read in `steps` steps, in the global order."""
     given = {"schedule": schedule, "micro_batch_size": micro, "data_parallel_size": ranks, **more}
     loaders = [BatchLoader(dataset, order, data_parallel_rank=rank, **given) for rank in range(ranks)]
     found = []
@@ -152,8 +155,8 @@ def read(dataset: Any, order: Any, steps: int, schedule: BatchSchedule, ranks: i
 @pytest.mark.parametrize(
     "schedule", [BatchSchedule.constant(8), BatchSchedule(((0, 4), (20, 8), (90, 16), (3000, 64)))], ids=str
 )
-def test_the_same_samples_at_every_width_and_after_a_resume(schedule: BatchSchedule) -> None:
-    first, order = schedule.before_steps(400), SampleOrder(3000, 5)
+def test_same_samples_for_any_number_of_ranks_and_after_a_resume(schedule: BatchSchedule) -> None:
+    first, order = schedule.samples_before_steps(400), SampleOrder(3000, 5)
     whole = order(np.arange(first[-1]))  # more than an epoch
     for ranks, micro, prefetch, begin in ((1, 4, 3, 0), (2, 2, 2, 0), (4, 1, 0, 0), (2, 4, 2, 5), (4, 2, 1, 6)):
         given: dict[str, Any] = {"prefetch": prefetch, "consumed_samples": int(first[begin])}
@@ -161,7 +164,7 @@ def test_the_same_samples_at_every_width_and_after_a_resume(schedule: BatchSched
             read(Numbered(), order, 400 - begin, schedule, ranks, micro, **given).ravel() == whole[first[begin] :]
         ).all()
     found = read(Numbered(), order, 100, BatchSchedule.constant(13), 1, 13, consumed_samples=1777).ravel()
-    assert (found == whole[1777 : 1777 + 1300]).all()  # of another batch size
+    assert (found == whole[1777 : 1777 + 1300]).all()  # with a different batch size
 
 
 def test_errors_of_the_thread_reach_the_caller() -> None:
@@ -180,7 +183,7 @@ def test_errors_of_the_thread_reach_the_caller() -> None:
 
 
 class Gated(Numbered):
-    """Reads as often as it may; each read takes a second of a clock that stands still otherwise."""
+    """Waits for permission before each read. A read takes one second of a fake clock."""
 
     def __init__(self) -> None:
         self.may_read, self.has_read = threading.Semaphore(0), threading.Semaphore(0)
@@ -188,7 +191,7 @@ class Gated(Numbered):
         self.seconds = 0.0
 
     def let_read(self, times: int) -> None:
-        """Returns when that many reads more are done."""
+        """Allow `times` reads and wait until they are done."""
         for _ in range(times):
             self.may_read.release()
         for _ in range(times):
@@ -204,7 +207,7 @@ class Gated(Numbered):
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_the_thread_works_ahead_and_ends(prefetch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It reads `prefetch` steps before they are asked for, and one more for each that is taken."""
+    """The thread reads `prefetch` steps ahead, and one more after each step that is taken."""
     data = Gated()
     monkeypatch.setattr(samplers, "time", SimpleNamespace(perf_counter=lambda: data.seconds))
     given: dict[str, Any] = {"schedule": BatchSchedule.constant(1), "prefetch": prefetch, **ONE_RANK}
@@ -241,26 +244,50 @@ def test_evaluation_reads_each_sample_once(max_samples: int | None) -> None:
 @pytest.mark.parametrize("count", [2, 3, 8, 9, 10, 16, 17, 18, 100])
 def test_windows_of_training_and_evaluation(count: int) -> None:
     tokens = np.arange(count, dtype=np.uint16)
-    train = GPT2Dataset(tokens, 0, count, 8, BYTES, wrap=True)
+    train = GPT2Dataset(tokens, 0, count, 8, BYTES, training=True)
     rows = train.rows(np.arange(len(train)))
     assert len(train) == max(1, (count - 1) // 8) and rows.dtype == np.int64
     for index, row in enumerate(rows):
         assert list(row) == [(index * 8 + place) % count for place in range(9)]
-    held = GPT2Dataset(tokens, 0, count, 8, BYTES, wrap=False)
+    held = GPT2Dataset(tokens, 0, count, 8, BYTES, training=False)
     assert held.text(count) == bytes(range(count)) and held.text(count - 1) is None
     labels = held.rows(np.arange(len(held)))[:, 1:].ravel()
     assert list(labels[labels != MISSING]) == list(range(1, count)) and len(labels) == len(held) * 8 < count + 7
 
 
-def test_an_id_beyond_the_vocabulary_is_found_when_it_is_read() -> None:
+def test_an_id_outside_the_vocabulary_is_an_error() -> None:
     for dtype, bad in ((np.uint16, 257), (np.int32, 257), (np.int32, -1)):
         tokens = np.arange(8 * 20 + 1).astype(dtype)
         tokens[83] = bad
-        for wrap in (True, False):
-            damaged = GPT2Dataset(tokens, 0, len(tokens), 8, BYTES, wrap=wrap, source="a/b.bin")
+        for training in (True, False):
+            damaged = GPT2Dataset(tokens, 0, len(tokens), 8, BYTES, training=training, source="a/b.bin")
             damaged.rows(np.delete(np.arange(20), 10))
             with pytest.raises(DamagedData, match=f"a/b.bin holds the token id {bad}, but the vocabulary has 257"):
                 damaged.rows(np.arange(20))
+
+
+def test_a_file_that_changes_while_it_is_read(tmp_path: Path) -> None:
+    for change in ("zeros", "shorter", "index"):
+        prefix = tmp_path / change
+        with IndexedDatasetBuilder(prefix, np.dtype("<u2")) as builder:
+            builder.add(np.arange(200))
+            builder.end_document()
+        file = IndexedDataset(prefix)
+        dataset = GPT2Dataset(file.tokens, 0, 200, 8, BYTES, training=True, changed_file=file.changed_file)
+        ordered = MegatronOrderDataset(dataset, file.document_starts, seed=1, num_samples=3)
+        os.replace(shutil.copy(f"{prefix}.idx", tmp_path / "copy"), f"{prefix}.idx")  # leaves the mapped files
+        if change == "index":
+            file = IndexedDataset(prefix)
+            dataset.changed_file = file.changed_file
+        ordered.rows(np.arange(3))
+        path = f"{prefix}.idx" if change == "index" else f"{prefix}.bin"
+        if change == "shorter":
+            os.truncate(path, 0)  # reading it would end the process by SIGBUS
+        else:
+            Path(path).write_bytes(bytes(os.path.getsize(path)))
+        for reader in (dataset, ordered):
+            with pytest.raises(DamagedData, match=f"{path} was changed while this run reads it: restore it"):
+                reader.rows(np.arange(3))
 
 
 # --- blends
@@ -278,12 +305,12 @@ def test_an_id_beyond_the_vocabulary_is_found_when_it_is_read() -> None:
         ("1 a", ["a"], [1.0]),
     ],
 )
-def test_a_blend_is_read_as_megatron_reads_it(line: str, prefixes: list[str], weights: Any) -> None:
+def test_parse_blend_like_megatron(line: str, prefixes: list[str], weights: Any) -> None:
     assert parse_blend(line.split(), "--data-path") == (prefixes, weights)
 
 
 @pytest.mark.parametrize("line", ["0.7 a b c", "0 a 1 b", "-1 a 1 b", "nan a 1 b", "inf a 1 b"])
-def test_weights_that_are_none_are_refused(line: str) -> None:
+def test_invalid_weights_are_refused(line: str) -> None:
     with pytest.raises(ValueError, match="--data-path .*a weight above 0 before each"):
         parse_blend(line.split(), "--data-path")
 
@@ -295,12 +322,12 @@ def test_counts_of_a_block_are_within_one_of_the_weights() -> None:
             weights = rng.random(parts) + 0.01
             counts = block_counts(list(weights), ["x"] * parts, "--data-path")
             assert counts.sum() == BLOCK and (abs(counts - BLOCK * weights / weights.sum()) < 1).all()
-    with pytest.raises(ValueError, match=r"--data-path: b has so small a part, 1e-05, that it gets none of 10,000"):
+    with pytest.raises(ValueError, match=r"--data-path: the weight 1e-05 of b is too small: it gets none of 10,000"):
         block_counts([1.0, 1e-5], ["a", "b"], "--data-path")
 
 
-class Part(Numbered):
-    """Of each sample it shows its number and the part."""
+class Component(Numbered):
+    """A component of a blend: a sample is its number and the component's number."""
 
     seq_length = 1
     num_tokens = 0
@@ -316,29 +343,29 @@ class Part(Numbered):
 
 
 def blend(sizes: list[int], counts: list[int], **more: Any) -> BlendedDataset:
-    parts: Any = [Part(number, size) for number, size in enumerate(sizes)]
+    parts: Any = [Component(number, size) for number, size in enumerate(sizes)]
     return BlendedDataset(parts, np.array(counts), **more)
 
 
-def test_every_block_has_its_counts_and_every_part_its_own_epochs() -> None:
+def test_blocks_and_epochs_of_a_blend() -> None:
     sizes, counts = [900, 5000, 37], [7000, 2990, 10]
-    made = blend(sizes, counts, wrap=True)
+    made = blend(sizes, counts, training=True)
     rows = made.shuffled(3).rows(np.arange(4 * BLOCK))
     for block in rows[:, 1].reshape(4, BLOCK):
         assert np.bincount(block).tolist() == counts
-        assert all(abs(np.mean(tenth == 0) - 0.7) < 0.1 for tenth in block.reshape(10, -1))  # mixed, not in a row
+        assert all(abs(np.mean(tenth == 0) - 0.7) < 0.1 for tenth in block.reshape(10, -1))  # mixed evenly
     for number, size in enumerate(sizes):
         expected = SampleOrder(size, 3 + number)(np.arange(4 * counts[number]))
         assert (rows[rows[:, 1] == number, 0] == expected).all()
     assert len(made) == sum(sizes) and not np.array_equal(made.shuffled(4).rows(np.arange(BLOCK)), rows[:BLOCK])
-    for place in (0, 1, 777, BLOCK, 3 * BLOCK + 5):  # any number leads to its sample at once
+    for place in (0, 1, 777, BLOCK, 3 * BLOCK + 5):  # random access
         assert (made.shuffled(3).rows(np.arange(place, place + 3)) == rows[place : place + 3]).all()
 
 
-def test_evaluation_reads_by_the_weights_and_nothing_twice() -> None:
-    made = blend([60, 5000], [5000, 5000], wrap=False)
+def test_evaluation_of_a_blend_repeats_nothing() -> None:
+    made = blend([60, 5000], [5000, 5000], training=False)
     rows = made.rows(np.arange(len(made)))
-    assert (rows[rows[:, 1] == 0, 0] == np.arange(60)).all()  # all of the first, in order
+    assert (rows[rows[:, 1] == 0, 0] == np.arange(60)).all()  # all samples of the first component, in order
     second = rows[rows[:, 1] == 1, 0]
     assert abs(len(second) - 60) < 25 and (second == np.arange(len(second))).all()
 
@@ -354,7 +381,7 @@ def test_the_command_line_of_a_blend(tmp_path: Path) -> None:
         for name, value, documents in (("a", 1, 50), ("b", 2, 100), ("c", 3, 10))
     )
     made = splits(data_path=["0.7", a, "0.3", b])
-    assert len(made.train) == 99 + 199 and made.train.num_tokens == 800 + 1600  # of each pair four fifths of documents
+    assert len(made.train) == 99 + 199 and made.train.num_tokens == 800 + 1600  # 80 % of the documents of each
     assert made.description[0] == (
         f"train: 70.00 % of the samples out of 800 tokens, 99 samples, 80.00 % of {a} (asked: 80.00 %)"
     )
@@ -375,7 +402,7 @@ def test_the_command_line_of_a_blend(tmp_path: Path) -> None:
     assert len(separate.train) == 124 and separate.test.num_tokens == 200 and len(separate.valid.components) == 2
     with pytest.raises(FileNotFoundError, match="--valid-data-path: no such file"):
         splits(data_path=[a], valid_data_path=[str(tmp_path / "none")])
-    with pytest.raises(ValueError, match="--data-order megatron is that of one prefix"):
+    with pytest.raises(ValueError, match="--data-order megatron supports only one prefix"):
         splits(data_path=[a, b], data_order="megatron")
 
 
@@ -383,7 +410,7 @@ def test_the_command_line_of_a_blend(tmp_path: Path) -> None:
 
 
 def of_lengths(folder: Path, documents: int, longest: int) -> str:
-    """Documents of 1 to `longest` tokens, every tenth of them empty."""
+    """Write documents of 1 to `longest` tokens; every tenth one is empty."""
     rng = np.random.default_rng(documents)
     lengths = [rng.integers(0, longest) for _ in range(documents)]
     texts = [[*rng.integers(0, 256, length), BYTES.eod] for length in lengths]
@@ -407,8 +434,8 @@ def theirs(prefix: str, seq_length: int, seed: int, split: str, sizes: list[int]
     return list(builder.BlendedMegatronDatasetBuilder(gpt.GPTDataset, sizes, lambda: True, config).build())
 
 
-# Two epochs, of which the second is shuffled with the first if the run needs four fifths of it; documents that span
-# many samples; and an epoch shorter than a sample.
+# Two epochs, with and without 80 % of the second (below, it is shuffled separately); documents that span many samples;
+# an epoch shorter than a sample.
 @pytest.mark.parametrize(
     ("documents", "longest", "seq_length", "split", "epochs"),
     [
@@ -417,7 +444,7 @@ def theirs(prefix: str, seq_length: int, seed: int, split: str, sizes: list[int]
         (9, 4, 64, "90,10", 9.0),
     ],
 )
-def test_samples_are_those_of_megatron_core(
+def test_samples_equal_megatron_core(
     tmp_path: Path, documents: int, longest: int, seq_length: int, split: str, epochs: float
 ) -> None:
     prefix, held_out = of_lengths(tmp_path, documents, longest), documents > 9

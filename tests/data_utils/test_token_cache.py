@@ -1,4 +1,4 @@
-"""Text is tokenised once, by one process, and again whenever the text, its field or the tokenizer is another."""
+"""One process tokenises a text once, and again only if the text, its field or the tokenizer changes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import fcntl
 import multiprocessing
 import os
 import signal
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ OLD = time.time_ns() - 10**12
 
 
 class Cache:
-    """A folder of texts and its cache. `said`: the log; `times`: how often text was tokenised."""
+    """A folder of texts and its cache. said: the log. times: how often text was tokenised."""
 
     def __init__(self, folder: Path) -> None:
         self.texts, self.folder = folder, folder / "cache"
@@ -51,29 +52,29 @@ def cache(tmp_path: Path) -> Cache:
     return Cache(tmp_path)
 
 
-def test_tokenised_once_and_hashed_only_if_the_file_looks_new(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_is_tokenised_once_and_hashed_if_the_file_is_new(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[str | Path] = []
 
     def counted(path: str | Path) -> str:
-        hashed.append(path)
+        hashed.extend([path] * str(path).endswith(".txt"))
         return files.hash_file(path)
 
     monkeypatch.setattr(token_cache, "hash_file", counted)
     for name, text, mtime, tokenised, hashes in (
         ("a.txt", "first text", OLD, 1, 1),
         ("a.txt", "first text", OLD, 1, 1),
-        ("a.txt", "first text", OLD + 5, 1, 2),  # a new mtime: hashed again, the same content
+        ("a.txt", "first text", OLD + 5, 1, 2),  # a new mtime: hashed again, but not tokenised
         ("a.txt", "other text", OLD + 6, 2, 3),
-        ("copy.txt", "other text", OLD, 2, 4),  # another path: hashed, found by content
+        ("copy.txt", "other text", OLD, 2, 4),  # a new path: hashed, but found by content
         ("b.txt", "text one", time.time_ns(), 3, 5),
     ):
         assert cache.read(cache.write(name, text, mtime)) == text
         assert (cache.times, len(hashed)) == (tokenised, hashes)
     young = cache.write("b.txt", "text two", os.stat(cache.texts / "b.txt").st_mtime_ns)
-    assert cache.read(young) == "text two"  # the same size and mtime: a file written a moment ago is hashed again
+    assert cache.read(young) == "text two"  # the same size and mtime, but a very new file is always hashed
 
 
-def test_the_files_their_order_and_the_field_that_is_read_count(cache: Cache) -> None:
+def test_key_depends_on_files_order_and_field(cache: Cache) -> None:
     a, b = cache.write("a.txt", "A"), cache.write("b.jsonl", '{"sentence": "B", "title": "T"}\n' * 2)
     c = cache.write("c.jsonl", '{"text": "C", "sentence": "c"}')
     same = cache.write("b.txt", Path(b).read_text())
@@ -85,13 +86,13 @@ def test_the_files_their_order_and_the_field_that_is_read_count(cache: Cache) ->
             ((a, b), None, "ABB"),
             ((b, a), None, "BBA"),
             ((same,), None, Path(b).read_text()),
-            ((b, c), None, "BBC"),  # each file its own field
+            ((b, c), None, "BBC"),  # a default field for each file
             ((b, c), "sentence", "BBc"),
         ),
         1,
     ):
         assert cache.read(*paths, text_key=key) == text and cache.times == number
-    assert cache.read(a, text_key="title") == "A" and cache.read(b, text_key="sentence") == "BB"  # not the flag
+    assert cache.read(a, text_key="title") == "A" and cache.read(b, text_key="sentence") == "BB"  # the fields count
     assert cache.times == 8
     assert cache.read(a, tokenizer=build_tokenizer("builtin")) == "A" and cache.times == 9
 
@@ -99,14 +100,19 @@ def test_the_files_their_order_and_the_field_that_is_read_count(cache: Cache) ->
 def test_a_damaged_entry_is_made_again(cache: Cache) -> None:
     path = cache.write("a.txt", "some text")
     cache.read(path)
-    for pattern in ("*.bin", "*.idx", "hashes/*.json"):
+    for pattern in ("*.bin", "*.idx", "*.sha256", "hashes/*.json"):
         (found,) = cache.folder.glob(pattern)
         found.write_bytes(found.read_bytes()[:-1])
         assert cache.read(path) == "some text"
-    assert cache.times == 3  # a damaged hash costs a hash, not tokens
+    assert cache.times == 4  # after a damaged record the file is hashed, but not tokenised
+    (found,) = cache.folder.glob("*.bin")
+    found.write_bytes(found.read_bytes()[::-1])  # of the same size
+    assert cache.read(path) == "some text" and ".bin is not as it was written" in " ".join(cache.said)
+    os.utime(found)  # a new mtime: only hashed again
+    assert cache.read(path) == "some text" and cache.times == 5
 
 
-def test_nothing_is_left_by_a_failure_and_bad_lines_once_let_through_are_refused_by_default(cache: Cache) -> None:
+def test_a_failure_leaves_no_files_and_a_stricter_run_refuses(cache: Cache) -> None:
     path = cache.write("a.jsonl", '{"text": "a"}\n' * 50 + "{\n")
     refused = "a.jsonl:51: .*1 of 51 lines are unusable, more than --max-bad-fraction 0.001"
     with pytest.raises(ValueError, match=refused):
@@ -131,9 +137,7 @@ def test_a_file_that_changes_while_it_is_read_is_not_kept(cache: Cache) -> None:
     assert cache.read(cache.write("a.txt", "some text")) == "some text" and cache.times == 1
 
 
-def test_the_folder_is_the_users_cache_or_one_that_can_be_written(
-    cache: Cache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_folder(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     path = cache.write("a.txt", "some text")
     for folder in (f"{path}/cache", "/proc/cache"):
         with pytest.raises(ValueError, match="--data-cache-path") as error:
@@ -144,8 +148,34 @@ def test_the_folder_is_the_users_cache_or_one_that_can_be_written(
     assert list((cache.texts / "gpt2-model-parallel" / "data").glob("*.idx"))
 
 
+def test_the_cache_of_a_user_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name of its folder in /tmp is known to other users, who could make it first."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    home = tmp_path / f"user-{os.getuid()}"
+    for _ in range(2):
+        assert files.user_cache_dir() == home / ".cache" / "gpt2-model-parallel"
+        assert home.stat().st_mode & 0o777 == 0o700
+    home.chmod(0o777)
+    with pytest.raises(ValueError, match=f"{home}, .* mode 0700.*: remove it, or set XDG_CACHE_HOME"):
+        files.user_cache_dir()
+    home.rename(tmp_path / "other")
+    (tmp_path / "other").chmod(0o700)
+    home.symlink_to(tmp_path / "other")
+    with pytest.raises(ValueError, match="must be a folder"):
+        files.user_cache_dir()
+    home.unlink()
+    home.mkdir(0o700)
+    stranger = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: stranger)
+    home.rename(tmp_path / f"user-{stranger}")
+    with pytest.raises(ValueError, match="must be a folder of user"):
+        files.user_cache_dir()
+
+
 class Slow(ByteTokenizer):
-    """Says when it begins, and takes so many seconds."""
+    """Announces its start, and takes `seconds` to encode."""
 
     def __init__(self, begun: Any, seconds: float) -> None:
         super().__init__()
@@ -162,7 +192,7 @@ def _read_slowly(cache: Cache, path: str, start: Any, begun: Any, seconds: float
     results.put((cache.read(path, tokenizer=Slow(begun, seconds)), cache.times))
 
 
-def test_of_processes_that_race_one_tokenises_and_all_read(cache: Cache) -> None:
+def test_one_of_several_processes_tokenises(cache: Cache) -> None:
     context = multiprocessing.get_context("fork")
     path, results = cache.write("a.txt", "some text"), context.Queue()
     given = cache, path, context.Barrier(4), context.Event(), 0.5, results
@@ -176,7 +206,7 @@ def test_of_processes_that_race_one_tokenises_and_all_read(cache: Cache) -> None
     assert sum(times for _, times in found) == 1
 
 
-def test_the_lock_dies_with_its_holder(cache: Cache) -> None:
+def test_a_killed_process_frees_its_lock(cache: Cache) -> None:
     context = multiprocessing.get_context("fork")
     begun, path = context.Event(), cache.write("a.txt", "some text")
     given = cache, path, context.Barrier(1), begun, 60.0, context.Queue()

@@ -1,8 +1,9 @@
-"""Every kind of tokenizer: round trips, saving and loading, files that are missing or damaged; and byte-level BPE, whose
-ids are the same by gigatoken, tiktoken and HF tokenizers."""
+"""Tokenizers of every kind: round trips, saving and loading, missing and damaged files. The engines of byte-level BPE
+return the same ids."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -18,20 +19,20 @@ import pytest
 
 import data_utils
 from data_utils import Tokenizer, build_tokenizer, load_tokenizer, train_sentencepiece
-from data_utils.corpora import builtin_documents
+from data_utils.corpora.builtin import builtin_documents
 from data_utils.tokenizers import find_gpt2_files, gpt2
 from data_utils.tokenizers.base import (
-    FACTS_FILE,
+    METADATA_FILE,
     NO_EOD,
-    OLD_FACTS_FILE,
+    OLD_METADATA_FILE,
     ByteTokenizer,
     CharacterTokenizer,
     read_characters,
     split_text,
 )
-from data_utils.tokenizers.gpt2 import WHITE_RUN, BytePairTokenizer, _hf_tokenizers, byte_alphabet
+from data_utils.tokenizers.gpt2 import MAX_WHITESPACE_RUN, BytePairTokenizer, _hf_tokenizers, bytes_to_unicode
 from tests.conftest import ROOT
-from tests.data_utils.made import write
+from tests.data_utils.data_files import write
 
 EXAMPLES = [
     "",
@@ -46,13 +47,13 @@ EXAMPLES = [
     "a" * 5000,
     "\n \n" * 3000,
 ]
-# By which GPT-2's pattern cuts: contractions, white space, numbers, letters of all planes; and names of special tokens.
+# Classes of GPT-2's pattern: contractions, whitespace, numbers, letters of all planes; and names of special tokens.
 PIECES = [*" \n\t\u00a0\u3000\u2028'’é\u0301漢😀\U00018d89\U000325ee\ua7d2\u200d\x00\u2581", "'s", "'ll", "the", " 20"]
 PIECES += ["  ", "<|endoftext|>", "</s>", "<0xE2>"]
 
 
 def random_texts(count: int) -> list[str]:
-    """Runs of characters of all sorts, lone surrogates excepted."""
+    """Return runs of random characters of all planes, without lone surrogates."""
     draw = random.Random(count)
 
     def piece() -> str:
@@ -73,7 +74,7 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return build_tokenizer(request.param, model_file=str(model))
 
 
-def test_any_text_comes_back_and_none_makes_an_eod(tokenizer: Tokenizer) -> None:
+def test_round_trip_of_any_text_without_eod(tokenizer: Tokenizer) -> None:
     for text in EXAMPLES + random_texts(300):
         ids = np.asarray(tokenizer.encode(text), dtype=np.int64)
         assert tokenizer.decode(ids) == text
@@ -81,9 +82,9 @@ def test_any_text_comes_back_and_none_makes_an_eod(tokenizer: Tokenizer) -> None
         assert int(tokenizer.byte_lengths[ids].sum()) == len(text.encode())
 
 
-def test_what_the_ids_mean_is_whole(tokenizer: Tokenizer) -> None:
+def test_token_bytes_are_complete(tokenizer: Tokenizer) -> None:
     assert len(tokenizer.byte_lengths) == tokenizer.vocab_size
-    assert 0 <= tokenizer.eod < tokenizer.vocab_size and tokenizer.has_eod and tokenizer.start == tokenizer.eod
+    assert 0 <= tokenizer.eod < tokenizer.vocab_size and tokenizer.has_eod and tokenizer.bos == tokenizer.eod
     assert tokenizer.byte_lengths[tokenizer.eod] == 0 and tokenizer.decode([tokenizer.eod]) == ""
     for ids in ([tokenizer.vocab_size], [-1]):
         with pytest.raises(ValueError, match="do not fit a vocabulary"):
@@ -94,30 +95,66 @@ def test_what_the_ids_mean_is_whole(tokenizer: Tokenizer) -> None:
     assert "\ufffd" in tokenizer.decode(np.asarray(tokenizer.encode("é"))[:1]) or len(tokenizer.encode("é")) == 1
 
 
-def test_a_saved_tokenizer_is_the_same_and_a_changed_one_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_save_and_load(tokenizer: Tokenizer, tmp_path: Path) -> None:
     tokenizer.save(tmp_path)
-    again, facts_file = load_tokenizer(tmp_path), tmp_path / FACTS_FILE
+    again, metadata_file = load_tokenizer(tmp_path), tmp_path / METADATA_FILE
     for name in ("kind", "fingerprint", "vocab_size", "eod"):
         assert getattr(again, name) == getattr(tokenizer, name)
     assert list(again.encode("some text")) == list(tokenizer.encode("some text"))
-    facts_file.rename(tmp_path / OLD_FACTS_FILE)  # as it was called once
+    metadata_file.rename(tmp_path / OLD_METADATA_FILE)  # its old name
     assert load_tokenizer(tmp_path).fingerprint == tokenizer.fingerprint
-    facts = json.loads((tmp_path / OLD_FACTS_FILE).read_text())
+    metadata = json.loads((tmp_path / OLD_METADATA_FILE).read_text())
     for content, said in (
-        (json.dumps({**facts, "fingerprint": "0" * 64}), "not those that were sav"),
+        (json.dumps({**metadata, "fingerprint": "0" * 64}), "not those that were sav"),
         ("{", "damaged"),
     ):
-        write(facts_file, content)
+        write(metadata_file, content)
         with pytest.raises(ValueError, match=said):
             load_tokenizer(tmp_path)
 
 
-def test_parts_of_a_long_text_have_the_ids_of_the_whole(tokenizer: Tokenizer) -> None:
-    text = "\n".join(builtin_documents()[:20])
+def test_files_without_an_end_are_refused(tmp_path: Path) -> None:
+    for kind, name in (("builtin", "builtin_bpe.json"), ("characters", "characters.json")):
+        folder = tmp_path / kind
+        (CharacterTokenizer("abc") if kind == "characters" else build_tokenizer(kind)).save(folder)
+        (folder / name).unlink()
+        (folder / name).symlink_to("/dev/zero")
+        with pytest.raises((ValueError, FileNotFoundError), match=name):
+            load_tokenizer(folder)
+        (folder / name).unlink()
+        with open(folder / name, "wb") as file:
+            file.truncate(1 << 40)
+        with pytest.raises(ValueError, match=f"{name}.* larger than 268,435,456 bytes"):
+            load_tokenizer(folder)
+
+
+def test_an_error_while_a_tokenizer_is_saved_leaves_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    characters, saved = CharacterTokenizer("abc"), ["characters.json", METADATA_FILE]
+    characters.save(tmp_path)
+    inodes = [(tmp_path / name).stat().st_ino for name in saved]
+
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    characters.save(tmp_path)
+    assert [(tmp_path / name).stat().st_ino for name in saved] == inodes
+    with pytest.raises(OSError, match="No space left"):
+        CharacterTokenizer("abcd").save(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == saved
+    assert load_tokenizer(tmp_path).vocab_size == 3
+    monkeypatch.undo()
+    write(tmp_path / METADATA_FILE, "")
+    characters.save(tmp_path)
+    assert load_tokenizer(tmp_path).vocab_size == 3
+
+
+def test_split_text_keeps_the_ids(tokenizer: Tokenizer) -> None:
+    text = "\n".join(builtin_documents()[:60])
     parts = list(split_text(text, 1000))
     assert "".join(parts) == text and max(map(len, parts)) <= 2000 and len(parts) > 20
     assert [id for part in parts for id in tokenizer.encode(part)] == list(tokenizer.encode(text))
-    assert [len(part) for part in split_text(" " * 95, 10)] == [20] * 4 + [15]  # no place to cut
+    assert [len(part) for part in split_text(" " * 95, 10)] == [20] * 4 + [15]  # there is no single space
     assert list(split_text("")) == [""]
 
 
@@ -125,7 +162,7 @@ def test_parts_of_a_long_text_have_the_ids_of_the_whole(tokenizer: Tokenizer) ->
 
 
 def test_a_vocabulary_with_other_ids(tmp_path: Path) -> None:
-    tokens = ["<|endoftext|>", "<pad>", "he", *reversed(byte_alphabet()), "hel", "\u0120h"]
+    tokens = ["<|endoftext|>", "<pad>", "he", *reversed(bytes_to_unicode()), "hel", "\u0120h"]
     write(tmp_path / "vocab.json", json.dumps({token: number for number, token in enumerate(tokens)}))
     write(tmp_path / "merges.txt", "#version: 0.2\nh e\nhe l\n\u0120 h\n")
     made = build_tokenizer("GPT2BPETokenizer", cache_dir=str(tmp_path))
@@ -151,7 +188,7 @@ def test_bad_vocabularies(tmp_path: Path, vocabulary: str, merges: str, named: s
         build_tokenizer("GPT2BPETokenizer", **files)
 
 
-def test_where_the_gpt2_vocabulary_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_gpt2_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with pytest.raises(ValueError, match="scripts/download_gpt2_vocab.sh"):
         build_tokenizer("GPT2BPETokenizer", cache_dir=str(tmp_path))
@@ -190,7 +227,7 @@ def test_the_vocabulary_is_downloaded_checked_and_kept(
     assert download(test_data / "gpt2", tmp_path).returncode == 0
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert build_tokenizer("GPT2BPETokenizer").vocab_size == 50257
-    again = download(tmp_path / "nowhere", tmp_path)  # the files are right: nothing is fetched
+    again = download(tmp_path / "nowhere", tmp_path)  # the files are complete: nothing is downloaded
     assert again.returncode == 0 and "is there" in again.stdout
 
 
@@ -204,7 +241,7 @@ def test_sentencepiece_files(tmp_path: Path) -> None:
         build_tokenizer("SentencePieceTokenizer", model_file=str(tmp_path / "none"))
     with pytest.raises(ValueError, match="not a SentencePiece model"):
         build_tokenizer("SentencePieceTokenizer", model_file=write(tmp_path / "bad", "no model"))
-    for texts, size, said in ((["some text"], 20, "--tokenizer-vocab-size 20 "), ([], 600, "no text")):
+    for texts, size, said in ((["some text"], 20, "--tokenizer-vocab-size 20: "), ([], 600, "no text")):
         with pytest.raises(ValueError, match=said):
             train_sentencepiece(texts, tmp_path / "new", size)
     assert not (tmp_path / "new").exists()
@@ -227,7 +264,7 @@ def test_a_missing_sentencepiece_model_is_trained_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_nanogpt_meta(tmp_path: Path, protocol: int) -> None:
-    """As nanoGPT's data/shakespeare_char/prepare.py makes it."""
+    """Write meta.pkl like nanoGPT's data/shakespeare_char/prepare.py."""
     text = "O, that this too too solid flesh would melt\nÄ 中 🙂"
     characters = sorted(set(text))
     ids = {character: number for number, character in enumerate(characters)}
@@ -236,16 +273,16 @@ def test_nanogpt_meta(tmp_path: Path, protocol: int) -> None:
     tokenizer = build_tokenizer("characters", vocab_file=f"{tmp_path}/meta.pkl")
     assert list(tokenizer.encode(text)) == [ids[character] for character in text]
     assert tokenizer.decode(tokenizer.encode(text)) == text and tokenizer.vocab_size == len(characters)
-    assert (tokenizer.eod, tokenizer.has_eod, tokenizer.start) == (NO_EOD, False, ids["\n"])
+    assert (tokenizer.eod, tokenizer.has_eod, tokenizer.bos) == (NO_EOD, False, ids["\n"])
     tokenizer.save(tmp_path / "kept")
     assert load_tokenizer(tmp_path / "kept").fingerprint == tokenizer.fingerprint != ByteTokenizer().fingerprint
 
 
-def test_a_character_that_it_lacks() -> None:
+def test_an_unknown_character() -> None:
     tokenizer = CharacterTokenizer("abc")
-    assert tokenizer.start == 0 and tokenizer.encode("").tolist() == []
+    assert tokenizer.bos == 0 and tokenizer.encode("").tolist() == []
     for text, said in (("abé", r"'é' \(U\+00E9\)"), ("a\0", r"'\\x00' \(U\+0000\)"), ("ab🙂c", r"'🙂' \(U\+1F642\)")):
-        with pytest.raises(ValueError, match=f"the text holds {said}, which is none of the 3 characters"):
+        with pytest.raises(ValueError, match=f"the text holds {said}, which is not one of the 3 characters"):
             tokenizer.encode(text)
     with pytest.raises(ValueError, match="surrogate"):
         tokenizer.encode("a\ud800")
@@ -261,9 +298,9 @@ class Caller:
     [
         (Caller(), "nothing was executed"),
         ({"itos": Caller()}, "nothing was executed"),
-        ([1], "no itos"),
-        ("text", "no itos"),
-        ({"stoi": {}}, "no itos"),
+        ([1], "lacks itos"),
+        ("text", "lacks itos"),
+        ({"stoi": {}}, "lacks itos"),
         ({"itos": {0: "a", 2: "b"}}, "0, 1, 2"),
         ({"itos": {0: "ab"}}, "one character for each id"),
         ({"itos": {0: "a", 1: "a"}}, "two ids"),
@@ -272,7 +309,9 @@ class Caller:
     ],
     ids=range(10),
 )
-def test_what_is_no_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixture[str], meta: object, said: str) -> None:
+def test_malformed_vocabularies_of_characters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], meta: object, said: str
+) -> None:
     with pytest.raises(ValueError, match=rf"meta.pkl: .*{said}"):
         read_characters(write(tmp_path / "meta.pkl", pickle.dumps(meta)))
     assert capsys.readouterr().out == ""
@@ -297,7 +336,7 @@ def test_the_shipped_bpe_is_small_and_fits_its_corpus() -> None:
     assert len(text.encode()) / len(tokenizer.encode(text)) > 3.0
 
 
-def test_absent_libraries_are_named_and_bytes_need_none(tmp_path: Path) -> None:
+def test_missing_libraries_are_named_and_bytes_need_none(tmp_path: Path) -> None:
     code = """
 import sys
 for name in ("tiktoken", "sentencepiece", "tokenizers", "tqdm"):
@@ -322,12 +361,12 @@ assert "torch" not in sys.modules and len(splits.train)
 
 # --- gigatoken, tiktoken and HF tokenizers: on real text, on random text and for every character
 
-# Only every so many cases are a tenth of the time.
+# By default only every tenth case is tested.
 EVERY = pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.wide)])
 
 
 class Engines:
-    """Ours, which uses gigatoken, and the others by themselves."""
+    """Our tokenizer, which uses gigatoken, and each library separately."""
 
     def __init__(self, folder: Path) -> None:
         from tokenizers import ByteLevelBPETokenizer
@@ -336,7 +375,7 @@ class Engines:
         self.ours = ours
         assert self.ours._faster is not None, f"the installed gigatoken is not {gpt2.GIGATOKEN_RELEASE}x"
         self.tiktoken = self.ours._ranks_of
-        self.fallback = _hf_tokenizers(self.ours._ranked)  # from ranks; the reference is from the merges' file
+        self.fallback = _hf_tokenizers(self.ours._ranked)  # made from ranks; the reference is made from the merges file
         self.reference = ByteLevelBPETokenizer(str(folder / "encoder.json"), str(folder / "vocab.bpe"))
 
     def check(self, texts: list[str]) -> None:
@@ -361,7 +400,7 @@ def test_real_text(engines: Engines, test_data: Path, every: int) -> None:
     lambada = (test_data / "lambada" / "lambada_test.jsonl").read_text(encoding="utf-8").splitlines()
     engines.check([part for text in (valid, test) for part in text.split("\n \n")][::every])
     engines.check([json.loads(line)["text"] for line in lambada[::every]])
-    engines.check([shakespeare[: len(shakespeare) // every]])  # one of a megabyte, as a whole
+    engines.check([shakespeare[: len(shakespeare) // every]])  # a text of a megabyte
     assert list(engines.ours.encode("Hello world")) == [15496, 995] and engines.ours.eod == 50256
 
 
@@ -371,36 +410,42 @@ def test_ten_thousand_random_strings(engines: Engines, every: int) -> None:
 
 
 @EVERY
-def test_every_character_is_of_the_same_class(every: int) -> None:
-    """A vocabulary in which ids tell where text was cut: each byte is joined with what stands after or before it."""
+def test_engines_agree_on_the_class_of_every_character(every: int) -> None:
+    """The ids show where the pattern split the text: within a part, a byte and its neighbour merge into one token."""
     pytest.importorskip("gigatoken")
     single = [bytes([value]) for value in range(256)]
     pairs = [bytes([last, after]) for last in range(0xC0) for after in b"a1!\t"]
     ranked = list(dict.fromkeys([*single, *pairs, *(bytes([32, first]) for first in range(0xC2, 0xF5))]))
     tokenizer: Any = BytePairTokenizer("builtin", ranked, range(len(ranked)), len(ranked) + 1, len(ranked), {})
     fallback, skipped = _hf_tokenizers(ranked), 0
-    blocks = (*range(0, 0x34000, 32), *range(0x34000, 0x110000, 0x400))  # beyond, all are alike
+    blocks = (*range(0, 0x34000, 32), *range(0x34000, 0x110000, 0x400))  # later characters all have the same class
     for first in blocks[::every]:
         characters = [chr(code) for code in range(first, first + 32) if not 0xD800 <= code < 0xE000]
         text = "".join(f"{one}a{one}1{one}!{one}\t {one}'s" for one in characters)
         assert list(tokenizer.encode(text)) == tokenizer._ranks_of(text) == fallback(text), hex(first)
         skipped += first < 0x20000 and tokenizer._faster(text.encode()) is None
-    assert 5 < skipped * every < 0x10000 / 32  # of the two planes in which text stands mostly; emoji are not skipped
+    assert 5 < skipped * every < 0x10000 / 32  # in the first two planes; emoji are not skipped
     assert tokenizer._faster("plain text, “quotes”, naïve, 漢字, 😀".encode()) is not None
 
 
-def test_endless_words_and_white_space_neither_fail_nor_change_ids(engines: Engines) -> None:
+def test_long_words_and_whitespace(engines: Engines) -> None:
     engines.check(["a" * 3000, "ab" * 1500 + "\n" * 3000])
     for character in (" ", "\n", " \n"):
         text = "x" + character * 1_000_000 + "y"
         assert engines.ours.decode(engines.ours.encode(text)) == text
     for character in " \n":
-        for length in (2 * WHITE_RUN - 1, 2 * WHITE_RUN, 2 * WHITE_RUN + 1, 3 * WHITE_RUN, 3 * WHITE_RUN + 1):
+        for length in (
+            2 * MAX_WHITESPACE_RUN - 1,
+            2 * MAX_WHITESPACE_RUN,
+            2 * MAX_WHITESPACE_RUN + 1,
+            3 * MAX_WHITESPACE_RUN,
+            3 * MAX_WHITESPACE_RUN + 1,
+        ):
             text = "x" + character * length + "y z"
             assert list(engines.ours.encode(text)) == engines.tiktoken(text)
 
 
-def test_words_that_gigatoken_remembers_are_forgotten_in_time(
+def test_gigatoken_is_recreated_before_its_cache_grows_too_large(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = engines.ours._faster._encode
@@ -409,7 +454,7 @@ def test_words_that_gigatoken_remembers_are_forgotten_in_time(
     assert engines.ours._faster._encode is not before
 
 
-def test_without_a_library_or_with_another_release_the_ids_are_the_same(
+def test_ids_without_a_library_or_with_a_different_release(
     engines: Engines, test_data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = "it's naïve, <|endoftext|>\n\n 漢字 123" + " " * 70_000 + "."
@@ -427,10 +472,10 @@ def test_without_a_library_or_with_another_release_the_ids_are_the_same(
     assert np.array_equal(ids, engines.ours.encode(text)) and plain.eod not in ids and plain.decode(ids) == text
 
 
-def test_a_token_that_no_merges_make_is_left_to_tiktoken() -> None:
+def test_a_token_without_merges_is_left_to_tiktoken() -> None:
     pytest.importorskip("gigatoken")
     ranked = [*(bytes([value]) for value in range(256)), b"abc"]
     assert gpt2.gigatoken(ranked) is None
-    texts = ("abc", "abcd abc", "aabc")  # only a word that is the token has its id
+    texts = ("abc", "abcd abc", "aabc")  # only a word that equals the token has its id
     tokenizer: Any = BytePairTokenizer("builtin", ranked, range(257), 258, 257, {})
     assert [list(tokenizer.encode(text)) for text in texts] == [_hf_tokenizers(ranked)(text) for text in texts]

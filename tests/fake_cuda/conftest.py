@@ -1,4 +1,4 @@
-"""These tests need torch's CUDA build and a process of their own: bash scripts/test_fake_cuda.sh."""
+"""These tests need torch's CUDA build and a separate process: bash scripts/test_fake_cuda.sh."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if "FAKE_CUDA" not in os.environ:
-        reason = "runs in an environment of its own: bash scripts/test_fake_cuda.sh"
+        reason = "runs in a separate environment: bash scripts/test_fake_cuda.sh"
     elif torch.version.cuda is None or torch.cuda.is_available():
         reason = f"torch {torch.__version__} with {torch.cuda.device_count()} GPUs: needs its CUDA build, and no GPU"
     else:
@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with documents to train on, tokenised once."""
+    """Return a folder with training documents, which are tokenised once per session."""
     folder = tmp_path_factory.mktemp("text")
     write_documents(folder)
     return folder

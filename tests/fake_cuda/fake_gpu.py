@@ -1,11 +1,11 @@
-"""A CUDA device that is not there: CUDA tensors have shapes, dtypes and sizes, and no values; the CPU is real.
+"""A fake CUDA device: CUDA tensors have shapes, dtypes and sizes, but no values. The CPU is real.
 
     with FakeGPU() as gpu:
-        x = torch.zeros(4, device="cuda")      # costs nothing
-        (x * 2).sum().item()                   # 0.0, and gpu.waits tells where the host waited for it
+        x = torch.zeros(4, device="cuda")      # allocates nothing
+        (x * 2).sum().item()                   # 0.0, and gpu.waits has the line at which the host waited
 
-What a GPU would have been asked is recorded, see `FakeGPU`. torch's FakeTensorMode computes the shapes. Needs torch's
-CUDA build and g++, and no driver.
+`FakeGPU` records kernels, copies, collectives and waits. torch's FakeTensorMode computes the shapes. This needs torch's
+CUDA build and g++, but no driver.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# --- streams and events, and who touches or frees memory that another stream may still be using -----------------------
+# --- streams and events; detection of memory that is used or freed while another stream may still use it --------------
 
-# Each stream counts its work, and knows how much of the work of the others is done before its own next piece, since it
-# has waited for it. Two pieces of work with the same memory, of which one writes, are in order if the later one's stream
-# knows of the earlier one.
+# Each stream counts its operations. It also stores, for each other stream, how many of its operations are finished
+# before the next operation of this stream, because this stream has waited for them. Two operations on the same memory,
+# at least one of which writes, are ordered if the stream of the later one has waited for the earlier one.
 
-Moment = tuple[int, int]  # the number of a stream, and how much work it had then
+Moment = tuple[int, int]  # the number of a stream, and its count of operations at that time
 
 
 class FakeStream:
@@ -56,25 +56,25 @@ class FakeStream:
         self.known: defaultdict[int, int] = defaultdict(int)
 
     def wait_event(self, event: FakeEvent) -> None:
-        """What follows here comes after it."""
+        """Make later operations of this stream wait for the event."""
         for number, work in event.known.items():
             self.known[number] = max(self.known[number], work)
 
     def wait_stream(self, stream: FakeStream) -> None:
-        """What follows here comes after all that `stream` has been given."""
+        """Make later operations of this stream wait for all operations of `stream` so far."""
         event = FakeEvent()
         event.record(stream)
         self.wait_event(event)
 
 
 class FakeEvent:
-    """torch.cuda.Event. The host finds everything before it done."""
+    """torch.cuda.Event. For the host it is always complete."""
 
     def __init__(self, enable_timing: bool = False) -> None:
         self.known: dict[int, int] = {}
 
     def record(self, stream: FakeStream | None = None) -> None:
-        """After what the stream has been given."""
+        """Record the operations of the stream so far."""
         self.known = dict((stream or FakeStream.current).known)
 
     def wait(self, stream: FakeStream | None = None) -> None:
@@ -82,14 +82,13 @@ class FakeEvent:
         (stream or FakeStream.current).wait_event(self)
 
     def query(self) -> bool:
-        """Done."""
         return True
 
     def synchronize(self) -> None:
-        """Done."""
+        """Do nothing: the event is complete."""
 
     def elapsed_time(self, end: FakeEvent) -> float:
-        """Milliseconds."""
+        """Return a constant, in milliseconds."""
         return 1.0
 
 
@@ -105,7 +104,7 @@ def running_on(stream: FakeStream) -> Iterator[None]:
 
 @dataclass
 class _Use:
-    """Who took a piece of memory, wrote it last, and has read it since."""
+    """The stream that allocated a storage, the last write to it, and the reads since then."""
 
     owner: FakeStream
     written: Moment
@@ -113,14 +112,14 @@ class _Use:
 
 
 class MemoryOrder:
-    """Sees each piece of work and reports memory that is used or freed too early to `fault`."""
+    """Observes each operation, and calls `fault` if memory is used or freed too early."""
 
     def __init__(self, fault: Callable[[str], None]) -> None:
         self._fault = fault
         self._uses: dict[int, _Use] = {}
 
     def take(self, tensors: Sequence[Tensor]) -> None:
-        """Memory that nobody knew is the current stream's, which may have used it before."""
+        """Assign memory that is new to the current stream."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage._cdata not in self._uses:
@@ -129,7 +128,7 @@ class MemoryOrder:
                 weakref.finalize(storage, self._free, storage._cdata, tensor.device.type == "cuda")
 
     def work(self, read: Sequence[Tensor], written: Sequence[Tensor], place: str) -> None:
-        """A piece of work of the current stream."""
+        """Record an operation of the current stream."""
         self.take((*read, *written))
         stream = FakeStream.current
         stream.known[stream.number] += 1
@@ -153,11 +152,11 @@ class MemoryOrder:
 
     def _free(self, key: int, on_device: bool) -> None:
         use = self._uses.pop(key)
-        if on_device:  # the owner gives it to its own next piece of work
+        if on_device:  # the allocator may reuse it for the next operation of the owner
             self._require(use.owner, [use.written, *use.read.items()], "memory is freed while another stream uses it")
 
 
-# --- what a process asks of CUDA before and beside its kernels, answered as by a machine with one H200 ----------------
+# --- the functions of torch.cuda, with the answers of a machine with one H200 -----------------------------------------
 
 H200 = types.SimpleNamespace(
     name="NVIDIA H200",
@@ -184,7 +183,7 @@ H200 = types.SimpleNamespace(
 
 @functools.cache
 def guard() -> ctypes.CDLL:
-    """`guard.cpp`, compiled: 3 s, once per process."""
+    """Compile and load `guard.cpp`, once per process (3 s)."""
     folder = Path(torch.__file__).parent
     library = Path(tempfile.mkdtemp()) / "guard.so"
     source, include = Path(__file__).with_name("guard.cpp"), folder / "include"
@@ -196,8 +195,8 @@ def guard() -> ctypes.CDLL:
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False
 ) -> Tensor:
-    """F.scaled_dot_product_attention, whose choice of a kernel asks the driver: FlashAttention's, or the plain one with
-    a mask."""
+    """Replace F.scaled_dot_product_attention, which would ask the driver to choose a kernel. Use FlashAttention's
+    kernel, or the efficient one with a mask or in float32."""
     if attn_mask is None and q.dtype != torch.float32:
         y: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False)[0]
         return y
@@ -209,7 +208,7 @@ def flash_attention(
 
 @contextlib.contextmanager
 def patched_cuda() -> Iterator[None]:
-    """`torch.cuda` of a machine with one H200."""
+    """Patch `torch.cuda` to behave as on a machine with one H200."""
 
     def state(device: Any = None) -> Tensor:
         with unset_fake_temporarily():
@@ -256,7 +255,7 @@ ROOT = str(Path(__file__).resolve().parent.parent.parent)
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 ALLOCATION = 512  # bytes: what CUDA's caching allocator rounds each tensor up to
 
-# Operators that start no kernel: views, and what only makes room.
+# Operators that start no kernel: views and allocations.
 VIEWS = (
     "view _unsafe_view t transpose permute select slice unbind detach expand alias unsqueeze squeeze as_strided split "
     "split_with_sizes lift_fresh unfold _reshape_alias record_stream is_pinned resize_ set_"
@@ -266,8 +265,8 @@ FREE = {*VIEWS.split(), "empty", "empty_like", "new_empty", "empty_strided", "ne
 
 @dataclass(frozen=True)
 class Kernel:
-    """An operator that a GPU would run. read, written: bytes. place: file and line in this project, or "autograd".
-    shapes: of the tensors that it is given."""
+    """A kernel that a GPU would run. read, written: bytes. place: file and line in this project, or "autograd".
+    shapes: of its arguments."""
 
     name: str
     read: int
@@ -278,8 +277,8 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Collective:
-    """A call of torch.distributed. ranks: of its group; of a "send" or a "recv_" who sends and who receives. tensors:
-    shape and dtype of each. place: file and line in this project."""
+    """A call of torch.distributed. ranks: of its group; for "send" and "recv_" the sender and the receiver. tensors:
+    shape and dtype of each tensor. place: file and line in this project."""
 
     name: str
     ranks: tuple[int, ...]
@@ -289,7 +288,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Copy:
-    """Between host and device. to: where it arrives. stream: the number of the one that it was given to."""
+    """A copy between host and device. to: the destination. stream: the number of its stream."""
 
     to: str
     size: int
@@ -299,7 +298,7 @@ class Copy:
 
 @dataclass
 class Memory:
-    """Bytes of CUDA tensors that exist, and the most that ever did, with the place where that was."""
+    """Current and peak bytes of CUDA tensors, and the line at which the peak was reached."""
 
     now: int = 0
     peak: int = 0
@@ -307,7 +306,7 @@ class Memory:
     _known: dict[int, int] = field(default_factory=dict)
 
     def add(self, tensor: Tensor) -> None:
-        """Count a tensor's storage, once, until it is freed."""
+        """Count the storage of a tensor once, until it is freed."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._known:
@@ -324,18 +323,18 @@ class Memory:
 
 
 class FakeGPU(TorchDispatchMode):
-    """Inside it the process has an H200 without arithmetic, and all that it is asked is kept:
+    """Inside this context the process has an H200 that computes nothing and records all requests:
 
     kernels        operators with CUDA tensors
-    waits          places where the host waits for the device: a value is read, or memory that is not pinned is copied
-    collectives    in their order
-    copies         between host and device
-    faults         a collective with a tensor that is on the CPU or is not contiguous; memory that is used or freed
-                   before another stream is done with it
-    memory         of the device
-    sources        what torch.compile wrote, inside `fake_inductor`
+    waits          lines at which the host waits for the device: it reads a value, or copies memory that is not pinned
+    collectives    calls of torch.distributed, in order
+    copies         copies between host and device
+    faults         collectives with a tensor that is on the CPU or not contiguous; memory that is used or freed while
+                   another stream may still use it
+    memory         bytes on the device
+    sources        code that torch.compile has generated, inside `fake_inductor`
 
-    A tensor on the wrong device raises, as on a real GPU.
+    A tensor on the wrong device raises an error, as on a real GPU.
     """
 
     def __init__(self) -> None:
@@ -352,14 +351,14 @@ class FakeGPU(TorchDispatchMode):
         self._stack = contextlib.ExitStack()
 
     def clear(self) -> None:
-        """Forget what was recorded, but for the memory and the sources."""
+        """Clear all records except memory and sources."""
         for records in (self.kernels, self.waits, self.collectives, self.copies, self.faults):
             records.clear()
 
     def __enter__(self) -> FakeGPU:
         guard().install_fake_cuda()
         self._stack.enter_context(patched_cuda())
-        # Methods of the class, since a thread of its own, which pins batches or writes files, is outside of every mode.
+        # Patch methods of the class, because threads that pin batches or write files run outside the dispatch modes.
         self._stack.enter_context(mock.patch.object(Tensor, "cpu", lambda tensor: self._fetch(tensor)))
         self._stack.enter_context(mock.patch.object(FakeTensor, "tolist", lambda tensor: self._fetch(tensor).tolist()))
         self._stack.enter_context(mock.patch.object(Tensor, "pin_memory", lambda tensor: self._pin(tensor)))
@@ -372,17 +371,17 @@ class FakeGPU(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """torch.compile then works beside it."""
+        """Return True, so that torch.compile works inside this mode."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch._guards.TracingContext.try_get() is not None:  # torch.compile looks at an operator, and nothing runs
+        if torch._guards.TracingContext.try_get() is not None:  # torch.compile traces an operator; nothing runs
             return func(*args, **kwargs)
         if func.namespace == "prim":  # x.device in inference mode
             return func(*args, **kwargs) if not isinstance(args[0], FakeTensor) else args[0].fake_device
         if torch.is_inference_mode_enabled() and func.has_kernel_for_dispatch_key(COMPOSITE):
-            TorchDispatchMode.__enter__(self)  # autograd takes such an operator apart, which is not at work here
+            TorchDispatchMode.__enter__(self)  # decompose the operator here, because autograd does not run
             try:
                 return func.decompose(*args, **kwargs)
             finally:
@@ -403,7 +402,7 @@ class FakeGPU(TorchDispatchMode):
             and not any(isinstance(x, FakeTensor) for x in given)
         ):
             return self._on_host(func, args, kwargs)
-        # AdamW's kernel works in place, and torch knows no shapes for it.
+        # AdamW's kernel works in place and has no meta kernel.
         out = None if name == "_fused_adamw_" else func(*args, **kwargs)
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.device.type == "cuda"]
         for tensor in (*on_gpu, *made):
@@ -417,14 +416,14 @@ class FakeGPU(TorchDispatchMode):
         return out
 
     def _on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The CPU's own work, which is real. What would be pinned is only marked so: that needs a driver."""
+        """Run an operator on the CPU. Pinned memory is only marked as pinned, because real pinning needs a driver."""
         pinned = kwargs.pop("pin_memory", False)
         with unset_fake_temporarily():
             out = func(*args, **kwargs)
         return self._pin(out) if pinned else out
 
     def _pin(self, tensor: Tensor) -> Tensor:
-        """Marks its memory as pinned; to pin it would need a driver."""
+        """Mark the memory of a tensor as pinned."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._pinned:
             self._pinned.add(storage._cdata)
@@ -439,8 +438,8 @@ class FakeGPU(TorchDispatchMode):
             return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
     def _between(self, name: str, args: Any, kwargs: Any) -> Tensor | None:
-        """A copy between host and device, if it is one: the host waits unless it is asynchronous, from or to pinned
-        memory, or a number that goes along with the launch. What arrives on the host is real, and 0."""
+        """Handle a copy between host and device; return None for other copies. The host waits, unless the copy is
+        asynchronous with pinned memory, or copies a single number to the device. Copies to the host give zeros."""
         target, source = args[:2] if name == "copy_" else (None, args[0])
         asynchronous = kwargs.get("non_blocking", False) or name == "copy_" and len(args) > 2 and args[2]
         begin = source.device.type
@@ -474,14 +473,14 @@ class FakeGPU(TorchDispatchMode):
             ranks = (dist.get_rank(), ranks[args[2]])[:: 1 if name == "send" else -1]
         self.collectives.append(Collective(name, ranks, tuple(f"{tuple(x.shape)} {x.dtype}" for x in given), where()))
         for x in given:
-            if x.device.type != "cuda" and x.numel() > 1:  # single numbers go over groups of gloo
+            if x.device.type != "cuda" and x.numel() > 1:  # single numbers are sent over gloo groups
                 self.faults.append(f"{where()}: {name} of a tensor {tuple(x.shape)} on the CPU")
             if not x.is_contiguous():
                 self.faults.append(f"{where()}: {name} of a tensor {tuple(x.shape)} that is not contiguous")
 
 
 def written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The CUDA tensors among the arguments that the operator writes into."""
+    """Return the CUDA tensors among the arguments that the operator writes to."""
     given = itertools.zip_longest(func._schema.arguments, args)
     named = [(argument, kwargs.get(argument.name) if value is None else value) for argument, value in given]
     return [
@@ -494,7 +493,7 @@ def written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def traffic(name: str, given: list[Tensor], made: list[Tensor]) -> tuple[int, int]:
-    """Bytes that a kernel reads and writes, as the least that its kind of operator can."""
+    """Return the minimum number of bytes that a kernel of this operator reads and writes."""
     size = [x.numel() * x.element_size() for x in given]
     written = sum(x.numel() * x.element_size() for x in made)
     if name in ("fill_", "zero_"):
@@ -513,7 +512,7 @@ def traffic(name: str, given: list[Tensor], made: list[Tensor]) -> tuple[int, in
 
 
 def where() -> str:
-    """The innermost line of this project that is running, and not of its tests; "autograd" where there is none."""
+    """Return the innermost line of this project on the stack, without tests, or "autograd"."""
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename

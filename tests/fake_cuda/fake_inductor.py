@@ -1,10 +1,10 @@
-"""torch.compile for a GPU that is not there: Inductor writes the code for an H200, and nothing runs it.
+"""torch.compile for the fake GPU: Inductor generates code for an H200, which is not run.
 
 with FakeGPU() as gpu, fake_inductor(gpu):
     layer.compile()
     layer(x).sum().backward()
-gpu.kernels             # those of the graphs among them
-gpu.sources[0]          # Python, each Triton kernel as a string in it: for `assemble`
+gpu.kernels             # includes the kernels of the compiled graphs
+gpu.sources[0]          # Python code with each Triton kernel as a string, for `assemble`
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.fake_cuda.fake_gpu import H200, FakeGPU, Kernel
 
 
 class Driver:
-    """Triton's driver of an H200."""
+    """A Triton driver for an H200."""
 
     utils = types.SimpleNamespace(
         get_device_properties=lambda device: {
@@ -43,7 +43,7 @@ class Driver:
     )
 
     def get_current_target(self) -> Any:
-        """The processor that code is made for."""
+        """Return the compute capability that code is generated for."""
         from triton.backends.compiler import GPUTarget
 
         return GPUTarget("cuda", 10 * H200.major + H200.minor, H200.warp_size)
@@ -66,7 +66,7 @@ class Driver:
 
 
 class Worker(CudaInterface.Worker):
-    """What Inductor asks of the device while it compiles."""
+    """The device interface that Inductor uses while it compiles."""
 
     @staticmethod
     def get_device_properties(device: Any = None) -> Any:
@@ -81,7 +81,7 @@ class Worker(CudaInterface.Worker):
 
 @contextlib.contextmanager
 def fake_inductor(gpu: FakeGPU) -> Iterator[None]:
-    """A graph that is compiled inside gives empty results. `gpu` gets its source, and its kernels at each call."""
+    """Inside, compiled graphs return empty tensors. `gpu` records their sources, and their kernels at each call."""
     import triton
 
     def compile_to_module(lowering: GraphLowering) -> Any:
@@ -92,7 +92,7 @@ def fake_inductor(gpu: FakeGPU) -> Iterator[None]:
 
         def call(arguments: list[Any]) -> tuple[Any, ...]:
             made = tuple(empty(result) for result in results)
-            arguments.clear()  # as the code does: what nobody needs any more is freed
+            arguments.clear()  # as generated code does, to free tensors that are no longer needed
             gpu.kernels.extend(kernels)
             return made
 
@@ -136,7 +136,7 @@ def fake_inductor(gpu: FakeGPU) -> Iterator[None]:
 
 
 def empty(result: Any) -> Tensor | None:
-    """A tensor like a graph's output, without values."""
+    """Return a tensor like an output of the graph, without values."""
     try:
         size, stride = (tuple(map(int, of)) for of in (result.get_size(), result.get_stride()))
     except (AttributeError, NotImplementedError):
@@ -145,7 +145,7 @@ def empty(result: Any) -> Tensor | None:
 
 
 def kernels_of(nodes: list[Any]) -> tuple[Kernel, ...]:
-    """The kernels of Inductor's schedule: its own, which are called "triton", and those of libraries."""
+    """Return the kernels of Inductor's schedule: generated ones, named "triton", and library kernels."""
     kernels = []
     for node in nodes:
         if isinstance(node.node, MultiOutput) or isinstance(node, NopKernelSchedulerNode):  # a part of what there is
@@ -169,13 +169,13 @@ def kernels_of(nodes: list[Any]) -> tuple[Kernel, ...]:
     return tuple(kernels)
 
 
-# --- a graph's Triton kernels, taken through Triton and ptxas as on a machine with the GPU ----------------------------
+# --- the Triton kernels of a graph, compiled by Triton and ptxas as on a machine with the GPU -------------------------
 
 
 @dataclass(frozen=True)
 class Assembled:
-    """What ptxas says of a kernel in one of the configurations that Inductor would try. spilled: bytes of registers
-    that go to memory, stores and loads. stack: bytes."""
+    """The report of ptxas for a kernel in one configuration of Inductor. spilled: bytes of register spills, stores and
+    loads. stack: bytes."""
 
     name: str
     architecture: str
@@ -185,8 +185,8 @@ class Assembled:
 
 
 def triton_kernels(source: str, folder: Path) -> dict[str, Any]:
-    """The kernels in a module that Inductor wrote, by name, ready to be compiled. folder: for a file of each, since
-    Triton reads the source again."""
+    """Return the kernels of a module that Inductor generated, by name. folder: for one file per kernel, because Triton
+    reads the source file."""
     kernels = {}
     for name, code in re.findall(r"async_compile\.triton\('(\w+)', '''(.*?)'''", source, re.DOTALL):
         path = folder / f"{name}.py"
@@ -194,14 +194,14 @@ def triton_kernels(source: str, folder: Path) -> dict[str, Any]:
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        with mock.patch("torch._inductor.runtime.triton_helpers.set_driver_to_gpu"):  # there is none
+        with mock.patch("torch._inductor.runtime.triton_helpers.set_driver_to_gpu"):  # there is no GPU
             spec.loader.exec_module(module)
         kernels[name] = getattr(module, name)
     return kernels
 
 
 def assemble(kernel: Any, architecture: str, most_registers: int = 255) -> list[Assembled]:
-    """Each configuration of a kernel of Inductor's that it would measure, for "sm_80" or "sm_90a"."""
+    """Assemble each configuration of a kernel that Inductor would autotune, for "sm_80" or "sm_90a"."""
     found = []
     for config in kernel.configs:
         meta = kernel._create_compile_meta(config)
@@ -231,7 +231,7 @@ def assembled(
     options: Any = None,
     most_registers: int = 255,
 ) -> Assembled:
-    """A function of Triton, whose arguments have these types and constants. most_registers: of a thread."""
+    """Assemble a Triton function with these argument types and constants. most_registers: the limit per thread."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import get_ptxas
@@ -257,7 +257,7 @@ def assembled(
 
 
 def number(pattern: str, text: str) -> int:
-    """What the pattern's group holds. AssertionError where ptxas said nothing of it."""
+    """Return the number in the pattern's group. Raises AssertionError if the report does not contain it."""
     match = re.search(pattern, text)
     assert match, text
     return int(match[1])

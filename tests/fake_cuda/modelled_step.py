@@ -1,12 +1,12 @@
-"""A training step on an H200, modelled from what the program would ask of one: no GPU is needed, and none is measured.
+"""A model of the time of a training step on an H200. It needs no GPU, and no GPU is measured.
 
     bash scripts/test_fake_cuda.sh --collect-only -q            # makes .venv-cuda, with torch's CUDA build
     .venv-cuda/bin/python -m tests.fake_cuda.modelled_step      # writes benchmarks/results/modelled_step.json
 
-The program trains on the fake GPU of tests/fake_cuda, which records each kernel with its shapes and bytes. A kernel
-takes as long as `Assumptions` say: its FLOPs or its bytes at a rate, and a time to start. The assumptions were set
-before any measurement and are frozen, so that a change of the figure is a change of the program. A measured step is
-what docs/how-to/gpu.md tells of.
+The program trains on the fake GPU of tests/fake_cuda, which records each kernel with its shapes and bytes. The time of
+a kernel follows from `Assumptions`: its FLOPs or bytes at a rate, plus a launch time. The assumptions were set before
+any measurement and are fixed, so only a change of the program changes the result. docs/how-to/gpu.md explains how to
+measure a step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from megatron.gpt2.config.recipes import SHAPES
+from megatron.gpt2.config.presets import SHAPES
 from tests.fake_cuda.fake_gpu import Kernel
 from tests.fake_cuda.program import running, steps, write_documents
 
@@ -36,20 +36,20 @@ STEPS = {"345M": (32, 1), "774M": (16, 2), "1.5B": (16, 2)}  # micro-batch size,
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Rates in FLOP/s and bytes/s, times in seconds. Those of attention are cuDNN's, causal FLOPs counted once."""
+    """Rates in FLOP/s and bytes/s, times in seconds. Attention rates are those of cuDNN, with causal FLOPs only."""
 
     product: float = 760e12
     attention: float = 420e12
     attention_backward: float = 330e12
     memory: float = 3.7e12
     start: float = 1.5e-6  # between two kernels
-    least: float = 2e-6  # of a kernel
-    deepest: float = 220  # a product of this depth, the k of mnk, reaches half of its rate
-    peak: float = 989e12  # dense bf16, of the datasheet: what MFU refers to
+    least: float = 2e-6  # the shortest kernel
+    deepest: float = 220  # a product with this k (of m, n, k) reaches half of its rate
+    peak: float = 989e12  # dense bf16 from the datasheet, for the MFU
 
 
 def product_rate(m: int, n: int, k: int, assumed: Assumptions) -> float:
-    """FLOP/s of [m, k] @ [k, n]: tiles that fill the processors in waves, the best of some tiles and splits of k."""
+    """Return FLOP/s of [m, k] @ [k, n]: tiles fill the processors in waves. Use the best tile size and split of k."""
     best = 0.0
     for (rows, columns), efficiency in TILES.items():
         tiles = math.ceil(m / rows) * math.ceil(n / columns)
@@ -63,8 +63,8 @@ def product_rate(m: int, n: int, k: int, assumed: Assumptions) -> float:
 
 
 def seconds(kernel: Kernel, assumed: Assumptions) -> float:
-    """What a kernel takes, with the gap before it. Kernels that torch.compile made count by their bytes alone: with a
-    gap for each a step's MFU is 0.3 to 0.5 points lower."""
+    """Return the time of a kernel and the gap before it. For kernels of torch.compile only their bytes count. With a
+    gap for each of them, the MFU of a step would be 0.3 to 0.5 points lower."""
     if kernel.name in ("mm", "addmm", "addmm_"):
         (m, k), (_, n) = kernel.shapes[-2:] if kernel.name.startswith("addmm") else kernel.shapes[:2]
         busy = 2 * m * n * k / product_rate(m, n, k, assumed)
@@ -80,7 +80,7 @@ def seconds(kernel: Kernel, assumed: Assumptions) -> float:
 
 
 def kind(kernel: Kernel) -> str:
-    """The part of the step that a kernel belongs to."""
+    """Return the part of the step that a kernel belongs to."""
     if kernel.name in ("mm", "addmm", "addmm_"):
         return "head products" if any(VOCABULARY in shape for shape in kernel.shapes) else "layer products"
     if kernel.name.startswith("_scaled_dot_product"):
@@ -88,8 +88,8 @@ def kind(kernel: Kernel) -> str:
     of_file = {
         "cross_entropy": "cross-entropy",
         "optimizer/optimizer": "optimizer",
-        "gradient_reducer": "gradient buckets",
-        "flat_parameters": "optimizer",
+        "bucket_reducer": "gradient buckets",
+        "param_and_grad_buffer": "optimizer",
     }
     of_name = {
         "triton": "compiled layer",
@@ -106,7 +106,7 @@ def kind(kernel: Kernel) -> str:
 
 
 def model(name: str, *, compiled: bool, num_layers: int | None = None) -> dict[str, Any]:
-    """One step of a model: milliseconds by part, tokens per second and MFU. num_layers: of a smaller model."""
+    """Model one step: milliseconds by part, tokens per second and MFU. num_layers: for a smaller model."""
     layers, h, heads = SHAPES[name.lower()]
     b, accumulation = STEPS[name]
     assumed = Assumptions()
@@ -117,9 +117,9 @@ def model(name: str, *, compiled: bool, num_layers: int | None = None) -> dict[s
     )
     with tempfile.TemporaryDirectory() as folder:
         write_documents(Path(folder))
-        with running(Path(folder), Path(folder) / "save", flags) as (run, gpu):
-            steps(run, gpu)
-            config = dataclasses.replace(run.config.model, vocab_size=50_257)
+        with running(Path(folder), Path(folder) / "save", flags) as (trainer, gpu):
+            steps(trainer, gpu)
+            config = dataclasses.replace(trainer.config.model, vocab_size=50_257)
     parts: dict[str, list[float]] = collections.defaultdict(list)
     for kernel in gpu.kernels:
         parts[kind(kernel)].append(seconds(kernel, assumed))

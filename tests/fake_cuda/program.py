@@ -1,6 +1,6 @@
-"""The training program on a GPU that is not there: a run of any command line and layout, and what it must not do.
+"""Runs the training program on the fake GPU with any flags and layout, and checks what the program must not do.
 
-Ranks are played one after the other, each in a world of torch's fake process group, whose collectives move nothing.
+Ranks run one after the other. Each uses torch's fake process group, whose collectives send nothing.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.gpt2.config.arguments import parse
-from megatron.gpt2.dist.ranks import Ranks
-from megatron.gpt2.extensions.plan.hook import setting_of
-from megatron.gpt2.extensions.plan.step import expected
-from megatron.gpt2.train.run import Run, build_run
-from megatron.gpt2.train.setup import prepare_run
+from megatron.gpt2.dist.ranks import RankInfo
+from megatron.gpt2.extensions.plan.hook import memory_inputs
+from megatron.gpt2.extensions.plan.step import estimate_memory
+from megatron.gpt2.train.setup import build_context
 from megatron.gpt2.train.train_step import train_step
+from megatron.gpt2.train.trainer import Trainer, build_trainer
 from tests.fake_cuda.fake_gpu import Collective, FakeGPU
 
 BUDGETS = Path(__file__).with_name("budgets.json")
 
-# Layers of GPT-2 345M. In bf16, the precision that a GPU gets unless a flag says another.
+# Layers of GPT-2 345M, in bf16, the default precision on a GPU.
 FLAGS = (
     "--num-layers 2 --hidden-size 1024 --num-attention-heads 16 --seq-length 256 --max-position-embeddings 256 "
     "--micro-batch-size 2 --tokenizer-type bytes --train-iters 1000 --eval-iters 1 --attention-dropout 0 "
@@ -38,12 +38,12 @@ FLAGS = (
 )
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 DOCUMENTS = "--reset-position-ids --reset-attention-mask --eod-mask-loss"
-# With the optimizer in the host's memory each step waits for its gradients, once.
+# With an offloaded optimizer, each step waits once for its gradients.
 OFFLOAD = ("megatron/gpt2/optimizer/optimizer.py",)
 
 
 def write_documents(folder: Path) -> None:
-    """documents.jsonl: 2,000 of 20 to 400 bytes."""
+    """Write documents.jsonl with 2,000 documents of 20 to 400 bytes."""
     lines = (json.dumps({"text": "word " * (4 + 37 * number % 77)}) for number in range(2000))
     (folder / "documents.jsonl").write_text("\n".join(lines))
 
@@ -55,61 +55,60 @@ def say_the_same(texts: list[str], text: str, group: object = None) -> None:
 @contextlib.contextmanager
 def running(
     text: Path, save: Path, flags: str = "", *, rank: int = 0, world_size: int = 1
-) -> Iterator[tuple[Run, FakeGPU]]:
-    """A run of `FLAGS` and `flags`, built on a fake GPU, and that GPU. text: the folder of documents.jsonl."""
+) -> Iterator[tuple[Trainer, FakeGPU]]:
+    """Build a run with `FLAGS` and `flags` on a fake GPU, and yield both. text: the folder of documents.jsonl."""
     with FakeGPU() as gpu, contextlib.ExitStack() as stack:
         if "--compile" in flags:
             from tests.fake_cuda.fake_inductor import fake_inductor
 
             stack.enter_context(fake_inductor(gpu))
-        # Texts that ranks gather have no values here, so each rank says the same as this one.
+        # The fake process group gathers no strings, so use this rank's string for all ranks.
         stack.enter_context(mock.patch.object(dist, "all_gather_object", say_the_same))
         if world_size > 1:
             dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
             stack.callback(dist.destroy_process_group)
             new_group = dist.new_group
             stack.enter_context(
-                mock.patch.object(  # of whatever backend it is asked
+                mock.patch.object(  # ignores the requested backend
                     dist, "new_group", lambda ranks=None, **options: new_group(ranks, backend="fake")
                 )
             )
         files = f"--train-data {text}/documents.jsonl --data-cache-path {text}/cache --save {save}/{rank}"
         arguments = parse(f"{FLAGS} {files} {flags}".split())
-        prepared = prepare_run(arguments, Ranks(rank, world_size, 0, 1), lambda line: None)
-        run = build_run(prepared, lambda line: None)
-        run.engine.model.train()
+        context = build_context(arguments, RankInfo(rank, world_size, 0, 1), lambda line: None)
+        trainer = build_trainer(context, lambda line: None)
+        trainer.state.model.train()
         try:
-            yield run, gpu
+            yield trainer, gpu
         finally:
-            run.data.loader.close()
-            run.stop.close()
-            run.close()
+            trainer.data.loader.close()
+            trainer.stop_signal.close()
+            trainer.close()
 
 
-def steps(run: Run, gpu: FakeGPU, count: int = 1) -> None:
-    """One step, which makes what later steps find, and `count` more, which are recorded."""
-    train_step(run)
+def steps(trainer: Trainer, gpu: FakeGPU, count: int = 1) -> None:
+    """Run a first step, which allocates buffers, and then record `count` steps."""
+    train_step(trainer)
     gpu.clear()
     for _ in range(count):
-        train_step(run)
+        train_step(trainer)
 
 
-def check_step(run: Run, gpu: FakeGPU, allowed: Sequence[str] = ()) -> None:
-    """AssertionError unless a step waits for nothing and sends contiguous CUDA tensors alone. allowed: places that may
-    wait, by the beginning of their line."""
-    steps(run, gpu)
+def check_step(trainer: Trainer, gpu: FakeGPU, allowed: Sequence[str] = ()) -> None:
+    """Assert that a step never waits for the device and sends only contiguous CUDA tensors. allowed: prefixes of lines
+    that may wait."""
+    steps(trainer, gpu)
     waits = [wait for wait in gpu.waits if not wait.startswith(tuple(allowed))]
     assert gpu.kernels and not waits and not gpu.faults, f"{waits} {gpu.faults}"
 
 
 def check_same_order(text: Path, save: Path, flags: str, world_size: int) -> None:
-    """AssertionError unless any two ranks call the collectives of their common groups in the same order, with tensors
-    of the same shapes, each receives what the other sends it, in the order of sending, and each does as
-    `check_step`."""
+    """Assert that any two ranks call the collectives of their common groups in the same order and with the same shapes,
+    and that each receives the messages of the other in the order of sending. Also run `check_step` on each rank."""
     seen: list[list[Collective]] = []
     for rank in range(world_size):
-        with running(text, save, flags, rank=rank, world_size=world_size) as (run, gpu):
-            check_step(run, gpu, OFFLOAD if "--cpu-offload-optimizer" in flags else ())
+        with running(text, save, flags, rank=rank, world_size=world_size) as (trainer, gpu):
+            check_step(trainer, gpu, OFFLOAD if "--cpu-offload-optimizer" in flags else ())
             seen.append(list(gpu.collectives))
     assert all(seen)
     for a, b in itertools.combinations(range(world_size), 2):
@@ -124,24 +123,26 @@ def check_same_order(text: Path, save: Path, flags: str, world_size: int) -> Non
             assert sent == received, f"what rank {source} sends to rank {destination}"
 
 
-def check_peak(run: Run, gpu: FakeGPU) -> float:
-    """AssertionError unless the planner's peak is within 2 % of the fake device's. Returns planner / device."""
-    steps(run, gpu)
-    ratio = expected(setting_of(run.prepared), run.parallel.pipeline_model_parallel_rank).allocated / gpu.memory.peak
+def check_peak(trainer: Trainer, gpu: FakeGPU) -> float:
+    """Assert that the planner's peak is within 2 % of the fake device's peak. Return planner / device."""
+    steps(trainer, gpu)
+    ratio = (
+        estimate_memory(memory_inputs(trainer.context), trainer.parallel.pipeline_model_parallel_rank).allocated
+        / gpu.memory.peak
+    )
     assert abs(ratio - 1) < 0.02, f"{ratio:.3f} at {gpu.memory.place}"
     return ratio
 
 
 def cost(gpu: FakeGPU) -> dict[str, float]:
-    """What the recorded step asked of the device: its kernels by name, and the bytes that they read and write, in
-    MB."""
+    """Return the number of kernels of the recorded step by name, and the MB that they read and write."""
     moved = sum(kernel.read + kernel.written for kernel in gpu.kernels)
     return {**dict(sorted(collections.Counter(kernel.name for kernel in gpu.kernels).items())), "MB": moved >> 20}
 
 
 def check_budget(mode: str, gpu: FakeGPU) -> None:
-    """AssertionError unless the recorded step starts no kernel and moves no byte that budgets.json does not grant this
-    mode. With RECORD_BUDGETS in the environment it is granted instead."""
+    """Assert that the recorded step has exactly the kernels and bytes of this mode in budgets.json. With RECORD_BUDGETS
+    in the environment, write them to the file instead."""
     known = json.loads(BUDGETS.read_text()) if BUDGETS.exists() else {}
     version = ".".join(torch.__version__.split(".")[:2])
     now, granted = cost(gpu), known.get(version, {}).get(mode)

@@ -1,5 +1,5 @@
-"""Kernels made for two kinds of GPU: every value of one stays in registers. The Triton code of compiled layers, and the
-kernel that drops, which drops the same elements as on the CPU."""
+"""Triton kernels of compiled layers and of dropout, assembled for two GPU architectures, spill no registers. The
+dropout kernel drops the same elements as the CPU."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ MODELS = {
 
 @pytest.mark.parametrize("model", MODELS)
 def test_no_kernel_of_a_compiled_layer_spills(text: Path, tmp_path: Path, model: str):
-    with running(text, tmp_path, f"{SHAPE} {MODELS[model]}") as (run, gpu):
-        steps(run, gpu)
+    with running(text, tmp_path, f"{SHAPE} {MODELS[model]}") as (trainer, gpu):
+        steps(trainer, gpu)
     kernels = [kernel for source in gpu.sources for kernel in triton_kernels(source, tmp_path).values()]
     made = [found for kernel in kernels for name in ARCHITECTURES for found in assemble(kernel, name)]
     assert len(made) > 20 and not [kernel for kernel in made if kernel.spilled or kernel.stack]
@@ -36,16 +36,16 @@ def test_no_kernel_of_a_compiled_layer_spills(text: Path, tmp_path: Path, model:
     )
 
 
-# Triton's interpreter computes a kernel with numpy; it has to be chosen before Triton is loaded.
+# Triton's interpreter runs a kernel with NumPy. It must be enabled before Triton is imported.
 SAME = """
 import torch, mpu
-from mpu.kernels.dropout import dropped_draws, factor, keyed_dropout
-from mpu.kernels.dropout_triton import dropped_on_gpu
+from mpu.kernels.dropout import drop_threshold, keep_scale, seeded_dropout
+from mpu.kernels.dropout_triton import dropout_on_gpu
 for s, b, h, dtype in ((5, 3, 96, torch.float32), (3, 2, 100, torch.bfloat16), (2, 2, 1500, torch.float16)):
     x = torch.randn(s, b, h).to(dtype)
-    keys = mpu.dropout_keys(2**31 - 5, 2**40 + torch.arange(b), 4)[3]
-    here = keyed_dropout(x, 0.3, keys, 2, 7)
-    there = dropped_on_gpu(x, keys, 2, 7, dropped_draws(0.3), factor(0.3))
+    seeds = mpu.dropout_seeds(2**31 - 5, 2**40 + torch.arange(b), 4)[3]
+    here = seeded_dropout(x, 0.3, seeds, 2, 7)
+    there = dropout_on_gpu(x, seeds, 2, 7, drop_threshold(0.3), keep_scale(0.3))
     assert torch.equal(here == 0, there == 0) and 0.2 < (here == 0).float().mean() < 0.4
     assert torch.allclose(here.float(), there.float(), rtol=2**-7 if dtype == torch.bfloat16 else 2**-10)
 """
@@ -70,16 +70,16 @@ def test_it_spills_nothing(architecture: str, element: str):
     types = {
         "x": f"*{element}",
         "out": f"*{element}",
-        "keys": "*i64",
+        "seeds": "*i64",
         **dict.fromkeys(("b", "h", "first_position", "dropped"), "i32"),
-        "factor": "fp32",
-        **dict.fromkeys(("SITE", "BLOCKS"), "constexpr"),
+        "keep_scale": "fp32",
+        **dict.fromkeys(("LOCATION", "BLOCKS"), "constexpr"),
     }
     found = assembled(
-        "keyed dropout",
+        "seeded dropout",
         dropout_kernel,
         types,
-        {"SITE": 2, "BLOCKS": BLOCKS},
+        {"LOCATION": 2, "BLOCKS": BLOCKS},
         architecture,
         options={"num_warps": WARPS},
     )

@@ -1,6 +1,6 @@
-"""Steps of all ranks of a layout: the same collectives in the same order, and what one sends the other receives, with
-contiguous CUDA tensors. With --exact-layouts each layout runs the same operations on the same shapes in the same order,
-each rank those of its parts; and what a GPU needs for the same bits is set."""
+"""In a step, all ranks of a layout call the same collectives in the same order, with contiguous CUDA tensors, and sends
+match receives. With --exact-layouts, every layout runs the same operations on the same shapes in the same order,
+divided over the ranks, and settings for bit-identical results on a GPU are active."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LAYOUTS = {  # ranks and flags
 }
 PARTS = 4
 EXACT = f"--exact-layouts {PARTS} --hidden-dropout 0.1"
-# Operators whose kernel adds up several elements of a sum that a layout could split, or that come in parts.
+# Operators whose kernels add elements of a sum that a layout could split, or that are divided into parts.
 ATTENTION = "_scaled_dot_product_flash_attention"
 SPLIT = ("mm", "addmm", "bmm", ATTENTION, f"{ATTENTION}_backward", "gelu", "gelu_backward")
 SUMS = (*SPLIT, "native_layer_norm_backward", "sum", "dot", "index_add_")
@@ -99,17 +99,17 @@ def test_attention_without_a_fixed_order_is_refused(text: Path, tmp_path: Path, 
 
 
 def traced(text: Path, save: Path, flags: str, size: int, rank: int) -> list[Kernel]:
-    """What a step of one of `size` tensor-parallel ranks runs."""
+    """Return the kernels of a step on one of `size` tensor-parallel ranks."""
     flags = f"{EXACT} --model-parallel-size {size} {flags}"
-    with running(text, save, flags, rank=rank, world_size=size) as (run, gpu):
-        steps(run, gpu)
+    with running(text, save, flags, rank=rank, world_size=size) as (trainer, gpu):
+        steps(trainer, gpu)
         assert not gpu.waits and not gpu.faults
         return list(gpu.kernels)
 
 
 def runs(kernels: list[Kernel]) -> list[tuple[tuple[str, tuple[tuple[int, ...], ...]], int]]:
-    """The sums among `kernels` by name and shapes, with how many equal ones follow each other. The gradients' norm adds
-    up integers, whose order decides nothing."""
+    """Return the sums among `kernels` by name and shapes, with the number of equal ones in a row. The gradient norm is
+    left out, because it adds integers, whose order does not matter."""
     sums = [
         (kernel.name, kernel.shapes)
         for kernel in kernels

@@ -1,4 +1,4 @@
-"""Each check of this folder finds the fault that it is there for, when it is planted."""
+"""Each check of this folder finds the fault that it is made for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.gpt2.optimizer.optimizer import AdamWOptimizer
 from megatron.gpt2.train import data, train_step
 from megatron.gpt2.train.forward_backward import ForwardBackward
 from mpu import kernels, transformer
-from mpu.host_memory import HostMemory
+from mpu.activation_offload import ActivationOffload
 from tests.fake_cuda.fake_gpu import FakeStream
 from tests.fake_cuda.program import check_budget, check_peak, check_same_order, check_step, running
 from tests.fake_cuda.test_steps import SHAPE
@@ -24,8 +24,8 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def step(text: Path, save: Path) -> None:
-    with running(text, save) as (run, gpu):
-        check_step(run, gpu)
+    with running(text, save) as (trainer, gpu):
+        check_step(trainer, gpu)
         check_budget("bf16", gpu)
 
 
@@ -38,17 +38,17 @@ def stages(text: Path, save: Path) -> None:
 
 
 def parked(text: Path, save: Path) -> None:
-    with running(text, save, "--num-layers 3 --recompute-granularity full --checkpoint-in-cpu") as (run, gpu):
-        check_step(run, gpu)
+    with running(text, save, "--num-layers 3 --recompute-granularity full --checkpoint-in-cpu") as (trainer, gpu):
+        check_step(trainer, gpu)
 
 
 def peak(text: Path, save: Path) -> None:
-    with running(text, save, SHAPE) as (run, gpu):
-        check_peak(run, gpu)
+    with running(text, save, SHAPE) as (trainer, gpu):
+        check_peak(trainer, gpu)
 
 
 def before(owner: Any, name: str, extra: Callable[..., object]) -> Plant:
-    """`owner.name` does `extra` first, with the same arguments."""
+    """Make `owner.name` call `extra` first, with the same arguments."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         original = getattr(owner, name)
@@ -63,7 +63,7 @@ def before(owner: Any, name: str, extra: Callable[..., object]) -> Plant:
 
 
 def instead(owner: Any, name: str, other: Callable[..., object]) -> Plant:
-    """`owner.name` is `other`."""
+    """Replace `owner.name` by `other`."""
     return lambda patch: patch.setattr(owner, name, other)
 
 
@@ -72,8 +72,8 @@ def before_update(extra: Callable[[AdamWOptimizer], object]) -> Plant:
 
 
 def before_counting(extra: Callable[[Tensor], object]) -> Plant:
-    """`extra` sees a mask of the batch."""
-    return before(train_step, "tokens_in_global_batch", lambda run, batch: extra(batch.mask))
+    """Call `extra` with the mask of the batch."""
+    return before(train_step, "tokens_in_global_batch", lambda trainer, batch: extra(batch.mask))
 
 
 def on_gpu(*shape: int) -> Tensor:
@@ -86,10 +86,10 @@ def sums_in_another_order(_: object) -> None:
 
 
 KEPT: list[Tensor] = []
-# The check, what is planted, and what it says.
+# The check, the planted fault, and the expected message.
 FAULTS: dict[str, tuple[Callable[[Path, Path], None], Plant, str]] = {
     "a value is read": (step, before_update(lambda self: self.found_inf.item()), "reads a value"),
-    "a batch that is not pinned": (step, instead(data, "pinned", torch.from_numpy), "copies .* from cpu to cuda"),
+    "a batch that is not pinned": (step, instead(data, "pin_tensor", torch.from_numpy), "copies .* from cpu to cuda"),
     "a copy that blocks": (step, before_counting(lambda mask: mask.cpu()), "from cuda to cpu"),
     "a tensor on the wrong device": (
         step,
@@ -125,7 +125,7 @@ FAULTS: dict[str, tuple[Callable[[Path, Path], None], Plant, str]] = {
     "another order on one rank": (ranks, before_update(sums_in_another_order), "ranks 0 and 1"),
     "the main stream does not wait for copies": (
         parked,
-        instead(HostMemory, "wait", lambda self, done: None),
+        instead(ActivationOffload, "wait", lambda self, done: None),
         "before it is there.*|while another stream uses it",
     ),
     "copies do not wait for the main stream": (
@@ -135,7 +135,7 @@ FAULTS: dict[str, tuple[Callable[[Path, Path], None], Plant, str]] = {
     ),
     "memory that is not pinned": (
         parked,
-        instead(HostMemory, "take", lambda self, numel, dtype: torch.empty(numel, dtype=dtype)),
+        instead(ActivationOffload, "allocate", lambda self, numel, dtype: torch.empty(numel, dtype=dtype)),
         "copies .* from cuda to cpu",
     ),
     "a send that nobody receives": (

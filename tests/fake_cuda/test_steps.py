@@ -1,6 +1,5 @@
-"""Whole steps in every mode: nothing waits for the device, nothing is on the wrong one, and what backward needs is in the
-host's memory meanwhile, if a flag says so: copied on a side stream, in order, without a wait. The planner's peak is
-that of the device."""
+"""Training steps in every mode never wait for the device and have no tensor on the wrong device. Offloaded activations
+are copied on a side stream, in order and without a wait. The planner's peak memory agrees with the device."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from megatron.gpt2 import device as devices
-from megatron.gpt2.checkpoint import state, writer
+from megatron.gpt2.checkpoint import sharded_state, writer
 from megatron.gpt2.train.evaluate import SAMPLING, evaluate_and_log, sample_text
 from megatron.gpt2.train.loop import train
 from megatron.gpt2.train.train_step import train_step
@@ -46,7 +45,7 @@ MODES = {
 LAYERS = 4
 INPUT = 2 * 256 * 1024 * 2  # bytes of a layer's input: micro-batch, sequence, hidden, bf16
 PARKED = f"--num-layers {LAYERS} {FULL} --checkpoint-in-cpu"
-WAYS = {  # ranks, flags, bytes that leave the device and come back
+WAYS = {  # ranks, flags, bytes that are copied to the host and back
     "inputs": (1, PARKED, LAYERS * INPUT),
     "in pairs": (1, f"{PARKED} --recompute-num-layers 2", LAYERS // 2 * INPUT),
     "accumulation": (1, f"{PARKED} --global-batch-size 4", 2 * LAYERS * INPUT),
@@ -58,34 +57,34 @@ WAYS = {  # ranks, flags, bytes that leave the device and come back
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_waits_for_nothing_and_keeps_to_its_budget(text: Path, tmp_path: Path, mode: str):
-    with running(text, tmp_path, MODES[mode]) as (run, gpu):
-        check_step(run, gpu, OFFLOAD if mode == "offload" else ())
+    with running(text, tmp_path, MODES[mode]) as (trainer, gpu):
+        check_step(trainer, gpu, OFFLOAD if mode == "offload" else ())
         check_budget(mode, gpu)
 
 
 def test_training_waits_at_log_lines_only(text: Path, tmp_path: Path):
-    """Ten iterations with a log line after every fifth, an evaluation and a sample after the last."""
-    with running(text, tmp_path, "--train-iters 10 --log-interval 5 --eval-interval 100") as (run, gpu):
-        steps(run, gpu)
+    """Run ten iterations with a log line after every fifth, and an evaluation and a sample at the end."""
+    with running(text, tmp_path, "--train-iters 10 --log-interval 5 --eval-interval 100") as (trainer, gpu):
+        steps(trainer, gpu)
         gpu.clear()
-        assert train(run) == ""
+        assert train(trainer) == ""
         assert gpu.waits
         places = {wait.split(":")[0].removeprefix("megatron/gpt2/train/") for wait in gpu.waits}
         assert places <= {"loop.py", "evaluate.py"}
 
 
 def test_an_evaluation_waits_once_for_its_sums(text: Path, tmp_path: Path):
-    with running(text, tmp_path) as (run, gpu):
+    with running(text, tmp_path) as (trainer, gpu):
         gpu.clear()
-        evaluate_and_log(run, "valid")
+        evaluate_and_log(trainer, "valid")
         assert gpu.kernels and gpu.faults == []
         assert len({wait.split(" ")[0] for wait in gpu.waits}) == 2, gpu.waits  # lengths in bytes, and the sums
 
 
 def test_generation_waits_once_for_each_token(text: Path, tmp_path: Path):
-    with running(text, tmp_path) as (run, gpu):
+    with running(text, tmp_path) as (trainer, gpu):
         gpu.clear()
-        sample_text(run)
+        sample_text(trainer)
         assert gpu.kernels and gpu.faults == []
         reads = [wait for wait in gpu.waits if "reads" in wait or "cuda to cpu" in wait]
         assert len(reads) == SAMPLING.max_new_tokens, collections.Counter(reads)
@@ -93,63 +92,63 @@ def test_generation_waits_once_for_each_token(text: Path, tmp_path: Path):
 
 def test_the_peak_is_measured_with_numbers_that_differ():
     with FakeGPU() as gpu:
-        devices._measured_gemm(torch.device("cuda", 0), torch.bfloat16, seconds=0.01)
+        devices._measure_gemm_flops(torch.device("cuda", 0), torch.bfloat16, seconds=0.01)
     assert {"arange", "sin", "mm"} <= {kernel.name for kernel in gpu.kernels}
 
 
 def test_save_and_load(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Into files and back, the tensors of every kind; what arrives on the host is 0."""
-    for module in (writer, state):  # one file at a time: tensors without data know no threads
+    """Tensors of every kind are written to files and loaded. Copies to the host contain zeros."""
+    for module in (writer, sharded_state):  # one file at a time: fake tensors do not work in threads
         monkeypatch.setattr(module, "in_threads", lambda work, items, *_: [work(item) for item in items])
-    with running(text, tmp_path, DROPOUT) as (run, gpu):
-        steps(run, gpu)
-        run.progress.step(run.samples_of_step)
-        assert run.save() is not None
-    with running(text, tmp_path, DROPOUT) as (run, gpu):
-        assert run.progress.iteration == 1
-        check_step(run, gpu)
+    with running(text, tmp_path, DROPOUT) as (trainer, gpu):
+        steps(trainer, gpu)
+        trainer.progress.step(trainer.current_global_batch_size)
+        assert trainer.save() is not None
+    with running(text, tmp_path, DROPOUT) as (trainer, gpu):
+        assert trainer.progress.iteration == 1
+        check_step(trainer, gpu)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_it_leaves_and_comes_back_on_a_side_stream(text: Path, tmp_path: Path, way: str):
     ranks, flags, size = WAYS[way]
-    with running(text, tmp_path, flags, world_size=ranks) as (run, gpu):
-        check_step(run, gpu)
+    with running(text, tmp_path, flags, world_size=ranks) as (trainer, gpu):
+        check_step(trainer, gpu)
         aside = [copy for copy in gpu.copies if copy.stream != FakeStream.current.number]
         assert [sum(copy.size for copy in aside if copy.to == to) for to in ("cpu", "cuda")] == [size, size]
-        memory = run.engine.model.transformer.host_memory
+        memory = trainer.state.model.transformer.activation_offload
         assert memory is not None
-        taken = memory.taken
-        train_step(run)
-        assert memory.taken == taken <= size
+        allocated = memory.allocated_bytes
+        train_step(trainer)
+        assert memory.allocated_bytes == allocated <= size
 
 
 def test_no_input_stays_on_the_device(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """When the loss begins."""
+    """At the start of the loss, no layer input is on the device."""
     now: list[int] = []
     for flags in (f"--num-layers {LAYERS} {FULL}", PARKED):
-        with running(text, tmp_path, flags) as (run, gpu):
-            train_step(run)
-            loss = run.engine.model._cross_entropy
+        with running(text, tmp_path, flags) as (trainer, gpu):
+            train_step(trainer)
+            loss = trainer.state.model._cross_entropy
 
             def measured(*args: Any, memory: Memory = gpu.memory, loss: Any = loss, **kwargs: Any) -> Any:
                 now.append(memory.now)
                 return loss(*args, **kwargs)
 
             with monkeypatch.context() as patch:
-                patch.setattr(run.engine.model, "_cross_entropy", measured)
-                train_step(run)
+                patch.setattr(trainer.state.model, "_cross_entropy", measured)
+                train_step(trainer)
     assert now[0] - now[1] == LAYERS * INPUT
 
 
-# The planner's peak compared with the most that the fake device ever held, for four layers of GPT-2 345M.
+# The planner's peak is compared with the peak of the fake device, for four layers of GPT-2 345M.
 SHAPE = (
     "--num-layers 4 --seq-length 1024 --max-position-embeddings 1024 --make-vocab-size-divisible-by 50304 "
     "--micro-batch-size 4"
 )
 SHARDED, SPLIT = "--use-distributed-optimizer", "--model-parallel-size 2"
 STAGES = "--pipeline-model-parallel-size 2 --global-batch-size 16"
-CASES = {  # ranks and flags; of two stages each is compared
+CASES = {  # ranks and flags; with two stages, both are compared
     "bf16": (1, ""),
     "fp32": (1, "--precision fp32"),
     "selective": (1, "--recompute-granularity selective"),
@@ -180,5 +179,5 @@ CASES = {  # ranks and flags; of two stages each is compared
 def test_the_planner_agrees_with_the_device(text: Path, tmp_path: Path, case: str):
     world_size, flags = CASES[case]
     for rank in range(2 if STAGES in flags else 1):
-        with running(text, tmp_path, f"{SHAPE} {flags}", rank=rank, world_size=world_size) as (run, gpu):
-            print(f"{case}, rank {rank}: planner / device {check_peak(run, gpu):.3f}")
+        with running(text, tmp_path, f"{SHAPE} {flags}", rank=rank, world_size=world_size) as (trainer, gpu):
+            print(f"{case}, rank {rank}: planner / device {check_peak(trainer, gpu):.3f}")

@@ -1,5 +1,5 @@
-"""Faults at chosen moments of a training run: `plant(Fault(kill, rank=1, step=3))` in the process of each rank, or in
-the launcher from which the ranks are forked."""
+"""Inject faults at chosen moments of a training run: call `plant(Fault(kill, rank=1, step=3))` in the process of each
+rank, or in the launcher before it forks the ranks."""
 
 from __future__ import annotations
 
@@ -21,113 +21,118 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.gpt2.dist.launch import attempt
+from megatron.gpt2.dist.launch import restart_count
 from megatron.gpt2.train import loop
-from megatron.gpt2.train.run import Run
 from megatron.gpt2.train.train_step import train_step
+from megatron.gpt2.train.trainer import Trainer
 
 
 @dataclass
 class Fault:
-    """What happens once on `rank`, before the step after iteration `step`: a function of the run, see below.
+    """A fault that happens once on `rank`, before the step after iteration `step`. `action` is one of the functions
+    below and gets the trainer.
 
-    attempt: after how many restarts, None for each of them. in_save: not before the step but inside the save of
-    iteration `step`, at the in_save-th file operation of the rank in its folder; the function gets no run.
+    attempt: the number of restarts before the fault; None: in every attempt. in_save: inject the fault into the save of
+    iteration `step` instead, at this file operation of the rank in the checkpoint's folder. `action` then gets no
+    argument.
     """
 
-    happen: Callable[..., None]
+    action: Callable[..., None]
     rank: int
     step: int
     attempt: int | None = 0
     in_save: int = 0
     seen: int = 0  # operations, or steps
 
-    def is_now(self) -> bool:
-        """Count an operation or a step; whether it is the one."""
+    def is_due(self) -> bool:
+        """Count an operation or a step. Return True if the fault must happen now."""
         rank = dist.get_rank() if dist.is_initialized() else 0
-        if self.rank != rank or self.attempt not in (None, attempt()):
+        if self.rank != rank or self.attempt not in (None, restart_count()):
             return False
         self.seen += 1
         return self.seen == max(self.in_save, 1)
 
 
 def plant(*faults: Fault) -> None:
-    """Patch this process, so that the faults come in it and in what it forks. Those of an earlier call are over."""
+    """Patch this process and its future children, so that the faults happen there. Replaces the faults of earlier
+    calls."""
 
-    def step(run: Run) -> None:
+    def step(trainer: Trainer) -> None:
         for fault in faults:
-            if not fault.in_save and fault.step == run.progress.iteration and fault.is_now():
-                fault.happen(run)
-        train_step(run)
+            if not fault.in_save and fault.step == trainer.progress.iteration and fault.is_due():
+                fault.action(trainer)
+        train_step(trainer)
 
     def audit(event: str, args: tuple[Any, ...]) -> None:
         if event not in ("open", "os.rename", "os.mkdir", "os.remove"):
             return
         if not isinstance(args[0], str | os.PathLike) or event == "open" and not args[2] & os.O_ACCMODE:
-            return  # what only reads comes at a start, too
+            return  # reads also occur at the start of a run
         for fault in faults:
-            if fault.in_save and f"iter_{fault.step:07d}" in os.fspath(args[0]) and fault.is_now():
-                fault.happen()
+            if fault.in_save and f"iter_{fault.step:07d}" in os.fspath(args[0]) and fault.is_due():
+                fault.action()
 
     mock.patch.object(loop, "train_step", step).start()
     if any(fault.in_save for fault in faults):
         sys.addaudithook(audit)
 
 
-# What ends a process, or keeps it from going on.
+# Faults that end a process or block it.
 
 
-def kill(run: Run | None = None) -> None:
+def kill(trainer: Trainer | None = None) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def stop(run: Run) -> None:
+def stop(trainer: Trainer) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def machine(run: Run) -> None:
-    """The machine is gone: its launcher and all of its ranks, before any of them can say a word."""
+def machine(trainer: Trainer) -> None:
+    """Lose the machine: kill its launcher and all of its ranks before they can report anything."""
     launcher = os.getppid()
-    os.kill(launcher, signal.SIGSTOP)  # else it would tell its ranks to end
+    os.kill(launcher, signal.SIGSTOP)  # otherwise it would stop its ranks
     own = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
     for process in [*(int(number) for number in own if int(number) != os.getpid()), launcher, os.getpid()]:
         os.kill(process, signal.SIGKILL)
 
 
-def hold(run: Run) -> None:
-    """The rank waits until a signal has asked it to stop: the launcher's, when a machine has come (--elastic)."""
-    while not run.stop._asked:
+def hold(trainer: Trainer) -> None:
+    """Block the rank until a signal asks it to stop. The launcher sends one when a machine joins (--elastic)."""
+    while not trainer.stop_signal._requested:
         time.sleep(0.01)
 
 
-def hang(run: Run) -> None:
-    """The rank never comes back, and lives."""
+def hang(trainer: Trainer) -> None:
+    """Block the rank forever."""
     while True:
         time.sleep(3600)
 
 
-def cut(run: Run) -> None:
-    """The network is gone: each socket that is connected is shut down."""
+def cut(trainer: Trainer) -> None:
+    """Cut the network: shut down each connected socket."""
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # closed meanwhile, or never connected
+        with suppress(OSError):  # already closed, or never connected
             if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 with socket.socket(fileno=os.dup(int(name))) as one:
-                    listens = one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)  # which no network ends
+                    listens = one.getsockopt(
+                        socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+                    )  # a lost network does not close these
                     if one.family in (socket.AF_INET, socket.AF_INET6) and not listens:
                         one.shutdown(socket.SHUT_RDWR)
 
 
-def full(run: Run) -> None:
-    """No file may grow any more, as on a full disk."""
+def full(trainer: Trainer) -> None:
+    """Let no file grow any more, as on a full disk."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
-# What a rank survives: a run has to notice it by itself.
+# Faults that the rank survives, so that the run must detect them.
 
 
-def nan(run: Run, name: str = "") -> None:
-    """From now on the gradient of a parameter, or of the last one, holds a NaN on this rank."""
-    parameters = dict(run.engine.model.named_parameters())
+def nan(trainer: Trainer, name: str = "") -> None:
+    """Put a NaN into the gradient of a parameter, by default the last one, in all later steps of this rank."""
+    parameters = dict(trainer.state.model.named_parameters())
     parameter = parameters[name or list(parameters)[-1]]
 
     def poison(gradient: Tensor) -> Tensor:
@@ -138,28 +143,28 @@ def nan(run: Run, name: str = "") -> None:
     parameter.register_hook(poison)  # type: ignore[no-untyped-call]
 
 
-def flip(run: Run, kind: str = "weight", name: str = "", element: int = 0, bit: int = 20) -> None:
-    """One bit of a weight, a master or a moment is another one; by default of the largest that this rank has."""
-    tensors = {"weight": {n: p.detach() for n, p in run.engine.model.named_parameters()}}.get(kind) or {
-        state.name: state.values for state in run.engine.optimizer.tensors() if state.kind == kind
+def flip(trainer: Trainer, kind: str = "weight", name: str = "", element: int = 0, bit: int = 20) -> None:
+    """Flip one bit of a weight, a master or a moment, by default in the rank's largest tensor."""
+    tensors = {"weight": {n: p.detach() for n, p in trainer.state.model.named_parameters()}}.get(kind) or {
+        state.name: state.values for state in trainer.state.optimizer.state_shards() if state.kind == kind
     }
-    run.engine.gatherer.wait()
+    trainer.state.param_gather.wait()
     values = tensors[name or max(tensors, key=lambda name: tensors[name].numel())].view(-1)
     bits = values.view(torch.int16 if values.element_size() == 2 else torch.int32)
     bits[element] ^= 1 << bit % (8 * values.element_size() - 1)
 
 
-def break_weight(run: Run, name: str) -> None:
-    """A weight is infinite, and its master too."""
-    flat = run.engine.flat
-    index, part, _ = flat.owned_part_of(name)
-    flat.masters[index][part][0] = float("inf")
-    flat.view(flat.params, name).view(-1)[0] = float("inf")
+def break_weight(trainer: Trainer, name: str) -> None:
+    """Set a weight and its master to infinity."""
+    buffer = trainer.state.buffer
+    index, part, _ = buffer.local_shard_of(name)
+    buffer.masters[index][part][0] = float("inf")
+    buffer.view(buffer.params, name).view(-1)[0] = float("inf")
 
 
-def spike(run: Run) -> None:
-    """The next step reads noise."""
-    read, left = run.data.to_device, [1]
+def spike(trainer: Trainer) -> None:
+    """Replace the next batch by random tokens."""
+    read, left = trainer.data.to_device, [1]
 
     def noisy(text: Tensor, samples: Tensor | None = None) -> Any:
         if left and samples is not None:
@@ -167,12 +172,12 @@ def spike(run: Run) -> None:
             text = torch.randint_like(text, int(text.max()) + 1)
         return read(text, samples)
 
-    mock.patch.object(run.data, "to_device", noisy).start()
+    mock.patch.object(trainer.data, "to_device", noisy).start()
 
 
-def slow(run: Run, part: str, seconds: float) -> None:
-    """From now on a part of each step takes so much longer on this rank."""
-    timer = run.timers(part)
+def slow(trainer: Trainer, part: str, seconds: float) -> None:
+    """Make a part of each later step take `seconds` longer on this rank."""
+    timer = trainer.timers(part)
     enter = type(timer).__enter__
 
     class Slow(type(timer)):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Runs whose ranks or machines are killed go on without a person, to the same bits; what cannot go on ends with its
+"""Runs whose ranks or machines are killed continue automatically with equal bits. A run that cannot continue gives the
 reason."""
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 
 from data_utils.command_line import how_to_call
-from megatron.gpt2.dist.run_program import LOOP
+from megatron.gpt2.dist.run_program import CRASH_LOOP_FAILURES
 from megatron.gpt2.extensions.post_mortem.command import report
 from megatron.gpt2.monitor.incidents import read_incidents
 from tests.faults import injector
 from tests.faults.injector import Fault, hold, kill, plant
-from tests.megatron.gpt2.dist.started_ranks import Rank, free_port, losses
+from tests.megatron.gpt2.dist.started_ranks import StartedRank, free_port, losses
 from tests.megatron.gpt2.train.training_runs import write_text
 
 MP2 = "--model-parallel-size 2 --nproc-per-node 2 --save-interval 2 --exit-interval 7"
 ELASTIC = "--exact-layouts 2 --save-interval 2 --exit-interval 9"
-MEET_AGAIN = "restart: a machine has come, or starts its ranks again: all ranks meet anew\n"
+MEET_AGAIN = "restart: a machine has joined or restarted its ranks: all ranks restart\n"
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +35,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def started(save: Path, words: str, *faults: Fault, **environ: str) -> Rank:
-    return Rank(save.parent, ["--save", str(save), *words.split()], environ, before=partial(plant, *faults))
+def started(save: Path, words: str, *faults: Fault, **environ: str) -> StartedRank:
+    return StartedRank(save.parent, ["--save", str(save), *words.split()], environ, before=partial(plant, *faults))
 
 
 def undisturbed(save: Path, words: str) -> list[float]:
-    """The losses of the run that nothing disturbs."""
+    """The losses of a run without faults."""
     code, output = started(save, words).end()
     assert code == 0, output
     return losses(save)
@@ -57,7 +57,7 @@ def noted(save: Path) -> Counter[tuple[str, str, int]]:
 
 
 def test_kills_at_a_step_and_inside_a_save(folder: Path, alone: list[float]) -> None:
-    """The run is started again from its newest checkpoint, a local one, twice, and ends with the same losses."""
+    """The run restarts twice from its newest checkpoint, which is a local one, and ends with the same losses."""
     save = folder / "killed"
     near = f"--local-checkpoint-dir {folder}/memory --local-checkpoint-interval 1 --max-restarts 3"
     faults = Fault(kill, rank=1, step=3), Fault(kill, rank=0, step=4, attempt=1, in_save=3)
@@ -78,32 +78,33 @@ def test_kills_at_a_step_and_inside_a_save(folder: Path, alone: list[float]) -> 
 
 
 def test_a_crash_loop_ends(folder: Path) -> None:
-    """One rank, which starts another process for itself under --max-restarts, is killed in the same step each time."""
+    """A single rank, which runs in a child process under --max-restarts, is killed at the same step in each attempt."""
     save = folder / "loop"
     fault = Fault(kill, rank=0, step=3, attempt=None)
     code, output = started(save, "--nproc-per-node 1 --max-restarts 10 --save-interval 2", fault).end()
     assert code == 1, output
-    assert output.count("restart: ") == LOOP - 1
+    assert output.count("restart: ") == CRASH_LOOP_FAILURES - 1
     assert output.splitlines()[-1] == (
         "error: crash loop: rank 0 was ended by SIGKILL; the ranks have failed at iteration 3 3 times in a row; "
-        f"{how_to_call('post_mortem')} {save} says what failed first"
+        f"{how_to_call('post_mortem')} {save} prints what failed first"
     )
     assert not (save / "ended.json").exists()
 
 
 def test_bad_input_is_not_started_again(folder: Path) -> None:
     save = folder / "bad"
-    (save / "incidents").mkdir(parents=True)  # as if a run was before
+    (save / "incidents").mkdir(parents=True)  # as after an earlier run
     code, output = started(save, f"{MP2} --max-restarts 3 --train-data nothing.txt").end()
     assert code == 2 and "restart" not in output and output.count("error") == 1, output
     assert noted(save) == {("rank", "refused", 0): 2}
-    death, _ = report(save)
-    assert death.kind == "bad input" and "nothing.txt" in death.what
+    failure, _ = report(save)
+    assert failure.kind == "bad input" and "nothing.txt" in failure.cause
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
 def test_a_signal_stops_the_run_in_order(folder: Path, alone: list[float], name: str) -> None:
-    """While --async-save writes: nothing is started again, and the run continues with the same bits."""
+    """The signal arrives while --async-save writes. The launcher does not restart the run, and the run can be resumed
+    with equal bits."""
     save = folder / name
     rank = started(save, f"{MP2} --async-save --max-restarts 3")
     end = time.monotonic() + 240
@@ -115,7 +116,7 @@ def test_a_signal_stops_the_run_in_order(folder: Path, alone: list[float], name:
     code, output = rank.end()
     assert code == 0 and "restart" not in output, output
     ended = json.loads((save / "ended.json").read_text())
-    assert ended["reason"] in (name, "--exit-interval"), ended  # the signal may come in the last step
+    assert ended["reason"] in (name, "--exit-interval"), ended  # the signal may arrive in the last step
     if ended["iteration"] < 7:
         assert f"stopped by {name} at iteration {ended['iteration']}: the same command continues" in output
         undisturbed(save, MP2)
@@ -123,9 +124,9 @@ def test_a_signal_stops_the_run_in_order(folder: Path, alone: list[float], name:
 
 
 def test_machines_restart_their_ranks(folder: Path, alone: list[float]) -> None:
-    """Two launchers, each with one of two ranks. The one that lost a rank starts it again, and the other meets it. The
-    first rank is lost inside a save, before it
-    has written its part: rank 0, whose part is written, does not wait for it until the time-out of ten minutes."""
+    """Two launchers run one rank each. The launcher of the killed rank restarts it, and the other launcher joins again.
+    The first kill is inside a save, before the rank has written its files. Rank 0 has written its own and must not wait
+    ten minutes for the missing ones."""
     save = folder / "nodes"
     words = (
         "--model-parallel-size 2 --nproc-per-node 1 --nnodes 2 --save-interval 2 --exit-interval 7 --max-restarts 2 "
@@ -139,15 +140,15 @@ def test_machines_restart_their_ranks(folder: Path, alone: list[float]) -> None:
     first, second = (said for _, said in ended)
     assert "rank 1 was ended by SIGKILL: restart 1 of 2, from iteration 2" in second and MEET_AGAIN in second
     assert "rank 0 was ended by SIGKILL: restart 1 of 2, from iteration " in first and MEET_AGAIN in first
-    assert "error (node0): rank 1 (node1) gave no sign of life for " in first
+    assert "error (node0): rank 1 (node1) sent no heartbeat for " in first
     assert {one["who"] for one in read_incidents(save)} == {
         *(f"rank_0000{rank}" for rank in range(2)),
         *(f"launcher_node{node}" for node in range(2)),
     }
 
 
-def machine(save: Path, number: int, place: str, *faults: Fault) -> Rank:
-    """The launcher of one of two machines of an elastic run, which starts a rank."""
+def machine(save: Path, number: int, place: str, *faults: Fault) -> StartedRank:
+    """Start the launcher of one of two machines of an elastic run. It starts one rank."""
     flags = f"--nproc-per-node 1 --nnodes 2 --node-rank {number} --init-method {place} --elastic --max-restarts 2"
     words = f"{ELASTIC} {flags} --init-timeout 8"
     return started(save, words, *faults, SLURMD_NODENAME=f"127.0.0.{number + 1}")
@@ -155,7 +156,7 @@ def machine(save: Path, number: int, place: str, *faults: Fault) -> Rank:
 
 @pytest.mark.wide
 def test_a_machine_is_lost_and_comes_back(folder: Path) -> None:
-    """The run goes on with the other one, and begins again when it is back."""
+    """The run continues on the other machine, and restarts on both when the lost machine is back."""
     save, place = folder / "lost", f"file://{folder}/place"
 
     def starts() -> list[dict[str, Any]]:
@@ -164,7 +165,7 @@ def test_a_machine_is_lost_and_comes_back(folder: Path) -> None:
     stays = machine(save, 0, place, Fault(hold, rank=0, step=4, attempt=1))
     gone = machine(save, 1, place, Fault(injector.machine, rank=1, step=5))
     assert gone.end()[0] == -signal.SIGKILL
-    while len(starts()) < 2:  # a machine that is back within --init-timeout was never away
+    while len(starts()) < 2:  # a machine that returns within --init-timeout does not count as lost
         assert stays.process.is_alive(), stays.end()
         time.sleep(0.05)
     back = machine(save, 1, place)
@@ -173,16 +174,16 @@ def test_a_machine_is_lost_and_comes_back(folder: Path) -> None:
     assert losses(save) == undisturbed(folder / "alone_elastic", ELASTIC)
     said = ended[0][1]
     assert "restart: rank 0 ended with exit code 1: restart 1 of 2, from iteration 4\n" in said and MEET_AGAIN in said
-    assert "stopped by ranks that came (--elastic) at iteration" in said
+    assert "stopped by new ranks (--elastic) at iteration" in said
     assert [one["layout"]["data"] for one in starts()] == [2, 1, 2]
     assert json.loads((save / "ended.json").read_text())["reason"] == "--exit-interval"
 
 
 def test_the_machine_where_all_meet_is_lost(folder: Path) -> None:
-    """The other one names it, and ends at once instead of waiting for it."""
+    """The other machine names it and ends immediately."""
     save, place = folder / "lost_first", f"tcp://127.0.0.1:{free_port()}"
     nodes = [machine(save, number, place, Fault(injector.machine, rank=0, step=3)) for number in range(2)]
     (first, _), (code, output) = [node.end(60) for node in nodes]
     assert (first, code) == (-signal.SIGKILL, 1), output
-    assert "error (127.0.0.2): rank 0 (127.0.0.1) gave no sign of life for " in output
-    assert output.splitlines()[-1] == "error: the machine of rank 0, in whose store all machines meet, does not answer"
+    assert "error (127.0.0.2): rank 0 (127.0.0.1) sent no heartbeat for " in output
+    assert output.splitlines()[-1] == "error: the machine of rank 0, which serves the rendezvous, does not answer"

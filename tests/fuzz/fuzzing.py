@@ -1,8 +1,8 @@
-"""A kind of input from outside: how a valid one is made, changed by seed and read, and within which limits.
+"""Fuzz a reader of external input: make a valid input, change it by seed, read it, and check limits.
 
-A reader may take the changed input, or refuse it by an error of `refusals` in one line. Anything else is a finding: a
-crash, another exception, more processor time or memory than the limits, or something taken that breaks an invariant.
-Changes are drawn by seed: of bytes and numbers wherever they are, and of values if the file is text.
+A reader may accept the changed input, or refuse it with an error of `refusals` in one line. Everything else is a
+finding: a crash, a different exception, too much processor time or memory, or an accepted input that breaks an
+invariant. The seed determines the changes: bytes and numbers anywhere, and values in text files.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-MOST_SECONDS = 1.0  # of processor time
-MOST_TIMES, MOST_MORE = 10, 64 << 20  # bytes of memory: ten times the input, and these
-MOST_ADDRESSES = 4 << 30  # bytes: a reader that asks for more gets a MemoryError, and the machine is spared
-LONGEST_LINE = 1000  # characters of an error
-PEAK = Path("/proc/self/clear_refs")  # 5 sets the peak of the resident memory to what is resident now
+MAX_SECONDS = 1.0  # of processor time
+MEMORY_FACTOR, EXTRA_MEMORY = 10, 64 << 20  # allowed memory in bytes: ten times the input, and this
+MAX_ALLOCATION = 4 << 30  # bytes: an allocation beyond this limit raises MemoryError, so the machine stays usable
+MAX_ERROR_LENGTH = 1000  # characters of an error message
+PEAK = Path("/proc/self/clear_refs")  # writing 5 resets the peak of resident memory
 
 Files = dict[str, bytes]
 
 
 @dataclass(frozen=True)
 class Target:
-    """name: in reports. make: writes a valid input into an empty folder. read: reads it; AssertionError where what was
-    taken breaks an invariant. files: pattern of those that are changed. repair: gives the changed files the hashes that
-    they should have, so that what lies behind the hashes is reached. refusals: how it may be refused. named: an error
-    says which file or flag is meant. model: reading it takes long."""
+    """A reader to fuzz. name: in reports. make: writes a valid input into an empty folder. read: reads it, and raises
+    AssertionError if accepted input breaks an invariant. files: pattern of the files to change. repair: updates the
+    hashes of changed files, so that the code after the hash check is tested. refusals: allowed errors. named: errors
+    must name the file or a flag. model: reading takes long."""
 
     name: str
     make: Callable[[Path], object]
@@ -44,7 +44,7 @@ class Target:
 
 
 class Input:
-    """A valid input of a target in `folder`, and the changed ones that are made of it."""
+    """A valid input of a target in `folder`, and changed inputs made from it."""
 
     def __init__(self, target: Target, folder: Path) -> None:
         self.target, self.folder = target, folder
@@ -53,29 +53,32 @@ class Input:
         self.valid: Files = {
             str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
         }
-        self.chosen = [str(path.relative_to(folder)) for path in sorted(folder.glob(target.files)) if path.is_file()]
-        assert self.chosen, f"{target.name}: no file is of the form {target.files}"
-        target.read(folder)  # it is taken; and what is imported or kept on the first call is no memory of a later one
+        self.changeable = [
+            str(path.relative_to(folder)) for path in sorted(folder.glob(target.files)) if path.is_file()
+        ]
+        assert self.changeable, f"{target.name}: no file is of the form {target.files}"
+        # The reader must accept it. This call also imports and caches things that must not count as memory later.
+        target.read(folder)
 
     def changed(self, seed: int) -> Files:
-        """The files of input number `seed`: those that differ from the valid ones."""
-        chance = Random(f"{self.target.name} {seed}")
+        """The changed files of input number `seed`."""
+        rng = Random(f"{self.target.name} {seed}")
         files = dict(self.valid)
-        for name in chance.sample(self.chosen, min(chance.choice((1, 1, 1, 2)), len(self.chosen))):
-            files[name] = b"" if chance.random() < 0.005 else mutate(files[name], chance)
+        for name in rng.sample(self.changeable, min(rng.choice((1, 1, 1, 2)), len(self.changeable))):
+            files[name] = b"" if rng.random() < 0.005 else mutate(files[name], rng)
         if self.target.repair:
             self.target.repair(files)
         return {name: data for name, data in files.items() if data != self.valid[name]}
 
-    def usual_seconds(self) -> float:
-        """The processor time of reading the valid input."""
+    def valid_seconds(self) -> float:
+        """The processor time to read the valid input."""
         start = time.process_time()
         self.target.read(self.folder)
         return time.process_time() - start
 
     def attempt(self, seed: int, usual: float = 0.0) -> tuple[str, str]:
-        """Read input number `seed`. Returns ("taken" or "refused", ""), or (a finding, an example of it). usual: seconds
-        of processor time that are allowed in addition to MOST_SECONDS."""
+        """Read input number `seed`. Returns ("accepted" or "refused", ""), or (a finding, its details). usual: seconds of
+        processor time to allow in addition to MAX_SECONDS."""
         changed = self.changed(seed)
         for name, data in changed.items():
             (self.folder / name).write_bytes(data)
@@ -86,12 +89,12 @@ class Input:
                 size,
                 self.target.refusals,
                 str(self.folder) if self.target.named else "",
-                MOST_SECONDS + usual,
+                MAX_SECONDS + usual,
             )
         finally:
             for path in self.folder.rglob("*"):
                 if path.is_file() and str(path.relative_to(self.folder)) not in self.valid:
-                    path.unlink()  # what the reader wrote
+                    path.unlink()  # written by the reader
             for name in changed:
                 (self.folder / name).write_bytes(self.valid[name])
 
@@ -99,16 +102,16 @@ class Input:
 def attempt(
     read: Callable[[], object], size: int, refusals: tuple[type[Exception], ...], place: str, most: float
 ) -> tuple[str, str]:
-    """What `read` does with an input of `size` bytes, as `Input.attempt`. place: what an error has to name, a flag
-    apart; "": nothing. most: seconds of processor time."""
-    outcome = "taken", ""
+    """Call `read` for an input of `size` bytes and return the result as `Input.attempt` does. place: a text that an error
+    must contain, unless it names a flag; "": no such text. most: seconds of processor time."""
+    outcome = "accepted", ""
     before, start = resident(), time.process_time()
     try:
-        with bounded_addresses():
+        with limited_memory():
             read()
     except refusals as error:
         line = str(error)
-        if "\n" in line or not line or len(line) > LONGEST_LINE:
+        if "\n" in line or not line or len(line) > MAX_ERROR_LENGTH:
             outcome = f"no line: {origin(error)}", f"{line[:200]!r}, {len(line)} characters"
         elif place and place not in line and "--" not in line:
             outcome = f"names nothing: {origin(error)}", repr(line[:200])
@@ -119,15 +122,15 @@ def attempt(
     except BaseException as error:
         outcome = f"exception: {origin(error)}", repr(str(error)[:200])
     seconds, memory = time.process_time() - start, peak() - before
-    if seconds > most and outcome[0] in ("taken", "refused"):
+    if seconds > most and outcome[0] in ("accepted", "refused"):
         return "slow", f"{seconds:.1f} s of processor time"
-    if memory > MOST_TIMES * size + MOST_MORE and outcome[0] in ("taken", "refused"):
+    if memory > MEMORY_FACTOR * size + EXTRA_MEMORY and outcome[0] in ("accepted", "refused"):
         return "memory", f"{memory / 2**20:.0f} MiB for {size:,} bytes"
     return outcome
 
 
 def origin(error: BaseException) -> str:
-    """The kind of an error, and file and function of the last frame of the project's own."""
+    """The type of an error, and the file and function of its last frame in this project."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -138,22 +141,22 @@ def origin(error: BaseException) -> str:
 
 
 def resident() -> int:
-    """Bytes that are resident now; the peak is set to them, where the system does so."""
+    """Reset the peak of resident memory, if the system supports it, and return the resident bytes."""
     with contextlib.suppress(OSError):
         PEAK.write_text("5")
     return peak()
 
 
 def peak() -> int:
-    """The most bytes that were resident."""
+    """The peak of resident memory in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
 @contextlib.contextmanager
-def bounded_addresses() -> Iterator[None]:
-    """MemoryError, inside, for whoever asks for more than MOST_ADDRESSES."""
+def limited_memory() -> Iterator[None]:
+    """Raise MemoryError inside the block if the process allocates more than MAX_ALLOCATION."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = _data_bytes() + MOST_ADDRESSES
+    limit = _data_bytes() + MAX_ALLOCATION
     resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
     try:
         yield
@@ -162,7 +165,7 @@ def bounded_addresses() -> Iterator[None]:
 
 
 def _data_bytes() -> int:
-    """Bytes of memory of its own that this process has asked for so far."""
+    """The bytes of private memory that this process has allocated so far."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
     except OSError:
@@ -171,13 +174,13 @@ def _data_bytes() -> int:
 
 # --- changes of a file -----------------------------------------------------------------------------------------------
 
-MOST = 4  # changes of one file
-LONGEST = 1 << 12  # bytes that are inserted or repeated at once
-SIZES = (1, 2, 4, 8)  # bytes of a number
-# What stands for a value of JSON in text.
+MAX_CHANGES = 4  # in one file
+MAX_INSERTED = 1 << 12  # bytes to insert or repeat at once
+SIZES = (1, 2, 4, 8)  # bytes of a binary number
+# A JSON value in text.
 WORD = re.compile(rb'"(?:[^"\\\n]|\\.){0,200}"|-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null')
 BRACKETED = re.compile(rb"[\[{][^\[\]{}]{0,2000}[\]}]")
-ODD = (
+ODD_VALUES = (
     b"null",
     b"true",
     b"false",
@@ -220,50 +223,50 @@ ODD = (
 )
 
 
-def mutate(data: bytes, chance: Random) -> bytes:
-    """`data` with one to MOST changes."""
+def mutate(data: bytes, rng: Random) -> bytes:
+    """Apply one to MAX_CHANGES changes to `data`."""
     changed = bytearray(data)
-    for _ in range(chance.choice((1, 1, 1, 2, 3, MOST))):
-        kinds = OF_TEXT + OF_BYTES if WORD.search(changed, 0, 1 << 16) else OF_BYTES
-        chance.choice(kinds)(changed, chance)
+    for _ in range(rng.choice((1, 1, 1, 2, 3, MAX_CHANGES))):
+        kinds = TEXT_CHANGES + BYTE_CHANGES if WORD.search(changed, 0, 1 << 16) else BYTE_CHANGES
+        rng.choice(kinds)(changed, rng)
     return bytes(changed)
 
 
-def _place(data: bytearray, chance: Random) -> int:
-    """The headers of files are at their beginnings and ends."""
-    where = chance.random()
-    near = min(len(data), 1 << chance.randrange(4, 12))
+def _place(data: bytearray, rng: Random) -> int:
+    """Choose a position, often near the beginning or the end, where headers are."""
+    where = rng.random()
+    near = min(len(data), 1 << rng.randrange(4, 12))
     return (
-        chance.randrange(near + 1)
+        rng.randrange(near + 1)
         if where < 0.4
-        else len(data) - chance.randrange(near + 1)
+        else len(data) - rng.randrange(near + 1)
         if where < 0.55
-        else chance.randrange(len(data) + 1)
+        else rng.randrange(len(data) + 1)
     )
 
 
-def _span(data: bytearray, chance: Random) -> slice:
-    start = _place(data, chance)
-    return slice(start, start + chance.randrange(1, min(LONGEST, len(data) + 2)))
+def _span(data: bytearray, rng: Random) -> slice:
+    start = _place(data, rng)
+    return slice(start, start + rng.randrange(1, min(MAX_INSERTED, len(data) + 2)))
 
 
-def _flip(data: bytearray, chance: Random) -> None:
+def _flip(data: bytearray, rng: Random) -> None:
     if data:
-        data[min(_place(data, chance), len(data) - 1)] ^= 1 << chance.randrange(8)
+        data[min(_place(data, rng), len(data) - 1)] ^= 1 << rng.randrange(8)
 
 
-def _byte(data: bytearray, chance: Random) -> None:
+def _byte(data: bytearray, rng: Random) -> None:
     if data:
-        data[min(_place(data, chance), len(data) - 1)] = chance.choice((0, 1, 0x7F, 0x80, 0xFF, chance.randrange(256)))
+        data[min(_place(data, rng), len(data) - 1)] = rng.choice((0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256)))
 
 
-def _number(data: bytearray, chance: Random) -> None:
-    size = chance.choice(SIZES)
-    at = max(0, min(_place(data, chance), len(data) - size))
+def _number(data: bytearray, rng: Random) -> None:
+    size = rng.choice(SIZES)
+    at = max(0, min(_place(data, rng), len(data) - size))
     before = int.from_bytes(data[at : at + size], "little")
     top = 1 << 8 * size
     value = (
-        chance.choice(
+        rng.choice(
             (
                 0,
                 1,
@@ -274,36 +277,36 @@ def _number(data: bytearray, chance: Random) -> None:
                 before - 1,
                 2 * before,
                 len(data),
-                1 << chance.randrange(8 * size),
+                1 << rng.randrange(8 * size),
             )
         )
         % top
     )
-    data[at : at + size] = value.to_bytes(size, chance.choice(("little", "little", "big")))
+    data[at : at + size] = value.to_bytes(size, rng.choice(("little", "little", "big")))
 
 
-def _remove(data: bytearray, chance: Random) -> None:
-    del data[_span(data, chance)]
+def _remove(data: bytearray, rng: Random) -> None:
+    del data[_span(data, rng)]
 
 
-def _repeat(data: bytearray, chance: Random) -> None:
-    part = bytes(data[_span(data, chance)])
-    at = _place(data, chance)
-    data[at:at] = part[:LONGEST] * chance.choice((1, 1, 2, 8))
+def _repeat(data: bytearray, rng: Random) -> None:
+    part = bytes(data[_span(data, rng)])
+    at = _place(data, rng)
+    data[at:at] = part[:MAX_INSERTED] * rng.choice((1, 1, 2, 8))
 
 
-def _swap(data: bytearray, chance: Random) -> None:
-    first, second = _span(data, chance), _span(data, chance)
+def _swap(data: bytearray, rng: Random) -> None:
+    first, second = _span(data, rng), _span(data, rng)
     data[first], data[second] = bytes(data[second]), bytes(data[first])
 
 
-def _insert(data: bytearray, chance: Random) -> None:
-    at = _place(data, chance)
-    data[at:at] = chance.choice(
+def _insert(data: bytearray, rng: Random) -> None:
+    at = _place(data, rng)
+    data[at:at] = rng.choice(
         (
-            chance.randbytes(chance.randrange(1, 64)),
-            b"\0" * chance.randrange(1, LONGEST),
-            b" " * LONGEST,
+            rng.randbytes(rng.randrange(1, 64)),
+            b"\0" * rng.randrange(1, MAX_INSERTED),
+            b" " * MAX_INSERTED,
             b"\n",
             b"\r\n",
             b"\xef\xbb\xbf",
@@ -312,44 +315,46 @@ def _insert(data: bytearray, chance: Random) -> None:
     )
 
 
-def _cut(data: bytearray, chance: Random) -> None:
-    del data[_place(data, chance) :]
+def _cut(data: bytearray, rng: Random) -> None:
+    del data[_place(data, rng) :]
 
 
-def _match(pattern: re.Pattern[bytes], data: bytearray, chance: Random) -> re.Match[bytes] | None:
-    """One of the places where the pattern is, the first after a random one."""
-    return pattern.search(data, _place(data, chance)) or pattern.search(data)
+def _match(pattern: re.Pattern[bytes], data: bytearray, rng: Random) -> re.Match[bytes] | None:
+    """A match of the pattern after a random position, else the first match."""
+    return pattern.search(data, _place(data, rng)) or pattern.search(data)
 
 
-def _value(data: bytearray, chance: Random) -> None:
-    if found := _match(WORD, data, chance):
-        data[found.start() : found.end()] = chance.choice(ODD)
+def _value(data: bytearray, rng: Random) -> None:
+    if found := _match(WORD, data, rng):
+        data[found.start() : found.end()] = rng.choice(ODD_VALUES)
 
 
-def _other_value(data: bytearray, chance: Random) -> None:
-    """A value of the file in the place of another, and so a key that occurs twice."""
-    found, other = _match(WORD, data, chance), _match(WORD, data, chance)
+def _other_value(data: bytearray, rng: Random) -> None:
+    """Replace a value by a different value of the file. This also gives duplicate keys."""
+    found, other = _match(WORD, data, rng), _match(WORD, data, rng)
     if found and other:
         data[found.start() : found.end()] = other[0]
 
 
-def _near_value(data: bytearray, chance: Random) -> None:
-    """A number that is a little off, or a string with a character more."""
-    if found := _match(WORD, data, chance):
+def _near_value(data: bytearray, rng: Random) -> None:
+    """Change a number slightly, or add a character to a string."""
+    if found := _match(WORD, data, rng):
         word = found[0]
         if word.isdigit() and len(word) < 30:
-            near = str(int(word) + chance.choice((-1, 1, -int(word), 8, 2**31, 2**53))).encode()
+            near = str(int(word) + rng.choice((-1, 1, -int(word), 8, 2**31, 2**53))).encode()
         else:
-            near = word[:1] + chance.choice((b"x", b"", b"\\", b"#1")) + word[1:]
+            near = word[:1] + rng.choice((b"x", b"", b"\\", b"#1")) + word[1:]
         data[found.start() : found.end()] = near
 
 
-def _bracket(data: bytearray, chance: Random) -> None:
-    """A whole list or object is another, or is there twice."""
-    if found := _match(BRACKETED, data, chance):
-        data[found.start() : found.end()] = chance.choice((*ODD, found[0] + b"," + found[0], b"[" + found[0] + b"]"))
+def _bracket(data: bytearray, rng: Random) -> None:
+    """Replace a whole list or object, or duplicate it."""
+    if found := _match(BRACKETED, data, rng):
+        data[found.start() : found.end()] = rng.choice(
+            (*ODD_VALUES, found[0] + b"," + found[0], b"[" + found[0] + b"]")
+        )
 
 
 Change = Callable[[bytearray, Random], None]
-OF_BYTES: list[Change] = [_flip, _flip, _byte, _byte, _number, _number, _remove, _repeat, _swap, _insert, _cut]
-OF_TEXT: list[Change] = [_value, _value, _value, _other_value, _near_value, _near_value, _bracket]
+BYTE_CHANGES: list[Change] = [_flip, _flip, _byte, _byte, _number, _number, _remove, _repeat, _swap, _insert, _cut]
+TEXT_CHANGES: list[Change] = [_value, _value, _value, _other_value, _near_value, _near_value, _bracket]

@@ -1,5 +1,5 @@
-"""What the program reads from outside: checkpoints, our own and those of other programs; text, token files and
-tokenizers; what runs leave behind and are given; what clients send to the server."""
+"""All readers of external input: native checkpoints and those of other programs, text, token files, tokenizers, files
+of runs, and requests to the server."""
 
 from __future__ import annotations
 
@@ -21,44 +21,44 @@ import torch
 from numpy.typing import NDArray
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
-from data_utils.corpora import default_key, documents, read_corpora
-from data_utils.files import INDENTED_SEAL, sealed_body
-from data_utils.indexed_dataset import IndexedDatasetBuilder, TokenFile, open_tokens
-from data_utils.preprocessing.inputs import cut, records, whole_file
+from data_utils.corpora import default_key, read_corpora, read_documents
+from data_utils.files import CHECKSUM_ENTRY, append_checksum
+from data_utils.indexed_dataset import IndexedDatasetBuilder, TokenFile, open_token_file
+from data_utils.preprocessing.inputs import cut_into_shards, records, whole_file
 from data_utils.tokenizers import build_tokenizer, load_tokenizer
 from data_utils.tokenizers.base import ByteTokenizer, Tokenizer, read_characters, train_sentencepiece
 from data_utils.tokenizers.gpt2 import BUILTIN_FILE, builtin_tokenizer
+from megatron.gpt2.checkpoint.base import BaseCheckpoint
 from megatron.gpt2.checkpoint.reader import MANIFEST, Checkpoint
-from megatron.gpt2.checkpoint.source import Source
 from megatron.gpt2.checkpoint.writer import manifest_bytes
 from megatron.gpt2.commands import inspect_data
-from megatron.gpt2.config import Config, ModelConfig, foreign, read_config, write_config
+from megatron.gpt2.config import Config, ModelConfig, compat, read_config, write_config
 from megatron.gpt2.extensions.serve.app import error_response
 from megatron.gpt2.extensions.serve.request import (
     ApiError,
     CompletionRequest,
-    Offer,
-    Text,
+    GeneratedText,
+    ServedModel,
     read_megatron_request,
     read_request,
 )
 from megatron.gpt2.extensions.webtext.shards import Shard, ShardRun
-from megatron.gpt2.formats import Hints, open_source
+from megatron.gpt2.formats import Hints, open_checkpoint
 from megatron.gpt2.formats.openai_tokenizer import open_tokenizer, tokenizer_files
-from megatron.gpt2.formats.torch_files import load_pickle
+from megatron.gpt2.formats.torch_files import load_torch_file
 from megatron.gpt2.generate.generation import GeneratedToken
 from megatron.gpt2.generate.sampling import Sampler
 from megatron.gpt2.model.gpt2 import parameter_specs
-from megatron.gpt2.monitor.incidents import Incidents, rank_name, read_incidents
-from megatron.gpt2.monitor.run_report import page
-from tests.data_utils.made import write_lines
+from megatron.gpt2.monitor.incidents import IncidentLog, rank_file_name, read_incidents
+from megatron.gpt2.monitor.run_report import render_page
+from tests.data_utils.data_files import write_lines
 from tests.data_utils.test_preprocessing import run, some_texts
 from tests.fuzz.fuzzing import Files, Target
 from tests.megatron.gpt2.checkpoint.saved_states import find, save
 from tests.megatron.gpt2.formats.crafted import with_index
-from tests.megatron.gpt2.formats.made import (
+from tests.megatron.gpt2.formats.sample_checkpoints import (
     SHAPE,
-    core,
+    megatron_core_state,
     nanogpt_checkpoint,
     openai_state,
     random_weights,
@@ -72,7 +72,7 @@ from tests.megatron.gpt2.formats.made import (
 
 NO_HINTS, HEADS = Hints(), Hints(num_attention_heads=SHAPE.num_attention_heads)
 ITERATION = "iter_0000007"
-SEAL = b'"sha256": "'
+CHECKSUM_KEY = b'"sha256": "'
 VERSION_1 = Path(__file__).parents[1] / "megatron/gpt2/checkpoint/version_1.tar.gz"
 
 
@@ -81,33 +81,33 @@ def save_seven(folder: Path) -> None:
 
 
 def read_saved(folder: Path) -> None:
-    """Whatever is taken has the values that were saved."""
+    """An accepted checkpoint has the saved values."""
     found, _ = find(folder)
     assert found == 7
 
 
 def read_any(folder: Path) -> None:
-    """The newest iteration, its hashes aside: each tensor is of its shape or refused, and none is larger than the files
-    that should hold it."""
+    """Read the newest iteration without checking hashes. Each tensor is refused or has its shape, and no tensor is
+    larger than all files."""
     checkpoint = Checkpoint(next(folder.glob("iter_*")))
-    if problem := checkpoint.damage(hashed=False):
+    if problem := checkpoint.find_damage(check_hashes=False):
         raise ValueError(problem)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    for name in checkpoint.names():
+    for name in checkpoint.tensors:
         info = checkpoint.tensors[name]
         assert math.prod(info.shape) * info.dtype.itemsize <= size, f"{name} {info}"
         assert checkpoint.read(name).shape == info.shape
 
 
-def reseal(files: Files) -> None:
-    """The seal of a manifest that was changed."""
+def update_checksum(files: Files) -> None:
+    """Update the hash of a changed manifest."""
     name = next(name for name in files if name.endswith(MANIFEST))
-    body, _, _ = files[name].rpartition(SEAL)
-    files[name] = sealed_body((body or files[name]) + SEAL)
+    body, _, _ = files[name].rpartition(CHECKSUM_KEY)
+    files[name] = append_checksum((body or files[name]) + CHECKSUM_KEY)
 
 
-def reseal_tables(files: Files) -> None:
-    """The manifest that the changed tables have, where they can be understood so far; else at least their hashes."""
+def update_table_hashes(files: Files) -> None:
+    """Rebuild the manifest for the changed tables. If they cannot be parsed, update only their hashes."""
     name = f"{ITERATION}/{MANIFEST}"
     manifest, tables = json.loads(files[name]), sorted(name for name in files if "/boxes/" in name)
     for table in tables:
@@ -117,23 +117,23 @@ def reseal_tables(files: Files) -> None:
         files[name] = manifest_bytes(7, manifest["facts"], [files[table] for table in tables])
     except (ValueError, TypeError, LookupError, AttributeError, AssertionError, RecursionError):
         files[name] = json.dumps(manifest).encode()
-        reseal(files)
+        update_checksum(files)
 
 
-def read_foreign(folder: Path, hints: Hints = NO_HINTS) -> None:
-    """Every tensor has the shape that the model of the facts asks for."""
-    source: Source = open_source(folder, hints, log=silent)
-    specs = parameter_specs(ModelConfig(**source.facts["config"]["model"]))
-    for name in source.names():
+def read_external(folder: Path, hints: Hints = NO_HINTS) -> None:
+    """Every tensor has the shape of the model in the metadata."""
+    source: BaseCheckpoint = open_checkpoint(folder, hints, log=silent)
+    specs = parameter_specs(ModelConfig(**source.metadata["config"]["model"]))
+    for name in source.tensors:
         shape = specs[name.partition(".")[2]].global_shape
         assert source.read(name).shape == source.tensors[name].shape == shape, name
 
 
 def pickled(legacy: bool, folder: Path) -> None:
-    """All kinds of things that genuine files hold."""
+    """A file with all kinds of objects that real files contain."""
     base = torch.arange(48.0).view(6, 8)
     held = {
-        "model": core({"transformer.final_layernorm.bias": torch.ones(4)}, False),
+        "model": megatron_core_state({"transformer.final_layernorm.bias": torch.ones(4)}, False),
         5: {0.5: None},
         "views": (base, base.t(), base[2:4, 1:3], torch.empty(0, 3), torch.tensor(3.5)),
         "set": {1, 2},
@@ -146,7 +146,7 @@ def pickled(legacy: bool, folder: Path) -> None:
 
 
 def read_pickled(folder: Path) -> None:
-    """No tensor has more elements than the file has bytes, and each can be read."""
+    """No tensor has more elements than the file has bytes, and each tensor can be read."""
     path = folder / "x.pt"
     seen: set[int] = set()
 
@@ -161,12 +161,12 @@ def read_pickled(folder: Path) -> None:
             for inner in value.values() if isinstance(value, dict) else value:
                 visit(inner)
 
-    visit(load_pickle(path))
+    visit(load_torch_file(path))
 
 
 def plain_dcp(folder: Path) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the one process, which is meant
+        warnings.simplefilter("ignore")  # about the single process, which is intended
         save_dcp({"model": openai_state(random_weights(), transposed=True)}, checkpoint_id=folder, no_dist=True)
 
 
@@ -180,33 +180,35 @@ def shards(folder: Path) -> None:
     (with_index(names, folder) / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-read_dcp = functools.partial(read_foreign, hints=HEADS)
+read_dcp = functools.partial(read_external, hints=HEADS)
 TARGETS = [
     Target("checkpoint", save_seven, read_saved),
-    Target("checkpoint: manifest behind its seal", save_seven, read_any, f"{ITERATION}/{MANIFEST}", reseal),
-    Target("checkpoint: tables behind their hashes", save_seven, read_any, f"{ITERATION}/boxes/*", reseal_tables),
+    Target("checkpoint: manifest behind its seal", save_seven, read_any, f"{ITERATION}/{MANIFEST}", update_checksum),
+    Target("checkpoint: tables behind their hashes", save_seven, read_any, f"{ITERATION}/boxes/*", update_table_hashes),
     Target(
         "checkpoint: manifest of version 1",
         lambda folder: shutil.unpack_archive(VERSION_1, folder, filter="data"),
         read_any,
         f"iter_0000003/{MANIFEST}",
-        reseal,
+        update_checksum,
     ),
     Target("checkpoint: safetensors without hashes", save_seven, read_any, "**/*.safetensors"),
-    Target("Hugging Face: config.json", write_huggingface, read_foreign, "config.json"),
-    Target("Hugging Face: safetensors", write_huggingface, read_foreign, "*.safetensors", model=True),
-    Target("Hugging Face: index", shards, read_foreign, "*.index.json"),
+    Target("Hugging Face: config.json", write_huggingface, read_external, "config.json"),
+    Target("Hugging Face: safetensors", write_huggingface, read_external, "*.safetensors", model=True),
+    Target("Hugging Face: index", shards, read_external, "*.index.json"),
     Target(".pt zip", functools.partial(pickled, False), read_pickled),
     Target(".pt legacy", functools.partial(pickled, True), read_pickled),
-    Target("nanoGPT", lambda folder: torch.save(nanogpt_checkpoint()[0], folder / "ckpt.pt"), read_foreign, model=True),
-    Target("Megatron, flat", megatron("flat", 0), read_foreign, model=True),
-    Target("Megatron v2, legacy .pt", megatron("v2", 3, legacy=True), read_foreign, model=True),
-    Target("Megatron Core", megatron("fused", 3), read_foreign, model=True),
-    Target("torch_dist", functools.partial(unpack, "plain-0.16.1"), read_foreign, model=True),
+    Target(
+        "nanoGPT", lambda folder: torch.save(nanogpt_checkpoint()[0], folder / "ckpt.pt"), read_external, model=True
+    ),
+    Target("Megatron, flat", megatron("flat", 0), read_external, model=True),
+    Target("Megatron v2, legacy .pt", megatron("v2", 3, legacy=True), read_external, model=True),
+    Target("Megatron Core", megatron("fused", 3), read_external, model=True),
+    Target("torch_dist", functools.partial(unpack, "plain-0.16.1"), read_external, model=True),
     Target(
         "torch_dist: .metadata",
         functools.partial(unpack, "fully_reshardable_dp2-0.16.1"),
-        read_foreign,
+        read_external,
         "**/.metadata",
         model=True,
     ),
@@ -246,18 +248,18 @@ def characters(folder: Path) -> None:
 
 
 def read_meta(folder: Path) -> None:
-    """Every id stands for one character, and every character for its id."""
+    """Encoding and decoding all ids gives the same ids."""
     tokenizer = read_characters(str(folder / "meta.pkl"))
     ids = list(range(tokenizer.vocab_size))
     assert list(tokenizer.encode(tokenizer.decode(ids))) == ids
 
 
 def read_text(folder: Path) -> None:
-    """As training reads it, as preprocessing does, and as curation does."""
+    """Read the file as training, preprocessing and web text curation do."""
     path = next(folder.iterdir())
     default_key(str(path))
-    texts = list(documents(str(path), None, silent, 1.0))
-    for shard in cut([whole_file(str(path), ("text",))]):
+    texts = list(read_documents(str(path), None, silent, 1.0))
+    for shard in cut_into_shards([whole_file(str(path), ("text",))]):
         for span in shard:
             for _, record in records(span, ("text",)):
                 assert isinstance(record, (bytes, dict, list, str, int, float, type(None)))
@@ -265,7 +267,7 @@ def read_text(folder: Path) -> None:
     texts += [document["text"] for document in shard_run.documents()]
     for text in texts:
         assert isinstance(text, str) and text, "no text"
-        text.encode("utf-8")  # no lone surrogate
+        text.encode("utf-8")  # fails for a lone surrogate
 
 
 def pair(folder: Path) -> None:
@@ -277,18 +279,18 @@ def pair(folder: Path) -> None:
 
 
 def check_tokens(data: TokenFile) -> None:
-    """The documents are the tokens, cut."""
+    """The documents together are all tokens."""
     starts: NDArray[np.int64] = data.document_starts
     assert starts[0] == 0 and starts[-1] == len(data.tokens) and bool((np.diff(starts) >= 0).all())
     assert sum(len(data[number]) for number in range(len(data))) == len(data.tokens) and len(data.tokens) < 1 << 20
 
 
 def read_pair(folder: Path) -> None:
-    check_tokens(open_tokens(folder / "a", 255))
+    check_tokens(open_token_file(folder / "a", 255))
 
 
 def read_bin(folder: Path) -> None:
-    check_tokens(open_tokens(folder / "a.bin", 255))
+    check_tokens(open_token_file(folder / "a.bin", 255))
 
 
 def llm_c(folder: Path) -> None:
@@ -302,14 +304,14 @@ def preprocessed(folder: Path) -> None:
     run(write_lines(folder / "a.jsonl", some_texts(20)), folder / "a")
 
 
-def reseal_pair(files: Files) -> None:
-    """The seal of a pair's manifest."""
+def update_pair_checksum(files: Files) -> None:
+    """Update the hash in a pair's manifest."""
     name = next(name for name in files if name.endswith("document.json"))
     text = files[name].decode("utf-8", "surrogateescape")
-    body, seal, _ = text.rpartition(INDENTED_SEAL)
+    body, seal, _ = text.rpartition(CHECKSUM_ENTRY)
     body = body if seal else text
     data = body.encode("utf-8", "surrogateescape")
-    files[name] = data + INDENTED_SEAL.encode() + hashlib.sha256(data).hexdigest().encode() + b'"\n}\n'
+    files[name] = data + CHECKSUM_ENTRY.encode() + hashlib.sha256(data).hexdigest().encode() + b'"\n}\n'
 
 
 def inspect(folder: Path) -> None:
@@ -319,7 +321,7 @@ def inspect(folder: Path) -> None:
 
 
 def check_tokenizer(tokenizer: Tokenizer, *, lossless: bool = True) -> None:
-    """Ids are of the vocabulary, none is the end of a document, and they stand for the text."""
+    """All ids are in the vocabulary, none is the end of a document, and they decode to the text."""
     ids = np.asarray(tokenizer.encode(SAMPLE), dtype=np.int64)
     assert len(ids) == 0 or 0 <= ids.min() <= ids.max() < tokenizer.vocab_size
     assert 0 <= tokenizer.eod < tokenizer.vocab_size
@@ -394,7 +396,7 @@ TARGETS += [
     Target(".idx", pair, read_pair, "*.idx"),
     Target(".bin", pair, read_pair, "*.bin"),
     Target(".bin of llm.c", llm_c, read_bin),
-    Target("pair's manifest behind its seal", preprocessed, inspect, "*_document.json", reseal_pair),
+    Target("pair's manifest behind its seal", preprocessed, inspect, "*_document.json", update_pair_checksum),
     Target("vocabulary and merges", gpt2_files, read_gpt2),
     Target(
         "tokenizer.json",
@@ -426,14 +428,14 @@ TARGETS += [
 # --- runs and requests
 
 TOKENIZER = ByteTokenizer()
-OFFER = Offer("tiny", TOKENIZER, context=64, max_tokens=100, texts=8, body_bytes=1 << 16)
+SERVED = ServedModel("tiny", TOKENIZER, context=64, max_tokens=100, max_texts=8, max_body_bytes=1 << 16)
 
 
 def run_folder(folder: Path) -> None:
-    """The records of a run."""
+    """The log files of a run."""
     config = Config.from_dict({"checkpoint": {"save": "checkpoints/a"}})
-    facts = {"global_batch_size": 8, "train_iters": 100, "environment": {"torch": "2"}}
-    write_config(folder, config, facts, goes_on=False)
+    run_values = {"global_batch_size": 8, "train_iters": 100, "environment": {"torch": "2"}}
+    write_config(folder, config, run_values, continues=False)
     metrics = [
         {
             "iteration": i,
@@ -450,15 +452,15 @@ def run_folder(folder: Path) -> None:
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in metrics))
     (folder / "samples.jsonl").write_text('{"iteration": 5, "text": "[Once] upon"}\n')
     (folder / "history.jsonl").write_text('{"iteration": 0, "time": "2026-01-01T00:00:00+00:00", "text": "started"}\n')
-    Incidents(folder, rank_name(0)).note("start", "2 ranks", iteration=0)
-    Incidents(folder, "launcher_a").note("rank ended", "rank 1 was ended by SIGKILL", rank=1, signal=9)
+    IncidentLog(folder, rank_file_name(0)).note("start", "2 ranks", iteration=0)
+    IncidentLog(folder, "launcher_a").note("rank ended", "rank 1 was ended by SIGKILL", rank=1, signal=9)
 
 
 def read_run(folder: Path) -> None:
-    """The page, and the incidents by time."""
+    """Read the incidents, which are sorted by time, and draw the report."""
     times = [record["time"] for record in read_incidents(folder)]
     assert times == sorted(times)
-    assert page(folder).startswith("<!DOCTYPE html>")
+    assert render_page(folder).startswith("<!DOCTYPE html>")
 
 
 def deepspeed_file(folder: Path) -> None:
@@ -487,7 +489,7 @@ def deepspeed_file(folder: Path) -> None:
 
 
 def read_deepspeed(folder: Path) -> None:
-    values, notes = foreign.read_deepspeed_config(str(folder / "ds.json"), {"train.micro_batch_size": 4})
+    values, notes = compat.read_deepspeed_config(str(folder / "ds.json"), {"train.micro_batch_size": 4})
     assert all("." in key for key in values) and all("\n" not in note for note in notes)
 
 
@@ -531,8 +533,8 @@ MEGATRON_BODY = {
 }
 
 
-def body_target(name: str, body: dict[str, Any], read: Callable[[bytes, Offer], CompletionRequest]) -> Target:
-    """What a client sends to one of the server's addresses."""
+def body_target(name: str, body: dict[str, Any], read: Callable[[bytes, ServedModel], CompletionRequest]) -> Target:
+    """A request body for one of the server's endpoints."""
     return Target(
         name,
         lambda folder: (folder / "body").write_text(json.dumps(body)),
@@ -542,20 +544,20 @@ def body_target(name: str, body: dict[str, Any], read: Callable[[bytes, Offer], 
     )
 
 
-def read_body(folder: Path, read: Callable[[bytes, Offer], CompletionRequest]) -> None:
-    """A request that is taken can be generated and answered; one that is not has an answer in JSON."""
+def read_body(folder: Path, read: Callable[[bytes, ServedModel], CompletionRequest]) -> None:
+    """An accepted request can be generated and answered. A refused one gets an answer in JSON."""
     try:
-        request = read((folder / "body").read_bytes(), OFFER)
+        request = read((folder / "body").read_bytes(), SERVED)
     except ApiError as error:
         assert error.status in (400, 404)
         json.loads(bytes(error_response(error).body))
         raise
     continuations = request.continuations()
-    assert 1 <= len(continuations) <= OFFER.texts and request.sampling.max_new_tokens <= OFFER.max_tokens
+    assert 1 <= len(continuations) <= SERVED.max_texts and request.sampling.max_new_tokens <= SERVED.max_tokens
     logits = torch.linspace(-5, 5, TOKENIZER.vocab_size)
     texts = []
     for c in continuations:
-        assert len(c.prompt) <= OFFER.context and all(0 <= i < TOKENIZER.vocab_size for i in c.prompt)
+        assert len(c.prompt) <= SERVED.context and all(0 <= i < TOKENIZER.vocab_size for i in c.prompt)
         sampler = Sampler(c.sampling, c.prompt, TOKENIZER.vocab_size, torch.device("cpu"))
         token, probability = sampler.draw(logits, logits.logsumexp(0))
         assert 0 <= token < TOKENIZER.vocab_size and 0 <= probability <= 1
@@ -563,7 +565,7 @@ def read_body(folder: Path, read: Callable[[bytes, Offer], CompletionRequest]) -
             c.prompt_tokens = [GeneratedToken(0, i, 0.5, "") for i in c.prompt[1:]]
         c.ids, c.finish = [token], "length"
         texts.append(
-            Text(
+            GeneratedText(
                 c,
                 [GeneratedToken(0, token, probability, TOKENIZER.decode([token]), sampler.likeliest(logits), c.finish)],
             )

@@ -1,5 +1,5 @@
-"""Few changed inputs of every target, always the same ones, and those that have shown a defect; and these defects made by
-hand."""
+"""Fuzz every target with a few fixed seeds, and with seeds that once found a defect. Also tests these defects
+directly."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_utils.files import read_sealed, write_sealed
+from data_utils.files import read_checksummed_json, write_checksummed_json
 from data_utils.indexed_dataset import IndexedDatasetBuilder, read_manifest, write_manifest
 from data_utils.tokenizers import build_tokenizer, load_tokenizer
 from data_utils.tokenizers.gpt2 import BUILTIN_FILE, builtin_tokenizer, gpt2_tokenizer
 from megatron.gpt2.commands import inspect_data
-from megatron.gpt2.config import Config, foreign, read_config, write_config
+from megatron.gpt2.config import Config, compat, read_config, write_config
 from megatron.gpt2.monitor.incidents import read_records
-from megatron.gpt2.monitor.run_report import page
+from megatron.gpt2.monitor.run_report import render_page
 from tests.fuzz import fuzzing, targets
 from tests.fuzz.fuzzing import Input, Target
-from tests.fuzz.targets import reseal_pair, small_bpe
+from tests.fuzz.targets import small_bpe, update_pair_checksum
 
 TARGETS = {target.name: target for target in targets.TARGETS}
-# Inputs of each target, from seed 0; all together take some seconds. Those with whole models take longest.
-INPUTS, OF_MODELS = 40, 8
-# Seeds at which a defect was found once: they are tried again.
-FOUND: dict[str, tuple[int, ...]] = {
+# The number of inputs for each target, from seed 0. Targets with whole models take the longest.
+INPUTS, MODEL_INPUTS = 40, 8
+# Seeds that once found a defect.
+DEFECT_SEEDS: dict[str, tuple[int, ...]] = {
     "pair's manifest behind its seal": (9, 108, 123, 147, 201, 205, 4552),
     "DeepSpeed's file": (1580, 4009, 6591, 7120),
     "Hugging Face: index": (6062,),
@@ -46,20 +46,20 @@ FOUND: dict[str, tuple[int, ...]] = {
 @pytest.mark.parametrize("name", TARGETS)
 def test_inputs_are_taken_or_refused(tmp_path: Path, name: str) -> None:
     given = Input(TARGETS[name], tmp_path / "input")
-    inputs = OF_MODELS if TARGETS[name].model else INPUTS
-    outcomes = {seed: given.attempt(seed) for seed in (*range(inputs), *FOUND.get(name, ()))}
-    # Python may collect the garbage of earlier tests during an input, and a report is drawn in 0.3 s on a quiet machine and
-    # in a second on a busy one. So a slow input is tried once more, and may take a second longer than the valid one.
+    inputs = MODEL_INPUTS if TARGETS[name].model else INPUTS
+    outcomes = {seed: given.attempt(seed) for seed in (*range(inputs), *DEFECT_SEEDS.get(name, ()))}
+    # A garbage collection or a busy machine can make an input slow; drawing a report takes 0.3 s to 1 s. So a slow input is
+    # tried again, and may take a second longer than the valid input.
     outcomes |= {
-        seed: given.attempt(seed, given.usual_seconds()) for seed, outcome in outcomes.items() if outcome[0] == "slow"
+        seed: given.attempt(seed, given.valid_seconds()) for seed, outcome in outcomes.items() if outcome[0] == "slow"
     }
-    findings = {seed: outcome for seed, outcome in outcomes.items() if outcome[0] not in ("taken", "refused")}
+    findings = {seed: outcome for seed, outcome in outcomes.items() if outcome[0] not in ("accepted", "refused")}
     assert not findings
     assert len({given.changed(seed)[file] for seed in outcomes for file in given.changed(seed)}) > len(outcomes) // 3
 
 
 def bad_reader(name: str) -> Target:
-    """A reader with a defect, of a file of ten bytes, at every fourth seed or so."""
+    """A reader of a file of ten bytes with a defect at about every fourth seed."""
     kept: list[bytes] = []
 
     def read(folder: Path) -> None:
@@ -87,7 +87,7 @@ def bad_reader(name: str) -> Target:
 @pytest.mark.parametrize("name", ["exception", "invariant", "slow", "memory", "no line", "names nothing"])
 def test_a_defect_is_found(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "slow":
-        monkeypatch.setattr(fuzzing, "MOST_SECONDS", 0.05)
+        monkeypatch.setattr(fuzzing, "MAX_SECONDS", 0.05)
     given = Input(bad_reader(name), tmp_path / "input")
     found = {given.attempt(seed)[0].partition(":")[0] for seed in range(3 if name in ("slow", "memory") else 30)}
     assert name in found
@@ -98,7 +98,7 @@ def test_a_defect_is_found(tmp_path: Path, name: str, monkeypatch: pytest.Monkey
 NESTED = "[" * 100_000
 
 
-def refused(match: str) -> Any:
+def assert_refused(match: str) -> Any:
     return pytest.raises(ValueError, match=match)
 
 
@@ -131,11 +131,11 @@ def pair(tmp_path: Path) -> Path:
     ],
 )
 def test_a_pair_whose_manifest_is_of_another_form(pair: Path, name: str, value: Any) -> None:
-    """Its seal is right."""
-    facts = write_manifest(pair, {"inputs": [{"file": "a.txt"}], "tokenizer": None})
-    assert read_manifest(pair) == json.loads(json.dumps(facts))
-    write_sealed(pair.with_suffix(".json"), {**facts, name: value})
-    with refused(r"a\.json: ") as caught:
+    """The manifest has a correct hash."""
+    manifest = write_manifest(pair, {"inputs": [{"file": "a.txt"}], "tokenizer": None})
+    assert read_manifest(pair) == json.loads(json.dumps(manifest))
+    write_checksummed_json(pair.with_suffix(".json"), {**manifest, name: value})
+    with assert_refused(r"a\.json: ") as caught:
         inspect_data.main([str(pair)])
     assert_short(caught)
 
@@ -143,24 +143,24 @@ def test_a_pair_whose_manifest_is_of_another_form(pair: Path, name: str, value: 
 def test_a_pair_whose_manifest_holds_half_a_character(pair: Path) -> None:
     entries = json.dumps({**write_manifest(pair, {"tokenizer": None}), "inputs": [{"file": "\ud800"}]}, indent=1)
     files = {"document.json": entries.removesuffix("\n}").encode()}
-    reseal_pair(files)
+    update_pair_checksum(files)
     pair.with_suffix(".json").write_bytes(files["document.json"])
-    with refused(r"a\.json: .*surrogates") as caught:
+    with assert_refused(r"a\.json: .*surrogates") as caught:
         inspect_data.main([str(pair)])
     assert_short(caught)
 
 
 def test_an_unknown_key_of_deepspeed_stays_in_its_line(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"a\\n\\ud800": 1}')
-    _, (note,) = foreign.read_deepspeed_config(str(tmp_path / "ds.json"), {})
-    assert '"a\\n\\ud800": unknown here' in note and "\n" not in note
+    _, (note,) = compat.read_deepspeed_config(str(tmp_path / "ds.json"), {})
+    assert '"a\\n\\ud800": unknown keys' in note and "\n" not in note
 
 
 def test_a_pair_without_text(pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Tokens that are ends of documents alone: no bytes of text for a token."""
+    """All tokens are ends of documents, so the tokens have no bytes of text."""
     counts = {"text_bytes": 5, "append_eod": True, "bad_lines": 0, "empty_documents": 0}
-    facts = write_manifest(pair, {"inputs": [], "tokenizer": None, **counts})
-    write_sealed(pair.with_suffix(".json"), {**facts, "tokens": 1})
+    manifest = write_manifest(pair, {"inputs": [], "tokenizer": None, **counts})
+    write_checksummed_json(pair.with_suffix(".json"), {**manifest, "tokens": 1})
     assert inspect_data.main([str(pair)]) == 0 and "5 bytes of text" in capsys.readouterr().out
 
 
@@ -169,10 +169,10 @@ def test_a_sealed_file_of_no_object(tmp_path: Path, body: str) -> None:
 
     (tmp_path / "x.json").write_text(f'{body},\n "sha256": "{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n')
     if body == '{"a": 1':
-        assert read_sealed(tmp_path / "x.json") == {"a": 1}
+        assert read_checksummed_json(tmp_path / "x.json") == {"a": 1}
         return
-    with refused(r"x\.json") as caught:
-        read_sealed(tmp_path / "x.json")
+    with assert_refused(r"x\.json") as caught:
+        read_checksummed_json(tmp_path / "x.json")
     assert_short(caught)
 
 
@@ -181,14 +181,14 @@ def test_tokenizer_files_that_are_nested_deeply_or_hold_long_names(tmp_path: Pat
     facts = tmp_path / "tokenizer_facts.json"
     for content in (NESTED.encode(), b'{"kind": "' + b"x" * 5000 + b'", "fingerprint": ""}', b'\xff{"' + b"a" * 9000):
         facts.write_bytes(content)
-        with refused(r"tokenizer_facts\.json is damaged") as caught:
+        with assert_refused(r"tokenizer_facts\.json is damaged") as caught:
             load_tokenizer(tmp_path)
         assert_short(caught)
     (tmp_path / BUILTIN_FILE).write_text(NESTED)
-    with refused(r"builtin_bpe\.json is damaged"):
+    with assert_refused(r"builtin_bpe\.json is damaged"):
         builtin_tokenizer(tmp_path / BUILTIN_FILE)
     files = small_bpe()
-    with refused("lacks the token") as caught:
+    with assert_refused("lacks the token") as caught:
         gpt2_tokenizer(files["vocab.json"], b"x" * 9000 + b" y\n", "--vocab-file a", "--merge-file b")
     assert_short(caught)
 
@@ -200,12 +200,12 @@ def test_a_sentencepiece_model_with_a_piece_that_is_no_text(tmp_path: Path) -> N
     model = (tmp_path / "m").read_bytes()
     (tmp_path / "m").write_bytes(model.replace("\u2581c".encode(), b"\xff\xff\xffc"))
     assert (tmp_path / "m").read_bytes() != model
-    with refused("is not a SentencePiece model"):
+    with assert_refused("is not a SentencePiece model"):
         build_tokenizer("SentencePieceTokenizer", model_file=str(tmp_path / "m"))
 
 
 def test_records_with_damaged_lines_are_read_without_them(tmp_path: Path) -> None:
-    """A flipped bit in metrics.jsonl ended a run that continued."""
+    """A flipped bit in metrics.jsonl once stopped a run that was resumed."""
     good = {"iteration": 3, "lm_loss": 2.0, "consumed_samples": 8, "ms_per_iteration": 1.0, "tokens_per_second": 5.0}
     lines = [json.dumps(good).encode(), b'{"iteration": 4, "lm_loss": "\xff"}', NESTED.encode(), b'{"iteration": 5']
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines))
@@ -214,7 +214,7 @@ def test_records_with_damaged_lines_are_read_without_them(tmp_path: Path) -> Non
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in [good, *more]))
     (tmp_path / "history.jsonl").write_text('{"iteration": 1}\n{"iteration": 2, "text": "finished"}\n')
     (tmp_path / "samples.jsonl").write_text('{"iteration": 1}\n')
-    assert "finished" in page(tmp_path)
+    assert "finished" in render_page(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -232,14 +232,14 @@ def test_records_with_damaged_lines_are_read_without_them(tmp_path: Path) -> Non
 )
 def test_a_page_of_a_run_whose_settings_are_damaged(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
-    with refused(r"config\.json: ") as caught:
-        page(tmp_path)
+    with assert_refused(r"config\.json: ") as caught:
+        render_page(tmp_path)
     assert_short(caught)
-    with refused(r"--config ") as caught:
+    with assert_refused(r"--config ") as caught:
         read_config(str(tmp_path / "config.json"))
     assert_short(caught)
 
 
 def test_settings_without_a_folder(tmp_path: Path) -> None:
-    write_config(tmp_path, Config(), {"global_batch_size": 8}, goes_on=False)
+    write_config(tmp_path, Config(), {"global_batch_size": 8}, continues=False)
     assert read_config(str(tmp_path / "config.json")) == {"train.global_batch_size": 8}

@@ -1,4 +1,4 @@
-"""A failure is printed when it happens: where a later test hangs the GPU, pytest does not come to its own report."""
+"""Print each failure immediately. If a later test hangs the GPU, pytest never prints its own report."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 
 class FailuresAtOnce:
-    """After pytest's own line of a test that has failed: why."""
+    """Prints the traceback directly after the line of a failed test."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config

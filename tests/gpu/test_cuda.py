@@ -1,4 +1,4 @@
-"""What only a GPU can show: its kernels compute the same, and training never waits for it between log lines."""
+"""Tests that need a GPU: its kernels compute the same results, and training does not wait for it between log lines."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch.nn.functional as F
 
 import mpu
 from megatron.gpt2.config import ModelConfig
-from megatron.gpt2.model.attention_backend import SWITCHES, choose_attention
+from megatron.gpt2.model.attention_backend import BACKENDS, choose_attention
 from megatron.gpt2.model.gpt2 import GPT2Model, layer_config
-from megatron.gpt2.train.run import Run
 from megatron.gpt2.train.train_step import train_step
+from megatron.gpt2.train.trainer import Trainer
 from mpu.attention import document_attention
-from mpu.kernels import keyed_dropout
-from tests.megatron.gpt2.train.test_alone_in_a_group import RUNS, check
+from mpu.kernels import seeded_dropout
+from tests.megatron.gpt2.train.test_single_rank_group import RUNS, check_single_rank_group
 from tests.megatron.gpt2.train.training_runs import SHAPE, finish, start, steps, write_text
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def on_gpu(folder: Path, flags: str) -> Run:
+def on_gpu(folder: Path, flags: str) -> Trainer:
     return start(0, 1, str(folder), f"--device cuda {flags}".split())
 
 
@@ -81,18 +81,18 @@ def test_selective_recompute_changes_nothing():
 def test_losses_stay_near_fp32_on_the_cpu(folder: Path, flags: str):
     seen: list[dict[str, Any]] = []
     for name, where in (("cpu", ""), ("gpu", f"--device cuda {flags}")):
-        run = start(0, 1, str(folder), f"--save {folder}/{name} {where}".split())
-        seen.append(steps(run, 20))
-        finish(run)
+        trainer = start(0, 1, str(folder), f"--save {folder}/{name} {where}".split())
+        seen.append(steps(trainer, 20))
+        finish(trainer)
     assert seen[0]["loss"][0] - seen[0]["loss"][-1] > 0.3, "the run must learn something"
     assert not any(seen[1]["skipped"])
     assert seen[1]["loss"] == pytest.approx(seen[0]["loss"], rel=2**-8)
 
 
 def test_fp16_finds_its_scale_from_an_overflow(folder: Path):
-    run = on_gpu(folder, f"--precision fp16 --initial-loss-scale {2.0**40}")
-    seen = steps(run, 40)
-    finish(run)
+    trainer = on_gpu(folder, f"--precision fp16 --initial-loss-scale {2.0**40}")
+    seen = steps(trainer, 40)
+    finish(trainer)
     assert seen["skipped"][0] and not seen["skipped"][-1] and seen["scale"][-1] < 2.0**40
 
 
@@ -106,18 +106,18 @@ def test_fp16_finds_its_scale_from_an_overflow(folder: Path):
     ],
 )
 def test_nothing_waits_for_the_device_between_log_lines(folder: Path, flags: str):
-    run = on_gpu(folder, f"--precision bf16 {flags}")
+    trainer = on_gpu(folder, f"--precision bf16 {flags}")
     for _ in range(3):
-        train_step(run)
+        train_step(trainer)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(3):
-            train_step(run)
-            run.progress.iteration += 1
+            train_step(trainer)
+            trainer.progress.iteration += 1
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    finish(run)
+    finish(trainer)
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
@@ -125,7 +125,7 @@ def test_the_attention_kernel_is_measured(dropout_p: float):
     reason = choose_attention(
         "auto", torch.device("cuda", 0), torch.bfloat16, b=2, s=256, n=4, d=64, dropout_p=dropout_p
     )
-    assert "the fastest" in reason and sum(name in reason for name in SWITCHES) >= 2, reason
+    assert "the fastest" in reason and sum(name in reason for name in BACKENDS) >= 2, reason
 
 
 @pytest.mark.parametrize("name", ["flash", "fused", "efficient"])
@@ -140,7 +140,7 @@ def test_attention_kernels_agree_with_the_formula(name: str):
 
 
 def test_a_resume_goes_on_as_before(folder: Path):
-    """Near, not bit for bit: some backward kernels add in an order of their own."""
+    """The losses are close but not bit-identical, because some backward kernels add in no fixed order."""
     flags = "--precision bf16 --attention-dropout 0.1 --hidden-dropout 0.1"
     whole = on_gpu(folder, flags)
     steps(whole, 5)
@@ -155,13 +155,13 @@ def test_a_resume_goes_on_as_before(folder: Path):
 
 @pytest.mark.parametrize(("dtype", "dropout_p"), [(torch.bfloat16, 0.0), (torch.float32, 0.0), (torch.bfloat16, 1e-9)])
 def test_attention_by_document_equals_the_cpu(dtype: torch.dtype, dropout_p: float):
-    """By the kernel that takes lengths, and document by document."""
+    """Test the kernel with cumulative lengths, and the path that computes each document separately."""
     tokens = torch.ones(4, 512, dtype=torch.int64)
     tokens[1, 100], tokens[2, [0, 5, 6, 511]] = 0, 0
     reference = torch.randn(512, 4, 2, 3, 64, requires_grad=True)
     qkv = reference.detach().to("cuda", dtype).requires_grad_()
-    expected = document_attention(reference, 0.0, mpu.Documents(tokens, 0, "cpu"))
-    got = document_attention(qkv, dropout_p, mpu.Documents(tokens, 0, "cuda"))
+    expected = document_attention(reference, 0.0, mpu.PackedSeqParams(tokens, 0, "cpu"))
+    got = document_attention(qkv, dropout_p, mpu.PackedSeqParams(tokens, 0, "cuda"))
     for y in (expected, got):
         y.float().square().sum().backward()
     assert (got.detach().float().cpu() - expected).norm() <= 1e-2 * expected.norm()
@@ -169,7 +169,7 @@ def test_attention_by_document_equals_the_cpu(dtype: torch.dtype, dropout_p: flo
 
 
 def test_a_launcher_starts_one_rank(folder: Path):
-    """The program under torchrun, whose one rank makes no group; NCCL itself is tested below."""
+    """Run the program under torchrun with one rank, which creates no group. The next test covers NCCL."""
     program = (
         f"{ROOT}/pretrain_gpt2.py --train-iters 3 --eval-iters 1 --log-interval 1 --save {folder}/launched "
         f"--distributed-backend nccl --use-distributed-optimizer --tokenizer-type bytes --train-data {folder}/text.txt "
@@ -182,15 +182,15 @@ def test_a_launcher_starts_one_rank(folder: Path):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_in_a_group_of_one(folder: Path, name: str):
-    """NCCL: the run calls every collective with CUDA tensors."""
-    check(name, "nccl", torch.device("cuda", 0), str(folder))
+    """The run calls every NCCL collective with CUDA tensors."""
+    check_single_rank_group(name, "nccl", torch.device("cuda", 0), str(folder))
 
 
 LARGE = (
     "--num-layers 4 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --max-position-embeddings 1024 "
     "--micro-batch-size 2 --precision bf16"
 )
-INPUT = 2 * 1024 * 1024 * 2  # bytes of a layer's
+INPUT = 2 * 1024 * 1024 * 2  # bytes of a layer's input
 
 
 @pytest.mark.parametrize(
@@ -199,16 +199,16 @@ INPUT = 2 * 1024 * 1024 * 2  # bytes of a layer's
 def test_losses_are_the_same_with_activations_in_the_hosts_memory(folder: Path, flags: str, on_host: str):
     seen, kept = [], []
     for more in ("", on_host):
-        run = on_gpu(folder, f"{LARGE} {flags} {more} --save {folder}/{len(more)}")
-        seen.append(steps(run, 5))
-        transformer = run.engine.model.transformer
+        trainer = on_gpu(folder, f"{LARGE} {flags} {more} --save {folder}/{len(more)}")
+        seen.append(steps(trainer, 5))
+        transformer = trainer.state.model.transformer
         transformer.register_forward_hook(lambda *_: kept.append(torch.cuda.memory_allocated()))
-        seen.append(steps(run, 1))
-        finish(run)
-        del run, transformer
+        seen.append(steps(trainer, 1))
+        finish(trainer)
+        del trainer, transformer
     whole, parked = seen[:2], seen[2:]
     assert [s["loss"] for s in whole] == [pytest.approx(s["loss"], rel=1e-6) for s in parked]
-    assert kept[1] <= kept[0] - 3 * INPUT  # the caller still holds the first one
+    assert kept[1] <= kept[0] - 3 * INPUT  # the caller still keeps the input of the first layer
 
 
 def test_dropout_draws_anew():
@@ -222,10 +222,10 @@ def test_dropout_draws_anew():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_mask_that_follows_from_keys_is_that_of_the_cpu(dtype: torch.dtype):
     x = torch.randn(37, 3, 100, dtype=dtype).requires_grad_()
-    y = keyed_dropout(x, 0.3, mpu.dropout_keys(7, torch.arange(3), 2)[1], 2, first_position=5)
+    y = seeded_dropout(x, 0.3, mpu.dropout_seeds(7, torch.arange(3), 2)[1], 2, first_position=5)
     x_gpu = x.detach().cuda().requires_grad_()
-    keys = mpu.dropout_keys(7, torch.arange(3, device="cuda"), 2)[1]
-    got = keyed_dropout(x_gpu, 0.3, keys, 2, first_position=5)
+    seeds = mpu.dropout_seeds(7, torch.arange(3, device="cuda"), 2)[1]
+    got = seeded_dropout(x_gpu, 0.3, seeds, 2, first_position=5)
     got.float().sum().backward()
     y.float().sum().backward()
     assert torch.equal(got.detach().cpu() == 0, y.detach() == 0)

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 import mpu
 from tests.distributed import run_ranks
 
-VOCAB, PADDED, HIDDEN, TOKENS = 21, 32, 8, 50  # at 4 ranks the last one holds padding alone
+VOCAB, PADDED, HIDDEN, TOKENS = 21, 32, 8, 50  # with 4 ranks the last one has only padding
 
 
 def check(rank: int, world_size: int) -> None:
@@ -39,7 +39,7 @@ def check(rank: int, world_size: int) -> None:
     d_logits = F.pad(logits.grad, (0, PADDED - VOCAB))[:, own].float()
     torch.testing.assert_close(mine.grad, d_logits, rtol=1e-5, atol=1e-6)
 
-    # Without a true size every column counts, as in 2019.
+    # Without vocab_size no column is masked, as in 2019.
     everything = F.cross_entropy(hidden @ weight.t(), target, reduction="none")
     torch.testing.assert_close(
         mpu.vocab_parallel_cross_entropy(mine.detach(), target), everything, rtol=1e-5, atol=1e-5
@@ -66,7 +66,7 @@ def check(rank: int, world_size: int) -> None:
     for grad, expected in ((h3.grad, h.grad), (w3.grad, w.grad[own])):
         assert grad.dtype == torch.float32 and (grad.double() - expected).norm() <= 2e-2 * w.grad.norm()
 
-    # No id means "ignore", not even that of F.cross_entropy. A column of padding is no target.
+    # No id means "ignore", not even the default of F.cross_entropy. Padding columns are not valid targets.
     for bad in (-100, VOCAB):
         wrong = target.clone()
         wrong[7] = bad
@@ -77,7 +77,7 @@ def check(rank: int, world_size: int) -> None:
     with pytest.raises(IndexError, match=f"^the target {PADDED} is not in the vocabulary, 0 to {PADDED - 1}"):
         mpu.vocab_parallel_cross_entropy(mine, torch.full_like(target, PADDED))
 
-    # Very large logits neither overflow nor lose the loss.
+    # Very large logits do not overflow.
     big = mpu.vocab_parallel_cross_entropy(1e4 * mine.detach(), target, vocab_size=VOCAB)
     assert torch.isfinite(big).all()
 
@@ -88,7 +88,7 @@ def test_equals_the_plain_formula(world_size: int):
 
 
 def test_fp16_keeps_small_gradients_when_scaled_first():
-    """Weights carry the loss scale into the gradient before it is rounded: nothing that fp32 has is lost."""
+    """token_weight applies the loss scale before the gradient is rounded, so no gradient that fp32 can hold becomes 0."""
     mpu.initialize_model_parallel(1)
     torch.manual_seed(0)
     hidden, weight = torch.randn(64, 16).half(), torch.randn(512, 16).half()
@@ -103,13 +103,15 @@ def test_fp16_keeps_small_gradients_when_scaled_first():
     exact = grads(torch.float32, tokens)
     scaled = grads(torch.float16, tokens * scale) / scale
     unscaled = grads(torch.float16, tokens)
-    visible = exact.abs() > 2.0**-24 / scale  # fp16's smallest number, scaled
+    visible = exact.abs() > 2.0**-24 / scale  # fp16's smallest number, divided by the scale
     assert (scaled[visible] == 0).sum() == 0
-    assert (unscaled[visible] == 0).float().mean() > 0.5, "the test should see the loss that scaling prevents"
+    assert (unscaled[visible] == 0).float().mean() > 0.5, (
+        "without scaling most gradients must become 0, or the test shows nothing"
+    )
 
 
 class MemoryCounter(TorchDispatchMode):
-    """The greatest number of bytes alive of all storages that operators made inside; and how often each was called."""
+    """Counts the peak of the bytes in all live storages that operators allocate inside, and the calls of each operator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,8 +142,8 @@ def id_of(x: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_logits_are_never_held(dtype: torch.dtype):
-    """At 8,192 tokens: at most a tenth of the logits in float32 in addition to the two gradients."""
+def test_the_logits_are_never_all_in_memory(dtype: torch.dtype):
+    """With 8,192 tokens: the two gradients, and at most a tenth of the float32 logits."""
     mpu.initialize_model_parallel(1)
     tokens, vocab, size = 8192, 4096, 64
     hidden = torch.randn(tokens, size, dtype=dtype, requires_grad=True)
@@ -149,13 +151,13 @@ def test_the_logits_are_never_held(dtype: torch.dtype):
     target, token_weight = torch.randint(0, vocab, (tokens,)), torch.full((tokens,), 1 / tokens)
     with MemoryCounter() as counter:
         mpu.vocab_parallel_linear_cross_entropy(hidden, weight, target, token_weight, vocab_size=vocab).backward()
-    gradients = hidden.nbytes + 4 * weight.numel()  # the weight's is summed in float32
+    gradients = hidden.nbytes + 4 * weight.numel()  # the weight's gradient is summed in float32
     extra = (counter.peak - gradients) / (4 * tokens * vocab)
     assert 1 / 40 < extra <= 1 / 10, f"{extra:.1%} of the logits"
 
 
-def test_without_gradients_none_are_made():
-    """An evaluation takes a third of the products, and no memory of the size of a gradient."""
+def test_without_gradients_less_is_computed():
+    """An evaluation needs a third of the matrix products, and allocates no gradient."""
     mpu.initialize_model_parallel(1)
     torch.manual_seed(0)
     hidden, weight = torch.randn(256, 64, requires_grad=True), torch.randn(4096, 64, requires_grad=True)

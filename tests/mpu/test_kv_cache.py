@@ -1,5 +1,5 @@
-"""Texts come and go in the rows of a cache of keys and values, and what it refuses. `tests/megatron/gpt2/text` compares
-what a whole model computes with it."""
+"""Texts that start, move and end in the rows of a KeyValueCache, and invalid calls. `tests/megatron/gpt2/generate`
+compares whole models with and without a cache."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def attend(cache: mpu.KeyValueCache, qkv: torch.Tensor) -> list[torch.Tensor]:
     return [cache.attend(layer, qkv) for layer in range(LAYERS)]
 
 
-def test_texts_come_and_go() -> None:
-    """Every output is that of the text alone, from wherever it moved, also in a row that held NaN."""
+def test_texts_start_move_and_end() -> None:
+    """Each output equals that of its text computed without a cache, after moves and in a row that held NaN."""
     texts = torch.randn(CAPACITY, 6, 2, 3, 4)
     whole = causal_attention(texts, 0.0)  # [s, text, n·d]
     cache = new_cache()
-    now: dict[int, list[int]] = {}  # of each row its text, and how many tokens of it are known
+    now: dict[int, list[int]] = {}  # for each row: its text and the number of tokens read so far
 
     def read(rows: list[int], numbers: list[int], length: int) -> None:
         cache.set_prompts(rows, length)
@@ -62,7 +62,7 @@ def test_texts_come_and_go() -> None:
     assert cache.num_bytes == LAYERS * ROWS * 2 * 2 * CAPACITY * 4 * 4
 
 
-def test_the_places_of_tokens_must_be_known() -> None:
+def test_the_positions_of_tokens_must_be_set() -> None:
     cache, qkv = new_cache(), torch.randn(3, ROWS, 2, 3, 4)
     unknown = pytest.raises(ValueError, match="call set_prompts or set_positions before")
     with unknown:
@@ -79,12 +79,12 @@ def test_the_places_of_tokens_must_be_known() -> None:
 
 
 @pytest.mark.parametrize("positions", [[], [0] * (ROWS + 1), [0, -1, 0], [0, 0, CAPACITY]])
-def test_a_position_that_the_cache_does_not_have(positions: list[int]) -> None:
+def test_a_position_outside_the_cache(positions: list[int]) -> None:
     with pytest.raises(ValueError, match="in a cache of 3 rows of 8 tokens each"):
         new_cache().set_positions(positions)
 
 
 @pytest.mark.parametrize(("rows", "length"), [([ROWS], 1), ([0], CAPACITY + 1), ([-1], 1), ([0], 0)])
-def test_a_prompt_that_the_cache_does_not_have_room_for(rows: list[int], length: int) -> None:
+def test_a_prompt_that_does_not_fit_into_the_cache(rows: list[int], length: int) -> None:
     with pytest.raises(ValueError, match="in a cache of 3 rows of 8 tokens each"):
         new_cache().set_prompts(rows, length)

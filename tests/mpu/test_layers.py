@@ -1,5 +1,5 @@
-"""Parallel layers against plain torch.nn in float64, and under torch.autocast in bf16: outputs, input gradients and
-weight gradients; and what a layer's description refuses."""
+"""Parallel layers compared with plain torch.nn in float64, and under torch.autocast in bf16: outputs, input gradients
+and weight gradients. Also invalid configurations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IN, OUT, VOCAB, HEADS = 8, 24, 17, 4
 
 
 def close(actual: Tensor, expected: Tensor, what: str) -> None:
-    """In float64 to the last digits. Otherwise in bf16, whose numbers are off by 0.4 %, by the norm: 3 %."""
+    """Compare float64 to the last digits, and bf16 (with a rounding error of 0.4 %) by its norm within 3 %."""
     if actual.dtype == torch.float64:
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12, msg=lambda m: f"{what}: {m}")
     else:
@@ -29,8 +29,9 @@ def close(actual: Tensor, expected: Tensor, what: str) -> None:
 
 
 def compare(parallel: nn.Module, plain: nn.Module, inputs: Tensor) -> None:
-    """Load the plain module's weights into the parallel one, whose parameters have the same order; run both, compare
-    everything: in float64, or under torch.autocast if that is enabled. Backward runs outside of it, as it should."""
+    """Load the plain module's weights into the parallel module, whose parameters have the same order. Run both and
+    compare everything, in float64 or, if it is enabled, under torch.autocast. Backward runs outside autocast, as torch
+    recommends."""
     rank, size = mpu.get_model_parallel_rank(), mpu.get_model_parallel_world_size()
     if not torch.is_autocast_enabled("cpu"):
         parallel, plain = parallel.double(), plain.double()
@@ -60,7 +61,7 @@ def compare(parallel: nn.Module, plain: nn.Module, inputs: Tensor) -> None:
 
 
 class PlainAttention(nn.Module):
-    """Causal attention with materialised scores; the fused weight is [n, 3, d] rows, as in mpu."""
+    """Causal attention with all scores in memory. The rows of the fused weight are [n, 3, d], as in mpu."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,19 +95,19 @@ def check_layers(rank: int, world_size: int) -> None:
 
 
 def check_autocast(rank: int, world_size: int) -> None:
-    """Float32 weights and bf16 products, with the kernels of each processor."""
+    """Float32 weights and bf16 products, with each processor's kernels."""
     for amx in (True, False):
         with torch.autocast("cpu", torch.bfloat16), mock.patch("mpu.kernels.processor.HAS_AMX", amx):
             check_layers(rank, world_size)
             plain = nn.Linear(IN, OUT)
-            for rows in (1, 8, 32):  # which have kernels of their own where no gradient is needed
+            for rows in (1, 8, 32):  # each has a different kernel without gradients
                 x = torch.randn(rows, IN)
                 with torch.no_grad():
                     close(mpu.linear_without_gradient(x, plain.weight, plain.bias), plain(x), f"{rows} rows")
 
 
 def check_ids(rank: int, world_size: int) -> None:
-    """An id that no rank holds is an error on every rank, as torch's embedding has it, and no row of zeros."""
+    """An id outside the vocabulary is an error on every rank, as with torch's embedding, and not a row of zeros."""
     words = mpu.VocabParallelEmbedding(VOCAB, IN, padded_size=mpu.padded_vocab_size(VOCAB, 8, world_size))
     for bad in (-1, VOCAB):
         with pytest.raises(IndexError, match=f"^the token id {bad} is not in the vocabulary, 0 to {VOCAB - 1}; to "):
@@ -115,7 +116,7 @@ def check_ids(rank: int, world_size: int) -> None:
 
 
 def check_initial_weights(rank: int, world_size: int) -> None:
-    """A parallel layer built after manual_seed(s) holds the weight that the plain call would draw."""
+    """A parallel layer that is built after manual_seed(s) has the weights that the plain init call draws."""
     for make, spec_shape in (
         (mpu.ColumnParallelLinear, (OUT, IN)),
         (mpu.RowParallelLinear, (OUT, IN)),
@@ -129,11 +130,13 @@ def check_initial_weights(rank: int, world_size: int) -> None:
         assert torch.equal(layer.master_weight, full)
         assert torch.equal(layer.weight, spec.split(full, rank, world_size))
         assert getattr(layer.weight, "model_parallel", False)
-    assert not hasattr(mpu.RowParallelLinear(IN, OUT).bias, "model_parallel"), "a replicated bias counts once"
+    assert not hasattr(mpu.RowParallelLinear(IN, OUT).bias, "model_parallel"), (
+        "a replicated bias must count once in the norm"
+    )
 
 
 def check_2019s_arguments(rank: int, world_size: int) -> None:
-    """Megatron-LM 72c5f666b9, mpu/layers.py: what comes by position means what it meant there."""
+    """Positional arguments have the meaning that they have in Megatron-LM 72c5f666b9, mpu/layers.py."""
     ones, two = nn.init.ones_, 2 * world_size
     column = mpu.ColumnParallelLinear(3, two, False, False, ones, 1, True)
     assert column.bias is None and column(torch.ones(1, 3)).tolist() == [[3.0, 3.0]]
@@ -168,10 +171,10 @@ def test_layers_equal_plain_torch(world_size: int):
     ("fields", "message"),
     [
         ({"num_attention_heads": 3}, "64 is not divisible by 3"),
-        ({"gelu": "relu"}, "'relu' is none of tanh, erf"),
-        ({"recompute_granularity": "some"}, "'some' is none of none, selective, full"),
+        ({"gelu": "relu"}, "'relu' is not one of tanh, erf"),
+        ({"recompute_granularity": "some"}, "'some' is not one of none, selective, full"),
     ],
 )
-def test_wrong_descriptions_are_refused(fields: dict[str, Any], message: str) -> None:
+def test_wrong_configs_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TransformerConfig(**{"hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 256, **fields})

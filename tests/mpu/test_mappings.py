@@ -1,4 +1,4 @@
-"""The groups of ranks, and the communication operations with their gradients."""
+"""The process groups, and the collectives with their gradients."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def check_broadcast(rank: int, world_size: int) -> None:
     for shapes in (None, [(3, 4), (2,)]):
         got = mpu.broadcast_data(["text", "ids"], data, torch.int64, shapes=shapes)
         assert torch.equal(got["text"], torch.arange(12).view(3, 4)) and torch.equal(got["ids"], torch.tensor([7, 8]))
-    # What the first rank cannot send is an error on every rank: the others do not wait for it.
+    # If the first rank cannot send its data, every rank raises an error and none waits.
     for keys, dtype, reason in (
         (["text"], torch.int32, "'text' is torch.int64, expected torch.int32"),
         (["none"], torch.int64, "the first rank has no 'none'"),
@@ -90,7 +90,7 @@ def check_broadcast(rank: int, world_size: int) -> None:
 
 
 def check_clip(rank: int, world_size: int) -> None:
-    """The norm counts split parameters on every rank and replicated ones once."""
+    """The norm counts a split parameter on every rank and a replicated parameter once."""
     split, replicated = (torch.nn.Parameter(torch.zeros(4)) for _ in range(2))
     split.model_parallel = True  # type: ignore[attr-defined]
     for norm_type, expected in ((2, (4 * world_size * 9 + 4 * 16) ** 0.5), (torch.inf, 4.0)):
@@ -99,7 +99,7 @@ def check_clip(rank: int, world_size: int) -> None:
         assert norm == pytest.approx(expected, rel=1e-6)
         assert split.grad[0].item() == pytest.approx(3 / expected, rel=1e-4)
         assert mpu.clip_grad_norm([split, replicated], 10.0, norm_type) == pytest.approx(1.0, rel=1e-4)
-        assert split.grad[0].item() == pytest.approx(3 / expected, rel=1e-4), "a small norm must not be raised"
+        assert split.grad[0].item() == pytest.approx(3 / expected, rel=1e-4), "a small norm must not be scaled up"
     with pytest.raises(ValueError, match="2 and inf"):
         mpu.clip_grad_norm([split], 1.0, 1)
 
@@ -111,5 +111,5 @@ def check_all(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_operations(world_size: int):
+def test_collectives(world_size: int):
     run_ranks(check_all, world_size)

@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 
-from mpu.partition import Box, PartitionSpec, check_ids, local_ids, padded_vocab_size
+from mpu.partition import PartitionSpec, TensorSlice, check_ids, local_ids, padded_vocab_size
 
 
 def test_vocabulary_padding_does_not_depend_on_the_layout():
@@ -22,7 +22,7 @@ def test_vocabulary_padding_does_not_depend_on_the_layout():
         PartitionSpec((12,), 0),
         PartitionSpec((7, 3)),
         PartitionSpec((13, 4), 0, 16),
-        PartitionSpec((3, 2), 0, 16),  # the last: ranks that hold padding alone
+        PartitionSpec((3, 2), 0, 16),  # some ranks hold only padding
     ],
 )
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -32,30 +32,30 @@ def test_split_and_merge_are_inverse(spec: PartitionSpec, world_size: int):
     assert all(tuple(shard.shape) == spec.local_shape(world_size) for shard in shards)
     assert torch.equal(spec.merge(shards), full)
     if spec.dim is not None:
-        # Boxes cover the true tensor once; padding is zero.
+        # The slices cover the global tensor once; padding is zero.
         counted = torch.zeros(spec.global_shape)
         for rank in range(world_size):
-            counted[spec.box(rank, world_size).slices()] += 1
+            counted[spec.local_slice(rank, world_size).slices()] += 1
         assert torch.equal(counted, torch.ones_like(counted))
         assert sum(shard.abs().sum().item() for shard in shards) == pytest.approx(full.abs().sum().item())
 
 
-def test_boxes_of_a_padded_vocabulary():
+def test_slices_of_a_padded_vocabulary():
     spec = PartitionSpec((50257, 8), 0, 50304)
-    assert spec.box(1, 2) == Box((25152, 0), (25105, 8))
+    assert spec.local_slice(1, 2) == TensorSlice((25152, 0), (25105, 8))
     assert spec.local_shape(2) == (25152, 8)
-    assert spec.box(0, 1).numel == 50257 * 8
+    assert spec.local_slice(0, 1).numel == 50257 * 8
 
 
 def test_every_id_is_on_one_rank():
     found = [local_ids(torch.arange(8).view(2, 4), 4 * rank, 4 * rank + 4) for rank in range(2)]
     assert [rows.tolist() for rows, _ in found] == [[[0, 1, 2, 3], [0] * 4], [[0] * 4, [0, 1, 2, 3]]]
-    assert [is_here.tolist() for _, is_here in found] == [[[True] * 4, [False] * 4], [[False] * 4, [True] * 4]]
+    assert [is_local.tolist() for _, is_local in found] == [[[True] * 4, [False] * 4], [[False] * 4, [True] * 4]]
 
 
 @pytest.mark.parametrize("bad", [-100, -1, 10])
 def test_an_id_outside_the_vocabulary(bad: int):
-    """Refused by the host on a CPU, and by the device where the host does not wait for it."""
+    """On a CPU the host raises the error. Otherwise the device does, because the host does not wait for it."""
     ids = torch.tensor([[0, 9], [bad, 5]])
     with pytest.raises(IndexError, match=f"^the target {bad} is not in the vocabulary, 0 to 9; to leave a token out, "):
         check_ids(ids, 10, "target")

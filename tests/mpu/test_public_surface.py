@@ -1,9 +1,11 @@
-"""What `mpu` promises: the names of 2019, those that came later, and a docstring for each."""
+"""The public names of `mpu`: those of 2019, those that were added later, and the old names that still work."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+
+import torch
 
 import mpu
 
@@ -24,8 +26,8 @@ OF_2019 = set(
 ABSENT = {name for name in OF_2019 if name.startswith(("Bert", "GPT2"))}
 
 
-def test_the_public_names_are_2019s_and_those_that_the_page_lists() -> None:
-    """docs/reference/mpu.md lists what came later, and says what of 2019 is not there."""
+def test_public_names_are_those_of_2019_and_of_the_page() -> None:
+    """docs/reference/mpu.md lists the names that were added later, and those of 2019 that do not exist."""
     page = (ROOT / "docs" / "reference" / "mpu.md").read_text(encoding="utf-8")
     listed = page.partition("These names came later:")[2].partition("\n\n")[0]
     later = set(re.findall(r"`(\w+)`", listed))
@@ -35,13 +37,21 @@ def test_the_public_names_are_2019s_and_those_that_the_page_lists() -> None:
     assert "`GPT2Parallel…`, `BertParallel…`" in page
 
 
-def test_pages_and_programs_use_public_names_of_mpu_alone() -> None:
+def test_pages_and_programs_use_only_public_names_of_mpu() -> None:
     modules = {path.stem for path in (ROOT / "mpu").iterdir()} | {"md", "py", "X"}
     for path in (*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", *(ROOT / "megatron").rglob("*.py")):
         used = set(re.findall(r"(?<![\w./-])mpu\.(\w+)", path.read_text(encoding="utf-8")))
         assert used - modules <= set(mpu.__all__), f"{path.relative_to(ROOT)} uses {used - modules - set(mpu.__all__)}"
 
 
-def test_type_checkers_may_read_the_packages() -> None:
-    """PEP 561. `megatron` is shared with other packages, so its marker stands one folder deeper."""
+def test_packages_have_markers_for_type_checkers() -> None:
+    """PEP 561. `megatron` is shared with other packages, so its marker is one folder deeper."""
     assert all((ROOT / folder / "py.typed").exists() for folder in ("mpu", "data_utils", "megatron/gpt2"))
+
+
+def test_names_until_version_0_3() -> None:
+    assert (mpu.Box, mpu.Documents, mpu.HostMemory) == (mpu.TensorSlice, mpu.PackedSeqParams, mpu.ActivationOffload)
+    assert (mpu.Modules, mpu.PLAIN_MODULES) == (mpu.TransformerLayerSubmodules, mpu.DEFAULT_SUBMODULES)
+    assert mpu.dropout_keys is mpu.dropout_seeds
+    assert mpu.PartitionSpec.box is mpu.PartitionSpec.local_slice
+    assert mpu.checkpoint(torch.nn.Identity(), torch.ones(1), host_memory=None) == 1

@@ -1,5 +1,5 @@
-"""Random streams, checkpoints that repeat them, and what backward needs, split over ranks or in the host's memory: less is
-kept, and nothing else changes."""
+"""Random streams, activation checkpoints that repeat them, and saved activations that are sharded over ranks or
+offloaded to host memory: less device memory, equal results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.mpu.test_cross_entropy import MemoryCounter
 
 
 def draws(rank: int, world_size: int, model_parallel_size: int) -> tuple[list[float], list[float]]:
-    """What this rank draws from the default generator and from the tracker."""
+    """Random numbers of this rank from the default generator and from the tracker."""
     mpu.initialize_model_parallel(model_parallel_size)
     mpu.model_parallel_cuda_manual_seed(1234)
     shared = torch.rand(4).tolist()
@@ -32,16 +32,16 @@ def draws(rank: int, world_size: int, model_parallel_size: int) -> tuple[list[fl
     return shared, own
 
 
-def test_what_ranks_share():
+def test_which_random_numbers_ranks_share():
     # ranks 0, 1 share layers; 0, 2 share data
     results = run_ranks(draws, 4, 2)
     (d0, t0), (d1, t1), (d2, t2), (d3, t3) = results
-    assert d0 == d1 and d2 == d3, "hidden dropout is the same inside a model-parallel group"
+    assert d0 == d1 and d2 == d3, "hidden dropout is equal inside a model-parallel group"
     assert t0 != t1 and t2 != t3, "the tracker differs inside a model-parallel group"
-    assert (d0, t0, t1) == (d2, t2, t3), "the same seed is the same numbers on data-parallel ranks, as in 2019"
+    assert (d0, t0, t1) == (d2, t2, t3), "data-parallel ranks with the same seed draw the same numbers, as in 2019"
 
 
-def test_seeds_are_megatrons_at_rank_0():
+def test_seeds_of_rank_0_are_those_of_megatron():
     mpu.initialize_model_parallel(1)
     mpu.model_parallel_cuda_manual_seed(1234)
     assert torch.initial_seed() == 1234
@@ -50,7 +50,7 @@ def test_seeds_are_megatrons_at_rank_0():
     assert torch.equal(own, torch.rand(3, generator=torch.Generator().manual_seed(1234 + 2718)))
 
 
-def test_a_model_on_the_cpu_draws_there_also_where_the_process_has_used_a_gpu(monkeypatch: pytest.MonkeyPatch):
+def test_a_cpu_model_uses_the_cpu_generator_if_the_process_has_used_a_gpu(monkeypatch: pytest.MonkeyPatch):
     mpu.initialize_model_parallel(1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -64,7 +64,7 @@ def test_a_model_on_the_cpu_draws_there_also_where_the_process_has_used_a_gpu(mo
     mpu.model_parallel_cuda_manual_seed(1)
 
 
-def test_fork_continues_its_stream_and_leaves_the_default_alone():
+def test_fork_continues_its_stream_and_restores_the_default_one():
     tracker = mpu.get_cuda_rng_tracker()
     tracker.reset()
     tracker.add("a", 1)
@@ -90,7 +90,7 @@ def test_fork_continues_its_stream_and_leaves_the_default_alone():
         assert torch.equal(torch.rand(2), stream[:2])
 
 
-def test_checkpoint_repeats_both_streams():
+def test_checkpoint_repeats_both_random_streams():
     mpu.initialize_model_parallel(1)
     weight = torch.randn(16, 16)
 
@@ -114,8 +114,8 @@ def test_checkpoint_repeats_both_streams():
 
 
 @pytest.mark.parametrize("function", [F.gelu, nn.LayerNorm(16)])
-def test_an_output_that_is_computed_again(function: Callable[[Tensor], Tensor]) -> None:
-    """The results are those of the plain call to the bit, and the output does not live until backward."""
+def test_checkpoint_without_output(function: Callable[[Tensor], Tensor]) -> None:
+    """The results are bitwise equal to those of the plain call, and the output is freed before backward."""
     linear, outputs = nn.Linear(16, 8), list[weakref.ref[torch.UntypedStorage]]()
 
     def watched(x: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ def test_an_output_that_is_computed_again(function: Callable[[Tensor], Tensor]) 
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
 
-ELEMENTS = 10_007  # which no number of ranks divides
+ELEMENTS = 10_007  # a prime, so no number of ranks divides it
 
 
 def block(x: Tensor, mask: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ def block(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def results(checkpoint: Callable[..., Any]) -> tuple[list[Tensor], int]:
-    """Output and gradient of three blocks, and the bytes that are kept for backward of the last two."""
+    """Output and gradient of three blocks, and the bytes that the last two save for backward."""
     mpu.model_parallel_cuda_manual_seed(1)
     x = torch.linspace(-3, 3, ELEMENTS).requires_grad_()
     mask = torch.arange(ELEMENTS) % 7 > 0
@@ -159,48 +159,48 @@ def results(checkpoint: Callable[..., Any]) -> tuple[list[Tensor], int]:
 
 
 def split_arguments(rank: int, world_size: int) -> list[tuple[bool, int]]:
-    """Of each way: whether nothing changes, and what is kept."""
+    """For each way of saving: are the results equal to the plain checkpoint's, and how many bytes are saved?"""
     mpu.initialize_model_parallel(world_size)
     plain, whole = results(mpu.checkpoint)
     found = [(True, whole)]
-    host = mpu.HostMemory("cpu")
+    host = mpu.ActivationOffload("cpu")
     distributed = functools.partial(mpu.checkpoint, distribute_saved_activations=True)
-    for checkpoint in (distributed, functools.partial(distributed, host_memory=host)):
+    for checkpoint in (distributed, functools.partial(distributed, activation_offload=host)):
         tensors, kept = results(checkpoint)
         found.append((all(map(torch.equal, tensors, plain)), kept))
     mpu.partition_activations_in_checkpoint(True)
     tensors, kept = results(mpu.checkpoint)
     mpu.partition_activations_in_checkpoint(False)
-    return [*found, (all(map(torch.equal, tensors, plain)), kept), (True, host.taken)]
+    return [*found, (all(map(torch.equal, tensors, plain)), kept), (True, host.allocated_bytes)]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_each_rank_keeps_its_part(ranks: int):
+def test_each_rank_saves_only_its_shard(ranks: int):
     part = -(-ELEMENTS // ranks)
-    for whole, split, parked, by_default, on_host in run_ranks(split_arguments, ranks):
-        assert all(same for same, _ in (split, parked, by_default))
-        # Two inputs, of which the first exists outside as well, two masks of a byte an element, which do, and states
-        # of generators.
+    for whole, split, offloaded, by_default, on_host in run_ranks(split_arguments, ranks):
+        assert all(same for same, _ in (split, offloaded, by_default))
+        # Saved: two inputs (the first also exists outside), two masks of one byte for each element (which exist
+        # outside), and generator states.
         states = whole[1] - 4 * ELEMENTS
         assert 0 <= states < 30_000
         assert split[1] - states == by_default[1] - states == 2 * (4 + 1) * part
         assert on_host[1] == 3 * (4 + 1) * part
-        assert parked[1] - states >= 2 * (4 + 1) * part  # here that is the same memory
+        assert offloaded[1] - states >= 2 * (4 + 1) * part  # host memory counts here, because the device is the CPU
 
 
 @pytest.mark.parametrize("recompute", ["full", "none"])
-def test_a_step_is_the_same_with_what_it_keeps_on_the_host(recompute: str):
-    """And from the second step on no memory of the host is taken. Here the copies are made on the CPU."""
+def test_offloading_does_not_change_a_step(recompute: str, monkeypatch: pytest.MonkeyPatch):
+    """From the second step on, no host memory is allocated. Here the copies are made on the CPU."""
     mpu.initialize_model_parallel(1)
     tokens = torch.randint(0, 97, (2, 32), generator=torch.Generator().manual_seed(0))
     shape = replace(SHAPE, num_layers=4, hidden_dropout=0.1, attention_dropout=0.1)
 
-    def two_passes(host: mpu.HostMemory | None) -> list[Tensor]:
-        """Losses and gradients of two forward passes, whose backward comes after both, as in a pipeline."""
-        offloaded = 3 if recompute == "none" else 0
-        layer = layer_config(shape, recompute_granularity=recompute, cpu_offloading_num_layers=offloaded)
+    def two_passes(host: mpu.ActivationOffload | None) -> list[Tensor]:
+        """Losses and gradients of two forward passes. Both backward passes run after them, as in a pipeline."""
+        offloaded_layers = 3 if recompute == "none" else 0
+        layer = layer_config(shape, recompute_granularity=recompute, cpu_offloading_num_layers=offloaded_layers)
         model = GPT2Model(shape, layer, dropout_seed=1)
-        model.transformer.host_memory = host
+        model.transformer.activation_offload = host
         losses = [
             model(tokens, tokens, torch.full((2, 32), 1 / 64), samples=torch.tensor([2 * n, 2 * n + 1]))
             for n in range(2)
@@ -209,10 +209,10 @@ def test_a_step_is_the_same_with_what_it_keeps_on_the_host(recompute: str):
             loss.backward()
         return [*(loss.detach() for loss in losses), *(p.grad for p in model.parameters() if p.grad is not None)]
 
-    host = mpu.HostMemory("cpu")
-    host.of_layer = functools.partial(host.of_layer, at_least=1)  # type: ignore[method-assign]
-    plain, parked = two_passes(None), two_passes(host)
-    taken = host.taken
-    assert taken >= 2 * 4 * 4 * 2 * 32 * 128 and len(plain) == len(parked) > 50
-    assert all(map(torch.equal, plain, parked))
-    assert all(map(torch.equal, plain, two_passes(host))) and host.taken == taken
+    host = mpu.ActivationOffload("cpu")
+    monkeypatch.setattr("mpu.activation_offload.MIN_BYTES", 1)
+    plain, offloaded = two_passes(None), two_passes(host)
+    allocated = host.allocated_bytes
+    assert allocated >= 2 * 4 * 4 * 2 * 32 * 128 and len(plain) == len(offloaded) > 50
+    assert all(map(torch.equal, plain, offloaded))
+    assert all(map(torch.equal, plain, two_passes(host))) and host.allocated_bytes == allocated

@@ -1,13 +1,12 @@
-"""A --save folder: which of its checkpoints is loaded, which is the best one, one run in it at a time; and which program
-wrote what a --load names.
+"""The --save folder: find the checkpoint to load, find the best checkpoint, lock the folder, detect a checkpoint's format.
 
-`latest_checkpointed_iteration.txt`, the tracker, names the iteration to load. A number that is saved again has its
-existing folder renamed aside, `iter_0000300.old-1`. `best/` (--keep-best) holds the checkpoint with the lowest
-validation loss, as a folder like the one around it, for `--load`: iter_0000700/, its tracker, tokenizer/. The loss is
-only in the manifest of that checkpoint. A run that continues reads it from there.
+The tracker, `latest_checkpointed_iteration.txt`, names the iteration to load. If an iteration is saved again, its
+existing folder is renamed to `iter_0000300.old-1`. `best/` (--keep-best) holds the checkpoint with the lowest
+validation loss. It is a folder for `--load`, with iter_0000700/, a tracker and tokenizer/. Only the manifest of that
+checkpoint has the loss. A resumed run reads it there.
 
-The checkpoints of other programs are told by the names of their files, so that training can refuse them.
-`megatron/gpt2/formats/` reads those, for `tools/checkpoint.py`. The training program does not import it.
+This module recognises checkpoints of other programs by their file names, so that training can refuse them.
+`tools/checkpoint.py` reads them with `megatron/gpt2/formats/`, which the training program does not import.
 """
 
 import json
@@ -21,16 +20,18 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from data_utils.command_line import how_to_call
-from data_utils.files import errors_of, take_lock
+from data_utils.files import make_folder, no_follow, try_lock, wrap_errors
 from megatron.gpt2.checkpoint.reader import MANIFEST, Checkpoint
-from megatron.gpt2.monitor.run_log import set_aside
+from megatron.gpt2.monitor.incidents import FOLDER as INCIDENTS
+from megatron.gpt2.monitor.run_log import rename_old
 from megatron.gpt2.monitor.run_report import METRICS
 
+LOCK = "lock"
 TRACKER = "latest_checkpointed_iteration.txt"
 BEST = "best"
 _ITERATION = re.compile(r"iter_(\d{7,12})(?:\.old-(\d{1,3}))?", re.ASCII)
-# A format, and patterns of the files that all lie in the folder of its iteration. "megatron" is all versions.
-SIGNS = (
+# A format, and patterns of files that its iteration's folder has. "megatron" stands for all versions.
+FORMAT_FILES = (
     ("native", MANIFEST),
     ("torch_dist", ".metadata", "metadata.json"),
     ("dcp", ".metadata"),
@@ -40,48 +41,52 @@ SIGNS = (
     ("huggingface", "config.json", "pytorch_model.bin*"),
     ("nanogpt", "ckpt.pt"),
 )
-OF_A_FOLDER = re.compile(r"model(_optim)?_rng\.pt|common\.pt|mp_rank_.*")  # files with the suffix of nanoGPT's
+FOLDER_FILES = re.compile(r"model(_optim)?_rng\.pt|common\.pt|mp_rank_.*")  # .pt files that are not nanoGPT's
 Log = Callable[[str], None]
-Gather = Callable[[str], list[str]]  # the texts of all ranks, by rank: every rank calls it with its own
+Gather = Callable[[str], list[str]]  # a collective: each rank passes a text and gets the texts of all ranks, by rank
 
 
 class NoValidCheckpoint(ValueError):
-    """A folder has checkpoints, and all are damaged."""
+    """All checkpoints of a folder are damaged."""
 
     cause = "damaged checkpoint"
 
 
-def alone(text: str) -> list[str]:
+class FolderInUse(ValueError):
+    """Another process has locked the folder."""
+
+
+def gather_alone(text: str) -> list[str]:
     """`Gather` for one rank."""
     return [text]
 
 
-def iterations(directory: Path, *, aside: bool = False) -> list[tuple[int, Path]]:
-    """The iterations in `directory`, the newest first, each with its folder; with `aside`, after all of them those that
-    were renamed aside."""
+def list_iterations(directory: Path, *, include_old: bool = False) -> list[tuple[int, Path]]:
+    """Return the iterations in `directory` and their folders, the newest first. With `include_old`, folders that were renamed
+    to `.old-N` follow."""
     names = os.listdir(directory) if directory.is_dir() else []
-    found = [match for match in map(_ITERATION.fullmatch, names) if match and (aside or not match[2])]
+    found = [match for match in map(_ITERATION.fullmatch, names) if match and (include_old or not match[2])]
     found.sort(key=lambda match: (not match[2], int(match[1]), int(match[2] or 0)), reverse=True)
     return [(int(match[1]), directory / match[0]) for match in found]
 
 
 def find_checkpoint(
-    directory: str | Path, *, log: Log, rank: int = 0, gather: Gather = alone, verify: bool = True
+    directory: str | Path, *, log: Log, rank: int = 0, gather: Gather = gather_alone, verify: bool = True
 ) -> Checkpoint | None:
-    """The checkpoint to load: the tracker's, or if that is damaged or missing the newest valid one, loudly.
+    """Open the checkpoint that the tracker names. If it is damaged or missing, open the newest valid one and warn.
 
-    All ranks call it, with `gather`, a collective, and all get the same answer: rank 0 proposes, everyone opens, each
-    hashes its share of the files (`verify`), and a checkpoint counts if all agree. An iteration that was renamed aside
-    is the last resort. Nothing is changed on the disk. `log` gets the warnings on every rank.
+    All ranks call this function and get the same result. Rank 0 proposes a checkpoint, every rank opens it, and each
+    rank hashes its share of the files (`verify`). The checkpoint is used if it is valid on all ranks. Folders renamed
+    to `.old-N` are tried last. Nothing on the disk changes. Every rank logs the warnings.
 
-    Returns None if the folder is missing or holds no checkpoint. ValueError if it holds some and none is valid.
+    Returns None if the folder does not exist or has no checkpoint. Raises ValueError if all its checkpoints are damaged.
     """
     directory = Path(directory)
-    tracked, names, *problems = json.loads(gather(json.dumps(_proposals(directory)) if rank == 0 else "")[0])
+    tracked, names, *problems = json.loads(gather(json.dumps(_load_order(directory)) if rank == 0 else "")[0])
     checkpoint = None
     for name in names:
         try:
-            checkpoint = _open_together(directory / name, rank, gather, verify)
+            checkpoint = _open_on_all_ranks(directory / name, rank, gather, verify)
             break
         except ValueError as error:
             problems.append(str(error))
@@ -96,27 +101,27 @@ def find_checkpoint(
         return None
     if problems:
         log(f"WARNING: {checkpoint.path} is loaded, the newest valid checkpoint there")
-    for number, newer in iterations(directory):
+    for number, newer in list_iterations(directory):
         if checkpoint.iteration == tracked < number:
             log(
                 f"WARNING: {newer} is newer than iteration {tracked}, which {TRACKER} names and "
-                "which is loaded; it will be renamed aside when its number is saved again"
+                "which is loaded; it will be renamed to .old-N when its iteration is saved again"
             )
     return checkpoint
 
 
-def _proposals(directory: Path) -> tuple[Any, ...]:
-    """The tracker's iteration, the names of what to try in this order, and what is wrong with the tracker, if
-    anything is."""
-    names = [path.name for _, path in iterations(directory, aside=True)]
+def _load_order(directory: Path) -> tuple[Any, ...]:
+    """The tracker's iteration, the folder names in the order to try them, and a problem with the tracker if it has
+    one."""
+    names = [path.name for _, path in list_iterations(directory, include_old=True)]
     tracker = directory / TRACKER
     if not names and not os.path.lexists(tracker):
         return None, names
     try:
-        with errors_of(tracker):
-            if not tracker.is_file():  # a pipe would keep us waiting
-                raise ValueError("is no file" if os.path.lexists(tracker) else "missing")
-            text = _beginning(tracker)
+        with wrap_errors(tracker):
+            if not tracker.is_file():  # opening a pipe would wait for a writer
+                raise ValueError("is not a file" if os.path.lexists(tracker) else "missing")
+            text = _read_start(tracker)
             if not re.fullmatch(rb"\s*\d{1,12}\s*", text):
                 raise ValueError(f"holds {text!r} instead of the number of an iteration")
     except ValueError as error:
@@ -125,17 +130,17 @@ def _proposals(directory: Path) -> tuple[Any, ...]:
     return int(text), [tracked, *(name for name in names if name != tracked)]
 
 
-def _beginning(path: Path) -> bytes:
+def _read_start(path: Path) -> bytes:
     with open(path, "rb") as stream:
         return stream.read(80)
 
 
-def _open_together(path: Path, rank: int, gather: Gather, verify: bool) -> Checkpoint:
-    """The checkpoint at `path` if every rank finds it valid, else ValueError. All ranks take the same branches."""
+def _open_on_all_ranks(path: Path, rank: int, gather: Gather, verify: bool) -> Checkpoint:
+    """Open the checkpoint at `path`. Raises ValueError on every rank if it is not valid on one of them."""
     checkpoint = None
     try:
         if not path.is_dir():
-            raise ValueError(f"{path}: missing, though {TRACKER} names it")
+            raise ValueError(f"{path}: missing, but {TRACKER} names it")
         checkpoint = Checkpoint(path)
         seen = checkpoint.digest
     except ValueError as error:
@@ -143,61 +148,73 @@ def _open_together(path: Path, rank: int, gather: Gather, verify: bool) -> Check
     answers = gather(seen)
     for other, answer in enumerate(answers):
         if answer != answers[0]:
-            raise ValueError(f"{path}: rank {other} does not see the same there: do all nodes share the folder?")
+            raise ValueError(f"{path}: rank {other} sees different files there: do all nodes share the folder?")
     if checkpoint is None:
         raise ValueError(seen)
-    for problem in gather(checkpoint.damage(rank, len(answers), hashed=verify)):
+    for problem in gather(checkpoint.find_damage(rank, len(answers), check_hashes=verify)):
         if problem:
             raise ValueError(problem)
     return checkpoint
 
 
 def best_loss(folder: Path, data_fingerprint: str, log: Log) -> float:
-    """The validation loss, in nats per token, of the checkpoint in `folder`. Infinite if the folder holds no valid
-    checkpoint, or one that was trained on other data."""
+    """The validation loss, in nats per token, of the checkpoint in `folder`. Infinity if the folder has no valid
+    checkpoint, or if it was trained on different data."""
     try:
         checkpoint = find_checkpoint(folder, log=log, verify=False)
     except ValueError as error:
         log(f"WARNING: {error}")
         return math.inf
-    if checkpoint is None or checkpoint.facts.get("data_fingerprint") != data_fingerprint:
+    if checkpoint is None or checkpoint.metadata.get("data_fingerprint") != data_fingerprint:
         return math.inf
-    return float(checkpoint.facts.get("valid_loss", math.inf))
+    return float(checkpoint.metadata.get("valid_loss", math.inf))
 
 
-def set_best_aside(save: Path, log: Log) -> None:
-    """Rename the best checkpoint of an earlier run, in the folder of one that starts from iteration 0."""
+def rename_old_best(save: Path, log: Log) -> None:
+    """Rename `best/` of an earlier run in `save`. A run that starts at iteration 0 calls this."""
     if (save / BEST / TRACKER).exists():
-        log(f"WARNING: {save / BEST} is of an earlier run: it is now {set_aside(save / BEST)}")
+        log(f"WARNING: {save / BEST} is of an earlier run: it is now {rename_old(save / BEST)}")
 
 
 def lock_folder(folder: Path, log: Log) -> BinaryIO:
-    """Make `folder` and lock it until the returned file is closed; the system closes it when this process dies.
+    """Make `folder` and lock it until the returned file is closed. The system closes the file if this process dies.
 
-    ValueError, one line, if another process has it, or if another run keeps its best checkpoint there. On a filesystem
-    without locks nothing is locked, and `log` gets a warning.
+    Raises ValueError, in one line, if another process has locked it, if it is the `best/` folder of another run, or if it
+    has links through which the run would change other files. On a filesystem without locks, the function logs a warning and locks nothing.
     """
     if folder.name == BEST and (folder.parent / METRICS).exists():
         raise ValueError(
             f"--save {folder} is where the run in {folder.parent} keeps its best checkpoint: give another "
             "--save to train on from it"
         )
-    path = folder / "lock"
+    if folder.is_symlink() and not folder.exists():
+        raise ValueError(
+            f"--save {folder} is a symbolic link to {os.readlink(folder)}, which does not exist: make that folder, or "
+            "give another --save"
+        )
+    path = folder / LOCK
+    for link in filter(Path.is_symlink, (*folder.glob("*"), *folder.glob(f"{INCIDENTS}/*"))):
+        if not link.name.startswith("iter_"):  # which are only read
+            raise ValueError(
+                f"--save {folder}: {link} is a symbolic link to {os.readlink(link)}, which the run would change: remove "
+                "the link, or give another --save"
+            )
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = path.open("a+b")  # not "w": what its holder says of itself must stay
+        make_folder(folder)
+        # Not "w", which would delete the name of the process that holds the lock.
+        file = open(path, "a+b", opener=no_follow)  # noqa: SIM115
     except OSError as error:
         raise ValueError(f"--save {folder}: cannot be written: {error.strerror}") from error
     try:
-        taken = take_lock(file)
+        taken = try_lock(file)
     except OSError as error:
-        log(f"WARNING: {path} cannot be locked ({error.strerror}): nothing keeps a second run out of this folder")
+        log(f"WARNING: {path} cannot be locked ({error.strerror}): a second run could write into this folder")
         return file
     if not taken:
         file.seek(0)
         holder = file.read(200).decode(errors="replace").strip() or "another process"
         file.close()
-        raise ValueError(
+        raise FolderInUse(
             f"--save {folder} is in use by {holder}: wait for that run, end it, or give this one another --save"
         )
     file.truncate(0)
@@ -206,41 +223,52 @@ def lock_folder(folder: Path, log: Log) -> BinaryIO:
     return file
 
 
-def recognise(path: str | Path, iteration: int | None = None) -> tuple[str, Path] | None:
-    """The format of what lies at `path`, and the thing to open: an iteration's folder, or a file. No file is read.
+def is_locked_by(folder: Path, lock: BinaryIO) -> bool:
+    """Whether `lock` is still the lock of `folder`. False if the folder was removed, moved or replaced."""
+    try:
+        return os.path.samestat(os.stat(folder / LOCK), os.fstat(lock.fileno()))
+    except OSError as error:  # another error may pass
+        return not isinstance(error, FileNotFoundError | NotADirectoryError)
 
-    If a folder holds several iterations: `iteration`, else the tracker's, else the newest. None if nothing is known.
+
+def detect_format(path: str | Path, iteration: int | None = None) -> tuple[str, Path] | None:
+    """Return the format of the checkpoint at `path`, and the iteration's folder or the file to open. None if the format
+    is unknown. The function reads only file names and the tracker.
+
+    If a folder has several iterations, the function chooses `iteration`, else the tracker's, else the newest one.
     """
     path = Path(path)
-    if path.is_file() and path.suffix == ".pt" and not OF_A_FOLDER.fullmatch(path.name):
+    if path.is_file() and path.suffix == ".pt" and not FOLDER_FILES.fullmatch(path.name):
         return "nanogpt", path
     for folder in (path.parent, path.parent.parent) if path.is_file() else _candidates(path, iteration):
-        for format, *patterns in SIGNS:
+        for format, *patterns in FORMAT_FILES:
             if all(any(folder.glob(pattern)) for pattern in patterns):
                 return format, folder / "ckpt.pt" if format == "nanogpt" else folder
     return None
 
 
 def _candidates(path: Path, iteration: int | None) -> Iterator[Path]:
-    """`path` itself, and the folders inside of it that may hold the iteration, the likeliest first."""
+    """Yield `path` and the folders in it that may hold the iteration, the most likely first."""
     yield path
     names = [str(iteration), f"global_step{iteration}"]
     if iteration is None:
         trackers = (path / TRACKER, path / "latest")  # Megatron's and ours; DeepSpeed's
-        names = [_beginning(file).decode("ascii", "replace").strip() for file in trackers if file.is_file()]
+        names = [_read_start(file).decode("ascii", "replace").strip() for file in trackers if file.is_file()]
     for name in names:
-        if re.fullmatch(r"\w[\w.-]*", name, re.ASCII):  # no way out of the folder
+        if re.fullmatch(r"\w[\w.-]*", name, re.ASCII):  # not a path that leads out of the folder
             yield from (path / f"iter_{int(name):07d}", path / name) if name.isdigit() else (path / name,)
     if iteration is None:
-        yield from (folder for _, folder in iterations(path))
+        yield from (folder for _, folder in list_iterations(path))
 
 
-def refuse_foreign(load: str | Path, *, num_attention_heads: int | None = None, with_tokenizer: bool = False) -> None:
-    """Another program's checkpoint is converted first, once: ValueError with the command.
+def require_native_format(
+    load: str | Path, *, num_attention_heads: int | None = None, with_tokenizer: bool = False
+) -> None:
+    """Raise ValueError, with the command that converts it, if `load` is a checkpoint of another program.
 
-    with_tokenizer: the result needs a tokenizer, because no flag will say which.
+    with_tokenizer: the command asks for the tokenizer's files, because the caller has no flag for them.
     """
-    format, _ = recognise(load) or ("native", None)
+    format, _ = detect_format(load) or ("native", None)
     if format == "native":
         return
     flags = ""

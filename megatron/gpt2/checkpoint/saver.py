@@ -1,10 +1,11 @@
-"""Saving of a run: one checkpoint at a time, written by a thread, for which the run waits now or (--async-save) later.
+"""`Saver` writes the checkpoints of a run, one at a time, in a thread. Training waits for the thread or, with --async-save,
+continues.
 
-    save: wait for the last one -> copy to the host, with --async-save -> a thread writes and commits
-    finish: wait for this rank's part, agree on the parts, wait for the commit, agree, and know what is on the disk
+    save: wait for the last save -> with --async-save, copy to host memory -> the thread writes and commits
+    finish: wait for this rank's files -> all ranks exchange errors -> wait for the commit -> all ranks exchange results
 
-The thread runs `write`, which needs no collective; all collectives are on the caller's thread. The first of `finish`
-comes before rank 0 gives the parts of others a time limit: it fails if a rank is gone, like those of a step.
+The thread runs `write`, which calls no collective. All collectives run in the caller's thread. Only after the first
+collective in `finish` does rank 0 start a time limit for the files of other ranks. That collective fails if a rank died.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ import shutil
 import time
 import weakref
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,22 +24,31 @@ import torch
 from torch import Tensor
 
 from data_utils.files import machine_memory
-from megatron.gpt2.checkpoint.folder import Gather, Log, alone
+from megatron.gpt2.checkpoint.folder import Gather, Log, gather_alone
 from megatron.gpt2.checkpoint.reader import table_path
-from megatron.gpt2.checkpoint.writer import Files, Piece, commit, remove_older, unfinished, write_part
+from megatron.gpt2.checkpoint.writer import (
+    ShardedFiles,
+    ShardedTensor,
+    commit,
+    remove_old_checkpoints,
+    temporary_folder,
+    write_rank_files,
+)
+from megatron.gpt2.hooks import StopRun
 
-GRACE = 5.0  # seconds in which the parts of ranks that may be dead can still come, at the end of a run
-_PAUSE = 0.02  # seconds between two looks
-_NAMED = 8  # ranks that a message names
-_ALIGNMENT = 64  # bytes, of every tensor in the copy
+GRACE_SECONDS = 5.0  # at the end of a run, rank 0 waits this long for files of ranks that may be dead
+_POLL_SECONDS = 0.02
+_MAX_NAMED_RANKS = 8  # in a message
+_TOO_SLOW = "too slow"
+_ALIGNMENT = 64  # bytes, of every tensor in the host buffer
 
 
 @dataclass
-class Parts:
-    """What the thread that writes a checkpoint, and the run, which has collectives, tell each other meanwhile.
+class PendingSave:
+    """State that the writing thread and the training thread share during a save.
 
-    own: done when this rank's part is on the disk, or has failed. deadline: of `time.monotonic()`, when to wait no
-    longer for the parts of other ranks. problem: why any rank could not write its part, else "".
+    own: the result of writing this rank's files. deadline: the `time.monotonic()` at which rank 0 stops waiting for other
+    ranks. problem: the error of the first rank that could not write its files, else "".
     """
 
     own: Future[None] = field(default_factory=Future)
@@ -48,13 +58,12 @@ class Parts:
 
 @dataclass(kw_only=True)
 class Saver:
-    """Writes the checkpoints of one run into `folder`. Every rank has one and calls its methods at the same steps.
+    """Writes the checkpoints of a run into `folder`. Every rank has a saver and calls its methods at the same steps.
 
-    attempt: a word that all ranks share and no other run. keep_last: how many iterations a save leaves, its own among
-    them (default: all). timeout_s: how long rank 0 waits for files that another rank has written. local_world_size:
-    ranks that share this machine's memory. gather: a collective, the texts of all ranks. saved_iteration: the last one
-    that was committed, as far as all ranks can tell. problem: why the last one that failed did, as far as this rank can
-    tell.
+    attempt: a text that is equal on all ranks and different in every run. keep_last: the number of iterations to keep
+    after a save, with the new one (default: all). timeout_s: how long rank 0 waits until it sees the files of other
+    ranks. storage_timeout_s: how long each rank waits for its own files. local_world_size: the ranks that share this
+    machine's memory. gather: a collective that returns the texts of all ranks, and allows for both times. saved_iteration: the last iteration that all ranks report as committed. problem: the last error on this rank.
     """
 
     folder: Path
@@ -63,71 +72,79 @@ class Saver:
     asynchronous: bool = False
     keep_last: int | None = None
     timeout_s: float = 60.0
+    storage_timeout_s: float = 3600.0
     rank: int = 0
     world_size: int = 1
     local_world_size: int = 1
-    gather: Gather = alone
+    gather: Gather = gather_alone
     saved_iteration: int | None = None
     problem: str = ""
-    _room: Tensor | None = None  # memory of the host, for a copy of what is saved
+    _host_buffer: Tensor | None = None  # for --async-save
     _saves: int = 0
-    _under_way: tuple[int | None, Parts, Future[Path]] | None = None
+    _pending: tuple[int | None, PendingSave, Future[Path]] | None = None
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "saver"))
 
-    def prepare(self, files: Files) -> None:
-        """Make the memory that --async-save copies `files` into, unless it is there: before training begins, so that
-        no step waits for it. The next state has the same shapes."""
-        if not self.asynchronous or self._room is not None:
+    def prepare(self, files: ShardedFiles) -> None:
+        """Allocate the host buffer into which --async-save copies `files`, once. A call before training avoids the wait in
+        the first save. All later saves have the same shapes."""
+        if not self.asynchronous or self._host_buffer is not None:
             return
-        self._room, lacking = _room_for(files, self.local_world_size)
+        self._host_buffer, lacking = _allocate_host_buffer(files, self.local_world_size)
         if lacking := max(map(int, self.gather(str(lacking)))):
             self.log(
-                f"WARNING: --async-save is left out, training waits for every save: its copy lacks {lacking:,} "
-                "bytes of host memory"
+                f"WARNING: --async-save is off, so training waits for every save: its copy needs {lacking:,} more bytes of "
+                "host memory"
             )
-            self.asynchronous, self._room = False, None
+            self.asynchronous, self._host_buffer = False, None
 
     def save(
-        self, iteration: int, files: Files, facts: Mapping[str, Any], *, beside: Path | None = None
+        self, iteration: int, files: ShardedFiles, metadata: Mapping[str, Any], *, into: Path | None = None
     ) -> Path | None:
-        """Start saving a checkpoint. Returns its folder if it is committed on return; None if it failed, after a warning,
-        or if a thread is still writing (--async-save). facts: what the manifest says about the run, in JSON's types;
-        those of rank 0 count. beside: save into this folder instead, and replace the checkpoint there (for `best`)."""
+        """Start saving a checkpoint. Returns its folder if the save is committed, and None if it failed with a warning or
+        if the thread is still writing (--async-save). metadata: for the manifest, in JSON types, taken from rank 0.
+        into: save into this folder instead, and replace the checkpoint there (for `best/`)."""
         self.finish()
         self.prepare(files)
-        if self._room is not None:
-            files = _copied(files, self._room)
-        parts = Parts()
-        written = self._thread.submit(self.write, iteration, files, facts, parts, beside)
-        self._under_way = None if beside else iteration, parts, written
+        if self._host_buffer is not None:
+            files = _copy_to_host(files, self._host_buffer)
+        pending = PendingSave()
+        written = self._thread.submit(self.write, iteration, files, metadata, pending, into)
+        self._pending = None if into else iteration, pending, written
         return None if self.asynchronous else self.finish()
 
     def write(
-        self, iteration: int, files: Files, facts: Mapping[str, Any], parts: Parts, beside: Path | None = None
+        self,
+        iteration: int,
+        files: ShardedFiles,
+        metadata: Mapping[str, Any],
+        pending: PendingSave,
+        into: Path | None = None,
     ) -> Path:
-        """Write this rank's `files`; rank 0 commits, once the parts of all ranks are on the disk. The other arguments
-        are as for `save`. Rank 0's result counts, since it learns of every failure.
+        """Write this rank's `files`. Rank 0 then waits for the files of all ranks and commits. The other arguments are
+        those of `save`. Only the result of rank 0 shows whether the save succeeded.
 
-        OSError, one line, if this rank cannot write, and on rank 0 if `parts` says that another one cannot.
-        TimeoutError, which is an OSError, if a rank's part is missing at the deadline of `parts`.
+        Raises OSError, in one line, if this rank cannot write, and on rank 0 if `pending` has the problem of another rank.
+        Raises TimeoutError, an OSError, on rank 0 if files of a rank are missing at the deadline.
         """
-        directory, keep_last = (beside, 1) if beside else (self.folder, self.keep_last)
+        directory, keep_last = (into, 1) if into else (self.folder, self.keep_last)
         final = directory / f"iter_{iteration:07d}"
-        folder = unfinished(final, f"{self.attempt}-{self._saves}")
+        folder = temporary_folder(final, f"{self.attempt}-{self._saves}")
         self._saves += 1
         try:
             if self.rank == 0:
-                for stale in set(directory.glob("iter_*.tmp-*")) - {folder}:  # others may be writing into that one
+                for stale in set(directory.glob("iter_*.tmp-*")) - {
+                    folder
+                }:  # other ranks may already write into `folder`
                     shutil.rmtree(stale, ignore_errors=True)
-            write_part(folder, iteration, files, self.rank)
-            parts.own.set_result(None)
+            write_rank_files(folder, iteration, files, self.rank)
+            pending.own.set_result(None)
             if self.rank == 0:
-                self._wait_for_tables(folder, parts)
-                commit(folder, final, facts, self.world_size, self.log)
-                remove_older(directory, iteration, keep_last, self.log)
+                self._wait_for_tables(folder, pending)
+                commit(folder, final, metadata, self.world_size, self.log)
+                remove_old_checkpoints(directory, iteration, keep_last, self.log)
         except BaseException as error:
-            if not parts.own.done():
-                parts.own.set_exception(error)
+            if not pending.own.done():
+                pending.own.set_exception(error)
             if self.rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
             if isinstance(error, OSError):
@@ -137,83 +154,102 @@ class Saver:
         self.log(f"saved {final}")
         return final
 
-    def _wait_for_tables(self, folder: Path, parts: Parts) -> None:
+    def _wait_for_tables(self, folder: Path, pending: PendingSave) -> None:
         ranks = {Path(table_path(rank)).name: rank for rank in range(self.world_size)}
         began = time.monotonic()
-        # One look for all: of thousands, each would otherwise be a question to the file system.
+        # One listing for all ranks. With thousands of ranks, a query for each file would load the file system.
         while missing := sorted(ranks.keys() - set(os.listdir((folder / table_path(0)).parent))):
-            if parts.problem:
-                raise OSError(parts.problem)
-            if time.monotonic() > parts.deadline:
-                named = ", ".join(str(ranks[name]) for name in missing[:_NAMED])
-                more = f" and {len(missing) - _NAMED:,} more" if len(missing) > _NAMED else ""
+            if pending.problem:
+                raise OSError(pending.problem)
+            if time.monotonic() > pending.deadline:
+                named = ", ".join(str(ranks[name]) for name in missing[:_MAX_NAMED_RANKS])
+                more = f" and {len(missing) - _MAX_NAMED_RANKS:,} more" if len(missing) > _MAX_NAMED_RANKS else ""
                 raise TimeoutError(
-                    f"{folder}: nothing came from rank {named}{more} within {time.monotonic() - began:.1f} s; "
+                    f"{folder}: no files from rank {named}{more} within {time.monotonic() - began:.1f} s; "
                     "earlier checkpoints are untouched: do all nodes share the folder?"
                 )
-            time.sleep(_PAUSE)
+            time.sleep(_POLL_SECONDS)
 
     def finish(self) -> Path | None:
-        """Wait for the checkpoint under way: its folder, or None if there is none or it failed on any rank."""
-        if self._under_way is None:
+        """Wait for the pending save. Return its folder, or None if no save is pending or if it failed on any rank. Raises
+        StopRun on every rank if the storage of one takes longer than `storage_timeout_s`."""
+        if self._pending is None:
             return None
-        iteration, parts, written = self._under_way
-        error = parts.own.exception()
-        own = f"rank {self.rank} could not write its part: {error}" if isinstance(error, OSError) else ""
-        parts.problem = next(filter(None, self.gather(own)), "")
-        parts.deadline = time.monotonic() + self.timeout_s
-        error = written.exception()
-        self._under_way = None
-        path = None if isinstance(error, OSError) else written.result()
-        if not all(self.gather(str(path or ""))):
+        iteration, pending, written = self._pending
+        errors = self._gather_errors(pending.own, pending)
+        pending.problem = next(
+            (f"rank {rank} could not write its files: {text}" for rank, text in enumerate(errors) if text), ""
+        )
+        pending.deadline = time.monotonic() + self.timeout_s
+        failed = any(self._gather_errors(written, pending))
+        self._pending = None
+        path = None if isinstance(written.exception(), OSError) else written.result()
+        if failed:
             return None
         if iteration is not None:
             self.saved_iteration = iteration
         return path
 
+    def _gather_errors(self, written: Future[Any], pending: PendingSave) -> list[str]:
+        """Wait for `written`, and return the OSError of each rank, "" without one."""
+        wait([written], self.storage_timeout_s)
+        text = _TOO_SLOW
+        if written.done():
+            error = written.exception()
+            text = (str(error) or "an error without a text") if isinstance(error, OSError) else ""
+        texts = self.gather(text)
+        if _TOO_SLOW in texts:
+            self._pending = None
+            pending.problem = (
+                f"the storage of --save {self.folder} took longer than {self.storage_timeout_s:g} s "
+                f"(--save-timeout-minutes) for the files of rank {texts.index(_TOO_SLOW)}: earlier checkpoints are untouched"
+            )
+            raise StopRun(pending.problem)
+        return texts
+
     def close(self) -> None:
-        """End the thread. A checkpoint that is still under way, as on the way out of an error, is finished unless it
-        lacks the part of another rank: that one may be gone, so nothing waits for it and no collective is called."""
-        if self._under_way is not None:
-            self._under_way[1].deadline = time.monotonic() + GRACE
+        """End the thread. A save may still be pending, for example after an error. It is completed if the files of all
+        ranks arrive within GRACE_SECONDS. No collective is called, because other ranks may be dead."""
+        if self._pending is not None:
+            self._pending[1].deadline = time.monotonic() + GRACE_SECONDS
         self._thread.shutdown()
 
 
-def _sizes(files: Files) -> list[int]:
-    """Bytes of each tensor in the copy."""
-    return [
-        -(-piece.tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for pieces in files.values() for piece in pieces.values()
-    ]
+def _sizes(files: ShardedFiles) -> list[int]:
+    """The bytes of each tensor in the host buffer."""
+    return [-(-shard.data.nbytes // _ALIGNMENT) * _ALIGNMENT for shards in files.values() for shard in shards.values()]
 
 
-def _room_for(files: Files, local_world_size: int) -> tuple[Tensor | None, int]:
-    """Host memory for a copy of `files`, and how many bytes are lacking for `local_world_size` ranks like this one: 0
-    if all is well."""
+def _allocate_host_buffer(files: ShardedFiles, local_world_size: int) -> tuple[Tensor | None, int]:
+    """Allocate host memory for a copy of `files`. Also return the bytes that are missing if all `local_world_size` ranks
+    need as much; 0 on success."""
     size, available = sum(_sizes(files)), machine_memory("MemAvailable")
     if available is not None and (lacking := size * local_world_size - available) > 0:
         return None, lacking
     try:
-        room = torch.empty(size, dtype=torch.uint8).zero_()  # touched: the first copy would take ten times as long
-        if any(piece.tensor.is_cuda for pieces in files.values() for piece in pieces.values()):
-            # Pinned, but not by pin_memory=True, which takes the next power of two.
+        buffer = torch.empty(
+            size, dtype=torch.uint8
+        ).zero_()  # zero_ maps the pages; else the first copy takes 10 x longer
+        if any(shard.data.is_cuda for shards in files.values() for shard in shards.values()):
+            # Pin by hand: pin_memory=True allocates the next power of two.
             cudart = torch.cuda.cudart()
-            torch.cuda.check_error(cudart.cudaHostRegister(room.data_ptr(), size, 0))
-            weakref.finalize(room, cudart.cudaHostUnregister, room.data_ptr())
+            torch.cuda.check_error(cudart.cudaHostRegister(buffer.data_ptr(), size, 0))
+            weakref.finalize(buffer, cudart.cudaHostUnregister, buffer.data_ptr())
     except RuntimeError:
         return None, size
-    return room, 0
+    return buffer, 0
 
 
-def _copied(files: Files, room: Tensor) -> Files:
-    """The same pieces, of tensors copied into `room`; the copy is complete."""
-    parts = iter(room.split(_sizes(files)))
+def _copy_to_host(files: ShardedFiles, buffer: Tensor) -> ShardedFiles:
+    """Copy all tensors of `files` into `buffer`, wait for the copies, and return the same shards with the copied data."""
+    parts = iter(buffer.split(_sizes(files)))
 
-    def copied(piece: Piece) -> Piece:
-        tensor = piece.tensor
+    def copied(shard: ShardedTensor) -> ShardedTensor:
+        tensor = shard.data
         own = next(parts)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        return dataclasses.replace(piece, tensor=own.copy_(tensor, non_blocking=True))
+        return dataclasses.replace(shard, data=own.copy_(tensor, non_blocking=True))
 
-    copies = {file: {key: copied(piece) for key, piece in pieces.items()} for file, pieces in files.items()}
+    copies = {file: {key: copied(shard) for key, shard in shards.items()} for file, shards in files.items()}
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return copies

@@ -1,4 +1,4 @@
-"""Look inside checkpoints, verify, merge, split, convert and compare them, of whatever format and layout:
+"""Inspect, verify, merge, split, convert and compare checkpoints of any format and layout:
 
     python tools/checkpoint.py inspect DIR [--json]
     python tools/checkpoint.py verify DIR
@@ -7,7 +7,7 @@
     python tools/checkpoint.py convert IN OUT --to {native,huggingface,megatron-2019,...} [--check]
     python tools/checkpoint.py diff A B
 
-It runs on a CPU, starts no process group, and holds about one tensor at a time. The source's format is recognised.
+It runs on a CPU without a process group, and holds about one tensor in memory. It detects the format of the source.
 Exit codes: 0; 1 if a difference or damage was found; 2 for bad input.
 """
 
@@ -22,39 +22,45 @@ from data_utils import Tokenizer, build_tokenizer, kind_of_vocabulary, load_toke
 from data_utils.command_line import Parser
 from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.config import require
-from megatron.gpt2.formats import Hints, Source, open_source
-from megatron.gpt2.formats.compare import check, describe, diff, lines, table
+from megatron.gpt2.formats import BaseCheckpoint, Hints, open_checkpoint
+from megatron.gpt2.formats.compare import (
+    compare_logits,
+    compare_tensors,
+    describe,
+    format_description,
+    format_difference,
+)
 from megatron.gpt2.formats.huggingface import write_huggingface
 from megatron.gpt2.formats.megatron import write_megatron
-from megatron.gpt2.formats.megatron_model import PIPELINE, VIRTUAL, Layout
+from megatron.gpt2.formats.megatron_model import PIPELINE_FLAG, VIRTUAL_FLAG, MegatronLayout
 from megatron.gpt2.formats.native import write_native
-from megatron.gpt2.formats.openai import exported_kind, write_dcp, write_nanogpt
+from megatron.gpt2.formats.openai import export_kind, write_dcp, write_nanogpt
 from megatron.gpt2.formats.openai_tokenizer import open_tokenizer
 from megatron.gpt2.formats.torch_dist import write_torch_dist
-from megatron.gpt2.pipeline.schedule import FIRST, LAST
+from megatron.gpt2.pipeline.schedule import FIRST_LAYERS_FLAG, LAST_LAYERS_FLAG
 
 MEGATRON = ("megatron-2019", "megatron-v2", "megatron-v3", "megatron-core", "torch_dist")
 OTHERS = ("huggingface", "nanogpt", "dcp")
 TARGETS = ("native", *OTHERS, *MEGATRON)
-CHECK_LIMIT = 1e-4  # of a logit; a translation makes none, other kernels 1e-6
+CHECK_LIMIT = 1e-4  # difference of a logit; a correct conversion gives 0, other kernels give 1e-6
 
 
-def map_tensors_apart() -> None:
-    """Make glibc give freed tensors back to the system.
+def return_freed_memory() -> None:
+    """Make glibc return the memory of freed tensors to the system.
 
-    By default it keeps those of up to 32 MB in its heap, which gets full of holes: 1.4 GB for a 345M model.
+    By default it keeps blocks of up to 32 MB in its heap, which fragments: 1.4 GB are lost for a 345M model.
     """
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
 
 
-def report(line: str) -> None:
-    """Print a line to standard error: standard output is for the result."""
+def print_stderr(line: str) -> None:
+    """Print a line to standard error. Standard output is for the result."""
     print(line, file=sys.stderr)
 
 
-def arguments(argv: list[str] | None) -> argparse.Namespace:
-    """The flags of the command that `argv` names."""
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the flags of the command that `argv` names."""
     parser = Parser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -62,10 +68,12 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         made = commands.add_parser(name, help=help)
         for folder in folders:
             made.add_argument(folder.lower(), metavar=folder)
-        made.add_argument("--num-attention-heads", type=int, metavar="N", help="if the source does not say it")
+        made.add_argument("--num-attention-heads", type=int, metavar="N", help="if the source does not store it")
         made.add_argument("--vocab-size", type=int, metavar="N", help="true size, if the source has a padded one")
-        made.add_argument("--gelu", choices=("tanh", "erf"), help="if it is not the one that is inferred")
-        made.add_argument("--iteration", type=int, metavar="N", help="of several (default: the newest valid one)")
+        made.add_argument("--gelu", choices=("tanh", "erf"), help="if the inferred one is wrong")
+        made.add_argument(
+            "--iteration", type=int, metavar="N", help="which one to read (default: the newest valid one)"
+        )
         made.add_argument("--no-verify", action="store_true", help="do not hash the files of a native source first")
         return made
 
@@ -76,11 +84,11 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
             help="for a source without a tokenizer: GPT-2's vocabulary, or nanoGPT's meta.pkl",
         )
         made.add_argument("--merge-file", metavar="FILE")
-        made.add_argument("--tokenizer-model", metavar="FILE", help="a SentencePiece model, likewise")
+        made.add_argument("--tokenizer-model", metavar="FILE", help="likewise, a SentencePiece model")
 
     def pipelined(made: argparse.ArgumentParser) -> None:
         made.add_argument(
-            PIPELINE,
+            PIPELINE_FLAG,
             "--target-pipeline-model-parallel-size",
             dest="pipeline",
             type=int,
@@ -88,14 +96,16 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
             metavar="N",
             help="stages to write Megatron's files for (default: 1)",
         )
-        made.add_argument(VIRTUAL, dest="virtual_layers", type=int, metavar="N", help="of interleaved stages")
-        made.add_argument(FIRST, dest="first", type=int, metavar="N", help="layers of the first stage (megatron-core)")
-        made.add_argument(LAST, dest="last", type=int, metavar="N", help="of the last stage, likewise")
+        made.add_argument(VIRTUAL_FLAG, dest="virtual_layers", type=int, metavar="N", help="of interleaved stages")
+        made.add_argument(
+            FIRST_LAYERS_FLAG, dest="first", type=int, metavar="N", help="layers of the first stage (megatron-core)"
+        )
+        made.add_argument(LAST_LAYERS_FLAG, dest="last", type=int, metavar="N", help="of the last stage, likewise")
 
-    command("inspect", "what it holds", "DIR").add_argument("--json", action="store_true", help="as JSON")
+    command("inspect", "print its content", "DIR").add_argument("--json", action="store_true", help="as JSON")
     command("verify", "read and check every byte", "DIR")
-    writes(command("merge", "one model-parallel rank out of several", "DIR", "OUT"))
-    split = command("split", "for another number of model-parallel ranks", "DIR", "OUT")
+    writes(command("merge", "write the files of one model-parallel rank", "DIR", "OUT"))
+    split = command("split", "write the files of N model-parallel ranks", "DIR", "OUT")
     split.add_argument("--model-parallel-size", type=int, required=True, metavar="N")
     pipelined(split)
     writes(split)
@@ -114,95 +124,99 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def opened(args: argparse.Namespace, path: str) -> Source:
-    """The source at `path`; the flags say what it does not."""
-    return open_source(path, Hints(args.num_attention_heads, args.vocab_size, args.gelu, args.iteration), log=report)
+def open_from_args(args: argparse.Namespace, path: str) -> BaseCheckpoint:
+    """Open the source at `path`. The flags add what its files do not store."""
+    return open_checkpoint(
+        path, Hints(args.num_attention_heads, args.vocab_size, args.gelu, args.iteration), log=print_stderr
+    )
 
 
-def verified(args: argparse.Namespace, path: str) -> Source:
-    """The source at `path`. Where it has hashes, every byte is verified, unless --no-verify is given."""
-    source = opened(args, path)
-    if isinstance(source, Checkpoint) and not args.no_verify and (problem := source.damage()):
-        raise ValueError(f"{problem}; --iteration N takes another one, --no-verify takes it as it is")
+def open_verified(args: argparse.Namespace, path: str) -> BaseCheckpoint:
+    """Open the source at `path`, and verify every byte if it has hashes, unless --no-verify is given."""
+    source = open_from_args(args, path)
+    if isinstance(source, Checkpoint) and not args.no_verify and (problem := source.find_damage()):
+        raise ValueError(f"{problem}; use --iteration N for a different one, or --no-verify to read it as it is")
     return source
 
 
-def tokenizer_of(args: argparse.Namespace, source: Source) -> Tokenizer | None:
-    """The tokenizer that the flags name, else the source's own, else None."""
+def find_tokenizer(args: argparse.Namespace, source: BaseCheckpoint) -> Tokenizer | None:
+    """Return the tokenizer that the flags name, or that of the source, or None."""
     if args.tokenizer_model:
         return build_tokenizer("SentencePieceTokenizer", model_file=args.tokenizer_model)
     if args.vocab_file or args.merge_file:
         return build_tokenizer(
             kind_of_vocabulary(str(args.vocab_file)), vocab_file=args.vocab_file, merge_file=args.merge_file
         )
-    if files := source.facts.get("tokenizer_files"):
+    if files := source.metadata.get("tokenizer_files"):
         return open_tokenizer(files)
-    if source.facts.get("tokenizer") is None:
-        report("no tokenizer is with the source: --vocab-file and --merge-file, or --tokenizer-model, would give it")
+    if source.metadata.get("tokenizer") is None:
+        print_stderr(
+            "the source has no tokenizer: give --vocab-file and --merge-file, or --tokenizer-model, to add one"
+        )
         return None
     return load_tokenizer(source.path.parent / "tokenizer")
 
 
-def layout_of(args: argparse.Namespace) -> Layout:
-    """The ranks that the flags ask to write for; `merge` writes for one."""
+def layout_from_args(args: argparse.Namespace) -> MegatronLayout:
+    """Return the layout to write, from the flags; `merge` writes for one rank."""
     if args.command == "merge":
-        return Layout()
-    return Layout(args.model_parallel_size, args.pipeline, args.virtual_layers, args.first, args.last)
+        return MegatronLayout()
+    return MegatronLayout(args.model_parallel_size, args.pipeline, args.virtual_layers, args.first, args.last)
 
 
-def write(args: argparse.Namespace, source: Source, to: str, layout: Layout) -> Path:
+def write_format(args: argparse.Namespace, source: BaseCheckpoint, to: str, layout: MegatronLayout) -> Path:
     """Write `source` in the format `to`, for the ranks of `layout`, into the new folder `args.out`; returns the
     folder."""
     ranks = layout.tensor
     require(ranks > 0, f"--model-parallel-size must be positive, not {ranks}")
     require(to not in OTHERS or ranks == 1, f"--model-parallel-size {ranks}: {to} has no model parallelism")
     require(
-        to in MEGATRON or layout == Layout(ranks),
-        f"{PIPELINE}, {VIRTUAL}, {FIRST} and {LAST} are for Megatron's formats, and this writes {to}"
-        + ", which loads under any of them" * (to == "native"),
+        to in MEGATRON or layout == MegatronLayout(ranks),
+        f"{PIPELINE_FLAG}, {VIRTUAL_FLAG}, {FIRST_LAYERS_FLAG} and {LAST_LAYERS_FLAG} are for Megatron's formats, "
+        f"and this writes {to}" + ", which loads under any of them" * (to == "native"),
     )
-    kinds = {name.partition(".")[0] for name in source.names()}
+    kinds = {name.partition(".")[0] for name in source.tensors}
     left_out = list(source.left_out)
     if "rng" in kinds:
         left_out.append("the random states, which belong to a layout")
     if "master" in kinds and to in ("huggingface", "megatron-core"):
         left_out.append("the optimizer's state, which this format does not hold")
-    if source.facts.get("tokenizer") and to in (*MEGATRON, "dcp"):
+    if source.metadata.get("tokenizer") and to in (*MEGATRON, "dcp"):
         left_out.append("the tokenizer, which this format does not hold")
     for line in left_out:
-        report(f"left out: {line}")
+        print_stderr(f"left out: {line}")
     if to == "torch_dist":
-        return write_torch_dist(source, args.out, layout, log=report)
+        return write_torch_dist(source, args.out, layout, log=print_stderr)
     if to in MEGATRON:
-        return write_megatron(source, args.out, to, layout, log=report)
+        return write_megatron(source, args.out, to, layout, log=print_stderr)
     if to == "dcp":
         return write_dcp(source, args.out)
-    tokenizer = tokenizer_of(args, source)
+    tokenizer = find_tokenizer(args, source)
     if to == "huggingface":
-        return write_huggingface(source, args.out, dtype=args.dtype, tokenizer=tokenizer, log=report)
+        return write_huggingface(source, args.out, dtype=args.dtype, tokenizer=tokenizer, log=print_stderr)
     if to == "nanogpt":
-        return write_nanogpt(source, args.out, tokenizer=tokenizer, log=report)
-    return write_native(source, args.out, model_parallel_size=ranks, tokenizer=tokenizer, log=report)
+        return write_nanogpt(source, args.out, tokenizer=tokenizer, log=print_stderr)
+    return write_native(source, args.out, model_parallel_size=ranks, tokenizer=tokenizer, log=print_stderr)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's); returns the exit code."""
-    args = arguments(argv)
+    args = parse_args(argv)
     if args.command == "inspect":
-        found = describe(opened(args, args.dir))
-        print(json.dumps(found, indent=1) if args.json else "\n".join(lines(found)))
+        found = describe(open_from_args(args, args.dir))
+        print(json.dumps(found, indent=1) if args.json else "\n".join(format_description(found)))
         return 0
     if args.command == "verify":
         return verify(args)
     if args.command == "diff":
-        difference = diff(verified(args, args.a), verified(args, args.b))
-        print("\n".join(table(difference)))
+        difference = compare_tensors(open_verified(args, args.a), open_verified(args, args.b))
+        print("\n".join(format_difference(difference)))
         print("equal" if difference.equal else "NOT EQUAL")
         return 0 if difference.equal else 1
-    source = verified(args, getattr(args, "in") if args.command == "convert" else args.dir)
+    source = open_verified(args, getattr(args, "in") if args.command == "convert" else args.dir)
     to = args.to if args.command == "convert" else source.format if source.format in MEGATRON else "native"
-    layout = layout_of(args)
-    path = write(args, source, to, layout)
+    layout = layout_from_args(args)
+    path = write_format(args, source, to, layout)
     what = to
     if to not in OTHERS:
         what += f", {layout.tensor} model-parallel rank{'s' * (layout.tensor > 1)}"
@@ -210,12 +224,12 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{source.path} ({source.format}) is now {path} ({what})")
     if args.command == "convert" and args.check:
         # Megatron's files of 2019 do not say their heads, those of DCP neither heads nor formula.
-        model = source.facts["config"]["model"]
+        model = source.metadata["config"]["model"]
         heads = model["num_attention_heads"] if to in ("megatron-2019", "dcp") else None
         hints = Hints(heads, gelu=model["gelu"] if to == "dcp" else None)
         dtype = args.dtype if to == "huggingface" else "fp32" if to in OTHERS else "source"
-        kind = exported_kind(source, dtype)
-        greatest = check(source, open_source(args.out, hints, log=report), kind=kind, log=print)
+        kind = export_kind(source, dtype)
+        greatest = compare_logits(source, open_checkpoint(args.out, hints, log=print_stderr), kind=kind, log=print)
         if not greatest <= CHECK_LIMIT:
             print(f"NOT EQUAL: more than {CHECK_LIMIT:g}")
             return 1
@@ -223,36 +237,38 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def verify(args: argparse.Namespace) -> int:
-    """Read every byte of the checkpoint and say whether it is as it was written; 1 if it is not."""
-    source = opened(args, args.dir)
+    """Read every byte of the checkpoint and compare it with its hashes; return 1 if it is damaged."""
+    source = open_from_args(args, args.dir)
     if isinstance(source, Checkpoint):
-        known = source.facts.get("tokenizer")
-        if problem := source.verify() or ("" if known is None else other_tokenizer(source.path, known["fingerprint"])):
+        known = source.metadata.get("tokenizer")
+        if problem := source.verify() or (
+            "" if known is None else tokenizer_mismatch(source.path, known["fingerprint"])
+        ):
             print(f"DAMAGED: {problem}")
             return 1
-        whole = "" if known is None else ", the tokenizer is the run's own"
+        whole = "" if known is None else ", the tokenizer is that of the run"
         print(
-            f"{source.path}: {len(source.files)} files, every byte as it was written; the boxes of "
+            f"{source.path}: {len(source.files)} files, all hashes match; the shards of "
             f"{len(source.tensors)} tensors are complete{whole}"
         )
         return 0
-    for name in source.names():
+    for name in source.tensors:
         source.read(name)
     print(f"{source.path}: {len(source.tensors)} tensors can be read; {source.format} files have no hashes to check")
     return 0
 
 
-def other_tokenizer(iteration: Path, fingerprint: str) -> str:
-    """Why the tokenizer next to the folder `iteration` is not that of its run, in one line; "" if it is."""
+def tokenizer_mismatch(iteration: Path, fingerprint: str) -> str:
+    """Return one line if the tokenizer next to the folder `iteration` is not that of its run, else ""."""
     folder = iteration.parent / "tokenizer"
     try:
         found = load_tokenizer(folder).fingerprint
     except (ValueError, FileNotFoundError) as error:
         return str(error)
-    return "" if found == fingerprint else f"{folder}: is not the tokenizer that {iteration} was trained with"
+    return "" if found == fingerprint else f"{folder}: is not the tokenizer with which {iteration} was trained"
 
 
-def main_apart(argv: list[str] | None = None) -> int:
-    """`main` for a process of its own, whose memory allocator it sets."""
-    map_tensors_apart()
+def main_returning_memory(argv: list[str] | None = None) -> int:
+    """Set the memory allocator of this process, then run `main`."""
+    return_freed_memory()
     return main(argv)

@@ -1,12 +1,12 @@
-"""What each rank of a pipeline does, and when; nothing is started:
+"""Print and draw what each rank of a pipeline does, and when, without starting ranks:
 
     python tools/draw_schedule.py --pipeline-model-parallel-size 4 --micro-batches 8
     python tools/draw_schedule.py --pipeline-model-parallel-size 4 --pipeline-schedule zero-bubble --svg schedule.svg
     python tools/draw_schedule.py --pipeline-model-parallel-size 2 --pipeline-schedule interleaved \\
         --num-layers 8 --num-layers-per-virtual-pipeline-stage 2 --times 1,1.2,0.9
 
-F is forward, B backward and W the gradients of the weights, a part of B where the schedule does not split it. Each is
-followed by the number of its micro-batch, and by the letter of the chunk where a rank has several. A dot is a rank that
+F is forward, B backward, and W the gradients of the weights, which are a part of B if the schedule does not split it.
+The number of the micro-batch follows, and the letter of the chunk if a rank has several. A dot means that the rank
 waits. docs/explanation/parallelism.md explains the schedules.
 """
 
@@ -15,13 +15,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data_utils.command_line import Parser
-from megatron.gpt2.pipeline.analysis import as_text, draw, equal_costs, kept, published_length, timetable
-from megatron.gpt2.pipeline.program import Costs
+from megatron.gpt2.pipeline.analysis import (
+    draw_timetable,
+    max_in_flight,
+    published_length,
+    render_text,
+    timetable,
+    uniform_costs,
+)
+from megatron.gpt2.pipeline.p2p_schedule import StageCosts
 from megatron.gpt2.pipeline.schedule import (
-    FIRST,
-    LAST,
+    FIRST_LAYERS_FLAG,
+    LAST_LAYERS_FLAG,
     SCHEDULES,
-    Schedule,
+    PipelineSchedule,
     build_schedule,
     layers_of_stages,
     virtual_stages,
@@ -30,8 +37,8 @@ from megatron.gpt2.pipeline.schedule import (
 SIZE, CHUNK = "--pipeline-model-parallel-size", "--num-layers-per-virtual-pipeline-stage"
 
 
-def options(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags. ValueError, which names the flag, if one cannot be."""
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the flags. Raises ValueError, which names the flag, if one is invalid."""
     parser = Parser(description=__doc__)
     parser.add_argument(SIZE, type=int, metavar="P", help="ranks of the pipeline", required=True)
     parser.add_argument("--pipeline-schedule", default="1f1b", choices=SCHEDULES, help="default: 1f1b")
@@ -39,27 +46,26 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
     for flag, metavar, help in (
         ("--num-layers", "L", "layers of the model: a stage takes as long as its share (default: all alike)"),
         (CHUNK, "N", "layers of one chunk, for --pipeline-schedule interleaved; needs --num-layers"),
-        (FIRST, "N", "layers of the first rank; needs --num-layers"),
-        (LAST, "N", "layers of the last rank; needs --num-layers"),
+        (FIRST_LAYERS_FLAG, "N", "layers of the first rank; needs --num-layers"),
+        (LAST_LAYERS_FLAG, "N", "layers of the last rank; needs --num-layers"),
     ):
         parser.add_argument(flag, type=int, metavar=metavar, help=help)
     parser.add_argument(
         "--times",
         default="1,1,1",
         metavar="F,B,W",
-        help="how long a rank's forward, its backward and its weights' gradients take for one "
-        "micro-batch (default: 1,1,1)",
+        help="time that a rank needs for forward, backward and weight gradients of one micro-batch (default: 1,1,1)",
     )
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw it into FILE")
-    chosen = parser.parse_args(argv)
-    for flag in (CHUNK, FIRST, LAST):
-        if chosen.num_layers is None and getattr(chosen, flag[2:].replace("-", "_")) is not None:
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the schedule into FILE")
+    args = parser.parse_args(argv)
+    for flag in (CHUNK, FIRST_LAYERS_FLAG, LAST_LAYERS_FLAG):
+        if args.num_layers is None and getattr(args, flag[2:].replace("-", "_")) is not None:
             raise ValueError(f"{flag} needs --num-layers")
-    return chosen
+    return args
 
 
-def times_of(words: str) -> tuple[float, float, float]:
-    """The three numbers of --times."""
+def parse_times(words: str) -> tuple[float, float, float]:
+    """Parse the three numbers of --times."""
     try:
         forward, backward, weight = map(float, words.split(","))
     except ValueError:
@@ -69,36 +75,40 @@ def times_of(words: str) -> tuple[float, float, float]:
     return forward, backward, weight
 
 
-def plan(chosen: argparse.Namespace, times: tuple[float, float, float]) -> tuple[Schedule, list[Costs]]:
-    """The schedule that the flags mean, and the times of its stages."""
-    p, size = chosen.pipeline_model_parallel_size, chosen.num_layers_per_virtual_pipeline_stage
-    v = virtual_stages(chosen.num_layers, p, size) if size is not None and p > 0 else 1
-    schedule = build_schedule(chosen.pipeline_schedule, p, v, chosen.micro_batches)
-    costs = equal_costs(schedule, *times)
-    if chosen.num_layers is not None:
+def build_plan(
+    args: argparse.Namespace, times: tuple[float, float, float]
+) -> tuple[PipelineSchedule, list[StageCosts]]:
+    """Build the schedule that the flags describe, and the times of its stages."""
+    p, size = args.pipeline_model_parallel_size, args.num_layers_per_virtual_pipeline_stage
+    v = virtual_stages(args.num_layers, p, size) if size is not None and p > 0 else 1
+    schedule = build_schedule(args.pipeline_schedule, p, v, args.micro_batches)
+    costs = uniform_costs(schedule, *times)
+    if args.num_layers is not None:
         layers = layers_of_stages(
-            chosen.num_layers, p, v, chosen.decoder_first_pipeline_num_layers, chosen.decoder_last_pipeline_num_layers
+            args.num_layers, p, v, args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
         )
-        costs = [Costs(*(time * p * len(own) / chosen.num_layers for time in times)) for own in layers]
+        costs = [StageCosts(*(time * p * len(own) / args.num_layers for time in times)) for own in layers]
     return schedule, costs
 
 
-def report(schedule: Schedule, costs: Sequence[Costs], times: tuple[float, float, float]) -> list[str]:
-    """The numbers below the lines of the ranks."""
+def summarize_schedule(
+    schedule: PipelineSchedule, costs: Sequence[StageCosts], times: tuple[float, float, float]
+) -> list[str]:
+    """Return the lines below those of the ranks."""
     table = timetable(schedule, costs)
-    work = schedule.micro_batches * sum(times)
+    work = schedule.num_microbatches * sum(times)
     lines = [
         f"step          {table.length:.4g}, of which each rank works {work:.4g} on the average: a bubble of "
         f"{table.bubble:.1%}"
     ]
-    if len(set(costs)) == 1 and (schedule.chunks == 1 or schedule.micro_batches % schedule.p == 0):
+    if len(set(costs)) == 1 and (schedule.num_chunks == 1 or schedule.num_microbatches % schedule.num_ranks == 0):
         lines.append(f"as published  {published_length(schedule, *times):.4g}")
     lines.append(
-        f"kept at most  {_listed(kept(schedule, queued=0))} micro-batches"
-        f"{' of one chunk' * (schedule.chunks > 1)} between F and B, by rank"
+        f"kept at most  {_listed(max_in_flight(schedule, queued=0))} micro-batches"
+        f"{' of one chunk' * (schedule.num_chunks > 1)} between F and B, by rank"
     )
     if schedule.splits_backward:
-        lines.append(f"              {_listed(kept(schedule))} with those whose W is to come")
+        lines.append(f"              {_listed(max_in_flight(schedule))} with those whose W is to come")
     return lines
 
 
@@ -108,16 +118,16 @@ def _listed(numbers: Sequence[float]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line `argv` (default: this process's)."""
-    chosen = options(argv)
-    times = times_of(chosen.times)
-    schedule, costs = plan(chosen, times)
-    chunks = f" of {schedule.chunks} chunks" if schedule.chunks > 1 else ""
+    args = parse_args(argv)
+    times = parse_times(args.times)
+    schedule, costs = build_plan(args, times)
+    chunks = f" of {schedule.num_chunks} chunks" if schedule.num_chunks > 1 else ""
     what = (
-        f"{schedule.name}: {schedule.p} rank{'s' * (schedule.p > 1)}{chunks}, {schedule.micro_batches} "
-        f"micro-batch{'es' * (schedule.micro_batches > 1)}; F, B, W take {_listed(times)}"
+        f"{schedule.name}: {schedule.num_ranks} rank{'s' * (schedule.num_ranks > 1)}{chunks}, "
+        f"{schedule.num_microbatches} micro-batch{'es' * (schedule.num_microbatches > 1)}; F, B, W take {_listed(times)}"
     )
     table = timetable(schedule, costs)
-    print("\n".join([what, "", *as_text(schedule, table), "", *report(schedule, costs, times)]))
-    if chosen.svg:
+    print("\n".join([what, "", *render_text(schedule, table), "", *summarize_schedule(schedule, costs, times)]))
+    if args.svg:
         title = f"{what}. Step {table.length:.4g}, bubble {table.bubble:.0%}"
-        draw(schedule, table, title, chosen.svg)
+        draw_timetable(schedule, table, title, args.svg)

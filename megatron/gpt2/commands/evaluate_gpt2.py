@@ -1,9 +1,9 @@
-"""Score a trained model on text files, alone or under torchrun at any --model-parallel-size:
+"""Score a trained model on text files, in one process or under torchrun at any --model-parallel-size:
 
     python tools/evaluate_gpt2.py --load checkpoints/gpt2_small --valid-data wikitext-2/test.txt
     python tools/evaluate_gpt2.py --load checkpoints/gpt2_small --valid-data lambada_test.jsonl --strict-lambada
 
-Model and tokenizer come from the checkpoint. Megatron's flags for them are accepted and not needed.
+The checkpoint holds the model and the tokenizer. Megatron's flags for them are accepted and not needed.
 Exit codes: 0; 2 for bad input.
 """
 
@@ -12,24 +12,37 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from data_utils.corpora import BUILTIN, files_of
+from data_utils.corpora import BUILTIN, expand_paths
 from data_utils.files import hash_file
 from megatron.gpt2.checkpoint.reader import Checkpoint
-from megatron.gpt2.commands.inference import ModelParser, check_scores, open_model, record, write_record
+from megatron.gpt2.commands.inference import (
+    ModelParser,
+    check_scoring_flags,
+    open_model_from_flags,
+    score_metadata,
+    write_scores,
+)
 from megatron.gpt2.config import flag, require
-from megatron.gpt2.config.arguments import SAVED, Arguments
-from megatron.gpt2.dist.ranks import Ranks
+from megatron.gpt2.config.arguments import CHECKPOINT_KEYS, Arguments
+from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.dist.run_program import Log, run_program
-from megatron.gpt2.generate.evaluation import TASKS, Task, evaluate_task, plausibility_warning, read_task, task_of
+from megatron.gpt2.generate.evaluation import (
+    TASKS,
+    EvaluationTask,
+    evaluate_task,
+    guess_task,
+    plausibility_warning,
+    read_task,
+)
 from megatron.gpt2.generate.load_model import LoadedModel
-from megatron.gpt2.monitor.reporting import aligned
+from megatron.gpt2.monitor.reporting import align_rows
 
 
-def arguments(argv: Sequence[str], log: Log) -> tuple[argparse.Namespace, Arguments]:
-    """The flags of this program, and those that training knows. ValueError if one cannot be. log: takes the notices."""
-    parser = ModelParser(__doc__, precision="fp32")  # in which a score depends on no device
+def parse_args(argv: Sequence[str], log: Log) -> tuple[argparse.Namespace, Arguments]:
+    """Parse the flags of this program, and flags of training. Raises ValueError if one is invalid. log: for notices."""
+    parser = ModelParser(__doc__, precision="fp32")  # so that scores do not depend on the device
     parser.add_argument("--valid-data", required=True, nargs="+", metavar="FILE", help="files to score the model on")
-    parser.add_argument("--task", type=str.upper, choices=TASKS, help="what the files are (default: by their names)")
+    parser.add_argument("--task", type=str.upper, choices=TASKS, help="kind of the files (default: by their names)")
     parser.add_argument(
         "--cloze-eval", dest="task", action="store_const", const="LAMBADA", help="the same as --task LAMBADA"
     )
@@ -49,7 +62,7 @@ def arguments(argv: Sequence[str], log: Log) -> tuple[argparse.Namespace, Argume
         metavar="N",
         help="tokens of a window (default: all positions of the model)",
     )
-    parser.add_scores("--eval-batch-size", "--eval-micro-batch-size")
+    parser.add_scoring_flags("--eval-batch-size", "--eval-micro-batch-size")
     parser.add_argument("--text-key", metavar="NAME", help="field of JSON lines that holds the text")
     parser.add_argument(
         "--max-bad-fraction",
@@ -61,24 +74,24 @@ def arguments(argv: Sequence[str], log: Log) -> tuple[argparse.Namespace, Argume
     args, training = parser.parse_with_training_flags(argv, log)
     require(args.seq_length is None or args.seq_length >= 1, f"--seq-length must be positive, not {args.seq_length}")
     for path in args.valid_data:
-        require(path != BUILTIN, f"--valid-data {path}: the built-in corpus is trained on; give a file")
-    args.valid_data = files_of(args.valid_data, "--valid-data")
-    check_scores(args)
+        require(path != BUILTIN, f"--valid-data {path}: the built-in corpus is training data; give a file")
+    args.valid_data = expand_paths(args.valid_data, "--valid-data")
+    check_scoring_flags(args)
     return args, training
 
 
-def check_shape(training: Arguments, checkpoint: Checkpoint) -> None:
-    """ValueError if a flag describes another model than the checkpoint's."""
-    model, differing = checkpoint.facts["config"]["model"], []
-    for key in filter(training.given.__contains__, SAVED):
+def check_model_flags(training: Arguments, checkpoint: Checkpoint) -> None:
+    """Raise ValueError if a flag describes a different model than the checkpoint's."""
+    model, differing = checkpoint.metadata["config"]["model"], []
+    for key in filter(training.given.__contains__, CHECKPOINT_KEYS):
         given, saved = training.values[key], model.get(key.partition(".")[2])
         if saved not in (None, given):
             differing.append(f"{flag(key)}: here {given}, checkpoint {saved}")
     require(not differing, "; ".join(differing) + ": leave these flags out")
 
 
-def scored(task: Task, path: str, loaded: LoadedModel, batch_size: int, log: Log) -> dict[str, Any]:
-    """The result for the file `path`, as it stands in the JSON."""
+def score_file(task: EvaluationTask, path: str, loaded: LoadedModel, batch_size: int, log: Log) -> dict[str, Any]:
+    """Score the file `path`. Return its entry of the JSON."""
     metrics = evaluate_task(loaded.model, task, loaded.tokenizer, batch_size=batch_size)
     warning = plausibility_warning(task, metrics, loaded.tokenizer.vocab_size)
     if warning:
@@ -94,8 +107,8 @@ def scored(task: Task, path: str, loaded: LoadedModel, batch_size: int, log: Log
     }
 
 
-def report(facts: dict[str, Any], results: list[dict[str, Any]]) -> str:
-    """The results as text. facts: of `record`."""
+def format_results(facts: dict[str, Any], results: list[dict[str, Any]]) -> str:
+    """Format the results as text. facts: from `score_metadata`."""
     layout = f"model-parallel {facts['model_parallel_size']} × data-parallel {facts['data_parallel_size']}"
     rows = [
         ("checkpoint", f"{facts['checkpoint']}, manifest {facts['manifest_sha256'][:12]}"),
@@ -112,20 +125,20 @@ def report(facts: dict[str, Any], results: list[dict[str, Any]]) -> str:
         for name, value in result["metrics"].items():
             rows.append((name.replace("_", " "), f"{value:,}" if isinstance(value, int) else f"{value:,.6f}"))
         blocks.append(rows)
-    return "\n\n".join("\n".join(aligned(rows)) for rows in blocks)
+    return "\n\n".join("\n".join(align_rows(rows)) for rows in blocks)
 
 
-def evaluate(argv: Sequence[str], ranks: Ranks, log: Log) -> None:
-    """Score the files that the flags name; rank 0 prints and writes the result."""
-    args, training = arguments(argv, log)
-    loaded = open_model(args, ranks, log)
-    check_shape(training, loaded.checkpoint)
+def evaluate(argv: Sequence[str], rank_info: RankInfo, log: Log) -> None:
+    """Score the files that the flags name. Rank 0 prints and writes the results."""
+    args, training = parse_args(argv, log)
+    loaded = open_model_from_flags(args, rank_info, log)
+    check_model_flags(training, loaded.checkpoint)
     positions = loaded.model.config.max_position_embeddings
     length = positions if args.seq_length is None else args.seq_length
     require(length <= positions, f"--seq-length {length}: the model has {positions} positions")
-    tasks = [  # all files are read before the first is scored, so that a bad one is found at once
+    tasks = [  # read all files before scoring the first one, to find a bad file early
         read_task(
-            args.task or task_of(path),
+            args.task or guess_task(path),
             path,
             loaded.tokenizer,
             length=length,
@@ -138,13 +151,13 @@ def evaluate(argv: Sequence[str], ranks: Ranks, log: Log) -> None:
         for path in args.valid_data
     ]
     results = [
-        scored(task, path, loaded, args.micro_batch_size, log)
+        score_file(task, path, loaded, args.micro_batch_size, log)
         for task, path in zip(tasks, args.valid_data, strict=True)
     ]
-    if ranks.rank == 0:
-        facts = record(loaded, args.micro_batch_size)
-        print(report(facts, results))
-        write_record(args.output, {**facts, "results": results})
+    if rank_info.rank == 0:
+        facts = score_metadata(loaded, args.micro_batch_size)
+        print(format_results(facts, results))
+        write_scores(args.output, {**facts, "results": results})
 
 
 def main(argv: Sequence[str] | None = None) -> int:

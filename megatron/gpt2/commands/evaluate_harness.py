@@ -1,4 +1,4 @@
-"""Score a trained model with the tasks of EleutherAI's lm-eval (extra [eval]), alone or under torchrun:
+"""Score a trained model with the tasks of EleutherAI's lm-eval (extra [eval]), in one process or under torchrun:
 
     python tools/evaluate_harness.py --load checkpoints/gpt2_small --tasks lambada_openai,wikitext
 
@@ -16,12 +16,18 @@ from typing import Any
 import numpy as np
 
 from data_utils import Tokenizer
-from megatron.gpt2.commands.inference import ModelParser, check_scores, open_model, record, write_record
-from megatron.gpt2.dist.ranks import Ranks
+from megatron.gpt2.commands.inference import (
+    ModelParser,
+    check_scoring_flags,
+    open_model_from_flags,
+    score_metadata,
+    write_scores,
+)
+from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.dist.run_program import Log, run_program
 from megatron.gpt2.generate.generation import Continuation, generate
 from megatron.gpt2.generate.sampling import Sampling
-from megatron.gpt2.generate.scoring import Window, score
+from megatron.gpt2.generate.scoring import Window, score_windows
 from megatron.gpt2.model.gpt2 import GPT2Model
 
 try:
@@ -35,13 +41,13 @@ except ImportError as error:
     print(f"error: lm-eval cannot be imported ({error}): pip install lm-eval", file=sys.stderr)
     sys.exit(2)
 
-Pair = tuple[Any, list[int], list[int]]  # what it is, the ids of the context, those of the continuation
+LoglikelihoodRequest = tuple[Any, list[int], list[int]]  # (request, ids of the context, ids of the continuation)
 
 
 @register_model("gpt2-model-parallel")
-class HarnessModel(TemplateLM):  # type: ignore[misc]
-    """A model of ours for lm-eval. Every rank makes every request and gets every answer: `score` shares the work, so
-    that to lm-eval there is one process."""
+class HarnessLM(TemplateLM):  # type: ignore[misc]
+    """Wrap a model for lm-eval. Every rank makes every request and gets every answer, while `score` divides the work
+    over the ranks. So lm-eval sees one process."""
 
     def __init__(self, model: GPT2Model, tokenizer: Tokenizer, batch_size: int = 4, **_: Any) -> None:
         super().__init__()
@@ -50,26 +56,26 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     @property
     def eot_token_id(self) -> int:
-        """The id after which a text begins: the end of a document."""
-        return self.own_tokenizer.start
+        """The end-of-document id, which precedes every text."""
+        return self.own_tokenizer.bos
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """The ids of a text."""
+        """Tokenize a text."""
         return [int(i) for i in self.own_tokenizer.encode(string)]
 
     def _loglikelihood_tokens(
-        self, requests: list[Pair], disable_tqdm: bool = False, **_: Any
+        self, requests: list[LoglikelihoodRequest], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
         windows = []
         for _what, context, continuation in requests:
-            ids = np.array((context + continuation)[-self.max_length - 1 :])  # long contexts lose their beginning
+            ids = np.array((context + continuation)[-self.max_length - 1 :])  # cut the beginning of long contexts
             windows.append(Window(ids, min(len(continuation), self.max_length)))
-        scores = score(self.model, windows, batch_size=self.batch_size)
+        scores = score_windows(self.model, windows, batch_size=self.batch_size)
         return list(zip((-scores.nats).tolist(), scores.greedy.tolist(), strict=True))
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """ln p of each whole text, in nats, in windows as long as the model reads."""
-        pairs: list[Pair] = []
+        """Return ln p of each whole text, in nats, scored in windows of the model's length."""
+        pairs: list[LoglikelihoodRequest] = []
         for number, request in enumerate(requests):
             rolling = get_rolling_token_windows(
                 token_list=self.tok_encode(request.args[0]),
@@ -84,17 +90,17 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """The text that continues each request, up to one of its stop strings."""
+        """Return the continuation of each request, up to one of its stop strings."""
         answers = []
         for start in range(0, len(requests), self.batch_size):
-            batch = [self._continuation(*request.args) for request in requests[start : start + self.batch_size]]
+            batch = [self._make_continuation(*request.args) for request in requests[start : start + self.batch_size]]
             generate(self.model, self.own_tokenizer, batch)  # only the first of a model-parallel group gets the text
             answers += [
                 postprocess_generated_text(self.own_tokenizer.decode(c.ids), [*c.sampling.stop], None) for c in batch
             ]
         return answers
 
-    def _continuation(self, context: str, given: dict[str, Any]) -> Continuation:
+    def _make_continuation(self, context: str, given: dict[str, Any]) -> Continuation:
         wanted: dict[str, Any] = dict(normalize_gen_kwargs(given))
         length, stops = wanted["max_gen_toks"], handle_stop_sequences(wanted["until"], eos=None)
         if length >= self.max_length:
@@ -111,31 +117,31 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         )
 
 
-def arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """The flags, checked. ValueError or FileNotFoundError if one cannot be."""
+def parse_args(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse and check the flags. Raises ValueError or FileNotFoundError if one is invalid."""
     parser = ModelParser(__doc__, precision="fp32")
-    parser.add_argument("--tasks", required=True, metavar="NAMES", help="lm-eval's names, with commas between them")
-    parser.add_argument("--include-path", metavar="DIR", help="a folder with tasks of your own")
+    parser.add_argument("--tasks", required=True, metavar="NAMES", help="names of lm-eval, separated by commas")
+    parser.add_argument("--include-path", metavar="DIR", help="a folder with your own tasks")
     parser.add_argument("--num-fewshot", type=int, metavar="N", help="examples before each question")
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N examples of each task")
-    parser.add_scores()
+    parser.add_scoring_flags()
     args = parser.parse_args(argv)
     if args.include_path and not Path(args.include_path).is_dir():
         raise FileNotFoundError(f"--include-path: no such folder: {args.include_path}")
-    check_scores(args)
+    check_scoring_flags(args)
     return args
 
 
-def evaluate(argv: Sequence[str], ranks: Ranks, log: Log) -> None:
-    """Run the tasks that the flags name; rank 0 prints lm-eval's table and writes its results."""
-    args = arguments(argv)
+def evaluate(argv: Sequence[str], rank_info: RankInfo, log: Log) -> None:
+    """Run the tasks that the flags name. Rank 0 prints lm-eval's table and writes its results."""
+    args = parse_args(argv)
     manager = TaskManager(include_path=args.include_path)
     found = {name: manager.match_tasks([name]) for name in args.tasks.split(",")}  # a name may be a pattern
     if unknown := [name for name, tasks in found.items() if not tasks]:
-        raise ValueError(f"--tasks: lm-eval knows no {', '.join(unknown)}")
-    loaded = open_model(args, ranks, log)
+        raise ValueError(f"--tasks: lm-eval has no task {', '.join(unknown)}")
+    loaded = open_model_from_flags(args, rank_info, log)
     with open(os.devnull, "w") as nowhere, contextlib.ExitStack() as quiet:
-        if ranks.rank:
+        if rank_info.rank:
             quiet.enter_context(contextlib.redirect_stdout(nowhere))
             quiet.enter_context(contextlib.redirect_stderr(nowhere))
         results = lm_eval.simple_evaluate(
@@ -148,11 +154,11 @@ def evaluate(argv: Sequence[str], ranks: Ranks, log: Log) -> None:
             task_manager=manager,
             log_samples=False,
         )
-    if ranks.rank:
+    if rank_info.rank:
         return
     print(make_table(results))
     kept = {key: results[key] for key in ("results", "n-shot", "versions")}
-    write_record(args.output, record(loaded, args.micro_batch_size) | kept)
+    write_scores(args.output, score_metadata(loaded, args.micro_batch_size) | kept)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,60 +1,74 @@
-"""Print docs/reference/flags.md, which is made of the tables that the program reads flags with:
+"""Print docs/reference/flags.md, generated from the tables of the command-line parser:
 
 python tools/flag_table.py > docs/reference/flags.md
 """
 
-from collections.abc import Iterable, Sequence
+import dataclasses
+from collections.abc import Sequence
 
 from data_utils.command_line import Parser
-from megatron.gpt2.config.flags import flag_table
-from megatron.gpt2.config.foreign import KEYS
+from megatron.gpt2.config import SECTIONS, LaunchConfig, flag
+from megatron.gpt2.config.compat import DEEPSPEED_RULES, MEGATRON_RULES, CompatRule
+from megatron.gpt2.config.flags import CONFIG_HELP, MODEL_HELP, help_of_field
 
-STATUSES = {
-    "honoured": "does what its text says",
-    "translated": "another spelling, read as what its text names, which is said once at the start",
-    "inert": "changes nothing here, which is said once at the start",
-    "refused": "would change result, memory or speed and is not built: an error that names the alternative",
+TITLES = {
+    "translated": "Translated into other flags",
+    "ignored": "Ignored: accepted for compatibility, without effect",
+    "refused": "Refused with an error",
 }
 
 
-def table(rows: Iterable[tuple[str, str, str]], first: str) -> list[str]:
-    """Rows of (name, status, text), those with the same status and text together, in Markdown."""
+def section_lines(kind: type) -> list[str]:
+    """Return a line for each flag of a section: its spellings and its help text."""
+    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+    names = [" ".join(f"`{name}`" for name in (flag(f.name), *f.metadata["aliases"])) for f in fields]
+    choices = [f"{{{','.join(choices)}}} " if (choices := f.metadata["choices"]) else "" for f in fields]
+    return [f"- {name}: {listed}{help_of_field(f)}" for name, listed, f in zip(names, choices, fields, strict=True)]
+
+
+def rule_lines(rules: Sequence[CompatRule], heading: str) -> list[str]:
+    """Return a list for each status. Names with the same text share a line."""
     names: dict[tuple[str, str], list[str]] = {}
-    for name, status, text in rows:
-        names.setdefault((status, text), []).append(f"`{name}`")
-    lines = [f"| {first} | status | |", "|---|---|---|"]
-    for wanted in STATUSES:
-        for (status, text), together in names.items():
-            if status == wanted:
-                lines.append(f"| {' '.join(together)} | {status} | {text.replace('|', chr(92) + '|')} |")
+    for rule in rules:
+        text = rule.help_text.removeprefix("read as ")
+        names.setdefault((rule.status, text), []).extend(f"`{name}`" for name in rule.flags)
+    lines = []
+    for wanted, title in TITLES.items():
+        lines += ["", f"{heading} {title}", ""]
+        lines += [f"- {' '.join(together)}: {text}" for (status, text), together in names.items() if status == wanted]
     return lines
 
 
-def page() -> str:
-    """docs/reference/flags.md."""
+def flags_page() -> str:
+    """Return docs/reference/flags.md."""
+    sections = [
+        line
+        for section, kind in {**SECTIONS, "launch": LaunchConfig}.items()
+        for line in ("", f"## {section.capitalize()}", "", *section_lines(kind))
+    ]
     return "\n".join(
         [
             "# Every flag",
             "",
-            "Made by `tools/flag_table.py` from the tables that the command line is read with. `_` may stand for `-` in a",
-            "flag. [from-megatron.md](../how-to/from-megatron.md) has files, habits and the rest.",
-            "A named run (`--model`) replaces some defaults; so does the quickstart, which runs where no shape is given.",
+            "`tools/flag_table.py` generates this page. In a flag, `_` may replace `-`. A preset (`--model`) and the",
+            "quickstart, which runs without a shape, change some defaults. Each run prints its translated and ignored",
+            "flags at the start.",
+            "[from-megatron.md](../how-to/from-megatron.md) compares files and habits.",
             "",
-            *(f"- {status}: {text}" for status, text in STATUSES.items()),
-            "",
-            *table(flag_table(), "flag"),
+            f"- `--model`: {MODEL_HELP}",
+            f"- `--config`: {CONFIG_HELP}",
+            *sections,
+            *rule_lines(MEGATRON_RULES, "##"),
             "",
             "## Keys of a --deepspeed-config",
             "",
-            'A key that is `false`, `null`, `"auto"` or `{}`, or in a section with `"enabled": false`, asks for nothing.',
-            "",
-            *table(((key, row.status, row.documented) for row in KEYS for key in row.flags), "key"),
+            'A key that is `false`, `null`, `"auto"` or `{}`, or in a section with `"enabled": false`, is skipped.',
+            *rule_lines(DEEPSPEED_RULES, "###"),
             "",
         ]
     )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the page."""
     Parser(description=__doc__).parse_args(argv)
-    print(page(), end="")
+    print(flags_page(), end="")

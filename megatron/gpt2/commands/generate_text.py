@@ -1,11 +1,11 @@
-"""Write text with a trained model, alone or under torchrun with each layer split over the ranks:
+"""Generate text with a trained model, in one process or under torchrun with each layer split over the ranks:
 
     python tools/generate_text.py --load checkpoints/gpt2_small                                   # type prompts
     python tools/generate_text.py --load checkpoints/gpt2_small --prompt "Once upon a time"
     python tools/generate_text.py --load checkpoints/gpt2_small --sample-input-file prompts.txt > answers.jsonl
     python tools/generate_text.py --load checkpoints/gpt2_small --num-samples 10 --genfile samples.jsonl
 
-Model, tokenizer and vocabulary come from the checkpoint. Megatron's flags for them are accepted and not needed.
+The checkpoint holds model, tokenizer and vocabulary. Megatron's flags for them are accepted and not needed.
 Exit codes: 0; 2 for bad input.
 """
 
@@ -22,26 +22,26 @@ from typing import Any
 
 from data_utils.command_line import progress_bar
 from data_utils.corpora import check_exists
-from megatron.gpt2.commands.inference import ModelParser, check_shared, open_model
+from megatron.gpt2.commands.inference import ModelParser, check_world_size, open_model_from_flags
 from megatron.gpt2.config import require
-from megatron.gpt2.dist.ranks import Ranks
+from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.dist.run_program import Log, run_program
 from megatron.gpt2.generate.generation import Continuation, Generator
-from megatron.gpt2.generate.orders import untimed_group
+from megatron.gpt2.generate.model_runner import new_command_group
 from megatron.gpt2.generate.sampling import Sampling
 
-# Of `Sampling`: what stands for the value of the flag, and its text.
-SAMPLING = {
-    "temperature": ("T", "below 1 likely tokens become likelier; 0 takes the likeliest token"),
-    "top_k": ("K", "draw among the K likeliest; 0: among all"),
-    "top_p": ("P", "draw among the likeliest that hold the probability P together; 0: among all"),
-    "repetition_penalty": ("R", "above 1 the tokens that are in the text already become less likely"),
-    "seed": ("SEED", "random seed of the first text; each further text has the next one"),
+# Fields of `Sampling`: (metavar, help) of the flag.
+SAMPLING_FLAGS = {
+    "temperature": ("T", "below 1, likely tokens become likelier; 0 takes the likeliest token"),
+    "top_k": ("K", "sample from the K likeliest tokens; 0: from all"),
+    "top_p": ("P", "sample from the likeliest tokens whose total probability is P; 0: from all"),
+    "repetition_penalty": ("R", "above 1, tokens that are already in the text become less likely"),
+    "seed": ("SEED", "random seed of the first text; text number i has SEED + i"),
 }
 
 
-def arguments(argv: Sequence[str], ranks: Ranks, log: Log) -> argparse.Namespace:
-    """The flags, checked. ValueError or FileNotFoundError if one cannot be. log: takes the notices."""
+def parse_args(argv: Sequence[str], rank_info: RankInfo, log: Log) -> argparse.Namespace:
+    """Parse and check the flags. Raises ValueError or FileNotFoundError if one is invalid. log: for notices."""
     parser = ModelParser(__doc__, precision="auto", model_parallel_size=None)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", help="text to continue; empty: a new document (default: ask for prompts)")
@@ -51,7 +51,7 @@ def arguments(argv: Sequence[str], ranks: Ranks, log: Log) -> argparse.Namespace
         "--sample-output-file", "--genfile", metavar="FILE", help="for the JSON lines (default: standard output)"
     )
     parser.add_argument("--max-new-tokens", "--out-seq-length", type=int, default=200, metavar="N", help="default: 200")
-    for name, (metavar, help) in SAMPLING.items():
+    for name, (metavar, help) in SAMPLING_FLAGS.items():
         default = getattr(Sampling, name)
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, type=type(default), default=default, metavar=metavar, help=help)
@@ -60,17 +60,21 @@ def arguments(argv: Sequence[str], ranks: Ranks, log: Log) -> argparse.Namespace
         "--stop", action="append", default=[], metavar="TEXT", help="end a text before TEXT; may be given several times"
     )
     parser.add_argument(
-        "--recompute", action="store_true", help="read the whole context for each token: slower, with less memory"
+        "--recompute",
+        action="store_true",
+        help="compute the whole context for each token, without a cache: slower, with less memory",
     )
     parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="texts generated together (default: 8)")
     args, _ = parser.parse_with_training_flags(argv, log)
     args.sampling = Sampling(
-        max_new_tokens=args.max_new_tokens, stop=tuple(args.stop), **{name: getattr(args, name) for name in SAMPLING}
+        max_new_tokens=args.max_new_tokens,
+        stop=tuple(args.stop),
+        **{name: getattr(args, name) for name in SAMPLING_FLAGS},
     )
     for name, least in (("num_samples", 0), ("batch_size", 1), ("max_new_tokens", 1)):
         value = getattr(args, name)
         require(value >= least, f"--{name.replace('_', '-')} must be at least {least}, not {value}")
-    check_shared(args, ranks)
+    check_world_size(args, rank_info)
     prompts, output = args.sample_input_file, args.sample_output_file
     if prompts:
         check_exists(prompts, "--sample-input-file")
@@ -80,18 +84,18 @@ def arguments(argv: Sequence[str], ranks: Ranks, log: Log) -> argparse.Namespace
             "--sample-output-file and --genfile need --sample-input-file or --num-samples",
         )
         same = os.path.realpath(output) == os.path.realpath(prompts or "")
-        require(not same, f"--sample-output-file {output}: is the file of the prompts")
+        require(not same, f"--sample-output-file {output} is also the file of the prompts: give a different one")
     if args.sampling.is_full:
         log(
-            "notice: top-k 0 with top-p 0 is full sampling: any token may be drawn, however unlikely; --top-k 40, "
-            "--top-p 0.9 or --greedy leave them out"
+            "notice: top-k 0 with top-p 0 is full sampling, which also draws very unlikely tokens; use --top-k 40, "
+            "--top-p 0.9 or --greedy to exclude them"
         )
     return args
 
 
-def stream(generator: Generator, prompt: str, sampling: Sampling) -> None:
-    """Print the prompt, and its continuation token by token; Ctrl-C ends it between two tokens. ValueError for a prompt
-    that is not valid text."""
+def stream_text(generator: Generator, prompt: str, sampling: Sampling) -> None:
+    """Print the prompt, and its continuation token by token. Ctrl-C ends it between two tokens. Raises ValueError for a
+    prompt that is not valid text."""
     c = Continuation(generator.tokenizer.encode(prompt), sampling)
     sys.stdout.write(prompt)
     before = signal.signal(signal.SIGINT, lambda number, frame: c.cancel())
@@ -104,23 +108,23 @@ def stream(generator: Generator, prompt: str, sampling: Sampling) -> None:
     print(flush=True)
 
 
-def converse(generator: Generator, sampling: Sampling, log: Log) -> None:
+def run_interactive(generator: Generator, sampling: Sampling, log: Log) -> None:
     """Ask for prompts until `stop`, Ctrl-D or Ctrl-C."""
-    with contextlib.suppress(ImportError):  # not everywhere; input() uses it once it is loaded
+    with contextlib.suppress(ImportError):  # not available everywhere; input() uses it if it is loaded
         import readline  # noqa: F401
-    sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]  # what is no text is refused below
-    log("Type a prompt. A line that is exactly `stop`, Ctrl-D or Ctrl-C ends; Ctrl-C in a text ends the text.")
+    sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]  # stream_text() refuses invalid text
+    log("Type a prompt. To end, type `stop`, Ctrl-D or Ctrl-C. Ctrl-C during a text ends only the text.")
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while (prompt := input("\nprompt> " if sys.stdin.isatty() else "")) != "stop":
             try:
                 require(prompt != "", "the prompt is empty: type some text")
-                stream(generator, prompt, sampling)
+                stream_text(generator, prompt, sampling)
             except ValueError as error:
                 log(f"error: {error}")
 
 
-def prompts_of(path: str) -> Iterator[str | ValueError]:
-    """The prompt on each line of the file `path`, or a ValueError that says what is wrong with the line."""
+def read_prompts(path: str) -> Iterator[str | ValueError]:
+    """Yield the prompt on each line of the file `path`, or a ValueError that describes the problem of the line."""
     with open(path, "rb") as lines:
         for line in lines:
             try:
@@ -130,10 +134,10 @@ def prompts_of(path: str) -> Iterator[str | ValueError]:
                 yield ValueError(f"not UTF-8: byte {error.start + 1} of the line is 0x{error.object[error.start]:02x}")
 
 
-def answers(
+def generate_entries(
     generator: Generator, prompts: Iterable[str | ValueError], sampling: Sampling, batch_size: int
 ) -> Iterator[dict[str, Any]]:
-    """An entry for each prompt, in order. The text of an entry depends only on the seed and on its number.
+    """Yield an entry for each prompt, in order. Its text depends only on the prompt, the seed and its number.
 
     batch_size: texts generated together.
     """
@@ -157,27 +161,27 @@ def answers(
                 yield {"line": number + 1, "error": str(prompt)}
 
 
-def generate_text(argv: Sequence[str], ranks: Ranks, log: Log) -> None:
-    """Load the model and continue the prompts that the flags name; the first rank writes, the others follow it."""
-    args = arguments(argv, ranks, log)
-    loaded = open_model(args, ranks, log)
-    generator = Generator(loaded.model, loaded.tokenizer, recompute=args.recompute, orders=untimed_group(), log=log)
-    if not generator.leads:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first rank gets it too, and knows what it means
-        return generator.follow()
-    with generator.leading():
+def generate_text(argv: Sequence[str], rank_info: RankInfo, log: Log) -> None:
+    """Load the model and continue the prompts that the flags name. The first rank writes, and the others follow it."""
+    args = parse_args(argv, rank_info, log)
+    loaded = open_model_from_flags(args, rank_info, log)
+    generator = Generator(loaded.model, loaded.tokenizer, recompute=args.recompute, group=new_command_group(), log=log)
+    if not generator.is_driver:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first rank gets it too, and handles it
+        return generator.execute_commands()
+    with generator.driving():
         if args.num_samples or args.sample_input_file:
-            prompts = [""] * args.num_samples if args.num_samples else prompts_of(args.sample_input_file)
-            entries = answers(generator, prompts, args.sampling, args.batch_size)
+            prompts = [""] * args.num_samples if args.num_samples else read_prompts(args.sample_input_file)
+            entries = generate_entries(generator, prompts, args.sampling, args.batch_size)
             path = args.sample_output_file
             with open(path, "w", encoding="utf-8") if path else contextlib.nullcontext(sys.stdout) as file:
                 for entry in progress_bar(entries, total=args.num_samples or None, unit="text"):
                     file.write(json.dumps(entry, ensure_ascii=False) + "\n")
                     file.flush()
         elif args.prompt is not None:
-            stream(generator, args.prompt, args.sampling)
+            stream_text(generator, args.prompt, args.sampling)
         else:
-            converse(generator, args.sampling, log)
+            run_interactive(generator, args.sampling, log)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

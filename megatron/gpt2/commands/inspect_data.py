@@ -1,11 +1,11 @@
-"""Look inside token files, show documents as text, and verify every byte:
+"""Inspect token files, print documents as text, and verify every byte:
 
     python tools/inspect_data.py corpus_text_document
     python tools/inspect_data.py corpus_text_document --documents 0 17 --tokenizer-type GPT2BPETokenizer
     python tools/inspect_data.py corpus_text_document --plot lengths.png
     python tools/inspect_data.py corpus_text_document --verify
 
-It reads .bin/.idx pairs of ours and of Megatron, and the .bin files of nanoGPT and llm.c.
+It reads .bin/.idx pairs of this project and of Megatron, and .bin files of nanoGPT and llm.c.
 Exit codes: 0; 1 if damage was found; 2 for bad input.
 """
 
@@ -15,26 +15,26 @@ from typing import Any
 import numpy as np
 
 from data_utils.command_line import Parser
-from data_utils.files import damaged_parts
-from data_utils.indexed_dataset import TokenFile, open_tokens
+from data_utils.files import find_damaged_chunks
+from data_utils.indexed_dataset import TokenFile, open_token_file
 from data_utils.tokenizers import build_tokenizer
 from megatron.gpt2.commands.merge_datasets import GPT2_EOD
-from megatron.gpt2.commands.preprocess_data import add_tokenizer_flags, length_lines, tokenizer_arguments
+from megatron.gpt2.commands.preprocess_data import add_tokenizer_flags, length_histogram, tokenizer_arguments
 
 BLOCK = 1 << 24  # tokens
 
 
 def verify(data: TokenFile, manifest: dict[str, Any] | None, vocab_size: int | None) -> list[str]:
-    """Each damage, one line. FileNotFoundError if there is nothing to compare with."""
+    """Return one line for each damage. Raises FileNotFoundError if there is nothing to compare with."""
     if manifest is None and vocab_size is None:
         raise FileNotFoundError(
-            f"{data.prefix}.json is missing, so there are no hashes to compare with; --tokenizer-type "
-            "would at least check that every id is of its vocabulary"
+            f"{data.prefix}.json is missing, which has the hashes to compare with; give --tokenizer-type "
+            "to check that every id is in its vocabulary"
         )
     found = []
     if manifest is not None:
         for suffix in (".bin", ".idx"):
-            found += damaged_parts(f"{data.prefix}{suffix}", manifest[suffix])
+            found += find_damaged_chunks(f"{data.prefix}{suffix}", manifest[suffix])
         vocab_size = vocab_size or (manifest["tokenizer"] or {}).get("vocab_size")
     if vocab_size is not None and len(data.tokens):
         blocks = [data.tokens[first : first + BLOCK] for first in range(0, len(data.tokens), BLOCK)]
@@ -44,8 +44,8 @@ def verify(data: TokenFile, manifest: dict[str, Any] | None, vocab_size: int | N
     return found
 
 
-def facts(data: TokenFile, manifest: dict[str, Any] | None) -> list[str]:
-    """The content of the files, in lines."""
+def describe_tokens(data: TokenFile, manifest: dict[str, Any] | None) -> list[str]:
+    """Describe the content of the files, in lines."""
     lines = [
         f"{data.prefix}: {data.kind}, {len(data):,} documents, {len(data.tokens):,} tokens ({data.dtype.name}), "
         f"{data.tokens.nbytes:,} bytes"
@@ -61,12 +61,12 @@ def facts(data: TokenFile, manifest: dict[str, Any] | None) -> list[str]:
                 f"{manifest['text_bytes']:,} bytes of text, {manifest['text_bytes'] / max(plain, 1):.2f} a token; "
                 f"{manifest['bad_lines']:,} bad lines and {manifest['empty_documents']:,} empty documents left out"
             )
-    return [*lines, *length_lines(np.diff(data.document_starts))]
+    return [*lines, *length_histogram(np.diff(data.document_starts))]
 
 
-def plot(lengths: np.ndarray, path: Path, title: str) -> None:
-    """Write a figure to `path`, with two panels: documents by length, and the share of all tokens in documents of up to
-    a length. ValueError without matplotlib, or for a suffix that it does not know."""
+def plot_lengths(lengths: np.ndarray, path: Path, title: str) -> None:
+    """Draw a histogram of the document lengths, and the share of all tokens in documents of up to a length, to `path`.
+    Raises ValueError without matplotlib, or for a suffix that it does not support."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -77,7 +77,7 @@ def plot(lengths: np.ndarray, path: Path, title: str) -> None:
     there = np.sort(lengths[lengths > 0])
     left.hist(there, bins=np.geomspace(1, max(2, int(there[-1])), 40))
     left.set_ylabel("documents")
-    # A billion documents need no billion points.
+    # The curve has at most 2,000 points.
     shown = np.unique(np.linspace(0, len(there) - 1, 2000).astype(np.int64))
     right.plot(there[shown], (np.cumsum(there, dtype=np.int64) / there.sum(dtype=np.int64))[shown])
     right.set_ylabel("share of the tokens, in documents of up to this length")
@@ -94,27 +94,27 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser(description=__doc__)
     parser.add_argument("path", metavar="PATH", help="the prefix of a pair, or a .bin file")
     parser.add_argument("--verify", action="store_true", help="read every byte: hashes of the manifest, range of ids")
-    parser.add_argument("--documents", type=int, nargs="+", default=[], metavar="N", help="show these as text")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the lengths of the documents")
+    parser.add_argument("--documents", type=int, nargs="+", default=[], metavar="N", help="print these as text")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the document lengths to FILE")
     add_tokenizer_flags(parser, help="needed for --documents")
     args = parser.parse_args(argv)
     tokenizer = build_tokenizer(**tokenizer_arguments(args)) if args.tokenizer_type else None
     if args.documents and tokenizer is None:
-        raise ValueError("--documents needs --tokenizer-type, and its files where they are not in the user's cache")
-    data = open_tokens(args.path, tokenizer.eod if tokenizer else GPT2_EOD)
+        raise ValueError("--documents needs --tokenizer-type, and its files if they are not in the user's cache")
+    data = open_token_file(args.path, tokenizer.eod if tokenizer else GPT2_EOD)
     manifest = data.manifest()
     made_by = manifest["tokenizer"] if manifest else None
     if made_by and tokenizer and made_by["fingerprint"] != tokenizer.fingerprint:
         raise ValueError(
-            f"--tokenizer-type {tokenizer.kind}: {data.prefix}.json names another tokenizer, a "
+            f"--tokenizer-type {tokenizer.kind}: {data.prefix}.json names a different tokenizer, a "
             f"{made_by['kind']} of {made_by['vocab_size']:,} ids"
         )
     if args.verify:
         found = verify(data, manifest, tokenizer.vocab_size if tokenizer else None)
-        whole = "every byte as it was written" if manifest else "every id is of the vocabulary"
+        whole = "all hashes match" if manifest else "every id is in the vocabulary"
         print("\n".join(f"DAMAGED: {line}" for line in found) or f"{data.prefix}: {whole}")
         return 1 if found else 0
-    print("\n".join(facts(data, manifest)))
+    print("\n".join(describe_tokens(data, manifest)))
     for number in args.documents:
         if not 0 <= number < len(data):
             raise ValueError(f"--documents {number}: there are documents 0 to {len(data) - 1:,}")
@@ -122,6 +122,6 @@ def main(argv: list[str] | None = None) -> int:
         print(f"--- document {number:,}: {len(data[number]):,} tokens\n{tokenizer.decode(data[number])}")
     if args.plot:
         title = f"{Path(data.prefix).name}: {len(data):,} documents, {len(data.tokens):,} tokens"
-        plot(np.diff(data.document_starts), args.plot, title)
+        plot_lengths(np.diff(data.document_starts), args.plot, title)
         print(f"wrote {args.plot}")
     return 0

@@ -1,22 +1,20 @@
-"""Merge token files into one .bin/.idx pair with a manifest, in the order given:
+"""Merge token files, in the given order, into one .bin/.idx pair with a manifest:
 
     python tools/merge_datasets.py --input part1_text_document part2_text_document --output-prefix all_text_document
 
-A folder stands for all pairs in it, in order of their names, as for Megatron. nanoGPT's and llm.c's files are named
-with their .bin.
+A folder means all pairs in it, sorted by name, as in Megatron. Files of nanoGPT and llm.c are given with their .bin.
 """
 
 from pathlib import Path
 
 from data_utils.command_line import Parser
-from data_utils.preprocessing import merge
+from data_utils.preprocessing import merge_datasets
 
 GPT2_EOD = 50256
 
 
-def sources(inputs: list[str]) -> list[str]:
-    """The prefixes and files that `inputs` name, each folder replaced by the pairs in it. FileNotFoundError where it
-    has none."""
+def expand_folders(inputs: list[str]) -> list[str]:
+    """Replace each folder in `inputs` by the prefixes of the pairs in it. Raises FileNotFoundError if it has none."""
     found = []
     for name in inputs:
         if not Path(name).is_dir():
@@ -42,8 +40,8 @@ def main(argv: list[str] | None = None) -> int:
         help="the id that ends a document in files without .idx (default: %(default)s, GPT-2's)",
     )
     args = parser.parse_args(argv)
-    names = sources(args.input)
-    manifest = merge(names, args.output_prefix, args.eod)
+    names = expand_folders(args.input)
+    manifest = merge_datasets(names, args.output_prefix, args.eod)
     print(
         f"{args.output_prefix}.bin, .idx, .json: {manifest['documents']:,} documents and {manifest['tokens']:,} "
         f"tokens ({manifest['dtype']}) of {len(names)} files"

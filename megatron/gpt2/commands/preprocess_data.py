@@ -1,12 +1,12 @@
-"""Tokenise text once, into a .bin/.idx pair that training reads with --data-path:
+"""Tokenize text into a .bin/.idx pair, which training reads with --data-path:
 
     python tools/preprocess_data.py --input corpus.jsonl --output-prefix corpus \\
         --tokenizer-type GPT2BPETokenizer --vocab-file encoder.json --merge-file vocab.bpe --append-eod --workers 8
 
-Input is JSON, one object a line or one array, plain text, one document a file, or Parquet; gzip and zstd are
-recognised. It writes PREFIX_KEY_document.bin, .idx and .json, the manifest, for each of --json-keys. After a kill the
-same command continues. Unusable lines are left out, counted, and written to PREFIX.bad.jsonl.
-Exit codes: 0; 2 for bad input.
+The input is JSON (one object per line, or one array), plain text (one document per file), or Parquet, also compressed
+with gzip or zstd. For each of --json-keys it writes PREFIX_KEY_document.bin, .idx and .json, the manifest. After a
+kill, the same command continues. Unusable lines are skipped, counted, and written to PREFIX.bad.jsonl. Exit codes: 0; 2
+for bad input.
 """
 
 import argparse
@@ -19,15 +19,15 @@ import numpy as np
 
 from data_utils import IndexedDataset
 from data_utils.command_line import Parser
-from data_utils.corpora import MOST_BAD_LINES
-from data_utils.preprocessing import Job, preprocess
+from data_utils.corpora import MAX_BAD_FRACTION
+from data_utils.preprocessing import PreprocessingJob, preprocess
 from data_utils.tokenizers import KINDS
 
 BAR = 40  # characters
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser, **options: Any) -> None:
-    """--tokenizer-type, with `options` of argparse, and the files of the kinds."""
+    """Add --tokenizer-type, with `options` for argparse, and the flags for its files."""
     parser.add_argument("--tokenizer-type", choices=KINDS, **options)
     parser.add_argument("--vocab-file", metavar="FILE", help="GPT-2 vocabulary (default: one in the user's cache)")
     parser.add_argument("--merge-file", metavar="FILE", help="GPT-2 merges")
@@ -35,18 +35,18 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser, **options: Any) -> None
 
 
 def tokenizer_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `build_tokenizer` that those flags give."""
+    """Return the arguments of `build_tokenizer` from those flags."""
     files = {"vocab_file": args.vocab_file, "merge_file": args.merge_file, "model_file": args.tokenizer_model}
     return {"kind": args.tokenizer_type, **files}
 
 
-def length_lines(lengths: np.ndarray) -> list[str]:
-    """A line of numbers, lengths in tokens; then lines that line up, with a bar and the number of documents of 0, 1,
-    2-3, 4-7 tokens and so on, from the first such bin to the last that has any. No line if there are no documents."""
+def length_histogram(lengths: np.ndarray) -> list[str]:
+    """Describe lengths in tokens: a line of statistics, then a histogram with the bins 0, 1, 2-3, 4-7 and so on, from
+    the first bin to the last one with documents. Return [] for an empty data set."""
     if not len(lengths):
         return []
     p10, median, p90, p99 = np.percentile(lengths, [10, 50, 90, 99])
-    counts = np.bincount(np.frexp(lengths.astype(np.float64))[1]).tolist()  # by binary digits, of which 0 has none
+    counts = np.bincount(np.frexp(lengths.astype(np.float64))[1]).tolist()  # by number of binary digits; 0 has none
     first = next(number for number, count in enumerate(counts) if count)
     labels = ["0", "1", *(f"{1 << number:,}-{(2 << number) - 1:,}" for number in range(1, len(counts) - 1))]
     width = len(labels[len(counts) - 1])
@@ -60,15 +60,15 @@ def length_lines(lengths: np.ndarray) -> list[str]:
     ]
 
 
-def report(output: str, manifest: Mapping[str, Any], seconds: float) -> list[str]:
-    """The closing report of the pair at the prefix `output`, in lines."""
+def summary_lines(output: str, manifest: Mapping[str, Any], seconds: float) -> list[str]:
+    """Summarize the pair at the prefix `output`, in lines."""
     text, tokens = manifest["text_bytes"], manifest["tokens"]
     size = sum(entry["bytes"] for entry in manifest["inputs"])
     plain_tokens = tokens - manifest["documents"] * manifest["append_eod"]
     return [
         f"{output}.bin, .idx, .json: {manifest['documents']:,} documents, {tokens:,} tokens ({manifest['dtype']}), "
         f"{text:,} bytes of text, {text / plain_tokens:.2f} bytes per token",
-        *length_lines(np.diff(IndexedDataset(output).document_starts)),
+        *length_histogram(np.diff(IndexedDataset(output).document_starts)),
         f"{manifest['bad_lines']:,} bad lines and {manifest['empty_documents']:,} empty documents left out",
         f"{seconds:.1f} s, {size / 1e6 / seconds:.1f} MB/s of input, {tokens / 1e6 / seconds:.2f} M tokens/s",
     ]
@@ -84,27 +84,29 @@ def main(argv: list[str] | None = None) -> int:
         nargs="+",
         default=["text"],
         metavar="KEY",
-        help="fields or columns that hold text; each gives a separate pair (default: text)",
+        help="fields or columns with text; each is written to a separate pair (default: text)",
     )
     add_tokenizer_flags(parser, required=True, help="as in training")
     parser.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
-    parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes; the result is the same")
+    parser.add_argument(
+        "--workers", type=int, default=1, metavar="N", help="processes; the result does not depend on them"
+    )
     parser.add_argument(
         "--max-bad-fraction",
         type=float,
-        default=MOST_BAD_LINES,
+        default=MAX_BAD_FRACTION,
         metavar="F",
         help="fail if more of the lines are unusable (default: %(default)s)",
     )
-    inert = parser.add_argument_group("Megatron's, accepted without effect")
-    inert.add_argument("--partitions", type=int, metavar="N", help="the input is cut into shards by its size")
-    inert.add_argument("--log-interval", type=int, metavar="N", help="a progress bar shows the rate")
-    inert.add_argument("--keep-sequential-samples", action="store_true", help="the order is always that of the input")
-    inert.add_argument("--dataset-impl", choices=["mmap"], help="there is no other")
+    ignored = parser.add_argument_group("Megatron's flags, ignored")
+    ignored.add_argument("--partitions", type=int, metavar="N", help="the input is cut into shards by its size")
+    ignored.add_argument("--log-interval", type=int, metavar="N", help="a progress bar shows the rate")
+    ignored.add_argument("--keep-sequential-samples", action="store_true", help="the order is always that of the input")
+    ignored.add_argument("--dataset-impl", choices=["mmap"], help="the only implementation")
     args = parser.parse_args(argv)
     if args.partitions is not None and args.partitions < 1:
         raise ValueError(f"--partitions must be positive, not {args.partitions}")
-    job = Job(
+    job = PreprocessingJob(
         inputs=tuple(args.input),
         output_prefix=args.output_prefix,
         keys=tuple(args.json_keys),
@@ -117,7 +119,7 @@ def main(argv: list[str] | None = None) -> int:
     manifests = preprocess(job, log=lambda line: print(line, file=sys.stderr))
     seconds = time.monotonic() - started
     for manifest in manifests.values():
-        print("\n".join(report(job.output(manifest["key"]), manifest, seconds)))
+        print("\n".join(summary_lines(job.output(manifest["key"]), manifest, seconds)))
     if not args.append_eod:
-        print("no end-of-document tokens are in it: --append-eod adds them, and training counts on them")
+        print("the files have no end-of-document tokens, which training needs: --append-eod adds them")
     return 0

@@ -1,8 +1,8 @@
-"""Make the report.html of a run anew, from the other files of its --save folder:
+"""Write the report.html of a run again, from the other files in its --save folder:
 
     python tools/report.py checkpoints/gpt2_345m
 
-Training writes it by itself. Exit codes: 0; 2 for bad input.
+Training writes it automatically. Exit codes: 0; 2 for bad input.
 """
 
 from pathlib import Path

@@ -1,10 +1,10 @@
-"""Train a tokenizer: a byte-level BPE in GPT-2's format, a SentencePiece model, or the small BPE that data_utils ships.
+"""Train a tokenizer: a byte-level BPE in GPT-2's format, a SentencePiece model, or the small BPE in data_utils.
 
     python tools/train_tokenizer.py bpe --vocab-file encoder.json --merge-file vocab.bpe --train-data text.jsonl
     python tools/train_tokenizer.py sentencepiece --model tokenizer.model --vocab-size 8192 --train-data text.jsonl
     python tools/train_tokenizer.py builtin
 
-All are lossless: decoding gives back every text.
+All are lossless: decoding restores every text.
 """
 
 import json
@@ -15,13 +15,14 @@ from typing import Any
 
 from data_utils import ensure_sentencepiece_model, tokenizers
 from data_utils.command_line import Parser
-from data_utils.corpora import BUILTIN, builtin_documents, documents, files_of
+from data_utils.corpora import BUILTIN, expand_paths, read_documents
+from data_utils.corpora.builtin import builtin_documents
 from data_utils.tokenizers.gpt2 import BUILTIN_FILE, END_OF_TEXT
 
 
-def learn(texts: Iterable[str], vocab_size: int) -> dict[str, Any]:
-    """The `vocab` and `merges` of a byte-level BPE of at most `vocab_size` - 1 tokens, the 256 bytes first: room is
-    left for EOD."""
+def learn_bpe(texts: Iterable[str], vocab_size: int) -> dict[str, Any]:
+    """Learn the `vocab` and `merges` of a byte-level BPE. It has at most `vocab_size` - 1 tokens, first the 256 bytes,
+    so that EOD can be added."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     if vocab_size < 257:
@@ -39,9 +40,9 @@ def learn(texts: Iterable[str], vocab_size: int) -> dict[str, Any]:
 
 
 def train_bpe(vocab_file: Path, merge_file: Path, vocab_size: int, texts: Iterable[str]) -> None:
-    """Learn at most `vocab_size` - 1 tokens and write GPT-2's two files: the tokens with EOD as the last, and the
+    """Learn at most `vocab_size` - 1 tokens. Write GPT-2's two files: the tokens, with EOD as the last one, and the
     merges."""
-    model = learn(texts, vocab_size)
+    model = learn_bpe(texts, vocab_size)
     count = len(model["vocab"])
     merges = ["#version: 0.2", *(pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"])]
     vocabulary = json.dumps({**model["vocab"], END_OF_TEXT: count})
@@ -52,8 +53,10 @@ def train_bpe(vocab_file: Path, merge_file: Path, vocab_size: int, texts: Iterab
 
 
 def train_builtin(output: Path, vocab_size: int) -> None:
-    """Learn `vocab_size` - 1 tokens and write them in the order in which they were learnt; the last id is EOD."""
-    tokens = list(learn(builtin_documents(), vocab_size)["vocab"])  # by id
+    """Learn `vocab_size` - 1 tokens and write them in the order of learning. EOD gets the last id."""
+    texts = builtin_documents()
+    texts = texts[: len(texts) * 17 // 20]  # without those that a run holds out
+    tokens = list(learn_bpe(texts, vocab_size)["vocab"])  # by id
     lines = [json.dumps(tokens[first : first + 16])[1:-1] for first in range(0, len(tokens), 16)]
     output.write_text("[" + ",\n ".join(lines) + "]\n", encoding="ascii")
     print(f"{output}: {len(tokens)} tokens and EOD")
@@ -63,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line `argv` (default: this process's)."""
     parser = Parser(description=__doc__)
     kinds = parser.add_subparsers(dest="kind", required=True)
-    builtin = kinds.add_parser("builtin", help="the BPE that the project ships")
+    builtin = kinds.add_parser("builtin", help="the small BPE in data_utils")
     builtin.add_argument("--output", type=Path, default=Path(tokenizers.__file__).with_name(BUILTIN_FILE))
     builtin.add_argument("--vocab-size", type=int, default=4096)
     bpe = kinds.add_parser("bpe", help="a byte-level BPE for --tokenizer-type GPT2BPETokenizer")
@@ -71,19 +74,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     bpe.add_argument("--merge-file", type=Path, required=True, help="the file of merges to write")
     bpe.add_argument("--vocab-size", type=int, default=32768)
     model = kinds.add_parser("sentencepiece", help="a lossless SentencePiece BPE")
-    model.add_argument("--model", required=True, help="the file to write; one that exists is left as it is")
+    model.add_argument("--model", required=True, help="the file to write; an existing one is kept")
     model.add_argument("--vocab-size", type=int, default=8192)
     for made in (bpe, model):
         made.add_argument("--train-data", nargs="*", default=[], metavar="FILE", help="default: the built-in corpus")
         made.add_argument("--text-key", help="the JSON field that holds the text (default: text, else sentence)")
-    given = parser.parse_args(argv)
-    if given.kind == "builtin":
-        train_builtin(given.output, given.vocab_size)
-    elif given.kind == "bpe":
-        files = files_of(given.train_data or [BUILTIN], "--train-data")
-        texts = (text for path in files for text in documents(path, given.text_key, print))
-        train_bpe(given.vocab_file, given.merge_file, given.vocab_size, texts)
+    args = parser.parse_args(argv)
+    if args.kind == "builtin":
+        train_builtin(args.output, args.vocab_size)
+    elif args.kind == "bpe":
+        files = expand_paths(args.train_data or [BUILTIN], "--train-data")
+        texts = (text for path in files for text in read_documents(path, args.text_key, print))
+        train_bpe(args.vocab_file, args.merge_file, args.vocab_size, texts)
     else:
         ensure_sentencepiece_model(
-            given.model, train_data=given.train_data, text_key=given.text_key, vocab_size=given.vocab_size, log=print
+            args.model, train_data=args.train_data, text_key=args.text_key, vocab_size=args.vocab_size, log=print
         )

@@ -1,13 +1,13 @@
 """The configuration of a run.
 
 sections   Config and its sections as dataclasses: each field is a flag, with its bounds and checks
-recipes    named runs, for --model, and config.json, for --config
-foreign    the flags of Megatron and the keys of a DeepSpeed file that are not fields
+presets    presets for --model, and config.json for --config
+compat     rules for Megatron's other flags and for the keys of a DeepSpeed file
 flags      the parser, which is made from the fields
-arguments  a command line, read; what the checkpoint that is loaded decides
+arguments  parses a command line and merges it with the loaded checkpoint
 """
 
-from megatron.gpt2.config.recipes import read_config, write_config
+from megatron.gpt2.config.presets import read_config, write_config
 from megatron.gpt2.config.sections import (
     PRECISION_CHOICES,
     SECTIONS,
@@ -19,12 +19,12 @@ from megatron.gpt2.config.sections import (
     OptimizerConfig,
     ParallelConfig,
     TrainConfig,
-    by_key,
-    differing,
-    fields,
+    config_fields,
     flag,
+    flatten_sections,
+    ignored_flags,
+    non_default_values,
     require,
-    without_effect,
 )
 
 __all__ = [
@@ -38,12 +38,12 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "TrainConfig",
-    "by_key",
-    "differing",
-    "fields",
+    "flatten_sections",
+    "non_default_values",
+    "config_fields",
     "flag",
     "read_config",
     "require",
-    "without_effect",
+    "ignored_flags",
     "write_config",
 ]

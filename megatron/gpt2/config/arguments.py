@@ -1,9 +1,13 @@
-"""From a command line to a run: recipes, foreign flags, and what a checkpoint decides.
+"""Parse a command line, and merge it with a preset and the loaded checkpoint.
 
-A value comes from the last of these that has one: the field's default; the recipe (`--model`; the run of a `--config`;
-or `quickstart` if no shape is given); the checkpoint that is loaded (its shape, tokenizer and schedule; its whole recipe
-instead of the quickstart's); the command line. `--a_b` is read as `--a-b`, and prefixes of flags are not completed: a
-typing error must not become a different flag.
+Later sources override earlier ones:
+
+    1. the defaults of the fields
+    2. the preset (`--model`, or `quickstart` if no shape is given) or the run of a `--config`
+    3. the loaded checkpoint: its shape, tokenizer and schedule; all its values instead of the quickstart's
+    4. the command line
+
+`--a_b` is read as `--a-b`. Abbreviated flags are errors, so that a typing error cannot select a different flag.
 """
 
 import dataclasses
@@ -15,17 +19,25 @@ from functools import cached_property
 from typing import Any
 
 from data_utils import kind_of_vocabulary
-from megatron.gpt2.config.flags import build_parser, dashed, flag_table
-from megatron.gpt2.config.foreign import FOREIGN, apply_rows, iterations_to_profile, read_deepspeed_config
-from megatron.gpt2.config.recipes import DEFAULT_TRAIN_ITERS, PRESETS, SHAPE_KEYS, read_config
-from megatron.gpt2.config.sections import SECTIONS, CheckpointConfig, Config, by_key, fields, flag, require
+from megatron.gpt2.config.compat import MEGATRON_RULES, apply_rules, iterations_to_profile, read_deepspeed_config
+from megatron.gpt2.config.flags import build_parser, flag_table, with_dashes
+from megatron.gpt2.config.presets import DEFAULT_TRAIN_ITERS, PRESETS, SHAPE_KEYS, read_config
+from megatron.gpt2.config.sections import (
+    SECTIONS,
+    CheckpointConfig,
+    Config,
+    config_fields,
+    flag,
+    flatten_sections,
+    require,
+)
 
-LENGTHS = ("train.train_iters", "train.train_samples", "train.train_tokens", "train.train_epochs")
-WARMUPS = ("optimizer.warmup", "optimizer.lr_warmup_iters", "optimizer.lr_warmup_samples")
-DECAYS = ("optimizer.lr_decay_iters", "optimizer.lr_decay_samples", "optimizer.lr_wsd_decay_iters")
-SCHEDULERS = ("optimizer.override_opt_param_scheduler", "optimizer.use_checkpoint_opt_param_scheduler")
-# What the checkpoint decides unless a flag does. The other fields of ModelConfig do not change what the weights mean.
-SAVED = (
+LENGTH_KEYS = ("train.train_iters", "train.train_samples", "train.train_tokens", "train.train_epochs")
+WARMUP_KEYS = ("optimizer.warmup", "optimizer.lr_warmup_iters", "optimizer.lr_warmup_samples")
+DECAY_KEYS = ("optimizer.lr_decay_iters", "optimizer.lr_decay_samples", "optimizer.lr_wsd_decay_iters")
+SCHEDULER_KEYS = ("optimizer.override_opt_param_scheduler", "optimizer.use_checkpoint_opt_param_scheduler")
+# Taken from the checkpoint unless a flag gives them. The other fields of ModelConfig do not change the weights.
+CHECKPOINT_KEYS = (
     *SHAPE_KEYS,
     "model.ffn_hidden_size",
     "model.max_position_embeddings",
@@ -34,28 +46,28 @@ SAVED = (
     "model.gelu",
     "data.tokenizer_type",
 )
-SCHEDULE = ("optimizer.lr", "optimizer.min_lr", "optimizer.lr_decay_style", *DECAYS, *WARMUPS)
+SCHEDULE_KEYS = ("optimizer.lr", "optimizer.min_lr", "optimizer.lr_decay_style", *DECAY_KEYS, *WARMUP_KEYS)
 
 # At most one flag of each group can be given.
-EXCLUSIVE = (
-    LENGTHS,
-    WARMUPS,
-    DECAYS[:2],
-    SCHEDULERS,
+MUTUALLY_EXCLUSIVE = (
+    LENGTH_KEYS,
+    WARMUP_KEYS,
+    DECAY_KEYS[:2],
+    SCHEDULER_KEYS,
     ("parallel.num_layers_per_virtual_pipeline_stage", "parallel.num_virtual_stages_per_pipeline_rank"),
     ("train.rampup_batch_size", "train.step_batch_size_schedule"),
     ("data.data_path", "data.train_data"),
     ("data.valid_data_path", "data.valid_data"),
     ("data.test_data_path", "data.test_data"),
 )
-# One flag of a group replaces the whole group: a recipe's value for one must not meet a given value for another.
-ALTERNATIVES = (
-    *EXCLUSIVE,
+# A flag of a group replaces the whole group in a preset: `--train-tokens` also removes the preset's train_iters.
+REPLACED_TOGETHER = (
+    *MUTUALLY_EXCLUSIVE,
     ("train.global_batch_size", "train.gradient_accumulation_steps", "train.step_batch_size_schedule"),
-    sum(EXCLUSIVE[-3:], ()),
+    sum(MUTUALLY_EXCLUSIVE[-3:], ()),
 )
-# What a run that continues a checkpoint never takes from it.
-OF_THIS_START = (
+# A run that continues a checkpoint never takes these from it.
+NEVER_FROM_CHECKPOINT = (
     "train.device",
     "train.exit_interval",
     "train.exit_duration_in_mins",
@@ -66,15 +78,16 @@ OF_THIS_START = (
     "train.wandb_save_dir",
     "train.profile",
     "train.profile_ranks",
-    *SCHEDULERS,
+    *SCHEDULER_KEYS,
 )
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """A command line, read. `values` holds what differs from the defaults by "section.field"; `given` names what the
-    command line decided, which includes the shape and tokenizer of the `--model` or `--config` that it names; `notes`
-    are lines about translated and inert flags."""
+    """A parsed command line.
+
+    values: the non-default values by "section.field". given: the keys that the command line decided, including shape and
+    tokenizer of its `--model` or `--config`. notes: lines about translated and ignored flags."""
 
     values: Mapping[str, Any]
     given: frozenset[str]
@@ -83,12 +96,12 @@ class Arguments:
 
     @cached_property
     def config(self) -> Config:
-        """The run, validated here and not in `parse`: the shape may yet come from a checkpoint."""
+        """The validated configuration. `parse` does not validate it, because a checkpoint may change the shape."""
         return Config.from_dict({section: self._values_of(section) for section in SECTIONS})
 
     @property
     def checkpoint(self) -> CheckpointConfig:
-        """Only that section, for the time before the checkpoint is found."""
+        """This section, which is needed to find the checkpoint."""
         return CheckpointConfig(**self._values_of("checkpoint"))
 
     def _values_of(self, section: str) -> dict[str, Any]:
@@ -97,26 +110,28 @@ class Arguments:
 
     @property
     def continues(self) -> bool:
-        """Whether no model is named, so that a checkpoint's own run would be continued."""
+        """True if the command line names no model, so that the run of a loaded checkpoint continues."""
         return self.preset == "quickstart" and "model.num_layers" not in self.given
 
 
 def parse(argv: Sequence[str] | None = None) -> Arguments:
-    """Read a command line (default: this process's). Raises ValueError, in one line, for what cannot be understood;
-    what is understood but impossible raises it when `.config` is first read. `--help` prints and exits."""
-    words = [dashed(word) for word in (sys.argv[1:] if argv is None else argv)]
+    """Parse a command line (default: this process's). `--help` prints and exits.
+
+    Raises ValueError in one line for unknown flags and bad values. Values that do not fit together raise it at the first
+    access to `.config`."""
+    words = [with_dashes(word) for word in (sys.argv[1:] if argv is None else argv)]
     namespace, unknown = build_parser().parse_known_args(words)
     if unknown:
-        raise ValueError(_unknown(unknown))
+        raise ValueError(_unknown_flag_message(unknown))
     read = vars(namespace)
-    named, rerun = read.get("preset"), read.get("rerun")
-    require(not (named and rerun), "give --model or --config, not both")
-    known = fields()
+    named, config_file = read.get("preset"), read.get("config_file")
+    require(not (named and config_file), "give --model or --config, not both")
+    known = config_fields()
     command_line = {key: value for key, value in read.items() if key in known}
-    foreign = {name: value for name, value in read.items() if name.startswith("--")}
-    values, notes, problems = apply_rows(FOREIGN, foreign, command_line)
+    compat_flags = {name: value for name, value in read.items() if name.startswith("--")}
+    values, notes, problems = apply_rules(MEGATRON_RULES, compat_flags, command_line)
     command_line |= values
-    if file := foreign.get("--deepspeed-config") or foreign.get("--deepscale-config"):
+    if file := compat_flags.get("--deepspeed-config") or compat_flags.get("--deepscale-config"):
         try:
             values, lines = read_deepspeed_config(file, command_line)
         except ValueError as error:
@@ -125,27 +140,27 @@ def parse(argv: Sequence[str] | None = None) -> Arguments:
             command_line |= values
             notes += lines
     require(not problems, "; ".join(problems))
-    for group in EXCLUSIVE:
+    for group in MUTUALLY_EXCLUSIVE:
         given = [flag(key) for key in group if key in command_line]
         require(len(given) < 2, f"give {' or '.join(given)}, not {'both' if len(given) == 2 else 'all'}")
     if command_line.get("train.profile") == []:
         command_line["train.profile"] = iterations_to_profile(read)
 
     own_shape = any(key in command_line for key in SHAPE_KEYS)
-    preset = named or (None if own_shape or rerun else "quickstart")
-    recipe = PRESETS[preset] if preset else {"train.train_iters": DEFAULT_TRAIN_ITERS}
-    values = _recipe_under(read_config(rerun) if rerun else recipe, command_line)
-    of_recipe = {key for key in values if (named or rerun) and key in SAVED}
+    preset = named or (None if own_shape or config_file else "quickstart")
+    base = PRESETS[preset] if preset else {"train.train_iters": DEFAULT_TRAIN_ITERS}
+    values = _override_preset(read_config(config_file) if config_file else base, command_line)
+    from_preset = {key for key in values if (named or config_file) and key in CHECKPOINT_KEYS}
     command_line = _implied_tokenizer(command_line) | command_line
     values |= command_line
     values.setdefault("checkpoint.save", _default_save(values, None if own_shape else preset))
-    return Arguments(values, frozenset(of_recipe | command_line.keys()), preset, tuple(_alias_notes(words) + notes))
+    return Arguments(values, frozenset(from_preset | command_line.keys()), preset, tuple(_alias_notes(words) + notes))
 
 
-def _unknown(words: Sequence[str]) -> str:
+def _unknown_flag_message(words: Sequence[str]) -> str:
     name = next((word for word in words if word.startswith("-")), None)
     if name is None:
-        return f"unexpected argument {words[0]!r}: every value follows its flag"
+        return f"unexpected argument {words[0]!r}: a value must follow a flag"
     name = name.partition("=")[0]
     known = {row[0].lower(): row[0] for row in flag_table()}
     near = difflib.get_close_matches("--" + name.lstrip("-").lower(), known, n=1)
@@ -154,26 +169,26 @@ def _unknown(words: Sequence[str]) -> str:
 
 def _alias_notes(words: Sequence[str]) -> list[str]:
     names = dict.fromkeys(word.partition("=")[0] for word in words)  # in order, once
-    meant = {alias: flag(key) for key, f in fields().items() for alias in f.metadata["aliases"]}
+    meant = {alias: flag(key) for key, f in config_fields().items() for alias in f.metadata["aliases"]}
     return [f"{name} is read as {meant[name]}" for name in names if name in meant]
 
 
-def _recipe_under(recipe: Mapping[str, Any], command_line: Mapping[str, Any]) -> dict[str, Any]:
-    """The recipe without what flags of the command line replace; its floor of the learning rate follows --lr."""
-    replaced = {key for group in ALTERNATIVES if any(key in command_line for key in group) for key in group}
-    values = {key: value for key, value in recipe.items() if key not in replaced}
+def _override_preset(preset: Mapping[str, Any], command_line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the preset without the values that the command line replaces. Its min_lr is scaled with a given --lr."""
+    replaced = {key for group in REPLACED_TOGETHER if any(key in command_line for key in group) for key in group}
+    values = {key: value for key, value in preset.items() if key not in replaced}
     if "optimizer.lr" in command_line and values.get("optimizer.min_lr"):
         values["optimizer.min_lr"] *= command_line["optimizer.lr"] / values["optimizer.lr"]
     return values
 
 
 def _implied_tokenizer(command_line: Mapping[str, Any]) -> dict[str, str]:
-    """The tokenizer of the files that the command line names."""
+    """Return the tokenizer type that the given files imply."""
     gpt2 = "data.vocab_file" in command_line or "data.merge_file" in command_line
     sentencepiece = "data.tokenizer_model" in command_line
     require(
         not (gpt2 and sentencepiece) or "data.tokenizer_type" in command_line,
-        "--vocab-file and --tokenizer-model are of two tokenizers: say which with --tokenizer-type",
+        "--vocab-file and --tokenizer-model are for different tokenizers: choose one with --tokenizer-type",
     )
     if gpt2:
         return {"data.tokenizer_type": kind_of_vocabulary(command_line.get("data.vocab_file", ""))}
@@ -181,42 +196,45 @@ def _implied_tokenizer(command_line: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _default_save(values: Mapping[str, Any], preset: str | None) -> str:
-    """A run continues in the folder that it loads; fine-tuning never touches its source."""
+    """Return the default --save: the --load folder, or a new folder for --finetune or without --load."""
     if load := values.get("checkpoint.load"):
         return load.rstrip("/") + "_finetuned" if values.get("checkpoint.finetune") else load
     if preset:
         return f"checkpoints/gpt2_{preset}"
-    layers, hidden = (values.get(key, fields()[key].default) for key in SHAPE_KEYS[:2])
+    layers, hidden = (values.get(key, config_fields()[key].default) for key in SHAPE_KEYS[:2])
     return f"checkpoints/gpt2_{layers}x{hidden}"
 
 
 def merge_checkpoint(
     arguments: Arguments, saved: Mapping[str, Mapping[str, Any]], saved_iterations: int | None = None
 ) -> Arguments:
-    """Fill in what the checkpoint decides. `saved` is the `Config.as_dict()` that it holds, with the vocabulary size
-    and the tokenizer resolved; `saved_iterations` the length of its schedule (default: its train_iters).
+    """Return `arguments` with the values that the checkpoint decides.
 
-    Shape and tokenizer: a flag that is not given takes the checkpoint's value; those that differ are refused, all of
-    them in one line.
-    --seq-length takes the checkpoint's if neither a flag nor --model gives it, and may differ freely.
+    saved: the `Config.as_dict()` of the checkpoint, with vocabulary size and tokenizer. saved_iterations: the length of
+    its schedule (default: its train_iters).
 
-    A command line without --model or a shape continues the checkpoint's own run: the checkpoint's recipe (data,
-    batch, optimizer, seed, length …) takes the place of the quickstart's. Fine-tuning takes no length from it.
+    Shape and tokenizer: flags that are not given take the checkpoint's values. Given flags that differ raise ValueError,
+    all in one line. --seq-length may differ; it takes the checkpoint's value if neither a flag nor --model gives it.
 
-    Schedule (not for --finetune and --no-load-optim): likewise, but --override-opt-param-scheduler keeps every value of
-    this run and --use-checkpoint-opt-param-scheduler takes every value of the checkpoint. A decay length that neither
-    run was given follows --train-iters: whoever extends a finished run gets the schedule of the longer run.
+    Without --model or a shape, the checkpoint's run continues: its values (data, batch, optimizer, seed, length …)
+    replace those of the quickstart. --finetune does not take its length.
+
+    Schedule (not with --finetune and --no-load-optim): as for the shape. --override-opt-param-scheduler keeps all values
+    of this run, --use-checkpoint-opt-param-scheduler takes all values of the checkpoint. A decay length that neither run
+    gives is --train-iters, so extending a finished run stretches its schedule.
     """
-    old, given, continues = by_key(saved), arguments.given, arguments.continues
+    old, given, continues = flatten_sections(saved), arguments.given, arguments.continues
     keeps_schedule = any(
         arguments.values.get(key)
         for key in ("checkpoint.finetune", "checkpoint.no_load_optim", "optimizer.override_opt_param_scheduler")
     )
-    values = _own_recipe(arguments, old, keeps_schedule) if continues else dict(arguments.values)
-    shape = {key: old[key] for key in SAVED if old.get(key) is not None}
+    values = _continued_values(arguments, old, keeps_schedule) if continues else dict(arguments.values)
+    shape = {key: old[key] for key in CHECKPOINT_KEYS if old.get(key) is not None}
     if "model.ffn_hidden_size" in given:
         shape.setdefault("model.ffn_hidden_size", 4 * old["model.hidden_size"])
-    _, problem = _take(shape, values, given, "leave out what differs, or start afresh with another --save and --load")
+    _, problem = _take_from_checkpoint(
+        shape, values, given, "leave these flags out, or start a new run with different --save and --load"
+    )
     problems, notes = [problem], list(arguments.notes)
     if arguments.preset is None and "data.seq_length" not in given:
         values["data.seq_length"] = old["data.seq_length"]
@@ -230,11 +248,11 @@ def merge_checkpoint(
     )
 
 
-def _take(
+def _take_from_checkpoint(
     then: Mapping[str, Any], values: dict[str, Any], given: frozenset[str], way_out: str
 ) -> tuple[list[str], str]:
-    """Bring what the checkpoint has into `values`. Returns what changed, and the error about what was `given`."""
-    now = {key: values.get(key, fields()[key].default) for key in then}
+    """Update `values` with those of the checkpoint, `then`. Returns the changes and an error about `given` flags."""
+    now = {key: values.get(key, config_fields()[key].default) for key in then}
     changed = {key: value for key, value in then.items() if value != now[key]}
     values |= changed
     differing = [f"{flag(key)}: here {now[key]}, checkpoint {changed[key]}" for key in changed if key in given]
@@ -242,17 +260,17 @@ def _take(
     return [f"{flag(key)} {value}" for key, value in changed.items()], problem
 
 
-def _own_recipe(arguments: Arguments, old: Mapping[str, Any], keeps_schedule: bool) -> dict[str, Any]:
-    """The values of a run that goes on as the checkpoint's did, under the command line."""
-    left = OF_THIS_START + (DECAYS if keeps_schedule else ())
+def _continued_values(arguments: Arguments, old: Mapping[str, Any], keeps_schedule: bool) -> dict[str, Any]:
+    """Return the values of the checkpoint's run, overridden by the command line."""
+    left = NEVER_FROM_CHECKPOINT + (DECAY_KEYS if keeps_schedule else ())
     if arguments.values.get("checkpoint.finetune"):
-        left += LENGTHS
-    recipe = {
+        left += LENGTH_KEYS
+    from_checkpoint = {
         key: value for key, value in old.items() if not key.startswith(("parallel.", "checkpoint.")) and key not in left
     }
     command_line = {key: arguments.values[key] for key in arguments.given}
-    values = _recipe_under(recipe, command_line) | command_line
-    if not any(values.get(key) for key in LENGTHS):
+    values = _override_preset(from_checkpoint, command_line) | command_line
+    if not any(values.get(key) for key in LENGTH_KEYS):
         values["train.train_iters"] = arguments.values["train.train_iters"]
     return values | {"checkpoint.save": arguments.values["checkpoint.save"]}
 
@@ -260,23 +278,23 @@ def _own_recipe(arguments: Arguments, old: Mapping[str, Any], keeps_schedule: bo
 def _merge_schedule(
     values: dict[str, Any], given: frozenset[str], old: Mapping[str, Any], saved_iterations: int | None
 ) -> tuple[list[str], str]:
-    """Bring the schedule of the checkpoint into `values`, see `merge_checkpoint`. Returns lines about it, and the error
-    about what contradicts it."""
-    then = {key: old.get(key, fields()[key].default) for key in SCHEDULE}  # an older checkpoint may lack some
+    """Update `values` with the schedule of the checkpoint, see `merge_checkpoint`. Returns notes and an error."""
+    # An older checkpoint may not have all keys.
+    then = {key: old.get(key, config_fields()[key].default) for key in SCHEDULE_KEYS}
     horizon = then["optimizer.lr_decay_iters"] or (None if then["optimizer.lr_decay_samples"] else saved_iterations)
     if values.get("optimizer.use_checkpoint_opt_param_scheduler"):
         values |= then | {"optimizer.lr_decay_iters": horizon}
         return [], ""
     if "optimizer.warmup" in given:
-        given |= set(WARMUPS)
-    if any(run.get(key) is not None for run in (values, then) for key in WARMUPS[1:]):
+        given |= set(WARMUP_KEYS)
+    if any(run.get(key) is not None for run in (values, then) for key in WARMUP_KEYS[1:]):
         del then["optimizer.warmup"]
     if then["optimizer.lr_decay_iters"] is None:
         if "optimizer.lr_decay_iters" in given:
             then["optimizer.lr_decay_iters"] = horizon
         else:
             del then["optimizer.lr_decay_iters"]
-    taken, problem = _take(
+    taken, problem = _take_from_checkpoint(
         then,
         values,
         given,
@@ -290,6 +308,6 @@ def _merge_schedule(
     if decays_over_all and None not in (horizon, length) and horizon != length:
         notes.append(
             f"the learning rate now decays over {length} iterations, not the checkpoint's {horizon}: "
-            f"--lr-decay-iters {horizon} would keep that"
+            f"--lr-decay-iters {horizon} would keep it"
         )
     return notes, problem

@@ -1,4 +1,4 @@
-"""The flags: one for each field of the sections in `sections.py`, and those of other programs in `foreign.py`."""
+"""The command-line parser: a flag for each field in `sections.py`, and the flags of other programs in `compat.py`."""
 
 import argparse
 import dataclasses
@@ -9,28 +9,29 @@ from collections.abc import Sequence
 from typing import Any
 
 from data_utils.command_line import Parser
-from megatron.gpt2.config.foreign import FOREIGN
-from megatron.gpt2.config.recipes import PRESETS
-from megatron.gpt2.config.sections import SECTIONS, LaunchConfig, fields, flag
+from megatron.gpt2.config.compat import MEGATRON_RULES
+from megatron.gpt2.config.presets import PRESETS
+from megatron.gpt2.config.sections import SECTIONS, LaunchConfig, config_fields, flag
 
-RERUN = "the config.json in the --save folder of a run: its flags once more; other flags of the command line win"
+MODEL_HELP = f"preset: {', '.join(PRESETS)}"
+CONFIG_HELP = "config.json of an earlier run: use its flags; flags on the command line win"
 
 
-def dashed(word: str) -> str:
-    """A word of a command line with `--a_b` as `--a-b`; what stands after "=", and what is not a flag, stays."""
+def with_dashes(word: str) -> str:
+    """Return a word of a command line with `--a_b` as `--a-b`. A value after "=" and other words stay as they are."""
     name, equals, value = word.partition("=")
     return name.replace("_", "-") + equals + value if name.startswith("--") else word
 
 
-class _Help(argparse.RawDescriptionHelpFormatter):
-    """Never breaks a line inside a flag."""
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Help formatter that does not break lines inside a flag."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(text, width, break_on_hyphens=False)
 
 
-def _whole(text: str) -> int:
-    """An int, also written 300_000 or 3e8."""
+def _integer(text: str) -> int:
+    """Parse an int, which may be written as 300_000 or 3e8."""
     try:
         return int(text)
     except ValueError:
@@ -40,88 +41,89 @@ def _whole(text: str) -> int:
         return int(value)
 
 
-def _number(text: str) -> float:
+def _finite_float(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
         raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
     return value
 
 
-_whole.__name__, _number.__name__ = "int", "float"  # argparse names the type in its errors
+_integer.__name__, _finite_float.__name__ = "int", "float"  # argparse names the type in its errors
 
-# argparse's keywords for each type of a field.
-HOW_TO_READ: dict[Any, dict[str, Any]] = {
+# Keywords of `add_argument` for each field type.
+ARGPARSE_KEYWORDS: dict[Any, dict[str, Any]] = {
     bool: {"action": "store_true"},
-    int: {"type": _whole, "metavar": "N"},
-    float: {"type": _number, "metavar": "X"},
+    int: {"type": _integer, "metavar": "N"},
+    float: {"type": _finite_float, "metavar": "X"},
     str: {"metavar": "TEXT"},
-    tuple[int, ...]: {"nargs": "*", "type": _whole},  # today's --profile has no value
+    tuple[int, ...]: {"nargs": "*", "type": _integer},  # today's --profile has no value
     tuple[str, ...]: {"nargs": "+"},
 }
-HOW_TO_READ |= {kind | None: HOW_TO_READ[kind] for kind in (int, float, str)}
+ARGPARSE_KEYWORDS |= {kind | None: ARGPARSE_KEYWORDS[kind] for kind in (int, float, str)}
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of the training program: the flags of all sections and Megatron's other flags. It sets only what the
-    command line gives, under "section.field" or, for a foreign flag, its own name."""
+    """Build the parser of the training program. Its result has only the given flags: fields as "section.field",
+    Megatron's other flags under their names."""
     parser = Parser(
         prog="pretrain_gpt2",
         argument_default=argparse.SUPPRESS,
-        formatter_class=_Help,
+        formatter_class=_HelpFormatter,
         usage="%(prog)s [--model NAME] [--flag VALUE | --flag=VALUE] ...",
-        description="Pretrain GPT-2. Without flags a small model is trained on the built-in corpus.",
+        description="Pretrain GPT-2. Without flags, train a small model on the built-in corpus.",
     )
     parser.add_argument(
         "--model",
         type=str.lower,
         choices=tuple(PRESETS),
         dest="preset",
-        help="a named run, every value of which a flag overrides (default: quickstart, unless "
-        "--num-layers, --hidden-size or --num-attention-heads is given)",
+        help="preset, whose values other flags override (default: quickstart, unless --num-layers, --hidden-size or "
+        "--num-attention-heads is given)",
     )
-    parser.add_argument("--config", dest="rerun", metavar="FILE", help=RERUN)
+    parser.add_argument("--config", dest="config_file", metavar="FILE", help=CONFIG_HELP)
     for section, kind in {**SECTIONS, "launch": LaunchConfig}.items():
         add_section(parser, section, kind)
     listed = (
-        f"{status}: {' '.join(name for row in FOREIGN if row.status == status for name in row.flags)}."
-        for status in ("translated", "inert", "refused")
+        f"{status}: {' '.join(name for rule in MEGATRON_RULES if rule.status == status for name in rule.flags)}."
+        for status in ("translated", "ignored", "refused")
     )
     group = parser.add_argument_group(
         "Megatron's other flags", "\n".join(textwrap.fill(text, 100, break_on_hyphens=False) for text in listed)
     )
-    for row in FOREIGN:
-        for name, nargs in row.flags.items():
+    for rule in MEGATRON_RULES:
+        for name, nargs in rule.flags.items():
             how: dict[str, Any] = {"action": "store_const", "const": None} if nargs == 0 else {"nargs": nargs}
             group.add_argument(name, dest=name, help=argparse.SUPPRESS, **how)
     return parser
 
 
 def add_section(parser: argparse.ArgumentParser, section: str, kind: Any) -> None:
-    """The flags of one section; their values go to "section.field"."""
+    """Add the flags of one section. Their values are stored as "section.field"."""
     group = parser.add_argument_group(section, inspect.getdoc(kind))
     for f in dataclasses.fields(kind):
         text = f.metadata
-        how = {"choices": text["choices"]} if text["choices"] else dict(HOW_TO_READ[f.type])
+        how = {"choices": text["choices"]} if text["choices"] else dict(ARGPARSE_KEYWORDS[f.type])
         if text["metavar"]:
             how["metavar"] = text["metavar"]
-        if text["alone"] is not None:
-            how |= {"nargs": "?", "const": text["alone"]}
+        if text["const"] is not None:
+            how |= {"nargs": "?", "const": text["const"]}
         key = f"{section}.{f.name}"
-        group.add_argument(flag(key), *text["aliases"], dest=key, help=_told(f).replace("%", "%%"), **how)
+        group.add_argument(flag(key), *text["aliases"], dest=key, help=help_of_field(f).replace("%", "%%"), **how)
 
 
-def _told(f: dataclasses.Field[Any]) -> str:
-    """The text of a flag, with its default."""
+def help_of_field(f: dataclasses.Field[Any]) -> str:
+    """Return the help text of a flag with its default."""
     default = " ".join(map(str, f.default)) if isinstance(f.default, tuple) else f.default
-    has_none = default is None or default is False or default == ""  # and not if it is 0
+    has_none = default is None or default is False or default == ""  # 0 is shown
     return f.metadata["help"] + ("" if has_none else f" (default: {default})")
 
 
-def launch_flags(argv: Sequence[str]) -> tuple[LaunchConfig, list[str]]:
-    """The flags of `LaunchConfig` in a command line, and the words that are left. They are read before the others:
-    which of the processes answers for a bad flag depends on them."""
+def parse_launch_flags(argv: Sequence[str]) -> tuple[LaunchConfig, list[str]]:
+    """Parse the flags of `LaunchConfig`. Returns them and the remaining words.
+
+    They are parsed before all others, because they decide which rank reports a bad flag."""
     names = {flag(f.name) for f in dataclasses.fields(LaunchConfig)}
-    words = [meant if (meant := dashed(word)).partition("=")[0] in names else word for word in argv]
+    words = [meant if (meant := with_dashes(word)).partition("=")[0] in names else word for word in argv]
     parser = Parser(add_help=False, argument_default=argparse.SUPPRESS)
     add_section(parser, "launch", LaunchConfig)
     given, rest = parser.parse_known_args(words)
@@ -129,10 +131,11 @@ def launch_flags(argv: Sequence[str]) -> tuple[LaunchConfig, list[str]]:
 
 
 def flag_table() -> list[tuple[str, str, str]]:
-    """Every flag as (flag, status, text), the status being honoured, translated, inert or refused: what docs/ and the
-    suggestions for an unknown flag are made of."""
-    table = [("--model", "honoured", "a named run: " + ", ".join(PRESETS)), ("--config", "honoured", RERUN)]
-    for f in (*fields().values(), *dataclasses.fields(LaunchConfig)):
-        table.append((flag(f.name), "honoured", _told(f)))
+    """Return (flag, status, text) of every flag, for docs/reference/flags.md and for the suggestion of an unknown flag.
+
+    The status is supported, translated, ignored or refused."""
+    table = [("--model", "supported", MODEL_HELP), ("--config", "supported", CONFIG_HELP)]
+    for f in (*config_fields().values(), *dataclasses.fields(LaunchConfig)):
+        table.append((flag(f.name), "supported", help_of_field(f)))
         table += [(alias, "translated", f"read as {flag(f.name)}") for alias in f.metadata["aliases"]]
-    return table + [(name, row.status, row.documented) for row in FOREIGN for name in row.flags]
+    return table + [(name, rule.status, rule.help_text) for rule in MEGATRON_RULES for name in rule.flags]

@@ -1,12 +1,12 @@
-"""What flags and launchers say of this process: its rank, and where the ranks meet. The first that says so counts:
+"""Read the rank of this process and the rendezvous address from flags or launcher variables. The first match wins:
 
-    flags      --rank --world-size --init-method, of processes started by hand, or --nproc-per-node, which starts them
+    flags      --rank --world-size --init-method for processes started by hand, or --nproc-per-node, which starts ranks
     torchrun   RANK, WORLD_SIZE …
     MPI        OMPI_COMM_WORLD_RANK …, or PMI_RANK …
     Slurm      SLURM_PROCID … inside a step of srun
 
-torch reads torchrun's variables only. A plain `python` runs as a single rank, also inside an allocation. Nothing here
-touches the network: see rendezvous.py.
+torch reads only torchrun's variables. A plain `python` runs as a single rank, also inside an allocation. This module does
+not use the network: see rendezvous.py.
 """
 
 import itertools
@@ -21,57 +21,56 @@ from urllib.parse import urlsplit
 import torch
 
 from megatron.gpt2.config import LaunchConfig, require
-from megatron.gpt2.config.flags import launch_flags
-from megatron.gpt2.dist.ranks import Ranks
+from megatron.gpt2.config.flags import parse_launch_flags
+from megatron.gpt2.dist.ranks import RankInfo
 
 Environment = Mapping[str, str]
 
-# Steps that Slurm makes by itself (interactive, batch, extern …) count down from here; `srun` counts up from 0.
+# Step ids of Slurm's special steps (interactive, batch, extern …) count down from here. `srun` counts up from 0.
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
 DEFAULT_PORT = "29500"  # torchrun's
-# Rank, ranks, and the same on this machine: of torchrun, of Open MPI, and of MPICH, Intel MPI and what else speaks PMI.
+# Rank and world size, globally and on this machine: of torchrun, Open MPI, and PMI (MPICH, Intel MPI …).
 VARIABLES = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
-# Variables that name a job to all of its ranks.
+# Variables with the id of a job, the same on all ranks.
 JOBS = ("SLURM_JOB_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "PBS_JOBID", "LSB_JOBID")
-# Variables that name an allocation, and the program that starts ranks in it.
+# Variables with the id of an allocation, and the program that starts ranks in it.
 ALLOCATIONS = {"SLURM_JOB_ID": "srun", "PBS_JOBID": "mpirun", "LSB_JOBID": "mpirun"}
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What flags or a launcher say about this process, before the ranks meet."""
+    """The launch settings of this process, before the rendezvous."""
 
     rank: int = 0
     world_size: int = 1
-    local: tuple[int, int] | None = None  # rank on this machine, ranks on it; None if only the meeting shows it
-    where: str = ""  # the meeting place, as --init-method spells it
-    served: bool = False  # by the launcher, and not by rank 0
+    local: tuple[int, int] | None = None  # local rank and local world size; None if unknown before the rendezvous
+    init_method: str = ""  # the rendezvous address, as for --init-method
+    use_agent_store: bool = False  # the launcher serves the store, not rank 0
     host: str = ""  # this machine's name
-    hosts: tuple[str, ...] = ()  # of each rank, if the launcher gives them
+    hosts: tuple[str, ...] = ()  # host of each rank, if the launcher lists them
     timeout: float = LaunchConfig.init_timeout
-    starts: int = 0  # ranks that this process is to start, from `rank` on
-    max_restarts: int = 0  # how often it starts them again
-    elastic: bool = False  # go on with the ranks that come
-    attempt: int = 0  # how often this rank's launcher has started its ranks again
+    ranks_to_start: int = 0  # number of ranks that this process starts, from `rank` on
+    max_restarts: int = 0
+    elastic: bool = False  # train with the ranks that join
+    restart_count: int = 0  # how often the launcher has restarted the ranks
     notice: str = ""  # a line for the user
 
     def __post_init__(self) -> None:
-        self.ranks()  # raises ValueError if the numbers contradict each other
+        self.rank_info()  # raises ValueError if the numbers contradict each other
 
-    def ranks(self) -> Ranks:
-        """This process among the ranks, as far as it is known: without `local` it counts as the only one on its
-        machine."""
-        return Ranks(self.rank, self.world_size, *(self.local or (0, 1)))
+    def rank_info(self) -> RankInfo:
+        """Return rank and world size, as far as known. Without `local`, the process is the only one on its machine."""
+        return RankInfo(self.rank, self.world_size, *(self.local or (0, 1)))
 
 
 def read_launch(argv: Sequence[str], environ: Environment = os.environ) -> tuple[Launch, list[str]]:
-    """Return the launch of this process, and the words of its command line that are not about it. ValueError for bad
-    flags."""
-    flags, words = launch_flags(argv)
+    """Return the launch settings of this process and the remaining words of its command line. Raises ValueError for
+    bad flags."""
+    flags, words = parse_launch_flags(argv)
     if flags.rank is not None and flags.world_size is not None:
         said: Launch | None = Launch(flags.rank, flags.world_size)
     else:
@@ -80,27 +79,27 @@ def read_launch(argv: Sequence[str], environ: Environment = os.environ) -> tuple
     require(
         not (started and said and said.world_size > 1),
         "--nproc-per-node starts the ranks itself, but a launcher has started this "
-        f"process as one of {said.world_size if said else 0} already: leave out the one or the other",
+        f"process as one of {said.world_size if said else 0} already: leave one of them out",
     )
     found = started or said or Launch()
     found = replace(
         found,
-        where=flags.init_method or found.where,
+        init_method=flags.init_method or found.init_method,
         host=environ.get("SLURMD_NODENAME") or socket.gethostname(),
         timeout=flags.init_timeout,
         elastic=flags.elastic,
-        attempt=attempt(environ),
+        restart_count=restart_count(environ),
     )
-    if found.world_size > max(found.starts, 1):  # others are elsewhere
-        _check_place(found)
+    if found.world_size > max(found.ranks_to_start, 1):  # there are ranks on other machines
+        _check_init_method(found)
     elif found.world_size == 1 and said is None:
-        require(flags.init_method is None, "--init-method needs --rank and --world-size, or a launcher that knows them")
+        require(flags.init_method is None, "--init-method needs --rank and --world-size, or a launcher that sets them")
         found = replace(found, notice=_notice(environ))
     return found, words
 
 
 def _started_here(flags: LaunchConfig, environ: Environment) -> Launch | None:
-    """With --nproc-per-node, the first rank of this machine; a single rank of a machine is this process itself."""
+    """Return the launch of --nproc-per-node, with the first rank of this machine. A single rank runs in this process."""
     if flags.nproc_per_node is None:
         return None
     here = flags.nproc_per_node or torch.cuda.device_count() or 2
@@ -111,15 +110,15 @@ def _started_here(flags: LaunchConfig, environ: Environment) -> Launch | None:
         flags.node_rank * here,
         flags.nnodes * here,
         (0, here),
-        starts=starts,
+        ranks_to_start=starts,
         max_restarts=flags.max_restarts,
-        where=_place(environ, "", DEFAULT_PORT) if flags.nnodes > 1 else "",
+        init_method=_tcp_address(environ, "", DEFAULT_PORT) if flags.nnodes > 1 else "",
     )
 
 
 def _from_variables(environ: Environment) -> Launch | None:
-    """torchrun's variables, or MPI's. MPI does not say where the ranks meet: on this machine if all are there, else on
-    the first one that Slurm lists."""
+    """Read the variables of torchrun or MPI. MPI gives no rendezvous address: it is this machine if all ranks are on it,
+    otherwise the first machine in Slurm's list."""
     for names in VARIABLES:
         if names[0] in environ and names[1] in environ:
             rank, world, *local = (_number(environ, name) for name in names if name in environ)
@@ -127,7 +126,7 @@ def _from_variables(environ: Environment) -> Launch | None:
             if names[0] != "RANK":
                 host = "localhost" if local[1:] == [world] else next(iter(_slurm_hosts(environ)), "")
                 served, port = False, _job_port(environ)
-            place = _place(environ, host, port)
+            place = _tcp_address(environ, host, port)
             return Launch(rank, world, (local[0], local[1]) if len(local) == 2 else None, place, served)
     return None
 
@@ -137,7 +136,9 @@ def _from_slurm(environ: Environment) -> Launch | None:
         return None
     hosts, node = _slurm_hosts(environ), int(environ.get("SLURM_NODEID", 0))
     tasks = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    counts = [int(count) for count, times in tasks for _ in range(int(times or 1))]  # "4(x2),3": of nodes with 4, 4, 3
+    counts = [
+        int(count) for count, times in tasks for _ in range(int(times or 1))
+    ]  # "4(x2),3": nodes with 4, 4 and 3 ranks
     require(
         bool(counts) or "SLURM_NTASKS" in environ,
         "srun started this process, but neither SLURM_NTASKS nor SLURM_STEP_TASKS_PER_NODE gives the number of tasks",
@@ -146,21 +147,21 @@ def _from_slurm(environ: Environment) -> Launch | None:
         _number(environ, "SLURM_PROCID"),
         sum(counts) or _number(environ, "SLURM_NTASKS"),
         (_number(environ, "SLURM_LOCALID"), counts[node]) if node < len(counts) else None,
-        _place(environ, next(iter(hosts), ""), _job_port(environ)),
+        _tcp_address(environ, next(iter(hosts), ""), _job_port(environ)),
         hosts=tuple(host for host, count in zip(hosts, counts, strict=False) for _ in range(count)),
     )
 
 
-def attempt(environ: Environment = os.environ) -> int:
-    """How often the launcher has started the ranks again: torchrun, or --max-restarts, which sets the same variable."""
+def restart_count(environ: Environment = os.environ) -> int:
+    """Return how often the launcher has restarted the ranks: torchrun, or --max-restarts, which sets the same variable."""
     return int(environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 def in_slurm_step(environ: Environment) -> bool:
-    """Whether srun started this process as one of its tasks.
+    """True if srun started this process as one of its tasks.
 
-    In a batch script or a shell inside an allocation the same variables describe the whole allocation, and a plain
-    `python` there must run as a single rank: slurmd's name is in that environment, but no step of srun's.
+    A batch script or a shell in an allocation has most of the same variables, but no step of srun. A plain `python` there
+    must run as a single rank.
     """
     if "SLURM_PROCID" not in environ or "SLURM_LOCALID" not in environ:
         return False
@@ -173,7 +174,7 @@ def _notice(environ: Environment) -> str:
     for name, starter in ALLOCATIONS.items():
         if name in environ:
             return (
-                f"notice: this process runs alone: it is inside the allocation {name}={environ[name]}, but not "
+                f"notice: this process runs as a single rank: it is in the allocation {name}={environ[name]}, but not "
                 f"started by {starter}, torchrun or --nproc-per-node"
             )
     return ""
@@ -184,39 +185,39 @@ def _number(environ: Environment, name: str) -> int:
     return int(environ[name])
 
 
-def _place(environ: Environment, host: str, port: str) -> str:
-    """tcp://HOST:PORT, of MASTER_ADDR and MASTER_PORT if they are set; empty if either is unknown."""
+def _tcp_address(environ: Environment, host: str, port: str) -> str:
+    """Return tcp://HOST:PORT. MASTER_ADDR and MASTER_PORT win over `host` and `port`. "" if either is unknown."""
     host, port = environ.get("MASTER_ADDR", host), environ.get("MASTER_PORT", port)
     return f"tcp://{host_port(host, port)}" if host and port else ""
 
 
 def host_port(host: str, port: object) -> str:
-    """HOST:PORT, with an IPv6 address in brackets."""
+    """Return HOST:PORT, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _check_place(launch: Launch) -> None:
-    """ValueError unless `launch` says where its ranks meet, in a form that can be read."""
+def _check_init_method(launch: Launch) -> None:
+    """Raise ValueError if the rendezvous address is missing or malformed."""
     require(
-        launch.where != "",
-        f"nothing says where the {launch.world_size} ranks meet: set MASTER_ADDR (the host of "
-        "rank 0) and MASTER_PORT for each, or give --init-method tcp://HOST:PORT or file:///PATH; torchrun and "
-        "srun set them by themselves",
+        launch.init_method != "",
+        f"no rendezvous address for the {launch.world_size} ranks: set MASTER_ADDR (the host of "
+        "rank 0) and MASTER_PORT, or give --init-method tcp://HOST:PORT or file:///PATH; torchrun and srun set "
+        "them by themselves",
     )
     try:
-        place = urlsplit(launch.where)
+        place = urlsplit(launch.init_method)
         is_tcp = place.scheme == "tcp" and place.hostname and place.port
-    except ValueError:  # a port that is not a number, or half a bracket
+    except ValueError:  # the port is not a number, or a bracket is missing
         is_tcp = False
     require(
-        bool(is_tcp) or launch.where.startswith("file:///"),
-        f"the ranks cannot meet at {launch.where}: tcp://HOST:PORT of rank 0 (tcp://[ADDRESS]:PORT for "
-        "IPv6) or file:///PATH would do",
+        bool(is_tcp) or launch.init_method.startswith("file:///"),
+        f"bad rendezvous address {launch.init_method}: give tcp://HOST:PORT of rank 0 (tcp://[ADDRESS]:PORT for "
+        "IPv6) or file:///PATH",
     )
 
 
 def _job_port(environ: Environment) -> str:
-    """A port below the ephemeral ones, the same on all ranks of a job: jobs that share a node get different ports."""
+    """Return a port below the ephemeral ones, the same on all ranks of a job. Jobs on one node get different ports."""
     job = next((environ[name] for name in JOBS if name in environ), None)
     if job is None:
         return DEFAULT_PORT
@@ -229,9 +230,9 @@ def _slurm_hosts(environ: Environment) -> list[str]:
 
 
 def expand_hosts(text: str) -> list[str]:
-    """Expand Slurm's short form: "rack[1-2]n[01-02],login" is rack1n01, rack1n02, rack2n01, rack2n02, login.
+    """Expand Slurm's host list: "rack[1-2]n[01-02],login" is rack1n01, rack1n02, rack2n01, rack2n02, login.
 
-    Slurm's own tool for this, scontrol, is not always there.
+    Slurm's own tool for this, scontrol, may not be installed.
     """
     hosts: list[str] = []
     for item in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", text):  # split at the commas outside brackets

@@ -1,9 +1,8 @@
-"""Who this process is among the ranks of a run, and what the ranks share once they have met: a store, and a sign of life
-of each rank.
+"""Rank, world size and rendezvous of this process, and the heartbeats of all ranks.
 
-Each rank writes its sign every second, so that whoever loses a rank can say which. torch does not: if a rank is killed,
-gloo reports a closed connection to a neighbour, which may have left because of a third rank; `monitored_barrier`, called
-after that, names a rank that hangs, on rank 0 only, and none that was killed.
+Each rank writes a heartbeat to the store every second. The other ranks use it to name a lost rank, which torch does not
+do. If a rank is killed, gloo reports a closed connection to a neighbour, which may have exited because of a third rank.
+`monitored_barrier`, called after that, names a hanging rank only on rank 0, and never a killed rank.
 """
 
 import contextlib
@@ -21,161 +20,169 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from megatron.gpt2.config import require
-from megatron.gpt2.monitor.incidents import Incidents
+from megatron.gpt2.monitor.incidents import IncidentLog
 
-POLL = 0.05  # seconds between two looks into the store
-BEAT = 1.0  # seconds between two signs
-PATIENCE = 3.0  # seconds without a sign after which a rank is gone, if something has failed
-SILENCE = 30.0  # seconds without a sign that are worth a warning while nothing has failed
-FAREWELL = 5.0  # seconds that the server of the store waits for the others to leave it
+POLL_INTERVAL = 0.05  # seconds between two reads of the store
+HEARTBEAT_INTERVAL = 1.0  # seconds
+LOST_TIMEOUT = 3.0  # seconds without a heartbeat after which a rank is lost, if a collective has failed
+WARN_TIMEOUT = 30.0  # seconds without a heartbeat after which a warning is printed
+LEAVE_TIMEOUT = 5.0  # seconds that the store's server waits for the other ranks at the end
 LEFT = b"left"
 
-Gone = Mapping[int, float | None]  # ranks that are gone, with the seconds since the last sign of life; None: it left
+# Lost ranks, with the seconds since their last heartbeat; None: the rank has left.
+LostRanks = Mapping[int, float | None]
 
 
-class MissingRanks(ValueError):
-    """Ranks that did not come; exit code 2."""
+class MissingRanksError(ValueError):
+    """Some ranks did not join; exit code 2."""
 
-    cause = "missing ranks"  # for incidents
+    cause = "missing ranks"  # in the incident log
 
 
-class LeftRanks(MissingRanks):
-    """Ranks that came and left before the training; exit code 1, the same as for ranks that are lost later."""
+class LostRanksError(MissingRanksError):
+    """Some ranks joined and left before training; exit code 1, as for ranks that are lost later."""
 
 
 class Heartbeat(threading.Thread):
-    """A thread that writes this rank's sign of life into the store every BEAT seconds and reads those of others.
+    """A thread that writes this rank's heartbeat to the store and reads those of other ranks.
 
-    store: on a connection of its own, since the training thread's may be waiting for an answer. hosts: of all ranks.
-    is_first: of its machine. It reads all signs and warns of a rank that is silent for SILENCE seconds. The others read
-    them only while `watches_all` is set: if all did all the time, the store would answer the square of their number.
+    store: with a separate connection, because the training thread may block on its own. hosts: of all ranks.
+    is_first_on_node: the first rank of a machine reads all heartbeats and warns about silent ranks. Other ranks read them
+    only while `reads_all` is set: if all ranks always did, the load of the store would be quadratic.
     """
 
-    def __init__(self, store: Store, rank: int, hosts: Mapping[int, str], *, is_first: bool) -> None:
+    def __init__(self, store: Store, rank: int, hosts: Mapping[int, str], *, is_first_on_node: bool) -> None:
         super().__init__(name="heartbeat", daemon=True)
-        self.store, self.watches_all = store, False
-        self.published: Gone | None = None  # the ranks that another rank has found to be gone
-        self.at_each_beat: Callable[[Store], None] = lambda store: None  # called in this thread
-        self._hosts, self._key, self._is_first, self._beats = hosts, f"beat/{rank}", is_first, 0
-        self._heard: dict[int, tuple[bytes, float]] = {}  # the last sign of each rank, and when it was new
-        self._looked = -math.inf  # when this process looked last
-        self._asked = math.inf  # since when the store owes an answer
+        self.store, self.reads_all = store, False
+        self.published_lost: LostRanks | None = None  # published in the store by the first rank that noticed
+        self.on_beat: Callable[[Store], None] = lambda store: None  # called in this thread after each heartbeat
+        self._hosts, self._key, self._is_first, self._beats = hosts, f"beat/{rank}", is_first_on_node, 0
+        self._last_beats: dict[int, tuple[bytes, float]] = {}  # last heartbeat of each rank and when it changed
+        self._last_read = -math.inf  # time of the last read
+        self._waiting_since = math.inf  # start of an unanswered request to the store
         self._warned: set[int] = set()
         self._stopped = threading.Event()
         self.start()
 
     def run(self) -> None:
-        """Write signs until `stop`."""
+        """Write heartbeats until `stop`."""
         try:
-            while not self._stopped.wait(BEAT):
+            while not self._stopped.wait(HEARTBEAT_INTERVAL):
                 self.beat()
             self.store.set(self._key, LEFT.decode())
         except dist.DistError:
-            pass  # nobody serves the store any more: `gone` sees that it does not answer
+            pass  # the store is gone: `lost_ranks` reports it
 
     def beat(self) -> None:
-        """Write this rank's sign and read those of others."""
+        """Write this rank's heartbeat and read those of other ranks."""
         self._beats += 1
-        self._asked = time.monotonic()
+        self._waiting_since = time.monotonic()
         self.store.set(self._key, str(self._beats))
-        ranks = list(self._hosts) if self._is_first or self.watches_all else []
-        signs = self.store.multi_get([f"beat/{rank}" for rank in ranks]) if ranks else []
-        # Read after the signs and used before them: a rank that publishes and leaves is not itself taken for lost.
+        ranks = list(self._hosts) if self._is_first or self.reads_all else []
+        beats = self.store.multi_get([f"beat/{rank}" for rank in ranks]) if ranks else []
+        # Read after the heartbeats, but used first: a rank that publishes lost ranks and exits is not lost itself.
         if self.store.check(["lost"]):
-            self.published = dict(json.loads(self.store.get("lost")))
-        self._asked, self._looked = math.inf, time.monotonic()
-        for rank, sign in zip(ranks, signs, strict=True):
-            if rank not in self._heard or self._heard[rank][0] != sign:
-                self._heard[rank] = sign, self._looked
-        silent = {rank for rank, seconds in self.gone(SILENCE).items() if seconds is not None} - self._warned
+            self.published_lost = dict(json.loads(self.store.get("lost")))
+        self._waiting_since, self._last_read = math.inf, time.monotonic()
+        for rank, beat in zip(ranks, beats, strict=True):
+            if rank not in self._last_beats or self._last_beats[rank][0] != beat:
+                self._last_beats[rank] = beat, self._last_read
+        silent = {rank for rank, seconds in self.lost_ranks(WARN_TIMEOUT).items() if seconds is not None} - self._warned
         if self._is_first and silent:
             self._warned |= silent
-            print(f"WARNING: no sign of life for {SILENCE:.0f} s from {named(silent, self._hosts)}", file=sys.stderr)
-        self.at_each_beat(self.store)
+            print(
+                f"WARNING: no heartbeat for {WARN_TIMEOUT:.0f} s from {format_ranks(silent, self._hosts)}",
+                file=sys.stderr,
+            )
+        self.on_beat(self.store)
 
-    def gone(self, seconds: float) -> Gone:
-        """The ranks that have left or given no sign for `seconds`, as far as this rank has read their signs.
+    def lost_ranks(self, seconds: float) -> LostRanks:
+        """Return the ranks that have left or sent no heartbeat for `seconds`, as far as this rank reads heartbeats.
 
-        If the store itself does not answer: rank 0, which serves the store or is its nearest.
+        If the store does not answer, this is rank 0, which serves it or is on the same machine.
         """
         now = time.monotonic()
-        if not self.is_answered(seconds):
-            return {0: now - self._asked}
-        if now - self._looked > 2 * BEAT:  # this process was stopped itself, and has not looked again
+        if not self.store_answers(seconds):
+            return {0: now - self._waiting_since}
+        if now - self._last_read > 2 * HEARTBEAT_INTERVAL:  # this process itself was stopped
             return {}
-        heard = list(self._heard.items())
-        silences = {rank: None if sign == LEFT else now - new for rank, (sign, new) in heard}
+        heard = list(self._last_beats.items())
+        silences = {rank: None if beat == LEFT else now - new for rank, (beat, new) in heard}
         return {rank: silence for rank, silence in silences.items() if silence is None or silence > seconds}
 
-    def lost(self) -> Gone:
-        """After a collective has failed: the ranks that are gone; empty if all give signs of life.
+    def wait_for_lost_ranks(self) -> LostRanks:
+        """Return the lost ranks after a collective has failed; empty if all ranks send heartbeats.
 
-        The first rank that notices it publishes it: if that rank leaves as well, the others do not take it for the lost
-        one.
+        The first rank that notices them publishes them in the store. When this rank exits too, the others do not report
+        it as lost.
         """
-        self.watches_all = True
-        # A rank that died just now has been silent for PATIENCE at the end of this. One that is silent already is what
-        # has failed, and those that fell silent within the same beat are known as well: no need to wait.
-        end = time.monotonic() + PATIENCE + BEAT
-        while time.monotonic() < end and self.published is None and not self.gone(PATIENCE + BEAT):
-            time.sleep(POLL)
-        gone = self.gone(PATIENCE)
-        if self.published is None and gone and self.is_answered(PATIENCE):
-            self.published = dict(json.loads(self.store.compare_set("lost", "", json.dumps(list(gone.items())))))
-        return gone if self.published is None else self.published
+        self.reads_all = True
+        # A rank that has just died is silent for LOST_TIMEOUT at the end of this loop. If a rank is silent already, it
+        # is the cause: do not wait.
+        end = time.monotonic() + LOST_TIMEOUT + HEARTBEAT_INTERVAL
+        while (
+            time.monotonic() < end
+            and self.published_lost is None
+            and not self.lost_ranks(LOST_TIMEOUT + HEARTBEAT_INTERVAL)
+        ):
+            time.sleep(POLL_INTERVAL)
+        gone = self.lost_ranks(LOST_TIMEOUT)
+        if self.published_lost is None and gone and self.store_answers(LOST_TIMEOUT):
+            self.published_lost = dict(json.loads(self.store.compare_set("lost", "", json.dumps(list(gone.items())))))
+        return gone if self.published_lost is None else self.published_lost
 
-    def is_answered(self, seconds: float) -> bool:
-        """Whether the store has answered within `seconds`."""
-        return time.monotonic() - self._asked < seconds
+    def store_answers(self, seconds: float) -> bool:
+        """True if no request to the store has waited for `seconds`."""
+        return time.monotonic() - self._waiting_since < seconds
 
     @property
     def is_stopped(self) -> bool:
-        """Whether this rank has left."""
+        """True if this rank has left the rendezvous."""
         return self._stopped.is_set()
 
     def stop(self) -> None:
-        """Leave, and let the others know within BEAT seconds, which this waits for."""
+        """Stop the thread, which tells the other ranks. Waits at most HEARTBEAT_INTERVAL seconds."""
         self._stopped.set()
-        self.join(BEAT)
+        self.join(HEARTBEAT_INTERVAL)
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """What the ranks share once they have met: a store, who is where, and their signs of life."""
+class Rendezvous:
+    """The store, hosts and heartbeats that all ranks share."""
 
     store: Store
-    server: Store | None  # that of the store, if this process runs it
+    server: Store | None  # the server of the store, if it is in this process
     hosts: dict[int, str]  # the host name of each rank
     heartbeat: Heartbeat
 
     def gather(self, name: str, rank: int, value: str) -> list[str]:
-        """Return the `value` of each rank, by rank, once every rank has called this. Each `name` serves once.
+        """Gather the `value` of each rank, ordered by rank. Each `name` can be used once.
 
-        It has no time limit, unlike a collective or the store's own `wait`: tokenising can take hours. Raises LeftRanks
-        if a rank has left or given no sign of life.
+        It waits without a time limit, unlike collectives or the store's `wait`: tokenising can take hours. Raises
+        LostRanksError if a rank has left or sends no heartbeats.
         """
         self.store.set(f"{name}/{rank}", value)
         if self.store.add(name, 1) == len(self.hosts):
             self.store.set(f"{name}/all", "")
-        self.heartbeat.watches_all = True
+        self.heartbeat.reads_all = True
         while not self.store.check([f"{name}/all"]):
-            if gone := self.heartbeat.gone(SILENCE):
-                raise LeftRanks(f"{named(gone, self.hosts)} left before the training began")
-            time.sleep(POLL)
-        self.heartbeat.watches_all = False
+            if gone := self.heartbeat.lost_ranks(WARN_TIMEOUT):
+                raise LostRanksError(f"{format_ranks(gone, self.hosts)} left before training began")
+            time.sleep(POLL_INTERVAL)
+        self.heartbeat.reads_all = False
         return [text.decode() for text in self.store.multi_get([f"{name}/{other}" for other in self.hosts])]
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """This process among all (`rank` of `world_size`) and on its machine (`local_rank` of `local_world_size`)."""
+class RankInfo:
+    """Rank and world size of this process, globally and on its machine."""
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
-    meeting: Meeting | None = field(default=None, compare=False, repr=False)  # once the ranks have met
-    incidents: Incidents | None = field(default=None, compare=False, repr=False)  # of a program that trains
+    rendezvous: Rendezvous | None = field(default=None, compare=False, repr=False)  # after `join_rendezvous`
+    incidents: IncidentLog | None = field(default=None, compare=False, repr=False)  # of a training program
 
     def __post_init__(self) -> None:
         require(
@@ -185,55 +192,55 @@ class Ranks:
         )
 
     def note(self, kind: str, text: str = "", **details: Any) -> None:
-        """Note an incident of this rank, if it keeps them, as `Incidents.note` does."""
+        """Call `IncidentLog.note` if this rank has an incident log."""
         if self.incidents is not None:
             self.incidents.note(kind, text, **details)
 
     def end(self, code: int) -> None:
-        """Tell the ranks that took no part in the run (--elastic), on rank 0, with which exit code it ends."""
-        if self.meeting is not None and self.rank == 0 and not self.meeting.heartbeat.is_stopped:
-            self.meeting.store.set("over", str(code))
+        """On rank 0, tell the ranks on standby (--elastic) the exit code of the run."""
+        if self.rendezvous is not None and self.rank == 0 and not self.rendezvous.heartbeat.is_stopped:
+            self.rendezvous.store.set("over", str(code))
 
     def leave(self, gone: int = 0) -> None:
-        """Leave the meeting, if there is one. The server of its store waits for the others, except for the `gone` ones,
-        FAREWELL seconds at most."""
-        meeting = self.meeting
-        if meeting is None or meeting.heartbeat.is_stopped:
+        """Leave the rendezvous, if there is one. gone: number of lost ranks. The store's server waits at most
+        LEAVE_TIMEOUT seconds for all other ranks."""
+        rendezvous = self.rendezvous
+        if rendezvous is None or rendezvous.heartbeat.is_stopped:
             return
-        meeting.heartbeat.stop()
-        if not meeting.heartbeat.is_alive():  # else it waits for a store that does not answer
+        rendezvous.heartbeat.stop()
+        if not rendezvous.heartbeat.is_alive():  # otherwise the store does not answer
             with contextlib.suppress(dist.DistError):
-                stand_by = int(meeting.store.add("standing by", 0))
-                wait_for_others(meeting.store, "left", self.world_size - gone + stand_by if meeting.server else 0)
+                stand_by = int(rendezvous.store.add("standing by", 0))
+                wait_for_others(rendezvous.store, "left", self.world_size - gone + stand_by if rendezvous.server else 0)
 
 
 def wait_for_others(store: Store, key: str, count: int) -> None:
-    """Count this process under `key`, and wait until `count` are counted, FAREWELL seconds at most.
+    """Count this process under `key`, and wait at most LEAVE_TIMEOUT seconds until `count` processes are counted.
 
-    With a count of 0 it waits for nobody: the store may be gone as soon as this process is counted.
+    With a count of 0 it does not wait, because the store may be gone after this process is counted.
     """
-    end = time.monotonic() + FAREWELL
+    end = time.monotonic() + LEAVE_TIMEOUT
     store.add(key, 1)
     while count and store.add(key, 0) < count and time.monotonic() < end:
-        time.sleep(POLL)
+        time.sleep(POLL_INTERVAL)
 
 
-def gone_words(gone: Gone, hosts: Mapping[int, str]) -> str:
-    """Ranks that are gone, in words: "rank 2 (b) gave no sign of life for 60 s and rank 1 (a) left".
+def describe_lost(gone: LostRanks, hosts: Mapping[int, str]) -> str:
+    """Describe lost ranks: "rank 2 (b) sent no heartbeat for 60 s and rank 1 (a) left".
 
-    If several ranks are silent, the shortest silence is printed.
+    For several silent ranks it gives the shortest silence.
     """
     silent = {rank: seconds for rank, seconds in gone.items() if seconds is not None}
-    words = [f"{named(silent, hosts)} gave no sign of life for {min(silent.values()):.0f} s"] if silent else []
+    words = [f"{format_ranks(silent, hosts)} sent no heartbeat for {min(silent.values()):.0f} s"] if silent else []
     if left := gone.keys() - silent.keys():
-        words.append(f"{named(left, hosts)} left")
+        words.append(f"{format_ranks(left, hosts)} left")
     return " and ".join(words)
 
 
-def named(ranks: Collection[int], hosts: Mapping[int, str]) -> str:
-    """Ranks in words, with their hosts as far as `hosts` has them: "ranks 2-3 (node004) and 5 (node007)"."""
+def format_ranks(ranks: Collection[int], hosts: Mapping[int, str]) -> str:
+    """Format ranks with their hosts, if known: "ranks 2-3 (node004) and 5 (node007)"."""
     words = []
-    # Ranks that follow each other on one host have the same difference to their place in the list.
+    # Consecutive ranks on one host have the same difference between rank and index.
     for (_, host), run in itertools.groupby(
         enumerate(sorted(ranks)), lambda item: (item[1] - item[0], hosts.get(item[1], ""))
     ):

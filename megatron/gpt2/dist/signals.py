@@ -1,8 +1,8 @@
-"""Stopping between two steps, on every rank after the same step.
+"""Stop a run after a step on SIGTERM, SIGUSR1 or Ctrl-C, on every rank after the same step.
 
-The first SIGTERM, SIGUSR1 or Ctrl-C asks the run to finish its step, save and exit; a second one ends the process at
-once. A thread answers them: a step can spend minutes inside one call of torch, and Python runs its signal handlers only
-between two instructions of its own.
+The first signal asks the run to finish its step, save and exit. A second signal ends the process at once. A thread
+handles them, because Python runs signal handlers only between two bytecode instructions, and a step can spend minutes
+in one call of torch.
 """
 
 from __future__ import annotations
@@ -19,57 +19,57 @@ import torch
 import torch.distributed as dist
 
 OUT_OF_TIME = "--exit-duration-in-mins"
-MORE_RANKS = "ranks that came (--elastic)"
-# Why a run stops, by urgency: the greatest number of all ranks counts.
+MORE_RANKS = "new ranks (--elastic)"
+# Reasons to stop, by priority. The highest index of all ranks wins.
 _REASONS = ("", MORE_RANKS, OUT_OF_TIME, "SIGUSR1", "SIGTERM", "Ctrl-C")
-_OF_SIGNAL = {signal.SIGUSR2: 1, signal.SIGUSR1: 3, signal.SIGTERM: 4, signal.SIGINT: 5}  # SIGUSR2 is the launcher's
-# Seconds within which a second signal counts as the first one: Slurm sends SIGTERM to a launcher and to its ranks, and
-# the launcher passes it on to them. Pressing Ctrl-C twice is always meant.
-ECHO = {signal.SIGUSR1: 5.0, signal.SIGTERM: 5.0, signal.SIGINT: 0.0}
+_PRIORITY = {signal.SIGUSR2: 1, signal.SIGUSR1: 3, signal.SIGTERM: 4, signal.SIGINT: 5}  # the launcher sends SIGUSR2
+# A repeated signal within this time is ignored. Slurm sends SIGTERM to the launcher and to its ranks, and the launcher
+# forwards it to them. Ctrl-C is only repeated on purpose.
+REPEAT_SECONDS = {signal.SIGUSR1: 5.0, signal.SIGTERM: 5.0, signal.SIGINT: 0.0}
 
 
 class StopSignal:
-    """Whether any rank was asked to stop. Use it as a context manager, or close it.
+    """Collects stop requests of all ranks. Use it as a context manager, or call `close`.
 
-    The ranks agree without waiting for the device, and nearly without waiting at all: each step starts an all-reduce of
-    one CPU integer over a gloo group of its own, and reads the one that the step before started. A request in step i
-    thus ends all ranks after step i + 1. Every rank makes a StopSignal, after the process group exists.
+    Each step starts an all-reduce of one CPU integer over a separate gloo group, and reads the result of the previous
+    step. So the ranks do not wait for the device, and a request in step i stops all ranks after step i + 1. Every rank
+    must create a StopSignal, after the process group.
 
-    timeout: of the group, None for torch's default.
+    timeout: of the gloo group, None for torch's default.
     """
 
     def __init__(self, timeout: timedelta | None = None) -> None:
-        self._asked = 0
+        self._requested = 0
         self._group, self._rank = None, 0
         if dist.is_initialized() and dist.get_world_size() > 1:
             self._group, self._rank = dist.new_group(backend="gloo", timeout=timeout), dist.get_rank()
         self._shared = torch.zeros(1, dtype=torch.int32)
         self._pending: dist.Work | None = None
-        self._heard, self._bell = socket.socketpair()
-        self._bell.setblocking(False)
-        self._before = {number: signal.signal(number, self._ask) for number in _OF_SIGNAL}
-        # The system's own handler writes the number of a signal there at once, whatever Python is at.
-        self._bell_before = signal.set_wakeup_fd(self._bell.fileno(), warn_on_full_buffer=False)
-        self._thread = threading.Thread(target=self._answer, name="signals", daemon=True)
+        self._wakeup_read, self._wakeup_write = socket.socketpair()
+        self._wakeup_write.setblocking(False)
+        self._before = {number: signal.signal(number, self._handle_signal) for number in _PRIORITY}
+        # Python's C-level handler writes the signal number to this socket at once.
+        self._wakeup_fd_before = signal.set_wakeup_fd(self._wakeup_write.fileno(), warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._run_thread, name="signals", daemon=True)
         self._thread.start()
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        """In the main thread, between two instructions."""
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
+        """Store a stop request. Runs in the main thread."""
         if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends the process even inside a library that hangs
-        self._asked = max(self._asked, _OF_SIGNAL[signal.Signals(number)])
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C also ends a process that hangs in a library
+        self._requested = max(self._requested, _PRIORITY[signal.Signals(number)])
 
-    def _answer(self) -> None:
-        """In the thread, until the bell is closed."""
+    def _run_thread(self) -> None:
+        """Print the first signal and exit on the second one, until the socket is closed."""
         first: dict[int, float] = {}
-        while numbers := self._heard.recv(64):
-            for number in [signal.Signals(number) for number in numbers if number in ECHO]:
-                name, echo, now = _REASONS[_OF_SIGNAL[number]], ECHO[number], time.monotonic()
+        while numbers := self._wakeup_read.recv(64):
+            for number in [signal.Signals(number) for number in numbers if number in REPEAT_SECONDS]:
+                name, window, now = _REASONS[_PRIORITY[number]], REPEAT_SECONDS[number], time.monotonic()
                 if number not in first:
                     first[number] = now
-                    after = f" after {echo:g} s or more" if echo else ""
+                    after = f" after {window:g} s or more" if window else ""
                     self._print(f"{name}: the step is finished and saved first; {name} again{after} quits at once")
-                elif now - first[number] >= echo:
+                elif now - first[number] >= window:
                     self._print(
                         f"{name} again: the run ends at once; the same command continues from the last checkpoint"
                     )
@@ -77,22 +77,21 @@ class StopSignal:
 
     def _print(self, line: str) -> None:
         if self._rank == 0:
-            os.write(2, f"\n{line}\n".encode())  # not print(): the main thread may be in the middle of another one
+            os.write(2, f"\n{line}\n".encode())  # not print(): the main thread may be inside print()
 
     def agreed(self, reason: str = "") -> str:
-        """Why to stop now, or "". Each rank calls it once per step, and all ranks get the same answer.
+        """Return the reason to stop now, or "". All ranks call it once per step and get the same result.
 
-        reason: what asks this rank to stop in addition to signals: OUT_OF_TIME if its clock says so. Clocks differ, the
-        answer does not.
+        reason: a reason of this rank in addition to signals, such as OUT_OF_TIME. It may differ between ranks.
         """
-        mine = max(self._asked, _REASONS.index(reason))
+        mine = max(self._requested, _REASONS.index(reason))
         if self._group is None:
             return _REASONS[mine]
         self._wait()
-        answer = int(self._shared)
+        agreed = int(self._shared)
         self._shared = torch.tensor([mine], dtype=torch.int32)
         self._pending = dist.all_reduce(self._shared, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-        return _REASONS[answer]
+        return _REASONS[agreed]
 
     def _wait(self) -> None:
         if self._pending is not None:
@@ -100,21 +99,21 @@ class StopSignal:
             self._pending = None
 
     def close(self) -> None:
-        """Finish the last exchange, which all ranks have started, and put the former handlers back."""
+        """Finish the last all-reduce, which all ranks have started, and restore the previous handlers."""
         self._wait()
         self.restore()
 
     def restore(self) -> None:
-        """Put the former handlers back and end the thread, without the last exchange: after an error the other ranks
-        may never come to it."""
-        if self._bell.fileno() < 0:
-            return  # done already
-        signal.set_wakeup_fd(self._bell_before)
+        """Restore the previous handlers and end the thread without the last all-reduce, which other ranks may not reach
+        after an error."""
+        if self._wakeup_write.fileno() < 0:
+            return  # already restored
+        signal.set_wakeup_fd(self._wakeup_fd_before)
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        self._bell.close()
+        self._wakeup_write.close()
         self._thread.join()
-        self._heard.close()
+        self._wakeup_read.close()
 
     def __enter__(self) -> StopSignal:
         return self

@@ -1,5 +1,4 @@
-"""What a checkpoint holds, and how two differ, of whatever formats and layouts: tensor by tensor, and by what they
-compute."""
+"""Describe a checkpoint, and compare two of any formats and layouts: tensor by tensor, and by their logits."""
 
 import math
 from collections import Counter, defaultdict
@@ -11,15 +10,15 @@ import torch
 from torch import Tensor
 
 import mpu
-from data_utils.command_line import columns
+from data_utils.command_line import align_columns
+from megatron.gpt2.checkpoint.base import BaseCheckpoint, TensorInfo, check_metadata
 from megatron.gpt2.checkpoint.reader import Checkpoint
-from megatron.gpt2.checkpoint.source import Source, TensorInfo, check_facts
-from megatron.gpt2.checkpoint.state import load_state
-from megatron.gpt2.formats.foreign import TABLE
+from megatron.gpt2.checkpoint.sharded_state import load_sharded_state_dict
+from megatron.gpt2.formats.external import WORD_EMBEDDINGS
 from megatron.gpt2.model.gpt2 import GPT2Model, layer_config, parameter_specs
-from megatron.gpt2.optimizer.flat_parameters import FlatState
+from megatron.gpt2.optimizer.param_and_grad_buffer import ParamShard
 
-SHAPE = (
+SHAPE_KEYS = (
     "num_layers",
     "hidden_size",
     "num_attention_heads",
@@ -28,32 +27,32 @@ SHAPE = (
     "gelu",
     "layernorm_epsilon",
 )
-PROGRESS = ("train_iters", "consumed_samples", "global_batch_size", "precision", "converted_from", "torch")
-LAYOUT = ("model_parallel", "pipeline_parallel", "virtual_pipeline_parallel", "data_parallel")
-# What is in a parameter's name, and the part of the model that it belongs to.
-PARTS = {"rng.": "random states", ".layers.": "layers", "embeddings": "embeddings", "": "final norm"}
-CHUNK = 1 << 20  # entries that are compared at once
+PROGRESS_KEYS = ("train_iters", "consumed_samples", "global_batch_size", "precision", "converted_from", "torch")
+LAYOUT_KEYS = ("model_parallel", "pipeline_parallel", "virtual_pipeline_parallel", "data_parallel")
+# The first key that a tensor's name contains gives its part of the model.
+MODEL_PARTS = {"rng.": "random states", ".layers.": "layers", "embeddings": "embeddings", "": "final norm"}
+CHUNK = 1 << 20  # elements that are compared at once
 SEQUENCES, LENGTH = 2, 32
 
 
-def describe(source: Source) -> dict[str, Any]:
-    """A description of `source` in JSON's types. No tensor is read."""
-    facts, model = source.facts, source.facts["config"]["model"]
+def describe(source: BaseCheckpoint) -> dict[str, Any]:
+    """Describe `source` in JSON types. Reads no tensor."""
+    metadata, model = source.metadata, source.metadata["config"]["model"]
     tensors: dict[str, dict[str, Any]] = {}
     sums: defaultdict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
     for name, info in source.tensors.items():
-        values, part = math.prod(info.shape), next(part for sign, part in PARTS.items() if sign in name)
+        values, part = math.prod(info.shape), next(part for sign, part in MODEL_PARTS.items() if sign in name)
         size = values * info.dtype.itemsize
-        tensors[name] = {"dtype": _dtype(info), "shape": list(info.shape), "bytes": size}
-        sums[name.partition(".")[0], part, _dtype(info)].update(tensors=1, values=values, bytes=size)
+        tensors[name] = {"dtype": _dtype_name(info), "shape": list(info.shape), "bytes": size}
+        sums[name.partition(".")[0], part, _dtype_name(info)].update(tensors=1, values=values, bytes=size)
     found: dict[str, Any] = {
         "path": str(source.path),
         "format": source.format,
         "iteration": source.iteration,
-        "layout": facts.get("layout"),
-        "model": {**{name: model.get(name) for name in SHAPE}, "vocab_size": facts["vocab_size"]},
-        "tokenizer": facts.get("tokenizer"),
-        "run": {name: facts[name] for name in PROGRESS if facts.get(name) is not None},
+        "layout": metadata.get("layout"),
+        "model": {**{name: model.get(name) for name in SHAPE_KEYS}, "vocab_size": metadata["vocab_size"]},
+        "tokenizer": metadata.get("tokenizer"),
+        "run": {name: metadata[name] for name in PROGRESS_KEYS if metadata.get(name) is not None},
         "parts": [{"kind": kind, "part": part, "dtype": dtype, **total} for (kind, part, dtype), total in sums.items()],
         "tensors": tensors,
         "left_out": list(source.left_out),
@@ -67,76 +66,78 @@ def describe(source: Source) -> dict[str, Any]:
     return found
 
 
-def lines(found: dict[str, Any]) -> list[str]:
-    """`describe` of a source, as lines to print."""
+def format_description(found: dict[str, Any]) -> list[str]:
+    """Format the result of `describe` as lines to print."""
     rows = [("checkpoint", found["path"]), ("format", found["format"]), ("iteration", f"{found['iteration']:,}")]
     if layout := found["layout"]:
-        sizes = [(name, layout.get(f"{name}_size", 0)) for name in LAYOUT]
-        said = " × ".join(f"{name} {size}".replace("_", "-") for name, size in sizes if size > ("pipeline" in name))
-        rows.append(("written by", said + ", optimizer sharded" * bool(layout.get("optimizer_is_sharded"))))
+        sizes = [(name, layout.get(f"{name}_size", 0)) for name in LAYOUT_KEYS]
+        written_by = " × ".join(
+            f"{name} {size}".replace("_", "-") for name, size in sizes if size > ("pipeline" in name)
+        )
+        rows.append(("written by", written_by + ", optimizer sharded" * bool(layout.get("optimizer_is_sharded"))))
     known = {name: value for name, value in {**found["model"], **found["run"]}.items() if value is not None}
-    rows += [(name.replace("_", " "), shown(value)) for name, value in known.items()]
+    rows += [(name.replace("_", " "), format_value(value)) for name, value in known.items()]
     tokenizer = found["tokenizer"] or {"kind": "none"}
     vocabulary = f", {tokenizer['vocab_size']:,} ids" if "vocab_size" in tokenizer else ""
     rows.append(("tokenizer", tokenizer["kind"] + vocabulary))
-    parts = [list(map(shown, part.values())) for part in found["parts"]]
-    text = [*columns(rows, "<<"), ""]
-    text += columns([("kind", "part", "dtype", "tensors", "values", "bytes"), *parts], "<<<>>>")
+    parts = [list(map(format_value, part.values())) for part in found["parts"]]
+    text = [*align_columns(rows, "<<"), ""]
+    text += align_columns([("kind", "part", "dtype", "tensors", "values", "bytes"), *parts], "<<<>>>")
     if "files" in found:
         files = [
-            (file, shown(info["bytes"]), shown(info["boxes"]), info["sha256"][:12])
+            (file, format_value(info["bytes"]), format_value(info["boxes"]), info["sha256"][:12])
             for file, info in found["files"].items()
         ]
-        text += ["", *columns([("file", "bytes", "boxes", "sha256"), *files], "<>>>")]
+        text += ["", *align_columns([("file", "bytes", "boxes", "sha256"), *files], "<>>>")]
     return text + [f"left out: {line}" for line in found["left_out"]]
 
 
-def _dtype(info: TensorInfo) -> str:
+def _dtype_name(info: TensorInfo) -> str:
     return str(info.dtype).removeprefix("torch.")
 
 
-def shown(value: Any) -> str:
-    """`value` as a text; a whole number with commas."""
+def format_value(value: Any) -> str:
+    """Convert `value` to text, an integer with commas."""
     return f"{value:,}" if type(value) is int else str(value)
 
 
-class Row(NamedTuple):
-    """One tensor of both. greatest: the largest absolute difference; NaN if only one of the two holds NaN, None if the
-    shapes differ. shape: in the first."""
+class TensorComparison(NamedTuple):
+    """The difference of a tensor that both checkpoints hold. shape: in the first one. max_difference: the largest absolute
+    difference; NaN if only one of the tensors has a NaN, None if the shapes differ."""
 
     name: str
     shape: tuple[int, ...]
-    greatest: float | None
+    max_difference: float | None
     note: str
 
 
 @dataclass(frozen=True)
-class Difference:
-    """The rows of the tensors that both hold, and the names that only one holds.
+class CheckpointDifference:
+    """The differences of tensors that both checkpoints hold, and the names of tensors that only one holds.
 
-    Compared are the kinds (model, master, exp_avg, exp_avg_sq) that both hold; `not_compared` are the other kinds.
-    Random states belong to a layout and are never compared.
+    Only kinds (model, master, exp_avg, exp_avg_sq) that both hold are compared; `not_compared` lists the others. Random
+    states depend on the layout and are never compared.
     """
 
-    rows: list[Row]
+    rows: list[TensorComparison]
     only_in_a: list[str]
     only_in_b: list[str]
     not_compared: list[str]
 
     @property
     def equal(self) -> bool:
-        """Whether both hold the same tensors with the same values."""
-        return not self.only_in_a and not self.only_in_b and all(row.greatest == 0 for row in self.rows)
+        """True if both hold the same tensors with the same values."""
+        return not self.only_in_a and not self.only_in_b and all(row.max_difference == 0 for row in self.rows)
 
 
-def diff(a: Source, b: Source) -> Difference:
-    """Compare every value of `a` with that of `b`, whatever their dtypes and layouts. One tensor of each is in memory
+def compare_tensors(a: BaseCheckpoint, b: BaseCheckpoint) -> CheckpointDifference:
+    """Compare all values of `a` and `b`, which may have different dtypes and layouts. Only one tensor of each is in memory
     at a time."""
-    kinds_a, kinds_b = ({name.partition(".")[0] for name in source.names()} - {"rng"} for source in (a, b))
+    kinds_a, kinds_b = ({name.partition(".")[0] for name in source.tensors} - {"rng"} for source in (a, b))
     names_a, names_b = (
-        [name for name in source.names() if name.partition(".")[0] in kinds_a & kinds_b] for source in (a, b)
+        [name for name in source.tensors if name.partition(".")[0] in kinds_a & kinds_b] for source in (a, b)
     )
-    return Difference(
+    return CheckpointDifference(
         [_row(a, b, name) for name in names_a if name in b.tensors],
         [name for name in names_a if name not in b.tensors],
         [name for name in names_b if name not in a.tensors],
@@ -144,72 +145,78 @@ def diff(a: Source, b: Source) -> Difference:
     )
 
 
-def _row(a: Source, b: Source, name: str) -> Row:
+def _row(a: BaseCheckpoint, b: BaseCheckpoint, name: str) -> TensorComparison:
     first, second = a.tensors[name], b.tensors[name]
     if first.shape != second.shape:
-        return Row(name, first.shape, None, f"{_size(second.shape)} in the other")
-    greatest = greatest_difference(a.read(name), b.read(name))
-    notes = [f"{_dtype(first)} and {_dtype(second)}"] * (first.dtype != second.dtype)
-    return Row(name, first.shape, greatest, ", ".join([*notes, *["NaN in only one"] * math.isnan(greatest)]))
+        return TensorComparison(name, first.shape, None, f"{_format_shape(second.shape)} in the other")
+    max_difference = max_abs_difference(a.read(name), b.read(name))
+    notes = [f"{_dtype_name(first)} and {_dtype_name(second)}"] * (first.dtype != second.dtype)
+    return TensorComparison(
+        name, first.shape, max_difference, ", ".join([*notes, *["NaN in only one"] * math.isnan(max_difference)])
+    )
 
 
-def greatest_difference(x: Tensor, y: Tensor) -> float:
-    """The largest absolute difference of two tensors of one shape, computed in float64, which holds every dtype's
-    values. NaN equals NaN, and an infinity itself; NaN compared with a number is a difference of NaN."""
-    greatest = []
+def max_abs_difference(x: Tensor, y: Tensor) -> float:
+    """The largest absolute difference of two tensors of equal shape, computed in float64. Two NaNs are equal, and so are two
+    equal infinities. The difference of a NaN and a number is NaN."""
+    max_difference = []
     for some, other in zip(x.flatten().split(CHUNK), y.flatten().split(CHUNK), strict=True):
         some, other = some.double(), other.double()
         same = (some == other) | (some.isnan() & other.isnan())
-        greatest.append((some - other).abs().masked_fill(same, 0).max())  # NaN is more than any number
-    return torch.stack(greatest).max().item()
+        max_difference.append((some - other).abs().masked_fill(same, 0).max())  # max returns NaN if there is a NaN
+    return torch.stack(max_difference).max().item()
 
 
-def table(difference: Difference) -> list[str]:
-    """`difference` as lines to print."""
+def format_difference(difference: CheckpointDifference) -> list[str]:
+    """Format `difference` as lines to print."""
     cells = [("tensor", "shape", "greatest difference", "")]
     for row in difference.rows:
-        greatest = "another shape" if row.greatest is None else f"{row.greatest:.3g}"
-        cells.append((row.name, _size(row.shape), greatest, row.note))
+        max_difference = "different shape" if row.max_difference is None else f"{row.max_difference:.3g}"
+        cells.append((row.name, _format_shape(row.shape), max_difference, row.note))
     cells += [(name, "", "only in the first", "") for name in difference.only_in_a]
     cells += [(name, "", "only in the second", "") for name in difference.only_in_b]
-    text = columns(cells, "<>><")
+    text = align_columns(cells, "<>><")
     if difference.not_compared:
-        text.append(f"only in one of them, and not compared: {', '.join(difference.not_compared)}")
+        text.append(f"only in one checkpoint, and not compared: {', '.join(difference.not_compared)}")
     return text
 
 
-def _size(shape: tuple[int, ...]) -> str:
+def _format_shape(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape))
 
 
-def check(a: Source, b: Source, *, kind: str = "model", log: Callable[[str], None] = print) -> float:
-    """The largest absolute difference of the logits of `a` and `b`, in fp32, on fixed random tokens; NaN if one has
-    NaN.
+def compare_logits(
+    a: BaseCheckpoint, b: BaseCheckpoint, *, kind: str = "model", log: Callable[[str], None] = print
+) -> float:
+    """The largest absolute difference of the logits of `a` and `b` in fp32, on fixed random tokens; NaN if one has a NaN.
 
-    kind: the tensors of `a` that the weights of `b` were made of, "model" or "master"; they are rounded to b's dtype
-    first. One model is in memory at a time. ValueError if the vocabularies differ.
+    kind: the tensors of `a` from which the weights of `b` were converted, "model" or "master". They are first rounded to
+    the dtype of `b`. Only one model is in memory at a time. Raises ValueError if the vocabularies differ.
     """
-    size, other = a.facts["vocab_size"], b.facts["vocab_size"]
+    size, other = a.metadata["vocab_size"], b.metadata["vocab_size"]
     if size != other:
         raise ValueError(f"{a.path} has {size} tokens and {b.path} {other}: give the true number with --vocab-size")
-    length = min(LENGTH, *(source.facts["config"]["model"]["max_position_embeddings"] for source in (a, b)))
+    length = min(LENGTH, *(source.metadata["config"]["model"]["max_position_embeddings"] for source in (a, b)))
     tokens = torch.randint(size, (SEQUENCES, length), generator=torch.Generator().manual_seed(0))
-    dtype = b.tensors[f"model.{TABLE}"].dtype
-    greatest = (logits(a, tokens, kind, dtype) - logits(b, tokens)).abs().max().item()
-    log(f"greatest logit difference on {tokens.numel()} tokens in fp32: {greatest:.3g}")
-    return greatest
+    dtype = b.tensors[f"model.{WORD_EMBEDDINGS}"].dtype
+    max_difference = (compute_logits(a, tokens, kind, dtype) - compute_logits(b, tokens)).abs().max().item()
+    log(f"greatest logit difference on {tokens.numel()} tokens in fp32: {max_difference:.3g}")
+    return max_difference
 
 
 @torch.no_grad()
-def logits(source: Source, tokens: Tensor, kind: str = "model", dtype: torch.dtype = torch.float32) -> Tensor:
-    """[b, s] -> [s, b, true vocabulary], of the weights of a `kind`, rounded to `dtype`."""
+def compute_logits(
+    source: BaseCheckpoint, tokens: Tensor, kind: str = "model", dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Return the logits [s, b, true vocabulary] of `tokens` [b, s]. kind: "model" or "master". The weights are rounded to
+    `dtype`."""
     if not mpu.model_parallel_is_initialized():
         mpu.initialize_model_parallel(1)
-    config = check_facts(source)
+    config = check_metadata(source)
     model = GPT2Model(config, layer_config(config, device="meta"))
-    model.to_empty(device="cpu").eval()  # no weight is drawn, to be replaced
-    weights = [FlatState(kind, name, parameter.detach().view(-1)) for name, parameter in model.named_parameters()]
-    load_state(weights, parameter_specs(config), source, mp_rank=0, mp_size=1)
+    model.to_empty(device="cpu").eval()  # skips the random initialisation
+    weights = [ParamShard(kind, name, parameter.detach().view(-1)) for name, parameter in model.named_parameters()]
+    load_sharded_state_dict(weights, parameter_specs(config), source, mp_rank=0, mp_size=1)
     for weight in weights:
         weight.values.copy_(weight.values.to(dtype))
     return model(tokens)[..., : config.vocab_size]  # type: ignore[no-any-return]

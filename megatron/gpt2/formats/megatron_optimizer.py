@@ -1,8 +1,8 @@
-"""Adam's state, the loss scaler and the schedule in Megatron's forms, read and written: 2019's, and that of v2 and later.
+"""Read and write Adam's state, the loss scaler and the learning-rate schedule of Megatron in 2019, and of v2 and later.
 
-A rank keeps lists of fp32 masters and of moments, without names: weights and embeddings first, biases and layer norms
-second, both in the order of the file's models. The order is taken if the shapes and the first row of every master,
-rounded as the weights are, agree with the file's own model; otherwise the state is left out.
+A rank keeps fp32 masters and moments in lists without names: first weights and embeddings, then biases and layer norms,
+both in the order of the file's model. The reader checks this order: shapes and the first row of each master, rounded to
+the dtype of the weights, must match the model of the same file. Otherwise the state is left out.
 """
 
 import operator
@@ -12,17 +12,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.gpt2.checkpoint.source import Source
+from megatron.gpt2.checkpoint.base import BaseCheckpoint
 from megatron.gpt2.config import OptimizerConfig, require
-from megatron.gpt2.formats.foreign import OPTIMIZER, TABLE, adam_facts, adam_groups, optimizer_config, short_repr
-from megatron.gpt2.formats.megatron_model import attributes
+from megatron.gpt2.formats.external import (
+    OPTIMIZER_KINDS,
+    WORD_EMBEDDINGS,
+    adam_metadata,
+    adam_param_groups,
+    optimizer_config,
+    short_repr,
+)
+from megatron.gpt2.formats.megatron_model import namespace_dict
 from megatron.gpt2.optimizer.optimizer import MOMENTS
 
-Groups = list[list[dict[str, Tensor]]]  # of the parameters that decay, and of the others, what each has by kind
+Groups = list[list[dict[str, Tensor]]]  # of each param group, of each parameter: the tensors by kind
 
 
-class ScheduleNames(NamedTuple):
-    """What a version of Megatron calls the numbers of its schedule."""
+class ScheduleKeys(NamedTuple):
+    """The keys of a version of Megatron for the values of its schedule."""
 
     peak: str
     style: str
@@ -31,19 +38,19 @@ class ScheduleNames(NamedTuple):
     done: str
 
 
-SCHEDULES = {  # 2019 counts iterations, later versions samples
-    "megatron-2019": ScheduleNames("start_lr", "decay_style", "warmup_iter", "end_iter", "num_iters"),
-    "megatron-v2": ScheduleNames("max_lr", "decay_style", "warmup_steps", "decay_steps", "num_steps"),
-    "megatron-v3": ScheduleNames("max_lr", "lr_decay_style", "lr_warmup_steps", "lr_decay_steps", "num_steps"),
+SCHEDULE_KEYS = {  # 2019 counts iterations, later versions samples
+    "megatron-2019": ScheduleKeys("start_lr", "decay_style", "warmup_iter", "end_iter", "num_iters"),
+    "megatron-v2": ScheduleKeys("max_lr", "decay_style", "warmup_steps", "decay_steps", "num_steps"),
+    "megatron-v3": ScheduleKeys("max_lr", "lr_decay_style", "lr_warmup_steps", "lr_decay_steps", "num_steps"),
 }
-STYLES = {"cosine": "cosine-2019", "None": "constant"}  # of 2019, which are called otherwise here
+DECAY_STYLES = {"cosine": "cosine-2019", "None": "constant"}  # names in 2019, and ours
 
 
 # --- read
 
 
-def run_facts(args: Mapping[str, Any]) -> dict[str, Any]:
-    """What the arguments say of the run's progress, under our manifest's names."""
+def progress_metadata(args: Mapping[str, Any]) -> dict[str, Any]:
+    """The run's progress from Megatron's arguments, under our manifest's names."""
     names = {
         "consumed_samples": "consumed_train_samples",
         "train_iters": "train_iters",
@@ -52,15 +59,18 @@ def run_facts(args: Mapping[str, Any]) -> dict[str, Any]:
     return {name: args[theirs] for name, theirs in names.items() if type(args.get(theirs)) is int}
 
 
-def rank_state(held: Any, weights: Mapping[str, Tensor]) -> tuple[dict[str, dict[str, Tensor]], list[Any], int]:
-    """Masters and moments by kind and parameter, out of the optimizer of a rank's file; its groups; Adam's steps.
+def read_rank_optimizer(
+    optimizer: Any, weights: Mapping[str, Tensor]
+) -> tuple[dict[str, dict[str, Tensor]], list[Any], int]:
+    """Return masters and moments by kind and parameter, Adam's param groups, and its steps, from the optimizer of a rank.
 
-    weights: of the same file, in its order. ValueError if the state is not theirs.
+    weights: of the same file, in its order. Raises ValueError if the state does not belong to them.
     """
-    inner = held.get("optimizer_state_dict", held.get("optimizer", held))  # 2019's name, v2's, and fp32's
-    masters = held.get("fp32_from_fp16", held.get("fp32_from_fp16_params"))  # in fp32 the weights are their own
+    # The keys of 2019, and those since v2. For fp32 weights, `optimizer` is Adam's state and has no masters.
+    inner = optimizer.get("optimizer_state_dict", optimizer.get("optimizer", optimizer))
+    masters = optimizer.get("fp32_from_fp16", optimizer.get("fp32_from_fp16_params"))
     groups, moments = inner["param_groups"], inner["state"]
-    states: dict[str, dict[str, Tensor]] = {kind: {} for kind in OPTIMIZER}
+    states: dict[str, dict[str, Tensor]] = {kind: {} for kind in OPTIMIZER_KINDS}
     steps = set()
     for group, own in zip(groups, masters or [None] * len(groups), strict=True):
         numbers = list(map(operator.index, group["params"]))
@@ -76,65 +86,65 @@ def rank_state(held: Any, weights: Mapping[str, Tensor]) -> tuple[dict[str, dict
     return states, groups, steps.pop()
 
 
-def megatron_adam_facts(
-    top: Mapping[str, Any], held: Mapping[str, Any], groups: Sequence[Any], step: int, left_out: list[str]
+def megatron_adam_metadata(
+    top: Mapping[str, Any], optimizer: Mapping[str, Any], groups: Sequence[Any], step: int, left_out: list[str]
 ) -> dict[str, Any]:
-    """The facts of Adam's state, and our flags of the schedule, the scale and AdamW; `left_out` gets what those cannot
-    say.
+    """Return the metadata of Adam's state, with our flags for the schedule, the loss scale and AdamW. `left_out` gets a line
+    for each setting that our flags do not have.
 
-    top: what stands next to the weights. held: the optimizer's part of it. groups: of parameters, with Adam's numbers.
+    top: all entries of the file. optimizer: its optimizer. groups: Adam's param groups.
     """
-    args = attributes(top.get("args"))
+    args = namespace_dict(top.get("args"))
     flags: dict[str, Any] = {"clip_grad": args["clip_grad"]} if type(args.get("clip_grad")) is float else {}
-    scaler, said = {"scale": 1.0}, held.get("grad_scaler")
-    if "loss_scaler" in held:  # 2019
-        said = attributes(held["loss_scaler"])
-        scaler = {"scale": float(said["cur_scale"])}
-        if held.get("dynamic_loss_scale"):
-            scaler["clean_steps"] = float(said["cur_iter"] - said["last_overflow_iter"] - 1)
-            scaler["hysteresis_left"] = float(said["cur_hysteresis"])
-            flags["loss_scale_window"] = int(said["scale_window"])
-            flags["hysteresis"] = int(said["delayed_shift"])
-            flags["min_loss_scale"] = float(said["min_scale"])
-    elif said:
-        scaler = {"scale": float(said["scale"])}
-        if "growth_tracker" in said:
-            scaler["clean_steps"] = float(said["growth_tracker"])
-            # Theirs goes on below 1, where ours stays: both halve at every overflow from there on.
-            scaler["hysteresis_left"] = float(max(1, said["hysteresis_tracker"]))
-    good, more = _schedule(top, args, step, left_out)
+    scaler, saved = {"scale": 1.0}, optimizer.get("grad_scaler")
+    if "loss_scaler" in optimizer:  # 2019
+        saved = namespace_dict(optimizer["loss_scaler"])
+        scaler = {"scale": float(saved["cur_scale"])}
+        if optimizer.get("dynamic_loss_scale"):
+            scaler["clean_steps"] = float(saved["cur_iter"] - saved["last_overflow_iter"] - 1)
+            scaler["hysteresis_left"] = float(saved["cur_hysteresis"])
+            flags["loss_scale_window"] = int(saved["scale_window"])
+            flags["hysteresis"] = int(saved["delayed_shift"])
+            flags["min_loss_scale"] = float(saved["min_scale"])
+    elif saved:
+        scaler = {"scale": float(saved["scale"])}
+        if "growth_tracker" in saved:
+            scaler["clean_steps"] = float(saved["growth_tracker"])
+            # Megatron's tracker goes below 1, and ours stays at 1. Both halve the scale at every overflow from then on.
+            scaler["hysteresis_left"] = float(max(1, saved["hysteresis_tracker"]))
+    good, more = _read_scheduler(top, args, step, left_out)
     skipped = max(0, top.get("iteration", top.get("total_iters", good)) - good)
     progress = {"good_steps": good, "skipped_steps": skipped, "loss_scaler": scaler}
-    return adam_facts(step, groups, {**flags, **more}, **progress)
+    return adam_metadata(step, groups, {**flags, **more}, **progress)
 
 
-def _schedule(
+def _read_scheduler(
     top: Mapping[str, Any], args: Mapping[str, Any], step: int, left_out: list[str]
 ) -> tuple[int, dict[str, Any]]:
-    """The steps that were not skipped, and our flags."""
-    said = top.get("lr_scheduler") or top.get("opt_param_scheduler") or {}
-    version = next((version for version, names in SCHEDULES.items() if names.end in said), None)
+    """Return the number of steps that were not skipped, and our flags of the schedule."""
+    saved = top.get("lr_scheduler") or top.get("opt_param_scheduler") or {}
+    version = next((version for version, names in SCHEDULE_KEYS.items() if names.end in saved), None)
     old = version == "megatron-2019"
     unit: Any = 1 if old else args.get("global_batch_size")
     if version is None or type(unit) is not int:
         left_out.append("the schedule")
         return step, {}
-    names = SCHEDULES[version]
-    style, end = said[names.style], int(said[names.end])
+    names = SCHEDULE_KEYS[version]
+    style, end = saved[names.style], int(saved[names.end])
     if old:
-        style = STYLES.get(style, style)
+        style = DECAY_STYLES.get(style, style)
         if style in ("linear", "exponential"):
-            left_out.append(f"2019's form of the {style} schedule: today's, which is close to it, takes its place")
+            left_out.append(f"the {style} schedule of 2019: today's formula, which is close to it, is used instead")
     grows = args.get("rampup_batch_size") or args.get("step_batch_size_schedule")
-    good_steps = step if grows else int(said[names.done]) // unit
+    good_steps = step if grows else int(saved[names.done]) // unit
     if style not in OptimizerConfig.__dataclass_fields__["lr_decay_style"].metadata["choices"]:
-        left_out.append(f"the schedule: its style {short_repr(style)} is unknown here")
+        left_out.append(f"the schedule: its style {short_repr(style)} is unknown")
         return good_steps, {}
     return good_steps, {
-        "lr": float(said[names.peak]),
-        "min_lr": float(said.get("min_lr", 0.0)),
+        "lr": float(saved[names.peak]),
+        "min_lr": float(saved.get("min_lr", 0.0)),
         "lr_decay_style": style,
-        "warmup": float(said[names.warmup]) / end,
+        "warmup": float(saved[names.warmup]) / end,
         **({"lr_decay_samples": end} if end % unit else {"lr_decay_iters": end // unit}),
     }
 
@@ -142,19 +152,19 @@ def _schedule(
 # --- written
 
 
-def optimizer_state(source: Source, groups: Groups, format: str) -> dict[str, Any]:
-    """`optimizer` of a rank's file. 2019's loss scaler, a class there, is a dictionary here. In fp32 later versions keep
-    only Adam's state: the weights are their own masters."""
+def optimizer_state_dict(source: BaseCheckpoint, groups: Groups, format: str) -> dict[str, Any]:
+    """The entry `optimizer` of a rank's file. The loss scaler of 2019, an object in Megatron, is a dictionary here. For fp32
+    weights, later versions save only Adam's state, because the weights are the masters."""
     numbered = [{moment: states[moment] for moment in MOMENTS} for group in groups for states in group]
-    first, said = len(groups[0]), param_groups(source)
-    said[0]["params"], said[1]["params"] = list(range(first)), list(range(first, len(numbered)))
-    adam = {"state": dict(enumerate(numbered)), "param_groups": said}  # as Apex's FusedAdam has it
+    first, param_groups = len(groups[0]), megatron_param_groups(source)
+    param_groups[0]["params"], param_groups[1]["params"] = list(range(first)), list(range(first, len(numbered)))
+    adam = {"state": dict(enumerate(numbered)), "param_groups": param_groups}  # the form of Apex's FusedAdam
     masters = [[states["master"] for states in group] for group in groups]
     if format != "megatron-2019":
-        if source.tensors[f"model.{TABLE}"].dtype == torch.float32:
+        if source.tensors[f"model.{WORD_EMBEDDINGS}"].dtype == torch.float32:
             return adam
-        return {"optimizer": adam, "fp32_from_fp16_params": masters, **grad_scaler(source)}
-    config, scaler = optimizer_config(source), source.facts["optimizer"]["loss_scaler"]
+        return {"optimizer": adam, "fp32_from_fp16_params": masters, **grad_scaler_state_dict(source)}
+    config, scaler = optimizer_config(source), source.metadata["optimizer"]["loss_scaler"]
     return {
         "loss_scaler": {
             "cur_scale": float(scaler["scale"]),
@@ -175,20 +185,20 @@ def optimizer_state(source: Source, groups: Groups, format: str) -> dict[str, An
     }
 
 
-def grad_scaler(source: Source) -> dict[str, Any]:
-    """The loss scaler of v2 and later under its name; nothing if the weights are not in fp16."""
-    if source.tensors[f"model.{TABLE}"].dtype != torch.float16:
+def grad_scaler_state_dict(source: BaseCheckpoint) -> dict[str, Any]:
+    """{"grad_scaler": state} of v2 and later; {} if the weights are not fp16."""
+    if source.tensors[f"model.{WORD_EMBEDDINGS}"].dtype != torch.float16:
         return {}
-    scaler = source.facts["optimizer"]["loss_scaler"]
-    said: dict[str, Any] = {"scale": torch.tensor([float(scaler["scale"])])}
+    scaler = source.metadata["optimizer"]["loss_scaler"]
+    state: dict[str, Any] = {"scale": torch.tensor([float(scaler["scale"])])}
     if "clean_steps" in scaler:
-        said |= {"growth_tracker": int(scaler["clean_steps"]), "hysteresis_tracker": int(scaler["hysteresis_left"])}
-    return {"grad_scaler": said}
+        state |= {"growth_tracker": int(scaler["clean_steps"]), "hysteresis_tracker": int(scaler["hysteresis_left"])}
+    return {"grad_scaler": state}
 
 
-def param_groups(source: Source) -> list[dict[str, Any]]:
-    """Adam's numbers of the parameters that decay, and of those that do not. Since v2 Megatron multiplies the rate and
-    the decay by a number of each group; Megatron Core knows the groups by these and by two names more."""
+def megatron_param_groups(source: BaseCheckpoint) -> list[dict[str, Any]]:
+    """Adam's param groups with and without weight decay. Since v2, Megatron multiplies the learning rate and the decay by
+    `lr_mult` and `wd_mult` of each group. Megatron Core identifies groups by these two and by the two `is_...` keys."""
     config = optimizer_config(source)
     return [
         {
@@ -196,40 +206,42 @@ def param_groups(source: Source) -> list[dict[str, Any]]:
             "max_lr": config.lr,
             "min_lr": config.min_lr,
             "bias_correction": True,
-            "step": source.facts["optimizer"]["adam_steps"],
+            "step": source.metadata["optimizer"]["adam_steps"],
             "wd_mult": decays,
             "lr_mult": 1.0,
             "is_expert_parallel": False,
             "is_decoupled_lr": False,
             "default_config": True,
         }
-        for group, decays in zip(adam_groups(source), (1.0, 0.0), strict=True)
+        for group, decays in zip(adam_param_groups(source), (1.0, 0.0), strict=True)
     ]
 
 
-def schedule(source: Source, format: str, log: Callable[[str], None]) -> dict[str, Any] | None:
-    """`lr_scheduler` of 2019 and of v2, and `opt_param_scheduler` of v3; None if the format has no such schedule."""
-    config, facts = optimizer_config(source), source.facts
+def scheduler_state_dict(source: BaseCheckpoint, format: str, log: Callable[[str], None]) -> dict[str, Any] | None:
+    """The state `lr_scheduler` of 2019 and v2, or `opt_param_scheduler` of v3; None if the format lacks this schedule."""
+    config, metadata = optimizer_config(source), source.metadata
     style, old = config.lr_decay_style, format == "megatron-2019"
-    batch: Any = facts.get("global_batch_size")
-    length: Any = facts.get("train_iters")
+    batch: Any = metadata.get("global_batch_size")
+    length: Any = metadata.get("train_iters")
     if old:
         known = style != "WSD"
         why = "2019's Megatron has no WSD"
         if style not in ("constant", "cosine-2019", "WSD"):
-            log(f"the {style} schedule travels by its name and numbers: 2019's formula is close to today's, not equal")
+            log(
+                f"the {style} schedule is written by its name and values: the formula of 2019 is close to today's, not equal"
+            )
     else:
         known = bool(batch) and style in ("linear", "cosine", "constant")
-        why = f"{format} has no {style}" if batch else "the source does not say its global batch size"
+        why = f"{format} has no {style}" if batch else "the source does not contain its global batch size"
     if not known:
         log(f"left out: the schedule: {why}")
         return None
-    warmup, end = config.warmup_and_decay(facts.get("decay_iters") or length or source.iteration, batch or 1)
-    names, unit = SCHEDULES[format], 1 if old else batch
-    train, done = facts["config"].get("train", {}), facts["optimizer"]["good_steps"] * unit
+    warmup, end = config.warmup_and_decay(metadata.get("decay_iters") or length or source.iteration, batch or 1)
+    names, unit = SCHEDULE_KEYS[format], 1 if old else batch
+    train, done = metadata["config"].get("train", {}), metadata["optimizer"]["good_steps"] * unit
     if not old and (train.get("rampup_batch_size") or train.get("step_batch_size_schedule")):
-        done = facts["consumed_samples"]
-    said = {
+        done = metadata["consumed_samples"]
+    state = {
         names.peak: config.lr,
         "min_lr": config.min_lr,
         names.style: style.removesuffix("-2019"),
@@ -238,6 +250,6 @@ def schedule(source: Source, format: str, log: Callable[[str], None]) -> dict[st
         names.done: done,
     }
     if format == "megatron-v3":
-        said |= {"start_wd": config.weight_decay, "end_wd": config.weight_decay}
-        said |= {"wd_incr_style": "constant", "wd_incr_steps": round((length or end) * unit)}
-    return said
+        state |= {"start_wd": config.weight_decay, "end_wd": config.weight_decay}
+        state |= {"wd_incr_style": "constant", "wd_incr_steps": round((length or end) * unit)}
+    return state

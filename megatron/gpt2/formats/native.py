@@ -1,4 +1,4 @@
-"""Any source written as a save folder of ours: this is what merging, splitting and converting to our format do."""
+"""Write a checkpoint of any format as a native --save folder. Merging, splitting and converting to our format use it."""
 
 import contextlib
 import functools
@@ -11,19 +11,19 @@ from typing import Any
 import torch
 
 from data_utils import Tokenizer
-from data_utils.files import sync_folder
-from megatron.gpt2.checkpoint.saver import Parts, Saver
-from megatron.gpt2.checkpoint.source import Source, check_facts
-from megatron.gpt2.checkpoint.writer import Piece
+from data_utils.files import fsync_path
+from megatron.gpt2.checkpoint.base import BaseCheckpoint, check_metadata
+from megatron.gpt2.checkpoint.saver import PendingSave, Saver
+from megatron.gpt2.checkpoint.writer import ShardedTensor
 from megatron.gpt2.config import Config
-from megatron.gpt2.formats.foreign import OPTIMIZER, has_optimizer
+from megatron.gpt2.formats.external import OPTIMIZER_KINDS, has_optimizer
 from megatron.gpt2.model.gpt2 import parameter_specs
 
 
 @contextlib.contextmanager
 def new_folder(out: str | Path) -> Iterator[Path]:
-    """A folder next to `out` to write into. At the end of the block its files are put on the disk and it is renamed to
-    `out`. An error in the block removes it. ValueError if `out` exists and is not an empty folder."""
+    """Yield a temporary folder next to `out`. At the end of the block, its files are synced to disk and it is renamed to
+    `out`. After an error in the block, it is removed. Raises ValueError if `out` exists and is not an empty folder."""
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out}: exists already and is not empty: give a new folder")
@@ -32,42 +32,42 @@ def new_folder(out: str | Path) -> Iterator[Path]:
     try:
         yield folder
         for path in (*sorted(folder.rglob("*"), reverse=True), folder):
-            sync_folder(path)  # of a file this puts the bytes on the disk
-        folder.rename(out)  # over an empty folder at most
-        sync_folder(out.parent)
+            fsync_path(path)  # syncs files, too
+        folder.rename(out)  # can only replace an empty folder
+        fsync_path(out.parent)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
 def write_native(
-    source: Source,
+    source: BaseCheckpoint,
     out: str | Path,
     *,
     model_parallel_size: int,
     tokenizer: Tokenizer | None = None,
     log: Callable[[str], None] = print,
 ) -> Path:
-    """Write the iteration of `source` into the new folder `out`; returns the iteration's folder.
+    """Write the iteration of `source` into the new folder `out`. Returns the iteration's folder.
 
-    model_parallel_size: any that the model's shape allows. tokenizer: the one that the vocabulary belongs to, if it is
-    known. One tensor is in memory at a time. Masters and moments are written if the source holds all three, as files
-    of one data-parallel rank. Random states belong to a layout and are not written.
+    model_parallel_size: any size that divides the model's shape. tokenizer: saved with the checkpoint, if given. Only one
+    tensor is in memory at a time. Masters and moments are written as files of one data-parallel rank, if the source holds
+    all of them. Random states depend on the layout and are not written.
 
-    ValueError, one line, for a size that does not fit; OSError if the disk is full.
+    Raises ValueError, in one line, for a size that does not fit, and OSError if the disk is full.
     """
-    facts = native_facts(source, model_parallel_size, tokenizer)
-    kinds = ("model", *OPTIMIZER) if has_optimizer(source) else ("model",)
-    specs = parameter_specs(check_facts(source), model_parallel_size)
-    files: dict[str, dict[str, Piece]] = {}
+    metadata = native_metadata(source, model_parallel_size, tokenizer)
+    kinds = ("model", *OPTIMIZER_KINDS) if has_optimizer(source) else ("model",)
+    specs = parameter_specs(check_metadata(source), model_parallel_size)
+    files: dict[str, dict[str, ShardedTensor]] = {}
     for rank in range(model_parallel_size):
         for kind in kinds:
             file = "model" if kind == "model" else f"{kind}_dp_00"
-            pieces = files[f"mp_rank_{rank:02d}/{file}.safetensors"] = {}
+            shards = files[f"mp_rank_{rank:02d}/{file}.safetensors"] = {}
             for name, spec in specs.items():
                 if spec.dim is not None or rank == 0:
-                    full_name, box = f"{kind}.{name}", spec.box(rank, model_parallel_size)
-                    pieces[full_name] = Piece(
+                    full_name, box = f"{kind}.{name}", spec.local_slice(rank, model_parallel_size)
+                    shards[full_name] = ShardedTensor(
                         torch.empty(box.shape, dtype=source.tensors[full_name].dtype, device="meta"),
                         spec.global_shape,
                         box.offset,
@@ -77,17 +77,17 @@ def write_native(
         if tokenizer is not None:
             tokenizer.save(folder / "tokenizer")
         saver = Saver(folder=folder, attempt=secrets.token_hex(8), log=lambda line: None)
-        path = saver.write(source.iteration, files, facts, Parts())
+        path = saver.write(source.iteration, files, metadata, PendingSave())
     taken = {f"{kind}.{name}" for kind in kinds for name in specs}
-    if left := [name for name in source.names() if name not in taken and not name.startswith("rng.")]:
+    if left := [name for name in source.tensors if name not in taken and not name.startswith("rng.")]:
         log(f"left out: {len(left)} tensors, {left[0]} among them")
     return Path(out) / path.name
 
 
-def native_facts(source: Source, model_parallel_size: int, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """The facts of the new manifest: what the source knows, and defaults for what a run needs to start from it. Without
-    a number of consumed samples the data begin again. Without a tokenizer training asks for one."""
-    given: dict[str, Any] = {"tokenizer": None, **source.facts}
+def native_metadata(source: BaseCheckpoint, model_parallel_size: int, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """The metadata for the new manifest: that of `source`, with defaults for missing values that a run needs. Without
+    `consumed_samples`, a run starts at the beginning of the data. Without a tokenizer, training asks for one."""
+    given: dict[str, Any] = {"tokenizer": None, **source.metadata}
     given.pop("tokenizer_files", None)
     sections = {name: dict(values) for name, values in given["config"].items()}
     sections["model"]["vocab_size"] = given["vocab_size"]
@@ -110,11 +110,11 @@ def native_facts(source: Source, model_parallel_size: int, tokenizer: Tokenizer 
     }
 
 
-def check_tokenizer(source: Source, tokenizer: Tokenizer | None) -> None:
-    """ValueError if the vocabulary of `source` is not that of `tokenizer`."""
-    size = source.facts["vocab_size"]
+def check_tokenizer(source: BaseCheckpoint, tokenizer: Tokenizer | None) -> None:
+    """Raise ValueError if `source` and `tokenizer` have different vocabulary sizes."""
+    size = source.metadata["vocab_size"]
     if tokenizer is not None and tokenizer.vocab_size != size:
         raise ValueError(
-            f"{source.path}: has {size:,} tokens and the tokenizer {tokenizer.vocab_size:,}: give the files that it "
-            "was trained with, or its true --vocab-size"
+            f"{source.path}: has {size:,} tokens, but the tokenizer {tokenizer.vocab_size:,}: give the tokenizer that the "
+            "model was trained with, or the true --vocab-size"
         )

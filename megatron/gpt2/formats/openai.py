@@ -1,15 +1,15 @@
-"""GPT-2 under the names that OpenAI gave its parameters: what Hugging Face, nanoGPT and plain folders of DCP share, and
-the last two, read and written.
+"""GPT-2 with OpenAI's parameter names, which Hugging Face, nanoGPT and DCP folders use. Read and write the last two.
 
-The rows of QKV are [3, heads, head size]. Hugging Face keeps its linear layers [in, out], nanoGPT as ours.
+QKV rows have the order [3, heads, head size]. Hugging Face stores linear layers as [in, out], nanoGPT as [out, in].
 
-nanoGPT's ckpt.pt holds weights, AdamW's state and `model_args`; meta.pkl holds characters. Its GELU is erf's, its weights
-are fp32 and masters of themselves. Its sample.py loads what is written here, and with Adam's state its train.py, too.
+nanoGPT's ckpt.pt has weights, AdamW's state and `model_args`; its meta.pkl has the characters. nanoGPT uses the erf form of
+GELU and fp32 weights, which are also the masters. Its sample.py loads our exports. With Adam's state, train.py loads them,
+too.
 
-A folder of DCP is what `torch.distributed.checkpoint.save` writes of a model that FSDP shards, with or without AdamW's
-state, under either's names. It says nothing of heads and formula. Written is what {"model":
-get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, adamw)} asks for, under Hugging Face's names.
-`model` is a GPT2LMHeadModel, sharded or not, and `adamw` has two groups: matrices, which decay, and vectors.
+A DCP folder is the output of `torch.distributed.checkpoint.save` for an FSDP model, with or without AdamW's state, under
+the names of Hugging Face or nanoGPT. It contains neither the number of heads nor the form of GELU. Our exports have the
+layout of {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, adamw)} with Hugging Face's
+names. `model` is a GPT2LMHeadModel, sharded or not. `adamw` has two groups: matrices with weight decay, then vectors.
 """
 
 import operator
@@ -24,38 +24,38 @@ from torch import Tensor
 
 from data_utils import Tokenizer
 from data_utils.files import flush_to_disk
-from data_utils.files.inert_pickle import plain_pickle
+from data_utils.files.restricted_pickle import plain_pickle
 from data_utils.tokenizers.base import CharacterTokenizer
-from megatron.gpt2.checkpoint.source import Source, TensorInfo, check_facts
+from megatron.gpt2.checkpoint.base import BaseCheckpoint, TensorInfo, check_metadata
 from megatron.gpt2.config import ModelConfig, require
-from megatron.gpt2.formats.foreign import (
-    GPT2_VOCABULARY,
-    TABLE,
-    ForeignSource,
+from megatron.gpt2.formats.external import (
+    GPT2_VOCAB_SIZE,
+    WORD_EMBEDDINGS,
+    ExternalCheckpoint,
     Hints,
     LazyTensor,
-    State,
-    Tensors,
-    adam_facts,
-    adam_groups,
-    by_part,
+    LazyTensors,
+    OptimizerState,
+    adam_metadata,
+    adam_param_groups,
+    check_integer,
+    from_head_major,
     has_optimizer,
-    head_major,
-    heads_of,
+    infer_num_heads,
     matrix_shape,
-    on_disk,
-    state_if_known,
-    whole_number,
+    optimizer_state_if_valid,
+    spill_to_disk,
+    to_head_major,
 )
 from megatron.gpt2.formats.native import new_folder
-from megatron.gpt2.formats.torch_files import DcpFolder, load_pickle, save_dcp
+from megatron.gpt2.formats.torch_files import DcpCheckpoint, load_torch_file, save_dcp
 from megatron.gpt2.model.gpt2 import parameter_specs
 from megatron.gpt2.optimizer.optimizer import MOMENTS
 
-PADDED_VOCABULARY = 50304  # GPT-2's, to a multiple of 64
-WTE, HEAD = "wte.weight", "lm_head.weight"
-# Our word, and OpenAI's.
-WORDS = {
+GPT2_PADDED_VOCAB_SIZE = 50304  # GPT-2's, to a multiple of 64
+WTE, LM_HEAD = "wte.weight", "lm_head.weight"
+# Parts of our names, and of OpenAI's.
+OPENAI_WORDS = {
     "word_embeddings": "wte",
     "position_embeddings": "wpe",
     "layers": "h",
@@ -69,14 +69,19 @@ WORDS = {
     "final_layernorm": "ln_f",
 }
 BUFFERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)", re.ASCII)  # the causal mask
-SIZES = {"n_layer": "num_layers", "n_embd": "hidden_size", "n_head": "num_attention_heads", "vocab_size": "vocab_size"}
+CONFIG_SIZES = {
+    "n_layer": "num_layers",
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "vocab_size": "vocab_size",
+}
 NANOGPT_EPSILON = 1e-5  # of its layer norms
-STATE = re.compile(r"(?:.+\.)?optim(?:izer)?\.state\.(.+)\.(exp_avg|exp_avg_sq|step)", re.ASCII)
-GROUP = re.compile(r"(?:.+\.)?optim(?:izer)?\.param_groups\.(\d+)\.(weight_decay|betas|eps)", re.ASCII)
+OPTIMIZER_STATE = re.compile(r"(?:.+\.)?optim(?:izer)?\.state\.(.+)\.(exp_avg|exp_avg_sq|step)", re.ASCII)
+PARAM_GROUP = re.compile(r"(?:.+\.)?optim(?:izer)?\.param_groups\.(\d+)\.(weight_decay|betas|eps)", re.ASCII)
 WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.", re.ASCII)
-# What the names of other architectures look like.
-OTHERS = (
-    (r"self_attn\.q_proj|attention\.wq\.|attn\.wq\.", "Llama or one of its kin"),
+# Patterns of the names of other architectures.
+OTHER_ARCHITECTURES = (
+    (r"self_attn\.q_proj|attention\.wq\.|attn\.wq\.", "Llama or a similar model"),
     (r"gpt_neox\.", "GPT-NeoX"),
     (r"decoder\.layers\.self_attention|\.linear_qkv\.", "Megatron Core's, without its metadata.json"),
     (r"encoder\.layer\.|bert\.", "BERT"),
@@ -90,72 +95,74 @@ OTHERS = (
 
 def openai_name(name: str) -> str:
     """transformer.layers.3.attention.dense.bias -> h.3.attn.c_proj.bias."""
-    return ".".join(WORDS.get(word, word) for word in name.split(".") if word != "transformer")
+    return ".".join(OPENAI_WORDS.get(word, word) for word in name.split(".") if word != "transformer")
 
 
 def is_linear(name: str) -> bool:
-    """Whether our parameter `name` is the weight of a linear layer, which Hugging Face keeps transposed."""
+    """True if our parameter `name` is the weight of a linear layer, which Hugging Face stores transposed."""
     return name.endswith((".query_key_value.weight", ".dense.weight", ".dense_h_to_4h.weight", ".dense_4h_to_h.weight"))
 
 
 def to_openai(x: Tensor, name: str, heads: int, *, transposed: bool = True) -> Tensor:
-    """Our parameter `name` as OpenAI lays it out. transposed: linear layers are [in, out]."""
-    x = by_part(x, heads) if ".query_key_value." in name else x
+    """Convert our parameter `name` to OpenAI's layout. transposed: linear layers are [in, out]."""
+    x = from_head_major(x, heads) if ".query_key_value." in name else x
     return x.t() if transposed and is_linear(name) else x
 
 
 def from_openai(x: Tensor, name: str, heads: int, *, transposed: bool = True) -> Tensor:
     """The inverse of `to_openai`."""
     x = x.t() if transposed and is_linear(name) else x
-    return head_major(x, heads) if ".query_key_value." in name else x
+    return to_head_major(x, heads) if ".query_key_value." in name else x
 
 
-def weights_of(found: Tensors, left_out: list[str]) -> tuple[dict[str, LazyTensor], bool]:
-    """The parameters without what programs put before their names, without buffers and head, and whether there is a
-    head; `left_out` gets a line for tensors that are not of this model. ValueError, which names another architecture,
-    if it is not a GPT-2, or if its head is not the table."""
-    prefix = _prefix(list(found))
-    named = {theirs: _without(prefix, theirs) for theirs in found}
+def find_weights(found: LazyTensors, left_out: list[str]) -> tuple[dict[str, LazyTensor], bool]:
+    """Return the parameters without name prefixes, buffers and LM head, and whether `found` has an LM head. `left_out` gets a
+    line for tensors that do not belong to the model. Raises ValueError if the model is not a GPT-2, with the name of the
+    other architecture if it is known, or if the head differs from the word embeddings."""
+    prefix = _find_prefix(list(found))
+    named = {theirs: _strip_prefix(prefix, theirs) for theirs in found}
     others = [theirs for theirs, name in named.items() if not name]
     left_out += [f"{len(others)} other tensors, {theirs[:80]} among them" for theirs in others[:1]]
     weights = {name: found[theirs] for theirs, name in named.items() if name and not BUFFERS.fullmatch(name)}
-    head = weights.pop(HEAD, None)
-    if head is not None and not head.equals(weights[WTE]):
-        raise ValueError(f"{HEAD} is not {WTE}, and the head of this program's GPT-2 is tied")
+    head = weights.pop(LM_HEAD, None)
+    if head is not None and not head.equal(weights[WTE]):
+        raise ValueError(f"{LM_HEAD} is not {WTE}, and the head of this program's GPT-2 is tied")
     return weights, head is not None
 
 
-def _prefix(names: Sequence[str]) -> str:
-    """What stands before OpenAI's names. ValueError if the tensors are not a GPT-2's."""
+def _find_prefix(names: Sequence[str]) -> str:
+    """The prefix of OpenAI's names in `names`. Raises ValueError if the names are not those of a GPT-2."""
     tables = [name for name in names if re.fullmatch(rf"(.+\.)?{re.escape(WTE)}", name)]
     if len(tables) != 1:
-        for pattern, whose in OTHERS:
+        for pattern, whose in OTHER_ARCHITECTURES:
             if name := next((name for name in names if re.search(pattern, name)), None):
-                raise ValueError(f"holds {name[:120]}, a name of {whose}, and this program knows GPT-2")
+                raise ValueError(f"holds {name[:120]}, a name of {whose}, and this program reads only GPT-2")
         some = f"holds {names[0][:120]}" if names else "holds no tensor"
-        raise ValueError(f"is not a GPT-2: {some}, and {len(tables)} tensors whose name ends in {WTE}")
+        raise ValueError(f"is not a GPT-2: {some}, and {len(tables)} tensors with names that end in {WTE}")
     return tables[0].removesuffix(WTE)
 
 
-def _without(prefix: str, name: str) -> str:
-    """OpenAI's name of the parameter that is called `name` here; "" for another model's."""
-    if name == prefix.removesuffix("transformer.") + HEAD:
-        return HEAD
+def _strip_prefix(prefix: str, name: str) -> str:
+    """OpenAI's name of the parameter `name`; "" if it belongs to a different model."""
+    if name == prefix.removesuffix("transformer.") + LM_HEAD:
+        return LM_HEAD
     return WRAPPERS.sub("", name.removeprefix(prefix)) if name.startswith(prefix) else ""
 
 
 def count_layers(names: Iterable[str]) -> int:
-    """The layers that `names`, OpenAI's, have."""
+    """The number of layers in OpenAI's `names`."""
     return len({layer[1] for name in names if (layer := re.match(r"h\.(\d+)\.", name, re.ASCII))})
 
 
-def our_tensors(model: ModelConfig, found: Tensors, *, transposed: bool, biases: bool = True) -> dict[str, LazyTensor]:
-    """`found`, which has OpenAI's names, under ours. ValueError unless it is a GPT-2 of the shape `model`, except that
-    the word embeddings may have rows of padding.
+def to_native_tensors(
+    model: ModelConfig, found: LazyTensors, *, transposed: bool, biases: bool = True
+) -> dict[str, LazyTensor]:
+    """Convert `found`, with OpenAI's names, to our names and layout. The word embeddings may have padding rows. Raises
+    ValueError if other shapes differ from `model`.
 
-    transposed: the linear layers are stored [in, out]. biases: False if there are none, which equals biases of zero.
+    transposed: linear layers are stored [in, out]. biases: False for a model without biases, which get zeros here.
     """
-    layers = count_layers(found)  # before anything is made for each layer
+    layers = count_layers(found)  # first, so that a wrong number of layers cannot cost much time
     require(layers == model.num_layers, f"holds {layers} layers instead of {model.num_layers}")
     ours, left = {}, dict(found)
     for name, spec in parameter_specs(model).items():
@@ -166,154 +173,156 @@ def our_tensors(model: ModelConfig, found: Tensors, *, transposed: bool, biases:
             continue
         require(theirs in left, f"holds no {theirs}")
         tensor = left.pop(theirs)
-        held = tensor.info.shape
+        found_shape = tensor.info.shape
         if transposed and is_linear(name):
             shape = shape[::-1]
-        if name == TABLE and held[:1] > shape[:1]:
-            shape = (held[0], shape[1])
-        require(held == shape, f"{theirs} has shape {held} instead of {shape}")
-        ours[name] = tensor.then(
-            partial(from_openai, name=name, heads=model.num_attention_heads, transposed=transposed)
-        )
+        if name == WORD_EMBEDDINGS and found_shape[:1] > shape[:1]:
+            shape = (found_shape[0], shape[1])
+        require(found_shape == shape, f"{theirs} has shape {found_shape} instead of {shape}")
+        ours[name] = tensor.map(partial(from_openai, name=name, heads=model.num_attention_heads, transposed=transposed))
     if left:
         raise ValueError(f"holds {next(iter(left))!r}, which is not a part of GPT-2")
     return ours
 
 
-def source_of(
+def build_checkpoint(
     path: Path,
     format: str,
-    tensors: Tensors,
+    tensors: LazyTensors,
     hints: Hints,
     log: Callable[[str], None],
-    read: Callable[[Tensors, Callable[[Tensors], Tensors]], State] | None,
+    read: Callable[[LazyTensors, Callable[[LazyTensors], LazyTensors]], OptimizerState] | None,
     *,
     heads: Any = None,
     iteration: int | None = None,
     **more: Any,
-) -> ForeignSource:
-    """A model whose shape its tensors say, except for the heads and the formula. `log` gets a line for a vocabulary that
-    may be padded: nanoGPT pads GPT-2's, and says so nowhere.
+) -> ExternalCheckpoint:
+    """Build the checkpoint of a model from its tensors, which give its shape except heads and the form of GELU. `log` gets a
+    line if the vocabulary may be padded: nanoGPT pads that of GPT-2 without saving the true size.
 
-    read: gives the optimizer's state, given the weights and what puts such tensors under our names. heads: as the
-    files say. iteration: default, that of the optimizer. more: fields of the model.
+    read: returns the optimizer state, given the weights and a function that converts tensors to our names. heads: from the
+    file. iteration: default, the optimizer's steps. more: other fields of ModelConfig.
     """
     left_out: list[str] = []
-    found, _ = weights_of(tensors, left_out)
+    found, _ = find_weights(tensors, left_out)
     shape = partial(matrix_shape, {name: tensor.info.shape for name, tensor in found.items()})
-    (rows, h), (positions, _) = shape(WTE), shape("wpe.weight")
-    transposed = shape("h.0.attn.c_attn.weight") == (h, 3 * h)
+    (rows, hidden_size), (positions, _) = shape(WTE), shape("wpe.weight")
+    transposed = shape("h.0.attn.c_attn.weight") == (hidden_size, 3 * hidden_size)
     ffn = shape("h.0.mlp.c_fc.weight")[transposed]
-    if hints.vocab_size is None and rows == PADDED_VOCABULARY:
+    if hints.vocab_size is None and rows == GPT2_PADDED_VOCAB_SIZE:
         log(
-            f"the vocabulary is taken to be its padded size, {rows}: --vocab-size {GPT2_VOCABULARY} "
-            "(GPT-2's) leaves out the rows that are padding"
+            f"the true vocabulary size is unknown, so the padded size, {rows}, is used: --vocab-size {GPT2_VOCAB_SIZE} "
+            "(GPT-2's) leaves out the padding rows"
         )
     model = ModelConfig(
         num_layers=count_layers(found),
-        hidden_size=h,
-        num_attention_heads=heads_of(h, 1, heads, hints),
-        ffn_hidden_size=None if ffn == 4 * h else ffn,
+        hidden_size=hidden_size,
+        num_attention_heads=infer_num_heads(hidden_size, 1, heads, hints),
+        ffn_hidden_size=None if ffn == 4 * hidden_size else ffn,
         max_position_embeddings=positions,
         vocab_size=min(rows, hints.vocab_size or rows),
         gelu=hints.gelu or ("tanh" if transposed else "erf"),
         **more,
     )
-    ours = partial(our_tensors, model, transposed=transposed, biases="ln_f.bias" in found)
+    ours = partial(to_native_tensors, model, transposed=transposed, biases="ln_f.bias" in found)
     weights = ours(found)
-    state, facts = state_if_known(partial(read, found, ours), weights, left_out) if read else ({}, {})
+    state, metadata = optimizer_state_if_valid(partial(read, found, ours), weights, left_out) if read else ({}, {})
     if iteration is None:
-        iteration = facts["optimizer"]["adam_steps"] if facts else 0
-    return ForeignSource(path, format, iteration, model, facts, {"model": weights, **state}, left_out)
+        iteration = metadata["optimizer"]["adam_steps"] if metadata else 0
+    return ExternalCheckpoint(path, format, iteration, model, metadata, {"model": weights, **state}, left_out)
 
 
-def exported_kind(source: Source, dtype: str) -> str:
-    """The kind of tensors that an export in `dtype` is made of, "model" or "master"."""
-    return "master" if dtype != "source" and f"master.{TABLE}" in source.tensors else "model"
+def export_kind(source: BaseCheckpoint, dtype: str) -> str:
+    """The kind of tensors to export in `dtype`: "master" if `dtype` is not "source" and masters exist, else "model"."""
+    return "master" if dtype != "source" and f"master.{WORD_EMBEDDINGS}" in source.tensors else "model"
 
 
-def exported(source: Source, folder: Path, kind: str, *, transposed: bool) -> dict[str, Tensor]:
-    """The tensors of a `kind` under Hugging Face's names, in the order of the model. They wait in nameless files of
-    `folder`, so that one at a time is in memory."""
-    model, made = check_facts(source), {}
+def export_tensors(source: BaseCheckpoint, folder: Path, kind: str, *, transposed: bool) -> dict[str, Tensor]:
+    """The tensors of a `kind` under Hugging Face's names, in the order of the model. They are memory-mapped from temporary
+    files in `folder`, so that only one at a time must be in memory."""
+    model, made = check_metadata(source), {}
     for name in parameter_specs(model):
         x = to_openai(source.read(f"{kind}.{name}"), name, model.num_attention_heads, transposed=transposed)
-        made[f"transformer.{openai_name(name)}"] = on_disk(folder, [x]).view(x.shape)
+        made[f"transformer.{openai_name(name)}"] = spill_to_disk(folder, [x]).view(x.shape)
     return made
 
 
-def adamw_groups(source: Source, weights: Mapping[str, Tensor]) -> list[tuple[dict[str, Any], list[str]]]:
-    """torch's AdamW: what it says of its two groups, and the names in each, matrices first."""
+def adamw_param_groups(source: BaseCheckpoint, weights: Mapping[str, Tensor]) -> list[tuple[dict[str, Any], list[str]]]:
+    """The two param groups of torch's AdamW, matrices first, each with its settings and the names of its parameters."""
     off = dict.fromkeys(("amsgrad", "maximize", "capturable", "differentiable"), False)
-    said = [
+    settings = [
         {**group, **off, "foreach": None, "fused": None, "decoupled_weight_decay": True}
-        for group in adam_groups(source)
+        for group in adam_param_groups(source)
     ]
     names = [[name for name, x in weights.items() if (x.dim() > 1) == decays] for decays in (True, False)]
-    return list(zip(said, names, strict=True))
+    return list(zip(settings, names, strict=True))
 
 
 # --- nanoGPT
 
 
-def open_nanogpt(path: Path, hints: Hints, *, log: Callable[[str], None]) -> ForeignSource:
-    """The checkpoint in the file `path`. ValueError, one line, for anything that is not right."""
-    top = load_pickle(path)
+def open_nanogpt(path: Path, hints: Hints, *, log: Callable[[str], None]) -> ExternalCheckpoint:
+    """Open nanoGPT's checkpoint `path`. Raises ValueError, in one line, if it is not valid."""
+    top = load_torch_file(path)
     if not isinstance(top, dict) or not all(isinstance(top.get(name), dict) for name in ("model", "model_args")):
-        raise ValueError("is not a checkpoint of nanoGPT: it has no model and model_args")
+        raise ValueError("is not a checkpoint of nanoGPT: model or model_args is missing")
     for name, tensor in top["model"].items():
         require(isinstance(tensor, Tensor), f"{str(name)[:80]!r} is not a tensor")
     dropout = top["model_args"].get("dropout", 0.0)
     require(type(dropout) in (int, float), "dropout is not a number")
-    return source_of(
+    return build_checkpoint(
         path,
         "nanogpt",
-        {str(name): LazyTensor.of(tensor) for name, tensor in top["model"].items()},
+        {str(name): LazyTensor.from_tensor(tensor) for name, tensor in top["model"].items()},
         hints,
         log,
         partial(_numbered_state, top["optimizer"]) if "optimizer" in top else None,
         heads=top["model_args"].get("n_head"),
-        iteration=whole_number("iter_num", top.get("iter_num", 0), 0, 10**12),
+        iteration=check_integer("iter_num", top.get("iter_num", 0), 0, 10**12),
         attention_dropout=dropout,
         hidden_dropout=dropout,
     )
 
 
-def _numbered_state(optimizer: Mapping[str, Any], found: Tensors, ours: Callable[[Tensors], Tensors]) -> State:
-    """AdamW's state, which numbers the parameters: matrices first, then vectors, both in the model's order."""
+def _numbered_state(
+    optimizer: Mapping[str, Any], found: LazyTensors, ours: Callable[[LazyTensors], LazyTensors]
+) -> OptimizerState:
+    """Read AdamW's state, which has numbers instead of names: first matrices, then vectors, both in the model's order."""
     order = sorted(found, key=lambda name: len(found[name].info.shape) == 1)
     groups, states = optimizer["param_groups"], optimizer["state"]
     numbers = [number for group in groups for number in map(operator.index, group["params"])]
     named = dict(zip(order, numbers, strict=True))
-    held = {kind: {name: LazyTensor.of(states[named[name]][kind]) for name in found} for kind in MOMENTS}
+    moments = {kind: {name: LazyTensor.from_tensor(states[named[name]][kind]) for name in found} for kind in MOMENTS}
     (step,) = {int(state["step"]) for state in states.values()}
     _, vectors = groups
-    require(not vectors["weight_decay"], "biases and layer norms were decayed")
-    return {kind: ours(tensors) for kind, tensors in {"master": found, **held}.items()}, adam_facts(step, groups, {})
+    require(not vectors["weight_decay"], "biases and layer norms have weight decay")
+    return {kind: ours(tensors) for kind, tensors in {"master": found, **moments}.items()}, adam_metadata(
+        step, groups, {}
+    )
 
 
 def write_nanogpt(
-    source: Source, out: str | Path, *, tokenizer: Tokenizer | None, log: Callable[[str], None] = print
+    source: BaseCheckpoint, out: str | Path, *, tokenizer: Tokenizer | None, log: Callable[[str], None] = print
 ) -> Path:
-    """Write `source` into the new folder `out`: ckpt.pt in fp32, and meta.pkl if its tokens are characters; returns the
-    folder. ValueError, one line, for a model that nanoGPT does not have."""
-    model, kind = check_facts(source), exported_kind(source, "fp32")
+    """Write `source` into the new folder `out`, and return the folder: ckpt.pt in fp32, and meta.pkl for a character
+    tokenizer. Raises ValueError, in one line, for a model that nanoGPT cannot load."""
+    model, kind = check_metadata(source), export_kind(source, "fp32")
     require(
         model.gelu == "erf",
-        f"{source.path}: its GELU is {model.gelu}, and nanoGPT's is erf: the model would give other logits there; "
-        "--to huggingface keeps it",
+        f"{source.path}: its GELU is {model.gelu}, and nanoGPT's is erf, so the logits would differ; --to huggingface "
+        "keeps the GELU",
     )
     for flag, value, only in (
         ("--ffn-hidden-size", model.ffn_size, 4 * model.hidden_size),
         ("--layernorm-epsilon", model.layernorm_epsilon, NANOGPT_EPSILON),
     ):
-        require(value == only, f"{source.path}: {flag} {value:g} is not {only:g}, and nanoGPT has no other")
+        require(value == only, f"{source.path}: {flag} is {value:g}, and nanoGPT supports only {only:g}")
     with new_folder(out) as folder:
-        weights = {name: x.float() for name, x in exported(source, folder, kind, transposed=False).items()}
+        weights = {name: x.float() for name, x in export_tensors(source, folder, kind, transposed=False).items()}
         top: dict[str, Any] = {
-            "model": {**weights, HEAD: weights[f"transformer.{WTE}"]},
+            "model": {**weights, LM_HEAD: weights[f"transformer.{WTE}"]},
             "model_args": {
-                **{name: getattr(model, ours) for name, ours in SIZES.items()},
+                **{name: getattr(model, ours) for name, ours in CONFIG_SIZES.items()},
                 "block_size": model.max_position_embeddings,
                 "bias": True,
                 "dropout": model.hidden_dropout,
@@ -323,17 +332,19 @@ def write_nanogpt(
             "config": {"dataset": Path(out).name},
         }
         if has_optimizer(source):
-            moments = {moment: exported(source, folder, moment, transposed=False) for moment in MOMENTS}
-            step = torch.tensor(float(source.facts["optimizer"]["adam_steps"]))
+            moments = {moment: export_tensors(source, folder, moment, transposed=False) for moment in MOMENTS}
+            step = torch.tensor(float(source.metadata["optimizer"]["adam_steps"]))
             state: dict[int, dict[str, Tensor]] = {}
             groups = []
-            for group, names in adamw_groups(source, weights):
+            for group, names in adamw_param_groups(source, weights):
                 groups.append({**group, "params": list(range(len(state), len(state) + len(names)))})
                 for name in names:
                     state[len(state)] = {"step": step, **{moment: moments[moment][name] for moment in MOMENTS}}
             top["optimizer"] = {"state": state, "param_groups": groups}
         else:
-            log("left out: the optimizer's state, which the source does not hold: sample.py needs none, train.py does")
+            log(
+                "left out: the optimizer's state, which the source does not hold: only train.py needs it, not sample.py"
+            )
         with open(folder / "ckpt.pt", "wb") as file:
             torch.save(top, file)
             flush_to_disk(file)
@@ -349,50 +360,52 @@ def write_nanogpt(
 # --- folders of DCP
 
 
-def open_dcp(path: Path, hints: Hints, *, log: Callable[[str], None]) -> ForeignSource:
-    """The model in the folder `path`. ValueError, one line, for anything that is not right, and for another
-    architecture by its name."""
-    folder = DcpFolder(path)
-    states = {name: match for name in folder.tensors if (match := STATE.fullmatch(name))}
-    tensors = {name: folder.lazy(name) for name in folder.tensors if name not in states}
-    return source_of(path, "dcp", tensors, hints, log, partial(_named_state, folder, states) if states else None)
+def open_dcp(path: Path, hints: Hints, *, log: Callable[[str], None]) -> ExternalCheckpoint:
+    """Open the model in the DCP folder `path`. Raises ValueError, in one line, if it is not valid or not a GPT-2."""
+    folder = DcpCheckpoint(path)
+    states = {name: match for name in folder.tensors if (match := OPTIMIZER_STATE.fullmatch(name))}
+    tensors = {name: folder.lazy_tensor(name) for name in folder.tensors if name not in states}
+    return build_checkpoint(path, "dcp", tensors, hints, log, partial(_named_state, folder, states) if states else None)
 
 
 def _named_state(
-    folder: DcpFolder, states: Mapping[str, re.Match[str]], found: Tensors, ours: Callable[[Tensors], Tensors]
-) -> State:
-    """AdamW's state, which a folder of DCP keeps by the parameters' names."""
-    prefix = _prefix([match[1] for match in states.values() if match[2] == MOMENTS[0]])
-    held: dict[str, dict[str, LazyTensor]] = {"master": dict(found), **{moment: {} for moment in MOMENTS}}
+    folder: DcpCheckpoint,
+    states: Mapping[str, re.Match[str]],
+    found: LazyTensors,
+    ours: Callable[[LazyTensors], LazyTensors],
+) -> OptimizerState:
+    """Read AdamW's state, which a DCP folder has by parameter name."""
+    prefix = _find_prefix([match[1] for match in states.values() if match[2] == MOMENTS[0]])
+    kinds: dict[str, dict[str, LazyTensor]] = {"master": dict(found), **{moment: {} for moment in MOMENTS}}
     steps = set()
     for theirs, match in states.items():
-        name = _without(prefix, match[1])
+        name = _strip_prefix(prefix, match[1])
         if match[2] == "step":
             steps.add(int(folder.read(theirs)))
-        elif name != HEAD:  # tied: a copy of the table's
-            held[match[2]][name] = folder.lazy(theirs)
+        elif name != LM_HEAD:  # tied: a copy of the word embeddings' state
+            kinds[match[2]][name] = folder.lazy_tensor(theirs)
     groups: dict[str, dict[str, Any]] = {}
     for theirs in folder.objects:
-        if said := GROUP.fullmatch(theirs):
-            groups.setdefault(said[1], {})[said[2]] = folder.object(theirs)
+        if setting := PARAM_GROUP.fullmatch(theirs):
+            groups.setdefault(setting[1], {})[setting[2]] = folder.object(theirs)
     (step,) = steps
-    return {kind: ours(tensors) for kind, tensors in held.items()}, adam_facts(step, list(groups.values()), {})
+    return {kind: ours(tensors) for kind, tensors in kinds.items()}, adam_metadata(step, list(groups.values()), {})
 
 
-def write_dcp(source: Source, out: str | Path) -> Path:
-    """Write `source` into the new folder `out`; returns the folder. The weights are the fp32 masters if the source
-    holds them, and AdamW's state stands next to them. One tensor at a time is in memory."""
+def write_dcp(source: BaseCheckpoint, out: str | Path) -> Path:
+    """Write `source` into the new folder `out`, and return the folder. If the source has masters, they are the weights, and
+    AdamW's state is written, too. Only one tensor at a time must be in memory."""
     with new_folder(out) as folder:
-        weights = exported(source, folder, exported_kind(source, "fp32"), transposed=True)
+        weights = export_tensors(source, folder, export_kind(source, "fp32"), transposed=True)
         state: dict[str, Any] = {f"model.{name}": x for name, x in weights.items()}
-        state[f"model.{HEAD}"] = weights[f"transformer.{WTE}"]
+        state[f"model.{LM_HEAD}"] = weights[f"transformer.{WTE}"]
         if has_optimizer(source):
-            step = torch.tensor(float(source.facts["optimizer"]["adam_steps"]))
+            step = torch.tensor(float(source.metadata["optimizer"]["adam_steps"]))
             state |= {f"optimizer.state.{name}.step": step for name in weights}
             for moment in MOMENTS:
-                held = exported(source, folder, moment, transposed=True)
-                state |= {f"optimizer.state.{name}.{moment}": x for name, x in held.items()}
-            for number, (group, names) in enumerate(adamw_groups(source, weights)):
+                tensors = export_tensors(source, folder, moment, transposed=True)
+                state |= {f"optimizer.state.{name}.{moment}": x for name, x in tensors.items()}
+            for number, (group, names) in enumerate(adamw_param_groups(source, weights)):
                 for key, value in {**group, "params": names}.items():
                     state[f"optimizer.param_groups.{number}.{key}"] = value
         save_dcp(folder, state)

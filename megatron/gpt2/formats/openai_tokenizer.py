@@ -1,7 +1,7 @@
-"""GPT-2-like tokenizers in Hugging Face's files.
+"""Read and write GPT-2-like tokenizers in Hugging Face's files.
 
-Written are vocab.json, merges.txt and tokenizer_config.json. Read are the first two, which transformers 4 writes, or
-tokenizer.json, which transformers 5 writes instead.
+Exports have vocab.json, merges.txt and tokenizer_config.json. The reader needs the first two, which transformers 4 writes,
+or tokenizer.json, which transformers 5 writes instead.
 """
 
 import json
@@ -10,40 +10,39 @@ from pathlib import Path
 from typing import Any
 
 from data_utils import Tokenizer
-from data_utils.files import one_line, read_object
-from data_utils.tokenizers.gpt2 import END_OF_TEXT, byte_alphabet, gpt2_tokenizer, merge_of
-from megatron.gpt2.formats.foreign import short_repr
+from data_utils.files import one_line, read_json_object
+from data_utils.tokenizers.gpt2 import END_OF_TEXT, bytes_to_unicode, find_merge, gpt2_tokenizer
+from megatron.gpt2.formats.external import short_repr
 
 MAX_TOKENIZER_BYTES = 64 << 20  # GPT-2's takes 3.5 MB
-# What changes the ids of a text, and the values under which they are those of GPT-2's rules. Files of older versions do
-# not have the entries that end in UNSAID.
-UNSAID = object()
-PLAIN: dict[str, dict[str, tuple[Any, ...]]] = {
+# Settings that change the ids of a text, and their allowed values. ABSENT: files of older versions lack the setting.
+ABSENT = object()
+REQUIRED_SETTINGS: dict[str, dict[str, tuple[Any, ...]]] = {
     "model": {
         "type": ("BPE",),
-        "dropout": (None, 0.0, UNSAID),
-        "continuing_subword_prefix": ("", None, UNSAID),
-        "end_of_word_suffix": ("", None, UNSAID),
-        "byte_fallback": (False, UNSAID),
-        "ignore_merges": (False, UNSAID),
+        "dropout": (None, 0.0, ABSENT),
+        "continuing_subword_prefix": ("", None, ABSENT),
+        "end_of_word_suffix": ("", None, ABSENT),
+        "byte_fallback": (False, ABSENT),
+        "ignore_merges": (False, ABSENT),
     },
-    "pre_tokenizer": {"type": ("ByteLevel",), "add_prefix_space": (False,), "use_regex": (True, UNSAID)},
+    "pre_tokenizer": {"type": ("ByteLevel",), "add_prefix_space": (False,), "use_regex": (True, ABSENT)},
 }
 
 
 def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> tuple[dict[str, bytes], str]:
-    """({name: content}, "") of a tokenizer that transformers can load with the same ids; or ({}, why there is none)."""
+    """Return ({file name: content}, "") if transformers can load the tokenizer with the same ids, else ({}, reason)."""
     if tokenizer.kind == "GPT2BPETokenizer":
         vocabulary, merges = tokenizer.files["encoder.json"], tokenizer.files["vocab.bpe"]
     elif tokenizer.kind in ("builtin", "bytes"):
-        ranked, alphabet = list(tokenizer.token_bytes[: tokenizer.eod]), byte_alphabet()
-        written = {piece: "".join(alphabet[value] for value in piece) for piece in ranked}
+        ranked, alphabet = list(tokenizer.token_bytes[: tokenizer.eod]), bytes_to_unicode()
+        written = {read_shard: "".join(alphabet[value] for value in read_shard) for read_shard in ranked}
         numbers = {name: number for number, name in enumerate([*written.values(), END_OF_TEXT])}
         vocabulary = json.dumps(numbers, ensure_ascii=False).encode()
         pairs = [f"{written[a]} {written[b]}\n" for a, b in merges_of(ranked)]
         merges = "".join(["#version: 0.2\n", *pairs]).encode()
     else:
-        return {}, f"transformers has none that is equal to {tokenizer.kind}; ours is in tokenizer/"
+        return {}, f"transformers has no equal of {tokenizer.kind}; ours is in tokenizer/"
     config = {
         "tokenizer_class": "GPT2Tokenizer",
         "model_max_length": max_length,
@@ -58,49 +57,48 @@ def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> tuple[dict[str, by
 
 
 def merges_of(ranked: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
-    """The merge that made each token of several bytes. ValueError where a token does not come about by merges."""
+    """The merge that gives each token of several bytes. Raises ValueError if no merge gives a token."""
     ranks = {token: rank for rank, token in enumerate(ranked)}
     merges = []
     for rank, token in enumerate(ranked):
         if len(token) > 1:
-            if (pair := merge_of(token, ranks)) is None:
-                raise ValueError(f"the tokenizer's token {rank} does not come about by merges")
+            if (pair := find_merge(token, ranks)) is None:
+                raise ValueError(f"the tokenizer's token {rank} is not the result of a merge")
             merges.append(pair)
     return merges
 
 
 def open_tokenizer(files: Mapping[str, str]) -> Tokenizer:
-    """The tokenizer of a folder of Hugging Face's: `files` are paths by name, vocab.json and merges.txt, or
-    tokenizer.json. ValueError, one line, for one that is not byte-level BPE of GPT-2's kind."""
+    """Open the tokenizer of a Hugging Face folder. files: paths by name, of vocab.json and merges.txt or of tokenizer.json.
+    Raises ValueError, in one line, if it is not a byte-level BPE with GPT-2's rules."""
     if "tokenizer.json" not in files:
         paths = Path(files["vocab.json"]), Path(files["merges.txt"])
         names = f"--vocab-file {paths[0]}", f"--merge-file {paths[1]}"
         return gpt2_tokenizer(paths[0].read_bytes(), paths[1].read_bytes(), *names)
     path = files["tokenizer.json"]
-    found = read_object(Path(path), MAX_TOKENIZER_BYTES)
+    found = read_json_object(Path(path), MAX_TOKENIZER_BYTES)
     if found.get("normalizer") is not None:
         raise ValueError(f"{path}: has a normalizer, {short_repr(found['normalizer'])}: GPT-2's tokenizer has none")
-    for part, plain in PLAIN.items():
-        held = found.get(part)
+    for part, plain in REQUIRED_SETTINGS.items():
+        section = found.get(part)
         for name, values in plain.items():
-            value = held.get(name, UNSAID) if isinstance(held, dict) else held
+            value = section.get(name, ABSENT) if isinstance(section, dict) else section
             if not any(type(value) is type(known) and value == known for known in values):
-                said = "not there" if value is UNSAID else short_repr(value)
+                shown = "missing" if value is ABSENT else short_repr(value)
                 raise ValueError(
-                    f"{path}: {name} of its {part} is {said}: it is not a byte-level BPE of GPT-2's kind, the only one "
-                    "that is read from here"
+                    f"{path}: {name} of its {part} is {shown}: only byte-level BPE with GPT-2's rules is supported"
                 )
     try:
         vocabulary = dict(found["model"]["vocab"])
         for token in found.get("added_tokens") or ():
             if token["special"] is not True:
-                raise ValueError(f"{short_repr(token['content'])} is not a special token, so a text would have it")
+                raise ValueError(f"{short_repr(token['content'])} is not a special token")
             vocabulary[token["content"]] = token["id"]
         pairs = found["model"]["merges"]  # older files have "a b" instead of ["a", "b"]
         lines = "".join(f"{pair if isinstance(pair, str) else ' '.join(pair)}\n" for pair in pairs)
     except (TypeError, KeyError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"{path}: its vocabulary, merges or added tokens are not as GPT-2's are: {one_line(error)}"
+            f"{path}: its vocabulary, merges or added tokens differ from GPT-2's form: {one_line(error)}"
         ) from error
     texts = json.dumps(vocabulary, ensure_ascii=False), f"#version: 0.2\n{lines}"
     encoded = [text.encode("utf-8", "surrogatepass") for text in texts]

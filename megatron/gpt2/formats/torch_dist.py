@@ -1,22 +1,20 @@
-"""Megatron's `torch_dist` checkpoints, its default, read and written: a folder of DCP, with what is not a tensor in
-`common.pt`.
+"""Read and write Megatron's default format, `torch_dist`: a DCP folder with `common.pt` for everything but tensors.
 
-The tensors are whole, whatever the layout of the run was. The layers are stacked, as [layers, ...] under
-`decoder.layers.NAME`, or stand one by one under `decoder.layers.N.NAME`. Adam's state has the same names behind
-`optimizer.state.KIND.`. The form `fully_sharded_model_space` (until Megatron Core 0.15) keeps a tensor of [x, y] that
-was split over a grid of [f, g] ranks as [f, g, xy / fg].
+The tensors are global and do not depend on the layout of the run. The layers are stacked, as [layers, ...] under
+`decoder.layers.NAME`, or separate under `decoder.layers.N.NAME`. Adam's state has the same names after
+`optimizer.state.KIND.`. The form `fully_sharded_model_space` (until Megatron Core 0.15) saves a tensor [x, y] that was
+split over a grid of [f, g] ranks as [f, g, xy / fg].
 
-The form `dp_reshardable` has flat buckets of each model-parallel rank. A rank lays its parameters out from its last to
-its first, each from a multiple of 64 values on, and cuts the row into buckets between two parameters. A bucket is one
-tensor of the file, whatever the number of data-parallel ranks was. The file says how long it is, and not what lies where:
-that is the order of Megatron Core's modules.
+The form `dp_reshardable` has flat buckets of each model-parallel rank. A rank stores its parameters from the last to the
+first in a flat buffer. Each parameter starts at a multiple of 64 values, and bucket boundaries lie between parameters.
+Each bucket is one tensor of the checkpoint, for any number of data-parallel ranks. The checkpoint contains the length of
+each bucket, but not the positions of the parameters. They follow from the order of Megatron Core's modules.
 
-Megatron Core 0.16 writes some values of `fully_reshardable` in a wrong place if it pads a bucket that is not its buffer's
-last. So the state is taken only if every master, rounded as the weights are, is the weight, whatever its form is. A wrong
-order cannot pass either. `fully_reshardable`, which Megatron Core's distributed optimizer loads under every layout, is
-what is written, by torch's own writer. The stacks wait on the disk, so that one layer of them is in memory.
-
-Legend: t tensor-parallel size.
+Megatron Core 0.16 writes some values of `fully_reshardable` to a wrong place if it pads a bucket that is not the last in
+its buffer. This module therefore checks, for every form, that each master, rounded to the dtype of the weights, is equal
+to the weight. Otherwise it leaves out the optimizer state. This check also finds a wrong order of parameters. Exports have
+the form `fully_reshardable`, which Megatron Core's distributed optimizer loads in every layout, and torch's DCP writer
+writes them. The stacked layers are memory-mapped from temporary files, so that only one layer must be in memory.
 """
 
 import json
@@ -30,49 +28,49 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data_utils.files import read_object
+from data_utils.files import read_json_object
+from megatron.gpt2.checkpoint.base import BaseCheckpoint, TensorInfo
 from megatron.gpt2.checkpoint.folder import TRACKER
-from megatron.gpt2.checkpoint.source import Source, TensorInfo
 from megatron.gpt2.config import ModelConfig, require
-from megatron.gpt2.formats.foreign import (
+from megatron.gpt2.formats.external import (
     MAX_JSON_BYTES,
-    TABLE,
-    ForeignSource,
+    WORD_EMBEDDINGS,
+    ExternalCheckpoint,
     Hints,
     LazyTensor,
-    State,
-    Tensors,
+    LazyTensors,
+    OptimizerState,
     has_optimizer,
-    on_disk,
+    optimizer_state_if_valid,
     short_repr,
-    state_if_known,
+    spill_to_disk,
 )
 from megatron.gpt2.formats.megatron_model import (
+    EMBEDDINGS_FOR_HEAD,
     FUSED,
-    HEAD,
     LAYER,
-    TRUE_VOCABULARY,
-    Layout,
-    arguments,
-    attributes,
+    TRUE_VOCAB_SIZE,
+    MegatronLayout,
     chunks_of_stages,
     core_name,
-    iteration_of,
-    model_of,
-    our_name,
-    padded_model,
-    shard,
-    whole_tensors,
+    infer_model_config,
+    megatron_args,
+    merge_shards,
+    namespace_dict,
+    native_name,
+    padded_model_config,
+    read_shard,
+    saved_iteration,
 )
 from megatron.gpt2.formats.megatron_optimizer import (
-    grad_scaler,
-    megatron_adam_facts,
-    param_groups,
-    run_facts,
-    schedule,
+    grad_scaler_state_dict,
+    megatron_adam_metadata,
+    megatron_param_groups,
+    progress_metadata,
+    scheduler_state_dict,
 )
 from megatron.gpt2.formats.native import new_folder
-from megatron.gpt2.formats.torch_files import DcpFolder, load_pickle, save_dcp
+from megatron.gpt2.formats.torch_files import DcpCheckpoint, load_torch_file, save_dcp
 from megatron.gpt2.model.gpt2 import parameter_specs
 from megatron.gpt2.optimizer.optimizer import MOMENTS
 
@@ -80,25 +78,25 @@ COMMON, CONFIG = "common.pt", "metadata.json"
 LAYERS = "decoder.layers."
 STACKED = re.compile(r"decoder\.layers\.(?!\d)(.+)", re.ASCII)
 STATE = re.compile(r"optimizer\.state\.(?:(fp32_)?param|(exp_avg|exp_avg_sq))\.(.+)", re.ASCII)
-GROUP = "optimizer.distributed.dp_group_idx_"  # one for each model-parallel rank, those of the first stage first
-# A rank has a buffer for each of its chunks of layers.
+BUCKET_PREFIX = "optimizer.distributed.dp_group_idx_"  # then the model-parallel rank, counted stage by stage
+# gbuf_idx: a rank has one buffer for each of its chunks of layers.
 BUCKET = re.compile(
-    re.escape(GROUP) + r"(\d{1,6})\.gbuf_idx_(\d{1,3})\.dtype_.{1,80}\.bucket_idx_(\d{1,6})\.param", re.ASCII
+    re.escape(BUCKET_PREFIX) + r"(\d{1,6})\.gbuf_idx_(\d{1,3})\.dtype_.{1,80}\.bucket_idx_(\d{1,6})\.param", re.ASCII
 )
-KINDS = {"master": "param", **{moment: moment for moment in MOMENTS}}
+STATE_NAMES = {"master": "param", **{moment: moment for moment in MOMENTS}}
 ALIGNMENT = 64
-# A layer's modules in the order of Megatron Core's own layers, and of those with Transformer Engine's.
-_LAST = ("attention.query_key_value", "post_attention_layernorm", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
-ORDERS = (
-    ("input_layernorm", "attention.dense", *_LAST),
-    ("attention.dense", "input_layernorm", *_LAST),
+# The order of a layer's modules in Megatron Core, with its own layers and with those of Transformer Engine.
+_LAST_MODULES = ("attention.query_key_value", "post_attention_layernorm", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+MODULE_ORDERS = (
+    ("input_layernorm", "attention.dense", *_LAST_MODULES),
+    ("attention.dense", "input_layernorm", *_LAST_MODULES),
 )
-FLAT = (
-    ": its form dp_reshardable holds flat buckets of its writer's ranks, in an order that is not known here; with "
-    "--dist-ckpt-optim-fully-reshardable Megatron saves it by name"
+FLAT_BUCKETS_PROBLEM = (
+    ": its form is dp_reshardable, flat buckets with an unknown order of parameters; with "
+    "--dist-ckpt-optim-fully-reshardable Megatron saves the state by name"
 )
-FORM = "fully_reshardable"
-# Modules whose state of FP8 the loader looks for, of each layer; it is none.
+SHARDING_TYPE = "fully_reshardable"
+# Megatron's loader needs the FP8 state of these modules of each layer; it is None here.
 WITH_EXTRA_STATE = (
     "self_attention.linear_proj",
     "self_attention.linear_qkv",
@@ -108,96 +106,103 @@ WITH_EXTRA_STATE = (
 )
 
 
-def open_torch_dist(path: Path, hints: Hints, *, log: Callable[[str], None]) -> ForeignSource:
-    """The checkpoint in `path`, the folder of an iteration. ValueError, one line, for anything that is not right."""
-    backend = read_object(path / CONFIG, MAX_JSON_BYTES).get("sharded_backend")
+def open_torch_dist(path: Path, hints: Hints, *, log: Callable[[str], None]) -> ExternalCheckpoint:
+    """Open the checkpoint in `path`, the folder of an iteration. Raises ValueError, in one line, if it is not valid."""
+    backend = read_json_object(path / CONFIG, MAX_JSON_BYTES).get("sharded_backend")
     if backend != "torch_dist":
-        raise ValueError(f"{path / CONFIG}: sharded_backend is {short_repr(backend)}, and torch_dist is read here")
-    top = load_pickle(path / COMMON)
+        raise ValueError(f"{path / CONFIG}: sharded_backend is {short_repr(backend)}, but must be torch_dist")
+    top = load_torch_file(path / COMMON)
     require(isinstance(top, dict), f"{path / COMMON}: holds no dictionary")
-    args, folder = attributes(top.get("args")), DcpFolder(path)
-    held = _by_name(folder)
-    weights = held.pop("model", {})
-    t = _size(args, "tensor_model_parallel_size") or 1
+    args, folder = namespace_dict(top.get("args")), DcpCheckpoint(path)
+    states_by_kind = _tensors_by_kind(folder)
+    weights = states_by_kind.pop("model", {})
+    tp_size = _positive_arg(args, "tensor_model_parallel_size") or 1
     shapes = {name: tensor.info.shape for name, tensor in weights.items()}
-    model, padded = model_of(top, shapes, {}, hints, log, t=1, padded_for=t)
+    model, padded = infer_model_config(top, shapes, {}, hints, log, tp_size=1, padded_for=tp_size)
     for name, spec in parameter_specs(padded).items():
         require(shapes[name] == spec.global_shape, f"{name} has shape {shapes[name]} instead of {spec.global_shape}")
-    left_out = ["random states: another program's generators"] * any(n.startswith("rng_state") for n in folder.objects)
-    flat = any(name.startswith(GROUP) for name in folder.tensors)
+    left_out = ["random states: of another program's generators"] * any(
+        n.startswith("rng_state") for n in folder.objects
+    )
+    flat = any(name.startswith(BUCKET_PREFIX) for name in folder.tensors)
 
-    def adam() -> State:
+    def adam() -> OptimizerState:
         if flat:
             states = _bucket_states(folder, args, padded, weights)
-            objects = {name: f"{GROUP}0.{name}/shard_0_1" for name in ("optimizer", "grad_scaler")}
-            said = {name: folder.object(key)[0] for name, key in objects.items() if key in folder.objects}
+            objects = {name: f"{BUCKET_PREFIX}0.{name}/shard_0_1" for name in ("optimizer", "grad_scaler")}
+            optimizer = {name: folder.object(key)[0] for name, key in objects.items() if key in folder.objects}
         else:
-            states, said = {"master": weights, **held}, top["optimizer"]  # in fp32 the weights are their own masters
+            # With fp32 weights, the checkpoint has no masters: the weights are the masters.
+            states, optimizer = {"master": weights, **states_by_kind}, top["optimizer"]
             _check_masters(states["master"], weights)
-        inner = said.get("optimizer", said)  # around it are masters and scaler
+        inner = optimizer.get("optimizer", optimizer)  # inside a dictionary with masters and loss scaler
         groups, state = inner["param_groups"], inner.get("state", {})
         step = int(state["common_step"] if "common_step" in state else groups[0]["step"])
-        return {kind: states[kind] for kind in KINDS}, megatron_adam_facts(top, said, groups, step, left_out)
+        return {kind: states[kind] for kind in STATE_NAMES}, megatron_adam_metadata(
+            top, optimizer, groups, step, left_out
+        )
 
-    what = FLAT if flat else ""
-    states, facts = state_if_known(adam, weights, left_out, what) if held or flat else ({}, {})
-    layout = {"model_parallel_size": t, "pipeline_parallel_size": args.get("pipeline_model_parallel_size") or 1}
-    facts = {**run_facts(args), **facts, "layout": layout}
-    return ForeignSource(path, "torch_dist", iteration_of(top), model, facts, {"model": weights, **states}, left_out)
+    what = FLAT_BUCKETS_PROBLEM if flat else ""
+    states, metadata = optimizer_state_if_valid(adam, weights, left_out, what) if states_by_kind or flat else ({}, {})
+    layout = {"model_parallel_size": tp_size, "pipeline_parallel_size": args.get("pipeline_model_parallel_size") or 1}
+    metadata = {**progress_metadata(args), **metadata, "layout": layout}
+    return ExternalCheckpoint(
+        path, "torch_dist", saved_iteration(top), model, metadata, {"model": weights, **states}, left_out
+    )
 
 
-def _size(args: Mapping[str, Any], name: str) -> int | None:
-    """The argument, if it is a size."""
+def _positive_arg(args: Mapping[str, Any], name: str) -> int | None:
+    """The argument `name` if it is a positive integer, else None."""
     return args[name] if type(args.get(name)) is int and args[name] > 0 else None
 
 
-def _by_name(folder: DcpFolder) -> dict[str, dict[str, LazyTensor]]:
-    """The folder's tensors by kind and by our names, layer by layer. ValueError for two of one name."""
-    held: dict[str, dict[str, LazyTensor]] = {}
+def _tensors_by_kind(folder: DcpCheckpoint) -> dict[str, dict[str, LazyTensor]]:
+    """The tensors of the folder by kind and our name, with separate layers. Raises ValueError for duplicate names."""
+    found: dict[str, dict[str, LazyTensor]] = {}
     for theirs in folder.tensors:
-        if theirs.startswith(GROUP):
+        if theirs.startswith(BUCKET_PREFIX):
             continue
         state = STATE.fullmatch(theirs)
         kind, name = (state[2] or "master", state[3]) if state else ("model", theirs)
-        for each, tensor in _by_layer(folder, theirs, name).items():
-            ours = our_name(each)
-            require(ours not in held.setdefault(kind, {}), f"holds {ours[:120]} twice")
-            held[kind][ours] = tensor
-    return held
+        for each, tensor in _split_layers(folder, theirs, name).items():
+            ours = native_name(each)
+            require(ours not in found.setdefault(kind, {}), f"holds {ours[:120]} twice")
+            found[kind][ours] = tensor
+    return found
 
 
-def _by_layer(folder: DcpFolder, theirs: str, name: str) -> dict[str, LazyTensor]:
-    """What the tensor `theirs` holds of the parameter `name`, or of each layer's."""
-    require(name in folder.tensors, f"holds {theirs[:120]} of a parameter that it does not hold")
+def _split_layers(folder: DcpCheckpoint, theirs: str, name: str) -> dict[str, LazyTensor]:
+    """Split the tensor `theirs`, which belongs to the parameter `name`, into its layers if it is a stack of layers."""
+    require(name in folder.tensors, f"holds {theirs[:120]}, but not its parameter")
     shape, whole = folder.tensors[theirs].shape, folder.tensors[name].shape
     grid = shape[:-1] if len(shape) == len(whole) + 1 else (1,) * len(whole)  # of ranks, in fully_sharded_model_space
     splits = math.prod(shape) == math.prod(whole) and all(k and n % k == 0 for n, k in zip(whole, grid, strict=True))
     require(shape == whole or splits, f"{theirs[:120]} has shape {shape}, and its parameter {whole}")
     stacked = STACKED.fullmatch(name)
     if not stacked:
-        found = {name: folder.lazy(theirs)}
+        found = {name: folder.lazy_tensor(theirs)}
     else:
         require(len(whole) > 1, f"{theirs[:120]} has no layers")
         require(len(shape) == len(whole) or grid[0] == whole[0], f"{theirs[:120]} splits layers")
-        found = {f"{LAYERS}{row}.{stacked[1]}": folder.lazy(theirs, row) for row in range(whole[0])}
+        found = {f"{LAYERS}{row}.{stacked[1]}": folder.lazy_tensor(theirs, row) for row in range(whole[0])}
         grid, whole = grid[1:], whole[1:]
-    change = partial(from_grid, grid=grid, shape=whole)
-    return found if len(shape) == len(folder.tensors[name].shape) else {n: x.then(change) for n, x in found.items()}
+    change = partial(merge_grid, grid=grid, shape=whole)
+    return found if len(shape) == len(folder.tensors[name].shape) else {n: x.map(change) for n, x in found.items()}
 
 
-def from_grid(x: Tensor, grid: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-    """The tensor of `shape` that its parts, [*grid, values], make up."""
+def merge_grid(x: Tensor, grid: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+    """Merge the parts [*grid, values] of a tensor. Returns the tensor of `shape`."""
     part = [n // k for n, k in zip(shape, grid, strict=True)]
     order = [axis for i in range(len(grid)) for axis in (i, len(grid) + i)]
     return x.reshape(*grid, *part).permute(order).reshape(shape)
 
 
-def _check_masters(masters: Tensors, weights: Tensors) -> None:
-    """ValueError unless every master, rounded as the weights are, is the weight. Both are read, one at a time, unless
-    the weights are their own masters."""
+def _check_masters(masters: LazyTensors, weights: LazyTensors) -> None:
+    """Raise ValueError unless each master, rounded to the dtype of the weights, is equal to the weight. Reads one pair at a
+    time. If the weights are the masters, nothing is read."""
     for name, weight in weights.items() if masters is not weights else ():
-        value = weight.make()
-        same = torch.equal(masters[name].make().to(value.dtype), value)
+        value = weight.load()
+        same = torch.equal(masters[name].load().to(value.dtype), value)
         require(same, f"the master of {name}, rounded, is not the weight")
 
 
@@ -205,41 +210,48 @@ def _check_masters(masters: Tensors, weights: Tensors) -> None:
 
 
 def _bucket_states(
-    folder: DcpFolder, args: Mapping[str, Any], model: ModelConfig, weights: Tensors
+    folder: DcpCheckpoint, args: Mapping[str, Any], model: ModelConfig, weights: LazyTensors
 ) -> dict[str, dict[str, LazyTensor]]:
-    """Masters and moments, fp32. args: the run's, which say its layout. model: with the padded vocabulary. ValueError,
-    one line, if the buckets are not those of the model in an order that is known here."""
-    t, pipeline = (_size(args, f"{kind}_model_parallel_size") or 1 for kind in ("tensor", "pipeline"))
-    virtual = _size(args, "virtual_pipeline_model_parallel_size")
-    ends = (_size(args, f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
+    """Read masters and moments, fp32, from flat buckets. args: of the run, with its layout. model: with the padded
+    vocabulary. Raises ValueError, in one line, if the buckets do not fit the model in any known order of modules."""
+    tp_size, pipeline = (_positive_arg(args, f"{kind}_model_parallel_size") or 1 for kind in ("tensor", "pipeline"))
+    virtual = _positive_arg(args, "virtual_pipeline_model_parallel_size")
+    ends = (_positive_arg(args, f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
     stages = chunks_of_stages(
-        model, Layout(t, pipeline, virtual and model.num_layers // (pipeline * virtual), *ends), "megatron-core"
+        model,
+        MegatronLayout(tp_size, pipeline, virtual and model.num_layers // (pipeline * virtual), *ends),
+        "megatron-core",
     )
     buffers: dict[tuple[int, int], dict[int, str]] = {}  # a buffer's buckets by number: the name without the kind
     for name in folder.tensors:
         if match := BUCKET.fullmatch(name):
             buffers.setdefault((int(match[1]), int(match[2])), {})[int(match[3])] = name.removesuffix(".param")
-    problem = "its buffers are not those of the layout that its arguments tell of"
-    require(len(stages) * t <= len(buffers), problem)
+    problem = "its buffers do not fit the layout in its arguments"
+    require(len(stages) * tp_size <= len(buffers), problem)
     chunks = {
-        (stage * t + rank, number): chunk
-        for stage, held in enumerate(stages)
-        for rank in range(t)
-        for number, chunk in enumerate(held)
+        (stage * tp_size + rank, number): chunk
+        for stage, stage_chunks in enumerate(stages)
+        for rank in range(tp_size)
+        for number, chunk in enumerate(stage_chunks)
     }
     require(chunks.keys() == buffers.keys(), problem)
-    specs, problem = parameter_specs(model, t), ""
-    shapes = {name: spec.local_shape(t) for name, spec in specs.items()}
-    shapes[HEAD] = shapes[TABLE]
-    for order in ORDERS:
-        parts: dict[str, dict[str, list[tuple[object, LazyTensor]]]] = {kind: {} for kind in KINDS}
+    specs, problem = parameter_specs(model, tp_size), ""
+    shapes = {name: spec.local_shape(tp_size) for name, spec in specs.items()}
+    shapes[EMBEDDINGS_FOR_HEAD] = shapes[WORD_EMBEDDINGS]
+    for order in MODULE_ORDERS:
+        parts: dict[str, dict[str, list[tuple[object, LazyTensor]]]] = {kind: {} for kind in STATE_NAMES}
         try:
             for key, chunk in chunks.items():
-                for name, bucket, start in _places(folder, buffers[key], _in_order(chunk, order), shapes):
-                    for kind, theirs in KINDS.items():
-                        part = _part(folder, f"{bucket}.{theirs}", start, shapes[name])
+                for name, bucket, start in _bucket_offsets(
+                    folder, buffers[key], _in_module_order(chunk, order), shapes
+                ):
+                    for kind, theirs in STATE_NAMES.items():
+                        part = _bucket_slice(folder, f"{bucket}.{theirs}", start, shapes[name])
                         parts[kind].setdefault(name, []).append((f"{bucket}.{theirs}", part))
-            states = {kind: whole_tensors(kind, by_name, specs, t) for kind, by_name in parts.items()}
+            states = {
+                kind: merge_shards(kind, detect_by_file_names, specs, tp_size)
+                for kind, detect_by_file_names in parts.items()
+            }
             _check_masters(states["master"], weights)
             return states
         except ValueError as error:
@@ -247,35 +259,36 @@ def _bucket_states(
     raise ValueError(problem)
 
 
-def _in_order(chunk: Mapping[str, str], order: Sequence[str]) -> list[str]:
-    """Our names, and `HEAD`, in the order of the rank's modules. chunk: {the rank's name: ours}, layer by layer."""
+def _in_module_order(chunk: Mapping[str, str], order: Sequence[str]) -> list[str]:
+    """Sort the parameters of a chunk by the order of the rank's modules. Returns our names, and `EMBEDDINGS_FOR_HEAD`.
+    chunk: {the rank's name: our name}, by layer."""
 
     def place(name: str) -> tuple[int, ...]:
         if match := LAYER.fullmatch(name):
             return 1, int(match[1]), order.index(match[2].rpartition(".")[0])
-        return (2 if name.startswith("transformer.") or name == HEAD else 0,)
+        return (2 if name.startswith("transformer.") or name == EMBEDDINGS_FOR_HEAD else 0,)
 
-    return [HEAD if name == HEAD else chunk[name] for name in sorted(chunk, key=place)]
+    return [EMBEDDINGS_FOR_HEAD if name == EMBEDDINGS_FOR_HEAD else chunk[name] for name in sorted(chunk, key=place)]
 
 
-def _places(
-    folder: DcpFolder, buckets: Mapping[int, str], names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]
+def _bucket_offsets(
+    folder: DcpCheckpoint, buckets: Mapping[int, str], names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, str, int]]:
-    """Of each parameter of a buffer its bucket and the first value there. A bucket ends where a parameter does, or
-    where the next one would begin. ValueError if the lengths do not fit."""
+    """Yield each parameter of a buffer with its bucket and its first value there. A bucket ends at the end of a parameter,
+    or at the start of the next one. Raises ValueError if the lengths do not fit."""
     number = at = 0
     for name in reversed(names):
         size, bucket = math.prod(shapes[name]), buckets.get(number, "")
-        held = folder.tensors[f"{bucket}.param"].shape if bucket else ()
-        require(len(held) == 1 and at + size <= held[0], f"{name} does not fit into bucket {number}")
+        bucket_shape = folder.tensors[f"{bucket}.param"].shape if bucket else ()
+        require(len(bucket_shape) == 1 and at + size <= bucket_shape[0], f"{name} does not fit into bucket {number}")
         yield name, bucket, at
         at = -(-(at + size) // ALIGNMENT) * ALIGNMENT
-        if at >= held[0]:
+        if at >= bucket_shape[0]:
             number, at = number + 1, 0
     require(number == len(buckets) and not at, "its buckets are longer than its parameters")
 
 
-def _part(folder: DcpFolder, name: str, start: int, shape: tuple[int, ...]) -> LazyTensor:
+def _bucket_slice(folder: DcpCheckpoint, name: str, start: int, shape: tuple[int, ...]) -> LazyTensor:
     info = folder.tensors.get(name)
     require(info is not None and info.dtype == torch.float32, f"holds no {name[-120:]} in fp32")
     one = (start,), (math.prod(shape),)
@@ -285,34 +298,36 @@ def _part(folder: DcpFolder, name: str, start: int, shape: tuple[int, ...]) -> L
 # --- written
 
 
-def write_torch_dist(source: Source, out: str | Path, layout: Layout, *, log: Callable[[str], None] = print) -> Path:
-    """Write `source`, with Adam's state if it holds one, into the new folder `out`; returns the iteration's folder.
-    It loads under every layout; that of `layout` stands in the arguments. ValueError for one that Megatron Core does
-    not have."""
-    model = padded_model(source, layout.tensor)
+def write_torch_dist(
+    source: BaseCheckpoint, out: str | Path, layout: MegatronLayout, *, log: Callable[[str], None] = print
+) -> Path:
+    """Write `source`, with Adam's state if it has one, into the new folder `out`. Returns the iteration's folder. Megatron
+    can load it in every layout; `layout` is saved in the arguments. Raises ValueError for a layout that Megatron Core does
+    not support."""
+    model = padded_model_config(source, layout.tensor)
     chunks_of_stages(model, layout, "megatron-core")  # checks the layout
     specs = parameter_specs(model, layout.tensor)
     stacks: dict[str, list[str]] = {}
     for name in specs:
-        stacks.setdefault(dist_name(name), []).append(name)
+        stacks.setdefault(torch_dist_name(name), []).append(name)
     prefixes = {"model": ""}
     content: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     top: dict[str, Any] = {
-        "args": arguments(source, model, layout, "megatron-core"),
+        "args": megatron_args(source, model, layout, "megatron-core"),
         "checkpoint_version": 3.0,
         "iteration": source.iteration,
-        TRUE_VOCABULARY: source.facts["vocab_size"],
+        TRUE_VOCAB_SIZE: source.metadata["vocab_size"],
         "content_metadata": content,
     }
     if has_optimizer(source):
-        prefixes |= {kind: f"optimizer.state.{theirs}." for kind, theirs in KINDS.items()}
+        prefixes |= {kind: f"optimizer.state.{theirs}." for kind, theirs in STATE_NAMES.items()}
         top["args"].use_distributed_optimizer = True
-        content["distrib_optim_sharding_type"] = FORM
-        top["opt_param_scheduler"] = schedule(source, "megatron-v3", log)
+        content["distrib_optim_sharding_type"] = SHARDING_TYPE
+        top["opt_param_scheduler"] = scheduler_state_dict(source, "megatron-v3", log)
         top["optimizer"] = {
-            "optimizer": {"param_groups": param_groups(source)},
-            "param_state_sharding_type": FORM,
-            **grad_scaler(source),
+            "optimizer": {"param_groups": megatron_param_groups(source)},
+            "param_state_sharding_type": SHARDING_TYPE,
+            **grad_scaler_state_dict(source),
         }
     with new_folder(out) as folder:
         path = folder / f"iter_{source.iteration:07d}"
@@ -325,7 +340,7 @@ def write_torch_dist(source: Source, out: str | Path, layout: Layout, *, log: Ca
         for kind, prefix in prefixes.items():
             for theirs, names in stacks.items():
                 shape = specs[names[0]].local_shape(1)
-                stack = on_disk(path, (shard(source, name, specs[name], kind, 0, 1) for name in names))
+                stack = spill_to_disk(path, (read_shard(source, name, specs[name], kind, 0, 1) for name in names))
                 state[prefix + theirs] = (
                     stack.view(len(names), *shape) if theirs.startswith(LAYERS) else stack.view(shape)
                 )
@@ -337,7 +352,7 @@ def write_torch_dist(source: Source, out: str | Path, layout: Layout, *, log: Ca
     return Path(out) / path.name
 
 
-def dist_name(name: str) -> str:
+def torch_dist_name(name: str) -> str:
     """transformer.layers.3.input_layernorm.bias -> decoder.layers.self_attention.linear_qkv.layer_norm_bias."""
     theirs = re.sub(r"\.layers\.\d+\.", ".layers.", core_name(name))
     for plain, fused in FUSED.items():

@@ -1,15 +1,14 @@
-"""What torch.save and torch.distributed.checkpoint (DCP) wrote, read without executing anything; tensors are views of the
-file.
+"""Read files of torch.save and torch.distributed.checkpoint (DCP) without executing code. Tensors are views of the file.
 
-torch.load(weights_only=True) would do for honest files of torch.save. It does not bound others: with torch 2.13 a stream
-of 100 bytes gets a bytearray of a gigabyte, tuples nested deeply as a dictionary's key end the process, a legacy file's
-storages are allocated before they are looked for, compressed records are inflated; and a legacy file is read as a whole.
+torch.load(weights_only=True) reads valid files of torch.save, but does not limit the cost of crafted ones. With torch 2.13,
+a stream of 100 bytes can allocate a bytearray of a gigabyte, and deeply nested tuples as a dictionary's key crash the
+process. Storages of a legacy file are allocated before torch checks that they exist, and compressed records are inflated.
+torch also reads a legacy file as a whole.
 
-A file of a DCP folder is one small file of torch.save after the other, each a box of a tensor or an object. `.metadata`
-says where each lies. It is a pickle of protocol 4 or 5 and longer than those of torch.save: 71 instructions for a box.
-For every name it gives the dtype, the shape and the boxes of a tensor, or says that the name is an object's. For every
-box and object it gives the file, the first byte and the number of bytes, under a key that is an object itself. torch's
-own reader of it is Python's unpickler. Neither reading nor writing needs a process group.
+A file of a DCP folder is a sequence of small torch.save files, each with a box of a tensor or with an object. The file
+`.metadata` is a pickle of protocol 4 or 5. For every tensor it has the dtype, the shape and the boxes. For every box and
+object it has the file, the first byte and the number of bytes. It needs 71 pickle instructions for a box, more than files
+of torch.save. torch itself reads it with Python's unpickler. Neither reading nor writing needs a process group.
 """
 
 import math
@@ -26,18 +25,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from data_utils.files.inert_pickle import Inert, read_pickle
+from data_utils.files.restricted_pickle import PickledObject, read_pickle
+from megatron.gpt2.checkpoint.base import BaseCheckpoint, TensorInfo, check_coverage, intersection, relative_box
 from megatron.gpt2.checkpoint.reader import without_garbage_collection
-from megatron.gpt2.checkpoint.source import Source, TensorInfo, check_cover, common, within
 from megatron.gpt2.config import require
-from megatron.gpt2.formats.foreign import LazyTensor, errors_named
-from mpu.partition import Box
+from megatron.gpt2.formats.external import LazyTensor, file_errors
+from mpu.partition import TensorSlice
 
 ZIP = b"PK\x03\x04"
-MAX_DIRECTORY_BYTES = 2 << 20  # of a zip file: 20,000 records
-MAGIC = 0x1950A86A20F9469CFC6C  # what a legacy stream starts with, then 1001
-BUDGET = 1_250_000  # twice that of a 72-layer model with Adam's state; under half a second
-KINDS = {
+MAX_DIRECTORY_BYTES = 2 << 20  # of a zip file, enough for 20,000 records
+MAGIC = 0x1950A86A20F9469CFC6C  # a legacy stream starts with this number, then with version 1001
+BUDGET = 1_250_000  # twice the need of a 72-layer model with Adam's state; takes less than half a second
+STORAGE_DTYPES = {
     "Half": torch.float16,
     "BFloat16": torch.bfloat16,
     "Float": torch.float32,
@@ -49,11 +48,13 @@ KINDS = {
     "Byte": torch.uint8,
     "Bool": torch.bool,
 }
-STORAGES = {f"{module}.{kind}Storage": dtype for module in ("torch", "torch.cuda") for kind, dtype in KINDS.items()}
+STORAGES = {
+    f"{module}.{kind}Storage": dtype for module in ("torch", "torch.cuda") for kind, dtype in STORAGE_DTYPES.items()
+}
 DTYPES = {str(dtype): dtype for dtype in STORAGES.values()}
-# What genuine files name. Tensors and ordered dictionaries are made; the attributes of loss scalers and arguments are
-# read; nothing is read of the others.
-NAMES = re.compile(
+# Names in files of real programs. The reader builds tensors and ordered dictionaries, reads the attributes of loss scalers
+# and arguments, and ignores other objects.
+ALLOWED_NAMES = re.compile(
     r"collections\.OrderedDict|torch\._utils\._rebuild_(tensor_v2|parameter|parameter_with_state)"
     r"|torch\._tensor\._rebuild_from_type_v2|torch\.(cuda\.)?\w+Storage"
     r"|(fp16|megatron\.fp16|megatron\.optimizer|deepspeed\.(pt|runtime\.fp16))\.(loss_scaler|grad_scaler)\.\w+"
@@ -65,10 +66,10 @@ NAMES = re.compile(
     r"|torch\.(Size|device|Tensor|nn\.parameter\.Parameter|torch_version\.TorchVersion)",
     re.ASCII,
 )
-METADATA = ".metadata"
+DCP_METADATA = ".metadata"
 MAX_METADATA_BYTES = 16 << 20
-# What genuine files name: torch's classes, and those that Megatron Core saves with them.
-METADATA_NAMES = re.compile(
+# Names in `.metadata` of real programs: torch's classes, and those of Megatron Core.
+ALLOWED_DCP_NAMES = re.compile(
     r"torch\.distributed\.checkpoint\.metadata\.(Metadata|(Tensor|Bytes|Chunk)StorageMetadata|TensorProperties"
     r"|MetadataIndex|StorageMeta|_MEM_FORMAT_ENCODING)|torch\.distributed\.checkpoint\.filesystem\.(_StorageInfo"
     r"|_StoragePrefix)|torch\.distributed\.checkpoint\.planner\.(SavePlan|WriteItem|WriteItemType|TensorWriteData)"
@@ -76,40 +77,38 @@ METADATA_NAMES = re.compile(
     r"|torch\.(Size|device|serialization\._get_layout)|pathlib\.(_local\.)?PosixPath|collections\.OrderedDict",
     re.ASCII,
 )
-FILE = re.compile(r"\w[\w.-]*", re.ASCII)  # no way out of the folder
-Find = Callable[[torch.dtype, str, int], int]  # where a storage lies, by dtype, key and number of elements
+FILE = re.compile(r"\w[\w.-]*", re.ASCII)  # not a path that leads out of the folder
+FindStorage = Callable[[torch.dtype, str, int], int]  # (dtype, key, number of elements) -> first byte in the file
 Storage = tuple[torch.dtype, int, int]  # dtype, first byte in the file, number of elements
 
 
-class _Mapped(mmap.mmap):
-    """zipfile reads the list of a file's records at once; one that is too long would take it minutes."""
+class _BoundedMmap(mmap.mmap):
+    """A memory map that limits the size of a read: zipfile needs minutes for a very long list of records."""
 
     def read(self, size: int | None = None, /) -> bytes:
-        """The next `size` bytes, or all."""
         left = len(self) - self.tell()
         if (left if size is None or size < 0 else min(size, left)) > MAX_DIRECTORY_BYTES:
             raise ValueError(f"its list of records is longer than {MAX_DIRECTORY_BYTES:,} bytes")
         return super().read(size)
 
 
-def load_pickle(path: str | Path, start: int = 0, length: int | None = None) -> Any:
-    """The object in `path`, or in `length` bytes of it from `start` on. Tensors are views of the file: copy them before
-    you change them.
+def load_torch_file(path: str | Path, start: int = 0, length: int | None = None) -> Any:
+    """Load the object in `path`, or in `length` bytes of it from byte `start`. Tensors are views of the file.
 
-    ValueError, one line, for a file that is damaged, that torch.save did not write, or that names something unknown.
+    Raises ValueError, in one line, if the file is damaged, was not written by torch.save, or names an unknown class.
     """
-    with errors_named(path):
+    with file_errors(path):
         skip = start % mmap.ALLOCATIONGRANULARITY
         with open(path, "rb") as stream:
-            # A private mapping: torch warns about memory that it could not write to.
-            mapped = _Mapped(
+            # A private, writable mapping, because torch warns about read-only memory.
+            mapped = _BoundedMmap(
                 stream.fileno(), 0 if length is None else skip + length, access=mmap.ACCESS_COPY, offset=start - skip
             )
         data = memoryview(mapped)
         return _load_zip(mapped, data) if data[skip : skip + 4] == ZIP else _load_legacy(data[skip:])
 
 
-def _load_zip(mapped: _Mapped, data: memoryview) -> Any:
+def _load_zip(mapped: _BoundedMmap, data: memoryview) -> Any:
     records: dict[str, tuple[int, int]] = {}
     with zipfile.ZipFile(mapped) as archive:  # type: ignore[call-overload]
         for info in archive.infolist():
@@ -120,7 +119,7 @@ def _load_zip(mapped: _Mapped, data: memoryview) -> Any:
             header = data[info.header_offset : info.header_offset + 30]
             start = info.header_offset + 30 + sum(struct.unpack("<26x2H", header))
             if header[:4] != ZIP or size != info.compress_size or start + size > len(data):
-                raise ValueError(f"the record {name[:80]!r} is not where the list of records says")
+                raise ValueError(f"the record {name[:80]!r} is not at the position in the list of records")
             records[name] = start, size
     require(sum(size for _, size in records.values()) <= len(data), "its records overlap")
     roots = [name.removesuffix("data.pkl") for name in records if name.endswith("/data.pkl")]
@@ -141,9 +140,9 @@ def _load_zip(mapped: _Mapped, data: memoryview) -> Any:
 
 
 def _load_legacy(data: memoryview) -> Any:
-    """Magic number, version, system, object, keys of its storages, and the storages, each with its length before it.
+    """Load a legacy file: magic number, version, system, object, keys of storages, then the storages with their lengths.
 
-    The object comes before the storages' places are known, so that it is read twice.
+    The object precedes the storages, so it is read a second time when their positions are known.
     """
     sizes: dict[str, tuple[torch.dtype, int]] = {}
     starts: dict[str, int] = {}
@@ -165,14 +164,14 @@ def _load_legacy(data: memoryview) -> Any:
     for key in keys:
         dtype, numel = sizes.pop(key if type(key) is str else "")
         if data[at : at + 8] != numel.to_bytes(8, "little"):
-            raise ValueError(f"storage {key[:20]!r} of {numel} elements is not where it should be")
+            raise ValueError(f"storage {key[:20]!r} of {numel} elements is not at its position")
         starts[key], at = at + 8, at + 8 + numel * dtype.itemsize
     require(not sizes and at <= len(data), "ends before its last storage")
     return _read(data, begin, len(data), lambda dtype, key, numel: starts[key])[0]
 
 
-def _read(data: memoryview, at: int, end: int, find: Find) -> tuple[Any, int]:
-    """The object of the pickle at byte `at`, and the byte after it."""
+def _read(data: memoryview, at: int, end: int, find: FindStorage) -> tuple[Any, int]:
+    """Return the object of the pickle at byte `at`, and the first byte after the pickle."""
 
     def storage(identity: Any) -> Storage:
         kind, of, key, _, numel, *view = identity
@@ -182,27 +181,34 @@ def _read(data: memoryview, at: int, end: int, find: Find) -> tuple[Any, int]:
         return dtype, find(dtype, key, numel), numel
 
     return read_pickle(
-        data, at, end, names=NAMES, values=DTYPES, call=partial(_make, data), persistent=storage, budget=BUDGET
+        data,
+        at,
+        end,
+        names=ALLOWED_NAMES,
+        values=DTYPES,
+        call=partial(_rebuild, data),
+        persistent=storage,
+        budget=BUDGET,
     )
 
 
-def _make(data: memoryview, name: str, args: Any) -> Any:
-    """What the call of `name` with `args` stands for."""
+def _rebuild(data: memoryview, name: str, args: Any) -> Any:
+    """Return the object for a call of the class or function `name` with `args`."""
     match name.rpartition(".")[2]:
         case "OrderedDict" if not args:
             return {}
         case "_rebuild_from_type_v2" if args[0].name.startswith("torch._utils."):
-            return _make(data, args[0].name, args[2])
+            return _rebuild(data, args[0].name, args[2])
         case "_rebuild_parameter" | "_rebuild_parameter_with_state":
             return args[0]
         case "_rebuild_tensor_v2":
             return _tensor(data, *args[:4])
-    return Inert(name, args)
+    return PickledObject(name, args)
 
 
 def _tensor(data: memoryview, storage: Storage, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-    """A view of the file, of at most as many elements as the storage has."""
-    dtype, start, held = storage
+    """A tensor that is a view of the file and has at most as many elements as its storage."""
+    dtype, start, storage_size = storage
     if (
         len(shape) > 8
         or len(stride) != len(shape)
@@ -212,71 +218,71 @@ def _tensor(data: memoryview, storage: Storage, offset: int, shape: tuple[int, .
     if not (numel := math.prod(shape)):
         return torch.empty(shape, dtype=dtype)
     last = offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
-    if last >= held or numel > held:
-        raise ValueError(f"a tensor of shape {shape} does not fit into its storage of {held} elements")
+    if last >= storage_size or numel > storage_size:
+        raise ValueError(f"a tensor of shape {shape} does not fit into its storage of {storage_size} elements")
     return torch.frombuffer(
         data, dtype=dtype, count=last + 1 - offset, offset=start + offset * dtype.itemsize
     ).as_strided(shape, stride)
 
 
-# --- folders of DCP
+# --- DCP folders
 
 
-class Place(NamedTuple):
-    """Where a small file of torch.save lies within a file of the folder."""
+class FileRegion(NamedTuple):
+    """The position of a small torch.save file inside a file of a DCP folder."""
 
     file: str
     start: int
     length: int
 
 
-Parts = list[tuple[Box, Place]]
+SavedBoxes = list[tuple[TensorSlice, FileRegion]]
 
 
-class DcpFolder(Source):
-    """A folder of DCP, opened. tensors: by the names of its writer. objects: where each lies.
+class DcpCheckpoint(BaseCheckpoint):
+    """A DCP folder, opened for reading. tensors: by the names in `.metadata`. objects: regions by name.
 
-    ValueError, one line, if a file is missing or short, or if the boxes of a tensor do not make it up.
+    Raises ValueError, in one line, if a file is missing or too short, or if the boxes of a tensor do not cover it.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.tensors, self._parts, self.objects = read_metadata(path / METADATA)
-        files: dict[str, list[Place]] = {}
-        for place in (*(place for parts in self._parts.values() for _, place in parts), *self.objects.values()):
-            files.setdefault(place.file, []).append(place)
-        for file, places in files.items():
+        self.tensors, self._parts, self.objects = read_dcp_metadata(path / DCP_METADATA)
+        files: dict[str, list[FileRegion]] = {}
+        for region in (*(region for parts in self._parts.values() for _, region in parts), *self.objects.values()):
+            files.setdefault(region.file, []).append(region)
+        for file, regions in files.items():
             where = path / file
-            require(where.is_file(), f"{where}: missing; {METADATA} says what lies in it")
-            said = max(max(place.start + place.length for place in places), sum(place.length for place in places))
+            require(where.is_file(), f"{where}: missing; {DCP_METADATA} lists it")
+            listed = max(
+                max(region.start + region.length for region in regions), sum(region.length for region in regions)
+            )
             size = where.stat().st_size
-            require(said <= size, f"{where}: has {size:,} bytes, and {METADATA} tells of {said:,}")
-        with errors_named(path / METADATA):
-            for name, info in self.tensors.items():  # after the sizes, which take less time to compare
-                check_cover(name[:120], info.shape, [box for box, _ in self._parts[name]])
+            require(listed <= size, f"{where}: has {size:,} bytes, but {DCP_METADATA} lists {listed:,}")
+        with file_errors(path / DCP_METADATA):
+            for name, info in self.tensors.items():  # after the file sizes, which are faster to check
+                check_coverage(name[:120], info.shape, [box for box, _ in self._parts[name]])
 
     def read_into(self, out: Tensor, name: str, offset: tuple[int, ...]) -> None:
-        """Fill `out`, of any dtype and device, with the box of `name` that is at `offset` and has its shape."""
-        wanted, dtype = Box(offset, tuple(out.shape)), self.tensors[name].dtype
-        for box, place in self._parts[name]:
-            if (part := common(box, wanted)).numel:
-                held = self._load(place)
+        wanted, dtype = TensorSlice(offset, tuple(out.shape)), self.tensors[name].dtype
+        for box, region in self._parts[name]:
+            if (part := intersection(box, wanted)).numel:
+                held = self._load(region)
                 if not isinstance(held, Tensor) or held.dtype != dtype or tuple(held.shape) != box.shape:
                     raise ValueError(
-                        f"{self.path / place.file}: byte {place.start:,} begins no part of {name[:120]} "
+                        f"{self.path / region.file}: byte {region.start:,} does not start a part of {name[:120]} "
                         f"of shape {box.shape} and {dtype}"
                     )
-                out[within(part, wanted).slices()] = held[within(part, box).slices()]
+                out[relative_box(part, wanted).slices()] = held[relative_box(part, box).slices()]
 
-    def _load(self, place: Place) -> Any:
-        return load_pickle(self.path / place.file, place.start, place.length)
+    def _load(self, region: FileRegion) -> Any:
+        return load_torch_file(self.path / region.file, region.start, region.length)
 
     def object(self, name: str) -> Any:
-        """The object `name`, as torch.save wrote it."""
         return self._load(self.objects[name])
 
-    def lazy(self, name: str, row: int | None = None) -> LazyTensor:
-        """The tensor `name`, or its `row` without that dimension."""
+    def lazy_tensor(self, name: str, row: int | None = None) -> LazyTensor:
+        """The tensor `name`, or its slice at index `row` of the first dimension."""
         dtype, shape = self.tensors[name].dtype, self.tensors[name].shape
         if row is None:
             return LazyTensor(self.tensors[name], lambda: self.read(name))
@@ -284,71 +290,74 @@ class DcpFolder(Source):
         return LazyTensor(TensorInfo(dtype, shape[1:]), lambda: self.read(name, *one)[0])
 
 
-def read_metadata(path: Path) -> tuple[dict[str, TensorInfo], dict[str, Parts], dict[str, Place]]:
-    """What `path`, the file `.metadata`, says: tensors and their parts by name, and where the objects lie. ValueError,
-    one line, for one that is damaged or names something unknown."""
+def read_dcp_metadata(path: Path) -> tuple[dict[str, TensorInfo], dict[str, SavedBoxes], dict[str, FileRegion]]:
+    """Read the file `.metadata`. Returns tensors, boxes with their regions, and regions of objects, all by name. Raises
+    ValueError, in one line, if the file is damaged or names an unknown class."""
     infos: dict[str, TensorInfo] = {}
-    parts: dict[str, Parts] = {}
-    objects: dict[str, Place] = {}
-    with errors_named(path), without_garbage_collection():  # a third of the time
+    parts: dict[str, SavedBoxes] = {}
+    objects: dict[str, FileRegion] = {}
+    with file_errors(path), without_garbage_collection():  # collection takes a third of the time
         with open(path, "rb") as stream:
             data = stream.read(MAX_METADATA_BYTES + 1)
         require(len(data) <= MAX_METADATA_BYTES, f"is larger than {MAX_METADATA_BYTES:,} bytes")
-        top = read_pickle(data, names=METADATA_NAMES, values=DTYPES)[0].attributes()
-        places = _places(top["storage_data"])
+        top = read_pickle(data, names=ALLOWED_DCP_NAMES, values=DTYPES)[0].attributes()
+        regions = _regions(top["storage_data"])
         for name, entry in top["state_dict_metadata"].items():
             if entry.name == "torch.distributed.checkpoint.metadata.BytesStorageMetadata":
-                objects[_text(name)] = places[name, None]
+                objects[_string(name)] = regions[name, None]
                 continue
-            said = entry.attributes()
-            infos[_text(name)] = TensorInfo(said["properties"].state[0], _size(said["size"]))
-            found = [Box(_size(box["offsets"]), _size(box["sizes"])) for box in map(Inert.attributes, said["chunks"])]
-            parts[name] = [(box, places[name, box.offset]) for box in found if box.numel]
+            values = entry.attributes()
+            infos[_string(name)] = TensorInfo(values["properties"].state[0], _torch_size(values["size"]))
+            found = [
+                TensorSlice(_torch_size(box["offsets"]), _torch_size(box["sizes"]))
+                for box in map(PickledObject.attributes, values["chunks"])
+            ]
+            parts[name] = [(box, regions[name, box.offset]) for box in found if box.numel]
     return infos, parts, objects
 
 
-def _places(held: Mapping[Inert, Inert]) -> dict[tuple[str, Any], Place]:
-    """Where each box and each object lies, by name and offset; an object's is None."""
-    places = {}
-    for index, info in held.items():
-        key, said = index.attributes(), info.attributes()
+def _regions(entries: Mapping[PickledObject, PickledObject]) -> dict[tuple[str, Any], FileRegion]:
+    """The regions of boxes and objects, by name and offset. The offset of an object is None."""
+    regions = {}
+    for index, info in entries.items():
+        key, values = index.attributes(), info.attributes()
         require(
-            "transform_descriptors" not in said,
+            "transform_descriptors" not in values,
             "its files are compressed, or changed by another extension of torch's writer, which is not supported",
         )
-        place = Place(said["relative_path"], *_naturals((said["offset"], said["length"])))
-        if type(place.file) is not str or not FILE.fullmatch(place.file):
-            raise ValueError(f"names the file {str(place.file)[:80]!r}, which is not one of its folder")
+        region = FileRegion(values["relative_path"], *_integers((values["offset"], values["length"])))
+        if type(region.file) is not str or not FILE.fullmatch(region.file):
+            raise ValueError(f"names the file {str(region.file)[:80]!r}, which is not one of its folder")
         offset = key.get("offset")
-        places[_text(key["fqn"]), None if offset is None else _size(offset)] = place
-    require(len(places) == len(held), "names a box twice")
-    return places
+        regions[_string(key["fqn"]), None if offset is None else _torch_size(offset)] = region
+    require(len(regions) == len(entries), "names a box twice")
+    return regions
 
 
-def _text(value: Any) -> str:
+def _string(value: Any) -> str:
     if type(value) is not str or len(value) > 1000:
-        raise ValueError("a name is not a string")
+        raise ValueError("a name is not a string, or too long")
     return value
 
 
-def _size(value: Any) -> tuple[int, ...]:
-    """A torch.Size."""
+def _torch_size(value: Any) -> tuple[int, ...]:
+    """Convert a pickled torch.Size to a tuple."""
     require(value.name == "torch.Size" and len(value.args) == 1, "a shape is not a torch.Size")
-    return _naturals(value.args[0])
+    return _integers(value.args[0])
 
 
-def _naturals(values: Any) -> tuple[int, ...]:
+def _integers(values: Any) -> tuple[int, ...]:
     if type(values) is not tuple or len(values) > 8 or any(type(n) is not int or not 0 <= n < 1 << 48 for n in values):
-        raise ValueError("a shape or a place is not of whole numbers")
+        raise ValueError("a shape or an offset has an invalid number")
     return values
 
 
 def save_dcp(folder: Path, state: Mapping[str, Any]) -> None:
-    """`state`, whole tensors and objects by name, in the existing folder `folder`, by torch's own writer."""
+    """Write `state`, global tensors and objects by name, into the existing folder `folder` with torch's DCP writer."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.state_dict_saver import save
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is no process group
+        warnings.simplefilter("ignore")  # about the missing process group
         planner = DefaultSavePlanner(flatten_state_dict=False)
         save(dict(state), checkpoint_id=folder, planner=planner, no_dist=True)

@@ -1,16 +1,16 @@
-"""The score of a trained model on a file, by task:
+"""Evaluate a trained model on a file. The tasks are:
 
-    WIKITEXT103, PTB   perplexity per token and, for a text whose words are separated, per word of the original
-    LAMBADA            how often the last word of a passage is the model's likeliest
-    TEXT               perplexity and bits per byte of any text or JSON lines, each document by itself
+    WIKITEXT103, PTB   perplexity per token and per word of the original text
+    LAMBADA            accuracy of predicting the last word of a passage
+    TEXT               perplexity and bits per byte of plain text or JSON lines, for each document separately
 
-Every rank calls `read_task` and `evaluate_task` alike. Tokens are scored as Megatron's evaluation scores them, so that
-the figures compare with published ones.
+Every rank calls `read_task` and `evaluate_task` with the same arguments. Tokens are scored as in Megatron's evaluation,
+so that the results can be compared with published ones.
 """
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from data_utils import Tokenizer
-from data_utils.corpora import documents, is_json
+from data_utils.corpora import Log, is_json, read_documents
 from data_utils.corpora.detokenizers import ptb_detokenizer, wikitext_detokenizer
-from megatron.gpt2.generate.scoring import Window, score, windows_over
+from megatron.gpt2.generate.scoring import Window, score_windows, sliding_windows
 from megatron.gpt2.model.gpt2 import GPT2Model
 from megatron.gpt2.monitor.reporting import perplexity
 
@@ -29,32 +29,31 @@ DETOKENIZERS = {"WIKITEXT103": wikitext_detokenizer, "PTB": ptb_detokenizer}
 OVERLAPPING_EVAL = 32  # Megatron's default for its tasks
 _BY_NAME = ((r"wikitext|wiki\.(train|valid|test)", "WIKITEXT103"), (r"ptb", "PTB"))
 
-Log = Callable[[str], None]
 Metrics = dict[str, Any]  # name -> int or float
 
 
 @dataclass(frozen=True)
-class Task:
+class EvaluationTask:
     """A file that was read for scoring.
 
-    settings: what else decided its windows. words: number of words of the original text, for a perplexity per word;
-    None if that has no meaning. cut: passages whose beginning was left out because they are longer than a window.
+    settings: the options that decided the windows. words: the number of words of the original text, for the perplexity
+    per word; None for other tasks. num_truncated: the passages that were cut at the beginning to fit a window.
     """
 
     name: str
     windows: list[Window]
     settings: dict[str, Any]
     words: int | None = None
-    cut: int = 0
+    num_truncated: int = 0
 
     @property
     def targets(self) -> np.ndarray:
-        """Every id that is scored, int64."""
-        return np.concatenate([window.ids[-window.targets :] for window in self.windows])
+        """All ids that are scored, int64."""
+        return np.concatenate([window.ids[-window.num_targets :] for window in self.windows])
 
 
-def task_of(path: str) -> str:
-    """The task that the name of a file, or of its folder, stands for; TEXT if it is unknown."""
+def guess_task(path: str) -> str:
+    """Guess the task from the name of a file and its folder; TEXT if the name is unknown."""
     name = "/".join(PurePath(path).parts[-2:]).lower()
     if is_json(path):
         return "LAMBADA" if "lambada" in name else "TEXT"
@@ -72,13 +71,13 @@ def read_task(
     text_key: str | None = None,
     max_bad_fraction: float = 0.0,
     log: Log,
-) -> Task:
-    """Read the file `path` as windows of up to `length` ids and the one after them, for the task `name`.
+) -> EvaluationTask:
+    """Read the file `path` for the task `name`, as windows of up to `length` + 1 ids.
 
     overlapping_eval: targets of each window after the first (default: 32 for WIKITEXT103 and PTB; all for TEXT).
-    strict_lambada: every token of the last word is a target, and the word is tokenised by itself; otherwise the target
-    is the last token of the passage. max_bad_fraction: of a file's lines that may be unusable. log: takes the notices.
-    Raises ValueError, in one line, if the file does not fit the task.
+    strict_lambada: every token of the last word is a target, and the word is tokenised separately; otherwise the target
+    is the last token of the passage. max_bad_fraction: the fraction of lines that may be unusable. log: receives
+    notices. Raises ValueError if the file does not fit the task.
     """
     if overlapping_eval is not None and not 1 <= overlapping_eval <= length:
         raise ValueError(f"--overlapping-eval {overlapping_eval} must be from 1 to the {length} tokens of a window")
@@ -86,34 +85,34 @@ def read_task(
         raise ValueError(f"--task {name}: {path} is JSON; give the benchmark's text file, or --task TEXT")
     if name == "LAMBADA" and not is_json(path):
         raise ValueError(f"--task LAMBADA: {path} should be JSON lines, named .jsonl, with a passage in each")
-    texts = documents(path, text_key, log, max_bad_fraction)
+    texts = read_documents(path, text_key, log, max_bad_fraction)
     if name == "LAMBADA":
         passages = [
             _passage(text, number, path, tokenizer, strict_lambada, length) for number, text in enumerate(texts, 1)
         ]
-        cut = sum(len(passage.ids) > length + 1 for passage in passages)
-        if cut:
-            log(f"{path}: the beginnings of {cut} passages longer than {length} tokens are left out")
-        return Task(
+        num_truncated = sum(len(passage.ids) > length + 1 for passage in passages)
+        if num_truncated:
+            log(f"{path}: {num_truncated} passages longer than {length} tokens are truncated at the beginning")
+        return EvaluationTask(
             name,
-            [Window(passage.ids[-length - 1 :], passage.targets) for passage in passages],
+            [Window(passage.ids[-length - 1 :], passage.num_targets) for passage in passages],
             {"seq_length": length, "strict_lambada": strict_lambada},
-            cut=cut,
+            num_truncated=num_truncated,
         )
     stride = overlapping_eval or (min(OVERLAPPING_EVAL, length) if name in DETOKENIZERS else length)
     settings = {"seq_length": length, "overlapping_eval": stride}
-    if name == "TEXT":  # a document begins after the end of another
+    if name == "TEXT":  # a document begins after an end-of-document token, as in training
         windows = [
             window
             for text in texts
-            for window in windows_over(_ids(tokenizer, text, before=[tokenizer.start]), length, stride)
+            for window in sliding_windows(_ids(tokenizer, text, before=[tokenizer.bos]), length, stride)
         ]
-        return Task(name, windows, settings)
+        return EvaluationTask(name, windows, settings)
     (text,) = texts
-    windows = windows_over(_ids(tokenizer, DETOKENIZERS[name](text)), length, stride)
+    windows = sliding_windows(_ids(tokenizer, DETOKENIZERS[name](text)), length, stride)
     if not windows:
         raise ValueError(f"{path} holds less than two tokens")
-    return Task(name, windows, settings, words=len(text.strip().split(" ")))
+    return EvaluationTask(name, windows, settings, words=len(text.strip().split(" ")))
 
 
 def _ids(tokenizer: Tokenizer, text: str, before: Sequence[int] = ()) -> np.ndarray:
@@ -132,18 +131,18 @@ def _passage(text: str, number: int, path: str, tokenizer: Tokenizer, strict: bo
         context, target = ids[:-1], ids[-1:]
     if len(target) > length:
         raise ValueError(f"{path}: a last word has {len(target)} tokens, more than a window of {length}")
-    # A passage of only the target begins as a document does.
-    context = context if len(context) else np.array([tokenizer.start], dtype=np.int32)
+    # A passage without a context begins like a document.
+    context = context if len(context) else np.array([tokenizer.bos], dtype=np.int32)
     return Window(np.concatenate([context, target]), len(target))
 
 
-def evaluate_task(model: GPT2Model, task: Task, tokenizer: Tokenizer, *, batch_size: int) -> Metrics:
-    """The score by name: loss [nats per token], perplexity and the task's own figures; the same on every rank.
+def evaluate_task(model: GPT2Model, task: EvaluationTask, tokenizer: Tokenizer, *, batch_size: int) -> Metrics:
+    """Return the metrics by name: loss [nats per token], perplexity and those of the task; equal on every rank.
 
-    batch_size: windows computed together.
+    batch_size: windows per forward pass.
     """
-    scores = score(model, task.windows, batch_size=batch_size)
-    tokens, nats = sum(window.targets for window in task.windows), scores.total
+    scores = score_windows(model, task.windows, batch_size=batch_size)
+    tokens, nats = sum(window.num_targets for window in task.windows), scores.total
     metrics: Metrics = {"tokens": tokens, "loss": nats / tokens, "perplexity": perplexity(nats / tokens)}
     if task.name == "LAMBADA":
         correct, examples = int(scores.greedy.sum()), len(task.windows)
@@ -151,7 +150,7 @@ def evaluate_task(model: GPT2Model, task: Task, tokenizer: Tokenizer, *, batch_s
             "accuracy": correct / examples,
             "correct": correct,
             "examples": examples,
-            "examples_cut": task.cut,
+            "examples_cut": task.num_truncated,
             **metrics,
         }
     if task.words is not None:
@@ -166,12 +165,12 @@ def evaluate_task(model: GPT2Model, task: Task, tokenizer: Tokenizer, *, batch_s
     return {**metrics, "bytes": size, "bits_per_byte": nats / math.log(2) / size}
 
 
-def plausibility_warning(task: Task, metrics: Metrics, vocab_size: int) -> str | None:
-    """Why the score suggests another tokenizer than the model's, or an untrained model; None if it does not.
+def plausibility_warning(task: EvaluationTask, metrics: Metrics, vocab_size: int) -> str | None:
+    """Return a warning if the tokenizer may be wrong or the model may be untrained, otherwise None.
 
-    A model has to do better than two guesses. The first guesses each target by how often it came before in the same
-    text, with every id counted once at the start, which costs ln[(n + v - 1)! / (v - 1)!] - Σ ln(count!) nats for n
-    targets. The second guesses among all v ids alike.
+    A trained model is better than two simple models. The first predicts each target from the counts of the targets
+    before it, and all v counts begin at 1: this costs ln[(n + v - 1)! / (v - 1)!] - Σ ln(count!) nats for n targets.
+    The second gives all v ids the same probability.
     """
     n, counts = len(task.targets), np.bincount(task.targets).tolist()
     counting = math.lgamma(n + vocab_size) - math.lgamma(vocab_size) - sum(math.lgamma(count + 1) for count in counts)
@@ -180,5 +179,5 @@ def plausibility_warning(task: Task, metrics: Metrics, vocab_size: int) -> str |
         return None
     return (
         f"{metrics['loss']:.2f} nats per token are no better than counting the text's own tokens ({least:.2f}): "
-        "the checkpoint and its tokenizer do not belong together, or the model is hardly trained"
+        "the tokenizer does not belong to the checkpoint, or the model is hardly trained"
     )

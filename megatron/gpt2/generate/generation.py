@@ -1,9 +1,9 @@
-"""Text from a trained model, token after token, of several continuations at once.
+"""Generate text with a trained model, several continuations at a time.
 
-They begin and end one by one: between two token steps those that are over leave, and others are read into their places
-(continuous batching: Yu et al., "Orca", OSDI 2022). The first rank of a model-parallel group draws the tokens.
+Continuations are batched continuously (Yu et al., "Orca", OSDI 2022): after each token, finished continuations leave
+the batch and waiting ones take their rows. The first rank of a model-parallel group, the driver, draws the tokens.
 
-Legend: b continuations that are computed, v vocabulary.
+Legend: b continuations in the batch, v vocabulary.
 """
 
 import codecs
@@ -20,18 +20,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data_utils import Tokenizer
-from megatron.gpt2.generate.orders import OrderedModel
+from megatron.gpt2.generate.model_runner import ModelRunner
 from megatron.gpt2.generate.sampling import Sampler, Sampling
 from megatron.gpt2.model.attention_backend import inference
 from megatron.gpt2.model.gpt2 import GPT2Model
 
 
 class Continuation:
-    """The text that follows `prompt`, an array of ids; an empty prompt begins a new document.
+    """A request for the text that follows `prompt`, a list of ids. An empty prompt begins a new document.
 
-    ids: the new tokens so far, without the end-of-document token. finish: why it ended: "end" (of the document), "stop"
-    (a stop string), "length" or "cancelled"; "" while it goes on. score_prompt: `prompt_tokens` gets the tokens of the
-    prompt that are read, from the second on, before the first new token comes; their text is "".
+    ids: the new tokens so far, without the end-of-document token. finish: the reason for the end, "end" (of the
+    document), "stop" (a stop string), "length" or "cancelled"; "" before the end. score_prompt: put the prompt's tokens
+    from the second on, with their probabilities and without text, into `prompt_tokens` before the first new token.
     """
 
     def __init__(self, prompt: Sequence[int] | np.ndarray, sampling: Sampling, *, score_prompt: bool = False) -> None:
@@ -40,18 +40,18 @@ class Continuation:
         self.prompt_tokens: list[GeneratedToken] = []
         self.ids: list[int] = []
         self.finish = ""
-        # Its number in the batch that computes it, and what is read there for its next token.
+        # Its number in a ContinuousBatch, and the ids that the model has read or will read.
         self.number = -1
         self.context: list[int] = []
         self._text = TextStream(sampling.stop)
-        self._sampler: Sampler | None = None  # made when the text begins: it may have memory of the device
+        self._sampler: Sampler | None = None  # made at the first token, because it may need GPU memory
 
     def cancel(self) -> None:
-        """End it before its next token. May be called from any thread."""
+        """End the continuation before its next token. Any thread may call this."""
         self.finish = self.finish or "cancelled"
 
     def next(self, logits: Tensor, total: Tensor, tokenizer: Tokenizer) -> "Event":
-        """Draw the next token, or end. logits [v], total: their logsumexp."""
+        """Draw the next token, or finish. logits: [v]. total: their logsumexp."""
         wanted = self.sampling.max_new_tokens
         if not wanted:
             self.finish = self.finish or "length"
@@ -71,24 +71,24 @@ class Continuation:
         self.finish = self.finish or ended
         return GeneratedToken(self.number, token, probability, text, self._sampler.likeliest(logits), self.finish)
 
-    def take_scores(self, scores: Iterator[list[float]]) -> None:
-        """Make `prompt_tokens` of the next rows of `token_scores`, for at least as many alternatives as are asked for."""
+    def set_prompt_scores(self, scores: Iterator[list[float]]) -> None:
+        """Fill `prompt_tokens` from rows of `token_scores`, which may have more alternatives than needed."""
         for token in self.context[1:]:
-            own, _, *others = next(scores)
+            log_probability, _, *others = next(scores)
             middle = len(others) // 2
             likeliest = [(int(i), math.exp(value)) for i, value in zip(others[:middle], others[middle:], strict=True)]
             wanted = tuple(likeliest[: self.sampling.alternatives])
-            self.prompt_tokens.append(GeneratedToken(self.number, token, math.exp(own), "", wanted))
+            self.prompt_tokens.append(GeneratedToken(self.number, token, math.exp(log_probability), "", wanted))
         self.score_prompt = False  # once
 
 
 @dataclass(frozen=True)
 class GeneratedToken:
-    """One new token of the continuation number `row`, with the text that is certain with it.
+    """One new token of continuation number `row`.
 
-    text: may be empty, or hold characters of earlier tokens too. probability: of the token by the model itself, before
-    penalty, temperature, top-k and top-p. likeliest: the `Sampling.alternatives` likeliest ids, each with its
-    probability by the model itself. finish: why the continuation ends with this token; "" if it goes on.
+    text: the characters that this token completes; may be empty, and may include characters of earlier tokens.
+    probability: the model's probability, before penalty, temperature, top-k and top-p. likeliest: the
+    `Sampling.alternatives` likeliest ids with their probabilities. finish: as in `Continuation`.
     """
 
     row: int
@@ -101,12 +101,12 @@ class GeneratedToken:
 
 @dataclass(frozen=True)
 class Finished:
-    """The continuation number `row` has ended without a further token: it asked for none, and its prompt was read
-    (finish "length"), or it was cancelled."""
+    """Continuation number `row` ended without a new token: it was cancelled, or `max_new_tokens` is 0 and its prompt
+    was read (finish "length")."""
 
     row: int
     finish: str
-    text: str = ""  # as a token has it
+    text: str = ""  # the attribute that every Event has
 
 
 Event = GeneratedToken | Finished
@@ -114,7 +114,8 @@ EventStream = collections.abc.Generator[Event, None, None]
 
 
 class Generator:
-    """Continues prompts with `model`. The leader calls `stream` or `batch`, inside `leading`; the others `follow`."""
+    """Continues prompts. The driver calls `stream` or `batch` inside `driving`, and the other ranks call
+    `execute_commands`."""
 
     def __init__(
         self,
@@ -122,23 +123,24 @@ class Generator:
         tokenizer: Tokenizer,
         *,
         recompute: bool = False,
-        orders: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | None = None,
         log: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """recompute: read the whole context for each token, without a key-value cache. orders: the group through which
-        the leader gives orders (default: the model-parallel one). log: takes the notices.
-        """
-        self.model, self.tokenizer, self.log = OrderedModel(model, orders), tokenizer, log
-        self.leads, self.leading, self.follow = self.model.leads, self.model.leading, self.model.follow
-        # The ranks of sequence parallelism split the sequence, which a single token does not allow.
+        """recompute: read the whole context again for each token, without a key-value cache. group: the process group
+        that broadcasts the commands (default: the model-parallel group). log: receives notices."""
+        self.model, self.tokenizer, self.log = ModelRunner(model, group), tokenizer, log
+        self.is_driver, self.driving = self.model.is_driver, self.model.driving
+        self.execute_commands = self.model.execute_commands
+        # Sequence parallelism splits the sequence over the ranks, and a single token cannot be split.
         self.recompute = recompute or model.sequence_parallel
         self.limit = model.config.max_position_embeddings
 
     def stream(self, continuations: Sequence[Continuation]) -> EventStream:
-        """Draw token after token of all continuations until each has its `finish`; closing the iterator ends it too.
+        """Generate all continuations and yield an event for each token. Closing the iterator stops the generation.
 
-        Beyond rounding, a text does not depend on the others of its batch. A context that is full goes on with its
-        second half, read anew, and of a prompt that is too long the end is read; `log` gets a notice of both.
+        A text does not depend on the rest of its batch, except for rounding. If a prompt is longer than the model's
+        context, only its end is read. If a context is full, its second half is read again and generation continues.
+        `log` receives a notice in both cases.
         """
         longest = max(max(1, len(c.prompt)) + c.sampling.max_new_tokens for c in continuations)
         with self.batch(len(continuations), longest) as batch:
@@ -147,24 +149,24 @@ class Generator:
             yield from batch.events()
 
     @contextlib.contextmanager
-    def batch(self, rows: int, longest: int | None = None) -> "Iterator[Batch]":
-        """Computes up to `rows` continuations at once. longest: most tokens of any of them, with its prompt (default:
-        the model's context). One batch at a time, on the first rank."""
-        assert self.leads
+    def batch(self, rows: int, longest: int | None = None) -> "Iterator[ContinuousBatch]":
+        """Make a batch of up to `rows` continuations, on the driver and one at a time. longest: the maximum length of a
+        continuation with its prompt, in tokens (default: the model's context)."""
+        assert self.is_driver
         try:
             with inference(self.model.model):
                 if not self.recompute:
                     self.model.new_cache(rows, min(self.limit, longest or self.limit))
-                yield Batch(self, rows)
+                yield ContinuousBatch(self, rows)
         finally:
             self.model.cache = None
 
 
-class Batch:
-    """Continuations that are computed together, each from its first token to its last; further ones wait.
+class ContinuousBatch:
+    """A batch that continuations join and leave while it runs. Continuations wait in a queue for a free row.
 
-    They begin in the order in which they were added. Between two token steps no more is read than a full context, so
-    that the texts that have begun go on.
+    Between two token steps at most one full context of new prompts is read, so that running texts are not delayed for
+    long.
     """
 
     def __init__(self, generator: Generator, rows: int) -> None:
@@ -172,22 +174,22 @@ class Batch:
         self._tokenizer = generator.tokenizer
         self._numbers = itertools.count()
         self._waiting: deque[Continuation] = deque()
-        self._size, self._told = rows, False
+        self._size, self._notified = rows, False
         self._rows: dict[int, Continuation] = {}  # by their row in the cache
 
     def add(self, c: Continuation) -> int:
-        """Gives the number that the events of `c` have: 0, 1, 2, … May be called while `events` runs."""
+        """Add a continuation, also while `events` runs. Returns the number for `row` of its events: 0, 1, 2, …"""
         if len(c.prompt) > self._limit:
             self._generator.log(
                 f"notice: of a prompt of {len(c.prompt):,} tokens the last {self._limit:,} are read, "
-                "which is the context of the model"
+                "the context of the model"
             )
-        c.number, c.context = next(self._numbers), c.prompt[-self._limit :] or [self._tokenizer.start]
+        c.number, c.context = next(self._numbers), c.prompt[-self._limit :] or [self._tokenizer.bos]
         self._waiting.append(c)
         return c.number
 
     def events(self) -> EventStream:
-        """Draw token after token until every continuation that was added has ended. May be called again."""
+        """Generate until every added continuation has ended. May be called again after more are added."""
         while self._waiting or self._rows:
             for c in [c for c in self._waiting if c.finish]:
                 self._waiting.remove(c)
@@ -195,16 +197,16 @@ class Batch:
             newcomers = self._admit()
             if not self._generator.recompute:
                 yield from self._read(newcomers)
-            sources = self._close_up()
+            sources = self._compact()
             if self._generator.recompute:
                 yield from self._read(range(len(sources)))
             elif sources:
                 contexts = [c.context for c in self._rows.values()]
                 last, places = [context[-1] for context in contexts], [len(context) - 1 for context in contexts]
-                yield from self._draw(range(len(sources)), self._model.step(last, places, sources))
+                yield from self._draw(range(len(sources)), self._model.decode(last, places, sources))
 
     def _admit(self) -> list[int]:
-        """Give free rows to those that wait, the first ones first; returns these rows."""
+        """Give free cache rows to waiting continuations, first come first served. Returns these rows."""
         rows: list[int] = []
         width = 0
         for row in sorted(set(range(self._size)) - self._rows.keys())[: len(self._waiting)]:
@@ -215,8 +217,8 @@ class Batch:
             rows.append(row)
         return rows
 
-    def _close_up(self) -> list[int]:
-        """Let the texts have the first rows, by the fewest moves; of each the row in which it was before."""
+    def _compact(self) -> list[int]:
+        """Move the running continuations to the first rows, with the fewest moves. Returns each one's previous row."""
         taken = sorted(self._rows)
         sources = list(range(len(taken)))
         free = [row for row in sources if row not in self._rows]
@@ -226,23 +228,23 @@ class Batch:
         return sources
 
     def _read(self, rows: Sequence[int]) -> EventStream:
-        """Read the contexts of these rows, and draw the next token of each."""
+        """Read the contexts of these rows and draw one token for each."""
         if not rows:
             return
         texts = [self._rows[row] for row in rows]
         scored = [c.score_prompt for c in texts]
         alternatives = max((c.sampling.alternatives for c in texts if c.score_prompt), default=0)
-        logits, scores = self._model.read(
+        logits, scores = self._model.prefill(
             [c.context for c in texts], rows, scored, min(alternatives, self._tokenizer.vocab_size)
         )
         found = iter(scores.tolist())
         for c in texts:
             if c.score_prompt:
-                c.take_scores(found)
+                c.set_prompt_scores(found)
         yield from self._draw(rows, logits)
 
     def _draw(self, rows: Sequence[int], logits: Tensor) -> EventStream:
-        """Draw the next tokens of these rows, whose texts leave when they end. logits: [b, v]."""
+        """Draw one token for each of these rows and remove finished continuations. logits: [b, v]."""
         logits = logits[:, : self._tokenizer.vocab_size]
         totals = logits.logsumexp(1)
         for i, row in enumerate(rows):
@@ -252,21 +254,20 @@ class Batch:
                 del self._rows[row]
             elif len(c.context) > self._limit:
                 half = max(1, self._limit // 2)
-                if not self._told:
+                if not self._notified:
                     self._generator.log(
-                        f"notice: the context of {self._limit:,} tokens is full; the text goes on with its "
-                        f"last {half:,}, each time that it is"
+                        f"notice: the context of {self._limit:,} tokens is full; the text continues from its "
+                        f"last {half:,} tokens, each time that the context is full"
                     )
-                self._told = True
+                self._notified = True
                 del c.context[:-half]
-                if not self._generator.recompute:  # it is read anew, before all that wait
+                if not self._generator.recompute:  # its context is read again, before all waiting ones
                     self._waiting.appendleft(self._rows.pop(row))
             yield event
 
 
 class TextStream:
-    """Bytes of tokens in, text out: never half a character, and nothing of a stop string. It holds back the bytes of an
-    unfinished character, and what may become a stop string."""
+    """Turns the bytes of tokens into text. Holds back unfinished characters and text that may become a stop string."""
 
     def __init__(self, stop: Sequence[str] = ()) -> None:
         self.stopped = False
@@ -275,16 +276,16 @@ class TextStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, data: bytes, *, last: bool = False) -> str:
-        """The text that is certain once `data` has come; up to a stop string, and nothing after it.
+        """Add bytes and return the text that is now certain, up to the first stop string, which sets `stopped`.
 
-        last: whether no more data comes. `stopped` is true from the first stop string on.
+        last: there is no more data.
         """
         held = self._held + self._decoder.decode(data, last)
         found = [place for text in self._stop if (place := held.find(text)) >= 0]
         if found:
             self.stopped = True
             return held[: min(found)]
-        # The longest end of the text with which a stop string begins may still become that string.
+        # Hold back the longest end of the text that is the beginning of a stop string.
         sizes = (size for stop in self._stop for size in range(1, len(stop)) if held.endswith(stop[:size]))
         sure = len(held) - (0 if last else max(sizes, default=0))
         self._held = held[sure:]
@@ -294,10 +295,10 @@ class TextStream:
 def generate(
     model: GPT2Model, tokenizer: Tokenizer, continuations: Sequence[Continuation], *, recompute: bool = False
 ) -> None:
-    """Complete all continuations. Every rank of the model-parallel group calls it; the leader's are filled."""
+    """Generate all continuations. Every rank of the model-parallel group calls this; the driver gets the results."""
     generator = Generator(model, tokenizer, recompute=recompute)
-    if not generator.leads:
-        return generator.follow()
-    with generator.leading():
+    if not generator.is_driver:
+        return generator.execute_commands()
+    with generator.driving():
         for _ in generator.stream(continuations):
             pass

@@ -1,4 +1,4 @@
-"""Opening a trained model to generate text with it or to score text."""
+"""Load a trained model to generate or score text."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,20 +8,18 @@ import torch
 
 import mpu
 from data_utils import Tokenizer, load_tokenizer
-from megatron.gpt2.checkpoint.folder import find_checkpoint, refuse_foreign
+from megatron.gpt2.checkpoint.base import check_metadata
+from megatron.gpt2.checkpoint.folder import find_checkpoint, require_native_format
 from megatron.gpt2.checkpoint.reader import Checkpoint
-from megatron.gpt2.checkpoint.source import check_facts
-from megatron.gpt2.checkpoint.state import load_state, whole_parameters
+from megatron.gpt2.checkpoint.sharded_state import load_sharded_state_dict, parameter_states
 from megatron.gpt2.model.gpt2 import GPT2Model, layer_config, parameter_specs
 from megatron.gpt2.pipeline.schedule import layers_of_stages
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A trained model on this rank, with the checkpoint that it comes from and the tokenizer of that checkpoint.
-
-    model: this rank's part, on `device`, in `dtype`, in evaluation mode.
-    """
+    """This rank's part of a trained model, on `device`, in `dtype` and in evaluation mode, with its checkpoint and
+    tokenizer."""
 
     model: GPT2Model
     tokenizer: Tokenizer
@@ -33,25 +31,24 @@ class LoadedModel:
 def load_for_inference(
     directory: str | Path, device: torch.device, dtype: torch.dtype, *, log: Callable[[str], None]
 ) -> LoadedModel:
-    """Load the newest checkpoint of the --save folder `directory`, split over the default model-parallel group,
-    its layers over the stages of a pipeline too.
+    """Load the newest checkpoint of the --save folder `directory`, split over the default model-parallel group.
 
-    Every rank of that group calls it. log: takes a line for each damaged checkpoint that is passed over.
-    Raises ValueError or FileNotFoundError, in one line, if the folder holds no checkpoint of this project, the
-    tokenizer next to it is missing or is another one, or the ranks cannot share the attention heads.
+    Every rank of the group calls this. log: receives a line for each damaged checkpoint that is skipped. Raises
+    ValueError or FileNotFoundError if the folder has no checkpoint of this project, if the tokenizer next to it is
+    missing or different, or if the ranks cannot share the attention heads.
     """
-    refuse_foreign(directory, with_tokenizer=True)
+    require_native_format(directory, with_tokenizer=True)
     checkpoint = find_checkpoint(directory, log=log)
     if checkpoint is None:
         raise FileNotFoundError(f"--load {directory}: holds no checkpoint; give the --save folder of a training run")
-    config = check_facts(checkpoint)
-    if checkpoint.facts.get("tokenizer") is None:
+    config = check_metadata(checkpoint)
+    if checkpoint.metadata.get("tokenizer") is None:
         raise ValueError(
-            f"{checkpoint.path} came without a tokenizer: convert it again with --vocab-file and "
+            f"{checkpoint.path} was converted without a tokenizer: convert it again with --vocab-file and "
             "--merge-file, or --tokenizer-model"
         )
     tokenizer = load_tokenizer(Path(directory) / "tokenizer")
-    if tokenizer.fingerprint != checkpoint.facts["tokenizer"]["fingerprint"]:
+    if tokenizer.fingerprint != checkpoint.metadata["tokenizer"]["fingerprint"]:
         raise ValueError(
             f"{Path(directory) / 'tokenizer'}: is not the tokenizer that {checkpoint.path} was trained "
             "with; put that one back"
@@ -67,22 +64,22 @@ def load_for_inference(
         parallel.pipeline_model_parallel_rank
     ]
     model = GPT2Model(config, layer_config(config, device=device), chunks=[stage])
-    load_state(
-        whole_parameters(model.named_parameters()),
+    load_sharded_state_dict(
+        parameter_states(model.named_parameters()),
         parameter_specs(config, ranks),
         checkpoint,
         mp_rank=parallel.tensor_model_parallel_rank,
         mp_size=ranks,
     )
     model = model.to(dtype).eval()
-    store_by_column(model)
+    store_column_major(model)
     return LoadedModel(model, tokenizer, checkpoint, device, dtype)
 
 
-def store_by_column(model: GPT2Model) -> None:
-    """On a CPU, store each float32 matrix of `model` column by column, in place.
+def store_column_major(model: GPT2Model) -> None:
+    """On a CPU, store each float32 matrix of `model` in column-major order, in place.
 
-    The weights stay the same. The products of a few rows with such a matrix, of which generation is made, are faster.
+    The values stay the same. Generation multiplies a few rows with each matrix, which is faster in this order.
     """
     for parameter in model.parameters():
         if parameter.dim() == 2 and parameter.device.type == "cpu" and parameter.dtype == torch.float32:

@@ -1,4 +1,4 @@
-"""How the next token is chosen from the logits. Legend: v vocabulary without padding."""
+"""Draw the next token from the logits. Legend: v vocabulary without padding."""
 
 import math
 from collections.abc import Sequence
@@ -9,26 +9,25 @@ from torch import Tensor
 
 from megatron.gpt2.config import require
 
-# Candidates that are sorted first for top-p: of a model's 50,000 tokens these nearly always hold p.
+# Top-p sorts this many candidates first. They nearly always hold the probability p.
 _FIRST_CANDIDATES = 1024
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the tokens of a continuation are chosen. They apply in the order of the fields: penalty, temperature, top-k,
-    top-p.
+    """Sampling parameters of a continuation, applied in the order of the fields: penalty, temperature, top-k, top-p.
 
-    ValueError, which names the flag, if a value cannot be.
+    Raises ValueError, which names the flag, for an impossible value.
     """
 
-    repetition_penalty: float = 1.0  # of tokens in the text; above 1 they become less likely
+    repetition_penalty: float = 1.0  # above 1, tokens that are in the text become less likely
     temperature: float = 1.0  # 0 takes the likeliest token
-    top_k: int = 0  # the k likeliest; 0: all
-    top_p: float = 0.0  # the fewest tokens that hold p together; 0: all
+    top_k: int = 0  # the k likeliest tokens; 0: all
+    top_p: float = 0.0  # the fewest tokens whose probabilities sum to p; 0: all
     max_new_tokens: int = 200
-    stop: tuple[str, ...] = ()  # texts before which a continuation ends
+    stop: tuple[str, ...] = ()  # a continuation ends before the first of these texts
     seed: int = 1234
-    alternatives: int = 0  # likeliest tokens that come with each one that is drawn
+    alternatives: int = 0  # the number of likeliest tokens to report with each drawn token
 
     def __post_init__(self) -> None:
         t = self.temperature
@@ -45,12 +44,12 @@ class Sampling:
 
     @property
     def is_full(self) -> bool:
-        """Whether every token can be drawn, however unlikely it is."""
+        """True if every token can be drawn, even the least likely one."""
         return self.temperature > 0 and self.top_k == 0 and self.top_p in (0, 1)
 
 
 class Sampler:
-    """Draws the tokens of one continuation. The draws depend only on the logits, the seed and the tokens so far."""
+    """Draws the tokens of one continuation. A draw depends only on the logits, the seed and the tokens before it."""
 
     def __init__(self, sampling: Sampling, context: Sequence[int], vocab_size: int, device: torch.device) -> None:
         self.sampling = sampling
@@ -61,22 +60,22 @@ class Sampler:
             self._seen[torch.tensor(context, dtype=torch.int64, device=device)] = True
 
     def draw(self, logits: Tensor, total: Tensor) -> tuple[int, float]:
-        """logits [v] float32, total: their logsumexp -> a token id, and its probability by the model itself."""
+        """Draw a token id and return it with the model's probability. logits: [v] float32. total: their logsumexp."""
         filtered = filter_logits(logits, self.sampling, self._seen)
         if self.sampling.temperature > 0:
-            # The largest of ln p - ln E, with exponential E, is a draw from p. A sum over p, the other way, would let
-            # rounding change more draws, and with it the number of ranks.
+            # The arg-max of ln p - ln E, with exponential E, is a draw from p. Inverse transform sampling would need a
+            # cumulative sum, whose rounding depends on the number of ranks and would change more draws.
             noise = torch.empty(logits.shape).exponential_(generator=self._noise)
             filtered = filtered - noise.log_().to(logits.device)
         token = filtered.argmax().view(1)
         if self._seen is not None:
-            self._seen.index_fill_(0, token, True)  # to index with a tensor of no dimension would read it on the host
+            self._seen.index_fill_(0, token, True)  # indexing with a 0-dimensional tensor would wait for the device
         drawn = logits.index_select(0, token) - total
         chosen, log_probability = torch.cat([token.double(), drawn.double()]).tolist()  # the one wait for the device
         return int(chosen), math.exp(log_probability)
 
     def likeliest(self, logits: Tensor) -> tuple[tuple[int, float], ...]:
-        """logits [v] float32 -> the `alternatives` likeliest ids, each with its probability by the model itself."""
+        """Return the `alternatives` likeliest ids, each with the model's probability. logits: [v] float32."""
         if not self.sampling.alternatives:
             return ()
         values, tokens = (logits - logits.logsumexp(0)).topk(min(self.sampling.alternatives, logits.numel()))
@@ -84,9 +83,9 @@ class Sampler:
 
 
 def filter_logits(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
-    """logits [v] float32, seen [v] bool -> logits of the distribution to draw from; -inf for tokens that are left out.
+    """Return the logits of the distribution to draw from, -inf for excluded tokens. logits: [v] float32.
 
-    seen: the tokens that are in the text already, for the repetition penalty (arXiv:1909.05858).
+    seen: [v] bool, the tokens that the text already has, for the repetition penalty (arXiv:1909.05858).
     """
     penalty = sampling.repetition_penalty
     if seen is not None and penalty != 1:
@@ -97,12 +96,12 @@ def filter_logits(logits: Tensor, sampling: Sampling, seen: Tensor | None = None
     if 0 < sampling.top_k < logits.numel():
         logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -torch.inf)
     if 0 < sampling.top_p < 1:
-        logits = logits.masked_fill(logits < _least_of_nucleus(logits, sampling.top_p), -torch.inf)
+        logits = logits.masked_fill(logits < _nucleus_threshold(logits, sampling.top_p), -torch.inf)
     return logits
 
 
-def _least_of_nucleus(logits: Tensor, p: float) -> Tensor:
-    """The logit of the last token, by falling probability, before which the others hold less than p."""
+def _nucleus_threshold(logits: Tensor, p: float) -> Tensor:
+    """Return the smallest logit of the top-p nucleus: the fewest likeliest tokens whose probabilities sum to p."""
     total = logits.logsumexp(0)
     for count in (min(_FIRST_CANDIDATES, logits.numel()), logits.numel()):
         largest = logits.topk(count).values

@@ -1,7 +1,7 @@
-"""The probability that a model gives to a text: nats of each window, and whether its targets are the likeliest tokens.
+"""Compute the probability that a model gives to a text.
 
-Every rank calls `score` with the same windows and gets every score. Legend: b windows in a batch, s positions,
-t targets, v padded vocabulary, p model-parallel size.
+Every rank calls `score_windows` with the same windows and gets all scores. Legend: b windows in a batch, s positions,
+t targets.
 """
 
 import math
@@ -14,25 +14,25 @@ import torch.distributed as dist
 
 import mpu
 from data_utils.command_line import progress_bar
-from megatron.gpt2.generate.orders import token_scores
+from megatron.gpt2.generate.model_runner import token_scores
 from megatron.gpt2.model.attention_backend import inference
 from megatron.gpt2.model.gpt2 import GPT2Model
 
 
 @dataclass(frozen=True)
 class Window:
-    """`ids` [n] int32. The last `targets` of them, fewer than n, are scored; those before are their context."""
+    """`ids` [n] int32. The last `num_targets` ids, fewer than n, are scored; the ids before them are the context."""
 
     ids: np.ndarray
-    targets: int
+    num_targets: int
 
     def __post_init__(self) -> None:
-        assert 0 < self.targets < len(self.ids)
+        assert 0 < self.num_targets < len(self.ids)
 
 
 @dataclass(frozen=True)
 class Scores:
-    """The scores of windows: `nats` [w] float64, -Σ ln p(target); `greedy` [w] bool, whether every target is the
+    """The scores of w windows. nats: [w] float64, -Σ ln p(target). greedy: [w] bool, True if every target is the
     arg-max."""
 
     nats: np.ndarray
@@ -40,15 +40,15 @@ class Scores:
 
     @property
     def total(self) -> float:
-        """Nats of all windows together."""
+        """The sum over all windows, in nats."""
         return math.fsum(self.nats)
 
 
-def windows_over(ids: np.ndarray, length: int, stride: int) -> list[Window]:
-    """Windows of up to `length` + 1 ids over `ids` [n], in which every id but the first is a target once.
+def sliding_windows(ids: np.ndarray, length: int, stride: int) -> list[Window]:
+    """Cut `ids` [n] into windows of up to `length` + 1 ids. Every id except the first is a target in one window.
 
-    stride: targets of each window after the first, at most `length`; each of them has at least `length` - `stride` ids
-    before it in its window (Megatron's --overlapping-eval).
+    stride: the targets of each window after the first, at most `length`. Each of them has at least `length` - `stride`
+    ids of context (Megatron's --overlapping-eval).
     """
     shared = length - stride
     parts = ((start, ids[start : start + length + 1]) for start in range(0, max(len(ids) - 1 - shared, 1), stride))
@@ -56,25 +56,27 @@ def windows_over(ids: np.ndarray, length: int, stride: int) -> list[Window]:
 
 
 @torch.no_grad()
-def score(model: GPT2Model, windows: Sequence[Window], *, batch_size: int) -> Scores:
-    """The scores of all windows, on every rank. batch_size: windows computed together.
+def score_windows(model: GPT2Model, windows: Sequence[Window], *, batch_size: int) -> Scores:
+    """Score all windows and return all scores on every rank. batch_size: windows per forward pass.
 
-    Each data-parallel rank computes every n-th batch. Neither the batches, nor the order of any sum, nor any score
-    depends on the number of ranks.
+    With n data-parallel ranks, each rank computes every n-th batch. The batches, the order of every sum and the scores
+    do not depend on the number of ranks.
     """
     device = next(model.parameters()).device
-    order = sorted(range(len(windows)), key=lambda i: -len(windows[i].ids))  # little padding; the largest comes first
-    own = range(mpu.get_data_parallel_rank() * batch_size, len(order), mpu.get_data_parallel_world_size() * batch_size)
+    order = sorted(range(len(windows)), key=lambda i: -len(windows[i].ids))  # longest first: little padding
+    starts = range(
+        mpu.get_data_parallel_rank() * batch_size, len(order), mpu.get_data_parallel_world_size() * batch_size
+    )
     scores = torch.zeros(2, len(windows), dtype=torch.float64, device=device)
     first = not dist.is_initialized() or dist.get_rank() == 0
     with inference(model):
-        for start in progress_bar(own, seen=first, desc="scoring", unit="batch", leave=False):
+        for start in progress_bar(starts, visible=first, desc="scoring", unit="batch", leave=False):
             batch = order[start : start + batch_size]
             texts = [torch.from_numpy(windows[i].ids).long() for i in batch]
-            padded = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)  # padding is after all that counts
+            padded = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)  # padding follows the targets
             tokens = padded.to(device)
-            counts = [windows[i].targets for i in batch]
-            # The row of each target [t], and the place of the token that it follows.
+            counts = [windows[i].num_targets for i in batch]
+            # For each target [t]: its row, and the position of the token before it.
             last, at = torch.tensor([[len(text) - 1] for text in texts]), torch.arange(tokens.size(1) - 1)
             rows, places = ((at < last) & (at >= last - torch.tensor(counts)[:, None])).nonzero().t().to(device)
             hidden = model.hidden_states(tokens[:, :-1])
@@ -84,6 +86,6 @@ def score(model: GPT2Model, windows: Sequence[Window], *, batch_size: int) -> Sc
             )
     group = mpu.get_data_parallel_group()
     if group is not None and group.size() > 1:
-        dist.all_reduce(scores, group=group)  # of each window all ranks but one have 0
+        dist.all_reduce(scores, group=group)  # only one rank has a window's score; the others have 0
     nats, greedy = scores.cpu().numpy()
     return Scores(nats, greedy == 1)

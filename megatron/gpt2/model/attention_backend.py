@@ -1,8 +1,8 @@
-"""Choose which of torch's kernels computes attention on a GPU: in training by timing them on the run's own shape, in
-inference one that takes every length alike.
+"""Choose torch's attention kernel on a GPU: for training by timing the kernels on the run's shape; for inference
+kernels that do not plan for each length.
 
-On Hopper torch's default is the kernel of cuDNN, which is the fastest one without dropout. With dropout it can be
-several times slower than FlashAttention, so no fixed choice is right.
+On Hopper, torch's default is cuDNN's kernel, which is the fastest without dropout. With dropout it can be several times
+slower than FlashAttention, so no fixed choice is right.
 """
 
 import contextlib
@@ -15,56 +15,56 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mpu.kernels import causal_attention
 
-# In the order of preference: a later one must be faster by a margin, so that two runs on one machine agree.
-SWITCHES: dict[str, Callable[[bool], Any]] = {
+# In order of preference: a later kernel must be faster by MIN_SPEEDUP, so that two runs on one machine agree.
+BACKENDS: dict[str, Callable[[bool], Any]] = {
     "flash": torch.backends.cuda.enable_flash_sdp,
     "fused": torch.backends.cuda.enable_cudnn_sdp,
     "efficient": torch.backends.cuda.enable_mem_efficient_sdp,
 }
-MARGIN = 1.05
+MIN_SPEEDUP = 1.05
 REPEATS = 10
 
 
 def choose_attention(
     requested: str, device: torch.device, dtype: torch.dtype, *, b: int, s: int, n: int, d: int, dropout_p: float
 ) -> str:
-    """Switch torch to one kernel for attention over [s, b, n, d] on this device, and return a line that says which and
-    why.
+    """Enable one of torch's kernels for attention over [s, b, n, d] on this device. Return a log line with the kernel
+    and the reason. On a CPU, nothing is changed and the line is empty.
 
-    requested: a value of --attention-backend. torch's plain formula stays allowed, for shapes that the kernel refuses.
-    With torch's deterministic algorithms on, which exclude the kernel of cuDNN, the first one that takes the shape
-    counts: measured times differ from run to run, and so would the bits.
-    On a CPU there is nothing to choose, and the line is empty.
+    requested: the value of --attention-backend. torch's math implementation stays enabled for shapes that the kernel
+    does not support. With torch's deterministic algorithms (which exclude cuDNN's kernel), the first kernel that
+    supports the shape is chosen, because measured times differ between runs.
     """
     if device.type != "cuda":
         return ""
     if requested != "auto":
-        _switch(requested)
+        _enable(requested)
         return f"attention: {requested}, by --attention-backend"
     times: dict[str, float] = {}
-    takes_first = torch.are_deterministic_algorithms_enabled()
-    for name in SWITCHES:
-        _switch(name, formulas=False)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    for name in BACKENDS:
+        _enable(name, allow_math=False)
         try:
-            times[name] = _milliseconds(device, dtype, b, s, n, d, dropout_p)
-        except RuntimeError:  # the kernel does not know this device, dtype or shape
+            times[name] = _measure_ms(device, dtype, b, s, n, d, dropout_p)
+        except RuntimeError:  # the kernel does not support this device, dtype or shape
             torch.cuda.synchronize(device)
-        if times and takes_first:
+        if times and deterministic:
             break
     chosen = fastest(times)
-    _switch(chosen)
+    _enable(chosen)
     if not times:
-        return "attention: unfused, since no kernel takes this dtype and shape here"
-    if takes_first:
-        return f"attention: {chosen}, the first with a fixed order of sums that takes this dtype and shape"
+        return "attention: unfused, since no kernel supports this dtype and shape here"
+    if deterministic:
+        return f"attention: {chosen}, the first deterministic kernel that supports this dtype and shape"
     measured = ", ".join(f"{name} {time:.2f}" for name, time in times.items())
     return f"attention: {chosen}, the fastest (ms forward and backward: {measured})"
 
 
 @contextlib.contextmanager
 def inference(model: nn.Module) -> Iterator[None]:
-    """`model` in evaluation mode, without the kernel of cuDNN: that one makes a plan for each new length, for 0.05 to
-    1 s (pytorch#155958), and in generation every token is one. Afterwards all is as before."""
+    """Context manager: `model` in evaluation mode, without cuDNN's kernel. That kernel makes a plan for each new
+    length, which takes 0.05 to 1 s (pytorch#155958), and generation has a new length for each token. The former state
+    is restored afterwards."""
     was_training = model.training
     model.eval()
     try:
@@ -75,22 +75,23 @@ def inference(model: nn.Module) -> Iterator[None]:
 
 
 def fastest(times: dict[str, float]) -> str:
-    """The name in `times` (ms by name) that no later one beats by the factor `MARGIN`. "unfused" where it is empty."""
+    """The fastest kernel in `times` (name to ms). A later kernel must be faster by the factor `MIN_SPEEDUP`. "unfused"
+    if `times` is empty."""
     chosen = "unfused"
     for name, time in times.items():
-        if chosen == "unfused" or time * MARGIN < times[chosen]:
+        if chosen == "unfused" or time * MIN_SPEEDUP < times[chosen]:
             chosen = name
     return chosen
 
 
-def _switch(chosen: str, *, formulas: bool = True) -> None:
-    for name, switch in SWITCHES.items():
+def _enable(chosen: str, *, allow_math: bool = True) -> None:
+    for name, switch in BACKENDS.items():
         switch(name == chosen)
-    torch.backends.cuda.enable_math_sdp(formulas)
+    torch.backends.cuda.enable_math_sdp(allow_math)
 
 
-def _milliseconds(device: torch.device, dtype: torch.dtype, b: int, s: int, n: int, d: int, dropout_p: float) -> float:
-    """The median time of a forward and a backward. The default generator is left as it was."""
+def _measure_ms(device: torch.device, dtype: torch.dtype, b: int, s: int, n: int, d: int, dropout_p: float) -> float:
+    """The median time of forward and backward. The default generator's state is unchanged."""
     times = []
     with torch.random.fork_rng(devices=[device]):
         qkv = torch.randn(s, b, n, 3, d, device=device, dtype=dtype, requires_grad=True)

@@ -1,10 +1,10 @@
-"""GPT-2: embeddings, a stack of parallel layers, and a head tied to the word embeddings.
+"""GPT-2: embeddings, a stack of parallel layers, and a head that is tied to the word embeddings.
 
-In a pipeline a rank holds chunks of successive layers. The first chunk embeds; the last one has the final norm, the
-head and the loss. The tied matrix is on both. Everything keeps the name that it has in the whole model.
+With pipeline parallelism a rank holds chunks of successive layers. The first chunk has the embeddings; the last one has
+the final norm, the head and the loss. Both have a copy of the tied matrix. All parameters keep their names in the whole
+model, which are those of Megatron's 2019 checkpoints.
 
-Legend: b batch, s sequence, h hidden, v padded vocabulary, l layers, p tensor-parallel size.
-Parameter names are those of Megatron's 2019 checkpoints.
+Legend: b batch, s sequence, h hidden, v padded vocabulary, l layers, tp tensor-parallel size.
 """
 
 import contextlib
@@ -26,14 +26,14 @@ from megatron.gpt2.config import ModelConfig
 from mpu.initialize import group_rank_and_size
 from mpu.layers import InitMethod
 
-TIED = "word_embeddings.weight"  # the head's weight too
+TIED_WEIGHT = "word_embeddings.weight"  # also the head's weight
 
 
 def seeded_normal(seed: int, name: str, std: float) -> InitMethod:
     """An init_method that fills the whole weight `name` from N(0, std²).
 
-    The numbers are a function of seed, name and index alone. Each parameter has a generator of its own, so that neither
-    the layout nor the order in which layers are made can change a weight.
+    The values depend only on seed, name and index. Each parameter has a separate generator, so the values do not depend
+    on the layout or on the order in which layers are created.
     """
     key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little", signed=True)
 
@@ -44,24 +44,25 @@ def seeded_normal(seed: int, name: str, std: float) -> InitMethod:
 
 
 class Transformer(nn.Module):
-    """The layers and, after the last one, the final layer norm. [s, b, h] -> [s, b, h], or [s/p, b, h] with sequence
+    """The layers and, after the last one, the final layer norm. [s, b, h] -> [s, b, h], or [s/tp, b, h] with sequence
     parallelism.
 
-    numbers: of the layers that this rank holds; the others are None in `layers`.
-    init_method_for: gives the init_method of a weight by its name in the whole model. modules: of what a layer is made.
+    layer_numbers: the layers that this rank holds, starting from 0; the other entries of `layers` are None.
+    init_method_for: returns the init_method of a weight by its name in the whole model. modules: implementations of the
+    parts of a layer.
     """
 
     def __init__(
         self,
         num_layers: int,
-        numbers: Sequence[int],
+        layer_numbers: Sequence[int],
         config: mpu.TransformerConfig,
         init_method_for: Callable[[str], InitMethod],
-        modules: mpu.Modules,
+        modules: mpu.TransformerLayerSubmodules,
     ) -> None:
         super().__init__()
-        self.config, self._numbers = config, numbers
-        self.layer_pre_hook: Callable[[int], object] = lambda number: None  # is called before each layer computes
+        self.config, self._layer_numbers = config, layer_numbers
+        self.layer_pre_hook: Callable[[int], object] = lambda number: None  # called before each layer's forward
 
         def layer(number: int) -> mpu.ParallelTransformerLayer:
             return mpu.ParallelTransformerLayer(
@@ -71,10 +72,10 @@ class Transformer(nn.Module):
             )
 
         self.layers = nn.ModuleList(
-            layer(number) if number in numbers else None  # type: ignore[misc]
+            layer(number) if number in layer_numbers else None  # type: ignore[misc]
             for number in range(num_layers)
         )
-        if num_layers - 1 in numbers:
+        if num_layers - 1 in layer_numbers:
             self.final_layernorm = modules.layer_norm(
                 config.hidden_size,
                 config.layernorm_epsilon,
@@ -83,86 +84,91 @@ class Transformer(nn.Module):
             )
         device = torch.device(config.device or "cpu")
         to_host = device.type == "cuda" and (config.checkpoint_in_cpu or config.cpu_offloading_num_layers > 0)
-        self.host_memory = mpu.HostMemory(device) if to_host else None
+        self.activation_offload = mpu.ActivationOffload(device) if to_host else None
 
     def forward(
         self,
         x: Tensor,
-        documents: mpu.Documents | None = None,
+        documents: mpu.PackedSeqParams | None = None,
         cache: mpu.KeyValueCache | None = None,
-        keys: Tensor | None = None,
+        dropout_seeds: Tensor | None = None,
         chunk: range | None = None,
     ) -> Tensor:
-        """[s, b, h] -> [s, b, h]. documents: of this micro-batch. cache: reads and keeps the keys and values. keys: of
-        dropout, see `mpu.dropout_keys`. chunk: the layers that compute (default: all)."""
+        """[s, b, h] -> [s, b, h].
+
+        documents: of this micro-batch. cache: gives and stores keys and values. dropout_seeds: see `mpu.dropout_seeds`.
+        chunk: the layers to compute (default: all).
+        """
         chunk = chunk if chunk is not None else range(len(self.layers))
-        of_layer: Sequence[Tensor | None] = [None] * len(self.layers) if keys is None else keys.unbind()
-        if self.host_memory is not None:
-            self.host_memory.forward_begins()
+        layer_seeds: Sequence[Tensor | None] = (
+            [None] * len(self.layers) if dropout_seeds is None else dropout_seeds.unbind()
+        )
+        if self.activation_offload is not None:
+            self.activation_offload.forward_begins()
         full = self.config.recompute_granularity == "full" and self.training
-        together = self.config.recompute_num_layers if full else 1
-        for start in range(chunk.start, chunk.stop, together):
-            numbers = range(start, min(start + together, chunk.stop))
-            for number in numbers:
+        layers_per_checkpoint = self.config.recompute_num_layers if full else 1
+        for start in range(chunk.start, chunk.stop, layers_per_checkpoint):
+            layer_numbers = range(start, min(start + layers_per_checkpoint, chunk.stop))
+            for number in layer_numbers:
                 self.layer_pre_hook(number)
-            run = functools.partial(self._run_layers, numbers, documents, cache, of_layer)
+            run = functools.partial(self._run_layers, layer_numbers, documents, cache, layer_seeds)
             if full:
-                # Only tensors are arguments: DeepSpeed's function, in the place of mpu.checkpoint, may keep a part of
-                # each on every rank. The attribute says that this tensor differs between the ranks already.
+                # All arguments are tensors: DeepSpeed's replacement of mpu.checkpoint may shard each argument over
+                # the ranks. The attribute marks x as already sharded.
                 if self.config.sequence_parallel:
                     x.no_checkpointing = True  # type: ignore[attr-defined]
                 x = mpu.checkpoint(run, x, **self._checkpoint_options())
             else:
-                with self._of_layer(start):
+                with self._offload_context(start):
                     x = run(x)
-        if self.host_memory is not None:
-            self.host_memory.forward_ends()
+        if self.activation_offload is not None:
+            self.activation_offload.forward_ends()
         return self.final_layernorm(x) if chunk.stop == len(self.layers) else x
 
     def _run_layers(
         self,
-        numbers: range,
-        documents: mpu.Documents | None,
+        layer_numbers: range,
+        documents: mpu.PackedSeqParams | None,
         cache: mpu.KeyValueCache | None,
-        keys: Sequence[Tensor | None],
+        dropout_seeds: Sequence[Tensor | None],
         x: Tensor,
     ) -> Tensor:
-        for number in numbers:
-            attend = functools.partial(cache.attend, self._numbers.index(number)) if cache else None
-            x = self.layers[number](x, documents, attend, keys[number])
+        for number in layer_numbers:
+            attention_fn = functools.partial(cache.attend, self._layer_numbers.index(number)) if cache else None
+            x = self.layers[number](x, documents, attention_fn, dropout_seeds[number])
         return x
 
     def _checkpoint_options(self) -> dict[str, Any]:
-        """Arguments of `mpu.checkpoint`, which another function may replace: none unless one is asked for."""
+        """Keyword arguments for `mpu.checkpoint`. A replacement of that function may not accept any, so defaults are
+        left out."""
         config = self.config
         options: dict[str, Any] = {}
         if config.distribute_saved_activations and not config.sequence_parallel:
             options |= {"distribute_saved_activations": True, "group": config.group}
-        return options if self.host_memory is None else options | {"host_memory": self.host_memory}
+        return options if self.activation_offload is None else options | {"activation_offload": self.activation_offload}
 
-    def _of_layer(self, number: int) -> AbstractContextManager[None]:
-        """Around a layer that is not recomputed: where what it keeps is."""
-        if self.host_memory is None or number >= self.config.cpu_offloading_num_layers:
+    def _offload_context(self, number: int) -> AbstractContextManager[None]:
+        """Context manager that offloads the activations of layer `number`, if offloading is enabled for it."""
+        if self.activation_offload is None or number >= self.config.cpu_offloading_num_layers:
             return contextlib.nullcontext()
-        return self.host_memory.of_layer(self.layers[number])
+        return self.activation_offload.offload_layer(self.layers[number])
 
 
-class TiedGradient(Protocol):
-    """Is given the gradient of the word embeddings, which the head uses as well: during backward first the gradient of
-    the head, then that of the embedding. Autograd would add them in the model's precision, in three more matrices of
-    that size.
-    """
+class TiedGradHook(Protocol):
+    """Receives the gradient of the word embeddings, which are also the head's weight: in backward first the head's
+    gradient, then the embedding's. Autograd would add the two in the model's precision and allocate three more matrices
+    of that size."""
 
     def add(self, gradient: Tensor) -> None:
-        """Add the gradient of the head, [v/p, h] in the model's dtype."""
+        """Add the head's gradient, [v/tp, h] in the model's dtype."""
 
     def add_rows(self, rows: Tensor, gradients: Tensor) -> None:
-        """Add the gradients [t, h] of the rows whose numbers are [t] int64. Numbers repeat."""
+        """Add gradients [t, h] of the rows [t] int64. A row may occur several times."""
 
 
-def layer_config(config: ModelConfig, **how: Any) -> mpu.TransformerConfig:
-    """The config of the layers of a model. how: they are parallel, recomputed and placed, in the names of
-    `mpu.TransformerConfig`; by default plain, over the default tensor-parallel group."""
+def layer_config(config: ModelConfig, **overrides: Any) -> mpu.TransformerConfig:
+    """The config of a model's layers. overrides: fields of `mpu.TransformerConfig` for parallelism, recomputation and
+    device (default: no recomputation, the default tensor-parallel group)."""
     return mpu.TransformerConfig(
         config.hidden_size,
         config.num_attention_heads,
@@ -171,23 +177,21 @@ def layer_config(config: ModelConfig, **how: Any) -> mpu.TransformerConfig:
         hidden_dropout=config.hidden_dropout,
         layernorm_epsilon=config.layernorm_epsilon,
         gelu=config.gelu,
-        **how,
+        **overrides,
     )
 
 
 class GPT2Model(nn.Module):
-    """GPT-2 over a tensor-parallel group, in float32; the optimizer or `.to(dtype)` lowers the precision.
+    """GPT-2 over a tensor-parallel group, in float32. The optimizer or `.to(dtype)` lowers the precision.
 
-    config: its vocab_size is the true size. Raises ValueError if that is None. layer: made by `layer_config` (default:
-    plain layers).
-    chunks: the successive layers, by number, that this rank of a pipeline holds (default: all, in one chunk).
-    dropout_seed: of masks that do not depend on the layout, where `forward` is given the numbers of its samples. None:
-    dropout draws from torch's generators.
-    modules: of what it is made: layers, head and loss.
+    config: its vocab_size is the true size; None raises ValueError. layer: from `layer_config` (default:
+    `layer_config(config)`). chunks: the layers of this pipeline rank, as ranges (default: all layers in one chunk).
+    dropout_seed: makes dropout masks that do not depend on the layout, if `forward` gets `samples`; None draws masks
+    from torch's generators. modules: implementations of layers, position embedding and loss.
     """
 
-    word_embeddings: mpu.VocabParallelEmbedding  # on the first and the last stage of a pipeline
-    position_embeddings: mpu.PositionEmbedding  # on the first one
+    word_embeddings: mpu.VocabParallelEmbedding  # on the first and the last pipeline stage
+    position_embeddings: mpu.PositionEmbedding  # on the first stage
 
     def __init__(
         self,
@@ -197,7 +201,7 @@ class GPT2Model(nn.Module):
         chunks: Sequence[range] | None = None,
         seed: int = 1234,
         dropout_seed: int | None = None,
-        modules: mpu.Modules = mpu.PLAIN_MODULES,
+        modules: mpu.TransformerLayerSubmodules = mpu.DEFAULT_SUBMODULES,
     ) -> None:
         super().__init__()
         if config.vocab_size is None:
@@ -211,7 +215,7 @@ class GPT2Model(nn.Module):
         self.rank, self.world_size = group_rank_and_size(self.group)
         self.sequence_parallel = layer.sequence_parallel and self.world_size > 1
         layer = dataclasses.replace(layer, group=self.group, sequence_parallel=self.sequence_parallel)
-        # Each layer adds two branches to the residual stream: their last weights start smaller (GPT-2).
+        # Each layer adds two branches to the residual stream; their output weights start smaller (GPT-2).
         output_std = config.init_method_std / math.sqrt(2 * config.num_layers)
 
         def init_method_for(name: str) -> InitMethod:
@@ -226,21 +230,21 @@ class GPT2Model(nn.Module):
                 config.vocab_size,
                 config.hidden_size,
                 padded_size=self.padded_vocab_size,
-                init_method=init_method_for(TIED),
-                **layer.placement,
+                init_method=init_method_for(TIED_WEIGHT),
+                **layer.layer_kwargs,
             )
         if self.has_embeddings:
             self.position_embeddings = modules.position_embedding(
                 config.max_position_embeddings,
                 config.hidden_size,
                 init_method_for("position_embeddings.weight"),
-                **layer.placement,
+                **layer.layer_kwargs,
             )
-        numbers = [number for chunk in self.chunks for number in chunk]
-        self.transformer = Transformer(config.num_layers, numbers, layer, init_method_for, modules)
+        layer_numbers = [number for chunk in self.chunks for number in chunk]
+        self.transformer = Transformer(config.num_layers, layer_numbers, layer, init_method_for, modules)
         self.dropout_seed = dropout_seed
         self._cross_entropy = modules.linear_cross_entropy
-        self.tied_gradient: TiedGradient | None = None  # None: autograd does it
+        self.tied_grad_hook: TiedGradHook | None = None  # None: autograd adds the gradients
         self.is_compiled = False
 
     def forward(
@@ -249,29 +253,29 @@ class GPT2Model(nn.Module):
         labels: Tensor | None = None,
         token_weight: Tensor | None = None,
         positions: Tensor | None = None,
-        documents: mpu.Documents | None = None,
+        documents: mpu.PackedSeqParams | None = None,
         samples: Tensor | None = None,
         *,
         chunk: range | None = None,
         hidden: Tensor | None = None,
     ) -> Tensor:
-        """tokens [b, s] int64 -> this rank's logits [s, b, v/p]. With labels [b, s] int64 and weights [b, s] float32:
-        the scalar Σ token_weight · cross-entropy in float32, the same on every rank of the group.
+        """tokens [b, s] int64 -> this rank's logits [s, b, v/tp]. With labels [b, s] int64 and token_weight [b, s]
+        float32: the scalar Σ token_weight · cross-entropy in float32, equal on every rank of the group.
 
-        A label whose weight is 0 must still be an id of the vocabulary. positions: [b, s] int64, where they are not 0
-        to s - 1. documents: of this micro-batch, where they do not see each other. samples: [b] int64, the numbers of
-        the samples in the whole run, which dropout's masks follow from.
+        A label with weight 0 must still be an id of the vocabulary. positions: [b, s] int64 (default: 0 to s - 1).
+        documents: of this micro-batch; no token attends to another document. samples: [b] int64, the samples' numbers
+        in the whole run, which determine the dropout masks.
 
-        chunk: one of `chunks`, where a pipeline computes the others (default: the whole model). hidden: the output of
-        the chunk before, [s, b, h] or [s/p, b, h]. Every chunk but the last gives its hidden states.
+        chunk: one of `chunks`, for pipelines (default: the whole model). hidden: the output of the previous chunk,
+        [s, b, h] or [s/tp, b, h]. Every chunk except the last returns its hidden states.
         """
         chunk = chunk if chunk is not None else range(self.config.num_layers)
-        tied = self.tied_gradient if labels is not None else None
-        keys = None
+        tied = self.tied_grad_hook if labels is not None else None
+        dropout_seeds = None
         if self.training and samples is not None and self.dropout_seed is not None and self.config.has_dropout:
-            keys = mpu.dropout_keys(self.dropout_seed, samples, self.config.num_layers)
-        x = self._embed(tokens, positions, tied.add_rows if tied else None, keys) if hidden is None else hidden
-        x = self.transformer(x, documents, keys=keys, chunk=chunk)
+            dropout_seeds = mpu.dropout_seeds(self.dropout_seed, samples, self.config.num_layers)
+        x = self._embed(tokens, positions, tied.add_rows if tied else None, dropout_seeds) if hidden is None else hidden
+        x = self.transformer(x, documents, dropout_seeds=dropout_seeds, chunk=chunk)
         if chunk.stop < self.config.num_layers:
             return x
         if labels is None:
@@ -296,10 +300,10 @@ class GPT2Model(nn.Module):
     def hidden_states(
         self, tokens: Tensor, positions: Tensor | None = None, cache: mpu.KeyValueCache | None = None
     ) -> Tensor:
-        """tokens [b, s] int64 -> the input of the head, [s, b, h], the same on every rank that has the head. Without
-        gradient. Every rank of the pipeline calls it.
+        """tokens [b, s] int64 -> the input of the head, [s, b, h], equal on every rank that has the head. Without
+        gradient. Every rank of the pipeline must call it.
 
-        cache: reads and keeps the keys and values. positions: of the tokens in the cache's rows, [b, s] int64.
+        cache: gives and stores keys and values. positions: of the tokens in the cache's rows, [b, s] int64.
         """
         for chunk in self.chunks:
             if chunk.start == 0:
@@ -312,18 +316,18 @@ class GPT2Model(nn.Module):
         return mpu.gather_from_sequence_parallel_region(x, self.group) if self.sequence_parallel else x
 
     def empty_hidden(self, b: int, s: int) -> Tensor:
-        """Room for the hidden states [s, b, h], or [s/p, b, h], that the chunk before gives."""
+        """An uninitialised tensor for the hidden states of the previous chunk: [s, b, h], or [s/tp, b, h]."""
         some = next(self.parameters())
         part = mpu.divide(s, self.world_size) if self.sequence_parallel else s
         return some.new_empty(part, b, self.config.hidden_size)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Hidden states [..., h] -> this rank's logits [..., v/p]. Without gradient."""
+        """Hidden states [..., h] -> this rank's logits [..., v/tp]. Without gradient."""
         return mpu.linear_without_gradient(x, self.word_embeddings.weight, None)
 
     def logits_on_every_stage(self, x: Tensor) -> Tensor:
-        """What `hidden_states` gives, some of it, [t, h] -> this rank's logits [t, v/p]. Without gradient. Every rank
-        of the pipeline calls it."""
+        """Hidden states [t, h] from `hidden_states` -> this rank's logits [t, v/tp]. Without gradient. Every rank of
+        the pipeline must call it."""
         return mpu.broadcast_from_last_stage(
             self.logits(x) if self.has_head else x.new_empty(len(x), self.padded_vocab_size // self.world_size)
         )
@@ -333,19 +337,26 @@ class GPT2Model(nn.Module):
         tokens: Tensor,
         positions: Tensor | None,
         grad_hook: Callable[[Tensor, Tensor], object] | None = None,
-        keys: Tensor | None = None,
+        dropout_seeds: Tensor | None = None,
     ) -> Tensor:
-        """[b, s] -> [s, b, h], or [s/p, b, h]."""
+        """[b, s] -> [s, b, h], or [s/tp, b, h]."""
         x = self.position_embeddings(self.word_embeddings(tokens.t(), grad_hook), positions)
         p = self.config.hidden_dropout if self.training else 0.0
-        return mpu.hidden_dropout(x, p, self.sequence_parallel, keys=None if keys is None else keys[0], rank=self.rank)
+        return mpu.hidden_dropout(
+            x,
+            p,
+            self.sequence_parallel,
+            dropout_seeds=None if dropout_seeds is None else dropout_seeds[0],
+            rank=self.rank,
+        )
 
     def compile_layers(self, backend: str = "inductor", *, by_document: bool = False) -> None:
-        """Compile each transformer layer, once for all of them. To compile the whole model would take minutes.
+        """Compile each transformer layer. All layers share one compiled graph; compiling the whole model would take
+        minutes.
 
-        Without dropout a layer is one graph, its collectives inside. With it the graph breaks at attention, and, where
-        masks are drawn from torch's generators, at each hidden dropout under sequence parallelism. `by_document`, where
-        forward is given documents: it breaks at attention.
+        Without dropout a layer is one graph, including its collectives. Dropout breaks the graph at attention. If masks
+        are drawn from torch's generators, it also breaks at each hidden dropout under sequence parallelism.
+        by_document: `forward` will get `documents`, which breaks the graph at attention.
         """
         config = self.config
         draws_own_part = config.hidden_dropout > 0 and self.sequence_parallel and self.dropout_seed is None
@@ -356,31 +367,32 @@ class GPT2Model(nn.Module):
 
 
 def parameter_specs(config: ModelConfig, model_parallel_size: int = 1) -> dict[str, mpu.PartitionSpec]:
-    """The spec of every parameter, as `mpu.partition_specs` gives it of the model at this size.
+    """The spec of every parameter, equal to `mpu.partition_specs` of the model at this size.
 
-    They come from a model of one layer on the meta device, which has shapes alone; all layers are alike. Its group has
-    one rank and communicates with nobody, so torch.distributed need not be running. The size decides nothing but how
-    the vocabulary is padded.
+    The specs are computed from a model with one layer on the meta device, because all layers are equal. Its group has
+    one rank and never communicates, so torch.distributed need not be initialised. model_parallel_size only affects the
+    padding of the vocabulary.
     """
     multiple = math.lcm(config.make_vocab_size_divisible_by, model_parallel_size)
     alone = ProcessGroup(0, 1)  # type: ignore[call-arg]  # rank and size, without a store
     one = dataclasses.replace(config, num_layers=1, make_vocab_size_divisible_by=multiple)
     model = GPT2Model(one, layer_config(one, group=alone, device="meta"))
-    of_one_layer, first = mpu.partition_specs(model), "transformer.layers.0."
+    layer_specs, first = mpu.partition_specs(model), "transformer.layers.0."
     layers = {
         name.replace(first, f"transformer.layers.{number}."): spec
         for number in range(config.num_layers)
-        for name, spec in of_one_layer.items()
+        for name, spec in layer_specs.items()
         if name.startswith(first)
     }
     specs: dict[str, mpu.PartitionSpec] = {}
-    for name, spec in of_one_layer.items():
-        specs.update(layers if name in layers else {name: spec})  # in the order of the model's own parameters
+    for name, spec in layer_specs.items():
+        specs.update(layers if name in layers else {name: spec})  # in the order of the model's parameters
     return specs
 
 
 def count_parameters(config: ModelConfig, model_parallel_size: int = 1) -> tuple[int, int]:
-    """Parameters in all (true vocabulary) and in the memory of each rank (padded). No weight is drawn."""
+    """The number of parameters of the model (true vocabulary), and on each rank (padded vocabulary). No weight is
+    created."""
     specs = parameter_specs(config, model_parallel_size).values()
     return (
         sum(math.prod(spec.global_shape) for spec in specs),

@@ -1,10 +1,10 @@
-"""What happened to a run, as each process of it saw it: one file per rank and per launcher in the --save folder.
+"""Incident logs of a run: one file per rank and per launcher in the --save folder.
 
-    incidents/rank_00003.jsonl         starts and ends of this rank, and what it noticed, such as a lost rank
-    incidents/launcher_node004.jsonl   how the ranks that it started ended, and when it started them again
-    ended.json                         that the run ended as it was asked to, and why
+    incidents/rank_00003.jsonl         starts and ends of this rank, and failures that it found, such as a lost rank
+    incidents/launcher_node004.jsonl   how the ranks of this launcher ended, and their restarts
+    ended.json                         the reason of an orderly end
 
-A rank that is killed writes nothing. So the files of the others, read together, tell what died first.
+A killed rank writes nothing. The files of the other processes show together what failed first.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from data_utils.command_line import ROOT
-from data_utils.files import replace_text
+from data_utils.files import append_line, atomic_write_text, fsync_path
 
 FOLDER = "incidents"
 ENDED = "ended.json"
@@ -36,13 +36,12 @@ COLLECTIVE = re.compile(
 OUT_OF_MEMORY = re.compile("can't allocate memory|bad_alloc|CUDA error: out of memory")
 
 
-class Incidents:
-    """Appends lines to the file `name` of `save_directory`. A line is one write, so that no reader sees half of it.
+class IncidentLog:
+    """Appends lines to incidents/`name`.jsonl in `save_directory`.
 
-    attempt: how often the run was started again before, without a person. host: the name of the machine, if others
-    know it by a different one than its own. `iteration`, of the lines that name no other, is -1 until a run has one;
-    the training loop sets it, so that its threads need not know the run. If the disk refuses a line, the line is lost:
-    what is told here must not end a run.
+    attempt: number of automatic restarts so far. host: the name of the machine, if it is not the host name. `iteration`:
+    the default iteration of a line; the training loop sets it, and it is -1 before. A line that cannot be written is
+    lost, because logging must not end a run.
     """
 
     def __init__(self, save_directory: str | Path, name: str, *, attempt: int = 0, host: str = "") -> None:
@@ -51,32 +50,35 @@ class Incidents:
         self.iteration = -1
 
     def note(self, kind: str, text: str = "", *, iteration: int | None = None, **details: Any) -> None:
-        """Add a line: `kind` in a word or two, `text` as a person reads it, `details` in JSON's types. iteration: None
-        takes `self.iteration`."""
+        """Append a line. kind: one or two words. text: the message. details: JSON values. iteration: None for
+        `self.iteration`."""
         at = self.iteration if iteration is None else iteration
         record = {"time": time.time(), **self._always, "iteration": at, "kind": kind, "text": text, **details}
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self._path, "ab", buffering=0) as file:
-                file.write((json.dumps(record) + "\n").encode())
+            append_line(self._path, json.dumps(record))
+
+    def sync(self) -> None:
+        """Put the lines on the disk."""
+        with contextlib.suppress(OSError):
+            fsync_path(self._path)
 
     def error(self, error: BaseException) -> None:
-        """Note that this process ends because of `error`: its text, its cause, and the line of this project that it is
-        from."""
+        """Record that `error` ends this process: its message, its cause, and the line of this project that raised it."""
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(str(ROOT))]
         at = f"{Path(frames[-1].filename).relative_to(ROOT)}:{frames[-1].lineno}" if frames else ""
         text = " ".join(f"{type(error).__name__}: {error}".split())[:3000]
         self.note("error", text, at=at, cause=cause_of_error(error))
 
     def refused(self, error: BaseException) -> None:
-        """Note that a start ends here for bad input. If no run was before, it leaves nothing behind."""
+        """Record that bad input ended a start. Writes nothing if the folder has no earlier run."""
         if self._path.parent.is_dir():
             self.note("refused", str(error), exit_code=2, cause=cause_of_error(error))
 
 
 def cause_of_error(error: BaseException) -> str:
-    """Return what an exception says of the machine or its files: its own `cause`, if its class has one, "out of
-    memory", "not finite", "full disk", "another rank" if a collective failed, "bad input", or "program"."""
+    """Classify an exception: its own `cause` attribute, if any, or "out of memory", "not finite", "full disk", "another
+    rank" (a collective failed), "bad input" or "program"."""
     if own := getattr(error, "cause", ""):
         return str(own)
     if is_out_of_memory(error):
@@ -91,38 +93,38 @@ def cause_of_error(error: BaseException) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a GPU's allocator, a CPU's (a RuntimeError of torch) or Python's raised `error` for want of memory."""
+    """True if a GPU's allocator, torch's CPU allocator (RuntimeError) or Python ran out of memory."""
     is_full = isinstance(error, RuntimeError) and bool(OUT_OF_MEMORY.search(str(error)))
     return is_full or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
-def rank_name(rank: int) -> str:
-    """The name of a rank's file."""
+def rank_file_name(rank: int) -> str:
+    """Return the name of a rank's file, without its suffix."""
     return f"rank_{rank:05d}"
 
 
-# Fields of an incident and their types. The first five are in every one.
-FIELDS: dict[str, Any] = {"time": int | float, "who": str, "kind": str, "text": str, "iteration": int}
-FIELDS |= {"host": str, "attempt": int, "rank": int, "ranks": list, "silences": dict, "stack": list}
-FIELDS |= {"signal": str, "exit_code": int, "cause": str, "at": str}
+# Fields of an incident and their types. Every incident has the first five.
+INCIDENT_FIELDS: dict[str, Any] = {"time": int | float, "who": str, "kind": str, "text": str, "iteration": int}
+INCIDENT_FIELDS |= {"host": str, "attempt": int, "rank": int, "ranks": list, "silences": dict, "stack": list}
+INCIDENT_FIELDS |= {"signal": str, "exit_code": int, "cause": str, "at": str}
 
 
 def read_incidents(save_directory: str | Path) -> list[dict[str, Any]]:
-    """Return the lines of all files, by time; a line that is damaged is left out."""
+    """Return the lines of all files, sorted by time. Damaged lines are skipped."""
     found = [
         record
         for path in sorted((Path(save_directory) / FOLDER).glob("*.jsonl"))
         for record in read_records(path)
-        if all(name in record for name in list(FIELDS)[:5])
-        and all(isinstance(record[name], kind) for name, kind in FIELDS.items() if name in record)
+        if all(name in record for name in list(INCIDENT_FIELDS)[:5])
+        and all(isinstance(record[name], kind) for name, kind in INCIDENT_FIELDS.items() if name in record)
     ]
     return sorted(found, key=lambda record: record["time"])
 
 
 def read_records(path: str | Path) -> list[dict[str, Any]]:
-    """Return the records of a file of JSON lines that have an iteration; none if there is no file.
+    """Return the records with an iteration from a JSON lines file; none if the file does not exist.
 
-    A line that is damaged is left out, such as the last one, which a crash has cut short.
+    Damaged lines are skipped, such as a last line that a crash has cut off.
     """
     records = []
     for line in Path(path).read_bytes().splitlines() if Path(path).exists() else ():
@@ -133,14 +135,12 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
     return records
 
 
-def mark_ended(folder: Path, reason: str, iteration: int, exit_code: int) -> None:
-    """Write ended.json into the --save folder, unless the disk refuses it. reason: FINISHED, or what asked for the
-    stop.
+def write_ended(folder: Path, reason: str, iteration: int, exit_code: int) -> None:
+    """Write ended.json into the --save folder, if possible. reason: FINISHED, or the reason of the stop.
 
-    Exit codes do not say it: torchrun returns 1 after SIGTERM even if its workers end with 0, and a run that was
-    stopped ends with 0 like one that is finished. The file is removed when a run starts. So a job script that finds
-    none can tell that the run died.
+    A start removes the file, so a job script that finds no file can tell that the run died. Exit codes are not enough:
+    torchrun returns 1 after SIGTERM even if its workers return 0, and stopped and finished runs both return 0.
     """
     record = {"reason": reason, "iteration": iteration, "exit_code": exit_code, "time": time.time()}
     with contextlib.suppress(OSError):
-        replace_text(folder / ENDED, json.dumps(record) + "\n")
+        atomic_write_text(folder / ENDED, json.dumps(record) + "\n")

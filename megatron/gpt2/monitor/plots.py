@@ -1,5 +1,4 @@
-"""Curves over the iterations, from the records of a run: as a picture, as SVG for a page, or as plain text if
-matplotlib is not installed."""
+"""Plot the records of a run over the iterations: as an image, as SVG for a web page, or as text without matplotlib."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from megatron.gpt2.monitor.incidents import read_records
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-POINTS = 320  # of a curve; more are drawn as means, with a band from the smallest to the largest value
+POINTS = 320  # of a curve; more points are averaged, with a band from minimum to maximum
 GREY = "#7d8793"  # readable on a light and on a dark page
 BLUE, ORANGE, GREEN = "#3568a8", "#d1642e", "#5b7f3b"
 
@@ -27,7 +26,7 @@ Points = Sequence[tuple[int, float]]
 
 @dataclass(frozen=True)
 class Curve:
-    """points: (iteration, value) by iteration. colour: as matplotlib takes it. dots: whether each point is marked."""
+    """A line of a plot. points: (iteration, value), sorted. colour: for matplotlib. dots: mark each point."""
 
     label: str
     colour: str
@@ -35,8 +34,8 @@ class Curve:
     dots: bool = False
 
 
-def points(records: Sequence[dict[str, Any]], key: str, split: str | None = None) -> list[tuple[int, float]]:
-    """Return (iteration, value) of the training records, or of the evaluations of `split`; null values are left out."""
+def curve_points(records: Sequence[dict[str, Any]], key: str, split: str | None = None) -> list[tuple[int, float]]:
+    """Return (iteration, value) of the training records, or of the evaluations on `split`, without null values."""
     return [
         (record["iteration"], float(record[key]))
         for record in records
@@ -45,26 +44,27 @@ def points(records: Sequence[dict[str, Any]], key: str, split: str | None = None
 
 
 def loss_curves(records: Sequence[dict[str, Any]]) -> list[Curve]:
-    """The training loss and the validation loss."""
+    """Return the curves of training and validation loss."""
     return [
-        Curve("training", BLUE, points(records, "lm_loss")),
-        Curve("validation", ORANGE, points(records, "lm_loss", "valid"), dots=True),
+        Curve("training", BLUE, curve_points(records, "lm_loss")),
+        Curve("validation", ORANGE, curve_points(records, "lm_loss", "valid"), dots=True),
     ]
 
 
-def draw(panels: dict[str, list[Curve]], columns: int = 1) -> Figure:
-    """Draw a panel for each title. The first one has a row for itself; the others stand in `columns` below it. Raises
-    ImportError if matplotlib is not installed."""
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it reports its font cache, which is not for a run's user
+def draw_figure(panels: dict[str, list[Curve]], columns: int = 1) -> Figure:
+    """Draw a panel for each title: the first one over the full width, the others below it in `columns`.
+
+    Raises ImportError if matplotlib is not installed."""
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # no message about its font cache
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     first, *others = panels
-    others += ["."] * (-len(others) % columns)  # empty places
+    others += ["."] * (-len(others) % columns)  # empty panels
     rows: Any = [[first] * columns, *(others[start : start + columns] for start in range(0, len(others), columns))]
     heights = [3.8] + [2.2] * (len(rows) - 1)
     figure = Figure(figsize=(8 if columns == 1 else 10, sum(heights)), dpi=120)
-    # A constrained layout would take most of the time of drawing.
+    # A constrained layout would take most of the drawing time.
     figure.subplots_adjust(left=0.09, right=0.98, bottom=0.08, top=0.94, hspace=0.45, wspace=0.2)
     for title, axes in figure.subplot_mosaic(rows, height_ratios=heights).items():
         for curve in panels[title]:
@@ -92,34 +92,34 @@ def _draw_curve(axes: Any, curve: Curve) -> None:
         axes.fill_between(ends, low, high, color=curve.colour, alpha=0.2, linewidth=0)
 
 
-def as_svg(panels: dict[str, list[Curve]], columns: int = 2) -> str:
-    """`draw` as an `<svg>` for an HTML page, light or dark. It loads nothing. Raises ImportError without matplotlib."""
+def as_svg(panels: dict[str, list[Curve]]) -> str:
+    """Return `draw_figure` as a self-contained `<svg>` for light and dark pages. Raises ImportError without matplotlib."""
     import matplotlib
 
     grey: Any = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), GREY)
     with matplotlib.rc_context({**grey, "svg.fonttype": "none", "svg.hashsalt": "curves"}):
         file = io.StringIO()
-        draw(panels, columns).savefig(file, format="svg", transparent=True, metadata={"Date": None})
+        draw_figure(panels, columns=2).savefig(file, format="svg", transparent=True, metadata={"Date": None})
     text = file.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg ") :], flags=re.DOTALL)
     return re.sub(r' xmlns(:\w+)?="[^"]*"', "", text)
 
 
-def loss_curve(metrics_path: str | Path, png_path: str | Path, title: str) -> str:
-    """Draw training and validation loss over the iterations into `png_path`, and the learning rate below them.
+def plot_loss(metrics_path: str | Path, png_path: str | Path, title: str) -> str:
+    """Plot training loss, validation loss and learning rate into `png_path`.
 
-    Returns that path, or the curve as text if matplotlib is not installed, or "" if there are fewer than two points:
-    importing matplotlib would cost a short run half a second.
+    Returns that path, or a text plot without matplotlib. With fewer than two points it returns "", because importing
+    matplotlib takes half a second.
     """
     records = read_records(metrics_path)
     training, validation = loss_curves(records)
     if max(len(training.points), len(validation.points)) < 2:
         return ""
-    rates = [Curve("", GREEN, points(records, "learning_rate"))]
+    rates = [Curve("", GREEN, curve_points(records, "learning_rate"))]
     try:
-        figure = draw({f"{title}: loss (nats per token)": [training, validation], "learning rate": rates})
+        figure = draw_figure({f"{title}: loss (nats per token)": [training, validation], "learning rate": rates})
     except ImportError:
-        return text_curve(training.points, title)
+        return ascii_plot(training.points, title)
     if validation.points:
         x, y = validation.points[-1]
         figure.axes[0].annotate(
@@ -129,8 +129,8 @@ def loss_curve(metrics_path: str | Path, png_path: str | Path, title: str) -> st
     return str(png_path)
 
 
-def text_curve(curve: Points, title: str, width: int = 64, height: int = 12) -> str:
-    """Draw the curve with characters; each column is the mean of as many points."""
+def ascii_plot(curve: Points, title: str, width: int = 64, height: int = 12) -> str:
+    """Draw the curve with characters. Each column is the mean of an equal number of points."""
     if not curve:
         return f"{title}: no iteration was logged"
     means = [part.mean() for part in np.array_split([value for _, value in curve], min(width, len(curve)))]

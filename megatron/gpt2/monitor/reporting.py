@@ -1,6 +1,6 @@
-"""The text that a run prints: tables, log lines in Megatron's form and the closing report.
+"""Format the text that a run prints: tables, log lines in Megatron's format and the final report.
 
-`megatron/gpt2/monitor/run_log.py` prints it and keeps the records.
+`megatron/gpt2/monitor/run_log.py` prints the text and stores the records.
 """
 
 import math
@@ -13,8 +13,9 @@ from pathlib import Path
 
 import torch
 
-WIDTH = 100  # of the rules around tables and evaluations
+WIDTH = 100  # of the lines around tables and evaluations
 RULE = "-" * WIDTH
+SHOWN_LOSSES = 6
 UNIGRAM = "unigram entropy of the tokens"  # a baseline that any model should beat
 
 Rows = Sequence[tuple[str, str]]
@@ -22,17 +23,17 @@ Rows = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True)
 class IterationRecord:
-    """One logged iteration, a line of metrics.jsonl; means are over the iterations since the last log."""
+    """A logged iteration, which is a line of metrics.jsonl. Means are over the iterations since the last log line."""
 
     iteration: int
     consumed_samples: int
-    lm_loss: float | None  # nats per token, mean over the steps that were not skipped; None if all were
+    lm_loss: float | None  # nats per token, mean without skipped steps; None if all steps were skipped
     learning_rate: float
     loss_scale: float
-    grad_norm: float | None  # of the last step, before clipping; None if that was skipped
+    grad_norm: float | None  # of the last step, before clipping; None if it was skipped
     ms_per_iteration: float  # mean
-    tokens_per_second: float  # of all ranks together
-    mfu: float | None  # fraction of the devices' peak; None if the peak is not known
+    tokens_per_second: float  # of all ranks
+    mfu: float | None  # fraction of the devices' peak; None if the peak is unknown
     memory_bytes: int | None = None  # this rank's peak, see `peak_memory`
 
 
@@ -47,34 +48,31 @@ class EvaluationRecord:
 
     @property
     def ppl(self) -> float:
-        """The perplexity: e to the power of the loss."""
+        """The perplexity, exp(loss)."""
         return perplexity(self.lm_loss)
 
 
 def perplexity(nats: float) -> float:
-    """exp of a mean loss in nats per token or word, inf if no float holds it."""
-    return math.exp(nats) if nats < 700 else math.inf  # exp overflows a float at 710
+    """Return exp of a mean loss in nats, or inf if it overflows."""
+    return math.exp(nats) if nats < 700 else math.inf  # math.exp overflows above 709
 
 
-def aligned(rows: Rows) -> list[str]:
-    """Lines of `name   value`, with the values below one another."""
+def align_rows(rows: Rows) -> list[str]:
+    """Return lines of `name   value` with aligned values."""
     width = max((len(name) for name, _ in rows), default=0)
     return [f"  {name:<{width}}  {value}" for name, value in rows]
 
 
 def start_table(rows: Rows, flags: Rows) -> str:
-    """The table at the start of a run: (name, value) of its `rows`, then every flag that differs from its default."""
-    lines = [RULE, *aligned(rows), RULE]
+    """Return the table at the start of a run: `rows` of (name, value), and the flags that differ from their defaults."""
+    lines = [RULE, *align_rows(rows), RULE]
     if flags:
-        lines += ["  flags that differ from their defaults:", *aligned(flags), RULE]
+        lines += ["  flags that differ from their defaults:", *align_rows(flags), RULE]
     return "\n".join(lines)
 
 
 def iteration_line(record: IterationRecord, *, train_iters: int, seconds_to_go: float, skipped: int = 0) -> str:
-    """Megatron's line of one logged iteration.
-
-    skipped: steps since the last such line that were skipped because of an overflow.
-    """
+    """Return Megatron's log line of an iteration. skipped: steps with an overflow since the last line."""
     loss = "skipped" if record.lm_loss is None else f"{record.lm_loss:.6E}"
     norm = "skipped" if record.grad_norm is None else f"{record.grad_norm:.3f}"
     parts = [
@@ -93,7 +91,7 @@ def iteration_line(record: IterationRecord, *, train_iters: int, seconds_to_go: 
 
 
 def evaluation_line(record: EvaluationRecord, *, final: bool = False) -> str:
-    """Megatron's framed line of an evaluation. final: whether it is the one at the end of training."""
+    """Return Megatron's framed line of an evaluation. final: the evaluation after training."""
     data = {"valid": "val"}.get(record.split, record.split)
     where = f"the end of training for {data} data" if final else f"iteration {record.iteration}"
     line = f"validation loss at {where} | LM loss: {record.lm_loss:.6E} | LM PPL: {record.ppl:.6E}"
@@ -104,9 +102,9 @@ def evaluation_line(record: EvaluationRecord, *, final: bool = False) -> str:
 
 
 def memory_line(device: torch.device, expected: int | None = None) -> str:
-    """This rank's memory in MB (2^20 bytes): the allocator's on a GPU, on a CPU what `resident_memory` counts.
+    """Return a line with this rank's memory in MB (2^20 bytes): of the GPU's allocator, or `resident_memory` on a CPU.
 
-    expected: bytes that were expected at the peak, which the line begins with.
+    expected: expected peak in bytes.
     """
     sizes = {} if expected is None else {"expected at the peak": expected}
     if device.type == "cuda":
@@ -119,12 +117,11 @@ def memory_line(device: torch.device, expected: int | None = None) -> str:
 
 
 def resident_memory() -> dict[str, int]:
-    """ "resident" and "peak resident": bytes of this process, now and at most so far, as far as the system has them,
-    without the pages of files (libraries, memory-mapped data).
+    """Return "resident" and "peak resident", the current and peak memory of this process in bytes.
 
-    The system can drop such pages and read them again, and counts them for a process once it has touched them: a
-    forked rank starts with few. Linux keeps no peak of the others only, so "peak resident" is the peak of all pages
-    less the pages of files that are resident now.
+    Pages of files (libraries, memory-mapped data) are not counted: the system can drop and reread them, and counts them
+    only for processes that have touched them. Linux has only the peak of all pages, so "peak resident" is that peak minus
+    the pages of files that are resident now.
     """
     status = Path("/proc/self/status")
     if status.exists():
@@ -133,19 +130,20 @@ def resident_memory() -> dict[str, int]:
             1024 * int(fields.get(name, "0 kB").split()[0]) for name in ("VmRSS", "VmHWM", "RssFile")
         )
         return {"resident": resident - of_files, "peak resident": peak - of_files}
-    import resource  # not on Windows, hence here
+    import resource  # does not exist on Windows
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {"peak resident": peak if sys.platform == "darwin" else 1024 * peak}  # macOS counts bytes
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes of this rank's peak so far: of the allocator on a GPU, on a CPU as `resident_memory` counts."""
+    """Return this rank's peak memory in bytes: of the GPU's allocator, or of `resident_memory` on a CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident_memory()["peak resident"]
 
 
 def closing_report(
     *,
+    validation_losses: Mapping[int, float | None],
     bits_per_byte: float | None,
     baselines: Mapping[str, float | None],
     sample: str,
@@ -153,19 +151,25 @@ def closing_report(
     plot: str,
     next_commands: Rows,
 ) -> str:
-    """The end of a run: the model compared with its baselines, a sample, where the files are and what to run next.
+    """Return the final report: baselines, a text sample, the paths of the files and commands to run next.
 
-    bits_per_byte: of the model on the validation split, None without an evaluation. baselines: description to bits per
-    byte, None if it was not computed. plot: the path of the PNG, a text curve, or "". next_commands: (what it does,
-    command).
+    validation_losses: {iteration: loss, or None if not finite}. bits_per_byte: of the model on the validation split, None
+    without an evaluation. baselines: {description: bits per byte, or None if not computed}. plot: the path of the PNG, a
+    text plot, or "". next_commands: (description, command).
     """
     scores = {"this model": bits_per_byte, **baselines}
-    lines = [RULE, "validation, bits per byte (less is better):"]
-    lines += aligned([(name, "not computed" if bits is None else f"{bits:.3f}") for name, bits in scores.items()])
+    losses = [f"{math.nan if loss is None else loss:.3f} at {at}" for at, loss in validation_losses.items()][
+        -SHOWN_LOSSES:
+    ]
+    lines = [RULE, *([f"validation loss: {', '.join(losses)}", ""] if losses else [])]
+    lines.append("validation, bits per byte (less is better):")
+    lines += align_rows([(name, "not computed" if bits is None else f"{bits:.3f}") for name, bits in scores.items()])
     unigram = baselines.get(UNIGRAM)
     if bits_per_byte is not None and unigram is not None and bits_per_byte >= unigram:
-        lines.append("  It knows no more than how often each token comes: give it more --train-iters or a higher --lr.")
-    lines += ["", "a sample: from held-out text the words in brackets, from the model the rest:"]
+        lines.append(
+            "  The model is not better than token frequencies: train with more --train-iters or a higher --lr."
+        )
+    lines += ["", "samples: the model continues the words in brackets, which are from held-out text:"]
     for line in sample.splitlines():
         lines += textwrap.wrap(line, WIDTH, initial_indent="  ", subsequent_indent="  ") or [""]
     lines.append("")
@@ -174,7 +178,7 @@ def closing_report(
         lines += [*plot.splitlines(), ""]
     elif plot:
         paths.append(("loss curve", plot))
-    lines += aligned(paths)
+    lines += align_rows(paths)
     if next_commands:
         lines += ["", "next:"]
     for what, command in next_commands:

@@ -1,7 +1,6 @@
-"""The log of a run: the lines it prints, metrics.jsonl, samples.jsonl, history.jsonl, the trackers' files, the loss
-curve and report.html.
-"""
+"""The log of a run: printed lines, metrics.jsonl, samples.jsonl, history.jsonl, trackers, loss.png and report.html."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -15,22 +14,22 @@ from pathlib import Path
 from typing import Any
 
 from data_utils.command_line import progress_bar
-from data_utils.files import replace_text
+from data_utils.files import append_line, atomic_write_text, fsync_path
 from megatron.gpt2.monitor.incidents import read_records
-from megatron.gpt2.monitor.plots import loss_curve
+from megatron.gpt2.monitor.plots import plot_loss
 from megatron.gpt2.monitor.reporting import EvaluationRecord, IterationRecord
 from megatron.gpt2.monitor.run_report import HISTORY, METRICS, REPORT, SAMPLES, write_report
 from megatron.gpt2.monitor.trackers import Tracker
 
-REPORT_SHARE = 0.01  # of a run's time at most goes into its report
+REPORT_TIME_SHARE = 0.01  # largest share of a run's time for writing report.html
 
 
 class RunLog:
-    """Prints the lines of a run and keeps its records in the save folder.
+    """Prints the lines of a run and writes its records into the --save folder.
 
-    active: only the active rank writes; on the others every method does nothing. start_iteration: numbers and samples
-    beyond it belong to steps that are about to be done again, and are dropped. A run that starts from 0 renames all
-    records of another run that it finds. trackers: get the numbers too, and are closed at the end.
+    active: False on all ranks but one, where all methods do nothing. start_iteration: later metrics and samples are
+    removed, because these steps are repeated. A run that starts at 0 renames the record files of an earlier run.
+    trackers: also get the metrics, and are closed at the end.
     """
 
     def __init__(
@@ -45,20 +44,20 @@ class RunLog:
         self.active = active
         self.directory = Path(save_directory)
         self._iteration, self._trackers, self._next_report, self._closed = start_iteration, trackers, 0.0, not active
-        self._told = False  # that records are lost
-        self.progress = progress_bar(total=train_iters, initial=start_iteration, unit="it", leave=False, seen=active)
+        self._has_warned = False  # about lost records
+        self.progress = progress_bar(total=train_iters, initial=start_iteration, unit="it", leave=False, visible=active)
         if not active:
             return
         self.directory.mkdir(parents=True, exist_ok=True)
         for name in (METRICS, SAMPLES, HISTORY):
             path = self.directory / name
             if start_iteration == 0 and read_records(path):
-                set_aside(path)
-            elif name != HISTORY:  # what happened did happen
-                keep_records_until(path, start_iteration)
+                rename_old(path)
+            elif name != HISTORY:  # the history is never shortened
+                drop_records_after(path, start_iteration)
 
     def info(self, text: str) -> None:
-        """Print a line, above the progress bar if there is one. Warnings and the reason of a stop are kept too."""
+        """Print a line above the progress bar. Warnings and stop reasons are also written to the history."""
         if not self.active:
             return
         self.progress.write(text, file=sys.stdout)
@@ -67,19 +66,19 @@ class RunLog:
             self.note(text)
 
     def step(self) -> None:
-        """One iteration is done: move the progress bar."""
+        """Count an iteration and move the progress bar."""
         self._iteration += 1
         self.progress.update()
 
     def rewind(self, iteration: int) -> None:
-        """The run goes back to `iteration`: what is logged beyond it belongs to another course."""
+        """Return to `iteration`: remove later metrics and samples."""
         self.progress.update(iteration - self._iteration)
         self._iteration = iteration
         for name in (METRICS, SAMPLES) if self.active else ():
-            keep_records_until(self.directory / name, iteration)
+            drop_records_after(self.directory / name, iteration)
 
     def record(self, record: IterationRecord | EvaluationRecord) -> None:
-        """Keep numbers in metrics.jsonl and the trackers."""
+        """Write a record to metrics.jsonl and the trackers."""
         metrics = dataclasses.asdict(record)
         if isinstance(record, EvaluationRecord):
             metrics["ppl"] = record.ppl
@@ -93,11 +92,11 @@ class RunLog:
             tracker.log(numbers, record.iteration)
 
     def sample(self, text: str) -> None:
-        """Keep a text that the model wrote at this iteration."""
+        """Write a text sample of the model to samples.jsonl."""
         self._append(SAMPLES, {"iteration": self._iteration, "text": text})
 
     def note(self, text: str) -> None:
-        """Keep what happened at this iteration: a start, a warning, the end."""
+        """Write an event to history.jsonl: a start, a warning or the end."""
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         self._append(HISTORY, {"iteration": self._iteration, "time": now, "text": text})
 
@@ -105,35 +104,40 @@ class RunLog:
         if not self.active:
             return
         try:
-            with open(self.directory / name, "a", encoding="utf-8") as file:
-                file.write(json.dumps(record, allow_nan=False) + "\n")
-        except OSError as error:  # of a full disk, say, which must not end a run
-            if not self._told:
-                self._told = True  # first: the warning is a record too
-                self.info(f"WARNING: {name} lacks lines from here on: {error.strerror}")
+            append_line(self.directory / name, json.dumps(record, allow_nan=False))
+        except OSError as error:  # e.g. a full disk, which must not end a run
+            if not self._has_warned:
+                self._has_warned = True  # before `info`, which also writes a record
+                self.info(f"WARNING: {name} will lack lines from now on: {error.strerror}")
+
+    def sync(self) -> None:
+        """Put the records on the disk. Call it before a save: a checkpoint then never has more iterations than they."""
+        for name in (METRICS, SAMPLES, HISTORY) if self.active else ():
+            with contextlib.suppress(OSError):  # no record yet, or a disk of which `_append` warns
+                fsync_path(self.directory / name)
 
     def report(self) -> None:
-        """Write report.html, unless that would take more than the share REPORT_SHARE of the run's time."""
+        """Write report.html, unless this takes more than REPORT_TIME_SHARE of the run's time."""
         began = time.monotonic()
         if not self.active or began < self._next_report:
             return
         self._write(REPORT, lambda path: str(write_report(path.parent)))
         now = time.monotonic()
-        self._next_report = now + (now - began) / REPORT_SHARE
+        self._next_report = now + (now - began) / REPORT_TIME_SHARE
 
     def _write(self, name: str, write: Callable[[Path], str]) -> str:
-        """Return what `write` returns; nothing, with a warning, if the disk refuses the file."""
+        """Return `write(path)`, or "" with a warning if the file cannot be written."""
         try:
             return write(self.directory / name)
         except OSError as error:
-            self.info(f"WARNING: {name} is not written: {error.strerror}")
+            self.info(f"WARNING: {name} was not written: {error.strerror}")
             return ""
 
     def close(self, title: str = "GPT-2") -> str:
-        """Close the files, write the report and draw the loss curve.
+        """Close the trackers, write the report and plot the loss.
 
-        Returns the path of the curve, the curve as text if matplotlib is not installed, or "" if there are fewer than
-        two points, the disk refuses the file, or the log is closed already.
+        Returns the path of the plot, a text plot without matplotlib, or "" if there are fewer than two points, the file
+        cannot be written, or the log is already closed.
         """
         if self._closed:
             return ""
@@ -142,17 +146,19 @@ class RunLog:
         for tracker in self._trackers:
             tracker.close()
         self._write(REPORT, lambda path: str(write_report(path.parent)))
-        return self._write("loss.png", lambda path: loss_curve(self.directory / METRICS, path, title))
+        return self._write("loss.png", lambda path: plot_loss(self.directory / METRICS, path, title))
 
 
-def set_aside(path: Path) -> Path:
-    """Rename a file or folder to `NAME.old-N`, with the first N that is free; returns the new path."""
+def rename_old(path: Path) -> Path:
+    """Rename a file or folder to `NAME.old-N` with the first free N. Returns the new path."""
     aside = next(new for n in itertools.count(1) if not (new := path.with_name(f"{path.name}.old-{n}")).exists())
     os.replace(path, aside)
     return aside
 
 
-def keep_records_until(path: Path, iteration: int) -> None:
-    """Drop the records beyond `iteration` from the file `path`."""
+def drop_records_after(path: Path, iteration: int) -> None:
+    """Remove the records after `iteration` from the file `path`."""
     if records := read_records(path):
-        replace_text(path, "".join(json.dumps(record) + "\n" for record in records if record["iteration"] <= iteration))
+        atomic_write_text(
+            path, "".join(json.dumps(record) + "\n" for record in records if record["iteration"] <= iteration)
+        )

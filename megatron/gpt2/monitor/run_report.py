@@ -1,7 +1,7 @@
-"""report.html: a run on one page that loads nothing else, made from the files of its save folder.
+"""Write report.html: a self-contained page about a run, made from the files of its --save folder.
 
-The curves are from `metrics.jsonl`, the texts from `samples.jsonl`, starts, warnings and ends from `history.jsonl`,
-settings and environment from `config.json`. If a file is missing, its part of the page is empty.
+Curves are from `metrics.jsonl`, texts from `samples.jsonl`, starts, warnings and ends from `history.jsonl`, and settings
+from `config.json`. If a file is missing, its part of the page is empty.
 """
 
 import math
@@ -12,34 +12,34 @@ from typing import Any
 
 import numpy as np
 
-from data_utils.files import errors_of, parse_object, replace_text
-from megatron.gpt2.config import Config, by_key, differing, flag, require
+from data_utils.files import MAX_CONFIG_BYTES, atomic_write_text, read_json_object, wrap_errors
+from megatron.gpt2.config import Config, flag, flatten_sections, non_default_values, require
 from megatron.gpt2.monitor.incidents import read_records
-from megatron.gpt2.monitor.plots import GREEN, Curve, as_svg, loss_curves, points
+from megatron.gpt2.monitor.plots import GREEN, Curve, as_svg, curve_points, loss_curves
 
 METRICS, SAMPLES, HISTORY, REPORT = "metrics.jsonl", "samples.jsonl", "history.jsonl", "report.html"
 MOST_SAMPLES = 40  # on the page
-TRAINED = {"iteration", "consumed_samples", "ms_per_iteration", "tokens_per_second"}  # in every record of training
-GREATEST = 1e15  # numbers that are not below it are damaged
+TRAINING_KEYS = {"iteration", "consumed_samples", "ms_per_iteration", "tokens_per_second"}
+MAX_NUMBER = 1e15  # larger numbers are damage
 
 Records = list[dict[str, Any]]
 
 
 def write_report(folder: str | Path) -> Path:
-    """Make `folder`/report.html; returns its path.
+    """Write `folder`/report.html and return its path.
 
-    Raises OSError if it cannot be written, and ValueError if config.json is not of this project.
+    Raises OSError if it cannot be written, and ValueError if config.json is damaged.
     """
     path = Path(folder) / REPORT
-    replace_text(path, page(Path(folder)))
+    atomic_write_text(path, render_page(Path(folder)))
     return path
 
 
-def page(folder: Path) -> str:
-    """The whole page as HTML, of the run that saves in `folder`. ValueError if config.json is not of this project."""
+def render_page(folder: Path) -> str:
+    """Return the page as HTML. folder: of --save. Raises ValueError if config.json is damaged."""
     import jinja2
 
-    metrics = [record for record in read_records(folder / METRICS) if _is_of_numbers(record)]
+    metrics = [record for record in read_records(folder / METRICS) if _has_valid_numbers(record)]
     samples, history = (
         [record for record in read_records(folder / name) if isinstance(record.get("text"), str)]
         for name in (SAMPLES, HISTORY)
@@ -48,46 +48,48 @@ def page(folder: Path) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True
     )
-    curves, no_curves = _curves(metrics)
+    curves, no_curves = _render_curves(metrics)
     shown = np.linspace(0, len(samples) - 1, min(len(samples), MOST_SAMPLES)).round().astype(int)
     return environment.get_template("report.html").render(
         title=folder.resolve().name,
         now=f"{datetime.now().astimezone():%Y-%m-%d at %H:%M:%S %Z}",
-        figures=figures(metrics, settings, config),
+        figures=summary_rows(metrics, settings, config),
         curves=curves,
         no_curves=no_curves,
         samples=samples,
         shown=[samples[number] for number in shown],
         history=history,
-        differing=[(flag(key), value) for key, value in differing(config).items()],
-        flags=[(flag(key), value) for key, value in by_key(config.as_dict()).items()] if "config" in settings else [],
+        differing=[(flag(key), value) for key, value in non_default_values(config).items()],
+        flags=[(flag(key), value) for key, value in flatten_sections(config.as_dict()).items()]
+        if "config" in settings
+        else [],
         environment=settings.get("environment"),
     )
 
 
-def _is_of_numbers(record: Mapping[str, Any]) -> bool:
-    """Whether a record of metrics only has numbers that can be drawn, as every one that is not damaged."""
+def _has_valid_numbers(record: Mapping[str, Any]) -> bool:
+    """True if a record of metrics has only numbers that can be plotted. Damaged records may not."""
     return all(
-        value is None or isinstance(value, int | float) and abs(value) < GREATEST
+        value is None or isinstance(value, int | float) and abs(value) < MAX_NUMBER
         for name, value in record.items()
         if name != "split"
     )
 
 
 def _settings(path: Path) -> tuple[dict[str, Any], Config]:
-    """The content of config.json, and the flags in it. ValueError, which names the file, if it is damaged."""
+    """Return the content of config.json and its `Config`. Raises ValueError with the file name if it is damaged."""
     if not path.exists():
         return {}, Config()
-    with errors_of(path):
-        settings = parse_object(path.read_bytes())
+    settings = read_json_object(path, MAX_CONFIG_BYTES)
+    with wrap_errors(path):
         require(isinstance(settings.get("train_iters", 0), int), "its train_iters is not a number")
         require(isinstance(settings.get("environment", {}), dict), "its environment is not an object")
         return settings, Config.from_dict(settings.get("config", {}))
 
 
-def figures(metrics: Records, settings: Mapping[str, Any], config: Config) -> list[tuple[str, str, str]]:
-    """The numbers that a reader looks for first: name, value and a remark; none before the first log line."""
-    trained = [r for r in metrics if "split" not in r and all(r.get(key) is not None for key in TRAINED)]
+def summary_rows(metrics: Records, settings: Mapping[str, Any], config: Config) -> list[tuple[str, str, str]]:
+    """Return the most important numbers as (name, value, remark); none before the first log line."""
+    trained = [r for r in metrics if "split" not in r and all(r.get(key) is not None for key in TRAINING_KEYS)]
     if not trained:
         return []
     last, before, seconds = trained[-1], 0, 0.0
@@ -101,8 +103,8 @@ def figures(metrics: Records, settings: Mapping[str, Any], config: Config) -> li
     tokens, memory = last["consumed_samples"] * config.data.seq_length, last.get("memory_bytes")
     rows = [
         ("iteration", f"{last['iteration']:,}", f"of {settings['train_iters']:,}" if "train_iters" in settings else ""),
-        ("training loss", _loss(last), "nats per token"),
-        ("lowest validation loss", _loss(best), at + bits),
+        ("training loss", _format_loss(last), "nats per token"),
+        ("lowest validation loss", _format_loss(best), at + bits),
         ("tokens", f"{tokens:,}", "read in training"),
         ("training time", str(timedelta(seconds=round(seconds))), "without evaluations and saves"),
         ("tokens a second", f"{last['tokens_per_second']:,.0f}", f"MFU {last['mfu']:.1%}" if last.get("mfu") else ""),
@@ -111,19 +113,19 @@ def figures(metrics: Records, settings: Mapping[str, Any], config: Config) -> li
     return [row for row in rows if row[1]]
 
 
-def _loss(record: Mapping[str, Any]) -> str:
-    """ "" without a record, a dash without a finite loss."""
+def _format_loss(record: Mapping[str, Any]) -> str:
+    """Format a loss: "" without a record, a dash if the loss is not finite."""
     value = record.get("lm_loss")
     return f"{value:.4g}" if value is not None and math.isfinite(value) else "–" * bool(record)
 
 
-def _curves(metrics: Records) -> tuple[str, str]:
-    """The curves over the iterations as SVG, or why there are none."""
+def _render_curves(metrics: Records) -> tuple[str, str]:
+    """Return the curves as SVG and "", or "" and why they are missing."""
     others = {
-        "learning rate": points(metrics, "learning_rate"),
-        "gradient norm, before clipping": points(metrics, "grad_norm"),
-        "tokens a second, all ranks": points(metrics, "tokens_per_second"),
-        "peak memory of rank 0, GiB": [(x, y / 2**30) for x, y in points(metrics, "memory_bytes")],
+        "learning rate": curve_points(metrics, "learning_rate"),
+        "gradient norm, before clipping": curve_points(metrics, "grad_norm"),
+        "tokens a second, all ranks": curve_points(metrics, "tokens_per_second"),
+        "peak memory of rank 0, GiB": [(x, y / 2**30) for x, y in curve_points(metrics, "memory_bytes")],
     }
     losses = loss_curves(metrics)
     if sum(len(curve.points) for curve in losses) < 2:

@@ -1,7 +1,4 @@
-"""Programs that draw the numbers of a run: TensorBoard and Weights & Biases.
-
-Each has `log(numbers, iteration)`, which takes numbers by name, and `close()`.
-"""
+"""Experiment trackers: TensorBoard and Weights & Biases. Each has `log(numbers, iteration)` and `close()`."""
 
 import importlib.util
 import secrets
@@ -15,7 +12,7 @@ WANDB_ID = "wandb_run_id.txt"
 
 
 class TensorBoard:
-    """TensorBoard's event files; what an earlier run wrote beyond `start_iteration` is no longer shown."""
+    """Writes TensorBoard event files. Points of an earlier run after `start_iteration` are purged."""
 
     def __init__(self, config: Config, start_iteration: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -30,9 +27,9 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """One run of Weights & Biases per --save folder: a run that continues, continues there too.
+    """Logs to Weights & Biases. A run that continues a --save folder also continues its run there.
 
-    The file `wandb_run_id.txt` in the folder holds its id.
+    The file `wandb_run_id.txt` in the folder has the run's id.
     """
 
     def __init__(self, config: Config, start_iteration: int) -> None:
@@ -40,7 +37,7 @@ class WeightsAndBiases:
 
         train, save = config.train, Path(str(config.checkpoint.save))
         folder, known = Path(train.wandb_save_dir or save), save / WANDB_ID
-        for path in (folder, save):  # wandb would take a temporary folder
+        for path in (folder, save):  # otherwise wandb uses a temporary folder
             path.mkdir(parents=True, exist_ok=True)
         if not (start_iteration and known.exists()):
             known.write_text(secrets.token_hex(4) + "\n", encoding="ascii")
@@ -61,17 +58,17 @@ class WeightsAndBiases:
         self.close = self._run.finish
 
     def log(self, numbers: Mapping[str, float], iteration: int) -> None:
-        """Send the `numbers` as those of this step."""
-        self._run.log(dict(numbers), step=iteration)  # steps that are done again are there already, and ignored
+        """Send the `numbers` of this step."""
+        self._run.log(dict(numbers), step=iteration)  # wandb ignores repeated steps
 
 
 Tracker = TensorBoard | WeightsAndBiases
 
 
 def open_trackers(config: Config, *, start_iteration: int, active: bool) -> list[Tracker]:
-    """Open the trackers that the flags ask for; none if this rank is not `active`.
+    """Open the trackers that the flags select; none if this rank is not `active`.
 
-    Raises ValueError on every rank alike if one is not installed, and on the active rank if it cannot begin.
+    Raises ValueError on every rank if one is not installed, and on the active rank if it cannot start.
     """
     trackers: list[Tracker] = []
     for flag, wanted, module, tracker in (

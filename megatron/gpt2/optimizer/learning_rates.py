@@ -1,5 +1,5 @@
-"""The learning rate as a function of n, the steps that were not skipped so far. Where the batch grows, a step counts as
-its share of the final batch, as in Megatron, which counts samples.
+"""The learning rate as a function of n, the number of steps so far that were not skipped. If the batch size grows, a
+step counts as its fraction of the final batch. Megatron counts samples, which is equivalent.
 
 With peak p, floor f, w warm-up and N decay iterations, the rate is p·n/w up to w; after that, with
 r = (n − w) / (N − w), which runs from 0 to 1:
@@ -10,9 +10,9 @@ r = (n − w) / (N − w), which runs from 0 to 1:
     exponential  max(f, p·2^−r)
     WSD          p until D iterations before N, then f + (p − f)·(2·2^−q − 1), q running from 0 to 1 over those D
 
-and from N on what it is at N. cosine-2019 continues runs of that year: max(f, p/2·(cos(π(n − w)/N) + 1)), n at most
-N − w, so that it ends above the floor. The k-th update uses n = its number of successful predecessors (the first
-one has the rate 0 under a warm-up), and a log line shows the rate after its update was counted.
+After N the rate is constant. cosine-2019 continues runs of Megatron from 2019: max(f, p/2·(cos(π(n − w)/N) + 1)) with n
+at most N − w, so that it ends above the floor. An update uses n = the number of earlier updates, so the first one has
+the rate 0 under a warm-up. A log line shows the rate after its update is counted.
 """
 
 import numpy as np
@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from megatron.gpt2.config import OptimizerConfig, require
 
 
-class LearningRate:
-    """The schedule of a run of `train_iters` iterations of the final batch, `batch` samples. Raises ValueError if its
-    parts do not fit together."""
+class LRSchedule:
+    """The learning rate schedule of a run of `train_iters` iterations with the final batch size `batch`, in samples.
+    Raises ValueError if warm-up and decay do not fit."""
 
     def __init__(self, config: OptimizerConfig, train_iters: int, batch: int) -> None:
         self.peak, self.floor, self.style = config.lr, config.min_lr, config.lr_decay_style
@@ -41,11 +41,11 @@ class LearningRate:
         )
 
     def __call__(self, n: float) -> float:
-        """The rate after n steps that were not skipped."""
-        return float(self.table(np.array([n], dtype=np.float64))[0])
+        """Return the rate after n steps that were not skipped."""
+        return float(self.table(np.array([float(n)]))[0])
 
     def table(self, n: NDArray[np.float64]) -> NDArray[np.float64]:
-        """n: float64 [k], ascending -> [k], the rate for each."""
+        """n: float64 [k], ascending -> [k], the rate after each n."""
         p, f, w, end = self.peak, self.floor, self.warmup_iters, self.decay_iters
         late = np.minimum(n, end)
         r = (late - w) / (end - w) if end > w else np.ones_like(n)

@@ -1,10 +1,10 @@
-"""AdamW over flat float32 masters, for fp32, bf16 and fp16 alike, without a host synchronisation.
+"""AdamW on float32 masters, for fp32, bf16 and fp16, without a host synchronisation.
 
-Whether a step is skipped, by how much its gradients are clipped, and the learning rate (which counts steps that
-were not skipped) are scalars on the device: the host reads them at log lines alone.
+Three decisions of a step are scalars on the device: whether it is skipped, how much gradients are clipped, and the
+learning rate, which counts steps that were not skipped. The host reads them only at log lines.
 
-Each rank updates the ranges of `flat` that its optimizer owns: all of the buffer, or with a sharded optimizer (ZeRO
-stage 1, arXiv:1910.02054) its part of every bucket, after which the parameters of the others are gathered.
+Each rank updates the local shards of `buffer`. They are the whole buffer, or with a sharded optimizer (ZeRO stage 1,
+arXiv:1910.02054) one shard of every bucket. In this case the ranks then gather each other's parameters.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,32 +16,31 @@ from torch.optim.adamw import adamw
 
 import mpu
 from megatron.gpt2.config import OptimizerConfig
-from megatron.gpt2.optimizer.flat_parameters import FlatParameters, FlatState
-from megatron.gpt2.optimizer.gradient_reducer import ParameterGatherer
+from megatron.gpt2.optimizer.bucket_reducer import ParamAllGather
+from megatron.gpt2.optimizer.param_and_grad_buffer import ParamAndGradBuffer, ParamShard
 
-LATE = 4  # steps
+READ_DELAY = 4  # steps
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class LateReading:
-    """The values of an integer on `device`, each LATE calls after it was given.
+class AsyncScalar:
+    """Reads an integer on `device` without stopping the device: each value is returned READ_DELAY calls later.
 
-    A call starts to copy the present value into pinned memory, and returns the one of LATE calls before, 0 in the first
-    ones. Only that old copy is waited for: meanwhile the device has the steps since then to do. So all ranks read the
-    same value at the same step, and may branch on it, which they may not on whatever has arrived by chance. On a CPU
-    every copy is there at once.
+    A call starts an asynchronous copy of the current value into pinned memory. It returns the value of READ_DELAY calls
+    before, and 0 in the first calls. The host waits only for this old copy, while the device works on later steps. All
+    ranks get the same value at the same step, so they can branch on it.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._copies = torch.zeros(LATE, dtype=torch.int64, pin_memory=self._on_gpu)
+        self._copies = torch.zeros(READ_DELAY, dtype=torch.int64, pin_memory=self._on_gpu)
         self._values = self._copies.numpy()  # the same memory
-        self._arrivals: list[torch.cuda.Event | None] = [None] * LATE
+        self._arrivals: list[torch.cuda.Event | None] = [None] * READ_DELAY
         self._calls = 0
 
     def __call__(self, value: Tensor) -> int:
-        """value: a scalar on the device, int64."""
-        place = self._calls % LATE
+        """Submit `value`, an int64 scalar on the device. Return the value of READ_DELAY calls before."""
+        place = self._calls % READ_DELAY
         self._calls += 1
         if (arrival := self._arrivals[place]) is not None:
             arrival.synchronize()
@@ -54,33 +53,30 @@ class LateReading:
 
 
 class LossScaler:
-    """A constant scale; 1.0 where no scaling is needed.
-
-    `scale` is a float32 scalar on the device.
-    """
+    """A constant loss scale, 1.0 without scaling. `scale` is a float32 scalar on the device."""
 
     def __init__(self, scale: float, device: torch.device | str = "cpu") -> None:
         self.scale = torch.tensor(scale, dtype=torch.float32, device=device)
 
     def update(self, found_inf: Tensor) -> None:
-        """After a step. found_inf: float32 scalar on the device, 1.0 where the step overflowed on any rank."""
+        """Called after a step. found_inf: float32 scalar on the device, 1.0 if the step overflowed on any rank."""
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint keeps; reading it waits for the device."""
+        """Return the state for a checkpoint. This waits for the device."""
         return {"scale": self.scale.item()}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Take over nothing: a constant scale is what the flag says."""
+        """Load nothing: the flag determines a constant scale."""
 
 
 class DynamicLossScaler(LossScaler):
-    """A scale that follows the overflows, kept on the device: raising and lowering it never makes the host wait.
+    """A loss scale that adapts to overflows. It is on the device, so an update does not make the host wait.
 
-    Semantics of Megatron's dynamic loss scaler: the first `hysteresis` - 1 overflows only skip the step. Every later
-    one also halves the scale, until `window` clean steps in a row double it and refill the hysteresis.
+    The semantics are those of Megatron's dynamic loss scaler. The first `hysteresis` - 1 overflows only skip the step.
+    Each later overflow also halves the scale. `window` steps in a row without an overflow double the scale and reset
+    the hysteresis.
 
-    initial, minimum: scales. window: clean steps in a row that double it. hysteresis: overflows until it is halved, the
-    halving one included.
+    initial, minimum: the first and the smallest scale.
     """
 
     def __init__(
@@ -98,13 +94,13 @@ class DynamicLossScaler(LossScaler):
         self._hysteresis_left = torch.full_like(self._clean_steps, hysteresis)
 
     def update(self, found_inf: Tensor) -> None:
-        """After a step: halve, double or keep the scale. found_inf: as in `LossScaler`."""
+        """Halve, double or keep the scale after a step. found_inf: see `LossScaler.update`."""
         overflow = found_inf > 0
         halve = overflow & (self._hysteresis_left <= 1)
         self._clean_steps = torch.where(overflow, 0.0, self._clean_steps + 1)
         double = ~overflow & (self._clean_steps % self.window == 0)
         factor = torch.where(halve, 0.5, torch.where(double, 2.0, 1.0))
-        # In place: whoever was given `scale` sees the new value.
+        # In place, so that all references to `scale` see the new value.
         self.scale.copy_(torch.where(halve, (self.scale * factor).clamp_min(self.minimum), self.scale * factor))
         self._hysteresis_left = torch.where(
             double,
@@ -113,7 +109,7 @@ class DynamicLossScaler(LossScaler):
         )
 
     def state_dict(self) -> dict[str, float]:
-        """The scale and the two counters behind it."""
+        """Return the scale and its two counters."""
         return {
             "scale": self.scale.item(),
             "clean_steps": self._clean_steps.item(),
@@ -121,8 +117,7 @@ class DynamicLossScaler(LossScaler):
         }
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Take over what `state_dict` gave. A state without the counters (of a constant scale, or of bf16) leaves the
-        initial scale."""
+        """Load the result of `state_dict`. A state without counters (of a constant scale, or of bf16) is ignored."""
         if "clean_steps" not in state:
             return
         self.scale.fill_(state["scale"])
@@ -131,7 +126,7 @@ class DynamicLossScaler(LossScaler):
 
 
 def build_loss_scaler(config: OptimizerConfig, dtype: torch.dtype, device: torch.device | str) -> LossScaler:
-    """The loss scale of a run that computes in `dtype`: dynamic or static in fp16, constantly 1 in fp32 and bf16."""
+    """Build the loss scaler of a run that computes in `dtype`: dynamic or constant in fp16, 1 in fp32 and bf16."""
     if dtype != torch.float16:
         return LossScaler(1.0, device)
     if config.loss_scale is not None:
@@ -146,108 +141,114 @@ def build_loss_scaler(config: OptimizerConfig, dtype: torch.dtype, device: torch
 
 
 class AdamWOptimizer:
-    """Norm → skip if it is not finite → unscale, clip, AdamW on the masters → round into the model → schedule.
+    """Norm → skip if it is not finite → unscale, clip, AdamW on the masters → round into the model → learning rate.
 
-    It serves fp32, bf16 and fp16; what differs is in `flat` (in fp32 the masters are the parameters themselves) and in
-    `scaler`. rates: [iterations + 1], kept in float32: the learning rate after n steps that were not skipped; past its
-    end the last one holds. squared_norm: takes what `mpu.squared_norm` takes. A gradient norm that is not finite skips
-    the step in every precision: it would poison the weights in any.
+    It is the same for fp32, bf16 and fp16, except for `buffer` (in fp32 the masters are the parameters) and `scaler`.
+    In every precision, a gradient norm that is not finite skips the step, to protect the weights.
 
-    good_steps, skipped_steps, skipped_in_a_row: int64 counts. found_inf: float32, 1.0 where the last step was skipped.
-    grad_norm: float32, of the last step, before clipping. learning_rate: float32, of the next step. All of them are
-    scalars on the device.
+    Arguments:
+        rates: [iterations + 1], the learning rate after n steps that were not skipped. After the end the last one is
+            used.
+        squared_norm: a function with the signature of `mpu.squared_norm`.
 
-    With an offloaded optimizer masters and moments are in host memory and AdamW runs there. Gradients are copied to
-    the host and weights back in one copy for each owned range; the host waits for the device once in a step, when the
-    scalars that AdamW needs arrive behind the gradients.
+    Attributes, all scalars on the device:
+        good_steps, skipped_steps, skipped_in_a_row: int64 counts.
+        found_inf: float32, 1.0 if the last step was skipped.
+        grad_norm: float32, of the last step before clipping.
+        learning_rate: float32, of the next step.
+
+    With an offloaded optimizer, masters and moments are in host memory and AdamW runs on the CPU. Gradients are copied
+    to the host and weights back, in one copy per local shard. The host waits for the device once in a step, for the
+    scalars that AdamW needs.
     """
 
     def __init__(
         self,
-        flat: FlatParameters,
-        gatherer: ParameterGatherer,
+        buffer: ParamAndGradBuffer,
+        param_gather: ParamAllGather,
         config: OptimizerConfig,
         scaler: LossScaler,
         rates: Tensor,
         squared_norm: Callable[..., Tensor] = mpu.squared_norm,
     ) -> None:
-        device = flat.params.device
-        self.flat, self.gatherer, self.scaler, self.squared_norm = flat, gatherer, scaler, squared_norm
+        device = buffer.params.device
+        self.buffer, self.param_gather, self.scaler, self.squared_norm = buffer, param_gather, scaler, squared_norm
         self._rates = rates.to(device=device, dtype=torch.float32)
         counts = torch.zeros(3, dtype=torch.int64, device=device)
         self.good_steps, self.skipped_steps, self.skipped_in_a_row = counts.unbind()
         self.found_inf, self.grad_norm = torch.zeros(2, dtype=torch.float32, device=device).unbind()
         self.learning_rate = self._rates[0].clone()
 
-        self._host_grads = flat.room(pinned=True) if flat.offloaded else None
+        self._host_grads = buffer.zeros_like_shards(pinned=True) if buffer.offloaded else None
         self._config = config
-        self.moments = {name: flat.room() for name in MOMENTS}
-        self._adam_steps = [torch.zeros((), dtype=torch.float32, device=master.device) for master in flat.masters]
+        self.moments = {name: buffer.zeros_like_shards() for name in MOMENTS}
+        self._adam_steps = [torch.zeros((), dtype=torch.float32, device=master.device) for master in buffer.masters]
 
     def step(self) -> None:
-        """One update from the summed, scaled gradients in `flat.owned_grads()`, which are freed by it."""
-        grads = self.flat.owned_grads()
+        """Update the weights from the summed, scaled gradients in `buffer.shard_grads()`, and free the gradients."""
+        grads = self.buffer.shard_grads()
         self.grad_norm = self._unscaled_norm(grads)
-        # The norm is the same on all ranks, so all of them skip or none.
+        # The norm is the same on all ranks, so either all ranks skip the step or none.
         self.found_inf = (~torch.isfinite(self.grad_norm)).float()
-        # AdamW's fused kernel divides by grad_scale as it reads, which unscales and clips in the same pass.
+        # AdamW's fused kernel divides gradients by grad_scale. This unscales and clips them in the same pass.
         grad_scale = (self.scaler.scale / self._clip_factor(self.grad_norm)).nan_to_num(1.0)
         grads = self._to_masters(grads)
-        # To where the masters are: from a GPU to the host this waits, also for the gradients before it.
-        scalars = torch.stack([self.learning_rate, grad_scale, self.found_inf]).to(self.flat.masters[0].device)
+        # With an offloaded optimizer, this copy to the host waits, also for the copies of the gradients before it.
+        scalars = torch.stack([self.learning_rate, grad_scale, self.found_inf]).to(self.buffer.masters[0].device)
         self._adamw(grads, *scalars.unbind())
         del grads
-        self.flat.free_grads()
-        self.write_back()
-        self._schedule()
+        self.buffer.free_grads()
+        self.copy_masters_to_model()
+        self._count_step()
 
     def _unscaled_norm(self, grads: Sequence[Tensor]) -> Tensor:
-        """The norm of the gradients of all ranks, without the loss scale."""
+        """Return the norm of the gradients of all ranks, without the loss scale."""
         counted = [
-            (grad, segment.is_split)
-            for grad, segment in zip(grads, self.flat.owned, strict=True)
-            if not segment.is_copy
+            (grad, shard.is_split)
+            for grad, shard in zip(grads, self.buffer.local_shards, strict=True)
+            if not shard.is_duplicate
         ]
         squared = self.squared_norm(
             (g for g, is_split in counted if is_split),
             (g for g, is_split in counted if not is_split),
-            self.flat.params.device,
-            sharded=self.flat.is_sharded,
+            self.buffer.params.device,
+            sharded=self.buffer.is_sharded,
         )
         return (squared.sqrt() / self.scaler.scale).float()
 
     def _clip_factor(self, norm: Tensor) -> Tensor:
-        """What gradients of this norm are multiplied by (--clip-grad)."""
+        """Return the factor that clips gradients of this norm (--clip-grad)."""
         largest = self._config.clip_grad
         return (largest / (norm + 1e-6)).clamp_max(1.0) if largest > 0 else torch.ones_like(norm)
 
     def _to_masters(self, grads: list[Tensor]) -> list[Tensor]:
-        """The gradients, where the masters are."""
+        """Return the gradients on the device of the masters."""
         if self._host_grads is None:
             return grads
         for host, grad in zip(self._host_grads, grads, strict=True):
             host.copy_(grad, non_blocking=True)
         return self._host_grads
 
-    def _schedule(self) -> None:
+    def _count_step(self) -> None:
         """Count the step, and set loss scale and learning rate for the next one."""
         skipped = self.found_inf.long()
         self.skipped_steps += skipped
         self.skipped_in_a_row = (self.skipped_in_a_row + skipped) * skipped
         self.good_steps += 1 - skipped
         self.scaler.update(self.found_inf)
-        # Indexing with a tensor of no dimension would read it on the host.
+        # Indexing with a 0-dimensional tensor would read it on the host.
         place = self.good_steps.clamp_max(len(self._rates) - 1)
         self.learning_rate.copy_(self._rates.index_select(0, place.view(1)).view(()))
 
     def _adamw(self, grads: Sequence[Tensor], rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
-        """torch's fused kernel, as a function: the class would load the compiler, 0.9 s of every start."""
+        """Call torch's fused AdamW function. The class torch.optim.AdamW would import the compiler, which takes 0.9
+        s."""
         config = self._config
         for decays, weight_decay in ((True, config.weight_decay), (False, 0.0)):
-            chosen = [index for index, segment in enumerate(self.flat.owned) if segment.decays == decays]
+            chosen = [index for index, shard in enumerate(self.buffer.local_shards) if shard.decays == decays]
             masters, gradients, exp_avgs, exp_avg_sqs, steps = (
                 [tensors[index] for index in chosen]
-                for tensors in (self.flat.masters, grads, *self.moments.values(), self._adam_steps)
+                for tensors in (self.buffer.masters, grads, *self.moments.values(), self._adam_steps)
             )
             adamw(
                 masters,
@@ -268,22 +269,22 @@ class AdamWOptimizer:
                 maximize=False,
             )
 
-    def write_back(self) -> None:
-        """Bring the masters into the model: round this rank's own, and start to fetch what others own."""
-        self.gatherer.wait()
-        self.flat.write_back()
-        self.gatherer.launch()
+    def copy_masters_to_model(self) -> None:
+        """Round this rank's masters into the model, and start to gather the shards of other ranks."""
+        self.param_gather.wait()
+        self.buffer.copy_masters_to_params()
+        self.param_gather.launch()
 
-    def tensors(self) -> Iterator[FlatState]:
-        """The masters and moments that this rank owns, parameter by parameter, as views: what a checkpoint holds."""
-        for name in self.flat.ranges:
-            index, part, start = self.flat.owned_part_of(name)
-            yield FlatState("master", name, self.flat.masters[index][part], start)
+    def state_shards(self) -> Iterator[ParamShard]:
+        """Yield this rank's shards of masters and moments, parameter by parameter, as views. Checkpoints save them."""
+        for name in self.buffer.ranges:
+            index, part, start = self.buffer.local_shard_of(name)
+            yield ParamShard("master", name, self.buffer.masters[index][part], start)
             for moment in MOMENTS:
-                yield FlatState(moment, name, self.moments[moment][index][part], start)
+                yield ParamShard(moment, name, self.moments[moment][index][part], start)
 
     def state_dict(self) -> dict[str, Any]:
-        """The scalars that a resume needs (JSON), beside what `tensors` gives. Reading them waits for the device."""
+        """Return the scalars that a resume needs in addition to `state_shards`, as JSON. This waits for the device."""
         return {
             "good_steps": int(self.good_steps),
             "skipped_steps": int(self.skipped_steps),
@@ -292,20 +293,16 @@ class AdamWOptimizer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave, after `tensors` were filled, and round the masters into the model."""
+        """Load the result of `state_dict`, after `state_shards` were filled. Round the masters into the model."""
         self.scaler.load_state_dict(state["loss_scaler"])
         self.skipped_steps.fill_(state["skipped_steps"])
         self.set_good_steps(state["good_steps"])
         for steps in self._adam_steps:
-            # Fewer than the schedule's where the moments were once started afresh (--no-load-optim).
+            # Fewer than good_steps if the moments were reset once (--no-load-optim).
             steps.fill_(state["adam_steps"])
-        self.write_back()
-
-    def masters_from_model(self) -> None:
-        """Set the masters to the model's weights, after those were loaded alone."""
-        self.flat.read_back()
+        self.copy_masters_to_model()
 
     def set_good_steps(self, good_steps: int) -> None:
-        """Put the schedule where it is after `good_steps` steps that were not skipped."""
+        """Set the learning rate to that after `good_steps` steps that were not skipped."""
         self.good_steps.fill_(good_steps)
         self.learning_rate.copy_(self._rates[min(good_steps, len(self._rates) - 1)])

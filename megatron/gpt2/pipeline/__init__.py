@@ -1,3 +1,3 @@
-"""Pipeline parallelism: which layers each stage holds, what each rank does in which order, and what the ranks exchange.
+"""Pipeline parallelism: the layers of each stage, the order of work on each rank, and the messages between ranks.
 
 Legend: p ranks of a pipeline, v chunks of the model per rank, m micro-batches. torch is not imported here."""

@@ -1,5 +1,5 @@
-"""What can be said of a schedule without ranks: when each action runs and how much a rank keeps; and the schedule as text
-and as a drawing."""
+"""Analysis of a pipeline schedule without running it: start and end of each action, and micro-batches in memory. Also
+drawings of a schedule, as text and as a figure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.gpt2.pipeline.program import Costs, needs
-from megatron.gpt2.pipeline.schedule import Kind, Schedule
+from megatron.gpt2.pipeline.p2p_schedule import StageCosts, dependencies
+from megatron.gpt2.pipeline.schedule import Kind, PipelineSchedule
 
-Done = tuple[Kind, int, int]  # an action, by its kind, stage and micro-batch
+ActionKey = tuple[Kind, int, int]  # an action, by its kind, stage and micro-batch
 
 
 class Span(NamedTuple):
-    """When an action runs."""
+    """Start and end of an action."""
 
     start: float
     end: float
@@ -23,74 +23,77 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timetable:
-    """ranks[r][i] is when action i of rank r runs."""
+    """The times of all actions: ranks[r][i] is the span of action i of rank r."""
 
     ranks: tuple[tuple[Span, ...], ...]
 
     @property
     def length(self) -> float:
-        """From the start of the first action to the end of the last one."""
+        """Return the time from the start of the first action to the end of the last one."""
         return max(span.end for spans in self.ranks for span in spans)
 
     @property
     def bubble(self) -> float:
-        """The share of the ranks' time in which they wait."""
+        """Return the fraction of time in which ranks wait."""
         busy = sum(span.end - span.start for spans in self.ranks for span in spans)
         return 1 - busy / (len(self.ranks) * self.length)
 
 
-def equal_costs(schedule: Schedule, forward: float, backward: float, weight: float) -> list[Costs]:
-    """Costs of each stage if the chunks of a rank take these times together and all ranks are alike."""
-    v = schedule.chunks
-    return [Costs(forward / v, backward / v, weight / v)] * schedule.stages
+def uniform_costs(schedule: PipelineSchedule, forward: float, backward: float, weight: float) -> list[StageCosts]:
+    """Return equal costs for each stage. The arguments are the times of all chunks of a rank together."""
+    v = schedule.num_chunks
+    return [StageCosts(forward / v, backward / v, weight / v)] * schedule.num_stages
 
 
-def published_length(schedule: Schedule, forward: float, backward: float, weight: float) -> float:
-    """The published length of a step, with the times of a whole rank.
+def published_length(schedule: PipelineSchedule, forward: float, backward: float, weight: float) -> float:
+    """Return the length of a step by the published formulas. The arguments are the times of a whole rank.
 
-    1F1B and interleaved: (m + (p − 1)/v)·(F + B + W), where m is a multiple of p if chunks are interleaved.
-    ZB-H1: m·(F + B + W) + (p − 1)·(F + B − W), where m >= p, and no W takes longer than an F or a B.
+    1F1B and interleaved: (m + (p − 1)/v)·(F + B + W). With interleaved chunks m must be a multiple of p.
+    ZB-H1: m·(F + B + W) + (p − 1)·(F + B − W), if m >= p and a W takes no longer than an F or a B.
     """
-    p, v, m, whole = schedule.p, schedule.chunks, schedule.micro_batches, forward + backward + weight
+    p, v, m, whole = schedule.num_ranks, schedule.num_chunks, schedule.num_microbatches, forward + backward + weight
     return m * whole + (p - 1) * ((forward + backward - weight) if schedule.splits_backward else whole / v)
 
 
-def timetable(schedule: Schedule, costs: Sequence[Costs]) -> Timetable:
-    """When each action runs if it starts as soon as its rank is free and what it needs is there.
+def timetable(schedule: PipelineSchedule, costs: Sequence[StageCosts]) -> Timetable:
+    """Return the timetable in which each action starts as soon as its rank is free and its inputs are complete.
 
-    costs: one per stage. graphlib.CycleError if actions need each other.
+    costs: one per stage. Raises graphlib.CycleError if actions depend on each other in a cycle.
     """
-    before: dict[Done, list[Done]] = {}  # in the order of each rank
+    before: dict[ActionKey, list[ActionKey]] = {}  # in the order of each rank
     for rank, actions in enumerate(schedule.ranks):
-        previous: list[Done] = []
+        previous: list[ActionKey] = []
         for action in actions:
             stage, number = schedule.stage(rank, action.chunk), action.micro_batch
-            needed = [(kind, other, number) for kind, other in needs(schedule, stage, action)]
+            needed = [(kind, other, number) for kind, other in dependencies(schedule, stage, action)]
             before[action.kind, stage, number] = needed + previous
             previous = [(action.kind, stage, number)]
-    spans: dict[Done, Span] = {}
+    spans: dict[ActionKey, Span] = {}
     for done in TopologicalSorter(before).static_order():
         kind, stage, _ = done
         start = max((spans[other].end for other in before[done]), default=0.0)
-        spans[done] = Span(start, start + costs[stage].of(kind, schedule.splits_backward))
+        spans[done] = Span(start, start + costs[stage].duration(kind, schedule.splits_backward))
     return Timetable(
-        tuple(tuple(spans[done] for done in before if done[1] % schedule.p == rank) for rank in range(schedule.p))
+        tuple(
+            tuple(spans[done] for done in before if done[1] % schedule.num_ranks == rank)
+            for rank in range(schedule.num_ranks)
+        )
     )
 
 
-def kept(schedule: Schedule, queued: float = 1.0) -> list[float]:
-    """Of each rank the most that it keeps at any moment, in micro-batches of one chunk.
+def max_in_flight(schedule: PipelineSchedule, queued: float = 1.0) -> list[float]:
+    """Return for each rank the maximum number of micro-batches in flight, counted in micro-batches of one chunk.
 
-    A micro-batch counts 1 from the end of its forward until the end of its backward, and `queued` from then until the
-    end of its W: what the W needs is a part of what the B needed.
+    A micro-batch counts 1 from the end of its forward until the end of its backward, and then `queued` until the end of
+    its W, which needs only a part of the activations.
     """
     change = {"F": 1.0, "B": queued - 1 if schedule.splits_backward else -1.0, "W": -queued}
     return [max(accumulate(change[action.kind] for action in actions)) for actions in schedule.ranks]
 
 
-def as_text(schedule: Schedule, table: Timetable) -> list[str]:
-    """A line per rank: each action is its letter and its micro-batch, and the letter of its chunk where there are
-    several, `=` while it goes on and `|` at its end; a rank that waits is `.`."""
+def render_text(schedule: PipelineSchedule, table: Timetable) -> list[str]:
+    """Return a line of text per rank. An action is its kind, its micro-batch and, with several chunks, the letter of
+    its chunk, then `=` while it runs and `|` at its end. `.` means that the rank waits."""
     names = [
         [f"{action.kind}{action.micro_batch}{_letter(schedule, action.chunk)}" for action in actions]
         for actions in schedule.ranks
@@ -108,8 +111,8 @@ def as_text(schedule: Schedule, table: Timetable) -> list[str]:
     return lines
 
 
-def draw(schedule: Schedule, table: Timetable, title: str, path: Path) -> None:
-    """Write a drawing of the timetable to `path` (.svg or .png): a lane for each rank, time to the right."""
+def draw_timetable(schedule: PipelineSchedule, table: Timetable, title: str, path: Path) -> None:
+    """Write a figure of the timetable to `path` (.svg or .png), with a lane for each rank and time to the right."""
     import matplotlib
     from matplotlib.colors import to_rgb
     from matplotlib.figure import Figure
@@ -121,16 +124,16 @@ def draw(schedule: Schedule, table: Timetable, title: str, path: Path) -> None:
     grey = "#7d8793"  # readable on a light and on a dark page
     style: Any = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), grey)
     with matplotlib.rc_context({**style, "svg.fonttype": "none", "svg.hashsalt": "schedule"}):
-        figure = Figure(figsize=(11, 1.4 + 0.4 * schedule.p), layout="constrained")
+        figure = Figure(figsize=(11, 1.4 + 0.4 * schedule.num_ranks), layout="constrained")
         axes = figure.subplots()
         colours: dict[str, Any] = {}
         for rank, (actions, spans) in enumerate(zip(schedule.ranks, table.ranks, strict=True)):
             for action, span in zip(actions, spans, strict=True):
-                lighter = 0.6 * action.chunk / max(schedule.chunks - 1, 1)  # later chunks are lighter
+                lighter = 0.6 * action.chunk / max(schedule.num_chunks - 1, 1)  # later chunks are lighter
                 base = to_rgb({"F": "#5fa0e1", "B": "#f09646", "W": "#6ebe6e"}[action.kind])
                 colour = tuple(part + (1 - part) * lighter for part in base)
                 label = names[action.kind] + (
-                    f", chunk {_letter(schedule, action.chunk)}" if schedule.chunks > 1 else ""
+                    f", chunk {_letter(schedule, action.chunk)}" if schedule.num_chunks > 1 else ""
                 )
                 colours.setdefault(label, colour)
                 wide = span.end - span.start
@@ -138,7 +141,7 @@ def draw(schedule: Schedule, table: Timetable, title: str, path: Path) -> None:
                 if wide * 60 > table.length:
                     middle = span.start + wide / 2
                     axes.text(middle, rank, str(action.micro_batch), ha="center", va="center", color="#10161c")
-        axes.set_yticks(range(schedule.p), [f"rank {rank}" for rank in range(schedule.p)])
+        axes.set_yticks(range(schedule.num_ranks), [f"rank {rank}" for rank in range(schedule.num_ranks)])
         axes.invert_yaxis()
         axes.set_xlim(0, table.length)
         axes.set_xlabel("time")
@@ -148,6 +151,6 @@ def draw(schedule: Schedule, table: Timetable, title: str, path: Path) -> None:
         figure.savefig(path, transparent=True, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def _letter(schedule: Schedule, chunk: int) -> str:
-    """a, b, ... where a rank has several chunks."""
-    return "" if schedule.chunks == 1 else chr(ord("a") + chunk) if chunk < 26 else f"_{chunk}"
+def _letter(schedule: PipelineSchedule, chunk: int) -> str:
+    """Return the letter of a chunk, or "" if a rank has only one."""
+    return "" if schedule.num_chunks == 1 else chr(ord("a") + chunk) if chunk < 26 else f"_{chunk}"

@@ -1,14 +1,14 @@
-"""Schedules: the table of what each rank of a pipeline does, in order; and which layers each stage holds.
+"""Pipeline schedules: a table of the actions of each rank, in order. Also the layers of each stage.
 
-A rank holds v chunks of the model. Chunk c of rank r is stage c·p + r of the p·v stages: a micro-batch passes all ranks
-once for each chunk. Stage 0 embeds tokens, the last stage has the loss.
+A rank has v chunks of the model. Chunk c of rank r is stage c·p + r of the p·v stages, so a micro-batch passes all
+ranks once for each chunk. Stage 0 has the embedding, the last stage has the loss.
 
-Two rules hold for every schedule. It takes any number of micro-batches from 1 on. And the backwards of a chunk come in
-the order of the micro-batches on every rank, as in a run without a pipeline: sums of gradients are added in one order.
+Every schedule works with any number of micro-batches. On every rank the backwards of a chunk are in the order of the
+micro-batches, as in a run without a pipeline. So gradients are always summed in the same order.
 
-Layers are dealt out as evenly as they can be. If the stages divide their number, all get the same, as in Megatron. If
-not, some stages get one more than the others: from the last stage but one to the first. The last stage comes last of
-all, since it has the head too. The first has the embedding, and it keeps the most micro-batches.
+Layers are distributed as evenly as possible. If the number of stages divides the number of layers, all stages get the
+same number, as in Megatron. Otherwise some stages get one more, starting with the second-to-last stage and going back
+to the first. The last stage is the last to get one, because it also has the head.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,17 +18,17 @@ from itertools import chain
 from typing import Literal
 
 SCHEDULES = ("1f1b", "interleaved", "zero-bubble")
-FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
+FIRST_LAYERS_FLAG, LAST_LAYERS_FLAG = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
 
 Kind = Literal["F", "B", "W"]
 
 
 @dataclass(frozen=True)
 class Action:
-    """One piece of work of one rank for one micro-batch in one of its chunks.
+    """The forward or backward of one micro-batch in one chunk of a rank.
 
-    kind: F is forward. B is backward: the gradient of the chunk's input, and, where the schedule has no W, those of its
-    weights too. W is the gradients of its weights.
+    kind: F is forward. B is backward: the gradient of the chunk's input and, in a schedule without W, of its weights. W
+    is the gradient of the weights.
     """
 
     kind: Kind
@@ -40,76 +40,77 @@ class Action:
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """What each rank does: ranks[r] is what rank r of the pipeline does, in its order."""
+class PipelineSchedule:
+    """The actions of each rank: ranks[r] are those of rank r of the pipeline, in order."""
 
     name: str
     ranks: tuple[tuple[Action, ...], ...]
-    chunks: int
-    micro_batches: int
+    num_chunks: int
+    num_microbatches: int
 
     @property
-    def p(self) -> int:
-        """Ranks of the pipeline."""
+    def num_ranks(self) -> int:
+        """Return p, the number of ranks of the pipeline."""
         return len(self.ranks)
 
     @property
-    def stages(self) -> int:
-        """Stages of the model: p·v, Megatron's virtual stages."""
-        return self.p * self.chunks
+    def num_stages(self) -> int:
+        """Return p·v, the number of stages of the model (Megatron's virtual stages)."""
+        return self.num_ranks * self.num_chunks
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Whether the gradients of weights are an action of their own."""
+        """Return whether W is a separate action."""
         return any(action.kind == "W" for action in self.ranks[0])
 
     def stage(self, rank: int, chunk: int) -> int:
-        """The stage that is this chunk of this rank."""
-        return chunk * self.p + rank
+        """Return the stage number of a chunk of a rank."""
+        return chunk * self.num_ranks + rank
 
 
-def one_forward_one_backward(p: int, m: int) -> Schedule:
-    """1F1B, also called PipeDream-flush (arXiv:2104.04473): rank r begins with p − 1 − r forwards and then does one
-    forward and one backward in turn, so that it keeps at most p − r micro-batches. With p = 1: F0 B0 F1 B1 ..."""
-    return Schedule(
-        "1f1b", tuple(_in_turn(_forwards(p, 1, m), _backwards(p, 1, m), p - 1 - rank) for rank in range(p)), 1, m
+def one_forward_one_backward(p: int, m: int) -> PipelineSchedule:
+    """1F1B, also called PipeDream-flush (arXiv:2104.04473). Rank r starts with p − 1 − r forwards and then alternates
+    forward and backward. So it keeps the activations of at most p − r micro-batches. With p = 1: F0 B0 F1 B1 ..."""
+    return PipelineSchedule(
+        "1f1b", tuple(_alternate(_forwards(p, 1, m), _backwards(p, 1, m), p - 1 - rank) for rank in range(p)), 1, m
     )
 
 
-def interleaved(p: int, v: int, m: int) -> Schedule:
-    """1F1B over v chunks per rank (arXiv:2104.04473): p micro-batches pass chunk 0, then the same ones chunk 1, ...
+def interleaved(p: int, v: int, m: int) -> PipelineSchedule:
+    """1F1B with v chunks per rank (arXiv:2104.04473): p micro-batches pass chunk 0, then the same ones pass chunk 1,
+    ...
 
-    It is made for whole groups of p micro-batches, and the micro-batches from m on are left out. What is left stays in
-    order: no action waits for one of another micro-batch but by its place on its rank.
+    The order is built for whole groups of p micro-batches. Then micro-batches from m on are removed. The order stays
+    valid, because actions of different micro-batches do not depend on each other.
     """
     whole = -(-m // p) * p
     ranks = []
     for rank in range(p):
-        order = _in_turn(_forwards(p, v, whole), _backwards(p, v, whole), 2 * (p - 1 - rank) + (v - 1) * p)
+        order = _alternate(_forwards(p, v, whole), _backwards(p, v, whole), 2 * (p - 1 - rank) + (v - 1) * p)
         ranks.append(tuple(action for action in order if action.micro_batch < m))
-    return Schedule("interleaved", tuple(ranks), v, m)
+    return PipelineSchedule("interleaved", tuple(ranks), v, m)
 
 
-def zero_bubble(p: int, m: int) -> Schedule:
-    """ZB-H1 (arXiv:2401.10241): 1F1B in which rank r does the W of a micro-batch r backwards later.
+def zero_bubble(p: int, m: int) -> PipelineSchedule:
+    """ZB-H1 (arXiv:2401.10241): 1F1B in which rank r delays the W of a micro-batch by r backwards.
 
-    A later rank so sends its gradients of inputs sooner, and does its W's when it would wait at the end. Every rank
-    keeps at most p micro-batches, as rank 0 does under 1F1B: p − r between F and B, and r between B and W.
+    So later ranks send the gradients of inputs sooner, and run their W's at the end, when they would otherwise wait.
+    Every rank keeps at most p micro-batches, as rank 0 does under 1F1B: p − r between F and B, and r between B and W.
     """
     ranks = []
     for rank in range(p):
         order: list[Action] = []
-        for action in _in_turn(_forwards(p, 1, m), _backwards(p, 1, m), p - 1 - rank):
+        for action in _alternate(_forwards(p, 1, m), _backwards(p, 1, m), p - 1 - rank):
             order.append(action)
             if action.kind == "B" and action.micro_batch >= rank:
                 order.append(Action("W", 0, action.micro_batch - rank))
         ranks.append((*order, *(Action("W", 0, late) for late in range(max(m - rank, 0), m))))
-    return Schedule("zero-bubble", tuple(ranks), 1, m)
+    return PipelineSchedule("zero-bubble", tuple(ranks), 1, m)
 
 
 @lru_cache(maxsize=64)
-def build_schedule(name: str, p: int, v: int, m: int) -> Schedule:
-    """The schedule called `name` in --pipeline-schedule. ValueError, which names the flag, where there is none."""
+def build_schedule(name: str, p: int, v: int, m: int) -> PipelineSchedule:
+    """Build the schedule `name` (--pipeline-schedule). Raises ValueError with the name of the flag if it cannot be."""
     if name not in SCHEDULES:
         raise ValueError(f"--pipeline-schedule must be one of {', '.join(SCHEDULES)}, not {name}")
     if p < 1:
@@ -132,7 +133,7 @@ def build_schedule(name: str, p: int, v: int, m: int) -> Schedule:
 
 
 def _forwards(p: int, v: int, m: int) -> Iterator[Action]:
-    """Each group of p micro-batches passes chunk by chunk."""
+    """Yield forwards: each group of p micro-batches passes chunk by chunk."""
     return (
         Action("F", chunk, micro_batch)
         for first in range(0, m, p)
@@ -142,12 +143,12 @@ def _forwards(p: int, v: int, m: int) -> Iterator[Action]:
 
 
 def _backwards(p: int, v: int, m: int) -> Iterator[Action]:
-    """As the forwards, from the last chunk to the first."""
+    """Yield backwards in the order of the forwards, but from the last chunk to the first."""
     return (Action("B", v - 1 - action.chunk, action.micro_batch) for action in _forwards(p, v, m))
 
 
-def _in_turn(forwards: Iterable[Action], backwards: Iterable[Action], ahead: int) -> tuple[Action, ...]:
-    """`ahead` forwards, then one forward and one backward in turn, then the backwards that are left."""
+def _alternate(forwards: Iterable[Action], backwards: Iterable[Action], ahead: int) -> tuple[Action, ...]:
+    """Return `ahead` forwards, then forwards and backwards alternately, then the remaining backwards."""
     first, second = list(forwards), list(backwards)
     pairs = zip(first[ahead:], second, strict=False)
     return (*first[:ahead], *chain.from_iterable(pairs), *second[max(len(first) - ahead, 0) :])
@@ -156,10 +157,10 @@ def _in_turn(forwards: Iterable[Action], backwards: Iterable[Action], ahead: int
 def layers_of_stages(
     num_layers: int, p: int, v: int = 1, first: int | None = None, last: int | None = None
 ) -> list[range]:
-    """The layers of each of the p·v stages; stage c·p + r is chunk c of rank r.
+    """Return the layers of each of the p·v stages. Stage c·p + r is chunk c of rank r.
 
-    first, last: how many layers the first and the last rank of the pipeline hold, in all their chunks together.
-    ValueError, which names the flag, where a stage would hold no layer, or where layers are left over.
+    first, last: the number of layers of the first and the last rank, over all their chunks. Raises ValueError with the
+    name of the flag if a stage would have no layer, or if layers would remain.
     """
     if num_layers < p * v:
         chunks = f" with {v} virtual stages each (--num-layers-per-virtual-pipeline-stage)" if v > 1 else ""
@@ -168,7 +169,7 @@ def layers_of_stages(
             f"and --num-layers is {num_layers}"
         )
     given: dict[int, int] = {}
-    for flag, rank, count in ((FIRST, 0, first), (LAST, p - 1, last)):
+    for flag, rank, count in ((FIRST_LAYERS_FLAG, 0, first), (LAST_LAYERS_FLAG, p - 1, last)):
         if count is None:
             continue
         if p == 1:
@@ -178,29 +179,32 @@ def layers_of_stages(
         given[rank] = count
     left, others = num_layers - sum(given.values()), [rank for rank in range(p) if rank not in given]
     if left < len(others) * v or (left and not others):
-        flags = " and ".join(flag for flag, rank in ((FIRST, 0), (LAST, p - 1)) if rank in given)
+        flags = " and ".join(
+            flag for flag, rank in ((FIRST_LAYERS_FLAG, 0), (LAST_LAYERS_FLAG, p - 1)) if rank in given
+        )
         raise ValueError(
             f"{flags} leave {left} of {num_layers} layers for the other {len(others) * v} stages: "
             f"{'each of them needs one' if others else 'they must add up to --num-layers'}"
         )
     sizes = [0] * (p * v)
-    _deal(sizes, [stage for stage in range(p * v) if stage % p in others], left)
+    _distribute_evenly(sizes, [stage for stage in range(p * v) if stage % p in others], left)
     for rank, count in given.items():
-        _deal(sizes, range(rank, p * v, p), count)
+        _distribute_evenly(sizes, range(rank, p * v, p), count)
     ends = [sum(sizes[: stage + 1]) for stage in range(p * v)]
     return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
 
 def virtual_stages(num_layers: int, p: int, layers_per_stage: int) -> int:
-    """Virtual stages per rank, where each holds at most `layers_per_stage` layers. ValueError, which names the flag."""
+    """Return the number of virtual stages per rank, with at most `layers_per_stage` layers each. Raises ValueError with
+    the name of the flag."""
     if layers_per_stage < 1:
         raise ValueError(f"--num-layers-per-virtual-pipeline-stage must be positive, not {layers_per_stage}")
     return max(1, -(-num_layers // (p * layers_per_stage)))
 
 
-def _deal(sizes: list[int], stages: Sequence[int], layers: int) -> None:
-    """Give `layers` to `stages`, as evenly as they can be."""
+def _distribute_evenly(sizes: list[int], stages: Sequence[int], layers: int) -> None:
+    """Distribute `layers` over `stages` as evenly as possible, and write the numbers into `sizes`."""
     for place, stage in enumerate(stages):
         sizes[stage] = layers // len(stages)
-        from_behind = (len(stages) - 2 - place) % len(stages)  # the last but one is 0, and the last of the model last
+        from_behind = (len(stages) - 2 - place) % len(stages)  # 0 for the second-to-last stage, largest for the last
         sizes[stage] += from_behind < layers % len(stages)

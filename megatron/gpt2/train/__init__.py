@@ -1,16 +1,16 @@
-"""A training run, in the order of reading:
+"""A training run. Reading order:
 
-loop             training, with log lines, evaluations, checkpoints, and when to stop
-train_step       one update
-forward_backward    the passes of a step, in the order of a schedule
-data             batches on the device, and that the ranks of a group read the same
-evaluate         the loss over a split, and a sample of text
+loop                the training loop
+train_step          one update of the model
+forward_backward    forward and backward passes, in the order of the pipeline schedule
+data                batches on the device, and a check that all ranks of a group read the same
+evaluate            the loss over a split, and a sample of text
 
-setup            what each rank decides by itself: flags, checkpoint, device, precision, tokenizer, data; and whether all agree
-engine           the model and what updates it
-run              Run: what all of these share, and how it is built
-checkpointing    saving and loading
-continuation     how a run goes on from a checkpoint: in the same way, or what differs
-report           what a person sees at the start and at the end
-not_finite       where numbers stop being finite
+setup               what each rank decides by itself: checkpoint, device, precision, tokenizer, data
+train_state         model, buffers and optimizer
+trainer             Trainer: the parts of a run
+checkpointing       saving and loading
+resume_equivalence  whether a resumed run is equal to the run that it continues
+report              what is printed at the start and at the end
+not_finite          finds the first tensor that is not finite
 """

@@ -1,7 +1,7 @@
-"""Batches: what a step reads, on the device, and a check that ranks which share layers read the same.
+"""Batches on the device, and a check that ranks which share layers read the same.
 
-Every rank of a model-parallel group reads its batches itself, since the lengths of documents are needed on the host.
-Nothing is sent. Instead each rank keeps a digest of what it has read, and the ranks compare theirs at log lines.
+Every rank of a model-parallel group reads its batches itself, because document lengths are needed on the host. No batch
+is sent. Each rank keeps a checksum of the text that it has read, and the ranks compare their checksums at log lines.
 Legend: n samples, s sequence.
 """
 
@@ -14,17 +14,18 @@ from torch import Tensor
 
 import mpu
 from data_utils import BatchLoader, DamagedData, Splits, Tokenizer
-from megatron.gpt2.dist.gathering import gather_over_ranks
-from megatron.gpt2.train.setup import PreparedRun
+from megatron.gpt2.dist.gathering import gather_ints
+from megatron.gpt2.train.setup import RunContext
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples on the device: tokens and labels [n, s] int64, mask [n, s] float32 (0 where no loss is taken), and the
-    samples' numbers in the whole run, [n] int64; None in an evaluation.
+    """Samples on the device.
 
-    Under --reset-position-ids `positions` is [n, s] int64. Under --reset-attention-mask `documents` has an entry for
-    each micro-batch.
+    tokens, labels: [n, s] int64. mask: [n, s] float32, 0 for tokens without a loss.
+    samples: [n] int64, the index of each sample in the run; None in an evaluation.
+    positions: [n, s] int64 under --reset-position-ids.
+    documents: an entry for each micro-batch under --reset-attention-mask.
     """
 
     tokens: Tensor
@@ -32,10 +33,11 @@ class Batch:
     mask: Tensor
     samples: Tensor | None = None
     positions: Tensor | None = None
-    documents: list[mpu.Documents] | None = None
+    documents: list[mpu.PackedSeqParams] | None = None
 
-    def micro_batches(self, size: int, token_weight: Tensor) -> list[dict[str, Tensor | mpu.Documents | None]]:
-        """The arguments of the model for each micro-batch of `size` samples. token_weight: [n, s] float32."""
+    def split(self, size: int, token_weight: Tensor) -> list[dict[str, Tensor | mpu.PackedSeqParams | None]]:
+        """Split the batch into micro-batches of `size` samples. Return the arguments of the model for each of them.
+        token_weight: [n, s] float32."""
         columns = {
             "tokens": self.tokens,
             "labels": self.labels,
@@ -43,7 +45,7 @@ class Batch:
             "samples": self.samples,
             "positions": self.positions,
         }
-        found: list[dict[str, Tensor | mpu.Documents | None]] = []
+        found: list[dict[str, Tensor | mpu.PackedSeqParams | None]] = []
         for number, start in enumerate(range(0, len(self.tokens), size)):
             part = {name: None if column is None else column[start : start + size] for name, column in columns.items()}
             found.append({**part, "documents": self.documents[number] if self.documents else None})
@@ -51,29 +53,29 @@ class Batch:
 
 
 class TrainingData:
-    """What a run reads: the tokenizer, the splits, and the batches of this rank.
+    """The data of a run: the tokenizer, the splits, and the batches of this rank.
 
-    loader: the training batches, each int64 [n, s + 1] on the host with the samples' numbers [n], prepared ahead by a
-    thread. on_host: makes such a tensor of an array, where the device can read it by itself.
+    loader: yields training batches, int64 [n, s + 1] on the host, with the sample indices [n]. A thread prepares them.
+    to_host_tensor: converts a NumPy array to a tensor, in pinned memory if the device is a GPU.
     """
 
     def __init__(
-        self, prepared: PreparedRun, parallel: mpu.ParallelState, consumed_samples: int, skipped_samples: int = 0
+        self, context: RunContext, parallel: mpu.ParallelState, consumed_samples: int, skipped_samples: int = 0
     ) -> None:
-        self.tokenizer: Tokenizer = prepared.tokenizer
-        self.splits: Splits = prepared.splits
-        self._prepared, self._parallel, self._digest = prepared, parallel, 0
-        self.on_host = pinned if prepared.device.type == "cuda" else torch.from_numpy
+        self.tokenizer: Tokenizer = context.tokenizer
+        self.splits: Splits = context.splits
+        self._context, self._parallel, self._digest = context, parallel, 0
+        self.to_host_tensor = pin_tensor if context.device.type == "cuda" else torch.from_numpy
         self.loader = self._read_from(consumed_samples, skipped_samples)
 
     def rewind(self, consumed_samples: int, skipped_samples: int) -> None:
-        """Go on from there; as many samples as ever are skipped before it."""
+        """Restart the loader after `consumed_samples` consumed and `skipped_samples` skipped samples."""
         self.loader.close()
         self.loader = self._read_from(consumed_samples, skipped_samples)
 
     def _read_from(self, consumed_samples: int, skipped: int) -> BatchLoader:
-        config, parallel, schedule = self._prepared.config, self._parallel, self._prepared.batch_schedule
-        count = schedule.after_steps(self._prepared.train_iters) + skipped
+        config, parallel, schedule = self._context.config, self._parallel, self._context.batch_schedule
+        count = schedule.samples_after_steps(self._context.train_iters) + skipped
         samples, order = self.splits.training_samples(config.train.seed, count)
         return BatchLoader(
             samples,
@@ -84,20 +86,20 @@ class TrainingData:
             data_parallel_size=parallel.data_parallel_size,
             consumed_samples=consumed_samples,
             prefetch=config.data.num_workers,
-            contiguous=any(hook.contiguous_samples for hook in self._prepared.hooks),
-            finish=lambda text, numbers: (self.on_host(text), self.on_host(numbers + skipped)),
+            contiguous=any(hook.contiguous_samples for hook in self._context.hooks),
+            collate_fn=lambda text, numbers: (self.to_host_tensor(text), self.to_host_tensor(numbers + skipped)),
         )
 
     def to_device(self, text: Tensor, samples: Tensor | None = None) -> Batch:
-        """text [n, s + 1] int64 on the host, and the samples' numbers [n] -> the batch. An entry of -1 is not a token:
-        as a label it has no weight. From pinned memory the copy waits for nothing."""
-        config, device, eod = self._prepared.config, self._prepared.device, self.tokenizer.eod
+        """Build the batch from text [n, s + 1] int64 and sample indices [n], both on the host. An entry of -1 is
+        padding: as a label it has no weight. The copy from pinned memory is asynchronous."""
+        config, device, eod = self._context.config, self._context.device, self.tokenizer.eod
         if self._parallel.model_parallel_size > 1:
             self._digest = zlib.crc32(text.numpy().tobytes(), self._digest)
         documents = positions = None
         if config.data.reset_attention_mask:
             parts = text[:, :-1].split(config.train.micro_batch_size)
-            documents = [mpu.Documents(part, eod, device) for part in parts]
+            documents = [mpu.PackedSeqParams(part, eod, device) for part in parts]
         sent = text.to(device, non_blocking=True)
         tokens, labels = sent[:, :-1], sent[:, 1:]
         mask = labels >= 0
@@ -109,35 +111,35 @@ class TrainingData:
         return Batch(tokens.clamp_min(0), labels.clamp_min(0), mask.float(), numbers, positions, documents)
 
     def check_ranks_agree(self, iteration: int) -> None:
-        """Raise DamagedData, on every rank, if ranks that hold one model together have read different text so far.
-        Every rank calls it at the same iteration."""
+        """Raise DamagedData on every rank if ranks of one model-parallel group have read different text so far. Every
+        rank calls it at the same iteration."""
         parallel = self._parallel
         if parallel.model_parallel_size == 1:
             return
-        size, of_a_stage = (
+        size, ranks_per_stage = (
             parallel.tensor_model_parallel_size,
             parallel.world_size // parallel.pipeline_model_parallel_size,
         )
-        digests = gather_over_ranks(self._digest, self._prepared.device)
+        digests = gather_ints(self._digest, self._context.device)
         for rank, digest in enumerate(digests):
-            first = rank % of_a_stage // size * size  # of the ranks that hold one model with it
+            first = rank % ranks_per_stage // size * size  # the first rank of its model-parallel group
             if digest != digests[first]:
                 raise DamagedData(
-                    f"rank {rank} has read other data than rank {first}, with which it holds one model, "
-                    f"by iteration {iteration}: every machine needs the same files, and none may change "
-                    "while a run reads it; the same command continues from the last checkpoint"
+                    f"by iteration {iteration} rank {rank} has read different data than rank {first} of its "
+                    "model-parallel group: every machine needs the same files, and they must not change while a run "
+                    "reads them; the same command continues from the last checkpoint"
                 )
 
 
 def document_positions(tokens: Tensor, eod: int) -> Tensor:
-    """tokens [n, s] int64 -> [n, s] int64: how far each token is from the first one of its document, or of its sample.
-    The token `eod` ends a document."""
+    """tokens [n, s] int64 -> [n, s] int64: the position of each token in its document, or in its sample. The token
+    `eod` ends a document."""
     places = torch.arange(tokens.size(1), device=tokens.device)
     first = torch.zeros_like(tokens)
     first[:, 1:] = places[1:] * (tokens[:, :-1] == eod)
     return places - first.cummax(dim=1).values
 
 
-def pinned(text: np.ndarray) -> Tensor:
-    """`text` as a tensor in memory that a GPU reads by itself. The loader's thread calls it ahead of the step."""
+def pin_tensor(text: np.ndarray) -> Tensor:
+    """Copy `text` into a tensor in pinned memory. The loader's thread calls it before the step."""
     return torch.from_numpy(text).pin_memory()

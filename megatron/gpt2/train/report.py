@@ -1,4 +1,4 @@
-"""What a person sees of a training run at its start and at its end."""
+"""The lines that a run prints at its start and at its end."""
 
 import shlex
 import sys
@@ -8,111 +8,112 @@ from pathlib import Path
 from data_utils import GPT2Dataset, unigram_bits_per_byte, xz_bits_per_byte
 from data_utils.command_line import how_to_call
 from megatron.gpt2.checkpoint.folder import find_checkpoint
-from megatron.gpt2.checkpoint.local import newest_held
+from megatron.gpt2.checkpoint.local import newest_local_iteration
 from megatron.gpt2.checkpoint.reader import Checkpoint
-from megatron.gpt2.config import CheckpointConfig, differing, flag
+from megatron.gpt2.config import CheckpointConfig, flag, non_default_values
 from megatron.gpt2.device import PRECISIONS
 from megatron.gpt2.model.gpt2 import count_parameters
-from megatron.gpt2.monitor.incidents import ENDED
+from megatron.gpt2.monitor.incidents import ENDED, read_records
 from megatron.gpt2.monitor.reporting import UNIGRAM, EvaluationRecord, closing_report, start_table
-from megatron.gpt2.train.run import Run
+from megatron.gpt2.monitor.run_report import METRICS
+from megatron.gpt2.train.trainer import Trainer
 
-# xz compresses about 2 MB/s: a corpus beyond this is not worth the wait at the end of a run.
+# xz compresses about 2 MB/s. For a larger corpus the wait at the end of a run would be too long.
 XZ_LIMIT = 32 << 20  # bytes
 
 
-def log_start(run: Run, warnings: Sequence[str]) -> None:
-    """Note the start in the incidents, and log the start table and what the run lacks. warnings: from before the run
-    had a log, which keeps them."""
-    prepared, config, p, progress = run.prepared, run.config, run.parallel, run.progress
+def log_start(trainer: Trainer, warnings: Sequence[str]) -> None:
+    """Record the start in the incident log. Log the start table, and warnings about the data. warnings: lines that were
+    printed before the run had a log; they are added to it."""
+    context, config, p, progress = trainer.context, trainer.config, trainer.parallel, trainer.progress
     if p.rank == 0:
-        (prepared.save_directory / ENDED).unlink(missing_ok=True)
+        (context.save_directory / ENDED).unlink(missing_ok=True)
     t, stages, d = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.data_parallel_size
-    run.incidents.note(
+    trainer.incidents.note(
         "start",
         f"on {p.world_size} ranks from iteration {progress.iteration}",
         command=[sys.executable, *sys.argv],
         layout={"world_size": p.world_size, "tensor": t, "pipeline": stages, "data": d},
     )
     for line in warnings:
-        run.log.note(line)
+        trainer.log.note(line)
 
-    model, data, train, tokenizer, splits = config.model, config.data, config.train, prepared.tokenizer, prepared.splits
+    model, data, train, tokenizer, splits = config.model, config.data, config.train, context.tokenizer, context.splits
     total = count_parameters(model, t)[0]
-    own = sum(parameter.numel() for parameter in run.engine.model.parameters())
-    batches, batch, samples = prepared.batch_schedule, prepared.global_batch_size, len(splits.train)
-    needed = batches.after_steps(prepared.train_iters - progress.iteration, progress.consumed_samples)
+    own = sum(parameter.numel() for parameter in trainer.state.model.parameters())
+    batches, batch, samples = context.batch_schedule, context.global_batch_size, len(splits.train)
+    needed = batches.samples_after_steps(context.train_iters - progress.iteration, progress.consumed_samples)
     epochs = needed / samples
     (_, smallest), *growth = batches.stages
     layers = ", ".join(f"{stage.start}-{stage.stop - 1}" for stage in config.layers_of_stages())
     interval = config.checkpoint.save_interval
     layout = f"{p.world_size} ranks: model-parallel {t} × {f'pipeline {stages} × ' * (stages > 1)}data-parallel {d}"
-    begins = f"weights of {prepared.source}" if prepared.source else "random weights"
+    begins = f"weights of {context.source}" if context.source else "random weights"
     if progress.iteration:
-        begins = f"iteration {progress.iteration} of {prepared.source}"
+        begins = f"iteration {progress.iteration} of {context.source}"
     rows = [
         (
             "model",
             f"GPT-2, {model.num_layers} layers, hidden size {model.hidden_size}, {model.num_attention_heads} heads, "
             f"vocabulary {model.vocab_size:,}, sequence {data.seq_length:,}"
-            + (f" (--model {prepared.arguments.preset})" if prepared.arguments.preset else ""),
+            + (f" (--model {context.arguments.preset})" if context.arguments.preset else ""),
         ),
         (
             "parameters",
             f"{total:,} in all, {own:,} {'on this' if stages > 1 else 'per'} rank with the padded vocabulary",
         ),
         ("layout", layout),
-        ("precision", f"{PRECISIONS[prepared.dtype]} on {run.device}; MFU is of {run.peak[1]}"),
+        ("precision", f"{PRECISIONS[context.dtype]} on {trainer.device}; MFU is of {trainer.peak_flops[1]}"),
         (
             "batch",
-            f"{train.micro_batch_size} samples × {d} data-parallel ranks × {prepared.micro_batches} accumulated = "
+            f"{train.micro_batch_size} samples × {d} data-parallel ranks × {context.num_microbatches} accumulated = "
             f"{batch} a step, {batch * data.seq_length:,} tokens"
-            + (f"; it grows to that from {smallest} over {growth[-1][0]:,} samples" if growth else ""),
+            + (f"; it grows from {smallest} to this size over {growth[-1][0]:,} samples" if growth else ""),
         ),
-        *([("schedule", f"{config.schedule(1).name}; layers {layers}")] if stages > 1 else []),
-        *(row for hook in run.hooks for row in hook.start_rows(run)),
+        *([("schedule", f"{config.pipeline_schedule(1).name}; layers {layers}")] if stages > 1 else []),
+        *(row for hook in trainer.hooks for row in hook.start_rows(trainer)),
         ("FLOPs per token", f"{model.flops_per_token(data.seq_length):,}"),
         (
             "tokenizer",
             f"{tokenizer.kind}, {tokenizer.vocab_size:,} ids" + (f", by {tokenizer.engine}" * bool(tokenizer.engine)),
         ),
         *(("data", line) for line in splits.description),
-        ("length", f"{prepared.train_iters:,} iterations, {needed:,} samples of {samples:,}: {epochs:.2f} epochs"),
+        ("length", f"{context.train_iters:,} iterations, {needed:,} samples of {samples:,}: {epochs:.2f} epochs"),
         ("from", begins),
         (
             "saved in",
             f"{config.checkpoint.save}, {f'every {interval:,} iterations and ' if interval else ''}at the end",
         ),
     ]
-    run.log.note(f"started from {begins} on {layout}")
+    trainer.log.note(f"started from {begins} on {layout}")
     flags = [
         (flag(key), " ".join(map(str, value)) if isinstance(value, tuple) else str(value))
-        for key, value in differing(prepared.arguments.config).items()
+        for key, value in non_default_values(context.arguments.config).items()
     ]
-    run.log.info(start_table(rows, flags))
-    for hook in run.hooks:
-        for line in hook.start_lines(run):
-            run.log.info(line)
-    if epochs > 4 and (data.train_data or data.data_path):  # the built-in corpus is as large as it is
-        run.log.info(
-            f"WARNING: {epochs:.1f} epochs: beyond about 4, repeated text teaches less and less; a larger "
-            "corpus or a smaller --train-iters would serve better"
+    trainer.log.info(start_table(rows, flags))
+    for hook in trainer.hooks:
+        for line in hook.start_lines(trainer):
+            trainer.log.info(line)
+    if epochs > 4 and (data.train_data or data.data_path):  # the size of the built-in corpus is fixed
+        trainer.log.info(
+            f"WARNING: {epochs:.1f} epochs: after about 4, the model learns less and less from repeated text; use a "
+            "larger corpus or a smaller --train-iters"
         )
     if train.eval_iters and splits.valid is None:
-        run.log.info(f"no validation: --split {data.split} gives it no share")
+        trainer.log.info(f"no validation: --split {data.split} has no validation part")
 
 
-def baselines(run: Run) -> dict[str, float | None]:
-    """Bits per byte that a run has to beat, by description, on the part of the validation split that the run was
-    evaluated on. None for a long text and for a blend, whose parts are repeated."""
-    train_split, valid, tokenizer = run.data.splits.train, run.data.splits.valid, run.data.tokenizer
+def baseline_bits_per_byte(trainer: Trainer) -> dict[str, float | None]:
+    """Return bits per byte of simple compressors, by description, to compare the model with. They are computed on the
+    part of the validation split that the run was evaluated on. The values are None for a long text and for a blend."""
+    train_split, valid, tokenizer = trainer.data.splits.train, trainer.data.splits.valid, trainer.data.tokenizer
     if (
         not (isinstance(train_split, GPT2Dataset) and isinstance(valid, GPT2Dataset))
         or train_split.num_tokens > XZ_LIMIT
     ):
         return {UNIGRAM: None, "xz -9": None}
-    samples = min(len(valid), run.config.train.eval_iters * run.prepared.global_batch_size)
-    held_out = valid.tokens[: samples * run.config.data.seq_length]
+    samples = min(len(valid), trainer.config.train.eval_iters * trainer.context.global_batch_size)
+    held_out = valid.tokens[: samples * trainer.config.data.seq_length]
     train_text = train_split.text(XZ_LIMIT)
     return {
         UNIGRAM: unigram_bits_per_byte(train_split.tokens, held_out, tokenizer.byte_lengths, tokenizer.vocab_size),
@@ -123,16 +124,16 @@ def baselines(run: Run) -> dict[str, float | None]:
 
 
 def next_commands(save: str, train_iters: int, *, in_parts: bool) -> list[tuple[str, str]]:
-    """What one would type next, as (what it does, command). in_parts: the checkpoint is of several model-parallel
-    ranks."""
+    """Return the commands that a user would run next, as (description, command). in_parts: several model-parallel ranks
+    have written the checkpoint."""
     folder = shlex.quote(save)
     commands = [
         (
-            "train on from this checkpoint",
+            "continue from this checkpoint",
             f"{how_to_call('pretrain_gpt2')} --load {folder} --save {folder} --train-iters {2 * train_iters}",
         ),
         (
-            "the same on two ranks that share the data, in a folder of its own",
+            "the same on two data-parallel ranks, in a separate folder",
             f"{how_to_call('pretrain_gpt2_distributed')} --load {folder} --save {folder}_dp2 "
             f"--train-iters {3 * train_iters}",
         ),
@@ -148,49 +149,56 @@ def next_commands(save: str, train_iters: int, *, in_parts: bool) -> list[tuple[
     return commands
 
 
-def on_disk(folder: Path) -> Checkpoint | None:
-    """The checkpoint that a program would load from the --save folder; none where there is none that is whole."""
+def loadable_checkpoint(folder: Path) -> Checkpoint | None:
+    """Return the checkpoint that a program would load from the --save folder, or None if no complete one exists."""
     try:
         return find_checkpoint(folder, log=lambda warning: None, verify=False)
     except ValueError:
         return None
 
 
-def newest_iteration(config: CheckpointConfig, *, alone: bool) -> int:
-    """The iteration of the checkpoint that a run would continue, also a local one; 0 where there is none. alone: the
-    run has this machine alone."""
+def newest_iteration(config: CheckpointConfig, *, one_machine: bool) -> int:
+    """Return the iteration of the checkpoint that a run would continue, including local checkpoints, or 0 without
+    one. one_machine: the run uses only this machine."""
     save, local = str(config.save), config.local_checkpoint_dir
-    newest = on_disk(Path(save))
-    return max(newest.iteration if newest else 0, newest_held(save, local, alone=alone) if local else 0)
+    newest = loadable_checkpoint(Path(save))
+    return max(
+        newest.iteration if newest else 0, newest_local_iteration(save, local, one_machine=one_machine) if local else 0
+    )
 
 
-def closing(run: Run, valid: EvaluationRecord | None, sample: str, plot: str, missing: str) -> str:
-    """The closing report. valid: the final evaluation. sample: a text of the model. plot: the curve, or its path.
-    missing: that the last iteration is not saved, if so; the commands that are shown work with what is saved."""
-    newest = on_disk(run.prepared.save_directory)
+def final_report(trainer: Trainer, valid: EvaluationRecord | None, sample: str, plot: str, missing: str) -> str:
+    """Return the report at the end of a run. valid: the final evaluation. sample: a generated text. plot: the loss
+    curve as text, or its path. missing: the problem if the last iteration is not saved, else ""."""
+    newest = loadable_checkpoint(trainer.context.save_directory)
     where = " (".join(filter(None, (str(newest.path) if newest else "none", missing))) + ")" * bool(missing)
+    metrics = read_records(trainer.context.save_directory / METRICS)
+    losses = {one["iteration"]: one["lm_loss"] for one in metrics if one.get("split") == "valid"}
     return closing_report(
+        validation_losses=losses,
         bits_per_byte=valid.bits_per_byte if valid else None,
-        baselines=baselines(run),
+        baselines=baseline_bits_per_byte(trainer),
         sample=sample,
         checkpoint=where,
         plot=plot,
         next_commands=next_commands(
-            str(run.config.checkpoint.save), run.prepared.train_iters, in_parts=run.parallel.model_parallel_size > 1
+            str(trainer.config.checkpoint.save),
+            trainer.context.train_iters,
+            in_parts=trainer.parallel.model_parallel_size > 1,
         )
         if newest
         else (),
     )
 
 
-def is_finished_line(given: CheckpointConfig, source: str | None, iteration: int, train_iters: int) -> str:
-    """That the run in `source` is finished, and how to begin another one, by what was `given`."""
+def finished_message(given: CheckpointConfig, source: str | None, iteration: int, train_iters: int) -> str:
+    """Return a line which says that the run in `source` is finished, and how to train longer or start a new run."""
     if given.load != source:
-        other = "a new --save for another run."
+        other = "a new --save to start a new run."
     else:
         elsewhere = " and a new --save" if given.save == source else ""
-        other = f"--finetune{elsewhere} for another run that begins with its weights."
+        other = f"--finetune{elsewhere} to start a new run from its weights."
     return (
         f"{source} is finished: it is at iteration {iteration} of {train_iters}. Give a greater --train-iters to "
-        f"train on, or {other}"
+        f"continue, or {other}"
     )

@@ -1,9 +1,9 @@
-"""Set-up that each rank does by itself, before the process group exists: the flags, the checkpoint's own shape, device
-and precision, the tokenizer, and the text as tokens; and the check that all ranks decided alike.
+"""The set-up that each rank does before the process group exists: flags, checkpoint, device, precision, tokenizer, and
+tokenised text. Also the check that all ranks have made the same decisions.
 
-Tokenising can take hours, so it must not happen inside the time limit of a collective. Every rank reads its own command
-line, looks for a checkpoint in its own view of the file system and chooses the precision by its own device. A rank that
-decided otherwise would train another model in silence, or wait for a collective that the others never call.
+Tokenising can take hours, so it must not count against the time-out of a collective. Each rank reads its own command
+line, looks for a checkpoint in its own file system and chooses the precision for its device. If one rank decided
+differently, it would silently train a different model, or wait for a collective that the other ranks never call.
 """
 
 import dataclasses
@@ -30,38 +30,38 @@ from data_utils import (
 )
 from data_utils.corpora import find_corpora
 from megatron.gpt2 import device as devices
-from megatron.gpt2.checkpoint.folder import find_checkpoint, refuse_foreign
-from megatron.gpt2.checkpoint.local import assemble
+from megatron.gpt2.checkpoint.base import check_metadata, decay_iters
+from megatron.gpt2.checkpoint.folder import find_checkpoint, require_native_format
+from megatron.gpt2.checkpoint.local import assemble_local_checkpoint
 from megatron.gpt2.checkpoint.reader import Checkpoint
-from megatron.gpt2.checkpoint.source import check_facts, decay_iters
-from megatron.gpt2.config import Config, DataConfig, by_key, flag, require
+from megatron.gpt2.config import Config, DataConfig, flag, flatten_sections, require
 from megatron.gpt2.config.arguments import Arguments, merge_checkpoint
-from megatron.gpt2.dist.gathering import gather_texts
+from megatron.gpt2.dist.gathering import gather_strings
 from megatron.gpt2.dist.hang import set_flight_recorder
-from megatron.gpt2.dist.ranks import Ranks
+from megatron.gpt2.dist.ranks import RankInfo, format_ranks
 from megatron.gpt2.hooks import Hook, load_hooks
-from megatron.gpt2.monitor.incidents import Incidents, rank_name
+from megatron.gpt2.monitor.incidents import IncidentLog, rank_file_name
 from megatron.gpt2.monitor.reporting import resident_memory
-from megatron.gpt2.train.continuation import computed_by, differences
+from megatron.gpt2.train.resume_equivalence import changed_settings, compute_environment
 
 Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class PreparedRun:
-    """What every rank knows before the process group exists.
+class RunContext:
+    """The decisions and data of a rank before the process group exists.
 
-    config: with what the checkpoint decides, the vocabulary's size and the kind of tokenizer.
-    source: the folder to load from; None to start from random weights.
-    start: the facts of the checkpoint that is continued; empty if the run starts at iteration 0.
-    hooks: the extensions that the flags ask for.
-    keeps_freed: freed memory stays with the process, see `device.set_allocator`.
-    resident: bytes of anonymous memory that the process had before any model.
+    config: the flags, with the values that the checkpoint and the tokenizer determine.
+    source: the folder to load from, or None to start from random weights.
+    resume_metadata: the metadata of the checkpoint that is continued; empty if the run starts at iteration 0.
+    hooks: the extensions that the flags choose.
+    keeps_freed_memory: whether freed memory stays with the process (`device.set_allocator`).
+    resident: bytes of anonymous memory of the process before the model is built.
     """
 
     arguments: Arguments
     config: Config
-    ranks: Ranks
+    rank_info: RankInfo
     device: torch.device
     dtype: torch.dtype
     backend: str
@@ -69,56 +69,56 @@ class PreparedRun:
     splits: Splits
     source: str | None
     train_iters: int
-    start: dict[str, Any]
+    resume_metadata: dict[str, Any]
     hooks: Sequence[Hook] = ()
-    keeps_freed: bool = False
+    keeps_freed_memory: bool = False
     resident: int = field(default_factory=lambda: resident_memory().get("resident", 0))
 
     @property
     def is_finished(self) -> bool:
-        """Whether the checkpoint that would be continued is at the end of the run already."""
-        return self.start.get("iteration", 0) >= self.train_iters
+        """Return whether the checkpoint that would be continued is already at the last iteration."""
+        return self.resume_metadata.get("iteration", 0) >= self.train_iters
 
     @property
     def save_directory(self) -> Path:
-        """The --save folder."""
+        """Return the --save folder."""
         assert self.config.checkpoint.save is not None
         return Path(self.config.checkpoint.save)
 
     @cached_property
-    def incidents(self) -> Incidents:
-        """Where this rank notes what it sees, at the iteration from which the run starts."""
-        kept = self.ranks.incidents or Incidents(self.save_directory, rank_name(self.ranks.rank))
-        kept.iteration = self.start.get("iteration", 0)
+    def incidents(self) -> IncidentLog:
+        """Return the incident log of this rank, at the iteration from which the run starts."""
+        kept = self.rank_info.incidents or IncidentLog(self.save_directory, rank_file_name(self.rank_info.rank))
+        kept.iteration = self.resume_metadata.get("iteration", 0)
         return kept
 
     @cached_property
     def batch_schedule(self) -> BatchSchedule:
-        """The samples of each step over all ranks."""
-        return self.config.batch_schedule(self.ranks.world_size, self.start.get("consumed_samples", 0))
+        """Return the global batch size of each step."""
+        return self.config.batch_schedule(self.rank_info.world_size, self.resume_metadata.get("consumed_samples", 0))
 
     @property
     def global_batch_size(self) -> int:
-        """Samples of a step over all ranks, when the batch does not grow any more."""
+        """Return the final global batch size, in samples."""
         return self.batch_schedule.final
 
     @property
-    def micro_batches(self) -> int:
-        """Micro-batches of a rank in a step, after the batch has stopped growing."""
-        return self.config.micro_batches(self.ranks.world_size, self.start.get("consumed_samples", 0))
+    def num_microbatches(self) -> int:
+        """Return the micro-batches of a rank in a step with the final global batch size."""
+        return self.config.num_microbatches(self.rank_info.world_size, self.resume_metadata.get("consumed_samples", 0))
 
     @property
     def batch_growth(self) -> str:
-        """The flag by which the batch grows, or that it does not."""
-        return self.config.train.growth if len(self.batch_schedule.stages) > 1 else "not at all"
+        """Return the flag that makes the batch grow, or "not at all"."""
+        return self.config.train.growth_flag if len(self.batch_schedule.stages) > 1 else "not at all"
 
     @property
     def decay_iters(self) -> int:
-        """The iterations of the learning rate's schedule, each of `global_batch_size` samples, that the run takes."""
-        return -(-self.batch_schedule.after_steps(self.train_iters) // self.global_batch_size)
+        """Return the length of the learning rate schedule, in iterations of `global_batch_size` samples."""
+        return -(-self.batch_schedule.samples_after_steps(self.train_iters) // self.global_batch_size)
 
-    def facts(self) -> dict[str, Any]:
-        """What the numbers of the run depend on, without its layout, weights and state: facts of a checkpoint, as
+    def metadata(self) -> dict[str, Any]:
+        """Return the settings that determine the numbers of the run, without its layout: metadata of a checkpoint, as
         JSON."""
         return {
             "config": self.config.as_dict(),
@@ -128,64 +128,65 @@ class PreparedRun:
             "batch_growth": self.batch_growth,
             "data_fingerprint": self.splits.fingerprint,
             "precision": str(self.dtype).removeprefix("torch."),
-            "computed_by": computed_by(self.device),
+            "computed_by": compute_environment(self.device),
         }
 
     @property
     def timeout(self) -> timedelta:
-        """How long a collective may take (--distributed-timeout-minutes)."""
+        """Return the time-out of collectives (--distributed-timeout-minutes)."""
         return timedelta(minutes=self.config.parallel.distributed_timeout_minutes)
 
 
-def prepare_run(arguments: Arguments, ranks: Ranks, log: Log) -> PreparedRun:
-    """Everything up to the tokenised data, without a process group. log: takes each line of what was decided and why.
-    Raises ValueError or OSError, in one line, for bad input."""
-    arguments, checkpoint, source = _source(arguments, ranks, log)
+def build_context(arguments: Arguments, rank_info: RankInfo, log: Log) -> RunContext:
+    """Do everything up to the tokenised data, without a process group. log: receives a line for each decision, with its
+    reason. Raises ValueError or OSError with a one-line message for bad input."""
+    arguments, checkpoint, source = _resolve_checkpoint(arguments, rank_info, log)
     if checkpoint is not None:
-        check_facts(checkpoint)
-        arguments = merge_checkpoint(arguments, checkpoint.facts["config"], decay_iters(checkpoint.facts))
+        check_metadata(checkpoint)
+        arguments = merge_checkpoint(arguments, checkpoint.metadata["config"], decay_iters(checkpoint.metadata))
     for note in arguments.notes:
         log(note)
     config = arguments.config
     hooks = load_hooks(config)
-    device, dtype, backend, keeps_freed = _hardware(config, ranks, hooks, log)
-    start = checkpoint.facts if checkpoint is not None and not config.checkpoint.finetune else {}
+    device, dtype, backend, keeps_freed_memory = _choose_hardware(config, rank_info, hooks, log)
+    start = checkpoint.metadata if checkpoint is not None and not config.checkpoint.finetune else {}
     iteration, consumed_samples = start.get("iteration", 0), start.get("consumed_samples", 0)
-    schedule = config.batch_schedule(ranks.world_size, consumed_samples)  # raises if it does not fit the ranks
+    # Raises ValueError if the batch size does not fit the ranks.
+    batch_schedule = config.batch_schedule(rank_info.world_size, consumed_samples)
 
-    (train, valid, test), text_key = find_corpora(  # files in the place of the names of corpora
+    (train, valid, test), text_key = find_corpora(  # replaces names of corpora by files
         {f"--{name}-data": getattr(config.data, f"{name}_data") for name in ("train", "valid", "test")},
         config.data.text_key,
     )
     data = dataclasses.replace(config.data, train_data=train, valid_data=valid, test_data=test, text_key=text_key)
-    tokenizer = _tokenizer(data, arguments, checkpoint, log)
+    tokenizer = _build_tokenizer(data, arguments, checkpoint, log)
     require(
         config.model.vocab_size in (None, tokenizer.vocab_size),
         f"--vocab-size {config.model.vocab_size} is not the {tokenizer.vocab_size} of the tokenizer {tokenizer.kind}: "
         "leave the flag out",
     )
-    splits = _splits(data, tokenizer, evaluates=config.train.eval_iters > 0)
+    splits = _build_splits(data, tokenizer, evaluates=config.train.eval_iters > 0)
     config = dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size),
         data=dataclasses.replace(config.data, tokenizer_type=tokenizer.kind),
     )
     train_iters = config.train.iterations(
-        schedule=schedule,
+        schedule=batch_schedule,
         seq_length=data.seq_length,
         samples_per_epoch=len(splits.train),
         iteration=iteration,
         consumed_samples=consumed_samples,
     )
     if iteration >= train_iters and source is not None:
-        # Before a run is called finished, every byte of what it left is checked.
+        # Check every byte of the last checkpoint before the run is reported as finished.
         checkpoint = find_checkpoint(source, log=log, verify=not config.checkpoint.no_verify)
         assert checkpoint is not None
-        start = checkpoint.facts
-    prepared = PreparedRun(
+        start = checkpoint.metadata
+    context = RunContext(
         arguments=arguments,
         config=config,
-        ranks=ranks,
+        rank_info=rank_info,
         device=device,
         dtype=dtype,
         backend=backend,
@@ -193,22 +194,22 @@ def prepare_run(arguments: Arguments, ranks: Ranks, log: Log) -> PreparedRun:
         splits=splits,
         source=source,
         train_iters=train_iters,
-        start=dict(start),
+        resume_metadata=dict(start),
         hooks=hooks,
-        keeps_freed=keeps_freed,
+        keeps_freed_memory=keeps_freed_memory,
     )
-    for line in differences(start, prepared.facts()):
+    for line in changed_settings(start, context.metadata()):
         log(line)
-    return prepared
+    return context
 
 
-def _hardware(
-    config: Config, ranks: Ranks, hooks: Sequence[Hook], log: Log
+def _choose_hardware(
+    config: Config, rank_info: RankInfo, hooks: Sequence[Hook], log: Log
 ) -> tuple[torch.device, torch.dtype, str, bool]:
-    """Device, dtype, backend, and whether the allocator keeps what is freed; each choice with its reason to `log`."""
-    # before anything starts CUDA
+    """Choose device, dtype, backend, and whether the allocator keeps freed memory. Log each choice with its reason."""
+    # This must run before anything initialises CUDA.
     devices.set_cuda_variables(config.parallel.model_parallel_size, deterministic=config.is_deterministic)
-    device, why_device = devices.choose_device(config.train.device, ranks)
+    device, why_device = devices.choose_device(config.train.device, rank_info)
     for hook in hooks:
         hook.check(config, device)
     require(
@@ -220,16 +221,16 @@ def _hardware(
         devices.require_compiler(device)
     dtype, why_dtype = devices.choose_precision(config.train.precision, device)
     backend, why_backend = devices.choose_backend(config.parallel.distributed_backend, device)
-    if backend == "nccl" and ranks.world_size > 1:
+    if backend == "nccl" and rank_info.world_size > 1:
         set_flight_recorder(str(config.checkpoint.save))
     allocator = devices.set_allocator(device)
-    for reason in [why_device, why_dtype, allocator] + ([why_backend] if ranks.world_size > 1 else []):
+    for reason in [why_device, why_dtype, allocator] + ([why_backend] if rank_info.world_size > 1 else []):
         if reason:
             log(reason)
     return device, dtype, backend, bool(allocator)
 
 
-def _splits(data: DataConfig, tokenizer: Tokenizer, *, evaluates: bool) -> Splits:
+def _build_splits(data: DataConfig, tokenizer: Tokenizer, *, evaluates: bool) -> Splits:
     return build_splits(
         train_data=data.train_data,
         valid_data=data.valid_data,
@@ -250,24 +251,28 @@ def _splits(data: DataConfig, tokenizer: Tokenizer, *, evaluates: bool) -> Split
     )
 
 
-def _source(arguments: Arguments, ranks: Ranks, log: Log) -> tuple[Arguments, Checkpoint | None, str | None]:
-    """The arguments, which may now continue --save instead of --load; the checkpoint that the run starts from, opened
-    without reading its tensors; and the folder that holds it."""
+def _resolve_checkpoint(
+    arguments: Arguments, rank_info: RankInfo, log: Log
+) -> tuple[Arguments, Checkpoint | None, str | None]:
+    """Find the checkpoint that the run starts from, in --load, --save or the local folder. Return the arguments, which
+    may now continue --save instead of --load; the checkpoint, opened without reading its tensors; and its folder."""
     where = arguments.checkpoint
     save, source = str(where.save), where.load or str(where.save)
     if where.load is not None:
         heads = "model.num_attention_heads"
-        refuse_foreign(where.load, num_attention_heads=arguments.values[heads] if heads in arguments.given else None)
-    checkpoint = _open(source)
-    begun, holder = None, save  # what the same command has saved, if it has run before
+        require_native_format(
+            where.load, num_attention_heads=arguments.values[heads] if heads in arguments.given else None
+        )
+    checkpoint = _open_checkpoint(source)
+    begun, holder = None, save  # the checkpoint that an earlier start of this command has saved
     if source != save:
-        begun = _open(save)
+        begun = _open_checkpoint(save)
     elif not where.finetune:
         begun = checkpoint
     if where.local_checkpoint_dir is not None:
         newest = begun.iteration if begun is not None else 0
-        if near := assemble(save, where.local_checkpoint_dir, newest, ranks, log):
-            begun, holder = _open(near), str(near)
+        if near := assemble_local_checkpoint(save, where.local_checkpoint_dir, newest, rank_info, log):
+            begun, holder = _open_checkpoint(near), str(near)
     if (
         begun is not None
         and (holder, source) != (save, save)
@@ -276,8 +281,8 @@ def _source(arguments: Arguments, ranks: Ranks, log: Log) -> tuple[Arguments, Ch
         values = {**arguments.values, "checkpoint.finetune": False}
         if source != save:
             log(
-                f"--save {save} holds iteration {begun.iteration} of this run already, which is continued; "
-                f"another --save starts from {source} again"
+                f"--save {save} already holds iteration {begun.iteration} of this run, which is continued; "
+                f"a different --save starts from {source} again"
             )
             values["checkpoint.load"] = save
         return dataclasses.replace(arguments, values=values), begun, holder
@@ -291,24 +296,24 @@ def _source(arguments: Arguments, ranks: Ranks, log: Log) -> tuple[Arguments, Ch
     return arguments, checkpoint, source if checkpoint is not None else None
 
 
-def _open(folder: str | Path) -> Checkpoint | None:
-    """The checkpoint to load, without the warnings, which come once more when it is loaded."""
+def _open_checkpoint(folder: str | Path) -> Checkpoint | None:
+    """Open the checkpoint to load. Warnings are suppressed here; loading prints them."""
     return find_checkpoint(folder, log=lambda warning: None, verify=False)
 
 
-def _tokenizer(data: DataConfig, arguments: Arguments, checkpoint: Checkpoint | None, log: Log) -> Tokenizer:
-    """The checkpoint's own tokenizer, unless flags name files; else the one that the flags name. data: with files
-    instead of the names of corpora."""
-    where, facts = arguments.checkpoint, checkpoint.facts if checkpoint is not None else {}
+def _build_tokenizer(data: DataConfig, arguments: Arguments, checkpoint: Checkpoint | None, log: Log) -> Tokenizer:
+    """Load the tokenizer of the checkpoint, or build the tokenizer that the flags name. Flags that name files have
+    priority. data: file paths instead of corpus names."""
+    where, metadata = arguments.checkpoint, checkpoint.metadata if checkpoint is not None else {}
     files_given = any(f"data.{name}" in arguments.given for name in ("vocab_file", "merge_file", "tokenizer_model"))
-    known, size, named = facts.get("tokenizer"), facts.get("vocab_size", 0), checkpoint.path if checkpoint else ""
+    known, size, named = metadata.get("tokenizer"), metadata.get("vocab_size", 0), checkpoint.path if checkpoint else ""
     require(
         checkpoint is None or bool(known) or files_given or "data.tokenizer_type" in arguments.given,
-        f"{named} came without a tokenizer: give --vocab-file and --merge-file, --tokenizer-model, or --tokenizer-type "
-        f"of one that needs no files, of its {size:,} tokens",
+        f"{named} has no tokenizer: give --vocab-file and --merge-file, --tokenizer-model, or the --tokenizer-type of a "
+        f"tokenizer without files; it must have {size:,} tokens",
     )
     if known and not files_given:
-        # The folder is also that of a run whose local checkpoint is loaded.
+        # If a local checkpoint is loaded, its tokenizer is in the --save folder, too.
         tokenizer = load_tokenizer(Path(str(where.load or where.save)) / "tokenizer")
     else:
         kind, model_file = data.tokenizer_type or default_tokenizer_kind(), data.tokenizer_model
@@ -339,31 +344,31 @@ def _tokenizer(data: DataConfig, arguments: Arguments, checkpoint: Checkpoint | 
     if known:
         require(
             tokenizer.fingerprint == known["fingerprint"],
-            f"the tokenizer's files are not those of {named}: leave --vocab-file, --merge-file and --tokenizer-model "
-            "out to take the checkpoint's own",
+            f"the tokenizer's files are not those of {named}: leave out --vocab-file, --merge-file and "
+            "--tokenizer-model to use the checkpoint's tokenizer",
         )
     else:
         require(
             size in (0, tokenizer.vocab_size),
-            f"{named} has {size:,} tokens and the tokenizer {tokenizer.vocab_size:,}: give the files that it was "
-            "trained with",
+            f"{named} has {size:,} tokens and the tokenizer {tokenizer.vocab_size:,}: give the files that the model "
+            "was trained with",
         )
     return tokenizer
 
 
-def what_decides(prepared: PreparedRun, parallel: mpu.ParallelState, *, sharded: bool) -> dict[str, Any]:
-    """The facts of a run with its layout. sharded: whether the optimizer is."""
+def run_metadata(context: RunContext, parallel: mpu.ParallelState, *, sharded: bool) -> dict[str, Any]:
+    """Return the metadata of a run with its layout. sharded: whether the optimizer is sharded."""
     layout = {
         "model_parallel_size": parallel.tensor_model_parallel_size,
         "pipeline_parallel_size": parallel.pipeline_model_parallel_size,
         "data_parallel_size": parallel.data_parallel_size,
         "optimizer_is_sharded": sharded,
     }
-    return {"layout": layout, **prepared.facts()}
+    return {"layout": layout, **context.metadata()}
 
 
-# Flags that may differ: paths, which machines may name in their own way, and what concerns one rank alone. What is in
-# the files is compared by the fingerprints of data and tokenizer.
+# Flags that may differ between ranks: paths, which may differ between machines, and settings of a single rank. The
+# fingerprints of data and tokenizer compare the contents of the files.
 MAY_DIFFER = {
     "data.train_data",
     "data.valid_data",
@@ -391,36 +396,43 @@ MAY_DIFFER = {
 }
 
 
-def check_ranks_agree(prepared: PreparedRun) -> None:
-    """ValueError, on every rank, that names the first decision that differs. A collective over all ranks."""
-    own = decisions(prepared)
-    everyone = [json.loads(text) for text in gather_texts(json.dumps([own, prepared.splits.fingerprint]))]
-    (first, data), *_ = everyone
+def check_ranks_agree(context: RunContext, log: Log) -> None:
+    """Raise ValueError on every rank, with the name of the first decision that differs. Log a warning if the ranks run
+    different programs. A collective over all ranks."""
+    own, program = must_match(context), devices.code_hash() if context.rank_info.world_size > 1 else ""
+    everyone = [json.loads(text) for text in gather_strings(json.dumps([own, context.splits.fingerprint, program]))]
+    (first, data, first_program), *_ = everyone
     for name, value in own.items():
-        for rank, (theirs, _) in enumerate(everyone):
+        for rank, (theirs, *_) in enumerate(everyone):
             require(
                 theirs.get(name) == first.get(name),
-                f"rank {rank} has another {name} than rank 0 (on rank {prepared.ranks.rank} it is {value}): start "
+                f"rank {rank} has a different {name} than rank 0 (on rank {context.rank_info.rank} it is {value}): start "
                 "every rank with the same command line and environment, and let all machines see the same files",
             )
     require(
-        all(theirs == data for _, theirs in everyone),
+        all(theirs == data for _, theirs, _ in everyone),
         "the ranks read different training data: every machine needs the same files",
     )
+    if others := [rank for rank, (*_, theirs) in enumerate(everyone) if theirs != first_program]:
+        hosts = context.rank_info.rendezvous.hosts if context.rank_info.rendezvous else {}
+        log(
+            f"WARNING: the source files of {format_ranks(others, hosts)} are not those of {format_ranks([0], hosts)}: "
+            "install the same version on every machine"
+        )
 
 
-def decisions(prepared: PreparedRun) -> dict[str, str]:
-    """What must be the same on all ranks, by the words that an error has for it."""
-    values = by_key(prepared.config.as_dict())
+def must_match(context: RunContext) -> dict[str, str]:
+    """Return the decisions that must be equal on all ranks, by the name that an error message uses."""
+    values = flatten_sections(context.config.as_dict())
     return {
         **{flag(key): repr(value) for key, value in values.items() if key not in MAY_DIFFER},
-        "precision": str(prepared.dtype),
-        "kind of device": prepared.device.type,
-        "backend": prepared.backend,
-        "checkpoint to start from": f"iteration {prepared.start.get('iteration', 0)}, "
-        f"{'none' if prepared.source is None else 'found'}",
-        "length in iterations": str(prepared.train_iters),
-        "tokenizer": prepared.tokenizer.fingerprint,
+        "precision": str(context.dtype),
+        "kind of device": context.device.type,
+        "backend": context.backend,
+        "checkpoint to start from": f"iteration {context.resume_metadata.get('iteration', 0)}, "
+        f"{'none' if context.source is None else 'found'}",
+        "length in iterations": str(context.train_iters),
+        "tokenizer": context.tokenizer.fingerprint,
         "version of torch": torch.__version__,
-        **{name: text for hook in prepared.hooks for name, text in hook.decisions(prepared).items()},
+        **{name: text for hook in context.hooks for name, text in hook.must_match(context).items()},
     }

@@ -1,4 +1,4 @@
-"""Choices of device, precision, backend and threads, and their errors; the allocator; the peak for MFU."""
+"""Choice of device, precision, backend and threads, and their errors; the allocator; the peak FLOPS for MFU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron.gpt2 import device as on
-from megatron.gpt2.dist.ranks import Ranks
+from megatron.gpt2.dist.ranks import RankInfo
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -27,32 +27,32 @@ def gpus(monkeypatch, count: int, capability: tuple[int, int] = (9, 0), name: st
 
 def test_device(monkeypatch):
     gpus(monkeypatch, 2)
-    assert on.choose_device("auto", Ranks(3, 4, 1, 2), {})[0] == torch.device("cuda", 1)
-    assert on.choose_device("cpu", Ranks(0, 8, 0, 8), {})[0] == CPU
+    assert on.choose_device("auto", RankInfo(3, 4, 1, 2), {})[0] == torch.device("cuda", 1)
+    assert on.choose_device("cpu", RankInfo(0, 8, 0, 8), {})[0] == CPU
     with pytest.raises(
         ValueError, match="3 ranks on this machine but 2 visible GPUs.*--device cpu --distributed-backend gloo"
     ):
-        on.choose_device("auto", Ranks(0, 3, 0, 3), {})
-    gpus(monkeypatch, 1)  # each rank sees its own GPU as number 0
-    assert on.choose_device("cuda", Ranks(1, 2, 1, 2), {"CUDA_VISIBLE_DEVICES": "1"})[0] == GPU
+        on.choose_device("auto", RankInfo(0, 3, 0, 3), {})
+    gpus(monkeypatch, 1)  # each rank sees only its own GPU, as cuda:0
+    assert on.choose_device("cuda", RankInfo(1, 2, 1, 2), {"CUDA_VISIBLE_DEVICES": "1"})[0] == GPU
 
 
-def test_a_gpu_that_torch_cannot_use_is_said_loudly(monkeypatch, tmp_path):
+def test_an_unusable_gpu_is_reported(monkeypatch, tmp_path):
     gpus(monkeypatch, 0)
     monkeypatch.setattr(on, "gpu_present", lambda: True)
-    for cuda, problem in ((None, "built without CUDA"), ("13.0", "the driver does not serve torch's CUDA 13.0")):
+    for cuda, problem in ((None, "built without CUDA"), ("13.0", "the driver does not support torch's CUDA 13.0")):
         monkeypatch.setattr(torch.version, "cuda", cuda)
-        device, reason = on.choose_device("auto", Ranks(), {})
+        device, reason = on.choose_device("auto", RankInfo(), {})
         assert device == CPU and reason.startswith("WARNING") and problem in reason
         assert "--device cpu" in reason and "\n" not in reason
         with pytest.raises(ValueError, match=f"--device cuda: .*{problem}.*--device cpu"):
-            on.choose_device("cuda", Ranks(), {})
+            on.choose_device("cuda", RankInfo(), {})
     alone = (CPU, "cpu: this machine has no GPU")
-    assert on.choose_device("auto", Ranks(), {"CUDA_VISIBLE_DEVICES": ""}) == alone
+    assert on.choose_device("auto", RankInfo(), {"CUDA_VISIBLE_DEVICES": ""}) == alone
     monkeypatch.setattr(on, "gpu_present", lambda: False)
-    assert on.choose_device("auto", Ranks(), {}) == alone
+    assert on.choose_device("auto", RankInfo(), {}) == alone
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    assert on.choose_device("auto", Ranks(), {}) == (CPU, "cpu: Apple's GPU (MPS) is not supported")
+    assert on.choose_device("auto", RankInfo(), {}) == (CPU, "cpu: Apple's GPU (MPS) is not supported")
 
 
 def test_gpu_present(tmp_path):
@@ -65,7 +65,7 @@ def test_gpu_present(tmp_path):
 
 @pytest.mark.parametrize("native, of_cpu", [("amx_bf16", torch.bfloat16), ("", torch.float32)])
 def test_precision(monkeypatch, native, of_cpu):
-    monkeypatch.setattr(on, "cpu_bf16", lambda: native)
+    monkeypatch.setattr(on, "cpu_bf16_feature", lambda: native)
     chosen = on.choose_precision
     assert chosen("auto", CPU)[0] == of_cpu
     dtype, why = chosen("fp16", CPU)
@@ -90,8 +90,8 @@ def test_precision(monkeypatch, native, of_cpu):
 )
 def test_cpu_bf16(tmp_path, text, feature):
     (tmp_path / "cpuinfo").write_text(text)
-    assert on.cpu_bf16(str(tmp_path / "cpuinfo")) == feature
-    assert on.cpu_bf16(str(tmp_path / "missing")) == ""
+    assert on.cpu_bf16_feature(str(tmp_path / "cpuinfo")) == feature
+    assert on.cpu_bf16_feature(str(tmp_path / "missing")) == ""
 
 
 def test_backend(monkeypatch):
@@ -110,7 +110,7 @@ def test_threads(monkeypatch):
     given: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", given.append)
     for ranks, environ in ((2, {}), (16, {}), (2, {"OMP_NUM_THREADS": "3"})):
-        on.set_threads(Ranks(0, ranks, 0, ranks), environ)
+        on.set_threads(RankInfo(0, ranks, 0, ranks), environ)
     assert given == [4, 1]
 
 
@@ -163,7 +163,7 @@ if sys.argv[1] == "set":
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 counts = []
-for _ in range(20):  # the heap takes some steps to find its size
+for _ in range(20):  # until the size of the heap is stable
     before = faults()
     torch.empty(25_000_000).fill_(1.0)  # 100 MB
     counts.append(faults() - before)
@@ -194,7 +194,7 @@ def cuda_variables(size: int, users: dict[str, str] | None = None, *, determinis
     return environ
 
 
-def test_what_cuda_reads_is_set_unless_the_user_has():
+def test_cuda_variables_of_the_user_are_kept():
     of_one = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     assert cuda_variables(1) == of_one
     assert cuda_variables(2) == {**of_one, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCH_NCCL_HIGH_PRIORITY": "1"}
@@ -207,7 +207,7 @@ def test_what_cuda_reads_is_set_unless_the_user_has():
         cuda_variables(1, {name: ":0:0"}, deterministic=True)
 
 
-def test_deterministic_algorithms_end_with_their_block_and_load_nothing():
+def test_deterministic_algorithms_are_reset_and_import_nothing():
     def settings() -> list[object]:
         blas, fill = torch.backends.cuda.matmul, vars(torch.utils)["deterministic"]
         return [
@@ -249,7 +249,7 @@ def test_deterministic_algorithms_end_with_their_block_and_load_nothing():
     ],
 )
 def test_datasheets(name, teraflops):
-    assert on.datasheet(name) == teraflops
+    assert on.datasheet_tflops(name) == teraflops
 
 
 def test_peak(monkeypatch):
@@ -259,11 +259,13 @@ def test_peak(monkeypatch):
     gpus(monkeypatch, 1)
     assert on.peak_flops(GPU, torch.bfloat16) == (989e12, "datasheet 989 TFLOP/s dense bf16 of NVIDIA H200")
     gpus(monkeypatch, 1, (7, 0), "Tesla V100-SXM2-16GB")
-    monkeypatch.setattr(on, "_measured_gemm", lambda device, dtype: 1e13)  # bf16 is emulated there
+    monkeypatch.setattr(on, "_measure_gemm_flops", lambda device, dtype: 1e13)  # where bf16 is emulated
     assert on.peak_flops(GPU, torch.bfloat16)[0] == 1e13 and on.peak_flops(GPU, torch.float16)[0] == 125e12
 
 
-def test_compile_without_a_compiler_is_refused_in_a_line():
-    with pytest.raises(ValueError, match="--compile needs a C.. compiler on a CPU, and there is no no-such-compiler"):
+def test_compile_without_a_compiler_is_a_one_line_error():
+    with pytest.raises(
+        ValueError, match="--compile needs a C.. compiler on a CPU, and no-such-compiler is not installed"
+    ):
         on.require_compiler(CPU, {"CXX": "no-such-compiler"})
-    on.require_compiler(CPU, {"CXX": "python3"})  # whatever it is, it is there
+    on.require_compiler(CPU, {"CXX": "python3"})  # any existing program is accepted

@@ -1,4 +1,4 @@
-"""Extensions are loaded if their flag is given, and missed only then."""
+"""Extensions are loaded only if their flag is given, and only then they must be installed."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from megatron.gpt2.config.arguments import parse
-from megatron.gpt2.dist.ranks import Ranks
-from megatron.gpt2.hooks import EXTENSIONS, MEMORY_PLANNER, Hook, first, load_hooks
+from megatron.gpt2.dist.ranks import RankInfo
+from megatron.gpt2.hooks import EXTENSIONS, MEMORY_PLAN, Hook, first_not_none, load_hooks
 from megatron.gpt2.train.loop import train
-from tests.megatron.gpt2.train.training_runs import finish, prepared, start, write_text
+from tests.megatron.gpt2.train.training_runs import finish, make_context, start, write_text
 
 FLAGS = "--exact-layouts 2 --check-replicas-interval 1 --log-straggler --rewind-on-spike".split()
 
@@ -21,31 +21,31 @@ def names(*flags: str) -> list[str]:
 
 
 def test_a_flag_loads_its_extension() -> None:
-    planner = MEMORY_PLANNER.split(":")[1]
+    planner = MEMORY_PLAN.split(":")[1]
     assert names() == [planner]
     assert names(*FLAGS) == [*(place.split(":")[1] for place in EXTENSIONS.values()), planner]
-    assert first([None, 0, 1]) == 0 and first([None]) is None
+    assert first_not_none([None, 0, 1]) == 0 and first_not_none([None]) is None
 
 
 def test_a_run_without_extensions_trains_and_a_flag_of_one_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for place in (*EXTENSIONS.values(), MEMORY_PLANNER):
+    for place in (*EXTENSIONS.values(), MEMORY_PLAN):
         monkeypatch.setitem(sys.modules, f"megatron.gpt2.extensions.{place.split(':')[0]}", None)
     write_text(tmp_path)
     with pytest.raises(
-        ValueError, match=r"^--log-straggler needs megatron\.gpt2\.extensions\.watch\.slow_ranks, which"
+        ValueError, match=r"^--log-straggler needs megatron\.gpt2\.extensions\.watch\.stragglers, which"
     ):
-        prepared(tmp_path, ["--log-straggler"], Ranks())
-    run = start(0, 1, str(tmp_path), ["--train-iters", "2"])
-    assert run.hooks == []
-    assert train(run) == ""
-    finish(run)
+        make_context(tmp_path, ["--log-straggler"], RankInfo())
+    trainer = start(0, 1, str(tmp_path), ["--train-iters", "2"])
+    assert trainer.hooks == []
+    assert train(trainer) == ""
+    finish(trainer)
 
 
-def test_hooks_are_called_at_their_places(tmp_path: Path) -> None:
+def test_the_order_of_hook_calls(tmp_path: Path) -> None:
     write_text(tmp_path)
-    run = start(0, 1, str(tmp_path), "--train-iters 2 --log-interval 1 --save-interval 1".split())
+    trainer = start(0, 1, str(tmp_path), "--train-iters 2 --log-interval 1 --save-interval 1".split())
     seen: list[str] = []
 
     class Seeing(Hook):
@@ -53,8 +53,8 @@ def test_hooks_are_called_at_their_places(tmp_path: Path) -> None:
             seen.append(name)
             return super().__getattribute__(name)
 
-    run.hooks[:] = [Seeing()]  # type: ignore[index]
-    train(run)
-    finish(run)
-    step = ["before_step", "before_update", "after_step", "at_log"]
-    assert seen == [*step, "expected_memory", "went_back", "before_save", *step, "went_back", "close"]
+    trainer.hooks[:] = [Seeing()]  # type: ignore[index]
+    train(trainer)
+    finish(trainer)
+    step = ["before_step", "before_update", "after_step", "on_log"]
+    assert seen == [*step, "expected_memory", "rewound", "before_save", *step, "rewound", "close"]

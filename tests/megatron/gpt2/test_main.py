@@ -1,4 +1,4 @@
-"""`gpt2 NAME`, `python -m megatron.gpt2 NAME`, gpt2-NAME and the files of tools/ are the same programs."""
+"""`gpt2 NAME`, `python -m megatron.gpt2 NAME`, gpt2-NAME and the files of tools/ run the same programs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def end(monkeypatch: pytest.MonkeyPatch, *argv: str) -> object:
-    """The exit code of the installed command `argv`."""
+    """Run the installed command `argv` and return its exit code."""
     monkeypatch.setattr(sys, "argv", [*argv])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -26,7 +26,7 @@ def end(monkeypatch: pytest.MonkeyPatch, *argv: str) -> object:
 def test_each_program_is_listed_with_what_it_does(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without importing any: `about` finds the file and the docstring of each."""
+    """`about` reads the docstring of each program without importing it."""
     assert end(monkeypatch, "gpt2") == 0
     said = capsys.readouterr().out
     assert end(monkeypatch, "/bin/gpt2", "--help") == 0
@@ -39,10 +39,10 @@ def test_each_program_is_listed_with_what_it_does(
         assert about(target) in said
 
 
-def test_every_way_to_call_a_program(
+def test_all_ways_to_call_a_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same line of the same program; a file of tools/ from any folder."""
+    """All ways print the same line. A file of tools/ can be run from any folder."""
     for argv in (["gpt2", "report"], ["/bin/gpt2-report"], [str(ROOT / "tools/report.py")]):
         if argv[0].endswith(".py"):
             monkeypatch.setattr(sys, "argv", [*argv, "nowhere"])
@@ -57,7 +57,7 @@ def test_every_way_to_call_a_program(
     assert end(monkeypatch, "gpt2", "flag_table", "--help") == 0
     assert capsys.readouterr().out.startswith("usage: gpt2 flag_table")
     assert end(monkeypatch, "gpt2", "trian") == 2
-    assert capsys.readouterr().err == "error: gpt2 trian: there is no such program; gpt2 --help lists them\n"
+    assert capsys.readouterr().err == "error: gpt2 trian: unknown program; gpt2 --help lists all programs\n"
 
 
 def test_the_installed_commands_name_programs() -> None:

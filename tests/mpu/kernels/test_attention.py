@@ -1,5 +1,5 @@
-"""Attention against the formula in float64, in every precision and by every kernel that a CPU takes; and the masks of
-its dropout: the same in every part of a batch."""
+"""Attention compared with the formula in float64, for each precision and each kernel of a CPU; and its seeded dropout
+masks, which must be equal in every part of a batch."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import Tensor
 
 import mpu
 from mpu.attention import document_attention
-from mpu.kernels import causal_attention, keyed_attention
-from tests.mpu.kernels.test_dropout import keys_of
+from mpu.kernels import causal_attention, seeded_attention
+from tests.mpu.kernels.test_dropout import seeds_of
 
 
 @pytest.fixture(params=[True, False], ids=["amx", "no amx"])
 def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A processor with AMX and one without."""
+    """Run the test as on a processor with AMX, and as on one without."""
     monkeypatch.setattr("mpu.kernels.processor.HAS_AMX", request.param)
 
 
 def formula(qkv: Tensor, keep: Tensor | float) -> Tensor:
-    """[s, b, n, 3, d] -> [s, b, n·d]; keep: what the probabilities [b, n, s, s] are multiplied with."""
+    """[s, b, n, 3, d] -> [s, b, n·d]. keep: factor of the probabilities [b, n, s, s]."""
     q, k, v = qkv.permute(3, 1, 2, 0, 4)
     scores = q @ k.transpose(-1, -2) / qkv.size(-1) ** 0.5
     later = torch.ones(qkv.size(0), qkv.size(0), dtype=torch.bool).triu(1)
@@ -32,9 +32,9 @@ def formula(qkv: Tensor, keep: Tensor | float) -> Tensor:
 
 
 def check_formula(attention: Callable[[Tensor], Tensor], s: int, d: int, keep: Tensor | float = 1.0) -> None:
-    """Outputs, and gradients of queries, keys and values. In bf16 a result is rounded at 2^-9 relatively, and so is
-    every intermediate of a path that materialises some: 1 % of the norm bounds both (measured: up to 0.4 % forward,
-    0.7 % backward)."""
+    """Compare outputs, and gradients of queries, keys and values. bf16 results and the intermediate results of some
+    kernels have a relative rounding error of 2^-9. The bound, 1 % of the norm, covers both (measured: up to 0.4 %
+    forward, 0.7 % backward)."""
     torch.manual_seed(s + d)
     qkv, dy = torch.randn(s, 2, 3, 3, d), torch.randn(s, 2, 3 * d)
     for dtype, bound in ((torch.float32, 2e-6), (torch.bfloat16, 1e-2)):
@@ -46,7 +46,7 @@ def check_formula(attention: Callable[[Tensor], Tensor], s: int, d: int, keep: T
         with torch.no_grad():
             without = attention(x)
         for a, e in ((got, expected), (without, expected), *zip(d_got.unbind(3), d_expected.unbind(3), strict=True)):
-            if e.norm() > 0:  # a first token's softmax is constant: its queries and keys get no gradient
+            if e.norm() > 0:  # the first token's softmax is constant: no gradient for its query and key
                 assert (a.double() - e).norm() <= bound * e.norm(), (dtype, s)
 
 
@@ -59,8 +59,8 @@ def test_equals_the_formula(s: int, d: int, processor: None):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("s", [64, 600])
 def test_dropout_keeps_the_mean_and_repeats_its_masks_in_backward(s: int, dtype: torch.dtype, processor: None):
-    """With values of one, an output is the share of the probabilities that was kept, over 1 - p; its gradient with
-    respect to the values adds up to the same."""
+    """With values of one, an output is the kept share of the probabilities, divided by 1 - p. The gradients of the
+    values have the same sum."""
     torch.manual_seed(0)
     qkv = torch.zeros(s, 2, 2, 3, 64)
     qkv[:, :, :, 2] = 1.0
@@ -73,7 +73,6 @@ def test_dropout_keeps_the_mean_and_repeats_its_masks_in_backward(s: int, dtype:
 
 
 def test_every_processor_drops_the_same_probabilities(monkeypatch: pytest.MonkeyPatch):
-    """The outputs are those of the formula with one mask."""
     qkv = torch.randn(100, 2, 3, 3, 32).bfloat16()
     outputs = []
     for amx in (True, False):
@@ -83,43 +82,43 @@ def test_every_processor_drops_the_same_probabilities(monkeypatch: pytest.Monkey
     assert 0 < (outputs[1] - outputs[0]).norm() <= 1e-2 * outputs[0].norm()
 
 
-def attention_mask(s: int, b: int, n: int, p: float, keys: Tensor) -> Tensor:
-    """[b, n, s, s], 0 or 1/(1 - p): with scores of 0 and one-hot values an output is a probability."""
+def attention_mask(s: int, b: int, n: int, p: float, seeds: Tensor) -> Tensor:
+    """The mask [b, n, s, s], 0 or 1/(1 - p): with scores of 0 and one-hot values, each output is a probability."""
     columns = []
     for start in range(0, s, 64):
         qkv = torch.zeros(s, b, n, 3, 64)
         count = min(64, s - start)
         qkv[start : start + count, :, :, 2, :count] = torch.eye(count).view(count, 1, 1, count)
-        columns.append(keyed_attention(qkv, p, keys, 1).view(s, b, n, 64)[..., :count])
+        columns.append(seeded_attention(qkv, p, seeds, 1).view(s, b, n, 64)[..., :count])
     weights = torch.cat(columns, dim=-1).permute(1, 2, 0, 3)  # [s, b, n, s] -> [b, n, s, s]
     return (weights * torch.arange(1, s + 1).view(1, 1, s, 1)).round(decimals=3)
 
 
 @pytest.mark.parametrize("s", [1, 40, 128, 300, 600])
-def test_with_keys_it_equals_the_formula(s: int, processor: None):
-    keys = keys_of([7, 3])
-    keep = attention_mask(s, 2, 3, 0.25, keys).double()
+def test_seeded_attention_equals_the_formula(s: int, processor: None):
+    seeds = seeds_of([7, 3])
+    keep = attention_mask(s, 2, 3, 0.25, seeds).double()
     kept = keep.tril().unique()
     assert all(any(abs(value - exact) < 1e-3 for exact in (0.0, 4 / 3)) for value in kept.tolist())
-    check_formula(lambda qkv: keyed_attention(qkv, 0.25, keys, 1), s, 64, (keep > 0) * 4 / 3)
+    check_formula(lambda qkv: seeded_attention(qkv, 0.25, seeds, 1), s, 64, (keep > 0) * 4 / 3)
 
 
 def test_a_part_of_the_heads_and_samples_has_the_same_masks():
-    qkv, keys = torch.randn(150, 3, 4, 3, 16), keys_of([4, 8, 6])
-    whole = keyed_attention(qkv, 0.5, keys, 1).view(150, 3, 4, 16)
-    part = keyed_attention(qkv[:, 1:, 2:], 0.5, keys[1:], 1, first_head=2).view(150, 2, 2, 16)
+    qkv, seeds = torch.randn(150, 3, 4, 3, 16), seeds_of([4, 8, 6])
+    whole = seeded_attention(qkv, 0.5, seeds, 1).view(150, 3, 4, 16)
+    part = seeded_attention(qkv[:, 1:, 2:], 0.5, seeds[1:], 1, first_head=2).view(150, 2, 2, 16)
     assert torch.allclose(part, whole[:, 1:, 2:], atol=1e-6)
-    distinct = {tuple(row) for row in attention_mask(64, 3, 4, 0.5, keys)[:, :, 63].flatten(0, 1).tolist()}
-    assert len(distinct) == 12, "each head of each sample has masks of its own"
+    distinct = {tuple(row) for row in attention_mask(64, 3, 4, 0.5, seeds)[:, :, 63].flatten(0, 1).tolist()}
+    assert len(distinct) == 12, "each head of each sample has a different mask"
 
 
 def test_attention_within_documents_does_not_depend_on_the_micro_batch():
     tokens = torch.ones(3, 60, dtype=torch.int64)
     tokens[0, 20], tokens[1, [0, 5, 58]] = 0, 0
-    qkv, keys = torch.randn(60, 3, 2, 3, 16), keys_of([4, 8, 6])
-    whole = document_attention(qkv, 0.3, mpu.Documents(tokens, 0, "cpu"), keys)
+    qkv, seeds = torch.randn(60, 3, 2, 3, 16), seeds_of([4, 8, 6])
+    whole = document_attention(qkv, 0.3, mpu.PackedSeqParams(tokens, 0, "cpu"), seeds)
     for first, last in itertools.pairwise((0, 1, 3)):
-        documents = mpu.Documents(tokens[first:last], 0, "cpu")
-        part = document_attention(qkv[:, first:last], 0.3, documents, keys[first:last])
+        documents = mpu.PackedSeqParams(tokens[first:last], 0, "cpu")
+        part = document_attention(qkv[:, first:last], 0.3, documents, seeds[first:last])
         assert torch.equal(part, whole[:, first:last])
-    assert torch.equal(document_attention(qkv, 0.3, None, keys)[:, 2], whole[:, 2]), "a sample that is one document"
+    assert torch.equal(document_attention(qkv, 0.3, None, seeds)[:, 2], whole[:, 2]), "a sample that is one document"

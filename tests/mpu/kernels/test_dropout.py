@@ -1,5 +1,5 @@
-"""Dropout: the counter-based generator with its published numbers, masks that follow from keys, the same in every part
-of a batch and independent of all that is near, and dropout by torch's generator."""
+"""Seeded dropout: the published numbers of its generator, and masks that are equal in every part of a batch and
+independent of each other. Dropout by torch's generator."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 import mpu
 from mpu import kernels
-from mpu.kernels import keyed_dropout
-from mpu.kernels.dropout import ELEMENTS, WORD, draws, dropped_draws, factor, zero_dropped
-from mpu.random import AFTER_ATTENTION, AFTER_MLP
+from mpu.kernels import seeded_dropout
+from mpu.kernels.dropout import ELEMENTS, WORD, drop_threshold, keep_scale, random_draws, zero_dropped
+from mpu.random import POST_ATTENTION_DROPOUT, POST_MLP_DROPOUT
 
-# Of Random123's known answers, philox4x64 with 10 rounds: counter, key, result.
+# From Random123's known answers for philox4x64 with 10 rounds: counter, key, result.
 KNOWN = [
     ((0, 0, 0, 0), (0, 0), (0x16554D9ECA36314C, 0xDB20FE9D672D0FDC, 0xD7E772CEE186176B, 0x7E68B68AEC7BA23B)),
     (
@@ -25,7 +25,7 @@ KNOWN = [
 
 
 def philox(counter: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]:
-    """Four words by the definition."""
+    """Four words, by the definition."""
     (c0, c1, c2, c3), (k0, k1) = counter, key
     for _ in range(10):
         first, second = 0xD2E7470EE14C6C93 * c0, 0xCA5A826395121157 * c2
@@ -40,76 +40,75 @@ def draws_of_block(counter: tuple[int, ...], seed: int) -> list[int]:
     return [number - 65536 if number >= 32768 else number for number in numbers]
 
 
-def test_a_block_is_what_the_published_generator_says():
+def test_a_block_equals_the_published_generator():
     assert all(philox(counter, key) == words for counter, key, words in KNOWN)
     words, seed = (7, 5 << 8 | 2, 1 << 32 | 3), 1234
-    drawn = draws((seed, *words), 40, 3)
+    drawn = random_draws((seed, *words), 40, 3)
     expected = [draw for block in (41, 42, 43) for draw in draws_of_block((block, *words), seed)]
     assert drawn.dtype == torch.int16 and drawn.tolist() == expected
 
 
-def test_a_part_of_a_mask_is_the_same_by_itself_and_other_masks_are_not():
-    whole = draws((3, 1, 2, 3), 0, 64)
-    assert torch.equal(draws((3, 1, 2, 3), 20, 10), whole[20 * ELEMENTS : 30 * ELEMENTS])
+def test_a_part_of_a_mask_is_reproducible_and_masks_differ():
+    whole = random_draws((3, 1, 2, 3), 0, 64)
+    assert torch.equal(random_draws((3, 1, 2, 3), 20, 10), whole[20 * ELEMENTS : 30 * ELEMENTS])
     for other in ((3, 2, 2, 3), (3, 1, 3, 3), (3, 1, 2, 4), (4, 1, 2, 3)):
-        assert not torch.equal(draws(other, 0, 64), whole)
+        assert not torch.equal(random_draws(other, 0, 64), whole)
 
 
-def test_what_is_dropped_becomes_zero_in_every_dtype():
-    limit = dropped_draws(0.3) - 32768
+def test_dropped_elements_are_zero_in_every_dtype():
+    limit = drop_threshold(0.3) - 32768
     drawn = torch.tensor([limit, limit - 1, 32767, -32768], dtype=torch.int16)
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         x = torch.tensor([1.5, -2.5, -torch.inf, torch.nan], dtype=dtype)
         zero_dropped(x, drawn, 0.3, out=(out := torch.empty_like(x)))
         assert out.tolist() == [1.5, 0.0, -torch.inf, 0.0]
         zero_dropped(x, drawn, 1e-6, out=(out := torch.empty_like(x)))
-        assert torch.equal(out.nan_to_num(5.0), x.nan_to_num(5.0)), "a probability that is rounded to none"
-    assert factor(0.25) == 4 / 3 and dropped_draws(0.9999999) == 65535
+        assert torch.equal(out.nan_to_num(5.0), x.nan_to_num(5.0)), "a probability that is rounded to 0"
+    assert keep_scale(0.25) == 4 / 3 and drop_threshold(0.9999999) == 65535
 
 
-def keys_of(samples: list[int], *, seed: int = 1, layer: int = 0) -> Tensor:
-    """[b, 3]"""
-    return mpu.dropout_keys(seed, torch.tensor(samples), layer + 1)[layer]
+def seeds_of(samples: list[int], *, seed: int = 1, layer: int = 0) -> Tensor:
+    return mpu.dropout_seeds(seed, torch.tensor(samples), layer + 1)[layer]
 
 
 def mask(
-    keys: Tensor, shape: tuple[int, int] = (64, 96), p: float = 0.5, site: int = AFTER_MLP, first: int = 0
+    seeds: Tensor, shape: tuple[int, int] = (64, 96), p: float = 0.5, location: int = POST_MLP_DROPOUT, first: int = 0
 ) -> Tensor:
-    """bool [s, b, h]: what is dropped of [s, h] of each sample, from the position `first` on."""
-    ones = torch.ones(shape[0], len(keys), shape[1])
-    return keyed_dropout(ones, p, keys, site, first) == 0
+    """bool [s, b, h]: True if an element of a sample's [s, h] is dropped; its first position is `first`."""
+    ones = torch.ones(shape[0], len(seeds), shape[1])
+    return seeded_dropout(ones, p, seeds, location, first) == 0
 
 
 @pytest.mark.parametrize("h", [96, 100])
 def test_any_part_of_a_batch_has_the_same_mask(h: int):
-    keys = keys_of([5, 9, 2])
-    whole = mask(keys, (64, h))
-    assert torch.equal(mask(keys[[2, 0]], (64, h)), whole[:, [2, 0]])
-    assert torch.equal(mask(keys, (20, h), first=30), whole[30:50])
+    seeds = seeds_of([5, 9, 2])
+    whole = mask(seeds, (64, h))
+    assert torch.equal(mask(seeds[[2, 0]], (64, h)), whole[:, [2, 0]])
+    assert torch.equal(mask(seeds, (20, h), first=30), whole[30:50])
 
 
 def test_the_gradient_has_the_same_mask():
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.randn(33, 2, 40, dtype=dtype).requires_grad_()
-        y = keyed_dropout(x, 0.25, keys_of([3, 4]), AFTER_MLP)
+        y = seeded_dropout(x, 0.25, seeds_of([3, 4]), POST_MLP_DROPOUT)
         (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
         assert torch.equal(dx == 0, y == 0) and 0.2 < (dx == 0).float().mean() < 0.3
         assert torch.equal(y, x.detach() * (4 / 3) * (dx != 0))
 
 
-def test_masks_are_as_often_as_they_should_and_independent():
-    """Of neighbours, samples, layers, sites and seeds: the correlation of 614,400 elements is below 5 of its standard
-    deviations."""
-    shape, keys = (400, 768), keys_of([0, 1])
-    first = mask(keys, shape)
+def test_masks_have_the_right_rate_and_are_independent():
+    """The masks of neighbours, samples, layers, locations and seeds: the correlation of 614,400 elements is below 5
+    standard deviations."""
+    shape, seeds = (400, 768), seeds_of([0, 1])
+    first = mask(seeds, shape)
     for p in (0.1, 0.5):
-        dropped = mask(keys, shape, p).float().mean().item()
+        dropped = mask(seeds, shape, p).float().mean().item()
         assert abs(dropped - p) < 5 * (p * (1 - p) / first.numel()) ** 0.5
     others = {
-        "sample": mask(keys_of([2, 3]), shape),
-        "layer": mask(keys_of([0, 1], layer=1), shape),
-        "site": mask(keys, shape, site=AFTER_ATTENTION),
-        "seed": mask(keys_of([0, 1], seed=2), shape),
+        "sample": mask(seeds_of([2, 3]), shape),
+        "layer": mask(seeds_of([0, 1], layer=1), shape),
+        "location": mask(seeds, shape, location=POST_ATTENTION_DROPOUT),
+        "seed": mask(seeds_of([0, 1], seed=2), shape),
         "neighbouring channel": first.roll(1, 2),
         "neighbouring position": first.roll(1, 0),
         "the other sample": first.flip(1),
@@ -120,7 +119,7 @@ def test_masks_are_as_often_as_they_should_and_independent():
         assert abs(correlation) < 5 * first.numel() ** -0.5, (name, correlation)
 
 
-def test_dropout_by_torchs_generator_drops_what_it_should_and_keeps_the_mean():
+def test_dropout_by_torchs_generator_has_the_right_rate_and_mean():
     torch.manual_seed(0)
     for p in (0.1, 0.5):
         x = torch.ones(1001, 1003, requires_grad=True)

@@ -1,4 +1,5 @@
-"""Products of linear layers and of the loss against float64, and GELU against the plain call; as every processor takes them."""
+"""Matrix products of linear layers and of the loss compared with float64, and GELU with the plain call, as each kind of
+processor computes them."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpu import kernels
-from mpu.cross_entropy import vocab_shard
+from mpu.cross_entropy import vocab_parallel_targets
 from mpu.kernels import cross_entropy as kernel
 from mpu.kernels import processor
 from mpu.layers import linear
@@ -19,14 +20,14 @@ from mpu.layers import linear
 
 @pytest.fixture(params=[(True, True), (False, True), (False, False)], ids=["amx", "bf16", "neither"])
 def on_each_processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With AMX; with products in bf16; with neither."""
+    """Run the test with AMX, with bf16 products, and with neither."""
     for name, has in zip(("HAS_AMX", "HAS_BF16_PRODUCTS"), request.param, strict=True):
         monkeypatch.setattr(processor, name, has)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_linear_without_gradient(dtype: torch.dtype, on_each_processor: None) -> None:
-    """However many rows, whether the weight is stored by row or by column, and whichever processor it is."""
+    """For any number of rows, weights stored by row or by column, and each processor."""
     for rows in (1, 2, 4, 5, 8, 16, 17):
         x, weight, bias = torch.randn(rows, 1, 48), torch.randn(32, 48), torch.randn(32)
         for a in (weight.to(dtype), weight.to(dtype).t().contiguous().t()):
@@ -43,7 +44,7 @@ def test_linear_without_gradient(dtype: torch.dtype, on_each_processor: None) ->
 
 
 def test_weight_gradient(on_each_processor: None) -> None:
-    """Parts of 512 tokens, with a rest, and as many as there are at most; or the whole at once."""
+    """The whole product; parts of 512 tokens with a remainder; and in the greatest number of parts."""
     for tokens in (3, 600, 2600):
         dy, x = torch.randn(tokens, 16).bfloat16(), torch.randn(tokens, 24).bfloat16()
         expected = dy.double().t() @ x.double()
@@ -52,7 +53,8 @@ def test_weight_gradient(on_each_processor: None) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_linear_and_its_gradients(dtype: torch.dtype, on_each_processor: None) -> None:
-    """Inputs of two and three dimensions, in one part and in several; with and without bias; the weight's alone."""
+    """Inputs with two and three dimensions, in one part and in several; with and without bias; only the weight's
+    gradient."""
     bound = 1e-6 if dtype == torch.float32 else 1e-2
     for shape in ((7, 48), (1100, 2, 48)):
         given = [torch.randn(size).to(dtype).requires_grad_() for size in (shape, (32, 48), (32,))]
@@ -71,7 +73,7 @@ TOKENS, COLUMNS, VOCAB = 37, 24, 21
 
 
 def with_a_second_rank(local: Tensor) -> Tensor:
-    """As if a second rank held columns whose peak is 1, whose exponentials sum to 3, and no target."""
+    """Combine with a second rank whose largest logit is 1 and whose exponentials sum to 3, without a target."""
     peak = local[0].clamp_min(1)
     total = local[1] * (local[0] - peak).exp() + 3 * (1 - peak).exp()
     return torch.stack((peak, total, local[2]))
@@ -79,23 +81,23 @@ def with_a_second_rank(local: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("combine", [None, with_a_second_rank])
 @pytest.mark.parametrize("rows", [1, 10, 37, 1000])
-def test_equals_the_plain_lines(
+def test_softmax_equals_the_plain_formula(
     rows: int, combine: Callable[[Tensor], Tensor] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernel, "rows_in_cache", lambda columns: rows)
     torch.manual_seed(0)
     logits, weight = 3 * torch.randn(TOKENS, COLUMNS), torch.rand(TOKENS)
-    shard = vocab_shard(torch.randint(0, VOCAB, (TOKENS,)), 0, COLUMNS, VOCAB)
+    targets = vocab_parallel_targets(torch.randint(0, VOCAB, (TOKENS,)), 0, COLUMNS, VOCAB)
     double = logits.double()
-    local = shard.exponentials(double)
+    local = targets.exp_and_stats(double)
     expected = local if combine is None else combine(local)
-    d_expected = shard.d_logits(double, local, expected, weight.double())
+    d_expected = targets.d_logits(double, local, expected, weight.double())
     assert d_expected[:, VOCAB:].abs().max() == 0 < d_expected.abs().max()
     for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
         x = logits.to(dtype, copy=True)
-        without = kernel.vocab_parallel_softmax(x, shard, None, combine)
+        without = kernel.vocab_parallel_softmax(x, targets, None, combine)
         assert torch.equal(x, logits.to(dtype)), "without weights the logits are not touched"
-        whole = kernel.vocab_parallel_softmax(x, shard, weight, combine)
+        whole = kernel.vocab_parallel_softmax(x, targets, weight, combine)
         assert torch.equal(whole, without) and whole.dtype == torch.float32
         assert (whole - expected).norm() <= bound * expected.norm()
         assert (x - d_expected).norm() <= bound * d_expected.norm()
@@ -106,14 +108,16 @@ def test_equals_the_plain_lines(
 def test_a_sum_of_products_equals_the_formula(dtype: torch.dtype, bound: float, count: int) -> None:
     torch.manual_seed(count)
     pairs = [(torch.randn(50, 7).to(dtype), torch.randn(50, 5).to(dtype)) for _ in range(count)]
-    total = kernel.SumOfProducts()
+    total = kernel.MatmulAccumulator()
     for a, b in pairs:
         total.add(a, b)
     expected = torch.stack([a.double().t() @ b.double() for a, b in pairs]).sum(dim=0)
     assert (total.total().double() - expected).norm() <= bound * expected.norm()
     whole_sum = dtype if count <= (kernel.products_at_once(dtype, "cpu") or count) else torch.float32
     assert total.total().dtype == whole_sum
-    assert kernel.products_at_once(dtype, "cuda") == (None if dtype == torch.float32 else 1), "a GPU rounds no sum"
+    assert kernel.products_at_once(dtype, "cuda") == (None if dtype == torch.float32 else 1), (
+        "a GPU never rounds the sum"
+    )
 
 
 def test_gelu_for_the_compiler_is_gelu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +134,7 @@ WITH_AMX = ("", "ALL", "default", "AVX512_CORE_AMX", "AVX10_1_512_AMX")
 @pytest.mark.parametrize("limit", [*WITH_AMX, "AVX512_CORE", "AVX512_CORE_BF16", "avx2"])
 @pytest.mark.parametrize("there", [True, False])
 def test_amx(limit: str, there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of two variables can forbid it; an empty one is as none."""
+    """Each of the two variables can disable AMX. An empty variable has no effect."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: there)
     left = limit in WITH_AMX
     for name, other in itertools.permutations(("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")):

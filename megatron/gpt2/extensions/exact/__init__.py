@@ -1,19 +1,19 @@
-"""Layers whose numbers are the same to the bit at every tensor-parallel size that divides V, with sequence parallelism
-and without.
+"""Bitwise-reproducible layouts: layers with identical results at every tensor-parallel size that divides V.
 
-A group of p ranks does what V ranks would do: each rank computes V/p *parts* of each split layer, one after the other.
-So every product, every attention and every GELU has the same operands and shapes in every layout. A sum over parts is
-formed along one binary tree, in float32, over the parts of a rank first and then over the ranks: f and g of the paper
-for V ranks. The sums over the sequence that sequence parallelism would split are formed of V parts as well.
+A group of p ranks emulates V *virtual ranks*: each rank computes the shards of V/p virtual ranks, one after the other.
+So every matrix product, attention and GELU has the same operands and shapes in every layout, with or without sequence
+parallelism. Sums over virtual ranks are float32 sums along one binary tree: first within a rank, then over the ranks.
+These are *f* and *g* of Megatron's paper for V ranks. Sums over the sequence are formed from V slices of it.
 
-    sums           the tree, and the parts of a group
+    sums           the tree, and the collectives of virtual ranks
     layers         linear layers, layer norm, position embeddings
-    transformer    attention and MLP, and `exact_modules`, which gives all of them
+    transformer    attention and MLP, and `exact_modules`, the spec of all layers
     cross_entropy  the head with its loss
-    norm           the norm of gradients, whatever part of them each rank holds
+    norm           the gradient norm for any sharding of the gradients
+    reducer        gradients summed over micro-batches and data-parallel ranks
 
-Kernels must give the same bits for the same operands, whatever their address in memory; `docs/explanation/one-truth.md`
-says what else is needed.
+Kernels must return the same bits for the same operands at any memory address. `docs/explanation/reproducibility.md`
+lists the other requirements.
 """
 
 from megatron.gpt2.extensions.exact.norm import exact_squared_norm

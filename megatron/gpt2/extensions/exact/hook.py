@@ -1,4 +1,4 @@
-"""--exact-layouts: what it puts in the place of the plain parts of a run."""
+"""`--exact-layouts`: replaces the layers, the reducer and the gradient norm of a run."""
 
 import functools
 from collections.abc import Callable
@@ -8,54 +8,54 @@ from torch import Tensor
 
 import mpu
 from megatron.gpt2.config import Config, require
-from megatron.gpt2.extensions.exact.norm import block_of_norm, exact_squared_norm
-from megatron.gpt2.extensions.exact.reducer import OF_EMBEDDING, ExactGradientReducer
+from megatron.gpt2.extensions.exact.norm import exact_squared_norm, norm_block_size
+from megatron.gpt2.extensions.exact.reducer import EMBEDDING_GRADIENT, ExactBucketReducer
 from megatron.gpt2.extensions.exact.transformer import exact_modules
 from megatron.gpt2.hooks import Hook
-from megatron.gpt2.model.gpt2 import TIED, GPT2Model
-from megatron.gpt2.optimizer.flat_parameters import FlatParameters
-from megatron.gpt2.optimizer.gradient_reducer import TiedGradient
-from megatron.gpt2.train.setup import PreparedRun
+from megatron.gpt2.model.gpt2 import TIED_WEIGHT, GPT2Model
+from megatron.gpt2.optimizer.bucket_reducer import TiedGradientReducer
+from megatron.gpt2.optimizer.param_and_grad_buffer import ParamAndGradBuffer
+from megatron.gpt2.train.setup import RunContext
 from mpu import kernels
 
 
 class ExactLayouts(Hook):
-    """Layers, reducer and norm whose sums have one order in every layout."""
+    """Bitwise-reproducible layouts: every sum of a training step has the same order in every layout."""
 
     contiguous_samples = True
     splits_tied_gradient = True
 
     def __init__(self, config: Config) -> None:
         assert config.parallel.exact_layouts is not None
-        self._parts, self._shape = config.parallel.exact_layouts, config.model
+        self._virtual_ranks, self._shape = config.parallel.exact_layouts, config.model
 
     def check(self, config: Config, device: torch.device) -> None:
-        """ValueError where the attention of a GPU would give other numbers in another layout, or in another run."""
+        """Raise ValueError if attention on this GPU is not reproducible across layouts or runs."""
         dropout = config.model.attention_dropout
         require(
-            dropout == 0 or kernels.attention_takes_keys(device.type),
+            dropout == 0 or kernels.has_seeded_attention(device.type),
             f"--exact-layouts and --attention-dropout {dropout:g}: a GPU's attention draws masks that change with the "
             "layout; give --attention-dropout 0, or train on the CPU with --device cpu",
         )
 
-    def decisions(self, prepared: PreparedRun) -> dict[str, str]:
-        """The threads of a CPU share a sum: another number of them adds in another order."""
-        if prepared.device.type != "cpu":
+    def must_match(self, context: RunContext) -> dict[str, str]:
+        """On a CPU the number of threads decides the order of a sum, so it must be the same on all ranks."""
+        if context.device.type != "cpu":
             return {}
         return {"number of threads (OMP_NUM_THREADS)": str(torch.get_num_threads())}
 
-    def modules(self) -> mpu.Modules:
-        """Layers, head and loss in parts."""
-        return exact_modules(self._parts)
+    def modules(self) -> mpu.TransformerLayerSubmodules:
+        """See `exact_modules`."""
+        return exact_modules(self._virtual_ranks)
 
-    def reducer(self, flat: FlatParameters, model: GPT2Model, parallel: mpu.ParallelState) -> ExactGradientReducer:
-        """Sums along one tree; the tied matrix has a gradient of the head and one of the embedding."""
-        of_embedding = OF_EMBEDDING if model.has_embeddings and model.has_head else TIED
-        reducer = ExactGradientReducer(flat, parallel, by_rows=of_embedding if model.has_embeddings else None)
-        model.tied_gradient = TiedGradient(reducer, TIED, of_embedding)
+    def reducer(self, buffer: ParamAndGradBuffer, model: GPT2Model, parallel: mpu.ParallelState) -> ExactBucketReducer:
+        """Build the reducer. The tied matrix has separate gradients of the head and of the embedding."""
+        embedding_gradient = EMBEDDING_GRADIENT if model.has_embeddings and model.has_head else TIED_WEIGHT
+        reducer = ExactBucketReducer(buffer, parallel, by_rows=embedding_gradient if model.has_embeddings else None)
+        model.tied_grad_hook = TiedGradientReducer(reducer, TIED_WEIGHT, embedding_gradient)
         return reducer
 
     def squared_norm(self, device: torch.device) -> Callable[..., Tensor]:
-        """With sums of integers."""
-        block = block_of_norm(self._parts, self._shape.hidden_size, self._shape.ffn_size, device=device)
+        """See `exact_squared_norm`."""
+        block = norm_block_size(self._virtual_ranks, self._shape.hidden_size, self._shape.ffn_size, device=device)
         return functools.partial(exact_squared_norm, block=block)

@@ -1,6 +1,6 @@
-"""Attention and MLP in V parts, and all that a model is made of.
+"""Attention and MLP, computed in V shards, and the spec of all exact layers.
 
-Legend: b batch, s sequence, h hidden, n heads, d head size, f width inside the MLP, V parts.
+Legend: b batch, s sequence, h hidden, n heads, d head size, f width inside the MLP, V virtual ranks.
 """
 
 from __future__ import annotations
@@ -19,60 +19,66 @@ from megatron.gpt2.extensions.exact.layers import (
     ExactPositionEmbedding,
     ExactRowParallelLinear,
 )
-from megatron.gpt2.extensions.exact.sums import Parts
-from mpu.attention import Documents
+from megatron.gpt2.extensions.exact.sums import VirtualRanks
+from mpu.attention import PackedSeqParams
 from mpu.initialize import get_tensor_model_parallel_group
 from mpu.random import checkpoint_without_output
-from mpu.transformer import Attend, Modules, ParallelMLP, ParallelSelfAttention
+from mpu.transformer import AttentionFn, ParallelMLP, ParallelSelfAttention, TransformerLayerSubmodules
 
 
 class ExactSelfAttention(ParallelSelfAttention):
-    """Causal self-attention, n/V heads at a time. [s, b, h] -> [s, b, h]."""
+    """Causal self-attention, computed n/V heads at a time."""
 
     def forward(
-        self, x: Tensor, documents: Documents | None = None, attend: Attend | None = None, keys: Tensor | None = None
+        self,
+        x: Tensor,
+        documents: PackedSeqParams | None = None,
+        attention_fn: AttentionFn | None = None,
+        dropout_seeds: Tensor | None = None,
     ) -> Tensor:
-        """[s, b, h] -> [s, b, h]; see `ParallelSelfAttention.forward`."""
+        """See `ParallelSelfAttention.forward`. [s, b, h] -> [s, b, h]."""
         qkv = [self.split_heads(part) for part in self.query_key_value(x)]
-        if attend is not None:  # the cache has all heads of a rank together
-            parts = attend(torch.cat(qkv, dim=2)).chunk(len(qkv), dim=-1)
+        if attention_fn is not None:  # the KV cache holds all heads of a rank in one tensor
+            outputs = attention_fn(torch.cat(qkv, dim=2)).chunk(len(qkv), dim=-1)
         else:
             first = self.dense.rank * len(qkv)
-            parts = tuple(
-                self.of_heads(part, documents, None, keys, (first + number) * part.size(2))
+            outputs = tuple(
+                self.compute_attention(part, documents, dropout_seeds, (first + number) * part.size(2))
                 for number, part in enumerate(qkv)
             )
-        out: Tensor = self.dense(parts)
+        out: Tensor = self.dense(outputs)
         return out
 
 
 class ExactMLP(ParallelMLP):
-    """gelu(xAᵀ + a)Bᵀ + b, f/V of its width at a time. [s, b, h] -> [s, b, h]."""
+    """gelu(xAᵀ + a)Bᵀ + b, computed f/V columns of A at a time."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[s, b, h] -> [s, b, h]."""
         inside = self.dense_h_to_4h(x)  # V/p of [s, b, f/V]
         if self.recompute:
-            return checkpoint_without_output(self.gelu, lambda *parts: self.dense_4h_to_h(parts), *inside)
+            return checkpoint_without_output(self.gelu, lambda *inside: self.dense_4h_to_h(inside), *inside)
         out: Tensor = self.dense_4h_to_h([self.gelu(part) for part in inside])
         return out
 
 
-def exact_modules(parts: int, group: ProcessGroup | None = None) -> Modules:
-    """What a model with the same numbers at every tensor-parallel size that divides `parts` is made of. `parts` divides
-    the heads, the width inside the MLP, the padded vocabulary and the sequence. group: the model's (default: the
-    default tensor-parallel group)."""
+def exact_modules(virtual_ranks: int, group: ProcessGroup | None = None) -> TransformerLayerSubmodules:
+    """Return the layers of a model with the same bits at every tensor-parallel size that divides `virtual_ranks`.
+
+    `virtual_ranks` must divide the heads, the width inside the MLP, the padded vocabulary and the sequence length.
+    group: the model's tensor-parallel group (default: the default one)."""
     group = group if group is not None else get_tensor_model_parallel_group()
 
     def layer_norm(*args: Any, sequence_parallel: bool = False, **kwargs: Any) -> ExactLayerNorm:
-        return ExactLayerNorm(*args, parts=Parts(parts, group if sequence_parallel else None), **kwargs)
+        return ExactLayerNorm(
+            *args, virtual=VirtualRanks(virtual_ranks, group if sequence_parallel else None), **kwargs
+        )
 
-    return Modules(
+    return TransformerLayerSubmodules(
         attention=ExactSelfAttention,
         mlp=ExactMLP,
-        column=functools.partial(ExactColumnParallelLinear, parts=parts),
-        row=functools.partial(ExactRowParallelLinear, parts=parts),
+        column=functools.partial(ExactColumnParallelLinear, virtual_ranks=virtual_ranks),
+        row=functools.partial(ExactRowParallelLinear, virtual_ranks=virtual_ranks),
         layer_norm=layer_norm,
-        position_embedding=functools.partial(ExactPositionEmbedding, parts=parts),
-        linear_cross_entropy=functools.partial(exact_linear_cross_entropy, parts=parts),
+        position_embedding=functools.partial(ExactPositionEmbedding, virtual_ranks=virtual_ranks),
+        linear_cross_entropy=functools.partial(exact_linear_cross_entropy, virtual_ranks=virtual_ranks),
     )

@@ -1,14 +1,14 @@
-"""Parameters and memory of one rank of a training run, by part, without starting or allocating it:
+"""Print the parameters and the memory of one rank of a training run, by part. Nothing is started or allocated:
 
     python tools/plan.py --model 345m --device cuda                           # any flags of pretrain_gpt2.py
-    python tools/plan.py --model 1.5b --device cuda --ranks 8 --memory-gb 40  # what fits 40 GB (of 2^30 bytes) per rank
+    python tools/plan.py --model 1.5b --device cuda --ranks 8 --memory-gb 40  # what fits into 40 GB (2^30 bytes) a rank
     python tools/plan.py --model 345m --recompute-granularity full --accounting megatron-2019
     python tools/plan.py --model 1.5b --device cuda --pipeline-model-parallel-size 4   # a row for each stage
     python tools/plan.py --model 345m --json
 
---device cuda plans for a GPU on any machine, in bf16 unless a precision is given. The parts are explained in
-docs/explanation/memory.md.
-Exit codes: 0; 1 where no layout fits --memory-gb; 2 for bad input.
+--device cuda plans for a GPU on any machine, in bf16 unless a precision is given. docs/explanation/memory.md explains
+the parts.
+Exit codes: 0 if all is well, 1 if no layout fits into --memory-gb, 2 for bad input.
 """
 
 import argparse
@@ -24,17 +24,24 @@ import torch
 from data_utils import build_tokenizer, default_tokenizer_kind
 from data_utils.command_line import Parser
 from megatron.gpt2 import device as devices
+from megatron.gpt2.checkpoint.base import decay_iters
 from megatron.gpt2.checkpoint.folder import find_checkpoint
-from megatron.gpt2.checkpoint.source import decay_iters
 from megatron.gpt2.config import Config, require
 from megatron.gpt2.config.arguments import Arguments, merge_checkpoint, parse
-from megatron.gpt2.config.flags import launch_flags
+from megatron.gpt2.config.flags import parse_launch_flags
 from megatron.gpt2.extensions.plan.fit import Candidate, cheapest, cost, largest_micro_batch, smallest
 from megatron.gpt2.extensions.plan.pipelines import bubble
-from megatron.gpt2.extensions.plan.sizes import Setting, Sizes
-from megatron.gpt2.extensions.plan.step import CUDA_CONTEXT, PARTS, Memory, expected, in_mb, of_stages
+from megatron.gpt2.extensions.plan.sizes import MemoryInputs, TensorSizes
+from megatron.gpt2.extensions.plan.step import (
+    CUDA_CONTEXT,
+    PARTS,
+    MemoryEstimate,
+    estimate_memory,
+    estimate_stages,
+    in_mb,
+)
 from megatron.gpt2.model.gpt2 import count_parameters
-from megatron.gpt2.monitor.reporting import aligned, resident_memory
+from megatron.gpt2.monitor.reporting import align_rows, resident_memory
 from mpu.partition import padded_vocab_size
 
 GPT2_VOCABULARY = 50257
@@ -42,8 +49,9 @@ GB = 2**30
 BYTES_PER_PARAMETER = 20  # in 2019
 
 
-def options(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """The flags of this program, and the words that are left for training's parser. ValueError where one cannot be."""
+def parse_options(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """Return this program's flags and the remaining words, which are flags of the training. Raises ValueError for bad
+    flags."""
     parser = Parser(
         description=__doc__,
         usage="%(prog)s [flags of pretrain_gpt2.py] [--ranks N] [--memory-gb X] [--accounting NAME] [--json]",
@@ -52,41 +60,41 @@ def options(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
         "--ranks",
         type=int,
         metavar="N",
-        help="ranks of the run (default: --world-size, --nproc-per-node, or those of one model)",
+        help="ranks of the run (default: --world-size, --nproc-per-node, or the ranks that share one model)",
     )
     parser.add_argument(
-        "--memory-gb", type=float, metavar="X", help="memory per rank, in GB of 2^30 bytes: print what fits into it"
+        "--memory-gb", type=float, metavar="X", help="memory per rank in GB (2^30 bytes): print the layouts that fit"
     )
     parser.add_argument(
         "--accounting",
         choices=("this", "megatron-2019"),
         default="this",
-        help="whose memory to count: this program's, or that of Megatron-LM's first release in fp16 on a GPU",
+        help="count the memory of this program, or of Megatron-LM's first release in fp16 on a GPU",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
     chosen, rest = parser.parse_known_args(argv)
     require(chosen.ranks is None or chosen.ranks >= 1, f"--ranks must be positive, not {chosen.ranks}")
     require(chosen.memory_gb is None or chosen.memory_gb > 0, f"--memory-gb must be positive, not {chosen.memory_gb}")
     if chosen.memory_gb is not None and chosen.accounting != "this":
-        raise ValueError("--memory-gb looks for layouts of this program: leave --accounting out")
+        raise ValueError("--memory-gb finds layouts of this program only: leave --accounting out")
     return chosen, rest
 
 
-def configuration(words: Sequence[str]) -> Config:
-    """The run that the flags mean, with the shape of the checkpoint that it would continue and the vocabulary's size;
-    no text is read."""
+def planned_config(words: Sequence[str]) -> Config:
+    """Return the configuration that the flags describe, completed with the vocabulary size and the shape of the
+    checkpoint that the run would continue. Reads no text."""
     arguments = parse(words)
     where = arguments.checkpoint
     checkpoint = find_checkpoint(where.load or str(where.save), log=lambda line: None, verify=False)
-    if checkpoint is not None and "config" in checkpoint.facts:
-        arguments = merge_checkpoint(arguments, checkpoint.facts["config"], decay_iters(checkpoint.facts))
+    if checkpoint is not None and "config" in checkpoint.metadata:
+        arguments = merge_checkpoint(arguments, checkpoint.metadata["config"], decay_iters(checkpoint.metadata))
     config = arguments.config
-    size = config.model.vocab_size or (checkpoint.facts["vocab_size"] if checkpoint else vocabulary(arguments))
+    size = config.model.vocab_size or (checkpoint.metadata["vocab_size"] if checkpoint else vocabulary_size(arguments))
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
 
 
-def vocabulary(arguments: Arguments) -> int:
-    """The tokenizer's size, as far as it is known before there is any text."""
+def vocabulary_size(arguments: Arguments) -> int:
+    """Return the size of the tokenizer's vocabulary, as far as the flags decide it without any text."""
     data = arguments.config.data
     kind = data.tokenizer_type or default_tokenizer_kind()
     if kind == "GPT2BPETokenizer" and not (data.vocab_file and Path(data.vocab_file).exists()):
@@ -102,72 +110,73 @@ def vocabulary(arguments: Arguments) -> int:
     ).vocab_size
 
 
-def setting(config: Config, ranks: int) -> Setting:
-    """On the device that the flags name, whether or not this machine has it."""
+def planned_inputs(config: Config, ranks: int) -> MemoryInputs:
+    """Return the inputs for the device that the flags name, also if this machine does not have it."""
     train, has_gpu = config.train, torch.cuda.is_available()
     device = train.device if train.device != "auto" else "cuda" if has_gpu else "cpu"
     dtype = torch.bfloat16
     if device == "cpu" or has_gpu or train.precision != "auto":
         dtype, _ = devices.choose_precision(train.precision, torch.device(device))
-    # This process has loaded what a run has before there is a model.
+    # This process has loaded the same libraries as a run before its model exists.
     fixed = CUDA_CONTEXT if device == "cuda" else resident_memory().get("resident", 0)
-    return Setting(config, ranks, device, dtype, fixed, bool(devices.set_allocator(torch.device(device))))
+    return MemoryInputs(config, ranks, device, dtype, fixed, bool(devices.set_allocator(torch.device(device))))
 
 
 def layer_matrices(num_layers: int, hidden_size: int) -> int:
-    """12·l·h²: the elements of all layers' matrices where the MLP is 4h wide."""
+    """Return 12·l·h², the elements of all layers' matrices if the MLP is 4h wide."""
     return 12 * num_layers * hidden_size**2
 
 
 def layer_activations(*, s: int, b: int, h: int, n: int, p: int = 1) -> int:
-    """What a layer keeps in 16 bits where attention holds its scores: 34·s·b·h + 5·b·s²·n bytes (arXiv:2205.05198,
-    equations 1 and 2), of which 24·s·b·h and the scores are split over p ranks."""
+    """Return the bytes of a layer's activations in 16 bits with stored attention scores: 34·s·b·h + 5·b·s²·n
+    (arXiv:2205.05198, equations 1 and 2). 24·s·b·h and the scores are split over p ranks."""
     return 10 * s * b * h + (24 * s * b * h + 5 * b * s * s * n) // p
 
 
-def megatron_2019(config: Config) -> tuple[Memory, dict[str, int]]:
-    """The memory of Megatron-LM's first release (2019) on a GPU in fp16, whose figures are published, on one rank at its
-    fullest, in the loss; and its sums. --recompute-granularity full is its --checkpoint-activations. No context of CUDA:
-    what was published is what torch's allocator counted. `config` has the vocabulary's size.
+def megatron_2019(config: Config) -> tuple[MemoryEstimate, dict[str, int]]:
+    """Return the peak memory of a rank with Megatron-LM's first release (2019) on a GPU in fp16, and some sums.
 
-    It kept 20 bytes a parameter from step to step: weights and gradients in fp16 (2 + 2), and in float32 masters, their
-    gradients and two moments (16). Attention held its scores; the loss held three float32 copies of the logits at once:
-    the model's output, a clone from which the maximum is subtracted, and its exponential, which becomes the gradient.
+    NVIDIA published these figures. --recompute-granularity full is its --checkpoint-activations. CUDA's context is left
+    out, because the figures are those of torch's allocator. `config` must have the vocabulary size.
+
+    It stored 20 bytes per parameter between steps: weights and gradients in fp16 (2 + 2), and in float32 masters, their
+    gradients and two moments (16). Attention stored its scores. The peak is in the loss, with three float32 copies of
+    the logits: the model's output, a clone minus the maximum, and its exponential, which becomes the gradient.
     """
     model, train, p = config.model, config.train, config.parallel.model_parallel_size
     assert model.vocab_size is not None
-    # It padded to a multiple of the ranks' number as well.
+    # It padded the vocabulary to a multiple of the number of ranks, too.
     rows = padded_vocab_size(model.vocab_size, p * model.make_vocab_size_divisible_by, p) // p
     ours = padded_vocab_size(model.vocab_size, model.make_vocab_size_divisible_by, p) // p
     parameters = count_parameters(model, p)[1] + (rows - ours) * model.hidden_size
     s, b, h = config.data.seq_length, train.micro_batch_size, model.hidden_size
     hidden = 2 * s * b * h
     whole = model.num_layers * layer_activations(s=s, b=b, h=h, n=model.num_attention_heads, p=p)
-    inputs = -(-model.num_layers // train.recompute_num_layers) * hidden  # of each part that is recomputed
+    inputs = -(-model.num_layers // train.recompute_num_layers) * hidden  # the input of each recomputed group of layers
     parts = dict.fromkeys(PARTS, 0) | {
         "weights": 2 * parameters,
         "gradients": 2 * parameters,
         "optimizer": (BYTES_PER_PARAMETER - 4) * parameters,
-        # The last layer's output, the norm's and the mask of the embeddings' dropout, a byte an element.
+        # The outputs of the last layer and of the norm, and the mask of the embeddings' dropout (1 byte per element).
         "activations": (inputs if train.recompute_granularity == "full" else whole) + 2 * hidden + hidden // 2,
         "logits and loss": 3 * 4 * s * b * rows,
     }
-    return Memory("the loss", parts), {
+    return MemoryEstimate("the loss", parts), {
         "from_step_to_step": BYTES_PER_PARAMETER * parameters,
         "matrices_at_20_bytes": BYTES_PER_PARAMETER * layer_matrices(model.num_layers, h),
         "activations_without_recompute": whole,
     }
 
 
-def facts(config: Config, plan: Setting | None) -> dict[str, Any]:
-    """All that is known, in numbers. plan: None for the memory of 2019."""
+def plan_facts(config: Config, plan: MemoryInputs | None) -> dict[str, Any]:
+    """Return all numbers of the plan, as --json prints them. plan: None for --accounting megatron-2019."""
     model, p = config.model, config.parallel.model_parallel_size
     more: dict[str, Any] = {}
     if plan is None:
         memory, more["megatron_2019"] = megatron_2019(config)
-        own = memory.parts["weights"] // 2  # in 2019 the vocabulary was padded in another way
+        own = memory.parts["weights"] // 2  # in 2019 the vocabulary was padded differently
     else:
-        sizes, memories = [Sizes(plan, stage) for stage in range(plan.stages)], of_stages(plan)
+        sizes, memories = [TensorSizes(plan, stage) for stage in range(plan.stages)], estimate_stages(plan)
         memory, own = max(memories, key=lambda memory: memory.total), max(size.parameters for size in sizes)
         more = {
             "ranks": plan.world_size,
@@ -175,11 +184,11 @@ def facts(config: Config, plan: Setting | None) -> dict[str, Any]:
             "device": plan.device,
             "precision": devices.PRECISIONS[plan.dtype],
         }
-        if plan.stages > 1:  # the schedule, the share of a step in which it lets ranks wait, and each stage
+        if plan.stages > 1:  # the schedule, its bubble, and each stage
             more["pipeline"] = {
-                "schedule": config.schedule(1).name,
-                "micro_batches": plan.micro_batches,
-                "bubble": round(bubble(config, plan.micro_batches), 4),
+                "schedule": config.pipeline_schedule(1).name,
+                "micro_batches": plan.num_microbatches,
+                "bubble": round(bubble(config, plan.num_microbatches), 4),
                 "stages": [
                     {
                         "layers": [[chunk.layers.start, chunk.layers.stop - 1] for chunk in size.chunks],
@@ -198,26 +207,26 @@ def facts(config: Config, plan: Setting | None) -> dict[str, Any]:
     }
 
 
-def fitting(plan: Setting, budget: int) -> dict[str, Any]:
-    """The largest micro-batch, the cheapest layouts of this run, and where none fits the least."""
+def find_fitting(plan: MemoryInputs, budget: int) -> dict[str, Any]:
+    """Return the largest micro-batch and the cheapest layouts that fit, or the smallest layout if none fits."""
     now = cost(plan, batch=plan.config.train.micro_batch_size)
 
     def shown(candidate: Candidate) -> dict[str, Any]:
-        flags, slower = " ".join(candidate.flags), round(candidate.than(now), 4)
+        flags, slower = " ".join(candidate.flags), round(candidate.relative_cost(now), 4)
         return {"flags": flags, "bytes": candidate.memory.total, "slower": slower}
 
     found = [shown(candidate) for candidate in cheapest(plan, budget, 3)]
     return {
         "budget": budget,
-        "as_asked": expected(plan).total <= budget,
+        "as_asked": estimate_memory(plan).total <= budget,
         "largest_micro_batch": largest_micro_batch(plan, budget),
         "cheapest": found,
         "least": None if found else shown(smallest(plan)),
     }
 
 
-def table(config: Config, found: dict[str, Any]) -> list[str]:
-    """What a person reads, line by line. found: as `facts` has it."""
+def plan_table(config: Config, found: dict[str, Any]) -> list[str]:
+    """Return the lines of the plan. found: from `plan_facts`."""
     model, train, p = config.model, config.train, config.parallel.model_parallel_size
     counted, memory = found["parameters"], found["memory"]
     pipeline, of_2019 = found.get("pipeline"), found.get("megatron_2019")
@@ -244,35 +253,38 @@ def table(config: Config, found: dict[str, Any]) -> list[str]:
         ("parameters", f"{counted['in_all']:,} in all, {counted['of_a_rank']:,} per rank{at_most}"),
         ("12·l·h²", f"{counted['matrices_12lh2']:,} in the layers' matrices"),
     ]
-    lines = aligned(rows)
+    lines = align_rows(rows)
     if of_2019:
         between, matrices, kept = of_2019.values()
         at_20 = f"20 bytes a parameter (12·l·h²: {matrices:,} bytes)"
         without = f"{kept:,} bytes of activations: l·(34·s·b·h + 5·b·s²·n) at one rank"
-        lines += aligned([("from step to step", f"{in_mb(between)} MB: {at_20}"), ("without recompute", without)])
+        lines += align_rows([("from step to step", f"{in_mb(between)} MB: {at_20}"), ("without recompute", without)])
     if pipeline:
         lines += ["", f"  {'stage':<8}{'layers':<24}{'parameters':>14}{'MB':>10}"]
         for stage, row in enumerate(pipeline["stages"]):
             layers = ", ".join(f"{first}-{last}" for first, last in row["layers"])
             lines.append(f"  {stage:<8}{layers:<24}{row['parameters']:>14,}{in_mb(row['total']):>10}")
     total = memory["total"]
-    lines += ["", f"  of a rank, fullest in {memory['moment']}:", f"  {'part':<17}{'MB':>10}{'share':>8}"]
+    lines += ["", f"  of a rank, largest in {memory['moment']}:", f"  {'part':<17}{'MB':>10}{'share':>8}"]
     sizes = [(part, memory[part]) for part in PARTS if memory[part]]
     lines += [f"  {part:<17}{in_mb(size):>10}{size / total:>8.1%}" for part, size in [*sizes, ("all", total)]]
     if memory["on_host"]:
-        lines += [f"  and {in_mb(memory['on_host'])} MB of the host's memory"]
+        lines += [f"  and {in_mb(memory['on_host'])} MB of host memory"]
     return lines
 
 
 def fitting_table(fits: dict[str, Any]) -> list[str]:
-    """The lines about --memory-gb, of what `fitting` found."""
+    """Return the lines about --memory-gb. fits: from `find_fitting`."""
     lines = [
         "",
-        f"  in {in_mb(fits['budget'])} MB: {'fits' if fits['as_asked'] else 'does not fit'} as asked",
-        f"  largest micro-batch with these flags: {fits['largest_micro_batch'] or 'none'}",
+        f"  in {in_mb(fits['budget'])} MB: {'fits' if fits['as_asked'] else 'does not fit'} with these flags",
+        f"  largest micro-batch: {fits['largest_micro_batch'] or 'none'}",
     ]
     if least := fits["least"]:
-        return [*lines, f"  no layout on so many ranks fits; the least is {in_mb(least['bytes'])} MB: {least['flags']}"]
+        return [
+            *lines,
+            f"  no layout on these ranks fits; the smallest needs {in_mb(least['bytes'])} MB: {least['flags']}",
+        ]
     lines += ["  cheapest layouts of the same global batch:", f"  {'MB':>10}{'slower':>8}  flags to add"]
     return lines + [
         f"  {in_mb(row['bytes']):>10}{row['slower']:>8.0%}  {row['flags'] or '(none)'}" for row in fits["cheapest"]
@@ -284,17 +296,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     if "--help" in words or "-h" in words:
         words = ["--help"]  # this program's, not pretrain_gpt2.py's
-    chosen, rest = options(words)
-    launch, rest = launch_flags(rest)
-    config = configuration(rest)
-    of_a_model = config.parallel.model_parallel_size * config.parallel.pipeline_model_parallel_size
-    ranks = chosen.ranks or launch.world_size or launch.nproc_per_node or of_a_model
-    plan = setting(config, ranks) if chosen.accounting == "this" else None
-    found, fits = facts(config, plan), None
+    chosen, rest = parse_options(words)
+    launch, rest = parse_launch_flags(rest)
+    config = planned_config(rest)
+    model_ranks = config.parallel.model_parallel_size * config.parallel.pipeline_model_parallel_size
+    ranks = chosen.ranks or launch.world_size or launch.nproc_per_node or model_ranks
+    plan = planned_inputs(config, ranks) if chosen.accounting == "this" else None
+    found, fits = plan_facts(config, plan), None
     if plan is not None and chosen.memory_gb is not None:
-        fits = found["fits"] = fitting(plan, int(chosen.memory_gb * GB))
+        fits = found["fits"] = find_fitting(plan, int(chosen.memory_gb * GB))
     lines = (
-        [json.dumps(found, indent=2)] if chosen.json else table(config, found) + (fitting_table(fits) if fits else [])
+        [json.dumps(found, indent=2)]
+        if chosen.json
+        else plan_table(config, found) + (fitting_table(fits) if fits else [])
     )
     print("\n".join(lines))
     return 1 if fits and not fits["cheapest"] else 0

@@ -1,18 +1,18 @@
-"""Which layouts of a run fit a given memory, the cheapest first: micro-batch, recomputation, model parallelism,
-pipelines, and where the optimizer's state, gradients and kept inputs are. All of them compute the same.
+"""Find the layouts of a run that fit into a given memory, the cheapest first.
 
-What a change costs is an estimate of how much longer a step takes, to put the changes in order:
+They vary the micro-batch, recomputation, model parallelism, pipelines, sharding and offloading. All of them compute the
+same training. Layouts are sorted by their cost, an estimate of how much longer a step takes:
 
-    recompute full       the layers' forward once more, from the model's FLOPs: 29 % at 345M
+    recompute full       a second forward pass of the layers, from the model's FLOPs: 29 % at 345M
     recompute selective  2 %: 1 to 2 measured on a CPU (docs/explanation/performance.md)
-    model parallel       1/0.95, 1/0.82 and 1/0.77 at 2, 4 and 8 ranks (arXiv:1909.08053, figure 5); beyond, twice
+    model parallel       1/0.95, 1/0.82 and 1/0.77 at 2, 4 and 8 ranks (arXiv:1909.08053, figure 5); beyond 8, 2 times
     pipeline             its bubble, and its messages at 100 GB/s
-    half the micro-batch 3 %: smaller products, and one more pass over the gradients
-    distributed optimizer, sequence parallel: nothing, they move as many bytes as what they replace
-    optimizer on the host: its bytes over PCIe and through the host's memory, beside a step at 40 % of 989 TFLOP/s
-    sharded gradients    they are sent once more for each further micro-batch, at 100 GB/s, half of it beside backward
-    partitioned inputs   1 %: an all-gather in backward; it serves where the sequence cannot be split
-    inputs on the host   1 %, and what their bytes over PCIe take longer than the step
+    half the micro-batch 3 %: smaller matrix products, and one more pass over the gradients
+    distributed optimizer, sequence parallel: nothing; they send as many bytes as the operations that they replace
+    optimizer on the host: its bytes over PCIe and through host memory, relative to a step at 40 % of 989 TFLOP/s
+    sharded gradients    one more reduction for each further micro-batch at 100 GB/s; half of it overlaps with backward
+    partitioned inputs   1 %: an all-gather in backward; only useful if the sequence cannot be split
+    inputs on the host   1 %, and the time by which their bytes over PCIe exceed the step
 
 Legend: N parameters per rank.
 """
@@ -27,10 +27,10 @@ from typing import Any
 
 from megatron.gpt2.config import flag
 from megatron.gpt2.extensions.plan.pipelines import bubble
-from megatron.gpt2.extensions.plan.sizes import Setting, Sizes
-from megatron.gpt2.extensions.plan.step import Memory, at_rest, expected
+from megatron.gpt2.extensions.plan.sizes import MemoryInputs, TensorSizes
+from megatron.gpt2.extensions.plan.step import MemoryEstimate, estimate_memory, min_memory
 
-_SELECTIVE, _HALF_BATCH, _PARTITIONED, _PARKED = 0.02, 0.03, 0.01, 0.01
+_SELECTIVE, _HALF_BATCH, _PARTITIONED, _OFFLOADED = 0.02, 0.03, 0.01, 0.01
 _MODEL_PARALLEL = {1: 0.0, 2: 1 / 0.95 - 1, 4: 1 / 0.82 - 1, 8: 1 / 0.77 - 1}
 RECOMPUTES = ("none", "selective", "full")
 _PCIE, _HOST_MEMORY, _BETWEEN_GPUS, _FLOPS = 25e9, 50e9, 100e9, 0.4 * 989e12  # bytes a second, FLOP/s
@@ -38,70 +38,71 @@ _PCIE, _HOST_MEMORY, _BETWEEN_GPUS, _FLOPS = 25e9, 50e9, 100e9, 0.4 * 989e12  # 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout, what it needs, and how much longer its step takes than without any of these means (0.29: 29 %)."""
+    """A layout with its memory and its cost. cost: the extra time of a step, compared with none of these techniques
+    (0.29: 29 %)."""
 
-    setting: Setting
+    inputs: MemoryInputs
     cost: float
-    flags: tuple[str, ...]  # that change the run which was asked for
-    at_least: int  # bytes that it needs whatever its activations are
+    flags: tuple[str, ...]  # to add to the command line
+    min_bytes: int  # lower bound of its memory, without activations
 
     @functools.cached_property
-    def memory(self) -> Memory:
-        """Of the fullest rank."""
-        return expected(self.setting)
+    def memory(self) -> MemoryEstimate:
+        """The estimate of the rank with the most memory."""
+        return estimate_memory(self.inputs)
 
-    def than(self, other: float) -> float:
-        """How much longer its step is than one of cost `other`."""
+    def relative_cost(self, other: float) -> float:
+        """Return the extra time of a step compared with a layout of cost `other`."""
         return (1 + self.cost) / (1 + other) - 1
 
 
-def cost(setting: Setting, *, batch: int) -> float:
-    """How much longer a step is than without any of these means. batch: the micro-batch that counts as whole."""
-    config, model = setting.config, setting.config.model
+def cost(inputs: MemoryInputs, *, batch: int) -> float:
+    """Return the cost of a layout, see `Candidate`. batch: the micro-batch size without extra cost."""
+    config, model = inputs.config, inputs.config.model
     whole = model.flops_per_token(config.data.seq_length)
     assert model.vocab_size is not None
     layers = whole - 6 * model.hidden_size * model.vocab_size
-    parallel, sizes = config.parallel, Sizes(setting)
+    parallel, sizes = config.parallel, TensorSizes(inputs)
     p = parallel.model_parallel_size
     more = {"none": 0.0, "selective": _SELECTIVE, "full": layers / 3 / whole}[config.train.recompute_granularity]
     size = config.train.micro_batch_size
     while size < batch:
         more, size = more + _HALF_BATCH, 2 * size
     more += _MODEL_PARALLEL.get(p, 1.0)
-    tokens = setting.micro_batches * config.train.micro_batch_size * config.data.seq_length
-    step = tokens * whole / (p * setting.stages) / _FLOPS
+    tokens = inputs.num_microbatches * config.train.micro_batch_size * config.data.seq_length
+    step = tokens * whole / (p * inputs.stages) / _FLOPS
     if parallel.cpu_offload_optimizer and sizes.on_gpu:
-        owned = sizes.parameters / (setting.data_parallel_size if parallel.use_distributed_optimizer else 1)
-        # Down 4 and up 2; AdamW reads 16 and writes 12.
+        owned = sizes.parameters / (inputs.data_parallel_size if parallel.use_distributed_optimizer else 1)
+        # Bytes per parameter: 4 to the host and 2 back over PCIe; AdamW reads 16 and writes 12 in host memory.
         more += (6 * owned / _PCIE + 28 * owned / _HOST_MEMORY) / step
-    if parallel.shard_gradients and setting.data_parallel_size > 1:
-        more += (setting.micro_batches - 1) * 4 * sizes.parameters / _BETWEEN_GPUS / 2 / step
+    if parallel.shard_gradients and inputs.data_parallel_size > 1:
+        more += (inputs.num_microbatches - 1) * 4 * sizes.parameters / _BETWEEN_GPUS / 2 / step
     if parallel.partition_activations:
         more += _PARTITIONED
-    if parked := sum(chunk.parked for chunk in sizes.chunks):
-        more += _PARKED + max(0.0, setting.micro_batches * 2 * parked / _PCIE / step - 1)
-    if setting.stages > 1:  # of each chunk the hidden states one way, and their gradient the other way
-        more += setting.micro_batches * len(sizes.chunks) * 2 * sizes.residual / _BETWEEN_GPUS / step
-        more = (1 + more) / (1 - bubble(config, setting.micro_batches)) - 1
+    if offloaded := sum(chunk.offloaded for chunk in sizes.chunks):
+        more += _OFFLOADED + max(0.0, inputs.num_microbatches * 2 * offloaded / _PCIE / step - 1)
+    if inputs.stages > 1:  # each chunk sends hidden states forward and gradients back
+        more += inputs.num_microbatches * len(sizes.chunks) * 2 * sizes.residual / _BETWEEN_GPUS / step
+        more = (1 + more) / (1 - bubble(config, inputs.num_microbatches)) - 1
     return more
 
 
-def layouts(setting: Setting) -> Iterator[Candidate]:
-    """Every layout of the run on the same number of ranks and with the same global batch, also the one of `setting`: of
-    as many ranks per model as it has, or of more."""
-    asked = setting.config
+def layouts(inputs: MemoryInputs) -> Iterator[Candidate]:
+    """Yield all layouts of the run with the same number of ranks and the same global batch, and with at least as many
+    ranks per model. The layout of `inputs` is one of them."""
+    asked = inputs.config
     batch = asked.train.micro_batch_size
-    together = batch * setting.data_parallel_size * setting.micro_batches
+    global_batch_size = batch * inputs.data_parallel_size * inputs.num_microbatches
     sizes = [batch >> shift for shift in range(batch.bit_length()) if (batch >> shift) << shift == batch]
     recomputes = RECOMPUTES[RECOMPUTES.index(asked.train.recompute_granularity) :]
-    for shared, b, recompute in itertools.product(_shared(setting), sizes, recomputes):
-        p, stages = shared["model_parallel_size"], shared["pipeline_model_parallel_size"]
-        data_parallel = setting.world_size // (p * stages)
-        if together % (b * data_parallel):
+    for split, b, recompute in itertools.product(_model_splits(inputs), sizes, recomputes):
+        p, stages = split["model_parallel_size"], split["pipeline_model_parallel_size"]
+        data_parallel = inputs.world_size // (p * stages)
+        if global_batch_size % (b * data_parallel):
             continue
-        on_gpu, full = setting.device == "cuda", recompute == "full"
+        on_gpu, full = inputs.device == "cuda", recompute == "full"
         can_shard = asked.parallel.DDP_impl == "local" and data_parallel > 1
-        helps = {
+        useful = {
             "sequence_parallel": p > 1,
             "use_distributed_optimizer": can_shard,
             "shard_gradients": can_shard and stages == 1,
@@ -110,107 +111,109 @@ def layouts(setting: Setting) -> Iterator[Candidate]:
             "checkpoint_in_cpu": on_gpu and full,
         }
         choices = [
-            (True,) if getattr(asked.parallel, name) else (False, True) if useful else (False,)
-            for name, useful in helps.items()
+            (True,) if getattr(asked.parallel, name) else (False, True) if is_useful else (False,)
+            for name, is_useful in useful.items()
         ]
         for flags in itertools.product(*choices):
-            changed: dict[str, Any] = dict(zip(helps, flags, strict=True))
+            changed: dict[str, Any] = dict(zip(useful, flags, strict=True))
             if changed["shard_gradients"] and not (
                 changed["use_distributed_optimizer"] or asked.parallel.shard_gradients
             ):
                 continue
             train: dict[str, Any] = {
                 "micro_batch_size": b,
-                "global_batch_size": together,
+                "global_batch_size": global_batch_size,
                 "recompute_granularity": recompute,
             }
             try:
                 candidate = dataclasses.replace(
-                    setting,
+                    inputs,
                     config=dataclasses.replace(
                         asked,
                         train=dataclasses.replace(asked.train, gradient_accumulation_steps=None, **train),
-                        parallel=dataclasses.replace(asked.parallel, **shared, **changed),
+                        parallel=dataclasses.replace(asked.parallel, **split, **changed),
                     ),
                 )
-            except ValueError:  # what does not divide
+            except ValueError:  # sizes that do not divide
                 continue
-            if b == batch and data_parallel == setting.data_parallel_size:
-                del train["global_batch_size"]  # it is the same without the flag
+            if b == batch and data_parallel == inputs.data_parallel_size:
+                del train["global_batch_size"]  # the flag would not change it
             yield Candidate(
                 candidate,
                 cost(candidate, batch=batch),
-                (*_flags("parallel", asked.parallel, {**shared, **changed}), *_flags("train", asked.train, train)),
-                at_rest(candidate),
+                (*_flags("parallel", asked.parallel, {**split, **changed}), *_flags("train", asked.train, train)),
+                min_memory(candidate),
             )
 
 
-def _shared(setting: Setting) -> Iterator[dict[str, Any]]:
-    """How a model can lie on several ranks: split layers, stages, and schedules of the stages."""
-    asked, model = setting.config.parallel, setting.config.model
+def _model_splits(inputs: MemoryInputs) -> Iterator[dict[str, Any]]:
+    """Yield the ways to split a model over ranks: tensor-parallel sizes, stages, and pipeline schedules."""
+    asked, model = inputs.config.parallel, inputs.config.model
     p, stages = asked.model_parallel_size, asked.pipeline_model_parallel_size
-    powers = {1 << n for n in range(setting.world_size.bit_length())}
-    own_schedule = asked.pipeline_schedule or setting.config.virtual_stages > 1
-    for shared, further in itertools.product(sorted({p, *powers & set(_MODEL_PARALLEL)}), sorted({stages, *powers})):
+    powers = {1 << n for n in range(inputs.world_size.bit_length())}
+    own_schedule = asked.pipeline_schedule or inputs.config.virtual_stages > 1
+    for tensor, pipeline in itertools.product(sorted({p, *powers & set(_MODEL_PARALLEL)}), sorted({stages, *powers})):
         if (
-            shared * further < p * stages
-            or setting.world_size % (shared * further)
-            or (model.num_attention_heads % shared or model.ffn_size % shared or further > model.num_layers)
+            tensor * pipeline < p * stages
+            or inputs.world_size % (tensor * pipeline)
+            or (model.num_attention_heads % tensor or model.ffn_size % tensor or pipeline > model.num_layers)
         ):
             continue
-        sizes = {"model_parallel_size": shared, "pipeline_model_parallel_size": further}
-        if not (own_schedule and further == 1 < stages):
+        sizes = {"model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline}
+        if not (own_schedule and pipeline == 1 < stages):
             yield sizes
-        if own_schedule or further == 1:
+        if own_schedule or pipeline == 1:
             continue
-        if not setting.config.train.compile:
+        if not inputs.config.train.compile:
             yield {**sizes, "pipeline_schedule": "zero-bubble"}
         for chunks in (4, 2):
-            if model.num_layers % (further * chunks) == 0:
-                yield {**sizes, "num_layers_per_virtual_pipeline_stage": model.num_layers // (further * chunks)}
+            if model.num_layers % (pipeline * chunks) == 0:
+                yield {**sizes, "num_layers_per_virtual_pipeline_stage": model.num_layers // (pipeline * chunks)}
                 break
 
 
-def cheapest(setting: Setting, budget: int, count: int) -> list[Candidate]:
-    """Up to `count` layouts that need at most `budget` bytes, the cheapest first. First those that use other means than
-    the ones before them, then those that use other values of the same means. None only adds a flag to another."""
+def cheapest(inputs: MemoryInputs, budget: int, count: int) -> list[Candidate]:
+    """Return up to `count` layouts that need at most `budget` bytes, the cheapest first.
 
-    def place(candidate: Candidate) -> tuple[float, int]:
+    Prefers layouts with different techniques, and then variants of them. A layout whose flags contain all flags of a
+    cheaper one is left out."""
+
+    def sort_key(candidate: Candidate) -> tuple[float, int]:
         return candidate.cost, len(candidate.flags)
 
-    order = sorted(layouts(setting), key=place)
+    order = sorted(layouts(inputs), key=sort_key)
     found: list[Candidate] = []
-    for part in (_means, _flags_of):
+    for flags_of in (_techniques, _flags_of):
 
-        def is_new(candidate: Candidate, part: Callable[[Candidate], set[str]] = part) -> bool:
+        def is_new(candidate: Candidate, flags_of: Callable[[Candidate], set[str]] = flags_of) -> bool:
             return (
                 len(found) < count
-                and candidate.at_least <= budget
-                and not any(part(other) <= part(candidate) for other in found)
+                and candidate.min_bytes <= budget
+                and not any(flags_of(other) <= flags_of(candidate) for other in found)
             )
 
-        for _, alike in itertools.groupby(order, place):
-            # Memory is computed of those alone that may be offered.
-            for candidate in sorted(filter(is_new, alike), key=lambda c: c.memory.total):
+        for _, equal_cost in itertools.groupby(order, sort_key):
+            # Estimate the memory only of layouts that can be returned.
+            for candidate in sorted(filter(is_new, equal_cost), key=lambda c: c.memory.total):
                 if candidate.memory.total <= budget and is_new(candidate):
                     found.append(candidate)
-    return sorted(found, key=lambda c: (*place(c), c.memory.total))
+    return sorted(found, key=lambda c: (*sort_key(c), c.memory.total))
 
 
 def _flags_of(candidate: Candidate) -> set[str]:
     return set(candidate.flags)
 
 
-def _means(candidate: Candidate) -> set[str]:
+def _techniques(candidate: Candidate) -> set[str]:
     return {flag.split()[0] for flag in candidate.flags}
 
 
-def smallest(setting: Setting) -> Candidate:
-    """The layout that needs the least memory, for a run that cannot fit."""
-    order = sorted(layouts(setting), key=lambda c: c.at_least)
+def smallest(inputs: MemoryInputs) -> Candidate:
+    """Return the layout that needs the least memory."""
+    order = sorted(layouts(inputs), key=lambda c: c.min_bytes)
     least = order[0]
     for candidate in order:
-        if candidate.at_least <= least.memory.total and (candidate.memory.total, candidate.cost) < (
+        if candidate.min_bytes <= least.memory.total and (candidate.memory.total, candidate.cost) < (
             least.memory.total,
             least.cost,
         ):
@@ -218,13 +221,13 @@ def smallest(setting: Setting) -> Candidate:
     return least
 
 
-def largest_micro_batch(setting: Setting, budget: int) -> int:
-    """The largest --micro-batch-size that needs at most `budget` bytes, with all other flags as they are and without
-    accumulation; 0 where not even one sample fits."""
+def largest_micro_batch(inputs: MemoryInputs, budget: int) -> int:
+    """Return the largest --micro-batch-size that needs at most `budget` bytes, without gradient accumulation and with
+    all other flags unchanged; 0 if not even one sample fits."""
 
     def fits(b: int) -> bool:
         train = dataclasses.replace(
-            setting.config.train,
+            inputs.config.train,
             micro_batch_size=b,
             global_batch_size=None,
             gradient_accumulation_steps=None,
@@ -232,7 +235,7 @@ def largest_micro_batch(setting: Setting, budget: int) -> int:
             step_batch_size_schedule=(),
         )
         return (
-            expected(dataclasses.replace(setting, config=dataclasses.replace(setting.config, train=train))).total
+            estimate_memory(dataclasses.replace(inputs, config=dataclasses.replace(inputs.config, train=train))).total
             <= budget
         )
 
@@ -240,7 +243,7 @@ def largest_micro_batch(setting: Setting, budget: int) -> int:
 
 
 def _flags(section: str, asked: object, values: dict[str, Any]) -> Iterator[str]:
-    """What to add to the command line."""
+    """Yield the flags for the values that differ from `asked`."""
     for name, value in values.items():
         if value != getattr(asked, name):
             yield flag(f"{section}.{name}") + ("" if value is True else f" {value}")

@@ -1,5 +1,5 @@
-"""What a training run says of its memory: rows and a warning at its start, and its last line where there is too little.
-Sizes are shown in MB of 2^20 bytes, as in the log.
+"""A training run prints its memory: rows and a warning at the start, and the error if it runs out of memory.
+Sizes are in MB of 2^20 bytes, like in the log.
 """
 
 import re
@@ -12,112 +12,113 @@ from megatron.gpt2.config import Config
 from megatron.gpt2.device import cgroup_folders
 from megatron.gpt2.extensions.plan.fit import Candidate, cheapest, cost, smallest
 from megatron.gpt2.extensions.plan.pipelines import bubble
-from megatron.gpt2.extensions.plan.sizes import Setting
-from megatron.gpt2.extensions.plan.step import CUDA_CONTEXT, Memory, expected, in_mb, of_stages
+from megatron.gpt2.extensions.plan.sizes import MemoryInputs
+from megatron.gpt2.extensions.plan.step import CUDA_CONTEXT, MemoryEstimate, estimate_memory, estimate_stages, in_mb
 from megatron.gpt2.hooks import Hook
 from megatron.gpt2.monitor.reporting import resident_memory
-from megatron.gpt2.train.run import Run
-from megatron.gpt2.train.setup import PreparedRun
+from megatron.gpt2.train.setup import RunContext
+from megatron.gpt2.train.trainer import Trainer
 
-# The share of the memory that a proposed change may take: expectations are right within a tenth (benchmarks/memory.py).
+# The share of the memory that a proposed layout may use: estimates are right within 10 % (benchmarks/memory.py).
 MARGIN = 0.9
 
 
-def setting_of(prepared: PreparedRun) -> Setting:
-    """What the memory of this rank depends on. On a CPU its fixed part is what was resident before any model."""
-    return Setting(
-        prepared.config,
-        prepared.ranks.world_size,
-        prepared.device.type,
-        prepared.dtype,
-        CUDA_CONTEXT if prepared.device.type == "cuda" else prepared.resident,
-        prepared.keeps_freed,
-        prepared.start.get("consumed_samples", 0),
+def memory_inputs(context: RunContext) -> MemoryInputs:
+    """Return the inputs of this run's estimate. On a CPU, `fixed` is the resident memory before the model exists."""
+    return MemoryInputs(
+        context.config,
+        context.rank_info.world_size,
+        context.device.type,
+        context.dtype,
+        CUDA_CONTEXT if context.device.type == "cuda" else context.resident,
+        context.keeps_freed_memory,
+        context.resume_metadata.get("consumed_samples", 0),
     )
 
 
 class MemoryPlan(Hook):
-    """Expected memory, beside what is there."""
+    """Prints the estimated memory of a run, and compares it with the available memory."""
 
     def __init__(self, config: Config) -> None:
         pass
 
-    def start_rows(self, run: Run) -> list[tuple[str, str]]:
-        """Expected memory by part; in a pipeline also how long its ranks wait."""
-        setting = setting_of(run.prepared)
-        memory = expected(setting)
+    def start_rows(self, trainer: Trainer) -> list[tuple[str, str]]:
+        """Return the estimate by part and, for a pipeline, its bubble and stages."""
+        inputs = memory_inputs(trainer.context)
+        memory = estimate_memory(inputs)
         rows = [
-            ("expected memory", f"{in_mb(memory.total)} MB per rank, fullest in {memory.moment}"),
-            ("", parts_of(memory)),
+            ("expected memory", f"{in_mb(memory.total)} MB per rank, largest in {memory.moment}"),
+            ("", format_parts(memory)),
         ]
         if memory.on_host:
-            rows.append(("", f"{in_mb(memory.on_host)} MB of the host's memory beside it"))
-        if setting.stages > 1:
-            idle = bubble(run.config, run.prepared.micro_batches)
+            rows.append(("", f"{in_mb(memory.on_host)} MB of host memory in addition"))
+        if inputs.stages > 1:
+            idle = bubble(trainer.config, trainer.context.num_microbatches)
             rows.insert(0, ("pipeline", f"{idle:.0%} of a step idle if all layers are equally fast"))
-            stages = enumerate(of_stages(setting))
+            stages = enumerate(estimate_stages(inputs))
             rows += [("", f"stage {stage}: {in_mb(of_stage.total)} MB") for stage, of_stage in stages]
         return rows
 
-    def start_lines(self, run: Run) -> list[str]:
-        """A warning where the run will not fit."""
-        line = shortage(run.prepared, run.prepared.ranks.local_world_size)
+    def start_lines(self, trainer: Trainer) -> list[str]:
+        """Return a warning if the run will not fit."""
+        line = memory_shortage(trainer.context, trainer.context.rank_info.local_world_size)
         return [f"WARNING: {line}"] if line else []
 
-    def expected_memory(self, run: Run) -> int:
-        """Of rank 0, which writes the log: of the allocator on a GPU, of the process on a CPU."""
-        memory = expected(setting_of(run.prepared), 0)
-        return memory.allocated if run.device.type == "cuda" else memory.total
+    def expected_memory(self, trainer: Trainer) -> int:
+        """Return the estimate of rank 0, which writes the log: of torch's allocator on a GPU, otherwise of the
+        process."""
+        memory = estimate_memory(memory_inputs(trainer.context), 0)
+        return memory.allocated if trainer.device.type == "cuda" else memory.total
 
-    def explain_out_of_memory(self, prepared: PreparedRun) -> str:
-        """What was expected, what was there, and the cheapest changes. Where the run was expected to fit, they need
-        clearly less than what was expected."""
-        setting, rank = setting_of(prepared), prepared.ranks.rank
-        memory = expected(setting, setting.stage_of(rank))
-        there, where = available(prepared.device, prepared.ranks.local_world_size)
+    def explain_out_of_memory(self, context: RunContext) -> str:
+        """Return the error: the estimate, the available memory, and the cheapest changes. If the estimate did fit, the
+        changes need clearly less than the estimate."""
+        inputs, rank = memory_inputs(context), context.rank_info.rank
+        memory = estimate_memory(inputs, inputs.stage_of(rank))
+        available, limit = available_memory(context.device, context.rank_info.local_world_size)
         return (
             f"out of memory on rank {rank}: expected {in_mb(memory.total)} MB in {memory.moment} "
-            f"({parts_of(memory)}), and {in_mb(there)} MB were there ({where}); "
-            + ways_out(setting, min(there, memory.total))
+            f"({format_parts(memory)}), and {in_mb(available)} MB were available ({limit}); "
+            + suggest_changes(inputs, min(available, memory.total))
         )
 
 
-def shortage(prepared: PreparedRun, local_world_size: int) -> str:
-    """Before the first step: what is expected and not there, and the ways out; empty where it fits. local_world_size:
-    see `available`."""
-    setting = setting_of(prepared)
-    total, (there, where) = expected(setting).total, available(prepared.device, local_world_size)
-    if total <= there:
+def memory_shortage(context: RunContext, local_world_size: int) -> str:
+    """Describe how much memory is missing and the possible changes, or return "" if the run fits. local_world_size: see
+    `available_memory`."""
+    inputs = memory_inputs(context)
+    total, (available, limit) = estimate_memory(inputs).total, available_memory(context.device, local_world_size)
+    if total <= available:
         return ""
-    expectation = f"about {in_mb(total)} MB are expected per rank and {in_mb(there)} MB are there ({where}): "
-    return expectation + ways_out(setting, there)
+    expectation = f"about {in_mb(total)} MB are expected per rank, and {in_mb(available)} MB are available ({limit}): "
+    return expectation + suggest_changes(inputs, available)
 
 
-def parts_of(memory: Memory) -> str:
-    """The parts of a MB or more with their MB, the largest first: "activations 561, fixed 336"."""
+def format_parts(memory: MemoryEstimate) -> str:
+    """Format all parts of at least 1 MB, the largest first: "activations 561, fixed 336"."""
     parts = sorted(memory.parts.items(), key=lambda item: -item[1])
     return ", ".join(f"{part} {in_mb(size)}" for part, size in parts if size >= 2**20)
 
 
-def ways_out(setting: Setting, budget: int) -> str:
-    """The three cheapest changes that fit with a margin, or the layout that needs the least."""
-    now = cost(setting, batch=setting.config.train.micro_batch_size)
+def suggest_changes(inputs: MemoryInputs, budget: int) -> str:
+    """Describe the three cheapest changes that fit with a margin, or the smallest layout."""
+    now = cost(inputs, batch=inputs.config.train.micro_batch_size)
 
     def offer(candidate: Candidate) -> str:
         flags = " ".join(candidate.flags) or "the flags as they are"
-        return f"{flags} ({in_mb(candidate.memory.total)} MB, {max(candidate.than(now), 0.0):.0%} slower)"
+        return f"{flags} ({in_mb(candidate.memory.total)} MB, {max(candidate.relative_cost(now), 0.0):.0%} slower)"
 
-    if found := cheapest(setting, int(MARGIN * budget), 3):
+    if found := cheapest(inputs, int(MARGIN * budget), 3):
         return "cheapest changes: " + "; ".join(map(offer, found))
     return (
-        f"no layout on {setting.world_size} rank{'s' * (setting.world_size > 1)} fits: the least is "
-        f"{offer(smallest(setting))}; more ranks that share a model, or a smaller one, need less"
+        f"no layout on {inputs.world_size} rank{'s' * (inputs.world_size > 1)} fits; the smallest: "
+        f"{offer(smallest(inputs))}; use more ranks per model, or a smaller model"
     )
 
 
-def available(device: torch.device, local_world_size: int = 1) -> tuple[int, str]:
-    """Bytes that this rank can have, including what it has already, and where that limit comes from. local_world_size:
-    the ranks that share this machine's memory."""
+def available_memory(device: torch.device, local_world_size: int = 1) -> tuple[int, str]:
+    """Return the bytes that this rank can use, including those that it already uses, and the origin of the limit.
+    local_world_size: the ranks that share this machine's memory."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) + CUDA_CONTEXT, f"on {torch.cuda.get_device_name(device)}"
@@ -126,15 +127,15 @@ def available(device: torch.device, local_world_size: int = 1) -> tuple[int, str
         for name in ("memory.max", "memory.limit_in_bytes"):
             try:
                 limits.append((int((folder / name).read_text()), "the container's limit"))
-            except (OSError, ValueError):  # none there, or "max"
+            except (OSError, ValueError):  # no such file, or "max"
                 continue
     by = f", shared by {local_world_size} ranks" if local_world_size > 1 else ""
     shared = [(size // local_world_size, where + by) for size, where in limits if size is not None]
-    return min([*shared, *_of_the_process()], default=(1 << 62, "no limit is known"))
+    return min([*shared, *_process_limit()], default=(1 << 62, "no limit is known"))
 
 
-def _of_the_process() -> list[tuple[int, str]]:
-    """`ulimit -v`, less the addresses that stand for no memory."""
+def _process_limit() -> list[tuple[int, str]]:
+    """Return `ulimit -v`, minus the address space that uses no memory."""
     try:
         import resource  # not on Windows, hence here
     except ImportError:

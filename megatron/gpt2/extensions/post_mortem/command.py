@@ -1,13 +1,12 @@
-"""What did a run die of, where, and which command continues it?
+"""Explain why a run failed, on which rank, and which command continues it.
 
     python tools/post_mortem.py checkpoints/gpt2_345m
 
-Reads what all ranks and launchers have left in the --save folder, and says it in about ten lines.
-docs/how-to/operations.md has what each death looks like. Exit codes: 0 if the run ended well, 1 if it died, 2 if the
-folder is not one of a run.
+Reads the files that all ranks and launchers left in the --save folder, and prints about ten lines.
+docs/how-to/operations.md describes each failure. Exit codes: 0 if the run ended well, 1 if it failed, 2 if the folder
+is not the --save folder of a run.
 """
 
-import json
 import shlex
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -15,69 +14,78 @@ from pathlib import Path
 from typing import Any
 
 from data_utils.command_line import Parser
+from data_utils.files import MAX_CONFIG_BYTES, read_json_object
 from megatron.gpt2.checkpoint.folder import find_checkpoint
-from megatron.gpt2.checkpoint.local import newest_held
-from megatron.gpt2.config.recipes import FILE
-from megatron.gpt2.extensions.post_mortem.deaths import Death, cause_of, last_attempt, own_rank, place
+from megatron.gpt2.checkpoint.local import newest_local_iteration
+from megatron.gpt2.config.presets import CONFIG_FILE
+from megatron.gpt2.extensions.post_mortem.failure_analysis import (
+    Failure,
+    Incident,
+    first_cause,
+    last_attempt,
+    origin,
+    reporting_rank,
+)
 from megatron.gpt2.monitor.incidents import ENDED, FOLDER, read_incidents, read_records
-from megatron.gpt2.monitor.reporting import aligned
+from megatron.gpt2.monitor.reporting import align_rows
 from megatron.gpt2.monitor.run_report import HISTORY, METRICS
 
-MOST_AFTER = 3  # incidents after the first cause that are shown
+MAX_NOTED = 3  # incidents that are shown
 LINE = 160  # characters of each
-TELLING = {"rank ended", "lost", "hang", "not finite", "error", "refused", "crash loop"}
+SHOWN_KINDS = {"rank ended", "lost", "hang", "not finite", "error", "refused", "crash loop"}
 
-Found = Sequence[Mapping[str, Any]]  # incidents of the last attempt
+Incidents = Sequence[Incident]  # incidents of the last attempt
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a file; an empty one if there is no file, or if a crash has cut it short."""
+    """Return the JSON object in a file, or an empty one if the file is missing or truncated by a crash."""
     try:
-        value = json.loads(path.read_bytes().decode("utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return read_json_object(path, MAX_CONFIG_BYTES)
+    except (OSError, ValueError):
         return {}
-    return value if isinstance(value, dict) else {}
 
 
-def report(folder: Path, *, verify: bool = False) -> tuple[Death, list[str]]:
-    """Return the first cause, and the lines about the run that saved in `folder`. verify: hash every byte of its
-    checkpoints. FileNotFoundError if the folder is not one of a run."""
-    if not any((folder / name).exists() for name in (FILE, METRICS, HISTORY, FOLDER)):
-        raise FileNotFoundError(f"{folder} holds nothing of a run: give its --save folder")
-    incidents, settings, ended = read_incidents(folder), read_json(folder / FILE), read_json(folder / ENDED)
+def report(folder: Path, *, verify: bool = False) -> tuple[Failure, list[str]]:
+    """Return the first cause and the lines to print about the run that saved in `folder`.
+
+    verify: hash every byte of its checkpoints. Raises FileNotFoundError if it is not the folder of a run."""
+    if not any((folder / name).exists() for name in (CONFIG_FILE, METRICS, HISTORY, FOLDER)):
+        raise FileNotFoundError(f"{folder} is not the folder of a run: give its --save folder")
+    incidents, settings, ended = read_incidents(folder), read_json(folder / CONFIG_FILE), read_json(folder / ENDED)
     found = last_attempt(incidents)
-    # A start that was refused has changed nothing of how the run ended.
-    begun, at = next((one["time"] for one in found if one["kind"] != "refused"), 0.0), ended.get("time")
-    death = cause_of(incidents, ended if isinstance(at, int | float) and at >= begun else None)
-    metrics = [one["iteration"] for one in read_records(folder / METRICS) if "split" not in one]
-    reached = max([0, *metrics[-1:], *(one["iteration"] for one in found)])
-    length, starts = settings.get("train_iters"), max((one.get("attempt", 0) for one in found), default=0)
-    run = f"{folder}, {'ended well' if death.well else 'died'}, after iteration {reached:,}"
+    # A refused start does not change how the run ended.
+    start_time = next((incident["time"] for incident in found if incident["kind"] != "refused"), 0.0)
+    end_time = ended.get("time")
+    failure = first_cause(incidents, ended if isinstance(end_time, int | float) and end_time >= start_time else None)
+    metrics = [incident["iteration"] for incident in read_records(folder / METRICS) if "split" not in incident]
+    reached = max([0, *metrics[-1:], *(incident["iteration"] for incident in found)])
+    length, starts = settings.get("train_iters"), max((incident.get("attempt", 0) for incident in found), default=0)
+    run = f"{folder}, {'ended well' if failure.is_success else 'died'}, after iteration {reached:,}"
     run += f" of {length:,}" if isinstance(length, int) else ""
     run += f", started again {starts} time{'s' * (starts != 1)}" if starts else ""
-    rows = [("run", run), ("first", death.what)]
-    if not death.well:
-        rows += [("means", death.means), *_noted(found), ("do", death.do)]
-    return death, aligned([*rows, *_going_on(folder, settings, found, reached, verify)])
+    rows = [("run", run), ("first", failure.cause)]
+    if not failure.is_success:
+        rows += [("means", failure.meaning), *_noted(found), ("do", failure.remedy)]
+    return failure, align_rows([*rows, *_continuation(folder, settings, found, reached, verify)])
 
 
-def _noted(found: Found) -> list[tuple[str, str]]:
-    """What the processes noted, the earliest first."""
+def _noted(found: Incidents) -> list[tuple[str, str]]:
+    """Return rows with the incidents, the earliest first."""
     lines = [
-        f"{datetime.fromtimestamp(one['time']):%H:%M:%S} {place(one)}: {one['kind']}"
-        + f", {one['text'][:LINE]}" * bool(one["text"])
-        for one in found
-        if one["kind"] in TELLING
+        f"{datetime.fromtimestamp(incident['time']):%H:%M:%S} {origin(incident)}: {incident['kind']}"
+        + f", {incident['text'][:LINE]}" * bool(incident["text"])
+        for incident in found
+        if incident["kind"] in SHOWN_KINDS
     ]
-    if len(lines) > MOST_AFTER:
-        lines[MOST_AFTER:] = [f"and {len(lines) - MOST_AFTER} more in {FOLDER}/"]
+    if len(lines) > MAX_NOTED:
+        lines[MAX_NOTED:] = [f"and {len(lines) - MAX_NOTED} more in {FOLDER}/"]
     return [("" if number else "noted", line) for number, line in enumerate(lines)]
 
 
-def _going_on(
-    folder: Path, settings: Mapping[str, Any], found: Found, reached: int, verify: bool
+def _continuation(
+    folder: Path, settings: Mapping[str, Any], found: Incidents, reached: int, verify: bool
 ) -> list[tuple[str, str]]:
-    """The checkpoint that the same command would continue, and the command."""
+    """Return rows with the checkpoint that the same command would load, and the command."""
     warnings: list[str] = []
     try:
         checkpoint = find_checkpoint(folder, log=warnings.append, verify=verify)
@@ -89,21 +97,23 @@ def _going_on(
         local = settings["config"]["checkpoint"]["local_checkpoint_dir"]
     except (KeyError, TypeError):
         local = None
-    if isinstance(local, str) and (near := newest_held(str(folder), local, alone=False)) > iteration:
-        iteration, text = near, f"{text}, and of {near:,} this machine holds a local one"
+    if isinstance(local, str) and (near := newest_local_iteration(str(folder), local, one_machine=False)) > iteration:
+        iteration, text = near, f"{text}, and this machine has a local one of iteration {near:,}"
     again = reached - iteration
     if not iteration:
-        text += ": the run begins anew"
+        text += ": the run starts from the beginning"
     elif again > 0:
-        text += f"; {again:,} iteration{'s' * (again != 1)} to be done again"
+        text += f"; {again:,} iteration{'s' * (again != 1)} will be repeated"
     rows = [("checkpoint", text), *(("", line.removeprefix("WARNING: ")) for line in warnings[:1])]
     return [*rows, *(("continue", command) for command in _commands(settings, found)[:1])]
 
 
-def _commands(settings: Mapping[str, Any], found: Found) -> list[str]:
-    """The command line of the last start, as rank 0 has it; a launcher before it is to be started in the same way."""
-    starts = [one for one in found if one["kind"] == "start" and own_rank(one) is not None]
-    commands = [shlex.join(map(str, one["command"])) for one in starts if isinstance(one.get("command"), list)]
+def _commands(settings: Mapping[str, Any], found: Incidents) -> list[str]:
+    """Return the command lines of the last start, rank 0's first. They do not include an external launcher."""
+    starts = [incident for incident in found if incident["kind"] == "start" and reporting_rank(incident) is not None]
+    commands = [
+        shlex.join(map(str, incident["command"])) for incident in starts if isinstance(incident.get("command"), list)
+    ]
     environment = settings.get("environment")
     return commands + (
         [str(environment["command"])] if isinstance(environment, dict) and "command" in environment else []
@@ -116,6 +126,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("save", metavar="RUN", help="the --save folder of a run")
     parser.add_argument("--verify", action="store_true", help="hash every byte of the checkpoints")
     options = parser.parse_args(argv)
-    death, lines = report(Path(options.save), verify=options.verify)
+    failure, lines = report(Path(options.save), verify=options.verify)
     print("\n".join(lines))
-    return 0 if death.well else 1
+    return 0 if failure.is_success else 1

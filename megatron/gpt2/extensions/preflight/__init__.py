@@ -1,1 +1,1 @@
-"""What tools/preflight.py looks at before a run."""
+"""tools/preflight.py: checks of machines, flags and data before a run."""

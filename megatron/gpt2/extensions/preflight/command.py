@@ -1,16 +1,15 @@
-"""Is everything there that a run needs? Started as the training is, with its flags, it says so in seconds:
+"""Check in seconds that everything is ready for a run. Start it like the training, with the same flags:
 
     python tools/preflight.py --nproc-per-node 2 --model-parallel-size 2 --train-data my_text.txt
     srun python tools/preflight.py --model 345m --data-path corpus_text_document
 
-All ranks compare versions, code, devices, flags, clocks and data; each multiplies numbers whose product is known; each
-group tries its collectives; and disk and memory are held against what the run will take. It trains nothing, and leaves
-nothing but tokenised text in the cache. Exit codes: 0 if all is well, 1 if something is to be fixed, which the table
-names, 2 for flags that cannot be.
+All ranks compare versions, code, devices, flags, clocks and data. Each rank multiplies matrices with a known product,
+each group tests its collectives, and disk space and memory are compared with the needs of the run. It trains nothing,
+and writes only tokenised text into the cache. Exit codes: 0 if all checks pass, 1 if the table names something to fix,
+2 for bad flags.
 """
 
 import functools
-import hashlib
 import json
 import math
 import os
@@ -29,52 +28,52 @@ import torch.distributed as dist
 from torch import Tensor
 
 import mpu
-from data_utils.command_line import ROOT, Parser
+from data_utils.command_line import Parser
 from data_utils.files import flush_to_disk
 from megatron.gpt2 import device as devices
 from megatron.gpt2.checkpoint.folder import lock_folder
-from megatron.gpt2.commands.bench_collectives import OPERATIONS, Members, correct, prepare, time_run
+from megatron.gpt2.commands.collective_operations import OPERATIONS, BenchGroup, is_correct, make_buffers, time_run
 from megatron.gpt2.config import ParallelConfig
 from megatron.gpt2.config.arguments import Arguments, parse
-from megatron.gpt2.dist.gathering import gather_rows, gather_texts
-from megatron.gpt2.dist.ranks import Ranks, named
+from megatron.gpt2.device import code_hash
+from megatron.gpt2.dist.gathering import gather_rows, gather_strings
+from megatron.gpt2.dist.ranks import RankInfo, format_ranks
 from megatron.gpt2.dist.rendezvous import initialize_distributed
 from megatron.gpt2.dist.run_program import Log, run_program
-from megatron.gpt2.extensions.plan.hook import available, setting_of, shortage
-from megatron.gpt2.extensions.plan.step import expected, in_mb
+from megatron.gpt2.extensions.plan.hook import available_memory, memory_inputs, memory_shortage
+from megatron.gpt2.extensions.plan.step import estimate_memory, in_mb
 from megatron.gpt2.model.gpt2 import count_parameters
-from megatron.gpt2.train.setup import PreparedRun, decisions, prepare_run
+from megatron.gpt2.train.setup import RunContext, build_context, must_match
 
 TIMEOUT_MINUTES = 1.0  # of a collective
-CLOCKS = 2.0  # seconds that clocks may be apart: what ranks note of a death is put in order by their clocks
+MAX_CLOCK_SKEW = 2.0  # seconds between clocks: the incidents of a failure are sorted by time
 CLOCK_ROUNDS = 5
-SLOW_SAVE = 600.0  # seconds
-SAME_FILES = "let all machines see the same files"
-ROOMS = ("mpu", "data_utils", "megatron/gpt2")
-WRITTEN = 16 << 20  # bytes, for the speed of the --save folder
-MOMENTS = 12  # bytes of a parameter: master and two moments in fp32
-PRODUCTS = 4
-INNER = 256  # of the product: sums of so many -1, 0 and 1 are exact in every precision
+SLOW_SAVE = 600.0  # seconds of a save above which the disk is too slow
+SAME_FILES = "give all machines the same files"
+WRITE_TEST_BYTES = 16 << 20  # bytes, for the speed of the --save folder
+OPTIMIZER_BYTES = 12  # bytes of a parameter: master and two moments in fp32
+PRODUCT_COUNT = 4
+INNER_SIZE = 256  # of the product: sums of 256 products of -1, 0 and 1 are exact in every precision
 COLLECTIVES = ("all_reduce_sum", "all_gather", "reduce_scatter", "broadcast")
-COLLECTIVE_BYTES = 1 << 18  # of a message, or of all its blocks together
+COLLECTIVE_BYTES = 1 << 18  # of a message, all blocks together
 COLLECTIVE_RUNS = 3
 
 
 class Finding(NamedTuple):
-    """What a rank finds out by a check. The ranks exchange it as JSON.
+    """The result of a check on one rank. The ranks exchange it as JSON.
 
-    text: is shown if all is well. problem: is shown with the ranks that have one. alike: has to be the same on all
-    ranks, by name. fix: how to fix a problem or a difference.
+    text: shown if the check passes. problem: shown with the ranks that have it. must_match: named values that must be
+    equal on all ranks. fix: how to fix a problem or a difference.
     """
 
     text: str = ""
     fix: str = ""
     problem: str = ""
-    alike: Mapping[str, str] = {}
+    must_match: Mapping[str, str] = {}
 
 
-class Row(NamedTuple):
-    """A line of the table: a check, what was found, and how to fix it; "" if it is well."""
+class CheckResult(NamedTuple):
+    """A row of the table: the name of a check, its result on all ranks, and how to fix it ("" if it passes)."""
 
     name: str
     text: str
@@ -84,137 +83,140 @@ class Row(NamedTuple):
 Findings = dict[str, Finding]  # by the name of the check
 
 
-def judge(name: str, found: Mapping[int, Finding], hosts: Mapping[int, str]) -> Row:
-    """Return the row of a check. found: by rank, of those that could make it."""
+def combine_findings(name: str, found: Mapping[int, Finding], hosts: Mapping[int, str]) -> CheckResult:
+    """Combine the findings of a check into its row. found: by rank; ranks that could not run the check are missing."""
     problems = {rank: finding for rank, finding in found.items() if finding.problem}
     for finding in problems.values():
         is_common = all(other.problem == finding.problem for other in found.values())
-        return Row(name, finding.problem if is_common else f"{named(problems, hosts)}: {finding.problem}", finding.fix)
+        return CheckResult(
+            name, finding.problem if is_common else f"{format_ranks(problems, hosts)}: {finding.problem}", finding.fix
+        )
     first = found[min(found)]
-    for key in first.alike:
-        values = {rank: finding.alike.get(key, "none") for rank, finding in found.items()}
-        # What most ranks have, or rank 0 if nothing has most.
-        common = max(values.values(), key=lambda value: (list(values.values()).count(value), value == first.alike[key]))
+    for key in first.must_match:
+        values = {rank: finding.must_match.get(key, "none") for rank, finding in found.items()}
+        # The most common value. Rank 0's wins a tie.
+        common = max(
+            values.values(), key=lambda value: (list(values.values()).count(value), value == first.must_match[key])
+        )
         if odd := [rank for rank, value in values.items() if value != common]:
-            return Row(name, f"{key} {values[odd[0]]} on {named(odd, hosts)}, unlike the others", first.fix)
-    return Row(name, first.text)
+            return CheckResult(
+                name, f"{key} {values[odd[0]]} on {format_ranks(odd, hosts)}, different from the others", first.fix
+            )
+    return CheckResult(name, first.text)
 
 
-def look(arguments: Arguments, ranks: Ranks) -> list[Row]:
-    """Make all checks; returns the same rows on every rank. Every rank calls it. ValueError if flags ask for a device
-    or a backend that is not there."""
+def run_checks(arguments: Arguments, rank_info: RankInfo) -> list[CheckResult]:
+    """Run all checks, on every rank. Returns the same rows on every rank. Raises ValueError if the flags name a device
+    or a backend that is not available."""
     config = arguments.config
-    device, _ = devices.choose_device(config.train.device, ranks)
+    device, _ = devices.choose_device(config.train.device, rank_info)
     backend, _ = devices.choose_backend(config.parallel.distributed_backend, device)
-    # Before the process group: ranks of other versions may not be able to make one.
-    rows = exchange(ranks, "process", check_process(ranks, device))
+    # Before the process group exists: different versions of torch may be unable to create it.
+    rows = exchange_findings(rank_info, "process", check_process(rank_info, device))
     if any(row.fix for row in rows):
         return rows
-    prepared, flags = check_flags(arguments, ranks)
+    context, flags = check_flags(arguments, rank_info)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        initialize_distributed(ranks, backend, device, TIMEOUT_MINUTES)
-    problem = product_problem(device, prepared.dtype if prepared else torch.float32)
+        initialize_distributed(rank_info, backend, device, TIMEOUT_MINUTES)
+    problem = product_problem(device, context.dtype if context else torch.float32)
     findings = {
         "flags": flags,
         "products": Finding("exact on every rank", "leave that device out: it computes wrong", problem),
     }
-    if ranks.world_size > 1:
-        findings |= {"clocks": check_clocks(ranks, device), **check_groups(config.parallel, ranks, device)}
-    findings["save folder"] = check_disk(arguments, ranks, prepared)
-    if prepared is not None:
-        findings |= check_run(prepared, ranks)
-    return [*rows, *exchange(ranks, "run", findings)]
+    if rank_info.world_size > 1:
+        findings |= {"clocks": check_clocks(rank_info, device), **check_groups(config.parallel, rank_info, device)}
+    findings["save folder"] = check_save_folder(arguments, rank_info, context)
+    if context is not None:
+        findings |= check_run(context, rank_info)
+    return [*rows, *exchange_findings(rank_info, "run", findings)]
 
 
-def exchange(ranks: Ranks, name: str, own: Findings) -> list[Row]:
-    """Tell each other what all ranks have found, through the store if they have met, else through their process group.
-    Returns the rows."""
-    text = json.dumps([platform.node(), own])
-    texts = ranks.meeting.gather(f"preflight {name}", ranks.rank, text) if ranks.meeting else gather_texts(text)
+def exchange_findings(rank_info: RankInfo, name: str, own: Findings) -> list[CheckResult]:
+    """Exchange the findings of all ranks through the rendezvous store, or the process group without one, and return the
+    rows."""
+    text, rendezvous = json.dumps([platform.node(), own]), rank_info.rendezvous
+    texts = rendezvous.gather(f"preflight {name}", rank_info.rank, text) if rendezvous else gather_strings(text)
     found = {rank: json.loads(text) for rank, text in enumerate(texts)}
     hosts = {rank: host for rank, (host, _) in found.items()}
     names = max((list(findings) for _, findings in found.values()), key=len, default=[])
     return [
-        judge(name, {rank: Finding(*all_[name]) for rank, (_, all_) in found.items() if name in all_}, hosts)
+        combine_findings(
+            name, {rank: Finding(*findings[name]) for rank, (_, findings) in found.items() if name in findings}, hosts
+        )
         for name in names
     ]
 
 
-def check_process(ranks: Ranks, device: torch.device) -> Findings:
-    """Versions, code and device."""
-    versions, code = devices.versions(device), code_hash()[:12]
+def check_process(rank_info: RankInfo, device: torch.device) -> Findings:
+    """Compare library versions, source code and devices."""
+    versions, code = devices.library_versions(device), code_hash()[:12]
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    commit = f", {devices.source_commit()}" if ranks.rank == 0 else ""
+    commit = f", {devices.source_commit()}" if rank_info.rank == 0 else ""
     text = ", ".join(f"{name} {version}" for name, version in versions.items())
-    pace = "take machines of one kind: the slowest device sets the pace of all"
+    pace = "use machines of one kind: the slowest device sets the pace of all"
     return {
-        "versions": Finding(text, "install the same version on every machine", alike=versions),
-        "code": Finding(code + commit, "let all machines run the same files", alike={"source files": code}),
-        "devices": Finding(f"{ranks.world_size} × {kind}", pace, alike={"a device": kind}),
+        "versions": Finding(text, "install the same version on every machine", must_match=versions),
+        "code": Finding(code + commit, "run the same source files on all machines", must_match={"source files": code}),
+        "devices": Finding(f"{rank_info.world_size} × {kind}", pace, must_match={"a device": kind}),
     }
 
 
-def code_hash() -> str:
-    """Hash all source files of the program."""
-    digest = hashlib.sha256()
-    for path in (path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))):
-        digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
-    return digest.hexdigest()
-
-
-def check_flags(arguments: Arguments, ranks: Ranks) -> tuple[PreparedRun | None, Finding]:
-    """Prepare the run as the training does. Returns None for a run that cannot be."""
+def check_flags(arguments: Arguments, rank_info: RankInfo) -> tuple[RunContext | None, Finding]:
+    """Prepare the run like the training does. Returns None with a problem if that fails."""
     try:
-        prepared = prepare_run(arguments, ranks, lambda line: None)
+        context = build_context(arguments, rank_info, lambda line: None)
     except (ValueError, OSError) as error:
-        return None, Finding(problem=" ".join(str(error).split()), fix="fix what it names")
-    iteration = prepared.start.get("iteration", 0)
+        return None, Finding(problem=" ".join(str(error).split()), fix="correct the flag or file that the error names")
+    iteration = context.resume_metadata.get("iteration", 0)
     start = f"continues iteration {iteration:,}" if iteration else "from random weights"
-    finished = ", which is finished: give a greater --train-iters" if prepared.is_finished else ""
-    text = f"{prepared.train_iters:,} iterations in {devices.PRECISIONS[prepared.dtype]}, {start}{finished}"
+    finished = ", which is finished: give a larger --train-iters" if context.is_finished else ""
+    text = f"{context.train_iters:,} iterations in {devices.PRECISIONS[context.dtype]}, {start}{finished}"
     fix = f"start every rank with the same command line, and {SAME_FILES}"
-    return prepared, Finding(text, fix, alike=decisions(prepared))
+    return context, Finding(text, fix, must_match=must_match(context))
 
 
 def product_problem(device: torch.device, dtype: torch.dtype, multiply: Callable[..., Tensor] = torch.matmul) -> str:
-    """Say what is wrong with products of this device; "" if each one has the row and column sums that whole numbers
-    give.
+    """Describe wrong matrix products of this device, or return "" if all are correct.
 
-    A [512, 256] and B [256, 512] hold -1, 0 and 1, so that every entry of A B is exact in every precision. The sums of
-    A B over a row and over a column follow from A and B by vectors only, computed on the CPU in int64.
+    A [512, 256] and B [256, 512] have entries -1, 0 and 1, so every entry of A B is exact in every precision. The row
+    sums and column sums of A B are compared with sums that the CPU computes from A and B in int64.
     """
     generator = torch.Generator().manual_seed(1)
-    for number in range(PRODUCTS):
-        a, b = (torch.randint(-1, 2, shape, generator=generator) for shape in ((512, INNER), (INNER, 512)))
+    for number in range(PRODUCT_COUNT):
+        a, b = (torch.randint(-1, 2, shape, generator=generator) for shape in ((512, INNER_SIZE), (INNER_SIZE, 512)))
         rows = (a * b.sum(1)).sum(1)  # [512]
         columns = (a.sum(0)[:, None] * b).sum(0)  # [512]
         product = multiply(a.to(device, dtype), b.to(device, dtype)).cpu().double()
         wrong = int((product.sum(1) != rows).sum()) + int((product.sum(0) != columns).sum())
         if wrong:
-            return f"product {number + 1} of {PRODUCTS} has {wrong} of 1,024 row and column sums wrong"
+            return f"product {number + 1} of {PRODUCT_COUNT} has {wrong} of 1,024 row and column sums wrong"
     return ""
 
 
-def check_clocks(ranks: Ranks, device: torch.device) -> Finding:
-    """Compare the clocks of all ranks behind some barriers."""
+def check_clocks(rank_info: RankInfo, device: torch.device) -> Finding:
+    """Compare the clocks of all ranks right after a barrier, several times."""
     rounds = []
     for _ in range(CLOCK_ROUNDS):
         dist.barrier()
         rounds.append(gather_rows(torch.tensor([time.time()], dtype=torch.float64, device=device))[:, 0])
     times = torch.stack(rounds)  # [rounds, ranks]
-    offsets = (times - times[:, :1]).median(0).values  # seconds by which each is before rank 0
-    own = float(offsets[ranks.rank] - offsets.median())
-    problem = f"that clock is {abs(own):.1f} s {'before' if own > 0 else 'behind'} most" if abs(own) > CLOCKS else ""
+    offsets = (times - times[:, :1]).median(0).values  # seconds ahead of rank 0
+    own = float(offsets[rank_info.rank] - offsets.median())
+    problem = (
+        f"that clock is {abs(own):.1f} s {'ahead of' if own > 0 else 'behind'} most others"
+        if abs(own) > MAX_CLOCK_SKEW
+        else ""
+    )
     apart = max(float(offsets.max() - offsets.min()), 0.001)
     return Finding(f"within {apart:.3f} s", "set its clock (chrony, ntpd)", problem)
 
 
-def check_groups(config: ParallelConfig, ranks: Ranks, device: torch.device) -> Findings:
-    """Try the collectives of each group that has more than one member. The times are those of the slowest rank."""
+def check_groups(config: ParallelConfig, rank_info: RankInfo, device: torch.device) -> Findings:
+    """Test the collectives of each group with more than one member. The printed times are those of the slowest rank."""
     sizes = config.model_parallel_size, config.pipeline_model_parallel_size
-    state = mpu.initialize_model_parallel(*(sizes if ranks.world_size % math.prod(sizes) == 0 else (1, 1)))
+    state = mpu.initialize_model_parallel(*(sizes if rank_info.world_size % math.prod(sizes) == 0 else (1, 1)))
     groups = {
         "world": dist.group.WORLD,
         "tensor": state.tensor_model_parallel_group,
@@ -225,92 +227,94 @@ def check_groups(config: ParallelConfig, ranks: Ranks, device: torch.device) -> 
     for name, group in groups.items():
         if group is None or group.size() == 1:
             continue
-        members, medians, wrong = Members(group, device, torch.float32), list[float](), list[str]()
+        members, medians, wrong = BenchGroup(group, device, torch.float32), list[float](), list[str]()
         for collective in COLLECTIVES:
             operation, seconds, right = OPERATIONS[collective], list[float](), True
             for _ in range(COLLECTIVE_RUNS):
-                x, y = prepare(operation, members, COLLECTIVE_BYTES)
+                x, y = make_buffers(operation, members, COLLECTIVE_BYTES)
                 seconds.append(time_run(functools.partial(operation.run, members, x, y), device, group))
-                right &= correct(operation, members, y)
+                right &= is_correct(operation, members, y)
             medians.append(statistics.median(seconds))
             wrong += [] if right else [collective.removesuffix("_sum")]
         slowest = gather_rows(torch.tensor(medians, device=device)).amax(0).tolist()
         times = [f"{c.removesuffix('_sum')} {1000 * s:.2f} ms" for c, s in zip(COLLECTIVES, slowest, strict=True)]
         problem = f"{', '.join(wrong)} gave wrong values" if wrong else ""
-        fix = "tools/bench_collectives.py says more: a link or a device is faulty"
+        fix = "a link or a device is faulty: tools/bench_collectives.py shows details"
         findings[f"{name} group"] = Finding(", ".join(times), fix, problem)
     return findings
 
 
-def check_disk(arguments: Arguments, ranks: Ranks, prepared: PreparedRun | None) -> Finding:
-    """Check that the --save folder can be written, that rank 0 could take it, and that it has room for what is to come;
-    on the first rank of each machine, how fast it takes WRITTEN bytes. Nothing stays on the disk."""
+def check_save_folder(arguments: Arguments, rank_info: RankInfo, context: RunContext | None) -> Finding:
+    """Check that the --save folder is writable, not in use by another run, and has space for all checkpoints.
+
+    The first rank of each machine also measures the write speed, with a temporary file of WRITE_TEST_BYTES."""
     folder = Path(str(arguments.checkpoint.save))
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    one, count = checkpoint_bytes(prepared) if prepared is not None else (0, 0)
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    size, count = checkpoint_bytes(context) if context is not None else (0, 0)
     try:
-        if ranks.rank == 0 and (folder / "lock").exists():
+        if rank_info.rank == 0 and (folder / "lock").exists():
             lock_folder(folder, lambda line: None).close()
-        if not there.is_dir() or not os.access(there, os.W_OK):
-            raise ValueError(f"--save {folder}: {there} cannot be written")
-        free = shutil.disk_usage(there).free
-        text = f"{_size(count * one)} to come, {_size(free)} free"
-        if count * one > free:
-            fix = f"make room, or keep fewer: --keep-last (a checkpoint has {_size(one)})"
+        if not existing.is_dir() or not os.access(existing, os.W_OK):
+            raise ValueError(f"--save {folder}: {existing} cannot be written")
+        free = shutil.disk_usage(existing).free
+        text = f"{_format_size(count * size)} needed, {_format_size(free)} free"
+        if count * size > free:
+            fix = f"free space, or keep fewer checkpoints of {_format_size(size)}: --keep-last"
             return Finding(problem=text, fix=fix)
-        if ranks.local_rank == 0:
+        if rank_info.local_rank == 0:
             data, start = os.urandom(1 << 20), time.perf_counter()
-            with tempfile.TemporaryFile(dir=there) as file:
-                for _ in range(WRITTEN >> 20):
+            with tempfile.TemporaryFile(dir=existing) as file:
+                for _ in range(WRITE_TEST_BYTES >> 20):
                     file.write(data)
                 flush_to_disk(file)
-            speed = WRITTEN / max(time.perf_counter() - start, 1e-9)
+            speed = WRITE_TEST_BYTES / max(time.perf_counter() - start, 1e-9)
             text += f", {speed / 1e6:.0f} MB/s"
-            seconds = one / speed * ranks.local_world_size / ranks.world_size  # each machine writes its part
+            seconds = size / speed * rank_info.local_world_size / rank_info.world_size  # each machine writes its part
             if seconds > SLOW_SAVE:
-                fix = "take a faster disk, or --async-save and a greater --save-interval"
+                fix = "use a faster disk, or --async-save and a larger --save-interval"
                 return Finding(problem=f"{text}: a save takes {seconds:,.0f} s", fix=fix)
         return Finding(text)
     except (ValueError, OSError) as error:
-        return Finding(problem=" ".join(str(error).split()), fix="make it writable, or give another --save")
+        return Finding(problem=" ".join(str(error).split()), fix="make it writable, or give a different --save")
 
 
-def _size(count: float) -> str:
+def _format_size(count: float) -> str:
     return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"
 
 
-def checkpoint_bytes(prepared: PreparedRun) -> tuple[int, int]:
-    """Bytes of a checkpoint, all ranks' files without the JSON, and the most checkpoints that the run keeps at once."""
-    config = prepared.config.checkpoint
-    bytes_each = prepared.dtype.itemsize + (0 if config.no_save_optim else MOMENTS)
-    steps = max(0, prepared.train_iters - prepared.start.get("iteration", 0))
+def checkpoint_bytes(context: RunContext) -> tuple[int, int]:
+    """Return the bytes of a checkpoint (of all ranks, without the JSON files), and the maximum number that the run
+    keeps."""
+    config = context.config.checkpoint
+    bytes_each = context.dtype.itemsize + (0 if config.no_save_optim else OPTIMIZER_BYTES)
+    steps = max(0, context.train_iters - context.resume_metadata.get("iteration", 0))
     saves = math.ceil(steps / config.save_interval) if config.save_interval else 1
     if config.keep_last is not None:
-        saves = min(saves, config.keep_last + 1)  # one is written before an old one goes
-    return count_parameters(prepared.config.model)[0] * bytes_each, saves + 2 * config.keep_best
+        saves = min(saves, config.keep_last + 1)  # a new one is written before the oldest is deleted
+    return count_parameters(context.config.model)[0] * bytes_each, saves + 2 * config.keep_best
 
 
-def check_run(prepared: PreparedRun, ranks: Ranks) -> Findings:
-    """Whether all ranks read the same text, how often the run takes each sample, and whether it fits into the memory."""
-    start, samples, batch = prepared.start, len(prepared.splits.train), prepared.batch_schedule.final
-    steps = prepared.train_iters - start.get("iteration", 0)
-    used = prepared.batch_schedule.after_steps(steps, start.get("consumed_samples", 0))
-    text = f"{samples:,} samples, of which the run takes {used:,}: each {used / max(samples, 1):.2f} times"
+def check_run(context: RunContext, rank_info: RankInfo) -> Findings:
+    """Check that all ranks read the same data, how often each sample is used, and that the run fits into memory."""
+    start, samples, batch = context.resume_metadata, len(context.splits.train), context.batch_schedule.final
+    steps = context.train_iters - start.get("iteration", 0)
+    used = context.batch_schedule.samples_after_steps(steps, start.get("consumed_samples", 0))
+    text = f"{samples:,} samples, the run uses {used:,}: each {used / max(samples, 1):.2f} times"
     problem, fix = "", SAME_FILES
     if samples < batch:
         problem = f"{samples:,} samples, fewer than a batch of {batch:,}"
-        fix = "take more text, a smaller --global-batch-size or a shorter --seq-length"
-    there, where = available(prepared.device, ranks.local_world_size)
-    memory = f"{in_mb(expected(setting_of(prepared)).total)} MB of {in_mb(there)} MB ({where})"
-    short, _, ways = shortage(prepared, ranks.local_world_size).partition(": ")
+        fix = "use more text, a smaller --global-batch-size or a shorter --seq-length"
+    available, limit = available_memory(context.device, rank_info.local_world_size)
+    memory = f"{in_mb(estimate_memory(memory_inputs(context)).total)} MB of {in_mb(available)} MB ({limit})"
+    short, _, ways = memory_shortage(context, rank_info.local_world_size).partition(": ")
     return {
-        "data": Finding(text, fix, problem, {"training data": prepared.splits.fingerprint[:12]}),
+        "data": Finding(text, fix, problem, {"training data": context.splits.fingerprint[:12]}),
         "memory": Finding(memory, ways, short),
     }
 
 
-def table(rows: Sequence[Row]) -> Iterator[str]:
-    """One line for each check, which line up, and below each that is not well how to fix it."""
+def result_table(rows: Sequence[CheckResult]) -> Iterator[str]:
+    """Yield an aligned line for each check and, below a check that fails, how to fix it."""
     width = max(len(row.name) for row in rows)
     for row in rows:
         yield f"  {row.name:<{width}}  {'FIX' if row.fix else 'ok':<3}  {row.text}"
@@ -318,14 +322,15 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
             yield f"  {'':<{width}}       {row.fix}"
 
 
-def preflight(words: Sequence[str], ranks: Ranks, log: Log) -> int:
-    """Check everything on all ranks and print the table. Returns the exit code."""
+def preflight(words: Sequence[str], rank_info: RankInfo, log: Log) -> int:
+    """Run all checks on all ranks, and print the table on rank 0. Returns the exit code."""
     arguments = parse(words)
-    devices.set_threads(ranks)
-    rows = look(arguments, ranks)
-    if ranks.rank == 0:
-        print("\n".join(table(rows)), flush=True)
-    exchange(ranks, "end", {})  # nobody leaves before the table is printed: a launcher would end the others
+    devices.set_threads(rank_info)
+    rows = run_checks(arguments, rank_info)
+    if rank_info.rank == 0:
+        print("\n".join(result_table(rows)), flush=True)
+    # Wait until the table is printed: a launcher ends the other ranks when one exits.
+    exchange_findings(rank_info, "end", {})
     return 1 if any(row.fix for row in rows) else 0
 
 

@@ -1,1 +1,1 @@
-"""Parts of `run_text_generation_server.py`: nothing else imports them, but tests."""
+"""The text generation server, `tools/run_text_generation_server.py`."""

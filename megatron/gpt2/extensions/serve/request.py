@@ -1,8 +1,7 @@
-"""The request of a client, in OpenAI's form or Megatron-LM's: pydantic checks the fields one by one. And its answer,
-made of the tokens of each text as they are generated.
+"""Requests of clients, in the form of OpenAI or Megatron-LM, and their answers. pydantic checks the fields.
 
 Megatron's form is that of its class `MegatronGenerate` (`PUT /api`). Its newest version (core 0.19) checks many fields
-and uses few; here each is used as core 0.8 used it, or refused.
+but uses few. Here, each field has the effect that it had in core 0.8, or it is refused.
 """
 
 import codecs
@@ -22,21 +21,21 @@ from data_utils import Tokenizer
 from megatron.gpt2.generate.generation import Continuation, Event, GeneratedToken
 from megatron.gpt2.generate.sampling import Sampling
 
-REASONS = {"end": "stop", "stop": "stop", "length": "length"}
-LEAST = -9999.0  # for the logarithm of 0, as OpenAI has it
+FINISH_REASONS = {"end": "stop", "stop": "stop", "length": "length"}
+MIN_LOGPROB = -9999.0  # the logarithm of 0, as in OpenAI's answers
 END_NAME = "<|endoftext|>"
-MOST_STOPS = 16  # OpenAI has 4, and some tasks of lm-eval have more
+MAX_STOPS = 16  # OpenAI allows 4, but some tasks of lm-eval need more
 
 
 class ApiError(Exception):
-    """A request that is answered with an error. param: the field that is wrong. status: the code of HTTP."""
+    """The error with which a request is answered. param: the invalid field. status: the HTTP status."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
         super().__init__(message)
         self.param, self.code, self.status = param, code, status
 
     def json(self) -> dict[str, Any]:
-        """The body of the answer, in OpenAI's form; `message` is for Megatron's client."""
+        """Return the body of the answer, in OpenAI's form. `message` is for Megatron's client."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {
             "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code},
@@ -44,24 +43,24 @@ class ApiError(Exception):
         }
 
 
-class Body(BaseModel):
+class RequestBody(BaseModel):
     """The JSON object of a request."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-Text1 = Annotated[str, Field(min_length=1)]
+NonEmptyStr = Annotated[str, Field(min_length=1)]
 
 
-class StreamOptions(Body):
+class StreamOptions(RequestBody):
     """OpenAI's stream_options."""
 
     include_usage: bool = False
 
 
-class CompletionBody(Body):
-    """The fields of `POST /v1/completions`. Some clients always send fields that are not supported, with a value that
-    asks for nothing."""
+class CompletionRequestBody(RequestBody):
+    """The fields of `POST /v1/completions`. Some clients always send unsupported fields, so these are accepted with a
+    value that has no effect."""
 
     model: str | None = None
     prompt: str | list[Any] = ""
@@ -71,7 +70,7 @@ class CompletionBody(Body):
     echo: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
-    stop: Text1 | Annotated[list[Text1], Field(max_length=MOST_STOPS)] = []
+    stop: NonEmptyStr | Annotated[list[NonEmptyStr], Field(max_length=MAX_STOPS)] = []
     max_tokens: int | None = Field(None, ge=0)
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, ge=0, le=1)
@@ -85,9 +84,9 @@ class CompletionBody(Body):
     suffix: Literal[""] = ""
 
 
-class MegatronBody(Body):
-    """The fields of `PUT /api`. The unsupported ones have the values with which Megatron does nothing either: without a
-    decay the bound of the decay is never reached; only beam search has a length penalty."""
+class MegatronRequestBody(RequestBody):
+    """The fields of `PUT /api`. Unsupported fields are accepted with values that have no effect in Megatron either:
+    without a decay, its bound is never reached; only beam search has a length penalty."""
 
     prompts: list[str]
     tokens_to_generate: int | None = Field(None, ge=0)
@@ -101,18 +100,18 @@ class MegatronBody(Body):
     temperature: float = Field(1.0, ge=1e-5, le=100)
     add_BOS: bool = False
     stop_token: int | None = None
-    no_log: bool = False  # no text is ever logged
+    no_log: bool = False  # texts are never logged
     beam_width: Literal[None] = None
     top_p_decay: Literal[0, 1] = 0
     prevent_newline_after_colon: Literal[False] = False
     length_penalty: Literal[1] = 1
 
 
-B = TypeVar("B", bound=Body)
+B = TypeVar("B", bound=RequestBody)
 
 
-def parse(kind: type[B], body: bytes) -> B:
-    """The fields of a body. ApiError, which names the field that is wrong, if it cannot be so."""
+def parse_body(kind: type[B], body: bytes) -> B:
+    """Parse a body. Raises ApiError, which names the invalid field."""
     try:
         given = json.loads(body.decode("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -122,7 +121,7 @@ def parse(kind: type[B], body: bytes) -> B:
     given = {name: value for name, value in given.items() if value is not None}
     if unknown := given.keys() - kind.model_fields:
         name = min(unknown)
-        renamed = {"max_len": ": it is tokens_to_generate now", "sentences": ": it is prompts now"}.get(name, "")
+        renamed = {"max_len": ": use tokens_to_generate", "sentences": ": use prompts"}.get(name, "")
         raise ApiError(f"unrecognized request argument: {reprlib.repr(name)}{renamed}", param=name)
     try:
         return kind.model_validate(given)
@@ -135,38 +134,38 @@ def parse(kind: type[B], body: bytes) -> B:
 
 @dataclass(frozen=True)
 class Prompt:
-    """The ids of a prompt, and the text that they stand for."""
+    """The ids of a prompt, and their text."""
 
     ids: list[int]
     text: str
 
 
 @dataclass(frozen=True)
-class Offer:
-    """The served model by its name, and the most that one request may ask for.
+class ServedModel:
+    """The name and the tokenizer of the served model, and the limits of a request.
 
-    context: tokens that the model reads. max_tokens: new tokens of a text. texts: of a request. body_bytes: of its
-    body.
+    context: tokens that the model can read. max_tokens: new tokens of a text. max_texts: texts of a request.
     """
 
     model: str
     tokenizer: Tokenizer
     context: int
     max_tokens: int
-    texts: int
-    body_bytes: int
+    max_texts: int
+    max_body_bytes: int
 
     def check_model(self, name: str) -> None:
-        """ApiError if a client asks for a different model than the one that is served."""
+        """Raise ApiError if a client asks for a different model."""
         if name != self.model:
-            message = f"the model {reprlib.repr(name)} does not exist: the one here is {self.model!r}"
+            message = f"the model {reprlib.repr(name)} does not exist: this server has {self.model!r}"
             raise ApiError(message, param="model", code="model_not_found", status=404)
 
     def prompts(self, name: str, given: Sequence[Any], *, n: int = 1, start: Sequence[int] = ()) -> list[Prompt]:
-        """Texts, empty for a new document, or lists of token ids. ApiError, of the field `name`, if the model cannot
-        read one, or if `n` texts of each are more than a request may ask for. start: ids before each."""
-        if not 1 <= len(given) <= self.texts // n:
-            most = self.texts // n
+        """Convert texts, or lists of token ids, to prompts. An empty text begins a new document. Raises ApiError for
+        the field `name` if the model cannot read a prompt, or if `n` texts of each exceed the limit. start: ids to
+        prepend."""
+        if not 1 <= len(given) <= self.max_texts // n:
+            most = self.max_texts // n
             raise ApiError(f"{name}: a request may ask for 1 to {most} prompts, not {len(given)}", param=name)
         too_long = ApiError(
             f"the prompt is longer than the {self.context} tokens that the model reads",
@@ -176,13 +175,13 @@ class Offer:
         tokenizer, found = self.tokenizer, []
         for one in given:
             if isinstance(one, str):
-                # No token stands for more characters than it has bytes: a text that cannot fit is not worth encoding.
+                # A token has at most as many characters as bytes, so a text that is too long need not be encoded.
                 if len(one) > self.context * int(tokenizer.byte_lengths.max()):
                     raise too_long
                 try:
                     prompt = Prompt([*start, *map(int, tokenizer.encode(one))], one)
                 except ValueError as error:
-                    raise ApiError(f"the prompt is not a text: {error}", param=name) from None
+                    raise ApiError(f"the prompt is not valid text: {error}", param=name) from None
             elif isinstance(one, list) and all(type(i) is int and 0 <= i < tokenizer.vocab_size for i in one):
                 prompt = Prompt([*start, *one], tokenizer.decode(one))
             else:
@@ -198,35 +197,35 @@ class Offer:
 
 
 @dataclass(frozen=True)
-class Text:
-    """A continuation, and what came of it: its tokens, with the one that ended its document, or that it asked for none."""
+class GeneratedText:
+    """A continuation and its events: its tokens, including an end-of-document token, or Finished."""
 
     c: Continuation
     events: list[Event] = field(default_factory=list)
 
 
-class Choice:
+class CompletionChoice:
     """One text of an answer, built token by token.
 
-    index: its number within the answer. logprobs: whether the client wants the logarithms of the probabilities.
+    index: its number within the answer. logprobs: add the log-probabilities.
     """
 
     def __init__(self, index: int, tokenizer: Tokenizer, *, logprobs: bool) -> None:
         self.index, self.logprobs = index, logprobs
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._decoded = self._certain = 0  # characters: of all tokens, and of the text that was given
-        self._held: deque[tuple[int, GeneratedToken]] = deque()  # with the character at which each begins
+        self._decoded = self._certain = 0  # characters of all tokens, and of the text that was returned
+        self._held: deque[tuple[int, GeneratedToken]] = deque()  # (index of its first character, token)
 
     def echo(self, prompt: str, c: Continuation) -> dict[str, Any]:
-        """The part of an answer that repeats the prompt, which a client asks for with `echo`. It comes first.
+        """Return the first part of an answer with `echo`, which repeats the prompt.
 
-        The log-probabilities are those of the continuation's `prompt_tokens`, with null for the first token.
+        Its log-probabilities are those of the continuation's `prompt_tokens`, with null for the first token.
         """
         logprobs = None
         if self.logprobs:
             first = [GeneratedToken(0, token, 0.0, "") for token in c.prompt[:1]]
-            logprobs = self._logprobs([self._placed(token) for token in first + c.prompt_tokens])
+            logprobs = self._logprobs([self._with_offset(token) for token in first + c.prompt_tokens])
             for name in ("token_logprobs", "top_logprobs"):
                 logprobs[name][:1] = [None] * len(first)
         self._decoder.reset()
@@ -234,25 +233,25 @@ class Choice:
         return {"text": prompt, "index": self.index, "logprobs": logprobs, "finish_reason": None}
 
     def add(self, event: Event) -> dict[str, Any]:
-        """What the next token adds to the text, as a choice of one chunk of a streamed answer.
+        """Return what the next token adds to the text, in the form of a streamed chunk.
 
-        A token is listed in the chunk that holds its first character, and the token that ends a document in the last;
-        the tokens of a stop string are never listed.
+        A token is listed in the chunk with its first character, and an end-of-document token in the last chunk. The
+        tokens of a stop string are never listed.
         """
         self._certain += len(event.text)
         if isinstance(event, GeneratedToken):
-            self._held.append(self._placed(event))
+            self._held.append(self._with_offset(event))
         ready = []
         while self._held and (self._held[0][0] < self._certain or event.finish in ("end", "length")):
             ready.append(self._held.popleft())
         return {
             "text": event.text,
             "index": self.index,
-            "finish_reason": REASONS.get(event.finish),
+            "finish_reason": FINISH_REASONS.get(event.finish),
             "logprobs": self._logprobs(ready) if self.logprobs else None,
         }
 
-    def _placed(self, token: GeneratedToken) -> tuple[int, GeneratedToken]:
+    def _with_offset(self, token: GeneratedToken) -> tuple[int, GeneratedToken]:
         start = self._decoded
         self._decoded += len(self._decoder.decode(self._tokenizer.token_bytes[token.id]))
         return start, token
@@ -260,8 +259,10 @@ class Choice:
     def _logprobs(self, tokens: list[tuple[int, GeneratedToken]]) -> dict[str, list[Any]]:
         found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for start, token in tokens:
-            name, own = token_name(self._tokenizer, token.id), log(token.probability)
-            likeliest = {token_name(self._tokenizer, i): log(probability) for i, probability in token.likeliest}
+            name, own = token_name(self._tokenizer, token.id), log_probability(token.probability)
+            likeliest = {
+                token_name(self._tokenizer, i): log_probability(probability) for i, probability in token.likeliest
+            }
             found["tokens"].append(name)
             found["token_logprobs"].append(own)
             found["top_logprobs"].append({**likeliest, name: own} if likeliest else {})
@@ -270,7 +271,7 @@ class Choice:
 
 
 def token_name(tokenizer: Tokenizer, token: int) -> str:
-    """The text of a token; OpenAI's form "bytes:\\xe2\\x80" where it is a part of a character."""
+    """Return the text of a token, or OpenAI's form "bytes:\\xe2\\x80" if it is a part of a character."""
     if token == tokenizer.eod:
         return END_NAME
     data = tokenizer.token_bytes[token]
@@ -280,13 +281,13 @@ def token_name(tokenizer: Tokenizer, token: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def log(probability: float) -> float:
-    """The natural logarithm."""
-    return math.log(probability) if probability > 0 else LEAST
+def log_probability(probability: float) -> float:
+    """Return ln p, or MIN_LOGPROB for p = 0."""
+    return math.log(probability) if probability > 0 else MIN_LOGPROB
 
 
-def joined(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The chunks of one text joined into one choice."""
+def merge_chunks(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Merge the chunks of one text into one choice."""
     parts = [chunk["logprobs"] for chunk in chunks]
     logprobs = None if parts[0] is None else {name: [x for part in parts for x in part[name]] for name in parts[0]}
     return {**chunks[-1], "text": "".join(chunk["text"] for chunk in chunks), "logprobs": logprobs}
@@ -294,9 +295,10 @@ def joined(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """A request that can be served: `n` continuations of each prompt, in this order.
+    """A valid request for `n` continuations of each prompt, in this order.
 
-    echo: the answer repeats the prompts. logprobs: the log-probability of each token, of an echo's tokens too.
+    echo: the answer repeats the prompts. logprobs: the answer has the log-probability of each token, including the
+    repeated prompts.
     """
 
     prompts: list[Prompt]
@@ -309,10 +311,8 @@ class CompletionRequest:
     include_usage: bool = False
 
     def continuations(self) -> list[Continuation]:
-        """The texts to generate. Continuation j of a prompt has the seed `seed` + j, whatever else the server writes.
-
-        Without a seed in the request each continuation has a random one.
-        """
+        """Return the texts to generate. Continuation j of a prompt has the seed `seed` + j, or without a seed a random
+        one. So a text does not depend on other requests."""
         return [
             Continuation(
                 prompt.ids,
@@ -326,35 +326,36 @@ class CompletionRequest:
             for j in range(self.n)
         ]
 
-    def answer(self, texts: Sequence[Text], tokenizer: Tokenizer, head: dict[str, Any]) -> dict[str, Any]:
-        """The whole answer, in the form in which the request came. head: identifies it."""
+    def answer(self, texts: Sequence[GeneratedText], tokenizer: Tokenizer, head: dict[str, Any]) -> dict[str, Any]:
+        """Return the whole answer, in the form of the request. head: its id, model and time."""
         choices = []
         for number, text in enumerate(texts):
-            choice = Choice(number, tokenizer, logprobs=self.logprobs)
+            choice = CompletionChoice(number, tokenizer, logprobs=self.logprobs)
             echoed = [choice.echo(self.prompts[number // self.n].text, text.c)] if self.echo else []
-            choices.append(joined([*echoed, *map(choice.add, text.events)]))
+            choices.append(merge_chunks([*echoed, *map(choice.add, text.events)]))
         return {**head, "choices": choices, "usage": self.usage(texts)}
 
-    def usage(self, texts: Sequence[Text]) -> dict[str, int]:
-        """The numbers of tokens, as OpenAI counts them: each prompt once."""
+    def usage(self, texts: Sequence[GeneratedText]) -> dict[str, int]:
+        """Count the tokens as OpenAI does, each prompt once."""
         read, written = sum(len(prompt.ids) for prompt in self.prompts), sum(len(text.c.ids) for text in texts)
         return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
 
 @dataclass(frozen=True)
 class MegatronRequest(CompletionRequest):
-    """A request in Megatron's form. Its answer has the prompts with their texts."""
+    """A request in Megatron's form. Its answer includes the prompts."""
 
-    def answer(self, texts: Sequence[Text], tokenizer: Tokenizer, head: dict[str, Any]) -> dict[str, Any]:
-        """For each prompt with its new text: `text`, the ids `tokens`, their texts `segments`, and `logprobs`, the
-        log-probabilities of all tokens but the first, if they were asked for. A newline that ended it belongs to it."""
+    def answer(self, texts: Sequence[GeneratedText], tokenizer: Tokenizer, head: dict[str, Any]) -> dict[str, Any]:
+        """Return, for each prompt with its new text: `text`, the ids `tokens`, their texts `segments`, and, if
+        requested, `logprobs`, the log-probabilities of all tokens but the first. A newline that ended a text is a part
+        of it."""
 
         def segment(token: int) -> str:
             return END_NAME if token == tokenizer.eod else tokenizer.decode([token])
 
-        def logprobs(text: Text) -> list[float]:
+        def logprobs(text: GeneratedText) -> list[float]:
             new = [event for event in text.events if isinstance(event, GeneratedToken)][: len(text.c.ids)]
-            return [log(token.probability) for token in (*text.c.prompt_tokens, *new)]
+            return [log_probability(token.probability) for token in (*text.c.prompt_tokens, *new)]
 
         tokens = [[*text.c.prompt, *text.c.ids] for text in texts]
         pairs = zip(self.prompts, texts, strict=True)
@@ -366,32 +367,36 @@ class MegatronRequest(CompletionRequest):
         }
 
 
-def refuse(*rules: tuple[str, object, str]) -> None:
-    """ApiError for the first rule that is broken: the name of a field, whether it is wrong, and why."""
+def check_rules(*rules: tuple[str, object, str]) -> None:
+    """Raise ApiError for the first broken rule. A rule is (name of a field, whether it is invalid, the reason)."""
     for name, is_wrong, message in rules:
         if is_wrong:
             raise ApiError(f"{name}: {message}", param=name)
 
 
-def read_request(body: bytes, offer: Offer) -> CompletionRequest:
-    """The request in OpenAI's form that `body` holds. ApiError, with the field that is wrong, if it cannot be served."""
-    asked = parse(CompletionBody, body)
-    offer.check_model(offer.model if asked.model is None else asked.model)
-    length = min(16, offer.max_tokens) if asked.max_tokens is None else asked.max_tokens
-    refuse(
-        ("n", asked.n > offer.texts, f"it must be at most {offer.texts}, not {reprlib.repr(asked.n)}"),
+def read_request(body: bytes, served: ServedModel) -> CompletionRequest:
+    """Parse a request in OpenAI's form. Raises ApiError, which names the invalid field."""
+    asked = parse_body(CompletionRequestBody, body)
+    served.check_model(served.model if asked.model is None else asked.model)
+    length = min(16, served.max_tokens) if asked.max_tokens is None else asked.max_tokens
+    check_rules(
+        ("n", asked.n > served.max_texts, f"it must be at most {served.max_texts}, not {reprlib.repr(asked.n)}"),
         ("temperature", 0 < asked.temperature < 1e-5, "it must be 0, or at least 0.00001"),
-        ("stream_options", asked.stream_options and not asked.stream, "it is for stream: true"),
-        ("max_tokens", length > offer.max_tokens, f"it must be at most {offer.max_tokens}, not {reprlib.repr(length)}"),
+        ("stream_options", asked.stream_options and not asked.stream, "it needs stream: true"),
+        (
+            "max_tokens",
+            length > served.max_tokens,
+            f"it must be at most {served.max_tokens}, not {reprlib.repr(length)}",
+        ),
     )
     prompt = asked.prompt
     is_ids = isinstance(prompt, list) and bool(prompt) and all(type(i) is int for i in prompt)
     return CompletionRequest(
-        offer.prompts("prompt", prompt if isinstance(prompt, list) and not is_ids else [prompt], n=asked.n),
+        served.prompts("prompt", prompt if isinstance(prompt, list) and not is_ids else [prompt], n=asked.n),
         Sampling(
             repetition_penalty=asked.repetition_penalty,
             temperature=asked.temperature,
-            # The fewest tokens that hold a probability of 0 are the likeliest one; Sampling has 0 for all of them.
+            # top_p 0 means the likeliest token to OpenAI, and all tokens to `Sampling`.
             top_k=asked.top_k if asked.top_p else 1,
             top_p=asked.top_p,
             max_new_tokens=length,
@@ -408,21 +413,25 @@ def read_request(body: bytes, offer: Offer) -> CompletionRequest:
     )
 
 
-def read_megatron_request(body: bytes, offer: Offer) -> MegatronRequest:
-    """The request in Megatron's form that `body` holds, as `read_request` reads OpenAI's; this one names no model."""
-    asked, end = parse(MegatronBody, body), offer.tokenizer.eod
-    most = offer.max_tokens
+def read_megatron_request(body: bytes, served: ServedModel) -> MegatronRequest:
+    """Parse a request in Megatron's form, like `read_request`. It does not name a model."""
+    asked, end = parse_body(MegatronRequestBody, body), served.tokenizer.eod
+    most = served.max_tokens
     length = min(64, most) if asked.tokens_to_generate is None else asked.tokens_to_generate
-    refuse(
+    check_rules(
         ("tokens_to_generate", length > most, f"it must be at most {most}, not {reprlib.repr(length)}"),
-        ("tokens_to_generate", not length and not asked.logprobs, "0 asks for nothing without logprobs: true"),
+        (
+            "tokens_to_generate",
+            not length and not asked.logprobs,
+            "0 needs logprobs: true, otherwise there is nothing to answer",
+        ),
         ("top_p", asked.top_k and asked.top_p, "it cannot be used with top_k"),
         ("top_p_bound", asked.top_p_bound > asked.top_p, "it is above top_p"),
-        ("prompts", "" in asked.prompts and not asked.add_BOS, "an empty one needs add_BOS: true"),
+        ("prompts", "" in asked.prompts and not asked.add_BOS, "an empty prompt needs add_BOS: true"),
         ("stop_token", asked.stop_token not in (None, end), f"only {end} ends a document"),
     )
     return MegatronRequest(
-        offer.prompts("prompts", asked.prompts, start=[offer.tokenizer.start] if asked.add_BOS else []),
+        served.prompts("prompts", asked.prompts, start=[served.tokenizer.bos] if asked.add_BOS else []),
         Sampling(
             temperature=asked.temperature,
             top_k=asked.top_k,

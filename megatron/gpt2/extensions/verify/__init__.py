@@ -1,8 +1,8 @@
-"""Whether a run is the same training in another layout, in the order of reading:
+"""Check that a run computes the same training in a different layout. The modules in reading order:
 
-capture         hooks that take the tensors of a step out of a run, or out of the same step by transformers
-trace           the tensors of a run on the disk, each as a global one
-compare         a run against a trace: how far rounding alone takes two runs apart, and the verdict of what ranks found
-report          the table, the operation that made the first difference, and the page
-command         the program: the layouts, and the work of each rank of one
+capture         hooks that capture the tensors of a training step, of this program or of transformers' GPT-2
+trace           global tensors of a run on disk
+compare         compares a run with a trace: how large rounding differences can be, and the verdict
+report          the table, the operation that caused the first difference, and the HTML page
+command         the program: it runs the layouts, and its ranks capture or compare
 """

@@ -1,5 +1,6 @@
-"""Hooks that take the tensors of a training step out of a run, as parts of global tensors. Nothing is sent: each rank
-says where its part lies.
+"""Hooks that capture the tensors of a training step as shards of global tensors.
+
+The ranks do not communicate: each shard has its offset in the global tensor.
 
 Legend: b samples of a micro-batch, s sequence, w width, n heads, d head size, v vocabulary, p model-parallel size.
 """
@@ -16,24 +17,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from data_utils.samplers import first_samples
-from megatron.gpt2.checkpoint.state import state_pieces
+from data_utils.samplers import micro_batch_starts
+from megatron.gpt2.checkpoint.sharded_state import sharded_state_dict
 from megatron.gpt2.config import require
-from megatron.gpt2.dist.gathering import sum_losses, sum_over_replicas
-from megatron.gpt2.extensions.verify.trace import Key, Part
+from megatron.gpt2.dist.gathering import sum_losses, sum_over_data_and_pipeline
+from megatron.gpt2.extensions.verify.trace import TensorKey, TensorShard
 from megatron.gpt2.formats.openai import openai_name, to_openai
 from megatron.gpt2.hooks import Hook
-from megatron.gpt2.model.gpt2 import TIED, parameter_specs
-from megatron.gpt2.optimizer.flat_parameters import FlatState
+from megatron.gpt2.model.gpt2 import TIED_WEIGHT, parameter_specs
 from megatron.gpt2.optimizer.optimizer import MOMENTS
-from megatron.gpt2.train.run import Run
+from megatron.gpt2.optimizer.param_and_grad_buffer import ParamShard
 from megatron.gpt2.train.train_step import train_step
+from megatron.gpt2.train.trainer import Trainer
 
 
-class Point(NamedTuple):
-    """Where a tensor of the forward pass is taken: the output of `module` of a layer, or its input under the name of
-    the function that made it. split: of each rank's own part of the width, over all of the sequence. gradient: whether
-    backward makes its gradient complete on each rank."""
+class CapturePoint(NamedTuple):
+    """A tensor of the forward pass to capture: the output of `module` of a layer or, with `made_by`, its input.
+
+    made_by: the name of the function that computed the input. split: each tensor-parallel rank has a shard of the width
+    for the whole sequence. gradient: also capture the gradient, which is complete on each rank."""
 
     module: str = ""
     made_by: str = ""
@@ -41,203 +43,210 @@ class Point(NamedTuple):
     gradient: bool = False
 
 
-WHOLE = Point(gradient=True)  # the layer itself, the embeddings, the final norm
+MODULE_OUTPUT = CapturePoint(gradient=True)  # the layer itself, the embeddings, the final norm
 # In the order of a layer.
-POINTS = (
-    Point("input_layernorm", gradient=True),
-    Point("attention.query_key_value", split=True),
-    Point("attention.dense", made_by="attention.core", split=True),
-    Point("attention.dense"),
-    Point("post_attention_layernorm", gradient=True),
-    Point("mlp.dense_h_to_4h", split=True),
-    Point("mlp.dense_4h_to_h", made_by="mlp.gelu", split=True),
-    Point("mlp.dense_4h_to_h"),
-    WHOLE,
+CAPTURE_POINTS = (
+    CapturePoint("input_layernorm", gradient=True),
+    CapturePoint("attention.query_key_value", split=True),
+    CapturePoint("attention.dense", made_by="attention.core", split=True),
+    CapturePoint("attention.dense"),
+    CapturePoint("post_attention_layernorm", gradient=True),
+    CapturePoint("mlp.dense_h_to_4h", split=True),
+    CapturePoint("mlp.dense_4h_to_h", made_by="mlp.gelu", split=True),
+    CapturePoint("mlp.dense_4h_to_h"),
+    MODULE_OUTPUT,
 )
 
 
-def first_place(layer: int) -> int:
-    """The place of a layer's first tensor among those of a forward pass; the embeddings are 0."""
-    return 1 + layer * len(POINTS)
+def first_index(layer: int) -> int:
+    """Return the index of a layer's first tensor in the forward pass. The embeddings have index 0."""
+    return 1 + layer * len(CAPTURE_POINTS)
 
 
 class Capture(Hook):
-    """Takes the parts of each step of `run` and gives them to `take`, while the step runs.
+    """Captures the tensors of each step of `trainer`, and calls `take` with each shard while the step runs.
 
-    A layer that is compiled is one operation: only its output is taken. What backward computes again is not taken
-    twice.
+    Only the output of a compiled layer is captured. Recomputed tensors are captured only once.
     """
 
-    def __init__(self, run: Run, take: Callable[[Part], None]) -> None:
-        self._run, self._take, self._model = run, take, run.engine.model
-        self._p, self._rank = run.parallel.tensor_model_parallel_size, run.parallel.tensor_model_parallel_rank
-        self._specs = parameter_specs(run.config.model, self._p)
+    def __init__(self, trainer: Trainer, take: Callable[[TensorShard], None]) -> None:
+        self._trainer, self._take, self._model = trainer, take, trainer.state.model
+        self._tensor_parallel_size = trainer.parallel.tensor_model_parallel_size
+        self._rank = trainer.parallel.tensor_model_parallel_rank
+        self._specs = parameter_specs(trainer.config.model, self._tensor_parallel_size)
         self._step = self._first_layer = self._first_sample = 0
         self._scale = 1.0
-        self._begun: Counter[int] = Counter()  # micro-batches of this step, by the first layer of their chunk
+        self._micro_batch_counts: Counter[int] = Counter()  # micro-batches by first layer of their chunk
         self._losses: list[Tensor] = []
         self._is_forward = False
 
     def steps(self, count: int) -> None:
-        """Take the weights, and then `count` training steps."""
-        run, optimizer = dataclasses.replace(self._run, hooks=[self]), self._run.engine.optimizer
-        self._model.register_forward_pre_hook(self._begin, with_kwargs=True)
-        self._model.register_forward_hook(self._end)
-        self._watch_model()
-        self._parameters()
+        """Capture the weights, and then `count` training steps."""
+        trainer, optimizer = dataclasses.replace(self._trainer, hooks=[self]), self._trainer.state.optimizer
+        self._model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        self._model.register_forward_hook(self._after_forward)
+        self._hook_model()
+        self._take_parameters()
         for self._step in range(1, count + 1):
-            self._begun.clear()
+            self._micro_batch_counts.clear()
             self._losses.clear()
             self._scale, rate = float(optimizer.scaler.scale), float(optimizer.learning_rate)
-            run.progress.loss_sum.zero_()
-            train_step(run)
-            run.progress.step(run.samples_of_step)
-            self._number("scalar", "gradient norm", 0, optimizer.grad_norm)
-            self._number("scalar", "skipped", 1, optimizer.found_inf)
-            self._number("scalar", "learning rate", 2, rate)
-            self._number("scalar", "steps of the optimizer", 3, optimizer.state_dict()["adam_steps"])
-            self._parameters()
-            for state in optimizer.tensors():
-                if state.kind != "master" or run.prepared.dtype != torch.float32:  # otherwise it is the parameter
-                    self._state(state)
+            trainer.progress.loss_sum.zero_()
+            train_step(trainer)
+            trainer.progress.step(trainer.current_global_batch_size)
+            self._take_scalar("scalar", "gradient norm", 0, optimizer.grad_norm)
+            self._take_scalar("scalar", "skipped", 1, optimizer.found_inf)
+            self._take_scalar("scalar", "learning rate", 2, rate)
+            self._take_scalar("scalar", "steps of the optimizer", 3, optimizer.state_dict()["adam_steps"])
+            self._take_parameters()
+            for state in optimizer.state_shards():
+                # In fp32 the master is the parameter itself.
+                if state.kind != "master" or trainer.context.dtype != torch.float32:
+                    self._take_state(state)
 
-    def _watch_model(self) -> None:
+    def _hook_model(self) -> None:
         model, body = self._model, self._model.transformer
-        body.register_forward_pre_hook(lambda module, args: self._see("embeddings", 0, args[0]))
+        body.register_forward_pre_hook(lambda module, args: self._capture("embeddings", 0, args[0]))
         for number, layer in enumerate(body.layers):
-            if layer is not None and model.is_compiled:  # its own hooks would be compiled as well
-                layer._compiled_call_impl = self._seen(layer._compiled_call_impl, number)
+            if layer is not None and model.is_compiled:  # hooks on its modules would be compiled, too
+                layer._compiled_call_impl = self._capture_compiled(layer._compiled_call_impl, number)
             elif layer is not None:
-                self._watch_layer(layer, number)
+                self._hook_layer(layer, number)
         if model.has_head:
-            self._watch("transformer.final_layernorm", first_place(len(body.layers)), body.final_layernorm)
+            self._hook("transformer.final_layernorm", first_index(len(body.layers)), body.final_layernorm)
 
-    def _watch(self, name: str, place: int, module: nn.Module, point: Point = WHOLE) -> None:
+    def _hook(self, name: str, index: int, module: nn.Module, point: CapturePoint = MODULE_OUTPUT) -> None:
         if point.made_by:
-            module.register_forward_pre_hook(lambda module, args: self._see(name, place, args[0], point))
+            module.register_forward_pre_hook(lambda module, args: self._capture(name, index, args[0], point))
         else:
-            module.register_forward_hook(lambda module, args, out: self._see(name, place, out, point))
+            module.register_forward_hook(lambda module, args, out: self._capture(name, index, out, point))
 
-    def _watch_layer(self, layer: nn.Module, number: int, name_of: Callable[[str], str] = str) -> None:
-        for place, point in enumerate(POINTS, first_place(number)):
+    def _hook_layer(self, layer: nn.Module, number: int, name_of: Callable[[str], str] = str) -> None:
+        for index, point in enumerate(CAPTURE_POINTS, first_index(number)):
             part = point.made_by or point.module
             name = f"transformer.layers.{number}" + (f".{part}" if part else "")
             module = layer.get_submodule(name_of(point.module))
-            self._watch(name, place, module, point)
+            self._hook(name, index, module, point)
 
-    def _seen(self, compiled: Any, number: int) -> Callable[..., Tensor]:
+    def _capture_compiled(self, compiled: Any, number: int) -> Callable[..., Tensor]:
         def call(*args: Any, **kwargs: Any) -> Tensor:
             out: Tensor = compiled(*args, **kwargs)
-            self._see(f"transformer.layers.{number}", first_place(number + 1) - 1, out)
+            self._capture(f"transformer.layers.{number}", first_index(number + 1) - 1, out)
             return out
 
         return call
 
-    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before the forward pass of a micro-batch through a chunk; each chunk has them in their order."""
-        run, chunk = self._run, kwargs.get("chunk")
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Find the first sample of the micro-batch, and capture the inputs. A chunk gets its micro-batches in order."""
+        trainer, chunk = self._trainer, kwargs.get("chunk")
         self._first_layer = 0 if chunk is None else chunk.start
-        places = first_samples(
-            run.samples_of_step,
-            run.config.train.micro_batch_size,
-            run.parallel.data_parallel_rank,
-            run.parallel.data_parallel_size,
-            contiguous=bool(run.config.parallel.exact_layouts),
+        starts = micro_batch_starts(
+            trainer.current_global_batch_size,
+            trainer.config.train.micro_batch_size,
+            trainer.parallel.data_parallel_rank,
+            trainer.parallel.data_parallel_size,
+            contiguous=bool(trainer.config.parallel.exact_layouts),
         )
-        self._first_sample = int(places[self._begun[self._first_layer]])
-        self._begun[self._first_layer] += 1
+        self._first_sample = int(starts[self._micro_batch_counts[self._first_layer]])
+        self._micro_batch_counts[self._first_layer] += 1
         self._is_forward = True
-        for place, name in enumerate(("samples", "tokens", "labels")):
+        for index, name in enumerate(("samples", "tokens", "labels")):
             if self._first_layer == 0 and kwargs.get(name) is not None:
-                self._samples("input", name, place, kwargs[name], self._first_sample)
+                self._take_samples("input", name, index, kwargs[name], self._first_sample)
 
-    def _end(self, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
+    def _after_forward(self, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
         self._is_forward = False
         if out.dim() == 0:  # not the hidden states of a stage
             self._losses.append(out.detach())
 
-    def _see(self, name: str, place: int, x: Tensor | Sequence[Tensor], point: Point = WHOLE) -> None:
-        """Take x, [s, b, w] or a part of it; if it is complete also its gradient, once backward has it."""
+    def _capture(
+        self, name: str, index: int, x: Tensor | Sequence[Tensor], point: CapturePoint = MODULE_OUTPUT
+    ) -> None:
+        """Capture x, [s, b, w] or a shard of it, and later its gradient if `point` asks for it."""
         if not self._is_forward or (name == "embeddings" and self._first_layer > 0):
             return
-        x = x if isinstance(x, Tensor) else torch.cat(list(x), dim=-1)  # the parts of an exact layer
+        x = x if isinstance(x, Tensor) else torch.cat(list(x), dim=-1)  # the tuple of an exact layer
         cut = 2 if point.split else 1 if self._model.sequence_parallel else None
-        self._samples("activation", name, place, x.detach().transpose(0, 1), self._first_sample, cut)
+        self._take_samples("activation", name, index, x.detach().transpose(0, 1), self._first_sample, cut)
         if point.gradient and x.requires_grad:
-            take = functools.partial(self._samples, "activation gradient", f"gradient of {name}", -place)
+            take = functools.partial(self._take_samples, "activation gradient", f"gradient of {name}", -index)
             first = self._first_sample
-            x.register_hook(lambda grad: take(self._unscaled(grad).transpose(0, 1), first, cut))
+            x.register_hook(lambda grad: take(self._unscale(grad).transpose(0, 1), first, cut))
 
-    def _unscaled(self, grad: Tensor) -> Tensor:
+    def _unscale(self, grad: Tensor) -> Tensor:
         return grad if self._scale == 1 else grad.float() / self._scale
 
-    def _samples(self, kind: str, name: str, place: int, x: Tensor, first: int, cut: int | None = None) -> None:
-        """Take x, [b, s, w] or [b, ...], of the samples from `first` on. cut: the dimension of which each
-        tensor-parallel rank has its own part."""
-        offset, whole = [first] + [0] * (x.dim() - 1), [self._run.samples_of_step, *x.shape[1:]]
+    def _take_samples(self, kind: str, name: str, index: int, x: Tensor, first: int, cut: int | None = None) -> None:
+        """Capture x, [b, s, w] or [b, ...], of the samples from `first` on. cut: the dimension that is split over the
+        tensor-parallel ranks."""
+        offset, whole = [first] + [0] * (x.dim() - 1), [self._trainer.current_global_batch_size, *x.shape[1:]]
         if cut is not None:
-            offset[cut], whole[cut] = self._rank * x.shape[cut], self._p * x.shape[cut]
-        key, writes = Key(self._step, kind, place, name), cut is not None or self._rank == 0
-        self._take(Part(key, x, tuple(offset), tuple(whole), writes))
+            offset[cut], whole[cut] = self._rank * x.shape[cut], self._tensor_parallel_size * x.shape[cut]
+        key, writes = TensorKey(self._step, kind, index, name), cut is not None or self._rank == 0
+        self._take(TensorShard(key, x, tuple(offset), tuple(whole), writes))
 
-    def _number(self, kind: str, name: str, place: int, value: Tensor | float) -> None:
+    def _take_scalar(self, kind: str, name: str, index: int, value: Tensor | float) -> None:
         number = torch.as_tensor(value, dtype=torch.float32).detach().view(1)
-        self._take(Part(Key(self._step, kind, place, name), number, (0,), (1,), self._run.parallel.rank == 0))
+        self._take(
+            TensorShard(TensorKey(self._step, kind, index, name), number, (0,), (1,), self._trainer.parallel.rank == 0)
+        )
 
-    def before_update(self, run: Run) -> None:
-        """Take the loss and the gradients, which are summed and not yet clipped."""
-        losses = torch.stack(self._losses or [torch.zeros((), device=self._run.device)]) / self._scale
-        self._number("loss", "loss", 0, sum_over_replicas([sum_losses(losses)], self._run.parallel))
-        flat = self._run.engine.flat
-        for name in flat.ranges:
-            start = flat.owned_part_of(name)[2]
-            self._state(FlatState("gradient", name, self._unscaled(flat.owned_grad(name)), start))
+    def before_update(self, trainer: Trainer) -> None:
+        """Capture the loss and the gradients, after their reduction and before clipping."""
+        losses = torch.stack(self._losses or [torch.zeros((), device=self._trainer.device)]) / self._scale
+        self._take_scalar("loss", "loss", 0, sum_over_data_and_pipeline([sum_losses(losses)], self._trainer.parallel))
+        buffer = self._trainer.state.buffer
+        for name in buffer.ranges:
+            start = buffer.local_shard_of(name)[2]
+            self._take_state(ParamShard("gradient", name, self._unscale(buffer.shard_grad(name)), start))
 
-    def _parameters(self) -> None:
-        """Take the weights that the model computes with."""
-        self._run.engine.gatherer.wait()
+    def _take_parameters(self) -> None:
+        """Capture the weights of the model."""
+        self._trainer.state.param_gather.wait()
         for name, parameter in self._model.named_parameters():
-            self._state(FlatState("parameter", name, parameter.detach().view(-1)))
+            self._take_state(ParamShard("parameter", name, parameter.detach().view(-1)))
 
-    def _state(self, state: FlatState) -> None:
-        """Take what this rank has of a parameter, its gradient, master or moment."""
-        kind, name, place = state.kind, state.name, list(self._specs).index(state.name)
-        key = Key(
+    def _take_state(self, state: ParamShard) -> None:
+        """Capture this rank's shard of a parameter, or of its gradient, master or moment."""
+        kind, name, index = state.kind, state.name, list(self._specs).index(state.name)
+        key = TensorKey(
             self._step,
             "moment" if kind in MOMENTS else kind,
-            -place if kind == "gradient" else place,  # backward makes the last one first
+            -index if kind == "gradient" else index,  # backward computes the last one first
             name if kind == "parameter" else f"{kind} of {name}",
         )
-        is_shard = self._run.engine.flat.is_sharded and kind != "parameter"
-        is_copy = name == TIED and not self._model.has_embeddings
-        rank = self._rank if self._specs[name].dim is not None else 0  # replicated: each rank has what rank 0 has
-        writes = rank == self._rank and not is_copy and (is_shard or self._run.parallel.data_parallel_rank == 0)
-        for piece in state_pieces([state], self._specs, mp_rank=rank, mp_size=self._p).values():
-            if piece.tensor.numel():
-                self._take(Part(key, piece.tensor, piece.offset, piece.global_shape, writes))
+        is_shard = self._trainer.state.buffer.is_sharded and kind != "parameter"
+        is_copy = name == TIED_WEIGHT and not self._model.has_embeddings
+        rank = self._rank if self._specs[name].dim is not None else 0  # replicated: every rank has the tensor of rank 0
+        writes = rank == self._rank and not is_copy and (is_shard or self._trainer.parallel.data_parallel_rank == 0)
+        for shard in sharded_state_dict(
+            [state], self._specs, mp_rank=rank, mp_size=self._tensor_parallel_size
+        ).values():
+            if shard.data.numel():
+                self._take(TensorShard(key, shard.data, shard.global_offset, shard.global_shape, writes))
 
 
 class TransformersCapture(Capture):
-    """Takes the steps of `run`, which has one rank, with the forward pass and the gradients of transformers' GPT-2."""
+    """Captures the steps of `trainer`, with the forward pass and the gradients of transformers' GPT-2, on one rank."""
 
-    def _watch_model(self) -> None:
-        """Let the model compute by transformers. ValueError if transformers is not installed, or if the run does what
-        its GPT-2 does not do."""
-        run, model, config = self._run, self._model, self._run.config.model
+    def _hook_model(self) -> None:
+        """Replace the model's forward pass. Raises ValueError if transformers is not installed, or if its GPT-2 does
+        not support a flag of the run."""
+        trainer, model, config = self._trainer, self._model, self._trainer.config.model
         try:
             from transformers import GPT2Config, GPT2LMHeadModel
         except ImportError as error:
             raise ValueError("--against huggingface needs transformers: pip install transformers") from error
         require(
             not config.has_dropout,
-            "--against huggingface: transformers draws other masks: give --hidden-dropout 0 --attention-dropout 0",
+            "--against huggingface: transformers draws different masks: give --hidden-dropout 0 --attention-dropout 0",
         )
         for flag, given in (
-            ("--reset-attention-mask", run.config.data.reset_attention_mask),
-            ("--reset-position-ids", run.config.data.reset_position_ids),
+            ("--reset-attention-mask", trainer.config.data.reset_attention_mask),
+            ("--reset-position-ids", trainer.config.data.reset_position_ids),
         ):
             require(not given, f"--against huggingface: transformers' GPT-2 has no {flag}: leave it out")
-        theirs = GPT2LMHeadModel(
+        hf_model = GPT2LMHeadModel(
             GPT2Config(
                 vocab_size=model.vocab_size,
                 n_positions=config.max_position_embeddings,
@@ -250,28 +259,28 @@ class TransformersCapture(Capture):
                 bos_token_id=None,
                 eos_token_id=None,
             )
-        ).to(run.device, run.prepared.dtype)
-        theirs.eval()
+        ).to(trainer.device, trainer.context.dtype)
+        hf_model.eval()
 
         def weight(name: str, parameter: Tensor) -> Tensor:
-            return to_openai(self._specs[name].true_part(parameter, 0, 1), name, config.num_attention_heads)
+            return to_openai(self._specs[name].without_padding(parameter, 0, 1), name, config.num_attention_heads)
 
         def forward(tokens: Tensor, labels: Tensor, token_weight: Tensor, **others: Any) -> Tensor:
-            """As `GPT2Model.forward`. The gradients come to the model's own parameters."""
+            """See `GPT2Model.forward`. The model's own parameters get the gradients."""
             weights = {f"transformer.{openai_name(name)}": weight(name, p) for name, p in model.named_parameters()}
-            logits = torch.func.functional_call(theirs, weights, (tokens,)).logits.float()  # [b, s, v]
+            logits = torch.func.functional_call(hf_model, weights, (tokens,)).logits.float()  # [b, s, v]
             losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
             return (losses * token_weight.flatten()).sum()
 
         model.forward = forward  # type: ignore[method-assign, assignment]
-        body = theirs.transformer
-        self._watch("embeddings", 0, body.drop)
+        body = hf_model.transformer
+        self._hook("embeddings", 0, body.drop)
         for number, layer in enumerate(body.h):
-            self._watch_layer(layer, number, openai_name)
-        self._watch("transformer.final_layernorm", first_place(len(body.h)), body.ln_f)
+            self._hook_layer(layer, number, openai_name)
+        self._hook("transformer.final_layernorm", first_index(len(body.h)), body.ln_f)
 
-    def _see(self, name: str, place: int, x: Any, point: Point = WHOLE) -> None:
-        x = x[0] if isinstance(x, tuple) else x  # a layer of older versions returns a tuple
+    def _capture(self, name: str, index: int, x: Any, point: CapturePoint = MODULE_OUTPUT) -> None:
+        x = x[0] if isinstance(x, tuple) else x  # in older versions a layer returns a tuple
         if name.endswith(".query_key_value"):  # [b, s, 3 n d] -> [b, s, n 3 d]
-            x = x.unflatten(-1, (3, self._run.config.model.num_attention_heads, -1)).transpose(-3, -2).flatten(-3)
-        super()._see(name, place, x.transpose(0, 1), point)
+            x = x.unflatten(-1, (3, self._trainer.config.model.num_attention_heads, -1)).transpose(-3, -2).flatten(-3)
+        super()._capture(name, index, x.transpose(0, 1), point)

@@ -1,11 +1,11 @@
-"""Is a run the same training in another layout? Run some steps in each layout and compare every layer's output, the
-gradients, the moments and the parameters, as tensors of the whole model:
+"""Check that a run computes the same training in different layouts. Run some steps in each layout and compare the
+outputs of all layers, the gradients, the moments and the parameters, as tensors of the whole model:
 
     python tools/verify.py --layout "" --layout "--model-parallel-size 2" --steps 3 -- --model quickstart
 
-The layouts are flags of pretrain_gpt2, and so is what follows the two dashes, which all layouts share. A checkpoint
-(--load) and data of your own are among them. docs/how-to/verify.md says how to read the table. Exit codes: 0 if every
-run is the same within rounding, 1 if one differs, 2 for bad input.
+A layout is a string of flags of pretrain_gpt2. The flags after -- apply to all layouts, for example --load for your
+checkpoint or --train-data for your data. docs/how-to/verify.md explains the table. Exit codes: 0 if all runs are equal
+within rounding, 1 if a run differs, 2 for bad input.
 """
 
 from __future__ import annotations
@@ -26,37 +26,44 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from data_utils.command_line import Parser, line_buffered
-from data_utils.files import replace_text
+from data_utils.command_line import Parser, configure_output
+from data_utils.files import atomic_write_text
 from megatron.gpt2 import device as devices
+from megatron.gpt2.checkpoint.base import check_metadata, decay_iters
 from megatron.gpt2.checkpoint.folder import find_checkpoint
-from megatron.gpt2.checkpoint.source import check_facts, decay_iters
-from megatron.gpt2.config import by_key, flag, require
+from megatron.gpt2.config import flag, flatten_sections, require
 from megatron.gpt2.config.arguments import merge_checkpoint
 from megatron.gpt2.config.arguments import parse as parse_run
-from megatron.gpt2.config.flags import launch_flags
+from megatron.gpt2.config.flags import parse_launch_flags
 from megatron.gpt2.dist.launch import Launch
-from megatron.gpt2.dist.ranks import Ranks
+from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.dist.run_program import run_program, start_ranks
 from megatron.gpt2.extensions.verify.capture import Capture, TransformersCapture
-from megatron.gpt2.extensions.verify.compare import Comparer, judge
-from megatron.gpt2.extensions.verify.report import Layout, Result, explanation, first_lines, page, table
+from megatron.gpt2.extensions.verify.compare import TraceComparer, merge_findings
+from megatron.gpt2.extensions.verify.report import (
+    LayoutResult,
+    LayoutSpec,
+    comparison_table,
+    explain_mismatch,
+    reference_lines,
+    render_html,
+)
 from megatron.gpt2.extensions.verify.trace import Trace, TraceWriter, write_index
-from megatron.gpt2.train.run import Run, build_run
-from megatron.gpt2.train.setup import Log, prepare_run
+from megatron.gpt2.train.setup import Log, build_context
+from megatron.gpt2.train.trainer import Trainer, build_trainer
 
 STEPS = 3
 HUGGINGFACE = "huggingface"
-# What a run leaves to its user, and what it does in addition to its steps.
-OUTSIDE = (
+# Flags of output for the user, and of work in addition to the training steps.
+IGNORED_FLAGS = (
     "train.tensorboard_dir",
     "train.wandb_project",
     "train.profile",
     "checkpoint.async_save",
     "checkpoint.keep_best",
 )
-# What decides which numbers a run computes, whatever its layout.
-SAME = (
+# Flags that define the training and must be equal in all layouts.
+SAME_FLAGS = (
     "model.num_layers",
     "model.hidden_size",
     "model.num_attention_heads",
@@ -78,20 +85,20 @@ SAME_FACTS = {
 }
 
 
-class Failed(Exception):
-    """The ranks of a layout have ended with this exit code, and have said why."""
+class LayoutFailed(Exception):
+    """The ranks of a layout ended with this exit code, after printing an error."""
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The flags, checked; `command` is what follows "--". ValueError if one cannot be."""
+def parse_options(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse and check the flags. `command` has the words after "--". Raises ValueError for bad flags."""
     parser = Parser(prog="verify", description=__doc__)
     parser.add_argument(
         "--layout",
         action="append",
         default=[],
         metavar="FLAGS",
-        help="flags of pretrain_gpt2, and --data-parallel-size N; the first layout is the one with which the others "
-        "are compared. Without --nproc-per-node and --data-parallel-size it takes --model-parallel-size ranks",
+        help="flags of pretrain_gpt2, and --data-parallel-size N; the other layouts are compared with the first one. "
+        "Without --nproc-per-node and --data-parallel-size a layout takes --model-parallel-size ranks",
     )
     parser.add_argument(
         "--steps",
@@ -109,28 +116,28 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--save-trace",
         type=Path,
         metavar="FOLDER",
-        help="keep the trace of the first layout, for --against on another machine or with another version",
+        help="keep the trace of the first layout, for --against on a different machine or with a different version",
     )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the comparison as a page")
     parser.add_argument(
         "--scratch",
         type=Path,
         metavar="FOLDER",
-        help="where the trace lies meanwhile: about 16 bytes for each parameter and step, and the activations "
+        help="folder of the temporary trace: about 16 bytes for each parameter and step, and the activations "
         "(default: the folder of temporary files)",
     )
     end = argv.index("--") if "--" in argv else len(argv)
     words = list(argv[:end])
-    for place, word in enumerate(words):
-        if word == "--layout" and words[place + 1 :]:  # its value may look like a flag of this program
-            words[place : place + 2] = [f"--layout={words[place + 1]}"]
+    for index, word in enumerate(words):
+        if word == "--layout" and words[index + 1 :]:  # its value may look like a flag of this program
+            words[index : index + 2] = [f"--layout={words[index + 1]}"]
     options = parser.parse_args(words)
     options.command = list(argv[end + 1 :])
     against, save = options.against, options.save_trace
     require(options.steps is None or options.steps >= 1, f"--steps must be at least 1, not {options.steps}")
     require(
         not (against and save),
-        "--save-trace keeps the trace of the first layout, which --against does not make: give one of the two",
+        "--save-trace keeps the trace of the first layout, which does not exist with --against: give one of the two",
     )
     needed = "one --layout FLAGS" if against or save else "two layouts to compare, each by --layout FLAGS"
     require(
@@ -143,13 +150,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def read_layout(common: Sequence[str], flags: str, batch: int | None = None) -> Layout:
-    """The layout of the command line `common` with `flags` behind it. ValueError if it cannot be.
+def read_layout(common: Sequence[str], flags: str, batch: int | None = None) -> LayoutSpec:
+    """Parse a layout: the command line `common`, followed by `flags`. Raises ValueError for bad flags.
 
-    --nproc-per-node gives its ranks, or --data-parallel-size, a field of layouts only; without both it takes the
-    model-parallel size, tensor × pipeline. batch: the global batch that it takes, and must not contradict.
+    The number of ranks is --nproc-per-node, or tensor × pipeline × --data-parallel-size (default 1). batch: the global
+    batch size of the first layout; the layout's own one must be equal.
     """
-    launch, rest = launch_flags([*common, *shlex.split(flags)])
+    launch, rest = parse_launch_flags([*common, *shlex.split(flags)])
     own = Parser(add_help=False)
     own.add_argument("--data-parallel-size", type=int)
     hint = ""
@@ -165,8 +172,8 @@ def read_layout(common: Sequence[str], flags: str, batch: int | None = None) -> 
             checkpoint = find_checkpoint(folder, log=lambda line: None, verify=False)
             if checkpoint is None:
                 raise ValueError(f"--load {folder} holds no checkpoint")
-            check_facts(checkpoint)
-            arguments = merge_checkpoint(arguments, checkpoint.facts["config"], decay_iters(checkpoint.facts))
+            check_metadata(checkpoint)
+            arguments = merge_checkpoint(arguments, checkpoint.metadata["config"], decay_iters(checkpoint.metadata))
         parallel, dp = arguments.config.parallel, given.data_parallel_size
         p = parallel.model_parallel_size * parallel.pipeline_model_parallel_size
         require(dp is None or dp >= 1, f"--data-parallel-size must be at least 1, not {dp}")
@@ -178,7 +185,7 @@ def read_layout(common: Sequence[str], flags: str, batch: int | None = None) -> 
                 f"--nproc-per-node {world_size} is not the model-parallel size {p} × --data-parallel-size {dp}",
             )
         require(world_size % p == 0, f"--nproc-per-node {world_size} is not divisible by the model-parallel size {p}")
-        hint = ": give it another --micro-batch-size"
+        hint = ": give it a different --micro-batch-size"
         samples = arguments.config.batch_schedule(world_size).final
     except ValueError as error:
         raise ValueError(f"--layout {flags!r}: {error}{hint}") from error
@@ -187,13 +194,13 @@ def read_layout(common: Sequence[str], flags: str, batch: int | None = None) -> 
         f"--layout {flags!r}: its --global-batch-size is {samples}, and that of the first layout "
         f"{batch}: a step must take the same samples in each",
     )
-    return Layout(flags, tuple(words), world_size, samples)
+    return LayoutSpec(flags, tuple(words), world_size, samples)
 
 
 @dataclass(frozen=True)
-class Task:
-    """The work of each rank of a run. trace: is written with `records`, otherwise read. by_transformers: whether
-    transformers computes. out: for what the ranks report, and a --save folder. steps: of the run."""
+class RankTask:
+    """The work of each rank of a run. trace: the folder to write with `records`, otherwise to compare with. out: a
+    folder for the ranks' reports and --save. steps: training steps. by_transformers: let transformers compute."""
 
     trace: Path
     out: Path
@@ -202,145 +209,148 @@ class Task:
     by_transformers: bool = False
 
 
-class Report(NamedTuple):
-    """What a rank says of its task, as JSON. facts: of its run. found: by its `TraceWriter` or its `Comparer`."""
+class RankReport(NamedTuple):
+    """A rank's result, sent as JSON. facts: see `run_facts`. findings: of its `TraceWriter` or `TraceComparer`."""
 
     facts: dict[str, Any]
-    found: list[Any]
+    findings: list[Any]
 
 
-def reports(layout: Layout, task: Task) -> list[Report]:
-    """Do the task on all ranks of a layout: the report of each rank. Failed if they do not end well."""
+def run_layout(layout: LayoutSpec, task: RankTask) -> list[RankReport]:
+    """Run the task on all ranks of a layout, and return their reports. Raises LayoutFailed if a rank fails."""
     task.out.mkdir(parents=True, exist_ok=True)
-    launch = Launch(world_size=layout.world_size, local=(0, layout.world_size), starts=layout.world_size)
-    if code := start_ranks(functools.partial(run_program, functools.partial(do, task)), layout.words, launch):
-        raise Failed(code)
+    launch = Launch(world_size=layout.world_size, local=(0, layout.world_size), ranks_to_start=layout.world_size)
+    if code := start_ranks(functools.partial(run_program, functools.partial(run_task, task)), layout.words, launch):
+        raise LayoutFailed(code)
     texts = [(task.out / f"rank_{rank}.json").read_text(encoding="utf-8") for rank in range(layout.world_size)]
-    return [Report(*json.loads(text)) for text in texts]
+    return [RankReport(*json.loads(text)) for text in texts]
 
 
-def do(task: Task, argv: Sequence[str], ranks: Ranks, log: Log) -> None:
-    """Build the run of the command line `argv`, which leaves nothing in its user's folders, and do the task with it.
-    ValueError if the run cannot be, or has too few steps to go."""
+def run_task(task: RankTask, argv: Sequence[str], rank_info: RankInfo, log: Log) -> None:
+    """Build the run of the command line `argv` and execute the task. The run writes nothing to the user's folders.
+
+    Raises ValueError for bad flags, or if the run has too few steps left."""
 
     def warn(line: str) -> None:
         if line.startswith("WARNING"):
             log(line)
 
     with contextlib.redirect_stdout(sys.stderr):
-        devices.set_threads(ranks)
+        devices.set_threads(rank_info)
         arguments = parse_run(argv)
-        outside = (*OUTSIDE, "parallel.exact_layouts") if task.by_transformers else OUTSIDE
+        outside = (*IGNORED_FLAGS, "parallel.exact_layouts") if task.by_transformers else IGNORED_FLAGS
         values = {key: value for key, value in arguments.values.items() if key not in outside}
         values |= {"checkpoint.save": str(task.out / "save"), "train.eval_iters": 0}
-        prepared = prepare_run(dataclasses.replace(arguments, values=values), ranks, warn)
-        left = prepared.train_iters - prepared.start.get("iteration", 0)
+        context = build_context(dataclasses.replace(arguments, values=values), rank_info, warn)
+        left = context.train_iters - context.resume_metadata.get("iteration", 0)
         require(
             task.steps <= left,
             f"--steps {task.steps}: the run has {max(left, 0)} iterations to go: give a greater "
             "--train-iters or fewer steps",
         )
-        run = build_run(prepared, warn)
+        trainer = build_trainer(context, warn)
         try:
-            report = json.dumps(observed(run, task), default=np.ndarray.tolist)
-            (task.out / f"rank_{ranks.rank}.json").write_text(report, encoding="utf-8")
+            report = json.dumps(capture_steps(trainer, task), default=np.ndarray.tolist)
+            (task.out / f"rank_{rank_info.rank}.json").write_text(report, encoding="utf-8")
         finally:
-            run.close()
+            trainer.close()
 
 
-def observed(run: Run, task: Task) -> Report:
-    """Run the steps of the task, and record or compare what this rank has of them."""
-    own = facts(run, task.steps)
+def capture_steps(trainer: Trainer, task: RankTask) -> RankReport:
+    """Run the steps of the task, and record or compare this rank's tensors."""
+    own = run_metadata(trainer, task.steps)
     if task.records:
-        take: TraceWriter | Comparer = TraceWriter(task.trace)
+        take: TraceWriter | TraceComparer = TraceWriter(task.trace)
     else:
         trace = Trace(task.trace)
-        check_same(trace.facts, own)
-        take = Comparer(trace, own, run.parallel.rank)
-    run.engine.model.train()
-    (TransformersCapture if task.by_transformers else Capture)(run, take).steps(task.steps)
-    return Report(own, take.found)
+        check_same_run(trace.facts, own)
+        take = TraceComparer(trace, own, trainer.parallel.rank)
+    trainer.state.model.train()
+    (TransformersCapture if task.by_transformers else Capture)(trainer, take).steps(task.steps)
+    return RankReport(own, take.findings)
 
 
-def facts(run: Run, steps: int) -> dict[str, Any]:
-    """What a trace says of its run: what must be the same in a run that is compared with it, and where it was made."""
-    prepared, parallel = run.prepared, run.parallel
+def run_metadata(trainer: Trainer, steps: int) -> dict[str, Any]:
+    """Return metadata of a run for its trace: settings that must be equal in a comparison, and the environment."""
+    context, parallel = trainer.context, trainer.parallel
     return {
-        "config": prepared.config.as_dict(),
+        "config": context.config.as_dict(),
         "model_parallel_size": parallel.tensor_model_parallel_size,
         "pipeline_parallel_size": parallel.pipeline_model_parallel_size,
         "data_parallel_size": parallel.data_parallel_size,
-        "global_batch_size": prepared.global_batch_size,
-        "micro_batches": prepared.micro_batches,
-        "iteration": run.progress.iteration,
+        "global_batch_size": context.global_batch_size,
+        "micro_batches": context.num_microbatches,
+        "iteration": trainer.progress.iteration,
         "steps": steps,
-        "data_fingerprint": prepared.splits.fingerprint,
-        "tokenizer": prepared.tokenizer.fingerprint,
-        "precision": devices.PRECISIONS[prepared.dtype],
-        "device": prepared.device.type,
+        "data_fingerprint": context.splits.fingerprint,
+        "tokenizer": context.tokenizer.fingerprint,
+        "precision": devices.PRECISIONS[context.dtype],
+        "device": context.device.type,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
     }
 
 
-def check_same(then: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """ValueError, naming what differs, unless a run with the facts `here` computes what a trace with those of `then`
-    holds."""
-    before, now = by_key(then["config"]), by_key(here["config"])
-    for what, there, own in (
-        *((flag(key), before.get(key), now[key]) for key in SAME),
-        *((words, then.get(name), here[name]) for name, words in SAME_FACTS.items()),
+def check_same_run(then: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Raise ValueError, which names the difference, unless a run with facts `here` can be compared with a trace with
+    facts `then`."""
+    before, now = flatten_sections(then["config"]), flatten_sections(here["config"])
+    for name, theirs, own in (
+        *((flag(key), before.get(key), now[key]) for key in SAME_FLAGS),
+        *((words, then.get(key), here[key]) for key, words in SAME_FACTS.items()),
     ):
-        require(there == own, f"the trace is of another run: {what} is {there} there and {own} here")
+        require(theirs == own, f"the trace is of a different run: {name} is {theirs} in the trace and {own} here")
     require(here["steps"] <= then["steps"], f"--steps {here['steps']}: the trace has {then['steps']}")
 
 
-def compare_layouts(options: argparse.Namespace, scratch: Path) -> tuple[str, Trace, list[Result]]:
-    """Run the layouts and compare them. Returns what they were compared with, in words and as a trace, whose tensors
-    may lie in the folder `scratch`, and what came out."""
+def compare_layouts(options: argparse.Namespace, scratch: Path) -> tuple[str, Trace, list[LayoutResult]]:
+    """Run the layouts and compare them. Returns a description of the reference, its trace, and the results. The trace
+    may be in the folder `scratch`."""
     first = read_layout(options.command, options.layout[0])
     layouts = [read_layout(options.command, flags, first.batch) for flags in options.layout]
     by_transformers = options.against == HUGGINGFACE
     if options.against and not by_transformers:
         reference, trace = f"the trace {options.against}", Trace(Path(options.against))
     else:
-        reference, where = f"the layout {first.name}", options.save_trace or scratch / "trace"
+        reference, folder = f"the layout {first.name}", options.save_trace or scratch / "trace"
         if by_transformers:
             plain = "--micro-batch-size 1 --model-parallel-size 1 --pipeline-model-parallel-size 1"
             reference, first = "transformers' GPT-2", read_layout(first.words, plain, first.batch)
         else:
             layouts = layouts[1:]
-        recorded = reports(first, Task(where, scratch / "reference", options.steps or STEPS, True, by_transformers))
-        write_index(where, recorded[0].facts, [report.found for report in recorded])
-        trace = Trace(where)
+        recorded = run_layout(
+            first, RankTask(folder, scratch / "reference", options.steps or STEPS, True, by_transformers)
+        )
+        write_index(folder, recorded[0].facts, [report.findings for report in recorded])
+        trace = Trace(folder)
     results = []
     for number, layout in enumerate(layouts):
-        task = Task(trace.folder, scratch / f"layout_{number}", options.steps or trace.facts["steps"])
-        compared = reports(layout, task)
-        verdict = judge([report.found for report in compared], trace)
-        results.append(Result(layout, compared[0].facts, verdict))
+        task = RankTask(trace.folder, scratch / f"layout_{number}", options.steps or trace.facts["steps"])
+        compared = run_layout(layout, task)
+        comparison = merge_findings([report.findings for report in compared], trace)
+        results.append(LayoutResult(layout, compared[0].facts, comparison))
     return reference, trace, results
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's); returns the exit code."""
-    line_buffered()
-    options = parse(sys.argv[1:] if argv is None else argv)
+    configure_output(line_buffering=True)
+    options = parse_options(sys.argv[1:] if argv is None else argv)
     try:
         with tempfile.TemporaryDirectory(prefix="verify_", dir=options.scratch) as scratch:
             reference, trace, results = compare_layouts(options, Path(scratch))
-    except Failed as error:
+    except LayoutFailed as error:
         return int(error.args[0])
-    lines = first_lines(reference, trace)
+    lines = reference_lines(reference, trace)
     print("\n".join(lines))
     if results:
-        print("", *table(results), sep="\n")
-    differing = [result for result in results if result.verdict.findings]
+        print("", *comparison_table(results), sep="\n")
+    differing = [result for result in results if result.comparison.mismatches]
     for result in differing:
-        print("", *explanation(result), sep="\n")
+        print("", *explain_mismatch(result), sep="\n")
     if options.save_trace:
         print(f"the trace is in {options.save_trace}: --against {options.save_trace} compares with it")
     if options.html:
-        replace_text(options.html, page(lines, shlex.join(options.command), trace, results))
+        atomic_write_text(options.html, render_html(lines, shlex.join(options.command), trace, results))
         print(f"the page is {options.html}")
     return 1 if differing else 0

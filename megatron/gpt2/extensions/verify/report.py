@@ -1,4 +1,4 @@
-"""What a person sees of a comparison: the table, the first difference with the operation that made it, and the page."""
+"""The output of a comparison: the table, the first difference with the operation that caused it, and the HTML page."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data_utils.command_line import columns
-from megatron.gpt2.config import by_key, flag
-from megatron.gpt2.dist.ranks import named
-from megatron.gpt2.extensions.verify.compare import Judged, Verdict
-from megatron.gpt2.extensions.verify.trace import Key, Trace
-from megatron.gpt2.model.gpt2 import TIED
+from data_utils.command_line import align_columns
+from megatron.gpt2.config import flag, flatten_sections
+from megatron.gpt2.dist.ranks import format_ranks
+from megatron.gpt2.extensions.verify.compare import RunComparison, TensorComparison
+from megatron.gpt2.extensions.verify.trace import TensorKey, Trace
+from megatron.gpt2.model.gpt2 import TIED_WEIGHT
 from megatron.gpt2.monitor.plots import BLUE, ORANGE, Curve, as_svg
 
-HEAD = ("ranks", "verdict", "equal", "median", "99 %", "greatest", "of bound", "layout")
-MOST = 300  # tensors of a table of the page
-DATA = "the data loader: the order of samples, and which of them are this rank's"
-STATE = ("gradient", "moment", "master", "parameter")  # the kinds of tensors that a parameter has
-MADE_BY = {
+COLUMNS = ("ranks", "verdict", "equal", "median", "99 %", "greatest", "of bound", "layout")
+MAX_TENSORS = 300  # in a table of the page
+DATA = "the data loader: the order of the samples, or their assignment to ranks"
+STATE_KINDS = ("gradient", "moment", "master", "parameter")  # kinds of tensors that belong to a parameter
+FORWARD_OPERATIONS = {
     "input_layernorm": "the layer norm {module}",
     "post_attention_layernorm": "the layer norm {module}",
     "attention.query_key_value": "the product of {module}{gathered}",
@@ -32,7 +32,7 @@ MADE_BY = {
     "": "the residual sum at the end of {layer}, or dropout",
     "transformer.final_layernorm": "the layer norm {module}",
     "embeddings": "{total_of}the word embeddings, or the position embeddings that are added to it, or dropout",
-    "loss": "the head and the cross-entropy, and the sum of the samples over micro-batches and data-parallel ranks",
+    "loss": "the head and the cross-entropy, or the sum over micro-batches and data-parallel ranks",
     "gradient norm": "the sum of the squares of all gradients, each of which counts once",
     "skipped": "the test whether the gradient norm is finite",
     "learning rate": "the schedule of the learning rate",
@@ -41,8 +41,8 @@ MADE_BY = {
     "tokens": DATA,
     "labels": DATA,
 }
-# The gradient of a tensor, in backward.
-MADE_IN_BACKWARD = {
+# The operation that computes the gradient of a tensor in backward.
+BACKWARD_OPERATIONS = {
     "input_layernorm": "{total_of}the gradient of the input of {layer}'s attention.query_key_value",
     "post_attention_layernorm": "{total_of}the gradient of the input of {layer}'s mlp.dense_h_to_4h",
     "transformer.final_layernorm": "{total_of}the gradient of the cross-entropy and the head",
@@ -51,18 +51,19 @@ MADE_IN_BACKWARD = {
 }
 
 
-def operation(key: Key, facts: Mapping[str, Any]) -> str:
-    """What made the tensor `key` in a run with these `facts` of its layout, in the words of mpu's layers."""
-    p, dp, micro_batches = (facts[n] for n in ("model_parallel_size", "data_parallel_size", "micro_batches"))
-    parallel, name = facts["config"]["parallel"], key.name if key.name in MADE_BY else key.name.split(" of ")[-1]
+def producing_operation(key: TensorKey, facts: Mapping[str, Any]) -> str:
+    """Describe the operation that computes the tensor `key`, in the terms of mpu's layers. facts: see `run_facts`."""
+    p, dp, num_microbatches = (facts[n] for n in ("model_parallel_size", "data_parallel_size", "micro_batches"))
+    parallel = facts["config"]["parallel"]
+    name = key.name if key.name in FORWARD_OPERATIONS else key.name.split(" of ")[-1]
     sequence, sharded = parallel["sequence_parallel"] and p > 1, parallel["use_distributed_optimizer"] and dp > 1
     total = "reduce-scatter" if sequence else "all-reduce"
     found = re.match(r"transformer\.layers\.(\d+)\.?(.*)", name)
     layer, part = (f"layer {found[1]}", found[2]) if found else ("", name)
     module = f"{layer}'s {part}" if layer else name.removeprefix("transformer.")
-    if key.kind not in STATE:
+    if key.kind not in STATE_KINDS:
         in_backward = key.kind == "activation gradient"
-        words = (MADE_IN_BACKWARD if in_backward else MADE_BY)[part].format(
+        words = (BACKWARD_OPERATIONS if in_backward else FORWARD_OPERATIONS)[part].format(
             module=module,
             layer=layer,
             gathered=", or the all-gather of its input" if sequence else "",
@@ -73,10 +74,11 @@ def operation(key: Key, facts: Mapping[str, Any]) -> str:
         is_partial = re.search(r"layernorm|position_embeddings|(attention\.dense|mlp\.dense_4h_to_h)\.bias$", name)
         by = "reduce-scatter" if sharded else "all-reduce"
         sums = {
-            f"over {micro_batches} micro-batches": micro_batches > 1,
+            f"over {num_microbatches} micro-batches": num_microbatches > 1,
             f"over {dp} data-parallel ranks by the {by} of its bucket": dp > 1,
             f"over {p} model-parallel ranks, since each has a part of the sequence": sequence and is_partial,
-            "over the first and the last stage of the pipeline": facts["pipeline_parallel_size"] > 1 and name == TIED,
+            "over the first and the last stage of the pipeline": facts["pipeline_parallel_size"] > 1
+            and name == TIED_WEIGHT,
         }
         of = " and ".join(words for words, applies in sums.items() if applies)
         return f"the gradient of {module} in backward" + (f", and its sum {of}" if of else "")
@@ -88,9 +90,9 @@ def operation(key: Key, facts: Mapping[str, Any]) -> str:
     return f"AdamW's update of {module}" + (gathered if sharded and key.kind == "parameter" else "")
 
 
-class Layout(NamedTuple):
-    """flags: as they were given. words: the whole command line of pretrain_gpt2 without what starts ranks. batch: the
-    samples of a step."""
+class LayoutSpec(NamedTuple):
+    """A layout to run. flags: its --layout. words: its command line for pretrain_gpt2, without launcher flags. batch:
+    the samples of a step."""
 
     flags: str
     words: tuple[str, ...]
@@ -99,31 +101,31 @@ class Layout(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its flags, or that it has none."""
+        """The flags, or "(no flags)"."""
         return self.flags or "(no flags)"
 
 
-class Result(NamedTuple):
-    """A layout, the facts of its run, and what came out."""
+class LayoutResult(NamedTuple):
+    """The outcome of a layout. facts: see `run_facts`."""
 
-    layout: Layout
+    layout: LayoutSpec
     facts: Mapping[str, Any]
-    verdict: Verdict
+    comparison: RunComparison
 
 
-def units(value: float) -> str:
-    """A difference in units, with two digits: 0, 0.71, 12, 3.1e+05."""
+def format_units(value: float) -> str:
+    """Format a difference in units with about two digits: 0, 0.71, 12, 3.1e+05."""
     return f"{value:.2g}" if value < 100 or value >= 1e4 else f"{value:.0f}"
 
 
-def first_lines(reference: str, trace: Trace) -> list[str]:
-    """What everything is compared with, and a warning if its steps were skipped: nothing was learned in them."""
-    facts, rows = trace.facts, trace.rows.values()
-    size, steps = sum(row.dtype.itemsize * math.prod(row.shape) for row in rows), facts["steps"]
-    skipped = ", ".join(str(row.key.step) for row in rows if row.key.name == "skipped" and row.rms > 0)
+def reference_lines(reference: str, trace: Trace) -> list[str]:
+    """Return a line that describes the reference, and a warning if it skipped steps."""
+    facts, entries = trace.facts, trace.entries.values()
+    size, steps = sum(entry.dtype.itemsize * math.prod(entry.shape) for entry in entries), facts["steps"]
+    skipped = ", ".join(str(entry.key.step) for entry in entries if entry.key.name == "skipped" and entry.rms > 0)
     lines = [
         f"compared with {reference}: {steps} step{'s' * (steps > 1)} of {facts['global_batch_size']} samples, "
-        f"{facts['precision']} on {facts['device']}, {len(rows):,} tensors, {size / 2**20:,.1f} MiB"
+        f"{facts['precision']} on {facts['device']}, {len(entries):,} tensors, {size / 2**20:,.1f} MiB"
     ]
     if skipped:
         lines.append(
@@ -133,62 +135,65 @@ def first_lines(reference: str, trace: Trace) -> list[str]:
     return lines
 
 
-def rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
-    """A row of the table for each result, as HEAD names its columns."""
+def table_rows(results: Sequence[LayoutResult]) -> list[tuple[str, ...]]:
+    """Return a row of the table, with COLUMNS, for each result."""
     found = []
-    for layout, _, verdict in results:
-        computed = verdict.computed
-        numbers = computed.quantile(0.5), computed.quantile(0.99), computed.greatest, verdict.nearest.share
-        equal = f"{computed.equal / computed.count:.1%}"
-        found.append((str(layout.world_size), verdict.word, equal, *map(units, numbers), layout.name))
+    for layout, _, comparison in results:
+        total = comparison.total
+        numbers = total.quantile(0.5), total.quantile(0.99), total.greatest, comparison.closest.bound_fraction
+        equal = f"{total.equal / total.count:.1%}"
+        found.append((str(layout.world_size), comparison.verdict, equal, *map(format_units, numbers), layout.name))
     return found
 
 
-def table(results: Sequence[Result]) -> list[str]:
-    """The lines of the table."""
-    return columns([HEAD, *rows(results)], "><" + ">" * (len(HEAD) - 3) + "<")
+def comparison_table(results: Sequence[LayoutResult]) -> list[str]:
+    """Return the lines of the table."""
+    return align_columns([COLUMNS, *table_rows(results)], "><" + ">" * (len(COLUMNS) - 3) + "<")
 
 
-def explanation(result: Result) -> list[str]:
-    """The first difference that rounding does not explain: what, where, by how much, and which operation made it."""
-    verdict = result.verdict
-    first = verdict.findings[0]
-    key = first.row.key
+def explain_mismatch(result: LayoutResult) -> list[str]:
+    """Describe the first difference that rounding does not explain: tensor, ranks, size, and the operation."""
+    comparison = result.comparison
+    first = comparison.mismatches[0]
+    key = first.entry.key
     when = f"in step {key.step}" if key.step else "before the first step"
-    where = f", on {named(first.ranks, {})}" if first.ranks else ""
-    lines = [f"{result.layout.name}: the first difference is {when}, {key.name} ({key.kind}){where}", how_far(first)]
+    where = f", on {format_ranks(first.ranks, {})}" if first.ranks else ""
+    lines = [
+        f"{result.layout.name}: the first difference is {when}, {key.name} ({key.kind}){where}",
+        describe_mismatch(first),
+    ]
     if (factor := first.difference.factor) is not None and abs(factor - 1) > 1e-3:
-        lines.append(f"all of it is {factor:.4g} times what it was")
-    lines.append(f"made by {operation(key, result.facts)}")
-    count = len(verdict.findings)
+        lines.append(f"the whole tensor is {factor:.4g} times the reference")
+    lines.append(f"made by {producing_operation(key, result.facts)}")
+    count = len(comparison.mismatches)
     lines.append(
-        f"{count:,} of {len(verdict.tensors):,} tensors differ by more than rounding; those before this one do not"
+        f"{count:,} of {len(comparison.tensors):,} tensors differ by more than rounding; those before this one do not"
         if count > 1
         else "no other tensor differs by more than rounding"
     )
     return [lines[0], *(f"    {line}" for line in lines[1:])]
 
 
-def how_far(finding: Judged) -> str:
-    """The greatest difference of a tensor, and its place; or how many of its numbers there are."""
-    found, (_, kind, _, _), size = finding.difference, finding.row.key, math.prod(finding.row.shape)
+def describe_mismatch(finding: TensorComparison) -> str:
+    """Describe the largest difference of a tensor and its index, or the wrong number of elements."""
+    found, (_, kind, _, _), size = finding.difference, finding.entry.key, math.prod(finding.entry.shape)
     if not finding.ranks:
-        return f"the ranks computed {finding.made:,} numbers for the {size:,} of it: not each of them once"
+        return f"the ranks computed {finding.elements:,} elements, but the tensor has {size:,}"
     if kind in ("scalar", "loss"):
-        return f"it is {found.own:.9g} and was {found.reference:.9g}"
-    place = f"[{', '.join(map(str, found.at))}]"
+        return f"it is {found.own:.9g} instead of {found.reference:.9g}"
+    index = f"[{', '.join(map(str, found.at))}]"
     if kind in ("input", "activation", "activation gradient"):
         dimensions = zip(("sample", "position", "channel"), found.at, strict=False)
-        place = ", ".join(f"{name} {i}" for name, i in dimensions)
+        index = ", ".join(f"{name} {i}" for name, i in dimensions)
     return (
-        f"by {units(found.greatest)} units of roundoff, where rounding explains {units(finding.bound)}: at "
-        f"{place} it is {found.own:.6g} and was {found.reference:.6g}"
+        f"by {format_units(found.greatest)} units of roundoff (rounding explains {format_units(finding.bound)}): "
+        f"at {index} it is {found.own:.6g} instead of {found.reference:.6g}"
     )
 
 
-def page(lines: Sequence[str], command: str, trace: Trace, results: Sequence[Result]) -> str:
-    """The comparison on one HTML page that loads nothing else. lines: what everything is compared with. command: the
-    command line without the layouts."""
+def render_html(lines: Sequence[str], command: str, trace: Trace, results: Sequence[LayoutResult]) -> str:
+    """Return the comparison as one self-contained HTML page. lines: see `reference_lines`. command: the command line
+    without the layouts."""
     import jinja2
 
     folder = Path(__file__).parent
@@ -196,30 +201,32 @@ def page(lines: Sequence[str], command: str, trace: Trace, results: Sequence[Res
         loader=jinja2.FileSystemLoader([folder, folder.parents[1] / "monitor"]), autoescape=True, trim_blocks=True
     ).get_template("page.html")
 
-    def sections() -> Iterator[tuple[Result, str, list[Judged]]]:
+    def sections() -> Iterator[tuple[LayoutResult, str, list[TensorComparison]]]:
         for result in results:
-            tensors = result.verdict.tensors
+            tensors = result.comparison.tensors
             title = "greatest difference of each tensor in the order of the steps, log10 of units"
             curves = [
-                Curve("difference", BLUE, logarithms(each.difference.excess for each in tensors)),
-                Curve("explained by rounding", ORANGE, logarithms(each.bound for each in tensors)),
+                Curve("difference", BLUE, log10_points(each.difference.excess for each in tensors)),
+                Curve("explained by rounding", ORANGE, log10_points(each.bound for each in tensors)),
             ]
-            worst = sorted(tensors, key=lambda each: (each.is_explained, -each.share))[:MOST]
+            worst = sorted(tensors, key=lambda each: (each.is_explained, -each.bound_fraction))[:MAX_TENSORS]
             yield result, as_svg({title: curves}), worst
 
     return template.render(
         lines=lines,
-        head=HEAD,
-        rows=rows(results),
+        head=COLUMNS,
+        rows=table_rows(results),
         results=sections(),
-        explanation=explanation,
-        units=units,
+        explain_mismatch=explain_mismatch,
+        format_units=format_units,
         command=command,
         facts=[(name.replace("_", " "), value) for name, value in trace.facts.items() if name != "config"],
-        flags=[(flag(k), value) for k, value in by_key(trace.facts["config"]).items() if value not in (None, ())],
+        flags=[
+            (flag(k), value) for k, value in flatten_sections(trace.facts["config"]).items() if value not in (None, ())
+        ],
     )
 
 
-def logarithms(values: Iterable[float]) -> list[tuple[int, float]]:
-    """log10 of each value against its place. One that has none is left out."""
-    return [(place, math.log10(value)) for place, value in enumerate(values) if 0 < value < math.inf]
+def log10_points(values: Iterable[float]) -> list[tuple[int, float]]:
+    """Return (index, log10) of each value that is positive and finite."""
+    return [(index, math.log10(value)) for index, value in enumerate(values) if 0 < value < math.inf]

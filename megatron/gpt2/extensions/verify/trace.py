@@ -1,10 +1,10 @@
-"""The tensors of a run on the disk, each as a global one: the trace that other runs are compared with.
+"""A trace: the global tensors of a run on disk, with which other runs are compared.
 
-    trace.json                 the run's facts, and a row for each tensor
+    trace.json                 metadata of the run, and an entry for each tensor
     tensors/NUMBER.safetensors one global tensor each
 
-Each rank writes its parts into the places where they belong. No rank ever has a whole tensor in memory, and nothing is
-sent. All ranks are on one machine.
+Each rank writes its shards directly into the files. So no rank has a global tensor in memory, and the ranks do not
+communicate. All ranks must be on one machine.
 
 Legend: n samples of the global batch, s sequence, w width.
 """
@@ -27,38 +27,38 @@ from torch import Tensor
 
 from data_utils.files import safetensors_header
 from megatron.gpt2.checkpoint.reader import DTYPE_CODES, DTYPES
-from mpu.partition import Box
+from mpu.partition import TensorSlice
 
 FORMAT = 1
 INDEX = "trace.json"
-SQUARED = "exp_avg_sq of "  # before the name of a parameter
-# The kinds of tensors of a step, in the order in which a step makes them.
+SECOND_MOMENT = "exp_avg_sq of "  # followed by the name of a parameter
+# The kinds of tensors, in the order in which a step computes them.
 KINDS = ("input", "activation", "loss", "activation gradient", "gradient", "scalar", "moment", "master", "parameter")
 
 
-class Key(NamedTuple):
-    """Which tensor of a run: its step from 1 on, its kind, its place among those of its kind, and its name."""
+class TensorKey(NamedTuple):
+    """Identifies a tensor of a run. step: from 1 on, or 0 before the first step. position: its index within its kind."""
 
     step: int
     kind: str
-    place: int
+    position: int
     name: str
 
     @property
     def order(self) -> tuple[int, int, int, str]:
-        """Sorts keys as a step makes the tensors."""
-        return self.step, KINDS.index(self.kind), self.place, self.name
+        """A sort key for the order in which a step computes the tensors."""
+        return self.step, KINDS.index(self.kind), self.position, self.name
 
 
-class Part(NamedTuple):
-    """A rank's part of the global tensor `key`.
+class TensorShard(NamedTuple):
+    """A rank's shard of the global tensor `key`.
 
-    values: any strides, any device. offset: of the part in the global tensor. shape: of the global tensor. Activations
-    are [n, s, w], the samples in the order of the global batch; parameters have their true shape; a number is [1].
-    writes: True on one of the ranks that hold the same part, so that each number of the tensor counts once.
+    values: the shard, with any strides and device. offset: of the shard in the global tensor. shape: of the global
+    tensor. Activations are [n, s, w] with the samples in the order of the global batch; parameters have no padding; a
+    scalar is [1]. writes: True on one of the ranks that hold the same shard, so that each element counts once.
     """
 
-    key: Key
+    key: TensorKey
     values: Tensor
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -66,77 +66,77 @@ class Part(NamedTuple):
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Index the global tensor to give this part."""
-        return Box(self.offset, tuple(self.values.shape)).slices()
+        """The slices of the global tensor that this shard covers."""
+        return TensorSlice(self.offset, tuple(self.values.shape)).slices()
 
-    def chunks(self, elements: int = 1 << 20) -> Iterator[Part]:
-        """The part, some rows at a time, of about so many elements: those stay in the processor's cache."""
+    def chunks(self, elements: int = 1 << 20) -> Iterator[TensorShard]:
+        """Split the shard by rows into chunks of about `elements`, which fit into the processor's cache."""
         rows = max(1, elements * len(self.values) // max(self.values.numel(), 1))
         first, *others = self.offset
         for number, values in enumerate(self.values.split(rows)):
             yield self._replace(values=values, offset=(first + number * rows, *others))
 
 
-class Row(NamedTuple):
-    """A tensor of a trace. rms: the root of the mean square of what is measured of the
-    tensor; 0 for whole numbers."""
+class TraceEntry(NamedTuple):
+    """A tensor of a trace. rms: the root mean square of its measured values (see `measured`); 0 for integers."""
 
-    key: Key
+    key: TensorKey
     dtype: torch.dtype
     shape: tuple[int, ...]
     rms: float
 
 
-def measured(key: Key, values: Tensor) -> Tensor:
-    """What is measured of a tensor: the root of a second moment, since it has the size of the gradients and so their
-    rounding."""
-    return values.sqrt() if key.name.startswith(SQUARED) else values
+def measured(key: TensorKey, values: Tensor) -> Tensor:
+    """Return the values to compare: the square root of a second moment, since it scales and rounds like the gradients;
+    otherwise the tensor itself."""
+    return values.sqrt() if key.name.startswith(SECOND_MOMENT) else values
 
 
-def file_of(folder: Path, key: Key) -> Path:
-    """The file of a tensor. Every rank derives the same name."""
+def tensor_file(folder: Path, key: TensorKey) -> Path:
+    """Return the file of a tensor, the same on every rank."""
     return folder / "tensors" / f"{key.step:04d}_{zlib.crc32(repr((key.kind, key.name)).encode()):08x}.safetensors"
 
 
 class TraceWriter:
-    """Writes the parts of this rank into the trace in `folder`."""
+    """Writes the shards of this rank into the trace in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._made: Counter[Key] = Counter()
+        self._element_counts: Counter[TensorKey] = Counter()
         (folder / "tensors").mkdir(parents=True, exist_ok=True)
 
-    def __call__(self, part: Part) -> None:
-        """Write the part, unless another rank does."""
-        if not part.writes:
+    def __call__(self, shard: TensorShard) -> None:
+        """Write the shard, unless a different rank writes it."""
+        if not shard.writes:
             return
-        key, shape, values = part.key, part.shape, part.values.detach().cpu()
+        key, shape, values = shard.key, shard.shape, shard.values.detach().cpu()
         size = math.prod(shape) * values.itemsize
         entry = {"dtype": DTYPE_CODES[values.dtype], "shape": shape, "data_offsets": [0, size]}
         header = safetensors_header({"__metadata__": {"step": str(key.step), "kind": key.kind}, key.name: entry})
-        path = file_of(self._folder, key)
+        path = tensor_file(self._folder, key)
         path.touch()
-        # The first rank makes the file as large as it is in the end. All of them write the same header.
+        # The first rank creates the file in its final size. All ranks write the same header.
         file = torch.from_file(str(path), True, len(header) + size, dtype=torch.uint8)
         file[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        file[len(header) :].view(values.dtype).view(shape)[part.slices] = values
-        self._made[key] += values.numel()
+        file[len(header) :].view(values.dtype).view(shape)[shard.slices] = values
+        self._element_counts[key] += values.numel()
 
     @property
-    def found(self) -> list[Any]:
-        """How many numbers this rank has written of each tensor, for `write_index`."""
-        return list(self._made.items())
+    def findings(self) -> list[Any]:
+        """The number of elements of each tensor that this rank has written, for `write_index`."""
+        return list(self._element_counts.items())
 
 
 def write_index(folder: Path, facts: Mapping[str, Any], found: Sequence[Sequence[Any]]) -> None:
-    """Make the index of the trace in `folder` from what the `TraceWriter` of each rank has found, also after a trip
-    through JSON. ValueError if a tensor is not whole."""
-    rows: list[dict[str, Any]] = []
-    made: Counter[Key] = Counter()
+    """Write the index of the trace in `folder`. found: `TraceWriter.findings` of each rank, possibly read from JSON.
+
+    Raises ValueError if a tensor is incomplete."""
+    entries: list[dict[str, Any]] = []
+    made: Counter[TensorKey] = Counter()
     for key, count in itertools.chain(*found):
-        made[Key(*key)] += count
+        made[TensorKey(*key)] += count
     for key in sorted(made, key=lambda key: key.order):
-        values = load_file(file_of(folder, key))[key.name]
+        values = load_file(tensor_file(folder, key))[key.name]
         if made[key] != values.numel():
             raise ValueError(
                 f"the ranks of the first layout made {made[key]:,} of the {values.numel():,} "
@@ -145,40 +145,41 @@ def write_index(folder: Path, facts: Mapping[str, Any], found: Sequence[Sequence
         rms = 0.0
         if values.is_floating_point():
             rms = float(torch.linalg.vector_norm(measured(key, values), dtype=torch.float64)) / math.sqrt(made[key])
-        rows.append({"key": key, "dtype": DTYPE_CODES[values.dtype], "shape": values.shape, "rms": rms})
-    (folder / INDEX).write_text(json.dumps({"format": FORMAT, "facts": facts, "tensors": rows}), encoding="utf-8")
+        entries.append({"key": key, "dtype": DTYPE_CODES[values.dtype], "shape": values.shape, "rms": rms})
+    (folder / INDEX).write_text(json.dumps({"format": FORMAT, "facts": facts, "tensors": entries}), encoding="utf-8")
 
 
 class Trace:
-    """The trace in `folder`, whose tensors stay on the disk. rows: by step and name. ValueError if there is no trace
-    that this program reads."""
+    """The trace in `folder`; its tensors stay on disk. entries: by (step, name). Raises ValueError if `folder` is not a
+    trace of this version."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
             index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
             if index["format"] != FORMAT:
-                raise ValueError(f"its format is {index['format']}, and this program reads {FORMAT}")
+                raise ValueError(f"its format is {index['format']}, and this program reads format {FORMAT}")
             self.facts: dict[str, Any] = index["facts"]
             rows = [
-                Row(Key(*row["key"]), DTYPES[row["dtype"]], tuple(row["shape"]), row["rms"]) for row in index["tensors"]
+                TraceEntry(TensorKey(*entry["key"]), DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["rms"])
+                for entry in index["tensors"]
             ]
         except FileNotFoundError as error:
             raise ValueError(f"{folder} holds no trace: --save-trace writes one") from error
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{folder}/{INDEX} is not a trace of this program: {error}") from error
-        self.rows = {(row.key.step, row.key.name): row for row in rows}
+        self.entries = {(entry.key.step, entry.key.name): entry for entry in rows}
 
-    def number(self, step: int, name: str, otherwise: float) -> float:
-        """The size of a number of the run; `otherwise` if the run had none of this name."""
-        row = self.rows.get((step, name))
-        return row.rms if row else otherwise
+    def scalar(self, step: int, name: str, otherwise: float) -> float:
+        """Return the absolute value of a scalar, or `otherwise` if the trace does not have it."""
+        entry = self.entries.get((step, name))
+        return entry.rms if entry else otherwise
 
-    def read(self, row: Row, slices: tuple[slice, ...]) -> Tensor:
-        """A part of a tensor."""
+    def read(self, entry: TraceEntry, slices: tuple[slice, ...]) -> Tensor:
+        """Read a slice of a tensor."""
         try:
-            with safe_open(file_of(self.folder, row.key), "pt") as file:
-                values: Tensor = file.get_slice(row.key.name)[slices]
+            with safe_open(tensor_file(self.folder, entry.key), "pt") as file:
+                values: Tensor = file.get_slice(entry.key.name)[slices]
         except (OSError, SafetensorError) as error:
-            raise ValueError(f"{self.folder} does not hold all of {row.key.name}: {error}") from error
+            raise ValueError(f"{self.folder} does not hold all of {entry.key.name}: {error}") from error
         return values

@@ -1,10 +1,10 @@
-"""Web text: from a list of addresses, or a folder of scraped text, to a corpus to train on.
+"""Web text: make a training corpus from a list of URLs or a folder of scraped text.
 
-    shards            a shard of documents in -> outputs and a manifest out, whole or not at all, restartable
-    stages            a stage over all its shards: flags, processes, a cluster, progress, the closing report
+    shards            run a stage on one shard of documents: atomic outputs and a manifest, restartable
+    stages            run a stage on all shards: flags, processes, a cluster, progress, the final report
     filters, download, near_duplicates
-                      the work of the stages on one shard
+                      the work of each stage on one shard
     commands          the programs of tools/openwebtext
 
-Libraries beyond numpy come with the extra [curate] and are imported where they are used.
+The extra [curate] installs the libraries beyond numpy. They are imported when they are used.
 """

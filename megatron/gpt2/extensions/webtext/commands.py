@@ -1,6 +1,6 @@
-"""The programs of tools/openwebtext: each reads its flags (default: this process's) and runs one stage.
+"""The programs of tools/openwebtext. Each parses its flags (default: this process's) and runs one stage.
 
-They raise ValueError or FileNotFoundError, one line, if the input or a flag is at fault.
+They raise ValueError or FileNotFoundError, with a message of one line, for bad input or a bad flag.
 """
 
 import argparse
@@ -13,26 +13,33 @@ from data_utils.files import hash_file
 from data_utils.splits import parse_split
 from data_utils.tokenizers import build_tokenizer
 from megatron.gpt2.extensions.webtext import filters, near_duplicates
-from megatron.gpt2.extensions.webtext.shards import Shard, Stage, find_files, find_shards, stem
-from megatron.gpt2.extensions.webtext.stages import add_number, log, number, run_stage, shards_beside, stage_parser
+from megatron.gpt2.extensions.webtext.shards import Shard, WebtextStage, find_files, find_shards, shard_name
+from megatron.gpt2.extensions.webtext.stages import (
+    add_number,
+    bounded_number,
+    log,
+    run_stage,
+    shard_folder,
+    stage_parser,
+)
 
 Argv = Sequence[str] | None
-seconds = number(float, 1e-3, 86400, "a number of seconds between 0 and a day")
+seconds = bounded_number(float, 1e-3, 86400, "a number of seconds between 0 and a day")
 
 
 def blacklist_urls(argv: Argv = None) -> None:
-    """Drop the addresses that lead to no text (sites of pictures, files that are no pages, malformed ones, duplicates):
+    """Drop URLs without text (picture sites, files other than pages, malformed URLs, duplicates):
 
         python tools/openwebtext/blacklist_urls.py INPUT OUTPUT
 
-    INPUT holds an address a line. OUTPUT gets files of --urls-per-file addresses, each a shard of the download.
+    INPUT holds one URL per line. OUTPUT gets files of --urls-per-file URLs; each is a shard of the download.
     """
     parser = stage_parser(blacklist_urls)
-    add_number(parser, "--urls-per-file", 1000, "addresses in a file")
+    add_number(parser, "--urls-per-file", 1000, "URLs in a file")
     args = parser.parse_args(argv)
     args.blacklist = hash_file(filters.BLACKLIST)
-    stage = Stage("blacklist_urls", filters.filter_urls, args, ("urls_per_file", "blacklist"), ("tldextract",))
-    # One shard: duplicates are looked for in all files.
+    stage = WebtextStage("blacklist_urls", filters.filter_urls, args, ("urls_per_file", "blacklist"), ("tldextract",))
+    # One shard, because duplicates may be in different files.
     run_stage(stage, [Shard("urls", find_files([args.input]))], one_file=(TEXT_SUFFIX,))
 
 
@@ -41,20 +48,24 @@ def download_urls(argv: Argv = None) -> None:
 
         python tools/openwebtext/download_urls.py INPUT OUTPUT
 
-    INPUT holds an address a line, in files that are the unit of a restart. OUTPUT/records says what became of each
-    address. It does not read robots.txt: it fetches the single pages of a list, and follows no link.
+    INPUT holds one URL per line. Each file is a shard, which a restart repeats or skips. OUTPUT/records has the result
+    of each URL. The program does not read robots.txt: it fetches the listed pages only, and does not follow links.
     """
     parser = stage_parser(download_urls)
-    add_number(parser, "--max-bytes", 10_000_000, "size of a page at most; a larger one is dropped")
+    add_number(parser, "--max-bytes", 10_000_000, "largest size of a page; larger ones are dropped")
     add_number(
-        parser, "--page-seconds", 30.0, "time for a page, from the first connection to the last byte", kind=seconds
+        parser,
+        "--page-seconds",
+        30.0,
+        "time limit for a page, from the first connection to the last byte",
+        kind=seconds,
     )
-    add_number(parser, "--extract-seconds", 10.0, "time to find the text of a page", kind=seconds)
-    add_number(parser, "--threads", 64, "pages fetched at once")
-    add_number(parser, "--per-host", 4, "pages fetched from one host at once")
+    add_number(parser, "--extract-seconds", 10.0, "time limit for extracting the text of a page", kind=seconds)
+    add_number(parser, "--threads", 64, "pages fetched at the same time")
+    add_number(parser, "--per-host", 4, "pages fetched from one host at the same time")
     args = parser.parse_args(argv)
     args.blacklist = hash_file(filters.BLACKLIST)
-    args.processes, args.workers = args.workers, 1  # a shard at a time has processes of its own
+    args.processes, args.workers = args.workers, 1  # one shard at a time; its processes extract text
     recorded = ("blacklist", "max_bytes", "page_seconds", "extract_seconds")
     try:
         from megatron.gpt2.extensions.webtext.download import download
@@ -62,7 +73,7 @@ def download_urls(argv: Argv = None) -> None:
         raise ValueError(
             f"this stage needs {error.name}: python -m pip install -c constraints.txt -e '.[curate]'"
         ) from None
-    stage = Stage("download_urls", download, args, recorded, ("tldextract", "trafilatura", "lxml", "aiohttp"))
+    stage = WebtextStage("download_urls", download, args, recorded, ("tldextract", "trafilatura", "lxml", "aiohttp"))
     run_stage(stage, find_shards(args.input, join_texts=False), one_file=())
 
 
@@ -73,20 +84,22 @@ def cleanup_dataset(argv: Argv = None) -> None:
     """
     parser = stage_parser(cleanup_dataset)
     parser.add_argument("--language", default="en", metavar="CODE", help="two letters, or any (default: %(default)s)")
-    add_number(parser, "--min-tokens", 128, "of a document that is kept")
+    add_number(parser, "--min-tokens", 128, "least tokens of a document")
     parser.add_argument(
         "--tokenizer-type",
         choices=("builtin", "bytes", "GPT2BPETokenizer"),
         default="builtin",
-        help="counts the tokens (default: %(default)s, which the project ships)",
+        help="tokenizer that counts the tokens (default: %(default)s, which needs no files)",
     )
-    parser.add_argument("--vocab-file", metavar="FILE", help="of GPT2BPETokenizer (default: the user's cache)")
+    parser.add_argument("--vocab-file", metavar="FILE", help="for GPT2BPETokenizer (default: the user's cache)")
     parser.add_argument("--merge-file", metavar="FILE")
     args = parser.parse_args(argv)
     args.tokenizer = {"kind": args.tokenizer_type, "vocab_file": args.vocab_file, "merge_file": args.merge_file}
     args.fingerprint = build_tokenizer(**args.tokenizer).fingerprint
     libraries = ("ftfy",) if args.language == "any" else ("ftfy", "py3langid")
-    run_stage(Stage("cleanup_dataset", filters.cleanup, args, ("language", "min_tokens", "fingerprint"), libraries))
+    run_stage(
+        WebtextStage("cleanup_dataset", filters.cleanup, args, ("language", "min_tokens", "fingerprint"), libraries)
+    )
 
 
 def find_duplicates(argv: Argv = None) -> None:
@@ -94,21 +107,27 @@ def find_duplicates(argv: Argv = None) -> None:
 
         python tools/openwebtext/find_duplicates.py INPUT OUTPUT
 
-    OUTPUT/signatures gets the MinHash signatures of every shard, OUTPUT/pairs.jsonl the pairs: candidates share one of
-    20 bands of 5 values, and are then compared in full. Pairs are those that join a document to a group, not all of a
-    group.
+    OUTPUT/signatures gets the MinHash signatures of every shard, OUTPUT/pairs.jsonl the pairs. Candidates share one of
+    20 bands of 5 values, and are then compared exactly. A pair is written only if it connects two groups, so a group of
+    k documents has k - 1 pairs.
     """
     parser = stage_parser(find_duplicates)
     add_number(
-        parser, "--min-jaccard", 0.8, "the least index of a pair", kind=number(float, 1e-9, 1, "between 0 and 1")
+        parser,
+        "--min-jaccard",
+        0.8,
+        "least Jaccard index of a pair",
+        kind=bounded_number(float, 1e-9, 1, "between 0 and 1"),
     )
     args = parser.parse_args(argv)
-    shards, folder = find_shards(args.input), shards_beside(args.output) / "signatures"
+    shards, folder = find_shards(args.input), shard_folder(args.output) / "signatures"
     sign_args = argparse.Namespace(**{**vars(args), "output": folder})
-    manifests = run_stage(Stage("find_duplicates, signatures", near_duplicates.sign, sign_args), shards)
+    manifests = run_stage(
+        WebtextStage("find_duplicates, signatures", near_duplicates.write_signatures, sign_args), shards
+    )
     if not manifests:
         return
-    shards = shards[: len(manifests)]  # all, or those that --limit reached
+    shards = shards[: len(manifests)]  # with --limit, only those that were read
     args.shards = [
         {"name": manifest["input"]["name"], "documents": manifest["left"], "sha256": manifest["input"]["sha256"]}
         for manifest in manifests
@@ -116,37 +135,39 @@ def find_duplicates(argv: Argv = None) -> None:
     args.sources = [
         shard.files[0] if near_duplicates.is_seekable(shard) else folder / f"{shard.name}.jsonl" for shard in shards
     ]
-    args.limit = args.executor = None  # all shards at once
+    args.limit = args.executor = None  # this stage needs all shards
     signatures = Shard("pairs", tuple(folder / f"{shard.name}.signatures" for shard in shards))
-    run_stage(Stage("find_duplicates", near_duplicates.search, args, ("shards", "min_jaccard")), [signatures])
+    run_stage(
+        WebtextStage("find_duplicates", near_duplicates.find_pairs, args, ("shards", "min_jaccard")), [signatures]
+    )
 
 
 def group_duplicate_url(argv: Argv = None) -> None:
-    """Make groups of the pairs that find_duplicates.py found; the first document of a group is the one to keep:
+    """Group the pairs that find_duplicates.py found. The first document of a group is kept later:
 
         python tools/openwebtext/group_duplicate_url.py PAIRS OUTPUT
 
-    PAIRS is the file pairs.jsonl; OUTPUT gets groups.jsonl.
+    PAIRS is the file pairs.jsonl. OUTPUT gets groups.jsonl.
     """
     args = stage_parser(group_duplicate_url).parse_args(argv)
     files = find_files([args.input])
     if len(files) != 1:
-        raise ValueError(f"{args.input} names {len(files)} files: name the one pairs.jsonl")
+        raise ValueError(f"{args.input} names {len(files)} files: give one file, pairs.jsonl")
     near_duplicates.read_table(files[0])
-    run_stage(Stage("group_duplicate_url", near_duplicates.group, args), [Shard("groups", files)])
+    run_stage(WebtextStage("group_duplicate_url", near_duplicates.group_pairs, args), [Shard("groups", files)])
 
 
 def remove_group_duplicates(argv: Argv = None) -> None:
-    """Remove near-duplicates: of every group the documents that have an earlier one in it:
+    """Remove near-duplicates: keep only the first document of every group:
 
         python tools/openwebtext/remove_group_duplicates.py GROUPS INPUT OUTPUT
 
-    GROUPS is the file groups.jsonl that group_duplicate_url.py made of this INPUT.
+    GROUPS is the file groups.jsonl that group_duplicate_url.py wrote for this INPUT.
     """
     args = stage_parser(remove_group_duplicates, ("groups", "input", "output")).parse_args(argv)
     near_duplicates.read_table(args.groups)
     args.groups_file, args.groups = args.groups, hash_file(args.groups)
-    run_stage(Stage("remove_group_duplicates", near_duplicates.remove, args, ("groups",)))
+    run_stage(WebtextStage("remove_group_duplicates", near_duplicates.remove_duplicates, args, ("groups",)))
 
 
 def filter_ngrams(argv: Argv = None) -> None:
@@ -168,16 +189,15 @@ def filter_ngrams(argv: Argv = None) -> None:
     args = parser.parse_args(argv)
     args.evaluation_files = find_files(args.evaluation, "--evaluation")
     args.evaluation = {path.name: hash_file(path) for path in args.evaluation_files}
-    runs, too_short = filters.evaluation_runs(args.evaluation_files, args.evaluation_key)
+    runs, too_short = filters.evaluation_ngrams(args.evaluation_files, args.evaluation_key)
     log(
-        f"{len(runs):,} runs of {filters.WORDS} words to look for; {too_short:,} evaluation texts are shorter and are "
-        "not looked for"
+        f"searching for {len(runs):,} runs of {filters.WORDS} words; {too_short:,} shorter evaluation texts are ignored"
     )
-    run_stage(Stage("filter_ngrams", filters.decontaminate, args, ("evaluation", "evaluation_key")))
+    run_stage(WebtextStage("filter_ngrams", filters.decontaminate, args, ("evaluation", "evaluation_key")))
 
 
 def merge_jsons(argv: Argv = None) -> None:
-    """Put all documents in one file of JSON lines:
+    """Merge all documents into one file of JSON lines:
 
     python tools/openwebtext/merge_jsons.py --data_path FOLDER --output_file OUTPUT/corpus.jsonl
     """
@@ -187,9 +207,11 @@ def merge_jsons(argv: Argv = None) -> None:
     args = parser.parse_args(argv)
     files, path = find_files([args.data_path], "--data_path"), args.output_file
     if path in files:
-        raise ValueError(f"--output_file {path} is one of the files to merge: name it elsewhere")
+        raise ValueError(f"--output_file {path} is one of the files to merge: give a different name")
     args.output, args.name = path.parent, path.name
-    run_stage(Stage("merge_jsons", filters.merge, args, ("name",)), [Shard(stem(path), files)], alone=False)
+    run_stage(
+        WebtextStage("merge_jsons", filters.merge, args, ("name",)), [Shard(shard_name(path), files)], exclusive=False
+    )
 
 
 def split_dataset(argv: Argv = None) -> None:
@@ -197,7 +219,8 @@ def split_dataset(argv: Argv = None) -> None:
 
         python tools/openwebtext/split_dataset.py INPUT OUTPUT
 
-    The hash of a document's text and of --seed says where it goes, so that it stays there when the corpus grows.
+    The hash of a document's text and of --seed decides its split, so a document stays in its split when the corpus
+    grows.
     """
     parser = stage_parser(split_dataset)
     parser.add_argument("--split", default="949,50,1", metavar="A,B,C", help="proportions (default: %(default)s)")
@@ -205,14 +228,16 @@ def split_dataset(argv: Argv = None) -> None:
     args = parser.parse_args(argv)
     args.shares = list(map(str, parse_split(args.split)))
     files = find_files([args.input])
-    run_stage(Stage("split_dataset", filters.split, args, ("shares", "seed")), [Shard("split", files)], one_file=())
+    run_stage(
+        WebtextStage("split_dataset", filters.split, args, ("shares", "seed")), [Shard("split", files)], one_file=()
+    )
     command = ["bash", "scripts/pretrain_gpt2.sh"]
     for name, share in zip(filters.SPLITS, args.shares, strict=True):
         path = args.output / f"{name}.jsonl"
         if path.exists():
             command += [f"--{name}-data", str(path)]
         elif name == "train":
-            raise ValueError(f"--split {args.split}: none of these documents fell into the training split")
+            raise ValueError(f"--split {args.split}: the training split has no documents: give it a greater share")
         elif share != "0":
-            log(f"notice: the {name} split got none of these documents: give it a greater share with --split")
+            log(f"notice: the {name} split has no documents: give it a greater share with --split")
     log(f"\nto train on it:\n\n  {shlex.join(command)}\n")

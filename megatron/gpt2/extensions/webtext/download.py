@@ -1,8 +1,8 @@
-"""Download: the pages of a shard of addresses by aiohttp, their text by trafilatura, both in the order of the addresses.
+"""Download the pages of a shard of URLs with aiohttp, and extract their text with trafilatura, in the order of the
+URLs.
 
-aiohttp bounds the time of a whole page, whatever the server does; HTTP_PROXY, HTTPS_PROXY and NO_PROXY are followed.
-trafilatura finds the text in processes of its own. A page that takes too long costs a process, which is killed and
-replaced.
+The time of a whole page is limited, for any behaviour of the server. HTTP_PROXY, HTTPS_PROXY and NO_PROXY are used.
+trafilatura runs in separate processes. If the extraction of a page takes too long, its process is killed and replaced.
 """
 
 import asyncio
@@ -19,9 +19,9 @@ from urllib.parse import urljoin, urlsplit
 
 import aiohttp
 
-from data_utils.worker_processes import end_with_parent
-from megatron.gpt2.extensions.webtext.filters import refusal
-from megatron.gpt2.extensions.webtext.shards import ShardRun, as_line
+from data_utils.worker_processes import exit_with_parent
+from megatron.gpt2.extensions.webtext.filters import make_url_filter
+from megatron.gpt2.extensions.webtext.shards import ShardRun, json_line
 
 REDIRECTS = 5
 REDIRECT_CODES = (301, 302, 303, 307, 308)
@@ -33,24 +33,24 @@ HEADERS = {
 KINDS = ("text/html", "application/xhtml+xml", "text/plain")
 NO_HOST, CONNECTION_FAILED = "no such host", "connection failed"
 
-Result = tuple[dict[str, Any], str | None]  # the record of an address, and its text
+Result = tuple[dict[str, Any], str | None]  # the record of a URL, and its text
 
 
-class Refused(Exception):
-    """Why a page was not taken, in a few words that are the same for all such pages."""
+class PageError(Exception):
+    """The reason why a page was dropped: a few words, which are equal for all pages with this reason."""
 
 
 @dataclass(frozen=True)
 class Page:
-    """The answer of a server."""
+    """The response of a server."""
 
     url: str  # after redirects
     body: bytes
-    charset: str | None  # that the server names
+    charset: str | None  # from the server
 
 
-def session() -> aiohttp.ClientSession:
-    """A client without limits of its own: those of the flags count from the first connection to a page."""
+def http_session() -> aiohttp.ClientSession:
+    """Make a client without limits. The limits of the flags begin with the first connection to a page."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, force_close=True),
         timeout=aiohttp.ClientTimeout(total=None),
@@ -63,23 +63,24 @@ def session() -> aiohttp.ClientSession:
 async def fetch(
     client: aiohttp.ClientSession, url: str, max_bytes: int, seconds: float, refusal: Callable[[str], str | None]
 ) -> Page:
-    """The page, of `max_bytes` at most, for which the server may take so many seconds. Refused says why there is none.
-    refusal: is called with every address that a server redirects to, and returns why it is not to be fetched, or None.
+    """Fetch a page of at most `max_bytes` within `seconds`. Raises PageError with the reason if that fails.
+
+    refusal: called with every URL that the server redirects to; returns the reason not to fetch it, or None.
     """
     try:
         return await asyncio.wait_for(_follow(client, url, max_bytes, refusal), seconds)
     except (asyncio.TimeoutError, TimeoutError):
-        raise Refused("too slow") from None
+        raise PageError("too slow") from None
     except (aiohttp.InvalidURL, ValueError):
-        raise Refused("malformed address") from None
+        raise PageError("malformed address") from None
     except aiohttp.ClientConnectorDNSError:
-        raise Refused(NO_HOST) from None
+        raise PageError(NO_HOST) from None
     except aiohttp.ClientSSLError:
-        raise Refused("no valid certificate") from None
+        raise PageError("no valid certificate") from None
     except (aiohttp.ClientResponseError, aiohttp.ClientPayloadError):
-        raise Refused("broken answer") from None
+        raise PageError("broken answer") from None
     except (aiohttp.ClientError, OSError):
-        raise Refused(CONNECTION_FAILED) from None
+        raise PageError(CONNECTION_FAILED) from None
 
 
 async def _follow(
@@ -91,26 +92,26 @@ async def _follow(
             if response.status in REDIRECT_CODES and location:
                 url = urljoin(url, location)
                 if why := refusal(url):
-                    raise Refused(f"redirected: {why}")
+                    raise PageError(f"redirected: {why}")
                 continue
             if response.status != 200:
-                raise Refused(f"status {response.status}")
+                raise PageError(f"status {response.status}")
             if response.content_type not in KINDS:
-                raise Refused("no page of text")
+                raise PageError("no page of text")
             if (response.content_length or 0) > max_bytes:
-                raise Refused("too large")
+                raise PageError("too large")
             body = bytearray()
             async for block in response.content.iter_any():
                 body += block
                 if len(body) > max_bytes:
-                    raise Refused("too large")
+                    raise PageError("too large")
             return Page(url, bytes(body), response.charset)
-    raise Refused(f"more than {REDIRECTS} redirects")
+    raise PageError(f"more than {REDIRECTS} redirects")
 
 
-def text_of(page: Page) -> tuple[str | None, str]:
-    """The main text of a page, None if it has none; and the name of an error. Bytes are decoded by the charset that the
-    server names, else as UTF-8, else as trafilatura guesses."""
+def extract_text(page: Page) -> tuple[str | None, str]:
+    """Return the main text of a page, or None; and the name of an error, or "". Bytes are decoded with the charset from
+    the server, else as UTF-8, else as trafilatura guesses."""
     import trafilatura
 
     content: bytes | str = page.body
@@ -119,18 +120,18 @@ def text_of(page: Page) -> tuple[str | None, str]:
     try:
         options = {"include_comments": False, "include_tables": False, "deduplicate": False}
         return trafilatura.extract(content, url=page.url, **options), ""
-    except Exception as error:  # whatever a library makes of a hostile page
+    except Exception as error:  # a hostile page may cause any error
         return None, type(error).__name__
 
 
 def _start_extractor() -> None:
-    logging.disable(logging.CRITICAL)  # trafilatura's remarks on each page
-    end_with_parent()
+    logging.disable(logging.CRITICAL)  # trafilatura logs lines for each page
+    exit_with_parent()
 
 
-class Extractors:
-    """Several processes, each for one page at a time. Called with a page it returns its text; Refused says why there is
-    none."""
+class TextExtractors:
+    """A pool of processes, each of which extracts the text of one page at a time. Called with a page, it returns its
+    text or raises PageError with the reason."""
 
     def __init__(self, count: int, seconds: float) -> None:
         self.seconds = seconds
@@ -139,47 +140,48 @@ class Extractors:
             self._free.put_nowait(self._start())
 
     def _start(self) -> tuple[ProcessPoolExecutor, Future[Any]]:
-        """A process, and the extraction of no page: it loads the library, which is not in the time of the first page."""
-        # A fresh interpreter: a copy of this one would take its threads' locks along.
+        """Start a process with an empty page, so that the time of the first page does not include loading the
+        library."""
+        # A new interpreter: a fork of this one would copy locks that its threads hold.
         pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _start_extractor)
-        return pool, pool.submit(text_of, Page("", b"", None))
+        return pool, pool.submit(extract_text, Page("", b"", None))
 
     async def __call__(self, page: Page) -> str:
         pool, ready = await self._free.get()
         try:
             await asyncio.wrap_future(ready)
-            text, error = await asyncio.wait_for(asyncio.wrap_future(pool.submit(text_of, page)), self.seconds)
+            text, error = await asyncio.wait_for(asyncio.wrap_future(pool.submit(extract_text, page)), self.seconds)
         except (asyncio.TimeoutError, TimeoutError, BrokenProcessPool) as failure:
-            kill(pool)
+            kill_pool(pool)
             pool, ready = self._start()
             died = isinstance(failure, BrokenProcessPool)
-            raise Refused("its reading ended a process" if died else "text not found in time") from None
+            raise PageError("its extraction ended a process" if died else "text not found in time") from None
         finally:
             self._free.put_nowait((pool, ready))
         if error:
-            raise Refused(f"not readable ({error})")
+            raise PageError(f"not readable ({error})")
         if not text or not text.strip():
-            raise Refused("page without text")
+            raise PageError("page without text")
         return text
 
     def close(self) -> None:
-        """End all processes that are free."""
+        """End all idle processes."""
         while not self._free.empty():
-            kill(self._free.get_nowait()[0])
+            kill_pool(self._free.get_nowait()[0])
 
 
-def kill(pool: ProcessPoolExecutor) -> None:
-    """End a pool's process at once."""
+def kill_pool(pool: ProcessPoolExecutor) -> None:
+    """Kill the process of a pool."""
     for process in list((pool._processes or {}).values()):
         process.kill()
     pool.shutdown(wait=False, cancel_futures=True)
 
 
-async def results(run: ShardRun) -> AsyncIterator[Result]:
-    """The record and the text of each address, in order. At most four times --threads addresses are begun before their
-    turn: memory stays small, and the progress bar follows."""
-    args, refused = run.args, refusal()
-    extract = Extractors(args.processes, args.extract_seconds)
+async def fetch_records(run: ShardRun) -> AsyncIterator[Result]:
+    """Yield the record and the text of each URL, in order. At most 4 · --threads URLs are in progress, which limits
+    memory and keeps the progress bar correct."""
+    args, refused = run.args, make_url_filter()
+    extract = TextExtractors(args.processes, args.extract_seconds)
     connections = asyncio.Semaphore(args.threads)
     hosts: dict[str, asyncio.Semaphore] = {}
 
@@ -192,12 +194,12 @@ async def results(run: ShardRun) -> AsyncIterator[Result]:
             if page.url != url:
                 record["redirected"] = page.url
             return record, await extract(page)
-        except Refused as why:
+        except PageError as why:
             return {**record, "result": str(why)}, None
 
     waiting: deque[asyncio.Task[Result]] = deque()
     try:
-        async with session() as client:
+        async with http_session() as client:
             for url in run.lines():
                 waiting.append(asyncio.create_task(result(client, url)))
                 if len(waiting) == 4 * args.threads:
@@ -209,11 +211,11 @@ async def results(run: ShardRun) -> AsyncIterator[Result]:
 
 
 def download(run: ShardRun) -> None:
-    """The pages that have a text, as {"url", "text"}; and records/<shard>.jsonl with the result of each address."""
+    """Write the pages with text as {"url", "text"}, and the result of each URL to records/<shard>.jsonl."""
 
     async def write() -> None:
-        async for record, text in results(run):
-            records.write(as_line(record))
+        async for record, text in fetch_records(run):
+            records.write(json_line(record))
             unreachable.append(record["result"] in (NO_HOST, CONNECTION_FAILED))
             if text is None:
                 run.drop(record["result"], record["url"])
@@ -223,5 +225,5 @@ def download(run: ShardRun) -> None:
     records = run.file(f"records/{run.shard.name}.jsonl")
     unreachable: list[bool] = []
     asyncio.run(write())
-    if sum(unreachable) == run.entered > 1:  # not to be remembered as the result of these addresses
-        raise OSError(f"no address of {run.shard.files[0]} could be reached: is there a network?")
+    if sum(unreachable) == run.entered > 1:  # do not record this as the result of these URLs
+        raise OSError(f"no URL of {run.shard.files[0]} could be reached: is there a network?")

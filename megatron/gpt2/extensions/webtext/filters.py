@@ -1,4 +1,4 @@
-"""The work of the stages that take one document, or one address, after the other."""
+"""Stages that process one document, or one URL, at a time."""
 
 import argparse
 import bisect
@@ -15,23 +15,23 @@ from urllib.parse import urlsplit, urlunsplit
 
 from data_utils.tokenizers import build_tokenizer
 from data_utils.tokenizers.base import Tokenizer
-from megatron.gpt2.extensions.webtext.shards import UNREADABLE, Shard, ShardRun, label
+from megatron.gpt2.extensions.webtext.shards import UNREADABLE, Shard, ShardRun, document_label
 
-SHORTEST, LONGEST = 9, 2048  # characters of an address
-# Sites of pictures, sound, video, programs, shops, short links and log-ins, by their name before the public suffix or
-# with it; and endings of files that are no pages.
+SHORTEST, LONGEST = 9, 2048  # characters of a URL
+# Sites of pictures, sound, video, programs, shops, short links and log-ins, by their name with or without the public
+# suffix; and suffixes of files other than pages.
 BLACKLIST = Path(__file__).with_name("blacklist.json")
-LANGUAGE_CHARACTERS = 3000  # of a text, by which its language is found: that runs at 4 MB/s
-# ftfy may change a line with anything but printable ASCII without an ampersand. The rest is ftfy's fixed point.
+LANGUAGE_CHARACTERS = 3000  # of a text that the language detection reads, at 4 MB/s
+# Matches what ftfy may change: anything but printable ASCII without an ampersand.
 SUSPECT = re.compile(r"[^\t\n\x20-\x25\x27-\x7e]")
 WORDS = 13
 WORD = re.compile(r"\w+")
 SPLITS = ("train", "valid", "test")
 
 
-def normal(url: str) -> str:
-    """The address without what a server never sees: the fragment, the case of the host, the scheme's own port.
-    ValueError if it has no host or an impossible port."""
+def normalize_url(url: str) -> str:
+    """Remove what a server never sees from a URL: the fragment, the case of the host, the default port. Raises
+    ValueError if it has no host or an invalid port."""
     parts = urlsplit(url)
     if not parts.hostname:
         raise ValueError("no host")
@@ -40,26 +40,26 @@ def normal(url: str) -> str:
     return urlunsplit((parts.scheme.lower(), host + port, parts.path or "/", parts.query, ""))
 
 
-def page_key(url: str) -> str:
-    """The same for addresses that differ in the scheme, in "www." or in a last slash, as of links to one page."""
+def duplicate_key(url: str) -> str:
+    """Return a key that ignores the scheme, "www." and a final slash, because such URLs usually lead to one page."""
     parts = urlsplit(url)
     return f"{parts.netloc.removeprefix('www.')}{parts.path.rstrip('/')}?{parts.query}"
 
 
-def refusal() -> Callable[[str], str | None]:
-    """A function that says why an address is not worth a download, or None."""
+def make_url_filter() -> Callable[[str], str | None]:
+    """Make a function that returns the reason not to download a URL, or None."""
     import tldextract
 
     blacklist = json.loads(BLACKLIST.read_text(encoding="utf-8"))
     sites, extensions = set(blacklist["sites"]), set(blacklist["extensions"])
-    # The list of public suffixes that comes with the library: no network, no cache.
+    # The library contains a list of public suffixes, so that it needs no network and no cache.
     extract = tldextract.TLDExtract(suffix_list_urls=(), cache_dir=None)
 
     def reason(url: str) -> str | None:
         if not SHORTEST <= len(url) <= LONGEST:
             return "too short" if len(url) < SHORTEST else "too long"
         try:
-            parts = urlsplit(normal(url))
+            parts = urlsplit(normalize_url(url))
         except ValueError:
             return "malformed"
         if re.search(r"[\s\x00-\x1f\x7f<>\"]", url):
@@ -68,7 +68,7 @@ def refusal() -> Callable[[str], str | None]:
             return "neither http nor https"
         found = extract.extract_str(parts.hostname or "")
         if not found.suffix or not found.domain:
-            return "malformed"  # an address in a local network, or a number
+            return "malformed"  # a local host name, or a number
         if found.domain in sites or f"{found.domain}.{found.suffix}" in sites:
             return "site without text"
         _, dot, extension = parts.path.rpartition("/")[2].rpartition(".")
@@ -78,15 +78,15 @@ def refusal() -> Callable[[str], str | None]:
 
 
 def filter_urls(run: ShardRun) -> None:
-    """Addresses, one a line, of all files; those that go on into files of --urls-per-file, which are the shards of the
-    download. A hash of every page is held in memory, about 100 bytes each."""
-    reason = refusal()
+    """Filter the URLs of all files, and write files of --urls-per-file, which are the shards of the download. Memory: a
+    hash of each page, about 100 bytes."""
+    reason = make_url_filter()
     seen: set[bytes] = set()
     for url in run.lines():
         why = reason(url)
         if why is None:
-            url = normal(url)
-            key = hashlib.blake2b(page_key(url).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+            url = normalize_url(url)
+            key = hashlib.blake2b(duplicate_key(url).encode("utf-8", "surrogatepass"), digest_size=16).digest()
             if key not in seen:
                 seen.add(key)
                 run.file(f"urls_{run.left // run.args.urls_per_file:05d}.txt").write(url.encode() + b"\n")
@@ -97,7 +97,7 @@ def filter_urls(run: ShardRun) -> None:
 
 
 def fix_text(text: str) -> str:
-    """ftfy.fix_text(text), which works line by line. Lines that it would leave unchanged are not passed to it."""
+    """Return ftfy.fix_text(text). ftfy works line by line, so lines that it would not change are not passed to it."""
     if not SUSPECT.search(text):
         return text
     import ftfy
@@ -107,57 +107,58 @@ def fix_text(text: str) -> str:
     for number, line in enumerate(lines):
         if SUSPECT.search(line):
             lines[number] = ftfy.fix_text(line, unescape_html=unescape)
-        if "<" in line:  # from the first tag on, ftfy takes a text for HTML and leaves its entities
+        if "<" in line:  # after the first tag, ftfy assumes HTML and keeps entities
             unescape = False
     return "".join(lines)
 
 
-def language_of(text: str) -> str:
-    """The code of the likeliest of 97 languages, by a model that comes with py3langid."""
+def detect_language(text: str) -> str:
+    """Return the code of the likeliest of 97 languages, by the model in py3langid."""
     import py3langid
 
     return py3langid.classify(text[:LANGUAGE_CHARACTERS])[0]
 
 
-def has_tokens(tokenizer: Tokenizer, text: str, least: int) -> bool:
-    """Whether a text has at least so many tokens. It is tokenized only if the number of bytes does not decide."""
+def has_min_tokens(tokenizer: Tokenizer, text: str, least: int) -> bool:
+    """Return True if a text has at least `least` tokens. It is tokenized only if its number of bytes does not
+    decide."""
     size = len(text.encode("utf-8"))
     return size >= least and (size > least * int(tokenizer.byte_lengths.max()) or len(tokenizer.encode(text)) >= least)
 
 
 def cleanup(run: ShardRun) -> None:
-    """Each document fixed by ftfy; dropped are those that are empty then, that have fewer than --min-tokens tokens, or
-    that are in another language than --language."""
+    """Fix each document with ftfy. Drop it if it is then empty, has fewer than --min-tokens tokens, or is not in
+    --language."""
     args = run.args
     tokenizer = build_tokenizer(**args.tokenizer)
     for document in run.documents():
         text = document["text"] = fix_text(document["text"]).strip()
         if not text:
             run.drop("empty once fixed", document)
-        elif not has_tokens(tokenizer, text, args.min_tokens):
+        elif not has_min_tokens(tokenizer, text, args.min_tokens):
             run.drop(f"fewer than {args.min_tokens} tokens", document)
-        elif args.language != "any" and (found := language_of(text)) != args.language:
-            run.drop(f"not {args.language}", f"{found}: {label(document)}")
+        elif args.language != "any" and (found := detect_language(text)) != args.language:
+            run.drop(f"not {args.language}", f"{found}: {document_label(document)}")
         else:
             run.write(document)
 
 
-def word_runs(text: str) -> Iterator[tuple[str, ...]]:
-    """Every 13 words in a row, in lower case. Words are letters and digits: punctuation and white space make no
-    difference."""
+def word_ngrams(text: str) -> Iterator[tuple[str, ...]]:
+    """Yield every 13 consecutive words, in lower case. Words are letters and digits, so punctuation and white space do
+    not matter."""
     words = WORD.findall(text.lower())
     return zip(*(words[start:] for start in range(WORDS)), strict=False)
 
 
-@functools.lru_cache(1)  # a process does many shards
-def evaluation_runs(paths: tuple[Path, ...], text_key: str) -> tuple[set[tuple[str, ...]], int]:
-    """The runs of 13 words of the evaluation texts at `paths`, and how many texts are shorter, which cannot be found.
-    ValueError if there is no run, or names a line that holds no text under `text_key`."""
+@functools.lru_cache(1)  # a process works on many shards
+def evaluation_ngrams(paths: tuple[Path, ...], text_key: str) -> tuple[set[tuple[str, ...]], int]:
+    """Return the runs of 13 words of the evaluation texts at `paths`, and the number of shorter texts, which cannot be
+    found. Raises ValueError if there are no runs, or for a line without text under `text_key`."""
     reading = ShardRun(argparse.Namespace(text_key=text_key), Shard("evaluation", paths))
     runs: set[tuple[str, ...]] = set()
     too_short = 0
     for document in reading.documents():
-        found = set(word_runs(document["text"]))
+        found = set(word_ngrams(document["text"]))
         runs |= found
         too_short += not found
     if UNREADABLE in reading.dropped:
@@ -168,10 +169,10 @@ def evaluation_runs(paths: tuple[Path, ...], text_key: str) -> tuple[set[tuple[s
 
 
 def decontaminate(run: ShardRun) -> None:
-    """Drops each document that shares a run of 13 words with a text of --evaluation."""
-    runs, _ = evaluation_runs(run.args.evaluation_files, run.args.evaluation_key)
+    """Drop each document that shares a run of 13 words with a text of --evaluation."""
+    runs, _ = evaluation_ngrams(run.args.evaluation_files, run.args.evaluation_key)
     for document in run.documents():
-        found = next((words for words in word_runs(document["text"]) if words in runs), None)
+        found = next((words for words in word_ngrams(document["text"]) if words in runs), None)
         if found is None:
             run.write(document)
         else:
@@ -179,14 +180,14 @@ def decontaminate(run: ShardRun) -> None:
 
 
 def merge(run: ShardRun) -> None:
-    """Every document of every file, in their order, in one file."""
+    """Write all documents of all files, in order, to one file."""
     for document in run.documents():
         run.write(document, run.args.name)
 
 
 def split(run: ShardRun) -> None:
-    """The hash of a document's text and of --seed says where it goes: it stays there when the corpus grows, and equal
-    texts stay together."""
+    """Assign each document to a split by the hash of its text and of --seed. So it stays in its split when the corpus
+    grows, and equal texts stay together."""
     shares = list(map(Fraction, run.args.shares))
     ends = list(itertools.accumulate(shares))  # the last is their sum
     for document in run.documents():

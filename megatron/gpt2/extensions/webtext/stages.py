@@ -1,8 +1,8 @@
-"""A stage over all its shards: the flags that every stage has, processes or a cluster, and the closing report.
+"""Run a stage on all its shards: the flags of every stage, processes or a cluster, and the final report.
 
 `--executor` runs the shards as a step of datatrove, which has executors for this machine, for Slurm and for Ray.
-datatrove's own marks of completed ranks say nothing about the input: they are not used. A rank that runs again finds
-the manifests of its shards and has nothing to do.
+datatrove's record of completed ranks does not depend on the input, so it is not used. A repeated rank finds the
+manifests of its shards and skips them.
 """
 
 import argparse
@@ -17,30 +17,30 @@ from pathlib import Path
 from typing import Any
 
 from data_utils.command_line import ROOT, Parser, progress_bar
-from data_utils.corpora import COMPRESSED_SUFFIXES, JSON_SUFFIXES, MOST_BAD_LINES, TEXT_SUFFIX
+from data_utils.corpora import COMPRESSED_SUFFIXES, JSON_SUFFIXES, MAX_BAD_FRACTION, TEXT_SUFFIX
 from data_utils.files import file_lock
-from data_utils.worker_processes import by_processes, count_work
-from megatron.gpt2.extensions.webtext.shards import UNREADABLE, Shard, Stage, find_shards, run_shard, whole
+from data_utils.worker_processes import map_in_processes, report_progress
+from megatron.gpt2.extensions.webtext.shards import UNREADABLE, Shard, WebtextStage, atomic_file, find_shards, run_shard
 
-FILE_SUFFIXES = (*JSON_SUFFIXES, TEXT_SUFFIX, *COMPRESSED_SUFFIXES)  # of a name that nobody gives to a folder
+FILE_SUFFIXES = (*JSON_SUFFIXES, TEXT_SUFFIX, *COMPRESSED_SUFFIXES)  # of files; a name with another suffix is a folder
 
 POSITIONAL: dict[str, dict[str, Any]] = {
-    "groups": {"type": Path, "help": "the file groups.jsonl that group_duplicate_url.py made of this INPUT"},
+    "groups": {"type": Path, "help": "the file groups.jsonl that group_duplicate_url.py wrote for this INPUT"},
     "input": {
-        "help": "a file, a folder or a glob in quotes: JSON lines with a text each, or .txt files; .gz and .zst as well"
+        "help": "a file, a folder or a quoted glob: JSON lines with a text each, or .txt files, also as .gz and .zst"
     },
     "output": {
         "type": Path,
-        "help": "the folder to write, or one file, by a name that ends in .json or .jsonl; begun again, the same "
-        "command goes on where it was",
+        "help": "the folder to write, or one file whose name ends in .json or .jsonl; the same command continues an "
+        "interrupted run",
     },
 }
 
 Manifest = dict[str, Any]
 
 
-def number(kind: type, least: float, most: float, words: str) -> Callable[[str], Any]:
-    """argparse's type of a number from `least` to `most`; `words` say what the number must be."""
+def bounded_number(kind: type, least: float, most: float, words: str) -> Callable[[str], Any]:
+    """Make an argparse type for numbers from `least` to `most`. words: describe such a number in the error."""
 
     def parse(text: str) -> Any:
         with contextlib.suppress(ValueError):
@@ -51,28 +51,26 @@ def number(kind: type, least: float, most: float, words: str) -> Callable[[str],
     return parse
 
 
-positive = number(int, 1, float("inf"), "a whole number above 0")
-fraction = number(float, 0, 1, "between 0 and 1")
+positive = bounded_number(int, 1, float("inf"), "a whole number above 0")
+fraction = bounded_number(float, 0, 1, "between 0 and 1")
 
 
 def stage_parser(program: Callable[..., object], positional: Sequence[str] = ("input", "output")) -> Parser:
-    """A parser with the docstring of `program`, these arguments and the flags that every stage has."""
+    """Make a parser with the docstring of `program`, the positional arguments, and the flags of every stage."""
     parser = Parser(description=inspect.getdoc(program))
     for name in positional:
         parser.add_argument(name, metavar=name.upper(), **POSITIONAL[name])
-    add_number(parser, "--limit", None, "only the first N documents or addresses")
-    add_number(parser, "--workers", os.cpu_count() or 1, "processes, each at a shard of its own")
+    add_number(parser, "--limit", None, "only the first N documents or URLs")
+    add_number(parser, "--workers", os.cpu_count() or 1, "processes, each with a separate shard")
     parser.add_argument(
         "--text-key", default="text", metavar="KEY", help="the JSON field with the text (default: text)"
     )
-    add_number(
-        parser, "--max-bad-fraction", MOST_BAD_LINES, "more unreadable documents than this are an error", fraction
-    )
-    cluster = parser.add_argument_group("on a cluster, by datatrove")
+    add_number(parser, "--max-bad-fraction", MAX_BAD_FRACTION, "fail if more of the documents are unreadable", fraction)
+    cluster = parser.add_argument_group("on a cluster, with datatrove")
     cluster.add_argument(
-        "--executor", choices=("local", "slurm", "ray"), help="default: processes of this machine, without datatrove"
+        "--executor", choices=("local", "slurm", "ray"), help="default: processes on this machine, without datatrove"
     )
-    add_number(cluster, "--tasks", 1, "among which the shards are divided")
+    add_number(cluster, "--tasks", 1, "tasks that share the shards")
     cluster.add_argument("--slurm-time", default="24:00:00", metavar="TIME", help="default: %(default)s")
     cluster.add_argument("--slurm-partition", metavar="NAME")
     return parser
@@ -81,61 +79,61 @@ def stage_parser(program: Callable[..., object], positional: Sequence[str] = ("i
 def add_number(
     parser: argparse._ActionsContainer, flag: str, default: float | None, words: str, kind: Any = positive
 ) -> None:
-    """A flag that takes a number."""
+    """Add a flag that takes a number."""
     shown = "" if default is None else " (default: %(default)s)"
     parser.add_argument(flag, type=kind, default=default, metavar="N", help=words + shown)
 
 
 def log(line: str) -> None:
-    """Print a line at once."""
+    """Print a line and flush it."""
     print(line, flush=True)
 
 
 def run_stage(
-    stage: Stage,
+    stage: WebtextStage,
     shards: Sequence[Shard] | None = None,
     *,
-    alone: bool = True,
+    exclusive: bool = True,
     one_file: tuple[str, ...] = JSON_SUFFIXES,
 ) -> list[Manifest]:
-    """Run `stage` over `shards`, or over the documents of INPUT. Returns the manifests of all shards, in order; none if
-    the shards were handed to Slurm.
+    """Run `stage` on `shards` (default: those of INPUT). Return the manifests of all shards, in order; none if the
+    shards were submitted to Slurm.
 
-    alone: OUTPUT may hold nothing else. one_file: the suffixes of an OUTPUT that is one file. ValueError names a flag,
-    or says why the result is not good enough to go on with.
+    exclusive: OUTPUT may hold nothing else. one_file: the suffixes of an OUTPUT that is one file. Raises ValueError for
+    a bad flag, or if the next stage cannot use the result.
     """
     args, output = stage.args, stage.args.output
     if args.executor and args.limit:
-        raise ValueError("--executor divides the shards, --limit takes them one after the other: leave one away")
+        raise ValueError("--executor runs shards in parallel, --limit one after the other: omit one of them")
     if args.executor == "slurm" and not args.slurm_partition:
         raise ValueError("--executor slurm needs --slurm-partition")
     shards = find_shards(args.input) if shards is None else shards
-    folder = shards_beside(output)
+    folder = shard_folder(output)
     if folder != output:
         if not output.name.endswith(one_file):
             endings = f", or a file whose name ends in {' or '.join(one_file)}" if one_file else ""
             raise ValueError(f"{output}: this stage writes a folder{endings}")
         if any(output.resolve() == path.resolve() for shard in shards for path in shard.files):
-            raise ValueError(f"{output} is a file of the input: name it otherwise")
-    stage.manifest(args.limit)  # names a library that is missing before anything else
+            raise ValueError(f"{output} is a file of the input: give a different name")
+    stage.manifest(args.limit)  # raises early if a library is missing
     try:
         if args.executor:
-            run_by_datatrove(stage, shards, folder)
+            run_with_datatrove(stage, shards, folder)
         if args.executor == "slurm":
             log(
-                f"{stage.name}: handed to Slurm. When it is done, the same command without --executor reports, and "
-                "does what is lacking"
+                f"{stage.name}: submitted to Slurm. When it is done, run the same command without --executor: it "
+                "reports, and repeats failed shards"
             )
             return []
-        manifests = run_here(stage, shards, folder, alone)
+        manifests = run_locally(stage, shards, folder, exclusive)
     except KeyboardInterrupt:
-        print("interrupted: the same command goes on where it was", file=sys.stderr)
+        print("interrupted: the same command continues", file=sys.stderr)
         sys.exit(130)
-    for line in report(stage.name, manifests):
+    for line in summarize_stage(stage.name, manifests):
         log(line)
-    check(manifests, args.max_bad_fraction)
+    check_counts(manifests, args.max_bad_fraction)
     if folder != output:
-        with whole(output) as together:
+        with atomic_file(output) as together:
             for name in (entry["name"] for manifest in manifests for entry in manifest["outputs"]):
                 with open(folder / name, "rb") as part:
                     shutil.copyfileobj(part, together, 1 << 20)
@@ -143,24 +141,24 @@ def run_stage(
     return manifests
 
 
-def shards_beside(output: Path) -> Path:
-    """The folder of the shards: `output`, or a folder beside an `output` that is one file."""
+def shard_folder(output: Path) -> Path:
+    """Return the folder for the shards: `output`, or `output`.shards if `output` is one file."""
     is_file = output.name.endswith(FILE_SUFFIXES) and not output.is_dir()
     return output.with_name(f"{output.name}.shards") if is_file else output
 
 
-def run_here(stage: Stage, shards: Sequence[Shard], output: Path, alone: bool) -> list[Manifest]:
-    """The manifests of the shards, made by processes of this machine; with a limit one shard after the other until it
-    is reached. ValueError if `output` is for these shards `alone` and holds another file."""
+def run_locally(stage: WebtextStage, shards: Sequence[Shard], output: Path, exclusive: bool) -> list[Manifest]:
+    """Process the shards on this machine and return their manifests. With a limit, they run one after the other until
+    it is reached. Raises ValueError if `exclusive` and `output` holds a file of a different run."""
     limit, workers = stage.args.limit, stage.args.workers
     output.mkdir(parents=True, exist_ok=True)
     bar = progress_bar(
         total=sum(shard.bytes for shard in shards), unit="B", unit_scale=True, desc=stage.name, leave=False
     )
-    with bar, file_lock(output / ".lock", lambda: log(f"{output}: another process is writing there: waiting for it")):
+    with bar, file_lock(output / ".lock", lambda: log(f"{output}: waiting for another process that writes to it")):
         if limit is None and workers > 1 and len(shards) > 1:
-            work = functools.partial(run_shard, stage, output=output, read=count_work)
-            manifests = by_processes(work, [(shard,) for shard in shards], workers=workers, progress=bar.update)
+            work = functools.partial(run_shard, stage, output=output, read=report_progress)
+            manifests = map_in_processes(work, [(shard,) for shard in shards], workers=workers, progress=bar.update)
         else:
             manifests = []
             for shard in shards:
@@ -169,35 +167,35 @@ def run_here(stage: Stage, shards: Sequence[Shard], output: Path, alone: bool) -
                     manifests.append(run_shard(stage, shard, output, left, bar.update))
         named = {entry["name"] for manifest in manifests for entry in manifest["outputs"]}
         for path in sorted(output.iterdir()):
-            if alone and path.is_file() and not path.name.startswith(".") and path.name not in named:
-                raise ValueError(f"{path} is not of this run: remove it, lest the next stage read it")
+            if exclusive and path.is_file() and not path.name.startswith(".") and path.name not in named:
+                raise ValueError(f"{path} is not of this run: remove it, or the next stage will read it")
     return manifests
 
 
-def check(manifests: Sequence[Manifest], max_bad_fraction: float) -> None:
-    """ValueError if a stage's result is not good enough to go on with."""
+def check_counts(manifests: Sequence[Manifest], max_bad_fraction: float) -> None:
+    """Raise ValueError if the input was empty, too much was unreadable, or everything was dropped."""
     entered = total(manifests, "entered")
     if not entered:
-        raise ValueError("the input holds nothing: name files that do")
+        raise ValueError("the input is empty: give other files")
     unreadable = [manifest["dropped"][UNREADABLE] for manifest in manifests if UNREADABLE in manifest["dropped"]]
     bad = sum(entry["count"] for entry in unreadable)
     if bad > max_bad_fraction * entered:
         raise ValueError(
             f"{unreadable[0]['samples'][0]}; {bad} of {entered} entries are unreadable, more than "
-            f"--max-bad-fraction {max_bad_fraction:g}: fix the files, name the field of the text with --text-key, "
-            "or allow more"
+            f"--max-bad-fraction {max_bad_fraction:g}: fix the files, give the field of the text with --text-key, "
+            "or allow a greater part"
         )
     if not total(manifests, "left"):
-        raise ValueError(f"all of {entered} entries were dropped and nothing is left: see the reasons above")
+        raise ValueError(f"all of {entered} entries were dropped: see the reasons above")
 
 
 def total(manifests: Sequence[Manifest], key: str) -> int:
-    """The sum of one count over all manifests."""
+    """Sum one count over all manifests."""
     return sum(manifest[key] for manifest in manifests)
 
 
-def report(name: str, manifests: Sequence[Manifest]) -> Iterator[str]:
-    """The counts of a stage, and a table of what it dropped: reason, count, share of the input, a sample."""
+def summarize_stage(name: str, manifests: Sequence[Manifest]) -> Iterator[str]:
+    """Yield the counts of a stage, and a table of dropped entries: reason, count, share of the input, a sample."""
     entered, left = total(manifests, "entered"), total(manifests, "left")
     kept = f" ({left / entered:.1%})" if entered else ""
     size = sum(entry["bytes"] for manifest in manifests for entry in manifest["outputs"])
@@ -216,9 +214,9 @@ def report(name: str, manifests: Sequence[Manifest]) -> Iterator[str]:
 
 
 class ShardStep:
-    """A pipeline of this one step: rank r of w does the shards r, r + w, r + 2w, …"""
+    """The only step of a datatrove pipeline. Rank r of w processes the shards r, r + w, r + 2w, …"""
 
-    def __init__(self, stage: Stage, shards: Sequence[Shard], output: Path) -> None:
+    def __init__(self, stage: WebtextStage, shards: Sequence[Shard], output: Path) -> None:
         self.stage, self.shards, self.output = stage, shards, output
 
     def __repr__(self) -> str:
@@ -229,11 +227,11 @@ class ShardStep:
             run_shard(self.stage, shard, self.output)
 
 
-def run_by_datatrove(stage: Stage, shards: Sequence[Shard], output: Path) -> None:
-    """Run the shards as --tasks tasks by datatrove's executor --executor, or hand them to Slurm. ValueError if datatrove
-    or Ray is not installed."""
+def run_with_datatrove(stage: WebtextStage, shards: Sequence[Shard], output: Path) -> None:
+    """Run the shards in --tasks tasks with datatrove's executor, or submit them to Slurm. Raises ValueError if
+    datatrove or Ray is not installed."""
     args = stage.args
-    # A process that starts elsewhere finds this very interpreter and this very project.
+    # Processes on other machines use the same interpreter and project.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     path = f"export PATH={Path(sys.executable).parent}:$PATH PYTHONPATH={os.environ['PYTHONPATH']}"
     options: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""A small state, its checkpoints as ranks write them, and what a load finds there."""
+"""A small model state, and helpers that save it as several ranks and load it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 
 from megatron.gpt2.checkpoint.folder import find_checkpoint
 from megatron.gpt2.checkpoint.reader import Checkpoint
-from megatron.gpt2.checkpoint.saver import Parts, Saver
-from megatron.gpt2.checkpoint.state import state_pieces, whole_parameters
-from megatron.gpt2.checkpoint.writer import Piece
-from megatron.gpt2.optimizer.flat_parameters import FlatState
+from megatron.gpt2.checkpoint.saver import PendingSave, Saver
+from megatron.gpt2.checkpoint.sharded_state import parameter_states, sharded_state_dict
+from megatron.gpt2.checkpoint.writer import ShardedTensor
+from megatron.gpt2.optimizer.param_and_grad_buffer import ParamShard
 from mpu import PartitionSpec
 
-VOCAB = 130  # padded to 256: at model-parallel size 4 the last rank has padding alone
+VOCAB = 130  # padded to 256: at model-parallel size 4, the last rank has only padding
 SPECS = {
     "embedding": PartitionSpec((VOCAB, 8), 0, 256),
     "column": PartitionSpec((24, 8), 0),
@@ -41,15 +41,15 @@ def full_state(seed: int) -> dict[tuple[str, str], Tensor]:
     }
 
 
-def rank_files(state: dict[tuple[str, str], Tensor], mp_rank: int, mp_size: int) -> dict[str, dict[str, Piece]]:
+def rank_files(state: dict[tuple[str, str], Tensor], mp_rank: int, mp_size: int) -> dict[str, dict[str, ShardedTensor]]:
     local = [(kind, name, SPECS[name].split(full, mp_rank, mp_size)) for (kind, name), full in state.items()]
     folder = f"mp_rank_{mp_rank:02d}"
     return {
-        f"{folder}/model.safetensors": state_pieces(
-            whole_parameters((n, t) for k, n, t in local if k == "model"), SPECS, mp_rank=mp_rank, mp_size=mp_size
+        f"{folder}/model.safetensors": sharded_state_dict(
+            parameter_states((n, t) for k, n, t in local if k == "model"), SPECS, mp_rank=mp_rank, mp_size=mp_size
         ),
-        f"{folder}/optim_dp_00.safetensors": state_pieces(
-            [FlatState(k, n, t.view(-1)) for k, n, t in local if k != "model"], SPECS, mp_rank=mp_rank, mp_size=mp_size
+        f"{folder}/optim_dp_00.safetensors": sharded_state_dict(
+            [ParamShard(k, n, t.view(-1)) for k, n, t in local if k != "model"], SPECS, mp_rank=mp_rank, mp_size=mp_size
         ),
     }
 
@@ -59,28 +59,30 @@ def write(
     iteration: int,
     files: Any,
     *,
-    facts: Any = None,
+    metadata: Any = None,
     timeout_s: float = 60.0,
     problem: str = "",
     **more: Any,
 ) -> Path:
-    """`Saver.write`, by default as the only rank, without a thread."""
+    """Call `Saver.write` without a thread, by default as the only rank."""
     saver = Saver(folder=folder, **{"attempt": "a", "log": print, **more})
-    return saver.write(iteration, files, facts or {}, Parts(deadline=time.monotonic() + timeout_s, problem=problem))
+    return saver.write(
+        iteration, files, metadata or {}, PendingSave(deadline=time.monotonic() + timeout_s, problem=problem)
+    )
 
 
 def save(folder: Path, iteration: int, mp_size: int = 2, seed: int | None = None, **options: Any) -> list[str]:
-    """A checkpoint written by `mp_size` ranks, here threads. What it logged."""
+    """Save a checkpoint with `mp_size` ranks, which are threads. Returns the log lines."""
     state = full_state(iteration if seed is None else seed)
-    said: list[str] = []
-    chosen: dict[str, Any] = {"facts": {"consumed_samples": iteration}, "log": said.append, **options}
+    logged: list[str] = []
+    chosen: dict[str, Any] = {"metadata": {"consumed_samples": iteration}, "log": logged.append, **options}
 
     def write_rank(rank: int) -> Path:
         return write(folder, iteration, rank_files(state, rank, mp_size), rank=rank, world_size=mp_size, **chosen)
 
     with ThreadPoolExecutor(mp_size) as ranks:
         assert set(ranks.map(write_rank, range(mp_size))) == {folder / f"iter_{iteration:07d}"}
-    return said
+    return logged
 
 
 def assert_holds(checkpoint: Checkpoint, seed: int) -> None:
@@ -89,10 +91,10 @@ def assert_holds(checkpoint: Checkpoint, seed: int) -> None:
 
 
 def find(folder: Path, **options: Any) -> tuple[int | None, str]:
-    """The iteration that a load finds and what it says."""
-    said: list[str] = []
-    checkpoint = find_checkpoint(folder, log=said.append, **options)
+    """Return the iteration that `find_checkpoint` opens and its log lines. Checks the values."""
+    logged: list[str] = []
+    checkpoint = find_checkpoint(folder, log=logged.append, **options)
     if checkpoint is not None:
         assert_holds(checkpoint, checkpoint.iteration)
-    assert all("\n" not in line for line in said)
-    return checkpoint.iteration if checkpoint else None, " | ".join(said)
+    assert all("\n" not in line for line in logged)
+    return checkpoint.iteration if checkpoint else None, " | ".join(logged)

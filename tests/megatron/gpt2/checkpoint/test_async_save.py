@@ -1,4 +1,4 @@
-"""--async-save: what is saved is what was there when the save began, and every way out of a run waits for it."""
+"""--async-save saves the state at the start of the save, and a run waits for the save in every way to end."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import resource
 import signal
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ from megatron.gpt2.checkpoint import writer as checkpointing
 from megatron.gpt2.checkpoint.folder import find_checkpoint
 from megatron.gpt2.checkpoint.reader import Checkpoint, FileInfo
 from megatron.gpt2.checkpoint.saver import Saver
-from megatron.gpt2.checkpoint.writer import write_tensors
+from megatron.gpt2.checkpoint.writer import write_safetensors
 from megatron.gpt2.commands import pretrain_gpt2
+from megatron.gpt2.hooks import StopRun
 from megatron.gpt2.train import loop
-from megatron.gpt2.train.run import Run
 from megatron.gpt2.train.train_step import train_step
+from megatron.gpt2.train.trainer import Trainer
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.checkpoint.saved_states import assert_holds, full_state, rank_files
 from tests.megatron.gpt2.train.training_runs import SMALL, finish, start, steps, write_text
@@ -32,28 +34,31 @@ from tests.megatron.gpt2.train.training_runs import SMALL, finish, start, steps,
 
 
 def no_room(rank: int, world_size: int, folder: str) -> tuple[bool, bool, int | None, int]:
-    """A save that fails on rank 1 alone, then one that does not."""
-    run = start(rank, world_size, folder, ["--async-save", "--use-distributed-optimizer"])
-    steps(run, 1)
-    run.save()
-    assert run.checkpoints.saver.finish() is not None
-    steps(run, 1)
+    """Save twice. The first save fails only on rank 1."""
+    trainer = start(rank, world_size, folder, ["--async-save", "--use-distributed-optimizer"])
+    steps(trainer, 1)
+    gather: Any = trainer.checkpoints.saver.gather
+    group = gather.keywords["group"]._get_backend(torch.device("cpu"))
+    assert group.options._timeout == timedelta(minutes=10 + 60), "storage may be slower than a collective"
+    trainer.save()
+    assert trainer.checkpoints.saver.finish() is not None
+    steps(trainer, 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    run.save()
-    steps(run, 1)  # goes on while the thread fails
-    failed = run.checkpoints.saver.finish() is None
+    trainer.save()
+    steps(trainer, 1)  # continues while the thread fails
+    failed = trainer.checkpoints.saver.finish() is None
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    after_failure = run.checkpoints.saver.saved_iteration
+    after_failure = trainer.checkpoints.saver.saved_iteration
     checkpoint = find_checkpoint(f"{folder}/save", log=print)
     intact = checkpoint is not None and checkpoint.iteration == 1
     torch.distributed.barrier()
-    steps(run, 1)
-    run.save()
-    run.checkpoints.saver.finish()
-    finish(run)
-    return failed, intact, after_failure, run.checkpoints.saver.saved_iteration or 0
+    steps(trainer, 1)
+    trainer.save()
+    trainer.checkpoints.saver.finish()
+    finish(trainer)
+    return failed, intact, after_failure, trainer.checkpoints.saver.saved_iteration or 0
 
 
 def test_a_failure_of_one_rank_is_one_of_all_and_training_goes_on(tmp_path: Path):
@@ -61,9 +66,9 @@ def test_a_failure_of_one_rank_is_one_of_all_and_training_goes_on(tmp_path: Path
     assert run_ranks(no_room, 2, str(tmp_path)) == [(True, True, 1, 4)] * 2
 
 
-def saving(folder: Path, said: list[str], **options: Any) -> Saver:
-    """As of rank 0 in a world of one, unless `options` say otherwise."""
-    return Saver(folder=folder, attempt="a", asynchronous=True, log=said.append, **options)
+def saving(folder: Path, logged: list[str], **options: Any) -> Saver:
+    """A saver, by default of the only rank."""
+    return Saver(folder=folder, attempt="a", asynchronous=True, log=logged.append, **options)
 
 
 def test_what_changes_after_the_save_began_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -71,22 +76,22 @@ def test_what_changes_after_the_save_began_is_not_saved(tmp_path: Path, monkeypa
 
     def slow(*arguments: Any) -> FileInfo:
         assert go.wait(240)  # until `save` has returned
-        return write_tensors(*arguments)
+        return write_safetensors(*arguments)
 
-    monkeypatch.setattr(checkpointing, "write_tensors", slow)
+    monkeypatch.setattr(checkpointing, "write_safetensors", slow)
     s, held = saving(tmp_path, []), full_state(1)
     for iteration in (1, 2):
         for (kind, name), tensor in full_state(iteration).items():
             held[kind, name].copy_(tensor)
         assert s.save(iteration, rank_files(held, 0, 1), {"consumed_samples": iteration}) is None
         if iteration == 1:
-            assert s._room is not None
-            room = s._room.data_ptr()
+            assert s._host_buffer is not None
+            room = s._host_buffer.data_ptr()
         for tensor in held.values():
             tensor.fill_(7)
         go.set()
     assert s.finish() is not None
-    assert s._room.data_ptr() == room, "made once"
+    assert s._host_buffer.data_ptr() == room, "made once"
     s.close()
     for iteration in (1, 2):
         assert_holds(Checkpoint(tmp_path / f"iter_000000{iteration}"), iteration)
@@ -94,13 +99,13 @@ def test_what_changes_after_the_save_began_is_not_saved(tmp_path: Path, monkeypa
 
 def test_too_little_memory_is_said_and_the_save_made_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(saver, "machine_memory", lambda entry: 1000)
-    said: list[str] = []
-    s = saving(tmp_path, said)
+    logged: list[str] = []
+    s = saving(tmp_path, logged)
     for iteration in (1, 2):
         assert s.save(iteration, rank_files(full_state(1), 0, 1), {}) == tmp_path / f"iter_000000{iteration}"
     assert s.saved_iteration == 2
-    warnings = [line for line in said if "WARNING" in line]
-    assert len(warnings) == 1 and "--async-save is left out" in warnings[0] and "bytes of host memory" in warnings[0]
+    warnings = [line for line in logged if "WARNING" in line]
+    assert len(warnings) == 1 and "--async-save is off" in warnings[0] and "bytes of host memory" in warnings[0]
     s.close()
     monkeypatch.undo()
     assert 0 < machine_memory("MemAvailable") < 1 << 50
@@ -110,45 +115,69 @@ def test_too_little_memory_is_said_and_the_save_made_at_once(tmp_path: Path, mon
 
 
 def test_a_rank_that_is_gone_is_not_waited_for_on_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(saver, "GRACE", 0.2)
-    said: list[str] = []
-    s = saving(tmp_path, said, world_size=2)
+    monkeypatch.setattr(saver, "GRACE_SECONDS", 0.2)
+    logged: list[str] = []
+    s = saving(tmp_path, logged, world_size=2)
     s.save(1, rank_files(full_state(1), 0, 2), {})
     start = time.monotonic()
     s.close()
     assert time.monotonic() - start < 30, "as long as it waits for one that may still come"
-    assert "nothing came from rank 1" in said[-1] and not list(tmp_path.glob("iter_*"))
+    assert "no files from rank 1" in logged[-1] and not list(tmp_path.glob("iter_*"))
+
+
+def test_storage_that_does_not_answer_ends_the_run_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    go = threading.Event()
+
+    def stuck(*arguments: Any) -> FileInfo:
+        go.wait()
+        return write_safetensors(*arguments)
+
+    monkeypatch.setattr(checkpointing, "write_safetensors", stuck)
+    s = saving(tmp_path, [], storage_timeout_s=0.1)
+    s.save(1, rank_files(full_state(1), 0, 1), {})
+    said = f"the storage of --save {tmp_path} took longer than [0-9.]+ s .--save-timeout-minutes. for the files of rank"
+    with pytest.raises(StopRun, match=f"{said} 0"):
+        s.finish()
+    go.set()
+    s.close()
+    assert (tmp_path / "iter_0000001").is_dir(), "it answers after all"
+    other = saving(tmp_path, [])
+    other.save(2, rank_files(full_state(2), 0, 1), {})
+    other.gather = lambda text: [text, "too slow"]
+    with pytest.raises(StopRun, match=f"{said} 1"):
+        other.finish()
+    other.close()
 
 
 @pytest.fixture
 def flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Of a command line whose files take a moment to write."""
+    """Flags of a run that needs some time to write its files."""
 
     def slow(*arguments: Any) -> FileInfo:
         time.sleep(0.2)
-        return write_tensors(*arguments)
+        return write_safetensors(*arguments)
 
-    monkeypatch.setattr(checkpointing, "write_tensors", slow)
+    monkeypatch.setattr(checkpointing, "write_safetensors", slow)
     write_text(tmp_path)
     places = f"--train-data {tmp_path}/text.txt --data-cache-path {tmp_path}/cache --save {tmp_path}/save"
     return [*SMALL, *places.split(), *"--async-save --save-interval 2 --train-iters 3 --keep-last 2".split()]
 
 
-def stopped(run: Run) -> None:
-    train_step(run)
+def stopped(trainer: Trainer) -> None:
+    train_step(trainer)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def without_gradient(run: Run) -> None:
-    if run.progress.iteration == 2:
+def without_gradient(trainer: Trainer) -> None:
+    if trainer.progress.iteration == 2:
         raise FloatingPointError("no gradient")
-    train_step(run)
+    train_step(trainer)
 
 
-def without_peer(run: Run) -> None:
-    if run.progress.iteration == 2:
+def without_peer(trainer: Trainer) -> None:
+    if trainer.progress.iteration == 2:
         raise RuntimeError("a peer is gone")
-    train_step(run)
+    train_step(trainer)
 
 
 @pytest.mark.parametrize(
@@ -188,6 +217,6 @@ def test_a_last_save_that_fails_is_exit_code_1(
     def full(folder: Path, file: str, *rest: Any) -> FileInfo:
         raise OSError(f"{folder / file}: cannot write")
 
-    monkeypatch.setattr(checkpointing, "write_tensors", full)
+    monkeypatch.setattr(checkpointing, "write_safetensors", full)
     assert pretrain_gpt2.main(flags) == 1
     assert "WARNING: no checkpoint at iteration 2: " in capsys.readouterr().out

@@ -1,8 +1,8 @@
-"""Checkpoints made to do harm: all hashes are right, as an attacker's would be. Each is an error in one line, at once,
-in little memory, and nothing that it holds is executed.
+"""Crafted checkpoints with correct hashes, as an attacker could make them. Each must cause an error in one line,
+quickly and with little memory, and no code in it may run.
 
-Version 1 has the files and their boxes in its manifest, which the reader takes for a table. So what a table lists is
-crafted there, and what only version 2 has is crafted in the manifest and tables of that version.
+In version 1, the manifest lists the files and their boxes, and the reader treats it as a table. The tests craft the
+content of tables there. They craft parts that only version 2 has in its manifest and tables.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from typing import Any
 import pytest
 import torch
 
-from data_utils.files import sealed_body, sealed_lines
+from data_utils.files import append_checksum, checksummed_lines
+from megatron.gpt2.checkpoint.base import check_metadata
 from megatron.gpt2.checkpoint.folder import TRACKER, find_checkpoint
 from megatron.gpt2.checkpoint.reader import MANIFEST, Checkpoint, table_path
-from megatron.gpt2.checkpoint.source import check_facts
-from megatron.gpt2.checkpoint.writer import Piece
+from megatron.gpt2.checkpoint.writer import ShardedTensor
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.config.arguments import parse
-from megatron.gpt2.dist.ranks import Ranks
+from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.generate.load_model import load_for_inference
-from megatron.gpt2.train.setup import prepare_run
+from megatron.gpt2.train.setup import build_context
 from tests.megatron.gpt2.checkpoint.saved_states import write
 from tests.megatron.gpt2.train.training_runs import finish, start, steps, write_text
 
@@ -43,46 +43,46 @@ FILE, TABLE = f"files {FILES[0]}", f"tables {table_path(0)}"
 WHOLE = torch.arange(48.0).view(8, 6)
 NO_NUMBERS = [True, 1.0, -1, "1", None, [], {}, float("inf"), float("nan"), 1 << 62, 10**4000]
 GONE = object()
-Change = tuple[str, Any]  # the way to a value, a text of keys and indices, and what takes its place
+Change = tuple[str, Any]  # the path to a value, as a text of keys and indices, and the new value
 
 
 @pytest.fixture(scope="session")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A save folder of one iteration: a matrix of 8 x 6, a half of its rows in each of two files, of two ranks."""
+    """A --save folder with one iteration: a matrix of 8 x 6 in two files of two ranks, each with half of the rows."""
     save = tmp_path_factory.mktemp("written") / "save"
     for rank in (1, 0):
-        piece = Piece(WHOLE[4 * rank : 4 * rank + 4], (8, 6), (4 * rank, 0))
-        write(save, 1, {FILES[rank]: {"x": piece}}, rank=rank, world_size=2)
+        shard = ShardedTensor(WHOLE[4 * rank : 4 * rank + 4], (8, 6), (4 * rank, 0))
+        write(save, 1, {FILES[rank]: {"x": shard}}, rank=rank, world_size=2)
     return save
 
 
 @pytest.fixture
 def newest(written: Path, tmp_path: Path) -> Path:
-    """The iteration in a copy of its own, to be changed."""
+    """A copy of the iteration that the test may change."""
     return shutil.copytree(written, tmp_path / "save") / "iter_0000001"
 
 
 @pytest.fixture
 def oldest(newest: Path) -> Path:
-    """The same in version 1."""
+    """A copy of the same checkpoint in version 1."""
     manifest = contents(newest)
     tables = [(newest / table).read_bytes() for table in manifest.pop("tables")]
     del manifest["held"], manifest["tensors"]["x"]["held"]
     files = {file: info for table in tables for file, info in json.loads(table.partition(b"\n")[2]).items()}
     shutil.rmtree(newest / "boxes")
-    (newest / MANIFEST).write_bytes(sealed_lines(manifest | {"version": 1, "files": files}))
+    (newest / MANIFEST).write_bytes(checksummed_lines(manifest | {"version": 1, "files": files}))
     return newest
 
 
 def contents(folder: Path) -> dict[str, Any]:
-    """The manifest without its seal."""
+    """The manifest without its hash."""
     manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_bytes())
     del manifest["sha256"]
     return manifest
 
 
 def change(folder: Path, *changes: Change, base: dict[str, Any] | None = None) -> None:
-    """Change the manifest (default: the one that is there), or remove what becomes GONE, and seal it."""
+    """Change the manifest (default: the one in the folder), remove values that become GONE, and update its hash."""
     manifest: Any = copy.deepcopy(base) if base else contents(folder)
     for way, value in changes:
         *keys, last = (int(key) if key.isdigit() else key for key in way.split(" "))
@@ -91,12 +91,12 @@ def change(folder: Path, *changes: Change, base: dict[str, Any] | None = None) -
             del at[last]
         else:
             at[last] = value
-    (folder / MANIFEST).write_bytes(sealed_lines(manifest))
+    (folder / MANIFEST).write_bytes(checksummed_lines(manifest))
 
 
 def refused(folder: Path) -> str:
-    """Open, hash and read it as a load does, with half a gigabyte more memory than there is by now; what the error
-    says."""
+    """Open, hash and read the checkpoint as a load does, with at most half a gigabyte of additional memory. Returns the
+    error message."""
     now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     began = time.process_time()
@@ -105,14 +105,14 @@ def refused(folder: Path) -> str:
         with pytest.raises(ValueError) as caught:
             checkpoint = find_checkpoint(folder.parent, log=lambda line: None)
             assert checkpoint is not None
-            for name in checkpoint.names():
+            for name in checkpoint.tensors:
                 checkpoint.read(name)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     assert time.process_time() - began < 1
-    said = str(caught.value)
-    assert str(folder) in said and "\n" not in said and len(said) < 1000, said
-    return said
+    message = str(caught.value)
+    assert str(folder) in message and "\n" not in message and len(message) < 1000, message
+    return message
 
 
 @pytest.mark.parametrize("version", ["newest", "oldest"])
@@ -134,7 +134,7 @@ def text(tensors: str = "", files: str = "", more: str = "") -> str:
 
 
 EMPTY, LONG = '{"dtype": "F32", "shape": [0]}', "x" * 10_000_000
-TEXTS: dict[str, Callable[[], str]] = {  # some are megabytes: made when they are wanted
+TEXTS: dict[str, Callable[[], str]] = {  # some have megabytes, so they are built only when a test uses them
     "nothing": lambda: "",
     "a list": lambda: "[" + text(),
     "nested lists": lambda: text(more='"x": ' + "[" * 100_000),
@@ -156,7 +156,7 @@ TEXTS: dict[str, Callable[[], str]] = {  # some are megabytes: made when they ar
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_texts(oldest: Path, name: str) -> None:
-    (oldest / MANIFEST).write_bytes(sealed_body(TEXTS[name]().encode()))
+    (oldest / MANIFEST).write_bytes(append_checksum(TEXTS[name]().encode()))
     refused(oldest)
 
 
@@ -175,7 +175,7 @@ def test_what_is_no_number(request: pytest.FixtureRequest, version: str, ways: l
         for value in NO_NUMBERS:
             change(folder, (way, value), base=true)
             refused(folder)
-    if version == "oldest":  # the right size as a fraction
+    if version == "oldest":  # the right size, but as a fraction
         change(folder, (f"{FILE} bytes", float(true["files"][FILES[0]]["bytes"])), base=true)
         refused(folder)
 
@@ -289,7 +289,7 @@ def test_what_a_manifest_says_of_tables(newest: Path) -> None:
 
 
 def put_table(folder: Path, data: bytes, rank: int = 0) -> None:
-    """A table of any bytes, of which the manifest says the right size and hash."""
+    """Write a table with these bytes, and put its size and hash into the manifest."""
     (folder / table_path(rank)).write_bytes(data)
     info = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest(), "files": 1}
     change(folder, (f"tables {table_path(rank)}", info))
@@ -306,7 +306,7 @@ def test_tables_of_other_things(newest: Path) -> None:
     put_table(newest, own)
     put_table(newest, own, rank=1)
     change(newest, ("held 0", [[0, 0, 4, 24], [1, 0, 4, 24]]))
-    assert "another table lists too" in refused(newest)
+    assert "a different table lists, too" in refused(newest)
 
 
 # ------------------------------------------------------------------------------------------------------- files
@@ -351,7 +351,7 @@ class Payload:
 
 
 def put_first_file(folder: Path, data: bytes) -> None:
-    """With the right sha256 and size in the manifest."""
+    """Write the first file, and put its sha256 and size into the manifest."""
     (folder / FILES[0]).write_bytes(data)
     change(folder, (f"{FILE} bytes", len(data)), (f"{FILE} sha256", hashlib.sha256(data).hexdigest()))
 
@@ -360,7 +360,7 @@ def test_pickles_are_not_executed(oldest: Path) -> None:
     done = oldest.parent / "executed"
     payload = pickle.dumps(Payload(done))
     pickle.loads(payload)
-    done.unlink()  # it would have worked
+    done.unlink()  # the payload would have worked
     tracker = (oldest.parent / TRACKER).read_bytes()
     (oldest.parent / TRACKER).write_bytes(payload)
     checkpoint = find_checkpoint(oldest.parent, log=lambda line: None)
@@ -368,13 +368,13 @@ def test_pickles_are_not_executed(oldest: Path) -> None:
     (oldest.parent / TRACKER).write_bytes(tracker)
     put_first_file(oldest, payload.ljust((oldest / FILES[0]).stat().st_size, b"\0"))
     refused(oldest)
-    (oldest / MANIFEST).write_bytes(sealed_body(payload))
+    (oldest / MANIFEST).write_bytes(append_checksum(payload))
     refused(oldest)
     assert not done.exists()
 
 
 def headers(header: bytes) -> Iterator[bytes]:
-    """Others in the place of this one, with what comes before them."""
+    """Changed safetensors headers, with the bytes before them."""
     entry = header[header.index(b'"x"') : header.rindex(b"}")]
     for old, new in [
         (b"F32", b"I32"),
@@ -404,10 +404,10 @@ def test_headers_that_disagree(oldest: Path) -> None:
         refused(oldest)
 
 
-# ------------------------------------------------------------------------------------------------------- facts
+# ------------------------------------------------------------------------------------------------------- metadata
 
 GREAT, MODEL = 1 << 40, "config model"
-# Where in the facts, and what else may not stand there; each is also replaced by things of other types.
+# A path in the metadata, and invalid values for it. Each value is also replaced by values of other types.
 PLACES: dict[str, list[Any]] = {
     "config": [{}],
     MODEL: [{}],
@@ -436,47 +436,47 @@ PLACES: dict[str, list[Any]] = {
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    folder = tmp_path_factory.mktemp("facts")
+    folder = tmp_path_factory.mktemp("metadata")
     write_text(folder, 300)
-    run = start(0, 1, str(folder), ["--hidden-size", "16", "--num-attention-heads", "2", "--num-layers", "1"])
-    steps(run, 1)
-    path = run.save()
-    finish(run)
+    trainer = start(0, 1, str(folder), ["--hidden-size", "16", "--num-attention-heads", "2", "--num-layers", "1"])
+    steps(trainer, 1)
+    path = trainer.save()
+    finish(trainer)
     assert path is not None
     return Checkpoint(path)
 
 
-def with_facts(trained: Checkpoint, facts: dict[str, Any]) -> Any:
-    return SimpleNamespace(path=trained.path, tensors=trained.tensors, facts=facts)
+def with_metadata(trained: Checkpoint, metadata: dict[str, Any]) -> Any:
+    return SimpleNamespace(path=trained.path, tensors=trained.tensors, metadata=metadata)
 
 
 def test_a_run_wrote_what_is_asked_for(trained: Checkpoint) -> None:
-    assert check_facts(trained) == ModelConfig(**trained.facts["config"]["model"])
-    known = copy.deepcopy(trained.facts)
+    assert check_metadata(trained) == ModelConfig(**trained.metadata["config"]["model"])
+    known = copy.deepcopy(trained.metadata)
     known["config"]["model"]["of a later version"] = known["config"]["later"] = {}
-    assert check_facts(with_facts(trained, known)) == check_facts(trained)
+    assert check_metadata(with_metadata(trained, known)) == check_metadata(trained)
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_facts_that_do_not_fit(trained: Checkpoint, place: str) -> None:
+def test_invalid_metadata(trained: Checkpoint, place: str) -> None:
     *keys, last = place.split()
     for value in ["a word", [[]], {"x": None}, True, float("nan"), *PLACES[place]]:
-        facts = copy.deepcopy(trained.facts)
-        at = functools.reduce(operator.getitem, keys, facts)
+        metadata = copy.deepcopy(trained.metadata)
+        at = functools.reduce(operator.getitem, keys, metadata)
         if value not in PLACES[place] and type(value) is type(at[last]):
             continue
         at[last] = value
         began = time.process_time()
         with pytest.raises(ValueError) as caught:
-            check_facts(with_facts(trained, facts))
+            check_metadata(with_metadata(trained, metadata))
         assert time.process_time() - began < 1
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 4000
 
 
-def test_both_ways_in_ask_for_facts_that_fit(trained: Checkpoint) -> None:
+def test_training_and_generation_check_the_metadata(trained: Checkpoint) -> None:
     change(trained.path, (f"facts {MODEL} num_layers", GREAT))
-    folder, said = trained.path.parent, f"tell of {GREAT:,} layers: it holds"
-    with pytest.raises(ValueError, match=said):
-        prepare_run(parse(["--save", str(folder), "--device", "cpu"]), Ranks(0, 1, 0, 1), print)
-    with pytest.raises(ValueError, match=said):
+    folder, message = trained.path.parent, f"has {GREAT:,} layers, but"
+    with pytest.raises(ValueError, match=message):
+        build_context(parse(["--save", str(folder), "--device", "cpu"]), RankInfo(0, 1, 0, 1), print)
+    with pytest.raises(ValueError, match=message):
         load_for_inference(folder, torch.device("cpu"), torch.float32, log=print)

@@ -1,5 +1,5 @@
-"""A damaged checkpoint is refused by name, or another one is loaded loudly, or the damage carries nothing: never is a
-wrong value loaded in silence. Also garbage trackers."""
+"""A damaged checkpoint is refused with its name, or a different one is loaded with a warning, or the damage is in
+unused bytes. A load never returns wrong values. Also tests damaged trackers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 import mpu
-from data_utils.tokenizers.gpt2 import END_OF_TEXT, byte_alphabet
+from data_utils.tokenizers.gpt2 import END_OF_TEXT, bytes_to_unicode
 from megatron.gpt2.checkpoint.folder import TRACKER, find_checkpoint
 from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.generate.load_model import load_for_inference
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import finish, start, steps, write_text
 
-OLDER, NEWER = 1, 3  # a flipped bit in the tracker makes one of the other
+OLDER, NEWER = 1, 3  # a flipped bit in the tracker changes one into the other
 FOLDERS = {iteration: f"iter_{iteration:07d}" for iteration in (OLDER, NEWER)}
 Files = dict[str, bytes]  # by path in the --save folder
 
@@ -31,27 +31,27 @@ def train(rank: int, world_size: int, folder: str) -> None:
     shape = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --max-position-embeddings 8 --seq-length 8"
     layout = "--model-parallel-size 2 --use-distributed-optimizer --ddp-bucket-size 2000"
     words = f"--tokenizer-type GPT2BPETokenizer --vocab-file {folder}/vocab.json --merge-file {folder}/merges.txt"
-    run = start(rank, world_size, folder, f"{shape} {layout} {words}".split())
+    trainer = start(rank, world_size, folder, f"{shape} {layout} {words}".split())
     for count in (OLDER, NEWER - OLDER):
-        steps(run, count)
-        assert run.save() is not None
-    finish(run)
+        steps(trainer, count)
+        assert trainer.save() is not None
+    finish(trainer)
 
 
 @pytest.fixture(scope="module")
 def save(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The --save folder of a run of 2 x 2 ranks with a sharded optimizer that saved twice."""
+    """The --save folder of a run on 2 x 2 ranks with a sharded optimizer, with two checkpoints."""
     folder = tmp_path_factory.mktemp("damage")
     write_text(folder, 300)
     (folder / "vocab.json").write_text(
         json.dumps(
-            {token: number for number, token in enumerate([*byte_alphabet(), "th", "the", END_OF_TEXT])},
+            {token: number for number, token in enumerate([*bytes_to_unicode(), "th", "the", END_OF_TEXT])},
             ensure_ascii=False,
         )
     )
     (folder / "merges.txt").write_text("#version: 0.2\nt h\nth e\n")
     run_ranks(train, 4, str(folder))
-    (folder / "save" / "lock").unlink(missing_ok=True)  # nothing of a checkpoint, nor are the records
+    (folder / "save" / "lock").unlink(missing_ok=True)  # not part of a checkpoint, and neither are the logs
     for record in ("metrics.jsonl", "samples.jsonl", "history.jsonl", "report.html", "loss.png"):
         (folder / "save" / record).unlink(missing_ok=True)
     return folder / "save"
@@ -62,7 +62,7 @@ def read_files(folder: Path) -> Files:
 
 
 class Loader:
-    """Loads what is in a folder as generation does, and every tensor besides, and compares it with what was saved."""
+    """Loads a folder as generation does, then every tensor, and compares them with the saved values."""
 
     def __init__(self, folder: Path) -> None:
         mpu.initialize_model_parallel(1)
@@ -70,16 +70,16 @@ class Loader:
         self.true = {}
         for iteration, name in FOLDERS.items():
             opened = Checkpoint(folder / name)
-            self.true[iteration] = (opened.facts, {name: opened.read(name) for name in opened.names()})
+            self.true[iteration] = (opened.metadata, {name: opened.read(name) for name in opened.tensors})
         loaded = load_for_inference(folder, torch.device("cpu"), torch.float32, log=print)
         self.fingerprint = loaded.tokenizer.fingerprint
 
     def put(self, files: Files) -> None:
-        """Make the folder hold `files` and nothing else."""
+        """Make the folder hold exactly `files`."""
         for path in self.present.keys() - files.keys():
             (self.folder / path).unlink()
             with contextlib.suppress(OSError):
-                os.removedirs((self.folder / path).parent)  # those that are empty now
+                os.removedirs((self.folder / path).parent)  # removes folders that are now empty
         for path, data in files.items():
             if self.present.get(path) != data:
                 (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -87,32 +87,33 @@ class Loader:
         self.present = files
 
     def load(self) -> tuple[int | None, list[str]]:
-        """Iteration, or None where it is refused, and what was said. AssertionError where a value is wrong."""
-        said: list[str] = []
+        """Return the iteration, or None if the load was refused, and the messages. AssertionError if a value is
+        wrong."""
+        logged: list[str] = []
         try:
-            loaded = load_for_inference(self.folder, torch.device("cpu"), torch.float32, log=said.append)
+            loaded = load_for_inference(self.folder, torch.device("cpu"), torch.float32, log=logged.append)
         except (ValueError, FileNotFoundError) as error:
-            return None, one_line_each([*said, str(error)])
+            return None, one_line_each([*logged, str(error)])
         model, tokenizer, checkpoint = loaded.model, loaded.tokenizer, loaded.checkpoint
-        facts, tensors = self.true[checkpoint.iteration]
-        assert checkpoint.facts == facts
-        assert set(checkpoint.names()) == set(tensors)
+        metadata, tensors = self.true[checkpoint.iteration]
+        assert checkpoint.metadata == metadata
+        assert set(checkpoint.tensors) == set(tensors)
         for name, tensor in tensors.items():
             assert same_bits(checkpoint.read(name), tensor), name
         assert tokenizer.fingerprint == self.fingerprint and tokenizer.decode(tokenizer.encode("the hen")) == "the hen"
         specs = mpu.partition_specs(model)
         for name, parameter in model.named_parameters():
             assert same_bits(parameter, specs[name].split(tensors[f"model.{name}"], 0, 1)), name
-        return checkpoint.iteration, one_line_each(said)
+        return checkpoint.iteration, one_line_each(logged)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.detach().reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
-def one_line_each(said: list[str]) -> list[str]:
-    assert not any("\n" in line for line in said), said
-    return said
+def one_line_each(logged: list[str]) -> list[str]:
+    assert not any("\n" in line for line in logged), logged
+    return logged
 
 
 # ------------------------------------------------------------------------------------------------------------ damage
@@ -125,7 +126,7 @@ def flip(files: Files, path: str, bit: int) -> Files:
 
 
 def swap(files: Files, a: str, b: str) -> Files:
-    """Exchange two files, or all that is in two folders."""
+    """Exchange two files, or the contents of two folders."""
 
     def other(path: str) -> str:
         for old, new in ((a, b), (b, a)):
@@ -141,7 +142,7 @@ def delete(files: Files, path: str) -> Files:
 
 
 def damages(files: Files, chance: random.Random) -> Iterator[tuple[str, Files]]:
-    """1,000 of them, of which each kind comes for each file: what was done, and what is there afterwards."""
+    """Yield 1,000 damaged folders, each kind of damage for each file: a description, and the files."""
     folders = sorted({str(parent) for path in files for parent in Path(path).parents} - {"."})
     done = 0
     for path, data in files.items():
@@ -188,7 +189,7 @@ def test_no_damage_is_silent(save: Path, share: float) -> None:
         asked = OLDER if any(path.startswith(FOLDERS[OLDER]) for path in victims) else NEWER
         if TRACKER not in victims:
             damaged = damaged | {TRACKER: f"{asked}\n".encode()}
-        if chance.random() < 0.3:  # nothing to fall back to
+        if chance.random() < 0.3:  # without an earlier checkpoint
             damaged = {
                 path: data
                 for path, data in damaged.items()
@@ -196,16 +197,16 @@ def test_no_damage_is_silent(save: Path, share: float) -> None:
             }
         loader.put(damaged)
         try:
-            iteration, said = loader.load()
+            iteration, logged = loader.load()
         except AssertionError as error:
             outcomes["SILENT"].append(f"{what}: {error}")
             continue
         if asked == OLDER and iteration == OLDER:
-            said = [line for line in said if "is newer than iteration" not in line]
-        if iteration == asked and not said:
+            logged = [line for line in logged if "is newer than iteration" not in line]
+        if iteration == asked and not logged:
             outcomes["same values"].append(what)
-        elif not any(named(path, line, save) for path in victims for line in said):
-            outcomes["SILENT"].append(f"{what}: {said}")
+        elif not any(named(path, line, save) for path in victims for line in logged):
+            outcomes["SILENT"].append(f"{what}: {logged}")
         else:
             outcomes["refused" if iteration is None else "fell back"].append(what)
     loader.put(files)
@@ -213,13 +214,13 @@ def test_no_damage_is_silent(save: Path, share: float) -> None:
     counts = {name: len(found) for name, found in outcomes.items()}
     assert sum(counts.values()) == tried >= 900 * share, counts
     assert counts["refused"] > 0.2 * tried and counts["fell back"] > 0.4 * tried, counts
-    # config.json is for people: a load takes the shape from the manifest. The rest is white space and the like.
+    # A load takes the shape from the manifest and ignores config.json. The other unused bytes are white space.
     carries_nothing = [what for what in outcomes["same values"] if "config.json" not in what]
     assert len(carries_nothing) < 20 and all(TRACKER in what or "tokenizer/" in what for what in carries_nothing)
 
 
 def named(path: str, line: str, folder: Path) -> bool:
-    """Whether a message names the file, or a folder that it lies in."""
+    """True if the message names the file or one of its folders."""
     parents = [str(folder / parent) for parent in Path(path).parents if str(parent) != "."]
     return any(name in line for name in [path, *parents])
 
@@ -227,7 +228,7 @@ def named(path: str, line: str, folder: Path) -> bool:
 # ---------------------------------------------------------------------------------------------------------- trackers
 
 
-WORDS = b"abc release None -3 +3 3.0 3e0 0x3 0_3 1,3 {} iter_0000003 ../iter_0000003 700".split()  # 700: it is missing
+WORDS = b"abc release None -3 +3 3.0 3e0 0x3 0_3 1,3 {} iter_0000003 ../iter_0000003 700".split()  # 700: does not exist
 GARBAGE = [*WORDS, b"", b"\n", b" ", b"1\n3", b"\0\0\0\0", b"\xff\xfe3\0", b"9" * 70, b"9" * 5_000_000]
 GARBAGE += [text.encode() for text in ("٣", "３", "\ufeff3")]  # digits of other scripts, a byte order mark
 LINKS = [TRACKER, "nowhere", FOLDERS[OLDER], "/dev/zero", "/dev/null"]
@@ -246,15 +247,15 @@ def tracker(save: Path) -> Iterator[Path]:
 
 
 def end_at_the_newest(save: Path) -> None:
-    said: list[str] = []
-    checkpoint = find_checkpoint(save, log=said.append)
+    logged: list[str] = []
+    checkpoint = find_checkpoint(save, log=logged.append)
     assert checkpoint is not None and checkpoint.iteration == NEWER
-    assert len(said) == 2 and all(line.startswith("WARNING: ") and len(line) < 500 for line in said)
-    assert TRACKER in said[0] and f"{FOLDERS[NEWER]} is loaded, the newest valid checkpoint" in said[1]
+    assert len(logged) == 2 and all(line.startswith("WARNING: ") and len(line) < 500 for line in logged)
+    assert TRACKER in logged[0] and f"{FOLDERS[NEWER]} is loaded, the newest valid checkpoint" in logged[1]
 
 
 def test_garbage_trackers_end_at_the_newest_valid_one(save: Path, tracker: Path) -> None:
-    end_at_the_newest(save)  # it is missing
+    end_at_the_newest(save)  # the newest iteration is missing
     for data in GARBAGE:
         tracker.write_bytes(data)
         end_at_the_newest(save)
@@ -277,7 +278,7 @@ def test_an_unreadable_tracker(save: Path, tracker: Path) -> None:
 def test_how_a_number_is_written_does_not_matter(save: Path, tracker: Path) -> None:
     for text in (b"1", b"1\n", b"1\r\n", b"\n 1 \n", b"0000001"):
         tracker.write_bytes(text)
-        said: list[str] = []
-        checkpoint = find_checkpoint(save, log=said.append)
+        logged: list[str] = []
+        checkpoint = find_checkpoint(save, log=logged.append)
         assert checkpoint is not None and checkpoint.iteration == OLDER
-        assert len(said) == 1 and f"{FOLDERS[NEWER]} is newer than iteration 1" in said[0]
+        assert len(logged) == 1 and f"{FOLDERS[NEWER]} is newer than iteration 1" in logged[0]

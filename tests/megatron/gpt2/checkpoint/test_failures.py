@@ -1,8 +1,9 @@
-"""A crash, an error or a full disk at any moment of a save leaves the earlier checkpoints loadable."""
+"""After a crash, an error or a full disk at any moment of a save, the earlier checkpoints still load."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import random
@@ -13,14 +14,16 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from data_utils.files import atomic_write_text
 from megatron.gpt2.checkpoint.folder import TRACKER, find_checkpoint
 from megatron.gpt2.checkpoint.reader import MANIFEST
-from megatron.gpt2.checkpoint.writer import Piece
+from megatron.gpt2.checkpoint.writer import ShardedTensor, write_atomically
 from tests.conftest import ROOT
 from tests.megatron.gpt2.checkpoint.saved_states import (
     find,
@@ -35,15 +38,15 @@ from tests.warm_python import WarmPython
 def test_rank_0_names_the_rank_that_is_missing(tmp_path: Path) -> None:
     save(tmp_path, 100)
     files = rank_files(full_state(200), 0, 2)
-    for problem, said in (("", r"rank 1 within [\d.]+ s"), ("rank 1 has no room", "rank 1 has no room")):
-        with pytest.raises(OSError, match=said):
+    for problem, expected in (("", r"rank 1 within [\d.]+ s"), ("rank 1 has no room", "rank 1 has no room")):
+        with pytest.raises(OSError, match=expected):
             write(tmp_path, 200, files, world_size=2, attempt="b", timeout_s=0.2, problem=problem, keep_last=1)
         assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000100"]
         assert find(tmp_path) == (100, "")
 
 
 def test_rank_0_may_commit_as_soon_as_it_sees_the_last_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder may have its final name before the last rank looks at it again."""
+    """The folder may have its final name before the last rank accesses it again."""
     replace = Path.replace
 
     def replace_and_commit(path: Path, target: Path) -> Path:
@@ -56,8 +59,26 @@ def test_rank_0_may_commit_as_soon_as_it_sees_the_last_table(tmp_path: Path, mon
     assert (tmp_path / "committed/boxes/rank_00001.jsonl").is_file()
 
 
+def test_a_disk_without_inodes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    for inodes, said in (
+        (7, r"\(1,024 bytes are free .*: make room or"),
+        (0, r"\(no inodes are .*: remove files there, "),
+    ):
+        monkeypatch.setattr(
+            os, "statvfs", lambda path, n=inodes: SimpleNamespace(f_bavail=2, f_frsize=512, f_files=9, f_favail=n)
+        )
+        with pytest.raises(OSError, match=f"tracker: cannot write its 3 bytes: No space left on device {said}"):
+            write_atomically(tmp_path / "tracker", b"300")
+    with pytest.raises(OSError, match="No space left on device: '.*settings'"):
+        atomic_write_text(tmp_path / "settings", "{}")
+
+
 def test_what_a_crashed_attempt_left_takes_no_part(tmp_path: Path) -> None:
-    """Rank 1 had finished its part before the crash; its table must not stand for the new attempt."""
+    """Rank 1 had written its files before the crash. The new attempt must not use its table."""
     save(tmp_path, 100)
     write(tmp_path, 200, rank_files(full_state(666), 1, 2), rank=1, world_size=2, attempt="crashed")
     with pytest.raises(TimeoutError, match="rank 1"):
@@ -70,6 +91,7 @@ def test_what_a_crashed_attempt_left_takes_no_part(tmp_path: Path) -> None:
 WRITER = """
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from megatron.gpt2.checkpoint.saver import Saver
 from tests.megatron.gpt2.checkpoint.saved_states import full_state, rank_files
@@ -83,8 +105,8 @@ for count in range(10_000):
 
 
 def test_kill_9_leaves_the_last_one_loadable(python: WarmPython, tmp_path: Path) -> None:
-    """At random moments around saves, at once or from a thread. Numbers are saved again on purpose: renaming aside is
-    part of what is interrupted."""
+    """Kill the process at random moments around saves, with and without a thread. Iterations are saved again, so that a
+    kill can also interrupt the renaming of old folders."""
     chance, inside = random.Random(1), 0
     for kill in range(8):
         writer = subprocess.Popen(
@@ -101,26 +123,29 @@ def test_kill_9_leaves_the_last_one_loadable(python: WarmPython, tmp_path: Path)
         writer.wait()
         inside += any(tmp_path.glob("*.tmp*"))
         iteration, _ = find(tmp_path)
-        # The one that was being committed may have made it.
+        # The commit that was interrupted may have succeeded.
         assert not committed or iteration in (committed[-1], committed[-1] % 7 + 1)
     assert inside
 
 
 def save_until_it_fits(folder: str) -> None:
-    """With 0, 1, 2, ... free pages on the filesystem of `folder`: every way in which a save can run out of them."""
+    """Save with 0, 1, 2, ... free pages on the filesystem of `folder`, so that the disk fills up at every point of a
+    save."""
     disk, ballast = Path(folder), Path(folder) / "ballast"
     state = {iteration: torch.randn(3000, generator=torch.Generator().manual_seed(iteration)) for iteration in (1, 2)}
 
     def save(iteration: int) -> list[str]:
-        """What went wrong on either rank."""
+        """The error of each rank."""
         problems = []
         for rank in (1, 0):
-            pieces = {f"x#{rank}": Piece(state[iteration][1500 * rank : 1500 * rank + 1500], (3000,), (1500 * rank,))}
+            shards = {
+                f"x#{rank}": ShardedTensor(state[iteration][1500 * rank : 1500 * rank + 1500], (3000,), (1500 * rank,))
+            }
             try:
-                files = {f"mp_rank_0{rank}/model.safetensors": pieces}
-                facts = {"a manifest": "of three pages" * 600}
+                files = {f"mp_rank_0{rank}/model.safetensors": shards}
+                metadata = {"a manifest": "of three pages" * 600}
                 options: dict[str, Any] = {"rank": rank, "world_size": 2, "timeout_s": 0.2}
-                write(disk / "save", iteration, files, facts=facts, **options)
+                write(disk / "save", iteration, files, metadata=metadata, **options)
             except OSError as error:
                 problems.append(str(error))
         return problems
@@ -152,21 +177,21 @@ def save_until_it_fits(folder: str) -> None:
 
 def test_a_full_disk(tmp_path: Path) -> None:
     mounted = f"mount -t tmpfs -o size=400k tmpfs {tmp_path} && "
-    alone = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
-    if not shutil.which("unshare") or subprocess.run([*alone, mounted + "true"], capture_output=True).returncode:
+    gather_alone = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
+    if not shutil.which("unshare") or subprocess.run([*gather_alone, mounted + "true"], capture_output=True).returncode:
         pytest.skip(
             "no small filesystem can be mounted here; tests/faults/test_faults.py limits the size of files instead"
         )
     program = f"from {__name__} import save_until_it_fits; save_until_it_fits({str(tmp_path)!r})"
     run = subprocess.run(
-        [*alone, f'{mounted} exec "$0" -c "$1"', sys.executable, program],
+        [*gather_alone, f'{mounted} exec "$0" -c "$1"', sys.executable, program],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=240,
     )
     assert run.returncode == 0, run.stderr
-    # The second rank's file and its table, then the first rank's, the manifest and the tracker.
+    # In this order: file and table of the second rank, file and table of the first rank, manifest, tracker.
     assert json.loads(run.stdout.splitlines()[-1]).keys() == {
         "model.safetensors",
         "rank_00001.jsonl",

@@ -1,4 +1,5 @@
-"""A --save folder: which checkpoint is loaded, the same on every rank; which are removed; the best one; one run at a time."""
+"""The --save folder: every rank finds the same checkpoint, old ones are removed, the best one is kept, and only one run
+may use the folder."""
 
 from __future__ import annotations
 
@@ -20,10 +21,14 @@ from typing import Any
 
 import pytest
 
+from data_utils.files import append_line, atomic_write, file_lock
 from megatron.gpt2.checkpoint.folder import TRACKER, Gather, best_loss, find_checkpoint, lock_folder
 from megatron.gpt2.checkpoint.reader import MANIFEST, Checkpoint
 from megatron.gpt2.commands import pretrain_gpt2
 from megatron.gpt2.dist import run_program
+from megatron.gpt2.train import loop
+from megatron.gpt2.train.train_step import train_step
+from megatron.gpt2.train.trainer import Trainer
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.checkpoint.saved_states import (
     assert_holds,
@@ -42,9 +47,9 @@ def test_the_tracker_decides_and_a_newer_one_is_reported(tmp_path: Path) -> None
     save(tmp_path, 200)
     assert find(tmp_path) == (200, "")
     (tmp_path / TRACKER).write_text("100")
-    iteration, said = find(tmp_path)
+    iteration, logged = find(tmp_path)
     assert iteration == 100
-    assert "iter_0000200 is newer" in said
+    assert "iter_0000200 is newer" in logged
     assert "the existing one is now" in "".join(save(tmp_path, 200, seed=5))
     assert_holds(Checkpoint(tmp_path / "iter_0000200"), 5)
     assert_holds(Checkpoint(tmp_path / "iter_0000200.old-1"), 200)
@@ -57,12 +62,12 @@ def test_falls_back_to_the_newest_valid_one(tmp_path: Path) -> None:
     data = bytearray(victim.read_bytes())
     data[-1] ^= 1
     victim.write_bytes(data)
-    iteration, said = find(tmp_path)
+    iteration, logged = find(tmp_path)
     assert iteration == 200
-    assert f"{victim}: damaged" in said
+    assert f"{victim}: damaged" in logged
     (tmp_path / "iter_0000200" / MANIFEST).unlink()
     assert find(tmp_path)[0] == 100
-    # One that was renamed aside is the last resort: a crash between the two renames of a commit loses nothing.
+    # A folder renamed to .old-N is tried last, so a crash between the two renames of a commit loses nothing.
     (tmp_path / "iter_0000100").rename(tmp_path / "iter_0000100.old-1")
     assert find(tmp_path)[0] == 100
     shutil.rmtree(tmp_path / "iter_0000100.old-1")
@@ -72,17 +77,17 @@ def test_falls_back_to_the_newest_valid_one(tmp_path: Path) -> None:
 
 def test_tracker_that_names_a_missing_iteration(tmp_path: Path) -> None:
     (tmp_path / TRACKER).write_text("700")
-    with pytest.raises(ValueError, match=f"iter_0000700: missing, though {TRACKER} names it"):
+    with pytest.raises(ValueError, match=f"iter_0000700: missing, but {TRACKER} names it"):
         find(tmp_path)
     save(tmp_path, 100)
     (tmp_path / TRACKER).write_text("700")
-    iteration, said = find(tmp_path)
+    iteration, logged = find(tmp_path)
     assert iteration == 100
-    assert "iter_0000700: missing" in said
+    assert "iter_0000700: missing" in logged
 
 
 class ThreadRanks:
-    """`gather` for ranks that are threads."""
+    """A `gather` for ranks that are threads."""
 
     def __init__(self, size: int) -> None:
         self.values, self.barrier = [""] * size, threading.Barrier(size, timeout=240)
@@ -120,7 +125,7 @@ def test_all_ranks_come_to_the_same_answer(tmp_path: Path) -> None:
         return find(folder, rank=rank, gather=gather)
 
     assert [found[0] for found in ThreadRanks(3).run(load)] == [200] * 3
-    # Damage that one rank's share of the files holds, whichever: all hear of it, by name.
+    # If the share of one rank is damaged, all ranks report the same file.
     tables = [f"boxes/rank_0000{rank}.jsonl" for rank in (0, 1)]
     for file in [*sorted(Checkpoint(tmp_path / "iter_0000200").files), *tables]:
         victim = tmp_path / "iter_0000200" / file
@@ -128,14 +133,14 @@ def test_all_ranks_come_to_the_same_answer(tmp_path: Path) -> None:
         victim.write_bytes(data[:-1] + bytes([data[-1] ^ 4]))
         found = ThreadRanks(3).run(load)
         assert [iteration for iteration, _ in found] == [100] * 3
-        assert all(f"{file}: damaged" in said for _, said in found)
+        assert all(f"{file}: damaged" in logged for _, logged in found)
         victim.write_bytes(data)
-    # A folder that not all nodes share: an error everywhere, and nobody waits for the others.
+    # If nodes do not share the folder, every rank raises an error and no rank waits forever.
     (tmp_path / TRACKER).write_text("200")
     elsewhere = tmp_path / "elsewhere"
     found = ThreadRanks(3).run(lambda rank, gather: load(rank, gather, elsewhere if rank == 2 else tmp_path))
     assert all(isinstance(error, ValueError) for error in found)
-    assert "rank 2 does not see the same" in "".join(map(str, found[:2]))
+    assert "rank 2 sees different files" in "".join(map(str, found[:2]))
     save(elsewhere, 200, seed=1)
     shutil.rmtree(tmp_path / "iter_0000100")
     found = ThreadRanks(3).run(lambda rank, gather: load(rank, gather, elsewhere if rank == 2 else tmp_path))
@@ -149,7 +154,7 @@ def test_without_hashing_the_structure_is_checked_all_the_same(tmp_path: Path) -
     victim.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     checkpoint = find_checkpoint(tmp_path, log=pytest.fail, verify=False)
     assert checkpoint is not None
-    for damaged, problem in ((data[:-1], "bytes instead of"), (b"\0" + data[1:], "header is not the one")):
+    for damaged, problem in ((data[:-1], "bytes instead of"), (b"\0" + data[1:], "header does not match")):
         victim.write_bytes(damaged)
         with pytest.raises(ValueError, match=problem):
             found = find_checkpoint(tmp_path, log=lambda line: None, verify=False)
@@ -157,27 +162,27 @@ def test_without_hashing_the_structure_is_checked_all_the_same(tmp_path: Path) -
             found.read("model.row")
 
 
-def iterations(folder: Path) -> list[str]:
+def list_iterations(folder: Path) -> list[str]:
     return sorted(path.name.removeprefix("iter_").lstrip("0") for path in folder.glob("iter_*"))
 
 
 def test_keep_last(tmp_path: Path) -> None:
     for iteration in (100, 200, 300):
         save(tmp_path, iteration, keep_last=5)
-    assert iterations(tmp_path) == ["100", "200", "300"]
+    assert list_iterations(tmp_path) == ["100", "200", "300"]
     save(tmp_path, 400, keep_last=2)
-    assert iterations(tmp_path) == ["300", "400"]
-    # Back to 300: what is newer, or was renamed aside, is another course of the run and not touched.
+    assert list_iterations(tmp_path) == ["300", "400"]
+    # Back at 300: newer iterations and folders renamed to .old-N belong to an earlier course of the run and stay.
     (tmp_path / TRACKER).write_text("300")
     shutil.rmtree(tmp_path / "iter_0000300" / "mp_rank_01")
     assert "now" in "".join(save(tmp_path, 300, keep_last=1, seed=5))
-    assert iterations(tmp_path) == ["300", "300.old-1", "400"]
+    assert list_iterations(tmp_path) == ["300", "300.old-1", "400"]
     assert (tmp_path / TRACKER).read_text() == "300\n"
     save(tmp_path, 350, keep_last=1)
-    assert iterations(tmp_path) == ["300.old-1", "350", "400"]
-    iteration, said = find(tmp_path)
+    assert list_iterations(tmp_path) == ["300.old-1", "350", "400"]
+    iteration, logged = find(tmp_path)
     assert iteration == 350
-    assert "iter_0000400 is newer" in said
+    assert "iter_0000400 is newer" in logged
 
 
 def test_a_crash_or_an_error_while_older_ones_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,44 +194,44 @@ def test_a_crash_or_an_error_while_older_ones_are_removed(tmp_path: Path, monkey
         raise OSError(5, "Input/output error", str(path))
 
     monkeypatch.setattr(shutil, "rmtree", crash)
-    said = save(tmp_path, 400, keep_last=1)
-    assert [line for line in said if "WARNING: --keep-last 1: " in line and "iter_0000100" in line]
+    logged = save(tmp_path, 400, keep_last=1)
+    assert [line for line in logged if "WARNING: --keep-last 1: " in line and "iter_0000100" in line]
     monkeypatch.undo()
-    assert iterations(tmp_path) == ["100.tmp-removed", "200", "300", "400"]
+    assert list_iterations(tmp_path) == ["100.tmp-removed", "200", "300", "400"]
     assert find(tmp_path) == (400, "")
     save(tmp_path, 500, keep_last=1)
-    assert iterations(tmp_path) == ["500"]
+    assert list_iterations(tmp_path) == ["500"]
 
 
 def best(folder: str) -> tuple[int, float, list[str]]:
-    """The iteration in best/, its loss, and every checkpoint there."""
+    """The iteration in best/, its loss, and all checkpoints there."""
     found = find_checkpoint(f"{folder}/save/best", log=print)
     assert found is not None and found.verify() == ""
-    return found.iteration, found.facts["valid_loss"], sorted(path.name for path in found.path.parent.glob("i*"))
+    return found.iteration, found.metadata["valid_loss"], sorted(path.name for path in found.path.parent.glob("i*"))
 
 
 def losses(rank: int, world_size: int, folder: str, flags: list[str]) -> list[tuple[int, float, list[str]]]:
-    """Steps with these validation losses, of which the ranks may see different last bits; a restart in between."""
+    """Train with these validation losses, whose last bits differ between ranks, with a restart in between."""
     seen = []
-    run = start(rank, world_size, folder, ["--keep-best", *flags])
+    trainer = start(rank, world_size, folder, ["--keep-best", *flags])
     for loss in (math.nan, 3.0, 3.5, 2.5):
-        steps(run, 1)
-        run.checkpoints.save_if_best(run.progress, loss if rank == 0 else math.inf)
-        run.checkpoints.saver.finish()
+        steps(trainer, 1)
+        trainer.checkpoints.save_if_best(trainer.progress, loss if rank == 0 else math.inf)
+        trainer.checkpoints.saver.finish()
         if not math.isnan(loss):
             seen.append(best(folder))
-    assert run.checkpoints.saver.saved_iteration is None  # the run itself has saved nothing
-    run.save()
-    run.checkpoints.saver.finish()
-    finish(run)
-    run = start(rank, world_size, folder, ["--keep-best", *flags])
-    assert run.progress.iteration == 4
+    assert trainer.checkpoints.saver.saved_iteration is None  # only best/ was saved
+    trainer.save()
+    trainer.checkpoints.saver.finish()
+    finish(trainer)
+    trainer = start(rank, world_size, folder, ["--keep-best", *flags])
+    assert trainer.progress.iteration == 4
     for loss in (2.6, 2.4):
-        steps(run, 1)
-        run.checkpoints.save_if_best(run.progress, loss)
-        run.checkpoints.saver.finish()
+        steps(trainer, 1)
+        trainer.checkpoints.save_if_best(trainer.progress, loss)
+        trainer.checkpoints.saver.finish()
         seen.append(best(folder))
-    finish(run)
+    finish(trainer)
     return seen
 
 
@@ -244,15 +249,15 @@ def test_the_lowest_loss_is_kept_over_a_restart(tmp_path: Path) -> None:
 
 def test_a_loss_on_other_data_is_no_measure(tmp_path: Path) -> None:
     write_text(tmp_path)
-    run = start(0, 1, str(tmp_path), ["--keep-best"])
-    run.checkpoints.save_if_best(run.progress, 2.0)
-    folder, said = tmp_path / "save" / "best", list[str]()
-    assert best_loss(folder, run.data.splits.fingerprint, said.append) == 2.0
-    assert best_loss(folder, "another", said.append) == math.inf
-    assert best_loss(tmp_path / "nowhere", "another", said.append) == math.inf and not said
+    trainer = start(0, 1, str(tmp_path), ["--keep-best"])
+    trainer.checkpoints.save_if_best(trainer.progress, 2.0)
+    folder, logged = tmp_path / "save" / "best", list[str]()
+    assert best_loss(folder, trainer.data.splits.fingerprint, logged.append) == 2.0
+    assert best_loss(folder, "another", logged.append) == math.inf
+    assert best_loss(tmp_path / "nowhere", "another", logged.append) == math.inf and not logged
     (folder / "iter_0000000" / "manifest.json").write_text("{}")
-    assert best_loss(folder, run.data.splits.fingerprint, said.append) == math.inf and "WARNING" in said[-1]
-    finish(run)
+    assert best_loss(folder, trainer.data.splits.fingerprint, logged.append) == math.inf and "WARNING" in logged[-1]
+    finish(trainer)
 
 
 def test_a_run_with_its_best_checkpoint_to_the_end(work: Path, capfd: pytest.CaptureFixture[str]) -> None:  # noqa: F811
@@ -260,12 +265,12 @@ def test_a_run_with_its_best_checkpoint_to_the_end(work: Path, capfd: pytest.Cap
     flags = [*FLAGS, *words.split()]
     assert pretrain_gpt2.main([*flags, "--train-iters", "5"]) == 0
     assert "saved run/best/iter_0000002" in capfd.readouterr().out
-    # Like any other folder: to load and to go on from, but not to go on in.
+    # best/ can be loaded and resumed from, but a run cannot save into it.
     assert pretrain_gpt2.main(["--load", "run/best", "--train-iters", "9"]) == 2
     assert "--save run/best is where the run in run keeps its best checkpoint" in capfd.readouterr().err
     assert pretrain_gpt2.main(["--load", "run/best", "--train-iters", "7", "--save", "on"]) == 0
     assert "continuing run/best/iter_0000005" in capfd.readouterr().out
-    # Another run in the folder is another run.
+    # A new run in the same folder starts without a best loss.
     (work / "run" / "latest_checkpointed_iteration.txt").unlink()
     (work / "run" / "iter_0000005").rename(work / "away")
     assert pretrain_gpt2.main([*flags, "--train-iters", "1"]) == 0
@@ -299,8 +304,8 @@ def second_run(rank: int, world_size: int, folder: str) -> tuple[int, str]:
     of_rank, of_world = dict.fromkeys(("RANK", "LOCAL_RANK"), f"{rank}"), ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
     os.environ.update(of_rank | dict.fromkeys(of_world, f"{world_size}"))
     run_program.LAUNCHER_GRACE = run_program.SILENT_GRACE = 0.0
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        return train(folder, "--init-method", f"file://{folder}/the ranks meet"), said.getvalue()
+    with contextlib.redirect_stderr(io.StringIO()) as logged:
+        return train(folder, "--init-method", f"file://{folder}/the ranks meet"), logged.getvalue()
 
 
 def train(folder: str, *words: str) -> int:
@@ -311,20 +316,106 @@ def train(folder: str, *words: str) -> int:
 def test_the_second_run_is_refused_on_all_its_ranks(tmp_path: Path):
     write_text(tmp_path)
     with holder(tmp_path / "save") as process:
-        (code, said), second = run_ranks(second_run, 2, str(tmp_path))
+        (code, logged), second = run_ranks(second_run, 2, str(tmp_path))
         assert [path.name for path in (tmp_path / "save").iterdir()] == ["lock"], "it wrote something"
     assert (code, second) == (2, (2, ""))
-    assert said == (
+    assert logged == (
         f"error: --save {tmp_path}/save is in use by process {process.pid} on {socket.gethostname()}: wait "
         "for that run, end it, or give this one another --save\n"
     )
     assert train(str(tmp_path)) == 0, "the holder is dead"
 
 
+def test_what_a_checkpoint_needs_is_on_the_disk_before_it_is_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_text(tmp_path)
+    synced: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def recorded_fsync(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def recorded_replace(old: Path, new: Path) -> None:
+        synced.append(Path(new).name)
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "replace", recorded_replace)
+    assert train(str(tmp_path), "--log-interval", "1") == 0
+    before = synced[: synced.index(TRACKER)]
+    assert "tokenizer_facts.json" in before
+    for path in ("", "/save", "/save/tokenizer", "/save/metrics.jsonl", "/save/history.jsonl"):
+        assert f"{tmp_path}{path}" in before
+
+
+def test_a_folder_that_is_moved_during_a_run_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    write_text(tmp_path)
+    save = tmp_path / "save"
+
+    def move(trainer: Trainer) -> None:
+        train_step(trainer)
+        if trainer.progress.iteration == 2:
+            save.rename(tmp_path / "moved")
+
+    monkeypatch.setattr(loop, "train_step", move)
+    flags = "--save-interval 2 --train-iters 5 --keep-best --eval-iters 1 --eval-interval 2 --log-interval 1".split()
+    assert train(str(tmp_path), *flags) == 0
+    assert f"WARNING: --save {save} was removed or moved during the run: it is made" in capsys.readouterr().out
+    assert (tmp_path / "moved/iter_0000002").is_dir()
+    for name in ("config.json", "lock", "tokenizer/tokenizer_facts.json", "best/tokenizer/tokenizer_facts.json"):
+        assert (save / name).is_file()
+    assert "it is made again" in (save / "history.jsonl").read_text()
+    assert train(str(tmp_path), *flags[:-2], "--train-iters", "6") == 0, "the run continues"
+
+    def replace(trainer: Trainer) -> None:
+        train_step(trainer)
+        if trainer.progress.iteration == 6:
+            save.rename(tmp_path / "moved again")
+            stack.enter_context(holder(save))
+
+    monkeypatch.setattr(loop, "train_step", replace)
+    with contextlib.ExitStack() as stack:
+        assert train(str(tmp_path), "--train-iters", "8") == 1
+        assert f"stopped: --save {save} is in use by process" in capsys.readouterr().out
+    assert not list(save.glob("iter_*"))
+
+
+def test_a_run_changes_nothing_through_links_in_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    write_text(tmp_path)
+    save, mine = tmp_path / "save", tmp_path / "mine"
+    mine.write_text("mine")
+    (save / "incidents").mkdir(parents=True)
+    for name in ("lock", "history.jsonl", "metrics.jsonl", f"{TRACKER}.tmp", "incidents/launcher.jsonl"):
+        (save / name).symlink_to(mine)
+        assert train(str(tmp_path)) == 2
+        assert capsys.readouterr().err == (
+            f"error: --save {save}: {save}/{name} is a symbolic link to {mine}, which the run would change: remove the "
+            "link, or give another --save\n"
+        )
+        (save / name).unlink()
+    (save / "iter_0000001").symlink_to(tmp_path / "elsewhere")
+    for write in (
+        lambda path: append_line(path, "{}"),
+        lambda path: file_lock(path, lambda: None).__enter__(),
+        lambda path: lock_folder(path.parent, pytest.fail),
+    ):
+        (save / "lock").symlink_to(mine)
+        with pytest.raises((OSError, ValueError)):
+            write(save / "lock")
+        (save / "lock").unlink()
+    (save / "new").symlink_to(mine)
+    with atomic_write(save / "lock", save / "new"):
+        pass
+    assert mine.read_text() == "mine" and (save / "lock").read_bytes() == b"" and not (save / "lock").is_symlink()
+    lock_folder(save, pytest.fail).close()
+
+
 def test_a_lock_ends_with_its_holder(tmp_path: Path):
     with holder(tmp_path), pytest.raises(ValueError, match="in use by process"):
         lock_folder(tmp_path, pytest.fail)
-    first = lock_folder(tmp_path, pytest.fail)  # killed without a word
+    first = lock_folder(tmp_path, pytest.fail)  # then killed
     with pytest.raises(ValueError, match=re.escape(f"--save {tmp_path} is in use by process {os.getpid()} on ")):
         lock_folder(tmp_path, pytest.fail)
     first.close()
@@ -336,9 +427,12 @@ def test_a_folder_without_locks_and_one_that_cannot_be_made(tmp_path: Path, monk
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
-    said: list[str] = []
-    lock_folder(tmp_path, said.append).close()
-    assert len(said) == 1 and "lock cannot be locked (No locks available)" in said[0]
+    logged: list[str] = []
+    lock_folder(tmp_path, logged.append).close()
+    assert len(logged) == 1 and "lock cannot be locked (No locks available)" in logged[0]
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="--save .*file: cannot be written: .*"):
         lock_folder(tmp_path / "file", pytest.fail)
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(ValueError, match="--save .*link is a symbolic link to nowhere, which does not exist: make"):
+        lock_folder(tmp_path / "link", pytest.fail)

@@ -1,4 +1,4 @@
-"""Any layout to any layout: what is saved comes back, in boxes, flat ranges and random states, out of few of many tables."""
+"""Save and load under any two layouts: boxes, flat ranges, random states, and only the tables that a load needs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch import Tensor
 
 import mpu
 from megatron.gpt2.checkpoint import reader
+from megatron.gpt2.checkpoint.base import check_coverage
 from megatron.gpt2.checkpoint.folder import TRACKER, find_checkpoint
 from megatron.gpt2.checkpoint.reader import MANIFEST, Checkpoint, file_header
-from megatron.gpt2.checkpoint.source import check_cover
-from megatron.gpt2.checkpoint.state import load_rng, load_state, rng_pieces
-from megatron.gpt2.checkpoint.writer import Piece, write_tensors
+from megatron.gpt2.checkpoint.sharded_state import load_rng_state, load_sharded_state_dict, rng_state_dict
+from megatron.gpt2.checkpoint.writer import ShardedTensor, write_safetensors
 from megatron.gpt2.generate.load_model import load_for_inference
-from megatron.gpt2.optimizer.flat_parameters import FlatState
-from mpu import Box, PartitionSpec
+from megatron.gpt2.optimizer.param_and_grad_buffer import ParamShard
+from mpu import PartitionSpec, TensorSlice
 from tests.conftest import tool
 from tests.megatron.gpt2.checkpoint.saved_states import (
     SPECS,
@@ -41,7 +41,7 @@ def test_what_is_on_the_disk(tmp_path: Path) -> None:
         + [f"iter_0000300/boxes/rank_0000{r}.jsonl" for r in (0, 1)]
         + [f"iter_0000300/mp_rank_0{r}/{n}.safetensors" for r in (0, 1) for n in ("model", "optim_dp_00")]
     )
-    # Others read the files, and the padding of the vocabulary is not in them.
+    # Other programs can read the files, which do not contain the padding of the vocabulary.
     shards = [safetensors.torch.load_file(folder / f"mp_rank_0{r}/model.safetensors") for r in (0, 1)]
     assert "model.norm" not in shards[1], "what is replicated is saved once"
     assert torch.equal(torch.cat([s["model.embedding"] for s in shards]), full_state(300)["model", "embedding"])
@@ -56,13 +56,16 @@ def test_what_is_on_the_disk(tmp_path: Path) -> None:
 
 
 def test_several_boxes_of_one_tensor_in_a_file(tmp_path: Path) -> None:
-    """As a shard of a flat buffer has them: part of a row, whole rows, part of a row."""
+    """A shard of a flat buffer has a part of a row, whole rows, and again a part of a row."""
     full = torch.arange(24.0).view(4, 6)
     for rank, boxes in ((1, [(2, 3, 3, 6), (3, 4, 0, 6)]), (0, [(0, 2, 0, 6), (2, 3, 0, 3)])):
-        pieces = {f"x#{i}" if i else "x": Piece(full[a:b, c:d], (4, 6), (a, c)) for i, (a, b, c, d) in enumerate(boxes)}
-        write(tmp_path, 1, {f"mp_rank_00/optim_dp_0{rank}.safetensors": pieces}, rank=rank, world_size=2)
+        shards = {
+            f"x#{i}" if i else "x": ShardedTensor(full[a:b, c:d], (4, 6), (a, c))
+            for i, (a, b, c, d) in enumerate(boxes)
+        }
+        write(tmp_path, 1, {f"mp_rank_00/optim_dp_0{rank}.safetensors": shards}, rank=rank, world_size=2)
     checkpoint = Checkpoint(tmp_path / "iter_0000001")
-    assert checkpoint.names() == ["x"]
+    assert list(checkpoint.tensors) == ["x"]
     assert checkpoint.tensors["x"].shape == (4, 6)
     assert torch.equal(checkpoint.read("x"), full)
     assert torch.equal(checkpoint.read("x", (1, 2), (2, 3)), full[1:3, 2:5])
@@ -77,15 +80,15 @@ def test_another_model_is_refused_with_both_shapes(tmp_path: Path) -> None:
     checkpoint = Checkpoint(tmp_path / "iter_0000001")
 
     def load(specs: dict[str, PartitionSpec], kind: str = "model") -> None:
-        load_state(
-            [FlatState(kind, name, torch.zeros(spec.local_shape(1)).view(-1)) for name, spec in specs.items()],
+        load_sharded_state_dict(
+            [ParamShard(kind, name, torch.zeros(spec.local_shape(1)).view(-1)) for name, spec in specs.items()],
             specs,
             checkpoint,
             mp_rank=0,
             mp_size=1,
         )
 
-    with pytest.raises(ValueError, match=r"model.row has shape \(8, 16\) there and \(8, 32\)"):
+    with pytest.raises(ValueError, match=r"model.row has shape \(8, 16\) in the checkpoint and \(8, 32\)"):
         load({**SPECS, "row": PartitionSpec((8, 32), 1)})
     with pytest.raises(ValueError, match="holds no model.more"):
         load({**SPECS, "more": PartitionSpec((8,))})
@@ -107,7 +110,7 @@ def test_random_generators_come_back(tmp_path: Path) -> None:
     try:
         tracker.reset()
         tracker.add("model-parallel-rng", 5)
-        pieces = {mp: rng_pieces(place(mp, 2, 1), cpu) for mp in (0, 1)}
+        shards = {mp: rng_state_dict(place(mp, 2, 1), cpu) for mp in (0, 1)}
         layout = {"model_parallel_size": 2, "data_parallel_size": 1}
 
         def drawn() -> Tensor:
@@ -118,15 +121,15 @@ def test_random_generators_come_back(tmp_path: Path) -> None:
         first = drawn()
         assert not torch.equal(drawn(), first)
         for mp in (1, 0):
-            files = {f"mp_rank_0{mp}/rng_dp_00.safetensors": pieces[mp]}
-            write(tmp_path, 1, files, facts={"layout": layout}, rank=mp, world_size=2)
+            files = {f"mp_rank_0{mp}/rng_dp_00.safetensors": shards[mp]}
+            write(tmp_path, 1, files, metadata={"layout": layout}, rank=mp, world_size=2)
         checkpoint = Checkpoint(tmp_path / "iter_0000001")
-        assert load_rng(checkpoint, place(1, 2, 1), cpu)
+        assert load_rng_state(checkpoint, place(1, 2, 1), cpu)
         assert torch.equal(drawn(), first)
         state = torch.get_rng_state()
         for mp_size, dp_size in ((1, 1), (1, 2), (2, 2)):
-            assert not load_rng(checkpoint, place(0, mp_size, dp_size), cpu)
-        assert not load_rng(checkpoint, place(0, 2, 1), torch.device("cuda"))
+            assert not load_rng_state(checkpoint, place(0, mp_size, dp_size), cpu)
+        assert not load_rng_state(checkpoint, place(0, 2, 1), torch.device("cuda"))
         assert torch.equal(torch.get_rng_state(), state)
     finally:
         torch.set_rng_state(before[0])
@@ -134,20 +137,21 @@ def test_random_generators_come_back(tmp_path: Path) -> None:
 
 
 def test_boxes_that_overlap_in_pairs() -> None:
-    """Volumes can add up where boxes overlap and leave a gap. Against a count of every entry."""
+    """Overlapping boxes that leave a gap can have the right total size. The expected result comes from a count of every
+    entry."""
     chance, results = random.Random(0), []
     for _ in range(3000):
         shape = chance.choice([(), (4,), (3, 4), (1, 5), (5, 1), (2, 2, 2)])
         boxes, missing = [], 1 if shape == () else torch.Size(shape).numel()
         while missing > 0:
             at = tuple(map(chance.randrange, shape))
-            boxes.append(Box(at, tuple(chance.randint(1, size - i) for size, i in zip(shape, at, strict=True))))
+            boxes.append(TensorSlice(at, tuple(chance.randint(1, size - i) for size, i in zip(shape, at, strict=True))))
             missing -= boxes[-1].numel
         counts = torch.zeros(shape)
         for box in boxes:
             counts[box.slices()] += 1
         try:
-            check_cover("x", shape, boxes)
+            check_coverage("x", shape, boxes)
             results.append(True)
         except ValueError:
             results.append(False)
@@ -163,11 +167,11 @@ def test_header_matches_the_safetensors_library(tmp_path: Path) -> None:
         "d": torch.tensor(2.0, dtype=torch.float64),
     }
     (tmp_path / "mp_rank_00").mkdir()
-    write_tensors(
+    write_safetensors(
         tmp_path,
         "mp_rank_00/x.safetensors",
         1,
-        {name: Piece(t, tuple(t.shape), (0,) * t.dim()) for name, t in tensors.items()},
+        {name: ShardedTensor(t, tuple(t.shape), (0,) * t.dim()) for name, t in tensors.items()},
     )
     loaded = safetensors.torch.load_file(tmp_path / "mp_rank_00/x.safetensors")
     assert loaded.keys() == tensors.keys()
@@ -175,18 +179,18 @@ def test_header_matches_the_safetensors_library(tmp_path: Path) -> None:
     header, starts, size = file_header(
         "mp_rank_00/x.safetensors",
         1,
-        {n: (t.dtype, Box((0,) * t.dim(), tuple(t.shape))) for n, t in tensors.items()},
+        {n: (t.dtype, TensorSlice((0,) * t.dim(), tuple(t.shape))) for n, t in tensors.items()},
     )
     assert size == (tmp_path / "mp_rank_00/x.safetensors").stat().st_size
     assert all(start % tensors[name].itemsize == 0 for name, start in starts.items())
 
 
 def test_a_load_opens_no_table_that_it_does_not_need(tmp_path: Path) -> None:
-    """A table of other rows is not even looked at."""
+    """The load does not even open tables of other rows."""
     whole = torch.arange(32.0).view(8, 4)
     for rank in (3, 2, 1, 0):
-        piece = Piece(whole[2 * rank : 2 * rank + 2], (8, 4), (2 * rank, 0))
-        write(tmp_path, 1, {f"mp_rank_00/x_dp_{rank:02d}.safetensors": {"x": piece}}, rank=rank, world_size=4)
+        shard = ShardedTensor(whole[2 * rank : 2 * rank + 2], (8, 4), (2 * rank, 0))
+        write(tmp_path, 1, {f"mp_rank_00/x_dp_{rank:02d}.safetensors": {"x": shard}}, rank=rank, world_size=4)
     checkpoint = Checkpoint(tmp_path / "iter_0000001")
     assert torch.equal(checkpoint.read("x", (3, 1), (2, 2)), whole[3:5, 1:3])
     (checkpoint.path / "boxes/rank_00003.jsonl").write_bytes(b"")
@@ -196,32 +200,32 @@ def test_a_load_opens_no_table_that_it_does_not_need(tmp_path: Path) -> None:
 
 
 def test_boxes_of_more_than_one_manifest_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a limit that this many boxes exceed, as those of a thousand ranks exceed the true one. Masters and moments,
-    cut alike, share what the manifest says of them."""
+    """The lower limit simulates a thousand ranks. Masters and moments have the same boxes and share one list in the
+    manifest."""
     limit, kinds = 20_000, ("master", "exp_avg", "exp_avg_sq")
-    monkeypatch.setattr(reader, "MAX_BYTES", limit)
+    monkeypatch.setattr(reader, "MAX_MANIFEST_BYTES", limit)
     for rank in reversed(range(16)):
-        piece = Piece(torch.full((1, 2), float(rank)), (16, 2), (rank, 0))
-        pieces = {f"{kind}.{number}": piece for kind in kinds for number in range(30)}
-        write(tmp_path, 1, {f"mp_rank_00/all_dp_{rank:02d}.safetensors": pieces}, rank=rank, world_size=16)
+        shard = ShardedTensor(torch.full((1, 2), float(rank)), (16, 2), (rank, 0))
+        shards = {f"{kind}.{number}": shard for kind in kinds for number in range(30)}
+        write(tmp_path, 1, {f"mp_rank_00/all_dp_{rank:02d}.safetensors": shards}, rank=rank, world_size=16)
     checkpoint = Checkpoint(tmp_path / "iter_0000001")
-    assert not checkpoint.damage(hashed=False) and len(checkpoint.names()) == 90
-    said = (checkpoint.path / MANIFEST).read_bytes()
-    assert len(said) < limit < sum(table.stat().st_size for table in (checkpoint.path / "boxes").iterdir())
-    assert json.loads(said)["held"] == [[[rank, rank, rank + 1, 2] for rank in range(16)]]
+    assert not checkpoint.find_damage(check_hashes=False) and len(checkpoint.tensors) == 90
+    logged = (checkpoint.path / MANIFEST).read_bytes()
+    assert len(logged) < limit < sum(table.stat().st_size for table in (checkpoint.path / "boxes").iterdir())
+    assert json.loads(logged)["held"] == [[[rank, rank, rank + 1, 2] for rank in range(16)]]
     again = Checkpoint(checkpoint.path)
     assert torch.equal(again.read("exp_avg.7", (5, 0), (2, 2)), torch.tensor([[5.0, 5.0], [6.0, 6.0]]))
 
 
 # ---------------------------------------------------------------------------------------------------- version 1
 
-# Of names and values, as the program of its time read them.
+# Hash of names and values, computed by the program of version 1.
 VALUES = "51a1e16ca887702a72ed94f9af38b9afabe8aa1833a34a7c5d594fceb6b8aea4"
 
 
 @pytest.fixture
 def version_1(tmp_path: Path) -> Path:
-    """A save folder that the first version's program wrote: 2 x 2 ranks with a sharded optimizer."""
+    """A --save folder written by the program of version 1: 2 x 2 ranks with a sharded optimizer."""
     shutil.unpack_archive(Path(__file__).parent / "version_1.tar.gz", tmp_path / "version_1", filter="data")
     return tmp_path / "version_1"
 
@@ -231,13 +235,13 @@ def test_version_1_has_every_value_that_it_had(version_1: Path) -> None:
     checkpoint = find_checkpoint(version_1, log=pytest.fail)
     assert checkpoint is not None and checkpoint.iteration == 3 and checkpoint.verify() == ""
     values = hashlib.sha256()
-    for name in sorted(checkpoint.names()):
+    for name in sorted(list(checkpoint.tensors)):
         values.update(name.encode() + checkpoint.read(name).view(-1).view(torch.uint8).numpy().tobytes())
-    assert values.hexdigest() == VALUES and len(checkpoint.names()) == 4 * 16
+    assert values.hexdigest() == VALUES and len(checkpoint.tensors) == 4 * 16
     victim = checkpoint.path / "mp_rank_01/master_dp_00.safetensors"
     data = victim.read_bytes()
     victim.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    assert Checkpoint(checkpoint.path).damage() == f"{victim}: damaged: its sha256 is not the one in {MANIFEST}"
+    assert Checkpoint(checkpoint.path).find_damage() == f"{victim}: damaged: its sha256 differs from {MANIFEST}"
 
 
 def test_the_tools_read_version_1(version_1: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

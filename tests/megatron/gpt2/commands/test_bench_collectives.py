@@ -1,4 +1,4 @@
-"""The benchmark of collectives: our ring is all_reduce, a wrong result is seen, and a whole run reports everything."""
+"""Test the benchmark of collectives: the ring equals all_reduce, wrong results are detected, and a run is complete."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.gpt2.commands import bench_collectives as bench
+from megatron.gpt2.commands import collective_operations as operations
 from megatron.gpt2.device import DTYPES
 from tests.distributed import run_ranks
 
@@ -24,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def ring_and_all_reduce(rank: int, world_size: int) -> list[tuple[str, float]]:
-    """(case, greatest difference relative to the greatest value) of the ring and the backend's all_reduce."""
+    """Return (case, greatest difference / greatest value) of the ring and the backend's all_reduce."""
     found = []
     for count in (1, 2, 3, 5, 7, 64, 1000, 4099, 300_007):
         for dtype in (torch.float32, torch.float64, torch.int64):
@@ -33,7 +34,7 @@ def ring_and_all_reduce(rank: int, world_size: int) -> list[tuple[str, float]]:
                 tensor = (torch.randn(count, generator=generator, dtype=torch.float64) * 1000).to(dtype)
                 expected, before = tensor.clone(), tensor.clone()
                 dist.all_reduce(expected)
-                bench.ring_all_reduce(tensor, segments=segments)
+                operations.ring_all_reduce(tensor, segments=segments)
                 assert not torch.equal(tensor, before), "nothing was added"
                 difference = (tensor - expected).abs().max().double() / expected.abs().max().double()
                 found.append((f"{count} {dtype} {segments}", float(difference)))
@@ -41,7 +42,7 @@ def ring_and_all_reduce(rank: int, world_size: int) -> list[tuple[str, float]]:
                 dist.all_gather(gathered, tensor)
                 assert all(torch.equal(other, tensor) for other in gathered), "ranks differ"
     square = torch.full((33, 5), rank + 1.0)
-    bench.ring_all_reduce(square)  # any shape
+    operations.ring_all_reduce(square)  # any shape
     assert torch.equal(square, torch.full((33, 5), world_size * (world_size + 1) / 2))
     return found
 
@@ -54,32 +55,32 @@ def test_the_ring_is_all_reduce(world_size: int) -> None:
             assert difference <= (0 if "int64" in case else 1e-6 if "float32" in case else 1e-14), case
 
 
-def outcome(folder: Path, worlds: dict[str, bench.Members], *flags: str) -> tuple[int, dict[str, Any]]:
-    """The exit code of a measurement in this process group, and its record, on rank 0."""
-    options = bench.parse(["--iters", "2", "--output", str(folder), *flags])
+def run_bench(folder: Path, groups: dict[str, operations.BenchGroup], *flags: str) -> tuple[int, dict[str, Any]]:
+    """Measure in this process group; return the exit code and the record of rank 0."""
+    options = bench.parse_args(["--iters", "2", "--output", str(folder), *flags])
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        code = bench.bench(options, worlds, "a test")
-    assert printed.getvalue().count(bench.HEADER) == (worlds[""].rank == 0), "one rank speaks"
+        code = bench.measure_all(options, groups, "a test")
+    assert printed.getvalue().count(bench.HEADER) == (groups[""].rank == 0), "only rank 0 prints"
     dist.barrier()
     return code, json.loads((folder / "collectives.json").read_text())
 
 
-def a_whole_measurement(rank: int, world_size: int, folder: Path) -> None:
-    """All operations at some sizes and dtypes; then one that the backend lacks, one that is late, and a wrong one."""
+def measure_everything(rank: int, world_size: int, folder: Path) -> None:
+    """Measure all operations at some sizes and dtypes; then a missing, a late and a wrong one."""
     subgroups = {"all_reduce_halves", "all_reduce_across"} if world_size < 4 or world_size % 2 else set()
     for dtype, least, most, count in (("fp32", "1K", "16K", 3), ("bf16", "1001", "1001", 1), ("fp16", "2", "2", 1)):
-        worlds = bench.make_worlds(CPU, DTYPES[dtype])
-        code, record = outcome(folder, worlds, "--dtype", dtype, "--min-bytes", least, "--max-bytes", most)
+        groups = bench.make_groups(CPU, DTYPES[dtype])
+        code, record = run_bench(folder, groups, "--dtype", dtype, "--min-bytes", least, "--max-bytes", most)
         rows = record["rows"]
         assert code == 0 and f"every result was right ({len(rows)})" in record["verdict"]
         assert [row["operation"] for row in rows] == [
             name
-            for name, operation in bench.OPERATIONS.items()
+            for name, operation in operations.OPERATIONS.items()
             if name not in subgroups
-            for _ in range(count if operation.bus_factor else 1)
+            for _ in range(count if operation.busbw_factor else 1)
         ]
         assert {one["operation"] for one in record["missing"]} == subgroups
-        assert len({len(str(bench.Row(**row))) for row in rows}) == 1, "the table does not line up"
+        assert len({len(str(bench.BandwidthRow(**row))) for row in rows}) == 1, "the table does not line up"
         for row in rows:
             assert row["correct"] and row["iterations"] == 2
             assert 0 < row["seconds_p10"] <= row["seconds"] <= row["seconds_p90"]
@@ -87,33 +88,33 @@ def a_whole_measurement(rank: int, world_size: int, folder: Path) -> None:
                 assert row["algorithm_bandwidth"] == pytest.approx(row["bytes"] / row["seconds"] / 1e9)
         assert record["pairs"]["bandwidth"][0][1] > 0
 
-    def refuse(m: bench.Members, x: torch.Tensor, y: torch.Tensor) -> None:
+    def refuse(m: operations.BenchGroup, x: torch.Tensor, y: torch.Tensor) -> None:
         raise RuntimeError("no such thing\nhere")
 
-    worlds = bench.make_worlds(CPU, torch.float32)
-    bench.OPERATIONS["reduce"] = bench.OPERATIONS["reduce"]._replace(run=refuse)
-    code, record = outcome(folder, worlds, "--operations", "reduce", "barrier", "--max-bytes", "1K")
+    groups = bench.make_groups(CPU, torch.float32)
+    operations.OPERATIONS["reduce"] = operations.OPERATIONS["reduce"]._replace(run=refuse)
+    code, record = run_bench(folder, groups, "--operations", "reduce", "barrier", "--max-bytes", "1K")
     assert code == 0 and [row["operation"] for row in record["rows"]] == ["barrier"]
     refusal = "not offered by gloo for fp32 of 1K: RuntimeError: no such thing here"
     assert record["missing"] == [{"operation": "reduce", "reason": refusal}]
-    with pytest.raises(bench.NotMeasured, match="64 and above: .*--limit"):  # rank 0's clock decides for all
-        bench.measure("barrier", worlds[""], 64, iters=2, deadline=0.0 if rank == 0 else float("inf"))
-    bench.OPERATIONS["broadcast"] = bench.OPERATIONS["broadcast"]._replace(run=lambda m, x, y: None)
-    code, record = outcome(folder, worlds, "--operations", "broadcast", "barrier", "--max-bytes", "1K")
+    with pytest.raises(bench.SkipOperation, match="64 and above: .*--limit"):  # rank 0's clock decides for all
+        bench.measure_operation("barrier", groups[""], 64, iters=2, deadline=0.0 if rank == 0 else float("inf"))
+    operations.OPERATIONS["broadcast"] = operations.OPERATIONS["broadcast"]._replace(run=lambda m, x, y: None)
+    code, record = run_bench(folder, groups, "--operations", "broadcast", "barrier", "--max-bytes", "1K")
     assert code == 1 and record["verdict"][-1] == "WRONG results: broadcast of 1K"
     assert [row["correct"] for row in record["rows"]] == [False, True]
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.wide), 4])
 def test_a_whole_measurement(world_size: int, tmp_path: Path) -> None:
-    run_ranks(a_whole_measurement, world_size, tmp_path)
+    run_ranks(measure_everything, world_size, tmp_path)
     pytest.importorskip("matplotlib")
     assert (tmp_path / "collectives.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_bus_factors_are_those_of_nccl_tests() -> None:
-    for name, operation in bench.OPERATIONS.items():
-        factors = operation.bus_factor and [operation.bus_factor(n) for n in (2, 4, 8)]
+    for name, operation in operations.OPERATIONS.items():
+        factors = operation.busbw_factor and [operation.busbw_factor(n) for n in (2, 4, 8)]
         if "all_reduce" in name:
             assert factors == [1, 1.5, 1.75]
         elif name in ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"):
@@ -124,11 +125,11 @@ def test_bus_factors_are_those_of_nccl_tests() -> None:
 
 def test_sizes() -> None:
     sizes = {"1": 1, "1000": 1000, "64K": 65536, "64k": 65536, "1M": 1 << 20, "256MB": 256 << 20, "2GiB": 2 << 30}
-    assert {text: bench.size_of(text) for text in sizes} == sizes
+    assert {text: bench.parse_size(text) for text in sizes} == sizes
     for text in ("", "0", "-1", "1.5M", "64X", "K"):
         with pytest.raises(argparse.ArgumentTypeError, match="is not a size: write"):
-            bench.size_of(text)
-    assert [bench.size_name(size) for size in (1, 1000, 1024, 1536, 256 << 20)] == ["1", "1000", "1K", "1536", "256M"]
+            bench.parse_size(text)
+    assert [bench.format_size(size) for size in (1, 1000, 1024, 1536, 256 << 20)] == ["1", "1000", "1K", "1536", "256M"]
 
 
 def test_slow_pairs_and_ranks_are_named() -> None:
@@ -136,12 +137,12 @@ def test_slow_pairs_and_ranks_are_named() -> None:
     for n, slow, named in (
         (4, [], []),
         (4, [(0, 3)], ["SLOW: rank 0 on a to rank 3 on b: 4.000 GB/s"]),
-        (5, around_two, ["SLOW: rank 2 on b, in most of its pairs"]),  # and nobody else is blamed
+        (5, around_two, ["SLOW: rank 2 on b, in most of its pairs"]),  # only this rank is reported
     ):
         bandwidth = 10.0 - 10.0 * torch.eye(n, dtype=torch.float64)
         for pair in slow:
             bandwidth[pair] = 4.0
-        line, *lines = bench.slow_pairs(bandwidth, ["a", "a", "b", "b", "b"][:n])
+        line, *lines = bench.describe_pairs(bandwidth, ["a", "a", "b", "b", "b"][:n])
         low = 4 if slow else 10
         assert line == f"pairs: {low}.000 to 10.000 GB/s, median 10.000; {len(slow) or 'none'} below half of it"
         assert lines == named and bench.pairs_table(bandwidth).count("10.000") == n * (n - 1) - len(slow)
@@ -158,7 +159,7 @@ def test_slow_pairs_and_ranks_are_named() -> None:
         (["--operations", "shout"], "invalid choice: 'shout'"),
     ],
 )
-def test_what_cannot_be_measured_ends_in_one_line(
+def test_bad_flags_of_bench_collectives_are_one_line(
     flags: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [*filter(lambda name: name.startswith("SLURM"), os.environ), "RANK", "WORLD_SIZE"]:
@@ -170,9 +171,9 @@ def test_what_cannot_be_measured_ends_in_one_line(
     assert message in err
 
 
-def test_the_page_names_the_flags_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_docs_list_all_flags(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        bench.parse(["--help"])
+        bench.parse_args(["--help"])
     there = set(re.findall(r"--[a-z][\w-]+", capsys.readouterr().out)) - {"--nproc-per-node", "--help"}
     page = (ROOT / "docs" / "how-to" / "collectives.md").read_text()
     assert there == set(re.findall(r"`(--[a-z][\w-]+)`", page))

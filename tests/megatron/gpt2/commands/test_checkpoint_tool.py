@@ -1,4 +1,4 @@
-"""tools/checkpoint.py and tools/merge_mp_partitions.py as a user runs them, on real runs and on genuine old files."""
+"""Run tools/checkpoint.py and tools/merge_mp_partitions.py on training runs and on genuine old files."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from megatron.gpt2.config.arguments import parse
-from megatron.gpt2.dist.ranks import Ranks
-from megatron.gpt2.formats import Hints, open_source
-from megatron.gpt2.train.setup import prepare_run
+from megatron.gpt2.dist.ranks import RankInfo
+from megatron.gpt2.formats import Hints, open_checkpoint
+from megatron.gpt2.train.setup import build_context
 from tests.conftest import ROOT, TEST_DATA, tool
 from tests.megatron.gpt2.train.training_runs import SMALL, finish, start, steps, write_text
 from tests.warm_python import WarmPython
@@ -30,18 +30,18 @@ main = tool("checkpoint").main
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A text, and `save`: what a run of two steps left."""
+    """Make a folder with a text, and with the checkpoint of a run of two steps in `save`."""
     folder = tmp_path_factory.mktemp("runs")
     write_text(folder)
-    run = start(0, 1, str(folder), ["--precision", "bf16"])
-    steps(run, 2)
-    assert run.save() is not None
-    finish(run)
+    trainer = start(0, 1, str(folder), ["--precision", "bf16"])
+    steps(trainer, 2)
+    assert trainer.save() is not None
+    finish(trainer)
     return folder
 
 
 def read(path: Path, *, heads: int | None = None, vocab: int | None = None):
-    return open_source(path, Hints(heads, vocab), log=lambda line: None)
+    return open_checkpoint(path, Hints(heads, vocab), log=lambda line: None)
 
 
 def test_inspect(runs: Path, capsys: pytest.CaptureFixture):
@@ -93,14 +93,14 @@ def test_verify_finds_another_tokenizer(runs: Path, tmp_path: Path, capsys: pyte
     save = tmp_path / "save"
     shutil.copytree(runs / "save", save)
     assert main(["verify", str(save)]) == 0
-    assert capsys.readouterr().out.endswith("are complete, the tokenizer is the run's own\n")
+    assert capsys.readouterr().out.endswith("are complete, the tokenizer is that of the run\n")
     shutil.rmtree(save / "tokenizer")
     assert main(["verify", str(save)]) == 1
-    assert f"DAMAGED: {save / 'tokenizer'} holds no tokenizer" in capsys.readouterr().out
+    assert f"DAMAGED: {save / 'tokenizer'} does not hold a tokenizer" in capsys.readouterr().out
     build_tokenizer("builtin").save(save / "tokenizer")
     assert main(["verify", str(save)]) == 1
     assert capsys.readouterr().out == (
-        f"DAMAGED: {save / 'tokenizer'}: is not the tokenizer that {save / 'iter_0000002'} was trained with\n"
+        f"DAMAGED: {save / 'tokenizer'}: is not the tokenizer with which {save / 'iter_0000002'} was trained\n"
     )
 
 
@@ -114,11 +114,11 @@ def test_split_merge_diff(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     text = capsys.readouterr().out
     assert text.endswith("equal\n") and len(re.findall(r"^exp_avg_sq\..* 0$", text, re.MULTILINE)) == 28
     other = tmp_path / "other"
-    run = start(0, 1, str(runs), ["--load", merged, "--save", str(other)])  # the tokenizer came along, too
-    assert run.progress.iteration == 2
-    steps(run, 1)
-    run.save()
-    finish(run)
+    trainer = start(0, 1, str(runs), ["--load", merged, "--save", str(other)])  # also copies the tokenizer
+    assert trainer.progress.iteration == 2
+    steps(trainer, 1)
+    trainer.save()
+    finish(trainer)
     assert main(["diff", save, str(other)]) == 1
     assert capsys.readouterr().out.endswith("NOT EQUAL\n")
 
@@ -133,7 +133,7 @@ def test_split_merge_diff(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     ],
 )
 def test_convert_and_check(runs: Path, tmp_path: Path, words: str, capsys: pytest.CaptureFixture):
-    """The run is in bf16; its masters, which an export in another type is made of, are not its rounded weights."""
+    """The run is in bf16. An export in a different dtype uses the fp32 masters instead of the rounded weights."""
     convert = ["convert", str(runs / "save"), str(tmp_path / "out"), "--to", *words.split()]
     assert main([*convert, "--check"]) == 0
     said = capsys.readouterr()
@@ -159,7 +159,7 @@ def test_a_core_export_says_what_it_lacks_and_compares_without_a_flag(
 def test_check_sees_a_wrong_translation(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from megatron.gpt2.formats import megatron
 
-    monkeypatch.setattr(megatron, "by_part", lambda x, heads: x)
+    monkeypatch.setattr(megatron, "from_head_major", lambda x, heads: x)
     assert main(["convert", str(runs / "save"), str(tmp_path / "out"), "--to", "megatron-2019", "--check"]) == 1
 
 
@@ -174,31 +174,33 @@ def test_genuine_files_merge_to_the_last_bit(name: str, hints: list[str], tmp_pa
     merged = read(out, heads=heads, vocab=130)
     single = read(TEST_DATA / name.split("/")[0] / "tp1" / "checkpoint", heads=heads, vocab=130)
     assert merged.format == ("megatron-2019" if heads else "megatron-v2")
-    for tensor in single.names():
+    for tensor in single.tensors:
         assert merged.read(tensor).dtype == torch.float16
         assert torch.equal(merged.read(tensor), single.read(tensor)), tensor
 
 
 def test_a_run_goes_on_through_files_of_2019(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
-    """Weights, masters, moments, steps: training's refusal gives the command that brings them back, and on the same
-    batches the losses are those of the run that stayed."""
+    """The conversion keeps weights, masters, moments and steps. Training refuses the old files with an error that
+    contains the command to convert them back; then the same batches give the same losses."""
     old = str(tmp_path / "old one")
     assert main(["convert", str(runs / "save"), old, "--to", "megatron-2019", "--model-parallel-size", "2"]) == 0
-    with pytest.raises(ValueError) as refused:
-        prepare_run(parse([*SMALL, "--load", old]), Ranks(0, 1, 0, 1), lambda line: None)
-    command = re.search(r": bash \S+ \S*tools/checkpoint.py (.*) converts it; then --load (.*)$", str(refused.value))
+    with pytest.raises(ValueError) as assert_refused:
+        build_context(parse([*SMALL, "--load", old]), RankInfo(0, 1, 0, 1), lambda line: None)
+    command = re.search(
+        r": bash \S+ \S*tools/checkpoint.py (.*) converts it; then --load (.*)$", str(assert_refused.value)
+    )
     assert main([*shlex.split(command[1]), "--vocab-size", "257"]) == 0
     assert "random states" in capsys.readouterr().err
     losses: list[list[float]] = []
     batches: list[tuple[torch.Tensor, torch.Tensor]] = []
     for load in (str(runs / "save"), shlex.split(command[2])[0]):
-        run = start(0, 1, str(runs), ["--load", load, "--save", f"{load}_on", "--precision", "bf16"])
-        assert run.progress.iteration == 2
-        batches = batches or [next(run.data.loader) for _ in range(3)]
+        trainer = start(0, 1, str(runs), ["--load", load, "--save", f"{load}_on", "--precision", "bf16"])
+        assert trainer.progress.iteration == 2
+        batches = batches or [next(trainer.data.loader) for _ in range(3)]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(run.data, "loader", iter(batches))
-            losses.append(steps(run, 3)["loss"])
-        finish(run)
+            patch.setattr(trainer.data, "loader", iter(batches))
+            losses.append(steps(trainer, 3)["loss"])
+        finish(trainer)
     assert losses[0] == losses[1] and losses[0][0] != losses[0][2]
 
 
@@ -231,9 +233,9 @@ def test_bad_input(runs: Path, tmp_path: Path, name: str):
 @pytest.mark.parametrize(
     ("change", "words", "message"),
     [
-        ("a missing rank", HINTS, "is one missing"),
+        ("a missing rank", HINTS, "is a file missing"),
         ("two iterations mixed", HINTS, "iteration"),
-        ("none", ["--num-attention-heads", "5"], "likeliest first one of 2, 4"),
+        ("none", ["--num-attention-heads", "5"], "one of 2, 4"),
         ("none", [], "--num-attention-heads"),
         ("none", ["--num-attention-heads", "4", "--vocab-size", "9999"], "--vocab-size 9999"),
     ],
@@ -254,10 +256,10 @@ def test_bad_old_files(tmp_path: Path, change: str, words: list[str], message: s
 
 
 def as_if_later(path: Path):
-    """A rank's file as if it had been saved at another iteration."""
-    from megatron.gpt2.formats.torch_files import load_pickle
+    """Return the content of a rank's file with a different iteration."""
+    from megatron.gpt2.formats.torch_files import load_torch_file
 
-    top = load_pickle(path)
+    top = load_torch_file(path)
     return {"iteration": top["iteration"] + 1, "model": dict(top["model"])}
 
 
@@ -283,8 +285,8 @@ def test_merge_mp_partitions(python: WarmPython, tmp_path: Path):
     merged = run(python, "merge_mp_partitions.py", *words, "--save", str(tmp_path / "merged"))
     assert merged.returncode == 0, merged.stderr
     a, b = read(tmp_path / "merged", heads=4), read(OLD / "tp2" / "checkpoint", heads=4)
-    assert set(a.names()) == set(b.names()) and len(a.names()) == 160
-    assert all(torch.equal(a.read(name), b.read(name)) for name in a.names())
+    assert set(a.tensors) == set(b.tensors) and len(a.tensors) == 160
+    assert all(torch.equal(a.read(name), b.read(name)) for name in a.tensors)
     for flag, value in (("--num-layers", "24"), ("--tensor-model-parallel-size", "4"), ("--model_type", "BERT")):
         with pytest.raises(ValueError, match=flag.replace("_", "-")):
             tool("merge_mp_partitions").main([*words, flag, value])

@@ -1,4 +1,4 @@
-"""tools/preprocess_data.py, inspect_data.py, merge_datasets.py and train_tokenizer.py as a user runs them."""
+"""Run tools/preprocess_data.py, inspect_data.py, merge_datasets.py and train_tokenizer.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 
 from data_utils import IndexedDataset, build_tokenizer
 from tests.conftest import ROOT, tool
-from tests.data_utils.made import write_lines, write_pair
+from tests.data_utils.data_files import write_lines, write_pair
 
 inspect, maker, merger = tool("inspect_data"), tool("preprocess_data"), tool("merge_datasets")
 
@@ -41,7 +41,7 @@ def flags(path: str | Path, prefix: str | Path) -> str:
 
 
 def test_a_megatron_command_line(tmp_path: Path, test_data: Path) -> None:
-    """As Megatron's README has it."""
+    """The command line of Megatron's README."""
     shutil.copy(test_data / "lambada" / "lambada_test.jsonl", tmp_path / "my-corpus.json")
     vocab, merges = (str(test_data / "gpt2" / name) for name in ("encoder.json", "vocab.bpe"))
     done = run(
@@ -75,11 +75,11 @@ def test_bad_input_is_one_line(tmp_path: Path, name: str, more: str, reason: str
 
 
 def test_killed_at_any_moment_and_started_again(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", 60_000)  # some 60 MB: seven shards
+    path = write(tmp_path / "a.jsonl", 60_000)  # about 60 MB: seven shards
     assert run("preprocess_data", flags(path, tmp_path / "whole")).returncode == 0
     line = f"{sys.executable} {ROOT}/tools/preprocess_data.py {flags(path, tmp_path / 'out')} --workers 2"
     kept = 0
-    for _ in range(3):  # each after one shard more, in the midst of others
+    for _ in range(3):  # each time after one more complete shard
         process = subprocess.Popen(line.split(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         while process.poll() is None and len(list(tmp_path.glob("out.shards/?????.json"))) <= kept:
             time.sleep(0.002)
@@ -96,7 +96,8 @@ def test_killed_at_any_moment_and_started_again(tmp_path: Path) -> None:
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
-    """Full from the start, in a shard, in the merge: one line, nothing half written, and with room it goes on."""
+    """The disk is full at the start, in a shard, in the merge: one error line, no partial files; with room, it
+    continues."""
     disk = tmp_path / "disk"
     disk.mkdir()
     path = write(tmp_path / "a.jsonl", 20_000)  # 21 MB: 2 shards, 42 MB of tokens in each of two copies
@@ -111,10 +112,10 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 
 def fill_up(path: str, disk: str) -> None:
-    """In a separate mount namespace: with less and less ballast on a disk of 100 MB."""
+    """Run in a separate mount namespace, with less and less ballast on a disk of 100 MB."""
     unchecked = (
         "import sys; sys.argv = sys.argv[1:]; import data_utils.preprocessing as p; "
-        "p._check_room = lambda *_: None; import runpy; runpy.run_path(sys.argv[0], run_name='__main__')"
+        "p._check_disk_space = lambda *_: None; import runpy; runpy.run_path(sys.argv[0], run_name='__main__')"
     )
     line, kept = flags(path, Path(disk) / "out"), []
     words = [sys.executable, "-c", unchecked, f"{ROOT}/tools/preprocess_data.py", *line.split()]
@@ -124,7 +125,9 @@ def fill_up(path: str, disk: str) -> None:
         left = sorted(entry.name for entry in Path(disk).rglob("*"))
         assert not any("tmp" in name for name in left), left
         if ballast:
-            full = r"error: no room left on the disk of .*/out: nothing is half written; .*out\.shards keeps .*\n"
+            full = (
+                r"error: no room left on the disk of .*/out: free some, .* with the finished shards in .*out\.shards\n"
+            )
             assert done.returncode == 2 and re.fullmatch(full, done.stderr), done.stderr
             assert not any(name.startswith("out_") for name in left), left
             kept.append(sum(name.endswith(".json") for name in left))
@@ -146,7 +149,7 @@ def prefix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
     return f"{tmp_path}/a_text_document"
 
 
-def test_what_it_shows(prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_prints_and_plots(prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = f"{prefix} --documents 0 2 --tokenizer-type bytes --plot {tmp_path}/a.png"
     assert inspect.main(line.split()) == 0
     out = capsys.readouterr().out
@@ -154,7 +157,7 @@ def test_what_it_shows(prefix: str, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "2,465 bytes of text, 1.00 a token" in out and "--- document 2: 34 tokens\ndocument 2 document 2" in out
     assert sum(line.endswith("#") for line in out.splitlines()) == 5
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    assert inspect.main([prefix + ".bin", "--verify"]) == 0 and "every byte" in capsys.readouterr().out
+    assert inspect.main([prefix + ".bin", "--verify"]) == 0 and "all hashes match" in capsys.readouterr().out
 
 
 def test_every_flipped_bit_is_found(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,7 +187,7 @@ def test_ids_outside_the_vocabulary_are_found_without_a_manifest(
     pair = write_pair(tmp_path / "a", [[1, 300]])
     assert inspect.main([pair, "--verify", "--tokenizer-type", "bytes"]) == 1
     assert "ids from 1 to 300, but the vocabulary has 257" in capsys.readouterr().out
-    with pytest.raises(FileNotFoundError, match="no hashes to compare"):
+    with pytest.raises(FileNotFoundError, match="the hashes to compare"):
         inspect.main([pair, "--verify"])
 
 
@@ -193,7 +196,7 @@ def test_ids_outside_the_vocabulary_are_found_without_a_manifest(
     [
         ("{0} --documents 20 --tokenizer-type bytes", "there are documents 0 to 19"),
         ("{0} --documents 0", "--documents needs --tokenizer-type"),
-        ("{0} --tokenizer-type builtin", "names another tokenizer"),
+        ("{0} --tokenizer-type builtin", "names a different tokenizer"),
         ("{0} --plot {0}.xyz", "--plot .*.xyz: give a file"),
         ("{0} --plt", "unrecognized"),
         ("{0}/none", "no such file"),
@@ -213,7 +216,7 @@ def test_merging_checks_the_manifests(prefix: str, tmp_path: Path, capsys: pytes
         merger.main(f"--input {tmp_path}/folder --output-prefix {tmp_path}/x".split())
     whole = Path(f"{prefix}.bin").read_bytes()
     Path(f"{prefix}.bin").write_bytes(b"\x05" + whole[1:])
-    with pytest.raises(ValueError, match="is damaged: its tokens are not those of its manifest"):
+    with pytest.raises(ValueError, match="is damaged: its tokens do not match the hashes in its manifest"):
         merger.main(f"--input {prefix} --output-prefix {tmp_path}/x".split())
     assert not list(tmp_path.glob("x*"))
 

@@ -29,13 +29,15 @@ def test_each_schedule_has_its_figure():
     assert len(DRAWN) == 3
 
 
-def printed(capsys: pytest.CaptureFixture[str], line: str) -> list[str]:
+def run_and_print(capsys: pytest.CaptureFixture[str], line: str) -> list[str]:
     main(shlex.split(line))
     return capsys.readouterr().out.splitlines()
 
 
 def test_what_is_printed(capsys: pytest.CaptureFixture[str]):
-    assert printed(capsys, "--pipeline-model-parallel-size 2 --micro-batches 2 --pipeline-schedule zero-bubble") == [
+    assert run_and_print(
+        capsys, "--pipeline-model-parallel-size 2 --micro-batches 2 --pipeline-schedule zero-bubble"
+    ) == [
         "zero-bubble: 2 ranks, 2 micro-batches; F, B, W take 1, 1, 1",
         "",
         "rank 0  F0|F1|...B0|W0|B1|W1|",
@@ -46,7 +48,7 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str]):
         "kept at most  2, 1 micro-batches between F and B, by rank",
         "              2, 2 with those whose W is to come",
     ]
-    lines = printed(
+    lines = run_and_print(
         capsys,
         "--pipeline-model-parallel-size 2 --micro-batches 4 --pipeline-schedule interleaved "
         "--num-layers 8 --num-layers-per-virtual-pipeline-stage 2 --times 1,1.2,0.8",
@@ -61,7 +63,7 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str]):
 
 def test_stages_of_unlike_lengths(capsys: pytest.CaptureFixture[str]):
     """Six layers on four ranks are 1, 2, 2 and 1."""
-    lines = printed(capsys, "--pipeline-model-parallel-size 4 --micro-batches 1 --num-layers 6 --times 3,3,3")
+    lines = run_and_print(capsys, "--pipeline-model-parallel-size 4 --micro-batches 1 --num-layers 6 --times 3,3,3")
     assert lines[2:6] == [
         "rank 0  F0|.............................................B0===|",
         "rank 1  ...F0===|...........................B0=========|......",

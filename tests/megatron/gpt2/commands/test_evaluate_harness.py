@@ -74,15 +74,16 @@ def folder(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
-@functools.cache  # a model's name is registered once
+@functools.cache  # a model name can be registered once
 def program() -> dict[str, Any]:
-    """The tool's names, with no tasks but our own: looking through the 14,000 files of lm-eval's takes seconds."""
+    """Return the names in the tool. Its TaskManager has only our tasks, because reading all 14,000 files takes
+    seconds."""
     names = vars(tool("evaluate_harness"))
     names["TaskManager"] = functools.partial(names["TaskManager"], include_defaults=False)
     return names
 
 
-def figures(results: dict[str, Any]) -> Figures:
+def float_metrics(results: dict[str, Any]) -> Figures:
     return {
         (task, name): value
         for task, entries in results.items()
@@ -93,7 +94,7 @@ def figures(results: dict[str, Any]) -> Figures:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> Figures:
-    return figures(
+    return float_metrics(
         lm_eval.simple_evaluate(
             "hf",
             {"pretrained": str(folder / "exported"), "dtype": "float32"},
@@ -106,7 +107,7 @@ def expected(folder: Path) -> Figures:
     )
 
 
-def check(own: Figures, expected: Figures) -> None:
+def check_metrics(own: Figures, expected: Figures) -> None:
     assert own == pytest.approx(expected, rel=1e-4)
     assert {task for task, _ in own} == set(TASKS)
     assert 0.2 < own["choice", "acc,none"] < 1 and 0.2 < own["written", "exact_match,none"] < 1
@@ -118,11 +119,11 @@ def test_program(folder: Path, expected: Figures, capsys: pytest.CaptureFixture[
     assert main([*flags, "--tasks", ",".join(TASKS), "--output", str(folder / "out.json")]) == 0
     assert capsys.readouterr().out.count("bits_per_byte") == 1
     result = json.loads((folder / "out.json").read_text())
-    check(figures(result["results"]), expected)
+    check_metrics(float_metrics(result["results"]), expected)
     assert len(result["manifest_sha256"]) == 64
 
     for wrong, said in (
-        (["--tasks", "ch*,none"], "--tasks: lm-eval knows no none"),
+        (["--tasks", "ch*,none"], "--tasks: lm-eval has no task none"),
         (["--tasks", "choice", "--output", "no/such/folder/x"], "--output no/such/folder/x"),
         (["--tasks", "choice", "--batch-size", "0"], "--micro-batch-size must be positive, not 0"),
     ):
@@ -131,7 +132,7 @@ def test_program(folder: Path, expected: Figures, capsys: pytest.CaptureFixture[
         assert not out and error.splitlines()[-1].startswith(f"error: {said}")
 
 
-def evaluated(rank: int, world_size: int, folder: Path) -> Figures:
+def evaluate_on_rank(rank: int, world_size: int, folder: Path) -> Figures:
     import torch
 
     from megatron.gpt2.generate.load_model import load_for_inference
@@ -148,13 +149,13 @@ def evaluated(rank: int, world_size: int, folder: Path) -> Figures:
         log_samples=False,
         bootstrap_iters=0,
     )
-    return figures(results["results"])
+    return float_metrics(results["results"])
 
 
 @pytest.mark.wide
-def test_each_layer_split_over_two_ranks(folder: Path, expected: Figures) -> None:
-    first, _ = run_ranks(evaluated, 2, folder)
-    check(first, expected)
+def test_two_model_parallel_ranks(folder: Path, expected: Figures) -> None:
+    first, _ = run_ranks(evaluate_on_rank, 2, folder)
+    check_metrics(first, expected)
 
 
 def test_the_detokenizer_is_that_of_lm_eval(test_data: Path) -> None:

@@ -1,4 +1,4 @@
-"""The program that writes text: every prompt has its answer or its error line, and typed prompts are edited."""
+"""Test generate_text: every prompt gets an answer or an error line, and typed prompts can be edited."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_every_line_of_a_file_is_answered(run: Any, tmp_path: Path) -> None:
     )
     assert any(entry.get("text") for entry in entries)
     assert "of a prompt of 100,000 tokens the last 32 are read" in err
-    # Neither the batch nor the other prompts change a text; a file instead of standard output neither.
+    # The text does not depend on the batch size, on other prompts, or on the output file.
     again = tmp_path / "answers.jsonl"
     assert (
         run(
@@ -121,7 +121,7 @@ def test_new_documents(run: Any, tmp_path: Path) -> None:
         (("--load", "/nowhere"), "/nowhere"),
         (("--batch-size", "0"), "--batch-size"),
         (("--max-new-tokens", "0"), "--max-new-tokens"),
-        (("--sample-input-file", __file__, "--sample-output-file", __file__), "is the file of the prompts"),
+        (("--sample-input-file", __file__, "--sample-output-file", __file__), "is also the file of the prompts"),
     ],
     ids=str,
 )
@@ -142,26 +142,26 @@ def test_a_command_line_of_2019(run: Any) -> None:
     assert "--num-layers" in err and "not needed here" in err and err.count("\n") == 1
 
 
-def typed(run: Any, monkeypatch: pytest.MonkeyPatch, data: bytes) -> tuple[str, str]:
+def run_with_input(run: Any, monkeypatch: pytest.MonkeyPatch, data: bytes) -> tuple[str, str]:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
     return run("--greedy")
 
 
 def test_typed_prompts(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    out, err = typed(run, monkeypatch, b"do not stop\n\nin\xffvalid\n stop\nstop\nnever read\n")
+    out, err = run_with_input(run, monkeypatch, b"do not stop\n\nin\xffvalid\n stop\nstop\nnever read\n")
     expected = [run("--greedy", "--prompt", prompt)[0] for prompt in ("do not stop", " stop")]
     assert out == "".join(expected)
     assert "is empty" in err and "surrogate" in err
-    assert typed(run, monkeypatch, b"do not stop")[0] == expected[0], "the end of the input"
+    assert run_with_input(run, monkeypatch, b"do not stop")[0] == expected[0], "the end of the input"
 
 
 @pytest.mark.parametrize("ranks", [pytest.param("1", marks=pytest.mark.wide), "2"])
 def test_a_terminal(saved: Path, ranks: str) -> None:
-    """A typing error is edited, the history recalled, a text interrupted, and Ctrl-C at the prompt ends."""
+    """Edit a line, recall the history, interrupt a text, and end with Ctrl-C at the prompt."""
 
     def first() -> None:
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell lets what it starts in the background ignore it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a background process of a shell ignores it
 
     main_end, end = pty.openpty()
     line = f"tools/generate_text.py --load {saved} --top-k 1 --max-new-tokens 100000000 --nproc-per-node {ranks}"
@@ -188,7 +188,7 @@ def test_a_terminal(saved: Path, ranks: str) -> None:
 
     try:
         wait_for(rb"prompt> ")
-        os.write(main_end, b"Obce\x1b[D\x1b[D\x7fn\r")  # two to the left, a backspace, the right letter
+        os.write(main_end, b"Obce\x1b[D\x1b[D\x7fn\r")  # two times left, backspace, the right letter
         wait_for(rb"\nOnce.")
         os.write(main_end, b"\x03")
         wait_for(rb"prompt> ")
@@ -197,7 +197,7 @@ def test_a_terminal(saved: Path, ranks: str) -> None:
         os.write(main_end, b"\x03")
         wait_for(rb"prompt> ")
         code = None
-        for _ in range(3):  # Python's readline may miss one that comes while it draws the prompt
+        for _ in range(3):  # Python's readline may miss one while it draws the prompt
             time.sleep(0.3)
             os.write(main_end, b"\x03")
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -211,7 +211,7 @@ def test_a_terminal(saved: Path, ranks: str) -> None:
 
 def answers_of_a_rank(rank: int, world_size: int, saved: str, file: str, port: str) -> int:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    dist.destroy_process_group()  # the program makes its own
+    dist.destroy_process_group()  # the program makes a new one
     line = (
         f"--load {saved} --max-new-tokens 40 --sample-input-file {file} --sample-output-file {file}.answers --top-k 50"
     )

@@ -1,4 +1,5 @@
-"""The command line: presets, aliases, foreign flags, errors, a batch that grows, and what a checkpoint decides."""
+"""The command line: presets, aliases, flags of other programs, errors, batch size schedules, and merging with a
+checkpoint."""
 
 from __future__ import annotations
 
@@ -11,10 +12,18 @@ import pytest
 import torch
 
 from data_utils import BatchSchedule
-from megatron.gpt2.config import SECTIONS, Config, TrainConfig, by_key, differing, fields, flag
+from megatron.gpt2.config import (
+    SECTIONS,
+    Config,
+    TrainConfig,
+    config_fields,
+    flag,
+    flatten_sections,
+    non_default_values,
+)
 from megatron.gpt2.config.arguments import Arguments, merge_checkpoint, parse
 from megatron.gpt2.config.flags import flag_table
-from megatron.gpt2.config.recipes import PRESETS, SHAPES
+from megatron.gpt2.config.presets import PRESETS, SHAPES
 from mpu.kernels import dropout
 
 QUICKSTART_ITERS = PRESETS["quickstart"]["train.train_iters"]
@@ -25,7 +34,7 @@ def read(line: str) -> Arguments:
 
 
 def saved(line: str, **changes: object) -> dict[str, dict[str, object]]:
-    """The configuration that a run of this command line stores, as it comes back from JSON."""
+    """Return the configuration that a run of this command line stores, after a round trip through JSON."""
     config = json.loads(json.dumps(read(line).config.as_dict()))
     config["data"]["tokenizer_type"] = config["data"]["tokenizer_type"] or "builtin"
     config["model"]["vocab_size"] = 2048
@@ -41,8 +50,8 @@ def test_without_flags_the_quickstart_runs():
     assert arguments.config.checkpoint.save == "checkpoints/gpt2_quickstart"
 
 
-def test_345m_is_the_published_demo_whole():
-    values = by_key(read("--model 345M").config.as_dict())
+def test_345m_is_the_published_example():
+    values = flatten_sections(read("--model 345M").config.as_dict())
     assert {key.split(".")[1]: values[key] for key in PRESETS["345m"]} == {
         "num_layers": 24,
         "hidden_size": 1024,
@@ -71,10 +80,10 @@ def test_345m_is_the_published_demo_whole():
     assert (values["checkpoint.save"], values["train.recompute_granularity"]) == ("checkpoints/gpt2_345m", "none")
 
 
-def test_presets_differ_in_shape_alone_and_name_real_fields():
+def test_presets_differ_only_in_shape_and_name_real_fields():
     assert SHAPES["8.3b"] == (72, 3072, 32) and len(SHAPES) == 7
     for name, preset in PRESETS.items():
-        assert preset.keys() <= fields().keys(), name
+        assert preset.keys() <= config_fields().keys(), name
         model = parse(["--model", name]).config.model
         assert name == "quickstart" or (model.num_layers, model.hidden_size, model.num_attention_heads) == SHAPES[name]
 
@@ -85,10 +94,10 @@ def test_flags_override_the_preset():
     assert (config.model.hidden_size, config.checkpoint.save) == (1024, "checkpoints/gpt2_2x1024")
 
 
-def test_a_shape_of_its_own_has_the_defaults_of_2019():
+def test_a_given_shape_has_the_defaults_of_2019():
     arguments = read("--num-layers 2")
     assert arguments.preset is None
-    assert differing(arguments.config) == {
+    assert non_default_values(arguments.config) == {
         "model.num_layers": 2,
         "train.train_iters": 1_000_000,
         "checkpoint.save": "checkpoints/gpt2_2x1024",
@@ -128,14 +137,14 @@ def test_spellings_of_2019_and_today(line, key, value):
     arguments = read(line)
     section, name = key.split(".")
     assert getattr(getattr(arguments.config, section), name) == value and key in arguments.given
-    assert arguments.notes or line == "--override-opt_param-scheduler"  # underscores are no other spelling
+    assert arguments.notes or line == "--override-opt_param-scheduler"  # an underscore needs no note
 
 
-def test_a_narrower_value_beside_a_foreign_flag_holds():
-    assert read("--fp16 --precision fp16").notes == ("--fp16: without effect, since --precision fp16 is given",)
+def test_an_explicit_value_wins_over_a_translated_flag():
+    assert read("--fp16 --precision fp16").notes == ("--fp16: ignored: --precision fp16 is given",)
 
 
-def test_inert_flags_are_noted_once():
+def test_ignored_flags_are_noted_once():
     arguments = read(
         "--lazy-loader --loose-json --context-parallel-size 1 --local_rank=3 --use-mcore-models "
         "--fp32-allreduce --num_layers 2"
@@ -192,7 +201,7 @@ def test_inert_flags_are_noted_once():
         ("--data-order random", "--data-order: invalid choice: 'random'"),
         ("--warmup .1 --lr-warmup-iters 3", "give --warmup or --lr-warmup-iters, not both"),
         ("--lr-decay-samples 40 --lr-decay-iters 3", "give --lr-decay-iters or --lr-decay-samples, not both"),
-        ("--vocab-file a --tokenizer-model b", "say which with --tokenizer-type"),
+        ("--vocab-file a --tokenizer-model b", "choose one with --tokenizer-type"),
         ("--train-iters 3 --train-epochs 1", "give --train-iters or --train-epochs, not both"),
         ("--num-attention-heads 3", "--hidden-size 1024 is not divisible by --num-attention-heads 3"),
         ("--model-parallel-size 3", "--num-attention-heads 4 is not divisible by --model-parallel-size 3"),
@@ -203,7 +212,7 @@ def test_inert_flags_are_noted_once():
             "--cpu-offloading-num-layers 2 --recompute-granularity full",
             "give --recompute-granularity full --checkpoint-in",
         ),
-        ("--shard-gradients", "give --use-distributed-optimizer as well"),
+        ("--shard-gradients", "--shard-gradients needs --use-distributed-optimizer"),
         ("--zero-stage 2 --pipeline-model-parallel-size 2", "leave it out (--zero-stage 1)"),
         ("--cpu-offloading-num-layers 9", "--cpu-offloading-num-layers 9 is more than --num-layers 4"),
     ],
@@ -239,7 +248,7 @@ def test_values_out_of_range_are_one_line_that_names_the_flag(rule, lines):
         assert str(error.value).startswith(name) and rule in str(error.value) and "\n" not in str(error.value), line
 
 
-def test_values_at_the_edge_are_taken():
+def test_values_at_the_bounds_are_allowed():
     config = read(
         "--weight-decay 0 --adam-beta1 0 --adam-beta2 0 --seed 2147483647 --ffn-hidden-size 4 "
         "--distributed-timeout-minutes 1e6 --exit-interval 1 --ddp-bucket-size 1"
@@ -247,10 +256,10 @@ def test_values_at_the_edge_are_taken():
     assert (config.train.seed, config.model.ffn_size, config.optimizer.adam_beta1) == (2**31 - 1, 4, 0.0)
 
 
-def test_the_last_of_a_flag_given_twice_counts_also_of_one_with_several_values():
+def test_the_last_of_repeated_flags_wins_also_with_several_values():
     data = read("--train-data a b --valid-data v --train-data=c --valid-data w x").config.data
     assert (data.train_data, data.valid_data, data.test_data) == (("c",), ("w", "x"), ())
-    several = [name for name, f in fields().items() if isinstance(f.default, tuple)]
+    several = [name for name, f in config_fields().items() if isinstance(f.default, tuple)]
     assert several
     for name in several:
         assert [int(value) for value in read(f"{flag(name)} 3 4 {flag(name)} 5 6").values[name]] == [5, 6]
@@ -265,7 +274,7 @@ def test_the_flags_of_document_boundaries():
     assert not read("").config.data.reset_attention_mask
 
 
-def test_the_greatest_dropout_that_the_flags_take_can_be_run():
+def test_the_largest_allowed_dropout_runs():
     p = read("--hidden-dropout .9999999").config.model.hidden_dropout
     assert set(dropout(torch.ones(1000), p).tolist()) <= {0.0, 65536.0}
 
@@ -274,7 +283,7 @@ def test_help_groups_the_flags_and_shows_aliases(capsys):
     with pytest.raises(SystemExit) as stop:
         read("--help")
     text = capsys.readouterr().out
-    # From 3.13 on Python writes the value once, after all names.
+    # Python 3.13 and later print the value once, after all names.
     assert stop.value.code == 0 and re.search("--micro-batch-size( N)?, --batch-size N", text)
     assert all(f"\n{section}:" in text for section in SECTIONS) and "--lazy-loader" in text
 
@@ -282,9 +291,9 @@ def test_help_groups_the_flags_and_shows_aliases(capsys):
 def test_every_flag_is_one_row_of_the_table():
     names = [row[0] for row in flag_table()]
     assert len(names) == len(set(names)) and {row[1] for row in flag_table()} == {
-        "honoured",
+        "supported",
         "translated",
-        "inert",
+        "ignored",
         "refused",
     }
 
@@ -321,7 +330,7 @@ def test_lengths(length, iterations):
         TrainConfig().iterations(**sizes)
 
 
-# -- what a checkpoint decides -----------------------------------------------------------------------------------
+# -- merging with a checkpoint -----------------------------------------------------------------------------------
 
 SMALL = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --lr 1e-3 --train-iters 20 "
 
@@ -332,7 +341,7 @@ def test_shape_and_tokenizer_come_from_the_checkpoint():
     assert (config.model.vocab_size, config.data.tokenizer_type, config.data.seq_length) == (2048, "bytes", 128)
 
 
-def test_without_a_model_the_checkpoints_own_run_continues():
+def test_without_a_model_the_run_of_the_checkpoint_continues():
     before = saved(
         SMALL + "--batch-size 3 --train-data a b --split 8,1,1 --warmup .3 --fp16 --device cpu --seed 7 "
         "--exit-interval 5 --lr-decay-style WSD --min-lr 1e-4"
@@ -353,12 +362,12 @@ def test_without_a_model_the_checkpoints_own_run_continues():
     assert (named.train.micro_batch_size, named.data.train_data, named.train.seed) == (4, (), 1234)
 
 
-def test_the_floor_of_a_recipe_follows_the_rate():
+def test_min_lr_of_a_preset_scales_with_lr():
     assert read("--lr 1e-4").config.optimizer.min_lr == pytest.approx(5e-6)  # a twentieth, as in the quickstart
     assert read("--lr 1e-4 --min-lr 1e-6").config.optimizer.min_lr == 1e-6
 
 
-def test_the_run_may_be_impossible_until_the_checkpoint_is_known():
+def test_a_run_may_be_invalid_until_the_checkpoint_is_merged():
     arguments = read("--load x --num-attention-heads 12")  # 1024 is not divisible by 12
     assert arguments.checkpoint.load == "x"
     wide = saved("--hidden-size 768 --num-attention-heads 12")
@@ -368,18 +377,18 @@ def test_the_run_may_be_impossible_until_the_checkpoint_is_known():
 @pytest.mark.parametrize(
     "line, message",
     [
-        ("--num-layers 3", "--num-layers: here 3, checkpoint 2: leave out"),
+        ("--num-layers 3", "--num-layers: here 3, checkpoint 2: leave these"),
         ("--tokenizer-type bytes", "--tokenizer-type: here bytes, checkpoint builtin"),
         ("--vocab-file v", "--tokenizer-type: here GPT2BPETokenizer, checkpoint builtin"),
         ("--ffn-hidden-size 100", "--ffn-hidden-size: here 100, checkpoint 256"),
         (
             "--model 345m",
             "--num-layers: here 24, checkpoint 2; --hidden-size: here 1024, checkpoint 64; "
-            "--num-attention-heads: here 16, checkpoint 2; .*: leave out what differs",
+            "--num-attention-heads: here 16, checkpoint 2; .*: leave these flags out",
         ),
         (
             "--num-layers 3 --lr 2e-3 --warmup .5",
-            "--num-layers: here 3, checkpoint 2: leave out .* and --load; "
+            "--num-layers: here 3, checkpoint 2: leave these flags out, .* and --load; "
             "--lr: here 0.002, checkpoint 0.001; --warmup: here 0.5, .*--override",
         ),
     ],
@@ -389,7 +398,7 @@ def test_a_given_shape_that_differs_is_refused(line, message):
         merge_checkpoint(read(line), saved(SMALL))
 
 
-def test_values_that_agree_and_values_that_may_differ_are_taken_from_the_flags():
+def test_flags_may_repeat_the_checkpoint_and_some_may_differ():
     config = merge_checkpoint(
         read(SMALL + "--ffn-hidden-size 256 --seq-length 100 --hidden-dropout 0 --seed 5"), saved(SMALL)
     ).config
@@ -412,7 +421,7 @@ def test_schedule_comes_from_the_checkpoint_unless_given():
     )
 
 
-def test_a_schedule_that_differs_is_an_error_with_two_ways_on():
+def test_a_different_schedule_is_an_error_with_two_alternatives():
     before = SMALL + "--warmup .1"
     for line in ("--lr 2e-3", "--lr-decay-style WSD", "--lr-decay-iters 50", "--lr-warmup-iters 5", "--warmup .2"):
         with pytest.raises(ValueError, match="--override-opt-param-scheduler .* --use-checkpoint-opt-param-scheduler"):
@@ -444,7 +453,7 @@ def test_a_warmup_in_iterations_and_one_as_a_fraction_differ():
             schedule(line, SMALL + before)
 
 
-def test_a_finished_run_is_extended_by_train_iters_alone():
+def test_train_iters_is_enough_to_extend_a_finished_run():
     arguments = merge_checkpoint(read(SMALL + "--train-iters 40"), saved(SMALL))
     assert arguments.config.train.train_iters == 40 and arguments.config.optimizer.lr_decay_iters is None
     assert len(arguments.notes) == 1 and "over 40 iterations, not the checkpoint's 20" in arguments.notes[0]
@@ -468,7 +477,7 @@ RAMP = "--rampup-batch-size 4 4 9 --global-batch-size 8".split()
         ),
     ],
 )
-def test_both_flags_and_none_make_one_schedule(flags: str, stages: tuple[tuple[int, int], ...]):
+def test_batch_size_schedules(flags: str, stages: tuple[tuple[int, int], ...]):
     config = parse(f"--micro-batch-size 2 --seq-length 32 {flags}".split()).config
     assert config.batch_schedule(2) == BatchSchedule(stages)
 
@@ -482,7 +491,7 @@ def test_both_flags_and_none_make_one_schedule(flags: str, stages: tuple[tuple[i
         ),
         (
             "--rampup-batch-size 4 3 9 --global-batch-size 8",
-            "--rampup-batch-size 4 3 9: 3 samples at a time do not lead from 4 to --global-batch-size 8",
+            "--rampup-batch-size 4 3 9: steps of 3 samples do not lead from 4 to --global-batch-size 8",
         ),
         (
             "--rampup-batch-size 4 2 9 --global-batch-size 8",
@@ -492,11 +501,11 @@ def test_both_flags_and_none_make_one_schedule(flags: str, stages: tuple[tuple[i
             "--step-batch-size-schedule 0:4 1B:6",
             "--step-batch-size-schedule 0:4 1B:6: a batch of 6 is not divisible by ",
         ),
-        ("--step-batch-size-schedule 0:x", "--step-batch-size-schedule 0:x: 0:x is no further TOKENS:SIZE"),
-        ("--step-batch-size-schedule 0:4 31:8", "31:8 is no further TOKENS:SIZE"),  # the same sample
-        ("--step-batch-size-schedule 0:4 inf:8", "inf:8 is no further TOKENS:SIZE"),
-        ("--step-batch-size-schedule 1B:4", "1B:4: sizes go from 0 on, and never fall"),
-        ("--step-batch-size-schedule 0:8 1B:4", "0:8 1B:4: sizes go from 0 on, and never fall"),
+        ("--step-batch-size-schedule 0:x", "--step-batch-size-schedule 0:x: 0:x is not a valid next TOKENS:SIZE"),
+        ("--step-batch-size-schedule 0:4 31:8", "31:8 is not a valid next TOKENS:SIZE"),  # the same sample
+        ("--step-batch-size-schedule 0:4 inf:8", "inf:8 is not a valid next TOKENS:SIZE"),
+        ("--step-batch-size-schedule 1B:4", "1B:4: the first TOKENS must be 0, and sizes must not fall"),
+        ("--step-batch-size-schedule 0:8 1B:4", "0:8 1B:4: the first TOKENS must be 0, and sizes must not fall"),
         (
             "--step-batch-size-schedule 0:4 1B:8 --global-batch-size 4",
             "--global-batch-size 4 is not the last size of --step-batch-size-schedule 0:4 1B:8",
@@ -507,24 +516,24 @@ def test_both_flags_and_none_make_one_schedule(flags: str, stages: tuple[tuple[i
         ),
     ],
 )
-def test_impossible_schedules_are_one_line(flags: str, message: str):
+def test_errors_of_batch_size_schedules_are_one_line(flags: str, message: str):
     with pytest.raises(ValueError) as error:
         parse(f"--micro-batch-size 2 --seq-length 32 {flags}".split()).config.batch_schedule(2)
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_sizes_that_are_past_may_be_too_small_for_more_ranks():
+def test_past_batch_sizes_may_be_too_small_for_more_ranks():
     config = parse(["--micro-batch-size", "2", *RAMP]).config
     assert config.batch_schedule(4, consumed_samples=12).final == 8
     with pytest.raises(ValueError, match="4 is not divisible"):
         config.batch_schedule(4, consumed_samples=8)
 
 
-def test_a_flag_replaces_how_a_recipe_grows(tmp_path: Path):
-    recipe = parse(RAMP)
-    assert recipe.config.train.rampup_batch_size == (4, 4, 9)
+def test_a_flag_replaces_the_batch_size_schedule_of_a_config_file(tmp_path: Path):
+    first = parse(RAMP)
+    assert first.config.train.rampup_batch_size == (4, 4, 9)
     file = tmp_path / "config.json"
-    file.write_text(json.dumps({"version": 1, "global_batch_size": 8, "config": recipe.config.as_dict()}))
+    file.write_text(json.dumps({"version": 1, "global_batch_size": 8, "config": first.config.as_dict()}))
 
     def stages(flags: str) -> tuple[tuple[int, int], ...]:
         return parse(["--config", str(file), *flags.split()]).config.batch_schedule(1).stages

@@ -1,4 +1,4 @@
-"""config.json of a run, and --config, which runs it again."""
+"""config.json of a run, and --config, which repeats the run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.gpt2.config.arguments import parse
 from tests.test_command_line import FLAGS, metrics, work  # noqa: F401
 
 
-def test_a_run_again_from_its_config(work: Path, capfd: pytest.CaptureFixture[str]):  # noqa: F811
+def test_config_repeats_a_run(work: Path, capfd: pytest.CaptureFixture[str]):  # noqa: F811
     flags = [*FLAGS, *"--train-data text.txt --eval-iters 0 --log-interval 1 --save a".split()]
     assert pretrain_gpt2.main([*flags, *"--train-iters 3 --hidden-dropout 0.2".split()]) == 0
     before = [record["lm_loss"] for record in metrics(work / "a")]
@@ -30,7 +30,7 @@ def test_a_run_again_from_its_config(work: Path, capfd: pytest.CaptureFixture[st
     assert "2 samples × 1 data-parallel ranks × 2 accumulated = 4 a step" in said
     assert len(metrics(work / "c")) == 2 and metrics(work / "c")[0]["lm_loss"] != before[0]
 
-    # A run that started from another one says so after it was continued as well.
+    # config.json of a fine-tuned run keeps --load and --finetune after the run was continued.
     tune = "--finetune --load a --train-data text.txt --save d --eval-iters 0 --log-interval 1".split()
     assert pretrain_gpt2.main([*tune, "--train-iters", "2"]) == 0
     first = metrics(work / "d")[0]["lm_loss"]
@@ -48,7 +48,7 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_values_are_those_that_differ(config: Path):
+def test_only_non_default_values_are_read(config: Path):
     assert read_config(str(config)) == {
         "model.num_layers": 2,
         "optimizer.lr": 1e-3,
@@ -59,7 +59,7 @@ def test_the_values_are_those_that_differ(config: Path):
     }
 
 
-def test_flags_beside_it_win(config: Path):
+def test_flags_win_over_the_file(config: Path):
     arguments = parse(["--config", str(config), *"--lr 2e-3 --data-path p --train-samples 9".split()])
     config_ = arguments.config
     assert (config_.optimizer.lr, config_.data.train_data, config_.data.data_path) == (2e-3, (), ("p",))
@@ -70,7 +70,7 @@ def test_flags_beside_it_win(config: Path):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"version": 2}, "is of version 2, and this program reads 1"),
+        ({"version": 2}, "it has version 2, and this program reads version 1"),
         ({"config": {"model": {"depth": 3}}}, "unknown in the configuration: model.depth"),
         ({"config": {"modell": {"a": 1}}}, "unknown in the configuration: modell.a"),
         ({"config": {"model": {"num_layers": "two"}}}, "is not the config.json of a run"),
@@ -79,14 +79,14 @@ def test_flags_beside_it_win(config: Path):
         ({"global_batch_size": None}, "is not the config.json of a run"),
     ],
 )
-def test_what_it_cannot_be(config: Path, change: dict[str, Any], message: str):
+def test_errors_of_a_config_file(config: Path, change: dict[str, Any], message: str):
     config.write_text(json.dumps({**json.loads(config.read_text()), **change}))
     with pytest.raises(ValueError) as error:
         parse(["--config", str(config)])
     assert str(error.value).startswith(f"--config {config}") and message in str(error.value)
 
 
-def test_no_such_file_no_json_and_a_model_beside_it(config: Path):
+def test_a_missing_file_bad_json_and_a_given_model(config: Path):
     with pytest.raises(FileNotFoundError, match="--config nowhere: No such file"):
         parse(["--config", "nowhere"])
     with pytest.raises(ValueError, match="give --model or --config, not both"):

@@ -1,5 +1,5 @@
-"""Ranks as a launcher starts them, without its cost: forked where torch and the program are imported already, each with
-its own environment, standard streams, and for a machine of its own a network namespace and a host name."""
+"""Start ranks like a launcher, but faster: they are forked from a process that has imported torch and the program. Each rank
+has its own environment and output, and with `machine` its own network namespace and host name."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM", "PMI", "OMPI", 
 
 
 def clean_environment() -> dict[str, str]:
-    """This process's without what a launcher around the tests may have said."""
+    """Return this process's environment without the variables of launchers."""
     return {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
 
 
-def _run(
+def _run_main(
     argv: Sequence[str], environ: Mapping[str, str], output: str, machine: str, before: Callable[[], object]
 ) -> None:
     os.environ.clear()
@@ -36,7 +36,7 @@ def _run(
     with open(output, "wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    if machine:  # before there are threads, which would stay where they are
+    if machine:  # before there are threads, which would stay in the old namespace
         libc = ctypes.CDLL(None, use_errno=True)
         with open(f"/run/netns/{machine}") as namespace:
             assert libc.setns(namespace.fileno(), CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
@@ -46,8 +46,8 @@ def _run(
     sys.exit(main(argv))
 
 
-class Rank:
-    """One process under way."""
+class StartedRank:
+    """A running process of `main`."""
 
     def __init__(
         self,
@@ -60,12 +60,12 @@ class Rank:
         self.output = folder / f"output_{time.monotonic_ns()}"
         self.output.touch()
         self.process: ForkServerProcess = CONTEXT.Process(
-            target=_run, args=([*flags(folder), *argv], dict(environ), str(self.output), machine, before)
+            target=_run_main, args=([*flags(folder), *argv], dict(environ), str(self.output), machine, before)
         )
         self.process.start()
 
     def end(self, timeout: float = 240) -> tuple[int | None, str]:
-        """Exit code (None: it hung and was killed) and what it wrote."""
+        """Return exit code and output. The exit code is None if the process hung and was killed."""
         self.process.join(timeout)
         code = self.process.exitcode
         self.process.kill()
@@ -74,7 +74,7 @@ class Rank:
 
 
 def flags(folder: Path) -> list[str]:
-    """A run of five steps of four samples on the text in `folder`."""
+    """Flags of a run with five steps of four samples on the text in `folder`."""
     shape = (
         "--num-layers 1 --hidden-size 32 --micro-batch-size 1 --global-batch-size 4 --log-interval 1 --exit-interval 5"
     )
@@ -87,8 +87,8 @@ def losses(save: Path) -> list[float]:
 
 
 def free_port() -> int:
-    """A port that nobody has, below those that the system gives away, and that no other test process looks at: a rank
-    that knocks at a port until somebody answers would disturb another test's ranks that were given it meanwhile."""
+    """Return a free port below the ephemeral ones. Each test process uses different ports, because a rank that retries
+    its port could connect to the ranks of another test."""
     process = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 16
     for port in random.SystemRandom().sample(range(20_000 + process, 32_000, 16), 100):
         with contextlib.suppress(OSError), socket.create_server(("", port)):

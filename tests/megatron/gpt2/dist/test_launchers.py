@@ -1,4 +1,4 @@
-"""Each way of starting ranks trains the same five steps, and what goes wrong is said by name."""
+"""Each way to start ranks trains the same five steps, and errors name the rank."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 
-from tests.megatron.gpt2.dist.started_ranks import Rank, clean_environment, flags, free_port, losses
+from tests.megatron.gpt2.dist.started_ranks import StartedRank, clean_environment, flags, free_port, losses
 from tests.megatron.gpt2.train.training_runs import write_text
 from tests.warm_python import WarmPython
 
 ROOT = Path(__file__).resolve().parents[4]
 SRUN = r"""#!/usr/bin/env bash
-# Four tasks on two hosts. What Slurm does not always say is left out: SLURM_NTASKS.
+# Four tasks on two hosts, without SLURM_NTASKS, which Slurm does not always set.
 while [[ $1 == --* ]]; do shift; done
 tasks=()
 for task in 0 1 2 3; do
@@ -38,43 +38,46 @@ for task in "${tasks[@]}"; do wait "$task" || exit; done
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("launchers")
-    os.utime(write_text(folder), (1e9, 1e9))  # a file that is just written is hashed again: ranks would wait in turn
+    os.utime(write_text(folder), (1e9, 1e9))  # an old time: a new file would be hashed again by each rank
     return folder
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path) -> list[float]:
-    """The losses of one process."""
-    code, output = Rank(folder, ["--save", f"{folder}/alone"], {}).end()
+def single(folder: Path) -> list[float]:
+    """Losses of a run with one process."""
+    code, output = StartedRank(folder, ["--save", f"{folder}/single"], {}).end()
     assert code == 0, output
-    found = losses(folder / "alone")
+    found = losses(folder / "single")
     assert len(found) == 5 and found[-1] < found[0]
     return found
 
 
-def finish(ranks: list[Rank]) -> list[str]:
+def finish(ranks: list[StartedRank]) -> list[str]:
     ended = [rank.end() for rank in ranks]
     assert [code for code, _ in ended] == [0] * len(ranks), "\n".join(output for _, output in ended)
     return [output for _, output in ended]
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "file"])
-def test_by_hand(folder: Path, alone: list[float], scheme: str) -> None:
-    save, path = folder / scheme, folder / "meet here"
+def test_by_hand(folder: Path, single: list[float], scheme: str) -> None:
+    save, path = folder / scheme, folder / "store file"
     place = f"tcp://localhost:{free_port()}" if scheme == "tcp" else f"file://{path}"
     outputs = finish(
         [
-            Rank(folder, ["--save", str(save), "--rank", str(rank), "--world_size=2", "--init-method", place], {})
+            StartedRank(
+                folder, ["--save", str(save), "--rank", str(rank), "--world_size=2", "--init-method", place], {}
+            )
             for rank in (1, 0)
         ]
     )
-    assert losses(save) == pytest.approx(alone, rel=1e-5)
-    assert f"{os.uname().nodename}: ranks 0-1 of 2 on cpu (1 threads)\n" in outputs[1]  # found out: nobody said it
+    assert losses(save) == pytest.approx(single, rel=1e-5)
+    # The local ranks are from the rendezvous: no launcher gives them.
+    assert f"{os.uname().nodename}: ranks 0-1 of 2 on cpu (1 threads)\n" in outputs[1]
     assert outputs[0] == "" and not path.exists()
 
 
 def program(folder: Path, *command: str, **variables: str) -> subprocess.Popen[bytes]:
-    """A process of its own; what it writes goes to `folder`/output."""
+    """Start a process whose output goes to `folder`/output."""
     environ = {
         **clean_environment(),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -85,7 +88,7 @@ def program(folder: Path, *command: str, **variables: str) -> subprocess.Popen[b
         return subprocess.Popen(command, env=environ, cwd=folder, stdout=output, stderr=subprocess.STDOUT)
 
 
-def test_srun(python: WarmPython, folder: Path, alone: list[float]) -> None:
+def test_srun(python: WarmPython, folder: Path, single: list[float]) -> None:
     save, stub = folder / "slurm", folder / "bin" / "srun"
     stub.parent.mkdir()
     stub.write_text(SRUN)
@@ -102,18 +105,18 @@ def test_srun(python: WarmPython, folder: Path, alone: list[float]) -> None:
         "SLURM_SUBMIT_DIR": str(ROOT),
         "SLURM_JOB_ID": str(os.getpid()),
         "MAX_REQUEUES": "0",
-    }  # no node003 is found
+    }
     path = f"{stub.parent}:{python.path}"
     job = program(folder, "bash", *words, MASTER_ADDR="localhost", PATH=path, **slurm)
     job.wait(240)
     output = (folder / "output").read_text()
     assert job.returncode == 0, output
-    assert losses(save) == pytest.approx(alone, rel=1e-5)
+    assert losses(save) == pytest.approx(single, rel=1e-5)
     for line in ("node003: ranks 0-1 of 4 on cpu (1 threads)", "node004: ranks 2-3 of 4 on cpu (1 threads)"):
         assert output.splitlines().count(line) == 1, output
 
 
-# Where there is a GPU ranks are not forked.
+# With a GPU, ranks are spawned instead of forked.
 WITH_CUDA = (
     "import sys, torch; from megatron.gpt2.commands.pretrain_gpt2 import main\n"
     "torch.cuda.device_count = lambda: 2\nsys.exit(main(sys.argv[1:]))"
@@ -121,29 +124,28 @@ WITH_CUDA = (
 
 
 @pytest.mark.parametrize(("way", "how"), [("Ctrl-C", "forked"), ("SIGTERM", "spawned"), ("a rank is killed", "forked")])
-def test_torch_multiprocessing(folder: Path, alone: list[float], way: str, how: str) -> None:
-    """Trains the same, and ends in each of the ways. Lines can be read as they are written: nothing else tells when to
-    act."""
+def test_torch_multiprocessing(folder: Path, single: list[float], way: str, how: str) -> None:
+    """--nproc-per-node trains the same and ends in each of the ways. The test reads the output to know when to act."""
     save = folder / f"{how} {way}"
     words = ["--save", str(save), "--nproc-per-node", "2", "--exit-interval", "100000", "--train-iters", "100000"]
     if how == "spawned":
         job = program(folder, sys.executable, "-c", WITH_CUDA, *flags(folder), *words, PYTHONPATH=str(ROOT))
         pid, path = job.pid, folder / "output"
     else:
-        rank = Rank(folder, words, {})
+        rank = StartedRank(folder, words, {})
         assert rank.process.pid is not None
         pid, path = rank.process.pid, rank.output
     end = time.monotonic() + 240
     while "iteration        5/" not in path.read_text():
         assert time.monotonic() < end, path.read_text()
         time.sleep(0.05)
-    assert losses(save)[:5] == pytest.approx(alone, rel=1e-5), path.read_text()
+    assert losses(save)[:5] == pytest.approx(single, rel=1e-5), path.read_text()
     children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     if how == "spawned":
         children = [child for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
     assert len(children) == 2
     if way == "Ctrl-C":
-        for process in (pid, *children):  # as a terminal does
+        for process in (pid, *children):  # like a terminal
             os.kill(process, signal.SIGINT)
     else:
         os.kill(*((pid, signal.SIGTERM) if way == "SIGTERM" else (children[1], signal.SIGKILL)))
@@ -154,19 +156,19 @@ def test_torch_multiprocessing(folder: Path, alone: list[float], way: str, how: 
     if way == "a rank is killed":
         assert code == 128 + signal.SIGKILL, output
         assert "error: rank 1 was ended by SIGKILL\n" in output
-        assert "rank 1 (" in output and "gave no sign of life" in output
+        assert "rank 1 (" in output and "sent no heartbeat" in output
     else:
         assert code == 0, output
         assert f"stopped by {way} at iteration" in output
 
 
 def as_on_a_mac() -> None:
-    """Without what Linux and glibc alone have: /proc, /sys, and some functions of the operating system."""
+    """Remove what only Linux and glibc have: /proc, /sys, and some functions of `os`."""
 
     def without(real: Callable[..., Any]) -> Callable[..., Any]:
         def function(path: Any, *args: Any, **options: Any) -> Any:
             if str(path).startswith(("/proc", "/sys")):
-                raise FileNotFoundError(errno.ENOENT, "no such thing on a Mac", str(path))
+                raise FileNotFoundError(errno.ENOENT, "does not exist on a Mac", str(path))
             return real(path, *args, **options)
 
         return function
@@ -178,23 +180,23 @@ def as_on_a_mac() -> None:
         delattr(os, name)
 
 
-def test_without_linux(folder: Path, alone: list[float]) -> None:
-    """macOS, as far as it can be shown here."""
+def test_without_linux(folder: Path, single: list[float]) -> None:
+    """A simulation of macOS."""
     save, place = folder / "mac", f"tcp://localhost:{free_port()}"
     words = f"--save {save} --world-size 2 --init-method {place} --rank".split()
-    outputs = finish([Rank(folder, [*words, str(rank)], {}, before=as_on_a_mac) for rank in range(2)])
-    assert losses(save) == pytest.approx(alone, rel=1e-5)
+    outputs = finish([StartedRank(folder, [*words, str(rank)], {}, before=as_on_a_mac) for rank in range(2)])
+    assert losses(save) == pytest.approx(single, rel=1e-5)
     assert "glibc" not in outputs[0]
 
 
-def test_a_rank_that_never_comes_is_named_by_all(folder: Path) -> None:
+def test_all_ranks_name_the_missing_ones(folder: Path) -> None:
     place = f"--save {folder}/missing --world-size 4 --init-method tcp://localhost:{free_port()} --init-timeout 4"
     words = place.split()
-    ended = [rank.end() for rank in [Rank(folder, [*words, "--rank", str(rank)], {}) for rank in (0, 2)]]
+    ended = [rank.end() for rank in [StartedRank(folder, [*words, "--rank", str(rank)], {}) for rank in (0, 2)]]
     host = os.uname().nodename
     for (code, output), where in zip(ended, ("", f" ({host})"), strict=True):
         assert (code, output) == (
             2,
-            f"error{where}: ranks 1 and 3 of 4 did not come within 4 s (--init-timeout); "
+            f"error{where}: ranks 1 and 3 of 4 did not join within 4 s (--init-timeout); "
             f"ranks 0 ({host}) and 2 ({host}) did\n",
         )

@@ -1,5 +1,5 @@
-"""A rank that hangs or stops: the others name it after the limit, say where they wait and where it is, and end with the
-checkpoint that was being written. Two machines between which the cable is cut."""
+"""A rank hangs or stops: the other ranks name it after the timeout, print where all ranks are, and finish the checkpoint
+that is being written. Also two machines that lose their connection."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ import pytest
 import torch.distributed as dist
 
 from megatron.gpt2.checkpoint import writer
-from megatron.gpt2.checkpoint.writer import write_tensors
+from megatron.gpt2.checkpoint.writer import write_safetensors
 from megatron.gpt2.dist import ranks
-from megatron.gpt2.dist.hang import Place, set_flight_recorder, words
+from megatron.gpt2.dist.hang import RankLocation, describe_hang, set_flight_recorder
 from megatron.gpt2.monitor.incidents import read_incidents
-from megatron.gpt2.train.run import Run
+from megatron.gpt2.train.trainer import Trainer
 from tests.faults.injector import Fault, hang, plant, stop
-from tests.megatron.gpt2.dist.started_ranks import Rank, free_port, losses
+from tests.megatron.gpt2.dist.started_ranks import StartedRank, free_port, losses
 from tests.megatron.gpt2.train.training_runs import write_text
 
 HOST = os.uname().nodename
 OF_REDUCE = "all_reduce (mpu/mappings.py:61, called at mpu/layers.py:210)"
-REDUCES = Place(True, OF_REDUCE)
-RECEIVES = Place(True, "wait (mpu/pipeline.py:35, called at schedule_runner.py:9)")
-READS = Place(False, "data_utils/samplers.py:88 (next_batch)")
+REDUCES = RankLocation(True, OF_REDUCE)
+RECEIVES = RankLocation(True, "wait (mpu/p2p_communication.py:35, called at schedule_runner.py:9)")
+READS = RankLocation(False, "data_utils/samplers.py:88 (next_batch)")
 
 
 @pytest.mark.parametrize(
@@ -39,13 +39,13 @@ READS = Place(False, "data_utils/samplers.py:88 (next_batch)")
         (
             {3: REDUCES, 0: REDUCES, 1: REDUCES, 2: READS},
             {},
-            f"rank 2 (b) did not come to {OF_REDUCE} within 6 s, where ranks 0-1 (a) and 3 (b) wait: rank 2 is at "
+            f"rank 2 (b) did not reach {OF_REDUCE} within 6 s, where ranks 0-1 (a) and 3 (b) wait: rank 2 is at "
             "data_utils/samplers.py:88 (next_batch)",
         ),
         (
             {0: REDUCES, 1: RECEIVES, 3: REDUCES},
             {2: 7.2},
-            f"rank 2 (b) gave no sign of life for 7 s and did not come to {OF_REDUCE} within 6 s, where ranks 0 (a) "
+            f"rank 2 (b) sent no heartbeat for 7 s and did not reach {OF_REDUCE} within 6 s, where ranks 0 (a) "
             f"and 3 (b) wait, rank 1 (a) waits in {RECEIVES.text}",
         ),
         (
@@ -54,12 +54,12 @@ READS = Place(False, "data_utils/samplers.py:88 (next_batch)")
             "a collective took longer than 6 s (--distributed-timeout-minutes), and every rank waits in one, rank 1 (a) "
             f"in {RECEIVES.text} and rank 0 (a) in {OF_REDUCE}: the network is slow, or the ranks run different programs",
         ),
-        ({0: READS}, {}, f"rank 0 (a) did not come to the end of the step within 6 s: rank 0 is at {READS.text}"),
+        ({0: READS}, {}, f"rank 0 (a) did not reach the end of the step within 6 s: rank 0 is at {READS.text}"),
     ],
 )
-def test_the_line_says_who_waits_where_for_whom(places: dict[int, Place], gone: dict[int, float], line: str) -> None:
+def test_the_line_of_a_hang(places: dict[int, RankLocation], gone: dict[int, float], line: str) -> None:
     hosts = dict(enumerate("aabb"))
-    assert words(places, gone, hosts, next(iter(places)), 6.0) == line
+    assert describe_hang(places, gone, hosts, next(iter(places)), 6.0) == line
 
 
 def wait_until(condition: Callable[[], object]) -> None:
@@ -69,20 +69,20 @@ def wait_until(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-def test_a_rank_that_hangs_is_asked_where_it_is(tmp_path: Path) -> None:
+def test_a_hanging_rank_reports_its_location(tmp_path: Path) -> None:
     write_text(tmp_path, 1000)
     words = (
         f"--save {tmp_path}/save --world-size 3 --init-method tcp://localhost:{free_port()} --global-batch-size 3 "
         "--distributed-timeout-minutes 0.1 --log-interval 100 --rank"
     ).split()
     before = partial(plant, Fault(hang, rank=2, step=2))
-    ranks = [Rank(tmp_path, [*words, str(rank)], {}, before=before) for rank in range(3)]
-    ended = [rank.end(240) for rank in ranks]  # also the one that hangs, though no launcher ends it
+    ranks = [StartedRank(tmp_path, [*words, str(rank)], {}, before=before) for rank in range(3)]
+    ended = [rank.end(240) for rank in ranks]  # also the hanging rank, which no launcher ends
     assert [code for code, _ in ended] == [1, 1, 1], ended
     lines = [line for _, output in ended for line in output.splitlines() if line.startswith("error (")]
     assert len(lines) == 1 and "Traceback" not in "".join(output for _, output in ended), ended
     assert re.fullmatch(
-        r"error \((\S+)\): rank 2 \(\1\) did not come to \w+ \(\S+:\d+, called at megatron/gpt2/\S+:\d+\) "
+        r"error \((\S+)\): rank 2 \(\1\) did not reach \w+ \(\S+:\d+, called at megatron/gpt2/\S+:\d+\) "
         r"within 6 s, where ranks 0-1 \(\1\) wait: rank 2 is at megatron/gpt2/train/loop\.py:\d+ \(train\): "
         r"the run ends here; the same command continues from the last checkpoint",
         lines[0],
@@ -98,31 +98,31 @@ def test_a_rank_that_hangs_is_asked_where_it_is(tmp_path: Path) -> None:
 
 
 def stop_after_a_save(folder: Path) -> None:
-    """Rank 1 stops for good in its third step, when it has written its part of a checkpoint; rank 0 goes on to write
-    its own part when the file `go` is there."""
+    """Rank 1 stops in its third step, after it has written its part of a checkpoint. Rank 0 writes its part when the file
+    `go` exists."""
 
-    def stop_later(run: Run) -> None:
+    def stop_later(trainer: Trainer) -> None:
         wait_until(lambda: any(folder.glob("save/*.tmp-*/boxes/rank_00001.jsonl")))
-        stop(run)
+        stop(trainer)
 
     def write_late(path: Path, file: str, *rest: Any) -> Any:
         if dist.get_rank() == 0:
             wait_until((folder / "go").exists)
-        return write_tensors(path, file, *rest)
+        return write_safetensors(path, file, *rest)
 
-    mock.patch.object(ranks, "FAREWELL", 60.0).start()  # a rank that waited for the lost one would be late
-    mock.patch.object(writer, "write_tensors", write_late).start()
+    mock.patch.object(ranks, "LEAVE_TIMEOUT", 60.0).start()  # makes a rank that waits for the lost one too late
+    mock.patch.object(writer, "write_safetensors", write_late).start()
     plant(Fault(stop_later, rank=1, step=2))
 
 
 def test_the_others_finish_the_checkpoint(tmp_path: Path) -> None:
     write_text(tmp_path, 1000)
-    words = (  # without a curve, for which matplotlib would be imported
+    words = (  # without a plot, which needs matplotlib
         f"--save {tmp_path}/save --world-size 2 --init-method tcp://localhost:{free_port()} --async-save "
         "--distributed-timeout-minutes 0.1 --save-interval 2 --log-interval 100 --rank"
     ).split()
     before = partial(stop_after_a_save, tmp_path)
-    first, second = (Rank(tmp_path, [*words, str(rank)], {}, before=before) for rank in range(2))
+    first, second = (StartedRank(tmp_path, [*words, str(rank)], {}, before=before) for rank in range(2))
     wait_until(lambda: not first.process.is_alive() or "error (" in first.output.read_text())
     assert not (tmp_path / "save" / "iter_0000002").exists()
     (tmp_path / "go").touch()
@@ -132,13 +132,13 @@ def test_the_others_finish_the_checkpoint(tmp_path: Path) -> None:
     second.end(0)
     assert code == 1 and "Traceback" not in output, output
     line = next(line for line in output.splitlines() if line.startswith("error ("))
-    assert line.startswith(f"error ({HOST}): rank 1 ({HOST}) gave no sign of life for ")
-    assert " s and did not come to " in line and f"within 6 s, where rank 0 ({HOST}) waits: " in line, line
+    assert line.startswith(f"error ({HOST}): rank 1 ({HOST}) sent no heartbeat for ")
+    assert " s and did not reach " in line and f"within 6 s, where rank 0 ({HOST}) waits: " in line, line
     assert f"saved {tmp_path}/save/iter_0000002" in output and (tmp_path / "save" / "iter_0000002").is_dir()
     assert seconds < 30, f"{seconds:.1f} s after its line"
 
 
-def test_what_nccl_leaves_lies_next_to_the_incidents(tmp_path: Path) -> None:
+def test_the_flight_recorder_writes_next_to_the_incidents(tmp_path: Path) -> None:
     environ: dict[str, str] = {}
     set_flight_recorder(tmp_path, environ)
     assert environ == {
@@ -161,7 +161,7 @@ def ip(*words: str) -> None:
 
 @pytest.fixture
 def machines() -> Iterator[list[str]]:
-    """Two network namespaces with a host name and an address each, and a cable between them."""
+    """Names of two network namespaces, each with a host name and an address, connected by a virtual cable."""
     names = [f"{name}{os.getpid()}" for name in ("left", "right")]
     try:
         try:
@@ -183,7 +183,7 @@ def machines() -> Iterator[list[str]]:
             ]
             ip(*link)
         except subprocess.CalledProcessError as error:
-            pytest.skip(f"this machine lends no network namespaces: {error.stdout.strip()}")
+            pytest.skip(f"network namespaces are not available: {error.stdout.strip()}")
         for number, name in enumerate(names, start=1):
             ip("-n", name, "address", "add", f"10.77.0.{number}/24", "dev", "cable0")
             for device in ("lo", "cable0"):
@@ -194,17 +194,17 @@ def machines() -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "delete", name], stderr=subprocess.DEVNULL, check=False)
 
 
-def test_two_machines_train_and_a_cut_cable_is_named(tmp_path: Path, machines: list[str]) -> None:
-    """Two ranks on each, model-parallel inside and data-parallel across."""
+def test_two_machines_train_and_report_a_lost_connection(tmp_path: Path, machines: list[str]) -> None:
+    """Two ranks on each machine: tensor parallelism within and data parallelism across machines."""
     write_text(tmp_path)
     left, right = machines
-    alone = Rank(tmp_path, ["--save", f"{tmp_path}/alone"], {}).end()
-    assert alone[0] == 0, alone[1]
+    single = StartedRank(tmp_path, ["--save", f"{tmp_path}/single"], {}).end()
+    assert single[0] == 0, single[1]
     save = tmp_path / "cut"
     endless = "--exit-interval 100000 --train-iters 100000 --distributed-timeout-minutes 0.1"
     words = f"--save {save} {endless} --model-parallel-size 2 --nproc-per-node 2 --nnodes 2 --node-rank".split()
     nodes = [
-        Rank(tmp_path, [*words, str(node)], {"MASTER_ADDR": "10.77.0.1"}, machine)
+        StartedRank(tmp_path, [*words, str(node)], {"MASTER_ADDR": "10.77.0.1"}, machine)
         for node, machine in enumerate(machines)
     ]
     wait_until(lambda: not nodes[0].process.is_alive() or (save / "metrics.jsonl").exists() and len(losses(save)) >= 5)
@@ -215,8 +215,8 @@ def test_two_machines_train_and_a_cut_cable_is_named(tmp_path: Path, machines: l
     outputs = [output for _, output in ended]
     assert [code for code, _ in ended] == [1, 1], "\n".join(outputs)
     assert seconds < 30, seconds
-    assert losses(save)[:5] == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+    assert losses(save)[:5] == pytest.approx(losses(tmp_path / "single"), rel=1e-5)
     assert f"{left}: ranks 0-1 of 4 on cpu" in outputs[0] and f"{right}: ranks 2-3 of 4 on cpu" in outputs[1]
-    assert f"error ({left}): ranks 2-3 ({right}) gave no sign of life" in outputs[0]
-    assert f"error ({right}): rank 0 ({left}) gave no sign of life" in outputs[1]
+    assert f"error ({left}): ranks 2-3 ({right}) sent no heartbeat" in outputs[0]
+    assert f"error ({right}): rank 0 ({left}) sent no heartbeat" in outputs[1]
     assert all("Traceback" not in output and output.count("error (") == 1 for output in outputs)

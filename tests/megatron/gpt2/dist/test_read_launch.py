@@ -1,4 +1,4 @@
-"""Who a process is, from flags or from what a launcher left in the environment; hosts of a Slurm list."""
+"""Rank and rendezvous address from flags or from a launcher's variables; Slurm's host lists."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.gpt2.dist.launch import Launch, expand_hosts, read_launch
-from megatron.gpt2.dist.ranks import Ranks
+from megatron.gpt2.dist.ranks import RankInfo
 
 TORCHRUN = {
     "RANK": "3",
@@ -39,7 +39,7 @@ STEP = {
     "SLURMD_NODENAME": "node004",
     "SLURM_STEP_NODELIST": "node[003-004]",
 }
-SCRIPT = {name: value for name, value in STEP.items() if "STEP" not in name}  # a batch script
+SCRIPT = {name: value for name, value in STEP.items() if "STEP" not in name}  # in a batch script
 BY_HAND = "--rank 1 --world-size=3 --init-method tcp://node1:6000"
 
 
@@ -48,44 +48,46 @@ def launch(environ: Mapping[str, str], flags: str = "") -> Launch:
 
 
 def port(environ: Mapping[str, str]) -> int:
-    return int(launch(environ).where.rpartition(":")[2])
+    return int(launch(environ).init_method.rpartition(":")[2])
 
 
-def test_the_first_that_says_so_counts() -> None:
+def test_the_first_launcher_wins() -> None:
     everything: dict[str, str] = {}
     alone = launch(everything)
-    assert (alone.ranks(), alone.notice, alone.host) == (Ranks(), "", socket.gethostname())
+    assert (alone.rank_info(), alone.notice, alone.host) == (RankInfo(), "", socket.gethostname())
     for names, ranks in (
-        (STEP, Ranks(5, 7, 1, 3)),
-        (PMI, Ranks(2, 4, 0, 2)),
-        (OPEN_MPI, Ranks(1, 2, 1, 2)),
-        (TORCHRUN, Ranks(3, 4, 1, 2)),
+        (STEP, RankInfo(5, 7, 1, 3)),
+        (PMI, RankInfo(2, 4, 0, 2)),
+        (OPEN_MPI, RankInfo(1, 2, 1, 2)),
+        (TORCHRUN, RankInfo(3, 4, 1, 2)),
     ):
         everything |= names
-        assert launch(everything).ranks() == ranks
-    assert launch(everything, BY_HAND).ranks() == Ranks(1, 3)
+        assert launch(everything).rank_info() == ranks
+    assert launch(everything, BY_HAND).rank_info() == RankInfo(1, 3)
 
 
 def test_by_hand() -> None:
     found, words = read_launch(["--lr", "1", *BY_HAND.split(), "--init_timeout", "7", "--prompt", "a_b"], {})
-    expected = Launch(1, 3, where="tcp://node1:6000", timeout=7.0, host=socket.gethostname())
+    expected = Launch(1, 3, init_method="tcp://node1:6000", timeout=7.0, host=socket.gethostname())
     assert found == expected and words == ["--lr", "1", "--prompt", "a_b"]  # which others read
 
 
 def test_torchrun_keeps_the_store() -> None:
     found = launch(TORCHRUN)
-    assert found.served and found.where == "tcp://node1:6000"
-    assert launch({**TORCHRUN, "MASTER_ADDR": "fd00::1"}).where == "tcp://[fd00::1]:6000"
+    assert found.use_agent_store and found.init_method == "tcp://node1:6000"
+    assert launch({**TORCHRUN, "MASTER_ADDR": "fd00::1"}).init_method == "tcp://[fd00::1]:6000"
     for bad in ("tcp://fd00::1", "tcp://[fd00::1", "tcp://[fd00::1]"):
-        with pytest.raises(ValueError, match=rf"cannot meet at {re.escape(bad)}: tcp://HOST:PORT .*for IPv6"):
+        with pytest.raises(
+            ValueError, match=rf"bad rendezvous address {re.escape(bad)}: give tcp://HOST:PORT .*for IPv6"
+        ):
             launch(TORCHRUN, f"--init-method {bad}")
-    assert launch(TORCHRUN, "--init-method file:///here").where == "file:///here"
+    assert launch(TORCHRUN, "--init-method file:///here").init_method == "file:///here"
     assert launch({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}).local is None
 
 
 def test_mpi_meets_where_it_can_know() -> None:
-    assert launch({**OPEN_MPI, "MASTER_PORT": "6000"}).where == "tcp://localhost:6000"
-    assert launch({**PMI, "SLURM_JOB_NODELIST": "n[7-8]", "MASTER_PORT": "6000"}).where == "tcp://n7:6000"
+    assert launch({**OPEN_MPI, "MASTER_PORT": "6000"}).init_method == "tcp://localhost:6000"
+    assert launch({**PMI, "SLURM_JOB_NODELIST": "n[7-8]", "MASTER_PORT": "6000"}).init_method == "tcp://n7:6000"
     first, second = ({**OPEN_MPI, "PMIX_NAMESPACE": f"prterun-host-{job}@1"} for job in (17, 18))
     assert 1024 < port(first) < 32768 and port(first) != port(second)
 
@@ -94,10 +96,12 @@ def test_slurm_step() -> None:
     found = launch(STEP)
     assert found.hosts == ("node003",) * 4 + ("node004",) * 3 and found.host == "node004"
     first = launch({**STEP, "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"})
-    assert found.where == first.where and found.where.startswith("tcp://node003:")
+    assert found.init_method == first.init_method and found.init_method.startswith("tcp://node003:")
     assert 1024 < port(STEP) < 32768 and port({**STEP, "SLURM_JOB_ID": "123457"}) != port(STEP)
-    assert launch({**STEP, "MASTER_ADDR": "here", "MASTER_PORT": "6000"}).where == "tcp://here:6000"
-    assert launch({**STEP, "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "2"}).ranks() == Ranks(5, 7, 1, 2)
+    assert launch({**STEP, "MASTER_ADDR": "here", "MASTER_PORT": "6000"}).init_method == "tcp://here:6000"
+    assert launch({**STEP, "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "2"}).rank_info() == RankInfo(
+        5, 7, 1, 2
+    )
     # One of both says how many tasks there are.
     for name in ("SLURM_NTASKS", "SLURM_STEP_TASKS_PER_NODE"):
         without = {key: value for key, value in STEP.items() if key != name}
@@ -105,14 +109,14 @@ def test_slurm_step() -> None:
         assert launch(without).local == ((1, 3) if name == "SLURM_NTASKS" else None)
 
 
-def test_plain_python_in_an_allocation_is_alone_and_says_so() -> None:
+def test_plain_python_in_an_allocation_is_a_single_rank_with_a_notice() -> None:
     shell = {**STEP, "SLURM_STEP_ID": str(0xFFFFFFFA)}
     salloc = {"SLURM_JOB_ID": "123456", "SLURM_NTASKS": "4"}
     for environ in (SCRIPT, shell, salloc):
         found = launch(environ)
-        assert found.ranks() == Ranks()
+        assert found.rank_info() == RankInfo()
         assert found.notice == (
-            "notice: this process runs alone: it is inside the allocation SLURM_JOB_ID=123456, but "
+            "notice: this process runs as a single rank: it is in the allocation SLURM_JOB_ID=123456, but "
             "not started by srun, torchrun or --nproc-per-node"
         )
     assert "PBS_JOBID=7.host" in launch({"PBS_JOBID": "7.host"}).notice
@@ -128,27 +132,31 @@ def test_plain_python_in_an_allocation_is_alone_and_says_so() -> None:
         (
             "",
             {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"},
-            "nothing says where the 2 ranks meet: set MASTER_ADDR",
+            "no rendezvous address for the 2 ranks: set MASTER_ADDR",
         ),
-        ("", PMI, "nothing says where the 4 ranks meet"),
-        ("", {**TORCHRUN, "MASTER_PORT": "http"}, "cannot meet at tcp://node1:http"),
+        ("", PMI, "no rendezvous address for the 4 ranks"),
+        ("", {**TORCHRUN, "MASTER_PORT": "http"}, "bad rendezvous address tcp://node1:http"),
         ("", {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, "neither SLURM_NTASKS nor SLURM_STEP_TASKS_PER_NODE"),
-        ("--rank 0", {}, "--rank and --world-size go together"),
+        ("--rank 0", {}, "--rank and --world-size must be given together"),
         ("--rank 0 --world-size 2", {}, "--rank needs --init-method"),
         ("--rank 2 --world-size 2 --init-method tcp://a:1", {}, r"--rank 2 is not in \[0, 2\)"),
-        ("--rank 0 --world-size 2 --init-method tcp://a", {}, "cannot meet at tcp://a: tcp://HOST:PORT"),
-        ("--rank 0 --world-size 2 --init-method file://a/b", {}, "cannot meet at file://a/b"),
+        ("--rank 0 --world-size 2 --init-method tcp://a", {}, "bad rendezvous address tcp://a: give tcp://HOST:PORT"),
+        ("--rank 0 --world-size 2 --init-method file://a/b", {}, "bad rendezvous address file://a/b"),
         ("--init-method tcp://a:1", {}, "--init-method needs --rank and --world-size"),
         ("--nproc-per-node 2 --rank 0 --world-size 2", {}, "--nproc-per-node starts all ranks itself"),
-        ("--nproc-per-node 2 --nnodes 2 --node-rank 2", {}, r"--node-rank 2 is not in \[0, 2\), which --nnodes says"),
+        ("--nproc-per-node 2 --nnodes 2 --node-rank 2", {}, r"--node-rank 2 is not in \[0, 2\): change it or --nnodes"),
         ("--nnodes 2", {}, "--nnodes needs --nproc-per-node"),
-        ("--nproc-per-node 2 --nnodes 2", {}, "nothing says where the 4 ranks meet: set MASTER_ADDR"),
-        ("--nproc-per-node 2 --nnodes 2", {"MASTER_ADDR": "a", "MASTER_PORT": "http"}, "cannot meet at tcp://a:http"),
+        ("--nproc-per-node 2 --nnodes 2", {}, "no rendezvous address for the 4 ranks: set MASTER_ADDR"),
+        (
+            "--nproc-per-node 2 --nnodes 2",
+            {"MASTER_ADDR": "a", "MASTER_PORT": "http"},
+            "bad rendezvous address tcp://a:http",
+        ),
         ("--nproc-per-node 2", TORCHRUN, "a launcher has started this process as one of 4 already"),
         ("--init-timeout 0", {}, "--init-timeout must be positive"),
     ],
 )
-def test_what_cannot_be(argv: str, environ: dict[str, str], message: str) -> None:
+def test_errors_of_launch_settings(argv: str, environ: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         launch(environ, argv)
 
@@ -157,7 +165,7 @@ def test_what_cannot_be(argv: str, environ: dict[str, str], message: str) -> Non
     ("flags", "gpus", "starts"),
     [
         ("--nproc-per-node 4", 0, 4),
-        ("--nproc_per_node=1", 0, 0),  # this process will do
+        ("--nproc_per_node=1", 0, 0),  # this process is the rank
         ("--nproc-per-node 0", 0, 2),
         ("--nproc-per-node 0", 1, 0),
         ("--nproc-per-node 0", 8, 8),
@@ -165,14 +173,20 @@ def test_what_cannot_be(argv: str, environ: dict[str, str], message: str) -> Non
 )
 def test_ranks_to_start(flags: str, gpus: int, starts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    assert launch({}, flags).starts == starts
+    assert launch({}, flags).ranks_to_start == starts
 
 
 def test_ranks_to_start_on_several_machines() -> None:
     found = launch({"MASTER_ADDR": "a"}, "--nproc-per-node 4 --nnodes 3 --node-rank 1")
-    assert (found.starts, found.rank, found.world_size, found.where) == (4, 4, 12, "tcp://a:29500")
+    assert (found.ranks_to_start, found.rank, found.world_size, found.init_method) == (4, 4, 12, "tcp://a:29500")
     found = launch({}, "--nproc-per-node 1 --nnodes 3 --node-rank 1 --init-method file:///m")
-    assert (found.starts, found.rank, found.world_size, found.local, found.where) == (0, 1, 3, (0, 1), "file:///m")
+    assert (found.ranks_to_start, found.rank, found.world_size, found.local, found.init_method) == (
+        0,
+        1,
+        3,
+        (0, 1),
+        "file:///m",
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,15 @@
-"""Ranks meet in one process, a thread each: who is missing, came twice or finds an old file is said in one line."""
+"""Rendezvous of ranks that are threads of one process; missing or repeated ranks and old files are one-line errors."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
+import os
+import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,110 +27,117 @@ from megatron.gpt2.dist import ranks as ranks_module
 from megatron.gpt2.dist import rendezvous
 from megatron.gpt2.dist.launch import Launch
 from megatron.gpt2.dist.ranks import (
-    BEAT,
+    HEARTBEAT_INTERVAL,
     LEFT,
-    PATIENCE,
-    POLL,
-    SILENCE,
+    LOST_TIMEOUT,
+    POLL_INTERVAL,
+    WARN_TIMEOUT,
     Heartbeat,
-    Meeting,
-    MissingRanks,
-    Ranks,
-    gone_words,
-    named,
+    MissingRanksError,
+    RankInfo,
+    Rendezvous,
+    describe_lost,
+    format_ranks,
 )
 from megatron.gpt2.dist.rendezvous import (
-    LOST,
-    StoodBy,
+    NCCL_LOST_TIMEOUT,
+    StandbyExit,
     address_towards,
     addresses_of,
     initialize_distributed,
-    leave,
-    meet,
+    join_rendezvous,
     node_line,
     set_gloo_interface,
+    shutdown_distributed,
 )
 from megatron.gpt2.dist.run_program import start_ranks
 from tests.megatron.gpt2.dist.started_ranks import free_port
 from tests.megatron.gpt2.test_device import gpus
 
-PAIR = [Ranks(0, 2, 0, 2), Ranks(1, 2, 1, 2)]  # on one machine
+PAIR = [RankInfo(0, 2, 0, 2), RankInfo(1, 2, 1, 2)]  # on one machine
 
 
-def launches(
+def make_launches(
     world_size: int, hosts: str, where: str = "", *, timeout: float = 60.0, slurm: str = "", first: int = 0
 ) -> list[Launch]:
-    """A launch for each of the `hosts`, from rank `first` on. slurm: the hosts of all ranks, as Slurm says them."""
+    """Return a launch for each of the `hosts`, from rank `first` on. slurm: hosts of all ranks in Slurm's list."""
     where = where or f"tcp://localhost:{free_port()}"
     return [
-        Launch(rank, world_size, where=where, host=host, timeout=timeout, hosts=tuple(slurm))
+        Launch(rank, world_size, init_method=where, host=host, timeout=timeout, hosts=tuple(slurm))
         for rank, host in enumerate(hosts, start=first)
     ]
 
 
-def each(launches: list[Launch], use: Callable[[Ranks], Any] = lambda ranks: ranks, **usable: Any) -> list[Any]:
-    """Let the ranks of the `launches` meet, a thread each; what `use` returned for each, or the message of its error.
-    Those that met leave together: the server of the store waits for the others."""
-    met: list[Ranks] = []
+def join_all(
+    make_launches: list[Launch], use: Callable[[RankInfo], Any] = lambda ranks: ranks, **usable: Any
+) -> list[Any]:
+    """Run the rendezvous of `launches`, a thread each. Returns the result of `use` for each rank, or its error message.
+
+    The joined ranks leave together, because the store's server waits for them."""
+    met: list[RankInfo] = []
 
     def one(launch: Launch) -> Any:
         try:
-            met.append(ranks := meet(launch, **usable))
-            return use(ranks)
+            met.append(rank_info := join_rendezvous(launch, **usable))
+            return use(rank_info)
         except ValueError as error:
             return str(error)
-        except StoodBy as ended:
+        except StandbyExit as ended:
             return ended.code
 
-    with ThreadPoolExecutor(len(launches)) as threads:
-        found = list(threads.map(one, launches))
-        list(threads.map(leave, met))
+    with ThreadPoolExecutor(len(make_launches)) as threads:
+        found = list(threads.map(one, make_launches))
+        list(threads.map(shutdown_distributed, met))
     return found
 
 
-def lacks_ipv6() -> bool:
+def has_no_ipv6() -> bool:
     with contextlib.suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
         return False
     return True
 
 
-def test_ranks_find_out_who_is_where(tmp_path: Path) -> None:
-    of_two = [Ranks(0, 4, 0, 2), Ranks(1, 4, 0, 2), Ranks(2, 4, 1, 2), Ranks(3, 4, 1, 2)]
-    assert each(launches(4, "abab")) == of_two
-    alone = meet(Launch(where="tcp://nowhere:1"))
+def test_local_ranks_follow_from_the_hosts(tmp_path: Path) -> None:
+    of_two = [RankInfo(0, 4, 0, 2), RankInfo(1, 4, 0, 2), RankInfo(2, 4, 1, 2), RankInfo(3, 4, 1, 2)]
+    assert join_all(make_launches(4, "abab")) == of_two
+    alone = join_rendezvous(Launch(init_method="tcp://nowhere:1"))
     initialize_distributed(alone, "gloo", torch.device("cpu"), 1.0)
-    assert alone == Ranks() and not dist.is_initialized()
-    leave(alone)
+    assert alone == RankInfo() and not dist.is_initialized()
+    shutdown_distributed(alone)
 
 
-@pytest.mark.skipif(lacks_ipv6(), reason="this machine has no IPv6")
-def test_ranks_meet_over_ipv6_and_ipv4() -> None:
-    """A name that resolves to both leads each rank to one of them."""
+@pytest.mark.skipif(has_no_ipv6(), reason="this machine has no IPv6")
+def test_rendezvous_over_ipv6_and_ipv4() -> None:
+    """A name may resolve to both kinds of addresses."""
     port = free_port()
     places = [f"tcp://{place}:{port}" for place in ("[::1]", "127.0.0.1", "localhost")]
-    met = each([Launch(rank, 3, where=where, host="a", timeout=60) for rank, where in enumerate(places)])
-    assert met == [Ranks(rank, 3, rank, 3) for rank in range(3)]
+    met = join_all([Launch(rank, 3, init_method=where, host="a", timeout=60) for rank, where in enumerate(places)])
+    assert met == [RankInfo(rank, 3, rank, 3) for rank in range(3)]
 
 
 def test_a_file_of_an_earlier_run(tmp_path: Path) -> None:
-    """Rank 0 writes it anew, the others try until it has, and nothing is left."""
+    """Rank 0 overwrites the file, the others retry until then, and the file is removed."""
     card = tmp_path / "card"
     for text in ("", f"a {free_port()}\n", "something else\n"):
         if text:
             card.write_text(text)
-        assert each(launches(2, "aa", f"file://{card}")) == PAIR
+        assert join_all(make_launches(2, "aa", f"file://{card}")) == PAIR
         assert not card.exists()
-    assert "rank 1 of 2 did not come" in each(launches(2, "a", f"file://{card}", timeout=0.2))[0]
+    assert "rank 1 of 2 did not join" in join_all(make_launches(2, "a", f"file://{card}", timeout=0.2))[0]
     assert not card.exists()
 
 
-def test_who_does_not_come_is_named_with_the_host_that_slurm_says() -> None:
-    came = each(launches(4, "aa", slurm="aabb", timeout=1))
-    assert came == ["ranks 2-3 (b) of 4 did not come within 1 s (--init-timeout); ranks 0-1 (a) did"] * 2
-    assert "ranks 2-3 of 4" in each(launches(4, "cc", slurm="aabb", timeout=1))[0]  # the list does not hold
-    launch = Launch(0, 4, (0, 2), where=f"tcp://localhost:{free_port()}", host="a", starts=2, timeout=1)
-    with pytest.raises(MissingRanks, match=r"ranks 2-3 of 4 did not come within 1 s \(.*\); ranks 0-1 \(a\) did"):
+def test_missing_ranks_are_named_with_the_hosts_of_slurm() -> None:
+    came = join_all(make_launches(4, "aa", slurm="aabb", timeout=1))
+    assert came == ["ranks 2-3 (b) of 4 did not join within 1 s (--init-timeout); ranks 0-1 (a) did"] * 2
+    assert "ranks 2-3 of 4" in join_all(make_launches(4, "cc", slurm="aabb", timeout=1))[0]  # the list does not match
+    launch = Launch(0, 4, (0, 2), init_method=f"tcp://localhost:{free_port()}", host="a", ranks_to_start=2, timeout=1)
+    with pytest.raises(MissingRanksError, match=r"ranks 2-3 of 4 did not join within 1 s \(.*\); ranks 0-1 \(a\) did"):
         start_ranks(lambda words: 0, [], launch)
+    begin = time.monotonic()
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    start_ranks(lambda words: 0, [], dataclasses.replace(launch, timeout=60))
+    assert time.monotonic() < begin + 20, "SIGTERM does not end the wait for the other machine"
 
 
 @pytest.mark.parametrize(
@@ -137,10 +148,10 @@ def test_who_does_not_come_is_named_with_the_host_that_slurm_says() -> None:
             1,
             "tcp://[::1]:{port}",
             r"nothing answers at \[::1\]:{port}, as seen from b ",
-            marks=pytest.mark.skipif(lacks_ipv6(), reason="this machine has no IPv6"),
+            marks=pytest.mark.skipif(has_no_ipv6(), reason="this machine has no IPv6"),
         ),
-        (1, "file:///nowhere/card", "it has not made the file /nowhere/card"),
-        (1, "file://{folder}/card", "the file {folder}/card holds no address"),
+        (1, "file:///nowhere/card", "the file /nowhere/card does not exist on b"),
+        (1, "file://{folder}/card", "the file {folder}/card has no address"),
         (
             0,
             "tcp://no.such:{port}",
@@ -149,73 +160,103 @@ def test_who_does_not_come_is_named_with_the_host_that_slurm_says() -> None:
         ),
     ],
 )
-def test_a_place_where_rank_0_is_not(tmp_path: Path, rank: int, where: str, message: str) -> None:
+def test_an_address_without_rank_0(tmp_path: Path, rank: int, where: str, message: str) -> None:
     (tmp_path / "card").write_text("something else\n")
     values = {"port": free_port(), "folder": tmp_path}
     if rank:
-        message = r"^rank 0 did not come within 0.2 s \(--init-timeout\): " + message
+        message = r"^rank 0 did not join within 0.2 s \(--init-timeout\): " + message
     with pytest.raises(ValueError, match=message.format(**values)):
-        meet(Launch(rank, 2, where=where.format(**values), host="b", timeout=0.2))
+        join_rendezvous(Launch(rank, 2, init_method=where.format(**values), host="b", timeout=0.2))
 
 
-def test_a_port_that_is_taken() -> None:
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+def test_a_port_that_does_not_answer(answer: bytes) -> None:
+    """A different program accepts the connections. A signal ends the wait before the time-out."""
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                accepted.append(server.accept()[0])
+                accepted[-1].sendall(answer)
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    accepted: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=accept, daemon=True).start()
+        where = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(MissingRanksError, match=r"accepts connections, but does not answer .*--init-timeout 0.3"):
+            join_rendezvous(Launch(1, 2, init_method=where, host="b", timeout=0.3))
+        if not answer:
+            before = signal.signal(signal.SIGUSR1, interrupt)
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+            with pytest.raises(KeyboardInterrupt):
+                join_rendezvous(Launch(1, 2, init_method=where, host="b", timeout=60))
+            signal.signal(signal.SIGUSR1, before)
+        server.shutdown(socket.SHUT_RDWR)
+        for one in accepted:
+            one.close()
+
+
+def test_a_port_in_use() -> None:
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(ValueError, match=rf"rank 0 cannot listen on port {port} \(Address already in use\)"):
-            meet(Launch(0, 2, where=f"tcp://localhost:{port}", timeout=1))
+            join_rendezvous(Launch(0, 2, init_method=f"tcp://localhost:{port}", timeout=1))
 
 
 def test_ranks_that_contradict_each_other() -> None:
-    first = launches(3, "aa")
-    twice = each([*first, *launches(3, "b", first[0].where, first=1)])
+    first = make_launches(3, "aa")
+    twice = join_all([*first, *make_launches(3, "b", first[0].init_method, first=1)])
     assert set(twice) <= {f"rank 1 was started twice, the second time on {host}" for host in "ab"}
-    first = launches(2, "a")
-    found = each([*first, *launches(3, "b", first[0].where, first=1)])  # the one that comes second sees it
+    first = make_launches(2, "a")
+    found = join_all([*first, *make_launches(3, "b", first[0].init_method, first=1)])  # the second rank finds it
     said = [
-        f"rank {rank} ({host}) is one of {size}, and the first that came one of {5 - size}: each needs the same "
+        f"rank {rank} ({host}) has world size {size}, but the first rank has {5 - size}: all ranks need the same "
         "world size"
         for rank, host, size in ((0, "a", 2), (1, "b", 3))
     ]
     assert found in ([said[0]] * 2, [said[1]] * 2)
 
 
-def test_each_rank_sees_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_needs_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(monkeypatch, 1)
-    here = threading.local()  # what the launcher shows each rank
+    here = threading.local()  # the GPU that each rank sees
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=here.gpu))
 
     def chosen(requested: str, of_ranks: str) -> list[str]:
-        def choose(ranks: Ranks) -> str:
-            here.gpu = of_ranks[ranks.rank]
-            return str(choose_device(requested, ranks, {})[0])
+        def choose(rank_info: RankInfo) -> str:
+            here.gpu = of_ranks[rank_info.rank]
+            return str(choose_device(requested, rank_info, {})[0])
 
-        return each(launches(4, "aabb"), choose)
+        return join_all(make_launches(4, "aabb"), choose)
 
     assert chosen("cuda", "pqrs") == ["cuda:0"] * 4
     assert chosen("cpu", "pppp") == ["cpu"] * 4
     way_out = (
-        ": show each rank a GPU of its own (CUDA_VISIBLE_DEVICES, srun --gpu-bind), start fewer, or train on "
+        ": give each rank a different GPU (CUDA_VISIBLE_DEVICES, srun --gpu-bind), start fewer ranks, or train on "
         "the CPU with --device cpu --distributed-backend gloo"
     )
-    assert chosen("auto", "pqrr") == [f"ranks 2-3 (b) are on one GPU (UUID r){way_out}"] * 4
-    assert chosen("cuda", "pqrp") == [f"ranks 0 (a) and 3 (b) are on one GPU (UUID p){way_out}"] * 4  # two containers
+    assert chosen("auto", "pqrr") == [f"ranks 2-3 (b) use the same GPU (UUID r){way_out}"] * 4
+    assert chosen("cuda", "pqrp") == [f"ranks 0 (a) and 3 (b) use the same GPU (UUID p){way_out}"] * 4  # two containers
 
 
-def test_elastic_ranks_that_are_too_many_or_too_few(capfd: pytest.CaptureFixture[str]) -> None:
-    """One too many stands by and ends with the exit code of the run."""
+def test_too_many_or_too_few_elastic_ranks(capfd: pytest.CaptureFixture[str]) -> None:
+    """An unused rank is on standby and ends with the exit code of the run."""
 
-    def end(ranks: Ranks) -> Ranks:
-        if ranks.rank == 0:
-            assert ranks.meeting is not None
-            while not ranks.meeting.store.add("standing by", 0):
+    def end(rank_info: RankInfo) -> RankInfo:
+        if rank_info.rank == 0:
+            assert rank_info.rendezvous is not None
+            while not rank_info.rendezvous.store.add("standing by", 0):
                 pass
-            ranks.end(7)
-        return ranks
+            rank_info.end(7)
+        return rank_info
 
-    assert each(launches(3, "aaa"), end, usable=lambda ranks: ranks // 2 * 2) == [*PAIR, 7]
-    assert "notice: rank 2 (a) stands by: the run goes on without it (--elastic)\n" in capfd.readouterr().err
-    few = each(launches(2, "aa"), usable=lambda ranks: 0)
-    assert few[0] == "the 2 ranks that came are too few for this layout (--elastic)"
+    assert join_all(make_launches(3, "aaa"), end, usable=lambda ranks: ranks // 2 * 2) == [*PAIR, 7]
+    assert "notice: rank 2 (a) is on standby: the run continues without it (--elastic)\n" in capfd.readouterr().err
+    few = join_all(make_launches(2, "aa"), usable=lambda ranks: 0)
+    assert few[0] == "2 ranks joined, too few for this layout (--elastic)"
     config = Config(
         train=TrainConfig(micro_batch_size=1, global_batch_size=12), parallel=ParallelConfig(model_parallel_size=2)
     )
@@ -233,12 +274,12 @@ def test_elastic_ranks_that_are_too_many_or_too_few(capfd: pytest.CaptureFixture
         (
             pretrain_gpt2,
             "--load a --global-batch-size 8",
-            "--elastic needs --micro-batch-size where no model is named: ",
+            "--elastic needs --micro-batch-size if no model is named: ",
         ),
         (generate_text, "--load a", "--elastic is for training: this program needs all of its ranks\n"),
     ],
 )
-def test_what_elastic_needs(program: Any, flags: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_that_elastic_needs(program: Any, flags: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert program.main(["--elastic", *flags.split()]) == 2
     assert capsys.readouterr().err.startswith(f"error: {line}")
 
@@ -252,8 +293,8 @@ def test_what_elastic_needs(program: Any, flags: str, line: str, capsys: pytest.
         ([1, 2, 4, 6], {1: "a", 2: "b"}, "ranks 1 (a), 2 (b), 4 and 6"),
     ],
 )
-def test_names(ranks: list[int], hosts: dict[int, str], text: str) -> None:
-    assert named(ranks, hosts) == text
+def test_format_ranks(ranks: list[int], hosts: dict[int, str], text: str) -> None:
+    assert format_ranks(ranks, hosts) == text
 
 
 def test_line_of_a_node() -> None:
@@ -261,8 +302,8 @@ def test_line_of_a_node() -> None:
     assert node_line("node4", gpus, 4) == "node4: ranks 2-3 of 4 on cuda:0, cuda:1 (NVIDIA H100)"
 
 
-class Store(dict[str, bytes]):
-    """As much of a store as a heartbeat needs."""
+class FakeStore(dict[str, bytes]):
+    """The methods of a store that heartbeats use."""
 
     def set(self, key: str, value: str) -> None:
         if "dead" in self:
@@ -285,15 +326,15 @@ class Store(dict[str, bytes]):
         return [self[key] for key in keys]
 
 
-class Clock:
-    """Stands in for `time`, and for the threads of all heartbeats: they beat while somebody sleeps."""
+class HeartbeatClock:
+    """A fake `time` module that also replaces the heartbeat threads: they beat during `sleep`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.beating = 0.0, list[Heartbeat]()
         for module in (ranks_module, rendezvous):
             monkeypatch.setattr(module, "time", self)
         monkeypatch.setattr(Heartbeat, "start", lambda one: self.beating.append(one))
-        monkeypatch.setattr(Heartbeat, "join", lambda one, timeout: one.run())  # which says that it has left
+        monkeypatch.setattr(Heartbeat, "join", lambda one, timeout: one.run())  # writes LEFT
 
     def monotonic(self) -> float:
         return self.now
@@ -301,7 +342,7 @@ class Clock:
     def sleep(self, seconds: float) -> None:
         end = self.now + seconds
         while self.now < end:
-            whole = BEAT * (math.floor(self.now / BEAT) + 1)  # of the next beat
+            whole = HEARTBEAT_INTERVAL * (math.floor(self.now / HEARTBEAT_INTERVAL) + 1)  # the time of the next beat
             self.now = min(end, whole)
             for one in self.beating if self.now == whole else ():
                 if not one.is_stopped:
@@ -312,62 +353,64 @@ HOSTS = dict(enumerate("aaab"))
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch)
+def clock(monkeypatch: pytest.MonkeyPatch) -> HeartbeatClock:
+    return HeartbeatClock(monkeypatch)
 
 
 @pytest.fixture
 def store() -> Any:
-    return Store({f"beat/{rank}": b"0" for rank in HOSTS})
+    return FakeStore({f"beat/{rank}": b"0" for rank in HOSTS})
 
 
 def test_heartbeats(
-    clock: Clock, store: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    clock: HeartbeatClock, store: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first, second = (Heartbeat(store, rank, HOSTS, is_first=rank == 0) for rank in range(2))  # 2 and 3 hang
-    clock.sleep(SILENCE)
-    assert list(first.gone(20)) == [2, 3] and not capsys.readouterr().err
-    clock.sleep(2 * BEAT)
-    assert list(first.gone(SILENCE)) == [2, 3] and not first.gone(40)
-    assert capsys.readouterr().err == "WARNING: no sign of life for 30 s from ranks 2 (a) and 3 (b)\n"
-    assert not second.gone(PATIENCE), "it does not read the signs of others"
-    # A collective fails: who has hung for long is named at once, with the time since its last sign.
+    first, second = (Heartbeat(store, rank, HOSTS, is_first_on_node=rank == 0) for rank in range(2))  # 2 and 3 hang
+    clock.sleep(WARN_TIMEOUT)
+    assert list(first.lost_ranks(20)) == [2, 3] and not capsys.readouterr().err
+    clock.sleep(2 * HEARTBEAT_INTERVAL)
+    assert list(first.lost_ranks(WARN_TIMEOUT)) == [2, 3] and not first.lost_ranks(40)
+    assert capsys.readouterr().err == "WARNING: no heartbeat for 30 s from ranks 2 (a) and 3 (b)\n"
+    assert not second.lost_ranks(LOST_TIMEOUT), "only the first rank of a machine reads all heartbeats"
+    # A collective fails: ranks that have been silent for long are named at once.
     begun = clock.now
-    gone = first.lost()
-    assert clock.now == begun and gone == {2: begun - BEAT, 3: begun - BEAT}
-    assert gone_words(gone, HOSTS) == "ranks 2 (a) and 3 (b) gave no sign of life for 31 s"
-    assert second.lost() == gone, "a rank that did not watch them hears it from the first"
-    assert clock.now <= begun + 2 * BEAT
+    gone = first.wait_for_lost_ranks()
+    assert clock.now == begun and gone == {2: begun - HEARTBEAT_INTERVAL, 3: begun - HEARTBEAT_INTERVAL}
+    assert describe_lost(gone, HOSTS) == "ranks 2 (a) and 3 (b) sent no heartbeat for 31 s"
+    assert second.wait_for_lost_ranks() == gone, "other ranks read it from the store"
+    assert clock.now <= begun + 2 * HEARTBEAT_INTERVAL
     second.stop()
-    clock.sleep(BEAT)
-    assert store["beat/1"] == LEFT and first.gone(50) == {1: None} and not capsys.readouterr().err
-    assert gone_words({1: None, 2: 60.2}, {}) == "rank 2 gave no sign of life for 60 s and rank 1 left"
+    clock.sleep(HEARTBEAT_INTERVAL)
+    assert store["beat/1"] == LEFT and first.lost_ranks(50) == {1: None} and not capsys.readouterr().err
+    assert describe_lost({1: None, 2: 60.2}, {}) == "rank 2 sent no heartbeat for 60 s and rank 1 left"
     store["dead"] = b""
-    monkeypatch.setattr(ranks_module, "BEAT", 0.0)
-    first.run()  # ends, since nobody serves the store
+    monkeypatch.setattr(ranks_module, "HEARTBEAT_INTERVAL", 0.0)
+    first.run()  # ends, because the store is gone
     clock.beating.clear()
-    clock.sleep(PATIENCE + 1)
-    assert first.gone(PATIENCE) == {0: pytest.approx(PATIENCE + 1, abs=POLL + 0.01)}  # with which all meet
+    clock.sleep(LOST_TIMEOUT + 1)
+    assert first.lost_ranks(LOST_TIMEOUT) == {
+        0: pytest.approx(LOST_TIMEOUT + 1, abs=POLL_INTERVAL + 0.01)
+    }  # rank 0 serves the store
 
 
-def test_a_rank_that_is_lost_ends_a_run_that_waits_for_a_gpu(
-    clock: Clock, store: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_lost_rank_ends_a_run_that_waits_for_a_gpu(
+    clock: HeartbeatClock, store: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ranks 0, 1 and 2 are on machine a, rank 3 on b. Rank 1 has left in peace; then 3, which only rank 0 watches."""
+    """Ranks 0, 1 and 2 are on machine a, rank 3 on b. Rank 1 leaves; then rank 3 is lost, which only rank 0 watches."""
     ended: list[tuple[int, float]] = []
     monkeypatch.setattr("os._exit", lambda code: ended.append((code, clock.now)))
-    beats = [Heartbeat(store, rank, HOSTS, is_first=rank in (0, 3)) for rank in range(4)]
-    alive = [Ranks(rank, 4, rank, 3, meeting=Meeting(store, None, HOSTS, beats[rank])) for rank in range(3)]
+    beats = [Heartbeat(store, rank, HOSTS, is_first_on_node=rank in (0, 3)) for rank in range(4)]
+    alive = [RankInfo(rank, 4, rank, 3, rendezvous=Rendezvous(store, None, HOSTS, beats[rank])) for rank in range(3)]
     alive[1].leave()
-    clock.sleep(2 * LOST)
+    clock.sleep(2 * NCCL_LOST_TIMEOUT)
     clock.beating.remove(beats[3])
     for one in alive:
-        rendezvous.end_with_lost_rank(one)
+        rendezvous.exit_if_rank_lost(one)
     (first, at_first), (second, at_second) = ended
     assert first == second == 1
-    assert 3 * LOST < at_first < 3 * LOST + 5 * BEAT + PATIENCE
-    assert at_second <= at_first + 2 * BEAT + PATIENCE
-    assert capsys.readouterr().err.count("error (a): rank 3 (b) gave no sign of life for ") == 1
+    assert 3 * NCCL_LOST_TIMEOUT < at_first < 3 * NCCL_LOST_TIMEOUT + 5 * HEARTBEAT_INTERVAL + LOST_TIMEOUT
+    assert at_second <= at_first + 2 * HEARTBEAT_INTERVAL + LOST_TIMEOUT
+    assert capsys.readouterr().err.count("error (a): rank 3 (b) sent no heartbeat for ") == 1
 
 
 @pytest.mark.parametrize(
@@ -381,14 +424,14 @@ def test_a_rank_that_is_lost_ends_a_run_that_waits_for_a_gpu(
         ("10.0.0.1", [], {"GLOO_SOCKET_IFNAME": "ib0"}, "ib0"),
     ],
 )
-def test_interface_of_gloo(own: str, elsewhere: list[str], before: dict[str, str], interface: str | None) -> None:
+def test_gloo_interface(own: str, elsewhere: list[str], before: dict[str, str], interface: str | None) -> None:
     set_gloo_interface(own, elsewhere, environ := dict(before))
     assert environ.get("GLOO_SOCKET_IFNAME") == interface
 
 
-def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_url_filter(monkeypatch: pytest.MonkeyPatch) -> None:
     assert address_towards("127.0.0.1") == "127.0.0.1" and address_towards("no such host") == ""
-    assert addresses_of("lo") == ["127.0.0.1", "::1"][: 2 - lacks_ipv6()] and addresses_of("no such") == []
+    assert addresses_of("lo") == ["127.0.0.1", "::1"][: 2 - has_no_ipv6()] and addresses_of("no such") == []
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo0"), (4, "en0")])  # of a Mac
     environ: dict[str, str] = {}
     set_gloo_interface("127.0.0.1", [], environ)

@@ -1,4 +1,4 @@
-"""Stopping: all ranks after the same step, and at once where asked twice."""
+"""Stopping by a signal: all ranks after the same step, and at once after a second signal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -15,17 +15,18 @@ from unittest import mock
 import pytest
 
 from megatron.gpt2.dist import signals
+from megatron.gpt2.dist.launch import Launch
+from megatron.gpt2.dist.run_program import start_ranks
 from megatron.gpt2.dist.signals import OUT_OF_TIME, StopSignal
-from megatron.gpt2.train.run import Run
+from megatron.gpt2.train.trainer import Trainer
 from tests.distributed import CONTEXT, run_ranks
 from tests.faults.injector import Fault, plant
-from tests.megatron.gpt2.dist.started_ranks import Rank
+from tests.megatron.gpt2.dist.started_ranks import StartedRank
 from tests.megatron.gpt2.train.training_runs import write_text
 
 
 def long_call(seconds: int = 30) -> None:
-    """Waits in C, where Python handles no signal and other threads may run, as in an operation of torch that is large:
-    for a mutex that is locked already."""
+    """Wait in C for a locked mutex, like a long operation of torch: Python handles no signals, but other threads run."""
     mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
     end = (ctypes.c_long * 2)(int(time.time()) + seconds, 0)  # a timespec
     for _ in range(2):
@@ -39,7 +40,7 @@ def wait_until(condition: Callable[[], object], seconds: float = 240) -> None:
         time.sleep(0.01)
 
 
-def stops_at(stop: StopSignal, at_step: Callable[[int], bool | None]) -> tuple[int, str]:
+def first_stop(stop: StopSignal, at_step: Callable[[int], bool | None]) -> tuple[int, str]:
     for step in range(1, 50):
         if reason := stop.agreed(OUT_OF_TIME if at_step(step) else ""):
             return step, reason
@@ -48,13 +49,15 @@ def stops_at(stop: StopSignal, at_step: Callable[[int], bool | None]) -> tuple[i
 
 def stop_two_ranks(rank: int, world_size: int) -> list[tuple[int, str]]:
     results = []
-    with StopSignal() as stop:  # a signal to rank 1 alone
-        results.append(stops_at(stop, lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == rank * 7 else None))
+    with StopSignal() as stop:  # a signal to rank 1 only
+        results.append(
+            first_stop(stop, lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == rank * 7 else None)
+        )
     with StopSignal() as stop:  # rank 1's clock is ahead
-        results.append(stops_at(stop, lambda step: step >= 9 - 4 * rank))
-    with StopSignal() as stop:  # the run ends by itself, an exchange being under way
+        results.append(first_stop(stop, lambda step: step >= 9 - 4 * rank))
+    with StopSignal() as stop:  # the run ends during an exchange
         results += [(step, stop.agreed()) for step in range(2)]
-    with pytest.raises(ZeroDivisionError), StopSignal() as stop:  # a failure of rank 0 is not waited for
+    with pytest.raises(ZeroDivisionError), StopSignal() as stop:  # rank 1 does not wait for the failed rank 0
         stop.agreed()
         if rank == 0:
             stop.agreed()
@@ -68,7 +71,7 @@ def test_ranks_stop_after_the_same_step() -> None:
     assert results[0] == results[1] == [(8, "SIGTERM"), (6, "--exit-duration-in-mins"), (0, ""), (1, "")]
 
 
-def test_alone() -> None:
+def test_a_single_rank() -> None:
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with StopSignal() as stop:
         assert stop.agreed() == ""
@@ -79,8 +82,8 @@ def test_alone() -> None:
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
-class Clock:
-    """In the place of `time`, for another process: the time is what `now` says, and each look at it is said."""
+class SharedClock:
+    """A fake `time` module for another process. `now` is the time, and `looks` counts the reads."""
 
     def __init__(self) -> None:
         self.now, self.looks = CONTEXT.Value("d", 0.0), CONTEXT.Semaphore(0)
@@ -91,8 +94,8 @@ class Clock:
         return now
 
 
-def run_steps(out: Connection, err: Connection, stubborn: bool, clock: Clock | None) -> None:
-    """Steps until a signal stops them; or for ever, or with a clock in one long call."""
+def run_until_stopped(out: Connection, err: Connection, stubborn: bool, clock: SharedClock | None) -> None:
+    """Run steps until a signal. stubborn: ignore the first signal. clock: run one long call instead of steps."""
     os.dup2(out.fileno(), 1)
     os.dup2(err.fileno(), 2)
     if clock is not None:
@@ -109,12 +112,12 @@ def run_steps(out: Connection, err: Connection, stubborn: bool, clock: Clock | N
     print("saved", flush=True)
 
 
-class Started:
-    """`run_steps` in a process of its own, forked where torch is imported already."""
+class StepProcess:
+    """`run_until_stopped` in a separate process, forked from one that has imported torch."""
 
-    def __init__(self, *, stubborn: bool = False, clock: Clock | None = None) -> None:
+    def __init__(self, *, stubborn: bool = False, clock: SharedClock | None = None) -> None:
         (out, own_out), (err, own_err) = CONTEXT.Pipe(duplex=False), CONTEXT.Pipe(duplex=False)
-        self.process = CONTEXT.Process(target=run_steps, args=(own_out, own_err, stubborn, clock), daemon=True)
+        self.process = CONTEXT.Process(target=run_until_stopped, args=(own_out, own_err, stubborn, clock), daemon=True)
         self.process.start()
         for pipe in (own_out, own_err):
             pipe.close()
@@ -126,7 +129,7 @@ class Started:
         os.kill(self.process.pid, number)
 
     def end(self) -> tuple[int | None, str, str]:
-        """Exit code (None: it hung and was killed), and the rest of its output and errors."""
+        """Return exit code (None: it hung and was killed) and the rest of output and errors."""
         self.process.join(240)
         code = self.process.exitcode
         self.process.kill()
@@ -136,7 +139,7 @@ class Started:
 
 @pytest.mark.parametrize("twice", [False, True])
 def test_ctrl_c(twice: bool) -> None:
-    started = Started(stubborn=twice)
+    started = StepProcess(stubborn=twice)
     started.send_signal(signal.SIGINT)
     if twice:
         assert started.out.readline() == "Ctrl-C\n"
@@ -150,9 +153,9 @@ def test_ctrl_c(twice: bool) -> None:
     ("number", "name", "after"), [(signal.SIGTERM, "SIGTERM", " after 5 s or more"), (signal.SIGINT, "Ctrl-C", "")]
 )
 def test_a_step_that_takes_minutes(number: signal.Signals, name: str, after: str) -> None:
-    """Inside of one call the first signal is answered, and the second one obeyed."""
-    clock = Clock()
-    started = Started(clock=clock)
+    """During one long call, the first signal prints a line and the second one ends the process."""
+    clock = SharedClock()
+    started = StepProcess(clock=clock)
     stat = Path(f"/proc/{started.process.pid}/task/{started.process.pid}/stat")  # its main thread waits in the call
     wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "S")
     began = time.monotonic()
@@ -161,9 +164,9 @@ def test_a_step_that_takes_minutes(number: signal.Signals, name: str, after: str
     assert started.err.readline() == (
         f"{name}: the step is finished and saved first; {name} again{after} quits at once\n"
     )
-    assert time.monotonic() - began < 20, "after the call, which takes 30 s"
+    assert time.monotonic() - began < 20, "only after the call, which takes 30 s"
     assert clock.looks.acquire(timeout=240)
-    if number == signal.SIGTERM:  # the launcher has passed it on as well
+    if number == signal.SIGTERM:  # forwarded by the launcher
         clock.now.value = 4.9
         started.send_signal(number)
         assert clock.looks.acquire(timeout=240)
@@ -175,20 +178,20 @@ def test_a_step_that_takes_minutes(number: signal.Signals, name: str, after: str
 
 
 def step_without_end(folder: str) -> None:
-    """Training as it is but for its second step, which takes half a minute in one call."""
+    """Training whose second step takes half a minute in one call."""
 
-    def hang(run: Run) -> None:
-        Path(folder, f"hangs_{run.parallel.rank}").touch()
+    def hang(trainer: Trainer) -> None:
+        Path(folder, f"hangs_{trainer.parallel.rank}").touch()
         long_call()
 
     plant(*(Fault(hang, rank, step=1) for rank in range(2)))
-    signals.ECHO[signal.SIGTERM] = 0.5
+    signals.REPEAT_SECONDS[signal.SIGTERM] = 0.5
 
 
 def test_a_long_step_of_two_ranks(tmp_path: Path) -> None:
-    """--nproc-per-node passes SIGTERM on: one line at once, from rank 0, and after the second the exit code."""
+    """--nproc-per-node forwards SIGTERM: rank 0 prints one line at once, and the second signal gives the exit code."""
     write_text(tmp_path, 1000)
-    rank = Rank(
+    rank = StartedRank(
         tmp_path,
         ["--nproc-per-node", "2", "--save", f"{tmp_path}/save"],
         {},
@@ -203,3 +206,22 @@ def test_a_long_step_of_two_ranks(tmp_path: Path) -> None:
     os.kill(rank.process.pid, signal.SIGTERM)
     code, said = rank.end(240)
     assert code == 128 + signal.SIGTERM and said.count("SIGTERM again: the run ends at once") == 1, said
+
+
+def sleep_in_rank(folder: str, argv: Sequence[str]) -> int:
+    Path(folder, str(os.getpid())).touch()
+    time.sleep(600)
+    return 0
+
+
+def start_sleeping_ranks(folder: str) -> None:
+    launch = Launch(0, 2, (0, 2), host="a", ranks_to_start=2)
+    start_ranks(partial(sleep_in_rank, folder), [], launch)
+
+
+def test_ranks_end_after_their_launcher(tmp_path: Path) -> None:
+    launcher = CONTEXT.Process(target=start_sleeping_ranks, args=(str(tmp_path),))
+    launcher.start()
+    wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
+    launcher.kill()
+    wait_until(lambda: not any(Path("/proc", rank.name).exists() for rank in tmp_path.iterdir()), 30)

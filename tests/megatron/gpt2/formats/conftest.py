@@ -1,4 +1,4 @@
-"""Every test of the formats makes its models on one rank, unless it starts others."""
+"""The tests of formats run on one rank, unless they start more."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import mpu
-from tests.megatron.gpt2.formats.made import CASES, unpack
+from tests.megatron.gpt2.formats.sample_checkpoints import CASES, unpack
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +18,7 @@ def one_rank() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Every checkpoint that megatron-core wrote, unpacked, by its name."""
+    """The checkpoints that megatron-core wrote, unpacked, by name."""
     base = tmp_path_factory.mktemp("torch_dist")
     for name in CASES:
         unpack(name, base / name)

@@ -1,7 +1,8 @@
-"""Files that were made to do harm, or that are no checkpoints.
+"""Crafted files that attack a reader, and files that are not checkpoints.
 
-`FILES` holds what writes each into a folder and returns the path to open. `METADATA` holds what makes of the bytes of a
-genuine `.metadata` those of a crafted one. A payload that ran would make the file `executed` in the present folder.
+`FILES` has functions that write such a file into a folder and return the path to open. `METADATA` has functions that
+convert the bytes of a real `.metadata` to a crafted one. A payload that runs makes the file `executed` in the current
+folder.
 """
 
 from __future__ import annotations
@@ -22,7 +23,12 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex
 
-from tests.megatron.gpt2.formats.made import nanogpt_checkpoint, random_weights, write_huggingface, write_megatron
+from tests.megatron.gpt2.formats.sample_checkpoints import (
+    nanogpt_checkpoint,
+    random_weights,
+    write_huggingface,
+    write_megatron,
+)
 
 FILES: dict[str, Callable[[Path], Path]] = {}
 METADATA: dict[str, Callable[[bytes], bytes]] = {}
@@ -33,7 +39,7 @@ TOUCH = "touch executed"
 
 
 class Call:
-    """Pickled, it is a call of `function`."""
+    """Pickles to a call of `function`."""
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
         self.call = function, args
@@ -70,7 +76,7 @@ def with_payload(form: str, evil: Call, legacy: bool, folder: Path) -> Path:
 
 
 def with_file(name: str, data: bytes, folder: Path) -> Path:
-    """A model of Hugging Face, in which one file is another, or a folder of this file alone."""
+    """A Hugging Face model with one file replaced, or a folder with only this file."""
     if name in ("config.json", "model.safetensors"):
         write_huggingface(folder)
     (folder / name).parent.mkdir(exist_ok=True)
@@ -130,7 +136,7 @@ DEEP = 80_000
 LONG = b"\x8a\x08" + struct.pack("<q", 1 << 45)
 DOUBLED = b"K\x01" + b"".join(b"q" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(60))  # 2**60 leaves
 SAID = {"n_layer": 1, "n_embd": 8, "n_head": 1, "block_size": 8, "vocab_size": 9}
-# Data like any other, and no checkpoint.
+# Valid data that are not a checkpoint.
 WELL_FORMED = {
     "nested deeply": b"]" * DEEP + b"a" * (DEEP - 1),
     "nested deeply in dictionaries": b"}" + b"K\x01}" * DEEP + b"s" * DEEP,
@@ -202,7 +208,7 @@ for _name in (
 ):
     FILES[f"legacy: {_name}"] = partial(legacy_of, STREAMS[_name].replace(b"K\x04tQ", b"K\x04NtQ"), ONE_KEY, FOUR)
 GOOD_LEGACY = tensor(storage(end=b"N"))
-# Each of 100 MB, in a file of 400 KB.
+# Records of 100 MB each, in a file of 400 KB.
 THOUSANDS = b"".join(tensor(storage(numel=b"J\0\0\x80\x01", end=b"N", key=text(str(i)))) for i in range(2000))
 FILES |= {
     f"legacy: {_name}": partial(legacy_of, _stream, _keys, _after)
@@ -231,7 +237,7 @@ def valid_zip(folder: Path) -> Path:
 
 
 def zip_with(change: Callable[[zipfile.ZipFile], object], folder: Path) -> Path:
-    """A zip file with one record, whose list of records is changed before it is written."""
+    """A zip file with one record and a changed list of records."""
     with zipfile.ZipFile(folder / "ckpt.pt", "w") as archive:
         archive.writestr("archive/data.pkl", b"\x80\x02}." + b" " * 10_000)
         change(archive)
@@ -267,7 +273,7 @@ FILES |= {
         zip_with, lambda archive: archive.writestr("archive/x", b"\0" * 10**8, zipfile.ZIP_DEFLATED)
     ),
     "zip: a record twice": partial(zip_with, a_record_twice),
-    # Records that share their bytes.
+    # Records with overlapping bytes.
     "zip: a hundred thousand records": partial(
         zip_with, lambda archive: archive.filelist.extend(archive.filelist * 10**5)
     ),
@@ -381,7 +387,7 @@ def without_a_layer(top: dict[str, Any]) -> None:
 
 
 def fan(width: int, depth: int) -> dict[str, Any]:
-    """width**depth names out of `depth` small dictionaries."""
+    """Nested dictionaries with width**depth names, made of only `depth` small dictionaries."""
     inner: dict[str, Any] = {"x": torch.ones(1)}
     for _ in range(depth):
         inner = {f"k{i}": inner for i in range(width)}
@@ -432,7 +438,7 @@ def named(thing: str) -> bytes:
     return b"".join(b"\x8c" + bytes([len(part)]) + part.encode() for part in thing.rpartition(".")[::2]) + b"\x93"
 
 
-# Names that act when they are called, in every way in which a pickle calls.
+# Functions with side effects, called in every way that pickle has.
 ACTING = (
     "os.system",
     "posix.system",
@@ -518,25 +524,25 @@ for _part in range(20):
 
 # --- genuine .metadata in which one thing was changed
 
-TABLE = "embedding.word_embeddings.weight"
-# Given the metadata, the index of a box of the word embeddings, and the description of this tensor.
+WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
+# Arguments: the metadata, the index of a box of the word embeddings, and the entry of this tensor.
 Change = Callable[[Any, MetadataIndex, Any], object]
 
 
 def changed(change: Change, genuine: bytes) -> bytes:
     held = pickle.loads(genuine)
-    index = next(key for key in held.storage_data if key.fqn == TABLE)
-    change(held, index, held.state_dict_metadata[TABLE])
+    index = next(key for key in held.storage_data if key.fqn == WORD_EMBEDDINGS)
+    change(held, index, held.state_dict_metadata[WORD_EMBEDDINGS])
     return pickle.dumps(held, 4)
 
 
 def boxes(shapes: Mapping[Any, tuple[int, ...]], size: tuple[int, ...]) -> Change:
-    """The tensor is of `size` and made of boxes, offset: shape, which all lie in one place."""
+    """A tensor of `size` with the boxes {offset: shape}, which all have the same region of the file."""
 
     def change(held: Any, index: MetadataIndex, entry: Any) -> None:
         entry.size, info = torch.Size(size), held.storage_data.pop(index)
         entry.chunks = [ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)) for offset, shape in shapes.items()]
-        held.storage_data |= {MetadataIndex(TABLE, offset): info for offset in shapes}
+        held.storage_data |= {MetadataIndex(WORD_EMBEDDINGS, offset): info for offset in shapes}
 
     return change
 
@@ -559,13 +565,15 @@ CHANGES: dict[str, Change] = {
     "a box that lies nowhere": lambda held, index, entry: held.storage_data.pop(index),
     "an object that lies nowhere": lambda held, index, entry: held.state_dict_metadata.update(x=BytesStorageMetadata()),
     "an object in the place of a tensor": lambda held, index, entry: held.state_dict_metadata.update(
-        {TABLE: BytesStorageMetadata()}
+        {WORD_EMBEDDINGS: BytesStorageMetadata()}
     ),
     "a name that is none": lambda held, index, entry: held.state_dict_metadata.update({7: entry}),
     "a long name": lambda held, index, entry: held.state_dict_metadata.update({"a" * 100_000: entry}),
-    "a number for a tensor": lambda held, index, entry: held.state_dict_metadata.update({TABLE: 7}),
+    "a number for a tensor": lambda held, index, entry: held.state_dict_metadata.update({WORD_EMBEDDINGS: 7}),
     "a number for a place": lambda held, index, entry: held.storage_data.update({index: 7}),
-    "a name for an index": lambda held, index, entry: held.storage_data.update({TABLE: held.storage_data.pop(index)}),
+    "a name for an index": lambda held, index, entry: held.storage_data.update(
+        {WORD_EMBEDDINGS: held.storage_data.pop(index)}
+    ),
     "compressed files": compressed,
     "twenty thousand boxes in one place": boxes({(i, 0): (1, 8) for i in range(20_000)}, (20_000, 8)),
     "boxes that cross each other": boxes(CROSSING, (N, N, 2)),

@@ -1,4 +1,4 @@
-"""What `diff` and `check` say of two checkpoints: of one model whose difference is known, and of genuine files."""
+"""`compare_tensors` and `compare_logits` find the known differences of two models, and read real files."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 
 import mpu
 from megatron.gpt2.config import ModelConfig
-from megatron.gpt2.formats import Source
-from megatron.gpt2.formats.compare import CHUNK, check, diff, greatest_difference, table
-from tests.megatron.gpt2.formats.made import SHAPE, MadeSource, random_weights
+from megatron.gpt2.formats import BaseCheckpoint
+from megatron.gpt2.formats.compare import CHUNK, compare_logits, compare_tensors, format_difference, max_abs_difference
+from tests.megatron.gpt2.formats.sample_checkpoints import SHAPE, InMemoryCheckpoint, random_weights
 
 NAME = "model.transformer.layers.2.mlp.dense_4h_to_h.weight"
 NAN, INF = math.nan, math.inf
@@ -27,8 +27,8 @@ def no_groups() -> Iterator[None]:
     mpu.destroy_model_parallel()
 
 
-def source(tensors: dict[str, Tensor], shape: ModelConfig = SHAPE) -> Source:
-    return MadeSource(tensors, shape)
+def source(tensors: dict[str, Tensor], shape: ModelConfig = SHAPE) -> BaseCheckpoint:
+    return InMemoryCheckpoint(tensors, shape)
 
 
 def weights() -> dict[str, Tensor]:
@@ -37,24 +37,24 @@ def weights() -> dict[str, Tensor]:
 
 def test_equal_whatever_the_type():
     halves = {name: x.half() for name, x in weights().items()}
-    found = diff(source(halves), source({name: x.float() for name, x in halves.items()}))
+    found = compare_tensors(source(halves), source({name: x.float() for name, x in halves.items()}))
     assert found.equal and [row.name for row in found.rows] == list(halves)
     assert {row.note for row in found.rows} == {"float16 and float32"}
-    assert not diff(source(halves), source(weights())).equal  # rounded
+    assert not compare_tensors(source(halves), source(weights())).equal  # rounded
 
 
 def test_one_element():
     changed = weights()
     changed[NAME] = changed[NAME].clone()
     changed[NAME][-1, -1] += 0.5
-    found = diff(source(weights()), source(changed))
+    found = compare_tensors(source(weights()), source(changed))
     assert not found.equal
-    (row,) = [row for row in found.rows if row.greatest != 0]
-    assert row.name == NAME and row.greatest == pytest.approx(0.5, abs=1e-6) and row.shape == (48, 80)
-    lines = table(found)
+    (row,) = [row for row in found.rows if row.max_difference != 0]
+    assert row.name == NAME and row.max_difference == pytest.approx(0.5, abs=1e-6) and row.shape == (48, 80)
+    lines = format_difference(found)
     assert len(lines) == 1 + len(changed)
     (line,) = [line for line in lines if NAME in line]
-    assert line.split() == [NAME, "48", "x", "80", f"{row.greatest:.3g}"]
+    assert line.split() == [NAME, "48", "x", "80", f"{row.max_difference:.3g}"]
     assert (
         len({line.index("difference") + len("difference") if "difference" in line else len(line) for line in lines})
         == 1
@@ -63,10 +63,10 @@ def test_one_element():
 
 def test_the_least_difference_that_a_type_knows_is_one():
     one = torch.ones(3)
-    assert greatest_difference(one, torch.nextafter(one, torch.tensor(2.0))) == 2.0**-23
+    assert max_abs_difference(one, torch.nextafter(one, torch.tensor(2.0))) == 2.0**-23
     tiny = torch.tensor([2.0**-149])
-    assert greatest_difference(tiny, torch.zeros(1)) == 2.0**-149
-    assert greatest_difference(-torch.zeros(1), torch.zeros(1)) == 0
+    assert max_abs_difference(tiny, torch.zeros(1)) == 2.0**-149
+    assert max_abs_difference(-torch.zeros(1), torch.zeros(1)) == 0
 
 
 def test_every_entry_is_looked_at():
@@ -74,7 +74,7 @@ def test_every_entry_is_looked_at():
     for at in (0, CHUNK - 1, CHUNK, 3 * CHUNK - 1):
         y = x.clone()
         y.view(-1)[at] = -2
-        assert greatest_difference(x, y) == 2
+        assert max_abs_difference(x, y) == 2
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_every_entry_is_looked_at():
 )
 def test_what_is_no_number(a: list[float], b: list[float], expected: float):
     x, y = torch.tensor(a), torch.tensor(b)
-    for found in (greatest_difference(x, y), greatest_difference(y, x)):
+    for found in (max_abs_difference(x, y), max_abs_difference(y, x)):
         assert found == expected or (math.isnan(found) and math.isnan(expected))
 
 
@@ -100,51 +100,51 @@ def test_nan_in_one_alone_is_no_equality_even_before_greater_differences():
     x = torch.zeros(2, CHUNK)
     y = x.clone()
     y[0, 5], y[1, 5] = NAN, 7
-    assert math.isnan(greatest_difference(x, y))
+    assert math.isnan(max_abs_difference(x, y))
     a, b = weights(), weights()
     b[NAME] = b[NAME].clone()
     b[NAME][3, 3] = NAN
-    found = diff(source(a), source(b))
+    found = compare_tensors(source(a), source(b))
     assert not found.equal
     assert [row.note for row in found.rows if row.name == NAME] == ["NaN in only one"]
     a[NAME] = b[NAME]
-    assert diff(source(a), source(b)).equal
-    assert math.isnan(check(source(a), source(b)))
+    assert compare_tensors(source(a), source(b)).equal
+    assert math.isnan(compare_logits(source(a), source(b)))
 
 
 def test_missing_and_of_another_shape():
     a, b = weights(), weights()
     del b[NAME]
     a["model.word_embeddings.weight"] = a["model.word_embeddings.weight"][:90]
-    found = diff(source(a), source(b))
+    found = compare_tensors(source(a), source(b))
     assert (found.only_in_a, found.only_in_b, found.equal) == ([NAME], [], False)
-    (row,) = [row for row in found.rows if row.greatest is None]
+    (row,) = [row for row in found.rows if row.max_difference is None]
     assert (row.name, row.shape, row.note) == ("model.word_embeddings.weight", (90, 48), "101 x 48 in the other")
-    assert any("another shape" in line and "90 x 48" in line for line in table(found))
-    assert diff(source(b), source(a)).only_in_b == [NAME]
+    assert any("different shape" in line and "90 x 48" in line for line in format_difference(found))
+    assert compare_tensors(source(b), source(a)).only_in_b == [NAME]
     del a[NAME]
-    assert not diff(source(a), source(b)).equal  # for the shape alone
+    assert not compare_tensors(source(a), source(b)).equal  # because of the shape
 
 
 def test_kinds_that_one_alone_has_are_said():
     a, b = weights(), weights()
     a |= {name.replace("model.", "master."): x for name, x in a.items()}
-    found = diff(source(a), source(b))
+    found = compare_tensors(source(a), source(b))
     assert found.equal and found.not_compared == ["master"] and len(found.rows) == len(b)
-    assert "not compared: master" in table(found)[-1]
+    assert "not compared: master" in format_difference(found)[-1]
     b |= {name.replace("model.", "master."): x for name, x in b.items() if name != NAME}
-    found = diff(source(a), source(b))
+    found = compare_tensors(source(a), source(b))
     assert not found.equal and found.only_in_a == [NAME.replace("model.", "master.")]
 
 
 def test_check_runs_both_models():
     a, b = weights(), weights()
     lines: list[str] = []
-    assert check(source(a), source(b), log=lines.append) == 0
+    assert compare_logits(source(a), source(b), log=lines.append) == 0
     assert len(lines) == 1 and "48 tokens" in lines[0]  # 2 sequences of its 24 positions
     b["model.transformer.final_layernorm.bias"] = b["model.transformer.final_layernorm.bias"] + 0.25
     expected = 0.25 * a["model.word_embeddings.weight"].sum(1).abs().max().item()
-    assert check(source(a), source(b)) == pytest.approx(expected, rel=1e-4)
-    assert 0 < check(source(a), source(a, replace(SHAPE, gelu="erf"))) < 0.01
+    assert compare_logits(source(a), source(b)) == pytest.approx(expected, rel=1e-4)
+    assert 0 < compare_logits(source(a), source(a, replace(SHAPE, gelu="erf"))) < 0.01
     with pytest.raises(ValueError, match="--vocab-size"):
-        check(source(a), source(a, replace(SHAPE, vocab_size=90)))
+        compare_logits(source(a), source(a, replace(SHAPE, vocab_size=90)))

@@ -1,7 +1,6 @@
-"""Megatron's files: the genuine ones against the logits of the code that wrote them, the others, of which there is no
-genuine file here, against the weights that they were made of. Nothing here is close: merged weights are the same to the
-last bit. Files of a pipeline are read from every version that has one, and written for it.
-"""
+"""Megatron's files. The logits of real files are compared with those of the code that wrote them. Other files are made
+here from known weights, and must be read to equal bits. Pipeline files are read from every version with pipelines, and
+written for it."""
 
 from __future__ import annotations
 
@@ -20,38 +19,38 @@ import mpu
 from megatron.gpt2.commands import checkpoint as tool
 from megatron.gpt2.commands import merge_mp_partitions
 from megatron.gpt2.config import ModelConfig
-from megatron.gpt2.formats import Hints, Source, open_source, recognise
-from megatron.gpt2.formats.compare import diff
-from megatron.gpt2.formats.megatron import flatten, write_megatron
-from megatron.gpt2.formats.megatron_model import PIPELINE as P
-from megatron.gpt2.formats.megatron_model import VIRTUAL as V
-from megatron.gpt2.formats.megatron_model import Layout
-from megatron.gpt2.formats.megatron_optimizer import schedule
+from megatron.gpt2.formats import BaseCheckpoint, Hints, detect_format, open_checkpoint
+from megatron.gpt2.formats.compare import compare_tensors
+from megatron.gpt2.formats.megatron import flatten_state_dict, write_megatron
+from megatron.gpt2.formats.megatron_model import PIPELINE_FLAG as P
+from megatron.gpt2.formats.megatron_model import VIRTUAL_FLAG as V
+from megatron.gpt2.formats.megatron_model import MegatronLayout
+from megatron.gpt2.formats.megatron_optimizer import scheduler_state_dict
 from megatron.gpt2.formats.native import write_native
-from megatron.gpt2.formats.torch_files import load_pickle
+from megatron.gpt2.formats.torch_files import load_torch_file
 from megatron.gpt2.optimizer.optimizer import DynamicLossScaler
-from megatron.gpt2.pipeline.schedule import FIRST, LAST
+from megatron.gpt2.pipeline.schedule import FIRST_LAYERS_FLAG, LAST_LAYERS_FLAG
 from tests.conftest import TEST_DATA
 from tests.distributed import run_ranks
-from tests.megatron.gpt2.formats import made
-from tests.megatron.gpt2.formats.made import (
+from tests.megatron.gpt2.formats import sample_checkpoints
+from tests.megatron.gpt2.formats.sample_checkpoints import (
     RANK_FILE,
     SHAPE,
     TOLERANCE,
-    MadeSource,
+    InMemoryCheckpoint,
     arguments,
+    assert_refused,
     changed,
     check_step,
-    logits_of,
-    made_source,
+    compute_logits,
+    in_memory_checkpoint,
     random_weights,
-    refused,
     same,
     silent,
 )
 
 GENUINE = ("megatron-2019/tp1", "megatron-2019/tp2", "megatron-2019/tp4", "megatron-v2.6/tp1", "megatron-v2.6/tp2")
-TRUE_VOCABULARY = 130
+TRUE_VOCAB_SIZE = 130
 genuine = pytest.mark.skipif(not (TEST_DATA / GENUINE[0]).is_dir(), reason=f"{TEST_DATA} has no genuine checkpoints")
 HINTS = Hints(vocab_size=SHAPE.vocab_size)
 FIRST_FILE = f"iter_0000007/mp_rank_00/{RANK_FILE}"
@@ -60,20 +59,20 @@ FIRST_FILE = f"iter_0000007/mp_rank_00/{RANK_FILE}"
 # --- genuine files
 
 
-def open_genuine(name: str, vocab_size: int | None = TRUE_VOCABULARY, **more: Any) -> Source:
-    """The files of 2019 do not say how many heads there are."""
+def open_genuine(name: str, vocab_size: int | None = TRUE_VOCAB_SIZE, **more: Any) -> BaseCheckpoint:
+    """Open a real checkpoint. The files of 2019 do not contain the number of heads, so it is given."""
     hints = Hints(4 if "2019" in name else None, vocab_size, more.get("gelu"))
-    return open_source(TEST_DATA / name / "checkpoint", hints, log=more.get("log", silent))
+    return open_checkpoint(TEST_DATA / name / "checkpoint", hints, log=more.get("log", silent))
 
 
 def differences(rank: int, world_size: int, gelu: str | None = None) -> list[float]:
-    """Of each genuine checkpoint's logits, from those of the code that wrote it."""
+    """The differences of each real checkpoint's logits from those of the code that wrote it."""
     mpu.initialize_model_parallel(world_size)
     found = []
     for name in GENUINE:
         tokens = torch.from_numpy(np.load(TEST_DATA / name / "tokens.npy"))
-        theirs = torch.from_numpy(np.load(TEST_DATA / name / "logits.npy"))[..., :TRUE_VOCABULARY]
-        found.append((logits_of(open_genuine(name, gelu=gelu), tokens) - theirs).abs().max().item())
+        theirs = torch.from_numpy(np.load(TEST_DATA / name / "logits.npy"))[..., :TRUE_VOCAB_SIZE]
+        found.append((compute_logits(open_genuine(name, gelu=gelu), tokens) - theirs).abs().max().item())
     return found
 
 
@@ -86,7 +85,7 @@ def test_logits_of_genuine_files(world_size: int):
 
 @genuine
 def test_the_inferred_gelu_is_the_right_one():
-    assert {open_genuine(name).facts["config"]["model"]["gelu"] for name in GENUINE} == {"tanh"}
+    assert {open_genuine(name).metadata["config"]["model"]["gelu"] for name in GENUINE} == {"tanh"}
     (wrong,) = run_ranks(differences, 1, "erf")
     assert min(wrong) > 2 * TOLERANCE, "the tolerance tells the two forms apart"
 
@@ -96,9 +95,9 @@ def test_the_inferred_gelu_is_the_right_one():
 def test_merges_are_bit_identical(name: str):
     merged, single = open_genuine(name), open_genuine(f"{name.split('/')[0]}/tp1")
     assert merged.iteration == 18
-    assert recognise(merged.path.parent)[0] == ("megatron-2019" if "2019" in name else "megatron-v2")
-    names = [name for name in merged.names() if name.startswith("model.")]
-    assert names == [name for name in single.names() if name.startswith("model.")] and len(names) == 40
+    assert detect_format(merged.path.parent)[0] == ("megatron-2019" if "2019" in name else "megatron-v2")
+    names = [name for name in merged.tensors if name.startswith("model.")]
+    assert names == [name for name in single.tensors if name.startswith("model.")] and len(names) == 40
     for tensor in names:
         assert merged.tensors[tensor].dtype == merged.read(tensor).dtype == torch.float16
         assert torch.equal(merged.read(tensor), single.read(tensor)), tensor
@@ -109,27 +108,27 @@ def test_without_a_flag_the_vocabulary_is_the_padded_size():
     name, lines = "model.word_embeddings.weight", list[str]()
     for folder, padded in (("megatron-2019/tp4", 160), ("megatron-v2.6/tp2", 144)):
         source, cut = open_genuine(folder, None, log=lines.append), open_genuine(folder)
-        assert source.facts["vocab_size"] == padded == source.tensors[name].shape[0]
+        assert source.metadata["vocab_size"] == padded == source.tensors[name].shape[0]
         assert "--vocab-size" in lines[-1] and str(padded) in lines[-1]
-        assert torch.equal(source.read(name, (0, 0), (TRUE_VOCABULARY, 64)), cut.read(name))
+        assert torch.equal(source.read(name, (0, 0), (TRUE_VOCAB_SIZE, 64)), cut.read(name))
 
 
 @genuine
-def test_facts():
+def test_metadata():
     newer = open_genuine("megatron-v2.6/tp1")
-    assert newer.facts["consumed_samples"] == 72
-    assert newer.facts["config"]["model"]["num_attention_heads"] == 4
+    assert newer.metadata["consumed_samples"] == 72
+    assert newer.metadata["config"]["model"]["num_attention_heads"] == 4
     assert any("random" in line for line in newer.left_out)
 
 
 @functools.cache
 def two_ranks() -> list[dict[str, Any]]:
     folder = TEST_DATA / "megatron-2019/tp2/checkpoint/iter_0000018"
-    return [load_pickle(folder / f"mp_rank_{rank:02d}" / RANK_FILE) for rank in range(2)]
+    return [load_torch_file(folder / f"mp_rank_{rank:02d}" / RANK_FILE) for rank in range(2)]
 
 
 def joined(kind: str, name: str) -> Tensor:
-    """What the two files of 2019 hold of one parameter's optimizer state, put together by hand."""
+    """Merge the optimizer state of one parameter from the two files of 2019 by hand."""
     shards = []
     for top in two_ranks():
         vector = top["model"][name].dim() == 1
@@ -146,7 +145,7 @@ def joined(kind: str, name: str) -> Tensor:
     if "dense.weight" in name or "4h_to_h.weight" in name:
         return torch.cat(shards, 1)
     if "word_embeddings" in name or "dense_h_to_4h" in name:
-        return torch.cat(shards)[: TRUE_VOCABULARY if "word" in name else None]
+        return torch.cat(shards)[: TRUE_VOCAB_SIZE if "word" in name else None]
     return shards[0]
 
 
@@ -158,11 +157,11 @@ def step_once(rank: int, world_size: int) -> float:
 @genuine
 def test_the_optimizer_of_2019_goes_on():
     source = open_genuine("megatron-2019/tp2")
-    for tensor in source.names():
+    for tensor in source.tensors:
         kind, _, name = tensor.partition(".")
         if kind != "model":
             assert torch.equal(source.read(tensor), joined(kind, name)), tensor
-    assert source.facts["optimizer"] == {
+    assert source.metadata["optimizer"] == {
         "good_steps": 3,
         "skipped_steps": 15,
         "adam_steps": 3,
@@ -182,18 +181,20 @@ def copy_genuine(name: str, to: Path) -> Path:
 @genuine
 def test_heads_that_are_missing_or_do_not_divide():
     path = TEST_DATA / "megatron-2019/tp2/checkpoint"
-    refused(path, "--num-attention-heads", "2, 4, 8")
-    refused(path, "--num-attention-heads", "2, 4, 8", num_attention_heads=5)
-    refused(path, "--num-attention-heads", num_attention_heads=1)  # divides the hidden size, but not over 2 ranks
-    refused(TEST_DATA / "megatron-v2.6/tp1/checkpoint", "--num-attention-heads", num_attention_heads=8)
+    assert_refused(path, "--num-attention-heads", "2, 4, 8")
+    assert_refused(path, "--num-attention-heads", "2, 4, 8", num_attention_heads=5)
+    assert_refused(
+        path, "--num-attention-heads", num_attention_heads=1
+    )  # divides the hidden size, but not over 2 ranks
+    assert_refused(TEST_DATA / "megatron-v2.6/tp1/checkpoint", "--num-attention-heads", num_attention_heads=8)
 
 
 @genuine
 def test_a_vocabulary_or_iteration_that_is_not_there():
     path = TEST_DATA / "megatron-2019/tp1/checkpoint"
-    refused(path, "--vocab-size 137", "136", num_attention_heads=4, vocab_size=137)
-    refused(path, "iteration 20", num_attention_heads=4, iteration=20)
-    assert open_source(path, Hints(num_attention_heads=4, iteration=18), log=silent).iteration == 18
+    assert_refused(path, "--vocab-size 137", "136", num_attention_heads=4, vocab_size=137)
+    assert_refused(path, "iteration 20", num_attention_heads=4, iteration=20)
+    assert open_checkpoint(path, Hints(num_attention_heads=4, iteration=18), log=silent).iteration == 18
 
 
 @genuine
@@ -201,21 +202,21 @@ def test_a_vocabulary_or_iteration_that_is_not_there():
 def test_a_missing_rank(tmp_path: Path, rank: int):
     folder = copy_genuine("megatron-2019/tp4", tmp_path / "there")
     shutil.rmtree(folder / f"mp_rank_{rank:02d}")
-    refused(tmp_path / "there", "missing", num_attention_heads=4)
+    assert_refused(tmp_path / "there", "missing", num_attention_heads=4)
 
 
 @genuine
 def test_ranks_of_two_iterations_or_two_runs(tmp_path: Path):
     file = copy_genuine("megatron-v2.6/tp2", tmp_path / "there") / "mp_rank_01" / RANK_FILE
     changed(file, lambda top: top.update(iteration=19))
-    refused(tmp_path / "there", "two iterations", "18", "19")
+    assert_refused(tmp_path / "there", "two iterations", "18", "19")
 
     def another(top: dict[str, Any]) -> None:
         top["iteration"] = 18
         top["model"]["language_model"]["embedding"]["position_embeddings"]["weight"][3, 3] += 1
 
     changed(file, another)
-    refused(tmp_path / "there", "position_embeddings.weight", "mp_rank_01", "mixed")
+    assert_refused(tmp_path / "there", "position_embeddings.weight", "mp_rank_01", "mixed")
 
 
 # --- files of every version, made of known weights
@@ -244,42 +245,42 @@ def test_every_version_is_read_to_the_last_bit(
     tmp_path: Path, form: str, version: int, tp: int, pp: int, legacy: bool, format: str
 ):
     weights = random_weights()
-    made.write_megatron(tmp_path, weights, form, version=version, tp=tp, pp=pp, legacy=legacy)
-    source = open_source(tmp_path, HINTS)
-    assert source.format == format and source.names() == [f"model.{name}" for name in weights]
+    sample_checkpoints.write_megatron(tmp_path, weights, form, version=version, tp=tp, pp=pp, legacy=legacy)
+    source = open_checkpoint(tmp_path, HINTS)
+    assert source.format == format and list(source.tensors) == [f"model.{name}" for name in weights]
     assert same(source, weights)
-    assert ModelConfig(**source.facts["config"]["model"]) == replace(SHAPE, gelu="tanh")
+    assert ModelConfig(**source.metadata["config"]["model"]) == replace(SHAPE, gelu="tanh")
 
 
 def test_a_release_holds_weights_alone(tmp_path: Path):
-    """NVIDIA's form: a folder named release, no arguments, no optimizer."""
+    """NVIDIA's release has a folder named release, and neither arguments nor an optimizer."""
     weights = random_weights()
-    made.write_megatron(tmp_path, weights, "flat", tp=2, legacy=True, args=False)
+    sample_checkpoints.write_megatron(tmp_path, weights, "flat", tp=2, legacy=True, args=False)
     (tmp_path / "iter_0000007").rename(tmp_path / "release")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
-    source = open_source(tmp_path, replace(HINTS, num_attention_heads=4))
+    source = open_checkpoint(tmp_path, replace(HINTS, num_attention_heads=4))
     assert (source.path, source.format) == (tmp_path / "release", "megatron-2019") and not source.left_out
     assert same(source, weights)
-    refused(tmp_path, "--num-attention-heads")
+    assert_refused(tmp_path, "--num-attention-heads")
 
 
 def test_interleaved_pipelining(tmp_path: Path):
-    """Two stages of two runs each: layer 0 and 2 on the first, 1 and 3 on the second."""
+    """Two stages with two chunks each: layers 0 and 2 are on the first stage, 1 and 3 on the second."""
     weights = random_weights()
     args = arguments(1, 2, virtual_pipeline_model_parallel_size=2)
-    made.write_megatron(tmp_path / "plain", weights, "v2", version=3, pp=4, args=args)
+    sample_checkpoints.write_megatron(tmp_path / "plain", weights, "v2", version=3, pp=4, args=args)
     files = [f"iter_0000007/mp_rank_00_{number:03d}/{RANK_FILE}" for number in range(4)]
     tops = [torch.load(tmp_path / "plain" / file, weights_only=False) for file in files]
     for number in range(2):
         first, second = tops[number].pop("model"), tops[number + 2]["model"]
         (tmp_path / "interleaved" / files[number]).parent.mkdir(parents=True)
         torch.save({**tops[number], "model0": first, "model1": second}, tmp_path / "interleaved" / files[number])
-    assert same(open_source(tmp_path / "interleaved", HINTS), weights)
+    assert same(open_checkpoint(tmp_path / "interleaved", HINTS), weights)
 
 
 def test_deepspeed(tmp_path: Path):
     weights = random_weights()
-    made.write_megatron(tmp_path / "plain", weights, "flat", tp=2, args=False)
+    sample_checkpoints.write_megatron(tmp_path / "plain", weights, "flat", tp=2, args=False)
     folder = tmp_path / "run/global_step7"
     folder.mkdir(parents=True)
     for rank in range(2):
@@ -290,14 +291,14 @@ def test_deepspeed(tmp_path: Path):
     (folder / "zero_pp_rank_0_mp_rank_00optim_states.pt").write_bytes(b"x")
     (tmp_path / "run/latest").write_text("global_step7")
     for path in (tmp_path / "run", folder, folder / "mp_rank_01_model_states.pt"):
-        source = open_source(path, replace(HINTS, num_attention_heads=4))
+        source = open_checkpoint(path, replace(HINTS, num_attention_heads=4))
         assert (source.format, source.iteration) == ("deepspeed", 7)
     assert same(source, weights) and "zero_pp_rank" in " ".join(source.left_out)
 
 
 def test_boxes(tmp_path: Path):
     weights = random_weights()
-    source = open_source(made.write_megatron(tmp_path, weights, "v1", tp=2), HINTS)
+    source = open_checkpoint(sample_checkpoints.write_megatron(tmp_path, weights, "v1", tp=2), HINTS)
     name = "transformer.layers.1.attention.query_key_value.weight"
     part = source.read(f"model.{name}", (5, 3), (40, 7))
     assert torch.equal(part, weights[name][5:45, 3:10]) and part.is_contiguous()
@@ -310,7 +311,7 @@ def test_boxes(tmp_path: Path):
 
 
 def adam_of(weights: dict[str, Tensor], step: int) -> dict[str, Any]:
-    """The state of v2's mixed-precision optimizer for the parameters of `weights` (a rank's, by our names)."""
+    """The state of v2's mixed-precision optimizer for a rank's `weights`, by our names."""
     order = [[name for name in weights if (weights[name].dim() == 2) == decays] for decays in (True, False)]
     numbers = {name: number for number, name in enumerate([*order[0], *order[1]])}
     same_of_both = {"step": step, "lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
@@ -336,14 +337,14 @@ LR_SCHEDULER = {
 }
 
 
-def with_adam(folder: Path, adam: dict[str, Any], **args: Any) -> Source:
+def with_adam(folder: Path, adam: dict[str, Any], **args: Any) -> BaseCheckpoint:
     top: Any = {"optimizer": adam, "lr_scheduler": LR_SCHEDULER}
-    made.write_megatron(folder, random_weights(), "v2", version=3, args=arguments(1, **args), **top)
-    return open_source(folder, HINTS)
+    sample_checkpoints.write_megatron(folder, random_weights(), "v2", version=3, args=arguments(1, **args), **top)
+    return open_checkpoint(folder, HINTS)
 
 
 def test_optimizer_of_v2(tmp_path: Path):
-    """Of a made file: v2's names."""
+    """The file is made here, with the names of v2."""
     weights = random_weights()
     table = torch.cat([weights["word_embeddings.weight"], torch.zeros(11, 48)])
     adam = adam_of({**weights, "word_embeddings.weight": table}, 3)
@@ -351,13 +352,13 @@ def test_optimizer_of_v2(tmp_path: Path):
     assert same(source, weights, "master")
     assert same(source, {name: value + 1 for name, value in weights.items()}, "exp_avg")
     assert same(source, {name: value**2 for name, value in weights.items()}, "exp_avg_sq")
-    assert source.facts["optimizer"] == {
+    assert source.metadata["optimizer"] == {
         "good_steps": 3,
         "skipped_steps": 4,
         "adam_steps": 3,
         "loss_scaler": {"scale": 8.0, "clean_steps": 5.0, "hysteresis_left": 1.0},
     }
-    assert source.facts["config"]["optimizer"] == {
+    assert source.metadata["config"]["optimizer"] == {
         "lr": 0.2,
         "min_lr": 0.1,
         "lr_decay_style": "cosine",
@@ -369,19 +370,19 @@ def test_optimizer_of_v2(tmp_path: Path):
         "adam_eps": 1e-8,
         "clip_grad": 0.5,
     }
-    # If the batch has grown, 12 samples are not 3 steps of 4.
+    # With batch ramp-up, 12 samples are not 3 steps of 4.
     ramp = {"rampup_batch_size": [1, 1, 3]}
-    facts = with_adam(tmp_path / "grown", adam, global_batch_size=2, consumed_train_samples=5, **ramp).facts
-    assert facts["optimizer"]["good_steps"] == 3 and facts["config"]["optimizer"]["lr_decay_iters"] == 200
-    grown = MadeSource({}, facts={**facts, "config": {**facts["config"], "train": ramp}}, iteration=3)
-    again = schedule(grown, "megatron-v2", print)
+    metadata = with_adam(tmp_path / "grown", adam, global_batch_size=2, consumed_train_samples=5, **ramp).metadata
+    assert metadata["optimizer"]["good_steps"] == 3 and metadata["config"]["optimizer"]["lr_decay_iters"] == 200
+    grown = InMemoryCheckpoint({}, metadata={**metadata, "config": {**metadata["config"], "train": ramp}}, iteration=3)
+    again = scheduler_state_dict(grown, "megatron-v2", print)
     assert again is not None and (again["num_steps"], again["decay_steps"], again["warmup_steps"]) == (5, 400, 40)
-    # In another order, or not complete, the state is left out.
+    # A state in a different order, or an incomplete one, is left out.
     biases = adam["fp32_from_fp16_params"][1]
     biases[0], biases[1] = biases[1], biases[0]  # of the same shape
     for folder in ("order", "count"):
         source = with_adam(tmp_path / folder, adam)
-        assert "optimizer" in source.left_out[0] and not any("exp_avg" in name for name in source.names())
+        assert "optimizer" in source.left_out[0] and not any("exp_avg" in name for name in source.tensors)
         biases[0], biases[1] = biases[1], biases[0]
         adam["fp32_from_fp16_params"][0].pop()
 
@@ -389,25 +390,27 @@ def test_optimizer_of_v2(tmp_path: Path):
 def test_missing_stages_and_other_models(tmp_path: Path):
     weights = random_weights()
     for name, gone, pp in (("first", 0, 4), ("middle", 1, 4), ("last", 1, 2)):
-        folder = made.write_megatron(tmp_path / name, weights, "v2", version=3, pp=pp, args=False)
+        folder = sample_checkpoints.write_megatron(tmp_path / name, weights, "v2", version=3, pp=pp, args=False)
         shutil.rmtree(folder / f"iter_0000007/mp_rank_00_{gone:03d}")
-        refused(folder, "missing", num_attention_heads=4)
-    folder = made.write_megatron(tmp_path / "swiglu", weights, "core", version=3, args=arguments(1, swiglu=True))
-    refused(folder, "swiglu")
+        assert_refused(folder, "missing", num_attention_heads=4)
+    folder = sample_checkpoints.write_megatron(
+        tmp_path / "swiglu", weights, "core", version=3, args=arguments(1, swiglu=True)
+    )
+    assert_refused(folder, "swiglu")
 
     def with_norms(top: dict[str, Any]) -> None:
         del top["args"]
         top["model"]["decoder.layers.3.self_attention.q_norm.weight"] = torch.ones(12)
 
     changed(folder / FIRST_FILE, with_norms)
-    refused(folder, "q_norm", num_attention_heads=4)
+    assert_refused(folder, "q_norm", num_attention_heads=4)
 
 
 def test_a_head_of_its_own_is_refused(tmp_path: Path):
-    folder = made.write_megatron(tmp_path, random_weights(), "core", version=3, tp=2, pp=2)
+    folder = sample_checkpoints.write_megatron(tmp_path, random_weights(), "core", version=3, tp=2, pp=2)
     file = folder / f"iter_0000007/mp_rank_01_001/{RANK_FILE}"
     changed(file, lambda top: top["model"]["output_layer.weight"].add_(1))
-    refused(folder, "word_embeddings_for_head", "mp_rank_01_001")
+    assert_refused(folder, "word_embeddings_for_head", "mp_rank_01_001")
 
 
 @pytest.mark.parametrize(
@@ -419,16 +422,16 @@ def test_a_head_of_its_own_is_refused(tmp_path: Path):
     ],
 )
 def test_gelu_by_version(tmp_path: Path, said: dict[str, bool], gelu: str):
-    made.write_megatron(tmp_path, random_weights(), "v2", version=3, args=arguments(1, **said))
-    assert open_source(tmp_path, log=silent).facts["config"]["model"]["gelu"] == gelu
-    assert open_source(tmp_path, Hints(gelu="erf"), log=silent).facts["config"]["model"]["gelu"] == "erf"
+    sample_checkpoints.write_megatron(tmp_path, random_weights(), "v2", version=3, args=arguments(1, **said))
+    assert open_checkpoint(tmp_path, log=silent).metadata["config"]["model"]["gelu"] == gelu
+    assert open_checkpoint(tmp_path, Hints(gelu="erf"), log=silent).metadata["config"]["model"]["gelu"] == "erf"
 
 
 def test_what_is_no_checkpoint(tmp_path: Path):
-    refused(tmp_path, "holds no checkpoint")
-    refused(tmp_path / "nowhere", "does not exist")
+    assert_refused(tmp_path, "holds no checkpoint")
+    assert_refused(tmp_path / "nowhere", "does not exist")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("../../etc")
-    refused(tmp_path, "holds no checkpoint")
+    assert_refused(tmp_path, "holds no checkpoint")
 
 
 # --- pipelines, written
@@ -436,18 +439,24 @@ def test_what_is_no_checkpoint(tmp_path: Path):
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 # format, layers, layout, dtype
 QUICK = [
-    ("megatron-v2", 4, Layout(2, 2), F16),
-    ("megatron-v3", 6, Layout(1, 3, virtual_layers=1), BF16),
-    ("megatron-core", 4, Layout(1, 3, first=1, last=1), BF16),
-    ("megatron-core", 4, Layout(1, 2, virtual_layers=1), F32),
+    ("megatron-v2", 4, MegatronLayout(2, 2), F16),
+    ("megatron-v3", 6, MegatronLayout(1, 3, virtual_layers=1), BF16),
+    ("megatron-core", 4, MegatronLayout(1, 3, first=1, last=1), BF16),
+    ("megatron-core", 4, MegatronLayout(1, 2, virtual_layers=1), F32),
 ]
-OF_ALL = (Layout(1, 2), Layout(2, 2), Layout(1, 4), Layout(2, 4, virtual_layers=1), Layout(1, 3, virtual_layers=2))
+OF_ALL = (
+    MegatronLayout(1, 2),
+    MegatronLayout(2, 2),
+    MegatronLayout(1, 4),
+    MegatronLayout(2, 4, virtual_layers=1),
+    MegatronLayout(1, 3, virtual_layers=2),
+)
 OF_CORE = (
-    Layout(1, 2, virtual_layers=3),
-    Layout(2, 3, virtual_layers=2, first=2, last=2),
-    Layout(1, 3, first=1, last=3),
-    Layout(4, 2, first=5),
-    Layout(1, 4, last=3),
+    MegatronLayout(1, 2, virtual_layers=3),
+    MegatronLayout(2, 3, virtual_layers=2, first=2, last=2),
+    MegatronLayout(1, 3, first=1, last=3),
+    MegatronLayout(4, 2, first=5),
+    MegatronLayout(1, 4, last=3),
 )
 WIDE = [("megatron-v2", 12, layout, F32) for layout in OF_ALL] + [("megatron-v3", 12, layout, F16) for layout in OF_ALL]
 WIDE += [("megatron-core", 12, layout, BF16) for layout in OF_ALL + OF_CORE]
@@ -457,33 +466,35 @@ WIDE += [("megatron-core", 12, layout, BF16) for layout in OF_ALL + OF_CORE]
     ("format", "num_layers", "layout", "dtype"),
     [*QUICK, *(pytest.param(*case, marks=pytest.mark.wide) for case in WIDE)],
 )
-def test_there_and_back(tmp_path: Path, format: str, num_layers: int, layout: Layout, dtype: torch.dtype):
-    source, with_optimizer = made_source(num_layers, dtype), format != "megatron-core"
+def test_there_and_back(tmp_path: Path, format: str, num_layers: int, layout: MegatronLayout, dtype: torch.dtype):
+    source, with_optimizer = in_memory_checkpoint(num_layers, dtype), format != "megatron-core"
     path = write_megatron(source, tmp_path / "theirs", format, layout, log=silent)
     t, p, v = layout.tensor, layout.pipeline, layout.virtual(num_layers)
-    back = open_source(tmp_path / "theirs", log=pytest.fail)
+    back = open_checkpoint(tmp_path / "theirs", log=pytest.fail)
     assert back.format == format and not back.left_out
     virtual = {"virtual_pipeline_parallel_size": v} if v > 1 else {}
-    assert back.facts["layout"] == {"model_parallel_size": t, "pipeline_parallel_size": p, **virtual}
-    difference = diff(source, back)
+    assert back.metadata["layout"] == {"model_parallel_size": t, "pipeline_parallel_size": p, **virtual}
+    difference = compare_tensors(source, back)
     assert difference.equal and len(difference.rows) == (4 if with_optimizer else 1) * (4 + 12 * num_layers)
     if with_optimizer:
-        assert back.facts["optimizer"] == source.facts["optimizer"]
+        assert back.metadata["optimizer"] == source.metadata["optimizer"]
         known = {"lr": 0.2, "warmup": 0.1, "lr_decay_style": "cosine", "weight_decay": 0.1, "min_lr": 0.1}
-        assert known.items() <= back.facts["config"]["optimizer"].items()
+        assert known.items() <= back.metadata["config"]["optimizer"].items()
     for rank in range(t):
         for stage in range(p):
-            top = load_pickle(path / f"mp_rank_{rank:02d}_{stage:03d}" / RANK_FILE)
+            top = load_torch_file(path / f"mp_rank_{rank:02d}_{stage:03d}" / RANK_FILE)
             as_megatron_splits(top, source, layout, rank, stage)
     assert len(list(path.iterdir())) == t * p
     write_native(back, tmp_path / "ours", model_parallel_size=1, log=silent)
-    assert diff(source, open_source(tmp_path / "ours", log=silent)).equal
+    assert compare_tensors(source, open_checkpoint(tmp_path / "ours", log=silent)).equal
 
 
-def as_megatron_splits(top: dict[str, Any], source: Source, layout: Layout, rank: int, stage: int) -> None:
-    """The file's layers are those that Megatron's own formulas give its stage (ParallelTransformer of v2.6,
-    get_transformer_layer_offset of Core), and their QKV, which needs no change of order, is the rank's part."""
-    num_layers = source.facts["config"]["model"]["num_layers"]
+def as_megatron_splits(
+    top: dict[str, Any], source: BaseCheckpoint, layout: MegatronLayout, rank: int, stage: int
+) -> None:
+    """Check a file with Megatron's own formulas (ParallelTransformer of v2.6, get_transformer_layer_offset of Core): it
+    has the layers of its stage. Its QKV, which needs no change of order, is the rank's shard."""
+    num_layers = source.metadata["config"]["model"]["num_layers"]
     p, v = layout.pipeline, layout.virtual(num_layers)
     args = top["args"].attributes()
     assert args["pipeline_model_parallel_size"] == p and args["num_layers"] == num_layers
@@ -492,7 +503,7 @@ def as_megatron_splits(top: dict[str, Any], source: Source, layout: Layout, rank
     sizes = [middle // (p - (layout.first is not None) - (layout.last is not None))] * p
     sizes[0], sizes[-1] = layout.first or sizes[0], layout.last or sizes[-1]
     for chunk in range(v):
-        model = flatten(top[f"model{chunk}" if v > 1 else "model"])
+        model = flatten_state_dict(top[f"model{chunk}" if v > 1 else "model"])
         offset = chunk * (num_layers // v) + sum(size // v for size in sizes[:stage])
         for ours, endings in (
             ("input_layernorm", ("input_layernorm.weight",)),
@@ -509,7 +520,7 @@ def as_megatron_splits(top: dict[str, Any], source: Source, layout: Layout, rank
         heads = [name for name in model if name.startswith(("output_layer", "word_embeddings_for_head"))]
         assert any("position_embeddings" in name for name in model) == first
         assert any("final_layernorm" in name for name in model) == bool(heads) == last
-        # Padding repeats the last token: Megatron's softmax counts it, and zeros would be logits of 0.
+        # Padding repeats the last token, because Megatron's softmax includes it, and zeros would have logits of 0.
         true = source.read("model.word_embeddings.weight")
         for matrix in (model[name] for name in model if name in heads or "word_embeddings" in name):
             padded = torch.cat([true, true[-1:].expand(len(matrix) * layout.tensor - len(true), -1)])
@@ -517,8 +528,8 @@ def as_megatron_splits(top: dict[str, Any], source: Source, layout: Layout, rank
 
 
 def test_a_stage_that_is_missing_or_of_another_run_is_named(tmp_path: Path):
-    whole, layout = tmp_path / "whole", Layout(2, 3, virtual_layers=1)
-    write_megatron(made_source(6, F16), whole, "megatron-v2", layout, log=silent)
+    whole, layout = tmp_path / "whole", MegatronLayout(2, 3, virtual_layers=1)
+    write_megatron(in_memory_checkpoint(6, F16), whole, "megatron-v2", layout, log=silent)
     for gone in (
         "mp_rank_00_000",
         "mp_rank_01_001",
@@ -532,16 +543,18 @@ def test_a_stage_that_is_missing_or_of_another_run_is_named(tmp_path: Path):
         files = sorted(folder.glob(f"iter_0000007/{gone}"))
         for file in files:
             shutil.rmtree(file)
-        refused(folder, f"{files[0].name}/{RANK_FILE} is missing", "2 model-parallel ranks", "3 pipeline stages")
+        assert_refused(folder, f"{files[0].name}/{RANK_FILE} is missing", "2 model-parallel ranks", "3 pipeline stages")
         shutil.rmtree(folder)
     file = whole / f"iter_0000007/mp_rank_01_001/{RANK_FILE}"
     changed(file, lambda top: top.pop("model1"))
-    refused(whole, str(file), f"mp_rank_00_000/{RANK_FILE} holds model0, model1")
+    assert_refused(whole, str(file), f"mp_rank_00_000/{RANK_FILE} holds model0, model1")
 
 
 @pytest.mark.parametrize("kind", ["model", "exp_avg_sq", "master"])
 def test_copies_of_the_tied_matrix_that_differ_are_named(tmp_path: Path, kind: str):
-    path = write_megatron(made_source(4, F16), tmp_path / "theirs", "megatron-v3", Layout(2, 2), log=silent)
+    path = write_megatron(
+        in_memory_checkpoint(4, F16), tmp_path / "theirs", "megatron-v3", MegatronLayout(2, 2), log=silent
+    )
     file = path / f"mp_rank_01_001/{RANK_FILE}"
 
     def change(top: dict[str, Any]) -> None:
@@ -553,12 +566,14 @@ def test_copies_of_the_tied_matrix_that_differ_are_named(tmp_path: Path, kind: s
         }[kind][3, 3] += 1
 
     changed(file, change)
-    refused(tmp_path / "theirs", str(file), f"mp_rank_01_000/{RANK_FILE}", f"{kind}.word_embeddings_for_head.weight")
+    assert_refused(
+        tmp_path / "theirs", str(file), f"mp_rank_01_000/{RANK_FILE}", f"{kind}.word_embeddings_for_head.weight"
+    )
 
 
 def test_the_program_reads_and_writes_pipelines(tmp_path: Path, capsys: pytest.CaptureFixture):
     theirs, deeper, single, four, hf = (str(tmp_path / name) for name in ("theirs", "deeper", "single", "four", "hf"))
-    write_megatron(made_source(4, F32), theirs, "megatron-v2", Layout(1, 2), log=silent)
+    write_megatron(in_memory_checkpoint(4, F32), theirs, "megatron-v2", MegatronLayout(1, 2), log=silent)
     assert tool.main(["inspect", theirs]) == 0
     assert "model-parallel 1 × pipeline-parallel 2\n" in capsys.readouterr().out
     assert tool.main(["verify", theirs]) == 0
@@ -578,16 +593,16 @@ def test_the_program_reads_and_writes_pipelines(tmp_path: Path, capsys: pytest.C
 
 
 REFUSED = {
-    f"megatron-2019 {P} 2": f"{P} 2: megatron-2019 has no pipeline; megatron-v2, megatron-v3, megatron-core have one",
+    f"megatron-2019 {P} 2": f"{P} 2: megatron-2019 has no pipeline; use megatron-v2, megatron-v3, megatron-core",
     f"native {P} 2": "this writes native, which loads under any of them",
     f"huggingface {P} 2": "this writes huggingface",
     f"megatron-v2 {P} 0": f"{P} must be positive, not 0",
     f"megatron-v2 {P} 3": f"{P} 3 does not divide the 4 layers",
-    f"megatron-core {P} 3": f"{FIRST} and {LAST} set some apart",
+    f"megatron-core {P} 3": f"give {FIRST_LAYERS_FLAG} and {LAST_LAYERS_FLAG}",
     f"megatron-core {P} 8": "needs at least 8 layers",
-    f"megatron-v3 {P} 2 {FIRST} 1": f"{FIRST}: the stages of megatron-v3 all hold as many layers",
-    f"megatron-core {P} 3 {FIRST} 1": f"{P} 3 does not divide",
-    f"megatron-core {P} 2 {FIRST} 1 {LAST} 1": "they must add up to --num-layers",
+    f"megatron-v3 {P} 2 {FIRST_LAYERS_FLAG} 1": f"{FIRST_LAYERS_FLAG}: all stages of megatron-v3 have equally many layers",
+    f"megatron-core {P} 3 {FIRST_LAYERS_FLAG} 1": f"{P} 3 does not divide",
+    f"megatron-core {P} 2 {FIRST_LAYERS_FLAG} 1 {LAST_LAYERS_FLAG} 1": "they must add up to --num-layers",
     f"megatron-v3 {P} 2 {V} 1": f"{V} needs {P} of at least 3 in megatron-v3",
     f"megatron-core {V} 1": f"{V} needs {P} of at least 2 in megatron-core",
     f"megatron-core {P} 2 {V} 0": f"{V} must be positive, not 0",
@@ -595,11 +610,11 @@ REFUSED = {
 
 
 def test_layouts_that_megatron_cannot_load_are_refused(tmp_path: Path):
-    source = made_source(4, F32)
+    source = in_memory_checkpoint(4, F32)
     for words, message in REFUSED.items():
         to, *flags = words.split()
-        given = tool.arguments(["convert", "IN", str(tmp_path / "out"), "--to", to, *flags])
+        given = tool.parse_args(["convert", "IN", str(tmp_path / "out"), "--to", to, *flags])
         with pytest.raises(ValueError) as caught:
-            tool.write(given, source, to, tool.layout_of(given))
+            tool.write_format(given, source, to, tool.layout_from_args(given))
         assert message in str(caught.value) and "\n" not in str(caught.value), (words, str(caught.value))
     assert not (tmp_path / "out").exists()

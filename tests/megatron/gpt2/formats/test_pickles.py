@@ -1,4 +1,4 @@
-"""Files of torch.save and of DCP read without executing anything, and hundreds of files that were made to do harm."""
+"""Files of torch.save and of DCP are read without executing code. Hundreds of crafted files are refused."""
 
 from __future__ import annotations
 
@@ -20,13 +20,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from data_utils.files.inert_pickle import Inert
-from megatron.gpt2.formats import open_source
+from data_utils.files.restricted_pickle import PickledObject
+from megatron.gpt2.formats import open_checkpoint
+from megatron.gpt2.formats.torch_files import DCP_METADATA, load_torch_file, read_dcp_metadata
 from megatron.gpt2.formats.torch_files import DTYPES as NAMED_DTYPES
-from megatron.gpt2.formats.torch_files import METADATA, load_pickle, read_metadata
 from tests.conftest import TEST_DATA
 from tests.megatron.gpt2.formats import crafted
-from tests.megatron.gpt2.formats.made import core, openai_state, opened, random_weights, write_huggingface
+from tests.megatron.gpt2.formats.sample_checkpoints import (
+    megatron_core_state,
+    openai_state,
+    opened,
+    random_weights,
+    write_huggingface,
+)
 
 
 def same(a: Any, b: Any) -> bool:
@@ -36,7 +42,7 @@ def same(a: Any, b: Any) -> bool:
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):
         return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
-    return isinstance(b, Inert) or (type(a) is type(b) and a == b)
+    return isinstance(b, PickledObject) or (type(a) is type(b) and a == b)
 
 
 @pytest.mark.parametrize("legacy", [False, True])
@@ -57,10 +63,10 @@ def test_what_torch_saves_comes_back(tmp_path: Path, legacy: bool):
         "shared": [base, base],
     }
     for name in ("parameter", "marked"):
-        saved[name].tensor_model_parallel = True  # as Megatron marks its masters
+        saved[name].tensor_model_parallel = True  # an attribute that Megatron sets on its masters
     path = tmp_path / "file with a space.pt"
     torch.save(saved, path, _use_new_zipfile_serialization=not legacy)
-    read = load_pickle(path)
+    read = load_torch_file(path)
     for key, value in saved.items():
         if key == "parameter":
             assert torch.equal(read[key], value)
@@ -68,10 +74,10 @@ def test_what_torch_saves_comes_back(tmp_path: Path, legacy: bool):
             assert same(value, read[key]), key
     assert read["args"].name == "argparse.Namespace"
     assert read["args"].attributes() == {"lr": 1.0, "dtype": torch.float16}
-    assert isinstance(read["set"], Inert) and isinstance(read["numpy"][1], Inert)
+    assert isinstance(read["set"], PickledObject) and isinstance(read["numpy"][1], PickledObject)
     assert read["shared"][0].data_ptr() == read["shared"][1].data_ptr(), "a view of the file"
     read["shared"][0].zero_()
-    assert torch.equal(load_pickle(path)["shared"][0], base), "the file itself stays as it is"
+    assert torch.equal(load_torch_file(path)["shared"][0], base), "the file itself stays as it is"
 
 
 def test_genuine_files_come_back():
@@ -92,7 +98,7 @@ def test_genuine_files_come_back():
             ]
         ):
             theirs = torch.load(path, map_location="cpu", weights_only=True)
-        ours = load_pickle(path)
+        ours = load_torch_file(path)
         assert same(
             {key: value for key, value in theirs.items() if key not in ("args", "np_rng_state")},
             {key: value for key, value in ours.items() if key not in ("args", "np_rng_state")},
@@ -109,17 +115,17 @@ def test_there_are_hundreds():
 
 @pytest.fixture
 def executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What a payload of a crafted file would make."""
+    """The file that a payload would make."""
     monkeypatch.chdir(tmp_path)
     return tmp_path / "executed"
 
 
-def refused(read: Callable[[], object], size: int, seconds: float) -> str:
-    """The one line with which `read` refuses files of `size` bytes, within the processor's `seconds` and in memory that
-    is bound by the size. A slow one is tried again: a busy machine's processor is slower."""
+def assert_refused(read: Callable[[], object], size: int, seconds: float) -> str:
+    """Return the error line with which `read` refuses files of `size` bytes, within `seconds` of processor time and
+    limited memory. A slow case is tried again, because a busy machine is slower."""
     peak, took = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, math.inf
     for _ in range(3):
-        begin = time.process_time()  # of this process alone: other tests run at the same time
+        begin = time.process_time()  # of this process only, because other tests run at the same time
         with pytest.raises(ValueError) as caught:
             read()
         took = min(took, time.process_time() - begin)
@@ -136,14 +142,14 @@ def refused(read: Callable[[], object], size: int, seconds: float) -> str:
 def test_crafted(tmp_path: Path, executed: Path, name: str):
     path = crafted.FILES[name](tmp_path)
     size = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
-    assert str(tmp_path) in refused(lambda: open_source(path, log=lambda line: None), size, 2)
+    assert str(tmp_path) in assert_refused(lambda: open_checkpoint(path, log=lambda line: None), size, 2)
     if name.startswith(("zip: ", "legacy: ")) and name.partition(": ")[2] not in crafted.WELL_FORMED:
-        refused(lambda: load_pickle(tmp_path / "ckpt.pt"), size, 2)  # the reader of pickles itself
+        assert_refused(lambda: load_torch_file(tmp_path / "ckpt.pt"), size, 2)  # without detecting the format
     assert not executed.exists()
 
 
 def test_the_payloads_would_run(tmp_path: Path, executed: Path, genuine: tuple[Path, bytes]):
-    """A test that nothing was executed shows something only where it would have been."""
+    """With Python's unpickler the payloads run, so the other tests can fail."""
     file = crafted.FILES["nanogpt calls os.system, zip"](tmp_path) / "ckpt.pt"
     torch.load(file, weights_only=False)
     assert executed.exists()
@@ -153,7 +159,7 @@ def test_the_payloads_would_run(tmp_path: Path, executed: Path, genuine: tuple[P
 
 
 def test_what_was_crafted_is_right_but_for_one_thing(tmp_path: Path, genuine: tuple[Path, bytes]):
-    """The bodies that the crafted files start from open."""
+    """The files from which the crafted ones are made open without errors."""
     names = openai_state(random_weights(), transposed=True)
     bodies: tuple[Callable[[Path], Path], ...] = (
         crafted.valid_zip,
@@ -164,22 +170,22 @@ def test_what_was_crafted_is_right_but_for_one_thing(tmp_path: Path, genuine: tu
     for number, make in enumerate(bodies):
         folder = tmp_path / str(number)
         folder.mkdir()
-        open_source(make(folder), log=lambda line: None)
+        open_checkpoint(make(folder), log=lambda line: None)
     for good in (
         crafted.legacy_of(crafted.GOOD_LEGACY, crafted.ONE_KEY, crafted.FOUR, tmp_path),
         crafted.zip_of(crafted.tensor(crafted.storage()), tmp_path),
     ):
-        assert torch.equal(load_pickle(good), torch.zeros(4))
+        assert torch.equal(load_torch_file(good), torch.zeros(4))
     folder, data = genuine
-    (folder / METADATA).write_bytes(crafted.changed(lambda held, index, entry: None, data))
-    assert opened(folder).names()
+    (folder / DCP_METADATA).write_bytes(crafted.changed(lambda held, index, entry: None, data))
+    assert list(opened(folder).tensors)
 
 
 def test_no_mutation_is_taken_for_another_error(tmp_path: Path):
-    """Five hundred files with a byte changed: read, or refused in one line."""
+    """Each of five hundred files with a changed byte is read, or refused in one line."""
     numbers, refusals = random.Random(7), 0
     held = {
-        "model": core({"transformer.final_layernorm.bias": torch.ones(4)}, False),
+        "model": megatron_core_state({"transformer.final_layernorm.bias": torch.ones(4)}, False),
         "args": argparse.Namespace(a=1),
         "numpy": np.arange(3),
     }
@@ -191,7 +197,7 @@ def test_no_mutation_is_taken_for_another_error(tmp_path: Path):
             data[numbers.randrange(len(data))] = numbers.randrange(256)
             (tmp_path / "x.pt").write_bytes(data)
             try:
-                load_pickle(tmp_path / "x.pt")
+                load_torch_file(tmp_path / "x.pt")
             except ValueError as error:
                 refusals += 1
                 assert "\n" not in str(error)
@@ -201,27 +207,27 @@ def test_no_mutation_is_taken_for_another_error(tmp_path: Path):
 @pytest.fixture(scope="module")
 def genuine(folders: dict[str, Path]) -> tuple[Path, bytes]:
     folder = folders["plain-0.16.1"] / "iter_0000003"
-    return folder, (folder / METADATA).read_bytes()
+    return folder, (folder / DCP_METADATA).read_bytes()
 
 
 @pytest.mark.parametrize("name", crafted.METADATA)
 def test_crafted_metadata(genuine: tuple[Path, bytes], executed: Path, name: str):
     folder, data = genuine
     made = crafted.METADATA[name](data)
-    (folder / METADATA).write_bytes(made)
+    (folder / DCP_METADATA).write_bytes(made)
 
     def read() -> None:
         source = opened(folder)
-        for tensor in source.names():
+        for tensor in source.tensors:
             source.read(tensor)
 
-    assert str(folder) in refused(read, len(made) // 10, 1)  # the longest takes 0.5 s
+    assert str(folder) in assert_refused(read, len(made) // 10, 1)  # the longest takes 0.5 s
     assert not executed.exists()
 
 
 def test_metadata_of_every_protocol(genuine: tuple[Path, bytes], tmp_path: Path):
     found = []
     for data in (genuine[1], pickle.dumps(pickle.loads(genuine[1]), 5)):
-        (tmp_path / METADATA).write_bytes(data)
-        found.append(read_metadata(tmp_path / METADATA))
+        (tmp_path / DCP_METADATA).write_bytes(data)
+        found.append(read_dcp_metadata(tmp_path / DCP_METADATA))
     assert all(found[0]) and found[0] == found[1]

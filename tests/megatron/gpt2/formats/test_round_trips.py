@@ -1,5 +1,5 @@
-"""Ours to every format that we write and back: the same to the last bit, and transformers computes the same. Tokenizers
-of Hugging Face's folders, as its two newest major versions write them, are read to the same ids."""
+"""Convert native checkpoints to each export format and back with equal bits. transformers computes the same logits.
+Hugging Face's tokenizers, as transformers 4 and 5 write them, give the same ids."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ import torch
 
 from data_utils import Tokenizer, build_tokenizer
 from data_utils.tokenizers.gpt2 import END_OF_TEXT
-from megatron.gpt2.formats import Hints, Source, huggingface, open_source
-from megatron.gpt2.formats.compare import check, diff, logits
+from megatron.gpt2.formats import BaseCheckpoint, Hints, huggingface, open_checkpoint
+from megatron.gpt2.formats.compare import compare_logits, compare_tensors, compute_logits
 from megatron.gpt2.formats.huggingface import write_huggingface
 from megatron.gpt2.formats.megatron import write_megatron
-from megatron.gpt2.formats.megatron_model import Layout
-from megatron.gpt2.formats.native import native_facts, write_native
+from megatron.gpt2.formats.megatron_model import MegatronLayout
+from megatron.gpt2.formats.native import native_metadata, write_native
 from megatron.gpt2.formats.openai_tokenizer import open_tokenizer, tokenizer_files
 from tests.conftest import TEST_DATA
-from tests.megatron.gpt2.formats.made import RANK_FILE, TOLERANCE, silent
-from tests.megatron.gpt2.formats.test_megatron import GENUINE, TRUE_VOCABULARY, genuine, open_genuine
+from tests.megatron.gpt2.formats.sample_checkpoints import RANK_FILE, TOLERANCE, silent
+from tests.megatron.gpt2.formats.test_megatron import GENUINE, TRUE_VOCAB_SIZE, genuine, open_genuine
 from tests.megatron.gpt2.train.training_runs import finish, start, steps, write_text
 
 TEXTS = [
@@ -38,20 +38,20 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def save(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The --save folder of a real run of three steps in bf16, its tokenizer the shipped BPE."""
+    """The --save folder of a run of three steps in bf16 with the built-in BPE tokenizer."""
     folder = tmp_path_factory.mktemp("run")
     write_text(folder)
-    run = start(0, 1, str(folder), ["--precision", "bf16", "--tokenizer-type", "builtin", "--seed", "3"])
-    steps(run, 3)
-    run.progress.iteration = 3
-    assert run.save() is not None
-    finish(run)
+    trainer = start(0, 1, str(folder), ["--precision", "bf16", "--tokenizer-type", "builtin", "--seed", "3"])
+    steps(trainer, 3)
+    trainer.progress.iteration = 3
+    assert trainer.save() is not None
+    finish(trainer)
     return folder / "save"
 
 
 @pytest.fixture
-def source(save: Path) -> Source:
-    return open_source(save, log=silent)
+def source(save: Path) -> BaseCheckpoint:
+    return open_checkpoint(save, log=silent)
 
 
 @pytest.fixture(scope="module")
@@ -60,63 +60,69 @@ def builtin() -> Tokenizer:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_native_in_any_number_of_parts(source: Source, tmp_path: Path, size: int):
+def test_native_in_any_number_of_parts(source: BaseCheckpoint, tmp_path: Path, size: int):
     path = write_native(source, tmp_path / "out", model_parallel_size=size, log=silent)
-    back = open_source(tmp_path / "out", log=silent)
-    assert back.path == path and diff(source, back).equal and len(diff(source, back).rows) == 4 * 28
-    assert back.facts["layout"]["model_parallel_size"] == size
+    back = open_checkpoint(tmp_path / "out", log=silent)
+    assert (
+        back.path == path and compare_tensors(source, back).equal and len(compare_tensors(source, back).rows) == 4 * 28
+    )
+    assert back.metadata["layout"]["model_parallel_size"] == size
     assert len(list(path.glob("mp_rank_*"))) == size
-    assert back.facts["consumed_samples"] == source.facts["consumed_samples"]
+    assert back.metadata["consumed_samples"] == source.metadata["consumed_samples"]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("format", ["megatron-2019", "megatron-v2", "megatron-v3", "megatron-core"])
-def test_megatron_and_back(source: Source, tmp_path: Path, format: str, size: int):
-    path = write_megatron(source, tmp_path / "theirs", format, Layout(size), log=silent)
+def test_megatron_and_back(source: BaseCheckpoint, tmp_path: Path, format: str, size: int):
+    path = write_megatron(source, tmp_path / "theirs", format, MegatronLayout(size), log=silent)
     assert len(list(path.glob(f"*/{RANK_FILE}"))) == size
     heads = 4 if format == "megatron-2019" else None
-    back = open_source(tmp_path / "theirs", Hints(heads), log=pytest.fail)  # the true vocabulary came along
-    assert (back.format, back.facts["vocab_size"]) == (format, source.facts["vocab_size"])
-    difference = diff(source, back)
+    back = open_checkpoint(tmp_path / "theirs", Hints(heads), log=pytest.fail)  # without a --vocab-size flag
+    assert (back.format, back.metadata["vocab_size"]) == (format, source.metadata["vocab_size"])
+    difference = compare_tensors(source, back)
     assert difference.equal, difference
     assert len(difference.rows) == (28 if format == "megatron-core" else 4 * 28)
     if format != "megatron-core":
-        assert back.facts["optimizer"] == source.facts["optimizer"] and back.iteration == source.iteration
+        assert back.metadata["optimizer"] == source.metadata["optimizer"] and back.iteration == source.iteration
     write_native(back, tmp_path / "ours", model_parallel_size=1, log=silent)
-    assert diff(source, open_source(tmp_path / "ours", log=silent)).equal
+    assert compare_tensors(source, open_checkpoint(tmp_path / "ours", log=silent)).equal
 
 
 @torch.no_grad()
-def assert_transformers_agrees(source: Source, folder: Path) -> None:
+def assert_transformers_agrees(source: BaseCheckpoint, folder: Path) -> None:
     from transformers import GPT2LMHeadModel
 
     theirs = GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32).eval()
-    tokens = torch.randint(source.facts["vocab_size"], (2, 24), generator=torch.Generator().manual_seed(1))
-    assert (logits(source, tokens).transpose(0, 1) - theirs(tokens).logits).abs().max() <= 1e-5
+    tokens = torch.randint(source.metadata["vocab_size"], (2, 24), generator=torch.Generator().manual_seed(1))
+    assert (compute_logits(source, tokens).transpose(0, 1) - theirs(tokens).logits).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize("dtype", ["source", "fp32"])
-def test_huggingface_computes_the_same_and_comes_back(source: Source, builtin: Tokenizer, tmp_path: Path, dtype: str):
+def test_huggingface_computes_the_same_and_comes_back(
+    source: BaseCheckpoint, builtin: Tokenizer, tmp_path: Path, dtype: str
+):
     out = write_huggingface(source, tmp_path / "hf", dtype=dtype, tokenizer=builtin, log=silent)
-    back, kind = open_source(out, log=silent), "model" if dtype == "source" else "master"  # not the rounded weights
-    assert len(back.names()) == 28
-    for name in back.names():
+    back, kind = open_checkpoint(out, log=silent), "model" if dtype == "source" else "master"  # not the rounded weights
+    assert len(back.tensors) == 28
+    for name in back.tensors:
         held = source.read(name.replace("model", kind, 1))
         assert back.tensors[name].dtype == held.dtype and torch.equal(back.read(name), held)
-    assert check(source, back, kind=kind, log=silent) == 0
+    assert compare_logits(source, back, kind=kind, log=silent) == 0
     assert_transformers_agrees(back, out)
+    config = json.loads((out / "config.json").read_text())
+    assert config["n_ctx"] == config["n_positions"], "llama.cpp's converter reads n_ctx"
     assert_same_ids(builtin, out)
     write_native(back, tmp_path / "ours", model_parallel_size=2, tokenizer=builtin, log=silent)
-    assert diff(back, open_source(tmp_path / "ours", log=silent)).equal
+    assert compare_tensors(back, open_checkpoint(tmp_path / "ours", log=silent)).equal
     card = (out / "README.md").read_text()
     assert "iteration | 3" in card and "AutoTokenizer" in card and str(tmp_path) not in card
 
 
-def test_a_large_export_comes_in_parts(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_large_export_comes_in_parts(source: BaseCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(huggingface, "SHARD_BYTES", 300_000)
     out = write_huggingface(source, tmp_path / "hf", log=silent)
     assert len(list(out.glob("model-*.safetensors"))) > 2
-    assert diff(source, open_source(out, log=silent)).equal
+    assert compare_tensors(source, open_checkpoint(out, log=silent)).equal
     assert_transformers_agrees(source, out)
 
 
@@ -129,13 +135,13 @@ def test_genuine_files_become_huggingface(name: str, tmp_path: Path):
     model = GPT2LMHeadModel.from_pretrained(out, dtype=torch.float32).eval()
     tokens, expected = (torch.from_numpy(np.load(TEST_DATA / name / f"{file}.npy")) for file in ("tokens", "logits"))
     with torch.no_grad():
-        assert (model(tokens).logits - expected[..., :TRUE_VOCABULARY]).abs().max() <= TOLERANCE
+        assert (model(tokens).logits - expected[..., :TRUE_VOCAB_SIZE]).abs().max() <= TOLERANCE
     assert json.loads((out / "config.json").read_text())["activation_function"] == "gelu_new"
 
 
 @pytest.mark.parametrize("write", ["native", "huggingface", "megatron"])
 def test_what_is_not_finished_is_not_there(
-    source: Source, builtin: Tokenizer, tmp_path: Path, write: str, monkeypatch: pytest.MonkeyPatch
+    source: BaseCheckpoint, builtin: Tokenizer, tmp_path: Path, write: str, monkeypatch: pytest.MonkeyPatch
 ):
     def fails(*args: object, **kwargs: object) -> None:
         raise OSError("the disk is gone")
@@ -148,11 +154,11 @@ def test_what_is_not_finished_is_not_there(
         elif write == "huggingface":
             write_huggingface(source, tmp_path / "out", log=silent)
         else:
-            write_megatron(source, tmp_path / "out", "megatron-2019", Layout(2), log=silent)
+            write_megatron(source, tmp_path / "out", "megatron-2019", MegatronLayout(2), log=silent)
     assert not list(tmp_path.iterdir())
 
 
-def test_nothing_is_overwritten_and_sizes_must_fit(source: Source, tmp_path: Path):
+def test_nothing_is_overwritten_and_sizes_must_fit(source: BaseCheckpoint, tmp_path: Path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").touch()
     with pytest.raises(ValueError, match="not empty"):
@@ -160,8 +166,8 @@ def test_nothing_is_overwritten_and_sizes_must_fit(source: Source, tmp_path: Pat
     with pytest.raises(ValueError, match="--num-attention-heads 4 is not divisible"):
         write_native(source, tmp_path / "out", model_parallel_size=3, log=silent)
     with pytest.raises(ValueError, match="--model-parallel-size 3 does not divide"):
-        write_megatron(source, tmp_path / "out", "megatron-core", Layout(3), log=silent)
-    assert native_facts(source, 2, None)["config"]["parallel"]["model_parallel_size"] == 2
+        write_megatron(source, tmp_path / "out", "megatron-core", MegatronLayout(3), log=silent)
+    assert native_metadata(source, 2, None)["config"]["parallel"]["model_parallel_size"] == 2
 
 
 # --- tokenizers
@@ -184,7 +190,9 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["GPT2BPETokenizer", "bytes"])
-def test_other_tokenizers_give_the_same_ids(source: Source, tmp_path: Path, kind: str, request: pytest.FixtureRequest):
+def test_other_tokenizers_give_the_same_ids(
+    source: BaseCheckpoint, tmp_path: Path, kind: str, request: pytest.FixtureRequest
+):
     named = {}
     if kind == "GPT2BPETokenizer":
         folder = request.getfixturevalue("test_data") / "gpt2"
@@ -199,8 +207,8 @@ def test_other_tokenizers_give_the_same_ids(source: Source, tmp_path: Path, kind
 
 @pytest.fixture(scope="module")
 def written(builtin: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The tokenizer.json that transformers 5 saves of the shipped tokenizer, with a token for padding, as who
-    fine-tunes adds one."""
+    """The tokenizer.json that transformers 5 saves of the built-in tokenizer, with an added padding token, as is usual
+    for fine-tuning."""
     transformers = pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer(builtin, folder)

@@ -1,7 +1,7 @@
-"""Megatron's `torch_dist` checkpoints: those that megatron-core wrote, and ours, read by torch, by megatron-core and by
-ourselves, and trained on.
+"""Megatron's `torch_dist` checkpoints: megatron-core's files and our exports, read by torch, by megatron-core and by
+this program, and used for training.
 
-`torch_dist/README.md` says how the files were made.
+`torch_dist/make.py` wrote the files.
 """
 
 from __future__ import annotations
@@ -24,41 +24,41 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 import mpu
 from megatron.gpt2.commands import checkpoint, pretrain_gpt2
 from megatron.gpt2.config import ModelConfig
-from megatron.gpt2.formats import Source, recognise
-from megatron.gpt2.formats.megatron_model import Layout
-from megatron.gpt2.formats.torch_dist import GROUP, ORDERS, write_torch_dist
-from megatron.gpt2.formats.torch_files import METADATA, DcpFolder, read_metadata
+from megatron.gpt2.formats import BaseCheckpoint, detect_format
+from megatron.gpt2.formats.megatron_model import MegatronLayout
+from megatron.gpt2.formats.torch_dist import BUCKET_PREFIX, MODULE_ORDERS, write_torch_dist
+from megatron.gpt2.formats.torch_files import DCP_METADATA, DcpCheckpoint, read_dcp_metadata
 from megatron.gpt2.model.gpt2 import parameter_specs
 from megatron.gpt2.optimizer.optimizer import LossScaler
 from tests.conftest import ROOT
-from tests.megatron.gpt2.formats.made import (
+from tests.megatron.gpt2.formats.sample_checkpoints import (
     CASES,
     FIXTURES,
     KINDS,
     TOLERANCE,
     VOCABULARY,
-    MadeSource,
+    InMemoryCheckpoint,
     check_step,
+    compute_logits,
     expected,
-    logits_of,
     opened,
 )
 from tests.megatron.gpt2.train.training_runs import write_text
 from tests.test_command_line import FLAGS, metrics
 
 ITERATION = "iter_0000003"
-TABLE = "embedding.word_embeddings.weight"
+WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_tensors_are_those_that_megatron_core_held(folders: dict[str, Path], name: str):
     source, fp32 = opened(folders[name]), "fp32" in name
-    assert recognise(folders[name]) == ("torch_dist", folders[name] / ITERATION)
-    assert source.iteration == 3 and source.facts["consumed_samples"] == 12
+    assert detect_format(folders[name]) == ("torch_dist", folders[name] / ITERATION)
+    assert source.iteration == 3 and source.metadata["consumed_samples"] == 12
     without = name.startswith("weights")
     for kind in KINDS[:1] if without else KINDS:
         held = expected("master" if kind == "model" and fp32 else kind)
-        assert len(held) == len(parameter_specs(ModelConfig(**source.facts["config"]["model"])))
+        assert len(held) == len(parameter_specs(ModelConfig(**source.metadata["config"]["model"])))
         for parameter, value in held.items():
             found = source.read(f"{kind}.{parameter}")
             assert found.dtype == (torch.bfloat16 if kind == "model" and not fp32 else torch.float32)
@@ -68,19 +68,19 @@ def test_tensors_are_those_that_megatron_core_held(folders: dict[str, Path], nam
     assert without == ("master.word_embeddings.weight" not in source.tensors)
     if not without:
         progress = {"good_steps": 3, "skipped_steps": 0, "adam_steps": 1, "loss_scaler": {"scale": 1.0}}
-        assert source.facts["optimizer"] == progress
-        assert source.facts["config"]["optimizer"]["lr_decay_iters"] == 100
+        assert source.metadata["optimizer"] == progress
+        assert source.metadata["config"]["optimizer"]["lr_decay_iters"] == 100
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "fp32" not in name])
 def test_logits_are_megatron_cores_own(folders: dict[str, Path], name: str):
     with np.load(FIXTURES / "logits.npz") as held:
         tokens, logits = (torch.from_numpy(held[key]) for key in ("tokens", "logits"))
-    assert (logits_of(opened(folders[name]), tokens) - logits[..., :VOCABULARY]).abs().max() < TOLERANCE
+    assert (compute_logits(opened(folders[name]), tokens) - logits[..., :VOCABULARY]).abs().max() < TOLERANCE
 
 
 def resaved(folder: Path, out: Path, state: dict[str, Any]) -> Path:
-    """The checkpoint in `folder` with `state` in the place of its tensors and objects."""
+    """The checkpoint in `folder` with `state` instead of its tensors and objects."""
     iteration = out / folder.name
     save_dcp(state, checkpoint_id=iteration, planner=DefaultSavePlanner(flatten_state_dict=False), no_dist=True)
     for file in ("common.pt", "metadata.json"):
@@ -89,16 +89,16 @@ def resaved(folder: Path, out: Path, state: dict[str, Any]) -> Path:
 
 
 def flat_buckets(folder: Path, out: Path, modules: tuple[str, ...], exchanged: dict[str, str]) -> Path:
-    """The checkpoint in `folder` with the state in two buckets, as a rank lays it out whose layers have their `modules`
-    in that order; with that of one parameter in the place of another's."""
-    held = DcpFolder(folder)
+    """The checkpoint in `folder` with its state in two buckets, for a rank whose layers have their `modules` in this
+    order. exchanged: parameters whose states are swapped."""
+    held = DcpCheckpoint(folder)
     layers = [
         f"transformer.layers.{n}.{module}.{x}" for n in range(2) for module in modules for x in ("weight", "bias")
     ]
     last = [f"transformer.final_layernorm.{x}" for x in ("weight", "bias")]
     names = ["word_embeddings.weight", "position_embeddings.weight", *layers, *last]
-    state: dict[str, Any] = {name: held.read(name) for name in held.tensors if not name.startswith(GROUP)}
-    state |= {name: held.object(name) for name in held.objects if name == f"{GROUP}0.optimizer/shard_0_1"}
+    state: dict[str, Any] = {name: held.read(name) for name in held.tensors if not name.startswith(BUCKET_PREFIX)}
+    state |= {name: held.object(name) for name in held.objects if name == f"{BUCKET_PREFIX}0.optimizer/shard_0_1"}
     for kind, theirs in (("master", "param"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
         values = expected(kind)
         for number, part in enumerate((names[:0:-1][:7], names[:0:-1][7:] + names[:1])):
@@ -109,11 +109,11 @@ def flat_buckets(folder: Path, out: Path, modules: tuple[str, ...], exchanged: d
                 end = at + value.numel()
                 bucket[at:end] = value.flatten()
                 at = -(-end // 64) * 64
-            state[f"{GROUP}0.gbuf_idx_0.dtype_param_bf16.bucket_idx_{number}.{theirs}"] = bucket[:end].clone()
+            state[f"{BUCKET_PREFIX}0.gbuf_idx_0.dtype_param_bf16.bucket_idx_{number}.{theirs}"] = bucket[:end].clone()
     return resaved(folder, out, state)
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", MODULE_ORDERS)
 def test_flat_buckets_in_the_order_of_the_modules(folders: dict[str, Path], tmp_path: Path, order: tuple[str, ...]):
     source = opened(flat_buckets(folders["dp_reshardable_dp2-0.16.1"] / ITERATION, tmp_path, order, {}))
     for kind in KINDS[1:]:
@@ -128,34 +128,38 @@ NORMS = [f"transformer.layers.1.{one}_layernorm.bias" for one in ("input", "post
 @pytest.mark.parametrize(
     ("order", "exchanged", "problem"),
     [
-        (ORDERS[0][::-1], {}, "does not fit into bucket 0"),
-        (ORDERS[0], dict(zip(NORMS, NORMS[::-1], strict=True)), "the master of .*layernorm.bias, rounded, is not the"),
+        (MODULE_ORDERS[0][::-1], {}, "does not fit into bucket 0"),
+        (
+            MODULE_ORDERS[0],
+            dict(zip(NORMS, NORMS[::-1], strict=True)),
+            "the master of .*layernorm.bias, rounded, is not the",
+        ),
     ],
 )
 def test_flat_buckets_in_another_order_are_left_out_in_one_line(
     folders: dict[str, Path], tmp_path: Path, order: tuple[str, ...], exchanged: dict[str, str], problem: str
 ):
     source = opened(flat_buckets(folders["dp_reshardable_dp2-0.16.1"] / ITERATION, tmp_path, order, exchanged))
-    assert {name.partition(".")[0] for name in source.names()} == {"model"}
+    assert {name.partition(".")[0] for name in source.tensors} == {"model"}
     (line,) = (line for line in source.left_out if "dp_reshardable" in line)
     assert "--dist-ckpt-optim-fully-reshardable" in line and re.search(problem, line), line
 
 
 def test_masters_that_are_not_the_weights_are_left_out(folders: dict[str, Path], tmp_path: Path):
-    """Megatron Core 0.16 wrote such a row of zeros where it had padded a bucket."""
+    """Megatron Core 0.16 wrote such a row of zeros after a padded bucket."""
     folder = folders["fully_reshardable_dp2-0.16.1"] / ITERATION
-    held = DcpFolder(folder)
+    held = DcpCheckpoint(folder)
     state = {name: held.read(name) for name in held.tensors}
-    state[f"optimizer.state.param.{TABLE}"][20] = 0
+    state[f"optimizer.state.param.{WORD_EMBEDDINGS}"][20] = 0
     source = opened(resaved(folder, tmp_path, state))
-    assert {name.partition(".")[0] for name in source.names()} == {"model"}
+    assert {name.partition(".")[0] for name in source.tensors} == {"model"}
     assert "the master of word_embeddings.weight, rounded, is not the weight" in source.left_out[-1]
 
 
 def test_a_file_of_the_folder_opens_it(folders: dict[str, Path]):
     folder = folders["plain-0.16.1"] / ITERATION
     for file in (".metadata", "common.pt", "metadata.json", "__0_0.distcp"):
-        assert recognise(folder / file) == ("torch_dist", folder), file
+        assert detect_format(folder / file) == ("torch_dist", folder), file
 
 
 def test_another_backend_and_a_lost_file_are_one_line(folders: dict[str, Path]):
@@ -163,8 +167,8 @@ def test_another_backend_and_a_lost_file_are_one_line(folders: dict[str, Path]):
     config, file = folder / "metadata.json", next(folder.glob("*.distcp"))
     text, data = config.read_text(), file.read_bytes()
     for changed, content, problem in (
-        (config, text.replace("torch_dist", "zarr").encode(), "sharded_backend is 'zarr', and torch_dist is read here"),
-        (file, data[:-100], f"{file.name}: has .* bytes, and .metadata tells of"),
+        (config, text.replace("torch_dist", "zarr").encode(), "sharded_backend is 'zarr', but must be torch_dist"),
+        (file, data[:-100], f"{file.name}: has .* bytes, but .metadata lists"),
         (file, None, f"{file.name}: missing"),
     ):
         changed.unlink() if content is None else changed.write_bytes(content)
@@ -184,36 +188,37 @@ def test_training_continues(folders: dict[str, Path], name: str):
 def test_what_is_written_is_what_megatron_core_writes(
     folders: dict[str, Path], tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ):
-    """The same names, shapes and types as in its own file, read by torch's own reader, and the same values."""
+    """Our export has the names, shapes, dtypes and values of megatron-core's file, read by torch's DCP reader."""
     genuine, native, out = str(folders[name]), str(tmp_path / "native"), str(tmp_path / "back")
     to_native = ["convert", genuine, native, "--to", "native", "--check", "--vocab-size", str(VOCABULARY)]
     assert checkpoint.main(to_native) == 0
     assert checkpoint.main(["convert", native, out, "--to", "torch_dist", "--model-parallel-size", "4", "--check"]) == 0
     assert "optimizer" not in capsys.readouterr().err
     back, theirs = opened(tmp_path / "back"), opened(folders[name])
-    assert back.format == "torch_dist" and back.iteration == 3 and back.facts["layout"]["model_parallel_size"] == 4
-    assert set(back.names()) == set(theirs.names()) and len(back.names()) == 4 * 28
-    for tensor in back.names():
+    assert back.format == "torch_dist" and back.iteration == 3 and back.metadata["layout"]["model_parallel_size"] == 4
+    assert set(back.tensors) == set(theirs.tensors) and len(back.tensors) == 4 * 28
+    for tensor in back.tensors:
         assert torch.equal(back.read(tensor), theirs.read(tensor)), tensor
-    for facts in ("optimizer", "consumed_samples", "global_batch_size", "train_iters"):
-        assert back.facts[facts] == theirs.facts[facts]
-    assert back.facts["config"]["optimizer"] == theirs.facts["config"]["optimizer"]
+    for metadata in ("optimizer", "consumed_samples", "global_batch_size", "train_iters"):
+        assert back.metadata[metadata] == theirs.metadata[metadata]
+    assert back.metadata["config"]["optimizer"] == theirs.metadata["config"]["optimizer"]
     (ours, _, our_objects), (infos, _, objects) = (
-        read_metadata(folder / ITERATION / METADATA) for folder in (tmp_path / "back", folders[name])
+        read_dcp_metadata(folder / ITERATION / DCP_METADATA) for folder in (tmp_path / "back", folders[name])
     )
-    if not name.startswith("fully_reshardable"):  # each rank's own Adam has other names
+    if not name.startswith("fully_reshardable"):  # other forms have different names
         ours, infos = ({n: info for n, info in held.items() if not n.startswith("optim")} for held in (ours, infos))
     assert ours == infos
     assert {name for name in objects if "_extra_state" in name} <= our_objects.keys()
     table = torch.zeros(32, 8, dtype=back.tensors["model.word_embeddings.weight"].dtype)
-    load_dcp({TABLE: table}, checkpoint_id=tmp_path / "back" / ITERATION, no_dist=True)
+    load_dcp({WORD_EMBEDDINGS: table}, checkpoint_id=tmp_path / "back" / ITERATION, no_dist=True)
     assert torch.equal(table[:VOCABULARY], back.read("model.word_embeddings.weight"))
     assert torch.equal(table[VOCABULARY:], table[VOCABULARY - 1 : VOCABULARY].expand(3, -1))
 
 
 def test_the_loop_goes_on_from_torch_dist_as_from_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Four steps, a checkpoint, four more: the same losses where the checkpoint was torch_dist for a while."""
-    mpu.destroy_model_parallel()  # the program makes its own groups
+    """Train four steps, save, and train four more. The losses stay the same after a conversion to torch_dist and
+    back."""
+    mpu.destroy_model_parallel()  # the program makes the groups itself
     write_text(tmp_path, 1000)
     monkeypatch.chdir(tmp_path)
     flags = [*FLAGS, "--train-data", "text.txt", "--precision", "bf16", "--lr-decay-iters", "8"]
@@ -231,19 +236,22 @@ def test_the_loop_goes_on_from_torch_dist_as_from_its_own(tmp_path: Path, monkey
     assert [step[0] for step in seen["own"]] == [5, 6, 7, 8] and seen["back"] == seen["own"]
 
 
-def moved(source: Source) -> Source:
-    """`source` with masters that bf16 does not hold, and the same weights in bf16."""
-    tensors = {name: source.read(name) for name in source.names()}
+def moved(source: BaseCheckpoint) -> BaseCheckpoint:
+    """`source` with masters that bf16 cannot represent, and weights that are these masters in bf16."""
+    tensors = {name: source.read(name) for name in source.tensors}
     for name, x in tensors.items():
         if name.startswith("master."):
             tensors[name] = x * (1 + 2**-10 * torch.rand(x.shape))
             assert not torch.equal(tensors[name], tensors[name].bfloat16().float())
-    return MadeSource(tensors, ModelConfig(**source.facts["config"]["model"]), source.facts, source.iteration)
+    return InMemoryCheckpoint(
+        tensors, ModelConfig(**source.metadata["config"]["model"]), source.metadata, source.iteration
+    )
 
 
 @pytest.mark.wide  # importing megatron-core takes 11 s, twice
 def test_megatron_cores_own_loader_reads_what_is_written(folders: dict[str, Path], tmp_path: Path):
-    """Weights, by the logits; Adam's state under three layouts, by what megatron-core writes of it; the schedule."""
+    """megatron-core loads the weights (checked by logits), the schedule, and Adam's state in three layouts (checked by
+    saving it again)."""
     pytest.importorskip("megatron.core.dist_checkpointing", reason="megatron-core is not installed")
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
@@ -251,17 +259,20 @@ def test_megatron_cores_own_loader_reads_what_is_written(folders: dict[str, Path
         command = [sys.executable, str(FIXTURES / "make.py"), *map(str, args)]
         subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=True, timeout=240)
 
-    written = write_torch_dist(opened(folders["fully_reshardable_tp4-0.16.1"]), tmp_path / "back", Layout(2, 2))
+    written = write_torch_dist(opened(folders["fully_reshardable_tp4-0.16.1"]), tmp_path / "back", MegatronLayout(2, 2))
     make("logits", written, tmp_path / "logits.npz")
     with np.load(FIXTURES / "logits.npz") as held, np.load(tmp_path / "logits.npz") as found:
         assert np.array_equal(held["tokens"], found["tokens"])
         assert np.abs(held["logits"] - found["logits"])[..., :VOCABULARY].max() < TOLERANCE
     source = moved(opened(folders["dp_reshardable_tp2_pp2_16-0.16.1"]))
     cases = ("dp_reshardable_dp2", "dp_reshardable_tp2_pp2_16", "fully_reshardable_tp4")
-    make("rewrite", write_torch_dist(source, tmp_path / "moved", Layout(1)), tmp_path / "theirs", *cases)
+    make("rewrite", write_torch_dist(source, tmp_path / "moved", MegatronLayout(1)), tmp_path / "theirs", *cases)
     for case in cases:
         theirs = opened(tmp_path / "theirs" / case)
-        assert theirs.names() == source.names() and theirs.facts["optimizer"] == source.facts["optimizer"]
-        assert theirs.facts["config"]["optimizer"] == source.facts["config"]["optimizer"]
-        for name in source.names():
+        assert (
+            list(theirs.tensors) == list(source.tensors)
+            and theirs.metadata["optimizer"] == source.metadata["optimizer"]
+        )
+        assert theirs.metadata["config"]["optimizer"] == source.metadata["config"]["optimizer"]
+        for name in source.tensors:
             assert torch.equal(theirs.read(name), source.read(name)), f"{case}: {name}"

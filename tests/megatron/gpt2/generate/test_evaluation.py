@@ -1,4 +1,4 @@
-"""Scores equal an independent computation with transformers on the exported model, at every layout."""
+"""In every layout, scores equal a separate computation with transformers on the exported model."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import torch
 
 import mpu
 from data_utils.corpora.detokenizers import ptb_detokenizer, wikitext_detokenizer
-from megatron.gpt2.dist.ranks import Ranks
+from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.dist.run_program import Log, run_program
-from megatron.gpt2.generate.evaluation import Task, evaluate_task, plausibility_warning, read_task, task_of
+from megatron.gpt2.generate.evaluation import EvaluationTask, evaluate_task, guess_task, plausibility_warning, read_task
 from megatron.gpt2.generate.load_model import load_for_inference
-from megatron.gpt2.generate.scoring import Window, windows_over
+from megatron.gpt2.generate.scoring import Window, sliding_windows
 from tests.conftest import ROOT, tool
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.generate.word_model import ITERATIONS, LENGTH, SHAPE, word_model
@@ -33,7 +33,7 @@ PROSE = (ROOT / "LICENSE").read_text()
 
 @pytest.fixture(scope="module")
 def folder(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model, prose in the manner of WikiText, and passages of that prose and of words that the model knows."""
+    """Make a folder with a model, prose in WikiText's format, and passages of that prose and of the training words."""
     folder = tmp_path_factory.mktemp("word_model")
     words = word_model(shared_folder, folder)
     wiki = re.sub(r"(?<=\w)-(?=\w)", " @-@ ", re.sub(r"([.,;:()\"])", r" \1 ", PROSE)).replace("\n", " \n ")
@@ -49,7 +49,7 @@ def folder(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 class Reference:
-    """The same by transformers, one sequence at a time."""
+    """Scores with transformers, one sequence at a time."""
 
     def __init__(self, exported: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -62,11 +62,11 @@ class Reference:
 
     @torch.no_grad()
     def log_probabilities(self, ids: list[int]) -> torch.Tensor:
-        """[len(ids), v] of what follows each."""
+        """Return the log-probabilities of the token after each id, [len(ids), v]."""
         return self.model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
 
     def nats(self, ids: list[int], stride: int) -> float:
-        """Of all but the first, each with the context that windows `stride` apart give it."""
+        """Return the nats of all ids except the first, in windows that begin every `stride` ids."""
         total, done, start = 0.0, 1, 0
         while done < len(ids):
             inputs = ids[start : start + LENGTH]
@@ -176,7 +176,7 @@ def test_every_layout(folder: Path, alone: list[dict[str, Any]], model_parallel_
 def test_program(
     python: WarmPython, folder: Path, tmp_path: Path, alone: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A command line of 2019 for WikiText, on two ranks."""
+    """Run Megatron's command line of 2019 for WikiText, on two ranks."""
     unused = "--log-interval 10 --no-load-optim --no-load-rng --checkpoint-activations --cache-dir cache"
     shape = ["--device", "cpu", *SHAPE, *unused.split()]
     line = (
@@ -195,7 +195,7 @@ def test_program(
     manifest = (folder / "save" / f"iter_{ITERATIONS:07d}" / "manifest.json").read_bytes()
     assert result["manifest_sha256"].encode() in manifest[-80:]
 
-    # One of 2020's for LAMBADA, and without words about the task for any text.
+    # Megatron's command line of 2020 for LAMBADA, and one without --task for any text.
     line = f"--task LAMBADA --load {folder}/save --valid_data {folder}/lambada.jsonl --strict-lambada"
     assert main([*line.split(), *shape]) == 0
     assert f"{alone[3]['accuracy']:,.6f}" in capsys.readouterr().out
@@ -230,8 +230,8 @@ def test_bad_input(folder: Path, capsys: pytest.CaptureFixture[str], flags: str,
     assert last.startswith("error: ") and said in last
 
 
-def test_a_checkpoint_with_the_wrong_tokenizer_is_doubted(folder: Path) -> None:
-    """The rows of the vocabulary in another order are what another tokenizer's ids would be."""
+def test_warning_for_the_wrong_tokenizer(folder: Path) -> None:
+    """Permuted rows of the vocabulary have the effect of a different tokenizer's ids."""
     mpu.initialize_model_parallel(1)
     try:
         loaded = load_for_inference(folder / "save", torch.device("cpu"), torch.float32, log=pytest.fail)
@@ -242,20 +242,20 @@ def test_a_checkpoint_with_the_wrong_tokenizer_is_doubted(folder: Path) -> None:
         weight = model.word_embeddings.weight.data
         weight[: tokenizer.vocab_size] = weight[: tokenizer.vocab_size].roll(100, dims=0)
         said = plausibility_warning(task, evaluate_task(model, task, tokenizer, batch_size=4), tokenizer.vocab_size)
-        assert said is not None and "do not belong together" in said
+        assert said is not None and "does not belong to the checkpoint" in said
     finally:
         mpu.destroy_model_parallel()
 
 
 @pytest.mark.parametrize(("targets", "v"), [([0, 1, 2, 1], 3), ([5, 5, 5, 5, 5, 5], 40), ([0, 1, 2, 3, 4, 5], 6)])
-def test_doubt_is_of_scores_no_better_than_counting(targets: list[int], v: int) -> None:
-    """Counted one by one, in the order of the text."""
+def test_warning_for_scores_no_better_than_counting(targets: list[int], v: int) -> None:
+    """Compare with counting the targets one by one, in the order of the text."""
     seen, nats = dict.fromkeys(range(v), 1), 0.0
     for target in targets:
         nats -= math.log(seen[target] / sum(seen.values()))
         seen[target] += 1
     least = min(nats / len(targets), math.log(v))
-    task = Task("TEXT", [Window(np.array([0, *targets]), len(targets))], {})
+    task = EvaluationTask("TEXT", [Window(np.array([0, *targets]), len(targets))], {})
     assert plausibility_warning(task, {"loss": least - 1e-6}, v) is None
     assert plausibility_warning(task, {"loss": least + 1e-6}, v) and plausibility_warning(task, {"loss": math.nan}, v)
 
@@ -264,17 +264,17 @@ def test_doubt_is_of_scores_no_better_than_counting(targets: list[int], v: int) 
     ("count", "length", "stride"),
     [(0, 4, 2), (1, 4, 4), (2, 4, 4), (6, 4, 4), (9, 4, 4), (3, 4, 1), (9, 4, 1), (31, 8, 3), (33, 8, 8)],
 )
-def test_every_id_but_the_first_is_a_target_once(count: int, length: int, stride: int) -> None:
-    windows = windows_over(np.arange(count), length, stride)
-    assert [int(i) for window in windows for i in window.ids[-window.targets :]] == list(range(1, count))
+def test_sliding_windows(count: int, length: int, stride: int) -> None:
+    windows = sliding_windows(np.arange(count), length, stride)
+    assert [int(i) for window in windows for i in window.ids[-window.num_targets :]] == list(range(1, count))
     assert all(len(window.ids) <= length + 1 for window in windows)
-    # Megatron's: as many windows as that takes, begun every `stride` ids, each with all the context that it has.
+    # Megatron's windows begin every `stride` ids, and each uses its whole context.
     assert [int(window.ids[0]) for window in windows] == list(range(0, stride * len(windows), stride))
-    assert all(window.targets == stride for window in windows[1:-1])
+    assert all(window.num_targets == stride for window in windows[1:-1])
 
 
 def test_ctrl_c_ends_a_program_without_a_traceback() -> None:
-    def interrupted(argv: Sequence[str], ranks: Ranks, log: Log) -> None:
+    def interrupted(argv: Sequence[str], rank_info: RankInfo, log: Log) -> None:
         raise KeyboardInterrupt
 
     assert run_program(interrupted, []) == 130
@@ -300,5 +300,5 @@ def test_detokenizers() -> None:
         ("/home/ptb/runs/my.txt", "TEXT"),
     ],
 )
-def test_task_of(path: str, task: str) -> None:
-    assert task_of(path) == task
+def test_guess_task(path: str, task: str) -> None:
+    assert guess_task(path) == task

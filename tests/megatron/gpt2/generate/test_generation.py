@@ -1,4 +1,4 @@
-"""Generation: the cache beside the whole context and beside transformers; the same text on one rank and on several."""
+"""Generation with a cache equals generation without it, with transformers, and on several ranks."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ import torch.distributed as dist
 
 import mpu
 from data_utils import build_tokenizer
-from megatron.gpt2.checkpoint.state import state_pieces, whole_parameters
+from megatron.gpt2.checkpoint.sharded_state import parameter_states, sharded_state_dict
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.formats.huggingface import write_huggingface
-from megatron.gpt2.generate import orders
+from megatron.gpt2.generate import model_runner
 from megatron.gpt2.generate.generation import Continuation, Finished, GeneratedToken, Generator, generate
 from megatron.gpt2.generate.load_model import load_for_inference
-from megatron.gpt2.generate.orders import untimed_group
+from megatron.gpt2.generate.model_runner import new_command_group
 from megatron.gpt2.generate.sampling import Sampling
-from megatron.gpt2.generate.scoring import Window, score
+from megatron.gpt2.generate.scoring import Window, score_windows
 from megatron.gpt2.model.gpt2 import GPT2Model, layer_config
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.checkpoint.saved_states import write
@@ -66,7 +66,7 @@ def continued(model: GPT2Model, prompts: list[bytes], settings: list[Sampling], 
 
 
 def test_greedy_equals_transformers(tmp_path: Path) -> None:
-    """20 prompts of mixed lengths in one batch, 200 tokens each."""
+    """Generate 200 tokens for each of 20 prompts of different lengths in one batch."""
     from transformers import GPT2LMHeadModel
 
     config = dataclasses.replace(CONFIG, max_position_embeddings=256)
@@ -74,7 +74,7 @@ def test_greedy_equals_transformers(tmp_path: Path) -> None:
     try:
         ours = GPT2Model(config).eval()
         with torch.no_grad():
-            ours.word_embeddings.weight[TOKENIZER.eod] = 0  # never the likeliest: each text has its 200 tokens
+            ours.word_embeddings.weight[TOKENIZER.eod] = 0  # never the likeliest, so that each text has 200 tokens
         theirs = hugging_face(ours, tmp_path)
         assert isinstance(theirs, GPT2LMHeadModel)
         draw = np.random.default_rng(0)
@@ -98,11 +98,11 @@ def test_greedy_equals_transformers(tmp_path: Path) -> None:
     assert [c.ids for c in mine] == made.tolist()
 
 
-SCORED = [(b"Once upon a time", 3), (b"O", 1), (b"", 2), (PROMPTS[4], 0), (b"The", 5)]  # and alternatives
+SCORED = [(b"Once upon a time", 3), (b"O", 1), (b"", 2), (PROMPTS[4], 0), (b"The", 5)]  # (prompt, alternatives)
 
 
 def prompt_scores(model: GPT2Model, **options: Any) -> list[tuple[list[float], list[Any]]]:
-    """Of each prompt, read beside one that is not scored: nats of its tokens, and the likeliest ones."""
+    """Return the nats and the likeliest tokens of each prompt, next to a prompt that is not scored."""
     made = [
         Continuation(
             list(prompt), Sampling(alternatives=alternatives, max_new_tokens=i % 2, top_k=1), score_prompt=True
@@ -116,14 +116,14 @@ def prompt_scores(model: GPT2Model, **options: Any) -> list[tuple[list[float], l
     ]
 
 
-def test_prompts_are_scored_as_texts_are(model: GPT2Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(orders, "ROWS", 7)  # of logits at a time
+def test_prompt_scores_equal_text_scores(model: GPT2Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_runner, "ROWS", 7)  # several parts for each prompt
     found = prompt_scores(model)
     assert [len(nats) for nats, _ in found] == [15, 0, 0, 31, 2], "of a prompt that is too long, its end"
     for (nats, likeliest), (prompt, alternatives) in zip(found, SCORED, strict=True):
         ids = np.array(list(prompt[-32:]), dtype=np.int32)
         windows = [Window(ids[:end], 1) for end in range(2, len(ids) + 1)]
-        expected = score(model, windows, batch_size=3)
+        expected = score_windows(model, windows, batch_size=3)
         assert nats == pytest.approx(expected.nats.tolist(), abs=1e-5)
         assert all(len(others) == alternatives for others in likeliest)
         if alternatives:
@@ -133,7 +133,7 @@ def test_prompts_are_scored_as_texts_are(model: GPT2Model, monkeypatch: pytest.M
             assert all(others[0][1] > others[-1][1] for others in likeliest) or alternatives == 1
 
 
-def test_a_prompt_alone_is_scored_and_ends(model: GPT2Model) -> None:
+def test_score_a_prompt_without_new_tokens(model: GPT2Model) -> None:
     c = Continuation(list(b"Once"), Sampling(max_new_tokens=0), score_prompt=True)
     other = Continuation(list(b"The"), Sampling(max_new_tokens=2, top_k=1), score_prompt=True)
     stream = Generator(model, TOKENIZER).stream([c, other])
@@ -144,7 +144,7 @@ def test_a_prompt_alone_is_scored_and_ends(model: GPT2Model) -> None:
 
 
 class Failing(list[int]):
-    """The tokens of a continuation that fails at the third one, between two computations."""
+    """Raise an error at the third token, between two forward passes."""
 
     def __init__(self, fail: Callable[[], object]) -> None:
         super().__init__()
@@ -165,15 +165,15 @@ def refuse() -> None:
 
 
 def ends_of_a_rank(rank: int, world_size: int) -> list[tuple[str, str]]:
-    """What ends each rank where the leader fails or is interrupted."""
+    """Return the errors on this rank when the driver fails or is interrupted."""
     mpu.initialize_model_parallel(world_size)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore SIGINT
     model = GPT2Model(CONFIG)
     ends: list[tuple[str, str]] = []
     for fail in (divide, refuse, lambda: None):
         c = Continuation([65], Sampling(temperature=0, max_new_tokens=30))
         c.ids = Failing(fail)
-        if len(ends) == 2 and rank == 0:  # in the middle of a computation
+        if len(ends) == 2 and rank == 0:  # during a forward pass
             model.transformer.final_layernorm.register_forward_hook(lambda *_: signal.raise_signal(signal.SIGINT))
         try:
             generate(model, TOKENIZER, [c])
@@ -183,21 +183,21 @@ def ends_of_a_rank(rank: int, world_size: int) -> list[tuple[str, str]]:
     return ends
 
 
-def test_what_ends_the_leader_ends_all_ranks() -> None:
-    leader, follower = run_ranks(ends_of_a_rank, 2)
-    assert leader == [("ZeroDivisionError", "divided"), ("FileNotFoundError", "gone"), ("KeyboardInterrupt", "")]
-    assert follower == [
+def test_an_error_of_the_driver_ends_all_ranks() -> None:
+    driver, other = run_ranks(ends_of_a_rank, 2)
+    assert driver == [("ZeroDivisionError", "divided"), ("FileNotFoundError", "gone"), ("KeyboardInterrupt", "")]
+    assert other == [
         (kind, f"the first rank ended with {name}: {text}")
-        for kind, (name, text) in zip(("RuntimeError", "OSError", "KeyboardInterrupt"), leader, strict=True)
+        for kind, (name, text) in zip(("RuntimeError", "OSError", "KeyboardInterrupt"), driver, strict=True)
     ]
 
 
 def texts_of_a_rank(rank: int, world_size: int, sequence_parallel: bool) -> tuple[list[list[int]], list[Any]]:
     mpu.initialize_model_parallel(world_size)
     try:
-        torch.manual_seed(rank)  # ranks that drew for themselves would differ
+        torch.manual_seed(rank)  # ranks that drew tokens themselves would differ
         model = GPT2Model(CONFIG, layer_config(CONFIG, sequence_parallel=sequence_parallel)).train()
-        # The other ranks' prompts do not count: the first one's do.
+        # Only the prompts of the first rank are used.
         made = continued(model, PROMPTS if rank == 0 else [b"?"] * 5, SETTINGS)
         assert model.training, "as it was before"
         return made, prompt_scores(model)
@@ -219,16 +219,17 @@ def test_the_same_text_on_any_number_of_ranks(model: GPT2Model, ranks: int, sequ
 
 
 def waiting_ranks(rank: int, world_size: int) -> tuple[list[str], float]:
-    """Two streams, the first one closed early, with a pause between; the processor time of the pause."""
+    """Run two streams with pauses; the first one is closed early. Returns the finishes, and the processor time that a
+    waiting rank used."""
     mpu.initialize_model_parallel(world_size)
-    generator = Generator(GPT2Model(CONFIG), TOKENIZER, orders=untimed_group())
+    generator = Generator(GPT2Model(CONFIG), TOKENIZER, group=new_command_group())
     dist.barrier()
     began = time.process_time()
-    if not generator.leads:
-        generator.follow()
+    if not generator.is_driver:
+        generator.execute_commands()
         return [], time.process_time() - began
     finishes = []
-    with generator.leading():
+    with generator.driving():
         for wanted in (3, 1000):
             time.sleep(1.0)
             made = [
@@ -246,28 +247,28 @@ def waiting_ranks(rank: int, world_size: int) -> tuple[list[str], float]:
     return finishes, 0.0
 
 
-def test_streams_end_early_and_ranks_wait_asleep() -> None:
+def test_streams_can_be_closed_and_waiting_ranks_sleep() -> None:
     first, second = run_ranks(waiting_ranks, 2)
     assert first[0][:2] == ["", ""] and first[0][3] == "cancelled"
     assert second[1] < 1.0, "2 seconds of waiting"
 
 
-def test_finishes_and_pieces(model: GPT2Model) -> None:
+def test_finish_reasons_and_text(model: GPT2Model) -> None:
     wanted = continued(model, [b"Once"], [Sampling(temperature=0)])[0]
     text = bytes(i for i in wanted if i < 256).decode(errors="replace")
     generator = Generator(model, TOKENIZER)
     stop = text[4:6]
     c = Continuation(list(b"Once"), Sampling(temperature=0, stop=(stop,), max_new_tokens=50))
-    pieces = [piece for piece in generator.stream([c]) if isinstance(piece, GeneratedToken)]
-    assert "".join(generated.text for generated in pieces) == text[: text.index(stop)] and c.finish == "stop"
-    assert all(0 < generated.probability <= 1 and generated.row == 0 for generated in pieces)
+    shards = [shard for shard in generator.stream([c]) if isinstance(shard, GeneratedToken)]
+    assert "".join(generated.text for generated in shards) == text[: text.index(stop)] and c.finish == "stop"
+    assert all(0 < generated.probability <= 1 and generated.row == 0 for generated in shards)
     c = Continuation(list(b"Once"), Sampling(temperature=0, max_new_tokens=3))
     assert len(list(generator.stream([c]))) == 3 and c.finish == "length" and c.ids == wanted[:3]
     with torch.no_grad():
         model.transformer.final_layernorm.weight.zero_()
         model.transformer.final_layernorm.bias.copy_(model.word_embeddings.weight[TOKENIZER.eod] * 10)
         model.word_embeddings.weight[TOKENIZER.vocab_size :].copy_(model.word_embeddings.weight[TOKENIZER.eod] * 20)
-    c = Continuation(list(b"Once"), Sampling())  # the padded ids are likelier still, and never drawn
+    c = Continuation(list(b"Once"), Sampling())  # the padded ids are even likelier, but never drawn
     assert [getattr(generated, "id", None) for generated in generator.stream([c])] == [TOKENIZER.eod]
     assert (c.ids, c.finish) == ([], "end")
 
@@ -287,36 +288,38 @@ def test_notices_of_the_context(model: GPT2Model) -> None:
 
 
 def hugging_face(model: GPT2Model, folder: Path) -> Any:
-    """Through the exporter, as a user would."""
+    """Convert the model with the exporter."""
     from transformers import GPT2LMHeadModel
 
-    from megatron.gpt2.formats import Hints, open_source
+    from megatron.gpt2.formats import Hints, open_checkpoint
 
     save(model, folder / "ours")
-    source = open_source(str(folder / "ours"), Hints(), log=lambda line: None)
+    source = open_checkpoint(str(folder / "ours"), Hints(), log=lambda line: None)
     write_huggingface(source, folder / "theirs", log=lambda line: None)
     return GPT2LMHeadModel.from_pretrained(folder / "theirs").eval()
 
 
 def save(model: GPT2Model, folder: Path) -> None:
-    pieces = state_pieces(whole_parameters(model.named_parameters()), mpu.partition_specs(model), mp_rank=0, mp_size=1)
-    facts = {
+    shards = sharded_state_dict(
+        parameter_states(model.named_parameters()), mpu.partition_specs(model), mp_rank=0, mp_size=1
+    )
+    metadata = {
         "config": {"model": dataclasses.asdict(model.config)},
         "vocab_size": TOKENIZER.vocab_size,
         "tokenizer": {"fingerprint": TOKENIZER.fingerprint},
     }
-    write(folder, 3, {"mp_rank_00/model.safetensors": pieces}, facts=facts)
+    write(folder, 3, {"mp_rank_00/model.safetensors": shards}, metadata=metadata)
     TOKENIZER.save(folder / "tokenizer")
 
 
-def test_what_was_trained_is_what_is_loaded(model: GPT2Model, tmp_path: Path) -> None:
+def test_load_for_inference(model: GPT2Model, tmp_path: Path) -> None:
     save(model, tmp_path)
     loaded = load_for_inference(tmp_path, torch.device("cpu"), torch.float32, log=pytest.fail)
     assert loaded.tokenizer.fingerprint == TOKENIZER.fingerprint
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in loaded.model.state_dict().items())
 
 
-def test_another_programs_checkpoint_is_refused_with_the_command(tmp_path: Path) -> None:
+def test_a_foreign_checkpoint_is_refused_with_the_command(tmp_path: Path) -> None:
     (tmp_path / "ckpt.pt").touch()
     with pytest.raises(ValueError, match="format nanogpt: .*tools/checkpoint.py convert .*--vocab-file FILE"):
         load_for_inference(tmp_path, torch.device("cpu"), torch.float32, log=pytest.fail)

@@ -1,4 +1,4 @@
-"""What the next token is drawn from, beside transformers; and text as its tokens come."""
+"""The sampling distribution equals that of transformers; TextStream turns tokens into text."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_distributions_equal_those_of_transformers(settings: dict[str, Any], spr
     sampling = Sampling(**settings)
     draw = torch.Generator().manual_seed(0)
     for size in (300, 50257):
-        # float64: in float32 the rounding of a sum of 50,000 decides about the last few tokens before p.
+        # In float32, the rounding of a sum of 50,000 values would decide which tokens are the last before p.
         logits = spread * torch.randn(size, generator=draw, dtype=torch.float64)
         context = torch.randint(size, (50,), generator=draw)
         seen = torch.zeros(size, dtype=torch.bool).index_fill_(0, context, True)
@@ -103,7 +103,7 @@ def test_bad_settings_name_their_flag(name: str, value: Any) -> None:
         dataclasses.replace(Sampling(), **{name: value})
 
 
-def test_full_sampling_is_known() -> None:
+def test_is_full() -> None:
     assert Sampling().is_full and Sampling(top_p=1.0).is_full
     assert not any(Sampling(**s).is_full for s in ({"top_k": 1}, {"top_p": 0.5}, {"temperature": 0}))
 

@@ -1,4 +1,4 @@
-"""A small model that has learned something, of ordinary words, and its export: what evaluations are tried on."""
+"""Train and export a small model of ordinary words for tests of evaluation."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ WORDS = (
 
 
 def word_model(shared_folder: Path, folder: Path) -> list[str]:
-    """Puts the checkpoint into `folder`/save, the export into `folder`/exported and the text into `folder`/text.txt.
-    Returns the words of the text, of which most follow from the one before. Trained once for all test processes."""
+    """Put the checkpoint into `folder`/save, the export into `folder`/exported and the text into `folder`/text.txt.
+    Returns the words of the text; most follow from the word before. Trained once for all test processes."""
     shutil.copytree(made_once(shared_folder / "word_model", train), folder, dirs_exist_ok=True)
     return (folder / "text.txt").read_text().split()
 

@@ -1,4 +1,4 @@
-"""torch.compile of the layers: the same numbers, one graph with hidden dropout, and known breaks."""
+"""torch.compile of the layers: equal losses and gradients, one graph for all layers, and the known graph breaks."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ def loss_and_gradients(model: GPT2Model) -> tuple[torch.Tensor, dict[str, torch.
 
 
 def forget() -> None:
-    """What other tests of this process compiled."""
+    """Remove the graphs and counters of earlier tests in this process."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
 
 
 def differences(rank: int, world_size: int) -> dict[str, float]:
-    """Greatest difference between compiled and eager, relative to the loss and to each gradient's greatest entry."""
+    """The greatest difference between compiled and eager, relative to the loss and to each gradient's greatest entry."""
     mpu.initialize_model_parallel(world_size)
     forget()
     greatest, shape = {}, replace(SHAPE, hidden_dropout=0.1)
     for name, how in {"plain": {}, "sequence_parallel": {"sequence_parallel": True}}.items():
         if name == "plain" or world_size > 1:
             eager, compiled = (GPT2Model(shape, layer_config(shape, **how), dropout_seed=5).train() for _ in range(2))
-            # The C++ of one graph for each size takes long enough; this one differs by its collectives alone.
+            # Inductor compiles one graph for each world size, which is slow. This one differs only in its collectives.
             compiled.compile_layers(backend="aot_eager" if name == "plain" and world_size > 1 else "inductor")
             (loss, grads), (loss_c, grads_c) = loss_and_gradients(eager), loss_and_gradients(compiled)
             assert grads.keys() == grads_c.keys()
@@ -57,7 +57,7 @@ def test_compiled_equals_eager(world_size: int):
 def breaks(
     rank: int, world_size: int, dropout: float, sequence_parallel: bool, dropout_seed: int | None
 ) -> dict[str, int]:
-    """How often dynamo leaves the graph, by the reason given, for one layer."""
+    """The number of graph breaks of one layer, by dynamo's reason."""
     mpu.initialize_model_parallel(world_size)
     mpu.model_parallel_cuda_manual_seed(1)
     shape = replace(SHAPE, attention_dropout=dropout, hidden_dropout=dropout, num_layers=1)
@@ -75,11 +75,13 @@ def breaks(
     [
         (1, 0.0, False, 1, 0),
         pytest.param(2, 0.0, True, 1, 0, marks=pytest.mark.wide),
-        (2, 0.1, True, 1, 3),  # attention's dropout, counted in the layer, in its attention and in that of its heads
-        pytest.param(2, 0.1, True, None, 6, marks=pytest.mark.wide),  # and the hidden ones, which differ between shards
+        (2, 0.1, True, 1, 3),  # attention's dropout, counted in the layer, its attention and compute_attention
+        pytest.param(
+            2, 0.1, True, None, 6, marks=pytest.mark.wide
+        ),  # also hidden dropout, which differs between shards
     ],
 )
-def test_the_graph_breaks_at_the_random_streams_alone(
+def test_the_graph_breaks_only_at_random_streams(
     world_size: int, dropout: float, sequence_parallel: bool, dropout_seed: int | None, expected: int
 ):
     for result in run_ranks(breaks, world_size, dropout, sequence_parallel, dropout_seed):
@@ -87,8 +89,8 @@ def test_the_graph_breaks_at_the_random_streams_alone(
 
 
 @pytest.mark.parametrize("amx", [True, False])
-def test_a_compiled_layer_takes_the_kernels_of_its_processor(amx: bool, monkeypatch: pytest.MonkeyPatch):
-    """In bf16, where a CPU has a choice."""
+def test_a_compiled_layer_uses_the_kernels_of_its_processor(amx: bool, monkeypatch: pytest.MonkeyPatch):
+    """In bf16, where the kernels depend on the processor."""
     monkeypatch.setattr("mpu.kernels.processor.HAS_AMX", amx)
     mpu.initialize_model_parallel(1)
     eager, compiled = (
@@ -99,5 +101,5 @@ def test_a_compiled_layer_takes_the_kernels_of_its_processor(amx: bool, monkeypa
     compiled.compile_layers(backend="eager")
     (loss, grads), (loss_c, grads_c) = loss_and_gradients(eager), loss_and_gradients(compiled)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    assert (loss_c - loss).abs() <= 1e-3 * loss  # the compiled GELU rounds otherwise
+    assert (loss_c - loss).abs() <= 1e-3 * loss  # the compiled GELU rounds differently
     assert all((grads_c[name] - grad).float().norm() <= 1e-2 * grad.float().norm() for name, grad in grads.items())

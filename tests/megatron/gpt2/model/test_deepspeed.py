@@ -1,7 +1,7 @@
-"""DeepSpeed's activation checkpointing in the place of mpu's, as DeepSpeedExamples puts it there: exact with dropout.
+"""DeepSpeed's activation checkpointing instead of mpu's, installed as DeepSpeedExamples does: exact, also with dropout.
 
-`StandIn` does what deepspeed.checkpointing does with random states and arguments (DeepSpeed 0.19,
-runtime/activation_checkpointing/checkpointing.py). Where DeepSpeed is installed it is tried too.
+`FakeDeepSpeedCheckpointing` handles random states and arguments like deepspeed.checkpointing (DeepSpeed 0.19,
+runtime/activation_checkpointing/checkpointing.py). If DeepSpeed is installed, the tests run with it, too.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from mpu.random import RNGStatesTracker
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import SHAPE
 
-DROPPING = replace(SHAPE, attention_dropout=0.1, hidden_dropout=0.1)
+SHAPE_WITH_DROPOUT = replace(SHAPE, attention_dropout=0.1, hidden_dropout=0.1)
 
 
-class StandIn:
-    """A reentrant checkpoint: forward without gradients, and once more with them in backward, from the same states of
-    the default generator and of a tracker of its own.
+class FakeDeepSpeedCheckpointing:
+    """A reentrant checkpoint: forward without gradients, then again with gradients in backward, from the same states of
+    the default generator and of this object's tracker.
 
-    partition: of each tensor among the arguments, unless it has a true attribute `no_checkpointing`, a model-parallel
-    rank keeps its part alone, in the tensor itself, and the size after it; backward gathers the parts.
+    partition: each model-parallel rank saves only its shard of each tensor argument, in place, and the tensor's size
+    after it. Backward gathers the shards. Tensors with a true attribute `no_checkpointing` are saved whole.
     """
 
     def __init__(self, partition: bool) -> None:
@@ -55,7 +55,7 @@ class StandIn:
         return kept
 
     def gathered(self, kept: list[Any]) -> list[Any]:
-        """A size follows each tensor; what follows anything else is taken for an argument, as DeepSpeed does."""
+        """The arguments. A size follows each tensor; anything else after an argument is an argument, as in DeepSpeed."""
         args = []
         for x, size in zip(kept[::2], kept[1::2], strict=True):
             if is_shared(x):
@@ -73,7 +73,7 @@ def is_shared(x: Any) -> bool:
 
 class _Reentrant(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, owner: StandIn, function: Callable[..., Tensor], *args: Any) -> Tensor:
+    def forward(ctx: Any, owner: FakeDeepSpeedCheckpointing, function: Callable[..., Tensor], *args: Any) -> Tensor:
         ctx.owner, ctx.function = owner, function
         ctx.states = torch.get_rng_state(), owner.tracker.get_states()
         with torch.no_grad():
@@ -99,13 +99,13 @@ class _Reentrant(torch.autograd.Function):
         return None, None, *(x.grad if isinstance(x, Tensor) else None for x in args)
 
 
-def stand_in(partition: bool) -> dict[str, Any]:
-    replacement = StandIn(partition)
+def fake_deepspeed(partition: bool) -> dict[str, Any]:
+    replacement = FakeDeepSpeedCheckpointing(partition)
     return {"checkpoint": replacement.checkpoint, "get_cuda_rng_tracker": lambda: replacement.tracker}
 
 
 def deepspeed(partition: bool) -> dict[str, Any]:
-    """What DeepSpeedExamples' set_deepspeed_activation_checkpointing replaces."""
+    """The functions that DeepSpeedExamples' set_deepspeed_activation_checkpointing replaces."""
     import deepspeed
 
     deepspeed.init_distributed(dist_backend="gloo")
@@ -120,25 +120,26 @@ def gradients(dtype: torch.dtype, recompute: str, of_documents: bool, sequence_p
     mpu.model_parallel_cuda_manual_seed(5)
     model = (
         GPT2Model(
-            DROPPING, layer_config(DROPPING, recompute_granularity=recompute, sequence_parallel=sequence_parallel)
+            SHAPE_WITH_DROPOUT,
+            layer_config(SHAPE_WITH_DROPOUT, recompute_granularity=recompute, sequence_parallel=sequence_parallel),
         )
         .to(dtype)
         .train()
     )
     tokens = torch.arange(4 * 32).view(4, 32) % 97
-    documents = mpu.Documents(tokens, 11, "cpu") if of_documents else None
-    for _ in range(2):  # the second time the streams have moved on
+    documents = mpu.PackedSeqParams(tokens, 11, "cpu") if of_documents else None
+    for _ in range(2):  # the second pass starts from later random states
         loss = model(tokens, tokens, torch.full((4, 32), 1 / 128), documents=documents)
         loss.backward()
     return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
 
 
 def largest_differences(rank: int, world_size: int, replacement: Callable[[bool], dict[str, Any]]) -> dict[str, float]:
-    """For each way of computing, the greatest difference of a gradient from the one without checkpointing, relative to
-    the greatest of its tensor."""
+    """For each configuration, the greatest difference between a gradient with and without checkpointing, relative to
+    the greatest entry of its tensor."""
     mpu.initialize_model_parallel(world_size)
     found = {}
-    for dtype in (torch.float32, torch.bfloat16):  # in bf16 a CPU has attention kernels of its own
+    for dtype in (torch.float32, torch.bfloat16):  # in bf16 a CPU uses different attention kernels
         for of_documents in (False, True):
             for sequence_parallel in (False, True):
                 how = dtype, of_documents, sequence_parallel
@@ -156,16 +157,16 @@ def largest_differences(rank: int, world_size: int, replacement: Callable[[bool]
 with_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 
 
-@pytest.mark.parametrize("replacement", [stand_in, pytest.param(deepspeed, marks=with_deepspeed)])
-def test_deepspeeds_checkpointing_repeats_every_mask(replacement: Callable[[bool], dict[str, Any]]):
+@pytest.mark.parametrize("replacement", [fake_deepspeed, pytest.param(deepspeed, marks=with_deepspeed)])
+def test_deepspeeds_checkpointing_repeats_all_dropout_masks(replacement: Callable[[bool], dict[str, Any]]):
     for found in run_ranks(largest_differences, 2, replacement):
         assert len(found) == 16
         assert max(found.values()) == 0, found
 
 
 def losses_by_deepspeed(rank: int, world_size: int) -> dict[str, list[float]]:
-    """Five clipped steps of AdamW: by a plain loop, stage None, and by DeepSpeed's engine at ZeRO stages 0 to 2."""
-    os.environ["LOCAL_RANK"] = str(rank)  # which it asks for
+    """Five clipped steps of AdamW: by a plain loop (stage None), and by DeepSpeed's engine at ZeRO stages 0 to 2."""
+    os.environ["LOCAL_RANK"] = str(rank)  # DeepSpeed reads it
     import deepspeed
 
     deepspeed.init_distributed(dist_backend="gloo")

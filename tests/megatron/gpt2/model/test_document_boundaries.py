@@ -1,4 +1,5 @@
-"""--reset-position-ids, --reset-attention-mask and --eod-mask-loss against Megatron's dense masks, in every layout."""
+"""--reset-position-ids, --reset-attention-mask and --eod-mask-loss, compared with Megatron's dense masks in every
+layout."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ import mpu
 from megatron.gpt2.model.gpt2 import GPT2Model, layer_config, parameter_specs
 from megatron.gpt2.train.data import document_positions
 from megatron.gpt2.train.evaluate import evaluate
-from mpu.attention import Documents, document_attention
+from mpu.attention import PackedSeqParams, document_attention
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import SHAPE, finish, start, steps
 from tests.mpu.test_cross_entropy import MemoryCounter
@@ -27,7 +28,8 @@ FLAGS = "--reset-position-ids --reset-attention-mask --eod-mask-loss"
 
 
 def texts(b: int, s: int = 32) -> tuple[Tensor, Tensor]:
-    """Tokens and labels [b, s] in which documents end: nowhere, in the middle, twice in a row, and at the edges."""
+    """Tokens and labels [b, s]. Documents end nowhere, in the middle, at two successive tokens, or at the edges of a
+    sample."""
     text = torch.randint(1, 97, (4, s + 1), generator=torch.Generator().manual_seed(1))
     text[1, 10], text[2, [0, 5, 6, s - 1]], text[3, s] = EOD, EOD, EOD
     rows = text if b == 4 else text[2:3]
@@ -35,8 +37,8 @@ def texts(b: int, s: int = 32) -> tuple[Tensor, Tensor]:
 
 
 def masks_and_positions(data: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As Megatron's get_ltor_masks_and_position_ids does it, a row after the other: what a query may see [b, s, s], the
-    weight of each loss [b, s], and positions [b, s]."""
+    """Megatron's get_ltor_masks_and_position_ids, one row at a time: the mask [b, s, s] (True if the query sees the
+    key), the weight of each loss [b, s], and positions [b, s]."""
     b, s = data.shape
     seen = torch.ones(b, s, s).tril()
     weight = torch.ones(b, s).masked_fill(data == EOD, 0.0)
@@ -68,20 +70,20 @@ def loss_and_gradients(model: GPT2Model, b: int, *, dense: bool = False) -> tupl
         with mock.patch("mpu.kernels.causal_attention", dense_attention(seen)):
             loss = model(tokens, labels, weight, positions)
     else:
-        loss = model(tokens, labels, weight, document_positions(tokens, EOD), Documents(tokens, EOD, "cpu"))
+        loss = model(tokens, labels, weight, document_positions(tokens, EOD), PackedSeqParams(tokens, EOD, "cpu"))
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def test_the_texts_of_these_tests_have_documents() -> None:
-    assert texts(1)[0].eq(EOD).sum() == 4 and Documents(texts(1)[0], EOD, "cpu").lengths == [1, 5, 1, 25]
-    documents = Documents(texts(4)[0], EOD, "cpu")
+def test_the_test_data_has_several_documents() -> None:
+    assert texts(1)[0].eq(EOD).sum() == 4 and PackedSeqParams(texts(1)[0], EOD, "cpu").lengths == [1, 5, 1, 25]
+    documents = PackedSeqParams(texts(4)[0], EOD, "cpu")
     assert documents.lengths == [32, 11, 21, 1, 5, 1, 25, 32]
     assert documents.cu_seqlens.tolist() == [0, 32, 43, 64, 65, 70, 71, 96, 128]
     assert documents.cu_seqlens.dtype == torch.int32
     seen, _, positions = masks_and_positions(texts(4)[0])
     assert torch.equal(document_positions(texts(4)[0], EOD), positions) and positions[2].max() == 24
-    assert not seen[1, 11, :11].any() and seen[1, 10, :11].all()  # an EOD belongs to the document that it ends
+    assert not seen[1, 11, :11].any() and seen[1, 10, :11].all()  # an EOD is part of the document that it ends
 
 
 def by_document(rank: int, world_size: int, b: int) -> dict[str, tuple[Tensor, dict[str, Tensor]]]:
@@ -110,7 +112,9 @@ def test_loss_and_gradients_equal_the_dense_masks(world_size: int, b: int) -> No
         for name, (own_loss, own) in layouts.items():
             assert abs(own_loss - loss) <= 1e-5 * loss
             for parameter, gradient in gradients.items():
-                if name == "sequence parallel" and specs[parameter].dim is None:  # the reducer adds up the ranks' parts
+                if (
+                    name == "sequence parallel" and specs[parameter].dim is None
+                ):  # the reducer sums the ranks' partial gradients
                     own[parameter] = (
                         sum(each[name][1][parameter] for each in ranks) if rank == 0 else ranks[0][name][1][parameter]
                     )
@@ -124,7 +128,7 @@ def test_attention_by_document_equals_a_dense_mask_in_both_precisions(dtype: tor
     tokens = texts(4, 300)[0]
     qkv, dy = torch.randn(300, 4, 2, 3, 32).to(dtype), torch.randn(300, 4, 64)
     x, exact = qkv.clone().requires_grad_(), qkv.double().requires_grad_()
-    got = document_attention(x, 0.0, Documents(tokens, EOD, "cpu"))
+    got = document_attention(x, 0.0, PackedSeqParams(tokens, EOD, "cpu"))
     expected = dense_attention(masks_and_positions(tokens)[0])(exact, 0.0)
     (d_got,), (d_expected,) = (torch.autograd.grad(y, at, dy.to(y.dtype)) for y, at in ((got, x), (expected, exact)))
     bound = 1e-6 if dtype == torch.float32 else 1e-2
@@ -132,8 +136,8 @@ def test_attention_by_document_equals_a_dense_mask_in_both_precisions(dtype: tor
     assert (d_got.double() - d_expected).norm() <= bound * d_expected.norm()
 
 
-def test_the_kernel_that_takes_lengths_is_given_what_it_expects() -> None:
-    """Its own signature, in the installed torch, around a stand-in that computes on a CPU by the ends alone."""
+def test_the_varlen_kernel_gets_the_right_arguments() -> None:
+    """A fake with the signature of the installed torch computes on a CPU, using only the cumulative lengths."""
 
     def by_ends(
         q: Tensor, k: Tensor, v: Tensor, ends: Tensor, ends_k: Tensor, longest: int, longest_k: int, **how: Any
@@ -146,9 +150,9 @@ def test_the_kernel_that_takes_lengths_is_given_what_it_expects() -> None:
         ]
         return torch.cat(parts, dim=1).transpose(0, 1)
 
-    documents, qkv = Documents(texts(4)[0], EOD, "cpu"), torch.randn(32, 4, 2, 3, 16)
+    documents, qkv = PackedSeqParams(texts(4)[0], EOD, "cpu"), torch.randn(32, 4, 2, 3, 16)
     expected = document_attention(qkv, 0.0, documents)
-    from torch.nn.attention import varlen  # which brings all of torch's compiler
+    from torch.nn.attention import varlen  # imports torch's compiler
 
     kernel = mock.create_autospec(varlen.varlen_attn, side_effect=by_ends)
     with (
@@ -157,15 +161,15 @@ def test_the_kernel_that_takes_lengths_is_given_what_it_expects() -> None:
     ):
         assert torch.allclose(document_attention(qkv, 0.0, documents), expected, atol=1e-6)
         assert kernel.call_count == 1
-        document_attention(qkv, 0.1, documents)  # with dropout the kernel is of no use
+        document_attention(qkv, 0.1, documents)  # the kernel has no dropout
         assert kernel.call_count == 1
 
 
-def test_nothing_of_the_square_of_the_sequence_is_made() -> None:
+def test_memory_does_not_grow_with_the_square_of_the_sequence() -> None:
     tokens = texts(1, 4096)[0]
     qkv = torch.randn(4096, 1, 1, 3, 8, requires_grad=True)
     with MemoryCounter() as counter:
-        document_attention(qkv, 0.0, Documents(tokens, EOD, "cpu")).sum().backward()
+        document_attention(qkv, 0.0, PackedSeqParams(tokens, EOD, "cpu")).sum().backward()
     assert 0 < counter.peak < 8 * qkv.nbytes < 4096 * 4096
 
 
@@ -178,11 +182,11 @@ def write_documents(folder: Path) -> None:
 def train(rank: int, world_size: int, folder: str, flags: str) -> tuple[list[float], float]:
     save = f"{folder}/save_{world_size}_{abs(hash(flags))}"
     files = f"--train-data {folder}/text.jsonl --save {save}"
-    run = start(rank, world_size, folder, f"{files} --eval-iters 2 --global-batch-size 8 {flags}".split())
-    assert run.data.splits.valid is not None
-    losses = steps(run, 3)["loss"]
-    held_out = evaluate(run, run.data.splits.valid, "valid", 10).lm_loss
-    finish(run)
+    trainer = start(rank, world_size, folder, f"{files} --eval-iters 2 --global-batch-size 8 {flags}".split())
+    assert trainer.data.splits.valid is not None
+    losses = steps(trainer, 3)["loss"]
+    held_out = evaluate(trainer, trainer.data.splits.valid, "valid", 10).lm_loss
+    finish(trainer)
     return losses, held_out
 
 
@@ -201,18 +205,18 @@ def test_training_is_the_same_under_every_layout(tmp_path: Path) -> None:
             assert losses == pytest.approx(expected, rel=1e-5) and loss == pytest.approx(held_out, rel=1e-5)
 
 
-def test_ranks_that_read_other_data_are_refused(tmp_path: Path) -> None:
+def test_ranks_with_different_training_data_are_refused(tmp_path: Path) -> None:
     write_documents(tmp_path)
     with pytest.raises(AssertionError, match="the ranks read different training data: every machine needs the same"):
-        run_ranks(train_unlike, 2, str(tmp_path))
+        run_ranks(train_on_different_data, 2, str(tmp_path))
 
 
-def train_unlike(rank: int, world_size: int, folder: str) -> None:
+def train_on_different_data(rank: int, world_size: int, folder: str) -> None:
     train(rank, world_size, folder, f"--split {'90,10' if rank else '80,20'}")
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_compiled_layers_leave_attention_out_and_compile_once(dropout: float) -> None:
+def test_compiled_layers_skip_document_attention_and_compile_once(dropout: float) -> None:
     mpu.initialize_model_parallel(1)
     mpu.model_parallel_cuda_manual_seed(1)
     shape = replace(SHAPE, attention_dropout=dropout, num_layers=1)
@@ -228,7 +232,7 @@ def test_compiled_layers_leave_attention_out_and_compile_once(dropout: float) ->
         else:
             loss_and_gradients(compiled, b)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    for shift in range(1, 5):  # other documents every time
+    for shift in range(1, 5):  # different documents each time
         tokens, labels = (text.roll(shift, 0).roll(shift, 1) for text in texts(4))
-        compiled(tokens, labels, torch.ones(4, 32), None, Documents(tokens, EOD, "cpu"))
+        compiled(tokens, labels, torch.ones(4, 32), None, PackedSeqParams(tokens, EOD, "cpu"))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs > 0

@@ -1,5 +1,5 @@
-"""The whole model against transformers' GPT2LMHeadModel, with the same random weights, at 1, 2 and 4 ranks; which of
-torch's kernels of attention are allowed, and when."""
+"""The whole model compared with transformers' GPT2LMHeadModel (equal random weights; 1, 2 and 4 ranks), and the choice
+of torch's attention kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 import mpu
 from megatron.gpt2.config import ModelConfig
-from megatron.gpt2.generate.scoring import score, windows_over
+from megatron.gpt2.generate.scoring import score_windows, sliding_windows
 from megatron.gpt2.model.gpt2 import GPT2Model, count_parameters, layer_config, parameter_specs, seeded_normal
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.generate.test_generation import CONFIG
@@ -36,7 +36,8 @@ SHAPE_345M = ModelConfig(
 
 
 def from_huggingface(state: dict[str, Tensor], heads: int) -> dict[str, Tensor]:
-    """transformers' names and layout to ours: Conv1D stores [in, out]; fused QKV is [3, n, d] there, [n, 3, d] here."""
+    """Convert transformers' names and layout to ours: Conv1D stores [in, out]; its fused QKV is [3, n, d], ours
+    [n, 3, d]."""
 
     def qkv(x: Tensor) -> Tensor:
         return x.view(3, heads, x.size(0) // 3 // heads, *x.shape[1:]).transpose(0, 1).reshape(x.shape)
@@ -67,7 +68,7 @@ def from_huggingface(state: dict[str, Tensor], heads: int) -> dict[str, Tensor]:
 
 
 class Expected(NamedTuple):
-    """Of transformers' model: text [b, s + 1], and what it computes for it, under our names."""
+    """text [b, s + 1], and what transformers' model computes for it, under our parameter names."""
 
     text: Tensor
     weights: dict[str, Tensor]
@@ -77,7 +78,7 @@ class Expected(NamedTuple):
 
 
 @functools.cache
-def of_huggingface(gelu: str) -> Expected:
+def huggingface_results(gelu: str) -> Expected:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -95,7 +96,7 @@ def of_huggingface(gelu: str) -> Expected:
         )
     ).train()
     with torch.no_grad():
-        for parameter in theirs.parameters():  # biases too: zeros would hide a bias added once a rank
+        for parameter in theirs.parameters():  # also biases: zeros would hide a bias that each rank adds
             parameter.normal_(0, 0.15)
     text = torch.randint(0, 101, (3, 21))
     logits = theirs(text[:, :-1]).logits
@@ -109,7 +110,7 @@ def of_huggingface(gelu: str) -> Expected:
 
 
 def compare(rank: int, world_size: int, gelu: str, expected: Expected) -> tuple[float, float]:
-    """Greatest difference of logits, and of gradients relative to their tensor's greatest entry."""
+    """The greatest difference of logits, and of gradients relative to the greatest entry of their tensor."""
     mpu.initialize_model_parallel(world_size)
     ours = GPT2Model(replace(SMALL, gelu=gelu)).train()
     specs = mpu.partition_specs(ours)
@@ -135,7 +136,7 @@ def compare(rank: int, world_size: int, gelu: str, expected: Expected) -> tuple[
 
 @pytest.mark.parametrize(("world_size", "gelu"), [(1, "tanh"), (2, "tanh"), (4, "tanh"), (1, "erf")])
 def test_equals_huggingface(world_size: int, gelu: str):
-    for logits_error, gradient_error in run_ranks(compare, world_size, gelu, of_huggingface(gelu)):
+    for logits_error, gradient_error in run_ranks(compare, world_size, gelu, huggingface_results(gelu)):
         assert logits_error <= 1e-5
         assert gradient_error <= 1e-4
 
@@ -161,7 +162,7 @@ def test_specs_and_counts_are_those_of_the_real_model(world_size: int):
 
 
 def test_specs_need_no_process_group_and_little_time():
-    """At every size, also one that the model could not be split by; in the order of the model's own parameters."""
+    """For every size, even if it does not divide the model's dimensions. The order is that of the model's parameters."""
     mpu.destroy_model_parallel()
     eight_billion = ModelConfig(num_layers=72, hidden_size=3072, num_attention_heads=32, vocab_size=50257)
     for config in (SHAPE_345M, eight_billion):
@@ -200,8 +201,8 @@ def test_flops_per_token_is_megatrons_formula():
     assert config.flops_per_token(s) == pytest.approx(2.423e9, rel=1e-3)
 
 
-class Summed:
-    """A TiedGradient that adds in float32 and counts."""
+class SummedGradHook:
+    """A TiedGradHook that adds in float32 and counts."""
 
     def __init__(self, shape: torch.Size) -> None:
         self.total = torch.zeros(shape)
@@ -224,25 +225,25 @@ def tied_gradient(rank: int, world_size: int, sequence_parallel: bool) -> tuple[
     model(tokens, tokens.flip(1), weight).mul(3.0).backward()
     expected = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad()
-    model.tied_gradient = Summed(model.word_embeddings.weight.shape)
+    model.tied_grad_hook = SummedGradHook(model.word_embeddings.weight.shape)
     model(tokens, tokens.flip(1), weight).mul(3.0).backward()
     own = {name: p.grad for name, p in model.named_parameters()}
     assert own.pop("word_embeddings.weight") is None
     assert all(torch.equal(own[name], expected[name]) for name in own)
-    model(tokens)  # without labels the collector is not asked
+    model(tokens)  # without labels the hook is not called
     whole = expected["word_embeddings.weight"]
-    return ((model.tied_gradient.total - whole).abs().max() / whole.abs().max()).item(), model.tied_gradient.calls
+    return ((model.tied_grad_hook.total - whole).abs().max() / whole.abs().max()).item(), model.tied_grad_hook.calls
 
 
 @pytest.mark.parametrize(("world_size", "sequence_parallel"), [(1, False), (2, False), (2, True)])
-def test_a_collector_of_the_tied_gradient_gets_what_autograd_would_sum(world_size: int, sequence_parallel: bool):
+def test_the_tied_grad_hook_gets_the_terms_of_autograds_sum(world_size: int, sequence_parallel: bool):
     for error, calls in run_ranks(tied_gradient, world_size, sequence_parallel):
         assert error <= 1e-6
         assert calls == ["head", "rows"]
 
 
-def test_inference_does_without_the_kernel_that_plans_each_length(monkeypatch: pytest.MonkeyPatch):
-    """Also where training has chosen that one, which it finds again."""
+def test_inference_disables_cudnns_attention(monkeypatch: pytest.MonkeyPatch):
+    """The setting that training has chosen is restored afterwards."""
     mpu.initialize_model_parallel(1)
     model = GPT2Model(CONFIG).train()
     seen: set[tuple[bool, bool, bool]] = set()
@@ -252,10 +253,10 @@ def test_inference_does_without_the_kernel_that_plans_each_length(monkeypatch: p
         return GPT2Model.hidden_states(model, *args)
 
     monkeypatch.setattr(model, "hidden_states", hidden_states)
-    torch.backends.cuda.enable_cudnn_sdp(True)  # whatever an earlier test's run has chosen
+    torch.backends.cuda.enable_cudnn_sdp(True)  # an earlier test may have disabled it
     torch.backends.cuda.enable_flash_sdp(False)
     try:
-        score(model, windows_over(np.arange(20), 8, 8), batch_size=2)
+        score_windows(model, sliding_windows(np.arange(20), 8, 8), batch_size=2)
         assert torch.backends.cuda.cudnn_sdp_enabled() and not torch.backends.cuda.flash_sdp_enabled()
     finally:
         torch.backends.cuda.enable_flash_sdp(True)

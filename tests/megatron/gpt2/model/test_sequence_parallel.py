@@ -1,5 +1,5 @@
-"""How often the ranks of a model-parallel group talk in one micro-batch; sequence parallelism leaves partial gradients that
-mpu completes. `train/test_layouts.py` has its losses."""
+"""The number of collectives in one micro-batch, and the partial gradients of sequence parallelism.
+`train/test_layouts.py` compares the losses."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.mpu.test_cross_entropy import MemoryCounter
 
 
 def partial_and_complete(rank: int, world_size: int) -> dict[str, list[bool]]:
-    """With a plain backward: for each replicated parameter whether its gradient is that of whole sequences, as autograd
-    leaves it, after mpu's sum in fp32 and in bf16, and by a hook on the parameter."""
+    """For each replicated parameter, is its gradient complete (that of whole sequences)? After a plain backward, after
+    mpu's sum in fp32 and in bf16, and with a hook on the parameter."""
     mpu.initialize_model_parallel(world_size)
     tokens = torch.arange(4 * 32).view(4, 32) % 97
 
@@ -32,7 +32,9 @@ def partial_and_complete(rank: int, world_size: int) -> dict[str, list[bool]]:
         return model
 
     whole = model_after_backward()
-    assert not any(hasattr(p, "sequence_parallel") for p in whole.parameters()), "nothing is partial without it"
+    assert not any(hasattr(p, "sequence_parallel") for p in whole.parameters()), (
+        "gradients are partial only with sequence parallelism"
+    )
     expected = {name: p.grad for name, p in whole.named_parameters() if not hasattr(p, "model_parallel")}
 
     def is_complete(model: GPT2Model, tolerance: float) -> list[bool]:
@@ -54,7 +56,7 @@ def partial_and_complete(rank: int, world_size: int) -> dict[str, list[bool]]:
     return seen
 
 
-def test_another_trainer_completes_the_gradients():
+def test_other_trainers_can_complete_the_gradients():
     for seen in run_ranks(partial_and_complete, 2):
         assert not any(seen["autograd"]) and len(seen["autograd"]) == 3 + 6 * SHAPE.num_layers
         assert all(seen["summed"]) and all(seen["bf16"]) and all(seen["hook"])
@@ -66,7 +68,7 @@ def masks(rank: int, world_size: int, sequence_parallel: bool) -> Tensor:
     return mpu.hidden_dropout(torch.ones(64), 0.5, sequence_parallel)
 
 
-def test_masks_differ_between_shards_alone():
+def test_masks_differ_only_between_shards():
     split, whole = (run_ranks(masks, 2, sequence_parallel) for sequence_parallel in (True, False))
     assert torch.equal(whole[0], whole[1]) and not torch.equal(split[0], split[1])
 
@@ -75,7 +77,7 @@ LAYERS = SHAPE.num_layers
 
 
 def collectives(counter: MemoryCounter) -> dict[str, int]:
-    """How often each of torch.distributed's operators was called."""
+    """The number of calls of each of torch.distributed's operators."""
     ours = ("allreduce", "allgather", "reduce_scatter")
     return {name.strip("_"): calls for name, calls in counter.calls.items() if name.strip("_").startswith(ours)}
 
@@ -98,17 +100,17 @@ FULL = {"recompute_granularity": "full"}
 @pytest.mark.parametrize(
     ("world_size", "dropout", "how", "expected"),
     [
-        # Two a layer forward and two backward, one for the embedding, one for the head's input gradient; one all-gather
-        # for the one chunk of the loss.
+        # For each layer two in forward and two in backward; one for the embedding, one for the head's input gradient; one
+        # all-gather for the single chunk of the loss.
         (2, 0.0, {}, {"allreduce": ALL_REDUCES, "allgather": 1}),
         (4, 0.0, {}, {"allreduce": ALL_REDUCES, "allgather": 1}),
         (2, 0.0, {"recompute_granularity": "selective"}, {"allreduce": ALL_REDUCES, "allgather": 1}),
-        # Recomputation stops at the last tensor that backward needs: before the layer's closing all-reduce, unless
-        # dropout comes after it.
+        # Recomputation stops at the last tensor that backward needs: before the layer's last all-reduce, unless dropout
+        # follows it.
         (2, 0.0, FULL, {"allreduce": ALL_REDUCES + LAYERS, "allgather": 1}),
         (2, 0.1, FULL, {"allreduce": ALL_REDUCES + 2 * LAYERS, "allgather": 1}),
-        # Each all-reduce becomes a reduce-scatter and an all-gather; backward gathers a column-parallel layer's input
-        # again, two a layer. The loss's own all-gather is of another kind (a list).
+        # Each all-reduce becomes a reduce-scatter and an all-gather; backward gathers the input of both column-parallel
+        # layers again. The loss uses a different all-gather (of a list).
         (
             2,
             0.0,
@@ -132,5 +134,5 @@ def count_chunks(rank: int, world_size: int) -> dict[str, int]:
     return collectives(counter)
 
 
-def test_a_loss_of_more_chunks_gathers_once_for_each():
+def test_the_loss_gathers_once_for_each_chunk():
     assert run_ranks(count_chunks, 2) == [{"allgather": 4, "allreduce": 1}] * 2

@@ -1,4 +1,4 @@
-"""Log lines in Megatron's form, a run's records over a resume, and the loss curve with and without matplotlib."""
+"""Log lines in Megatron's format, records of a resumed run, and the loss plot with and without matplotlib."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ import torch
 
 from data_utils.command_line import NoProgressBar, progress_bar
 from megatron.gpt2.monitor import plots, reporting
-from megatron.gpt2.monitor.incidents import FOLDER, Incidents, rank_name, read_incidents
+from megatron.gpt2.monitor.incidents import FOLDER, IncidentLog, rank_file_name, read_incidents, read_records
 from megatron.gpt2.monitor.reporting import EvaluationRecord, IterationRecord
 from megatron.gpt2.monitor.run_log import RunLog
+from megatron.gpt2.monitor.run_report import HISTORY, METRICS
 
 
 def record(iteration: int = 100, **changes: Any) -> IterationRecord:
@@ -70,7 +71,7 @@ def test_evaluation_line() -> None:
     final = reporting.evaluation_line(EvaluationRecord(1000, "test", 3.0), final=True)
     assert "validation loss at the end of training for test data | LM loss: 3.000000E+00 |" in final
     assert "the end of training for val data" in reporting.evaluation_line(evaluation, final=True)
-    assert EvaluationRecord(1, "valid", 1e6).ppl == math.inf  # a run that exploded
+    assert EvaluationRecord(1, "valid", 1e6).ppl == math.inf  # a diverged run
 
 
 def test_start_table_is_aligned() -> None:
@@ -84,14 +85,14 @@ def test_memory_line_on_a_cpu() -> None:
     line = reporting.memory_line(torch.device("cpu"))
     peak = float(line.split("peak resident: ")[1].replace(",", ""))
     assert 20 < peak < 100_000  # MB: a Python with torch loaded
-    assert reporting.peak_memory(torch.device("cpu")) >= int(peak * 2**20) - 2**17  # a tenth of a MB is what is printed
+    assert reporting.peak_memory(torch.device("cpu")) >= int(peak * 2**20) - 2**17  # the line has a precision of 0.1 MB
 
 
-def test_metrics_hold_one_record_a_line_and_no_nan(tmp_path: Path) -> None:
+def test_metrics_have_one_record_per_line_and_no_nan(tmp_path: Path) -> None:
     log = RunLog(tmp_path, train_iters=10)
     log.record(record(10, grad_norm=math.nan))
     log.record(EvaluationRecord(10, "valid", 0.0, 1.5))
-    # Flushed line by line: a crash leaves what was logged.
+    # Each line is flushed, so a crash loses nothing.
     assert read(tmp_path / "metrics.jsonl") == [
         {**asdict(record(10)), "grad_norm": None},
         {"iteration": 10, "split": "valid", "lm_loss": 0.0, "bits_per_byte": 1.5, "ppl": 1.0},
@@ -107,7 +108,7 @@ def write_run(folder: Path) -> RunLog:
     return log
 
 
-def test_a_full_disk_costs_the_records_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_loses_only_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = write_run(tmp_path)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
@@ -120,7 +121,11 @@ def test_a_full_disk_costs_the_records_only(tmp_path: Path, capsys: pytest.Captu
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert capsys.readouterr().out.splitlines() == [
         f"WARNING: {line}: File too large"
-        for line in ("metrics.jsonl lacks lines from here on", "report.html is not written", "loss.png is not written")
+        for line in (
+            "metrics.jsonl will lack lines from now on",
+            "report.html was not written",
+            "loss.png was not written",
+        )
     ]
     assert len(read(tmp_path / "metrics.jsonl")) == 11
 
@@ -132,7 +137,7 @@ def test_resume_leaves_no_duplicates(tmp_path: Path) -> None:
     log.record(EvaluationRecord(20, "valid", 1.0))
     log.close()
     with metrics.open("a") as file:
-        file.write('{"iteration": 25, "lm_lo')  # the crash
+        file.write('{"iteration": 25, "lm_lo')  # cut off by a crash
     log = RunLog(tmp_path, train_iters=30, start_iteration=15)
     assert [line["iteration"] for line in read(metrics)] == [10]
     log.record(record(20))
@@ -140,7 +145,16 @@ def test_resume_leaves_no_duplicates(tmp_path: Path) -> None:
     assert [line["iteration"] for line in read(metrics)] == [10, 20]
 
 
-def test_a_new_run_in_an_old_folder_sets_the_old_records_aside(tmp_path: Path) -> None:
+def test_a_record_after_a_torn_line_is_not_lost(tmp_path: Path) -> None:
+    for name in (HISTORY, METRICS):
+        (tmp_path / name).write_text('{"iteration": 3}\n{"itera')
+    log = RunLog(tmp_path, train_iters=30, start_iteration=3)
+    log.note("a start")
+    log.record(record(4))
+    assert [one["iteration"] for name in (HISTORY, METRICS) for one in read_records(tmp_path / name)] == [3, 3, 3, 4]
+
+
+def test_a_new_run_in_an_old_folder_renames_the_old_records(tmp_path: Path) -> None:
     for number, text in enumerate(("one", "two", "three")):
         log = RunLog(tmp_path, train_iters=30)
         log.info(f"WARNING: {text}")
@@ -198,7 +212,7 @@ def test_loss_curve_is_a_png(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("records", [[], [record(1)], [record(1, lm_loss=math.nan)]])
-def test_hardly_anything_has_no_loss_curve(tmp_path: Path, records: list[IterationRecord]) -> None:
+def test_fewer_than_two_points_have_no_loss_plot(tmp_path: Path, records: list[IterationRecord]) -> None:
     log = RunLog(tmp_path, train_iters=1)
     for one in records:
         log.record(one)
@@ -214,16 +228,24 @@ def test_text_curve_without_matplotlib(tmp_path: Path, monkeypatch: pytest.Monke
     assert rows[-3].startswith("    3.000 |") and rows[-3].endswith("*")  # iteration 100, the lowest
     assert rows[-1].split() == ["10", "to", "100", "iterations"]
     assert not (tmp_path / "loss.png").exists()
-    assert plots.text_curve([], "a run") == "a run: no iteration was logged"
+    assert plots.ascii_plot([], "a run") == "a run: no iteration was logged"
 
 
 def closing(**changes: Any) -> list[str]:
-    nothing: dict[str, Any] = {"bits_per_byte": None, "baselines": {}, "sample": "", "checkpoint": "x", "plot": ""}
+    nothing: dict[str, Any] = {
+        "validation_losses": {},
+        "bits_per_byte": None,
+        "baselines": {},
+        "sample": "",
+        "checkpoint": "x",
+        "plot": "",
+    }
     return reporting.closing_report(**{**nothing, "next_commands": [], **changes}).split("\n")
 
 
 def test_closing_report() -> None:
     report = closing(
+        validation_losses={200: 5.5, 400: math.nan, 600: 5.125},
         bits_per_byte=2.1,
         baselines={reporting.UNIGRAM: 4.5, "xz -9": None},
         sample="[To be] or\nnot " + 30 * "word ",
@@ -232,6 +254,7 @@ def test_closing_report() -> None:
         next_commands=[("continue", "bash scripts/pretrain_gpt2.sh --train-iters 1000")],
     )
     for line in (
+        "validation loss: 5.500 at 200, nan at 400, 5.125 at 600",
         "  this model                     2.100",
         "  unigram entropy of the tokens  4.500",
         "  xz -9                          not computed",
@@ -243,30 +266,32 @@ def test_closing_report() -> None:
         "  bash scripts/pretrain_gpt2.sh --train-iters 1000",
     ):
         assert line in report
-    advice = "  It knows no more than how often each token comes: give it more --train-iters or a higher --lr."
+    advice = "  The model is not better than token frequencies: train with more --train-iters or a higher --lr."
     assert advice not in report
     assert advice in closing(bits_per_byte=4.6, baselines={reporting.UNIGRAM: 4.5})
     assert " 1 |*" in closing(plot="curve\n 1 |*")
     assert not any("curve" in line for line in closing())
 
 
-def test_incidents_of_all_processes_are_read_by_time(tmp_path: Path) -> None:
-    first, second = Incidents(tmp_path, rank_name(0)), Incidents(tmp_path, "launcher_a", attempt=1)
+def test_incidents_of_all_processes_are_sorted_by_time(tmp_path: Path) -> None:
+    first, second = IncidentLog(tmp_path, rank_file_name(0)), IncidentLog(tmp_path, "launcher_a", attempt=1)
     first.note("start")
     second.note("rank ended", "rank 1 was ended by SIGKILL", signal="SIGKILL")
     first.note("lost", "rank 1 left", iteration=7)
     with open(tmp_path / FOLDER / "rank_00000.jsonl", "a") as file:
         file.write('{"half of a li')
+    first.note("start", iteration=8)
     found = read_incidents(tmp_path)
     assert [(record["who"], record["kind"]) for record in found] == [
         ("rank_00000", "start"),
         ("launcher_a", "rank ended"),
         ("rank_00000", "lost"),
+        ("rank_00000", "start"),
     ]
     assert found[1]["signal"] == "SIGKILL" and found[1]["attempt"] == 1 and found[2]["iteration"] == 7
 
 
-def test_incidents_that_cannot_be_written_end_nothing(tmp_path: Path) -> None:
+def test_incidents_that_cannot_be_written_do_not_end_a_run(tmp_path: Path) -> None:
     (tmp_path / FOLDER).write_text("a file in the place of the folder")
-    Incidents(tmp_path, rank_name(0)).note("start")
+    IncidentLog(tmp_path, rank_file_name(0)).note("start")
     assert read_incidents(tmp_path) == []

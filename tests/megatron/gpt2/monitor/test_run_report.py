@@ -1,8 +1,9 @@
-"""report.html: what is on the page, that nothing in it can run or be loaded, and when it is written."""
+"""report.html: its content, that it runs no script and loads nothing, and when it is written."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -27,7 +28,7 @@ from megatron.gpt2.monitor.run_report import MOST_SAMPLES, write_report
 from megatron.gpt2.train.evaluate import PROMPT_CHARACTERS, PROMPT_WORDS, evaluate_and_log, sample_text
 from tests.conftest import ROOT
 from tests.megatron.gpt2.monitor.test_reporting import record
-from tests.megatron.gpt2.train.training_runs import finish, start, state, steps, write_text
+from tests.megatron.gpt2.train.training_runs import finish, snapshot, start, steps, write_text
 from tests.test_command_line import FLAGS, work  # noqa: F401
 
 NASTY = "</td></table><script>alert(1)</script>\n<img src=x onerror=alert(2)> \"&'\ud800\x00"
@@ -42,7 +43,7 @@ TITLES = {
 
 
 class Page(HTMLParser):
-    """The elements and the texts of a page; every element is closed where it was opened."""
+    """Elements and texts of an HTML page. It also checks that all elements are closed in order."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -68,7 +69,7 @@ class Page(HTMLParser):
             self.texts.setdefault(self.open[-1], []).append(data)
 
     def curves(self) -> set[str]:
-        """The titles of the panels."""
+        """Return the titles of the panels."""
         return {text for text in self.texts.get("text", []) if text in TITLES}
 
 
@@ -102,14 +103,14 @@ def test_the_page(tmp_path: Path) -> None:
     page = Page(path)
     assert path.stat().st_size < 200_000 and not list(folder.glob("*.tmp"))
     assert page.texts["title"] == page.texts["h1"] == ['a <b> & "c"']
-    # Nothing is loaded, and no script may run.
+    # The page loads nothing, and no script may run.
     text = path.read_text(encoding="utf-8")
     assert not re.search(r"https?:|url\((?!#)|@import|<script", text)
     assert not {"src", "href", "onerror"} & {name for _, attrs in page.elements for name in attrs}
     assert all(attrs.get("xlink:href", "#").startswith("#") for _, attrs in page.elements)
     policy = next(attrs["content"] for tag, attrs in page.elements if "http-equiv" in attrs)
     assert "default-src 'none'" in policy and "script-src" not in policy
-    # What came from elsewhere is text.
+    # Text from records is escaped.
     shown = [cell for cell in page.texts["td"] if "alert(1)" in cell]
     assert len(shown) == 5 and all("<script>alert(1)</script>\n<img" in cell for cell in shown)
 
@@ -124,7 +125,7 @@ def test_the_page(tmp_path: Path) -> None:
     assert "a<b.txt c.txt" in page.texts["td"]
 
 
-def test_the_page_of_hardly_anything(tmp_path: Path) -> None:
+def test_the_page_of_an_almost_empty_run(tmp_path: Path) -> None:
     page = Page(write_report(tmp_path))
     assert not page.curves() and "no iteration was logged yet" in page.texts["p"]
     (tmp_path / "metrics.jsonl").write_text(
@@ -136,14 +137,14 @@ def test_the_page_of_hardly_anything(tmp_path: Path) -> None:
 
 def test_a_long_curve_is_drawn_as_means_with_a_band() -> None:
     spiky = [(i, 100.0 if i == 777 else 1.0) for i in range(1, 2001)]
-    axes: Any = plots.draw({"t": [Curve("c", BLUE, spiky)]}).axes[0]
+    axes: Any = plots.draw_figure({"t": [Curve("c", BLUE, spiky)]}).axes[0]
     x, y = axes.lines[0].get_data()
     assert len(x) <= 320 and list(x) == sorted(x) and x[-1] == 2000 and max(y) < 20
     (band,) = axes.collections
-    assert band.get_paths()[0].vertices[:, 1].max() == 100  # a single step stays to be seen
+    assert band.get_paths()[0].vertices[:, 1].max() == 100  # a single outlier remains visible
 
 
-def test_a_run_that_is_stopped_and_goes_on(work: Path, capfd: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+def test_a_run_that_is_stopped_and_continued(work: Path, capfd: pytest.CaptureFixture[str]) -> None:  # noqa: F811
     line = (
         "--train-data text.txt --save run --load run --eval-interval 2 --eval-iters 1 --log-interval 1 "
         "--save-interval 3 --train-iters"
@@ -153,7 +154,7 @@ def test_a_run_that_is_stopped_and_goes_on(work: Path, capfd: pytest.CaptureFixt
     page = Page(work / "run/report.html")
     assert page.texts["p"][0] == "stopped by --exit-interval at iteration 5: the same command continues"
     assert "learning rate" in page.curves() and "5" in page.texts["dd"]
-    # As after a crash: two steps are done again.
+    # Two steps are repeated, as after a crash.
     shutil.rmtree(work / "run/iter_0000005")
     (work / "run/latest_checkpointed_iteration.txt").write_text("3\n")
     assert pretrain_gpt2.main(flags) == 0
@@ -163,7 +164,7 @@ def test_a_run_that_is_stopped_and_goes_on(work: Path, capfd: pytest.CaptureFixt
     curves = loss_curves(read_records(work / "run/metrics.jsonl"))
     assert [i for i, _ in curves[0].points] == list(range(1, 9)) and [i for i, _ in curves[1].points] == [2, 4, 6, 8]
     samples = read_records(work / "run/samples.jsonl")
-    assert [s["iteration"] for s in samples] == [2, 4, 6, 8] and len({s["text"] for s in samples}) > 1
+    assert [s["iteration"] for s in samples] == [2, 4, 6, 8, 8, 8] and len({s["text"] for s in samples}) > 1
     history = [
         (event["iteration"], event["text"].split(" at iteration")[0].split(" on ")[0])
         for event in read_records(work / "run/history.jsonl")
@@ -180,7 +181,7 @@ def test_a_run_that_is_stopped_and_goes_on(work: Path, capfd: pytest.CaptureFixt
     assert environment["versions"].startswith(f"torch {torch.__version__}, numpy ")
     assert re.fullmatch(r"[0-9a-f]{40}(, with changes)?|none: .*", environment["commit"])
 
-    # The tool makes the same page, but for its time.
+    # The tool writes the same page, except for the time.
     before = (work / "run/report.html").read_text()
     tool = [sys.executable, str(ROOT / "tools" / "report.py")]
     assert subprocess.run([*tool, "run"], capture_output=True, text=True).stdout == "run/report.html\n"
@@ -190,32 +191,33 @@ def test_a_run_that_is_stopped_and_goes_on(work: Path, capfd: pytest.CaptureFixt
     assert refused.returncode == 2
     assert refused.stderr == "error: . holds no metrics.jsonl: give the --save folder of a run\n"
 
-    # A run that fails leaves its page as well.
+    # A failed run also writes its page.
     diverge = "12 --lr 1e30 --override-lr-scheduler --clip-grad 0 --max-skipped-steps 1"
     assert pretrain_gpt2.main([*flags[:-1], *diverge.split()]) == 1
     assert Page(work / "run/report.html").texts["p"][0].startswith("stopped: 1 step in a row ")
 
 
-def test_samples_and_evaluations_change_nothing_of_training(tmp_path: Path) -> None:
+def test_samples_and_evaluations_do_not_change_training(tmp_path: Path) -> None:
     write_text(tmp_path)
     ends = []
     for watched in (False, True):
         flags = f"--save {tmp_path}/{watched} --hidden-dropout 0.1 --attention-dropout 0.1 --eval-iters 1"
-        run = start(0, 1, str(tmp_path), flags.split())
+        trainer = start(0, 1, str(tmp_path), flags.split())
         for _ in range(3):
-            steps(run, 1)
+            steps(trainer, 1)
             if watched:
-                assert evaluate_and_log(run, "valid") is not None
-                text = sample_text(run)  # of held-out text the first words, then the model's
-                assert isinstance(run.data.splits.valid, GPT2Dataset)
-                begin = run.data.tokenizer.decode(run.data.splits.valid.tokens[:30]).split()[:PROMPT_WORDS]
+                assert evaluate_and_log(trainer, "valid") is not None
+                text, *more = sample_text(trainer, count=3).split("\n\n[")
+                assert len(more) == 2
+                assert isinstance(trainer.data.splits.valid, GPT2Dataset)
+                begin = trainer.data.tokenizer.decode(trainer.data.splits.valid.tokens[:30]).split()[:PROMPT_WORDS]
                 assert text.startswith(f"[{' '.join(begin)[:PROMPT_CHARACTERS]}]") and len(text) > 40
-        ends.append(state(run))
-        finish(run)
+        ends.append(snapshot(trainer))
+        finish(trainer)
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
-def test_the_report_takes_little_time_and_no_run_dies_of_it(
+def test_the_report_takes_little_time_and_cannot_end_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now, written = [1000.0], []
@@ -230,7 +232,7 @@ def test_the_report_takes_little_time_and_no_run_dies_of_it(
     for _ in range(20):
         log.report()
         now[0] += 10
-    assert written == [1000.0, 1050.5, 1101.0, 1151.5]  # half a second in 50 at least
+    assert written == [1000.0, 1050.5, 1101.0, 1151.5]  # half a second of at least 50
 
     def fail(folder: Path) -> None:
         raise OSError(28, "No space left on device")
@@ -238,4 +240,10 @@ def test_the_report_takes_little_time_and_no_run_dies_of_it(
     monkeypatch.setattr(run_log, "write_report", fail)
     now[0] += 100
     log.report()
-    assert "WARNING: report.html is not written: No space left on device" in capsys.readouterr().out
+    assert "WARNING: report.html was not written: No space left on device" in capsys.readouterr().out
+
+
+def test_a_pipe_instead_of_config_json_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(ValueError, match="config.json: is not a file"):
+        write_report(tmp_path)

@@ -1,4 +1,4 @@
-"""Timers on a CPU, and, without a GPU, with a clock that finishes late in place of its events; --profile."""
+"""Timers on a CPU, device timers with a fake event that completes late, and --profile."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.test_command_line import FLAGS, work  # noqa: F401
 
 
 def test_means_over_iterations_in_megatrons_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = itertools.count()  # a second later at each look
+    clock = itertools.count()  # each read is one second later
     monkeypatch.setattr(timers_module, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
     timers = Timers(torch.device("cpu"))
     for name in ("something new", "data loader", "backward", "forward"):
         for _ in range(4):
             with timers(name):
                 pass
-            next(clock)  # what is outside does not count
+            next(clock)  # time outside of timers is not counted
     with pytest.raises(KeyError), timers("forward"):
         raise KeyError
     assert timers.line(iterations=2) == (
@@ -37,7 +37,7 @@ def test_means_over_iterations_in_megatrons_order(monkeypatch: pytest.MonkeyPatc
 
 
 class LateEvent:
-    """A CUDA event whose device is `LateEvent.done` records behind the host."""
+    """A fake CUDA event: only the first `LateEvent.done` recorded events are complete."""
 
     recorded, done = 0, 0
 
@@ -65,9 +65,9 @@ def test_device_events_are_read_only_when_done(monkeypatch: pytest.MonkeyPatch) 
     for _ in range(3):
         with timers("forward"):
             pass
-    LateEvent.done = 4  # of 6 records: two intervals of one tick each
+    LateEvent.done = 4  # of 6 events: two intervals of one tick each
     assert timers.take_ms(1) == {"forward": 2.0}
-    with timers("forward"):  # reuses a pair of events that was read
+    with timers("forward"):  # reuses a pair of events
         pass
     LateEvent.done = 8
     assert timers.take_ms(1) == {"forward": 2.0}
@@ -85,17 +85,17 @@ def test_profile(work: Path, capfd: pytest.CaptureFixture[str]) -> None:  # noqa
     assert pretrain_gpt2.main([*flags, "3", "4", "--train-iters", "6"]) == 0
     said = capfd.readouterr().out
     assert steps_in(work / "run/profile_3-4_rank_0.json.gz") == 2
-    table = said[said.index("the costliest operations of 2 iterations, by their own time on the cpu:") :]
-    # Which operations are the costliest depends on the machine's load; how often each was called does not.
+    table = said[said.index("the slowest operations of 2 iterations, by self time on the cpu:") :]
+    # The slowest operations depend on the load of the machine, but the number of calls does not.
     calls = dict(re.findall(r"^ *(aten::\S+) .* (\d+) *$", table, re.MULTILINE))
-    assert calls["aten::mm"] == str(2 * 11)  # four layers and the output: forward and both ways of backward
+    assert calls["aten::mm"] == str(2 * 11)  # in forward and backward of four layers and the output
 
-    # A run that ends before the last iteration writes what it has; one that never comes there says so.
+    # A run that stops before the last profiled iteration writes a shorter trace; one without any prints a warning.
     assert pretrain_gpt2.main([*flags, "8", "20", "--train-iters", "30", "--exit-interval", "9"]) == 0
-    assert steps_in(work / "run/profile_8-20_rank_0.json.gz") == 3  # the last one is what came after, up to the stop
-    assert "the costliest operations of 2 iterations" in capfd.readouterr().out
+    assert steps_in(work / "run/profile_8-20_rank_0.json.gz") == 3  # two iterations, and the time until the stop
+    assert "the slowest operations of 2 iterations" in capfd.readouterr().out
     assert pretrain_gpt2.main([*flags, "1", "2", "--train-iters", "10"]) == 0
-    assert "WARNING: --profile 1 2: this run goes from iteration 10 to 10" in capfd.readouterr().out
+    assert "WARNING: --profile 1 2: this run has only iterations 10 to 10" in capfd.readouterr().out
     assert len(list((work / "run").glob("*profile*"))) == 2
 
 
@@ -110,7 +110,7 @@ def test_profile(work: Path, capfd: pytest.CaptureFixture[str]) -> None:  # noqa
         ("--profile-step-start 4", ()),
     ],
 )
-def test_spellings(flags: str, profile: tuple[int, ...]) -> None:
+def test_flags_of_the_profiler(flags: str, profile: tuple[int, ...]) -> None:
     train = parse(flags.split()).config.train
     assert train.profile == profile and train.profile_ranks == ((0, 3) if "ranks" in flags else (0,))
 
@@ -125,6 +125,6 @@ def test_spellings(flags: str, profile: tuple[int, ...]) -> None:
         ("--profile --profile-step-start x", "--profile-step-start x"),
     ],
 )
-def test_what_cannot_be_profiled(flags: str, message: str) -> None:
+def test_errors_of_profile(flags: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _ = parse(flags.split()).config

@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases, the latter without a network; each missing."""
+"""TensorBoard and Weights & Biases (offline), and errors if they are not installed."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert events.Scalars("valid/lm_loss")[0].step == 10
 
 
-@mock.patch.dict(os.environ)  # in which wandb leaves the address of its service
+@mock.patch.dict(os.environ)  # wandb sets a variable
 def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that goes on goes on under the same name there."""
+    """A continued run keeps its id in Weights & Biases."""
     pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -63,7 +63,7 @@ def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def read_offline_run(folder: Path, name: str) -> dict[str, Any]:
-    """The run of that name among wandb's local files in `folder`."""
+    """Read the run `name` from wandb's local files in `folder`."""
     from wandb.proto import wandb_internal_pb2
 
     found: dict[str, Any] = {"numbers": {}}
@@ -87,11 +87,11 @@ def read_offline_run(folder: Path, name: str) -> dict[str, Any]:
 
 
 def log_records(data: bytes) -> Iterator[bytes]:
-    """The records of a file in LevelDB's log format: blocks of 32 KiB, in which each part has a checksum of 4 bytes,
-    its length and whether it is whole (1), or the first (2), a further (3) or the last (4) one of a record."""
-    at, record = 7, b""  # after the file's own header
+    """Yield the records of a file in LevelDB's log format: blocks of 32 KiB with parts of records. A part has a checksum
+    of 4 bytes, a length and a type: full (1), first (2), middle (3) or last (4)."""
+    at, record = 7, b""  # after the file header
     while at + 7 <= len(data):
-        if 32768 - at % 32768 < 7:  # no room for a part
+        if 32768 - at % 32768 < 7:  # too small for a part
             at += 32768 - at % 32768
         _, length, kind = struct.unpack_from("<IHB", data, at)
         record += data[at + 7 : at + 7 + length]
@@ -101,7 +101,7 @@ def log_records(data: bytes) -> Iterator[bytes]:
             record = b""
 
 
-def test_wandb_that_cannot_begin_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_wandb_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb", reason="wandb is not installed")
 
     def refuse(**settings: Any) -> None:
@@ -109,7 +109,7 @@ def test_wandb_that_cannot_begin_is_one_line(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(wandb, "init", refuse)
     names = []
-    for iteration in (0, 5, 0):  # a run that starts afresh gets another name
+    for iteration in (0, 5, 0):  # a new run gets a new id
         with pytest.raises(ValueError, match="--wandb-project gpt2: No API key configured .WANDB_MODE=offline"):
             open_trackers(config(tmp_path, wandb_project="gpt2"), start_iteration=iteration, active=True)
         names.append((tmp_path / "gpt2" / "wandb_run_id.txt").read_text())

@@ -1,5 +1,5 @@
-"""The sharded optimizer, reduction in bf16 and the optimizer on the host: what they save, and that they change nothing
-(bf16: nearly nothing) else."""
+"""The sharded optimizer, gradient reduction in bf16 and the offloaded optimizer save memory and do not change the
+losses. With bf16 the losses are nearly equal."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from megatron.gpt2.config.arguments import parse
-from megatron.gpt2.train.run import Run
+from megatron.gpt2.train.trainer import Trainer
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import finish, start, steps, write_text
 
-# 8 samples a step, accumulated on 2 and on 4 ranks; buckets that hold a part of a layer; rows of 48, which no rank's
-# part of a bucket, a multiple of 64, ends with.
+# 8 samples a step, accumulated on 2 and on 4 ranks. A bucket is smaller than a layer. Rows have 48 elements and shards
+# a multiple of 64, so shards end inside a row.
 TINY = "--hidden-size 48 --num-layers 2 --global-batch-size 8 --micro-batch-size 1 --ddp-bucket-size 10000 --lr 1e-3"
 SHARDED, OFFLOADED = "--use-distributed-optimizer", "--cpu-offload-optimizer"
 STEPS = 30
@@ -29,17 +29,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def begin(rank: int, world_size: int, folder: str, name: str, flags: str = "") -> Run:
-    run = start(rank, world_size, folder, f"{TINY} --save {folder}/{name} {flags}".split())
-    assert len(run.engine.flat.buckets) >= 4
-    assert run.engine.flat.is_sharded == (SHARDED in flags and run.parallel.data_parallel_size > 1)
-    assert run.engine.flat.offloaded == (OFFLOADED in flags)
-    return run
+def begin(rank: int, world_size: int, folder: str, name: str, flags: str = "") -> Trainer:
+    trainer = start(rank, world_size, folder, f"{TINY} --save {folder}/{name} {flags}".split())
+    assert len(trainer.state.buffer.buckets) >= 4
+    assert trainer.state.buffer.is_sharded == (SHARDED in flags and trainer.parallel.data_parallel_size > 1)
+    assert trainer.state.buffer.offloaded == (OFFLOADED in flags)
+    return trainer
 
 
-def weights(run: Run) -> dict[str, Tensor]:
-    run.engine.gatherer.wait()
-    return {name: parameter.detach().clone() for name, parameter in run.engine.model.named_parameters()}
+def weights(trainer: Trainer) -> dict[str, Tensor]:
+    trainer.state.param_gather.wait()
+    return {name: parameter.detach().clone() for name, parameter in trainer.state.model.named_parameters()}
 
 
 VARIANTS = {
@@ -58,14 +58,14 @@ VARIANTS = {
 def variants(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     results = {}
     for name, (count, flags) in VARIANTS.items():
-        run = begin(rank, world_size, folder, f"variants{world_size}", f"--clip-grad 0 {flags}")
-        results[name] = steps(run, count) | {"weights": weights(run)}
-        finish(run)
-    return results | {"held": held(rank, world_size, folder)}
+        trainer = begin(rank, world_size, folder, f"variants{world_size}", f"--clip-grad 0 {flags}")
+        results[name] = steps(trainer, count) | {"weights": weights(trainer)}
+        finish(trainer)
+    return results | {"held": optimizer_memory(rank, world_size, folder)}
 
 
 @pytest.mark.parametrize("data_parallel", [2, pytest.param(4, marks=pytest.mark.wide)])
-def test_losses_are_those_of_the_whole_optimizer(folder: Path, data_parallel: int):
+def test_losses_equal_those_of_the_unsharded_optimizer(folder: Path, data_parallel: int):
     for result in run_ranks(variants, data_parallel, str(folder)):
         whole, clipped, short, bf16 = (result[name] for name in ("whole", "clipped", "short", "bf16"))
         assert whole["loss"][0] - whole["loss"][-1] > 0.5, "the run must learn something, or equality shows nothing"
@@ -73,12 +73,12 @@ def test_losses_are_those_of_the_whole_optimizer(folder: Path, data_parallel: in
             assert result[name]["loss"] == like["loss"], name
             for parameter, weight in like["weights"].items():
                 assert torch.equal(result[name]["weights"][parameter], weight), (name, parameter)
-        # The norm is summed in another order, and enters every weight once it clips.
+        # The norm is summed in a different order. With clipping it affects every weight.
         assert max(clipped["norm"]) > 1.0
         assert clipped["loss"] != whole["loss"]
         assert result["clipped, sharded"]["loss"] == pytest.approx(clipped["loss"], rel=1e-5)
-        # Half a unit of bf16, 2^-9, on the gradients of a step and on each partial sum of the ranks. AdamW's update
-        # follows the gradients' signs, and errors of many weights average out in a loss.
+        # The rounding error of bf16 is 2^-9, for each gradient and each partial sum. The first updates of AdamW depend
+        # on the signs of the gradients, and the errors of many weights average out in a loss.
         assert bf16["loss"][0] == short["loss"][0] and bf16["loss"] != short["loss"], "nothing was rounded"
         assert bf16["loss"] == pytest.approx(short["loss"], rel=2**-9)
         assert bf16["norm"] == pytest.approx(short["norm"], rel=data_parallel * 2**-9)
@@ -86,21 +86,21 @@ def test_losses_are_those_of_the_whole_optimizer(folder: Path, data_parallel: in
         assert_share_of_memory(result["held"], data_parallel)
 
 
-def held(rank: int, world_size: int, folder: str) -> dict[str, int]:
-    """Bytes of the memory behind masters and moments, and what the padding of the buffer is."""
-    run = begin(rank, world_size, folder, f"memory{world_size}", f"--precision bf16 {SHARDED}")
-    steps(run, 1)
-    moments = run.engine.optimizer.moments.values()
-    tensors = [*run.engine.flat.masters, *(tensor for rooms in moments for tensor in rooms)]
+def optimizer_memory(rank: int, world_size: int, folder: str) -> dict[str, int]:
+    """Return the bytes of masters and moments, and the sizes that determine the padding of the buffer."""
+    trainer = begin(rank, world_size, folder, f"memory{world_size}", f"--precision bf16 {SHARDED}")
+    steps(trainer, 1)
+    moments = trainer.state.optimizer.moments.values()
+    tensors = [*trainer.state.buffer.masters, *(tensor for rooms in moments for tensor in rooms)]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    true = sum(parameter.numel() for parameter in run.engine.model.parameters())
-    finish(run)
+    true = sum(parameter.numel() for parameter in trainer.state.model.parameters())
+    finish(trainer)
     return {
         "bytes": sum(storages.values()),
         "true": true,
-        "buffer": run.engine.flat.params.numel(),
-        "tensors": len(run.engine.flat.ranges),
-        "buckets": len(run.engine.flat.buckets),
+        "buffer": trainer.state.buffer.params.numel(),
+        "tensors": len(trainer.state.buffer.ranges),
+        "buckets": len(trainer.state.buffer.buckets),
     }
 
 

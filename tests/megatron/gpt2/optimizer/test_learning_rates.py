@@ -1,4 +1,4 @@
-"""Golden values of published runs out of schedule and loss scaler together; every style's key points; the errors."""
+"""Learning rates of published runs, from the schedule and the loss scaler together; points of each style; errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron.gpt2.config import OptimizerConfig
-from megatron.gpt2.optimizer.learning_rates import LearningRate
+from megatron.gpt2.optimizer.learning_rates import LRSchedule
 from megatron.gpt2.optimizer.optimizer import DynamicLossScaler
 
 
@@ -24,8 +24,8 @@ from megatron.gpt2.optimizer.optimizer import DynamicLossScaler
     ],
 )
 def test_published_runs(iterations, final_scale, skipped, logged):
-    """Megatron's 345M in fp16: every step overflows until the scale fits, and a skipped step does not count."""
-    rate = LearningRate(OptimizerConfig(lr=1.5e-4, lr_decay_style="cosine-2019", warmup=0.01), iterations, 1)
+    """Megatron's 345M in fp16. Every step overflows until the scale is small enough. Skipped steps do not count."""
+    rate = LRSchedule(OptimizerConfig(lr=1.5e-4, lr_decay_style="cosine-2019", warmup=0.01), iterations, 1)
     scaler = DynamicLossScaler(2.0**32, window=1000, hysteresis=2)
     n, shown = 0, []
     for iteration in range(1, 100 * len(logged) + 1):
@@ -38,9 +38,9 @@ def test_published_runs(iterations, final_scale, skipped, logged):
     assert shown == logged
 
 
-def schedule(style: str, **changes: Any) -> LearningRate:
+def make_schedule(style: str, **changes: Any) -> LRSchedule:
     config = OptimizerConfig(lr=1.0, min_lr=0.1, lr_decay_style=style, warmup=0.1)
-    return LearningRate(dataclasses.replace(config, **changes), 100, 8)
+    return LRSchedule(dataclasses.replace(config, **changes), 100, 8)
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,8 @@ def schedule(style: str, **changes: Any) -> LearningRate:
     ],
 )
 def test_styles(style, half_way, end):
-    rate = schedule(style)
-    assert [rate(n) for n in (0, 5, 10)] == [0.0, 0.5, 1.0]  # below the floor while it warms up
+    rate = make_schedule(style)
+    assert [rate(n) for n in (0, 5, 10)] == [0.0, 0.5, 1.0]  # the rate is below the floor during the warm-up
     assert rate(55) == pytest.approx(half_way, rel=1e-12)
     assert rate(100) == pytest.approx(end, rel=1e-12) and rate(1000) == rate(100)
     table = rate.table(np.arange(121.0))
@@ -64,33 +64,35 @@ def test_styles(style, half_way, end):
     assert np.all(np.diff(table[10:]) <= 0)
 
 
-def test_wsd_falls_at_the_end_alone():
-    rate = schedule("WSD", lr_wsd_decay_iters=20)
+def test_wsd_decays_only_at_the_end():
+    rate = make_schedule("WSD", lr_wsd_decay_iters=20)
     assert rate(80) == 1.0 > rate(81) and rate(90) == pytest.approx(0.1 + 0.9 * (2**0.5 - 1))
 
 
 def test_warmup_in_iterations_and_none():
-    assert schedule("linear", lr_warmup_iters=4)(2) == 0.5
-    assert schedule("linear", lr_warmup_iters=0)(0) == schedule("linear", warmup=0.0)(0) == 1.0
-    assert schedule("cosine", warmup=1.0)(50) == 0.5 and schedule("cosine", warmup=1.0)(101) == pytest.approx(0.1)
+    assert make_schedule("linear", lr_warmup_iters=4)(2) == 0.5
+    assert make_schedule("linear", lr_warmup_iters=0)(0) == make_schedule("linear", warmup=0.0)(0) == 1.0
+    assert make_schedule("cosine", warmup=1.0)(50) == 0.5 and make_schedule("cosine", warmup=1.0)(101) == pytest.approx(
+        0.1
+    )
 
 
-def test_the_decay_may_have_a_length_of_its_own():
+def test_the_decay_may_have_a_separate_length():
     for length in ({"lr_decay_iters": 50}, {"lr_decay_samples": 400}):
-        rate = schedule("linear", **length)
+        rate = make_schedule("linear", **length)
         assert rate(5) == 1.0 and rate(50) == rate(100) == pytest.approx(0.1)
 
 
 def test_samples_need_not_be_whole_iterations():
-    rate = schedule("linear", lr_decay_samples=404, lr_warmup_samples=12)
+    rate = make_schedule("linear", lr_decay_samples=404, lr_warmup_samples=12)
     assert rate(1) == 1 / 1.5 and rate(1.5) == 1.0 and rate(26) == 0.1 + 0.9 * (1 - (26 - 1.5) / (50.5 - 1.5))
     assert rate(50) > rate(50.5) == pytest.approx(0.1)
 
 
 def test_cosine_today_reaches_the_floor_that_2019_missed():
-    today, then = (schedule(style, min_lr=0.0) for style in ("cosine", "cosine-2019"))
+    today, then = (make_schedule(style, min_lr=0.0) for style in ("cosine", "cosine-2019"))
     assert today(100) == pytest.approx(0.0, abs=1e-15) and then(100) > 0.09
-    assert then(90) == then(100) and schedule("cosine-2019", min_lr=0.2)(100) == 0.2
+    assert then(90) == then(100) and make_schedule("cosine-2019", min_lr=0.2)(100) == 0.2
 
 
 @pytest.mark.parametrize(
@@ -106,10 +108,10 @@ def test_cosine_today_reaches_the_floor_that_2019_missed():
 )
 def test_impossible_schedules(style, changes, message):
     with pytest.raises(ValueError, match=message):
-        schedule(style, **changes)
+        make_schedule(style, **changes)
 
 
 def test_a_million_rates_take_less_than_a_second():
     start = time.process_time()
-    assert schedule("cosine").table(np.arange(1_000_001.0)).shape == (1_000_001,)
+    assert make_schedule("cosine").table(np.arange(1_000_001.0)).shape == (1_000_001,)
     assert time.process_time() - start < 1.0

@@ -1,4 +1,4 @@
-"""Activation checkpointing changes no bit; fp16 overflows, skips and recovers on all ranks together."""
+"""Activation checkpointing is bit-identical. In fp16 all ranks overflow, skip and recover together."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from megatron.gpt2.optimizer.optimizer import DynamicLossScaler, LossScaler
-from megatron.gpt2.train.run import Run
 from megatron.gpt2.train.train_step import train_step
+from megatron.gpt2.train.trainer import Trainer
 from tests.distributed import run_ranks
-from tests.megatron.gpt2.train.training_runs import finish, start, state, steps, write_text
+from tests.megatron.gpt2.train.training_runs import finish, snapshot, start, steps, write_text
 
 
-def keep(run: Run, grads: list[torch.Tensor]) -> None:
-    grads.append(torch.cat(run.engine.flat.owned_grads()))
+def collect_grads(trainer: Trainer, grads: list[torch.Tensor]) -> None:
+    grads.append(torch.cat(trainer.state.buffer.shard_grads()))
 
 
 def with_and_without_recompute(rank: int, world_size: int, folder: str, precision: str) -> list[Any]:
@@ -33,13 +33,13 @@ def with_and_without_recompute(rank: int, world_size: int, folder: str, precisio
             f"--num-layers 3 --attention-dropout 0.1 --hidden-dropout 0.1 --precision {precision} {recompute} "
             f"--model-parallel-size {world_size} --save {folder}/recompute{len(results)}"
         )
-        run = start(rank, world_size, folder, flags.split())
-        seen = steps(run, 3)
+        trainer = start(rank, world_size, folder, flags.split())
+        seen = steps(trainer, 3)
         grads: list[torch.Tensor] = []  # of one more step, before the optimizer uses the buffer
-        with mock.patch.object(run.engine.optimizer, "step", partial(keep, run, grads)):
-            train_step(run)
-        results.append((seen, grads[0], state(run)))
-        finish(run)
+        with mock.patch.object(trainer.state.optimizer, "step", partial(collect_grads, trainer, grads)):
+            train_step(trainer)
+        results.append((seen, grads[0], snapshot(trainer)))
+        finish(trainer)
     return results
 
 
@@ -54,28 +54,28 @@ def test_recomputation_is_bit_identical(tmp_path: Path, world_size: int, precisi
 
 
 def overflow(rank: int, world_size: int, folder: str, flags: str) -> dict[str, Any]:
-    """One gradient on one rank is poisoned in steps 2, 3 and 4; the scale may double after 3 clean steps."""
+    """In steps 2, 3 and 4 one gradient on one rank is not finite. The scale may double after 3 clean steps."""
     fp16 = "--precision fp16 --initial-loss-scale 1024 --loss-scale-window 3"
     schedule = "--lr-decay-style linear --warmup 0.01 --lr 1e-3"
-    run = start(rank, world_size, folder, f"{fp16} {schedule} --save {folder}/overflow {flags}".split())
+    trainer = start(rank, world_size, folder, f"{fp16} {schedule} --save {folder}/overflow {flags}".split())
     weights: list[torch.Tensor] = []
     if rank == world_size - 1:
         poison = {2: torch.inf, 3: torch.nan, 4: -torch.inf}
-        dict(run.engine.model.named_parameters())["transformer.layers.0.mlp.dense_h_to_4h.bias"].register_hook(
+        dict(trainer.state.model.named_parameters())["transformer.layers.0.mlp.dense_h_to_4h.bias"].register_hook(
             lambda grad: grad + poison.get(len(weights), 0.0)
         )
-    step = run.engine.optimizer.step
+    step = trainer.state.optimizer.step
 
     def watched() -> None:
-        weights.append(torch.cat(run.engine.flat.masters))
+        weights.append(torch.cat(trainer.state.buffer.masters))
         step()
 
-    run.engine.optimizer.step = watched  # type: ignore[method-assign]
-    seen = steps(run, 10)
+    trainer.state.optimizer.step = watched  # type: ignore[method-assign]
+    seen = steps(trainer, 10)
     seen["moved"] = [not torch.equal(a, b) for a, b in zip(weights, weights[1:], strict=False)]
-    seen["finite"] = all(torch.isfinite(t).all() for t in state(run).values())
-    seen["counted"] = int(run.engine.optimizer.skipped_steps), int(run.engine.optimizer.good_steps)
-    finish(run)
+    seen["finite"] = all(torch.isfinite(t).all() for t in snapshot(trainer).values())
+    seen["counted"] = int(trainer.state.optimizer.skipped_steps), int(trainer.state.optimizer.good_steps)
+    finish(trainer)
     return seen
 
 
@@ -87,7 +87,8 @@ def test_fp16_overflow_is_agreed_and_survived(tmp_path: Path, world_size: int, f
     write_text(tmp_path)
     for result in run_ranks(overflow, world_size, str(tmp_path), flags):
         assert result["skipped"] == [False, False, True, True, True, False, False, False, False, False]
-        # Hysteresis 2: the first overflow only skips, the next two halve, three clean steps double.
+        # With hysteresis 2, the first overflow only skips, the next two halve the scale, and three clean steps double
+        # it.
         assert result["scale"] == [1024, 1024, 1024, 1024, 512, 256, 256, 256, 512, 512]
         assert result["moved"] == [False, True, False, False, False, True, True, True, True]  # the first rate is 0
         assert result["counted"] == (3, 7)
@@ -96,25 +97,25 @@ def test_fp16_overflow_is_agreed_and_survived(tmp_path: Path, world_size: int, f
 
 
 def test_natural_overflow_recovers(tmp_path: Path):
-    """From 2^32, as a published run starts, the scale falls until steps succeed."""
+    """The scale starts at 2^32, as in published runs, and falls until steps succeed."""
     write_text(tmp_path)
-    run = start(0, 1, str(tmp_path), "--precision fp16 --lr 1e-3".split())
-    seen = steps(run, 40)
-    finish(run)
+    trainer = start(0, 1, str(tmp_path), "--precision fp16 --lr 1e-3".split())
+    seen = steps(trainer, 40)
+    finish(trainer)
     first_clean, skips = seen["skipped"].index(False), sum(seen["skipped"])
-    # An overflow now and then at the greatest scale that works is how the scale is found.
+    # The scaler tests a greater scale from time to time, so a later overflow is normal.
     assert 5 < first_clean <= skips < 30
-    assert run.engine.optimizer.scaler.scale.item() == 2.0 ** (32 - (skips - 1)), "halvings from 2^32, plus one"
+    assert trainer.state.optimizer.scaler.scale.item() == 2.0 ** (32 - (skips - 1)), "halvings from 2^32, plus one"
     assert seen["loss"][-1] < seen["loss"][first_clean] - 0.5
 
 
 def test_static_scale_detects_nan(tmp_path: Path):
     write_text(tmp_path)
-    run = start(0, 1, str(tmp_path), "--precision fp16 --loss-scale 2e9".split())
-    before = torch.cat(run.engine.flat.masters)
-    seen = steps(run, 3)
-    finish(run)
-    assert seen["skipped"] == [True] * 3 and torch.equal(torch.cat(run.engine.flat.masters), before)
+    trainer = start(0, 1, str(tmp_path), "--precision fp16 --loss-scale 2e9".split())
+    before = torch.cat(trainer.state.buffer.masters)
+    seen = steps(trainer, 3)
+    finish(trainer)
+    assert seen["skipped"] == [True] * 3 and torch.equal(torch.cat(trainer.state.buffer.masters), before)
 
 
 def test_scaler_state_survives():

@@ -1,4 +1,4 @@
-"""What the ranks exchange, how long a step takes, what its ranks keep, and that what is drawn says so."""
+"""Messages between pipeline ranks, the length of a step, micro-batches in flight, and the drawings of a schedule."""
 
 from __future__ import annotations
 
@@ -13,24 +13,42 @@ from xml.etree import ElementTree
 import pytest
 from matplotlib.axes import Axes
 
-from megatron.gpt2.pipeline.analysis import Span, as_text, draw, equal_costs, kept, published_length, timetable
-from megatron.gpt2.pipeline.program import TICKS_OF_RECOMPUTE, Costs, Message, Step, needs, program
-from megatron.gpt2.pipeline.schedule import Action, Schedule, interleaved, one_forward_one_backward, zero_bubble
+from megatron.gpt2.pipeline.analysis import (
+    Span,
+    draw_timetable,
+    max_in_flight,
+    published_length,
+    render_text,
+    timetable,
+    uniform_costs,
+)
+from megatron.gpt2.pipeline.p2p_schedule import (
+    RECOMPUTE_TICKS,
+    CommStep,
+    P2PMessage,
+    StageCosts,
+    build_p2p_schedule,
+    dependencies,
+)
+from megatron.gpt2.pipeline.schedule import Action, PipelineSchedule, interleaved, one_forward_one_backward, zero_bubble
 
 
-def schedules(sizes: Iterable[int], chunks: Iterable[int], micro_batches: Iterable[int]) -> list[Schedule]:
+def schedules(sizes: Iterable[int], chunks: Iterable[int], num_microbatches: Iterable[int]) -> list[PipelineSchedule]:
     found = []
-    for p, m in product(sizes, micro_batches):
+    for p, m in product(sizes, num_microbatches):
         found += [one_forward_one_backward(p, m), zero_bubble(p, m), *(interleaved(p, v, m) for v in chunks)]
     return found
 
 
-def check(schedule: Schedule, steps: Sequence[Sequence[Step]]) -> None:
-    """Each rank does each of its actions once, micro-batch by micro-batch, and after what it needs; and each message is
-    sent once it is made, and received in the order in which it is sent."""
+def check(schedule: PipelineSchedule, steps: Sequence[Sequence[CommStep]]) -> None:
+    """Assert that each rank runs each action once, in the order of micro-batches, and after its inputs are complete.
+    Each message is sent after it was computed, and received in the order of sending."""
     kinds = "FBW" if schedule.splits_backward else "FB"
     wanted = [
-        (kind, c, m) for kind in sorted(kinds) for c in range(schedule.chunks) for m in range(schedule.micro_batches)
+        (kind, c, m)
+        for kind in sorted(kinds)
+        for c in range(schedule.num_chunks)
+        for m in range(schedule.num_microbatches)
     ]
     sent, received = defaultdict(list), defaultdict(list)
     for rank, own in enumerate(steps):
@@ -40,27 +58,28 @@ def check(schedule: Schedule, steps: Sequence[Sequence[Step]]) -> None:
         here: set[tuple[str, int, int]] = set()
         for step in own:
             for message in step.sends:
-                assert made(message) in here, f"{message} is not made yet"
+                assert producer_of(message) in here, f"{message} is not made yet"
                 sent[message.source, message.destination].append(message)
             for message in step.receives:
-                here.add(made(message))
+                here.add(producer_of(message))
                 received[message.source, message.destination].append(message)
             if step.action:
                 stage = schedule.stage(rank, step.action.chunk)
-                for kind, other in needs(schedule, stage, step.action):
+                for kind, other in dependencies(schedule, stage, step.action):
                     assert (kind, other, step.action.micro_batch) in here, f"{step.action} lacks {kind} of {other}"
                 here.add((step.action.kind, stage, step.action.micro_batch))
     assert sent == received
 
 
-def made(message: Message) -> tuple[str, int, int]:
-    """The action that makes what a message carries: its kind, stage and micro-batch."""
+def producer_of(message: P2PMessage) -> tuple[str, int, int]:
+    """Return the action that computes the content of a message: its kind, stage and micro-batch."""
     forward = message.kind == "activation"
     return "F" if forward else "B", message.stage - 1 if forward else message.stage + 1, message.micro_batch
 
 
-def length(schedule: Schedule, steps: Sequence[Sequence[Step]], costs: Sequence[Costs]) -> float:
-    """How long a step takes if a rank awaits all that it has posted together, as NCCL does. CycleError: forever."""
+def step_length(schedule: PipelineSchedule, steps: Sequence[Sequence[CommStep]], costs: Sequence[StageCosts]) -> float:
+    """Return the length of a step if each rank waits for all messages of a batch, as with NCCL. Raises CycleError for a
+    deadlock."""
     places = {
         (message, kind): (rank, place)
         for rank, own in enumerate(steps)
@@ -73,7 +92,7 @@ def length(schedule: Schedule, steps: Sequence[Sequence[Step]], costs: Sequence[
         for place, step in enumerate(own):
             others = [places[message, "receives"] for message in step.sends]
             others += [places[message, "sends"] for message in step.receives]
-            # The other side posts when it has done what comes before its step.
+            # The other rank posts its messages after it has finished its previous step.
             before[rank, place] = [(other, there - 1) for other, there in [(rank, place), *others]]
     ends = {(rank, -1): 0.0 for rank in range(len(steps))}
     for rank, place in TopologicalSorter(before).static_order():
@@ -81,15 +100,15 @@ def length(schedule: Schedule, steps: Sequence[Sequence[Step]], costs: Sequence[
             ends[rank, place] = max(ends[other] for other in before[rank, place])
             if action := steps[rank][place].action:
                 costs_of = costs[schedule.stage(rank, action.chunk)]
-                ends[rank, place] += costs_of.of(action.kind, schedule.splits_backward)
+                ends[rank, place] += costs_of.duration(action.kind, schedule.splits_backward)
     return max(ends.values())
 
 
-def check_all(found: Iterable[Schedule]) -> None:
+def check_all(found: Iterable[PipelineSchedule]) -> None:
     for schedule in found:
-        steps = program(schedule)
+        steps = build_p2p_schedule(schedule)
         check(schedule, steps)
-        assert length(schedule, steps, equal_costs(schedule, 1, 1, 1)) > 0, "no rank waits forever"
+        assert step_length(schedule, steps, uniform_costs(schedule, 1, 1, 1)) > 0, "no rank waits forever"
 
 
 def test_a_covering_set_runs_without_a_deadlock():
@@ -102,11 +121,13 @@ def test_all_run_without_a_deadlock(p: int):
     check_all(schedules((p,), range(1, 5), range(1, 21)))
 
 
-def test_what_two_ranks_exchange():
+def test_messages_of_two_ranks():
     for schedule in (one_forward_one_backward(1, 3), interleaved(1, 2, 3), zero_bubble(1, 3)):
-        assert program(schedule) == [[Step(action) for action in schedule.ranks[0]]]  # one rank exchanges nothing
+        assert build_p2p_schedule(schedule) == [
+            [CommStep(action) for action in schedule.ranks[0]]
+        ]  # one rank exchanges nothing
     schedule = interleaved(2, 2, 3)
-    steps = program(schedule)
+    steps = build_p2p_schedule(schedule)
     sent = [message for own in steps for step in own for message in step.sends]
     assert len(sent) == len(set(sent)) == 2 * 3 * 3  # forwards and backwards, 3 borders, 3 micro-batches
     assert {message.kind for message in sent if message.destination == 0} == {"activation", "gradient"}
@@ -116,7 +137,7 @@ def test_what_two_ranks_exchange():
 @pytest.mark.parametrize("m", [4, 8, 16])
 @pytest.mark.parametrize("p", [2, 4])
 def test_no_rank_waits_for_a_partner_that_is_busy(p: int, m: int):
-    """Although it awaits its sends too, a step takes no longer than the published formula says."""
+    """Ranks wait for their sends, too, but a step takes no longer than the published formula."""
     for schedule in (one_forward_one_backward(p, m), interleaved(p, 2, m), interleaved(p, 4, m), zero_bubble(p, m)):
         ratios: dict[str, list[tuple[float, float, float]]] = {
             "1f1b": [(1, 1, 1), (1, 2, 3), (3, 1, 1)],
@@ -124,22 +145,24 @@ def test_no_rank_waits_for_a_partner_that_is_busy(p: int, m: int):
             "zero-bubble": [(1, 1, 1), (1, 1.2, 0.9), (2, 3, 1), (1, 0.5, 0.4)],
         }
         for ratio in ratios[schedule.name]:
-            found = length(schedule, program(schedule), equal_costs(schedule, *ratio))
+            found = step_length(schedule, build_p2p_schedule(schedule), uniform_costs(schedule, *ratio))
             assert found == pytest.approx(published_length(schedule, *ratio)), schedule
         if schedule.name == "interleaved":
-            recomputed = length(schedule, program(schedule, TICKS_OF_RECOMPUTE), equal_costs(schedule, 1, 2, 1))
+            recomputed = step_length(
+                schedule, build_p2p_schedule(schedule, RECOMPUTE_TICKS), uniform_costs(schedule, 1, 2, 1)
+            )
             assert recomputed == pytest.approx(published_length(schedule, 1, 2, 1)), schedule
 
 
 def test_planted_faults_are_found():
     schedule = one_forward_one_backward(2, 3)
 
-    def altered(rank: int, place: int, **changes: object) -> list[list[Step]]:
-        steps = program(schedule)
+    def altered(rank: int, place: int, **changes: object) -> list[list[CommStep]]:
+        steps = build_p2p_schedule(schedule)
         steps[rank][place] = replace(steps[rank][place], **changes)  # type: ignore[arg-type]
         return steps
 
-    good = program(schedule)
+    good = build_p2p_schedule(schedule)
     later = next(place for place, step in enumerate(good[1]) if step.receives and place)
     with pytest.raises(AssertionError, match="F of micro-batch 1 in chunk 0 lacks F of 0"):
         check(schedule, altered(1, later, receives=[]))
@@ -149,16 +172,16 @@ def test_planted_faults_are_found():
         check(schedule, altered(1, 0, receives=[*good[1][0].receives, replace(good[1][0].receives[0], micro_batch=1)]))
     with pytest.raises(AssertionError, match="actions of rank 0"):
         check(schedule, altered(0, 0, action=Action("F", 0, 1)))
-    # Rank 0 awaits gradient 0 before it sends activation 1, which rank 1 awaits before it makes gradient 0.
+    # Rank 0 waits for gradient 0 before it sends activation 1. Rank 1 needs activation 1 before it computes gradient 0.
     two = next(place for place, step in enumerate(good[0]) if step.receives)
     sooner = altered(0, two, receives=[])
     sooner[0][0] = replace(sooner[0][0], receives=good[0][two].receives)
     with pytest.raises(CycleError):
-        length(schedule, sooner, equal_costs(schedule, 1, 1, 1))
+        step_length(schedule, sooner, uniform_costs(schedule, 1, 1, 1))
 
 
 def test_when_each_action_runs():
-    table = timetable(one_forward_one_backward(2, 2), [Costs(1, 1, 1), Costs(2, 1, 1)])
+    table = timetable(one_forward_one_backward(2, 2), [StageCosts(1, 1, 1), StageCosts(2, 1, 1)])
     assert table.ranks == (
         (Span(0, 1), Span(1, 2), Span(5, 7), Span(9, 11)),
         (Span(1, 3), Span(3, 5), Span(5, 7), Span(7, 9)),
@@ -173,33 +196,33 @@ def test_a_step_is_as_long_as_published(p: int, m: int):
     for ratio in ((1, 1, 1), (1, 2, 0), (2, 1, 3)):
         t = sum(ratio)
         for v, schedule in ((1, one_forward_one_backward(p, m)), (2, interleaved(p, 2, m)), (4, interleaved(p, 4, m))):
-            found = timetable(schedule, equal_costs(schedule, *ratio)).length
+            found = timetable(schedule, uniform_costs(schedule, *ratio)).length
             assert found == pytest.approx((m + (p - 1) / v) * t) == published_length(schedule, *ratio)
     for forward, backward, weight in ((1, 1, 1), (1, 2, 1), (1, 1.2, 0.9), (2, 3, 1), (2, 2.5, 2)):
         schedule = zero_bubble(p, m)
-        found = timetable(schedule, equal_costs(schedule, forward, backward, weight)).length
+        found = timetable(schedule, uniform_costs(schedule, forward, backward, weight)).length
         expected = m * (forward + backward + weight) + (p - 1) * (forward + backward - weight)
         assert found == pytest.approx(expected) == published_length(schedule, forward, backward, weight)
 
 
-def test_the_bubble_is_the_share_of_waiting():
+def test_the_bubble_is_the_fraction_of_waiting():
     for schedule, bubble in ((one_forward_one_backward(4, 8), 3 / 11), (zero_bubble(4, 8), 1 / 9)):
-        assert timetable(schedule, equal_costs(schedule, 1, 1, 1)).bubble == pytest.approx(bubble)
+        assert timetable(schedule, uniform_costs(schedule, 1, 1, 1)).bubble == pytest.approx(bubble)
 
 
 @pytest.mark.parametrize("p", [1, 2, 4])
 @pytest.mark.parametrize("m", [1, 3, 4, 16])
-def test_what_the_ranks_keep(p: int, m: int):
-    assert kept(one_forward_one_backward(p, m)) == [min(p - rank, m) for rank in range(p)]
-    assert kept(zero_bubble(p, m), queued=0) == kept(one_forward_one_backward(p, m))
-    assert max(kept(zero_bubble(p, m))) == max(kept(one_forward_one_backward(p, m))) == min(p, m)
+def test_micro_batches_in_flight(p: int, m: int):
+    assert max_in_flight(one_forward_one_backward(p, m)) == [min(p - rank, m) for rank in range(p)]
+    assert max_in_flight(zero_bubble(p, m), queued=0) == max_in_flight(one_forward_one_backward(p, m))
+    assert max(max_in_flight(zero_bubble(p, m))) == max(max_in_flight(one_forward_one_backward(p, m))) == min(p, m)
 
 
-def test_what_the_ranks_keep_of_chunks():
-    """Megatron's warm-up of 2·(p − 1 − r) + (v − 1)·p forwards, and the one that is in hand."""
-    assert kept(interleaved(4, 2, 8)) == [11, 9, 7, 5]
-    assert kept(interleaved(2, 3, 2)) == [6, 5]
-    assert kept(zero_bubble(4, 8), queued=0.5) == [4, 3.5, 3, 2.5]
+def test_micro_batches_in_flight_with_chunks():
+    """These are Megatron's 2·(p − 1 − r) + (v − 1)·p warm-up forwards, and the current one."""
+    assert max_in_flight(interleaved(4, 2, 8)) == [11, 9, 7, 5]
+    assert max_in_flight(interleaved(2, 3, 2)) == [6, 5]
+    assert max_in_flight(zero_bubble(4, 8), queued=0.5) == [4, 3.5, 3, 2.5]
 
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -207,17 +230,17 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def test_text_lines_up_in_time():
     schedule = one_forward_one_backward(2, 3)
-    assert as_text(schedule, timetable(schedule, equal_costs(schedule, 1, 1, 1))) == [
+    assert render_text(schedule, timetable(schedule, uniform_costs(schedule, 1, 1, 1))) == [
         "rank 0  F0|F1|......B0===|F2|B1===|...B2===|",
         "rank 1  ...F0|B0===|F1|B1===|F2|B2===|......",
     ]
     schedule = zero_bubble(2, 2)
-    assert as_text(schedule, timetable(schedule, equal_costs(schedule, 2, 2, 1))) == [
+    assert render_text(schedule, timetable(schedule, uniform_costs(schedule, 2, 2, 1))) == [
         "rank 0  F0===|F1===|......B0===|W0|...B1===|W1|",
         "rank 1  ......F0===|B0===|F1===|B1===|W0|W1|...",
     ]
     schedule = interleaved(1, 2, 1)
-    assert as_text(schedule, timetable(schedule, equal_costs(schedule, 2, 2, 2))) == [
+    assert render_text(schedule, timetable(schedule, uniform_costs(schedule, 2, 2, 2))) == [
         "rank 0  F0a|F0b|B0b====|B0a====|",
     ]
 
@@ -233,8 +256,8 @@ def test_the_drawing_has_each_action_where_its_time_is(tmp_path: Path, monkeypat
     monkeypatch.setattr(Axes, "barh", watched)
     for schedule in (one_forward_one_backward(4, 8), interleaved(2, 3, 4), zero_bubble(3, 12)):
         bars.clear()
-        table = timetable(schedule, equal_costs(schedule, 1, 1.5, 0.7))
-        draw(schedule, table, "a < b & c", path := tmp_path / "drawn.svg")
+        table = timetable(schedule, uniform_costs(schedule, 1, 1.5, 0.7))
+        draw_timetable(schedule, table, "a < b & c", path := tmp_path / "drawn.svg")
         spans = [(rank, span.start, span.end - span.start) for rank, own in enumerate(table.ranks) for span in own]
         assert [bar[:3] for bar in bars] == spans
         kinds = [(action.kind, action.chunk) for actions in schedule.ranks for action in actions]

@@ -1,7 +1,7 @@
-"""What a rank sends in a step, counted for GPT-2 345M on 512 ranks, is what the tables of the page say.
+"""The bytes that a rank sends in a step of GPT-2 345M on 512 ranks equal the formulas in
+docs/explanation/parallelism.md.
 
-One process takes the part of one rank after the other. torch's fake process group moves nothing, and tensors have
-shapes alone.
+One process runs one rank after the other. torch's fake process group sends nothing, and tensors have only shapes.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from data_utils import BatchSchedule
 from megatron.gpt2.config import Config
 from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.monitor.timers import Timers
-from megatron.gpt2.train.engine import build_engine
 from megatron.gpt2.train.forward_backward import ForwardBackward
+from megatron.gpt2.train.train_state import build_train_state
 
 PAGE = Path(__file__).parents[4] / "docs" / "explanation" / "parallelism.md"
-T, P, D, M, B = 8, 4, 16, 3, 2  # sizes of the groups, micro-batches of a step, and samples of one
+T, P, D, M, B = 8, 4, 16, 3, 2  # sizes of the groups, micro-batches per step, micro-batch size
 MODEL = [
     *(
         "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 "
@@ -55,8 +55,8 @@ LAYOUTS = {
 STAGES = {"first": 0, "middle": 1, "last": P - 1}
 
 
-class Row(NamedTuple):
-    """One line of the page's tables: the bytes without the flag and with it."""
+class BytesRow(NamedTuple):
+    """A row of the page's tables: the bytes without and with the flag."""
 
     group: str
     rank: str
@@ -65,7 +65,7 @@ class Row(NamedTuple):
 
 
 class BytesSent(TorchDispatchMode):
-    """Bytes that this rank sends, by group, where rings do the collectives."""
+    """Counts the bytes that this rank sends, by group, if collectives use rings."""
 
     def __init__(self, parallel: mpu.ParallelState) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class BytesSent(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().partition("::")[2].partition(".")[0].strip("_")
         if name == "fused_adamw":
-            return None  # in place; torch knows no shapes for it
+            return None  # it works in place and has no meta kernel
         if func.namespace == "c10d":
             group = next(dist.ProcessGroup.unbox(x) for x in args if isinstance(x, torch.ScriptObject))
             whole = args[1] if name == "reduce_scatter_base" else args[0]
@@ -105,8 +105,8 @@ class BytesSent(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def joined(stage: int, replica: int) -> Iterator[mpu.ParallelState]:
-    """The groups of one rank of 512, the first one of its tensor group."""
+def fake_groups(stage: int, replica: int) -> Iterator[mpu.ParallelState]:
+    """Create the groups of one of 512 ranks, which is the first rank of its tensor-parallel group."""
     dist.init_process_group(
         "cpu:fake,meta:fake", rank=(stage * D + replica) * T, world_size=T * P * D, store=FakeStore()
     )
@@ -123,9 +123,9 @@ def config_of(flags: Sequence[str]) -> Config:
 
 
 def bytes_of_a_step(config: Config, parallel: mpu.ParallelState) -> dict[str, float]:
-    """What one training step sends, by group."""
+    """Return the bytes that this rank sends in a training step, by group."""
     dtype = torch.float32 if config.train.precision == "fp32" else torch.bfloat16
-    prepared: Any = SimpleNamespace(
+    context: Any = SimpleNamespace(
         config=config,
         device=META,
         dtype=dtype,
@@ -135,40 +135,41 @@ def bytes_of_a_step(config: Config, parallel: mpu.ParallelState) -> dict[str, fl
         batch_schedule=BatchSchedule.constant(1),
         global_batch_size=1,
     )
-    engine = build_engine(prepared, parallel, lambda line: None)
-    engine.model.train()
-    run_schedule = ForwardBackward(config.schedule, engine, parallel, Timers(torch.device("cpu")))
+    state = build_train_state(context, parallel, lambda line: None)
+    state.model.train()
+    run_schedule = ForwardBackward(config.pipeline_schedule, state, parallel, Timers(torch.device("cpu")))
     tokens = torch.zeros(B, 1024, dtype=torch.int64, device=META)
     micro_batch = {"tokens": tokens, "labels": tokens, "token_weight": tokens.float()}
     with BytesSent(parallel) as counted:
         run_schedule([micro_batch] * M)
-        engine.reducer.finish()
-        engine.optimizer.step()
+        state.reducer.finish()
+        state.optimizer.step()
     return dict(counted.sent)
 
 
-def rows_of_page() -> list[Row]:
-    """The lines of both tables."""
+def rows_of_page() -> list[BytesRow]:
+    """Return the rows of both tables of the page."""
     section = PAGE.read_text(encoding="utf-8").partition("\n## Bytes sent in a step\n")[2].partition("\n## ")[0]
     lines = [line.strip("|").split("|") for line in section.splitlines() if "| `" in line]
     return [
-        Row(*(cell.partition(";")[0].strip(" `") for cell in (group, rank, without, with_flag)))
+        BytesRow(*(cell.partition(";")[0].strip(" `") for cell in (group, rank, without, with_flag)))
         for group, rank, _, without, with_flag in lines
     ]
 
 
-def symbols(config: Config, stage: int, replica: int) -> dict[str, float]:
-    """The letters of the page for one rank. Neither the model nor its buffers are asked."""
+def formula_values(config: Config, stage: int, replica: int) -> dict[str, float]:
+    """Return the values of the letters in the page's formulas for one rank, without reading the model or its
+    buffers."""
     h, s, layers, padded = 1024, 1024, 24 // P, 50304
     partial = 6 * h * layers + (s * h if stage == 0 else 0) + (2 * h if stage == P - 1 else 0)
-    others = layers * 7 * h // T  # split biases, which have the last bucket together with the partial ones
+    others = layers * 7 * h // T  # split biases, which share the last bucket with partial gradients
     matrices, tied = layers * 12 * h * h // T, padded * h // T if stage in (0, P - 1) else 0
     parameters = matrices + tied + others + partial
-    bucket = others + partial + (0 if tied else matrices)  # the tied matrix parts the buckets
+    bucket = others + partial + (0 if tied else matrices)  # the tied matrix separates two buckets
     whole = math.ceil(bucket / (64 * D)) * 64 * D
     padding = whole - bucket
     partial += padding
-    if config.parallel.use_distributed_optimizer:  # this rank's part of the bucket, whose end is what is partial
+    if config.parallel.use_distributed_optimizer:  # partial gradients are at the end of the bucket
         share = whole // D
         partial = max(0, min(share, partial - (D - 1 - replica) * share))
     e = 4 if config.train.precision == "fp32" else 2
@@ -190,9 +191,9 @@ def symbols(config: Config, stage: int, replica: int) -> dict[str, float]:
     }
 
 
-def documented(config: Config, stage: int, replica: int) -> dict[str, float]:
-    """What the page says, by group."""
-    values = symbols(config, stage, replica)
+def documented_bytes(config: Config, stage: int, replica: int) -> dict[str, float]:
+    """Return the bytes that the page's formulas give, by group."""
+    values = formula_values(config, stage, replica)
     total: defaultdict[str, float] = defaultdict(float)
     ranks = {"every", *(name for name, place in STAGES.items() if place == stage)}
     sharded = config.parallel.use_distributed_optimizer
@@ -211,11 +212,11 @@ def documented(config: Config, stage: int, replica: int) -> dict[str, float]:
         ("sequence, zero-bubble", "first"),
     ],
 )
-def test_a_step_sends_what_the_page_says(layout: str, rank: str):
+def test_a_step_sends_the_documented_bytes(layout: str, rank: str):
     config, stage, replica = config_of(LAYOUTS[layout]), STAGES[rank], D - 1
-    with joined(stage, replica) as parallel:
+    with fake_groups(stage, replica) as parallel:
         counted = bytes_of_a_step(config, parallel)
-    assert counted == pytest.approx(documented(config, stage, replica), rel=1e-12)
+    assert counted == pytest.approx(documented_bytes(config, stage, replica), rel=1e-12)
     assert set(counted) >= {"tensor", "pipeline", "data"}
 
 

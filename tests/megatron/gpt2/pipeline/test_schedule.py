@@ -1,4 +1,4 @@
-"""What each rank does: layers on stages, the tables themselves, and the limits that a user meets."""
+"""Layers of pipeline stages, the tables of small schedules, and error messages for impossible flags."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from megatron.gpt2.pipeline.schedule import (
     Action,
-    Schedule,
+    PipelineSchedule,
     build_schedule,
     interleaved,
     layers_of_stages,
@@ -22,7 +22,7 @@ def sizes(*arguments: int | None) -> list[int]:
     return [len(layers) for layers in layers_of_stages(*arguments)]  # type: ignore[arg-type]
 
 
-def test_layers_are_dealt_out_evenly():
+def test_layers_are_distributed_evenly():
     assert layers_of_stages(4, 2) == [range(2), range(2, 4)]
     assert sizes(24, 4, 2) == [3] * 8
     assert sizes(6, 4) == [1, 2, 2, 1]
@@ -39,7 +39,7 @@ def test_layers_are_dealt_out_evenly():
             assert max(counts) - min(counts) <= 1 and counts[-1] == min(counts)
 
 
-def test_the_first_and_the_last_rank_are_given():
+def test_layers_of_the_first_and_last_rank_can_be_given():
     assert sizes(10, 4, 1, 1) == [1, 3, 3, 3]
     assert sizes(10, 4, 1, None, 1) == [3, 3, 3, 1]
     assert sizes(10, 4, 1, 2, 1) == [2, 4, 3, 1]
@@ -82,24 +82,24 @@ def test_the_first_and_the_last_rank_are_given():
         ),
     ],
 )
-def test_what_cannot_be_is_one_line_that_names_the_flag(arguments: tuple[int, ...], message: str):
+def test_impossible_layers_are_one_line_that_names_the_flag(arguments: tuple[int, ...], message: str):
     with pytest.raises(ValueError) as caught:
         layers_of_stages(*arguments)
     assert str(caught.value) == message
 
 
-def test_virtual_stages_hold_at_most_so_many_layers():
+def test_virtual_stages_have_at_most_the_given_layers():
     assert [virtual_stages(24, 4, size) for size in (1, 2, 3, 4, 6, 7)] == [6, 3, 2, 2, 1, 1]
     assert virtual_stages(6, 2, 2) == 2
     with pytest.raises(ValueError, match="--num-layers-per-virtual-pipeline-stage must be positive, not 0"):
         virtual_stages(6, 2, 0)
 
 
-def in_letters(schedule: Schedule) -> list[str]:
-    """A line for each rank: kind and micro-batch, and the chunk as a letter where there are several."""
+def as_letters(schedule: PipelineSchedule) -> list[str]:
+    """Return a line for each rank: kind and micro-batch of each action, and with several chunks the chunk's letter."""
     return [
         " ".join(
-            f"{action.kind}{action.micro_batch}{'abcd'[action.chunk] if schedule.chunks > 1 else ''}"
+            f"{action.kind}{action.micro_batch}{'abcd'[action.chunk] if schedule.num_chunks > 1 else ''}"
             for action in actions
         )
         for actions in schedule.ranks
@@ -107,24 +107,24 @@ def in_letters(schedule: Schedule) -> list[str]:
 
 
 def test_the_tables_of_small_pipelines():
-    assert in_letters(one_forward_one_backward(1, 3)) == ["F0 B0 F1 B1 F2 B2"]
-    assert in_letters(one_forward_one_backward(3, 4)) == [
+    assert as_letters(one_forward_one_backward(1, 3)) == ["F0 B0 F1 B1 F2 B2"]
+    assert as_letters(one_forward_one_backward(3, 4)) == [
         "F0 F1 F2 B0 F3 B1 B2 B3",
         "F0 F1 B0 F2 B1 F3 B2 B3",
         "F0 B0 F1 B1 F2 B2 F3 B3",
     ]
-    assert in_letters(one_forward_one_backward(3, 1)) == ["F0 B0"] * 3
-    assert in_letters(zero_bubble(3, 4)) == [
+    assert as_letters(one_forward_one_backward(3, 1)) == ["F0 B0"] * 3
+    assert as_letters(zero_bubble(3, 4)) == [
         "F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3",
         "F0 F1 B0 F2 B1 W0 F3 B2 W1 B3 W2 W3",
         "F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3",
     ]
-    assert in_letters(interleaved(2, 2, 3)) == [
+    assert as_letters(interleaved(2, 2, 3)) == [
         "F0a F1a F0b F1b F2a B0b B1b F2b B0a B1a B2b B2a",
         "F0a F1a F0b B0b F1b B1b F2a B0a B1a F2b B2b B2a",
     ]
     schedule = zero_bubble(3, 4)
-    assert (schedule.p, schedule.stages, schedule.splits_backward) == (3, 3, True)
+    assert (schedule.num_ranks, schedule.num_stages, schedule.splits_backward) == (3, 3, True)
     assert not interleaved(2, 2, 3).splits_backward
     assert interleaved(2, 3, 4).stage(1, 2) == 5
     assert str(Action("B", 1, 7)) == "B of micro-batch 7 in chunk 1"

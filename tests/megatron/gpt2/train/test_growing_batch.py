@@ -1,4 +1,5 @@
-"""A batch that grows is the same training as hand-made runs of one size each, and goes on in mid-ramp anywhere."""
+"""A run with a growing batch equals a sequence of runs with constant batch sizes. It can be resumed in any layout while
+the batch grows."""
 
 from __future__ import annotations
 
@@ -15,9 +16,10 @@ COMMON = (
     "--hidden-size 32 --hidden-dropout 0.1 --attention-dropout 0.1 --micro-batch-size 2 "
     "--lr-decay-style linear --override-opt-param-scheduler"
 )
-# 5 steps of 4, 2 of 8, then 12: borders at 18 and 36 samples. The rate is a line over 11 batches of 12.
+# 5 steps of 4 samples, 2 of 8, then 12. The size changes at 18 and 36 samples. The rate is linear over 11 batches of
+# 12.
 GROWING = f"{COMMON} --rampup-batch-size 4 4 36 --global-batch-size 12 --lr {PEAK} --lr-decay-iters 11"
-# (steps, size, where the same line of the rate would begin and end if all steps were of that size).
+# (steps, batch size, start and end of the same linear rate if all steps had this size).
 SEGMENTS = [(5, 4, PEAK, 33), (2, 8, PEAK * 38 / 33, 19), (3, 12, PEAK * 15 / 11, 15)]
 MOVED = [
     "--use-distributed-optimizer",
@@ -26,43 +28,47 @@ MOVED = [
 ]
 
 
-def moved(rank: int, world_size: int, folder: str, layouts: Sequence[str]) -> list[list[float]]:
-    """The losses of the steps after the checkpoint in mid-ramp, under each layout of two ranks."""
+def losses_after_resume(rank: int, world_size: int, folder: str, layouts: Sequence[str]) -> list[list[float]]:
+    """Return the losses after a checkpoint from the ramp-up, for each layout of two ranks."""
     losses = []
     for number, layout in enumerate(layouts):
         where = f"--load {folder}/growing --save {folder}/moved_{number}"
-        run = start(rank, world_size, folder, f"{GROWING} {where} {layout}")
-        assert (run.progress.iteration, run.progress.consumed_samples, run.samples_of_step) == (6, 28, 8)
-        losses.append(steps(run, 4)["loss"])
-        assert run.progress.consumed_samples == 72
-        finish(run)
+        trainer = start(rank, world_size, folder, f"{GROWING} {where} {layout}")
+        assert (trainer.progress.iteration, trainer.progress.consumed_samples, trainer.current_global_batch_size) == (
+            6,
+            28,
+            8,
+        )
+        losses.append(steps(trainer, 4)["loss"])
+        assert trainer.progress.consumed_samples == 72
+        finish(trainer)
     return losses
 
 
-def test_a_growing_batch_is_hand_made_segments_and_goes_on_under_other_layouts(tmp_path: Path):
+def test_a_growing_batch_equals_constant_runs_and_resumes_in_other_layouts(tmp_path: Path):
     write_text(tmp_path)
-    run = start(0, 1, tmp_path, f"{GROWING} --save {tmp_path}/growing")
-    assert (run.prepared.global_batch_size, run.prepared.micro_batches) == (12, 6)
-    seen = steps(run, 6)
-    assert run.save() is not None
-    seen = {key: seen[key] + after for key, after in steps(run, 4).items()}
-    assert run.progress.consumed_samples == 5 * 4 + 2 * 8 + 3 * 12
-    finish(run)
+    trainer = start(0, 1, tmp_path, f"{GROWING} --save {tmp_path}/growing")
+    assert (trainer.context.global_batch_size, trainer.context.num_microbatches) == (12, 6)
+    seen = steps(trainer, 6)
+    assert trainer.save() is not None
+    seen = {key: seen[key] + after for key, after in steps(trainer, 4).items()}
+    assert trainer.progress.consumed_samples == 5 * 4 + 2 * 8 + 3 * 12
+    finish(trainer)
     before = [0, 4, 8, 12, 16, 20, 28, 36, 48, 60]
     assert seen["rate"] == pytest.approx([PEAK * (1 - consumed / 12 / 11) for consumed in before], rel=1e-6)
 
     by_hand = []
     for number, (count, size, lr, end) in enumerate(SEGMENTS):
         flags = f"{COMMON} --global-batch-size {size} --lr {lr} --lr-decay-iters {end} --save {tmp_path}/{number}"
-        run = start(0, 1, tmp_path, flags + (f" --load {tmp_path}/{number - 1}" if number else ""))
-        by_hand += steps(run, count)["loss"]
-        assert run.save() is not None
-        finish(run)
+        trainer = start(0, 1, tmp_path, flags + (f" --load {tmp_path}/{number - 1}" if number else ""))
+        by_hand += steps(trainer, count)["loss"]
+        assert trainer.save() is not None
+        finish(trainer)
     assert seen["loss"] == pytest.approx(by_hand, rel=0, abs=1e-6)
     assert seen["loss"][-1] < seen["loss"][0] - 0.1
 
-    (again,) = moved(0, 1, str(tmp_path), [""])
+    (again,) = losses_after_resume(0, 1, str(tmp_path), [""])
     assert again == seen["loss"][6:]
-    for losses in run_ranks(moved, 2, str(tmp_path), MOVED):
+    for losses in run_ranks(losses_after_resume, 2, str(tmp_path), MOVED):
         for after in losses:
             assert after == pytest.approx(again, rel=0, abs=1e-5)

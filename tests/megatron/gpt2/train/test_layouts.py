@@ -1,5 +1,5 @@
-"""The layout is only a layout: with dropout the same losses from 1 to 4 ranks, split in every way, whatever the schedule,
-stages and micro-batches; the tied matrix is the same on both of its stages; evaluation and generation run on stages."""
+"""All layouts of 1 to 4 ranks have the same losses with dropout, for every pipeline schedule and micro-batch size. The
+tied matrix is equal on its two stages. Evaluation and generation work with pipeline stages."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch.distributed as dist
 
 from megatron.gpt2.generate.generation import Continuation, generate
 from megatron.gpt2.generate.sampling import Sampling
-from megatron.gpt2.generate.scoring import score, windows_over
-from megatron.gpt2.model.gpt2 import TIED
+from megatron.gpt2.generate.scoring import score_windows, sliding_windows
+from megatron.gpt2.model.gpt2 import TIED_WEIGHT
 from megatron.gpt2.optimizer.optimizer import MOMENTS
 from megatron.gpt2.train.evaluate import evaluate
-from megatron.gpt2.train.run import Run
+from megatron.gpt2.train.trainer import Trainer
 from tests.distributed import run_ranks
-from tests.megatron.gpt2.train.training_runs import finish, start, state, steps, whole_weights, write_text
+from tests.megatron.gpt2.train.training_runs import finish, snapshot, start, steps, whole_weights, write_text
 
 FLAGS = "--global-batch-size 8 --attention-dropout 0.1 --hidden-dropout 0.1 --hidden-size 64 --split 80,20"
 SEQUENCE, SHARDED, ZERO_2 = "--sequence-parallel", "--use-distributed-optimizer", "--zero-stage 2"
@@ -29,8 +29,8 @@ ZERO_BUBBLE, TWO_CHUNKS = "--pipeline-schedule zero-bubble", "--num-virtual-stag
 DDP, SPLIT_INPUTS = "--DDP-impl torch", "--partition-activations"
 
 
-class Layout(NamedTuple):
-    """micro: samples of a micro-batch; a rank has 8 / (data · micro) of them in a step."""
+class LayoutCase(NamedTuple):
+    """micro: the micro-batch size. A step has 8 / (data · micro) micro-batches per rank."""
 
     tensor: int
     pipeline: int
@@ -52,41 +52,41 @@ class Layout(NamedTuple):
 
 
 QUICK = [
-    Layout(1, 1, 1, 4, FULL),
-    Layout(1, 1, 2, 4, SHARDED),
-    Layout(1, 1, 2, 2, DDP),
-    Layout(1, 2, 1, 2),
-    Layout(1, 2, 1, 1, f"{TWO_CHUNKS} {FULL}"),
-    Layout(1, 2, 1, 2, ZERO_BUBBLE),
-    Layout(1, 2, 1, 8, TWO_CHUNKS, layers=6),
-    Layout(1, 3, 1, 2, ZERO_BUBBLE),
-    Layout(1, 3, 1, 1, "--decoder-first-pipeline-num-layers 1", layers=6),
-    Layout(2, 1, 2, 4, f"{SEQUENCE} {SHARDED} {SELECTIVE}"),
-    Layout(4, 1, 1, 8),
-    Layout(2, 2, 1, 2, f"{SEQUENCE} {ZERO_BUBBLE}"),
-    Layout(1, 2, 2, 1, f"{SHARDED} {TWO_CHUNKS}"),
-    Layout(1, 4, 1, 2),
+    LayoutCase(1, 1, 1, 4, FULL),
+    LayoutCase(1, 1, 2, 4, SHARDED),
+    LayoutCase(1, 1, 2, 2, DDP),
+    LayoutCase(1, 2, 1, 2),
+    LayoutCase(1, 2, 1, 1, f"{TWO_CHUNKS} {FULL}"),
+    LayoutCase(1, 2, 1, 2, ZERO_BUBBLE),
+    LayoutCase(1, 2, 1, 8, TWO_CHUNKS, layers=6),
+    LayoutCase(1, 3, 1, 2, ZERO_BUBBLE),
+    LayoutCase(1, 3, 1, 1, "--decoder-first-pipeline-num-layers 1", layers=6),
+    LayoutCase(2, 1, 2, 4, f"{SEQUENCE} {SHARDED} {SELECTIVE}"),
+    LayoutCase(4, 1, 1, 8),
+    LayoutCase(2, 2, 1, 2, f"{SEQUENCE} {ZERO_BUBBLE}"),
+    LayoutCase(1, 2, 2, 1, f"{SHARDED} {TWO_CHUNKS}"),
+    LayoutCase(1, 4, 1, 2),
 ]
 # With product up to 8 in 371f5f5:benchmarks/layouts.py.
 WIDE = [
-    Layout(1, 1, 1, 2),
-    Layout(2, 1, 1, 8, SELECTIVE),
-    Layout(2, 1, 1, 2),
-    Layout(2, 1, 1, 4, SEQUENCE),
-    Layout(1, 1, 2, 1, FULL),
-    Layout(1, 1, 2, 4, DDP),
-    Layout(1, 1, 2, 1, DDP),
-    Layout(1, 1, 2, 2, ZERO_2),
-    Layout(2, 1, 2, 1),
-    Layout(2, 1, 2, 1, f"{ZERO_2} {FULL} {SPLIT_INPUTS}"),
-    Layout(4, 1, 1, 4, f"{SEQUENCE} {FULL}"),
+    LayoutCase(1, 1, 1, 2),
+    LayoutCase(2, 1, 1, 8, SELECTIVE),
+    LayoutCase(2, 1, 1, 2),
+    LayoutCase(2, 1, 1, 4, SEQUENCE),
+    LayoutCase(1, 1, 2, 1, FULL),
+    LayoutCase(1, 1, 2, 4, DDP),
+    LayoutCase(1, 1, 2, 1, DDP),
+    LayoutCase(1, 1, 2, 2, ZERO_2),
+    LayoutCase(2, 1, 2, 1),
+    LayoutCase(2, 1, 2, 1, f"{ZERO_2} {FULL} {SPLIT_INPUTS}"),
+    LayoutCase(4, 1, 1, 4, f"{SEQUENCE} {FULL}"),
     *(
-        Layout(1, 2, 1, micro, f"{schedule} {more}", layers)
+        LayoutCase(1, 2, 1, micro, f"{schedule} {more}", layers)
         for layers, micro, more in ((4, 1, FULL), (6, 2, ""), (6, 8, FULL), (4, 4, ""))
         for schedule in ("", TWO_CHUNKS, ZERO_BUBBLE)
     ),
     *(
-        Layout(tensor, pipeline, data, micro, f"{schedule} {more}", 6)
+        LayoutCase(tensor, pipeline, data, micro, f"{schedule} {more}", 6)
         for tensor, pipeline, data, micro, more in (
             (2, 2, 1, 2, f"{SEQUENCE} {FULL}"),
             (1, 2, 2, 1, SHARDED),
@@ -105,26 +105,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(rank: int, world_size: int, folder: str, layouts: list[Layout], count: int) -> list[dict[str, Any]]:
-    """Each layout: initial weights of this stage, losses, and whether both stages' tied matrices are the same."""
+def train(rank: int, world_size: int, folder: str, layouts: list[LayoutCase], count: int) -> list[dict[str, Any]]:
+    """Return for each layout the initial weights of this stage, the losses, and whether the two copies of the tied
+    matrix are equal."""
     found = []
     for number, layout in enumerate(layouts):
-        run = start(rank, world_size, folder, f"{layout.command} --save {folder}/{world_size}_{number}")
-        initial = whole_weights(run)
-        seen = steps(run, count)
-        tied = tied_state(run)
-        finish(run)
+        trainer = start(rank, world_size, folder, f"{layout.command} --save {folder}/{world_size}_{number}")
+        initial = whole_weights(trainer)
+        seen = steps(trainer, count)
+        tied = tied_state(trainer)
+        finish(trainer)
         found.append({"initial": initial, "tied": tied, **seen})
     return found
 
 
-def tied_state(run: Run) -> list[bool]:
-    """Whether the weight, its master and its moments are equal on the first and the last stage."""
-    group, own = run.parallel.embedding_group, state(run)
+def tied_state(trainer: Trainer) -> list[bool]:
+    """Return whether the tied weight, its master and its moments are equal on the first and the last stage."""
+    group, own = trainer.parallel.embedding_group, snapshot(trainer)
     if group is None:
         return []
     equal = []
-    for name in (TIED, f"master.{TIED}", *(f"{moment}.{TIED}" for moment in MOMENTS)):
+    for name in (TIED_WEIGHT, f"master.{TIED_WEIGHT}", *(f"{moment}.{TIED_WEIGHT}" for moment in MOMENTS)):
         both = [torch.empty_like(own[name]) for _ in range(2)]
         dist.all_gather(both, own[name].contiguous(), group=group)
         equal.append(torch.equal(*both) and bool(both[0].any()))
@@ -133,15 +134,15 @@ def tied_state(run: Run) -> list[bool]:
 
 @pytest.fixture(scope="module")
 def references(folder: Path) -> dict[int, dict[str, Any]]:
-    """Of one process, by the number of layers."""
-    layouts = [Layout(1, 1, 1, 8, layers=layers) for layers in (4, 6)]
+    """Return results of a single process, by the number of layers."""
+    layouts = [LayoutCase(1, 1, 1, 8, layers=layers) for layers in (4, 6)]
     results = dict(zip((4, 6), run_ranks(train, 1, str(folder), layouts, 30)[0], strict=True))
     for result in results.values():
         assert result["loss"][0] - result["loss"][-1] >= 0.5, "the run must learn something, or equality shows nothing"
     return results
 
 
-def assert_same(folder: Path, layouts: list[Layout], references: dict[int, dict[str, Any]], count: int) -> None:
+def assert_same(folder: Path, layouts: list[LayoutCase], references: dict[int, dict[str, Any]], count: int) -> None:
     by_rank = run_ranks(train, layouts[0].world_size, str(folder), layouts, count, timeout=900)
     for layout, results in zip(layouts, map(list, zip(*by_rank, strict=True)), strict=True):
         reference, names = references[layout.layers], set()
@@ -153,7 +154,7 @@ def assert_same(folder: Path, layouts: list[Layout], references: dict[int, dict[
             assert result["norm"] == pytest.approx(reference["norm"][:count], rel=1e-4), layout
             assert all(result["tied"]), layout
         assert names == reference["initial"].keys()
-        # The first and the last stage have one, and middle ones none.
+        # The first and the last stage have a tied matrix, middle stages have none.
         expected = 2 * layout.tensor * layout.data if layout.pipeline > 1 else 0
         assert sum(bool(result["tied"]) for result in results) == expected, layout
 
@@ -172,7 +173,7 @@ def test_losses_of_30_steps_over_all_layouts(folder: Path, references: dict[int,
 
 @pytest.mark.wide
 def test_both_tied_matrices_are_equal_after_100_steps(folder: Path) -> None:
-    layouts = [Layout(1, 2, 2, 1), Layout(1, 2, 2, 1, f"{SHARDED} --precision bf16")]
+    layouts = [LayoutCase(1, 2, 2, 1), LayoutCase(1, 2, 2, 1, f"{SHARDED} --precision bf16")]
     for results in run_ranks(train, 4, str(folder), layouts, 100, timeout=600):
         assert all(result["tied"] == [True] * 4 for result in results)
 
@@ -180,15 +181,15 @@ def test_both_tied_matrices_are_equal_after_100_steps(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("precision", "loss", "norm"),
     [
-        # One unit roundoff (bf16 rounds at 2^-9 relatively, fp16 at 2^-12) on a loss that averages over thousands of
-        # roundings, and four on the norm, which no average helps.
+        # One unit roundoff (2^-9 for bf16, 2^-12 for fp16) for a loss, which averages over thousands of roundings. Four
+        # for the norm, in which errors do not average out.
         ("bf16", 2**-9, 4 * 2**-9),
         ("fp16", 2**-12, 4 * 2**-12),
     ],
 )
-def test_sixteen_bits_stay_near(folder: Path, references: dict[int, Any], precision: str, loss: float, norm: float):
+def test_16_bit_losses_are_close(folder: Path, references: dict[int, Any], precision: str, loss: float, norm: float):
     for tensor in (1, 2):
-        layout = Layout(tensor, 1, 1, 8, f"--precision {precision} --initial-loss-scale 1024")
+        layout = LayoutCase(tensor, 1, 1, 8, f"--precision {precision} --initial-loss-scale 1024")
         for (result,) in run_ranks(train, tensor, str(folder), [layout], 30):
             assert not any(result["skipped"])
             assert result["loss"] == pytest.approx(references[4]["loss"], rel=loss)
@@ -197,22 +198,22 @@ def test_sixteen_bits_stay_near(folder: Path, references: dict[int, Any], precis
 
 
 def sixteen_bits(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    """bf16 over two stages, and fp16 in which one gradient of the last stage is not finite in the third step."""
-    flags = Layout(1, 2, 1, 2).command
-    run = start(rank, world_size, folder, f"{flags} --precision bf16 --save {folder}/bf16")
-    bf16 = steps(run, 5)["loss"]
-    finish(run)
+    """Train bf16 over two stages, and fp16 with a gradient of the last stage that is not finite in the third step."""
+    flags = LayoutCase(1, 2, 1, 2).command
+    trainer = start(rank, world_size, folder, f"{flags} --precision bf16 --save {folder}/bf16")
+    bf16 = steps(trainer, 5)["loss"]
+    finish(trainer)
     more = f"--precision fp16 --initial-loss-scale 1024 --hysteresis 1 --save {folder}/fp16"
-    run = start(rank, world_size, folder, f"{flags} {more}")
-    before = steps(run, 2)
+    trainer = start(rank, world_size, folder, f"{flags} {more}")
+    before = steps(trainer, 2)
     if rank == 1:
-        _, parameter = next((n, p) for n, p in run.engine.model.named_parameters() if n.endswith("dense.bias"))
+        _, parameter = next((n, p) for n, p in trainer.state.model.named_parameters() if n.endswith("dense.bias"))
         handle = parameter.register_hook(lambda gradient: gradient * torch.inf)
-    third = steps(run, 1)
+    third = steps(trainer, 1)
     if rank == 1:
         handle.remove()
-    after = steps(run, 2)
-    finish(run)
+    after = steps(trainer, 2)
+    finish(trainer)
     return {
         "bf16": bf16,
         "skipped": [*before["skipped"], *third["skipped"], *after["skipped"]],
@@ -226,45 +227,45 @@ def test_all_stages_skip_a_step_that_overflows_on_one(folder: Path, references: 
         assert result["bf16"] == pytest.approx(references[4]["loss"][:5], rel=2**-8)
 
 
-def read_and_write(rank: int, world_size: int, folder: str, layouts: list[Layout]) -> list[dict[str, Any]]:
-    """An evaluation, a greedy continuation and scores of a run after two steps."""
+def evaluate_and_generate(rank: int, world_size: int, folder: str, layouts: list[LayoutCase]) -> list[dict[str, Any]]:
+    """Return a validation loss, a greedy continuation and token scores of a run after two steps."""
     found = []
     for number, layout in enumerate(layouts):
         save = f"--save {folder}/read_{world_size}_{number}"
-        run = start(rank, world_size, folder, f"{layout.command} --eval-iters 2 {save}")
-        steps(run, 2)
-        assert run.data.splits.valid is not None
-        loss = evaluate(run, run.data.splits.valid, "valid", 12)
-        run.engine.gatherer.wait()
+        trainer = start(rank, world_size, folder, f"{layout.command} --eval-iters 2 {save}")
+        steps(trainer, 2)
+        assert trainer.data.splits.valid is not None
+        loss = evaluate(trainer, trainer.data.splits.valid, "valid", 12)
+        trainer.state.param_gather.wait()
         texts = [
             Continuation([5, 6, 7], Sampling(temperature=0, max_new_tokens=9)),
             Continuation([9] * 11, Sampling(temperature=0, max_new_tokens=40)),
         ]
         scored = Continuation(list(range(3, 14)), Sampling(max_new_tokens=0), score_prompt=True)
-        generate(run.engine.model, run.data.tokenizer, [*texts, scored])
-        ids = run.data.splits.valid.rows(torch.arange(2).numpy()).ravel()
-        scores = score(run.engine.model, windows_over(ids, 32, 16), batch_size=2)
-        finish(run)
+        generate(trainer.state.model, trainer.data.tokenizer, [*texts, scored])
+        ids = trainer.data.splits.valid.rows(torch.arange(2).numpy()).ravel()
+        scores = score_windows(trainer.state.model, sliding_windows(ids, 32, 16), batch_size=2)
+        finish(trainer)
         found.append(
             {
                 "loss": loss,
                 "texts": [text.ids for text in texts],
                 "nats": scores.nats.tolist(),
                 "prompt": [math.log(token.probability) for token in scored.prompt_tokens],
-                "leads": run.parallel.model_parallel_rank == 0,
+                "leads": trainer.parallel.model_parallel_rank == 0,
                 "greedy": scores.greedy.tolist(),
             }
         )
     return found
 
 
-def test_evaluation_generation_and_scores_are_those_of_one_rank(folder: Path) -> None:
-    ((expected,),) = run_ranks(read_and_write, 1, str(folder), [Layout(1, 1, 1, 2)])
+def test_evaluation_generation_and_scores_equal_one_rank(folder: Path) -> None:
+    ((expected,),) = run_ranks(evaluate_and_generate, 1, str(folder), [LayoutCase(1, 1, 1, 2)])
     for world_size, layouts in (
-        (2, [Layout(1, 2, 1, 2), Layout(1, 2, 1, 2, TWO_CHUNKS)]),
-        (4, [Layout(2, 2, 1, 2, SEQUENCE), Layout(1, 2, 2, 2)]),
+        (2, [LayoutCase(1, 2, 1, 2), LayoutCase(1, 2, 1, 2, TWO_CHUNKS)]),
+        (4, [LayoutCase(2, 2, 1, 2, SEQUENCE), LayoutCase(1, 2, 2, 2)]),
     ):
-        by_rank = run_ranks(read_and_write, world_size, str(folder), layouts, timeout=200)
+        by_rank = run_ranks(evaluate_and_generate, world_size, str(folder), layouts, timeout=200)
         for layout, results in zip(layouts, map(list, zip(*by_rank, strict=True)), strict=True):
             for result in results:
                 assert result["loss"].lm_loss == pytest.approx(expected["loss"].lm_loss, rel=1e-5), layout

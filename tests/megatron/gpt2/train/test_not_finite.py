@@ -1,4 +1,5 @@
-"""After too many skipped steps the line names the rank and the tensor that came first; each rank's state is kept."""
+"""After too many skipped steps, the error names the first tensor that is not finite and its rank. Each rank writes its
+state to a file."""
 
 from __future__ import annotations
 
@@ -19,36 +20,36 @@ FLAGS = (
 DOWN, UP = (f"transformer.layers.1.mlp.dense_{name}.weight" for name in ("4h_to_h", "h_to_4h"))
 
 
-def ended_by(rank: int, world: int, folder: str, flags: list[str], save: str, fault: Fault) -> str:
+def error_of_run(rank: int, world: int, folder: str, flags: list[str], save: str, fault: Fault) -> str:
     plant(fault)
-    run = start(rank, world, folder, [*FLAGS, "--save", f"{folder}/{save}", *flags])
+    trainer = start(rank, world, folder, [*FLAGS, "--save", f"{folder}/{save}", *flags])
     try:
-        train(run)
+        train(trainer)
     except FloatingPointError as error:
         return str(error)
     finally:
-        finish(run)
+        finish(trainer)
     return ""
 
 
-def two(rank: int, world: int, folder: str) -> list[str]:
+def errors_of_two_runs(rank: int, world: int, folder: str) -> list[str]:
     of_gradient, of_weight = partial(nan, name=UP), partial(break_weight, name=DOWN)
     return [
-        ended_by(rank, world, folder, ["--use-distributed-optimizer"], "data", Fault(of_gradient, 1, 2)),
-        ended_by(rank, world, folder, ["--model-parallel-size", "2"], "tensor", Fault(of_gradient, 1, 2)),
-        ended_by(rank, world, folder, ["--pipeline-model-parallel-size", "2"], "stages", Fault(of_gradient, 1, 2)),
-        ended_by(rank, world, folder, ["--model-parallel-size", "2"], "weight", Fault(of_weight, 0, 2)),
+        error_of_run(rank, world, folder, ["--use-distributed-optimizer"], "data", Fault(of_gradient, 1, 2)),
+        error_of_run(rank, world, folder, ["--model-parallel-size", "2"], "tensor", Fault(of_gradient, 1, 2)),
+        error_of_run(rank, world, folder, ["--pipeline-model-parallel-size", "2"], "stages", Fault(of_gradient, 1, 2)),
+        error_of_run(rank, world, folder, ["--model-parallel-size", "2"], "weight", Fault(of_weight, 0, 2)),
     ]
 
 
 def test_the_line_names_rank_and_tensor(tmp_path: Path) -> None:
     write_text(tmp_path, 1000)
-    first, second = run_ranks(two, 2, str(tmp_path))
+    first, second = run_ranks(errors_of_two_runs, 2, str(tmp_path))
     assert first == second  # all ranks agree
     for line, save in zip(first[:3], ("data", "tensor", "stages"), strict=True):
         assert line.startswith("2 steps in a row had a gradient that is not finite (loss scale 1, learning rate "), line
-        assert f"first of all rank 1 had a gradient of {UP} that was not (the state is in {tmp_path}/{save}/" in line
-    assert f"first of all rank 0 had a weight of {DOWN} that was not" in first[3]
+        assert f"the first such tensor is the gradient of {UP} on rank 1 (the state is in {tmp_path}/{save}/" in line
+    assert f"the first such tensor is the weight of {DOWN} on rank 0" in first[3]
     for rank in range(2):
         path = tmp_path / "data" / "incidents" / f"not_finite_0000004_rank_{rank:05d}.json"
         state = json.loads(path.read_text())

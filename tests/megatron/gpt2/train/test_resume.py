@@ -1,4 +1,4 @@
-"""The same command gives the same bits again; so does one that stops at 6 of 12 steps, loads and continues."""
+"""The same command gives bit-identical results again. So does a run that stops after 6 of 12 steps and is resumed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 import data_utils.tokenizers
 import mpu
 from data_utils import build_tokenizer
-from data_utils.tokenizers.gpt2 import BUILTIN_FILE, builtin_tokenizer, byte_alphabet
-from megatron.gpt2.train.run import Run
+from data_utils.tokenizers.gpt2 import BUILTIN_FILE, builtin_tokenizer, bytes_to_unicode
 from megatron.gpt2.train.train_step import train_step
+from megatron.gpt2.train.trainer import Trainer
 from mpu import kernels
 from tests.distributed import run_ranks
-from tests.megatron.gpt2.train.training_runs import finish, start, state, steps, write_text
+from tests.megatron.gpt2.train.training_runs import finish, snapshot, start, steps, write_text
 
 SHARDED = "--use-distributed-optimizer"
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
@@ -27,24 +27,24 @@ DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 def straight_twice_and_resumed(rank: int, world_size: int, folder: str, flags: str) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name in ("straight", "again"):
-        run = start(rank, world_size, folder, f"--save {folder}/{name} {flags}")
+        trainer = start(rank, world_size, folder, f"--save {folder}/{name} {flags}")
         assert torch.are_deterministic_algorithms_enabled() == ("--deterministic" in flags)
-        results[name] = steps(run, 12), state(run)
-        finish(run)
+        results[name] = steps(trainer, 12), snapshot(trainer)
+        finish(trainer)
 
-    run = start(rank, world_size, folder, f"--save {folder}/resumed {flags}")
-    first = steps(run, 6)
-    run.save()
-    steps(run, 1)  # while --async-save writes; a step after the save must not matter
-    run.checkpoints.saver.finish()
-    assert run.checkpoints.saver.saved_iteration == 6
-    finish(run)
-    torch.manual_seed(99)  # whatever happens to the generators in between must not matter
-    run = start(rank, world_size, folder, f"--save {folder}/resumed --load {folder}/resumed {flags}")
-    assert run.progress.iteration == 6
-    second = steps(run, 6)
-    results["resumed"] = {key: first[key] + second[key] for key in first}, state(run)
-    finish(run)
+    trainer = start(rank, world_size, folder, f"--save {folder}/resumed {flags}")
+    first = steps(trainer, 6)
+    trainer.save()
+    steps(trainer, 1)  # while --async-save writes; a step after the save must not matter
+    trainer.checkpoints.saver.finish()
+    assert trainer.checkpoints.saver.saved_iteration == 6
+    finish(trainer)
+    torch.manual_seed(99)  # changes of the generators before the resume must not matter
+    trainer = start(rank, world_size, folder, f"--save {folder}/resumed --load {folder}/resumed {flags}")
+    assert trainer.progress.iteration == 6
+    second = steps(trainer, 6)
+    results["resumed"] = {key: first[key] + second[key] for key in first}, snapshot(trainer)
+    finish(trainer)
     return results
 
 
@@ -81,19 +81,20 @@ def test_resume_is_bit_identical(tmp_path: Path, model_parallel: int, data_paral
         assert len(seen["loss"]) == 12 and clean[-1] < clean[0]
         for other in ("again", "resumed"):
             other_seen, other_tensors = results[other]
-            assert repr(other_seen) == repr(seen), other  # NaN, of a skipped step, equals itself here
+            # repr, because the NaN of a skipped step is not equal to itself
+            assert repr(other_seen) == repr(seen), other
             assert other_tensors.keys() == tensors.keys()
             for name, tensor in tensors.items():
                 assert torch.equal(other_tensors[name], tensor), (other, name)
 
 
 def masks(rank: int, world_size: int, folder: str) -> tuple[list[bool], list[bool]]:
-    """Which elements the first two dropouts of a step drop: the embedding's, and a layer's attention output."""
+    """Return the elements that the first two dropouts of a step drop: of the embedding, and of a layer's attention."""
     flags = f"{DROPOUT} --dropout-rng torch --save {folder}/masks --model-parallel-size {world_size // 2}"
-    run = start(rank, world_size, folder, flags)
-    own_seed = 1234 + (run.parallel.data_parallel_rank << 16)
+    trainer = start(rank, world_size, folder, flags)
+    own_seed = 1234 + (trainer.parallel.data_parallel_rank << 16)
     assert torch.initial_seed() == own_seed
-    tracked = torch.Generator().manual_seed(own_seed + 2718 + run.parallel.tensor_model_parallel_rank).get_state()
+    tracked = torch.Generator().manual_seed(own_seed + 2718 + trainer.parallel.tensor_model_parallel_rank).get_state()
     assert torch.equal(mpu.get_cuda_rng_tracker().get_states()["model-parallel-rng"], tracked)
     drawn: list[torch.Tensor] = []
     dropout = kernels.dropout
@@ -105,14 +106,14 @@ def masks(rank: int, world_size: int, folder: str) -> tuple[list[bool], list[boo
 
     kernels.dropout = spy  # type: ignore[assignment]
     try:
-        train_step(run)
+        train_step(trainer)
     finally:
         kernels.dropout = dropout
-    finish(run)
+    finish(trainer)
     return drawn[0].flatten().tolist()[:400], drawn[1].flatten().tolist()[:400]
 
 
-def test_masks_of_torchs_generators_differ_between_data_parallel_ranks_alone(tmp_path: Path):
+def test_masks_of_torchs_generators_differ_only_between_data_parallel_ranks(tmp_path: Path):
     write_text(tmp_path)
     two = run_ranks(masks, 2, str(tmp_path))
     assert all(any(mask) for masks_of_rank in two for mask in masks_of_rank)
@@ -123,20 +124,21 @@ def test_masks_of_torchs_generators_differ_between_data_parallel_ranks_alone(tmp
 
 
 def test_a_fresh_optimizer_resumes_bit_identically(tmp_path: Path):
-    """After --no-load-optim the moments are younger than the schedule; both ages are saved. Weights come unrounded."""
+    """After --no-load-optim the moments have seen fewer steps than the learning rate schedule. Both counts are saved.
+    The weights are loaded from the masters."""
     write_text(tmp_path)
-    run = start(0, 1, tmp_path, f"--precision bf16 --save {tmp_path}/first")
-    steps(run, 5)
-    masters = torch.cat(run.engine.flat.masters)
-    run.save()
-    finish(run)
+    trainer = start(0, 1, tmp_path, f"--precision bf16 --save {tmp_path}/first")
+    steps(trainer, 5)
+    masters = torch.cat(trainer.state.buffer.masters)
+    trainer.save()
+    finish(trainer)
 
-    def second(save: str, more: str = "") -> Run:
+    def second(save: str, more: str = "") -> Trainer:
         return start(0, 1, tmp_path, f"--precision bf16 --save {tmp_path}/{save} {more}")
 
     fresh = f"--load {tmp_path}/first --no-load-optim"
     straight = second("straight", fresh)
-    assert torch.equal(torch.cat(straight.engine.flat.masters), masters)
+    assert torch.equal(torch.cat(straight.state.buffer.masters), masters)
     expected = steps(straight, 6)["loss"]
     finish(straight)
     stopped = second("stopped", fresh)
@@ -146,28 +148,28 @@ def test_a_fresh_optimizer_resumes_bit_identically(tmp_path: Path):
     resumed = second("stopped")
     assert resumed.progress.iteration == 8
     assert seen + steps(resumed, 3)["loss"] == expected
-    assert torch.equal(torch.cat(resumed.engine.flat.masters), torch.cat(straight.engine.flat.masters))
+    assert torch.equal(torch.cat(resumed.state.buffer.masters), torch.cat(straight.state.buffer.masters))
     finish(resumed)
 
 
 def test_a_checkpoint_of_an_older_shipped_vocabulary_keeps_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The vocabulary that the project ships may change; no run of the old one takes the new one unasked."""
+    """The built-in vocabulary may change. A run with the old one keeps it."""
     write_text(tmp_path)
     flags = f"--tokenizer-type builtin --load {tmp_path}/save"
     old = tmp_path / "old.json"
-    old.write_text(json.dumps([*byte_alphabet(), "in", "th"]))
+    old.write_text(json.dumps([*bytes_to_unicode(), "in", "th"]))
     with monkeypatch.context() as then:
         then.setattr(data_utils.tokenizers, "builtin_tokenizer", lambda path=None: builtin_tokenizer(path or old))
-        run = start(0, 1, tmp_path, "--tokenizer-type builtin")
-        before = run.data.tokenizer
-        steps(run, 1)
-        run.save()
-        finish(run)
-    run = start(0, 1, tmp_path, flags)
-    assert run.progress.iteration == 1
-    assert (run.data.tokenizer.fingerprint, run.data.tokenizer.vocab_size) == (before.fingerprint, 259)
+        trainer = start(0, 1, tmp_path, "--tokenizer-type builtin")
+        before = trainer.data.tokenizer
+        steps(trainer, 1)
+        trainer.save()
+        finish(trainer)
+    trainer = start(0, 1, tmp_path, flags)
+    assert trainer.progress.iteration == 1
+    assert (trainer.data.tokenizer.fingerprint, trainer.data.tokenizer.vocab_size) == (before.fingerprint, 259)
     assert before.fingerprint != build_tokenizer("builtin").fingerprint
-    finish(run)
+    finish(trainer)
     shipped = resources.files("data_utils.tokenizers").joinpath(BUILTIN_FILE).read_bytes()
     (tmp_path / "save" / "tokenizer" / BUILTIN_FILE).write_bytes(shipped)
     with pytest.raises(ValueError, match="the tokenizer's files are not those that were saved there"):

@@ -1,4 +1,4 @@
-"""Small training runs for tests: a text, flags, and steps that return what every rank saw."""
+"""Small training runs for tests: a text, flags, and functions that start, train and finish a run."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import mpu
 from megatron.gpt2 import device as devices
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.config.arguments import parse
-from megatron.gpt2.dist.gathering import sum_over_replicas
-from megatron.gpt2.dist.ranks import Ranks
-from megatron.gpt2.train.run import Run, build_run
-from megatron.gpt2.train.setup import Log, PreparedRun, prepare_run
+from megatron.gpt2.dist.gathering import sum_over_data_and_pipeline
+from megatron.gpt2.dist.ranks import RankInfo
+from megatron.gpt2.train.setup import Log, RunContext, build_context
 from megatron.gpt2.train.train_step import train_step
+from megatron.gpt2.train.trainer import Trainer, build_trainer
 
 SMALL = (
     "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --max-position-embeddings 32 "
@@ -28,7 +28,7 @@ SMALL = (
     "--hidden-dropout 0 --make-vocab-size-divisible-by 8"
 ).split()
 
-# A model of that size without a run around it.
+# The same model without a training run.
 SHAPE = ModelConfig(
     num_layers=2,
     hidden_size=128,
@@ -42,7 +42,7 @@ SHAPE = ModelConfig(
 
 
 def write_text(folder: Path, words: int = 6000) -> Path:
-    """A text with something to learn: words of a small vocabulary, some of which follow each other."""
+    """Write a text that a model can learn from: words of a small vocabulary, in partly predictable order."""
     draw = random.Random(0)
     vocabulary = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(2, 8))) for _ in range(60)]
     text, word = [], 0
@@ -54,53 +54,57 @@ def write_text(folder: Path, words: int = 6000) -> Path:
     return path
 
 
-def prepared(folder: str | Path, flags: str | Sequence[str], ranks: Ranks, log: Log = lambda line: None) -> PreparedRun:
-    """What a rank decides by itself of a run in `folder` (text.txt lies there), as the command line would make it."""
+def make_context(
+    folder: str | Path, flags: str | Sequence[str], rank_info: RankInfo, log: Log = lambda line: None
+) -> RunContext:
+    """Return the context of a run with these flags in `folder`, which contains text.txt."""
     words = flags.split() if isinstance(flags, str) else flags
     where = ["--train-data", f"{folder}/text.txt", "--data-cache-path", f"{folder}/cache", "--save", f"{folder}/save"]
-    return prepare_run(parse([*SMALL, *where, *words]), ranks, log)
+    return build_context(parse([*SMALL, *where, *words]), rank_info, log)
 
 
-def start(rank: int, world_size: int, folder: str | Path, flags: str | Sequence[str]) -> Run:
-    """A run in `folder`, as the command line would make it."""
-    with mock.patch.object(devices, "_measured_gemm", return_value=1e12):  # which takes 0.3 s
-        run = build_run(prepared(folder, flags, Ranks(rank, world_size, rank, world_size)), lambda line: None)
-    run.engine.model.train()
-    return run
+def start(rank: int, world_size: int, folder: str | Path, flags: str | Sequence[str]) -> Trainer:
+    """Build the trainer of a run with these flags in `folder`."""
+    with mock.patch.object(devices, "_measure_gemm_flops", return_value=1e12):  # the measurement takes 0.3 s
+        trainer = build_trainer(
+            make_context(folder, flags, RankInfo(rank, world_size, rank, world_size)), lambda line: None
+        )
+    trainer.state.model.train()
+    return trainer
 
 
-def steps(run: Run, count: int) -> dict[str, Any]:
-    """`count` steps: loss, gradient norm, loss scale and skips of each."""
+def steps(trainer: Trainer, count: int) -> dict[str, Any]:
+    """Train `count` steps. Return loss, gradient norm, loss scale, learning rate and skip of each step."""
     seen: dict[str, Any] = {"loss": [], "norm": [], "scale": [], "skipped": [], "rate": []}
     for _ in range(count):
-        run.progress.loss_sum.zero_()
-        seen["scale"].append(run.engine.optimizer.scaler.scale.item())
-        seen["rate"].append(run.engine.optimizer.learning_rate.item())
-        train_step(run)
-        run.progress.step(run.samples_of_step)
-        seen["loss"].append(sum_over_replicas([run.progress.loss_sum], run.parallel).item())
-        seen["norm"].append(run.engine.optimizer.grad_norm.item())
-        seen["skipped"].append(bool(run.engine.optimizer.found_inf))
+        trainer.progress.loss_sum.zero_()
+        seen["scale"].append(trainer.state.optimizer.scaler.scale.item())
+        seen["rate"].append(trainer.state.optimizer.learning_rate.item())
+        train_step(trainer)
+        trainer.progress.step(trainer.current_global_batch_size)
+        seen["loss"].append(sum_over_data_and_pipeline([trainer.progress.loss_sum], trainer.parallel).item())
+        seen["norm"].append(trainer.state.optimizer.grad_norm.item())
+        seen["skipped"].append(bool(trainer.state.optimizer.found_inf))
     return seen
 
 
-def finish(run: Run) -> None:
-    run.engine.gatherer.wait()
-    run.close()
+def finish(trainer: Trainer) -> None:
+    trainer.state.param_gather.wait()
+    trainer.close()
 
 
-def state(run: Run) -> dict[str, Tensor]:
-    """This rank's weights and what it owns of the optimizer's state, copied."""
-    run.engine.gatherer.wait()
-    tensors = {name: p.detach().clone() for name, p in run.engine.model.named_parameters()}
-    return tensors | {f"{s.kind}.{s.name}": s.values.clone() for s in run.engine.optimizer.tensors()}
+def snapshot(trainer: Trainer) -> dict[str, Tensor]:
+    """Return copies of this rank's weights and of its shard of the optimizer's state."""
+    trainer.state.param_gather.wait()
+    tensors = {name: p.detach().clone() for name, p in trainer.state.model.named_parameters()}
+    return tensors | {f"{s.kind}.{s.name}": s.values.clone() for s in trainer.state.optimizer.state_shards()}
 
 
-def whole_weights(run: Run) -> dict[str, Tensor]:
-    """The true weights of the model, or of this rank's stage of it, merged over its tensor-parallel group."""
-    run.engine.gatherer.wait()
-    specs, parallel, whole = mpu.partition_specs(run.engine.model), run.parallel, {}
-    for name, parameter in run.engine.model.named_parameters():
+def whole_weights(trainer: Trainer) -> dict[str, Tensor]:
+    """Return the weights of the model, or of this pipeline stage, merged over the tensor-parallel group."""
+    trainer.state.param_gather.wait()
+    specs, parallel, whole = mpu.partition_specs(trainer.state.model), trainer.parallel, {}
+    for name, parameter in trainer.state.model.named_parameters():
         tensor = parameter.detach().contiguous()
         shards = [torch.empty_like(tensor) for _ in range(parallel.tensor_model_parallel_size)]
         if len(shards) > 1:

@@ -1,5 +1,4 @@
-"""Exact layers: the same bits at every tensor-parallel size, near those of the plain layers; their sums one by one, the
-reducer's order, and the flags for which none of this can hold."""
+"""Bitwise-reproducible layouts: the layers, their sums, the reducer's order, and the flags that they exclude."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ import mpu
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.extensions.exact import exact_modules, exact_squared_norm, tree_sum
-from megatron.gpt2.extensions.exact.reducer import Leaves, in_order, of_rank, sums_after_each, sums_kept
+from megatron.gpt2.extensions.exact.reducer import LeafRange, max_waiting_sums, merge_sums, odd_factor, sums_of_rank
 from megatron.gpt2.extensions.exact.sums import sum_of_products
 from megatron.gpt2.model.gpt2 import GPT2Model, layer_config
 from tests.distributed import run_ranks
@@ -38,11 +37,11 @@ CASES = [
 
 
 def gradients(
-    rank: int, world_size: int, cases: list[tuple[torch.dtype, bool, str, bool]], parts: int | None = 4
+    rank: int, world_size: int, cases: list[tuple[torch.dtype, bool, str, bool]], virtual_ranks: int | None = 4
 ) -> list[tuple[float, dict[str, tuple[Tensor, int | None]]]]:
-    """Of each case the loss, and of each parameter this rank's gradient and the dimension that is split."""
+    """Return for each case the loss, and for each parameter this rank's gradient and its split dimension."""
     mpu.initialize_model_parallel(world_size)
-    modules = exact_modules(parts) if parts else mpu.PLAIN_MODULES
+    modules = exact_modules(virtual_ranks) if virtual_ranks else mpu.DEFAULT_SUBMODULES
     draw = torch.Generator().manual_seed(3)
     tokens, labels = (torch.randint(0, 500, (3, 32), generator=draw) for _ in range(2))
     found = []
@@ -60,12 +59,12 @@ def gradients(
         more: dict[str, Any] = {}
         if by_document:
             more = {
-                "documents": mpu.Documents(tokens, int(tokens[0, 11]), "cpu"),
+                "documents": mpu.PackedSeqParams(tokens, int(tokens[0, 11]), "cpu"),
                 "positions": torch.randint(0, 32, (3, 32), generator=torch.Generator().manual_seed(4)),
             }
         loss = model(tokens, labels, torch.full((3, 32), 1 / 96), samples=torch.arange(3), **more)
         loss.backward()
-        if not parts:
+        if not virtual_ranks:
             mpu.sum_sequence_parallel_grads(model.parameters())
         specs = mpu.partition_specs(model)
         found.append(
@@ -104,8 +103,8 @@ def test_no_bit_depends_on_the_tensor_parallel_size() -> None:
                 assert all(same), f"{world_size} ranks, {case}: {name}"
 
 
-def test_a_sum_is_that_of_its_subtrees() -> None:
-    """2^j ranks that hold successive terms get the bits of one rank, as long as 2^j divides their number."""
+def test_a_tree_sum_is_the_sum_of_its_subtrees() -> None:
+    """2^j ranks with successive terms get the bits of one rank if 2^j divides the number of terms."""
     torch.manual_seed(0)
     for count in (1, 2, 3, 4, 6, 8, 12, 16):
         terms = [torch.randn(1000).mul_(10.0 ** random.Random(n).randint(-3, 3)) for n in range(count)]
@@ -118,7 +117,7 @@ def test_a_sum_is_that_of_its_subtrees() -> None:
             ranks *= 2
         assert (whole - torch.stack(terms).double().sum(0)).norm() <= 1e-6 * torch.stack(terms).norm()
     for term in terms:
-        assert tree_sum([term]) is term  # and so nothing may write into it
+        assert tree_sum([term]) is term  # callers must not write into the result
     halves = [torch.tensor([1.0, 2**-9], dtype=torch.bfloat16)] * 2
     assert tree_sum(halves).dtype == torch.float32
 
@@ -133,11 +132,11 @@ def test_products_are_rounded_once_and_summed_in_float32() -> None:
 
 
 @pytest.mark.parametrize("block", [1, 16, 64])
-def test_the_norm_is_the_same_however_the_gradients_are_cut(block: int) -> None:
+def test_the_norm_does_not_depend_on_the_sharding(block: int) -> None:
     torch.manual_seed(0)
     mpu.initialize_model_parallel(1)
     cpu, draw = torch.device("cpu"), random.Random(0)
-    for power in (0, 3, 8):  # a gradient's largest element is up to 10^8 times another one
+    for power in (0, 3, 8):  # elements of a gradient differ by factors of up to 10^8
         grads = torch.randn(64 * 500) * 10 ** (-power * torch.rand(64 * 500))
         one = exact_squared_norm([grads], [], cpu, block=block)
         assert one.dtype == torch.float64
@@ -155,8 +154,8 @@ def test_the_norm_is_the_same_however_the_gradients_are_cut(block: int) -> None:
         assert exact_squared_norm([grads], [], cpu, block=block) == torch.inf
 
 
-def joined(terms: list[Tensor], states: list[list[Leaves]]) -> list[Tensor]:
-    """The sums that are left of `terms` when those are added that the tree adds. states: from `sums_after_each`."""
+def merge_tensors(terms: list[Tensor], states: list[list[LeafRange]]) -> list[Tensor]:
+    """Add adjacent terms where the tree does, and return the remaining sums. states: from `merge_sums`."""
     left: list[Tensor] = []
     for term, sums in zip(terms, states[1:], strict=True):
         while len(left) >= len(sums):
@@ -165,24 +164,26 @@ def joined(terms: list[Tensor], states: list[list[Leaves]]) -> list[Tensor]:
     return left
 
 
-def test_every_number_of_ranks_has_the_bits_of_one() -> None:
+def test_any_number_of_ranks_gives_the_bits_of_one_rank() -> None:
     torch.manual_seed(0)
     for count in (1, 2, 3, 5, 6, 8, 12, 16, 24, 30, 36):
         leaves = list(torch.randn(count, 500).mul_(torch.logspace(-3, 3, 500)).unbind())
         for ranks in (size for size in range(1, count + 1) if count % size == 0):
-            size, states = count // ranks, [of_rank(rank, count // ranks, ranks) for rank in range(ranks)]
-            sent = [x for rank in range(ranks) for x in joined(leaves[rank * size : (rank + 1) * size], states[rank])]
-            everything = sums_after_each([sums for state in states for sums in state[-1]], in_order(count))
+            size, states = count // ranks, [sums_of_rank(rank, count // ranks, ranks) for rank in range(ranks)]
+            sent = [
+                x for rank in range(ranks) for x in merge_tensors(leaves[rank * size : (rank + 1) * size], states[rank])
+            ]
+            everything = merge_sums([sums for state in states for sums in state[-1]], odd_factor(count))
             assert everything[-1] == [(0, count)]
-            (whole,) = joined(sent, everything)
+            (whole,) = merge_tensors(sent, everything)
             assert torch.equal(whole, tree_sum(leaves)), (count, ranks)
 
 
-def test_how_many_sums_are_sent_and_kept() -> None:
-    assert [len(of_rank(rank, 4, 3)[-1]) for rank in range(3)] == [2, 3, 2]  # 12 leaves, in blocks of 3
-    assert all(len(of_rank(rank, 6, ranks)[-1]) == 1 for ranks in (1, 2, 4) for rank in range(ranks))
-    assert [sums_kept(count) for count in (1, 2, 3, 4, 6, 8, 12)] == [0, 1, 0, 2, 1, 3, 2]
-    assert sums_kept(4, 3) >= 2
+def test_number_of_partial_sums_sent_and_stored() -> None:
+    assert [len(sums_of_rank(rank, 4, 3)[-1]) for rank in range(3)] == [2, 3, 2]  # 12 leaves, in blocks of 3
+    assert all(len(sums_of_rank(rank, 6, ranks)[-1]) == 1 for ranks in (1, 2, 4) for rank in range(ranks))
+    assert [max_waiting_sums(count) for count in (1, 2, 3, 4, 6, 8, 12)] == [0, 1, 0, 2, 1, 3, 2]
+    assert max_waiting_sums(4, 3) >= 2
 
 
 FLAGS = "--num-attention-heads 8 --hidden-size 64 --ffn-hidden-size 256 --seq-length 64 --max-position-embeddings 96 "
@@ -194,18 +195,18 @@ REFUSED = {
     "--exact-layouts 4 --ffn-hidden-size 258": "--ffn-hidden-size 258 is not divisible by --exact-layouts 4",
     "--exact-layouts 4 --seq-length 66": "--seq-length 66 is not divisible by --exact-layouts 4",
     "--exact-layouts 4 --make-vocab-size-divisible-by 2": "--make-vocab-size-divisible-by 2 is not divisible by --exact",
-    "--exact-layouts 4 --compile": "--exact-layouts and --compile: a compiler chooses the order of sums; leave one ",
-    "--exact-layouts 4 --DDP-impl torch": "--exact-layouts and --DDP-impl torch: torch's DDP adds in its own order",
-    "--exact-layouts 4 --grad-reduce-in-bf16": "--exact-layouts and --grad-reduce-in-bf16: another number of ranks ",
-    "--exact-layouts 4 --zero-stage 2": "--exact-layouts and --shard-gradients (--zero-stage 2): it adds up ranks ",
+    "--exact-layouts 4 --compile": "--exact-layouts and --compile: the compiler chooses the order of sums; leave one",
+    "--exact-layouts 4 --DDP-impl torch": "--exact-layouts and --DDP-impl torch: torch's DDP sums in a different order",
+    "--exact-layouts 4 --grad-reduce-in-bf16": "--exact-layouts and --grad-reduce-in-bf16: rounding to bf16 depends on",
+    "--exact-layouts 4 --zero-stage 2": "--exact-layouts and --shard-gradients (--zero-stage 2): it sums over ranks ",
     "--exact-layouts 4 --use-distributed-optimizer --shard-gradients": "--exact-layouts and --shard-gradients (--ze",
-    "--exact-layouts 4 --dropout-rng torch": "--exact-layouts and --dropout-rng torch: each rank would drop others; "
+    "--exact-layouts 4 --dropout-rng torch": "--exact-layouts and --dropout-rng torch: its masks depend on the layout; "
     "leave one out, or give --hidden-dropout 0 --attention-dropout 0",
 }
 
 
 @pytest.mark.parametrize("flags", REFUSED)
-def test_what_it_cannot_hold_for_is_one_line(flags: str) -> None:
+def test_unsupported_flags_end_in_one_line(flags: str) -> None:
     with pytest.raises(ValueError) as error:
         parse(f"{FLAGS}{flags}".split()).config.batch_schedule(3)
     assert str(error.value).startswith(REFUSED[flags]) and "\n" not in str(error.value)
@@ -220,5 +221,5 @@ def test_what_it_cannot_hold_for_is_one_line(flags: str) -> None:
         "--model-parallel-size 2 --pipeline-model-parallel-size 2 --global-batch-size 12",
     ],
 )
-def test_what_it_holds_for(flags: str) -> None:
+def test_supported_flags(flags: str) -> None:
     parse(f"{FLAGS} --micro-batch-size 1 --exact-layouts 4 {flags}".split()).config.batch_schedule(8)

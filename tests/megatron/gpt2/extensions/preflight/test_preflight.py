@@ -1,4 +1,4 @@
-"""tools/preflight.py finds each of these defects, planted on one rank of two, and nothing if there is none."""
+"""tools/preflight.py finds each of these defects on one rank of two, and reports nothing without a defect."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 
 from data_utils import IndexedDatasetBuilder
-from data_utils.files import take_lock
+from data_utils.files import try_lock
 from megatron.gpt2.config.arguments import parse
-from megatron.gpt2.dist.ranks import Ranks
+from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.extensions.plan import hook
 from megatron.gpt2.extensions.preflight import command as preflight
-from megatron.gpt2.extensions.preflight.command import Finding, Row, judge, table
+from megatron.gpt2.extensions.preflight.command import CheckResult, Finding, combine_findings, result_table
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import SMALL, finish, start, write_text
 
@@ -41,16 +41,16 @@ def wrong_reduce(tensor: torch.Tensor, *args: Any, **options: Any) -> None:
         tensor.view(-1)[5] += 1
 
 
-def little(device: torch.device, local_world_size: int) -> tuple[int, str]:
+def little_memory(device: torch.device, local_world_size: int) -> tuple[int, str]:
     return 1 << 20, "of this test"
 
 
 Patches = list[tuple[Any, str, Any]]  # on rank 1 only
-# name: flags of all ranks, flags of rank 1, patches, the row, what it must say
+# name: flags of all ranks, flags of rank 1, patches, the row, pattern of its text
 DEFECTS: dict[str, tuple[str, str, Patches, str, str]] = {
     "nothing": ("", "", [], "", ""),
-    "another torch": ("", "", [(torch, "__version__", "9.9")], "versions", r"torch 9\.9 on rank 1 "),
-    "other code": ("", "", [(preflight, "code_hash", lambda: "x")], "code", "source files x on rank 1 "),
+    "a different torch": ("", "", [(torch, "__version__", "9.9")], "versions", r"torch 9\.9 on rank 1 "),
+    "different code": ("", "", [(preflight, "code_hash", lambda: "x")], "code", "source files x on rank 1 "),
     "a wrong product": (
         "",
         "",
@@ -65,13 +65,13 @@ DEFECTS: dict[str, tuple[str, str, Patches, str, str]] = {
         "tensor group",
         "rank 1 .*: all_reduce gave wrong values",
     ),
-    "a skewed clock": ("", "", [(time, "time", lambda: NOW() + 30)], "clocks", r"rank 1 .* 30\.\d s before most"),
+    "a skewed clock": ("", "", [(time, "time", lambda: NOW() + 30)], "clocks", r"rank 1 .* 30\.\d s ahead of most"),
     "a full disk": (
         "",
         "",
         [(shutil, "disk_usage", lambda path: mock.Mock(free=1_000_000))],
         "save folder",
-        r"rank 1 .*MB to come, 1\.0 MB free.*--keep-last",
+        r"rank 1 .*MB needed, 1\.0 MB free.*--keep-last",
     ),
     "a folder that cannot be written": (
         "",
@@ -80,26 +80,26 @@ DEFECTS: dict[str, tuple[str, str, Patches, str, str]] = {
         "save folder",
         "rank 1 .* cannot be written",
     ),
-    "a folder that another run has": ("--save {folder}/taken", "", [], "save folder", "taken is in use by"),
-    "other data on a rank": ("", "--train-data {folder}/other.txt", [], "data", r"training data \S+ on rank 1 "),
+    "a folder that another run uses": ("--save {folder}/taken", "", [], "save folder", "taken is in use by"),
+    "different data on a rank": ("", "--train-data {folder}/other.txt", [], "data", r"training data \S+ on rank 1 "),
     "a damaged index": ("--data-path {folder}/damaged", "", [], "flags", r"^--data-path: \S+damaged\.idx is damaged"),
     "too few samples": ("--global-batch-size 4096", "", [], "data", "^[^:]+ samples, fewer than a batch of 4,096"),
     "too little memory": (
         "",
         "",
-        [(preflight, "available", little), (hook, "available", little)],
+        [(preflight, "available_memory", little_memory), (hook, "available_memory", little_memory)],
         "memory",
-        "rank 1 .*MB are expected per rank and 1 MB are there",
+        "rank 1 .*MB are expected per rank, and 1 MB are available",
     ),
     "a world that cannot be divided": (
         "--model-parallel-size 3 --num-attention-heads 3 --hidden-size 96",
         "",
         [],
         "flags",
-        "2 ranks is not divisible by --model-parallel-size 3",
+        "--model-parallel-size 3 needs a multiple of 3 ranks",
     ),
-    "other flags on a rank": ("", "--lr 1e-2", [], "flags", r"--lr 0\.01 on rank 1 "),
-    "a checkpoint of another shape": (
+    "different flags on a rank": ("", "--lr 1e-2", [], "flags", r"--lr 0\.01 on rank 1 "),
+    "a checkpoint of a different shape": (
         "--save {folder}/stale --hidden-size 64",
         "",
         [],
@@ -109,9 +109,9 @@ DEFECTS: dict[str, tuple[str, str, Patches, str, str]] = {
 }
 
 
-def look(rank: int, world_size: int, folder: str) -> dict[str, list[Row]]:
+def results_of_defects(rank: int, world_size: int, folder: str) -> dict[str, list[CheckResult]]:
     found = {}
-    with mock.patch.object(preflight, "WRITTEN", 1 << 20):
+    with mock.patch.object(preflight, "WRITE_TEST_BYTES", 1 << 20):
         for name, (flags, own, patches, _, _) in DEFECTS.items():
             line = f"--data-cache-path {folder}/cache --save {folder}/save --train-iters 20 --model-parallel-size 2"
             if "--data-path" not in flags:
@@ -120,7 +120,7 @@ def look(rank: int, world_size: int, folder: str) -> dict[str, list[Row]]:
             with ExitStack() as stack:
                 for target, attribute, new in patches * rank:
                     stack.enter_context(mock.patch.object(target, attribute, new))
-                found[name] = preflight.look(parse(words), Ranks(rank, world_size, rank, world_size))
+                found[name] = preflight.run_checks(parse(words), RankInfo(rank, world_size, rank, world_size))
     return found
 
 
@@ -134,18 +134,18 @@ def test_each_planted_defect_is_found(tmp_path: Path) -> None:
     index = bytearray((tmp_path / "damaged.idx").read_bytes())
     index[-1] = 9
     (tmp_path / "damaged.idx").write_bytes(index)
-    run = start(0, 1, str(tmp_path), ["--save", f"{tmp_path}/stale"])
-    run.save()
-    finish(run)
+    trainer = start(0, 1, str(tmp_path), ["--save", f"{tmp_path}/stale"])
+    trainer.save()
+    finish(trainer)
     (tmp_path / "taken").mkdir()
     before = {path.name for path in tmp_path.iterdir()}
     with open(tmp_path / "taken/lock", "a+b") as lock:
-        assert take_lock(lock)
+        assert try_lock(lock)
         lock.write(b"process 7 on a machine\n")
         lock.flush()
-        first, second = run_ranks(look, 2, str(tmp_path))
-    assert first == second, "the ranks would end with other exit codes"
-    assert {path.name for path in tmp_path.iterdir()} == before | {"cache"}, "it left something behind"
+        first, second = run_ranks(results_of_defects, 2, str(tmp_path))
+    assert first == second, "the ranks would end with different exit codes"
+    assert {path.name for path in tmp_path.iterdir()} == before | {"cache"}, "a check left a file"
     for name, (_, _, _, where, said) in DEFECTS.items():
         odd = [row for row in first[name] if row.fix]
         if not where:
@@ -156,21 +156,28 @@ def test_each_planted_defect_is_found(tmp_path: Path) -> None:
 
 
 def test_findings_of_many_ranks_are_compared() -> None:
-    """The odd one of four is named, whichever it is, and of two the other than rank 0."""
+    """The rank that differs is named. If two ranks differ from each other, rank 1 is named."""
     hosts = dict(enumerate("aabb"))
-    well = Finding("torch 2, numpy 1", "install", alike={"torch": "2", "numpy": "1"})
-    assert judge("versions", dict.fromkeys(hosts, well), hosts) == Row("versions", "torch 2, numpy 1")
+    well = Finding("torch 2, numpy 1", "install", must_match={"torch": "2", "numpy": "1"})
+    assert combine_findings("versions", dict.fromkeys(hosts, well), hosts) == CheckResult(
+        "versions", "torch 2, numpy 1"
+    )
     wrong = well._replace(problem="is broken")
     for odd, host in hosts.items():
-        old = dict.fromkeys(hosts, well) | {odd: well._replace(alike={"torch": "2", "numpy": "0"})}
-        expected = f"numpy 0 on rank {odd} ({host}), unlike the others"
-        assert judge("versions", old, hosts) == Row("versions", expected, "install")
+        old = dict.fromkeys(hosts, well) | {odd: well._replace(must_match={"torch": "2", "numpy": "0"})}
+        expected = f"numpy 0 on rank {odd} ({host}), different from the others"
+        assert combine_findings("versions", old, hosts) == CheckResult("versions", expected, "install")
         bad = dict.fromkeys(hosts, well) | {odd: wrong}
-        assert judge("versions", bad, hosts).text == f"rank {odd} ({host}): is broken"
-    assert "on rank 1 (a)" in judge("versions", {0: well, 1: well._replace(alike={"torch": "3"})}, hosts).text
-    assert judge("versions", dict.fromkeys(hosts, wrong), hosts) == Row("versions", "is broken", "install")
-    rows = [Row("a", "well"), Row("long name", "not well", "mend it")]
-    assert list(table(rows)) == ["  a          ok   well", "  long name  FIX  not well", " " * 18 + "mend it"]
+        assert combine_findings("versions", bad, hosts).text == f"rank {odd} ({host}): is broken"
+    assert (
+        "on rank 1 (a)"
+        in combine_findings("versions", {0: well, 1: well._replace(must_match={"torch": "3"})}, hosts).text
+    )
+    assert combine_findings("versions", dict.fromkeys(hosts, wrong), hosts) == CheckResult(
+        "versions", "is broken", "install"
+    )
+    rows = [CheckResult("a", "well"), CheckResult("long name", "not well", "correct it")]
+    assert list(result_table(rows)) == ["  a          ok   well", "  long name  FIX  not well", " " * 18 + "correct it"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -178,8 +185,8 @@ def test_products_are_exact_in_every_precision(dtype: torch.dtype) -> None:
     assert preflight.product_problem(torch.device("cpu"), dtype) == ""
 
 
-def test_the_program(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """From the command line, with ranks of its own."""
+def test_program(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The program starts its own ranks."""
     line = f"--data-cache-path {tmp_path}/cache --save {tmp_path}/save --train-iters 20 --nproc-per-node 2"
     flags = [*SMALL, "--train-data", str(write_text(tmp_path)), *line.split()]
     assert preflight.main([*flags, "--model-parallel-size", "2"]) == 0

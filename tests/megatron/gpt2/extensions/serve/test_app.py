@@ -1,4 +1,4 @@
-"""The server in this process, as OpenAI's own client and as bad clients see it."""
+"""Test the server in this process with OpenAI's client and with bad clients."""
 
 from __future__ import annotations
 
@@ -31,11 +31,10 @@ if TYPE_CHECKING:
 for library in ("starlette", "uvicorn"):
     pytest.importorskip(library, reason=f"{library} is not installed: the extra [serve] brings it")
 
-import uvicorn  # noqa: E402
-
+from megatron.gpt2.extensions.serve import connections  # noqa: E402
 from megatron.gpt2.extensions.serve.app import Service  # noqa: E402
 from megatron.gpt2.extensions.serve.batching import Batcher  # noqa: E402
-from megatron.gpt2.extensions.serve.request import Offer, token_name  # noqa: E402
+from megatron.gpt2.extensions.serve.request import ServedModel, token_name  # noqa: E402
 
 pytestmark = needs("openai", extra="dev")
 
@@ -55,13 +54,13 @@ def model() -> Iterator[GPT2Model]:
 
 
 @dataclasses.dataclass
-class Served:
+class RunningServer:
     port: int
     log: list[str]
 
     @property
     def client(self) -> openai.OpenAI:
-        import openai  # which takes seconds: not at the start of every test process
+        import openai  # slow to import, so not at the start of every test process
 
         return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=240)
 
@@ -75,23 +74,23 @@ class Served:
             return response.status, json.loads(response.read())
 
     def wait_until(self, texts: int) -> None:
-        """Until so many are written or wait: 0 never comes where a continuation goes on that nobody reads."""
+        """Wait until this number of texts is running or waiting. 0 shows that abandoned texts were cancelled."""
         deadline = time.monotonic() + 240
         while (found := self.send("GET", "/health")[1]["texts"]) != texts:
-            assert time.monotonic() < deadline, f"{found} texts are written or wait, and not {texts}"
+            assert time.monotonic() < deadline, f"{found} texts are running or waiting, not {texts}"
             time.sleep(0.01)
 
 
 @contextlib.contextmanager
 def serving(
     model: GPT2Model, tokenizer: Tokenizer = TOKENIZER, *, texts: int = 64, seconds: float = 60.0
-) -> Iterator[Served]:
+) -> Iterator[RunningServer]:
     log: list[str] = []
-    offer = Offer("tiny", tokenizer, context=32, max_tokens=100_000, texts=32, body_bytes=1 << 16)
-    batcher = Batcher(offer.texts)
-    service = Service(offer, batcher, texts, seconds, log.append)
+    served = ServedModel("tiny", tokenizer, context=32, max_tokens=100_000, max_texts=32, max_body_bytes=1 << 16)
+    batcher = Batcher(served.max_texts)
+    service = Service(served, batcher, texts, seconds, log.append, ["Gpt2.example"])
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(service.app(), lifespan="off", log_config=None, http="h11"))
+    server = connections.build_server(service.app())
     threads = [
         threading.Thread(target=batcher.run, args=[Generator(model, tokenizer)]),
         threading.Thread(target=server.run, kwargs={"sockets": [listener]}),
@@ -99,7 +98,7 @@ def serving(
     for thread in threads:
         thread.start()
     try:
-        yield Served(listener.getsockname()[1], log)
+        yield RunningServer(listener.getsockname()[1], log)
     finally:
         batcher.stop()
         threads[0].join()
@@ -108,14 +107,14 @@ def serving(
 
 
 @pytest.fixture(scope="module")
-def served(model: GPT2Model) -> Iterator[Served]:
+def served(model: GPT2Model) -> Iterator[RunningServer]:
     with serving(model) as served:
         yield served
 
 
 @pytest.fixture
 def alone(model: GPT2Model) -> Callable[..., list[int]]:
-    """What the generator makes of a prompt that has it for itself."""
+    """Return a function that generates the text of one prompt without the server."""
 
     def alone(prompt: str, **settings: Any) -> list[int]:
         c = Continuation(TOKENIZER.encode(prompt), Sampling(**settings))
@@ -125,7 +124,7 @@ def alone(model: GPT2Model) -> Callable[..., list[int]]:
     return alone
 
 
-def test_openai_client(served: Served, alone: Any) -> None:
+def test_openai_client(served: RunningServer, alone: Any) -> None:
     answer = served.ask(max_tokens=40, temperature=0, logprobs=3)
     ids = alone("Once", max_new_tokens=40, temperature=0)
     choice = answer.choices[0]
@@ -142,8 +141,8 @@ def test_openai_client(served: Served, alone: Any) -> None:
     assert entry.id == "tiny" and served.client.models.retrieve("tiny") == entry
 
 
-def test_probabilities_are_the_models(served: Served, model: GPT2Model) -> None:
-    """They come before the temperature, and whatever the client's number of likeliest tokens."""
+def test_probabilities_are_the_models(served: RunningServer, model: GPT2Model) -> None:
+    """They are computed before the temperature, and do not depend on the number of likeliest tokens."""
     settings = {"max_tokens": 5, "seed": 3, "temperature": 0.5}
     found, without = (served.ask(logprobs=count, **settings).choices[0].logprobs for count in (5, 0))
     assert found.token_logprobs == without.token_logprobs
@@ -154,8 +153,8 @@ def test_probabilities_are_the_models(served: Served, model: GPT2Model) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 1, 9])
-def test_echo_with_logprobs(served: Served, model: GPT2Model, length: int) -> None:
-    """OpenAI's way to score a text. The model's likeliest tokens, which differ from the text's, are told too."""
+def test_echo_with_logprobs(served: RunningServer, model: GPT2Model, length: int) -> None:
+    """OpenAI's way to score a text. The answer also has the model's likeliest tokens."""
     settings: dict[str, Any] = {"max_tokens": length, "logprobs": 2, "echo": True, "temperature": 0, "seed": 1234}
     prompts = ["One é", "x", "a longer text"]
     answer = served.ask([list(prompt.encode()) for prompt in prompts], **settings)
@@ -187,11 +186,11 @@ def test_echo_with_logprobs(served: Served, model: GPT2Model, length: int) -> No
     assert served.ask("", echo=True, max_tokens=0, logprobs=0).choices[0].logprobs.tokens == []
 
 
-@pytest.mark.usefixtures("model")  # which has the groups
+@pytest.mark.usefixtures("model")  # initializes the groups
 def test_the_end_of_a_document_is_listed() -> None:
-    """lm-eval asks for one token beyond the text and leaves out the last log-probability, whatever the token is."""
+    """lm-eval requests one more token than the text has, and drops the last log-probability, for any token."""
     ending = GPT2Model(CONFIG).eval()
-    with torch.no_grad():  # whatever it reads, the document ends
+    with torch.no_grad():  # always predicts the end of the document
         ending.transformer.final_layernorm.weight.zero_()
         ending.transformer.final_layernorm.bias.fill_(1)
         ending.word_embeddings.weight[TOKENIZER.eod] = 5
@@ -204,7 +203,7 @@ def test_the_end_of_a_document_is_listed() -> None:
 
 
 @pytest.mark.parametrize("address", ["/api", "/generate"])
-def test_megatrons_form(served: Served, alone: Any, address: str) -> None:
+def test_megatrons_form(served: RunningServer, alone: Any, address: str) -> None:
     def put(**fields: Any) -> Any:
         status, answer = served.send("PUT", address, json.dumps(fields))
         assert status == 200, answer
@@ -223,7 +222,7 @@ def test_megatrons_form(served: Served, alone: Any, address: str) -> None:
         alone("a", max_new_tokens=64, seed=5)
     )
     assert put(prompts=["a"], tokens_to_generate=0, logprobs=True)["text"] == ["a"]
-    begun = put(prompts=[""], add_BOS=True, tokens_to_generate=1, logprobs=True)
+    begun = put(prompts=[""], add_BOS=True, tokens_to_generate=1, logprobs=True, random_seed=1)
     assert begun["segments"][0][0] == "<|endoftext|>" and len(begun["logprobs"][0]) == 1
     text = put(prompts=["a"], random_seed=3, stop_on_eol=True, tokens_to_generate=2000)["text"][0]
     assert text.endswith("\n") and text.count("\n") == 1
@@ -233,7 +232,7 @@ def test_megatrons_form(served: Served, alone: Any, address: str) -> None:
     assert served.send("POST", address, "{}")[0] == 405
 
 
-def test_a_stream_is_the_same_text(served: Served) -> None:
+def test_a_stream_is_the_same_text(served: RunningServer) -> None:
     settings: dict[str, Any] = {"max_tokens": 60, "seed": 5, "n": 2, "logprobs": 2, "stop": ["e", "zz"]}
     whole = served.ask(["One", "Two"], **settings)
     texts, reasons, usage = [""] * 4, [None] * 4, None
@@ -241,7 +240,7 @@ def test_a_stream_is_the_same_text(served: Served) -> None:
     for chunk in served.ask(["One", "Two"], stream=True, stream_options={"include_usage": True}, **settings):
         usage = chunk.usage
         for choice in chunk.choices:
-            assert reasons[choice.index] is None, "nothing comes after the end"
+            assert reasons[choice.index] is None, "no chunk may follow the last one"
             texts[choice.index] += choice.text
             tokens[choice.index] += choice.logprobs.tokens
             reasons[choice.index] = choice.finish_reason
@@ -250,7 +249,7 @@ def test_a_stream_is_the_same_text(served: Served) -> None:
     assert reasons == [choice.finish_reason for choice in whole.choices] and usage == whole.usage
 
 
-def test_errors_have_openais_form(served: Served) -> None:
+def test_errors_have_openais_form(served: RunningServer) -> None:
     import openai
 
     for param, value in ("max_tokens", 10**9), ("\ud800", -1), ("prompt", "\ud800"):
@@ -271,15 +270,15 @@ def test_errors_have_openais_form(served: Served) -> None:
     assert refused.value.code == "context_length_exceeded"
 
 
-def post(length: int, body: bytes) -> bytes:
-    """What a client sends, or the beginning of it."""
+def post_request(length: int, body: bytes) -> bytes:
+    """Return a request, or the beginning of one if `body` is shorter than `length`."""
     return (
-        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         b"Content-Length: %d\r\n\r\n%b" % (length, body)
     )
 
 
-def test_bad_clients_leave_it_serving(served: Served) -> None:
+def test_bad_clients_leave_it_serving(served: RunningServer) -> None:
     text = served.ask(seed=1).choices[0].text
     assert served.send("POST", "/v1/completions", b'{"prompt": "\xff"}')[0] == 400
     assert served.send("POST", "/v1/completions", b"\0" * 100)[0] == 400
@@ -287,17 +286,70 @@ def test_bad_clients_leave_it_serving(served: Served) -> None:
     assert served.send("POST", "/v1/completions", bytes(100_000_000))[0] == 413
     assert served.send("POST", "/v1/completions", (bytes(1_000_000) for _ in range(100)))[0] == 413, "in chunks"
     assert served.send("GET", "/v1/completions")[0] == 405 and served.send("GET", "/nowhere")[0] == 404
-    for data in (b"\0\xff" * 500, b"GET", b"POST / HTTP/1.1\r\nContent-Length: -1\r\n\r\n", post(60, b'{"prompt": ')):
+    for data in (
+        b"\0\xff" * 500,
+        b"GET",
+        b"POST / HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+        post_request(60, b'{"prompt": '),
+    ):
         with socket.create_connection(("127.0.0.1", served.port)) as connection:
             connection.sendall(data)
     assert served.ask(seed=1).choices[0].text == text
 
 
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        *dict.fromkeys(
+            ["localhost", "LOCALHOST.:80", "127.0.0.1:5000", "[::1]", "[::1]:5000", "192.0.2.7"], 200
+        ).items(),
+        *dict.fromkeys(["gpt2.example", "gpt2.EXAMPLE:80"], 200).items(),
+        *dict.fromkeys(
+            ["other.example", "localhost.other.example", "127.0.0.1.other.example", "[::1", "", ":80"], 403
+        ).items(),
+        *dict.fromkeys(["other.example:127.0.0.1", "localhost@other.example", "x.gpt2.example", "a b"], 403).items(),
+    ],
+)
+def test_only_known_hosts(served: RunningServer, host: str, status: int) -> None:
+    """A page of a different site sends the name of its site, even if this name resolves to 127.0.0.1."""
+    found, answer = served.send("GET", "/health", headers={"Host": host})
+    assert found == status and (status == 200 or "--allowed-hosts" in answer["message"])
+
+
+def test_connections_without_requests_end(model: GPT2Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit also holds while a client sends a byte now and then, or does not read its answers."""
+    monkeypatch.setattr(connections, "IDLE_SECONDS", 0.3)
+    answered = b"GET /health HTTP/1.1\r\nHost: a.example\r\n\r\n"
+    with serving(model) as served, contextlib.ExitStack() as opened:
+        clients = [opened.enter_context(socket.create_connection(("127.0.0.1", served.port))) for _ in range(4)]
+        clients[1].sendall(answered)
+        clients[2].sendall(answered[:-2])
+        clients[3].sendall(b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n")
+        deadline = time.monotonic() + 20
+        for client in clients:
+            client.settimeout(0.05)
+            with contextlib.suppress(ConnectionError):
+                while time.monotonic() < deadline:
+                    with contextlib.suppress(TimeoutError):
+                        if not client.recv(1 << 16):
+                            break
+                    client.sendall(b"G")
+        assert time.monotonic() < deadline, "a connection is still open"
+        flood = opened.enter_context(socket.socket())
+        flood.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        flood.connect(("127.0.0.1", served.port))
+        flood.settimeout(20)
+        with pytest.raises(ConnectionError):
+            while True:
+                flood.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000)
+        assert served.ask(max_tokens=40).choices[0].text
+
+
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_away_ends_its_text(served: Served, stream: bool) -> None:
+def test_a_client_that_goes_away_ends_its_text(served: RunningServer, stream: bool) -> None:
     body = json.dumps({"prompt": "Once", "n": 3, "stream": stream, **ENDLESS}).encode()
     with socket.create_connection(("127.0.0.1", served.port)) as connection:
-        connection.sendall(post(len(body), body))
+        connection.sendall(post_request(len(body), body))
         if stream:
             assert connection.recv(100).startswith(b"HTTP/1.1 200")
         served.wait_until(texts=3)
@@ -322,12 +374,12 @@ def test_too_many_texts_and_too_much_time(model: GPT2Model) -> None:
         with pytest.raises(openai.APIError, match="took longer"):
             list(served.ask(stream=True, n=30, extra_body=ENDLESS))
         served.wait_until(texts=0)
-        with socket.create_connection(("127.0.0.1", served.port)) as connection:  # a body that never comes
-            connection.sendall(post(60, b"{"))
+        with socket.create_connection(("127.0.0.1", served.port)) as connection:  # a body that is never complete
+            connection.sendall(post_request(60, b"{"))
             assert connection.recv(100).startswith(b"HTTP/1.1 408")
 
 
-def test_stopping_answers_who_waits(model: GPT2Model) -> None:
+def test_stopping_answers_waiting_clients(model: GPT2Model) -> None:
     import openai
 
     with ThreadPoolExecutor(2) as clients:

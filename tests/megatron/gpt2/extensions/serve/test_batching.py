@@ -1,5 +1,5 @@
-"""64 clients at once: the texts of all begin in the order of the requests, none waits longer than for those before it,
-and the cache is as large as ever."""
+"""Many clients at once: texts begin in the order of the requests and wait only for earlier ones, in a cache of constant
+size."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 import mpu
-from megatron.gpt2.extensions.serve.batching import Batcher, Job, Stopping
+from megatron.gpt2.extensions.serve.batching import Batcher, GenerationJob, ServerStopping
 from megatron.gpt2.generate.generation import Continuation, Event, Generator
 from megatron.gpt2.generate.sampling import Sampling
 from megatron.gpt2.model.gpt2 import GPT2Model
-from tests.megatron.gpt2.generate.test_batch import Watched, endless
+from tests.megatron.gpt2.generate.test_continuous_batch import CountingGenerator, endless
 from tests.megatron.gpt2.generate.test_generation import CONFIG, TOKENIZER
 
 ROWS = 8
@@ -22,11 +22,11 @@ ROWS = 8
 @pytest.fixture
 def watched() -> Any:
     mpu.initialize_model_parallel(1)
-    yield Watched(Generator(endless(GPT2Model(CONFIG)), TOKENIZER))
+    yield CountingGenerator(Generator(endless(GPT2Model(CONFIG)), TOKENIZER))
     mpu.destroy_model_parallel()
 
 
-def test_64_clients(watched: Watched) -> None:
+def test_64_clients(watched: CountingGenerator) -> None:
     batcher = Batcher(ROWS)
     lengths: list[int] = []  # of the texts, in the order of the requests
     begun: dict[int, int] = {}
@@ -40,41 +40,41 @@ def test_64_clients(watched: Watched) -> None:
         start = len(lengths)
         lengths.extend(c.sampling.max_new_tokens for c in made)
 
-        def deliver(number: int, event: Event | Stopping) -> None:
+        def deliver(number: int, event: Event | ServerStopping) -> None:
             begun.setdefault(start + number, watched.steps)
-            assert not isinstance(event, Stopping)
+            assert not isinstance(event, ServerStopping)
             if event.finish:
                 over[start + number] = event.finish
                 if len(over) == len(lengths):
                     batcher.stop()
 
-        batcher.submit(Job(made, deliver))
+        batcher.submit(GenerationJob(made, deliver))
 
     for client in range(64):
         ask(client)
     batcher.run(watched.generator)
     assert list(over.values()) == ["length"] * len(lengths) and len(lengths) == 127
     assert list(begun) == sorted(begun), "in the order of the requests"
-    for number, step in begun.items():  # whoever waits, all rows are taken by texts that came before
+    for number, step in begun.items():  # while a text waits, earlier texts fill all rows
         assert step * ROWS <= sum(max(1, length - 1) for length in lengths[:number]), number
     assert watched.cache_bytes == {2 * ROWS * 2 * 32 * 32 * 4}  # l · rows · 2 · S · h
 
 
-def test_whoever_waits_is_told_of_the_end(watched: Watched) -> None:
-    """Of a request that is written, one that waits, and one that comes too late; not of one that is over."""
+def test_every_waiting_client_gets_server_stopping(watched: CountingGenerator) -> None:
+    """A running, a waiting and a late request get `ServerStopping`. A complete request does not."""
     batcher = Batcher(1)
     told: list[tuple[str, object]] = []
     asleep = threading.Event()
 
-    def job(name: str, count: int) -> Job:
-        def deliver(number: int, event: Event | Stopping) -> None:
+    def job(name: str, count: int) -> GenerationJob:
+        def deliver(number: int, event: Event | ServerStopping) -> None:
             told.append((name, getattr(event, "finish", "") or type(event).__name__))
             if name == "second" and not asleep.is_set():
                 asleep.set()
                 batcher.submit(job("third", 3))
                 batcher.stop()
 
-        return Job([Continuation([65], Sampling(max_new_tokens=count))], deliver)
+        return GenerationJob([Continuation([65], Sampling(max_new_tokens=count))], deliver)
 
     batcher.submit(job("first", 1))
     batcher.submit(job("second", 9))
@@ -83,7 +83,7 @@ def test_whoever_waits_is_told_of_the_end(watched: Watched) -> None:
     assert told == [
         ("first", "length"),
         ("second", "GeneratedToken"),
-        ("second", Stopping.__name__),
-        ("third", Stopping.__name__),
-        ("last", Stopping.__name__),
+        ("second", ServerStopping.__name__),
+        ("third", ServerStopping.__name__),
+        ("last", ServerStopping.__name__),
     ]

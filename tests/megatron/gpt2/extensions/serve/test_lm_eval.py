@@ -14,7 +14,7 @@ import mpu
 from megatron.gpt2.generate.load_model import LoadedModel, load_for_inference
 from tests.conftest import ROOT, needs
 from tests.megatron.gpt2.commands.test_evaluate_harness import TASKS, folder, program  # noqa: F401
-from tests.megatron.gpt2.extensions.serve.test_app import Served, serving
+from tests.megatron.gpt2.extensions.serve.test_app import RunningServer, serving
 from tests.megatron.gpt2.generate.word_model import LENGTH
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval, the extra [eval], is not installed")
@@ -30,13 +30,13 @@ def loaded(folder: Path) -> Iterator[LoadedModel]:  # noqa: F811
 
 
 @pytest.fixture
-def served(loaded: LoadedModel) -> Iterator[Served]:
+def served(loaded: LoadedModel) -> Iterator[RunningServer]:
     with serving(loaded.model, loaded.tokenizer) as served:
         yield served
 
 
 def scores(folder: Path, model: Any, **settings: Any) -> Scores:  # noqa: F811
-    """Of each task and document what the model answered: ln p and whether it is the likeliest, ln p, or a text."""
+    """Return the answer for each task and document: (ln p, is it the likeliest), ln p, or a text."""
     results = lm_eval.simple_evaluate(
         model,
         tasks=list(TASKS),
@@ -52,8 +52,8 @@ def scores(folder: Path, model: Any, **settings: Any) -> Scores:  # noqa: F811
 
 
 @pytest.mark.parametrize("more", ["", ",num_concurrent=3,batch_size=4"])
-def test_the_same_scores_over_http(folder: Path, loaded: LoadedModel, served: Served, more: str) -> None:  # noqa: F811
-    """With the manual's settings: texts, some of them longer than the model reads, lose the same tokens."""
+def test_the_same_scores_over_http(folder: Path, loaded: LoadedModel, served: RunningServer, more: str) -> None:  # noqa: F811
+    """With the settings of the manual. Texts that are too long for the model lose the same tokens."""
     text = (ROOT / "docs" / "how-to" / "evaluation.md").read_text()
     arguments = re.search(r"--model local-completions --model_args (\S+)", text)[1] + more
     for printed, own in (
@@ -65,8 +65,8 @@ def test_the_same_scores_over_http(folder: Path, loaded: LoadedModel, served: Se
         assert arguments.count(printed) == 1
         arguments = arguments.replace(printed, own)
     over_http = scores(folder, "local-completions", model_args=arguments)
-    model = program()["HarnessModel"](loaded.model, loaded.tokenizer)
-    model.max_length = LENGTH - 1  # of which lm-eval leaves one position for the token that it always asks for
+    model = program()["HarnessLM"](loaded.model, loaded.tokenizer)
+    model.max_length = LENGTH - 1  # lm-eval keeps one position for the token that it always requests
     expected = scores(folder, model)
     assert over_http.keys() == expected.keys() and len(expected) == 3 * 20
     for document, found in over_http.items():

@@ -1,5 +1,4 @@
-"""Requests of clients: what is read from them, how each error names the field that is wrong; and answers to them: the tokens
-of a text in OpenAI's form."""
+"""Parsing of requests: valid fields, and errors that name the invalid field. And answers: tokens in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -14,11 +13,11 @@ import pytest
 from data_utils import build_tokenizer
 from megatron.gpt2.extensions.serve.request import (
     ApiError,
-    Choice,
+    CompletionChoice,
     CompletionRequest,
-    Offer,
     Prompt,
-    joined,
+    ServedModel,
+    merge_chunks,
     read_megatron_request,
     read_request,
 )
@@ -26,8 +25,8 @@ from megatron.gpt2.generate.generation import Continuation, GeneratedToken
 from megatron.gpt2.generate.sampling import Sampling
 
 TOKENIZER = build_tokenizer("bytes")
-OFFER = Offer("tiny", TOKENIZER, context=32, max_tokens=100_000, texts=32, body_bytes=1 << 16)
-# Each is answered with an error that names its first field, which is wrong.
+SERVED = ServedModel("tiny", TOKENIZER, context=32, max_tokens=100_000, max_texts=32, max_body_bytes=1 << 16)
+# The first field of each is invalid, and the error must name it.
 BAD = [
     {"max_tokens": 10**9},
     {"max_tokens": -1},
@@ -110,11 +109,11 @@ BAD_FOR_MEGATRON = [
 
 
 def read(fields: dict[str, Any]) -> CompletionRequest:
-    return read_request(json.dumps(fields).encode(), OFFER)
+    return read_request(json.dumps(fields).encode(), SERVED)
 
 
 def read_megatron(fields: dict[str, Any]) -> CompletionRequest:
-    return read_megatron_request(json.dumps(fields).encode(), OFFER)
+    return read_megatron_request(json.dumps(fields).encode(), SERVED)
 
 
 @pytest.mark.parametrize(
@@ -150,9 +149,9 @@ def test_a_bad_field_is_named(
         b'{"n":' + b"[" * 900 + b"]" * 900 + b"}",
     ],
 )
-def test_what_is_no_json_object(body: bytes) -> None:
+def test_a_body_that_is_not_a_json_object(body: bytes) -> None:
     with pytest.raises(ApiError):
-        read_request(body, OFFER)
+        read_request(body, SERVED)
 
 
 def test_prompts_and_seeds() -> None:
@@ -166,9 +165,9 @@ def test_prompts_and_seeds() -> None:
     made = read({"prompt": ["a", "a"], "n": 2, "seed": 2**63 - 1, "user": "me", "best_of": 1, "suffix": None})
     assert [c.sampling.seed for c in made.continuations()] == [2**63 - 1, -(2**63)] * 2
     assert len({c.sampling.seed for c in read({"prompt": ["a", "a"], "n": 2}).continuations()}) == 4
-    assert read({"top_p": 0, "top_k": 9}).sampling.top_k == 1, "the likeliest alone"
-    least = read_request(b"{}", dataclasses.replace(OFFER, max_tokens=8))
-    assert least.sampling.max_new_tokens == 8, "what is not asked for is within the limits"
+    assert read({"top_p": 0, "top_k": 9}).sampling.top_k == 1, "only the likeliest"
+    least = read_request(b"{}", dataclasses.replace(SERVED, max_tokens=8))
+    assert least.sampling.max_new_tokens == 8, "the default must be within the limits"
 
 
 def test_megatrons_fields() -> None:
@@ -192,13 +191,13 @@ def test_megatrons_fields() -> None:
 
 
 def test_a_token_comes_with_its_text() -> None:
-    """Parts of a character wait for the last, and tokens that only a stop string has are left out."""
-    choice = Choice(0, TOKENIZER, logprobs=True)
+    """Parts of a character wait for its last part. Tokens that are only in a stop string are omitted."""
+    choice = CompletionChoice(0, TOKENIZER, logprobs=True)
     text = [(b"a", ""), (b"\xc3", "a"), (b"\xa9", "é"), (b"S", ""), (b"T", "")]
     chunks = [choice.add(GeneratedToken(0, data[0], 0.5, certain, ((data[0], 0.5),))) for data, certain in text]
     last = choice.add(GeneratedToken(0, ord("O"), 0.0, "", (), "stop"))
     assert [chunk["text"] for chunk in (*chunks, last)] == ["", "a", "é", "", "", ""]
-    whole = joined([*chunks, last])
+    whole = merge_chunks([*chunks, last])
     assert whole["text"] == "aé" and whole["finish_reason"] == "stop"
     assert whole["logprobs"]["tokens"] == ["a", "bytes:\\xc3", "bytes:\\xa9"]
     assert whole["logprobs"]["text_offset"] == [0, 1, 1]
@@ -206,12 +205,12 @@ def test_a_token_comes_with_its_text() -> None:
 
 
 def test_no_token_is_missing_without_a_stop_string() -> None:
-    """Clients count on as many log-probabilities as tokens, the end of a document among them."""
-    choice = Choice(0, TOKENIZER, logprobs=True)
+    """Clients expect as many log-probabilities as tokens, including the end of a document."""
+    choice = CompletionChoice(0, TOKENIZER, logprobs=True)
     c = Continuation([TOKENIZER.eod, *"é".encode()], Sampling(), score_prompt=True)
     c.prompt_tokens = [GeneratedToken(0, i, 0.5, "", ((97, 0.25),)) for i in c.prompt[1:]]
     ended = GeneratedToken(0, TOKENIZER.eod, 0.5, "", (), "end")
-    whole = joined([choice.echo("é", c), choice.add(GeneratedToken(0, 97, 0.5, "a")), choice.add(ended)])
+    whole = merge_chunks([choice.echo("é", c), choice.add(GeneratedToken(0, 97, 0.5, "a")), choice.add(ended)])
     assert whole["text"] == "éa" and whole["finish_reason"] == "stop"
     assert whole["logprobs"]["tokens"] == ["<|endoftext|>", "bytes:\\xc3", "bytes:\\xa9", "a", "<|endoftext|>"]
     assert whole["logprobs"]["text_offset"] == [0, 0, 0, 1, 2]

@@ -1,4 +1,4 @@
-"""The server's program: two ranks, a person's browser, and how it ends."""
+"""Run the server in a separate process: on two ranks, with a browser, and until it is stopped."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PROGRAM = ROOT / "tools" / "run_text_generation_server.py"
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder of the name tiny; the model-parallel groups stay, for `written`."""
+    """Save a model in a folder named tiny. `generate_texts` needs the model-parallel groups."""
     folder = tmp_path_factory.mktemp("runs") / "tiny"
     mpu.initialize_model_parallel(1)
     model = GPT2Model(CONFIG).eval()
@@ -45,15 +45,15 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     mpu.destroy_model_parallel()
 
 
-def written(prompts: list[str], **settings: Any) -> list[str]:
-    """What the model of `saved` writes in this process."""
+def generate_texts(prompts: list[str], **settings: Any) -> list[str]:
+    """Generate texts with the model of `saved` in this process."""
     made = [Continuation(TOKENIZER.encode(prompt), Sampling(**settings)) for prompt in prompts]
     generate(GPT2Model(CONFIG).eval(), TOKENIZER, made)
     return [TOKENIZER.decode(c.ids) for c in made]
 
 
-class Program:
-    """The server in a process of its own. `said`: its standard error so far."""
+class ServerProcess:
+    """The server in a separate process. said: its standard error."""
 
     def __init__(self, saved: Path, *flags: str) -> None:
         self.process = subprocess.Popen(
@@ -79,7 +79,7 @@ class Program:
             assert self.process.poll() is None and time.monotonic() < deadline, self.said
             time.sleep(0.05)
         self.url = re.search(r"page +(http://127\.0\.0\.1:\d+/)\n", self.said)[1]
-        import openai  # which takes seconds: not at the start of every test process
+        import openai  # slow to import, so not at the start of every test process
 
         self.client = openai.OpenAI(base_url=f"{self.url}v1", api_key="none", max_retries=0, timeout=240)
 
@@ -88,13 +88,13 @@ class Program:
             self.said += line
 
     def end(self, number: int) -> None:
-        """By a signal to all of its processes that share a terminal."""
+        """End it by a signal to all of its processes, as from a terminal."""
         os.killpg(self.process.pid, number)
         assert self.process.wait(240) == 0
         self._reader.join(60)  # every rank has closed it
         assert not self._reader.is_alive() and self.said.endswith("stopped\n") and "Traceback" not in self.said
 
-    def __enter__(self) -> Program:
+    def __enter__(self) -> ServerProcess:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -104,11 +104,11 @@ class Program:
 
 
 @pytest.fixture(scope="module")
-def program(saved: Path) -> Iterator[Program]:
-    """On two ranks, ended by SIGTERM while it writes."""
+def program(saved: Path) -> Iterator[ServerProcess]:
+    """Start the server on two ranks, and end it by SIGTERM while it generates."""
     import openai
 
-    with Program(saved, *"--nproc-per-node 2 --max-tokens 1000000".split()) as program:
+    with ServerProcess(saved, *"--nproc-per-node 2 --max-tokens 1000000".split()) as program:
         yield program
         stream = program.client.completions.create(model="tiny", prompt="a", n=8, max_tokens=10**6, stream=True)
         next(iter(stream))
@@ -117,8 +117,8 @@ def program(saved: Path) -> Iterator[Program]:
             list(stream)
 
 
-def test_two_ranks_and_32_clients(program: Program) -> None:
-    """With clients among them that go away."""
+def test_two_ranks_and_32_clients(program: ServerProcess) -> None:
+    """Some of the clients disconnect."""
     import openai
 
     prompts = [f"client {i}" * (1 + i % 3) for i in range(32)]
@@ -133,29 +133,29 @@ def test_two_ranks_and_32_clients(program: Program) -> None:
 
     with ThreadPoolExecutor(32) as clients:
         answers = list(clients.map(ask, range(32)))
-    expected = written(prompts, max_new_tokens=25, seed=9)
+    expected = generate_texts(prompts, max_new_tokens=25, seed=9)
     assert answers == ["" if i % 8 == 7 else text for i, text in enumerate(expected)]
     with pytest.raises(openai.BadRequestError):
         program.client.completions.create(model="tiny", prompt="x" * 33)
     assert program.client.completions.create(model="tiny", prompt="a").choices
 
 
-def browser(playwright: Any) -> Any:
-    """A headless Chromium: Playwright's own, or the system's."""
+def start_browser(playwright: Any) -> Any:
+    """Start a headless Chromium, of Playwright or of the system."""
     found = next(
         filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome"))),
         None,
     )
-    sandbox = [] if os.geteuid() else ["--no-sandbox"]  # which root cannot have
+    sandbox = [] if os.geteuid() else ["--no-sandbox"]  # not available to root
     for path in (None, found):
         with contextlib.suppress(Exception):
             return playwright.chromium.launch(executable_path=path, args=sandbox)
     pytest.skip("no Chromium starts here: python -m playwright install chromium, or the system's package chromium")
 
 
-def test_a_person_at_the_page(program: Program) -> None:
+def test_the_page_in_a_browser(program: ServerProcess) -> None:
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: the extra [dev] brings it")
-    with api.sync_playwright() as playwright, contextlib.closing(browser(playwright)) as chromium:
+    with api.sync_playwright() as playwright, contextlib.closing(start_browser(playwright)) as chromium:
         page = chromium.new_page()
         asked, errors = [], []
         page.on("request", lambda request: asked.append(request.url))
@@ -170,10 +170,10 @@ def test_a_person_at_the_page(program: Program) -> None:
         page.get_by_role("button", name="Continue").click()
         api.expect(page.locator("#status")).to_contain_text("30 tokens, ", timeout=120_000)
         api.expect(page.locator("#status")).to_contain_text("ended: all tokens are written")
-        [text] = written(["Once é"], max_new_tokens=30, seed=4)
-        # A browser shows some control characters otherwise than they came.
+        [text] = generate_texts(["Once é"], max_new_tokens=30, seed=4)
+        # Compare textContent, because a browser changes some control characters when it shows them.
         assert page.evaluate("document.getElementById('output').textContent") == "Once é" + text
-        # The probability of a token, and what else was likely.
+        # The card shows the probability of a token and other likely tokens.
         page.locator("#output .token").first.hover()
         card = page.locator("#card")
         api.expect(card).to_be_visible()
@@ -182,7 +182,7 @@ def test_a_person_at_the_page(program: Program) -> None:
         percent = 100 * math.exp(first.choices[0].logprobs.token_logprobs[0])
         shown = float(card.locator("tr.drawn td").last.inner_text().removesuffix(" %"))
         assert shown == pytest.approx(percent, rel=0.01)
-        # A text is stopped, an error is shown, and the page goes on.
+        # The page still works after a stopped text and an error.
         page.locator("#max_tokens").fill("1000000")
         page.locator("#top_k").fill("3")
         page.keyboard.press("Enter")
@@ -192,11 +192,11 @@ def test_a_person_at_the_page(program: Program) -> None:
         page.locator("#prompt").fill("x" * 33)
         page.locator("#prompt").press("Control+Enter")
         api.expect(page.locator("#status.error")).to_contain_text("longer than the 32 tokens")
-        assert all(url.startswith(program.url) for url in asked) and len(asked) >= 4, "nothing from elsewhere"
+        assert all(url.startswith(program.url) for url in asked) and len(asked) >= 4, "requests to other hosts"
         assert [error for error in errors if "status of 400" not in error] == []
 
 
-def test_the_examples_of_the_manual(program: Program) -> None:
+def test_the_examples_of_the_manual(program: ServerProcess) -> None:
     text = (ROOT / "docs" / "how-to" / "server.md").read_text().replace("http://127.0.0.1:5000/", program.url)
     for command in re.search(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[1].splitlines():
         done = subprocess.run(["bash", "-c", f"{command} --fail --silent"], capture_output=True, text=True, check=False)
@@ -206,7 +206,7 @@ def test_the_examples_of_the_manual(program: Program) -> None:
 
 
 def test_ctrl_c_ends_one_rank(saved: Path, python: WarmPython) -> None:
-    with Program(saved) as program:
+    with ServerProcess(saved) as program:
         port = program.url.rstrip("/").rpartition(":")[2]
         assert program.client.models.list().data[0].id == "tiny"
         taken = subprocess.run(
@@ -240,13 +240,15 @@ def test_bad_flags_are_one_line(flags: list[str], named: str, capsys: pytest.Cap
     assert error.startswith("error: ") and error.count("\n") == 1 and named in error
 
 
-def test_a_host_beyond_this_machine_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_notice_for_a_public_host(capsys: pytest.CaptureFixture[str]) -> None:
     from megatron.gpt2.extensions.serve import command as program
 
     with program.listen("0.0.0.0", 0) as listener:
-        assert program.notice_of("0.0.0.0", listener).startswith("notice: --host 0.0.0.0")
+        assert program.exposure_notice("0.0.0.0", listener).startswith("notice: --host 0.0.0.0")
     with program.listen("localhost", 0) as listener:
-        assert program.notice_of("localhost", listener) == ""
+        assert program.exposure_notice("localhost", listener) == ""
     if socket.has_ipv6:
         with contextlib.suppress(ValueError), program.listen("::1", 0) as listener:
-            assert program.notice_of("::1", listener) == "" and program.url_of(listener).startswith("http://[::1]:")
+            assert program.exposure_notice("::1", listener) == "" and program.server_url(listener).startswith(
+                "http://[::1]:"
+            )

@@ -1,6 +1,5 @@
-"""A run is compared with a trace of another layout: nothing is found if nothing is wrong, and each planted fault is
-named. Differences are in units of roundoff. And tools/verify.py: layouts, traces and transformers compared, the table,
-the page, and errors in one line."""
+"""tools/verify.py accepts correct layouts and names each planted fault. Also its differences, table, page and
+errors."""
 
 from __future__ import annotations
 
@@ -13,20 +12,26 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.gpt2.extensions.verify.command import Report, Task, main, observed
-from megatron.gpt2.extensions.verify.compare import Difference, Verdict, judge, roundoff
-from megatron.gpt2.extensions.verify.report import operation
+from megatron.gpt2.extensions.verify.command import RankReport, RankTask, capture_steps, main
+from megatron.gpt2.extensions.verify.compare import RunComparison, TensorDifference, merge_findings, roundoff
+from megatron.gpt2.extensions.verify.report import producing_operation
 from megatron.gpt2.extensions.verify.trace import Trace, write_index
-from megatron.gpt2.train.run import Run
+from megatron.gpt2.train.trainer import Trainer
 from tests.distributed import run_ranks
-from tests.megatron.gpt2.extensions.verify.planted_faults import FAULTS, OF_SEQUENCE, SHARDED, STAGES, TWO_PARTS
+from tests.megatron.gpt2.extensions.verify.planted_faults import (
+    FAULTS,
+    SEQUENCE_PARALLEL,
+    SHARDED,
+    STAGES,
+    TENSOR_PARALLEL,
+)
 from tests.megatron.gpt2.train.training_runs import SMALL, finish, start, write_text
 
 TINY = "--hidden-size 32 --seq-length 16 --global-batch-size 4 --hidden-dropout 0.1 --attention-dropout 0.1".split()
 STEPS = 2
 CLEAN = {
-    "split in two": TWO_PARTS,
-    "sequence-parallel": (*OF_SEQUENCE, "--recompute-granularity", "selective"),
+    "split in two": TENSOR_PARALLEL,
+    "sequence-parallel": (*SEQUENCE_PARALLEL, "--recompute-granularity", "selective"),
     "sharded": SHARDED,
     "two stages": STAGES,
     "accumulated, recomputed": ("--micro-batch-size", "1", "--recompute-granularity", "full"),
@@ -35,29 +40,29 @@ CLEAN = {
 }
 
 
-def compared(
+def run_case(
     rank: int,
     world_size: int,
     folder: str,
     flags: tuple[str, ...],
-    plant: Callable[[Run, pytest.MonkeyPatch], None] | None = None,
+    plant: Callable[[Trainer, pytest.MonkeyPatch], None] | None = None,
     *,
     records: bool = False,
-) -> Report:
-    """What a rank reports of a run beside the trace, or of the one that is recorded as the trace."""
-    run = start(rank, world_size, folder, [*TINY, *flags, "--save", f"{folder}/run"])
+) -> RankReport:
+    """Return a rank's report of a run that is compared with the trace or, with `records`, recorded as the trace."""
+    trainer = start(rank, world_size, folder, [*TINY, *flags, "--save", f"{folder}/run"])
     with pytest.MonkeyPatch.context() as patch:
         if plant:
-            plant(run, patch)
-        report = observed(run, Task(Path(folder, "trace"), Path(folder), STEPS, records))
-    finish(run)
+            plant(trainer, patch)
+        report = capture_steps(trainer, RankTask(Path(folder, "trace"), Path(folder), STEPS, records))
+    finish(trainer)
     return report
 
 
 CASES = {name: (flags, None) for name, flags in CLEAN.items()} | {
     name: (fault.flags, fault.plant) for name, fault in FAULTS.items()
 }
-# Each layout once, and a fault of the forward pass, the backward pass, the reduction, the data and the optimizer.
+# Some layouts, and faults in the forward pass, the backward pass, the reduction, the data and the optimizer.
 COVERING = (
     "sequence-parallel",
     "sharded",
@@ -72,63 +77,63 @@ COVERING = (
 WIDE = tuple(CASES.keys() - {*COVERING})
 
 
-def some_first(names: Iterable[str]) -> list[Any]:
+def mark_wide(names: Iterable[str]) -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.wide if name in WIDE else ()) for name in names]
 
 
-def comparisons(rank: int, world_size: int, folder: str, names: Sequence[str]) -> dict[str, Report]:
-    return {name: compared(rank, world_size, folder, *CASES[name]) for name in names}
+def run_cases(rank: int, world_size: int, folder: str, names: Sequence[str]) -> dict[str, RankReport]:
+    return {name: run_case(rank, world_size, folder, *CASES[name]) for name in names}
 
 
-class Found:
-    """By name the verdict of the comparison with one rank, and the facts of its run. Those of COVERING are made in one
-    start of two ranks when the first is asked for, and so are those of WIDE."""
+class Comparisons:
+    """Maps a name to the comparison with the trace of one rank, and the facts of its run. One start of two ranks runs
+    all cases of COVERING or of WIDE, when the first of them is needed."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         write_text(folder)
-        report = compared(0, 1, str(folder), ("--micro-batch-size", "4"), records=True)
-        write_index(folder / "trace", report.facts, [report.found])
-        self._ranks: dict[Sequence[str], list[dict[str, Report]]] = {}
+        report = run_case(0, 1, str(folder), ("--micro-batch-size", "4"), records=True)
+        write_index(folder / "trace", report.facts, [report.findings])
+        self._ranks: dict[Sequence[str], list[dict[str, RankReport]]] = {}
 
-    def __getitem__(self, name: str) -> tuple[Verdict, dict[str, Any]]:
+    def __getitem__(self, name: str) -> tuple[RunComparison, dict[str, Any]]:
         group = COVERING if name in COVERING else WIDE
         if group not in self._ranks:
-            self._ranks[group] = run_ranks(comparisons, 2, str(self._folder), group)
+            self._ranks[group] = run_ranks(run_cases, 2, str(self._folder), group)
         reports = [of_rank[name] for of_rank in self._ranks[group]]
-        return judge([report.found for report in reports], Trace(self._folder / "trace")), reports[0].facts
+        return merge_findings([report.findings for report in reports], Trace(self._folder / "trace")), reports[0].facts
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return Found(tmp_path_factory.mktemp("verification"))
+def comparisons(tmp_path_factory: pytest.TempPathFactory) -> Comparisons:
+    return Comparisons(tmp_path_factory.mktemp("verification"))
 
 
-@pytest.mark.parametrize("name", some_first(CLEAN))
-def test_nothing_is_found_in_another_layout(found: Found, name: str) -> None:
-    verdict, _ = found[name]
-    assert verdict.word == "within rounding" and verdict.left_out == 0
-    assert len(verdict.tensors) > 300 and verdict.computed.count > 100_000
-    assert 0 < verdict.nearest.share < 0.5
+@pytest.mark.parametrize("name", mark_wide(CLEAN))
+def test_a_correct_layout_is_accepted(comparisons: Comparisons, name: str) -> None:
+    comparison, _ = comparisons[name]
+    assert comparison.verdict == "within rounding" and comparison.missing == 0
+    assert len(comparison.tensors) > 300 and comparison.total.count > 100_000
+    assert 0 < comparison.closest.bound_fraction < 0.5
 
 
-@pytest.mark.parametrize("name", some_first(FAULTS))
-def test_a_planted_fault_is_named(found: Found, name: str) -> None:
-    (verdict, of_run), fault = found[name], FAULTS[name]
-    first = verdict.findings[0]
-    assert (first.row.key.step, first.row.key.name) == (fault.step, fault.tensor)
-    assert fault.operation in operation(first.row.key, of_run)
+@pytest.mark.parametrize("name", mark_wide(FAULTS))
+def test_a_planted_fault_is_named(comparisons: Comparisons, name: str) -> None:
+    (comparison, run_metadata), fault = comparisons[name], FAULTS[name]
+    first = comparison.mismatches[0]
+    assert (first.entry.key.step, first.entry.key.name) == (fault.step, fault.tensor)
+    assert fault.operation in producing_operation(first.entry.key, run_metadata)
     assert tuple(first.ranks) == fault.ranks
 
 
 U = roundoff(torch.float32)
 
 
-def measured(reference: torch.Tensor, own: torch.Tensor, **more: Any) -> Difference:
-    return Difference.of(reference, own, (5, 0), **{"unit": U, "rms": 1.0, "bound": 100.0, **more})
+def measured(reference: torch.Tensor, own: torch.Tensor, **more: Any) -> TensorDifference:
+    return TensorDifference.of(reference, own, (5, 0), **{"unit": U, "rms": 1.0, "bound": 100.0, **more})
 
 
-def test_units_are_of_the_tensors_scale_and_of_large_elements() -> None:
+def test_units_scale_with_the_tensor_and_large_elements() -> None:
     assert (roundoff(torch.float32), roundoff(torch.float16), roundoff(torch.bfloat16)) == (2**-24, 2**-11, 2**-8)
     a = torch.tensor([[0.0, 1.0], [8.0, 0.5]])
     b = a + torch.tensor([[3 * U, 0.0], [16 * U, 0.0]])  # 3 units of the mean size, 2 units of 8
@@ -136,7 +141,7 @@ def test_units_are_of_the_tensors_scale_and_of_large_elements() -> None:
     assert (found.count, found.equal, found.greatest) == (4, 2, 3.0)
     assert found.at == [5, 0] and found.reference == 0 and found.own == pytest.approx(3 * U)
     assert [found.quantile(q) for q in (0.5, 0.75, 1.0)] == [0.0, 2.0, 3.0]
-    assert found.factor is None and not found.squares.any(), "rounding explains it"
+    assert found.factor is None and not found.squares.any(), "rounding explains the difference"
     b = torch.ones(1000, 1) + U * torch.arange(0, 2000, 2).view(-1, 1)
     found = measured(torch.ones(1000, 1), b, bound=1e9)
     assert found.equal == 1 and found.greatest == 1998
@@ -144,7 +149,7 @@ def test_units_are_of_the_tensors_scale_and_of_large_elements() -> None:
         assert q * 2000 * (1 - 1e-2) <= found.quantile(q) <= 1.5 * q * 2000, "an upper edge of half an octave"
 
 
-def test_ids_and_what_is_not_a_number_differ_or_not() -> None:
+def test_differences_of_integers_and_nans_are_infinite() -> None:
     found = measured(torch.tensor([[1, 2]]), torch.tensor([[1, 3]]), bound=0.0)
     assert (found.excess, found.at, found.reference, found.own) == (math.inf, [5, 1], 2.0, 3.0)
     a = torch.tensor([[math.inf], [math.nan], [-math.inf], [1.0]])
@@ -156,7 +161,7 @@ def test_ids_and_what_is_not_a_number_differ_or_not() -> None:
         assert found.excess == found.greatest == math.inf and found.at[0] == 5 + at and found.equal == 3
 
 
-def test_a_multiple_is_told_and_parts_come_together() -> None:
+def test_a_constant_factor_is_found_and_shards_are_merged() -> None:
     a = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
     together, whole = measured(a[:32], 2 * a[:32]), measured(a, 2 * a)
     together.add(measured(a[32:], 2 * a[32:]))
@@ -166,7 +171,7 @@ def test_a_multiple_is_told_and_parts_come_together() -> None:
     assert together.factor is None
 
 
-def test_what_is_allowed_needs_no_explanation() -> None:
+def test_allowed_differences_are_subtracted() -> None:
     a, b = torch.zeros(1, 4), torch.tensor([[0.0, 0.1, 0.2, 0.3]])
     found = measured(a, b, allowed=torch.full((4,), 0.25))
     assert found.at == [5, 3] and found.excess == pytest.approx(0.05 / U, rel=1e-5)
@@ -183,8 +188,8 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return ["--", *SMALL, *"--hidden-size 32 --seq-length 16 --micro-batch-size 2".split(), *where]
 
 
-def test_a_trace_is_kept_and_compared_with(command: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    """The masks of torch's own generator depend on the layout."""
+def test_a_saved_trace_is_compared_with(command: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    """--dropout-rng torch differs because its masks depend on the layout."""
     trace, page, command = tmp_path / "trace", tmp_path / "page.html", [*command, "--hidden-dropout", "0.1"]
     assert main(["--layout", "", "--save-trace", str(trace), "--steps", "1", *command]) == 0
     other = f"{SPLIT} --dropout-rng torch"
@@ -198,8 +203,8 @@ def test_a_trace_is_kept_and_compared_with(command: list[str], tmp_path: Path, c
     assert head.index("layout") == same.index("(no") == split.index(SPLIT), "the columns line up"
     assert re.search(
         rf"\n{other}: the first difference is in step 1, embeddings \(activation\), on ranks 0-1\n"
-        r"    by [\d.e+]+ units of roundoff, where rounding explains \d+: at sample \d, position \d+, "
-        r"channel \d+ it is \S+ and was \S+\n    made by the reduce-scatter of the word embeddings, .* or dropout, "
+        r"    by [\d.e+]+ units of roundoff \(rounding explains \d+\): at sample \d, position \d+, "
+        r"channel \d+ it is \S+ instead of \S+\n    made by the reduce-scatter of the word embeddings, .* or dropout, "
         r"forward\n    \d+ of \d+ tensors differ by more than rounding; those before this one do not\n",
         said,
     )
@@ -208,7 +213,7 @@ def test_a_trace_is_kept_and_compared_with(command: list[str], tmp_path: Path, c
     assert "http" not in html.replace("http-equiv", "")
 
 
-def test_transformers_computes_the_same(command: list[str], capfd: pytest.CaptureFixture[str]):
+def test_transformers_computes_the_same_training(command: list[str], capfd: pytest.CaptureFixture[str]):
     assert main(["--against", "huggingface", "--layout", "--model-parallel-size 2", *command]) == 0
     said = capfd.readouterr().out
     assert re.search(r"^ +2  within rounding .*  --model-parallel-size 2$", said, re.MULTILINE)
@@ -242,11 +247,11 @@ def test_bad_input_is_one_line(command: list[str], flags: list[str], message: st
         main([*flags, *command])
 
 
-def test_a_trace_of_another_run_is_refused(command: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_a_trace_of_a_different_run_is_refused(command: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     trace = str(tmp_path / "trace")
     assert main(["--layout", "", "--save-trace", trace, "--steps", "1", *command]) == 0
     capfd.readouterr()
     assert main(["--against", trace, "--layout", "", *command, "--hidden-size", "64"]) == 2
     assert capfd.readouterr().err.strip() == (
-        "error: the trace is of another run: --hidden-size is 32 there and 64 here"
+        "error: the trace is of a different run: --hidden-size is 32 in the trace and 64 here"
     )

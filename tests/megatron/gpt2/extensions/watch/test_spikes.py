@@ -1,4 +1,4 @@
-"""A bad batch: the run goes back to the checkpoint before it, and never reads the samples since then, in any layout."""
+"""After a bad batch the run loads the checkpoint before it, and skips the samples since then in any layout."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from unittest import mock
 
 from megatron.gpt2.checkpoint.folder import TRACKER
-from megatron.gpt2.extensions.watch.spikes import MEMORY, MOST, Spikes
+from megatron.gpt2.extensions.watch.spikes import MAX_REWINDS, WINDOW, SpikeDetector
 from megatron.gpt2.monitor.incidents import read_incidents
 from megatron.gpt2.train.loop import train
 from tests.distributed import run_ranks
@@ -20,42 +20,44 @@ FLAGS = (
 ).split()
 
 
-def test_what_counts_as_a_spike() -> None:
-    spikes = Spikes(1.5)
-    assert [spikes.above(loss) for loss in (9.0, 3.0, None, 3.1, 3.2, 4.6)] == [None] * 6  # 9.0 is in the median
-    assert spikes.above(4.9) == 3.2 and spikes.above(4.9) == 3.2  # it is not among them afterwards
-    for _ in range(MEMORY):
-        spikes.above(2.0)
-    assert spikes.above(3.1) == 2.0
-    spikes.rewinds = MOST
-    assert spikes.above(99.0) is None
+def test_spike_threshold() -> None:
+    spikes = SpikeDetector(1.5)
+    assert [spikes.median_if_spike(loss) for loss in (9.0, 3.0, None, 3.1, 3.2, 4.6)] == [
+        None
+    ] * 6  # 9.0 is in the median
+    assert spikes.median_if_spike(4.9) == 3.2 and spikes.median_if_spike(4.9) == 3.2  # it is not among them afterwards
+    for _ in range(WINDOW):
+        spikes.median_if_spike(2.0)
+    assert spikes.median_if_spike(3.1) == 2.0
+    spikes.rewinds = MAX_REWINDS
+    assert spikes.median_if_spike(99.0) is None
 
 
-def trained(rank: int, world: int, folder: str, flags: list[str], until: int) -> dict[int, list[int]]:
-    """The samples that this rank read in each step, by iteration; of a step that was done again the last ones."""
-    run = start(rank, world, folder, [*FLAGS, *flags, "--exit-interval", str(until)])
+def samples_read(rank: int, world: int, folder: str, flags: list[str], until: int) -> dict[int, list[int]]:
+    """Return the samples that this rank read, by iteration. A repeated iteration has the samples of its last time."""
+    trainer = start(rank, world, folder, [*FLAGS, *flags, "--exit-interval", str(until)])
     seen: dict[int, list[int]] = {}
-    read = run.data.to_device
+    read = trainer.data.to_device
 
-    def noted(text, samples=None):  # type: ignore[no-untyped-def]
-        seen[run.progress.iteration + 1] = samples.tolist()
+    def recording(text, samples=None):  # type: ignore[no-untyped-def]
+        seen[trainer.progress.iteration + 1] = samples.tolist()
         return read(text, samples)
 
-    with mock.patch.object(run.data, "to_device", noted):
-        train(run)
-    run.save()
-    finish(run)
+    with mock.patch.object(trainer.data, "to_device", recording):
+        train(trainer)
+    trainer.save()
+    finish(trainer)
     return seen
 
 
-def spiked(rank: int, world: int, folder: str) -> dict[int, list[int]]:
+def samples_read_with_spike(rank: int, world: int, folder: str) -> dict[int, list[int]]:
     plant(Fault(spike, rank, 16))  # each rank reads noise in the step after 16
-    return trained(rank, world, folder, ["--use-distributed-optimizer"], 20)
+    return samples_read(rank, world, folder, ["--use-distributed-optimizer"], 20)
 
 
-def test_the_run_goes_back_and_past_the_window(tmp_path: Path) -> None:
+def test_the_run_rewinds_and_skips_samples(tmp_path: Path) -> None:
     write_text(tmp_path, 4000)
-    seen = run_ranks(spiked, 2, str(tmp_path))
+    seen = run_ranks(samples_read_with_spike, 2, str(tmp_path))
     save = tmp_path / "save"
     (said,) = {record["text"] for record in read_incidents(save) if record["kind"] == "spike"}
     assert said.startswith("WARNING: at iteration 17 the loss is ") and said.endswith(
@@ -72,5 +74,7 @@ def test_the_run_goes_back_and_past_the_window(tmp_path: Path) -> None:
     assert logged == list(range(1, 21))
     assert (save / TRACKER).read_text() == "20\n"
 
-    on_one = trained(0, 1, str(tmp_path), ["--model-parallel-size", "1"], 22)  # another layout goes on behind it
+    on_one = samples_read(
+        0, 1, str(tmp_path), ["--model-parallel-size", "1"], 22
+    )  # a different layout continues the run
     assert on_one == {21: [88, 89, 90, 91], 22: [92, 93, 94, 95]}

@@ -1,4 +1,4 @@
-"""One page, whatever the server does, and its text, whatever the page holds."""
+"""Fetch a page from servers that misbehave, and extract text from pages with errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 pytest.importorskip("aiohttp", reason="the extra [curate] is not installed")
-from megatron.gpt2.extensions.webtext.download import Extractors, Page, Refused, fetch, session, text_of
+from megatron.gpt2.extensions.webtext.download import Page, PageError, TextExtractors, extract_text, fetch, http_session
 
 DRIP = b"a byte now and then, without end"
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/html; charset=latin-1\r\n"
@@ -21,7 +21,7 @@ OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/html; charset=latin-1\r\n"
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, list[bytes]]]:
-    """An address, and the raw answers to its next connections; after the last of them it says nothing."""
+    """Return an address, and a list of raw answers to its next connections. After the last one, it is silent."""
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     answers: list[bytes] = []
@@ -62,7 +62,7 @@ def refusal(url: str) -> str | None:
 
 def get(url: str, max_bytes: int = 100_000, seconds: float = 60.0) -> Page:
     async def with_client() -> Page:
-        async with session() as client:
+        async with http_session() as client:
             return await fetch(client, url, max_bytes, seconds, refusal)
 
     return asyncio.run(with_client())
@@ -100,8 +100,8 @@ def test_a_page_and_redirects(server: tuple[str, list[bytes]]):
 )
 def test_reasons(server: tuple[str, list[bytes]], answer: bytes, reason: str):
     address, answers = server
-    answers += [answer] * 6  # redirects; and aiohttp asks twice if the connection is lost
-    with pytest.raises(Refused) as refused:
+    answers += [answer] * 6  # for redirects, and because aiohttp repeats a request after a lost connection
+    with pytest.raises(PageError) as refused:
         get(address)
     assert str(refused.value) == reason
 
@@ -110,37 +110,37 @@ def test_reasons(server: tuple[str, list[bytes]], answer: bytes, reason: str):
 def test_a_server_that_takes_too_long(server: tuple[str, list[bytes]], answer: bytes | None):
     address, answers = server
     answers += [answer] if answer else []
-    with pytest.raises(Refused, match="too slow"):
+    with pytest.raises(PageError, match="too slow"):
         get(address, seconds=0.3)
 
 
-def test_hosts_that_are_not_there(server: tuple[str, list[bytes]]):
+def test_missing_hosts(server: tuple[str, list[bytes]]):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    with pytest.raises(Refused, match="connection failed"):
+    with pytest.raises(PageError, match="connection failed"):
         get(f"http://127.0.0.1:{port}/")
-    with pytest.raises(Refused, match="no such host"):
+    with pytest.raises(PageError, match="no such host"):
         get("http://no-such-host.invalid/")
 
 
 def test_text_and_its_encoding():
     html = "<html><body><article><p>" + "Wörter über Wörter, schön gesetzt. " * 20 + "</p></article></body></html>"
     for charset, said in (("utf-8", None), ("latin-1", "latin-1"), ("utf-8", "latin-9x"), ("utf-8", "ascii")):
-        assert "Wörter über Wörter" in str(text_of(Page("http://example.com", html.encode(charset), said))[0])
+        assert "Wörter über Wörter" in str(extract_text(Page("http://example.com", html.encode(charset), said))[0])
 
 
-def test_a_page_that_takes_too_long_costs_a_process():
+def test_a_slow_extraction_kills_its_process():
     page = Page("u", b"<html><body><p>" + b"Some words of a text. " * 30 + b"</p></body></html>", None)
 
     async def extract_all() -> None:
-        extract = Extractors(1, 20.0)
+        extract = TextExtractors(1, 20.0)
         try:
             assert (await extract(page)).startswith("Some words")
-            with pytest.raises(Refused, match="page without text"):
+            with pytest.raises(PageError, match="page without text"):
                 await extract(Page("u", b"", None))
             extract.seconds = 0.01
-            long = Page("u", page.body * 2000, None)  # no machine is so busy that it is ready before it is asked for
-            with pytest.raises(Refused, match="text not found in time"):
+            long = Page("u", page.body * 2000, None)  # too long for 0.01 s on any machine
+            with pytest.raises(PageError, match="text not found in time"):
                 await extract(long)
             extract.seconds = 20.0
             assert (await extract(page)).startswith("Some words")

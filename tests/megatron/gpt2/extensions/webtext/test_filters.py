@@ -1,4 +1,4 @@
-"""Addresses, cleanup, decontamination and the split, on one document after the other."""
+"""URL filter, cleanup, decontamination and splits."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from data_utils import build_tokenizer
 from megatron.gpt2.extensions.webtext.filters import (
     SUSPECT,
     WORDS,
-    evaluation_runs,
+    detect_language,
+    duplicate_key,
+    evaluation_ngrams,
     fix_text,
-    has_tokens,
-    language_of,
-    normal,
-    page_key,
-    refusal,
+    has_min_tokens,
+    make_url_filter,
+    normalize_url,
     split,
-    word_runs,
+    word_ngrams,
 )
-from megatron.gpt2.extensions.webtext.shards import Shard, Stage, as_line, run_shard
+from megatron.gpt2.extensions.webtext.shards import Shard, WebtextStage, json_line, run_shard
 from tests.conftest import needs
 
 pytestmark = needs("tldextract", extra="curate")
@@ -57,17 +57,17 @@ TEXT = st.lists(st.one_of(st.text(max_size=20), st.sampled_from(PIECES)), max_si
         ("http://example.com/" + "a" * 2100, "too long"),
     ],
 )
-def test_addresses(url: str, reason: str | None):
-    assert refusal()(url) == reason
+def test_url_filter(url: str, reason: str | None):
+    assert make_url_filter()(url) == reason
 
 
-def test_one_page_under_many_addresses():
-    assert normal("HTTP://User@Example.COM:80#top") == "http://example.com/"
-    assert normal("https://example.com:8443/A?b#c") == "https://example.com:8443/A?b"
+def test_one_page_with_many_urls():
+    assert normalize_url("HTTP://User@Example.COM:80#top") == "http://example.com/"
+    assert normalize_url("https://example.com:8443/A?b#c") == "https://example.com:8443/A?b"
     same = ["http://example.com/a", "https://www.example.com/a/", "http://example.com:80/a#b"]
-    assert len({page_key(normal(url)) for url in same}) == 1
+    assert len({duplicate_key(normalize_url(url)) for url in same}) == 1
     other = ["http://example.com/a", "http://example.com/A", "http://example.com/a?b", "http://news.example.com/a"]
-    assert len({page_key(normal(url)) for url in other}) == 4
+    assert len({duplicate_key(normalize_url(url)) for url in other}) == 4
 
 
 @settings(max_examples=500, deadline=None)
@@ -79,7 +79,7 @@ def test_fixed_text_is_ftfys(text: str):
     assert SUSPECT.search(text) or fix_text(text) is text
 
 
-def test_what_is_fixed():
+def test_fix_text():
     assert fix_text("The cafÃ© &mdash; it\u2019s\r\nopen") == "The café — it's\nopen"
 
 
@@ -87,7 +87,7 @@ def test_what_is_fixed():
 @given(st.text(max_size=400), st.integers(1, 60))
 def test_token_counts(text: str, least: int):
     tokenizer = build_tokenizer("builtin")
-    assert has_tokens(tokenizer, text, least) == (len(tokenizer.encode(text)) >= least)
+    assert has_min_tokens(tokenizer, text, least) == (len(tokenizer.encode(text)) >= least)
 
 
 @pytest.mark.parametrize(
@@ -99,23 +99,25 @@ def test_token_counts(text: str, least: int):
     ],
 )
 def test_languages(code: str, text: str):
-    assert language_of(text) == code
+    assert detect_language(text) == code
 
 
 def test_runs_of_the_evaluation_sets(tmp_path: Path):
     text = "It was, he said, the best of times -- and the worst of times, too, in 1859."
     words = "it was he said the best of times and the worst of times too in 1859".split()
-    assert list(word_runs(text)) == [tuple(words[start : start + WORDS]) for start in range(4)]
-    assert list(word_runs("so\n" + text.upper().replace(",", " ;").replace("--", "\n")))[1:] == list(word_runs(text))
+    assert list(word_ngrams(text)) == [tuple(words[start : start + WORDS]) for start in range(4)]
+    assert list(word_ngrams("so\n" + text.upper().replace(",", " ;").replace("--", "\n")))[1:] == list(
+        word_ngrams(text)
+    )
     path = tmp_path / "sets.jsonl"
-    path.write_bytes(as_line({"text": text}) + as_line({"text": "too short"}))
-    assert evaluation_runs((path,), "text") == (set(word_runs(text)), 1)
+    path.write_bytes(json_line({"text": text}) + json_line({"text": "too short"}))
+    assert evaluation_ngrams((path,), "text") == (set(word_ngrams(text)), 1)
     with pytest.raises(ValueError, match=r"sets\.jsonl:1: .*'body'"):
-        evaluation_runs((path,), "body")
-    path.write_bytes(as_line({"text": "too short"}))
-    evaluation_runs.cache_clear()
+        evaluation_ngrams((path,), "body")
+    path.write_bytes(json_line({"text": "too short"}))
+    evaluation_ngrams.cache_clear()
     with pytest.raises(ValueError, match="hold no text of 13 words"):
-        evaluation_runs((path,), "text")
+        evaluation_ngrams((path,), "text")
 
 
 def test_the_split_is_stable_and_near_its_shares(tmp_path: Path):
@@ -123,9 +125,9 @@ def test_the_split_is_stable_and_near_its_shares(tmp_path: Path):
 
     def where(texts: list[str], name: str, *shares: str) -> dict[str, str]:
         path = tmp_path / f"{name}.jsonl"
-        path.write_bytes(b"".join(as_line({"text": text}) for text in texts))
+        path.write_bytes(b"".join(json_line({"text": text}) for text in texts))
         args = Namespace(shares=shares or ("90", "8", "2"), seed=7, text_key="text")
-        run_shard(Stage("split", split, args, ("shares", "seed")), Shard("split", (path,)), tmp_path / name)
+        run_shard(WebtextStage("split", split, args, ("shares", "seed")), Shard("split", (path,)), tmp_path / name)
         return {
             json.loads(line)["text"]: part.stem for part in (tmp_path / name).glob("*.jsonl") for line in part.open()
         }

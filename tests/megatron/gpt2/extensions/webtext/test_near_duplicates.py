@@ -1,4 +1,4 @@
-"""Sketches estimate the Jaccard index; pairs are found, and only true ones; removal keeps the first of a group."""
+"""Sketches estimate the Jaccard index. All pairs are found and correct. Removal keeps the first document of a group."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from megatron.gpt2.extensions.webtext import commands
 from megatron.gpt2.extensions.webtext.near_duplicates import VALUES, buckets, jaccard, shingles, sketch
-from megatron.gpt2.extensions.webtext.shards import as_line
+from megatron.gpt2.extensions.webtext.shards import json_line
 
 
-def grams(text: str) -> set[str]:
+def five_grams(text: str) -> set[str]:
     padded = text.ljust(5, "\0")
     return {padded[start : start + 5] for start in range(len(padded) - 4)}
 
@@ -25,8 +25,8 @@ def grams(text: str) -> set[str]:
 @given(st.lists(st.text(max_size=60), min_size=2, max_size=5))
 def test_shingles_are_the_5_grams(texts: list[str]):
     for first, second in zip(texts, texts[1:], strict=False):
-        assert len(shingles(first)) == len(grams(first))
-        expected = len(grams(first) & grams(second)) / len(grams(first) | grams(second))
+        assert len(shingles(first)) == len(five_grams(first))
+        expected = len(five_grams(first) & five_grams(second)) / len(five_grams(first) | five_grams(second))
         assert jaccard(shingles(first), shingles(second)) == expected
 
 
@@ -62,7 +62,7 @@ def pairs_in(folder: Path) -> list[dict]:
 
 
 def test_search_group_and_removal(tmp_path: Path):
-    """Families of similar texts, of which a chain has its ends too far apart to be a pair."""
+    """Families of three similar texts: the first and the last differ too much to be a pair."""
     draw = random.Random(0)
 
     def words() -> list[str]:
@@ -71,7 +71,7 @@ def test_search_group_and_removal(tmp_path: Path):
     def changed(words: list[str], places: range) -> list[str]:
         return [("other" if number in places else word) for number, word in enumerate(words)]
 
-    documents = []  # text and family; 99 has no similar ones
+    documents = []  # text and family; texts of family 99 have no duplicates
     for family in range(20):
         first = words()
         middle = changed(first, range(12))
@@ -84,7 +84,7 @@ def test_search_group_and_removal(tmp_path: Path):
     (tmp_path / "in").mkdir()
     (tmp_path / "texts").mkdir()
     for shard, part in (("a", documents[:50]), ("b", documents[50:])):
-        lines = [as_line({"text": text, "of": family}) for text, family in part]
+        lines = [json_line({"text": text, "of": family}) for text, family in part]
         (tmp_path / f"in/{shard}.jsonl").write_bytes(b"".join(lines))
     for number, (text, _) in enumerate(documents):
         (tmp_path / f"texts/{number:03d}.txt").write_text(text)
@@ -104,7 +104,7 @@ def test_search_group_and_removal(tmp_path: Path):
         seen.add(family)
     assert left == expected
 
-    # The same from files that cannot be read at an offset; and a removal from files that were not searched.
+    # Text files, which are not seekable, give the same pairs. A removal from files that were not searched is refused.
     program("find_duplicates", tmp_path / "texts", tmp_path / "found2", "--min-jaccard", "0.85")
     one_way, other_way = ([pair["pair"] for pair in pairs_in(tmp_path / name)] for name in ("found", "found2"))
     assert one_way == other_way

@@ -1,4 +1,4 @@
-"""Each program alone: as the first of the pipeline, with bad input, and on datatrove's executors."""
+"""Each program by itself: as the first of the pipeline, with bad input, and on datatrove's executors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STORY = (
 
 
 def program(name: str, *arguments: Path | str) -> None:
-    """In this process, which has the libraries loaded."""
+    """Run the program in this process, which has loaded the libraries."""
     getattr(commands, name)([*map(str, arguments)])
 
 
@@ -38,7 +38,7 @@ def run(python: str, name: str, *arguments: Path | str, **environment: str) -> s
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The current folder, with scraped text, and with shards of JSON lines."""
+    """Make the current folder, with scraped text and with shards of JSON lines."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ".cache"))
     Path("texts").mkdir()
@@ -60,12 +60,12 @@ OF_DOCUMENTS = {
 
 
 @pytest.mark.parametrize("name", [*OF_DOCUMENTS, "blacklist_urls", "download_urls"])
-def test_nothing_in_is_an_error(name: str):
+def test_empty_input_is_an_error(name: str):
     Path("in").mkdir()
-    with pytest.raises(FileNotFoundError, match="there is no file"):
+    with pytest.raises(FileNotFoundError, match="this folder has no file"):
         program(name, "in", "out", *OF_DOCUMENTS.get(name, ()))
     Path("in/empty.jsonl").write_text("\n")
-    with pytest.raises(ValueError, match="the input holds nothing: name files that do"):
+    with pytest.raises(ValueError, match="the input is empty: give other files"):
         program(name, "in", "out", *OF_DOCUMENTS.get(name, ()))
 
 
@@ -81,13 +81,13 @@ def test_every_stage_takes_scraped_text(capsys: pytest.CaptureFixture[str]):
 
 
 def test_file_names_of_2019_from_addresses_to_a_data_set():
-    """A name that ends in .json is one file, and a folder of shards is taken wherever a file is."""
+    """A name that ends in .json is one file. A folder of shards is accepted instead of a file."""
     Path("urls.txt").write_text("http://a.org/1\nhttp://a.org/1\nhttp://b.org/2\n")
     program("blacklist_urls", "urls.txt", "clean_urls.txt", "--urls-per-file", "1")
     assert Path("clean_urls.txt").read_text() == "http://a.org/1\nhttp://b.org/2\n"
     with open("shards/2.jsonl", "a") as file:
-        file.write(json.dumps({"text": f"Tale 1, 1. {STORY}"}) + "\n")  # once more
-    program("cleanup_dataset", "shards", "clean.json", "--workers", "1")  # of three shards one file
+        file.write(json.dumps({"text": f"Tale 1, 1. {STORY}"}) + "\n")  # a duplicate
+    program("cleanup_dataset", "shards", "clean.json", "--workers", "1")  # three shards into one file
     program("cleanup_dataset", "clean.json", "clean_again.jsonl")
     assert Path("clean.json").read_bytes() == Path("clean_again.jsonl").read_bytes()
     program("find_duplicates", "clean.json", "duplicates.json", "--min-jaccard", "1")
@@ -124,7 +124,7 @@ def test_file_names_of_2019_from_addresses_to_a_data_set():
         ("find_duplicates texts out --min-jaccard 0", "--min-jaccard"),
         ("split_dataset texts out --split x", "--split"),
         ("download_urls texts out --page-seconds nan", "--page-seconds"),
-        ("group_duplicate_url texts out", "name the one pairs.jsonl"),
+        ("group_duplicate_url texts out", "give one file, pairs.jsonl"),
         ("filter_ngrams texts out", "--evaluation"),
         ("filter_ngrams texts out --evaluation nowhere.txt", "nowhere.txt"),
         ("cleanup_dataset texts out --unknown", "--unknown"),
@@ -137,14 +137,14 @@ def test_bad_input_is_one_line_and_writes_nothing(line: str, words: str):
     assert "\n" not in str(error.value) and sorted(Path().rglob("*")) == before
 
 
-def test_no_network_is_not_remembered(python: WarmPython):
+def test_results_without_a_network_are_not_recorded(python: WarmPython):
     Path("urls.txt").write_text("http://a.invalid/1\nhttp://b.invalid/2\n")
     found = run(python.python, "download_urls", "urls.txt", "out", http_proxy="", HTTP_PROXY="")
     assert found.returncode == 2 and re.fullmatch("error: .*is there a network.*\n", found.stderr)
     assert not list(Path("out").rglob("*.json*"))
 
 
-def content(folder: str) -> dict[str, str]:
+def file_hashes(folder: str) -> dict[str, str]:
     paths = {str(path.relative_to(folder)): path for path in sorted(Path(folder).rglob("*")) if path.is_file()}
     return {
         name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in paths.items() if not name.startswith(".")
@@ -159,11 +159,11 @@ def test_executors_make_the_same_bytes(executor: str, capsys: pytest.CaptureFixt
     found = run(sys.executable, "cleanup_dataset", "shards", "cluster", "--executor", executor, "--tasks", "2")
     assert found.returncode == 0, found.stderr
     assert "Processing done" in "".join(path.read_text() for path in Path().glob("cluster/.datatrove/logs/*"))
-    assert content("cluster") == content("alone") and "9 in, 9 out" in found.stdout
+    assert file_hashes("cluster") == file_hashes("alone") and "9 in, 9 out" in found.stdout
 
 
 def test_slurm(capsys: pytest.CaptureFixture[str]):
-    """A stand-in for Slurm runs the job that datatrove hands in, as its array says."""
+    """A fake Slurm runs the array job that datatrove submits."""
     programs = {
         "sbatch": 'cat "${@: -1}" > job; last=$(sed -n "s/^#SBATCH --array=0-\\([0-9]*\\).*/\\1/p" job)\n'
         "if grep -q launch_pickled job; then for rank in $(seq 0 $last); do\n"
@@ -180,7 +180,7 @@ def test_slurm(capsys: pytest.CaptureFixture[str]):
     found = run(
         sys.executable, "cleanup_dataset", "shards", "out", *flags, PATH=f"{Path('bin').resolve()}:{os.environ['PATH']}"
     )
-    assert found.returncode == 0 and "handed to Slurm" in found.stdout, found.stderr
+    assert found.returncode == 0 and "submitted to Slurm" in found.stdout, found.stderr
     before = {path: path.stat().st_mtime_ns for path in Path("out").glob("*.jsonl")}
     assert sorted(path.name for path in before) == ["0.jsonl", "1.jsonl", "2.jsonl"]
     program("cleanup_dataset", "shards", "out")
@@ -188,6 +188,6 @@ def test_slurm(capsys: pytest.CaptureFixture[str]):
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
-def test_names_of_2019_are_there():
+def test_program_names_of_2019_exist():
     names = "blacklist_urls cleanup_dataset find_duplicates group_duplicate_url merge_jsons remove_group_duplicates"
     assert {path.stem for path in TOOLS.glob("*.py")} >= set(names.split())

@@ -1,4 +1,5 @@
-"""The contract of every stage: whole or not at all, not twice, and no loss without a word. And what a stage reads."""
+"""The contract of every stage: atomic output, no repeated work, every dropped entry is counted. And reading of
+input."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ from typing import Any
 import pytest
 
 from megatron.gpt2.extensions.webtext.near_duplicates import is_seekable
-from megatron.gpt2.extensions.webtext.shards import Document, ShardRun, Stage, as_line, find_shards, read_at
+from megatron.gpt2.extensions.webtext.shards import Document, ShardRun, WebtextStage, find_shards, json_line, read_at
 from megatron.gpt2.extensions.webtext.stages import run_stage, stage_parser
 
 
 def shorten(run: ShardRun) -> None:
-    """Drops texts of fewer than `least` characters, and notes that it ran."""
+    """Drop texts of fewer than `least` characters, and record the call."""
     with open(run.args.calls, "a") as file:
         file.write(f"{run.shard.name}\n")
     for document in run.documents():
@@ -29,8 +30,8 @@ def shorten(run: ShardRun) -> None:
             run.write(document)
 
 
-class Setting:
-    """Three shards of four texts, and a stage over them."""
+class ThreeShards:
+    """Three shards of four texts, and a stage that processes them."""
 
     def __init__(self, folder: Path) -> None:
         self.input, self.output, self.calls = folder / "in", folder / "out", folder / "calls"
@@ -39,15 +40,15 @@ class Setting:
             self.write(shard, [f"{shard}{number}" + number * "x" for number in range(4)])
 
     def write(self, shard: str, texts: Sequence[str]) -> None:
-        (self.input / f"{shard}.jsonl").write_bytes(b"".join(as_line({"text": text}) for text in texts))
+        (self.input / f"{shard}.jsonl").write_bytes(b"".join(json_line({"text": text}) for text in texts))
 
     def run(self, *flags: str, least: int = 3, library: str = "numpy", **options: Any) -> list[dict[str, Any]]:
         args = stage_parser(shorten).parse_args([str(self.input), str(self.output), "--workers", "1", *flags])
         args.least, args.calls = least, self.calls
-        return run_stage(Stage("shorten", shorten, args, ("least",), (library,)), **options)
+        return run_stage(WebtextStage("shorten", shorten, args, ("least",), (library,)), **options)
 
     def ran(self) -> str:
-        """The shards that were worked on since this was asked last."""
+        """Return the shards that ran since the last call."""
         found = self.calls.read_text().split() if self.calls.exists() else []
         self.calls.unlink(missing_ok=True)
         return "".join(found)
@@ -58,98 +59,98 @@ class Setting:
 
 
 @pytest.fixture
-def setting(tmp_path: Path) -> Setting:
-    return Setting(tmp_path)
+def shards(tmp_path: Path) -> ThreeShards:
+    return ThreeShards(tmp_path)
 
 
-def test_outputs_manifests_and_report(setting: Setting, capsys: pytest.CaptureFixture[str]):
-    manifests = setting.run()
+def test_outputs_manifests_and_report(shards: ThreeShards, capsys: pytest.CaptureFixture[str]):
+    manifests = shards.run()
     assert [manifest["input"]["name"] for manifest in manifests] == ["a", "b", "c"]
-    assert json.loads((setting.output / "manifests/b.json").read_text()) == manifests[1]
+    assert json.loads((shards.output / "manifests/b.json").read_text()) == manifests[1]
     manifest = manifests[0]
     assert (manifest["entered"], manifest["left"], manifest["parameters"]) == (4, 3, {"least": 3})
     assert manifest["dropped"] == {"short": {"count": 1, "samples": ["a0"]}}
     assert [entry["name"] for entry in manifest["outputs"]] == ["a.jsonl"]
-    assert sorted(setting.bytes()) == [f"{shard}.jsonl" for shard in "abc"] + [
+    assert sorted(shards.bytes()) == [f"{shard}.jsonl" for shard in "abc"] + [
         f"manifests/{shard}.json" for shard in "abc"
     ]
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("shorten: 12 in, 9 out (75.0%); 3 shards")
     assert said[2].split() == ["short", "3", "25.0%", "a0"]
-    alone = setting.bytes()
-    setting.output.rename(setting.output.with_name("alone"))
-    setting.input = setting.input.rename(setting.input.with_name("elsewhere"))
-    setting.run("--workers", "2")
-    assert setting.bytes() == alone and len(setting.ran()) == 6
+    alone = shards.bytes()
+    shards.output.rename(shards.output.with_name("alone"))
+    shards.input = shards.input.rename(shards.input.with_name("elsewhere"))
+    shards.run("--workers", "2")
+    assert shards.bytes() == alone and len(shards.ran()) == 6
 
 
-def test_only_what_is_not_done_is_done_again(setting: Setting):
-    setting.run()
-    whole = setting.bytes()
-    setting.ran()
-    setting.run()
-    assert not setting.ran()
-    (setting.output / "b.jsonl").write_bytes(whole["b.jsonl"].replace(b"b", b"B"))  # damage of the same size
-    setting.run()
-    assert setting.ran() == "b" and setting.bytes() == whole
-    (setting.output / "manifests/c.json").unlink()  # killed between the output and its manifest
-    (setting.output / ".a.jsonl.tmp").write_bytes(b"killed within")
-    setting.run()
-    assert setting.ran() == "c"
-    setting.write("a", ["another text"])
-    setting.run()
-    assert setting.ran() == "a" and setting.bytes()["a.jsonl"] == as_line({"text": "another text"})
-    setting.run(least=5)
-    assert setting.ran() == "abc"
-    setting.write("a", ["x"])  # a shard that becomes empty leaves no old output
-    setting.run()
-    assert "a.jsonl" not in setting.bytes() and "manifests/a.json" in setting.bytes()
+def test_complete_shards_are_skipped(shards: ThreeShards):
+    shards.run()
+    whole = shards.bytes()
+    shards.ran()
+    shards.run()
+    assert not shards.ran()
+    (shards.output / "b.jsonl").write_bytes(whole["b.jsonl"].replace(b"b", b"B"))  # damage of the same size
+    shards.run()
+    assert shards.ran() == "b" and shards.bytes() == whole
+    (shards.output / "manifests/c.json").unlink()  # killed between the output and its manifest
+    (shards.output / ".a.jsonl.tmp").write_bytes(b"killed within")
+    shards.run()
+    assert shards.ran() == "c"
+    shards.write("a", ["another text"])
+    shards.run()
+    assert shards.ran() == "a" and shards.bytes()["a.jsonl"] == json_line({"text": "another text"})
+    shards.run(least=5)
+    assert shards.ran() == "abc"
+    shards.write("a", ["x"])  # a shard that becomes empty leaves no old output
+    shards.run()
+    assert "a.jsonl" not in shards.bytes() and "manifests/a.json" in shards.bytes()
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_a_failure_leaves_nothing_half_written(setting: Setting, workers: str):
-    setting.write("b", ["whole", "burst"])
+def test_a_failure_leaves_nothing_half_written(shards: ThreeShards, workers: str):
+    shards.write("b", ["whole", "burst"])
     with pytest.raises(OSError, match="out: the disk is full"):
-        setting.run("--workers", workers)
-    assert not [name for name in setting.bytes() if "b" in Path(name).name.partition(".")[0] or ".tmp" in name]
-    setting.write("b", ["whole", "again"])
-    setting.run("--workers", workers)
-    assert len([name for name in setting.bytes() if name.endswith(".jsonl")]) == 3
+        shards.run("--workers", workers)
+    assert not [name for name in shards.bytes() if "b" in Path(name).name.partition(".")[0] or ".tmp" in name]
+    shards.write("b", ["whole", "again"])
+    shards.run("--workers", workers)
+    assert len([name for name in shards.bytes() if name.endswith(".jsonl")]) == 3
 
 
-def test_results_that_are_errors(setting: Setting):
+def test_results_that_are_errors(shards: ThreeShards):
     with pytest.raises(ValueError, match=r"needs no-such-library: .*\[curate\]"):
-        setting.run(library="no-such-library")
-    assert not setting.ran()
+        shards.run(library="no-such-library")
+    assert not shards.ran()
     with pytest.raises(ValueError, match="all of 12 entries were dropped"):
-        setting.run(least=99)
-    with open(setting.input / "b.jsonl", "a") as file:
+        shards.run(least=99)
+    with open(shards.input / "b.jsonl", "a") as file:
         file.write("{\n")
     with pytest.raises(ValueError, match=r"b\.jsonl:5: .*1 of 13 entries are unreadable.*--max-bad-fraction 0.001"):
-        setting.run()
-    assert sum(manifest["left"] for manifest in setting.run("--max-bad-fraction", "0.1")) == 9
-    (setting.input / "c.jsonl").write_text("{\n" * 1000)
+        shards.run()
+    assert sum(manifest["left"] for manifest in shards.run("--max-bad-fraction", "0.1")) == 9
+    (shards.input / "c.jsonl").write_text("{\n" * 1000)
     with pytest.raises(ValueError, match=r"c\.jsonl:1: .*all of the first 1000"):
-        setting.run("--max-bad-fraction", "1")
-    (setting.input / "c.jsonl").unlink()
-    (setting.output / "c.jsonl").write_text("")
+        shards.run("--max-bad-fraction", "1")
+    (shards.input / "c.jsonl").unlink()
+    (shards.output / "c.jsonl").write_text("")
     with pytest.raises(ValueError, match=r"c\.jsonl is not of this run"):
-        setting.run("--max-bad-fraction", "1")
-    setting.run("--max-bad-fraction", "1", alone=False)
+        shards.run("--max-bad-fraction", "1")
+    shards.run("--max-bad-fraction", "1", exclusive=False)
 
 
 @pytest.mark.parametrize(("limit", "entered"), [(1, [1]), (4, [4]), (6, [4, 2]), (99, [4, 4, 4])])
-def test_limit(setting: Setting, limit: int, entered: list[int]):
-    assert [manifest["entered"] for manifest in setting.run("--limit", str(limit), least=1)] == entered
+def test_limit(shards: ThreeShards, limit: int, entered: list[int]):
+    assert [manifest["entered"] for manifest in shards.run("--limit", str(limit), least=1)] == entered
 
 
 def read(path: Path, text_key: str = "text") -> tuple[list[tuple[int, Document]], dict[str, dict[str, Any]]]:
-    """The documents with their offsets, and those that were dropped."""
+    """Return the documents with their offsets, and the dropped entries."""
     found: list[tuple[int, Document]] = []
     dropped: dict[str, dict[str, Any]] = {}
     for shard in find_shards(str(path)):
         run = ShardRun(Namespace(text_key=text_key), shard)
-        found += run.located()
+        found += run.documents_with_offsets()
         dropped.update(run.dropped)
     return found, dropped
 
@@ -181,7 +182,7 @@ def test_json_lines_with_bad_ones(tmp_path: Path):
 
 
 def test_compressed_files(tmp_path: Path):
-    content = gzip.compress(as_line({"text": "packed"}) * 3)
+    content = gzip.compress(json_line({"text": "packed"}) * 3)
     (tmp_path / "b.jsonl.gz").write_bytes(content)
     found, dropped = read(tmp_path)
     assert [document["text"] for _, document in found] == ["packed"] * 3 and not dropped
@@ -200,8 +201,8 @@ def test_a_folder_of_scraped_text(tmp_path: Path):
     assert [shard.name for shard in find_shards(str(tmp_path / "*.txt"))] == ["texts_00000"]
 
 
-def test_names_that_lead_nowhere_or_collide(tmp_path: Path):
-    for name, said in ("", "in this folder"), ("*.jsonl", r"\*\.jsonl"):
+def test_missing_and_colliding_names(tmp_path: Path):
+    for name, said in ("", "this folder has no file"), ("*.jsonl", r"\*\.jsonl"):
         with pytest.raises(FileNotFoundError, match=said):
             find_shards(str(tmp_path / name))
     for name in ("a.jsonl", "a.jsonl.gz", "a.of.urls"):

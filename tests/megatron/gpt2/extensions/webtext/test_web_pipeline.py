@@ -1,4 +1,4 @@
-"""The whole pipeline on a small web: the right documents survive, twice bit-identical, also when it is killed."""
+"""Run the whole pipeline on a small web. The right documents remain; a run with kills gives identical files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FLAGS = {
 
 
 def start(folder: Path, output: str, proxy: str) -> subprocess.Popen[str]:
-    """scripts/prepare_openwebtext.sh, in a process group of its own."""
+    """Start scripts/prepare_openwebtext.sh in a new process group."""
     environment = {**os.environ, **FLAGS, "OMP_NUM_THREADS": "1", "http_proxy": proxy, "no_proxy": ""}
     environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment.pop("HTTP_PROXY", None)
@@ -52,18 +52,18 @@ def finish(process: subprocess.Popen[str]) -> str:
 
 
 def kill_when(process: subprocess.Popen[str], moment: Callable[[], bool]) -> None:
-    """kill -9 of everything as soon as `moment` comes."""
+    """Kill the process group with SIGKILL as soon as `moment()` is true."""
     deadline = time.monotonic() + 240
     while not moment():
-        assert process.poll() is None, f"it ended before the moment came:\n{process.communicate()[0]}"
+        assert process.poll() is None, f"it ended too early:\n{process.communicate()[0]}"
         assert time.monotonic() < deadline
         time.sleep(0.001)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
 
 
-def content(folder: Path) -> dict[str, str]:
-    """sha256 of every file but the empty locks, manifests included."""
+def file_hashes(folder: Path) -> dict[str, str]:
+    """Return the sha256 of every file, including manifests, except the empty locks."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
@@ -73,7 +73,7 @@ def content(folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def once(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder in which the pipeline ran into once/, and what it said."""
+    """Run the pipeline into once/; return the folder and the output."""
     folder = tmp_path_factory.mktemp("web")
     (folder / "urls").mkdir()
     for name, text in address_lists(PAGES).items():
@@ -135,5 +135,5 @@ def test_it_goes_on_after_kills_to_the_same_result(once: tuple[Path, str]):
             kill_when(start(folder, "again", proxy), moment)
         before = len(requests)
         finish(start(folder, "again", proxy))
-    assert len(requests) == before, "what was downloaded is not downloaded again"
-    assert content(again) == content(folder / "once")
+    assert len(requests) == before, "a page was downloaded again"
+    assert file_hashes(again) == file_hashes(folder / "once")

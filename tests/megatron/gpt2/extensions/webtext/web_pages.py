@@ -1,4 +1,4 @@
-"""A web of 193 pages in this process, behind a proxy on loopback: good ones, and every kind that must not survive."""
+"""A web of 193 pages behind a proxy on loopback: good pages, and every kind of page that must be dropped."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def sentences(words: list[str], seed: str, count: int) -> list[str]:
 
 
 def page(paragraphs: list[str], title: str = "A page") -> str:
-    """An article amid what surrounds one."""
+    """Return the HTML of an article with navigation and a footer."""
     links = "".join(f'<li><a href="/section/{number}">Section {number}</a></li>' for number in range(12))
     text = "".join(f"<p>{paragraph}</p>" for paragraph in paragraphs)
     return (
@@ -52,7 +52,7 @@ def article(seed: str, words: list[str] = ENGLISH, extra: str = "") -> list[str]
 
 
 @dataclass
-class Answer:
+class HttpAnswer:
     body: bytes | str = b""
     status: int = 200
     headers: tuple[tuple[str, str], ...] = (("Content-Type", "text/html"),)
@@ -62,12 +62,12 @@ HTML = ("Content-Type", "text/html")
 EVALUATION = "One evening the old lighthouse keeper counted seventeen green lanterns drifting past the broken harbour"
 
 
-def build() -> tuple[dict[str, Answer], dict[str, str]]:
-    """The pages by their address, and of those that must survive a part of their text."""
-    pages: dict[str, Answer] = {}
+def build() -> tuple[dict[str, HttpAnswer], dict[str, str]]:
+    """Return the pages by URL, and a part of the text of each page that must remain."""
+    pages: dict[str, HttpAnswer] = {}
     good: dict[str, str] = {}
 
-    def add(kind: str, number: int, answer: Answer, survives: str = "") -> str:
+    def add(kind: str, number: int, answer: HttpAnswer, survives: str = "") -> str:
         url = f"{SITE.format(number % 7)}/{kind}/{number}"
         pages[url] = answer
         if survives:
@@ -78,51 +78,51 @@ def build() -> tuple[dict[str, Answer], dict[str, str]]:
         return sentences(ENGLISH, seed, 1)[0]
 
     for number in range(70):
-        add("article", number, Answer(page(article(f"good{number}"))), first(f"good{number}"))
-    for number in range(5):  # the server says how to read it
+        add("article", number, HttpAnswer(page(article(f"good{number}"))), first(f"good{number}"))
+    for number in range(5):  # the server sends the charset
         text = page(article(f"latin{number}", extra=" Café, naïve, façade, £5."))
         add(
             "latin",
             number,
-            Answer(text.encode("cp1252"), headers=(("Content-Type", "text/html; charset=cp1252"),)),
+            HttpAnswer(text.encode("cp1252"), headers=(("Content-Type", "text/html; charset=cp1252"),)),
             "Café, naïve, façade, £5.",
         )
     for number in range(5):  # UTF-8 that was once read as Latin-1
         text = page(article(f"mojibake{number}", extra=" The cafÃ© was schÃ¶n."))
-        add("mojibake", number, Answer(text), "The café was schön.")
-    for number in range(5):  # no encoding at all
+        add("mojibake", number, HttpAnswer(text), "The café was schön.")
+    for number in range(5):  # invalid in any encoding
         body = page(article(f"broken{number}")).encode().replace(b"</h1>", b"</h1><p>\xff\xfe\x81 broken \xc3</p>")
-        add("broken", number, Answer(body), first(f"broken{number}"))
+        add("broken", number, HttpAnswer(body), first(f"broken{number}"))
     for number in range(5):
         body = gzip.compress(page(article(f"packed{number}")).encode())
-        add("packed", number, Answer(body, headers=(HTML, ("Content-Encoding", "gzip"))), first(f"packed{number}"))
+        add("packed", number, HttpAnswer(body, headers=(HTML, ("Content-Encoding", "gzip"))), first(f"packed{number}"))
     for number in range(4):
         target = f"{SITE.format(8)}/moved/{number}"
-        pages[target] = Answer(page(article(f"moved{number}")))
-        add("redirect", number, Answer(status=301, headers=(("Location", target),)), first(f"moved{number}"))
-    for number in range(30):  # half of them word for word, half with a word more
+        pages[target] = HttpAnswer(page(article(f"moved{number}")))
+        add("redirect", number, HttpAnswer(status=301, headers=(("Location", target),)), first(f"moved{number}"))
+    for number in range(30):  # half are exact copies, half have one more word
         extra = "" if number % 2 else " Indeed."
-        add("zcopy", number, Answer(page(article(f"good{number}", extra=extra), title="A page copied")))
+        add("zcopy", number, HttpAnswer(page(article(f"good{number}", extra=extra), title="A page copied")))
     for number in range(20):
-        add("foreign", number, Answer(page(article(f"foreign{number}", OTHERS[number % 3].split()))))
+        add("foreign", number, HttpAnswer(page(article(f"foreign{number}", OTHERS[number % 3].split()))))
     for number in range(16):
-        add("boilerplate", number, Answer(page([] if number % 2 else sentences(ENGLISH, f"short{number}", 2))))
+        add("boilerplate", number, HttpAnswer(page([] if number % 2 else sentences(ENGLISH, f"short{number}", 2))))
     for number in range(6):
-        add("quoted", number, Answer(page(article(f"quoted{number}", extra=f" {EVALUATION}."))))
+        add("quoted", number, HttpAnswer(page(article(f"quoted{number}", extra=f" {EVALUATION}."))))
     for number in range(10):
-        add("gone", number, Answer(status=404))
+        add("gone", number, HttpAnswer(status=404))
     for number in range(5):
-        add("failing", number, Answer(status=500))
+        add("failing", number, HttpAnswer(status=500))
     for number in range(6):
-        add("binary", number, Answer(b"%PDF-1.7", headers=(("Content-Type", "application/pdf"),)))
-    add("inside", 0, Answer(status=302, headers=(("Location", "http://169.254.169.254/secret"),)))
-    add("large", 0, Answer(b"<p>" + bytes(1_500_000)))
+        add("binary", number, HttpAnswer(b"%PDF-1.7", headers=(("Content-Type", "application/pdf"),)))
+    add("inside", 0, HttpAnswer(status=302, headers=(("Location", "http://169.254.169.254/secret"),)))
+    add("large", 0, HttpAnswer(b"<p>" + bytes(1_500_000)))
     assert len(pages) == 193, len(pages)
     return pages, good
 
 
-def address_lists(pages: dict[str, Answer]) -> dict[str, str]:
-    """Two files of addresses, and among them those that lead to no text."""
+def address_lists(pages: dict[str, HttpAnswer]) -> dict[str, str]:
+    """Return two files of URLs, including URLs without text."""
     urls = [url for url in sorted(pages) if "/moved/" not in url]
     more = [
         "http://www.youtube.com/watch?v=1",
@@ -141,26 +141,26 @@ def address_lists(pages: dict[str, Answer]) -> dict[str, str]:
 
 
 @contextmanager
-def web(pages: dict[str, Answer], seen: Callable[[str], object] = lambda url: None) -> Iterator[str]:
-    """The address of a proxy that answers for all of these sites; `seen` hears of each request."""
+def web(pages: dict[str, HttpAnswer], seen: Callable[[str], object] = lambda url: None) -> Iterator[str]:
+    """Start a proxy that answers for all sites, and yield its URL. seen: called for each request."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             seen(self.path)
-            answer = pages.get(self.path, Answer(status=404))
+            answer = pages.get(self.path, HttpAnswer(status=404))
             body = answer.body.encode() if isinstance(answer.body, str) else answer.body
             self.send_response(answer.status)
             for name, value in (*answer.headers, ("Content-Length", str(len(body)))):
                 self.send_header(name, value)
             self.end_headers()
-            with suppress(OSError):  # the client has had enough
+            with suppress(OSError):  # the client closed the connection
                 self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
             pass
 
     class Server(http.server.ThreadingHTTPServer):
-        request_queue_size = 128  # by default so few that connections wait a second for their turn
+        request_queue_size = 128  # with the default, connections wait for a second
 
     server = Server(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)

@@ -1,16 +1,22 @@
-"""Write checkpoints with megatron-core itself, on a CPU over gloo; or read one with its loader.
+"""Write checkpoints with megatron-core on a CPU over gloo, or read one with its loader.
 
     PYTHONPATH=PROJECT:CORE python make.py write OUT CASE...
     PYTHONPATH=PROJECT:CORE python make.py rewrite FOLDER OUT CASE...
     PYTHONPATH=PROJECT:CORE python make.py logits FOLDER OUT.npz
 
-`rewrite` loads the iteration in FOLDER, with Adam's state and the schedule, under the layout of the case, and writes
-what is in memory then in the form of the case.
+`rewrite` loads the iteration in FOLDER, with Adam's state and the schedule, in the layout of the case, and saves it again
+in the form of the case.
 
-CORE is a folder with an unpacked wheel of megatron-core (0.15 or 0.16), CASE one of `CASES`. Every case holds the same
-model: weights and gradients are functions of the parameter's name and of the global index, not of the layout, and Adam
-makes one step. What megatron-core asks of CUDA goes to the CPU (`OnCPU`); model, optimizer, sharded state and writer
-are its own.
+CORE is a folder with an unpacked wheel of megatron-core, CASE one of `CASES`. The files here were written with 0.15.0
+(`fully_sharded_model_space`) and 0.16.1, with torch 2.13. Every case holds the same model of two layers: weights and
+gradients depend on the parameter's name and the global index, not on the layout, and Adam makes one step. CUDA calls
+of megatron-core run on the CPU (`OnCPU`), with torch's AdamW instead of Apex's; model, optimizer, sharded state and
+writer are megatron-core's.
+
+`expected.npz` has the tensors of the single rank of `plain` under megatron-core's names, `logits.npz` tokens and the
+fp32 logits of megatron-core's loader and model for `plain`. With a distributed optimizer and two small stages,
+megatron-core warns that tensors "will be padded with zeros which can lead to data corruption", and writes wrong
+moments of the word embeddings; with 16 positions (`..._16`) the padding is right.
 """
 
 from __future__ import annotations
@@ -34,8 +40,8 @@ from torch.multiprocessing.spawn import start_processes
 from torch.overrides import TorchFunctionMode
 
 LAYERS, HIDDEN, HEADS, POSITIONS, VOCABULARY, PADDED, ITERATION = 2, 8, 4, 12, 29, 32, 3
-# Of two stages megatron-core writes flat buckets only where the bucket before the word embeddings ends on a multiple of
-# 64 values.
+# With two stages, megatron-core writes flat buckets only if the bucket before the word embeddings ends at a multiple of 64
+# values.
 MORE_POSITIONS = 16
 # (tensor-, pipeline-, data-parallel size, optimizer form, dtype, metadata of the layers' names)
 CASES: dict[str, tuple[int, int, int, str, torch.dtype, bool]] = {
@@ -53,7 +59,7 @@ CASES: dict[str, tuple[int, int, int, str, torch.dtype, bool]] = {
 
 
 class OnCPU(TorchFunctionMode):
-    """What is asked for on a GPU is made on the CPU; a CPU tensor says that it is a GPU's."""
+    """Redirects GPU allocations to the CPU, and lets a CPU tensor report that it is on a GPU."""
 
     def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -66,15 +72,15 @@ class OnCPU(TorchFunctionMode):
 
 
 def drawn(name: str, kind: str, shape: tuple[int, ...]) -> Tensor:
-    """The whole tensor, [shape]: normal, of deviation 0.2; the layer norms' weights around 1. bf16 holds the values, so
-    that models of both dtypes have the same masters."""
+    """The global tensor [shape]: normal with deviation 0.2, layer norm weights around 1. The values are exact in bf16,
+    so that models of both dtypes have the same masters."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{kind} {name}".encode()))
     values = 0.2 * torch.randn(shape, generator=generator) + (kind == "weight" and "norm" in name and "weight" in name)
     return values.bfloat16().float()
 
 
 def named(model: Any) -> Iterator[tuple[str, Any]]:
-    """The parameters under names that do not depend on the stage: layers numbered through, one name for the tied
+    """The parameters under names that do not depend on the stage: global layer numbers, and one name for the tied
     matrix."""
     first = model.decoder.layers[0].layer_number - 1
     for name, parameter in model.named_parameters():
@@ -85,7 +91,7 @@ def named(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def fill(model: Any, tp: int, tp_rank: int, kind: str) -> None:
-    """Every weight or every gradient."""
+    """Set all weights or all gradients."""
     for name, parameter in named(model):
         shape, dim = list(parameter.shape), getattr(parameter, "partition_dim", -1)
         split = getattr(parameter, "tensor_model_parallel", False) and tp > 1
@@ -97,14 +103,14 @@ def fill(model: Any, tp: int, tp_rank: int, kind: str) -> None:
 
 
 def build(tp: int, pp: int, dtype: torch.dtype, positions: int = POSITIONS) -> tuple[Any, Any]:
-    """A model of megatron-core's, on this rank, and its config."""
+    """Build megatron-core's model on this rank. Returns it and its config."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     parallel_state.initialize_model_parallel(tp, pp)
-    # Dropout is 0, and draws from a GPU's generator otherwise.
+    # Dropout is 0, because it would use a GPU's generator.
     tensor_parallel.get_cuda_rng_tracker = lambda: types.SimpleNamespace(fork=lambda *_: contextlib.nullcontext())
     config = TransformerConfig(
         num_layers=LAYERS,
@@ -136,7 +142,7 @@ def build(tp: int, pp: int, dtype: torch.dtype, positions: int = POSITIONS) -> t
 
 
 def arguments(tp: int, pp: int, dp: int, dtype: torch.dtype, positions: int) -> argparse.Namespace:
-    """Those of Megatron's training program that say something of the model or the run."""
+    """The arguments of Megatron's training program that describe the model or the run."""
     from megatron.core.enums import ModelType
     from megatron.core.transformer.enums import AttnBackend
 
@@ -188,8 +194,8 @@ def arguments(tp: int, pp: int, dp: int, dtype: torch.dtype, positions: int) -> 
 
 
 def write(rank: int, world_size: int, case: str, out: Path, source: Path | None, rendezvous: str) -> None:
-    """The iteration of a case, by this rank, after one step or as loaded from the iteration in `source`. Rank 0 writes
-    what it should hold beside it, if it has all of it."""
+    """Write the iteration of a case from this rank, after one step or after loading the iteration in `source`. If rank
+    0 has all tensors, it also writes the expected values."""
     tp, pp, dp, form, dtype, per_layer = CASES[case]
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
     from megatron.core import dist_checkpointing, parallel_state
@@ -278,11 +284,11 @@ def write(rank: int, world_size: int, case: str, out: Path, source: Path | None,
 
 
 def load(folder: Path, model: Any, optimizer: Any, schedule: Any) -> None:
-    """The iteration in `folder`, by megatron-core's own loader, as Megatron's training program calls it."""
+    """Load the iteration in `folder` with megatron-core's loader, as Megatron's training program does."""
     from megatron.core import dist_checkpointing
 
     metadata = dist_checkpointing.load_content_metadata(str(folder))
-    # torch's AdamW stands in for Apex's. It has no state before a step. It keeps the step there, which this form lacks.
+    # torch's AdamW replaces Apex's. It has no state before its first step, and keeps `step` in the state, which this form lacks.
     inner = optimizer.chained_optimizers[0]
     inner._init_optimizer_states_with_dummy_values()
     held, put = inner._get_main_param_and_optimizer_states, inner._set_main_param_and_optimizer_states
@@ -300,8 +306,8 @@ def load(folder: Path, model: Any, optimizer: Any, schedule: Any) -> None:
 
 
 def logits(rank: int, world_size: int, folder: Path, out: Path, rendezvous: str) -> None:
-    """What megatron-core's loader and model make of the iteration in `folder`, in fp32: tokens [b, s] and logits
-    [b, s, padded vocabulary]."""
+    """Compute logits [b, s, padded vocabulary] of tokens [b, s] with megatron-core's loader and model in fp32, from the
+    iteration in `folder`."""
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
     from megatron.core import dist_checkpointing
 
@@ -318,7 +324,7 @@ def logits(rank: int, world_size: int, folder: Path, out: Path, rendezvous: str)
 
 
 def ranks(function: Any, world_size: int, *args: Any) -> None:
-    """`function` on so many forked ranks. megatron-core is imported once, before them."""
+    """Run `function` on `world_size` forked ranks. megatron-core is imported once, before the fork."""
     import megatron.core.dist_checkpointing
     import megatron.core.models.gpt.gpt_layer_specs
     import megatron.core.models.gpt.gpt_model

@@ -1,0 +1,154 @@
+"""The workloads of the training benchmarks by preset and part, their arms, and the two ways to count FLOPs.
+
+Legend: b micro-batch; N parameters, L layers, C hidden size, T sequence length (the names of llm.c).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from data_utils.indexed_dataset import IndexedDatasetBuilder, token_dtype
+from megatron.gpt2.config import ModelConfig
+
+MODELS = {"124M": (12, 768, 12), "345M": (24, 1024, 16), "774M": (36, 1280, 20), "1.5B": (48, 1600, 25)}
+# (model, b, micro-batches) of the parts of benchmarks/gpu.sh. Part 1 is benchmarks/first_minutes.py.
+PARTS = {2: ("345M", 32, 1), 3: ("774M", 16, 2), 4: ("1.5B", 16, 2), 5: ("345M", 32, 1)}
+LR, WEIGHT_DECAY, BETAS, CLIP_GRAD, SEED = 1e-4, 0.1, (0.9, 0.95), 1.0, 1234
+TOKENS = 1 << 22  # limit of tokens in the file; arms that need more read it again
+PEAK_FLOPS = 989e12  # FLOP/s, dense bf16, from the datasheet of H100 SXM and H200
+# Published for other machines, in bf16, with llm.c's count of FLOPs.
+LLM_C_RESULTS: list[dict[str, Any]] = [
+    {"model": "1.5B", "gpus": "8 H100", "mfu": 0.486, "source": "llm.c, its run of GPT-2 1.56B"},
+    {"model": "1.5B", "gpus": "8 H100", "tokens_per_s": [374e3, 388e3], "source": "llm.c, its scripts' step times"},
+    {"model": "345M", "gpus": "8 A100", "tokens_per_s": [524288 / 0.820] * 2, "source": "llm.c, its scripts: 820 ms"},
+]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The training task of all arms. scratch: a temporary folder. compiler: the backend of torch.compile."""
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    seq_length: int
+    micro_batch_size: int
+    accumulation: int = 1
+    vocab_size: int = 50257
+    dropout: float = 0.0
+    gelu: str = "erf"
+    device: str = "cpu"
+    scratch: str = ""
+    compiler: str = "inductor"
+
+    @property
+    def model(self) -> ModelConfig:
+        return ModelConfig(
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            gelu=self.gelu,
+            num_attention_heads=self.num_attention_heads,
+            max_position_embeddings=self.seq_length,
+            vocab_size=self.vocab_size,
+            attention_dropout=self.dropout,
+            hidden_dropout=self.dropout,
+        )
+
+    @property
+    def tokens(self) -> str:
+        """The prefix of the .bin/.idx pair of tokens, uint16."""
+        return f"{self.scratch}/tokens"
+
+    def small(self) -> Workload:
+        """Return a smoke test's version: a tiny model, and a compiler that does not generate code."""
+        tiny: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 8, "seq_length": 64}
+        return replace(self, **tiny, micro_batch_size=2, vocab_size=500, compiler="eager")
+
+    def write_tokens(self, samples: int) -> None:
+        """Write the tokens of all arms, random with p(id) ∝ 1/(id + 1), and a small pair of bytes to prepare our
+        run."""
+        draw = np.random.default_rng(SEED)
+        count = min(samples * self.seq_length + 1, TOKENS)
+        for prefix, size, length in (
+            (self.tokens, self.vocab_size, count),
+            (f"{self.scratch}/bytes", 256, self.seq_length + 1),
+        ):
+            builder = IndexedDatasetBuilder(prefix, token_dtype(size))
+            builder.add((np.exp(draw.random(length) * np.log(size + 1)) - 1).astype(np.int64).clip(0, size - 1))
+            builder.end_document()
+            builder.finish()
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One program with one configuration. kind: ours, rank (one rank of ours, with model-parallel size `ranks`),
+    huggingface or nanogpt.
+
+    shipped: nanoGPT's defaults on a CPU (fp32, no autocast, no fused AdamW, default allocator). flags: further flags of
+    our program. changes: fields of the workload that differ for this arm.
+    """
+
+    name: str
+    kind: str = "ours"
+    compiled: bool = False
+    precision: str = "bf16"
+    shipped: bool = False
+    flags: tuple[str, ...] = ()
+    changes: dict[str, Any] = field(default_factory=dict)
+    ranks: int = 1
+    note: str = ""
+
+
+COMPILED = Arm("ours compiled", compiled=True)
+SELECTIVE, FULL = (("--recompute-granularity", name) for name in ("selective", "full"))
+ARMS = [  # the most important first: the last are skipped if the time is short
+    COMPILED,
+    Arm("nanoGPT compiled", "nanogpt", compiled=True),
+    Arm("HF compiled", "huggingface", compiled=True),
+    Arm("ours eager"),
+    Arm("ours selective", flags=SELECTIVE),
+    Arm("HF eager", "huggingface"),
+    Arm("nanoGPT eager", "nanogpt"),
+    Arm("nanoGPT as shipped", "nanogpt", precision="fp32", shipped=True),
+]
+SHAPE_8_3B = {"num_layers": 72, "hidden_size": 3072, "num_attention_heads": 32, "micro_batch_size": 8}
+RANK = Arm(
+    "ours 1 of 8 ranks of 8.3B",
+    "rank",
+    compiled=True,
+    ranks=8,
+    changes=SHAPE_8_3B,
+    note="empty initial weights; communication excluded: collectives of a fake process group move nothing",
+)
+OURS_ONLY_ARMS = [
+    COMPILED,
+    replace(COMPILED, name="ours dropout 0.1", changes={"dropout": 0.1}),
+    replace(COMPILED, name="ours recompute full", flags=FULL),
+    replace(COMPILED, name="ours recompute selective", flags=SELECTIVE),
+    Arm(
+        "ours fp16 as in 2019",
+        precision="fp16",
+        flags=("--checkpoint-activations", "--loss-scale", "1024"),
+        changes={"dropout": 0.1, "micro_batch_size": 8, "accumulation": 1},
+        note="b 8, dropout 0.1, every layer recomputed, eager; the published run of these settings: 6,785 MiB "
+        "(7.11 GB) allocated after 100 iterations, 11,927 MiB (12.51 GB) at the peak",
+    ),
+    RANK,
+    replace(RANK, name=f"{RANK.name} eager", compiled=False),
+]
+
+
+def flops_by_llm_c(parameters: int, num_layers: int, hidden_size: int, seq_length: int) -> int:
+    """Return 6N + 6LCT, as `gpt2_estimate_mfu` of llm.c. parameters: with the padded vocabulary. Megatron's formula is
+    in `ModelConfig.flops_per_token`. It counts attention twice as high, but no biases and norms."""
+    return 6 * parameters + 6 * num_layers * hidden_size * seq_length
+
+
+def utilisation(tokens_per_s: float, visit: dict[str, Any], peak: float | None) -> dict[str, float | None]:
+    """Return the model FLOP/s utilisation by both counts, i.e. the part of `peak` FLOP/s. visit: a result of
+    `benchmarks/arms.py`."""
+    counts = {"mfu": "flops_per_token", "mfu_by_llm_c": "flops_per_token_llm_c"}
+    return {name: tokens_per_s * visit[key] / peak if peak else None for name, key in counts.items()}

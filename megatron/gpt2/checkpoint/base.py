@@ -1,0 +1,184 @@
+"""`BaseCheckpoint`, the interface of every checkpoint format, and `check_metadata`.
+
+Readers translate every format into the same terms: our tensor names, QKV head-major, a vocabulary without padding rows,
+and global tensors without ranks. The code that inspects, compares, converts and loads checkpoints therefore exists only
+once. A saved tensor consists of boxes, which are rectangular slices of the global tensor.
+
+The hash in a manifest shows that its bytes did not change. It does not show who wrote them. Callers therefore use
+`check_metadata` before they build anything from the metadata.
+"""
+
+import dataclasses
+import math
+import reprlib
+import types
+import typing
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.gpt2.config import Config, ModelConfig
+from megatron.gpt2.model.gpt2 import parameter_specs
+from mpu.partition import TensorSlice
+
+_NATURAL = range(1 << 62)
+_PADDING = 1 << 16  # the most padding rows of the vocabulary that are accepted
+_MAX_CELLS = 1 << 26  # the most cells of the grid in `check_coverage`
+_COUNTS = ("vocab_size", "iteration", "train_iters", "decay_iters", "consumed_samples", "global_batch_size")
+_STEPS = ("optimizer.good_steps", "optimizer.skipped_steps", "optimizer.adam_steps")
+_SCALER = [f"optimizer.loss_scaler.{name}" for name in ("scale", "clean_steps", "hysteresis_left")]
+
+
+def intersection(a: TensorSlice, b: TensorSlice) -> TensorSlice:
+    """The common part of two boxes. Its size is 0 along each dimension in which they do not overlap."""
+    ranges = [(max(i.start, j.start), min(i.stop, j.stop)) for i, j in zip(a.slices(), b.slices(), strict=True)]
+    return TensorSlice(tuple(start for start, _ in ranges), tuple(max(stop - start, 0) for start, stop in ranges))
+
+
+def relative_box(part: TensorSlice, outer: TensorSlice) -> TensorSlice:
+    """`part` with its offset counted from the start of `outer`."""
+    return TensorSlice(tuple(p - o for p, o in zip(part.offset, outer.offset, strict=True)), part.shape)
+
+
+def check_inside(name: str, shape: tuple[int, ...], box: TensorSlice) -> None:
+    """Raise ValueError unless `box` is not empty and lies inside a tensor of `shape`."""
+    if not box.numel or any(part.stop > size for part, size in zip(box.slices(), shape, strict=True)):
+        raise ValueError(f"{name}: {box} is empty or outside of the shape {shape}")
+
+
+def check_coverage(name: str, shape: tuple[int, ...], boxes: Sequence[TensorSlice]) -> None:
+    """Raise ValueError unless `boxes` cover each entry of a tensor of `shape` exactly once.
+
+    The edges of all boxes cut the tensor into a grid. The boxes leave no gap if they have as many entries as the tensor
+    and each cell of the grid is in at most one box.
+    """
+    for box in boxes:
+        check_inside(name, shape, box)
+    if (covered := sum(box.numel for box in boxes)) != math.prod(shape):
+        raise ValueError(f"{name}: its boxes hold {covered} entries of {math.prod(shape)}")
+    edges: list[list[int]] = []
+    for parts in zip(*(box.slices() for box in boxes), strict=True):  # along each dimension
+        edges.append(sorted({*(part.start for part in parts), *(part.stop for part in parts)}))
+    if math.prod(map(len, edges)) > _MAX_CELLS:
+        raise ValueError(f"{name}: has too many boxes at different positions")
+    filled = torch.zeros([len(cuts) - 1 for cuts in edges], dtype=torch.bool)
+    for box in boxes:
+        along = zip(edges, box.slices(), strict=True)
+        cells = filled[
+            tuple(slice(bisect_left(cuts, part.start), bisect_left(cuts, part.stop)) for cuts, part in along)
+        ]
+        if cells.any():
+            raise ValueError(f"{name}: two of its boxes overlap in {box}")
+        cells.fill_(True)
+
+
+class TensorInfo(NamedTuple):
+    """The dtype and the shape of a tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]  # global, without padding
+
+
+class BaseCheckpoint:
+    """A checkpoint, opened for reading. Subclasses implement `read_into`.
+
+    path: the iteration's folder, or the file. format: one of `formats.FORMATS`. tensors: by our names,
+    "model.<parameter>" and, if the checkpoint holds them, "master.", "exp_avg." and "exp_avg_sq.".
+    metadata: the values that our manifest has about a run, as far as this format saves them. It always has "config"
+    (at least {"model": {field of ModelConfig: value}}), "vocab_size" and "iteration".
+    left_out: one line for each thing that the files hold and this object does not.
+    """
+
+    path: Path
+    format: str
+    iteration: int
+    metadata: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+    left_out: Sequence[str] = ()
+
+    def read(self, name: str, offset: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
+        """Return the box of `name` at `offset` with `shape` (default: the whole tensor) as a new CPU tensor with the
+        saved dtype."""
+        if name not in self.tensors:
+            raise ValueError(f"{self.path}: holds no tensor {name}")
+        info = self.tensors[name]
+        out = torch.empty(info.shape if shape is None else shape, dtype=info.dtype)
+        self.read_into(out, name, offset or (0,) * out.dim())
+        return out
+
+    def read_into(self, out: Tensor, name: str, offset: tuple[int, ...]) -> None:
+        """Fill `out`, of any dtype and device, with the box of `name` at `offset` that has the shape of `out`."""
+        raise NotImplementedError
+
+
+def check_metadata(checkpoint: BaseCheckpoint) -> ModelConfig:
+    """Return the model configuration that the metadata describes.
+
+    Raises ValueError, in one line, if the tensors do not have the shapes of that model, or if a value has a type that
+    a run cannot use. Most values may be absent.
+    """
+    where = f"{checkpoint.path}: its metadata"
+    metadata, hints = dict(_flatten(checkpoint.metadata)), _metadata_types()
+    needed = ["config.model", "vocab_size"]
+    if metadata.get("tokenizer") is not None:
+        needed.append("tokenizer.fingerprint")
+    if "optimizer" in metadata or any(name.startswith("master.") for name in checkpoint.tensors):
+        needed += ["optimizer.loss_scaler", *_STEPS]
+    for name in (*needed, *filter(hints.__contains__, metadata)):
+        if not _has_type(metadata.get(name), hints[name]):
+            raise ValueError(f"{where} has {reprlib.repr(metadata.get(name))} for {name}: was it written by training?")
+    fields = {field.name for field in dataclasses.fields(ModelConfig)}
+    shape = {name: value for name, value in metadata["config.model"].items() if name in fields}
+    model = ModelConfig(**{**shape, "vocab_size": metadata["vocab_size"]})
+    if model.make_vocab_size_divisible_by > max(_PADDING, metadata["vocab_size"]):
+        raise ValueError(f"{where} has {model.make_vocab_size_divisible_by:,} for make_vocab_size_divisible_by")
+    if model.num_layers > len(checkpoint.tensors):
+        raise ValueError(
+            f"{where} has {model.num_layers:,} layers, but the checkpoint {len(checkpoint.tensors):,} tensors"
+        )
+    for name, spec in parameter_specs(model).items():
+        saved = checkpoint.tensors.get(f"model.{name}")
+        if saved is None or saved.shape != spec.global_shape:
+            found = f"has shape {saved.shape}" if saved else "is missing"
+            raise ValueError(f"{where} describes a model with {name} of shape {spec.global_shape}, which {found}")
+    return model
+
+
+def _flatten(values: Mapping[str, Any], before: str = "", depth: int = 3) -> Iterator[tuple[str, Any]]:
+    """Yield the entries of nested dictionaries under names such as "config.model.num_layers"."""
+    for name, value in values.items():
+        yield f"{before}{name}", value
+        if isinstance(value, dict) and depth > 1:
+            yield from _flatten(value, f"{before}{name}.", depth - 1)
+
+
+def _metadata_types() -> dict[str, Any]:
+    """The type, or the range of numbers, of each value that a run uses, by the names of `_flatten`."""
+    hints: dict[str, Any] = dict.fromkeys(("config", "layout", "optimizer", "optimizer.loss_scaler"), dict)
+    hints |= dict.fromkeys((*_COUNTS, *_STEPS), _NATURAL) | dict.fromkeys(_SCALER, float)
+    hints |= {"tokenizer": dict | None, "tokenizer.fingerprint": str}
+    for section, kind in typing.get_type_hints(Config).items():
+        hints[f"config.{section}"] = dict
+        hints |= {f"config.{section}.{name}": hint for name, hint in typing.get_type_hints(kind).items()}
+    return hints
+
+
+def _has_type(value: Any, hint: Any) -> bool:
+    """Return True if the JSON `value` has the annotated type `hint` of a config's field, or is in the range `hint`."""
+    if isinstance(hint, types.UnionType):
+        return any(_has_type(value, member) for member in typing.get_args(hint))
+    if typing.get_origin(hint) is tuple:
+        return isinstance(value, list) and all(_has_type(entry, typing.get_args(hint)[0]) for entry in value)
+    if isinstance(hint, range):
+        return type(value) is int and value in hint
+    return type(value) in ((int, float) if hint is float else (hint,))
+
+
+def decay_iters(metadata: Mapping[str, Any]) -> int:
+    """The iterations over which the learning rate decayed if no flag set them. A run with batch ramp-up has fewer than
+    `train_iters`."""
+    return int(metadata.get("decay_iters", metadata["train_iters"]))

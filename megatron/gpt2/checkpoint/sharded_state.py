@@ -1,0 +1,144 @@
+"""Convert a run's state to sharded tensors and load it: weights, optimizer state, random generators.
+
+Tensors have the names "<kind>.<parameter>" (model, master, exp_avg, exp_avg_sq) and "rng.mp_00.dp_00.<generator>", or with
+a pipeline "rng.mp_00_001.dp_00.<generator>". Ranks and sizes are plain integers, so no process group is needed.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+import mpu
+from megatron.gpt2.checkpoint.base import BaseCheckpoint
+from megatron.gpt2.checkpoint.reader import in_threads
+from megatron.gpt2.checkpoint.writer import ShardedTensor
+from megatron.gpt2.optimizer.param_and_grad_buffer import ParamShard
+from mpu import PartitionSpec, TensorSlice
+
+
+def sharded_state_dict(
+    states: Iterable[ParamShard], specs: Mapping[str, PartitionSpec], *, mp_rank: int, mp_size: int
+) -> dict[str, ShardedTensor]:
+    """Return the sharded tensors of `states` that this rank saves, by key, without padding. Only model-parallel rank 0
+    saves replicated parameters."""
+    shards = {}
+    for kind, name, values, start in states:
+        spec = specs[name]
+        if spec.dim is not None or mp_rank == 0:
+            for number, (box, part) in enumerate(_shard_boxes(spec, mp_rank, mp_size, start, values)):
+                key = f"{kind}.{name}" + (f"#{number}" if number else "")
+                shards[key] = ShardedTensor(part, spec.global_shape, box.offset)
+    return shards
+
+
+@torch.no_grad()
+def load_sharded_state_dict(
+    states: Iterable[ParamShard],
+    specs: Mapping[str, PartitionSpec],
+    checkpoint: BaseCheckpoint,
+    *,
+    mp_rank: int,
+    mp_size: int,
+) -> None:
+    """Load `states` from a checkpoint of any layout: the inverse of `sharded_state_dict`. Padding becomes 0.
+
+    specs: all parameters of the model; `states` may belong to one pipeline stage. Raises ValueError unless the checkpoint
+    has exactly the tensors of these kinds, with the same global shapes.
+    """
+    kinds = set()
+    parts: list[tuple[Tensor, str, tuple[int, ...]]] = []
+    for kind, name, values, start in states:
+        spec, full_name = specs[name], f"{kind}.{name}"
+        kinds.add(kind)
+        saved = checkpoint.tensors.get(full_name)
+        if saved is None:
+            hint = "the model has a different shape" if kind == "model" else "give --no-load-optim if it was not saved"
+            raise ValueError(f"{checkpoint.path}: holds no {full_name}: {hint}")
+        if saved.shape != spec.global_shape:
+            raise ValueError(
+                f"{checkpoint.path}: {full_name} has shape {saved.shape} in the checkpoint and "
+                f"{spec.global_shape} in this run: give the saved shape, or leave out the shape flags"
+            )
+        values.zero_()
+        parts += [(part, full_name, box.offset) for box, part in _shard_boxes(spec, mp_rank, mp_size, start, values)]
+    for full_name in checkpoint.tensors:
+        kind, _, name = full_name.partition(".")
+        if kind in kinds and name not in specs:
+            raise ValueError(
+                f"{checkpoint.path}: holds {full_name}, which this run does not have: give the saved shape, or no shape "
+                "flags"
+            )
+    in_threads(lambda part: checkpoint.read_into(*part), parts)
+
+
+def _shard_boxes(
+    spec: PartitionSpec, mp_rank: int, mp_size: int, start: int, values: Tensor
+) -> Iterator[tuple[TensorSlice, Tensor]]:
+    """Split `values`, a flat range of a rank's tensor that begins at element `start`, into boxes of the global tensor, each
+    with its view. There are up to three boxes: a partial first row, whole rows, and a partial last row. Padding is left
+    out."""
+    owned, shape = spec.local_slice(mp_rank, mp_size), spec.local_shape(mp_size)
+    assert owned.shape[1:] == shape[1:], "padding must be whole rows at the end"
+    row = math.prod(shape[1:])
+    at, stop = start, min(start + values.numel(), owned.numel)
+    while at < stop:
+        top, left = divmod(at, row)
+        if left or stop - at < row:
+            height, width = 1, min(row - left, stop - at)
+        else:
+            height, width = (stop - at) // row, row
+        offset = tuple(a + b for a, b in zip(owned.offset, (top, left), strict=False))
+        box = TensorSlice(offset, (height, width)[: len(shape)])
+        yield box, values[at - start : at - start + box.numel].view(box.shape)
+        at += box.numel
+
+
+def parameter_states(named_parameters: Iterable[tuple[str, Tensor]]) -> Iterator[ParamShard]:
+    """The parameters as states of kind "model", for `sharded_state_dict` and `load_sharded_state_dict`."""
+    return (ParamShard("model", name, parameter.detach().view(-1)) for name, parameter in named_parameters)
+
+
+def model_rank_name(parallel: mpu.ParallelState) -> str:
+    """The part of the names of files and random states that says which part of the model a rank has, as in Megatron:
+    "00", the tensor-parallel rank, or with a pipeline "00_001", tensor-parallel rank and stage."""
+    stage = f"_{parallel.pipeline_model_parallel_rank:03d}" if parallel.pipeline_model_parallel_size > 1 else ""
+    return f"{parallel.tensor_model_parallel_rank:02d}{stage}"
+
+
+def _rng_prefix(parallel: mpu.ParallelState) -> str:
+    return f"rng.mp_{model_rank_name(parallel)}.dp_{parallel.data_parallel_rank:02d}."
+
+
+def rng_state_dict(parallel: mpu.ParallelState, device: torch.device) -> dict[str, ShardedTensor]:
+    """The states of this rank's random generators: of the CPU, of the GPU if `device` is one, and of mpu's tracker."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    states |= {f"tracker.{name}": state for name, state in mpu.get_cuda_rng_tracker().get_states().items()}
+    return {
+        _rng_prefix(parallel) + name: ShardedTensor(state, tuple(state.shape), (0,)) for name, state in states.items()
+    }
+
+
+def load_rng_state(checkpoint: BaseCheckpoint, parallel: mpu.ParallelState, device: torch.device) -> bool:
+    """Restore the states that `rng_state_dict` saved. If the checkpoint has no states, or has those of a different layout
+    or device type, return False on every rank and change nothing."""
+    prefix, layout = _rng_prefix(parallel), checkpoint.metadata.get("layout", {})
+    names = {name.removeprefix(prefix): name for name in checkpoint.tensors if name.startswith(prefix)}
+    for saved, here in (
+        (layout.get("model_parallel_size"), parallel.tensor_model_parallel_size),
+        (layout.get("pipeline_parallel_size", 1), parallel.pipeline_model_parallel_size),
+        (layout.get("data_parallel_size"), parallel.data_parallel_size),
+        ("cpu" in names, True),
+        ("cuda" in names, device.type == "cuda"),
+    ):
+        if saved != here:
+            return False
+    states = {generator: checkpoint.read(name) for generator, name in names.items()}
+    torch.set_rng_state(states.pop("cpu"))
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states.pop("cuda"), device)
+    mpu.get_cuda_rng_tracker().set_states({name.removeprefix("tracker."): state for name, state in states.items()})
+    return True

@@ -1,0 +1,127 @@
+"""Presets for --model, and reading and writing config.json for --config. Other flags override both.
+
+Keys are "section.field". All sizes use the values of Megatron's published 345M example and differ only in shape. The
+learning rate decays over --train-iters (320,000 in that example), so that a shorter run decays fully. `quickstart` is the
+preset of a run without a shape. Every start of a run writes `config.json` into its save folder.
+"""
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+from data_utils.files import MAX_CONFIG_BYTES, RUN_SETTINGS_VERSION, atomic_write_text, one_line, read_json_object
+from megatron.gpt2.config.sections import Config, non_default_values, require
+
+CONFIG_FILE = "config.json"
+SHAPES = {  # layers, hidden size, heads
+    "117m": (12, 768, 12),
+    "345m": (24, 1024, 16),
+    "774m": (36, 1280, 20),
+    "1.5b": (48, 1600, 25),
+    "2.5b": (54, 1920, 20),
+    "4.2b": (64, 2304, 24),
+    "8.3b": (72, 3072, 32),
+}
+# If the command line has one of these, the quickstart does not apply.
+SHAPE_KEYS = ("model.num_layers", "model.hidden_size", "model.num_attention_heads")
+
+PUBLISHED: dict[str, Any] = {
+    "model.max_position_embeddings": 1024,
+    "model.attention_dropout": 0.1,
+    "model.hidden_dropout": 0.1,
+    "data.seq_length": 1024,
+    "data.split": "949,50,1",
+    "data.tokenizer_type": "GPT2BPETokenizer",
+    "optimizer.lr": 1.5e-4,
+    "optimizer.lr_decay_style": "cosine",
+    "optimizer.warmup": 0.01,
+    "optimizer.weight_decay": 0.01,
+    "optimizer.clip_grad": 1.0,
+    "optimizer.adam_beta1": 0.9,
+    "optimizer.adam_beta2": 0.999,
+    "train.micro_batch_size": 8,
+    "train.train_iters": 320_000,
+    "train.seed": 1234,
+    "train.eval_interval": 1000,
+    "train.eval_iters": 100,
+    "train.log_interval": 100,
+    "checkpoint.save_interval": 5000,
+}
+
+PRESETS: dict[str, dict[str, Any]] = {
+    name: {**dict(zip(SHAPE_KEYS, shape, strict=True)), **PUBLISHED} for name, shape in SHAPES.items()
+}
+
+# 1.5 epochs of the built-in corpus, in minutes on two cores. With the same number of tokens (seed 1, bf16, bits per byte
+# of held-out text): 1.76 with these values, 1.78 with lr 1.2e-3, and 1.80 with 8 samples per step and lr 1.2e-3. A narrow
+# model learns faster from larger weights than 0.02, which suits widths above 1,000.
+PRESETS["quickstart"] = {
+    "model.num_layers": 4,
+    "model.hidden_size": 256,
+    "model.num_attention_heads": 4,
+    "model.max_position_embeddings": 256,
+    "model.attention_dropout": 0.0,
+    "model.hidden_dropout": 0.0,
+    "model.init_method_std": 0.05,
+    "data.seq_length": 256,
+    "data.split": "90,5,5",
+    "optimizer.lr": 8e-4,
+    "optimizer.min_lr": 4e-5,
+    "optimizer.lr_decay_style": "cosine",
+    "optimizer.warmup": 0.03,
+    "optimizer.weight_decay": 0.1,
+    "optimizer.adam_beta2": 0.95,
+    "train.micro_batch_size": 4,
+    "train.train_iters": 1400,
+    "train.eval_interval": 350,
+    "train.eval_iters": 200,
+    "train.log_interval": 100,
+}
+
+DEFAULT_TRAIN_ITERS = 1_000_000  # of a run with its own shape, as in 2019
+
+
+def write_config(folder: Path, config: Config, facts: dict[str, Any], *, continues: bool) -> None:
+    """Write `config` and `facts` about the run (JSON) into `folder`, atomically.
+
+    continues: the run continues the checkpoint in `folder`. The file then keeps its old --load and --finetune, with which
+    the run began. Raises OSError if the file cannot be written."""
+    sections = config.as_dict()
+    if continues:
+        # A missing or damaged file is replaced: only --config reads it.
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            before = read_json_object(folder / CONFIG_FILE, MAX_CONFIG_BYTES)["config"]["checkpoint"]
+            sections["checkpoint"] |= {name: before[name] for name in ("load", "finetune")}
+    settings = {"version": RUN_SETTINGS_VERSION, "config": sections, **facts}
+    atomic_write_text(folder / CONFIG_FILE, json.dumps(settings, indent=2) + "\n")
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """Return {"section.field": value} of the config.json at `path`, without default values.
+
+    The batch size is the global one, so that it holds for any number of ranks. Raises ValueError or FileNotFoundError in
+    one line if `path` is not such a file."""
+    try:
+        settings = json.loads(Path(path).read_text(encoding="utf-8"))
+        version = settings.get("version", RUN_SETTINGS_VERSION)
+        require(
+            version == RUN_SETTINGS_VERSION,
+            f"it has version {version}, and this program reads version {RUN_SETTINGS_VERSION}",
+        )
+        config = Config.from_dict(settings["config"])
+        batch = int(settings["global_batch_size"])
+    except OSError as error:
+        raise FileNotFoundError(f"--config {path}: {error.strerror}") from None
+    except (KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        raise ValueError(
+            f"--config {path} is not the {CONFIG_FILE} of a run: {type(error).__name__}: {one_line(error)}"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"--config {path}: {one_line(error)}") from None
+    values = non_default_values(config) | {"train.global_batch_size": batch}  # for any number of ranks
+    values.pop("train.gradient_accumulation_steps", None)
+    values.pop("model.vocab_size", None)  # it is read from the tokenizer
+    if config.checkpoint.load == config.checkpoint.save:
+        values.pop("checkpoint.load", None)  # only right for the same --save
+    return values

@@ -1,0 +1,301 @@
+"""Failure analysis: finds the first cause of a run's end in the incidents that its processes recorded.
+
+When a rank dies, many processes record incidents (`monitor/incidents.py`). A killed rank records nothing, and its
+launcher records the signal. The other ranks lose the connection, fail in a collective, and are ended in turn. This
+module finds the first incident that is not a consequence of a different incident. It reads no files.
+"""
+
+import re
+import signal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from megatron.gpt2.dist.ranks import format_ranks
+
+Incident = Mapping[str, Any]
+
+START_WINDOW = 600.0  # seconds in which all ranks of an attempt start
+KILL_WINDOW = 2.0  # seconds in which a scheduler ends all ranks
+LOADING_LINE = re.compile(r"data_utils/|train/data\.py|dataloader|DataLoader")  # a stack line in data loading
+STOP_SIGNALS = {"SIGTERM", "SIGINT", "SIGUSR1"}
+KILLER = "a user, the scheduler, or the system because of too little memory (see the machine's log) ended"
+
+# The meaning of each kind of failure, and what to do before the run continues. An error's incident has its kind as
+# `cause`.
+KINDS = {
+    "out of memory": (
+        "this layout needs more memory than was available",
+        "give --checkpoint-activations, a smaller --micro-batch-size or more model parallelism: tools/plan.py lists "
+        "layouts that fit",
+    ),
+    "not finite": (
+        "many steps had NaN or Inf: the training diverged, or a device is faulty",
+        "check the loss before that in metrics.jsonl; continue from an earlier checkpoint, perhaps with a lower --lr",
+    ),
+    "replica drift": (
+        "a rank computed or stored wrong numbers: faulty memory or a faulty device",
+        "leave that machine out, and continue from an earlier checkpoint",
+    ),
+    "full disk": (
+        "the disk was full or too slow",
+        "free space or give a different --save; the last committed checkpoint is complete",
+    ),
+    "damaged checkpoint": (
+        "a file has changed since it was written",
+        "nothing, if an older checkpoint is valid: the run loads it; otherwise give a different --load",
+    ),
+    "missing ranks": (
+        "they were not started, or cannot connect to the other ranks",
+        "start them, or check the network between the machines",
+    ),
+    "damaged data": (
+        "a token file has changed since it was written",
+        "write it again: tools/inspect_data.py --verify shows where it is damaged",
+    ),
+    "bad input": ("the command line or a file is invalid", "fix it as the line that begins with error: describes"),
+    "an error of the program": (
+        "the log of that rank has the traceback",
+        "report it with the traceback: the same command may fail again at the same step",
+    ),
+    "crashed rank": (
+        "its process crashed in a library or a driver, or its memory is faulty",
+        "read the log of that rank; if it is always the same machine, leave it out",
+    ),
+    "killed rank": (f"{KILLER} it", "nothing, unless memory was short: then reduce the memory per rank"),
+    "killed job": (
+        "a scheduler or a user ended the job",
+        "nothing; with Slurm, --signal=TERM@120 lets it save first",
+    ),
+    "killed node": (
+        f"{KILLER} all ranks of the machine; its launcher still runs",
+        "leave that machine out if it happens again",
+    ),
+    "lost node": (
+        "all ranks of the machine and its launcher are gone: the machine or its network failed",
+        "leave that machine out, or wait for it; the run continues on any number of ranks that divides its batch",
+    ),
+    "lost link": (
+        "all of them continued to run: the network between their machines failed",
+        "check the network; tools/bench_collectives.py measures it",
+    ),
+    "silent rank": (
+        "its process was stopped or killed, or its machine does not run it any more",
+        "check that machine",
+    ),
+    "hang": (
+        "a rank is stopped, waits for something else, or took a different branch than the others",
+        "check that rank's machine; if the stack shows a line of this program, report it with the stacks",
+    ),
+    "hang in data loading": (
+        "a rank waits for its data: a file system does not answer",
+        "check the file system of the data on that machine",
+    ),
+    "Ctrl-C": ("a user pressed it twice, or before the first step", "nothing"),
+    "SIGTERM": ("a scheduler or a user ended the ranks before they could save", "nothing"),
+    "silent end": (
+        "all processes ended at once: the machine lost power or was reset, or the whole job was killed",
+        "read the logs of the scheduler and of the machine",
+    ),
+    "ended well": ("the run ended as asked", "nothing"),
+}
+
+
+class Failure(NamedTuple):
+    """kind: one of KINDS, or a similar phrase. cause: the first cause, with rank, host and iteration. meaning: what
+    that shows. remedy: what to do before the run continues."""
+
+    kind: str
+    cause: str
+    meaning: str
+    remedy: str
+
+    @property
+    def is_success(self) -> bool:
+        """True if the run ended as requested."""
+        return self.kind == "ended well"
+
+
+def make_failure(kind: str, cause: str) -> Failure:
+    """Build a failure of one of the KINDS."""
+    return Failure(kind, cause, *KINDS[kind])
+
+
+def last_attempt(incidents: Sequence[Incident]) -> list[Incident]:
+    """Return the incidents of the last start of the ranks, by a user or by --max-restarts.
+
+    If the last incident is a refused start by a user, return the refused starts only. Later attempts ignore them."""
+    if incidents and incidents[-1]["kind"] == "refused" and not incidents[-1].get("attempt"):
+        refused = {incident["who"]: incident for incident in incidents if incident["kind"] == "refused"}
+        return [incident for incident in refused.values() if incident["time"] > incidents[-1]["time"] - START_WINDOW]
+    starts = {incident["who"]: incident for incident in incidents if incident["kind"] == "start"}
+    if not starts:
+        return list(incidents)
+    latest = max(starts.values(), key=lambda incident: incident["time"])
+    latest_starts = [incident for incident in starts.values() if incident.get("attempt") == latest.get("attempt")]
+    start_time = min(incident["time"] for incident in latest_starts if incident["time"] > latest["time"] - START_WINDOW)
+    started = {(who, incident.get("attempt")) for who, incident in starts.items() if incident["time"] >= start_time}
+    return [
+        incident
+        for incident in incidents
+        if incident["time"] >= start_time
+        and not (incident["kind"] == "refused" and (incident["who"], incident.get("attempt")) in started)
+    ]
+
+
+def first_cause(incidents: Sequence[Incident], ended: Mapping[str, Any] | None) -> Failure:
+    """Return the first cause in the last attempt. ended: the content of ended.json."""
+    found = last_attempt(incidents)
+    if ended is not None and ended.get("exit_code") == 0:
+        iteration = ended.get("iteration")
+        at = f", at iteration {iteration:,}" if isinstance(iteration, int) else ""
+        return make_failure("ended well", f"nothing: {ended.get('reason') or 'it is finished'}{at}")
+    causes = (failure for incident in found if (failure := _root_cause(incident, found)))
+    failure = next(causes, None) or _lost_failure(found) or _exit_code_failure(found, ended) or _silent_failure(found)
+    loops = [incident["text"] for incident in found if incident["kind"] == "crash loop"]
+    if not loops:
+        return failure
+    return Failure(
+        f"crash loop: {failure.kind}",
+        failure.cause,
+        f"{loops[-1]}; {failure.meaning}",
+        f"it was restarted and failed at the same step: {failure.remedy}",
+    )
+
+
+def _root_cause(incident: Incident, found: Sequence[Incident]) -> Failure | None:
+    """Return the failure if this incident is a first cause, or None if it is a consequence of a different incident."""
+    kind = incident["kind"]
+    if kind == "error" and incident.get("cause") != "another rank" or kind == "refused" and incident is found[0]:
+        cause = str(incident.get("cause") or ("bad input" if incident.get("exit_code") == 2 else ""))
+        at = f", at {incident['at']}" if incident.get("at") else ""
+        return make_failure(
+            cause if cause in KINDS else "an error of the program", f"{origin(incident)}: {incident['text']}{at}"
+        )
+    if kind == "hang":
+        return _hang_failure([other for other in found if other["kind"] == "hang"], found)
+    if (
+        kind == "rank ended"
+        and incident.get("first") is not False
+        and incident.get("signal", "SIGTERM") not in STOP_SIGNALS
+    ):
+        return _signal_failure(incident, found)
+    return None
+
+
+def _signal_failure(incident: Incident, found: Sequence[Incident]) -> Failure:
+    """Return the failure if a launcher reports that a signal ended a rank."""
+    name, at = incident["signal"], at_iteration(found)
+    how = f"{ended_rank(incident)} was ended by {name}{at}"
+    if name != "SIGKILL":
+        return make_failure("crashed rank", how)
+    killed = [other for other in found if other["kind"] == "rank ended" and other.get("signal") == name]
+    # Were all ranks of the host lost? The launcher also kills healthy ranks after the first one, and nobody lost those.
+    here = {reporting_rank(other) for other in found if other.get("host") == incident["host"]} - {None}
+    accused = {rank for other in found if reporting_rank(other) not in here for rank in lost_ranks(other)}
+    if len(here) > 1 and here <= {other["rank"] for other in killed} & accused:
+        return make_failure(
+            "killed node", f"{_rank_names(here)}, all of {incident['host']}, were ended by {name} at once{at}"
+        )
+    first = [other for other in killed if other.get("first") is not False]
+    at_once = {ended_rank(other) for other in first if abs(other["time"] - incident["time"]) < KILL_WINDOW}
+    if len(at_once) > 1:
+        what = f"{len(at_once)} ranks were ended by {name} at once{at}, {ended_rank(incident)} first"
+        return make_failure("killed job", what)
+    return make_failure("killed rank", how)
+
+
+def _hang_failure(hangs: Sequence[Incident], found: Sequence[Incident]) -> Failure:
+    """Return the failure if ranks waited too long. Each rank records its own stack, and one rank of each machine the
+    `ranks` that are missing."""
+    missing: list[int] = next((incident["ranks"] for incident in hangs if "ranks" in incident), [])
+    stacks = [incident["stack"] for incident in hangs if reporting_rank(incident) in missing and incident.get("stack")]
+    stack: list[str] = stacks[0] if stacks else []
+    ours = [line.partition(" ")[0] for line in stack if re.match("(megatron|mpu|data_utils)/", line)]
+    who, at = _rank_names(missing) if missing else "a rank", f", at {ours[-1]}" if ours else ""
+    kind = "hang in data loading" if any(LOADING_LINE.search(line) for line in stack) else "hang"
+    return make_failure(kind, f"{who} did not reach a collective that the others had entered{at}{at_iteration(found)}")
+
+
+def _lost_failure(found: Sequence[Incident]) -> Failure | None:
+    """Return the failure if ranks stopped responding and no launcher reported how they ended."""
+    witnesses = [incident for incident in found if incident["kind"] == "lost"]
+    if not witnesses:
+        return None
+    accused = {rank for incident in witnesses for rank in lost_ranks(incident)}
+    accusers = {reporting_rank(incident) for incident in witnesses} - {None}
+    at, seen_by = at_iteration(found), f"as {origin(witnesses[0])} saw it"
+    if accused and accused <= accusers:
+        whom = "each other" if len(accused) > 1 else "the others"  # a rank that loses the store reports rank 0 as lost
+        return make_failure("lost link", f"{_rank_names(accused)} lost {whom}{at}")
+    gone = accused - accusers
+    hosts = {incident["host"] for incident in found if reporting_rank(incident) in gone}
+    others = {
+        incident["host"]
+        for incident in found
+        if reporting_rank(incident) is not None and reporting_rank(incident) not in gone
+    }
+    if hosts and not hosts & others:
+        on = ", ".join(sorted(hosts))
+        return make_failure("lost node", f"{_rank_names(gone)} on {on} stopped responding{at}, {seen_by}")
+    seconds = max((s for incident in witnesses for s in lost_ranks(incident).values() if s is not None), default=None)
+    silence = "" if seconds is None else f" for {seconds:.0f} s"
+    return make_failure("silent rank", f"{_rank_names(gone or accused)} sent no heartbeat{silence}{at}, {seen_by}")
+
+
+def _exit_code_failure(found: Sequence[Incident], ended: Mapping[str, Any] | None) -> Failure | None:
+    """Return the failure if a rank or the run ended with an exit code or a stop signal that no incident explains."""
+    for incident in (*(incident for incident in found if incident["kind"] in ("rank ended", "end")), ended or {}):
+        name = incident.get("signal")
+        code = 128 + signal.Signals[name] if name else incident.get("exit_code")
+        if not code:
+            continue
+        who = ended_rank(incident) if "rank" in incident else "the run"
+        how = f"was ended by {name}" if name else "ended"
+        what = f"{who} {how} with exit code {code}{at_iteration(found)}"
+        kinds = {2: "bad input", 128 + signal.SIGINT: "Ctrl-C", 128 + signal.SIGTERM: "SIGTERM"}
+        if code in kinds:
+            return make_failure(kinds[code], what)
+        means, do = "it failed, and its reason is only in its log", "look at the last lines of its log"
+        return Failure(f"exit code {code}", what, means, do)
+    return None
+
+
+def _silent_failure(found: Sequence[Incident]) -> Failure:
+    if not found:
+        return make_failure("silent end", "no process recorded anything")
+    return make_failure("silent end", f"no process recorded how it ended; the last message is from {origin(found[-1])}")
+
+
+def origin(incident: Incident) -> str:
+    """Return the process that recorded an incident, for example "rank 3 (node004), iteration 634"."""
+    rank, iteration = reporting_rank(incident), incident.get("iteration", -1)
+    name = incident["who"].replace("_", " ", 1) if rank is None else f"rank {rank}"
+    return f"{name} ({incident.get('host', '?')})" + (f", iteration {iteration:,}" if iteration >= 0 else "")
+
+
+def reporting_rank(incident: Incident) -> int | None:
+    """Return the rank that recorded an incident, or None for a launcher."""
+    found = re.fullmatch(r"rank_(\d+)", incident["who"])
+    return int(found[1]) if found else None
+
+
+def ended_rank(incident: Incident) -> str:
+    """Return the rank whose end a launcher reports."""
+    return f"rank {incident['rank']} ({incident.get('host', '?')})"
+
+
+def lost_ranks(incident: Incident) -> dict[int, float | None]:
+    """Return the ranks that an incident reports as lost, each with the seconds since its last heartbeat if known."""
+    silences = incident.get("silences", {})
+    ranks = incident.get("ranks", []) if incident["kind"] == "lost" else []
+    return {int(rank): silences.get(str(rank)) for rank in ranks}
+
+
+def _rank_names(ranks: Iterable[int | None]) -> str:
+    return format_ranks([rank for rank in ranks if rank is not None], {})
+
+
+def at_iteration(found: Sequence[Incident]) -> str:
+    """Return the last known iteration in words. Incidents of the start are left out, and launchers may know none."""
+    known = max((incident.get("iteration", -1) for incident in found if incident["kind"] != "start"), default=-1)
+    return f" at iteration {known:,}" if known >= 0 else ""

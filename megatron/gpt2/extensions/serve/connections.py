@@ -1,0 +1,81 @@
+"""Limits for connections: who may connect, and for how long without a request."""
+
+import asyncio
+import ipaddress
+import re
+from collections.abc import Collection
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+GRACE = 2  # seconds for open connections to end when the server stops
+CONNECTIONS = 512  # limit; further connections are refused
+IDLE_SECONDS = 10.0  # limit for the headers of a request, and for a client that does not read its answer
+HOST = re.compile(r"(?:\[([^\[\]]*)\]|([^\[\]:]*))(?::\d*)?")  # [IPv6 address]:port or name:port
+
+
+class ClientConnection(H11Protocol):
+    """A connection that ends after IDLE_SECONDS in which its client sends no whole headers, or does not read.
+
+    uvicorn's own limit begins only after a response, and each byte ends it.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the time limit for the headers."""
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(0)  # so that `pause_writing` is called for each byte that waits
+        self.timeout_keep_alive_task = self.loop.call_later(IDLE_SECONDS, transport.abort)
+
+    def data_received(self, data: bytes) -> None:
+        """Read part of a request. The time limit ends with the headers."""
+        self.conn.receive_data(data)
+        self.handle_events()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._unset_keepalive_if_required()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """End the connection, also if its client has not read everything."""
+        self.transport.abort()
+
+    def pause_writing(self) -> None:
+        """Start the time limit for reading."""
+        super().pause_writing()
+        self._unread = self.loop.call_later(IDLE_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """End the time limit for reading."""
+        super().resume_writing()
+        self._unread.cancel()
+
+
+def build_server(app: ASGIApp) -> uvicorn.Server:
+    """Make the server, which `run(sockets=...)` starts."""
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            lifespan="off",
+            log_config=None,
+            log_level="critical",
+            timeout_graceful_shutdown=GRACE,
+            timeout_keep_alive=IDLE_SECONDS,  # type: ignore[arg-type]  # only used as seconds
+            limit_concurrency=CONNECTIONS,
+            http=ClientConnection,
+            ws="none",
+            loop="asyncio",
+        )
+    )
+
+
+def is_allowed_host(header: str, allowed: Collection[str]) -> bool:
+    """Return whether a request's Host header is an IP address, localhost or one of the `allowed` names.
+
+    A page of a different site can reach this server under its own name, if it changes the address of this name (DNS
+    rebinding). It cannot do so under an address.
+    """
+    found = HOST.fullmatch(header)
+    name = (found[1] or found[2] or "").lower().removesuffix(".") if found else ""
+    try:
+        return bool(ipaddress.ip_address(name))
+    except ValueError:
+        return name == "localhost" or name in {one.lower() for one in allowed}

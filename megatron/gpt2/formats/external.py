@@ -1,0 +1,272 @@
+"""`ExternalCheckpoint`: tensors of another program's checkpoint are converted to ours one at a time, when they are read.
+
+Legend: n heads, d head size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import operator
+import struct
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from megatron.gpt2.checkpoint.base import BaseCheckpoint, TensorInfo, check_inside
+from megatron.gpt2.config import Config, ModelConfig, OptimizerConfig, require
+from megatron.gpt2.model.gpt2 import parameter_specs
+from megatron.gpt2.optimizer.optimizer import MOMENTS
+from mpu.partition import TensorSlice
+
+WORD_EMBEDDINGS = "word_embeddings.weight"
+OPTIMIZER_KINDS = ("master", *MOMENTS)
+GPT2_VOCAB_SIZE = 50257
+MAX_JSON_BYTES = 2 << 20  # ten times the size of the index of GPT-2's largest model
+# The exceptions of code that reads data of an unexpected form.
+PARSE_ERRORS = (
+    LookupError,
+    TypeError,
+    AttributeError,
+    ValueError,
+    ArithmeticError,
+    RuntimeError,
+    struct.error,
+    zipfile.BadZipFile,
+    SafetensorError,
+)
+
+
+class MixedRunsError(ValueError):
+    """Files of one checkpoint hold different values of the same parameter, or of its optimizer state."""
+
+
+@contextlib.contextmanager
+def file_errors(path: str | Path) -> Iterator[None]:
+    """Convert errors inside the block to a ValueError in one line that names `path` or a file in it."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except PARSE_ERRORS as error:
+        message = (
+            str(error) if isinstance(error, ValueError) else f"damaged ({type(error).__name__}: {str(error)[:80]!r})"
+        )
+        raise ValueError(message if str(path) in message else f"{path}: {message}") from error
+
+
+@dataclass(frozen=True)
+class Hints:
+    """Values from flags of tools/checkpoint.py, for checkpoints that do not contain them. None: not given."""
+
+    num_attention_heads: int | None = None
+    vocab_size: int | None = None  # true, without padding
+    gelu: str | None = None
+    iteration: int | None = None  # to open, if a folder has several
+
+
+@dataclass(frozen=True)
+class LazyTensor:
+    """A tensor that is computed when it is read. load: returns the tensor, which may be a view of a file."""
+
+    info: TensorInfo
+    load: Callable[[], Tensor]
+
+    @staticmethod
+    def from_tensor(tensor: Tensor) -> LazyTensor:
+        return LazyTensor(TensorInfo(tensor.dtype, tuple(tensor.shape)), lambda: tensor)
+
+    @staticmethod
+    def combine(change: Callable[..., Tensor], *parts: LazyTensor) -> LazyTensor:
+        """A lazy tensor whose value is `change(*parts)`."""
+        shapes = [torch.empty(part.info.shape, dtype=part.info.dtype, device="meta") for part in parts]
+        return LazyTensor(
+            LazyTensor.from_tensor(change(*shapes)).info, lambda: change(*(part.load() for part in parts))
+        )
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> LazyTensor:
+        return LazyTensor.combine(change, self)
+
+    def equal(self, other: LazyTensor) -> bool:
+        return self.info == other.info and torch.equal(self.load(), other.load())
+
+
+LazyTensors = Mapping[str, LazyTensor]
+OptimizerState = tuple[dict[str, LazyTensors], dict[str, Any]]  # the tensors by kind and name, and metadata of the run
+
+
+class ExternalCheckpoint(BaseCheckpoint):
+    """A checkpoint of another program. It keeps no tensor in memory.
+
+    model: with the true vocabulary size. metadata: other values, with the names of our manifest. tensors: by kind
+    ("model", "master", ...) and our name, with the model's shapes. Padding rows of the word embeddings are left out.
+    left_out: one line for each thing that the files hold and this object does not. Raises ValueError for tensors that are
+    not floating-point.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        format: str,
+        iteration: int,
+        model: ModelConfig,
+        metadata: Mapping[str, Any],
+        tensors: Mapping[str, LazyTensors],
+        left_out: Sequence[str] = (),
+    ) -> None:
+        self.path, self.format, self.iteration, self.left_out = path, format, iteration, tuple(left_out)
+        self._lazy: dict[str, LazyTensor] = {}
+        for kind, by_name in tensors.items():
+            for name, spec in parameter_specs(model).items():
+                dtype, shape = by_name[name].info.dtype, by_name[name].info.shape
+                require(dtype.is_floating_point, f"{path}: {name} has dtype {dtype}, which is not floating-point")
+                rows = operator.itemgetter(slice(spec.global_shape[0]))
+                self._lazy[f"{kind}.{name}"] = by_name[name] if shape == spec.global_shape else by_name[name].map(rows)
+        self.tensors = {name: tensor.info for name, tensor in self._lazy.items()}
+        self.metadata = {
+            "tokenizer": None,
+            **metadata,
+            "config": {**metadata.get("config", {}), "model": dataclasses.asdict(model)},
+            "vocab_size": model.vocab_size,
+            "iteration": iteration,
+        }
+
+    def read_into(self, out: Tensor, name: str, offset: tuple[int, ...]) -> None:
+        """Fill `out`, of any dtype and device, with the box of `name` at `offset`. Raises ValueError if it is outside of
+        the tensor."""
+        box = TensorSlice(offset, tuple(out.shape))
+        if box.numel:
+            check_inside(f"{self.path}: {name}", self.tensors[name].shape, box)
+        out.copy_(self._lazy[name].load()[box.slices()])
+
+
+def to_head_major(x: Tensor, heads: int, version: int = 0) -> Tensor:
+    """Permute the rows of a fused QKV weight or bias [3nd, ...] to our order, [n, 3, d].
+
+    version: Megatron's `checkpoint_version`. Version 0 has [3, n, d], as OpenAI has; version 1 has [n, d, 3]; later
+    versions have our order.
+    """
+    if version > 1:
+        return x
+    sizes, first = ((heads, -1, 3), 1) if version else ((3, heads, -1), 0)
+    return x.unflatten(0, sizes).transpose(first, first + 1).flatten(0, 2)
+
+
+def from_head_major(x: Tensor, heads: int) -> Tensor:
+    """Permute rows from our order, [n, 3, d], to that of Megatron in 2019 and of OpenAI, [3, n, d]."""
+    return x.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+
+
+def matrix_shape(shapes: Mapping[str, tuple[int, ...]], name: str) -> tuple[int, ...]:
+    """The shape of the matrix `name`. Raises ValueError if `shapes` has no such matrix."""
+    if len(shapes.get(name, ())) != 2:
+        raise ValueError(f"holds no matrix {name}: is a pipeline stage missing, or is it not a GPT-2?")
+    return shapes[name]
+
+
+def infer_num_heads(hidden_size: int, tp_size: int, saved: Any, hints: Hints) -> int:
+    """The number of heads from the file (`saved`) or from `hints`. Raises ValueError that lists possible numbers, if the
+    number is unknown or does not divide `hidden_size`."""
+    heads = saved if isinstance(saved, int) else hints.num_attention_heads
+    fitting = sorted(
+        (n for n in range(tp_size, hidden_size + 1, tp_size) if hidden_size % n == 0),
+        key=lambda n: abs(math.log2(hidden_size / n / 64)),
+    )
+    if heads in fitting:
+        return heads
+    problem = f"{heads} attention heads do not divide its hidden size of {hidden_size} over {tp_size} ranks"
+    raise ValueError(
+        f"{'does not contain its number of attention heads' if heads is None else problem}: give "
+        f"--num-attention-heads, one of {', '.join(map(str, fitting[:6]))} (the most likely first)"
+    )
+
+
+def check_integer(name: str, value: Any, least: int = 1, most: int = 2**31) -> int:
+    """Return `value`. Raises ValueError unless it is an integer from `least` to `most`."""
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{name} should be an integer from {least}, not {short_repr(value)}")
+    return value
+
+
+def short_repr(value: Any) -> str:
+    """Format `value` for a message. Other objects than strings and numbers are shown as their type, because their repr can
+    be very long."""
+    plain = isinstance(value, (str, int, float, type(None)))
+    return repr(value[:40] if isinstance(value, str) else value)[:60] if plain else f"a {type(value).__name__}"
+
+
+# --- Adam's state
+
+
+def optimizer_state_if_valid(
+    read: Callable[[], OptimizerState], weights: LazyTensors, left_out: list[str], what: str = ""
+) -> OptimizerState:
+    """Return the optimizer state from `read`. If it does not fit `weights`, is not fp32, or has an unknown form, return an
+    empty state and append a line to `left_out`. what: a text for this line. A MixedRunsError is raised again."""
+    try:
+        states, metadata = read()
+        for kind, by_name in states.items():
+            for name, weight in weights.items():
+                wanted = TensorInfo(torch.float32, weight.info.shape)
+                require(by_name[name].info == wanted, f"{kind} of {name} is not fp32 with the shape of its parameter")
+        return states, metadata
+    except MixedRunsError:
+        raise
+    except PARSE_ERRORS as error:
+        what = what or ": unknown form"
+        left_out.append(f"the optimizer's state{what} ({type(error).__name__}: {str(error)[:200]})")
+        return {}, {}
+
+
+def adam_metadata(step: int, groups: Sequence[Any], flags: Mapping[str, Any], **progress: Any) -> dict[str, Any]:
+    """Return the metadata of an optimizer state after `step` steps.
+
+    groups: Adam's `param_groups`; empty if they are unknown. flags: other fields of OptimizerConfig. progress: entries of
+    `AdamWOptimizer.state_dict` that differ if a step was skipped or the loss was scaled. Raises ValueError for invalid
+    flags.
+    """
+    config = dict(flags)
+    for group in groups[:1]:
+        config["weight_decay"] = max(float(each["weight_decay"]) for each in groups)
+        config["adam_beta1"], config["adam_beta2"] = map(float, group["betas"])
+        config["adam_eps"] = float(group["eps"])
+    OptimizerConfig(**config)
+    steps = {"good_steps": step, "skipped_steps": 0, "adam_steps": step, "loss_scaler": {"scale": 1.0}, **progress}
+    return {"optimizer": steps, "config": {"optimizer": config}}
+
+
+def has_optimizer(source: BaseCheckpoint) -> bool:
+    """True if `source` holds masters and moments."""
+    return all(f"{kind}.{WORD_EMBEDDINGS}" in source.tensors for kind in OPTIMIZER_KINDS)
+
+
+def optimizer_config(source: BaseCheckpoint) -> OptimizerConfig:
+    """The optimizer's configuration in the metadata of `source`, with defaults for missing values."""
+    return Config.from_dict({"optimizer": source.metadata["config"].get("optimizer", {})}).optimizer
+
+
+def adam_param_groups(source: BaseCheckpoint) -> list[dict[str, Any]]:
+    """The `param_groups` of torch's Adam, without parameters: first matrices, with weight decay, then vectors."""
+    config = optimizer_config(source)
+    same = {"lr": config.lr, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
+    return [{**same, "weight_decay": decay} for decay in (config.weight_decay, 0.0)]
+
+
+def spill_to_disk(folder: Path, parts: Iterator[Tensor] | Sequence[Tensor]) -> Tensor:
+    """Write `parts` to a file in `folder`, delete its name, and return its values as a flat memory-mapped tensor. So only
+    one part at a time must be in memory."""
+    path, numel = folder / "tensor", 0
+    with open(path, "wb") as stream:
+        for x in parts:
+            x.contiguous().view(-1).view(torch.uint8).numpy().tofile(stream)
+            numel, dtype = numel + x.numel(), x.dtype
+    mapped = torch.from_file(str(path), shared=False, size=numel, dtype=dtype)
+    path.unlink()
+    return mapped

@@ -1,0 +1,292 @@
+"""Data parallelism: buckets of gradients are reduced while backward runs. With a sharded optimizer, buckets of updated
+parameters are gathered while the next forward runs.
+
+`param_and_grad_buffer.py` has the buffers and the shards of each rank. `ShardedBucketReducer` is for ZeRO stage 2.
+`TorchDDPReducer` uses torch's DistributedDataParallel.
+"""
+
+import contextlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megatron.gpt2.model.gpt2 import GPT2Model
+from megatron.gpt2.optimizer.param_and_grad_buffer import ParamAndGradBuffer, slice_within
+from mpu.grads import sum_over_group
+from mpu.mappings import all_gather_single, reduce_scatter_single
+
+
+class BucketReducer:
+    """Sums the gradients of a step over micro-batches and data-parallel ranks. `buffer.shard_grads()` has the result.
+
+    Each gradient is added to its bucket in float32 as soon as autograd has computed it, and is then freed. When a
+    bucket has the gradients of all micro-batches, it is sent asynchronously: by all-reduce, or by reduce-scatter if the
+    optimizer is sharded. Buckets are always sent in the same order, so all ranks call the same collectives in the same
+    order even if their autograd engines do not.
+
+    Under sequence parallelism, gradients of replicated parameters are also summed over the tensor-parallel group.
+
+    in_bf16: whether gradients are rounded to bf16 before they are sent, and summed in bf16.
+    embedding_group: the ranks that have the parameter `buffer.shared`. Its gradient is summed over them at the end.
+    """
+
+    def __init__(
+        self,
+        buffer: ParamAndGradBuffer,
+        group: ProcessGroup | None,
+        *,
+        in_bf16: bool = False,
+        embedding_group: ProcessGroup | None = None,
+    ) -> None:
+        self._buffer = buffer
+        self._group = group if group is not None and group.size() > 1 else None
+        self._in_bf16, self._embedding_group = in_bf16, embedding_group
+        self._bucket_of = self._buckets_of_gradients()
+        # For each bucket that was sent: the collective, and this rank's shard of the sum. None after it was received.
+        self._sent: list[tuple[dist.Work, Tensor] | None] = []
+        self.begin(0)
+        for name, parameter in buffer.parameters.items():
+            parameter.register_post_accumulate_grad_hook(self._hook(name))
+
+    def begin(self, num_microbatches: int) -> None:
+        """Start a step in which every parameter gets `num_microbatches` gradients."""
+        self._awaited = dict.fromkeys(self._bucket_of, num_microbatches)
+        self._incomplete = list(Counter(self._bucket_of.values()).values())
+        self._begun: set[str] = set()  # parameters that already have a gradient in this step
+
+    def forward_context(self, index: int) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which forward of micro-batch `index` runs."""
+        return contextlib.nullcontext()
+
+    def finish(self) -> None:
+        """Wait until every bucket of the step is reduced."""
+        forgotten = [name for name, awaited in self._awaited.items() if awaited]
+        assert not forgotten, f"parameters without a gradient: {forgotten}"
+        for index in range(len(self._sent)):
+            self._receive(index)
+        self._sent.clear()
+        all_reduce_sequence_parallel_grads(self._buffer)
+        if self._embedding_group is not None and self._buffer.shared is not None:
+            dist.all_reduce(self._buffer.shard_grad(self._buffer.shared), group=self._embedding_group)
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Add the gradient of a micro-batch for the parameter `name`: a tensor of its shape, in any dtype."""
+        if self._is_first(name):
+            self._grad(name).copy_(gradient)
+        else:
+            self._grad(name).add_(gradient)
+
+    def add_rows(self, name: str, rows: Tensor, gradients: Tensor) -> None:
+        """Add a gradient that is 0 except in some rows: gradients [t, h] for the rows [t] int64. The order of the rows
+        must be the same in each run."""
+        if self._is_first(name):
+            self._grad(name).zero_()
+        self._grad(name).index_put_((rows,), gradients.float(), accumulate=True)
+
+    def complete(self, name: str) -> None:
+        """Mark the gradient of one micro-batch for the parameter `name` as complete. Send buckets that are complete."""
+        self._awaited[name] -= 1
+        if self._awaited[name] == 0:
+            self._incomplete[self._bucket_of[name]] -= 1
+            if self._group is not None:
+                self._send_ready()
+
+    def _buckets_of_gradients(self) -> dict[str, int]:
+        """Return the bucket of each gradient by name, in the order of the buckets."""
+        return self._buffer.bucket_of
+
+    def _grad(self, name: str) -> Tensor:
+        """Return the tensor in which the gradient `name` is accumulated."""
+        return self._buffer.grad(name)
+
+    def _is_first(self, name: str) -> bool:
+        first = name not in self._begun
+        self._begun.add(name)
+        return first
+
+    def _hook(self, name: str):  # type: ignore[no-untyped-def]
+        def collect(parameter: Tensor) -> None:
+            if parameter.grad is None:
+                return  # it was added by `add`
+            self.add(name, parameter.grad)
+            parameter.grad = None
+            self.complete(name)
+
+        return collect
+
+    def _send_ready(self) -> None:
+        while len(self._sent) < len(self._incomplete) and not self._incomplete[len(self._sent)]:
+            self._sent.append(self._send(len(self._sent)))
+
+    def _send(self, index: int) -> tuple[dist.Work, Tensor]:
+        """Start to reduce bucket `index`. Return the collective, and the tensor for this rank's shard of the sum."""
+        grads, bucket = self._buffer.bucket_grads(index), self._buffer.buckets[index]
+        inside = slice_within(self._buffer.bucket_shard(bucket), bucket.range)
+        sent = grads.bfloat16() if self._in_bf16 else grads
+        if self._buffer.is_sharded:
+            work = reduce_scatter_single(sent[inside], sent, group=self._group, async_op=True)
+        else:
+            work = dist.all_reduce(sent, group=self._group, async_op=True)
+        assert work is not None
+        return work, sent[inside]
+
+    def _receive(self, index: int) -> None:
+        received = self._arrived(index)
+        if self._in_bf16:
+            self._buffer.bucket_shard_grads(index).copy_(received)
+
+    def _arrived(self, index: int) -> Tensor:
+        """Wait for bucket `index` and return this rank's shard of its sum."""
+        sent, self._sent[index] = self._sent[index], None  # frees the tensor that was sent
+        assert sent is not None
+        sent[0].wait()
+        return sent[1]
+
+
+class ShardedBucketReducer(BucketReducer):
+    """--shard-gradients: ZeRO stage 2 (arXiv:1910.02054). Every micro-batch sends its gradients, and each rank keeps
+    only its shard of the sums. At most two whole buckets exist at a time: the bucket that backward fills, and the
+    previous one, which is being sent. Micro-batches must run their backward passes in order."""
+
+    def begin(self, num_microbatches: int) -> None:
+        self._rounds, self._received = num_microbatches, 0
+        super().begin(1 if num_microbatches else 0)
+
+    def _send_ready(self) -> None:
+        super()._send_ready()
+        is_last = len(self._sent) == len(self._buffer.buckets)
+        while self._received < len(self._sent) - (0 if is_last else 1):
+            self._receive(self._received)
+            self._received += 1
+        if is_last:
+            self._sent.clear()
+            self.begin(self._rounds - 1)
+
+    def _receive(self, index: int) -> None:
+        self._buffer.keep_shard(index, self._arrived(index))
+
+
+class TorchDDPReducer:
+    """--DDP-impl torch: a `BucketReducer` that uses torch's DistributedDataParallel, for comparisons. DDP reduces in
+    the dtype of the parameters. bucket_size: elements of a bucket (DDP counts in MB of 2^20 bytes). `self.module` is
+    the module whose forward is called."""
+
+    def __init__(self, buffer: ParamAndGradBuffer, module: nn.Module, group: ProcessGroup, *, bucket_size: int) -> None:
+        self._buffer = buffer
+        self._size = group.size()
+        element = buffer.params.element_size()
+        self.module = nn.parallel.DistributedDataParallel(
+            module, process_group=group, broadcast_buffers=False, bucket_cap_mb=max(bucket_size * element >> 20, 1)
+        )
+
+    def begin(self, num_microbatches: int) -> None:
+        self._num_microbatches = num_microbatches
+
+    def forward_context(self, index: int) -> contextlib.AbstractContextManager[None]:
+        """Return the context of forward of micro-batch `index`. Only the last micro-batch sends gradients in
+        backward."""
+        return contextlib.nullcontext() if index == self._num_microbatches - 1 else self.module.no_sync()
+
+    def finish(self) -> None:
+        """Copy the reduced gradients into `buffer`, in float32."""
+        for name, parameter in self._buffer.parameters.items():
+            assert parameter.grad is not None, name
+            # DDP divides by the number of ranks; the token weights have already done so.
+            self._buffer.grad(name).copy_(parameter.grad).mul_(self._size)
+            parameter.grad = None
+        all_reduce_sequence_parallel_grads(self._buffer)
+
+
+class TiedGradientReducer:
+    """Adds the gradient of the tied matrix to the reducer without autograd. It has two parts, of the head and of the
+    embedding.
+
+    name: the name under which the gradient of the head is reduced. of_embedding: the name for the gradient of the
+    embedding, if it is reduced separately or is on another pipeline rank. None: it is added to that of the head."""
+
+    def __init__(self, reducer: BucketReducer, name: str, of_embedding: str | None = None) -> None:
+        self._reducer, self._name, self._of_embedding = reducer, name, of_embedding
+        self._of_head: Tensor | None = None
+
+    def add(self, gradient: Tensor) -> None:
+        if self._of_embedding is None:
+            self._of_head = gradient  # not converted to float32 yet: memory is fullest at the start of backward
+        else:
+            self._reducer.add(self._name, gradient)
+            self._reducer.complete(self._name)
+
+    def add_rows(self, rows: Tensor, gradients: Tensor) -> None:
+        if self._of_embedding is None:
+            assert self._of_head is not None, "backward of the head is first"
+            self._reducer.add(self._name, self._of_head)
+            self._of_head = None
+        name = self._of_embedding or self._name
+        self._reducer.add_rows(name, rows, gradients)
+        self._reducer.complete(name)
+
+
+def all_reduce_sequence_parallel_grads(buffer: ParamAndGradBuffer) -> None:
+    """Sum the gradients that are partial under sequence parallelism over the tensor-parallel group. Each rank sums its
+    local shards, which are the same ranges on all ranks of the group."""
+    if any(shard.is_partial for shard in buffer.local_shards):
+        sum_over_group(
+            [grad for grad, shard in zip(buffer.shard_grads(), buffer.local_shards, strict=True) if shard.is_partial]
+        )
+
+
+def choose_bucket_size(requested: int, data_parallel_size: int) -> int:
+    """Return the number of elements of a bucket. requested: --ddp-bucket-size. With one data-parallel rank nothing is
+    sent, so small buckets are better: they fit where backward has freed activations. This saves 0.4 of 3.5 GB for 124M
+    parameters on a CPU."""
+    return requested if data_parallel_size > 1 else min(requested, 1_000_000)
+
+
+class ParamAllGather:
+    """Gathers the parameters that other ranks' optimizers have updated, while the next forward runs.
+
+    `launch` starts an all-gather for each bucket, from the end of the buffer, which is the order of forward. The model
+    waits for the parameters outside its layers before it starts, and for the buckets of a layer before the layer. Other
+    code must call `wait` before it reads parameters. Without a sharded optimizer it does nothing.
+    """
+
+    def __init__(self, buffer: ParamAndGradBuffer, model: GPT2Model, group: ProcessGroup | None) -> None:
+        self._buffer, self._group = buffer, group
+        self._works: dict[int, dist.Work] = {}  # by bucket: all-gathers that were not waited for yet
+        if not buffer.is_sharded:
+            return
+        needed: defaultdict[int | None, list[int]] = defaultdict(list)  # by layer; None: outside the layers
+        for index, bucket in reversed(list(enumerate(buffer.buckets))):
+            for layer in {_layer_of(name) for name in bucket.names}:
+                needed[layer].append(index)
+        model.register_forward_pre_hook(lambda module, args: self.wait(needed[None]))
+        # A hook of the layer itself would be compiled into the layer by torch.compile.
+        model.transformer.layer_pre_hook = lambda layer: self.wait(needed[layer])
+
+    def launch(self) -> None:
+        """Start all all-gathers, after `buffer.copy_masters_to_params`. On a GPU the host does not wait for them."""
+        self.wait()
+        if self._buffer.is_sharded:
+            for index, bucket in reversed(list(enumerate(self._buffer.buckets))):
+                work = all_gather_single(
+                    self._buffer.params[bucket.range],
+                    self._buffer.params[self._buffer.bucket_shard(bucket)],
+                    group=self._group,
+                    async_op=True,
+                )
+                assert work is not None
+                self._works[index] = work
+
+    def wait(self, buckets: Iterable[int] | None = None) -> None:
+        """Wait until these buckets (default: all) are gathered."""
+        for index in list(self._works) if buckets is None else buckets:
+            if (work := self._works.pop(index, None)) is not None:
+                work.wait()
+
+
+def _layer_of(name: str) -> int | None:
+    """Return the number in "transformer.layers.<number>.<...>", or None for other parameters."""
+    path = name.split(".")
+    return int(path[2]) if path[:2] == ["transformer", "layers"] else None

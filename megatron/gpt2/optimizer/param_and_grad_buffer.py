@@ -1,0 +1,261 @@
+"""Contiguous buffers: one for the parameters of this rank, and one per bucket for their gradients.
+
+The order of the parameters keeps those that are treated alike next to each other:
+
+    split, decayed | split, not decayed | replicated, not decayed | replicated, decayed
+
+Layer norms, row-parallel biases and position embeddings are replicated. In each of the four groups the last layers are
+first, because backward computes their gradients first. Under sequence parallelism, parameters whose gradients are
+partial sums are at the end of their group. A bucket is a range of neighbouring parameters, which is sent as a whole.
+
+With a sharded optimizer (ZeRO stage 1, arXiv:1910.02054), the optimizer of data-parallel rank r updates the r-th shard
+of every bucket. Buckets have the same padding with and without sharding. So gradients are summed in the same order, and
+the sums are bit-identical.
+"""
+
+import itertools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mpu.grads import is_sequence_parallel
+
+# Every parameter and every shard starts at a multiple of this number of elements. So matrices in 16 bits are aligned to
+# 128 bytes, and vectorised kernels need no separate code for a remainder, which could round differently.
+_ALIGNMENT = 64
+
+
+class BufferShard(NamedTuple):
+    """A range of the buffer that this rank's optimizer updates. It lies in one bucket, and its parameters are treated
+    alike."""
+
+    range: slice
+    bucket: int
+    is_split: bool
+    is_partial: bool  # the gradient of each tensor-parallel rank is a partial sum
+    decays: bool  # false for biases and layer norms
+    is_duplicate: bool  # another pipeline stage has the same parameter and counts it in the norm
+
+
+class Bucket(NamedTuple):
+    """Neighbouring parameters, padded to a multiple of the data-parallel size."""
+
+    range: slice
+    names: tuple[str, ...]
+
+
+class ParamShard(NamedTuple):
+    """This rank's part of the parameter `name`, or of one of its moments.
+
+    kind: "master" or the name of a moment. values: 1-D, the elements of the flattened parameter from `start` on.
+    """
+
+    kind: str
+    name: str
+    values: Tensor
+    start: int = 0
+
+
+class ParamAndGradBuffer:
+    """Moves the parameters of `module` into one buffer of `dtype`, and holds their gradients in float32.
+
+    Arguments:
+        bucket_size: approximate number of elements of a bucket. A larger parameter has a separate bucket.
+        ranks: the data-parallel rank and size.
+        sharded: whether the optimizer of this rank updates only its shard of every bucket.
+        offloaded: whether the state of the optimizer is in host memory.
+        shared: a parameter that another pipeline stage has, too. It has a separate bucket, so that both stages shard it
+            alike.
+        is_duplicate: whether the other stage counts the shared parameter in the norm.
+
+    Attributes:
+        params: [numel] of dtype. The parameters of the module are views of it.
+        local_shards: the ranges that this rank's optimizer updates.
+        masters: for each local shard, the float32 weights before they are rounded to `dtype`. In fp32 they are views of
+            `params`, unless the optimizer is offloaded.
+
+    The gradients of a bucket are allocated when backward computes the first of them, and freed by `free_grads`. By then
+    backward has freed activations. `keep_shard` keeps only the local shard of a bucket (ZeRO stage 2).
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        dtype: torch.dtype,
+        *,
+        bucket_size: int,
+        ranks: tuple[int, int] = (0, 1),
+        sharded: bool = False,
+        offloaded: bool = False,
+        shared: str | None = None,
+        is_duplicate: bool = False,
+    ) -> None:
+        self._shard_rank, self._num_shards = ranks if sharded else (0, 1)
+        self.is_sharded, self.offloaded = self._num_shards > 1, offloaded
+
+        def shard_fields(name: str) -> tuple[bool, bool, bool, bool]:
+            """Return the last four fields of a `BufferShard`."""
+            parameter = self.parameters[name]
+            is_split = getattr(parameter, "model_parallel", False)
+            return is_split, is_sequence_parallel(parameter), parameter.dim() >= 2, name == shared and is_duplicate
+
+        def sort_key(name: str) -> tuple[bool, ...]:
+            # False sorts before True. In the replicated part, decayed parameters are last.
+            is_split, is_partial, decays, _ = shard_fields(name)
+            return not is_split, is_split != decays, is_partial, name == shared
+
+        self.parameters = dict(module.named_parameters())
+        names = sorted(reversed(self.parameters), key=sort_key)
+        self.parameters = {name: self.parameters[name] for name in names}
+        self.shared = shared if shared in self.parameters else None
+        self.ranges: dict[str, slice] = {}
+        self.buckets: list[Bucket] = []
+        start = end = 0
+        in_bucket: list[str] = []
+        for name, following in itertools.zip_longest(names, names[1:]):
+            stop = end + self.parameters[name].numel()
+            self.ranges[name] = slice(end, stop)
+            end = _round_up(stop, _ALIGNMENT)
+            in_bucket.append(name)
+            is_full = following and end + self.parameters[following].numel() - start > bucket_size
+            if not following or is_full or shared in (name, following):
+                end = _round_up(end, _ALIGNMENT * ranks[1])
+                self.buckets.append(Bucket(slice(start, end), tuple(in_bucket)))
+                start, in_bucket = end, []
+        self.bucket_of = {name: index for index, bucket in enumerate(self.buckets) for name in bucket.names}
+
+        self.local_shards: list[BufferShard] = []
+        self._shard_index_of: dict[str, int] = {}
+        for index, bucket in enumerate(self.buckets):
+            alike = [(how, list(members)) for how, members in itertools.groupby(bucket.names, shard_fields)]
+            starts = [self.ranges[members[0]].start for _, members in alike]
+            for (how, members), start, stop in zip(alike, starts, [*starts[1:], bucket.range.stop], strict=True):
+                if common := _overlap(self.bucket_shard(bucket), slice(start, stop)):
+                    self._shard_index_of |= dict.fromkeys(members, len(self.local_shards))
+                    self.local_shards.append(BufferShard(common, index, *how))
+
+        device = self.parameters[names[0]].device
+        self.params = torch.zeros(end, dtype=dtype, device=device)
+        self.free_grads()
+        in_params = [self.params[shard.range] for shard in self.local_shards]
+        whole = dtype == torch.float32
+        if offloaded:
+            self.masters = self.zeros_like_shards(pinned=True)
+            self._rounded = self.masters if whole else self.zeros_like_shards(dtype, pinned=True)
+        else:
+            self.masters = in_params if whole else self.zeros_like_shards()
+            self._rounded = in_params
+        for name, parameter in self.parameters.items():
+            values = parameter.detach().reshape(-1)
+            self.params[self.ranges[name]].copy_(values)
+            index, part, start = self.local_shard_of(name)
+            self.masters[index][part].copy_(values[start : start + part.stop - part.start])
+            parameter.data = self.view(self.params, name)
+
+    def view(self, buffer: Tensor, name: str) -> Tensor:
+        """Return the view of `buffer` that belongs to the parameter `name`, in its shape."""
+        return buffer[self.ranges[name]].view(self.parameters[name].shape)
+
+    def bucket_grads(self, index: int) -> Tensor:
+        """Return the gradients of bucket `index`, [length of its range] float32. Only the padding is initialised."""
+        grads = self._grads[index]
+        if grads is None:
+            whole, names = self.buckets[index]
+            grads = torch.empty(whole.stop - whole.start, dtype=torch.float32, device=self.params.device)
+            stops = [self.ranges[name].start for name in names[1:]] + [whole.stop]
+            for name, stop in zip(names, stops, strict=True):
+                if self.ranges[name].stop < stop:
+                    grads[slice_within(slice(self.ranges[name].stop, stop), whole)].zero_()
+            self._grads[index] = grads
+        return grads
+
+    def grad(self, name: str) -> Tensor:
+        """Return the gradient of the parameter `name`, in its shape, float32. It is not initialised."""
+        index = self.bucket_of[name]
+        part = slice_within(self.ranges[name], self.buckets[index].range)
+        return self.bucket_grads(index)[part].view(self.parameters[name].shape)
+
+    def shard_grads(self) -> list[Tensor]:
+        """Return the gradients of each range in `local_shards`."""
+        return [
+            self.bucket_shard_grads(shard.bucket)[
+                slice_within(shard.range, self.bucket_shard(self.buckets[shard.bucket]))
+            ]
+            for shard in self.local_shards
+        ]
+
+    def bucket_shard_grads(self, index: int) -> Tensor:
+        """Return this rank's shard of the gradients of bucket `index`, [length of the shard] float32."""
+        if (kept := self._shard_grads[index]) is not None:
+            return kept
+        bucket = self.buckets[index]
+        return self.bucket_grads(index)[slice_within(self.bucket_shard(bucket), bucket.range)]
+
+    def keep_shard(self, index: int, reduced: Tensor) -> None:
+        """Free the gradients of bucket `index`. Add `reduced`, this rank's shard of their sum over the ranks in any
+        dtype, to the shard that this rank keeps."""
+        kept = self._shard_grads[index]
+        self._shard_grads[index] = reduced.to(torch.float32, copy=True) if kept is None else kept.add_(reduced)
+        self._grads[index] = None
+
+    def shard_grad(self, name: str) -> Tensor:
+        """Return the part of the gradient of the parameter `name` that is in this rank's shard, [elements]."""
+        index, part, _ = self.local_shard_of(name)
+        return self.shard_grads()[index][part]
+
+    def free_grads(self) -> None:
+        """Free all gradients, after the optimizer has used them."""
+        self._grads: list[Tensor | None] = [None] * len(self.buckets)
+        self._shard_grads: list[Tensor | None] = [None] * len(self.buckets)  # filled by `keep_shard`
+
+    def bucket_shard(self, bucket: Bucket) -> slice:
+        """Return the range of a bucket that this rank's optimizer updates. It is the whole bucket without sharding."""
+        length = (bucket.range.stop - bucket.range.start) // self._num_shards
+        start = bucket.range.start + self._shard_rank * length
+        return slice(start, start + length)
+
+    def local_shard_of(self, name: str) -> tuple[int, slice, int]:
+        """Return the part of a parameter that this rank's optimizer updates: the index in `local_shards`, the range in
+        this shard, and the start in the flattened parameter. The range is empty if the rank has no part of it."""
+        index = self._shard_index_of.get(name, 0)
+        whole, shard = self.ranges[name], self.local_shards[index].range
+        if name in self._shard_index_of and (common := _overlap(whole, shard)):
+            return index, slice_within(common, shard), common.start - whole.start
+        return 0, slice(0, 0), 0
+
+    def zeros_like_shards(self, dtype: torch.dtype = torch.float32, *, pinned: bool = False) -> list[Tensor]:
+        """Return a tensor of zeros for each range in `local_shards`, on the device of the optimizer's state. pinned:
+        whether memory on the host is pinned."""
+        sizes = [shard.range.stop - shard.range.start for shard in self.local_shards]
+        device = self.params.device
+        on_host = {"device": "cpu", "pin_memory": pinned and device.type == "cuda"}
+        together = torch.zeros(sum(sizes), dtype=dtype, **(on_host if self.offloaded else {"device": device}))
+        return list(together.split(sizes))
+
+    def copy_masters_to_params(self) -> None:
+        """Round the masters to `dtype`, and write them into this rank's shards of `params`."""
+        for shard, master, rounded in zip(self.local_shards, self.masters, self._rounded, strict=True):
+            if rounded is not master:
+                rounded.copy_(master)
+            if self.offloaded:
+                self.params[shard.range].copy_(rounded, non_blocking=True)
+
+    def copy_params_to_masters(self) -> None:
+        """Set the masters to the parameters, for weights that were loaded in the model's precision."""
+        for shard, master in zip(self.local_shards, self.masters, strict=True):
+            master.copy_(self.params[shard.range])
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _overlap(a: slice, b: slice) -> slice | None:
+    start, stop = max(a.start, b.start), min(a.stop, b.stop)
+    return slice(start, stop) if start < stop else None
+
+
+def slice_within(part: slice, whole: slice) -> slice:
+    """Return `part` relative to the start of `whole`."""
+    return slice(part.start - whole.start, part.stop - whole.start)

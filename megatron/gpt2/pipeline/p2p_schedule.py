@@ -1,0 +1,151 @@
+"""The point-to-point messages of a pipeline schedule: which messages each rank sends and receives before each action.
+
+NCCL has no tags: two ranks must post their messages to each other in the same order. And a rank waits for all messages
+that it posts in one batch (`torch.distributed.batch_isend_irecv`). So the position of each receive determines whether
+the sender waits, and whether there is a deadlock.
+
+The positions are found by a simulation of the schedule in ticks. A message is exchanged at the first tick at which both
+of its ranks are between two actions, and both post it at this position. The receiver keeps it until an action needs it.
+A rank starts its next action as soon as it can, with one exception: if a busy partner needs a message of this rank
+next, and would wait longer for it than this rank for the partner, this rank waits. Because all messages are exchanged
+in the order of the ticks, no deadlock is possible.
+
+For example, 1F1B with two ranks and two micro-batches gives these steps (F0: forward of micro-batch 0, > send its
+result, < receive it):
+
+    rank 0   F0     | >F0 F1 | >F1 <B0 B0 | <B1 B1
+    rank 1   <F0 F0 | <F1 B0 | >B0 F1     | B1     | >B1
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megatron.gpt2.pipeline.schedule import Action, Kind, PipelineSchedule
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """The time that one stage takes for one micro-batch, in any unit."""
+
+    forward: float
+    backward: float  # of the input
+    weight: float  # of the weights
+
+    def duration(self, kind: Kind, splits_backward: bool) -> float:
+        """Return the time of an action. A backward that is not split computes both gradients."""
+        backward = self.backward if splits_backward else self.backward + self.weight
+        return {"F": self.forward, "B": backward, "W": self.weight}[kind]
+
+
+# With these ticks a step takes no longer than the schedule without communication: 1F1B for all times, ZB-H1 if a W
+# takes no longer than an F or a B, and interleaved 1F1B if a backward takes twice as long as a forward, or three times
+# with RECOMPUTE_TICKS (tests/megatron/gpt2/pipeline/test_analysis.py). With a different ratio, and if a group of
+# micro-batches is not full, an interleaved step takes a few percent longer. The odd tick prevents accidental
+# simultaneous ends.
+DEFAULT_TICKS, RECOMPUTE_TICKS, SPLIT_BACKWARD_TICKS = StageCosts(10, 10, 11), StageCosts(1, 2, 1), StageCosts(2, 2, 1)
+
+
+@dataclass(frozen=True)
+class P2PMessage:
+    """Hidden states, or their gradient, that one rank of the pipeline sends to another rank for `stage`."""
+
+    kind: Literal["activation", "gradient"]
+    stage: int
+    micro_batch: int
+    source: int
+    destination: int
+
+    def __str__(self) -> str:
+        return (
+            f"the {self.kind} of micro-batch {self.micro_batch} for stage {self.stage} from rank {self.source} to "
+            f"rank {self.destination}"
+        )
+
+
+@dataclass
+class CommStep:
+    """An action of a rank, and the messages that it posts in one batch before. action: None for the final send."""
+
+    action: Action | None
+    sends: list[P2PMessage] = field(default_factory=list)
+    receives: list[P2PMessage] = field(default_factory=list)
+
+
+def build_p2p_schedule(schedule: PipelineSchedule, ticks: StageCosts | None = None) -> list[list[CommStep]]:
+    """Return the steps of each rank. Any two ranks have their messages to each other in the same order.
+
+    ticks: the relative times of F, B and W as whole numbers, equal on all ranks. They affect how long ranks wait, but
+    never cause a deadlock. Default: DEFAULT_TICKS or SPLIT_BACKWARD_TICKS.
+    """
+    ticks = ticks or (SPLIT_BACKWARD_TICKS if schedule.splits_backward else DEFAULT_TICKS)
+    steps = [[CommStep(action) for action in (*actions, None)] for actions in schedule.ranks]
+    next_step, free_at, now = [0] * schedule.num_ranks, [0.0] * schedule.num_ranks, 0.0  # by rank
+    pending: list[P2PMessage] = []
+    exchanged: set[P2PMessage | None] = {None}
+
+    def waits_for_partner(rank: int, end: float) -> bool:
+        """Return whether a partner would wait longer for this rank, if it is busy until `end`, than this rank would
+        wait for the partner."""
+        return any(
+            now < free_at[partner := message.destination] < (now + end) / 2
+            and (action := steps[partner][next_step[partner]].action)
+            and input_message(schedule, partner, action) == message
+            for message in pending
+            if message.source == rank
+        )
+
+    while True:
+        for message in [m for m in pending if max(free_at[m.source], free_at[m.destination]) <= now]:
+            steps[message.source][next_step[message.source]].sends.append(message)
+            steps[message.destination][next_step[message.destination]].receives.append(message)
+            pending.remove(message)
+            exchanged.add(message)
+        new = []
+        for rank in range(schedule.num_ranks):
+            action = steps[rank][next_step[rank]].action
+            if action is None or free_at[rank] > now or input_message(schedule, rank, action) not in exchanged:
+                continue
+            end = now + ticks.duration(action.kind, schedule.splits_backward)
+            if not waits_for_partner(rank, end):
+                free_at[rank] = end
+                next_step[rank] += 1
+                new.append(output_message(schedule, rank, action))
+        pending += filter(None, new)
+        if max(free_at) <= now:
+            return [own if own[-1].sends else own[:-1] for own in steps]
+        now = min(time for time in free_at if time > now)
+
+
+def output_message(schedule: PipelineSchedule, rank: int, action: Action) -> P2PMessage | None:
+    """Return the message with the result of `action`, or None if no other rank needs it."""
+    to = schedule.stage(rank, action.chunk) + {"F": 1, "B": -1, "W": 0}[action.kind]
+    if not 0 <= to < schedule.num_stages:
+        return None
+    return input_message(
+        schedule, to % schedule.num_ranks, Action(action.kind, to // schedule.num_ranks, action.micro_batch)
+    )
+
+
+def input_message(schedule: PipelineSchedule, rank: int, action: Action) -> P2PMessage | None:
+    """Return the message that `action` needs, or None if it needs no message."""
+    stage = schedule.stage(rank, action.chunk)
+    for kind, source in dependencies(schedule, stage, action):
+        if source % schedule.num_ranks != rank:
+            return P2PMessage(
+                "activation" if kind == "F" else "gradient",
+                stage,
+                action.micro_batch,
+                source % schedule.num_ranks,
+                rank,
+            )
+    return None
+
+
+def dependencies(schedule: PipelineSchedule, stage: int, action: Action) -> list[tuple[Kind, int]]:
+    """Return the actions on the same micro-batch that must be finished before, as (kind, stage)."""
+    if action.kind == "F":
+        return [("F", stage - 1)] if stage else []
+    if action.kind == "W":
+        return [("B", stage)]
+    needed: list[tuple[Kind, int]] = [("F", stage), ("B", stage + 1)]
+    return needed if stage + 1 < schedule.num_stages else needed[:1]

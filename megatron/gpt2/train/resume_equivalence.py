@@ -1,0 +1,169 @@
+"""Compares a resumed run with the run that wrote its checkpoint: bit-identical, equal within rounding, or different.
+
+Model shape, tokenizer and schedule are compared elsewhere (`merge_checkpoint` in megatron/gpt2/config/arguments.py). If
+they differ, the run is refused, or a note says which value it uses.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron.gpt2.config import Config, flag
+from megatron.gpt2.config.arguments import SCHEDULE_KEYS
+
+# A change of one of these keys makes a different training. Fields that concern only the loss scale are left out. A
+# longer run has a different schedule by `train_iters`, see `resume_equivalence`.
+TRAINING_KEYS = (
+    "data_fingerprint",
+    "global_batch_size",
+    "batch_growth",
+    "config.train.seed",
+    "config.model.hidden_dropout",
+    "config.model.attention_dropout",
+    "config.data.seq_length",
+    "config.data.data_order",
+    "config.data.eod_mask_loss",
+    "config.data.reset_position_ids",
+    "config.data.reset_attention_mask",
+    *(f"config.{key}" for key in SCHEDULE_KEYS),
+    "config.optimizer.weight_decay",
+    "config.optimizer.adam_beta1",
+    "config.optimizer.adam_beta2",
+    "config.optimizer.adam_eps",
+    "config.optimizer.clip_grad",
+)
+# A change of one of these keys changes the order of sums, except under --exact-layouts.
+LAYOUT_KEYS = (
+    "layout.model_parallel_size",
+    "layout.pipeline_parallel_size",
+    "layout.data_parallel_size",
+    "layout.optimizer_is_sharded",
+    "config.parallel.sequence_parallel",
+    "config.parallel.ddp_bucket_size",
+)
+# A change of one of these keys always changes the order of sums or the rounding.
+ROUNDING_KEYS = (
+    "precision",
+    "config.parallel.exact_layouts",
+    "config.parallel.DDP_impl",
+    "config.parallel.grad_reduce_in_bf16",
+    "config.parallel.cpu_offload_optimizer",
+    "config.train.micro_batch_size",
+    "config.train.compile",
+    "config.train.attention_backend",
+    "config.train.deterministic",
+    "computed_by.torch",
+    "computed_by.kernels",
+    "computed_by.threads",
+)
+_DEFAULTS = Config().as_dict()
+DISPLAY_NAMES = {
+    "data_fingerprint": "the training data or --split",
+    "global_batch_size": "--global-batch-size",
+    "batch_growth": "how the batch grows:",
+    "layout.model_parallel_size": "model-parallel size",
+    "layout.pipeline_parallel_size": "pipeline-parallel size",
+    "layout.data_parallel_size": "data-parallel size",
+    "layout.optimizer_is_sharded": "a sharded optimizer",
+    "precision": "--precision",
+    "computed_by.torch": "torch",
+    "computed_by.kernels": "kernels of",
+    "computed_by.threads": "threads",
+    "train_iters": "--train-iters",
+}
+
+
+def compute_environment(device: torch.device) -> dict[str, Any]:
+    """Return the software and hardware that compute a step: torch's version, the kernels, and the threads of each rank.
+    On a CPU the number of threads changes the order of sums."""
+    if device.type == "cuda":
+        kernels = (
+            f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}, cuDNN "
+            f"{torch.backends.cudnn.version()}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
+        )
+        return {"torch": torch.__version__, "kernels": kernels, "threads": None}
+    return {
+        "torch": torch.__version__,
+        "kernels": f"CPU, {torch.backends.cpu.get_cpu_capability()}",
+        "threads": torch.get_num_threads(),
+    }
+
+
+def resume_equivalence(
+    saved: Mapping[str, Any], current: Mapping[str, Any], *, not_restored: Sequence[str] = ()
+) -> str:
+    """Describe how a run with the metadata `current` continues a checkpoint with the metadata `saved`, in a few words.
+
+    saved: keys may be missing. not_restored: descriptions of the state that was not restored.
+    """
+    changes = [*not_restored, *_describe_changes(TRAINING_KEYS, saved, current)]
+    config = current["config"]["optimizer"]
+    if config["lr_decay_iters"] is config["lr_decay_samples"] is None and config["lr_decay_style"] != "constant":
+        changes += _describe_changes(("train_iters",), saved, current)
+    if changes:
+        return f"a different training from here on ({'; '.join(changes)})"
+    is_exact = current["config"]["parallel"]["exact_layouts"] is not None  # ROUNDING_KEYS compare the saved value
+    if rounding := _describe_changes(ROUNDING_KEYS if is_exact else (*ROUNDING_KEYS, *LAYOUT_KEYS), saved, current):
+        return f"the same training within rounding ({'; '.join(rounding)})"
+    if saved.get("computed_by") is None:
+        return "the same training; the checkpoint does not say which software and hardware computed it"
+    return "bit-identical to the run that wrote it"
+
+
+def _describe_changes(keys: Iterable[str], saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    found = []
+    for key, before, now in _changed_keys(keys, saved, current):
+        name = DISPLAY_NAMES.get(key) or flag(key)
+        found.append(name if key == "data_fingerprint" else f"{name} {_format_value(now)}, was {_format_value(before)}")
+    return found
+
+
+def _changed_keys(
+    keys: Iterable[str], saved: Mapping[str, Any], current: Mapping[str, Any]
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (key, saved value, current value) of each key that both have with different values. A flag that is missing
+    in a section of the checkpoint did not exist yet, so it had its default."""
+    for key in keys:
+        *path, name = key.split(".")
+        before, now = saved, current
+        for section in path:
+            inner = before.get(section)
+            before, now = inner if isinstance(inner, Mapping) else {}, now.get(section, {})
+        if before and path[:1] == ["config"]:
+            before = _DEFAULTS[path[1]] | {**before}
+        if name in before and name in now and before[name] != now[name]:
+            yield key, before[name], now[name]
+
+
+def _format_value(value: Any) -> Any:
+    """Return `value` as the flag has it, e.g. bf16 for torch's bfloat16."""
+    return {None: "not given", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(value, value)
+
+
+# The log line of each changed key of the metadata. A WARNING is about a change that makes a different training. The
+# other lines are about changes of rounding and random numbers only.
+CHANGE_MESSAGES = {
+    "data_fingerprint": "WARNING: the training data or --split differ from those of the checkpoint: the run continues "
+    "with the new data, and may have trained on part of the text that is held out now",
+    "global_batch_size": "WARNING: a step reads {here} samples here and {then} in the checkpoint: "
+    "--global-batch-size {then} (with a --micro-batch-size that divides it) continues as before",
+    "batch_growth": "WARNING: the batch grows differently than in the checkpoint: {here} here, {then} there",
+    "config.train.seed": "WARNING: --seed {here} here, {then} in the checkpoint: samples have a different order from "
+    "here on, so this epoch reads some of them twice and leaves others out",
+    "config.model.hidden_dropout": "WARNING: --hidden-dropout {here} here, {then} in the checkpoint: the training loss "
+    "jumps and is not comparable with the earlier one",
+    "config.model.attention_dropout": "WARNING: --attention-dropout {here} here, {then} in the checkpoint: the "
+    "training loss jumps and is not comparable with the earlier one",
+    "precision": "--precision {here} here, {then} in the checkpoint: masters and moments stay in fp32; the computation "
+    "is rounded differently",
+    "config.train.micro_batch_size": "--micro-batch-size {here} here, {then} in the checkpoint: speed, memory and "
+    "rounding change",
+}
+
+
+def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a log line for each changed setting. saved: the metadata of the checkpoint; keys may be missing. current:
+    the metadata of this run."""
+    for key, before, now in _changed_keys(CHANGE_MESSAGES, saved, current):
+        yield CHANGE_MESSAGES[key].format(here=_format_value(now), then=_format_value(before))

@@ -1,0 +1,176 @@
+"""Model, gradient buffers and optimizer of a run (`TrainState`), and its counters (`Progress`)."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+import mpu
+from megatron.gpt2.config import ignored_flags
+from megatron.gpt2.hooks import first_not_none
+from megatron.gpt2.model.attention_backend import choose_attention
+from megatron.gpt2.model.gpt2 import TIED_WEIGHT, GPT2Model, layer_config
+from megatron.gpt2.optimizer.bucket_reducer import (
+    BucketReducer,
+    ParamAllGather,
+    ShardedBucketReducer,
+    TiedGradientReducer,
+    TorchDDPReducer,
+    choose_bucket_size,
+)
+from megatron.gpt2.optimizer.learning_rates import LRSchedule
+from megatron.gpt2.optimizer.optimizer import AdamWOptimizer, build_loss_scaler
+from megatron.gpt2.optimizer.param_and_grad_buffer import ParamAndGradBuffer
+from megatron.gpt2.train.setup import Log, RunContext
+from mpu import kernels
+
+# Seeds of data-parallel ranks differ by more than any model-parallel size, so no two ranks share a random stream.
+DATA_PARALLEL_STRIDE = 1 << 16
+PIPELINE_STRIDE = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """The model and the objects that update it.
+
+    forward: the module to call in training. It is the model, or torch's DDP around it under --DDP-impl torch.
+    buffer: the parameters and gradients of the model in contiguous buffers.
+    reducer: sums gradients over micro-batches and data-parallel ranks into `buffer`.
+    param_gather: fetches the parameters that other ranks' optimizers update. Call its `wait` before you read
+    parameters.
+    """
+
+    model: GPT2Model
+    forward: nn.Module
+    buffer: ParamAndGradBuffer
+    reducer: BucketReducer | TorchDDPReducer
+    param_gather: ParamAllGather
+    optimizer: AdamWOptimizer
+
+
+@dataclass
+class Progress:
+    """The counters of a run.
+
+    iteration: completed steps.
+    consumed_samples: training samples that these steps read, over all ranks.
+    skipped_samples: samples that were left out after spikes of the loss.
+    loss_sum: float64 scalar on the device: the sum of the losses of this rank's samples since the last log line, in
+    nats per token of the global batch, without skipped steps.
+    started: `time.monotonic()` at the start.
+    """
+
+    iteration: int
+    consumed_samples: int
+    skipped_samples: int
+    loss_sum: Tensor
+    started: float = field(default_factory=time.monotonic)
+
+    def step(self, samples: int) -> None:
+        """Count a completed step that read `samples` samples over all ranks."""
+        self.iteration += 1
+        self.consumed_samples += samples
+
+
+def build_train_state(context: RunContext, parallel: mpu.ParallelState, log: Log) -> TrainState:
+    """Build the model with random weights, and its optimizer. Every rank calls it."""
+    config, device, hooks = context.config, context.device, context.hooks
+    shape, train, layout = config.model, config.train, config.parallel
+    seed_random_streams(train.seed, parallel, device)
+    draws_by_counter = train.dropout_rng == "counter"
+    lines = [
+        choose_attention(
+            train.attention_backend,
+            device,
+            context.dtype,
+            b=train.micro_batch_size,
+            s=config.data.seq_length,
+            n=shape.num_attention_heads // parallel.tensor_model_parallel_size,
+            d=shape.hidden_size // shape.num_attention_heads,
+            dropout_p=shape.attention_dropout,
+        )
+    ]
+    if draws_by_counter and shape.attention_dropout > 0 and not kernels.has_seeded_attention(device.type):
+        lines.append(
+            "attention dropout: the kernel draws its own masks, which change with the layout; with "
+            "--attention-dropout 0 layouts are comparable"
+        )
+    for line in filter(None, [*lines, *ignored_flags(config, device.type)]):
+        log(line)
+    stage, stages = parallel.pipeline_model_parallel_rank, parallel.pipeline_model_parallel_size
+    model = GPT2Model(
+        shape,
+        layer_config(
+            shape,
+            recompute_granularity=train.recompute_granularity,
+            recompute_num_layers=train.recompute_num_layers,
+            distribute_saved_activations=layout.partition_activations,
+            checkpoint_in_cpu=layout.checkpoint_in_cpu,
+            cpu_offloading_num_layers=layout.cpu_offloading_num_layers,
+            sequence_parallel=layout.sequence_parallel,
+            device=device,
+        ),
+        seed=train.seed,
+        chunks=config.layers_of_stages()[stage::stages],
+        dropout_seed=train.seed if draws_by_counter else None,
+        modules=first_not_none(hook.modules() for hook in hooks) or mpu.DEFAULT_SUBMODULES,
+    )
+    if train.compile:
+        model.compile_layers(by_document=config.data.reset_attention_mask)
+    is_shared = parallel.embedding_group is not None or any(hook.splits_tied_gradient for hook in hooks)
+    buffer = ParamAndGradBuffer(
+        model,
+        context.dtype,
+        bucket_size=choose_bucket_size(layout.ddp_bucket_size, parallel.data_parallel_size),
+        ranks=(parallel.data_parallel_rank, parallel.data_parallel_size),
+        sharded=layout.use_distributed_optimizer,
+        offloaded=layout.cpu_offload_optimizer,
+        shared=TIED_WEIGHT if is_shared else None,
+        is_duplicate=not model.has_embeddings,
+    )
+    reducer, forward = build_reducer(context, buffer, model, parallel)
+    param_gather = ParamAllGather(buffer, model, parallel.data_parallel_group)
+    batch = context.global_batch_size
+    before = context.batch_schedule.samples_before_steps(context.train_iters) / batch
+    optimizer = AdamWOptimizer(
+        buffer,
+        param_gather,
+        config.optimizer,
+        build_loss_scaler(config.optimizer, context.dtype, device),
+        torch.from_numpy(LRSchedule(config.optimizer, context.decay_iters, batch).table(before)),
+        first_not_none(hook.squared_norm(device) for hook in hooks) or mpu.squared_norm,
+    )
+    return TrainState(
+        model=model, forward=forward, buffer=buffer, reducer=reducer, param_gather=param_gather, optimizer=optimizer
+    )
+
+
+def build_reducer(
+    context: RunContext, buffer: ParamAndGradBuffer, model: GPT2Model, parallel: mpu.ParallelState
+) -> tuple[BucketReducer | TorchDDPReducer, nn.Module]:
+    """Return the reducer that the flags choose, and the module whose forward is called in training."""
+    config, group = context.config.parallel, parallel.data_parallel_group
+    if config.DDP_impl == "torch" and group is not None and group.size() > 1:
+        ddp = TorchDDPReducer(buffer, model, group, bucket_size=config.ddp_bucket_size)
+        return ddp, ddp.module
+    is_whole = model.has_embeddings and model.has_head
+    if (extended := first_not_none(hook.reducer(buffer, model, parallel) for hook in context.hooks)) is not None:
+        return extended, model
+    kind = ShardedBucketReducer if config.shard_gradients and buffer.is_sharded else BucketReducer
+    reducer = kind(buffer, group, in_bf16=config.grad_reduce_in_bf16, embedding_group=parallel.embedding_group)
+    model.tied_grad_hook = TiedGradientReducer(reducer, TIED_WEIGHT, None if is_whole else TIED_WEIGHT)
+    return reducer, model
+
+
+def seed_random_streams(seed: int, parallel: mpu.ParallelState, device: torch.device) -> None:
+    """Seed mpu's random streams for a model on `device`. Each pipeline stage has a different seed, as in Megatron. Each
+    data-parallel rank has one, too, because its samples differ. Megatron gave these ranks the same seed in 2019."""
+    mpu.model_parallel_cuda_manual_seed(
+        seed
+        + DATA_PARALLEL_STRIDE * parallel.data_parallel_rank
+        + PIPELINE_STRIDE * parallel.pipeline_model_parallel_rank,
+        device,
+    )

@@ -1,0 +1,85 @@
+"""Point-to-point communication between pipeline stages: hidden states to the next stage, gradients to the previous one.
+
+Training schedules use `exchange`, which starts several transfers at once. The other functions serve a single forward
+pass through the whole pipeline, as in generation. Peers are ranks in the pipeline group (default: the default pipeline
+group). Without a group, or with one rank, nothing is sent.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mpu.initialize import get_pipeline_model_parallel_group, group_rank_and_size
+
+
+@dataclass
+class Transfer:
+    """A tensor that is being sent or received. Call `wait` before you read a received tensor or overwrite a sent one.
+    The object keeps the tensor alive."""
+
+    tensor: Tensor
+    works: list[dist.Work] = field(default_factory=list)
+
+    def wait(self) -> Tensor:
+        """Wait for the transfer and return the tensor. On a GPU the current stream waits, not the host."""
+        while self.works:
+            self.works.pop().wait()
+        return self.tensor
+
+
+def exchange(
+    sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], group: ProcessGroup
+) -> tuple[list[Transfer], list[Transfer]]:
+    """Start to send and receive contiguous tensors, each with its peer. Returns the transfers of the sends and of the
+    receives, in order.
+
+    NCCL runs them as one operation: all proceed at once. Transfers between two ranks are matched by their order.
+    """
+    operations = [
+        dist.P2POp(what, tensor, group=group, group_peer=peer)
+        for what, pairs in ((dist.isend, sends), (dist.irecv, receives))
+        for tensor, peer in pairs
+    ]
+    if not operations:
+        return [], []
+    works = dist.batch_isend_irecv(operations)
+    one_each = len(works) == len(operations)  # true for gloo; NCCL returns one work for all
+    transfers = [
+        Transfer(tensor, [works[number]] if one_each else list(works))
+        for number, (tensor, _) in enumerate((*sends, *receives))
+    ]
+    return transfers[: len(sends)], transfers[len(sends) :]
+
+
+def _pipeline(group: ProcessGroup | None) -> tuple[ProcessGroup | None, int, int]:
+    """The group (None if it has one rank), this rank in it, and its size."""
+    group = group if group is not None else get_pipeline_model_parallel_group()
+    rank, size = group_rank_and_size(group)
+    return group if size > 1 else None, rank, size
+
+
+def send_to_next_stage(x: Tensor, group: ProcessGroup | None = None) -> None:
+    """Send x to the next rank of the pipeline; the last rank sends to the first. Any shape. Returns when it is sent."""
+    group, rank, size = _pipeline(group)
+    if group is not None:
+        dist.send(x.contiguous(), group=group, group_dst=(rank + 1) % size)
+
+
+def receive_from_previous_stage(into: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Receive from the previous rank of the pipeline into `into`, a contiguous tensor, and return it."""
+    group, rank, size = _pipeline(group)
+    if group is not None:
+        dist.recv(into, group=group, group_src=(rank - 1) % size)
+    return into
+
+
+def broadcast_from_last_stage(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Overwrite x on every rank of the pipeline with the last rank's x, and return it. x is contiguous, and has the
+    same shape and dtype on all ranks."""
+    group, _, size = _pipeline(group)
+    if group is not None:
+        dist.broadcast(x, group=group, group_src=size - 1)
+    return x

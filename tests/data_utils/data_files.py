@@ -1,0 +1,47 @@
+"""Write files of data for tests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_utils import IndexedDatasetBuilder, build_tokenizer
+
+BYTES = build_tokenizer("bytes")
+BAD_LINES = [
+    b'{"text": "half',
+    b'{"id": 1}',
+    b'{"text": 5}',
+    b'["text"]',
+    b'{"text": "\\ud800"}',
+    b'{"text": "\xff"}',
+    b"[" * 100_000,
+    b'{"text": "a", "n": ' + b"9" * 10_000 + b"}",
+    b'{"text": null}',
+    b"null",
+    b'"text"',
+    b'{"text": "a"} {"text": "b"}',
+]
+
+
+def write(path: Path, content: str | bytes) -> str:
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return str(path)
+
+
+def write_lines(path: Path, texts: Iterable[str], key: str = "text") -> str:
+    """Write JSON lines. Every other line is in ASCII, so that its text has escapes."""
+    lines = [json.dumps({"id": 1, key: text}, ensure_ascii=bool(len(text) % 2)) for text in texts]
+    return write(path, "".join(f"{line}\n" for line in lines))
+
+
+def write_pair(prefix: str | Path, documents: Iterable[Any], dtype: Any = "<u2") -> str:
+    with IndexedDatasetBuilder(prefix, np.dtype(dtype)) as builder:
+        for document in documents:
+            builder.add(document)
+            builder.end_document()
+    return str(prefix)

@@ -1,0 +1,278 @@
+"""Read documents from files of every format, from named corpora and from the built-in corpus."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from data_utils.corpora import check_exists, default_key, expand_paths, find_corpora, read_corpora, read_documents
+from data_utils.corpora.builtin import builtin_documents, is_prose, prose, texts_of
+from tests.conftest import ROOT
+from tests.data_utils.data_files import BAD_LINES, write
+
+TEXTS = [f"document {number}" for number in range(3)]
+
+
+def lines(count: int, key: str = "text") -> str:
+    return "".join(json.dumps({"id": number, key: f"document {number}"}) + "\n" for number in range(count))
+
+
+def zstd(data: bytes) -> bytes:
+    packed: bytes = pytest.importorskip("zstandard").compress(data)
+    return packed
+
+
+def read(path: str, text_key: str | None = None) -> tuple[list[str], list[str]]:
+    said: list[str] = []
+    return list(read_documents(path, text_key, said.append)), said
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", lines(3)),
+        ("a.json", lines(3).rstrip()),
+        ("b.json", json.dumps([{"text": text} for text in TEXTS], indent=1)),
+        ("c.jsonl", "\ufeff\n" + lines(3) + "\n\n"),
+        ("d.json", lines(3, "sentence")),
+        pytest.param("e.jsonl.gz", gzip.compress(lines(3).encode(), mtime=0), id="gzip"),  # no time in the id
+    ],
+)
+def test_formats_of_json(tmp_path: Path, name: str, content: str | bytes) -> None:
+    found, said = read(write(tmp_path / name, content))
+    assert found == TEXTS and any("'sentence'" in line for line in said) == (name == "d.json")
+
+
+def test_zstd_with_several_frames_and_a_text_key(tmp_path: Path) -> None:
+    content = lines(3, "body").encode()
+    skipped = b"\x50\x2a\x4d\x18\x03\0\0\0abc"
+    path = write(tmp_path / "a.jsonl.zst", skipped + zstd(content[:20]) + zstd(content[20:]))
+    assert read(path, "body")[0] == TEXTS
+
+
+def test_default_key_is_the_field_that_is_read(tmp_path: Path) -> None:
+    for name, content in (
+        ("a.jsonl", "\n \n{\n[]\n" + '{"id": 1}\n' + lines(5000, "sentence") + lines(1)),
+        ("a.json", json.dumps([1, {"sentence": "a"}])),
+        ("a.jsonl.gz", gzip.compress(lines(1, "sentence").encode())),
+    ):
+        assert default_key(write(tmp_path / name, content)) == "sentence"
+    assert read(str(tmp_path / "a.jsonl"))[0][0] == "document 0"
+    assert default_key(write(tmp_path / "b.jsonl", lines(1000, "body") + lines(1))) is None  # refused after 1000 lines
+    assert default_key(write(tmp_path / "b.txt", lines(1))) is None
+
+
+def test_plain_text_is_one_unchanged_document(tmp_path: Path) -> None:
+    text = 'a\r\nb\n\n\x00\u2028{"text": 1}\n'
+    marked = "\ufeff" + text  # a byte-order mark is not part of the text
+    assert read(write(tmp_path / "a.txt", marked))[0] == [text]
+    assert read(write(tmp_path / "b.text.gz", gzip.compress(marked.encode())))[0] == [text]
+
+
+@pytest.mark.parametrize("bad", BAD_LINES, ids=range(len(BAD_LINES)))
+def test_bad_lines_are_skipped_and_reported(tmp_path: Path, bad: bytes) -> None:
+    content = lines(700).encode() + bad + b"\n" + lines(700).encode() + b'{"text": ""}\n'
+    found, said = read(write(tmp_path / "a.jsonl", content))
+    assert len(found) == 1400
+    assert any("a.jsonl:701: skipped" in line for line in said)
+    assert any("of 1402 lines 1 bad and 1 empty" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "key", "said"),
+    [
+        ("a.jsonl", lines(10) + "{\n", None, r"a\.jsonl:11: .*1 of 11 lines.*--max-bad-fraction 0\.001: .*--text-key"),
+        ("a.jsonl", lines(5), "body", r"a\.jsonl:1: no field 'body', .* 'id', 'text'; .*--text-key"),
+        ("a.jsonl", lines(3000), "body", r"a\.jsonl:1: no field 'body', .* 'id', 'text'; .*--text-key"),
+        ("a.jsonl", lines(5, "body"), None, "neither text nor sentence .*'id', 'body'"),
+        ("a.txt", b"one\n\xe9t\xe9\n", None, r"a\.txt:2: .*convert the file to UTF-8"),
+        ("a.txt", b"", None, "holds no text"),
+        ("a.jsonl", b"", None, "holds no text"),
+        ("a.jsonl", b"\n\n", None, "holds no text"),
+        ("a.json", b"[]", None, "holds no text"),
+        ("a.jsonl", b'{"text": ""}\n', None, "holds no text"),
+        ("a.json", b'[{"text": "a"},', None, "begins like a JSON array"),
+    ],
+)
+def test_files_that_are_refused(tmp_path: Path, name: str, content: str | bytes, key: str | None, said: str) -> None:
+    with pytest.raises(ValueError, match=said) as error:
+        read(write(tmp_path / name, content), key)
+    assert "\n" not in str(error.value)
+
+
+def test_a_few_bad_lines_may_be_allowed(tmp_path: Path) -> None:
+    assert len(list(read_documents(write(tmp_path / "a.jsonl", lines(10) + "{\n"), None, print, 0.1))) == 10
+    found, said = read(write(tmp_path / "b.txt", b"line\n" * 2000 + b"\xff\n" + b"line\n"))
+    assert found == ["line\n" * 2001] and "b.txt:2001" in said[0]
+    assert sum("of 2002 lines 1 bad" in line for line in said) == 1
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zstd])
+def test_damaged_compression(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
+    whole = pack(lines(1000).encode())
+    damaged = whole[:200] + bytes(50) + whole[250:] if pack is gzip.compress else whole[:4] + b"0000"
+    for content in (whole[:-1], whole[:200], whole + whole[:100], damaged):
+        with pytest.raises(ValueError, match=r"a\.jsonl is damaged"):
+            read(write(tmp_path / "a.jsonl", content))
+
+
+def test_missing_files_and_folders(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="--valid-data: no such file: nowhere"):
+        check_exists("nowhere", "--valid-data")
+    with pytest.raises(ValueError, match="is not a file"):
+        check_exists(str(tmp_path), "--sample-input-file")
+    check_exists("builtin", "--train-data")
+
+
+def test_a_folder_expands_to_its_files(tmp_path: Path) -> None:
+    (tmp_path / "manifests").mkdir()
+    for name in ("b.jsonl", "a.json.gz", "c.txt", ".d.jsonl.tmp", ".e.jsonl", "README.md", "manifests/b.md"):
+        write(tmp_path / name, lines(1))
+    expected = [str(tmp_path / name) for name in ("a.json.gz", "b.jsonl", "c.txt")]
+    assert expand_paths([str(tmp_path)], "--train-data") == expected
+    for path in ("builtin", str(tmp_path / "README.md")):
+        assert expand_paths([path], "--train-data") == [path]
+    with pytest.raises(FileNotFoundError, match="--test-data: .*no file of JSON lines or text"):
+        expand_paths([str(tmp_path / "manifests")], "--test-data")
+
+
+# --- named corpora
+
+
+@pytest.fixture
+def corpora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make a current folder without data/corpora.json."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MEGATRON_CORPORA", raising=False)
+    (tmp_path / "data" / "wikipedia").mkdir(parents=True)
+    for name in ("data/wikipedia/wikidump_lines.json", "own.json", "a.jsonl"):
+        (tmp_path / name).touch()
+    return tmp_path
+
+
+def train(*names: str, text_key: str | None = None) -> tuple[tuple[str, ...], str | None]:
+    files, key = find_corpora({"--train-data": names}, text_key)
+    return files[0], key
+
+
+def test_a_corpus_name_expands_to_its_files(corpora: Path) -> None:
+    assert read_corpora(ROOT / "data" / "corpora.json") == {
+        "wikipedia": (("data/wikipedia/wikidump_lines.json",), "text"),
+        "webtext": (("data/webtext/data.json",), "text"),
+    }
+    files = ("own.json", "data/wikipedia/wikidump_lines.json", "builtin")
+    assert train("own.json", "wikipedia", "builtin") == (files, "text")
+    assert train("wikipedia", text_key="body")[1] == "body" and train("own.json") == (("own.json",), None)
+    assert find_corpora({"--train-data": (), "--test-data": ("wikipedia",)}, None) == ([(), files[1:2]], "text")
+
+
+def test_a_missing_corpus_shows_the_entry_to_write(corpora: Path) -> None:
+    entry = r'"webtext": {"files": \["PATH"\], "text_key": "text"} into'
+    with pytest.raises(FileNotFoundError, match=f"^--train-data webtext: no such file: data/webtext/.*{entry}"):
+        train("webtext")
+    with pytest.raises(FileNotFoundError, match='no such file: mycorpus; to define a corpus .* write "mycorpus": '):
+        train("mycorpus")
+    assert train("none.txt") == (("none.txt",), None)  # a path; `check_exists` finds that it is missing
+
+
+def test_corpora_file_in_the_current_folder_or_environment(corpora: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {"mine": {"files": ["a.jsonl"], "text_key": "body"}, "plain": {"files": [str(corpora / "a.jsonl")]}}
+    write(corpora / "data" / "corpora.json", json.dumps(own))
+    assert train("mine") == (("a.jsonl",), "body") and train("plain") == ((str(corpora / "a.jsonl"),), None)
+    with pytest.raises(ValueError, match="mine and plain have their text in different fields: give --text-key"):
+        train("mine", "plain")
+    monkeypatch.setenv("MEGATRON_CORPORA", write(corpora / "b.json", '{"mine": {"files": ["a.jsonl"]}}'))
+    assert train("mine") == (("a.jsonl",), None)
+    monkeypatch.setenv("MEGATRON_CORPORA", "nowhere.json")
+    with pytest.raises(FileNotFoundError, match=r"\$MEGATRON_CORPORA: no such file: nowhere.json"):
+        train("a.jsonl")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[]",
+        '{"x": []}',
+        '{"x": {"files": "a"}}',
+        '{"x": {"files": []}}',
+        '{"x": {"files": ["a"], "key": "b"}}',
+        '{"x": {"files": ["a"], "text_key": 1}}',
+        '{"x": {"text_key": "a"}}',
+    ],
+)
+def test_malformed_corpora_files(tmp_path: Path, content: str) -> None:
+    with pytest.raises(ValueError, match=r'c\.json.*"files": \["PATH"\]'):
+        read_corpora(Path(write(tmp_path / "c.json", content)))
+
+
+# --- the built-in corpus
+
+
+def test_the_builtin_corpus_is_prose() -> None:
+    found, said = read("builtin")
+    assert len(found) > 2000 and 3e6 < sum(map(len, found)) < 8e6 and not said
+    assert all(found) and tuple(found) == builtin_documents()
+    docstring = "Collapse and truncate the given text to fit in the given width."
+    topic = "There are three types of numeric literals"
+    of_torch = "Applies a 2D convolution over an input"
+    for part in (docstring, topic, of_torch):
+        assert any(part in text for text in found)
+    lines = [line for text in found for line in text.splitlines()]
+    assert len(lines) > 10_000 and all(is_prose(line) for line in lines)
+    seen = "".join("".join(lines).split())
+    assert sum(character.isalpha() or character in ".,;:!?'\"()-’“”" for character in seen) > 0.99 * len(seen)
+
+
+def test_the_builtin_corpus_repeats_nothing() -> None:
+    """No split contains text of another split."""
+    lines = [line.split() for text in builtin_documents() for line in text.splitlines()]
+    count = Counter(run for words in lines for run in {tuple(words[i : i + 13]) for i in range(len(words) - 12)})
+    assert len(count) > 200_000 and max(count.values()) == 1
+
+
+def test_prose_of_docstrings() -> None:
+    kept = [
+        "Return a new dictionary with the same keys, as the other one has them: see copy_of for more.",
+        "A list's item is a paragraph of its own (with its sign taken away), if it is long enough.",
+    ]
+    docstring = """Make it.
+
+    Return a new *dictionary* with the **same** keys, as
+    :class:`the other one <there>` has them: see ``copy_of`` for more.
+
+    >>> len(make_it_of_this_and_that(1, 2, 3, 4, 5, 6, 7))
+    Return a new thing, it says in the output of a doctest here.
+
+    - A list's item is a paragraph of its own (with its
+      sign taken away), if it is long enough.
+    - too short
+
+    +------------+----------------------------------------------+
+    | A table of | many words that would be read as a sentence. |
+
+        for each in the_list_of_all_that_is_there: do(each, 12, 13)
+
+    factor ::= "+" factor and some more words of a grammar here.
+
+    x: 12, 13, 14, 15, 16, 17, 18 and A, b_1, b_2, b_3, b_4, b_5.
+    Without a final sign, words can go on and on for ever and ever
+    """
+    assert list(prose(docstring)) == kept
+
+
+def test_texts_are_found_in_the_source_of_a_module() -> None:
+    source = '''"""One."""
+x = "# no comment, and \\" not \'\'\' the end"  # none of its own line
+def f(a="\\\\"):
+    r\'\'\'Two "quoted"
+    lines.\'\'\'
+    # Three,
+    #: four.
+    return """no docstring"""
+'''
+    assert list(texts_of(source)) == ["One.", 'Two "quoted"\n    lines.']

@@ -1,0 +1,241 @@
+"""Flags of other programs, compared with the lists in `flag_lists/`, and --deepspeed_config: its keys are translated,
+ignored or refused, and flags win over them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.gpt2.config.arguments import Arguments, parse
+from megatron.gpt2.config.compat import MEGATRON_RULES
+from megatron.gpt2.config.flags import build_parser, flag_table
+from tests.conftest import tool
+
+ROOT = Path(__file__).resolve().parents[4]
+LISTS = {path.stem: path for path in (ROOT / "tests/megatron/gpt2/config/flag_lists").glob("*.txt")}
+COUNTS = {
+    "megatron-2019": 100,
+    "deepspeed-examples": 93,
+    "megatron-gpt3-example": 34,
+    "megatron-v1-v2": 173,
+    "deepspeed-examples-v1.1.5": 136,
+}
+
+
+def names(path: Path) -> list[str]:
+    return [line for line in path.read_text().splitlines() if not line.startswith("#")]
+
+
+@pytest.mark.parametrize("source", COUNTS)
+def test_every_flag_of_each_program_is_in_the_table(source: str):
+    known = {row[0] for row in flag_table()}
+    asked = names(LISTS[source])
+    assert len(asked) == COUNTS[source]
+    assert [name for name in asked if name.replace("_", "-") not in known] == []
+    parser = build_parser()
+    assert all(name.replace("_", "-") in parser._option_string_actions for name in asked)
+
+
+def test_every_refusal_names_the_flag_and_an_alternative():
+    refused = [(name, rule) for rule in MEGATRON_RULES if rule.status == "refused" for name in rule.flags]
+    assert len(refused) >= 30
+    for name, rule in refused:
+        with pytest.raises(ValueError) as error:
+            parse([name] + (["1"] if rule.flags[name] not in (0, "?") else []))
+        assert str(error.value).startswith(name) and str(error.value).endswith(rule.text)
+        assert re.search(r"--[a-z]|leave|take it out|evaluate_gpt2|tools/", rule.text), rule.text
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("--pretrained-bert", "for BERT or another model"),
+        (
+            "--zero-stage 3",
+            "--zero-stage 3 is not implemented: every data-parallel rank keeps all weights; stage 2 gives the same",
+        ),
+        ("--zero-stage two", "--zero-stage two is not a stage of ZeRO"),
+        ("--pipe-parallel-size x", "--pipe-parallel-size x is not a number of stages"),
+        ("--remote-device nvme", "only none: weights stay on the device"),
+        ("--swiglu --num-experts 8", "leave it out; --num-experts 8 is not supported"),  # all errors at once
+        ("--use-npy-data-loader", "give loose JSON or text with --train-data"),
+        ("--load-openai --load x", "tools/checkpoint.py convert"),
+        ("--num-experts 8", "not part of GPT-2"),
+        ("--tokenizer-model-type unigram", "only bpe or bert"),
+        ("--no-bias-gelu-fusion --gelu tanh", "--no-bias-gelu-fusion contradicts --gelu tanh"),
+    ],
+)
+def test_refused(line: str, message: str):
+    with pytest.raises(ValueError) as error:
+        parse(line.split())
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_translated():
+    assert parse(["--no-bias-gelu-fusion"]).config.model.gelu == "erf"
+    assert parse(["--no-bias-gelu-fusion", "--openai-gelu"]).config.model.gelu == "tanh"
+    assert parse(["--scattered-embeddings"]).config.parallel.sequence_parallel
+    assert parse(["--zero-stage", "1"]).config.parallel.use_distributed_optimizer
+    assert not parse(["--zero-stage", "1"]).config.parallel.shard_gradients
+    second = parse(["--zero-stage", "2"]).config.parallel
+    assert second.use_distributed_optimizer and second.shard_gradients
+    assert not parse(["--zero-stage", "0"]).config.parallel.use_distributed_optimizer
+    assert [parse(["--pipe-parallel-size", word]).config.parallel.pipeline_model_parallel_size for word in "012"] == [
+        1,
+        1,
+        2,
+    ]
+    assert parse(["--warmup-iters", "7"]).config.optimizer.lr_warmup_iters == 7
+
+
+def test_the_page_of_flags_is_up_to_date():
+    page = tool("flag_table").flags_page()
+    (line,) = (line for line in page.splitlines() if "`--context-parallel-size`" in line)
+    assert line.endswith(": only 1: parallelism is tensor, pipeline and data: use --model-parallel-size")
+    assert all(f"`{name}`" in page for name, _, _ in flag_table())
+    assert len(page.split()) < 3000
+    assert (ROOT / "docs" / "reference" / "flags.md").read_text() == page, (
+        "python tools/flag_table.py > docs/reference/flags.md"
+    )
+
+
+# The most common keys in DeepSpeed's own examples and documentation.
+WHOLE: dict[str, Any] = {
+    "train_batch_size": 32,
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 0.5,
+    "steps_per_print": 10,
+    "wall_clock_breakdown": False,
+    "fp16": {
+        "enabled": True,
+        "loss_scale": 0,
+        "initial_scale_power": 16,
+        "loss_scale_window": 500,
+        "hysteresis": 3,
+        "min_loss_scale": 2,
+    },
+    "bf16": {"enabled": False},
+    "zero_optimization": {
+        "stage": 1,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "none"},
+        "reduce_bucket_size": 5e7,
+        "overlap_comm": True,
+    },
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.8, 0.99], "eps": 1e-7, "weight_decay": 0.1}},
+    "activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True},
+    "scheduler": None,
+    "amp": {"enabled": False},
+}
+
+
+def read(folder: Path, content: Any, *flags: str) -> Arguments:
+    (folder / "ds.json").write_text(content if isinstance(content, str) else json.dumps(content))
+    return parse(["--deepspeed", "--deepspeed_config", str(folder / "ds.json"), *flags])
+
+
+def test_translated_keys(tmp_path: Path):
+    arguments = read(tmp_path, WHOLE)
+    t, o, p = arguments.config.train, arguments.config.optimizer, arguments.config.parallel
+    assert (t.global_batch_size, t.micro_batch_size, t.precision, o.clip_grad) == (32, 4, "fp16-on-gpu", 0.5)
+    assert (o.loss_scale, o.initial_loss_scale, o.loss_scale_window, o.hysteresis, o.min_loss_scale) == (
+        None,
+        65536.0,
+        500,
+        3,
+        2.0,
+    )
+    assert (p.use_distributed_optimizer, p.cpu_offload_optimizer, p.ddp_bucket_size) == (True, True, 50_000_000)
+    assert (p.partition_activations, p.checkpoint_in_cpu, p.sequence_parallel) == (True, True, False)
+    assert (o.lr, o.adam_beta1, o.adam_beta2, o.adam_eps, o.weight_decay) == (3e-4, 0.8, 0.99, 1e-7, 0.1)
+    notes = "\n".join(arguments.notes)
+    assert "train_batch_size 32: read as --global-batch-size" in notes
+    assert "gradient_accumulation_steps 2: read as --gradient-accumulation-steps, unless" in notes
+    assert "WARNING" not in notes and "scheduler" not in notes and "bf16" not in notes
+    assert "parallel.use_distributed_optimizer" in arguments.given
+
+
+def test_bf16_old_offload_and_a_static_loss_scale(tmp_path: Path):
+    config = read(
+        tmp_path,
+        {
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": 0, "cpu_offload": True},
+            "fp16": {"enabled": False, "loss_scale": 8},
+        },
+    ).config
+    assert (config.train.precision, config.optimizer.loss_scale) == ("bf16", None)
+    assert (config.parallel.cpu_offload_optimizer, config.parallel.use_distributed_optimizer) == (True, False)
+    assert read(tmp_path, {"fp16": {"enabled": True, "loss_scale": 4096}}).config.optimizer.loss_scale == 4096.0
+    second = read(tmp_path, {"zero_optimization": {"stage": 2}})
+    assert second.config.parallel.use_distributed_optimizer and second.config.parallel.shard_gradients
+    automatic = read(tmp_path, {"train_batch_size": "auto", "fp16": {"enabled": "auto"}})
+    assert automatic.config.train.global_batch_size is None and automatic.config.train.precision == "auto"
+
+
+def test_a_flag_wins_and_a_note_says_so(tmp_path: Path):
+    arguments = read(tmp_path, WHOLE, *"--clip-grad 1.0 --batch-size 4 --fp16".split())
+    assert arguments.config.optimizer.clip_grad == 1.0
+    notes = "\n".join(arguments.notes)
+    assert "gradient_clipping 0.5: ignored: --clip-grad 1.0 is given" in notes
+    assert len(re.findall("ignored: --.* is given", notes)) == 1
+
+
+def test_deepspeed_without_a_file_is_ignored_with_a_note():
+    arguments = parse(["--deepspeed"])
+    assert not arguments.given
+    assert arguments.notes == ("--deepspeed: ignored: the keys of --deepspeed-config are translated instead",)
+
+
+def test_unknown_keys_are_noted(tmp_path: Path):
+    notes = read(tmp_path, {"nonsense": 3, "zero_optimization": {"stge": 1}}).notes
+    assert notes[-1].startswith("WARNING") and "nonsense, zero_optimization.stge: unknown keys are ignored" in notes[-1]
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage 3 is not implemented: every data-parallel"),
+        ({"zero_optimization": {"stage": [1]}}, "[1] is not a stage of ZeRO"),
+        ({"zero_optimization": {"stage": 4}}, "4 is not a stage of ZeRO"),
+        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "--model-parallel-size splits the weights"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "only cpu or none"),
+        ({"optimizer": {"type": "Lamb"}}, "optimizer.type Lamb is not supported, only Adam or AdamW"),
+        ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "the optimizer is AdamW"),
+        ({"optimizer": {"params": {"betas": 0.9}}}, "optimizer.params.betas 0.9 is not a pair"),
+        ({"scheduler": {"type": "WarmupLR"}}, "--lr-decay-style"),
+        ({"amp": {"enabled": True}}, 'amp {"enabled": true} is not supported: give --precision'),
+        ({"train_batch_size": 16}, "train_batch_size: give --micro-batch-size as well"),
+        ({"train_batch_size": "16"}, "train_batch_size 16 is not a whole number but a str"),
+        ({"gradient_clipping": "x"}, "gradient_clipping x is not a number but a str"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 5000}}, "fp16.initial_scale_power"),
+        ("[1]", "is not a JSON object"),
+        ("{", "is not JSON"),
+    ],
+)
+def test_refused_in_one_line(tmp_path: Path, content: Any, message: str):
+    with pytest.raises(ValueError) as error:
+        read(tmp_path, content)
+    assert str(error.value).startswith(f"--deepspeed_config {tmp_path / 'ds.json'}")
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_all_refused_keys_are_in_one_error(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"stage 3 .*; zero_optimization.offload_param .*; sparse_attention "):
+        read(
+            tmp_path,
+            {
+                "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
+                "sparse_attention": {"mode": "fixed"},
+            },
+        )
+
+
+def test_no_such_file():
+    with pytest.raises(FileNotFoundError, match="--deepspeed_config nowhere.json: No such file"):
+        parse(["--deepspeed_config", "nowhere.json"])

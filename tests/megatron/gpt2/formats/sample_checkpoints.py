@@ -1,0 +1,404 @@
+"""Checkpoints of other programs: written here from random weights, and the files in `torch_dist/` that megatron-core
+wrote, with the expected tensors. Also helpers that compute a checkpoint's logits and a step of its optimizer."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tarfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+import mpu
+from megatron.gpt2.checkpoint.base import TensorInfo
+from megatron.gpt2.checkpoint.sharded_state import load_sharded_state_dict, parameter_states
+from megatron.gpt2.config import ModelConfig, OptimizerConfig
+from megatron.gpt2.formats import BaseCheckpoint, Hints, open_checkpoint
+from megatron.gpt2.formats.megatron_model import native_name
+from megatron.gpt2.model.gpt2 import GPT2Model, parameter_specs
+from megatron.gpt2.optimizer.bucket_reducer import ParamAllGather
+from megatron.gpt2.optimizer.learning_rates import LRSchedule
+from megatron.gpt2.optimizer.optimizer import AdamWOptimizer, LossScaler
+from megatron.gpt2.optimizer.param_and_grad_buffer import ParamAndGradBuffer
+from mpu.partition import TensorSlice
+
+SHAPE = ModelConfig(
+    num_layers=4, hidden_size=48, num_attention_heads=4, ffn_hidden_size=80, vocab_size=101, max_position_embeddings=24
+)
+PADDED = 112
+KINDS = ("model", "master", "exp_avg", "exp_avg_sq")
+TOLERANCE = 5e-6  # of a logit
+RANK_FILE = "model_optim_rng.pt"
+# Parts of our names, and of the names of other programs.
+OPENAI = {
+    "word_embeddings": "wte",
+    "position_embeddings": "wpe",
+    "final_layernorm": "ln_f",
+    "layers": "h",
+    "input_layernorm": "ln_1",
+    "attention": "attn",
+    "query_key_value": "c_attn",
+    "dense": "c_proj",
+    "post_attention_layernorm": "ln_2",
+    "dense_h_to_4h": "c_fc",
+    "dense_4h_to_h": "c_proj",
+}
+V2 = {"transformer": "encoder", "attention": "self_attention"}
+CORE = {
+    "transformer": "decoder",
+    "attention": "self_attention",
+    "query_key_value": "linear_qkv",
+    "dense": "linear_proj",
+    "post_attention_layernorm": "pre_mlp_layernorm",
+    "dense_h_to_4h": "linear_fc1",
+    "dense_4h_to_h": "linear_fc2",
+    "word_embeddings_for_head": "output_layer",
+}
+FUSED = {
+    "layers.{}.input_layernorm.": "layers.{}.self_attention.linear_qkv.layer_norm_",
+    "layers.{}.pre_mlp_layernorm.": "layers.{}.mlp.linear_fc1.layer_norm_",
+}
+
+
+def renamed(name: str, words: Mapping[str, str]) -> str:
+    return ".".join(words.get(word, word) for word in name.split("."))
+
+
+def random_weights(shape: ModelConfig = SHAPE, seed: int = 0) -> dict[str, Tensor]:
+    """Random weights by our names. No value is zero or one, so that a missing tensor changes the logits."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: 0.2 * torch.randn(spec.global_shape, generator=generator) + ("layernorm.weight" in name)
+        for name, spec in parameter_specs(shape).items()
+    }
+
+
+# --- Megatron's files
+
+
+def split_ranks(weights: dict[str, Tensor], version: int, tp: int) -> list[dict[str, Tensor]]:
+    """The shards of each rank, with padded vocabulary and QKV in the order of `version`."""
+    table = weights["word_embeddings.weight"]
+    padded = {**weights, "word_embeddings.weight": torch.cat([table, table[: PADDED - len(table)]])}
+    specs = parameter_specs(replace(SHAPE, vocab_size=PADDED, make_vocab_size_divisible_by=1), tp)
+    ranks = [{name: spec.split(padded[name], rank, tp) for name, spec in specs.items()} for rank in range(tp)]
+    for rank in ranks:
+        for name, x in rank.items():
+            if ".query_key_value." in name and version < 2:
+                x = x.view(SHAPE.num_attention_heads // tp, 3, -1, *x.shape[1:])
+                x = x.transpose(0, 1) if version == 0 else x.transpose(1, 2)
+                rank[name] = x.reshape(-1, *x.shape[3:])
+    return ranks
+
+
+def stage(rank: dict[str, Tensor], number: int, of: int) -> dict[str, Tensor]:
+    """The tensors of a pipeline stage, with layers numbered from 0. The last stage has a copy of the word
+    embeddings."""
+    each, held = SHAPE.num_layers // of, {}
+    for name, value in rank.items():
+        words = name.split(".")
+        if words[1] == "layers":
+            if int(words[2]) // each == number:
+                held[".".join([*words[:2], str(int(words[2]) % each), *words[3:]])] = value
+        elif number == (of - 1 if "final" in name else 0):
+            held[name] = value
+    if of > 1 and number == of - 1:
+        held["word_embeddings_for_head.weight"] = rank["word_embeddings.weight"]
+    return held
+
+
+def megatron_core_state(held: dict[str, Tensor], fused: bool) -> dict[str, Any]:
+    """Convert to the names of Megatron Core. fused: with Transformer Engine."""
+    model: dict[str, Any] = {}
+    for name, value in held.items():
+        name = renamed(name, CORE)
+        name = f"embedding.{name}" if "embeddings" in name else name
+        for number in range(SHAPE.num_layers * fused):
+            for old, new in FUSED.items():
+                name = name.replace(old.format(number), new.format(number))
+        model[name] = value
+        if fused and name.endswith("linear_qkv.weight"):
+            model[name.replace("weight", "_extra_state")] = None
+    return model
+
+
+def format_state_dict(held: dict[str, Tensor], form: str) -> dict[str, Any]:
+    """`form` is flat (2019), v1 (v1.0 and v2.0), v2 (v2.6), core or fused."""
+    if form == "flat":
+        return dict(held)
+    if form not in ("v1", "v2"):
+        return megatron_core_state(held, form == "fused")
+    model: dict[str, Any] = {"language_model": {}}
+    for name, value in held.items():
+        module, rest = renamed(name, V2 if form == "v2" else {}).split(".", 1)
+        if module == "word_embeddings_for_head":
+            model[module] = {rest: value}
+        elif "embeddings" in module:
+            model["language_model"].setdefault("embedding", {})[module] = {rest: value}
+        else:
+            model["language_model"].setdefault(module, {})[rest] = value
+    return model
+
+
+def arguments(tp: int, pp: int = 1, **more: Any) -> argparse.Namespace:
+    return argparse.Namespace(
+        **{
+            "num_layers": SHAPE.num_layers,
+            "hidden_size": SHAPE.hidden_size,
+            "padded_vocab_size": PADDED,
+            "num_attention_heads": SHAPE.num_attention_heads,
+            "tensor_model_parallel_size": tp,
+            "pipeline_model_parallel_size": pp,
+            "openai_gelu": False,
+            "bias_gelu_fusion": True,
+            **more,
+        }
+    )
+
+
+def write_megatron(
+    folder: Path,
+    weights: dict[str, Tensor],
+    form: str,
+    *,
+    version: int = 0,
+    tp: int = 1,
+    pp: int = 1,
+    legacy: bool = False,
+    args: argparse.Namespace | bool = True,
+    **top: Any,
+) -> Path:
+    """Write a --save folder with iteration 7. args: False to leave them out."""
+    for number in range(pp):
+        for rank, whole in enumerate(split_ranks(weights, version, tp)):
+            file = folder / "iter_0000007" / (f"mp_rank_{rank:02d}" + (f"_{number:03d}" if pp > 1 else "")) / RANK_FILE
+            file.parent.mkdir(parents=True)
+            saved = {"iteration": 7, "model": format_state_dict(stage(whole, number, pp), form), **top}
+            if version:
+                saved["checkpoint_version"] = float(version)
+            if args:
+                saved["args"] = arguments(tp, pp) if args is True else args
+            torch.save(saved, file, _use_new_zipfile_serialization=not legacy)
+    (folder / "latest_checkpointed_iteration.txt").write_text("7")
+    return folder
+
+
+def changed(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Apply `change` to the dictionary in the file."""
+    top = torch.load(path, weights_only=False)
+    change(top)
+    torch.save(top, path)
+
+
+# --- files with OpenAI's names
+
+
+def openai_state(weights: dict[str, Tensor], *, transposed: bool) -> dict[str, Tensor]:
+    """Convert our `weights` to OpenAI's names and layout, with QKV as [3, n, d]."""
+    state = {}
+    for name, value in weights.items():
+        theirs = renamed(name.removeprefix("transformer."), OPENAI)
+        if ".c_attn." in theirs:
+            value = value.view(SHAPE.num_attention_heads, 3, -1, *value.shape[1:]).transpose(0, 1).reshape(value.shape)
+        if transposed and value.dim() == 2 and theirs.startswith("h."):
+            value = value.t()
+        state[f"transformer.{theirs}"] = value.contiguous()
+    return state
+
+
+def write_huggingface(folder: Path, **config: Any) -> Path:
+    """Write the files without transformers, so that they can have errors."""
+    folder.mkdir(exist_ok=True)
+    save_file(openai_state(random_weights(), transposed=True), folder / "model.safetensors", metadata={"format": "pt"})
+    sizes = {"vocab_size": 101, "n_positions": 24, "n_embd": 48, "n_layer": 4, "n_head": 4, "n_inner": 80}
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes, **config}))
+    return folder
+
+
+def nanogpt_checkpoint(
+    *, bias: bool = True, prefix: str = "_orig_mod.", vocab_size: int = 101
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The checkpoint that nanoGPT's train.py writes, and our weights. The MLP is 4h wide."""
+    weights = random_weights(replace(SHAPE, ffn_hidden_size=None, vocab_size=vocab_size), seed=3)
+    vectors = [name for name in weights if name.endswith(".bias")] if not bias else []
+    state = openai_state({name: x for name, x in weights.items() if name not in vectors}, transposed=False)
+    weights |= {name: torch.zeros_like(weights[name]) for name in vectors}
+    order = sorted(state, key=lambda name: state[name].dim() == 1)
+    matrices = sum(value.dim() == 2 for value in state.values())
+    same = {"betas": (0.9, 0.95), "eps": 1e-8, "lr": 1e-3}
+    adam = {
+        "state": {
+            number: {"step": torch.tensor(9.0), "exp_avg": state[name] + 1, "exp_avg_sq": state[name] ** 2}
+            for number, name in enumerate(order)
+        },
+        "param_groups": [
+            {"params": list(range(matrices)), "weight_decay": 0.1, **same},
+            {"params": list(range(matrices, len(order))), "weight_decay": 0.0, **same},
+        ],
+    }
+    state["lm_head.weight"] = state["transformer.wte.weight"]
+    sizes = {"n_layer": 4, "n_head": 4, "n_embd": 48, "block_size": 24, "vocab_size": vocab_size}
+    return {
+        "model": {prefix + name: value for name, value in state.items()},
+        "optimizer": adam,
+        "model_args": {**sizes, "bias": bias, "dropout": 0.2},
+        "iter_num": 9,
+        "best_val_loss": torch.tensor(1.0),
+        "config": {"out_dir": "out"},
+    }, weights
+
+
+# --- sources in memory
+
+
+class InMemoryCheckpoint(BaseCheckpoint):
+    """A checkpoint in memory. tensors: by kind and our name."""
+
+    def __init__(
+        self, tensors: dict[str, Tensor], shape: ModelConfig = SHAPE, metadata: Any = None, iteration: int = 0
+    ) -> None:
+        metadata = metadata or {}
+        self.path, self.format, self.iteration, self._held = Path("made"), "native", iteration, tensors
+        self.tensors = {name: TensorInfo(x.dtype, tuple(x.shape)) for name, x in tensors.items()}
+        config = {**metadata.get("config", {}), "model": asdict(shape)}
+        self.metadata = {**metadata, "config": config, "vocab_size": shape.vocab_size, "iteration": iteration}
+
+    def read_into(self, out: Tensor, name: str, offset: tuple[int, ...]) -> None:
+        out.copy_(self._held[name][TensorSlice(offset, tuple(out.shape)).slices()])
+
+
+def in_memory_checkpoint(num_layers: int, dtype: torch.dtype) -> BaseCheckpoint:
+    """The state of a run: weights of `dtype`, masters, moments and their metadata."""
+    shape = ModelConfig(
+        num_layers=num_layers,
+        hidden_size=16,
+        num_attention_heads=4,
+        vocab_size=101,
+        max_position_embeddings=8,
+        make_vocab_size_divisible_by=8,
+    )
+    tensors = {}
+    for name, x in random_weights(shape).items():
+        weight = x.to(dtype)
+        for kind, value in zip(KINDS, (weight, weight.float(), x + 1, x**2), strict=True):
+            tensors[f"{kind}.{name}"] = value
+    scaler = {"scale": 8.0, "clean_steps": 5.0, "hysteresis_left": 1.0} if dtype == torch.float16 else {"scale": 1.0}
+    schedule = {"lr": 0.2, "min_lr": 0.1, "lr_decay_style": "cosine", "lr_decay_iters": 100, "warmup": 0.1}
+    metadata = {
+        "consumed_samples": 24,
+        "global_batch_size": 4,
+        "train_iters": 100,
+        "optimizer": {"good_steps": 6, "skipped_steps": 1, "adam_steps": 6, "loss_scaler": scaler},
+        "config": {"optimizer": {**schedule, "weight_decay": 0.1}},
+    }
+    return InMemoryCheckpoint(tensors, shape, metadata, 7)
+
+
+# --- checkpoints of megatron-core
+
+FIXTURES = Path(__file__).parent / "torch_dist"
+CASES = {path.name.removesuffix(".tar.xz"): path for path in sorted(FIXTURES.glob("*.tar.xz"))}
+VOCABULARY = 29
+
+
+def unpack(name: str, folder: Path) -> None:
+    """Unpack the checkpoint `name` into `folder`."""
+    with tarfile.open(CASES[name]) as archive:
+        archive.extractall(folder, filter="data")
+
+
+def opened(folder: Path) -> BaseCheckpoint:
+    return open_checkpoint(folder, Hints(vocab_size=VOCABULARY), log=silent)
+
+
+def expected(kind: str) -> dict[str, Tensor]:
+    """The tensors that megatron-core had in memory during the save, by our names."""
+    with np.load(FIXTURES / "expected.npz") as held:
+        names = [name for name in held.files if name.startswith(f"{kind}.")]
+        return {native_name(name.removeprefix(f"{kind}.")): torch.from_numpy(held[name]) for name in names}
+
+
+# --- what a test does with a checkpoint
+
+
+def silent(line: str) -> None:
+    pass
+
+
+def assert_refused(path: Path, *words: str, **hints: Any) -> None:
+    """Opening `path` raises a ValueError in one line that names the path and contains the `words`."""
+    with pytest.raises(ValueError) as caught:
+        open_checkpoint(path, Hints(**hints), log=silent)
+    message = str(caught.value)
+    assert "\n" not in message and all(word in message for word in (str(path), *words)), message
+
+
+def same(source: BaseCheckpoint, weights: dict[str, Tensor], kind: str = "model") -> bool:
+    """True if the tensors of a kind are equal to `weights`."""
+    return all(torch.equal(source.read(f"{kind}.{name}"), value) for name, value in weights.items())
+
+
+def build_model(source: BaseCheckpoint) -> GPT2Model:
+    """The model in fp32, on this rank of the default model-parallel group."""
+    model = GPT2Model(ModelConfig(**source.metadata["config"]["model"])).eval()
+    rank, size = mpu.get_model_parallel_rank(), mpu.get_model_parallel_world_size()
+    weights = parameter_states(model.named_parameters())
+    load_sharded_state_dict(weights, mpu.partition_specs(model), source, mp_rank=rank, mp_size=size)
+    return model
+
+
+@torch.no_grad()
+def compute_logits(source: BaseCheckpoint, tokens: Tensor) -> Tensor:
+    """[b, s, true vocabulary]."""
+    logits = mpu.gather_from_model_parallel_region(build_model(source)(tokens))  # [s, b, padded vocabulary]
+    return logits[..., : source.metadata["vocab_size"]].transpose(0, 1)
+
+
+def check_step(source: BaseCheckpoint, scaler: LossScaler, rank: int = 0, size: int = 1) -> float:
+    """Check that a step of our optimizer, on one of `size` model-parallel ranks, is equal to a step of torch's AdamW
+    with the same state, gradients and learning rate. Returns the learning rate."""
+    config = OptimizerConfig(**{**source.metadata["config"]["optimizer"], "clip_grad": 0.0})
+    model = build_model(source)
+    buffer = ParamAndGradBuffer(model, source.tensors["model.word_embeddings.weight"].dtype, bucket_size=10_000)
+    table = torch.from_numpy(LRSchedule(config, 100, 1).table(np.arange(101.0)))
+    optimizer = AdamWOptimizer(buffer, ParamAllGather(buffer, model, None), config, scaler, table)
+    specs = mpu.partition_specs(model)
+    load_sharded_state_dict(optimizer.state_shards(), specs, source, mp_rank=rank, mp_size=size)
+    optimizer.load_state_dict(source.metadata["optimizer"])
+    assert optimizer.state_dict() == source.metadata["optimizer"]
+    rate = optimizer.learning_rate.item()
+    parameters = {name: torch.nn.Parameter(source.read(f"master.{name}")) for name in specs}
+    theirs = torch.optim.AdamW(
+        [
+            {"params": [x for x in parameters.values() if (x.dim() > 1) == decays], "weight_decay": decay}
+            for decays, decay in ((True, config.weight_decay), (False, 0.0))
+        ],
+        lr=rate,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_eps,
+    )
+    step = torch.tensor(float(source.metadata["optimizer"]["adam_steps"]))
+    for name, x in parameters.items():
+        seed = torch.Generator().manual_seed(len(name) + sum(map(ord, name)))
+        x.grad = 1e-3 * torch.randn(x.shape, generator=seed)
+        theirs.state[x] = {"step": step.clone(), **{kind: source.read(f"{kind}.{name}") for kind in KINDS[2:]}}
+        buffer.grad(name).copy_(specs[name].split(x.grad, rank, size) * optimizer.scaler.scale)
+    optimizer.step()
+    theirs.step()
+    masters = torch.zeros(buffer.params.numel())
+    for segment, master in zip(buffer.local_shards, buffer.masters, strict=True):
+        masters[segment.range] = master
+    for name, x in parameters.items():
+        after = specs[name].without_padding(buffer.view(masters, name), rank, size)
+        part = specs[name].local_slice(rank, size).slices()
+        assert (after - x[part]).abs().max() < 1e-6, name
+        assert (after - source.read(f"master.{name}")[part]).abs().max() > 1e-4, "the step moved it"
+    return rate

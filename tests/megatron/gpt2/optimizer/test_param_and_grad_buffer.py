@@ -1,0 +1,219 @@
+"""The ranges and shards of the buffer; the order in which gradients are reduced and parameters are gathered."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.gpt2.optimizer import bucket_reducer
+from megatron.gpt2.optimizer.bucket_reducer import BucketReducer
+from megatron.gpt2.optimizer.param_and_grad_buffer import ParamAndGradBuffer
+from megatron.gpt2.train.train_step import train_step
+from megatron.gpt2.train.trainer import Trainer
+from mpu import mappings
+from tests.distributed import run_ranks
+from tests.megatron.gpt2.optimizer.test_distributed_optimizer import SHARDED, begin
+from tests.megatron.gpt2.train.training_runs import finish, write_text
+
+
+def calls_of_a_step(parameters: int) -> int:
+    """Count Python calls of a step and a save, for a buffer with one bucket and one shard per parameter."""
+    calls = 0
+
+    def count(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    model = nn.ParameterList(nn.Parameter(torch.full((1,), float(i))) for i in range(parameters))
+    sys.setprofile(count)
+    try:
+        buffer = ParamAndGradBuffer(model, torch.float32, bucket_size=1)
+        grads = buffer.shard_grads()
+        parts = {name: buffer.local_shard_of(name) for name in buffer.ranges}
+    finally:
+        sys.setprofile(None)
+    assert len(grads) == len(buffer.local_shards) == len(buffer.buckets) == parameters
+    for name, (index, part, start) in parts.items():
+        assert buffer.masters[index][part].item() == float(name) and start == 0
+    return calls
+
+
+def test_a_step_is_linear_in_the_local_shards() -> None:
+    """A quadratic algorithm would need a hundred times more calls."""
+    assert calls_of_a_step(10_000) < 100 * 10_000
+
+
+def test_local_shards_cover_each_parameter_once() -> None:
+    """Each element is in the shard of exactly one rank."""
+    model = nn.ParameterDict(
+        {
+            "a": nn.Parameter(torch.arange(300.0).view(30, 10)),
+            "b": nn.Parameter(torch.arange(7.0)),
+            "c": nn.Parameter(torch.arange(129.0).view(43, 3)),
+        }
+    )
+    seen = {name: torch.zeros(parameter.numel()) for name, parameter in model.items()}
+    for rank in range(4):
+        buffer = ParamAndGradBuffer(
+            nn.ParameterDict({name: nn.Parameter(p.detach().clone()) for name, p in model.items()}),
+            torch.float32,
+            bucket_size=350,
+            ranks=(rank, 4),
+            sharded=True,
+        )
+        for name, parameter in model.items():
+            index, part, start = buffer.local_shard_of(name)
+            length = part.stop - part.start
+            seen[name][start : start + length] += 1
+            assert torch.equal(
+                buffer.masters[index][part] if length else torch.empty(0),
+                parameter.detach().flatten()[start : start + length],
+            )
+    assert all((count == 1).all() for count in seen.values())
+
+
+Event = tuple[str, int]
+
+
+class WatchedWork:
+    """The handle of a collective that calls `on_wait` when it is waited for."""
+
+    def __init__(self, work: Any, on_wait: Callable[[], None]) -> None:
+        self.work, self.on_wait = work, on_wait
+
+    def wait(self) -> None:
+        self.on_wait()
+        self.work.wait()
+
+
+class EventRecorder:
+    """Records the events of two steps, (kind, number), in order."""
+
+    all_reduce, reduce_scatter, all_gather = dist.all_reduce, mappings.reduce_scatter_single, mappings.all_gather_single
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.events: list[Event] = []
+        self.buffer = buffer = trainer.state.buffer
+        # Backward computes the gradient of the embeddings last.
+        buffer.parameters["word_embeddings.weight"].register_post_accumulate_grad_hook(
+            lambda parameter: self.events.append(("embedding", 0))
+        )
+        for i, layer in enumerate(trainer.state.model.transformer.layers):
+            layer.register_forward_pre_hook(lambda module, args, i=i: self.events.append(("layer", i)))
+        with (
+            mock.patch.object(dist, "all_reduce", self._reduce),
+            mock.patch.object(bucket_reducer, "reduce_scatter_single", self._scatter),
+            mock.patch.object(bucket_reducer, "all_gather_single", self._gather),
+        ):
+            train_step(trainer)
+            self.events.append(("step", 1))
+            train_step(trainer)
+            trainer.state.param_gather.wait()
+
+    def bucket_with_gradients(self, grads: Tensor) -> int:
+        return next(
+            i for i, own in enumerate(self.buffer._grads) if own is not None and own.data_ptr() == grads.data_ptr()
+        )
+
+    def _reduce(self, sent: Tensor, **options: Any) -> Any:
+        if options.get("async_op"):  # the all-reduce of the norm is synchronous
+            self.events.append(("reduce", self.bucket_with_gradients(sent)))
+        return EventRecorder.all_reduce(sent, **options)
+
+    def _scatter(self, received: Tensor, sent: Tensor, **options: Any) -> Any:
+        self.events.append(("reduce" if options["async_op"] else "blocking", self.bucket_with_gradients(sent)))
+        return EventRecorder.reduce_scatter(received, sent, **options)
+
+    def _gather(self, output: Tensor, own: Tensor, **options: Any) -> Any:
+        start = output.storage_offset()
+        bucket = next(i for i, b in enumerate(self.buffer.buckets) if b.range.start == start)
+        self.events.append(("gather" if options["async_op"] else "blocking", bucket))
+        return WatchedWork(
+            EventRecorder.all_gather(output, own, **options), lambda: self.events.append(("wait", bucket))
+        )
+
+
+def recorded(rank: int, world_size: int, folder: str) -> list[tuple[list[Event], list[tuple[str, ...]]]]:
+    results: list[Any] = []
+    for flags in ("", SHARDED, f"{SHARDED} --checkpoint-activations"):
+        trainer = begin(rank, world_size, folder, f"overlap{len(results)}", flags)
+        assert trainer.context.num_microbatches == 4
+        results.append((EventRecorder(trainer).events, [bucket.names for bucket in trainer.state.buffer.buckets]))
+        finish(trainer)
+    return results
+
+
+def numbers_of(events: list[Event], *whats: str) -> list[int]:
+    return [number for what, number in events if what in whats]
+
+
+def test_communication_overlaps_with_computation(tmp_path: Path):
+    write_text(tmp_path)
+    for whole, *sharded in run_ranks(recorded, 2, str(tmp_path)):
+        for events, buckets in (whole, *sharded):
+            cut = events.index(("step", 1))
+            assert not numbers_of(events, "blocking")
+            for step in (events[:cut], events[cut + 1 :]):
+                assert numbers_of(step, "reduce") == list(range(len(buckets))), "once a step, whatever is accumulated"
+                ends = [i for i, (what, _) in enumerate(step) if what == "embedding"]
+                assert len(ends) == 4 and ends[2] < step.index(("reduce", 0)) < ends[3], "while the last backward runs"
+        assert not numbers_of(whole[0], "gather", "wait")
+        for events, buckets in sharded:
+            cut = events.index(("step", 1))
+            assert numbers_of(events[:cut], "gather") == list(range(len(buckets)))[::-1], "in the order of forward"
+            assert not numbers_of(events[:cut], "wait"), "nobody waits before the next forward"
+            first_forward = events[cut + 1 : events.index(("layer", 1), cut) + 1]
+            assert numbers_of(first_forward, "layer") == [0, 1]
+            for layer in (0, 1):
+                waited = numbers_of(first_forward[: first_forward.index(("layer", layer))], "wait")
+                needed = {
+                    i
+                    for i, names in enumerate(buckets)
+                    for name in names
+                    if not name.startswith("transformer.layers.") or int(name.split(".")[2]) <= layer
+                }
+                assert sorted(waited) == sorted(needed), "each once, all that it needs and no more"
+                assert (len(waited) < len(buckets)) == (layer == 0)
+
+
+def replicated_sums(rank: int, world_size: int, folder: str) -> None:
+    """Run with (model-parallel, data-parallel) = (2, 2), with and without a sharded optimizer."""
+    parallel = "--model-parallel-size 2 --ddp-bucket-size 7000 --sequence-parallel"
+    for flags in ("", SHARDED):
+        trainer = begin(rank, world_size, folder, f"tail{len(flags)}", f"{parallel} {flags}")
+        buffer, p = trainer.state.buffer, trainer.parallel
+        for name, parameter in buffer.parameters.items():
+            is_split = getattr(parameter, "model_parallel", False)
+            shard = buffer.local_shards[buffer.local_shard_of(name)[0]]
+            assert buffer.local_shard_of(name)[1] == slice(0, 0) or (
+                shard.is_split == is_split and shard.is_partial != is_split
+            ), name
+        for index in range(len(buffer.buckets)):
+            buffer.bucket_grads(index).fill_(1.0 + p.model_parallel_rank)
+        reducer = BucketReducer(buffer, p.data_parallel_group)
+        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as spy:
+            reducer.finish()
+        replicated = [grad for grad, s in zip(buffer.shard_grads(), buffer.local_shards, strict=True) if not s.is_split]
+        assert [call.args[0].numel() for call in spy.call_args_list] == [sum(map(torch.numel, replicated))], (
+            "one all-reduce"
+        )
+        assert all((grad == 3.0).all() for grad in replicated)
+        assert all(
+            (grad == 1.0 + p.model_parallel_rank).all()
+            for grad, s in zip(buffer.shard_grads(), buffer.local_shards, strict=True)
+            if s.is_split
+        )
+        finish(trainer)
+
+
+def test_gradients_of_replicated_parameters_are_summed_once(tmp_path: Path):
+    write_text(tmp_path)
+    run_ranks(replicated_sums, 4, str(tmp_path))

@@ -1,0 +1,173 @@
+"""A resumed run prints one line: bit-identical, equal within rounding, or a different training. It also prints a line
+for each changed setting."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.gpt2.dist.ranks import RankInfo
+from megatron.gpt2.train import trainer as trainer_module
+from megatron.gpt2.train.checkpointing import load_checkpoint
+from megatron.gpt2.train.resume_equivalence import (
+    CHANGE_MESSAGES,
+    LAYOUT_KEYS,
+    ROUNDING_KEYS,
+    TRAINING_KEYS,
+    changed_settings,
+    resume_equivalence,
+)
+from tests.megatron.gpt2.train.training_runs import finish, make_context, start, steps, write_text
+
+BEFORE = "--hidden-dropout 0.1 --attention-dropout 0.1 --seed 7 --global-batch-size 8".split()
+ALIKE = [*BEFORE, "--precision", "fp32"]
+DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1 --global-batch-size 4".split()
+
+
+def test_the_line_names_each_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_text(tmp_path)
+    trainer = start(0, 1, str(tmp_path), DROPOUT)
+    steps(trainer, 1)
+    saved = trainer.save()
+    finish(trainer)
+    lines: list[str] = []
+    monkeypatch.setattr(
+        trainer_module,
+        "load_checkpoint",
+        lambda context, parallel, state, log: load_checkpoint(context, parallel, state, lines.append),
+    )
+
+    def said(*flags: str) -> str:
+        lines.clear()
+        finish(start(0, 1, str(tmp_path), [*DROPOUT, *flags]))
+        assert lines[-1].startswith(f"continuing {saved}: ")
+        return lines[-1].removeprefix(f"continuing {saved}: ")
+
+    assert said() == "bit-identical to the run that wrote it"
+    assert said("--precision", "bf16", "--ddp-bucket-size", "1000") == (
+        "the same training within rounding (--precision bf16, was fp32; --ddp-bucket-size 1000, was 25000000)"
+    )
+    assert said("--seed", "7", "--ddp-bucket-size", "1000") == "a different training from here on (--seed 7, was 1234)"
+    assert said("--no-load-rng") == "bit-identical to the run that wrote it"  # masks depend on the sample indices
+    assert said("--micro-batch-size", "2") == "the same training within rounding (--micro-batch-size 2, was 4)"
+    assert said("--dropout-rng", "torch") == "a different training from here on (dropout draws other masks)"
+    assert said("--no-load-optim", "--hidden-dropout", "0", "--attention-dropout", "0") == (
+        "a different training from here on (AdamW's moments start at zero; --hidden-dropout 0.0, was 0.1; "
+        "--attention-dropout 0.0, was 0.1)"
+    )
+    trainer = start(0, 1, str(tmp_path), ["--dropout-rng", "torch", *DROPOUT, "--save", f"{tmp_path}/torch"])
+    steps(trainer, 1)
+    saved = trainer.save()
+    finish(trainer)
+    drawn = ["--dropout-rng", "torch", "--save", f"{tmp_path}/torch"]
+    assert said(*drawn) == "bit-identical to the run that wrote it"
+    for flags in (["--no-load-rng"], ["--micro-batch-size", "2"]):
+        assert said(*drawn, *flags) == "a different training from here on (dropout draws other masks)"
+
+
+def test_changed_keys_are_named_and_missing_keys_are_not() -> None:
+    def metadata(value: Any, parts: int | None = None, decay: int | None = 9, iterations: int = 10) -> dict[str, Any]:
+        made: dict[str, Any] = {"config": {}, "train_iters": iterations}
+        for place in (*TRAINING_KEYS, *LAYOUT_KEYS, *ROUNDING_KEYS):
+            *path, name = place.split(".")
+            section = made
+            for each in path:
+                section = section.setdefault(each, {})
+            section[name] = value
+        made["config"]["parallel"]["exact_layouts"] = parts
+        made["config"]["optimizer"] |= {"lr_decay_iters": decay, "lr_decay_samples": None, "lr_decay_style": "cosine"}
+        return made
+
+    def with_other(place: str, parts: int | None = None) -> dict[str, Any]:
+        changed = metadata(1, parts)
+        *path, name = place.split(".")
+        section = changed
+        for each in path:
+            section = section[each]
+        section[name] = 2
+        return changed
+
+    assert resume_equivalence(metadata(1), metadata(1)) == "bit-identical to the run that wrote it"
+    for parts in (None, 4):
+        for place in (*TRAINING_KEYS, *LAYOUT_KEYS, *ROUNDING_KEYS):
+            said = resume_equivalence(with_other(place, parts), metadata(1, parts))
+            assert said.startswith(
+                "a different training from here on ("
+                if place in TRAINING_KEYS
+                else "bit-identical to the run"
+                if place in LAYOUT_KEYS and parts
+                else "the same training within rounding ("
+            ), place
+    # A longer run has a different learning rate schedule, unless the decay is given.
+    assert resume_equivalence(metadata(1), metadata(1, iterations=20)) == "bit-identical to the run that wrote it"
+    assert resume_equivalence(metadata(1, decay=None), metadata(1, decay=None, iterations=20)) == (
+        "a different training from here on (--train-iters 20, was 10)"
+    )
+    before = metadata(1)
+    del before["config"]["parallel"]["exact_layouts"]  # a checkpoint that is older than the flag
+    for then, here, said in (
+        (metadata(1, 8), metadata(1, 4), "4, was 8"),
+        (metadata(1), metadata(1, 4), "4, was not given"),
+        (before, metadata(1, 4), "4, was not given"),
+        (metadata(1, 4), metadata(1), "not given, was 4"),
+    ):
+        assert resume_equivalence(then, here) == f"the same training within rounding (--exact-layouts {said})"
+    assert resume_equivalence(before, metadata(1)) == "bit-identical to the run that wrote it"
+    crafted: list[dict[str, Any]] = [{}, {"config": {}}, {"layout": 3, "computed_by": None}]
+    for empty in crafted:
+        assert resume_equivalence(empty, metadata(1)) == (
+            "the same training; the checkpoint does not say which software and hardware computed it"
+        )
+
+
+def checkpoint_lines(folder: Path, flags: list[str]) -> list[str]:
+    """Return the lines about the checkpoint that a run with these flags prints at its start."""
+    lines: list[str] = []
+    make_context(folder, flags, RankInfo(), lines.append)
+    return [line for line in lines if "checkpoint" in line]
+
+
+def test_each_changed_setting_has_a_line(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    trainer = start(0, 1, str(tmp_path), BEFORE)
+    steps(trainer, 1)
+    assert trainer.save() is not None
+    finish(trainer)
+
+    assert checkpoint_lines(tmp_path, ALIKE) == []
+    assert checkpoint_lines(tmp_path, ["--load", f"{tmp_path}/save", "--finetune", "--save", f"{tmp_path}/tuned"]) == []
+    assert checkpoint_lines(
+        tmp_path,
+        [
+            *BEFORE,
+            *"--seed 1 --hidden-dropout 0 --attention-dropout 0.2 --micro-batch-size 2 --precision bf16".split(),
+        ],
+    ) == [
+        "WARNING: --seed 1 here, 7 in the checkpoint: samples have a different order from here on, so this epoch "
+        "reads some of them twice and leaves others out",
+        "WARNING: --hidden-dropout 0.0 here, 0.1 in the checkpoint: the training loss jumps and is not comparable "
+        "with the earlier one",
+        "WARNING: --attention-dropout 0.2 here, 0.1 in the checkpoint: the training loss jumps and is not comparable "
+        "with the earlier one",
+        "--precision bf16 here, fp32 in the checkpoint: masters and moments stay in fp32; the computation is rounded "
+        "differently",
+        "--micro-batch-size 2 here, 4 in the checkpoint: speed, memory and rounding change",
+    ]
+    assert [
+        line.partition(":")[0]
+        for line in checkpoint_lines(tmp_path, [*ALIKE, *"--global-batch-size 4 --split 80,20".split()])
+    ] == ["WARNING"] * 2
+    assert checkpoint_lines(tmp_path, [*ALIKE, *"--rampup-batch-size 4 4 24".split()]) == [
+        "WARNING: the batch grows differently than in the checkpoint: --rampup-batch-size 4 4 24 here, not at all there"
+    ]
+
+
+def test_a_missing_key_is_not_a_change() -> None:
+    here = {"config": {"train": {"seed": 1, "micro_batch_size": 4}, "model": {"hidden_dropout": 0.1}}}
+    metadata: list[dict[str, Any]] = [{}, {"config": {}}, {"config": {"train": 1}}]
+    for then in metadata:
+        assert list(changed_settings(then, here)) == []
+    assert len(list(changed_settings({"config": {"train": {"seed": 2}}}, here))) == 1
+    assert len(CHANGE_MESSAGES) == 8

@@ -1,0 +1,391 @@
+"""Rules that the source must follow: which package imports which, and what the training path never does."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron.gpt2.__main__ import PROGRAMS
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("mpu", "data_utils", "megatron")
+OURS = {*PACKAGES, "tools", "tasks", "scripts", "tests", "benchmarks"}
+LONG = 12  # lines of a public class or function that needs a docstring
+# Words that add nothing to a name.
+EMPTY_WORDS = frozenset("a an and as at by for from in into is it its new of on one or the this to with".split())
+# The base class, ours or torch's, describes these methods, and a program's docstring describes its `main`.
+WITHOUT_DOCSTRING = {"main", "forward", "backward", "state_dict", "load_state_dict"}
+# The levels of each package, from the lowest. A file or folder imports only from lower levels of its package.
+LEVELS: dict[str, list[str]] = {
+    "mpu": [
+        "partition kernels",
+        "initialize",
+        "mappings p2p_communication grads kv_cache",
+        "activation_offload",
+        "random",
+        "layers cross_entropy",
+        "attention megatron_2019",
+        "transformer",
+    ],
+    "data_utils": [
+        "files command_line worker_processes",
+        "indexed_dataset corpora",
+        "tokenizers",
+        "token_cache preprocessing samplers",
+        "gpt2_dataset",
+        "splits",
+    ],
+    "megatron/gpt2": [
+        "pipeline",
+        "config",
+        "monitor model hooks",
+        "dist optimizer",
+        "checkpoint device",
+        "formats",
+        "generate",
+        "train",
+        "commands",
+        "extensions",
+        "__main__",
+    ],
+}
+
+
+def sources(package: str) -> list[Path]:
+    found = sorted((ROOT / package).rglob("*.py"))
+    assert found, f"{package} holds no Python file"
+    return found
+
+
+def imports(tree: ast.AST, path: Path) -> Iterator[str]:
+    """Yield full dotted names. `from a import b` gives a.b, because b may be a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = path.relative_to(ROOT).parent.parts
+                base = ".".join([*package[: len(package) - node.level + 1], *filter(None, [base])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+@functools.cache
+def parsed(source: str) -> ast.Module:
+    """The rules share this tree and must not change it."""
+    return ast.parse(source)
+
+
+def tree_of(path: Path) -> ast.Module:
+    return parsed(path.read_text(encoding="utf-8"))
+
+
+def imported(path: Path) -> set[str]:
+    return set(imports(tree_of(path), path))
+
+
+def roots(names: set[str]) -> set[str]:
+    return {name.split(".")[0] for name in names}
+
+
+def imported_at_load(path: Path) -> set[str]:
+    """Return the imports at load time: not those inside functions or under TYPE_CHECKING."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+
+    class Strip(ast.NodeTransformer):
+        def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+            return None
+
+        visit_AsyncFunctionDef = visit_FunctionDef  # type: ignore[assignment]
+
+        def visit_If(self, node: ast.If) -> ast.AST | None:
+            return None if "TYPE_CHECKING" in ast.unparse(node.test) else self.generic_visit(node)
+
+    return set(imports(Strip().visit(tree), path))
+
+
+@pytest.mark.parametrize(
+    ("package", "allowed_packages"),
+    [
+        ("mpu", {"mpu"}),
+        ("data_utils", {"data_utils"}),
+        ("megatron", {"mpu", "data_utils", "megatron"}),
+        ("tools", {"mpu", "data_utils", "megatron"}),
+        ("tasks", {"megatron"}),
+    ],
+)
+def test_packages_import_only_their_allowed_packages(package: str, allowed_packages: set[str]) -> None:
+    for path in sources(package):
+        others = roots(imported(path)) & OURS - allowed_packages
+        assert not others, f"{path.relative_to(ROOT)} imports {others}"
+
+
+# torch has no counter-based generator for a CPU. Triton is part of torch's builds for GPUs and is loaded only there. Only
+# dropout needs these two.
+OF_PHILOX = {"dropout.py": {"numpy"}, "dropout_triton.py": {"triton"}}
+
+
+def test_mpu_needs_only_torch() -> None:
+    for path in sources("mpu"):
+        allowed = {*sys.stdlib_module_names, "torch", "mpu", *OF_PHILOX.get(path.name, ())}
+        others = roots(imported(path)) - allowed
+        assert not others, f"{path.relative_to(ROOT)} imports {others}"
+
+
+def test_data_utils_needs_no_torch() -> None:
+    """In this package, a rank is a plain integer."""
+    for path in sources("data_utils"):
+        assert "torch" not in roots(imported(path)), f"{path.relative_to(ROOT)} imports torch"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_training_imports_torch_numpy_safetensors_only(package: str) -> None:
+    """The rule holds for the program that trains. Other programs may import what they need."""
+    allowed = {*sys.stdlib_module_names, *PACKAGES, "torch", "numpy", "safetensors"}
+    programs = ROOT / "megatron" / "gpt2" / "commands"
+    for path in sources(package):
+        if programs in path.parents and path.name != "pretrain_gpt2.py" or path.name == "dropout_triton.py":
+            continue
+        if "extensions" in path.parts:
+            continue
+        others = roots(imported_at_load(path)) - allowed
+        assert not others, f"{path.relative_to(ROOT)} imports {others} when it is loaded"
+
+
+def part_of(path: Path, package: str) -> str:
+    """Return the file or folder directly in `package` that contains `path`, without a suffix."""
+    return path.relative_to(ROOT / package).parts[0].removesuffix(".py")
+
+
+def violations(package: str, levels: list[str]) -> list[str]:
+    """Return imports that do not go to a lower level, and parts of the package without a level."""
+    level_of = {part: number for number, parts in enumerate(levels) for part in parts.split()}
+    prefix = package.replace("/", ".") + "."
+    found = []
+    for path in sources(package):
+        here = part_of(path, package)
+        if here == "__init__":  # above all levels
+            continue
+        if here not in level_of:
+            found.append(f"{path.relative_to(ROOT)} is on no level")
+            continue
+        for name in sorted(imported(path)):
+            there = name.removeprefix(prefix).split(".")[0] if name.startswith(prefix) else here
+            if there not in level_of:
+                found.append(f"{path.relative_to(ROOT)} imports {name} from the package: import it from its module")
+            elif there != here and level_of[there] >= level_of[here]:
+                found.append(f"{path.relative_to(ROOT)} imports {name}, which is on no level below it")
+    return found
+
+
+@pytest.mark.parametrize("package", LEVELS)
+def test_imports_lead_to_lower_levels(package: str) -> None:
+    """Therefore no folders import each other."""
+    named = {part for parts in LEVELS[package] for part in parts.split()}
+    assert named == {part_of(path, package) for path in sources(package)} - {"__init__"}
+    assert not violations(package, LEVELS[package])
+
+
+def import_graph() -> dict[str, set[str]]:
+    """Return the project's modules that each of its modules imports, including imports inside functions."""
+    paths = {module_name(path): path for package in PACKAGES for path in sources(package)}
+    graph = {}
+    for module, path in paths.items():
+        reached = set()
+        for name in imported(path):
+            while name and name not in paths:  # `a.b.function` is in a.b
+                name = name.rpartition(".")[0]
+            reached |= {name} - {"", module}
+        graph[module] = reached
+    return graph
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
+    """Return the modules that `start` imports directly or indirectly. `start` is one of them only if there is a cycle."""
+    seen: set[str] = set()
+    waiting = [start]
+    while waiting:
+        new = graph[waiting.pop()] - seen
+        seen |= new
+        waiting += new
+    return seen
+
+
+# Files that the training program imports, including imports inside functions. This number may only decrease.
+TRAINING_IMPORTS = 88
+
+
+def test_what_training_imports() -> None:
+    """The files are few enough to read, and no extension is among them. hooks.py loads an extension if a flag needs it."""
+    start = "megatron.gpt2.commands.pretrain_gpt2"
+    found = reachable(import_graph(), start) | {start}
+    assert not [module for module in found if module.startswith("megatron.gpt2.extensions")]
+    assert len(found) <= TRAINING_IMPORTS, sorted(found)
+
+
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+CORE = re.findall(r"^\| \d+ \| `([\w/]+\.py)` \| .+ \|$", CONTRIBUTING, re.MULTILINE)
+
+
+def test_the_list_of_the_core() -> None:
+    """The list begins with the entry point and the set-up, and names all other files that the listed files import."""
+    assert CORE[:2] == ["megatron/gpt2/commands/pretrain_gpt2.py", "megatron/gpt2/train/setup.py"]
+    assert re.findall(r"^\| (\d+) \| `", CONTRIBUTING, re.MULTILINE) == [str(n + 1) for n in range(len(set(CORE)))]
+    graph, file_of = import_graph(), {module_name(path): path for package in PACKAGES for path in sources(package)}
+    listed = {module_name(ROOT / file) for file in CORE}
+    used = {str(file_of[there].relative_to(ROOT)) for here in listed for there in graph[here] - listed}
+    named = {
+        folder + file
+        for folder, text in re.findall(r"^- `([\w/]+/)`: ((?:.+\n)(?:  .+\n)*)", CONTRIBUTING, re.MULTILINE)
+        for file in re.findall(r"`([\w/]+\.py)`", text)
+    }
+    assert len(used) > 20 and named == used, "CONTRIBUTING's list of what else the core uses is not this"
+
+
+def cycles(graph: dict[str, set[str]]) -> list[str]:
+    """Return the modules that import themselves indirectly."""
+    return sorted(module for module in graph if module in reachable(graph, module))
+
+
+def test_no_cycle_of_files() -> None:
+    assert not cycles(import_graph())
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_pickle(package: str) -> None:
+    for path in sources(package):
+        tree = tree_of(path)
+        assert "pickle" not in roots(imported(path)), f"{path.relative_to(ROOT)} imports pickle"
+        called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+        bad = called & {"torch.load", "torch.save", "eval", "exec"}
+        if path.name in ("megatron.py", "openai.py", "torch_dist.py"):
+            bad -= {"torch.save"}  # the format that it writes is a pickle
+        assert not bad, f"{path.relative_to(ROOT)} calls {bad}"
+        keywords = {(node.arg, ast.unparse(node.value)) for node in ast.walk(tree) if isinstance(node, ast.keyword)}
+        bad_keywords = keywords & {("weights_only", "False"), ("allow_pickle", "True")}
+        assert not bad_keywords, f"{path.relative_to(ROOT)} passes {bad_keywords}"
+
+
+def test_megatron_shares_its_name() -> None:
+    """NVIDIA's megatron.core lives in the same namespace: see test_packaging.py."""
+    lines = (ROOT / "megatron" / "__init__.py").read_text(encoding="utf-8").splitlines()
+    assert lines == ['__path__ = __import__("pkgutil").extend_path(__path__, __name__)']
+
+
+def test_entry_points_only_open_a_program() -> None:
+    """`tasks/` only has the one name that Megatron v1 and v2 had."""
+    assert [path.name for path in (ROOT / "tasks").iterdir() if path.name != "__pycache__"] == ["main.py"]
+    for path in (*sources("tools"), *sources("tasks"), *ROOT.glob("*.py")):
+        assert imported(path) <= {"sys", "setuptools.setup", "megatron.gpt2.__main__.run"}, path.relative_to(ROOT)
+        called = re.findall(r'^    run\("([a-z-]+)"\)$', path.read_text(encoding="utf-8"), re.MULTILINE)
+        assert path.name == "setup.py" or len(called) == 1 and called[0] in PROGRAMS, path.relative_to(ROOT)
+
+
+def public_definitions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+    """Yield public functions and classes of a module, and public methods of its public classes."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    for node in tree.body:
+        if isinstance(node, kinds) and not node.name.startswith("_"):
+            yield node
+            if isinstance(node, ast.ClassDef):
+                yield from (inner for inner in node.body if isinstance(inner, kinds) and inner.name[0] != "_")
+
+
+def words_of(text: str) -> set[str]:
+    """Return lower-case words without a plural's "s". CamelCase and snake_case names are split."""
+    return {word.lower().removesuffix("s") for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[0-9]+", text)}
+
+
+def without_docstring(path: Path) -> list[str]:
+    """Return public names of a module that have no docstring."""
+    tree = tree_of(path)
+    names = {node.name: ast.get_docstring(node) for node in public_definitions(tree)}
+    found = [name for name, text in names.items() if not text and name not in WITHOUT_DOCSTRING]
+    return found + ["the module"] * (bool(tree.body) and not ast.get_docstring(tree))
+
+
+def empty_docstrings(path: Path) -> list[str]:
+    """Return names whose docstring only repeats the name, or a shape that does not change."""
+    found = []
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and (
+            text := ast.get_docstring(node)
+        ):
+            said = words_of(re.sub(r"(\[[^]]*\]) -> \1|[Aa]s `[^`]*`", "", text))
+            if not said - words_of(node.name) - EMPTY_WORDS:
+                found.append(node.name)
+    return found
+
+
+def test_the_library_has_docstrings() -> None:
+    """Users call `mpu` and the model from their own programs."""
+    for path in (*sources("mpu"), *(ROOT / "megatron" / "gpt2" / "model").glob("*.py")):
+        assert not without_docstring(path), path.relative_to(ROOT)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_main_classes_have_docstrings(package: str) -> None:
+    """Short functions whose names say everything need no docstring."""
+    for path in sources(package):
+        found = [
+            node.name
+            for node in parsed(path.read_text(encoding="utf-8")).body
+            if isinstance(node, ast.ClassDef | ast.FunctionDef)
+            and node.name[0] != "_"
+            and node.name not in WITHOUT_DOCSTRING
+            and (node.end_lineno or 0) - node.lineno >= LONG
+            and not ast.get_docstring(node)
+        ]
+        assert not found, path.relative_to(ROOT)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_docstrings_are_useful(package: str) -> None:
+    found = {path.relative_to(ROOT): names for path in sources(package) if (names := empty_docstrings(path))}
+    assert not found, "delete these docstrings, or say what the name does not"
+
+
+def test_nothing_is_named_utils() -> None:
+    named = [path for package in PACKAGES for path in sources(package) if "utils" in path.stem]
+    assert not named
+
+
+def test_the_rules_catch_a_violation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The functions above find every form of import."""
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    path = tmp_path / "mpu" / "inner" / "module.py"
+    path.parent.mkdir(parents=True)
+    path.write_text("def f(): ...\ndef _g(): ...\nclass C:\n    def forward(self): ...\n    def _n(self): ...\n")
+    assert without_docstring(path) == ["f", "C", "the module"]
+    path.write_text(
+        'class FlatFile:\n    """A flat file."""\n    def close_files(self):\n        """Close the file."""\n'
+        'def scale(x):\n    """[s, b, h] -> [s, b, h]."""\ndef wait():\n    """Return when all ranks have come."""\n'
+    )
+    assert empty_docstrings(path) == ["FlatFile", "scale", "close_files"]
+    path.write_text(
+        "import numpy\nfrom megatron.gpt2 import config\nfrom ..layers import Linear\n"
+        "from . import sibling\ndef f():\n    import tqdm\n"
+    )
+    assert imported(path) == {"numpy", "megatron.gpt2.config", "mpu.layers.Linear", "mpu.inner.sibling", "tqdm"}
+    assert imported_at_load(path) == {"numpy", "megatron.gpt2.config", "mpu.layers.Linear", "mpu.inner.sibling"}
+    levels = ["layers", "inner"]
+    (tmp_path / "mpu" / "layers.py").write_text("")
+    assert violations("mpu", levels) == []
+    (tmp_path / "mpu" / "layers.py").write_text("def f():\n    from mpu.inner.module import f\n")
+    (tmp_path / "mpu" / "new.py").write_text("")
+    assert violations("mpu", levels) == [
+        "mpu/layers.py imports mpu.inner.module.f, which is on no level below it",
+        "mpu/new.py is on no level",
+    ]
+    monkeypatch.setitem(globals(), "PACKAGES", ("mpu",))
+    assert cycles(import_graph()) == ["mpu.inner.module", "mpu.layers"]
