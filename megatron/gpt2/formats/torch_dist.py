@@ -1,4 +1,5 @@
-"""Read and write Megatron's default format, `torch_dist`: a DCP folder with `common.pt` for everything but tensors.
+"""Read and write Megatron's default format, `torch_dist`: a DCP folder, with everything but tensors in `common.pt` or,
+since Megatron Core 0.19, in an object of the folder.
 
 The tensors are global and do not depend on the layout of the run. The layers are stacked, as [layers, ...] under
 `decoder.layers.NAME`, or separate under `decoder.layers.N.NAME`. Adam's state has the same names after
@@ -74,7 +75,7 @@ from megatron.gpt2.formats.torch_files import DcpCheckpoint, load_torch_file, sa
 from megatron.gpt2.model.gpt2 import parameter_specs
 from megatron.gpt2.optimizer.optimizer import MOMENTS
 
-COMMON, CONFIG = "common.pt", "metadata.json"
+COMMON, COMMON_OBJECT, CONFIG = "common.pt", "common_state/shard_0_1", "metadata.json"
 LAYERS = "decoder.layers."
 STACKED = re.compile(r"decoder\.layers\.(?!\d)(.+)", re.ASCII)
 STATE = re.compile(r"optimizer\.state\.(?:(fp32_)?param|(exp_avg|exp_avg_sq))\.(.+)", re.ASCII)
@@ -111,9 +112,9 @@ def open_torch_dist(path: Path, hints: Hints, *, log: Callable[[str], None]) -> 
     backend = read_json_object(path / CONFIG, MAX_JSON_BYTES).get("sharded_backend")
     if backend != "torch_dist":
         raise ValueError(f"{path / CONFIG}: sharded_backend is {short_repr(backend)}, but must be torch_dist")
-    top = load_torch_file(path / COMMON)
-    require(isinstance(top, dict), f"{path / COMMON}: holds no dictionary")
-    args, folder = namespace_dict(top.get("args")), DcpCheckpoint(path)
+    folder = DcpCheckpoint(path)
+    top = _common_state(folder)
+    args = namespace_dict(top.get("args"))
     states_by_kind = _tensors_by_kind(folder)
     weights = states_by_kind.pop("model", {})
     tp_size = _positive_arg(args, "tensor_model_parallel_size") or 1
@@ -149,6 +150,22 @@ def open_torch_dist(path: Path, hints: Hints, *, log: Callable[[str], None]) -> 
     return ExternalCheckpoint(
         path, "torch_dist", saved_iteration(top), model, metadata, {"model": weights, **states}, left_out
     )
+
+
+def _common_state(folder: DcpCheckpoint) -> dict[str, Any]:
+    """Everything but tensors: the file common.pt, or an object of the folder since Megatron Core 0.19."""
+    path = folder.path / COMMON
+    if path.is_file():
+        top = load_torch_file(path)
+    elif COMMON_OBJECT in folder.objects:
+        (top,) = folder.object(COMMON_OBJECT)
+    else:
+        raise ValueError(
+            f"{folder.path}: holds neither {COMMON}, as until Megatron Core 0.18, nor {COMMON_OBJECT}, as since 0.19: "
+            "the form of a later version is not supported"
+        )
+    require(isinstance(top, dict), f"{path}: holds no dictionary")
+    return top  # type: ignore[no-any-return]
 
 
 def _positive_arg(args: Mapping[str, Any], name: str) -> int | None:

@@ -176,6 +176,11 @@ def test_another_backend_and_a_lost_file_are_one_line(folders: dict[str, Path]):
             opened(folder)
         config.write_text(text)
         file.write_bytes(data)
+    (folder / "common.pt").unlink()
+    with pytest.raises(
+        ValueError, match="holds neither common.pt, .* nor common_state.*: the form of a later version is"
+    ):
+        opened(folder)
 
 
 @pytest.mark.parametrize("name", ["fully_reshardable_tp4-0.16.1", "fully_sharded_model_space_tp2_dp2-0.15.0"])

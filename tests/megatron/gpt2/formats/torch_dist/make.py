@@ -7,8 +7,8 @@
 `rewrite` loads the iteration in FOLDER, with Adam's state and the schedule, in the layout of the case, and saves it again
 in the form of the case.
 
-CORE is a folder with an unpacked wheel of megatron-core, CASE one of `CASES`. The files here were written with 0.15.0
-(`fully_sharded_model_space`) and 0.16.1, with torch 2.13. Every case holds the same model of two layers: weights and
+CORE is a folder with an unpacked wheel of megatron-core, CASE one of `CASES`. The names of the files here have the
+version, from 0.15.0 to 0.19.0, and torch was 2.13. Since 0.19, megatron-core also needs triton. Every case holds the same model of two layers: weights and
 gradients depend on the parameter's name and the global index, not on the layout, and Adam makes one step. CUDA calls
 of megatron-core run on the CPU (`OnCPU`), with torch's AdamW instead of Apex's; model, optimizer, sharded state and
 writer are megatron-core's.
