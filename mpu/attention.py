@@ -74,11 +74,14 @@ def core_attention(
     """`document_attention` with the right random stream for dropout: [s, b, n, 3, d] -> [s, b, n·d].
 
     A GPU's fused kernels cannot use `dropout_seeds`. On a GPU, or without seeds, dropout draws from the tracker, which
-    has different numbers on each rank, because each rank has different heads.
+    has different numbers on each rank, because each rank has different heads. A compiled layer runs in the tracker's
+    stream as a whole, because torch.compile cannot trace a change of the stream.
     """
     if dropout_p == 0:
         return document_attention(qkv, 0.0, documents)
     if dropout_seeds is not None and kernels.has_seeded_attention(qkv.device.type):
         return document_attention(qkv, dropout_p, documents, dropout_seeds, first_head)
+    if torch.compiler.is_compiling():
+        return document_attention(qkv, dropout_p, documents)
     with current_rng_tracker().fork():
         return document_attention(qkv, dropout_p, documents)

@@ -7,6 +7,7 @@ With sequence_parallel (arXiv:2205.05198) they are [s/tp, b, h] everywhere else,
 activations are split as well.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from mpu.random import (
     POST_ATTENTION_DROPOUT,
     POST_MLP_DROPOUT,
     checkpoint_without_output,
+    current_rng_tracker,
     hidden_dropout,
     rank_local_dropout,
 )
@@ -133,8 +135,8 @@ class ParallelSelfAttention(nn.Module):
         self.query_key_value = column(h, 3 * h, gather_output=False, init_method=init_method, **config.layer_kwargs)
         self.dense = row(h, h, input_is_parallel=True, init_method=output_init_method, **config.layer_kwargs)
         divide(config.num_attention_heads, self.dense.world_size)
-        # An attribute because the layer's `compile` replaces it by a function outside compiled graphs.
-        self.core_attention = core_attention
+        # For documents, and for masks from torch's generators. The layer's `compile` moves it out of the graph.
+        self.dynamic_attention = core_attention
 
     def forward(
         self,
@@ -168,7 +170,9 @@ class ParallelSelfAttention(nn.Module):
         dropout_p = self.attention_dropout if self.training else 0.0
         if dropout_p == 0 and documents is None:
             return kernels.causal_attention(qkv, 0.0)
-        return self.core_attention(qkv, dropout_p, documents, dropout_seeds, first_head)
+        is_static = documents is None and dropout_seeds is not None
+        attention = core_attention if is_static else self.dynamic_attention
+        return attention(qkv, dropout_p, documents, dropout_seeds, first_head)
 
 
 class ParallelMLP(nn.Module):
@@ -265,16 +269,34 @@ class ParallelTransformerLayer(nn.Module):
         )
         # An attribute because `compile` replaces it.
         self.rank_local_dropout = rank_local_dropout
+        self._is_compiled = False
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """`nn.Module.compile`, with torch.compile's arguments.
-
-        Two functions stay outside the compiled graphs: dropout from the tracker, whose random state torch.compile
-        cannot trace, and attention within documents, whose lengths differ in every batch.
+        """`nn.Module.compile`, with torch.compile's arguments. The layer becomes one graph, with two exceptions: it
+        breaks at attention within documents, whose lengths differ in every batch, and without `dropout_seeds` where
+        dropout draws from the tracker, because torch.compile cannot trace a change of the random stream.
         """
-        self.attention.core_attention = _disable_compile(core_attention)
+        self.attention.dynamic_attention = _disable_compile(core_attention)
         self.rank_local_dropout = _disable_compile(rank_local_dropout)
         super().compile(*args, **kwargs)
+        self._is_compiled = True
+
+    def __call__(
+        self,
+        x: Tensor,
+        documents: PackedSeqParams | None = None,
+        attention_fn: AttentionFn | None = None,
+        dropout_seeds: Tensor | None = None,
+    ) -> Tensor:
+        """`forward`. A compiled layer runs in the tracker's stream if its attention draws numbers. Nothing else in the
+        layer does, because other dropout uses `dropout_seeds`."""
+        draws = (
+            self.training and self.attention.attention_dropout > 0 and not kernels.has_seeded_attention(x.device.type)
+        )
+        in_stream = self._is_compiled and draws and dropout_seeds is not None and documents is None
+        with current_rng_tracker().fork() if in_stream else contextlib.nullcontext():
+            out: Tensor = super().__call__(x, documents, attention_fn, dropout_seeds)
+        return out
 
     def forward(
         self,

@@ -1,7 +1,7 @@
 """Chooses the kernel of each operation by device, dtype and shape.
 
 The modules above this folder, which follow the papers, call the functions below. `linear_without_gradient`,
-`weight_gradient`, `dropout` and `gelu_tanh` have the plain equation as their last line; the lines before it select
+`weight_gradient` and `gelu_tanh` have the plain equation as their last line; the lines before it select
 faster kernels. The other functions have the equation in their docstring. Each kernel's docstring, or its module's, has
 the measurement that justifies it, and a test compares the kernel with the equation. Kernels do not use process groups.
 
@@ -22,7 +22,6 @@ from mpu.kernels.attention import (
     fused_attention,
     has_varlen_kernel,
     seeded_attention,
-    unfused_attention,
     varlen_attention,
 )
 from mpu.kernels.cross_entropy import (
@@ -32,7 +31,7 @@ from mpu.kernels.cross_entropy import (
     softmax_by_rows,
     vocab_parallel_softmax,
 )
-from mpu.kernels.dropout import dropout_16_bits, seeded_dropout
+from mpu.kernels.dropout import seeded_dropout
 from mpu.kernels.linear import (
     linear_in_float32_blocks,
     matrix_vector_product,
@@ -43,7 +42,6 @@ from mpu.kernels.linear import (
 __all__ = [
     "MatmulAccumulator",
     "VocabParallelTargets",
-    "attention_kernel",
     "cast_for_autocast",
     "causal_attention",
     "dropout",
@@ -60,7 +58,6 @@ __all__ = [
     "weight_gradient_kernel",
 ]
 
-UNFUSED_UP_TO = 512  # tokens of a sequence; for longer sequences the scores need too much memory
 MANY_ROWS = 17  # F.linear is the fastest from here on, in float32 and on processors with AMX
 FLOAT32_ROWS = 4  # blocks in float32 are faster from here on, on processors without bf16 products
 
@@ -107,11 +104,8 @@ def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
-    """x with each element zeroed with probability p and the other elements scaled by 1 / (1 - p). Any shape."""
-    if p == 0.0:
-        return x
-    if x.is_cpu:
-        return dropout_16_bits(x, p)
+    """x with each element zeroed with probability p and the other elements scaled by 1 / (1 - p). The mask is drawn from
+    torch's generator. Any shape."""
     return F.dropout(x, p)
 
 
@@ -133,21 +127,10 @@ def causal_attention(qkv: Tensor, dropout_p: float) -> Tensor:
 
     qkv: [s, b, n, 3, d]; each head has its query, key and value side by side. Returns [s, b, n·d].
     """
-    kernel = attention_kernel(qkv.device.type, qkv.dtype, qkv.size(0), dropout_p, gradient=torch.is_grad_enabled())
-    return kernel(qkv, dropout_p)
-
-
-def attention_kernel(
-    device: str, dtype: torch.dtype, s: int, dropout_p: float, *, gradient: bool
-) -> Callable[[Tensor, float], Tensor]:
-    """The kernel that `causal_attention` uses. device: "cpu" or "cuda"."""
-    if device == "cpu" and dtype == torch.bfloat16:
-        if dropout_p > 0 and s <= UNFUSED_UP_TO:
-            # Also without gradients: a checkpointed layer must drop the same elements when it is recomputed.
-            return unfused_attention
-        if dropout_p == 0 and gradient and processor.HAS_AMX:
-            return attention_with_blockwise_backward
-    return fused_attention
+    is_slow = processor.HAS_AMX and qkv.is_cpu and qkv.dtype == torch.bfloat16
+    if is_slow and dropout_p == 0 and torch.is_grad_enabled():
+        return attention_with_blockwise_backward(qkv, dropout_p)
+    return fused_attention(qkv, dropout_p)
 
 
 def varlen_causal_attention(qkv: Tensor, dropout_p: float, lengths: Sequence[int], cu_seqlens: Tensor) -> Tensor:

@@ -1,11 +1,10 @@
-"""Kernels of causal attention: torch's fused kernels; the formula with all scores in memory; and two kernels for a CPU
-that work on blocks of queries, as FlashAttention does (arXiv:2205.14135): a backward pass, and both passes with seeded
-dropout.
+"""Kernels of causal attention: torch's fused kernels; and for a CPU two kernels that work on blocks of queries, as
+FlashAttention does (arXiv:2205.14135): a backward pass, and both passes with seeded dropout.
 
 Legend: b batch, s sequence, n heads of this rank, d head size, t tokens of the micro-batch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpu.kernels import processor
-from mpu.kernels.dropout import ELEMENTS, dropout_16_bits, keep_scale, random_draws, sample_masks, zero_dropped
+from mpu.kernels.dropout import ELEMENTS, keep_scale, random_draws, sample_masks, zero_dropped
 
 # Queries in a block of the blockwise backward. Smaller blocks mean smaller matrix products; larger blocks compute more
 # scores that the causal mask discards. Only the scores of one block exist at a time.
@@ -67,22 +66,6 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype.itemsize > 2 or (dtype == torch.bfloat16 and processor.HAS_AMX) else torch.float32
 
 
-def unfused_attention(qkv: Tensor, dropout_p: float) -> Tensor:
-    """softmax(QKᵀ/√d, keys up to the query's position) V with all scores in memory: [s, b, n, 3, d] -> [s, b, n·d].
-
-    For a CPU in bf16 with dropout of the probabilities, where torch has no fused kernel: its formula draws 64 bits for
-    each score and computes in float32. Times for 512 tokens, 2 heads, one thread, in ms: with AMX 10.3 with bf16
-    scores, 22.2 with float32 scores; without AMX 43.4 and 22.3. The masks are the same in both. Source:
-    docs/explanation/performance.md.
-    """
-    s, b, n, _, d = qkv.shape
-    q, k, v = (x.contiguous() for x in _heads(qkv.to(compute_dtype(qkv.dtype))))
-    mask = torch.full((s, s), -torch.inf, dtype=q.dtype).triu_(1)
-    scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=d**-0.5)  # [b·n, s, s]
-    y = torch.bmm(dropout_16_bits(torch.softmax(scores, dim=-1), dropout_p), v)
-    return y.transpose(0, 1).reshape(s, b, n * d).to(qkv.dtype)  # [b·n, s, d] -> [s, b·n, d] -> [s, b, n·d]
-
-
 def attention_with_blockwise_backward(qkv: Tensor, dropout_p: float) -> Tensor:
     """softmax(QKᵀ/√d, keys up to the query's position) V: [s, b, n, 3, d] -> [s, b, n·d]. dropout_p must be 0.
 
@@ -96,35 +79,8 @@ def attention_with_blockwise_backward(qkv: Tensor, dropout_p: float) -> Tensor:
     docs/explanation/performance.md.
     """
     assert dropout_p == 0
-    return _BlockwiseBackward.apply(qkv)  # type: ignore[no-any-return]
-
-
-class _BlockwiseBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, qkv: Tensor) -> Tensor:
-        ctx.save_for_backward(qkv)
-        return fused_attention(qkv, 0.0)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        (qkv,) = ctx.saved_tensors
-        # A call of the operator loads torch's compiler: 1 s and 70 MB.
-        backward = _blockwise_operator if torch.compiler.is_compiling() else _blockwise_backward
-        d_qkv: Tensor = backward(qkv, dy)
-        return d_qkv
-
-
-def _blockwise_backward(qkv: Tensor, dy: Tensor) -> Tensor:
-    return _gradient(qkv, dy, BLOCK, heads_at_once(qkv.size(0)))
-
-
-# A custom operator: torch.compile would make the code inside slower.
-_blockwise_operator = torch.library.custom_op("mpu::blockwise_attention_backward", _blockwise_backward, mutates_args=())
-
-
-@_blockwise_operator.register_fake
-def _(qkv: Tensor, dy: Tensor) -> Tensor:
-    return torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+    out: Tensor = _BlockwiseAttention.apply(qkv, 0.0, None, 0, 0, 0)
+    return out
 
 
 def seeded_attention(
@@ -142,8 +98,26 @@ def seeded_attention(
     forward and backward, one thread with AMX, 1,024 tokens, 12 heads, compared with torch's formula with all scores in
     memory: 455 and 115 ms in bf16, 465 and 249 ms in float32 (one run).
     """
-    out: Tensor = _SeededAttention.apply(qkv, p, dropout_seeds, location, first_head, first_position)  # type: ignore[no-untyped-call]
+    out: Tensor = _BlockwiseAttention.apply(qkv, p, dropout_seeds, location, first_head, first_position)
     return out
+
+
+class _BlockwiseAttention(torch.autograd.Function):
+    """Without seeds forward is torch's fused kernel. Backward always runs over blocks of queries."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, p: float, seeds: Tensor | None, *place: int) -> Tensor:
+        out: Tensor
+        kept: list[Tensor]
+        out, kept = (fused_attention(qkv, 0.0), []) if seeds is None else _callable(_forward)(qkv, p, seeds, *place)
+        ctx.p, ctx.place = p, place
+        ctx.save_for_backward(qkv, seeds, *kept)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        qkv, seeds, *kept = ctx.saved_tensors
+        return _callable(_backward)(qkv, dy, ctx.p, seeds, *ctx.place, kept), *[None] * 5
 
 
 class _AttentionMasks:
@@ -175,74 +149,101 @@ class _AttentionMasks:
             done += count
 
 
-class _SeededAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, qkv: Tensor, p: float, dropout_seeds: Tensor, *place: int) -> Tensor:
-        ctx.p, ctx.place = p, place
-        s, b, n, _, d = qkv.shape
-        kept = []  # saved for backward
-        masks = _AttentionMasks(qkv, p, dropout_seeds, *place)
-        q, k, v = _operands(qkv)
-        out = torch.empty(s, b, n * d, dtype=qkv.dtype)
-        y = out.view(s, b * n, d).transpose(0, 1)  # [b·n, s, d]
-        for first, some, start, end in _blocks(s, b * n, SEEDED_BLOCK, seeded_heads_at_once(s)):
-            # Contiguous operands, and scaling a block while it is in the cache, halve the time.
-            block_q, block_k, block_v = (x.contiguous() for x in (q[some, start:end], k[some, :end], v[some, :end]))
-            probabilities = _probabilities(block_q * d**-0.5, block_k, start)
-            masked = torch.empty_like(probabilities)
-            for part, drawn in masks.parts(probabilities, first, start):
-                zero_dropped(probabilities[part], drawn, p, out=masked[part])
-            y[some, start:end] = torch.bmm(masked, block_v).mul_(masks.keep_scale)
-            if s <= SAVED_UP_TO:
-                kept.append(probabilities)
-        ctx.save_for_backward(qkv, dropout_seeds, *kept)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        qkv, dropout_seeds, *kept = ctx.saved_tensors
-        masks = _AttentionMasks(qkv, ctx.p, dropout_seeds, *ctx.place)
-        d_qkv = _gradient(qkv, dy, SEEDED_BLOCK, seeded_heads_at_once(qkv.size(0)), masks, kept)
-        return d_qkv, None, None, None, None, None
+def _forward(
+    qkv: Tensor, p: float, dropout_seeds: Tensor, location: int, first_head: int, first_position: int
+) -> tuple[Tensor, list[Tensor]]:
+    """The output of `seeded_attention`, and the probabilities of each block if the sequence is short."""
+    s, b, n, _, d = qkv.shape
+    kept = []
+    masks = _AttentionMasks(qkv, p, dropout_seeds, location, first_head, first_position)
+    q, k, v = _operands(qkv)
+    out = torch.empty(s, b, n * d, dtype=qkv.dtype)
+    y = out.view(s, b * n, d).transpose(0, 1)  # [b·n, s, d]
+    for first, some, start, end in _blocks(s, b * n, SEEDED_BLOCK, seeded_heads_at_once(s)):
+        # Contiguous operands, and scaling a block while it is in the cache, halve the time.
+        block_q, block_k, block_v = (x.contiguous() for x in (q[some, start:end], k[some, :end], v[some, :end]))
+        probabilities = _probabilities(block_q * d**-0.5, block_k, start)
+        masked = torch.empty_like(probabilities)
+        for part, drawn in masks.parts(probabilities, first, start):
+            zero_dropped(probabilities[part], drawn, p, out=masked[part])
+        y[some, start:end] = torch.bmm(masked, block_v).mul_(masks.keep_scale)
+        if s <= SAVED_UP_TO:
+            kept.append(probabilities)
+    return out, kept
 
 
-def _gradient(
+def _backward(
     qkv: Tensor,
     dy: Tensor,
-    block: int,
-    heads: int,
-    masks: _AttentionMasks | None = None,
-    kept: list[Tensor] | None = None,
+    p: float,
+    dropout_seeds: Tensor | None,
+    location: int,
+    first_head: int,
+    first_position: int,
+    kept: list[Tensor],
 ) -> Tensor:
-    """[s, b, n, 3, d], [s, b, n·d] -> the gradient of qkv [s, b, n, 3, d], computed for `block` queries and `heads`
-    heads at a time. masks: of dropout. kept: saved probabilities of each block; without them they are recomputed."""
+    """[s, b, n, 3, d], [s, b, n·d] -> the gradient of qkv [s, b, n, 3, d]. kept: saved probabilities of each block;
+    without them they are recomputed."""
     s, b, n, _, d = qkv.shape
+    masks, block, heads = None, BLOCK, heads_at_once(s)
+    if dropout_seeds is not None:
+        masks = _AttentionMasks(qkv, p, dropout_seeds, location, first_head, first_position)
+        block, heads = SEEDED_BLOCK, seeded_heads_at_once(s)
     q, k, v = _operands(qkv)
     dy = dy.to(q.dtype).reshape(s, b * n, d).transpose(0, 1)  # [b·n, s, d]
     d_qkv = torch.empty(qkv.shape, dtype=qkv.dtype)
     dq, *d_kv = _heads(d_qkv)
     dk, dv = torch.zeros(2, b * n, s, d, dtype=q.dtype)
-    for first, some, start, end in _blocks(s, b * n, block, heads):
+    for number, (first, some, start, end) in enumerate(_blocks(s, b * n, block, heads)):
         block_q, block_dy, block_k, block_v = (
             x.contiguous() for x in (q[some, start:end], dy[some, start:end], k[some, :end], v[some, :end])
         )
         block_q = block_q * d**-0.5
         if masks is not None:
             block_dy = block_dy * masks.keep_scale
-        p = kept.pop(0) if kept else _probabilities(block_q, block_k, start)
-        masked, dp = p, torch.bmm(block_dy, block_v.transpose(1, 2))
+        probabilities = kept[number] if kept else _probabilities(block_q, block_k, start)
+        masked, dp = probabilities, torch.bmm(block_dy, block_v.transpose(1, 2))
         if masks is not None:
-            masked = torch.empty_like(p)
-            for part, drawn in masks.parts(p, first, start):
-                zero_dropped(p[part], drawn, masks.p, out=masked[part])
-                zero_dropped(dp[part], drawn, masks.p, out=dp[part])
+            masked = torch.empty_like(probabilities)
+            for part, drawn in masks.parts(probabilities, first, start):
+                zero_dropped(probabilities[part], drawn, p, out=masked[part])
+                zero_dropped(dp[part], drawn, p, out=dp[part])
         dv[some, :end].baddbmm_(masked.transpose(1, 2), block_dy)
-        d_scores = torch._softmax_backward_data(dp, p, -1, p.dtype)
+        d_scores = torch._softmax_backward_data(dp, probabilities, -1, probabilities.dtype)
         dk[some, :end].baddbmm_(d_scores.transpose(1, 2), block_q)
         dq[some, start:end] = torch.bmm(d_scores, block_k).mul_(d**-0.5)
     for out, grad in zip(d_kv, (dk, dv), strict=True):
         out.copy_(grad)
     return d_qkv
+
+
+# Custom operators, which torch.compile does not trace into.
+_OPERATORS = {
+    _forward: torch.library.custom_op("mpu::seeded_attention", _forward, mutates_args=()),
+    _backward: torch.library.custom_op("mpu::blockwise_attention_backward", _backward, mutates_args=()),
+}
+
+
+def _callable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The operator of `function` while torch.compile traces, else the function itself: a call of the operator would
+    load the compiler, which takes 1 s and 70 MB."""
+    return _OPERATORS[function] if torch.compiler.is_compiling() else function
+
+
+@_OPERATORS[_forward].register_fake
+def _(qkv: Tensor, *arguments: object) -> tuple[Tensor, list[Tensor]]:
+    s, b, n, _, d = qkv.shape
+    kept = []
+    if s <= SAVED_UP_TO:
+        for _, some, start, end in _blocks(s, b * n, SEEDED_BLOCK, seeded_heads_at_once(s)):
+            heads = len(range(b * n)[some])
+            kept.append(qkv.new_empty(heads, end - start, end, dtype=compute_dtype(qkv.dtype)))
+    return qkv.new_empty(s, b, n * d), kept
+
+
+@_OPERATORS[_backward].register_fake
+def _(qkv: Tensor, *arguments: object) -> Tensor:
+    return qkv.new_empty(qkv.shape)
 
 
 def heads_at_once(s: int, block: int = BLOCK) -> int:

@@ -1,4 +1,4 @@
-"""Seeded dropout, which saves nothing for backward; and dropout on a CPU that draws from torch's generator.
+"""Seeded dropout, which saves nothing for backward.
 
 The random bits of seeded dropout are a function of a key and a counter: Philox4x64-10 (Salmon et al., "Parallel random
 numbers: as easy as 1, 2, 3", SC 2011). No draw depends on earlier draws, so any rank can compute any part of a mask at any
@@ -18,7 +18,6 @@ import threading
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 ELEMENTS = 16  # in a block
@@ -133,18 +132,3 @@ _operator = torch.library.custom_op("mpu::seeded_dropout", _seeded_dropout, muta
 @_operator.register_fake
 def _(x: Tensor, p: float, seeds: Tensor, location: int, first_position: int) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-def dropout_16_bits(x: Tensor, p: float) -> Tensor:
-    """x with each element zeroed with probability p and the other elements scaled by 1 / (1 - p), using 16 random bits
-    of the default generator for each element. Any shape, any float dtype. p is rounded as in `drop_threshold`.
-
-    On a CPU, torch draws 64 bits for each element, in one thread. Here 64 bits serve four elements: 0.5 M elements in
-    bf16, forward and backward, take 1.3 ms instead of 3.4, with AVX2 and with AVX-512. All CPUs use it, because the
-    random numbers of a run must not depend on the processor.
-    """
-    if torch.compiler.is_compiling():  # the compiler has its own generator
-        return F.dropout(x, p)
-    drawn = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(1 << 63), None)
-    kept = drawn.view(torch.int16)[: x.numel()].view(x.shape) >= drop_threshold(p) - 32768  # [elements] -> x's shape
-    return x * kept.to(x.dtype).mul_(keep_scale(p))

@@ -354,13 +354,13 @@ class GPT2Model(nn.Module):
         """Compile each transformer layer. All layers share one compiled graph; compiling the whole model would take
         minutes.
 
-        Without dropout a layer is one graph, including its collectives. Dropout breaks the graph at attention. If masks
-        are drawn from torch's generators, it also breaks at each hidden dropout under sequence parallelism.
-        by_document: `forward` will get `documents`, which breaks the graph at attention.
+        Each layer is one graph, including its collectives and dropout. by_document: `forward` will get `documents`,
+        which breaks the graph at attention. Masks from torch's generators (without `dropout_seed`) break it at attention
+        dropout, and under sequence parallelism also at hidden dropout.
         """
         config = self.config
-        draws_own_part = config.hidden_dropout > 0 and self.sequence_parallel and self.dropout_seed is None
-        breaks = by_document or config.attention_dropout > 0 or draws_own_part
+        draws = config.attention_dropout > 0 or (config.hidden_dropout > 0 and self.sequence_parallel)
+        breaks = by_document or (draws and self.dropout_seed is None)
         for layer in filter(None, self.transformer.layers):
             layer.compile(fullgraph=not breaks, backend=backend)
         self.is_compiled = True

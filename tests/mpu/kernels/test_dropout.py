@@ -1,5 +1,5 @@
 """Seeded dropout: the published numbers of its generator, and masks that are equal in every part of a batch and
-independent of each other. Dropout by torch's generator."""
+independent of each other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 import mpu
-from mpu import kernels
 from mpu.kernels import seeded_dropout
 from mpu.kernels.dropout import ELEMENTS, WORD, drop_threshold, keep_scale, random_draws, zero_dropped
 from mpu.random import POST_ATTENTION_DROPOUT, POST_MLP_DROPOUT
@@ -117,19 +116,3 @@ def test_masks_have_the_right_rate_and_are_independent():
     for name, other in others.items():
         correlation = torch.corrcoef(torch.stack([first.flatten(), other.flatten()]).float())[0, 1].item()
         assert abs(correlation) < 5 * first.numel() ** -0.5, (name, correlation)
-
-
-def test_dropout_by_torchs_generator_has_the_right_rate_and_mean():
-    torch.manual_seed(0)
-    for p in (0.1, 0.5):
-        x = torch.ones(1001, 1003, requires_grad=True)
-        y = kernels.dropout(x, p)
-        assert (y == 0).float().mean().item() == pytest.approx(p, abs=0.002)
-        assert y[y != 0].unique().tolist() == pytest.approx([1 / (1 - p)], rel=1e-4)
-        y.sum().backward()
-        assert torch.equal(x.grad, y.detach())
-        # No pattern along the elements that share a random number.
-        lanes = (y.detach().view(-1)[:1_000_000].view(-1, 4) == 0).float()
-        assert lanes.mean(0).tolist() == pytest.approx([p] * 4, abs=0.004)
-        assert torch.corrcoef(lanes.t()).fill_diagonal_(0).abs().max().item() < 0.01
-    assert torch.equal(kernels.dropout(x, 0.0), x)

@@ -216,11 +216,9 @@ def _attention(inputs: MemoryInputs, t: int, s: int, n: int, own: int, free: int
     device, dtype, e, on_gpu = inputs.device, inputs.dtype, inputs.dtype.itemsize, inputs.device == "cuda"
     heads, is_seeded = t // s * n, train.dropout_rng == "counter"  # then masks are recomputed and not stored
     # Bytes of the scores [b, n/p, s, s] if they are materialised; 0 if a kernel computes them by blocks. torch's
-    # formulas use float32, and our CPU kernel bf16.
-    kernel = kernels.attention_kernel(device, dtype, s, dropout, gradient=True)
-    ours = kernel is attention.unfused_attention and attention.compute_dtype(dtype) == dtype
+    # formula uses float32.
     is_materialised = train.attention_backend == "unfused" if on_gpu else dropout > 0 and not is_seeded
-    scores = heads * s * s * (e if ours else 4) if is_materialised else 0
+    scores = heads * s * s * 4 if is_materialised else 0
     if is_seeded and dropout > 0 and kernels.has_seeded_attention(device):
         size, block = attention.compute_dtype(dtype).itemsize, min(attention.SEEDED_BLOCK, s)
         at_once = min(attention.seeded_heads_at_once(s), heads)  # for the scores and the masks
@@ -233,7 +231,7 @@ def _attention(inputs: MemoryInputs, t: int, s: int, n: int, own: int, free: int
         blocks = free + 11 * own + 3 * e * at_once * block * s
     if scores:  # the softmax, and with dropout its mask (1 byte per element on a GPU) and their product
         with_dropout = (scores // 4 if on_gpu else scores) + scores if dropout > 0 else 0
-        return scores + with_dropout + (0 if ours else 3 * own * 4 // e), max(scores, blocks)
+        return scores + with_dropout + 3 * own * 4 // e, max(scores, blocks)
     return 0 if by_blocks else 4 * t * n, blocks  # the log-sum-exp of each row
 
 
