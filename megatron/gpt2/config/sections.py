@@ -290,7 +290,7 @@ class ParallelConfig(ConfigSection):
     )
     exact_layouts: int | None = option(
         None,
-        "give bit-identical losses in every layout whose model-parallel size divides V, a power of two",
+        "give bit-identical losses in every layout whose model-parallel size divides V",
         metavar="V",
     )
     grad_reduce_in_bf16: bool = option(False, "reduce gradients in bf16; they are accumulated in fp32")
@@ -669,7 +669,6 @@ class Config:
 
     def _check_exact_layouts(self, parts: int) -> None:
         model, parallel, train = self.model, self.parallel, self.train
-        require(parts & (parts - 1) == 0, f"--exact-layouts {parts} is not a power of two")
         require(
             parts % parallel.model_parallel_size == 0,
             f"--exact-layouts {parts} is not divisible by --model-parallel-size {parallel.model_parallel_size}",

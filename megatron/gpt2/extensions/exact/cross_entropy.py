@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron.gpt2.extensions.exact.sums import VirtualRanks, sum_of_products, tree_sum
+from megatron.gpt2.extensions.exact.sums import VirtualRanks, tree_sum
 from mpu import kernels
 from mpu.cross_entropy import LinearCrossEntropy, chunk_size_for, loss_from_stats, vocab_parallel_targets
 from mpu.initialize import get_tensor_model_parallel_group
@@ -51,7 +51,8 @@ class _ExactLinearCrossEntropy(LinearCrossEntropy):
             vocab_parallel_targets(target, virtual.first + number, part.size(0), vocab_size)
             for number, part in enumerate(weights)
         ]
-        d_hidden = hidden.new_empty(hidden.shape if needs_grad else 0, dtype=virtual.sum_dtype(hidden.dtype))
+        shape = (virtual.num_partial_sums, *hidden.shape)
+        d_hidden = hidden.new_empty(shape if needs_grad else 0, dtype=virtual.sum_dtype(hidden.dtype))
         d_weights = [kernels.MatmulAccumulator() for _ in weights]
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         chunk_size = chunk_size_for(hidden.size(0))
@@ -70,7 +71,7 @@ class _ExactLinearCrossEntropy(LinearCrossEntropy):
             )
             loss += torch.dot(loss_from_stats(stats), token_weight[rows])
             if needs_grad:  # the softmax has overwritten the logits with their gradients
-                d_hidden[rows] = sum_of_products(logits, weights, d_hidden.dtype)
+                d_hidden[:, rows] = virtual.sum_of_products(logits, weights, hidden.dtype)
                 for number, d_weight in enumerate(d_weights):
                     d_weight.add(logits[number], hidden[rows])
             del logits

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.gpt2.extensions.exact.sums import VirtualRanks, sum_of_products, sum_over_sequence
+from megatron.gpt2.extensions.exact.sums import VirtualRanks, sum_over_sequence
 from mpu import kernels
 from mpu.layers import ColumnParallelLinear, PositionEmbedding, RowParallelLinear, WeightGradFn
 from mpu.mappings import communicate
@@ -59,8 +59,8 @@ class _ColumnParallelLinear(torch.autograd.Function):
         rows = [_tokens(dy) for dy in dys]
         dx = d_weight = d_bias = None
         if ctx.needs_input_grad[0]:
-            total = sum_of_products(rows, weight.chunk(virtual.per_rank), virtual.sum_dtype(x.dtype)).view(x.shape)
-            dx = virtual.reduce(total, x.dtype, ctx.sequence_parallel)
+            total = virtual.sum_of_products(rows, weight.chunk(virtual.per_rank), x.dtype)
+            dx = virtual.reduce(total.view(-1, *x.shape), x.dtype, ctx.sequence_parallel)
         if ctx.needs_input_grad[1]:
             d_weight = ctx.weight_grad_fn(rows, _tokens(x))
         if ctx.needs_input_grad[2]:
@@ -96,20 +96,20 @@ class ExactColumnParallelLinear(ColumnParallelLinear):
 
 
 class _RowParallelLinear(torch.autograd.Function):
-    """XAᵀ, summed over the input features of this rank's virtual ranks."""
+    """XAᵀ, summed over the input features of this rank's virtual ranks: [k, s, b, o], see `VirtualRanks.partial_sums`."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, virtual: VirtualRanks, weight_grad_fn: WeightGradFn, *xs: Tensor) -> Tensor:
         ctx.weight_grad_fn = weight_grad_fn
         ctx.save_for_backward(weight, *xs)
         weights = [part.t() for part in _columns(weight, virtual.per_rank)]
-        y = sum_of_products([_tokens(x) for x in xs], weights, virtual.sum_dtype(weight.dtype))
-        return y.view(*xs[0].shape[:-1], -1)
+        y = virtual.sum_of_products([_tokens(x) for x in xs], weights, weight.dtype)
+        return y.view(len(y), *xs[0].shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         weight, *xs = ctx.saved_tensors
-        rows = _tokens(dy.to(weight.dtype))  # dy has the dtype of the sum, but only bits of `weight.dtype`
+        rows = _tokens(dy[0].to(weight.dtype))  # dy has the dtype of the sum, but only bits of `weight.dtype`
         dxs = [(rows @ part).view(x.shape) for part, x in zip(_columns(weight, len(xs)), xs, strict=True)]
         d_weight = ctx.weight_grad_fn(rows, [_tokens(x) for x in xs]) if ctx.needs_input_grad[0] else None
         return d_weight, None, None, *dxs
@@ -149,13 +149,20 @@ class ExactRowParallelLinear(RowParallelLinear):
 
     def forward(self, x: Sequence[Tensor]) -> Tensor:  # type: ignore[override]
         """Tuple of [s, b, i/V] -> [s, b, o]."""
-        y = _RowParallelLinear.apply(self.weight, self.virtual, self.weight_grad_fn or self.weight_gradient, *x)
-        y = communicate(  # saves no tensor, so recomputation does not repeat it
-            y,
-            self.group,
-            forward=lambda own, _: self.virtual.reduce(own, x[0].dtype, self.sequence_parallel),
-            backward=lambda dy, _: self.virtual.all_gather(dy) if self.sequence_parallel else dy.view_as(dy),
-        )
+        sums = _RowParallelLinear.apply(self.weight, self.virtual, self.weight_grad_fn or self.weight_gradient, *x)
+        if self.virtual.group is None:
+            y: Tensor = sums[0]
+        else:
+            k = len(sums)
+            y = communicate(  # saves no tensor, so recomputation does not repeat it
+                sums,
+                self.group,
+                forward=lambda own, _: self.virtual.reduce(own, x[0].dtype, self.sequence_parallel),
+                # Each partial sum has the same gradient.
+                backward=lambda dy, _: (self.virtual.all_gather(dy) if self.sequence_parallel else dy).expand(
+                    k, -1, -1, -1
+                ),
+            )
         if self.bias is None:
             return y
         return _AddParameter.apply(  # type: ignore[no-any-return]

@@ -46,14 +46,21 @@ class VirtualRanks:
         rank, ranks = group_rank_and_size(group)
         self.size, self.group, self.per_rank = size, group if ranks > 1 else None, divide(size, ranks)
         self.first = rank * self.per_rank
+        # The terms of 2^j ranks form one subtree each, so a rank sends one partial sum. With other numbers of ranks (3 for
+        # V = 6) a rank's terms belong to different subtrees, so it sends each of them.
+        self.num_partial_sums = 1 if ranks & (ranks - 1) == 0 else self.per_rank
+
+    def partial_sums(self, terms: Sequence[Tensor]) -> Tensor:
+        """Sum the terms of this rank as far as the tree allows: V/p of [...] -> [k, ...], k = `num_partial_sums`."""
+        return tree_sum(terms).unsqueeze(0) if self.num_partial_sums == 1 else torch.stack([x.float() for x in terms])
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of this rank's partial sums. Only the complete sum is rounded to `dtype`."""
         return dtype if self.group is None else torch.float32
 
-    def all_reduce(self, local: Tensor) -> Tensor:
-        """Sum small float32 partial sums [...] over all ranks."""
-        return local if self.group is None else tree_sum(self.all_gather(local.unsqueeze(0)).unbind())
+    def all_reduce(self, partial_sums: Tensor) -> Tensor:
+        """Sum small float32 partial sums [k, ...] over all ranks: [...]."""
+        return tree_sum(self.all_gather(partial_sums).unbind())
 
     def all_gather(self, local: Tensor) -> Tensor:
         """Concatenate the tensors of all ranks: [n, ...] -> [n · p, ...]."""
@@ -61,34 +68,36 @@ class VirtualRanks:
             return local
         return all_gather_first_dim(local, self.group)[0]
 
-    def reduce(self, local: Tensor, dtype: torch.dtype, scatter: bool) -> Tensor:
-        """Sum the partial sums [n, ...] over all ranks and round to `dtype`. scatter: to this rank's [n/p, ...].
+    def reduce(self, partial_sums: Tensor, dtype: torch.dtype, scatter: bool) -> Tensor:
+        """Sum partial sums [k, n, ...] over all ranks and round to `dtype`: [n, ...], or this rank's [n/p, ...] with scatter.
 
         Raises ValueError if p does not divide the number of elements or, with scatter, of rows."""
         if self.group is None:
-            return local.to(dtype)
-        size, rows = self.group.size(), local if scatter else local.reshape(-1)
-        divide(rows.size(0), size)
-        terms = torch.empty_like(rows, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(terms, rows.contiguous(), group=self.group)
-        total = tree_sum(terms.chunk(size)).to(dtype)
-        return total if scatter else self.all_gather(total).view(local.shape)
+            return partial_sums[0].to(dtype)
+        size, rows = self.group.size(), partial_sums if scatter else partial_sums.flatten(1)
+        # [k, n, ...] -> [p, k, n/p, ...]
+        sent = rows.unflatten(1, (size, divide(rows.size(1), size))).transpose(0, 1).contiguous()
+        terms = torch.empty_like(sent)
+        dist.all_to_all_single(terms, sent, group=self.group)
+        total = tree_sum(terms.flatten(0, 1).unbind()).to(dtype)
+        return total if scatter else self.all_gather(total).view(partial_sums.shape[1:])
 
-
-def sum_of_products(xs: Sequence[Tensor], weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Σ x · w over this rank's virtual ranks: pairs of [t, i] and [i, o] -> [t, o]. Each product is rounded to its own
-    dtype, the sum to `dtype`."""
-    t = xs[0].size(0)
-    out = xs[0].new_empty((t, weights[0].size(1)), dtype=dtype)
-    at_once = ROWS if xs[0].is_cpu else t
-    for start in range(0, t, at_once):
-        rows = slice(start, start + at_once)
-        out[rows] = tree_sum([x[rows] @ weight for x, weight in zip(xs, weights, strict=True)])
-    return out
+    def sum_of_products(self, xs: Sequence[Tensor], weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Σ x · w over this rank's virtual ranks: V/p pairs of [t, i] and [i, o] -> [k, t, o]. Each product is rounded to
+        its own dtype, the sum to the dtype of partial sums."""
+        t = xs[0].size(0)
+        out = xs[0].new_empty((self.num_partial_sums, t, weights[0].size(1)), dtype=self.sum_dtype(dtype))
+        at_once = ROWS if xs[0].is_cpu else t
+        for start in range(0, t, at_once):
+            rows = slice(start, start + at_once)
+            out[:, rows] = self.partial_sums([x[rows] @ weight for x, weight in zip(xs, weights, strict=True)])
+        return out
 
 
 def sum_over_sequence(virtual: VirtualRanks, sum_of_slice: Callable[[slice], Tensor], length: int) -> Tensor:
     """Sum over the sequence in float32, in V slices. sum_of_slice: returns the sum over a slice of this rank's `length`
     positions. virtual: has a group only if its ranks hold different shards of the sequence."""
     size = divide(length, virtual.per_rank)
-    return virtual.all_reduce(tree_sum([sum_of_slice(slice(at, at + size)) for at in range(0, length, size)]))
+    return virtual.all_reduce(
+        virtual.partial_sums([sum_of_slice(slice(at, at + size)) for at in range(0, length, size)])
+    )

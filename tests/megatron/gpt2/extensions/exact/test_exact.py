@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -14,7 +15,7 @@ from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.extensions.exact import exact_modules, exact_squared_norm, tree_sum
 from megatron.gpt2.extensions.exact.reducer import LeafRange, max_waiting_sums, merge_sums, odd_factor, sums_of_rank
-from megatron.gpt2.extensions.exact.sums import sum_of_products
+from megatron.gpt2.extensions.exact.sums import VirtualRanks
 from megatron.gpt2.model.gpt2 import GPT2Model, layer_config
 from tests.distributed import run_ranks
 
@@ -28,79 +29,69 @@ SHAPE = ModelConfig(
     attention_dropout=0.1,
     gelu="erf",
 )
+SIX = dataclasses.replace(
+    SHAPE, hidden_size=48, num_attention_heads=6, max_position_embeddings=24, make_vocab_size_divisible_by=96
+)
 CASES = [
     (dtype, sequence_parallel, recompute, by_document)
     for dtype in (torch.float32, torch.bfloat16)
     for sequence_parallel in (False, True)
     for recompute, by_document in (("none", True), ("selective", False), ("full", True))
 ]
+Cases = list[tuple[torch.dtype, bool, str, bool]]
 
 
 def gradients(
-    rank: int, world_size: int, cases: list[tuple[torch.dtype, bool, str, bool]], virtual_ranks: int | None = 4
+    rank: int, world_size: int, shape: ModelConfig, cases: Cases, virtual_ranks: int | None
 ) -> list[tuple[float, dict[str, tuple[Tensor, int | None]]]]:
     """Return for each case the loss, and for each parameter this rank's gradient and its split dimension."""
     mpu.initialize_model_parallel(world_size)
     modules = exact_modules(virtual_ranks) if virtual_ranks else mpu.DEFAULT_SUBMODULES
-    draw = torch.Generator().manual_seed(3)
-    tokens, labels = (torch.randint(0, 500, (3, 32), generator=draw) for _ in range(2))
+    draw, s = torch.Generator().manual_seed(3), shape.max_position_embeddings
+    tokens, labels = (torch.randint(0, 500, (3, s), generator=draw) for _ in range(2))
     found = []
     for dtype, sequence_parallel, recompute, by_document in cases:
-        model = (
-            GPT2Model(
-                SHAPE,
-                layer_config(SHAPE, sequence_parallel=sequence_parallel, recompute_granularity=recompute),
-                dropout_seed=7,
-                modules=modules,
-            )
-            .to(dtype)
-            .train()
-        )
+        layers = layer_config(shape, sequence_parallel=sequence_parallel, recompute_granularity=recompute)
+        model = GPT2Model(shape, layers, dropout_seed=7, modules=modules).to(dtype).train()
         more: dict[str, Any] = {}
         if by_document:
             more = {
                 "documents": mpu.PackedSeqParams(tokens, int(tokens[0, 11]), "cpu"),
-                "positions": torch.randint(0, 32, (3, 32), generator=torch.Generator().manual_seed(4)),
+                "positions": torch.randint(0, s, (3, s), generator=torch.Generator().manual_seed(4)),
             }
-        loss = model(tokens, labels, torch.full((3, 32), 1 / 96), samples=torch.arange(3), **more)
+        loss = model(tokens, labels, torch.full((3, s), 1 / (3 * s)), samples=torch.arange(3), **more)
         loss.backward()
         if not virtual_ranks:
             mpu.sum_sequence_parallel_grads(model.parameters())
-        specs = mpu.partition_specs(model)
-        found.append(
-            (
-                loss.item(),
-                {
-                    name: (parameter.grad.clone(), specs[name].dim)
-                    for name, parameter in model.named_parameters()
-                    if parameter.grad is not None
-                },
-            )
-        )
+        specs, parameters = mpu.partition_specs(model), model.named_parameters()
+        grads = {name: (x.grad.clone(), specs[name].dim) for name, x in parameters if x.grad is not None}
+        found.append((loss.item(), grads))
     return found
 
 
-def test_no_bit_depends_on_the_tensor_parallel_size() -> None:
-    one = gradients(0, 1, CASES)
-    for (dtype, *_), (loss, grads), (plain_loss, plain_grads) in zip(
-        CASES, one, gradients(0, 1, CASES, None), strict=True
-    ):
+@pytest.mark.parametrize(
+    ("shape", "virtual_ranks", "cases", "world_sizes"),
+    [(SHAPE, 4, CASES, (2,)), (SHAPE, 4, CASES[::5], (4,)), (SIX, 6, CASES[::5], (2, 3)), (SIX, 3, CASES[::6], (3,))],
+    ids=["V 4", "V 4 on 4 ranks", "V 6", "V 3"],
+)
+def test_no_bit_depends_on_the_tensor_parallel_size(
+    shape: ModelConfig, virtual_ranks: int, cases: Cases, world_sizes: tuple[int, ...]
+) -> None:
+    one = gradients(0, 1, shape, cases, virtual_ranks)
+    plain = gradients(0, 1, shape, cases, None)
+    for (dtype, *_), (loss, grads), (plain_loss, plain_grads) in zip(cases, one, plain, strict=True):
         bound = 1e-6 if dtype == torch.float32 else 1e-2
         assert loss == pytest.approx(plain_loss, rel=bound)
         for name, (grad, _) in grads.items():
             assert (grad - plain_grads[name][0]).norm() <= 5 * bound * grad.norm(), name
-    for world_size in (2, 4):
-        by_rank = run_ranks(gradients, world_size, CASES)
-        for case, (loss, grads), *of_ranks in zip(CASES, one, *by_rank, strict=True):
+    for world_size in world_sizes:
+        by_rank = run_ranks(gradients, world_size, shape, cases, virtual_ranks)
+        for case, (loss, grads), *of_ranks in zip(cases, one, *by_rank, strict=True):
             assert all(theirs == loss for theirs, _ in of_ranks), case
             for name, (grad, dim) in grads.items():
                 shards = [theirs[name][0] for _, theirs in of_ranks]
-                same = (
-                    [torch.equal(shard, grad) for shard in shards]
-                    if dim is None
-                    else [torch.equal(torch.cat(shards, dim), grad)]
-                )
-                assert all(same), f"{world_size} ranks, {case}: {name}"
+                whole = shards if dim is None else [torch.cat(shards, dim)]
+                assert all(torch.equal(each, grad) for each in whole), f"{world_size} ranks, {case}: {name}"
 
 
 def test_a_tree_sum_is_the_sum_of_its_subtrees() -> None:
@@ -127,8 +118,9 @@ def test_products_are_rounded_once_and_summed_in_float32() -> None:
     xs = [torch.randn(1100, 8).bfloat16() for _ in range(4)]  # more rows than are summed at once
     weights = [torch.randn(8, 16).bfloat16() for _ in range(4)]
     expected = tree_sum([x @ weight for x, weight in zip(xs, weights, strict=True)])
-    assert torch.equal(sum_of_products(xs, weights, torch.float32), expected)
-    assert torch.equal(sum_of_products(xs, weights, torch.bfloat16), expected.bfloat16())
+    virtual = VirtualRanks(4, None)
+    assert torch.equal(virtual.sum_of_products(xs, weights, torch.float32)[0], expected)
+    assert torch.equal(virtual.sum_of_products(xs, weights, torch.bfloat16)[0], expected.bfloat16())
 
 
 @pytest.mark.parametrize("block", [1, 16, 64])
@@ -189,7 +181,7 @@ def test_number_of_partial_sums_sent_and_stored() -> None:
 FLAGS = "--num-attention-heads 8 --hidden-size 64 --ffn-hidden-size 256 --seq-length 64 --max-position-embeddings 96 "
 REFUSED = {
     "--exact-layouts 0": "--exact-layouts must be positive, not 0",
-    "--exact-layouts 6": "--exact-layouts 6 is not a power of two",
+    "--exact-layouts 6": "--num-attention-heads 8 is not divisible by --exact-layouts 6: change one of them",
     "--exact-layouts 2 --model-parallel-size 4": "--exact-layouts 2 is not divisible by --model-parallel-size 4",
     "--exact-layouts 4 --num-attention-heads 2": "--num-attention-heads 2 is not divisible by --exact-layouts 4: change",
     "--exact-layouts 4 --ffn-hidden-size 258": "--ffn-hidden-size 258 is not divisible by --exact-layouts 4",
