@@ -15,29 +15,29 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 import mpu
 from data_utils.command_line import Parser, how_to_call
-from megatron.gpt2.commands.collective_operations import OPERATIONS, BenchGroup, is_correct, make_buffers, time_run
 from megatron.gpt2.config import require
-from megatron.gpt2.device import DTYPES, PRECISIONS, choose_backend, choose_device, set_threads
+from megatron.gpt2.device import DTYPES, choose_backend, choose_device, set_threads
 from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.dist.rendezvous import initialize_distributed
 from megatron.gpt2.dist.run_program import Log, run_program
+from mpu.mappings import all_gather_single, reduce_scatter_single
 
-FACTOR = 4  # from one size to the next
+PERIOD = 375  # elements after which the test values repeat
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # relative; for the order of summation
 TIMEOUT_MINUTES = 5  # of the process group; one operation takes far less
 MIN_RUNS, MAX_RUNS, RUNS_SECONDS = 5, 1000, 0.2  # of an operation at a size, without --iters
 UNITS = {"G": 30, "M": 20, "K": 10, "": 0}  # powers of two
 PAIRS_BYTES, PAIRS_RUNS, MAX_PAIR_RANKS = 1 << 20, 9, 16  # below 1 MB, noise looks like a slow pair
-SLOW_FRACTION = 0.5  # a pair below this part of the median is reported
 LINE = "{:<18} {:>9} {:>5} {:>11} {:>23} {:>10} {:>9}  {}"  # of the table
 HEADER = LINE.format("operation", "bytes", "runs", "median µs", "p10 – p90 µs", "algorithm", "bus GB/s", "result")
 
@@ -46,8 +46,181 @@ class SkipOperation(Exception):
     """The reason why an operation, or its larger sizes, cannot be measured. All ranks raise it together."""
 
 
-@dataclass(frozen=True)
-class BandwidthRow:
+def exchange(target: int, sent: Tensor, source: int, received: Tensor) -> None:
+    """Send a tensor to one rank while one arrives from another. In one batch, because NCCL runs single calls in order."""
+    both = dist.P2POp(dist.isend, sent, target), dist.P2POp(dist.irecv, received, source)
+    ops = [op for op in both if op.tensor.numel()]
+    for work in dist.batch_isend_irecv(ops) if ops else ():
+        work.wait()
+
+
+def ring_all_reduce(tensor: Tensor) -> None:
+    """Sum a contiguous tensor over all ranks, in place. Every rank gets the same bits.
+
+    The N elements are cut into n chunks. In step t = 0 … 2(n-1)-1, rank r
+
+        sends     chunk (r - t)     mod n  to rank r + 1,
+        receives  chunk (r - t - 1) mod n  from rank r - 1.
+
+    In the first n-1 steps the received chunk is added to the local one; then rank r holds the complete sum of chunk
+    r + 1. In the other n-1 steps it replaces the local one. Each rank sends 2(n-1)/n · N elements.
+    """
+    n, rank = dist.get_world_size(), dist.get_rank()
+    chunks = tensor.view(-1).tensor_split(n)
+    for step in range(2 * (n - 1)):
+        chunk, adds = chunks[(rank - step - 1) % n], step < n - 1
+        received = torch.empty_like(chunk) if adds else chunk
+        exchange((rank + 1) % n, chunks[(rank - step) % n], (rank - 1) % n, received)
+        if adds:
+            chunk.add_(received)
+
+
+def partner_of(group: ProcessGroup) -> int:
+    """Return the counterpart of this rank in the other half of the group; the last of an odd number has itself."""
+    rank, half = group.rank(), group.size() // 2
+    return rank if rank == 2 * half else (rank + half) % (2 * half)
+
+
+def send_recv(group: ProcessGroup, x: Tensor, y: Tensor) -> None:
+    """Send messages between partners, one after the other."""
+    rank, partner = group.rank(), partner_of(group)
+    for sends in (rank < partner, rank > partner) if rank != partner else ():
+        dist.send(x, partner) if sends else dist.recv(y, partner)
+
+
+def isend_irecv(group: ProcessGroup, x: Tensor, y: Tensor) -> None:
+    """Send messages between partners, both at once."""
+    if (partner := partner_of(group)) != group.rank():
+        exchange(partner, x, partner, y)
+
+
+class Operation(NamedTuple):
+    """An operation on x [blocks, count], which holds `sample_values`, with the result y [blocks, count].
+
+    expected(x, group): the first blocks of y, from the x of all ranks, [n, blocks, PERIOD]; None if this rank gets no
+    result. bus(n): bus bandwidth / algorithm bandwidth, as in nccl-tests' doc/PERFORMANCE.md; None for a barrier.
+    has_blocks: x and y have a block for each rank, and y is NaN at first; otherwise y begins as a copy of x. over: name
+    of the subgroup. messages: number of consecutive point-to-point messages in a run.
+    """
+
+    run: Callable[[ProcessGroup, Tensor, Tensor], object]
+    expected: Callable[[Tensor, ProcessGroup], Tensor | None]
+    bus: Callable[[int], float] | None = lambda n: 1.0
+    has_blocks: bool = False
+    over: str = ""
+    messages: int = 0
+
+
+def all_reduce(kind: Any, combine: Callable[[Tensor], Tensor] = lambda x: x.sum(0), over: str = "") -> Operation:
+    """An all-reduce. combine(x): its result over the first dimension of x."""
+    return Operation(lambda g, x, y: dist.all_reduce(y, kind, group=g), lambda x, g: combine(x), ring_factor, over=over)
+
+
+def ring_factor(n: int) -> float:
+    """Each element is summed over n ranks and sent back to them."""
+    return 2 * (n - 1) / n
+
+
+# A rank keeps its own block of n, and its link carries the others.
+block_operation = functools.partial(Operation, bus=lambda n: (n - 1) / n, has_blocks=True)
+# In the order of the table.
+OPERATIONS = {
+    "broadcast": Operation(lambda g, x, y: dist.broadcast(y, group=g, group_src=0), lambda x, g: x[0]),
+    "all_reduce_sum": all_reduce(dist.ReduceOp.SUM),
+    "all_reduce_product": all_reduce(dist.ReduceOp.PRODUCT, lambda x: x.prod(0)),
+    "all_reduce_min": all_reduce(dist.ReduceOp.MIN, lambda x: x.amin(0)),
+    "all_reduce_max": all_reduce(dist.ReduceOp.MAX, lambda x: x.amax(0)),
+    "ring_all_reduce": Operation(lambda g, x, y: ring_all_reduce(y), lambda x, g: x.sum(0), ring_factor, messages=1),
+    "all_reduce_halves": all_reduce(dist.ReduceOp.SUM, over="halves"),
+    "all_reduce_across": all_reduce(dist.ReduceOp.SUM, over="across"),
+    "reduce": Operation(
+        lambda g, x, y: dist.reduce(y, group=g, group_dst=0), lambda x, g: None if g.rank() else x.sum(0)
+    ),
+    "all_gather": block_operation(lambda g, x, y: all_gather_single(y.view(-1), x[0], g), lambda x, g: x[:, 0]),
+    "reduce_scatter": block_operation(
+        lambda g, x, y: reduce_scatter_single(y[0], x.view(-1), group=g), lambda x, g: x.sum(0)[g.rank() :][:1]
+    ),
+    "gather": block_operation(
+        lambda g, x, y: dist.gather(x[0], None if g.rank() else list(y), group=g, group_dst=0),
+        lambda x, g: None if g.rank() else x[:, 0],
+    ),
+    "scatter": block_operation(
+        lambda g, x, y: dist.scatter(y[0], None if g.rank() else list(x), group=g, group_src=0),
+        lambda x, g: x[0, g.rank() :][:1],
+    ),
+    "all_to_all": block_operation(lambda g, x, y: dist.all_to_all_single(y, x, group=g), lambda x, g: x[:, g.rank()]),
+    "send_recv": Operation(send_recv, lambda x, g: x[partner_of(g)], messages=2),
+    "isend_irecv": Operation(isend_irecv, lambda x, g: x[partner_of(g)], messages=1),
+    "barrier": Operation(lambda g, x, y: dist.barrier(g), lambda x, g: None, None),
+}
+
+
+def sample_values(rank: int, blocks: int) -> Tensor:
+    """[blocks, PERIOD] random values 1/2, 1 and 2 of a global rank. Those of ranks 2k and 2k + 1 are reciprocal, so that
+    products over many ranks stay in the range of every dtype."""
+    exponents = torch.randint(-1, 2, (blocks, PERIOD), generator=torch.Generator().manual_seed(rank // 2))
+    return torch.pow(2.0, exponents * (-1) ** rank).double()
+
+
+def run_and_check(
+    operation: Operation, group: ProcessGroup, size: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Callable[[], object], int, float, bool]:
+    """Run an operation once, with buffers of at most `size` bytes. Returns a function that repeats it, the bytes of a
+    buffer, the seconds on this rank, and whether this rank's result is right within the rounding of the dtype."""
+    blocks = group.size() if operation.has_blocks else 1
+    count = max(1, size // dtype.itemsize // blocks)
+
+    def repeated(values: Tensor) -> Tensor:  # [blocks, PERIOD] -> [blocks, count]
+        return values.to(device, dtype).repeat(1, -(-count // PERIOD))[:, :count].contiguous()
+
+    x = repeated(sample_values(dist.get_rank(), blocks))
+    y = torch.full_like(x, torch.nan) if operation.has_blocks else x.clone()
+    run = functools.partial(operation.run, group, x, y)
+    seconds = time_run(run, device, group)
+    everything = torch.stack([sample_values(rank, blocks) for rank in dist.get_process_group_ranks(group)])
+    expected = operation.expected(everything, group)
+    right = expected is None or torch.allclose(y[: len(expected)], repeated(expected), rtol=TOLERANCE[dtype], atol=0)
+    y.zero_()  # a hundred sums in place would leave any range
+    return run, x.nbytes, seconds, right
+
+
+def time_run(run: Callable[[], object], device: torch.device, group: ProcessGroup | None = None) -> float:
+    """Return the seconds of one run on this rank, after a barrier and until the device has the result."""
+    wait = functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    dist.barrier(group)
+    wait()
+    start = time.perf_counter()
+    run()
+    wait()
+    return time.perf_counter() - start
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """Return the `value` of every rank of the world, by rank."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def time_runs(run: Callable[[], object], device: torch.device, runs: int) -> Tensor:
+    """[runs] seconds, each of the slowest rank of a run."""
+    return torch.tensor(gather_objects([time_run(run, device) for _ in range(runs)]), dtype=torch.float64).amax(0)
+
+
+def check_deadline(deadline: float, what: str) -> None:
+    """Raise SkipOperation if the clock of rank 0 is past the deadline."""
+    if gather_objects(time.monotonic() >= deadline)[0]:
+        raise SkipOperation(f"{what} not measured within this operation's share of --limit")
+
+
+def check_point_to_point(device: torch.device) -> None:
+    """Raise SkipOperation if the backend has no point-to-point messages. gloo with CUDA tensors would not raise: it
+    fails in the middle of a message while the peer waits."""
+    if dist.get_backend() == "gloo" and device.type != "cpu":
+        raise SkipOperation("not offered by gloo: it only sends a CPU's tensors")
+
+
+class BandwidthRow(NamedTuple):
     """An operation at one size. Times are in seconds, of the slowest rank of each run; bandwidths in 1e9 bytes per
     second, or None for a barrier."""
 
@@ -63,163 +236,101 @@ class BandwidthRow:
 
     def __str__(self) -> str:
         """The row of the table, under HEADER."""
-        return LINE.format(
-            self.operation,
-            format_size(self.bytes) if self.bytes else "",
-            self.iterations,
-            f"{self.seconds * 1e6:,.1f}",
-            f"{self.seconds_p10 * 1e6:,.1f} – {self.seconds_p90 * 1e6:,.1f}",
-            *(f"{x:.3f}" if x else "" for x in (self.algorithm_bandwidth, self.bus_bandwidth)),
-            "ok" if self.correct else "WRONG",
-        )
-
-
-def gather_objects(value: Any) -> list[Any]:
-    """Return the `value` of every rank of the world, by rank."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def time_runs(run: Callable[[], object], device: torch.device, runs: int) -> Tensor:
-    """[runs] seconds, each of the slowest rank of a run."""
-    seconds = [time_run(run, device) for _ in range(runs)]
-    return torch.tensor(gather_objects(seconds), dtype=torch.float64).amax(0)
-
-
-def check_deadline(deadline: float, what: str) -> None:
-    """Raise SkipOperation if the clock of rank 0 is past the deadline."""
-    if gather_objects(time.monotonic() >= deadline)[0]:
-        raise SkipOperation(f"{what} not measured within this operation's share of --limit")
-
-
-def measure_operation(name: str, g: BenchGroup, size: int, iters: int | None, deadline: float) -> BandwidthRow:
-    """Try, check, then time one operation at one size. Every rank calls it; rank 0's clock decides about the deadline.
-
-    iters: runs to time (default: as many as fit into RUNS_SECONDS). Raises SkipOperation if the backend lacks the
-    operation: then all ranks fail before anything is sent. Raises RuntimeError if only some ranks fail.
-    """
-    check_deadline(deadline, f"{format_size(size)} and above:")
-    operation, failure = OPERATIONS[name], ""
-    x, y = make_buffers(operation, g, size)
-    run = functools.partial(operation.run, g, x, y)
-    try:
-        time_run(run, g.device)
-    except (RuntimeError, ValueError, TypeError) as error:
-        failure = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    if any(failures := gather_objects(failure)):
-        what = f"{dist.get_backend()} for {PRECISIONS[g.dtype]} of {format_size(size)}: {max(failures)[:120]}"
-        raise SkipOperation(f"not offered by {what}") if all(failures) else RuntimeError(f"{name} failed by {what}")
-    right = all(gather_objects(is_correct(operation, g, y)))
-    y.zero_()  # a hundred sums in place would leave any range
-    estimate = max(float(time_runs(run, g.device, 2)[1]), 1e-9)
-    runs = iters or max(MIN_RUNS, min(MAX_RUNS, int(RUNS_SECONDS / estimate)))
-    runs = gather_objects(max(1, int(min(runs, (deadline - time.monotonic()) / estimate))))[0]
-    seconds = time_runs(run, g.device, runs) / max(1, operation.messages)
-    p10, median, p90 = seconds.quantile(seconds.new_tensor([0.1, 0.5, 0.9])).tolist()
-    if (factor := operation.busbw_factor) is None:
-        return BandwidthRow(name, 0, runs, median, p10, p90, None, None, right)
-    bandwidth = x.nbytes / median / 1e9
-    return BandwidthRow(name, x.nbytes, runs, median, p10, p90, bandwidth, bandwidth * factor(g.size), right)
+        size, times = format_size(self.bytes) if self.bytes else "", [f"{s * 1e6:,.1f}" for s in self[3:6]]
+        speeds = [f"{x:.3f}" if x else "" for x in self[6:8]]
+        result = "ok" if self.correct else "WRONG"
+        return LINE.format(self.operation, size, self.iterations, times[0], " – ".join(times[1:]), *speeds, result)
 
 
 def measure_sizes(
-    name: str, groups: dict[str, BenchGroup], args: argparse.Namespace, deadline: float
+    name: str, groups: dict[str, ProcessGroup], device: torch.device, args: argparse.Namespace, deadline: float
 ) -> Iterator[BandwidthRow]:
-    """Measure one operation at every size. Raises SkipOperation if it, or a larger size, cannot be measured."""
-    operation, world = OPERATIONS[name], groups[""]
+    """Try, check, then time one operation at every size. Every rank calls it; rank 0's clock decides about the deadline.
+
+    Raises SkipOperation if the operation, or a larger size, cannot be measured: the backend lacks it if all ranks fail
+    before anything is sent. Raises RuntimeError if only some ranks fail.
+    """
+    operation, size = OPERATIONS[name], args.min_bytes
     if operation.messages:
-        check_point_to_point(world)
+        check_point_to_point(device)
     if operation.over not in groups:
-        raise SkipOperation(f"needs an even number of at least 4 ranks, not {world.size}")
-    size = args.min_bytes
+        raise SkipOperation(f"needs an even number of at least 4 ranks, not {dist.get_world_size()}")
+    group = groups[operation.over]
     while size <= args.max_bytes:
-        yield measure_operation(name, groups[operation.over], size, args.iters, deadline)
-        size = size * FACTOR if operation.busbw_factor else args.max_bytes + 1
+        check_deadline(deadline, f"{format_size(size)} and above:")
+        failure, right, nbytes = "", False, 0
+        try:
+            run, nbytes, _, right = run_and_check(operation, group, size, device, DTYPES[args.dtype])
+        except (RuntimeError, ValueError, TypeError) as error:
+            failure = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        if any(failures := gather_objects(failure)):
+            what = f"{dist.get_backend()} for {args.dtype} of {format_size(size)}: {max(failures)[:120]}"
+            raise SkipOperation(f"not offered by {what}") if all(failures) else RuntimeError(f"{name} failed by {what}")
+        estimate = max(float(time_runs(run, device, 2)[1]), 1e-9)
+        runs = args.iters or max(MIN_RUNS, min(MAX_RUNS, int(RUNS_SECONDS / estimate)))
+        runs = gather_objects(max(1, int(min(runs, (deadline - time.monotonic()) / estimate))))[0]
+        seconds = time_runs(run, device, runs) / max(1, operation.messages)
+        p10, median, p90 = seconds.quantile(seconds.new_tensor([0.1, 0.5, 0.9])).tolist()
+        algorithm = nbytes / median / 1e9 if operation.bus else None
+        bus = algorithm * operation.bus(group.size()) if algorithm and operation.bus else None
+        right = all(gather_objects(right))
+        yield BandwidthRow(name, nbytes * bool(operation.bus), runs, median, p10, p90, algorithm, bus, right)
+        size = 4 * size if operation.bus else args.max_bytes + 1
 
 
-def check_point_to_point(g: BenchGroup) -> None:
-    """Raise SkipOperation if the backend has no point-to-point messages. gloo with CUDA tensors would not raise: it
-    fails in the middle of a message while the peer waits."""
-    if dist.get_backend() == "gloo" and g.device.type != "cpu":
-        raise SkipOperation("not offered by gloo: it only sends a CPU's tensors")
-
-
-def measure_pairs(g: BenchGroup, deadline: float) -> Tensor:
+def measure_pairs(device: torch.device, dtype: torch.dtype, deadline: float) -> Tensor:
     """[n, n] GB/s from each rank to each other, one pair at a time, in messages of PAIRS_BYTES; 0 on the diagonal.
 
     The receiver answers with one element, which ends the time. The value is the median of PAIRS_RUNS.
     """
-    if g.size > MAX_PAIR_RANKS:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    if size > MAX_PAIR_RANKS:
         raise SkipOperation(f"only measured in worlds of at most {MAX_PAIR_RANKS} ranks")
-    check_point_to_point(g)
-    message = torch.zeros(PAIRS_BYTES // g.dtype.itemsize, device=g.device, dtype=g.dtype)
-    bandwidth = torch.zeros(g.size, g.size, dtype=torch.float64)
-    for pair in itertools.permutations(range(g.size), 2):
+    check_point_to_point(device)
+    message = torch.zeros(PAIRS_BYTES // dtype.itemsize, device=device, dtype=dtype)
+    bandwidth = torch.zeros(size, size, dtype=torch.float64)
+    for pair in itertools.permutations(range(size), 2):
         check_deadline(deadline, "pairs:")
 
-        def round_trip(pair: tuple[int, ...] = pair) -> None:
-            for (sender, receiver), data in ((pair, message), (pair[::-1], message[:1])):
-                if g.rank == sender:
+        def round_trip(source: int = pair[0], target: int = pair[1]) -> None:
+            for sender, receiver, data in ((source, target, message), (target, source, message[:1])):
+                if rank == sender:
                     dist.send(data, receiver)
-                elif g.rank == receiver:
+                elif rank == receiver:
                     dist.recv(data, sender)
 
         round_trip()  # connects them
-        bandwidth[pair] = PAIRS_BYTES / time_runs(round_trip, g.device, PAIRS_RUNS).median() / 1e9
+        bandwidth[pair] = PAIRS_BYTES / time_runs(round_trip, device, PAIRS_RUNS).median() / 1e9
     return bandwidth
 
 
 def pairs_table(bandwidth: Tensor) -> str:
     """Format the matrix of all pairs."""
-    lines = [
-        f"GB/s from one rank (row) to another (column), {format_size(PAIRS_BYTES)} messages, one pair at a time",
-        " " * 8 + "".join(f"{target:>9}" for target in range(len(bandwidth))),
-    ]
-    lines += [f"{source:>8}" + "".join(f"{x:>9.3f}" for x in row) for source, row in enumerate(bandwidth.tolist())]
-    return "\n".join(lines)
+    rows = [range(len(bandwidth)), *bandwidth.tolist()]
+    cells = [[f"{x:>9.3f}" if number else f"{x:>9}" for x in row] for number, row in enumerate(rows)]
+    names = [f"{name:>8}" for name in ("", *rows[0])]
+    title = f"GB/s from one rank (row) to another (column), {format_size(PAIRS_BYTES)} messages, one pair at a time"
+    return "\n".join([title, *(name + "".join(row) for name, row in zip(names, cells, strict=True))])
 
 
 def describe_pairs(bandwidth: Tensor, hosts: Sequence[str]) -> Iterator[str]:
-    """Yield the range of all pairs, then the slow ranks and pairs. A rank is slow if most of its pairs are slow, in
-    both directions. With two ranks, neither can be blamed."""
+    """Yield the range of all pairs, then the ranks and pairs below half of the median. A rank is slow if most of its
+    pairs are slow, in both directions. With two ranks, neither can be blamed."""
     n, values = len(bandwidth), bandwidth[bandwidth > 0]
     median = values.quantile(0.5)
-    slow = (bandwidth > 0) & (bandwidth < SLOW_FRACTION * median)
+    slow = (bandwidth > 0) & (bandwidth < median / 2)
     count = int(slow.sum()) or "none"
     yield f"pairs: {values.min():.3f} to {values.max():.3f} GB/s, median {median:.3f}; {count} below half of it"
     names = [f"rank {rank} on {host}" for rank, host in enumerate(hosts)]
-    slow_ranks = [rank for rank in range(n) if n > 2 and int(slow[rank].sum() + slow[:, rank].sum()) > n - 1]
-    for rank in slow_ranks:
-        yield f"SLOW: {names[rank]}, in most of its pairs"
+    slow_ranks = {rank for rank in range(n) if n > 2 and int(slow[rank].sum() + slow[:, rank].sum()) > n - 1}
+    yield from (f"SLOW: {names[rank]}, in most of its pairs" for rank in sorted(slow_ranks))
     for source, target in slow.nonzero().tolist():
-        if source not in slow_ranks and target not in slow_ranks:
+        if not slow_ranks & {source, target}:
             yield f"SLOW: {names[source]} to {names[target]}: {bandwidth[source, target]:.3f} GB/s"
 
 
-def describe_rows(rows: list[BandwidthRow], missing: dict[str, str]) -> Iterator[str]:
-    """Yield the lines below the table. Do not start a training run after a line that begins with WRONG."""
-    if messages := [row for row in rows if row.bus_bandwidth]:
-        least = min(row.bytes for row in messages)
-        latencies = [(row.seconds * 1e6, row.operation) for row in messages if row.bytes <= 1.5 * least]
-        (low, first), (high, last) = min(latencies), max(latencies)
-        yield f"latency of {format_size(least)} bytes: from {low:,.1f} µs ({first}) to {high:,.1f} µs ({last})"
-        best = max(messages, key=lambda row: row.bus_bandwidth or 0.0)
-        yield f"greatest bus bandwidth: {best.bus_bandwidth:.3f} GB/s ({best.operation} of {format_size(best.bytes)})"
-    seconds = {(row.operation, row.bytes): row.seconds for row in rows}
-    if both := [size for name, size in seconds if name == "ring_all_reduce" and ("all_reduce_sum", size) in seconds]:
-        ratio = seconds["all_reduce_sum", both[-1]] / seconds["ring_all_reduce", both[-1]]
-        yield f"our ring against the backend's all_reduce, both of {format_size(both[-1])}: {ratio:.2f} times its speed"
-    if missing:
-        yield f"not measured, see the table: {', '.join(missing)}"
-    wrong = [f"{row.operation} of {format_size(row.bytes)}" for row in rows if not row.correct]
-    if rows:
-        yield f"WRONG results: {', '.join(wrong)}" if wrong else f"every result was right ({len(rows)})"
-
-
 def plot_bandwidth(rows: list[BandwidthRow], path: Path, title: str) -> str:
-    """Draw bus bandwidth over size into `path`. Return a line that names the plot, or the reason why it was not
-    drawn."""
+    """Draw bus bandwidth over size into `path`. Return a line that names the plot, or the reason why it is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -253,7 +364,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     add = parser.add_argument
     add("--min-bytes", type=parse_size, default="1K", metavar="SIZE", help="default %(default)s")
-    sizes = f"default %(default)s; each size is {FACTOR} times the one before, up to this one"
+    sizes = "default %(default)s; each size is 4 times the one before, up to this one"
     add("--max-bytes", type=parse_size, default="256M", metavar="SIZE", help=sizes)
     add("--operations", nargs="+", default=names, choices=names, metavar="NAME", help=f"of {', '.join(names)}")
     add("--dtype", default="fp32", choices=tuple(DTYPES))
@@ -272,61 +383,64 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def make_groups(device: torch.device, dtype: torch.dtype) -> dict[str, BenchGroup]:
+def make_groups() -> dict[str, ProcessGroup]:
     """Make the groups to measure: the world as "", and for an even world of at least four ranks "halves", and "across",
     which holds each rank and its partner in the other half. Every rank calls it."""
     groups = {"": dist.group.WORLD}
     if (size := dist.get_world_size()) >= 4 and size % 2 == 0:
         state = mpu.initialize_model_parallel(size // 2)
         groups |= {"halves": state.model_parallel_group, "across": state.data_parallel_group}
-    return {name: BenchGroup(group, device, dtype) for name, group in groups.items() if group}
+    return {name: group for name, group in groups.items() if group}
 
 
-def measure_all(args: argparse.Namespace, groups: dict[str, BenchGroup], where: str) -> int:
-    """Measure the operations that the flags name and report them; returns the exit code."""
-    world, hosts = groups[""], gather_objects(os.uname().nodename)
-    log = functools.partial(print, flush=True) if world.rank == 0 else lambda line: None
-    names = [name for name in [*OPERATIONS, "pairs"] if name in args.operations]
+def measure_all(args: argparse.Namespace, device: torch.device, where: str) -> int:
+    """Measure the operations that the flags name and report them; returns the exit code. Do not start a training run
+    after a line that begins with WRONG."""
+    rank, hosts, groups = dist.get_rank(), gather_objects(os.uname().nodename), make_groups()
+    log = functools.partial(print, flush=True) if rank == 0 else lambda line: None
     count = len(set(hosts))
-    what = f"{world.size} ranks on {count} host{'s' * (count > 1)}; {where}; {args.dtype}"
+    what = f"{len(hosts)} ranks on {count} host{'s' * (count > 1)}; {where}; {args.dtype}"
     log(f"{what}; torch {torch.__version__}\n\n{HEADER}")
-    rows: list[BandwidthRow] = []
-    missing: dict[str, str] = {}
-    pairs, lines = None, list[str]()
+    rows, missing, lines, pairs = list[BandwidthRow](), dict[str, str](), list[str](), None
+    names = [name for name in [*OPERATIONS, "pairs"] if name in args.operations]
     end = time.monotonic() + args.limit
     for number, name in enumerate(names):
         now = time.monotonic()
         deadline = now + (end - now) / (len(names) - number)
         try:
             if name == "pairs":
-                pairs = measure_pairs(world, deadline)
+                pairs = measure_pairs(device, DTYPES[args.dtype], deadline)
                 log(f"\n{pairs_table(pairs)}")
                 lines += describe_pairs(pairs, hosts)
             else:
-                for row in measure_sizes(name, groups, args, deadline):
+                for row in measure_sizes(name, groups, device, args, deadline):
                     rows.append(row)
                     log(row)
         except SkipOperation as reason:
             missing[name] = str(reason)
             log(f"{name:<18} {reason}")
-    lines += describe_rows(rows, missing)
+    wrong = [f"{row.operation} of {format_size(row.bytes)}" for row in rows if not row.correct]
+    if missing:
+        lines.append(f"not measured, see the table: {', '.join(missing)}")
+    if rows:
+        lines.append(f"WRONG results: {', '.join(wrong)}" if wrong else f"every result was right ({len(rows)})")
     log("\n" + "\n".join(lines))
-    if world.rank == 0 and args.output:
+    if rank == 0 and args.output:
         record = {
             "backend": dist.get_backend(),
-            "device": world.device.type,
+            "device": device.type,
             "dtype": args.dtype,
             "torch": torch.__version__,
-            "world_size": world.size,
+            "world_size": len(hosts),
             "hosts": hosts,
-            "rows": [asdict(row) for row in rows],
+            "rows": [row._asdict() for row in rows],
             "missing": [{"operation": name, "reason": reason} for name, reason in missing.items()],
             "pairs": None if pairs is None else {"bytes": PAIRS_BYTES, "bandwidth": pairs.tolist()},
             "verdict": lines,
         }
         (args.output / "collectives.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         log(plot_bandwidth(rows, args.output / "collectives.png", what))
-    return 0 if all(row.correct for row in rows) else 1
+    return 1 if wrong else 0
 
 
 def bench_collectives(argv: Sequence[str], rank_info: RankInfo, log: Log) -> int:
@@ -342,7 +456,7 @@ def bench_collectives(argv: Sequence[str], rank_info: RankInfo, log: Log) -> int
     if rank_info.rank == 0 and args.output:
         args.output.mkdir(parents=True, exist_ok=True)
     initialize_distributed(rank_info, backend, device, TIMEOUT_MINUTES)
-    return measure_all(args, make_groups(device, DTYPES[args.dtype]), f"{backend}; {device_line}")
+    return measure_all(args, device, f"{backend}; {device_line}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,7 +10,7 @@ from data_utils.command_line import how_to_call
 from megatron.gpt2.checkpoint.folder import find_checkpoint
 from megatron.gpt2.checkpoint.local import newest_local_iteration
 from megatron.gpt2.checkpoint.reader import Checkpoint
-from megatron.gpt2.config import CheckpointConfig, flag, non_default_values
+from megatron.gpt2.config import CheckpointConfig, DataConfig, flag, non_default_values
 from megatron.gpt2.device import PRECISIONS
 from megatron.gpt2.model.gpt2 import count_parameters
 from megatron.gpt2.monitor.incidents import ENDED, read_records
@@ -94,13 +94,20 @@ def log_start(trainer: Trainer, warnings: Sequence[str]) -> None:
     for hook in trainer.hooks:
         for line in hook.start_lines(trainer):
             trainer.log.info(line)
-    if epochs > 4 and (data.train_data or data.data_path):  # the size of the built-in corpus is fixed
-        trainer.log.info(
-            f"WARNING: {epochs:.1f} epochs: after about 4, the model learns less and less from repeated text; use a "
-            "larger corpus or a smaller --train-iters"
-        )
+    if repeated := repetition_warning(epochs, data):
+        trainer.log.info(f"WARNING: {repeated}")
     if train.eval_iters and splits.valid is None:
         trainer.log.info(f"no validation: --split {data.split} has no validation part")
+
+
+def repetition_warning(epochs: float, data: DataConfig) -> str:
+    """Return a warning if the training reads the text too often, or "". The size of the built-in corpus is fixed."""
+    if epochs <= 4 or not (data.train_data or data.data_path):
+        return ""
+    return (
+        f"{epochs:.1f} epochs: after about 4, the model learns less and less from repeated text; use a larger corpus or "
+        "a smaller --train-iters"
+    )
 
 
 def baseline_bits_per_byte(trainer: Trainer) -> dict[str, float | None]:

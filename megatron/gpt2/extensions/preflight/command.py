@@ -9,7 +9,6 @@ and writes only tokenised text into the cache. Exit codes: 0 if all checks pass,
 2 for bad flags.
 """
 
-import functools
 import json
 import math
 import os
@@ -19,6 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -32,7 +32,7 @@ from data_utils.command_line import Parser
 from data_utils.files import flush_to_disk
 from megatron.gpt2 import device as devices
 from megatron.gpt2.checkpoint.folder import lock_folder
-from megatron.gpt2.commands.collective_operations import OPERATIONS, BenchGroup, is_correct, make_buffers, time_run
+from megatron.gpt2.commands.bench_collectives import OPERATIONS, run_and_check
 from megatron.gpt2.config import ParallelConfig
 from megatron.gpt2.config.arguments import Arguments, parse
 from megatron.gpt2.device import code_hash
@@ -43,6 +43,7 @@ from megatron.gpt2.dist.run_program import Log, run_program
 from megatron.gpt2.extensions.plan.hook import available_memory, memory_inputs, memory_shortage
 from megatron.gpt2.extensions.plan.step import estimate_memory, in_mb
 from megatron.gpt2.model.gpt2 import count_parameters
+from megatron.gpt2.train.report import repetition_warning
 from megatron.gpt2.train.setup import RunContext, build_context, must_match
 
 TIMEOUT_MINUTES = 1.0  # of a collective
@@ -62,47 +63,49 @@ COLLECTIVE_RUNS = 3
 class Finding(NamedTuple):
     """The result of a check on one rank. The ranks exchange it as JSON.
 
-    text: shown if the check passes. problem: shown with the ranks that have it. must_match: named values that must be
-    equal on all ranks. fix: how to fix a problem or a difference.
+    text: shown if the check passes. problem: shown with the ranks that have it. is_warning: the problem does not stop a
+    run. must_match: named values that must be equal on all ranks without a problem. fix: how to fix a problem or a
+    difference.
     """
 
     text: str = ""
     fix: str = ""
     problem: str = ""
     must_match: Mapping[str, str] = {}
+    is_warning: bool = False
 
 
 class CheckResult(NamedTuple):
-    """A row of the table: the name of a check, its result on all ranks, and how to fix it ("" if it passes)."""
+    """A row of the table: the name of a check, its result on all ranks, how to fix it, and whether it passes."""
 
     name: str
     text: str
     fix: str = ""
+    mark: str = "ok"  # or FIX, or WARN
 
 
 Findings = dict[str, Finding]  # by the name of the check
 
 
-def combine_findings(name: str, found: Mapping[int, Finding], hosts: Mapping[int, str]) -> CheckResult:
-    """Combine the findings of a check into its row. found: by rank; ranks that could not run the check are missing."""
-    problems = {rank: finding for rank, finding in found.items() if finding.problem}
-    for finding in problems.values():
-        is_common = all(other.problem == finding.problem for other in found.values())
-        return CheckResult(
-            name, finding.problem if is_common else f"{format_ranks(problems, hosts)}: {finding.problem}", finding.fix
-        )
-    first = found[min(found)]
-    for key in first.must_match:
-        values = {rank: finding.must_match.get(key, "none") for rank, finding in found.items()}
-        # The most common value. Rank 0's wins a tie.
-        common = max(
-            values.values(), key=lambda value: (list(values.values()).count(value), value == first.must_match[key])
-        )
-        if odd := [rank for rank, value in values.items() if value != common]:
-            return CheckResult(
-                name, f"{key} {values[odd[0]]} on {format_ranks(odd, hosts)}, different from the others", first.fix
-            )
-    return CheckResult(name, first.text)
+def combine_findings(name: str, found: Mapping[int, Finding], hosts: Mapping[int, str]) -> list[CheckResult]:
+    """Return a row for each problem and each difference of a check, or one row if it passes. found: by rank; ranks that
+    could not run the check are missing."""
+    rows = []
+    for problem, fix, is_warning in dict.fromkeys(
+        (f.problem, f.fix, f.is_warning) for f in found.values() if f.problem
+    ):
+        ranks = [rank for rank, finding in found.items() if finding.problem == problem]
+        where = "" if len(ranks) == len(found) else f"{format_ranks(ranks, hosts)}: "
+        rows.append(CheckResult(name, where + problem, fix, "WARN" if is_warning else "FIX"))
+    compared = {rank: finding for rank, finding in found.items() if not finding.problem}
+    for key in dict.fromkeys(key for finding in compared.values() for key in finding.must_match):
+        values = {rank: finding.must_match.get(key, "none") for rank, finding in compared.items()}
+        (common, _), *others = Counter(values.values()).most_common()  # the first rank's value wins a tie
+        for value, _ in others:
+            ranks = [rank for rank in values if values[rank] == value]
+            text = f"{key} {value} on {format_ranks(ranks, hosts)}, different from the others"
+            rows.append(CheckResult(name, text, compared[ranks[0]].fix, "FIX"))
+    return rows or [CheckResult(name, found[min(found)].text)]
 
 
 def run_checks(arguments: Arguments, rank_info: RankInfo) -> list[CheckResult]:
@@ -111,26 +114,26 @@ def run_checks(arguments: Arguments, rank_info: RankInfo) -> list[CheckResult]:
     config = arguments.config
     device, _ = devices.choose_device(config.train.device, rank_info)
     backend, _ = devices.choose_backend(config.parallel.distributed_backend, device)
-    # Before the process group exists: different versions of torch may be unable to create it.
-    rows = exchange_findings(rank_info, "process", check_process(rank_info, device))
-    if any(row.fix for row in rows):
-        return rows
     context, flags = check_flags(arguments, rank_info)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        initialize_distributed(rank_info, backend, device, TIMEOUT_MINUTES)
     problem = product_problem(device, context.dtype if context else torch.float32)
     findings = {
+        **check_process(rank_info, device, backend),
         "flags": flags,
         "products": Finding("exact on every rank", "leave that device out: it computes wrong", problem),
+        "save folder": check_save_folder(arguments, rank_info, context),
     }
-    if rank_info.world_size > 1:
-        findings |= {"clocks": check_clocks(rank_info, device), **check_groups(config.parallel, rank_info, device)}
-    findings["save folder"] = check_save_folder(arguments, rank_info, context)
     if context is not None:
         findings |= check_run(context, rank_info)
-    return [*rows, *exchange_findings(rank_info, "run", findings)]
+    rows = exchange_findings(rank_info, "run", findings)
+    # Ranks with different versions of torch or different backends may be unable to create a process group.
+    if rank_info.world_size > 1 and not any(row.name == "versions" and row.fix for row in rows):
+        if not dist.is_initialized():
+            initialize_distributed(rank_info, backend, device, TIMEOUT_MINUTES)
+        findings = {"clocks": check_clocks(rank_info, device), **check_groups(config.parallel, rank_info, device)}
+        rows += exchange_findings(rank_info, "groups", findings)
+    return rows
 
 
 def exchange_findings(rank_info: RankInfo, name: str, own: Findings) -> list[CheckResult]:
@@ -138,26 +141,24 @@ def exchange_findings(rank_info: RankInfo, name: str, own: Findings) -> list[Che
     rows."""
     text, rendezvous = json.dumps([platform.node(), own]), rank_info.rendezvous
     texts = rendezvous.gather(f"preflight {name}", rank_info.rank, text) if rendezvous else gather_strings(text)
-    found = {rank: json.loads(text) for rank, text in enumerate(texts)}
-    hosts = {rank: host for rank, (host, _) in found.items()}
-    names = max((list(findings) for _, findings in found.values()), key=len, default=[])
-    return [
-        combine_findings(
-            name, {rank: Finding(*findings[name]) for rank, (_, findings) in found.items() if name in findings}, hosts
-        )
-        for name in names
-    ]
+    hosts, found = dict[int, str](), defaultdict[str, dict[int, Finding]](dict)
+    for rank, text in enumerate(texts):
+        hosts[rank], findings = json.loads(text)
+        for check, finding in findings.items():
+            found[check][rank] = Finding(*finding)
+    return [row for check, by_rank in found.items() for row in combine_findings(check, by_rank, hosts)]
 
 
-def check_process(rank_info: RankInfo, device: torch.device) -> Findings:
+def check_process(rank_info: RankInfo, device: torch.device, backend: str) -> Findings:
     """Compare library versions, source code and devices."""
     versions, code = devices.library_versions(device), code_hash()[:12]
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     commit = f", {devices.source_commit()}" if rank_info.rank == 0 else ""
     text = ", ".join(f"{name} {version}" for name, version in versions.items())
+    install = "install the same versions on every machine; then the groups of ranks are tested, too"
     pace = "use machines of one kind: the slowest device sets the pace of all"
     return {
-        "versions": Finding(text, "install the same version on every machine", must_match=versions),
+        "versions": Finding(text, install, must_match={**versions, "backend": backend}),
         "code": Finding(code + commit, "run the same source files on all machines", must_match={"source files": code}),
         "devices": Finding(f"{rank_info.world_size} × {kind}", pace, must_match={"a device": kind}),
     }
@@ -227,15 +228,14 @@ def check_groups(config: ParallelConfig, rank_info: RankInfo, device: torch.devi
     for name, group in groups.items():
         if group is None or group.size() == 1:
             continue
-        members, medians, wrong = BenchGroup(group, device, torch.float32), list[float](), list[str]()
+        medians, wrong = list[float](), list[str]()
         for collective in COLLECTIVES:
-            operation, seconds, right = OPERATIONS[collective], list[float](), True
-            for _ in range(COLLECTIVE_RUNS):
-                x, y = make_buffers(operation, members, COLLECTIVE_BYTES)
-                seconds.append(time_run(functools.partial(operation.run, members, x, y), device, group))
-                right &= is_correct(operation, members, y)
-            medians.append(statistics.median(seconds))
-            wrong += [] if right else [collective.removesuffix("_sum")]
+            operation = OPERATIONS[collective]
+            runs = [
+                run_and_check(operation, group, COLLECTIVE_BYTES, device, torch.float32) for _ in range(COLLECTIVE_RUNS)
+            ]
+            medians.append(statistics.median(seconds for _, _, seconds, _ in runs))
+            wrong += [] if all(right for *_, right in runs) else [collective.removesuffix("_sum")]
         slowest = gather_rows(torch.tensor(medians, device=device)).amax(0).tolist()
         times = [f"{c.removesuffix('_sum')} {1000 * s:.2f} ms" for c, s in zip(COLLECTIVES, slowest, strict=True)]
         problem = f"{', '.join(wrong)} gave wrong values" if wrong else ""
@@ -299,16 +299,20 @@ def check_run(context: RunContext, rank_info: RankInfo) -> Findings:
     start, samples, batch = context.resume_metadata, len(context.splits.train), context.batch_schedule.final
     steps = context.train_iters - start.get("iteration", 0)
     used = context.batch_schedule.samples_after_steps(steps, start.get("consumed_samples", 0))
-    text = f"{samples:,} samples, the run uses {used:,}: each {used / max(samples, 1):.2f} times"
-    problem, fix = "", SAME_FILES
+    length = Finding(f"{samples:,} samples, the run uses {used:,}: each {used / max(samples, 1):.2f} times")
+    problem, _, fix = repetition_warning(used / max(samples, 1), context.config.data).partition("; ")
+    length = length._replace(problem=problem, fix=fix, is_warning=True)
     if samples < batch:
         problem = f"{samples:,} samples, fewer than a batch of {batch:,}"
         fix = "use more text, a smaller --global-batch-size or a shorter --seq-length"
+        length = Finding(problem=problem, fix=fix)
     available, limit = available_memory(context.device, rank_info.local_world_size)
     memory = f"{in_mb(estimate_memory(memory_inputs(context)).total)} MB of {in_mb(available)} MB ({limit})"
     short, _, ways = memory_shortage(context, rank_info.local_world_size).partition(": ")
+    data = context.splits.fingerprint[:12]
     return {
-        "data": Finding(text, fix, problem, {"training data": context.splits.fingerprint[:12]}),
+        "data": Finding(f"{data} on every rank", SAME_FILES, must_match={"training data": data}),
+        "length": length,
         "memory": Finding(memory, ways, short),
     }
 
@@ -317,9 +321,9 @@ def result_table(rows: Sequence[CheckResult]) -> Iterator[str]:
     """Yield an aligned line for each check and, below a check that fails, how to fix it."""
     width = max(len(row.name) for row in rows)
     for row in rows:
-        yield f"  {row.name:<{width}}  {'FIX' if row.fix else 'ok':<3}  {row.text}"
+        yield f"  {row.name:<{width}}  {row.mark:<4}  {row.text}"
         if row.fix:
-            yield f"  {'':<{width}}       {row.fix}"
+            yield f"  {'':<{width}}        {row.fix}"
 
 
 def preflight(words: Sequence[str], rank_info: RankInfo, log: Log) -> int:
@@ -331,7 +335,7 @@ def preflight(words: Sequence[str], rank_info: RankInfo, log: Log) -> int:
         print("\n".join(result_table(rows)), flush=True)
     # Wait until the table is printed: a launcher ends the other ranks when one exits.
     exchange_findings(rank_info, "end", {})
-    return 1 if any(row.fix for row in rows) else 0
+    return 1 if any(row.mark == "FIX" for row in rows) else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
