@@ -108,7 +108,7 @@ def run_arm(arm: str, path: str, scratch: str) -> tuple[float, float]:
         inputs=(path,) * (REPEATED if arm in ("one", "two") else 1),
         output_prefix=f"{scratch}/out",
         keys=("text",),
-        tokenizer=given,
+        tokenizer=tuple(given.items()),
         append_eod=True,
         workers=2 if arm == "two" else 1,
     )

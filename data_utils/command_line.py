@@ -37,6 +37,14 @@ def how_to_call(program: str) -> str:
     return " ".join(["bash", *(shlex.quote(os.path.relpath(file)) for file in files)])
 
 
+def missing_package(needed_by: str, package: str | None, extra: str = "") -> ValueError:
+    """Return an error that says how to install a package. extra: this project's extra that has it, such as "data"."""
+    words = [f"gpt2-model-parallel[{extra}]" if extra else str(package)]
+    if extra and (ROOT / "pyproject.toml").exists():
+        words = ["-c", os.path.relpath(ROOT / "constraints.txt"), "-e", f"{os.path.relpath(ROOT)}[{extra}]"]
+    return ValueError(f"{needed_by} needs the package {package}: python -m pip install {shlex.join(words)}")
+
+
 def configure_output(*, line_buffering: bool | None = None) -> None:
     """Print "?" for a character that the encoding of the output does not have. line_buffering: write each line
     immediately, also to a pipe or a file."""

@@ -22,12 +22,11 @@ large `.bin`, and show where a file is damaged. The last entry is the sha256 of 
 """
 
 import contextlib
-import hashlib
 import os
 import shutil
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -38,6 +37,7 @@ from data_utils.files import (
     INDEX_VERSION,
     PAIR_MANIFEST_VERSION,
     ChunkHash,
+    HashingWriter,
     flush_to_disk,
     hash_chunks,
     read_checksummed_json,
@@ -67,18 +67,19 @@ class IndexedDatasetBuilder:
     """Writes a pair of files. Call `add` and `end_document` for each document, or `add_index` to append another pair.
 
     `finish` completes both files and fsyncs them; `abandon` removes them. A `with` block calls `finish` at its end, or
-    `abandon` after an error. `sha256` hashes the tokens that `add` wrote.
+    `abandon` after an error. hashes: the chunk hashes of both files, by suffix, after `finish`.
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype) -> None:
         self.prefix = str(prefix)
         self._bin: BinaryIO = open(f"{prefix}.bin", "wb", BUFFERED)  # noqa: SIM115  closed by `finish` or `abandon`
+        self._chunk = HashingWriter(self._bin)
         self._dtype = np.dtype(dtype)
         self._open_length = 0  # tokens of the open document
         self._lengths = array("i")  # tokens of each sequence
         self._ends = array("q")  # end of each document, in sequences
         self.num_tokens = 0
-        self.sha256 = hashlib.sha256()
+        self.hashes: dict[str, list[ChunkHash]] = {".bin": [], ".idx": []}
 
     def __enter__(self) -> "IndexedDatasetBuilder":
         return self
@@ -96,9 +97,7 @@ class IndexedDatasetBuilder:
 
     def add(self, tokens: Sequence[int] | np.ndarray) -> None:
         """Append tokens to the open document. The ids must fit the dtype."""
-        data = np.asarray(tokens).astype(self._dtype).data
-        self._bin.write(data)
-        self.sha256.update(data)
+        self._chunk.write(np.asarray(tokens).astype(self._dtype).data)
         self._open_length += len(tokens)
 
     def end_document(self, eod: int | None = None) -> None:
@@ -113,16 +112,27 @@ class IndexedDatasetBuilder:
         self.num_tokens += self._open_length
         self._open_length = 0
 
-    def add_index(self, prefix: str | Path) -> None:
-        """Append all documents of the pair `prefix`, which has the same dtype. Raises ValueError if it is damaged."""
+    def add_index(self, prefix: str | Path, chunks: Sequence[ChunkHash] = ()) -> None:
+        """Append all documents of the pair `prefix`, which has the same dtype. Raises ValueError if it is damaged.
+
+        chunks: the hashes of its `.bin`, if they are known; otherwise its tokens are hashed.
+        """
         assert self._open_length == 0, "the last document was not ended"
         index = read_index(prefix)
         assert index.dtype == self._dtype
+        self._end_chunk()
         with open(f"{prefix}.bin", "rb") as file:
-            shutil.copyfileobj(file, self._bin, BUFFERED)
+            shutil.copyfileobj(file, self._bin if chunks else self._chunk, BUFFERED)
+        self._end_chunk()
+        self.hashes[".bin"] += chunks
         self._ends.frombytes((index.document_indices[1:] + len(self._lengths)).astype(np.int64).tobytes())
         self._lengths.frombytes(index.sequence_lengths.astype(np.intc).tobytes())
         self.num_tokens += int(index.sequence_starts[-1])
+
+    def _end_chunk(self) -> None:
+        if self._chunk.size:
+            self.hashes[".bin"].append(self._chunk.chunk())
+            self._chunk = HashingWriter(self._bin)
 
     def finish(self) -> None:
         """Write the index and fsync both files."""
@@ -132,15 +142,18 @@ class IndexedDatasetBuilder:
         lengths = np.frombuffer(self._lengths, dtype=np.intc)
         pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * self._dtype.itemsize
         code = next(code for code, known in DTYPES.items() if known == self._dtype)
-        with open(f"{self.prefix}.idx", "wb") as index:
+        with open(f"{self.prefix}.idx", "wb") as file:
+            index = HashingWriter(file)
             index.write(HEADER.pack(MAGIC, INDEX_VERSION, code, len(lengths), len(self) + 1))
             index.write(lengths.astype("<i4").data)
             index.write(pointers.astype("<i8").data)
             index.write(bytes(8))
             index.write(np.frombuffer(self._ends, dtype=np.int64).astype("<i8").data)
-            flush_to_disk(index)
+            flush_to_disk(file)
         flush_to_disk(self._bin)
         self._bin.close()
+        self._end_chunk()
+        self.hashes[".idx"] = [index.chunk()]
 
     def abandon(self) -> None:
         """Close and remove both files."""
@@ -328,10 +341,10 @@ def read_manifest(prefix: str | Path) -> dict[str, Any] | None:
 
 
 def write_manifest(
-    prefix: str | Path, entries: dict[str, Any], bin_parts: Sequence[ChunkHash] | None = None
+    prefix: str | Path, entries: dict[str, Any], hashes: Mapping[str, Sequence[ChunkHash]] | None = None
 ) -> dict[str, Any]:
     """Write and return the manifest of the pair at `prefix`: `entries`, and the counts, dtype and hashes of its files.
-    bin_parts: the hashes of `.bin`, if they are known already."""
+    hashes: the chunk hashes of its files, if they are known, by suffix."""
     index = read_index(prefix)
     manifest = {
         "format": PAIR_MANIFEST_VERSION,
@@ -339,8 +352,7 @@ def write_manifest(
         "documents": len(index.document_indices) - 1,
         "tokens": int(index.sequence_starts[-1]),
         "dtype": index.dtype.name,
-        ".bin": list(bin_parts or hash_chunks(f"{prefix}.bin")),
-        ".idx": hash_chunks(f"{prefix}.idx"),
+        **(hashes or {suffix: hash_chunks(f"{prefix}{suffix}") for suffix in (".bin", ".idx")}),
     }
     write_checksummed_json(Path(f"{prefix}.json"), manifest)
     return manifest

@@ -1,7 +1,7 @@
 """A cache of tokenised text: a folder of .bin/.idx pairs, with a key made of the text's content and the tokenizer.
 
     <folder>/<key>.bin, .idx     tokens of a list of files; the key is a hash of contents, fields and tokenizer
-    <folder>/<key>.sha256        sha256 of both files, with their sizes and mtimes
+    <folder>/<key>.sha256        hashes of both files, with their sizes and mtimes
     <folder>/hashes/<name>.json  sha256 of a file's content and its default field, with the file's size and mtime
     <folder>/locks/<name>        locked while a list is hashed and tokenised
 
@@ -28,13 +28,15 @@ from data_utils.corpora import (
 )
 from data_utils.corpora.builtin import builtin_documents, builtin_versions
 from data_utils.files import (
+    MAX_MANIFEST_BYTES,
     TOKEN_CACHE_VERSION,
     atomic_write_text,
     file_lock,
+    find_damaged_chunks,
     fingerprint_of,
     fsync_path,
     hash_file,
-    parse_json_object,
+    read_json_object,
     user_cache_dir,
     wrap_errors,
 )
@@ -78,9 +80,9 @@ def tokenise(
     def find(contents: Sequence[Content | None]) -> tuple[IndexedDataset, str] | None:
         """Return the pair of these contents if all of them are known and the pair exists and is not damaged."""
         known = [content for content in contents if content]
-        key = key_of(known) if len(known) == len(paths) else ""
-        if not (folder / f"{key}.sha256").exists():
+        if len(known) < len(paths) or not (folder / f"{key_of(known)}.sha256").exists():
             return None
+        key = key_of(known)
         try:
             _check_pair(folder / key)
             return IndexedDataset(folder / key), key
@@ -88,10 +90,10 @@ def tokenise(
             log(f"{error}: the text is tokenised again")
             return None
 
-    if found := find([_cached_hash(folder, path) for path in paths]):
-        return found
     name = fingerprint_of(json.dumps([_identity(path)[0] for path in paths]), tokenizer.fingerprint)[:32]
     try:
+        if found := find([_cached_hash(folder, path) for path in paths]):
+            return found
         (folder / "hashes").mkdir(parents=True, exist_ok=True)
         waiting = "another rank or run is tokenising this data: waiting for it"
         with file_lock(folder / "locks" / name, lambda: log(waiting)):
@@ -107,9 +109,9 @@ def tokenise(
                 if [_identity(path) for path in paths] != before:
                     raise ValueError(f"{', '.join(paths)} changed while it was read: start again")
             hashes = {}
-            for suffix, sha256 in ((".bin", builder.sha256.hexdigest()), (".idx", hash_file(f"{temporary}.idx"))):
+            for suffix, chunks in builder.hashes.items():
                 os.replace(f"{temporary}{suffix}", path := f"{folder / key}{suffix}")
-                hashes[suffix] = [_identity(path)[1:], sha256]
+                hashes[suffix] = [_identity(path)[1:], chunks]
             fsync_path(folder)
             atomic_write_text(folder / f"{key}.sha256", json.dumps(hashes))
             return IndexedDataset(folder / key), key
@@ -117,7 +119,7 @@ def tokenise(
         if error.filename in paths:
             raise
         raise ValueError(
-            f"--data-cache-path: tokenised data cannot be written to {folder} ({error.strerror}): "
+            f"--data-cache-path: tokenised data cannot be kept in {folder} ({error.strerror}): "
             "name a folder with room that can be written"
         ) from None
 
@@ -149,10 +151,10 @@ def _write_tokens(
 def _check_pair(prefix: Path) -> None:
     """Raise ValueError if a file of the pair is not as it was written. Hashes only a file whose size or mtime is new."""
     with wrap_errors(Path(f"{prefix}.sha256")):
-        hashes = parse_json_object(Path(f"{prefix}.sha256").read_bytes())
+        hashes = read_json_object(Path(f"{prefix}.sha256"), MAX_MANIFEST_BYTES)
         for suffix in (".bin", ".idx"):
-            (identity, sha256), path = hashes[suffix], f"{prefix}{suffix}"
-            if _identity(path)[1:] != identity and hash_file(path) != sha256:
+            (identity, chunks), path = hashes[suffix], f"{prefix}{suffix}"
+            if _identity(path)[1:] != identity and find_damaged_chunks(path, chunks):
                 raise ValueError(f"{suffix} is not as it was written")
 
 

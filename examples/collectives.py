@@ -17,11 +17,31 @@ def main(rank: int, world_size: int) -> None:
     dist.all_reduce(y)
     say(f"all-reduce      {y.tolist()}  the sum, on every rank")
 
+    for operation, result in (
+        (dist.ReduceOp.PRODUCT, "the product"),
+        (dist.ReduceOp.MIN, "the minimum"),
+        (dist.ReduceOp.MAX, "the maximum"),
+    ):
+        y = x.clone()
+        dist.all_reduce(y, op=operation)
+        say(f"all-reduce      {y.tolist()}  {result}, on every rank")
+
+    y = x.clone()
+    dist.reduce(y, dst=0)
+    say(f"reduce          {y.tolist()}  the sum, on rank 0" if rank == 0 else "reduce          (no result)")
+
+    parts = [torch.empty(4) for _ in range(world_size)]
+    dist.gather(x, parts if rank == 0 else None, dst=0)
+    say(f"gather          {torch.cat(parts).tolist()}  what all have" if rank == 0 else "gather          (no result)")
+
+    part = torch.empty(4 // world_size)
+    dist.scatter(part, list(x.chunk(world_size)) if rank == 0 else None, src=0)
+    say(f"scatter         {part.tolist()}  a part of what rank 0 has")
+
     parts = [torch.empty(4) for _ in range(world_size)]
     dist.all_gather(parts, x)
     say(f"all-gather      {torch.cat(parts).tolist()}  what all have, side by side")
 
-    part = torch.empty(4 // world_size)
     dist.reduce_scatter(part, list(x.chunk(world_size)))
     say(f"reduce-scatter  {part.tolist()}  a part of the sum for each rank")
 

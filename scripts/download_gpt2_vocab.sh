@@ -8,9 +8,12 @@
 set -euo pipefail
 
 url=${GPT2_VOCAB_URL:-https://openaipublic.blob.core.windows.net/gpt-2/models/117M}
-folder=${1:-${XDG_CACHE_HOME:-$HOME/.cache}/gpt2-model-parallel}
+cache=${XDG_CACHE_HOME:-${HOME:+$HOME/.cache}}
 
 fail() { echo "error: $*" >&2; exit 2; }
+
+[ $# -gt 0 ] || [ -n "$cache" ] || fail "there is no home folder: name a FOLDER, and train with --cache-dir FOLDER"
+folder=${1:-$cache/gpt2-model-parallel}
 
 sha256() {
     if command -v sha256sum >/dev/null; then sha256sum "$1"; else shasum -a 256 "$1"; fi | cut -d ' ' -f 1

@@ -34,8 +34,8 @@ LEVELS: dict[str, list[str]] = {
         "transformer",
     ],
     "data_utils": [
-        "files command_line worker_processes",
-        "indexed_dataset corpora",
+        "files command_line",
+        "indexed_dataset corpora shards",
         "tokenizers",
         "token_cache preprocessing samplers",
         "gpt2_dataset",

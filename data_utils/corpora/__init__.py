@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from data_utils.command_line import how_to_call
+from data_utils.command_line import how_to_call, missing_package
 from data_utils.corpora.builtin import builtin_documents
 
 BUILTIN = "builtin"
@@ -199,63 +199,22 @@ def detect_compression(path: str | Path) -> str | None:
 def open_bytes(path: str | Path) -> Iterator[BinaryIO]:
     """Open a file for binary reading, and decompress it if needed. It may have several gzip members or zstd frames. If
     a read in the block finds it damaged, ValueError names the file."""
+    kind = detect_compression(path)
     try:
-        with _open(path) as file:
-            yield file
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        with _zstd(path) if kind == "zstd" else gzip.open(path) if kind else open(path, "rb", buffering=BLOCK) as file:
+            yield cast(BinaryIO, file)
+    except (OSError, EOFError, zlib.error) as error:
+        if isinstance(error, OSError) and error.errno:  # of the system, not of the content
+            raise
         raise ValueError(f"{path} is damaged: {error}") from None
 
 
-def _open(path: str | Path) -> BinaryIO:
-    kind = detect_compression(path)
-    if kind == "gzip":
-        return cast(BinaryIO, gzip.open(path, "rb"))
-    if kind == "zstd":
-        return io.BufferedReader(_ZstdFile(path), BLOCK)
-    return open(path, "rb", buffering=BLOCK)
-
-
-class _ZstdFile(io.RawIOBase):
-    """Decompresses a zstd file of any number of frames. Raises EOFError if it is damaged or truncated, unlike the
-    reader of the package zstandard, which does not notice a truncated file."""
-
-    def __init__(self, path: str | Path) -> None:
-        try:
-            import zstandard
-        except ImportError:
-            raise ValueError(
-                f"{path} is compressed by zstd, which needs the package zstandard: pip install "
-                "zstandard, or decompress it first"
-            ) from None
-        self._error, self._new_frame = zstandard.ZstdError, zstandard.ZstdDecompressor().decompressobj
-        self._file = open(path, "rb")  # noqa: SIM115  closed by `close`
-        self._frame: Any = None  # the current frame
-        self._packed, self._unpacked = b"", memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._unpacked:
-            self._packed = self._packed or self._file.read(BLOCK // 4)
-            if not self._packed and self._frame:
-                raise EOFError("it ends within a zstd frame")
-            if not self._packed:
-                return 0
-            self._frame = self._frame or self._new_frame()
-            try:
-                self._unpacked = memoryview(self._frame.decompress(self._packed))
-            except self._error as error:
-                raise EOFError(str(error)) from None
-            self._packed = self._frame.unused_data
-            self._frame = None if self._frame.eof else self._frame
-        size = min(len(buffer), len(self._unpacked))
-        buffer[:size], self._unpacked = self._unpacked[:size], self._unpacked[size:]
-        return size
+def _zstd(path: str | Path) -> io.BufferedReader:
+    try:
+        import pyarrow
+    except ImportError:
+        raise missing_package(f"{path} is compressed by zstd, which", "pyarrow", "data") from None
+    return io.BufferedReader(pyarrow.CompressedInputStream(str(path), "zstd"), BLOCK)
 
 
 # --- read documents
@@ -320,7 +279,7 @@ def read_plain_text(file: Iterable[bytes], key: str) -> Iterator[tuple[int, Any]
     parts, number = list[str](), 0
     for number, line in enumerate(file, 1):
         try:
-            parts.append((line if parts else line.removeprefix(BOM)).decode("utf-8"))
+            parts.append(line.decode("utf-8" if parts else "utf-8-sig"))
         except UnicodeDecodeError:
             yield number, line
     yield number, {key: "".join(parts)}
@@ -364,7 +323,7 @@ def read_items(content: Iterable[bytes], path: str) -> Iterator[Any]:
 def json_object(line: Any) -> dict[str, Any]:
     """Parse a line of bytes as a JSON object, or return `line` if it is an object. Raises ValueError or RecursionError
     for anything else."""
-    item = json.loads(line.decode("utf-8")) if isinstance(line, bytes) else line
+    item = json.loads(line.decode("utf-8-sig")) if isinstance(line, bytes) else line
     if not isinstance(item, dict):
         raise ValueError("not an object")
     return item

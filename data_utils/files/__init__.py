@@ -16,7 +16,7 @@ The versions of all formats that this project writes to disk and reads again:
 | a pair's manifest | PREFIX.json, "format" | 1 | none | not checked yet |
 | a shard of a pair | PREFIX.shards/, within "recipe" | 1 | none | the shard is made again |
 | tokenised text | the cache folder, within a pair's name | 1 | none | the text is tokenised again |
-| a stage's manifest | OUTPUT/manifests/NAME.json, "format" | 1 | none | the shard is made again |
+| a stage's manifest | OUTPUT/manifests/NAME.json, "format" | 2 | 1: the shard is made again | the shard is made again |
 
 A tokenizer's folder has no version, because the files of each kind of tokenizer keep their format. Its metadata is in
 tokenizer_facts.json; in older folders the file is called tokenizer.json, which is read, too. Raise a version here when
@@ -44,11 +44,12 @@ INDEX_VERSION = 1
 PAIR_MANIFEST_VERSION = 1
 PREPROCESSING_SHARD_VERSION = 1
 TOKEN_CACHE_VERSION = 1
-STAGE_MANIFEST_VERSION = 1
+STAGE_MANIFEST_VERSION = 2
 
 CHECKSUM_ENTRY = ',\n "sha256": "'
 END = b'"}\n'  # the end of the layout with a line for each entry
 MAX_CONFIG_BYTES = 2 << 20  # of a run's config.json, which takes some KB
+MAX_MANIFEST_BYTES = 1 << 30  # of a manifest, which takes about 100 bytes for each GB of tokens and each input file
 CHUNK_BYTES = 1 << 30
 BLOCK = 1 << 18  # small enough for the processor's cache
 SAFETENSORS_ALIGNMENT = 8
@@ -173,10 +174,10 @@ def write_checksummed_json(path: Path, entries: Mapping[str, Any]) -> None:
 def read_checksummed_json(path: Path) -> dict[str, Any] | None:
     """Return the entries that `write_checksummed_json` wrote, or None if the file is missing. Raises ValueError if the
     file was changed."""
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return None
+    with wrap_errors(path):
+        if not path.exists():
+            return None
+        data = read_file(path, MAX_MANIFEST_BYTES)
     body, _, end = data.rpartition(CHECKSUM_ENTRY.encode())
     if not body or end != hashlib.sha256(body).hexdigest().encode() + b'"\n}\n':
         raise ValueError(f"{path} is damaged, or was not written by these tools")
@@ -291,6 +292,23 @@ def read_safetensors_header(stream: BinaryIO, max_bytes: int) -> dict[str, Any]:
 # --- hashes
 
 
+class HashingWriter:
+    """Writes to a binary file and hashes the bytes, so that the file need not be read again. size: the bytes so far."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._sha256, self.size = file, hashlib.sha256(), 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append the bytes of `data`."""
+        self._file.write(data)
+        self._sha256.update(data)
+        self.size += memoryview(data).nbytes
+
+    def chunk(self) -> ChunkHash:
+        """Return size and sha256 of everything that was written."""
+        return {"bytes": self.size, "sha256": self._sha256.hexdigest()}
+
+
 def fingerprint_of(*parts: bytes | str) -> str:
     """Return the sha256 of the parts, in hexadecimal. The length of each part is hashed, too."""
     digest = hashlib.sha256()
@@ -375,18 +393,19 @@ def machine_memory(entry: str) -> int | None:
 def user_cache_dir() -> Path:
     """Return $XDG_CACHE_HOME/gpt2-model-parallel, or ~/.cache/gpt2-model-parallel. The folder may not exist.
 
-    Without a home, as in some containers, the folder is in a temporary folder that only this user can enter. Raises
-    ValueError if another user has made it.
+    If the home does not exist or is not this user's, as in some containers, the folder is in a temporary folder that only
+    this user can enter. Raises ValueError if another user has made or can change it.
     """
-    home, cache = os.path.expanduser("~"), os.environ.get("XDG_CACHE_HOME")
-    if home == "~" and not cache:
-        home = os.path.join(tempfile.gettempdir(), f"user-{os.getuid()}")
+    user, cache = os.getuid(), os.environ.get("XDG_CACHE_HOME")
+    home = Path(os.path.expanduser("~"))
+    if not cache and not (home.is_dir() and home.stat().st_uid == user):
+        home = Path(tempfile.gettempdir(), f"user-{user}")
         with contextlib.suppress(FileExistsError):
-            os.mkdir(home, 0o700)
-        status = os.lstat(home)
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+            home.mkdir(0o700)
+        status = home.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != user or status.st_mode & 0o077:
             raise ValueError(
-                f"{home}, the cache of a user without a home, must be a folder of user {os.getuid()} with mode 0700, "
+                f"{home}, the cache of a user without a home, must be a folder of user {user} with mode 0700, "
                 "because other users could change it: remove it, or set XDG_CACHE_HOME to another folder"
             )
-    return Path(cache or os.path.join(home, ".cache"), "gpt2-model-parallel")
+    return Path(cache or home / ".cache", "gpt2-model-parallel")

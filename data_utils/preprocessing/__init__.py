@@ -7,19 +7,17 @@ output of shard 7 is in PREFIX.shards:
     00007.bad.jsonl        its unusable lines
     00007.json             its manifest: the input and the hashes of all files; written last
 
-Preprocessing can be restarted. A shard without a manifest is unfinished, and its files are removed. A shard is not made
-again if its manifest matches the input, the recipe and the files. At the end the shards are merged, and the pairs are
-renamed to their final names, each `.idx` last.
+Preprocessing can be restarted: a finished shard is not made again (`data_utils.shards`). At the end the shards are
+merged, and the pairs are renamed to their final names, each `.idx` last.
 """
 
 import contextlib
-import errno
 import functools
 import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -37,15 +35,13 @@ from data_utils.corpora import (
 )
 from data_utils.files import (
     PREPROCESSING_SHARD_VERSION,
+    HashingWriter,
     atomic_write,
     content_hash,
     file_lock,
     find_damaged_chunks,
     fingerprint_of,
     fsync_path,
-    hash_chunks,
-    read_checksummed_json,
-    write_checksummed_json,
 )
 from data_utils.indexed_dataset import (
     IndexedDatasetBuilder,
@@ -64,26 +60,24 @@ from data_utils.preprocessing.inputs import (
     records,
     whole_file,
 )
+from data_utils.shards import Manifest, disk_full_errors, make_shard, map_in_processes
 from data_utils.tokenizers import build_tokenizer
 from data_utils.tokenizers.base import PART_CHARACTERS, Tokenizer, split_text
-from data_utils.worker_processes import map_in_processes, report_progress
 
 SAMPLE_CHARACTERS = 1 << 16
 COMPRESSION_RATIO = 4  # an estimate: bytes of text for each byte of a compressed file
 
-Manifest = dict[str, Any]
 Progress = Callable[[int], object]  # is called with the bytes of input that were read since its last call
 
 
 @dataclass(frozen=True)
 class PreprocessingJob:
-    """The options of `preprocess`. tokenizer: the arguments of `build_tokenizer`, because each worker builds a
-    tokenizer. A ValueError names the flag."""
+    """The options of `preprocess`. tokenizer: the arguments of `build_tokenizer`. A ValueError names the flag."""
 
     inputs: tuple[str, ...]
     output_prefix: str
     keys: tuple[str, ...]
-    tokenizer: Mapping[str, Any]
+    tokenizer: tuple[tuple[str, Any], ...]
     append_eod: bool = False
     workers: int = 1
     max_bad_fraction: float = MAX_BAD_FRACTION
@@ -109,23 +103,29 @@ class PreprocessingJob:
         """The folder of the shards."""
         return Path(f"{self.output_prefix}.shards")
 
-    def recipe(self, tokenizer: Tokenizer) -> str:
+    def recipe(self) -> str:
         """Return a hash of everything that decides the tokens of a text."""
         entries = json.dumps([self.keys, self.append_eod])
-        return fingerprint_of(str(PREPROCESSING_SHARD_VERSION), entries, tokenizer.fingerprint)
+        return fingerprint_of(str(PREPROCESSING_SHARD_VERSION), entries, tokenizer_of(self).fingerprint)
+
+
+@functools.lru_cache(1)  # a worker makes many shards
+def tokenizer_of(job: PreprocessingJob) -> Tokenizer:
+    """Build the tokenizer of a job, once in each process."""
+    return build_tokenizer(**dict(job.tokenizer))
 
 
 def preprocess(job: PreprocessingJob, *, log: Log) -> dict[str, Manifest]:
     """Make the pairs, unless they exist and were made from the same input in the same way. Returns each key's manifest.
 
-    Raises ValueError or OSError if the input, a flag or the disk is wrong. Only finished shards are kept then.
+    Raises ValueError or OSError if the input, a flag or the disk is wrong. Finished shards are kept then.
     """
-    tokenizer = build_tokenizer(**job.tokenizer)
+    tokenizer = tokenizer_of(job)
     if job.append_eod and not tokenizer.has_eod:
         raise ValueError(f"--append-eod: the tokenizer {tokenizer.kind} has no end-of-document token")
-    spans = [whole_file(path, job.keys) for path in expand_paths(job.inputs, "--input", list_input_files)]
-    shards, folder = cut_into_shards(spans), job.folder
-    manifests = _existing_manifests(job, tokenizer, shards)
+    files = [whole_file(path, job.keys) for path in expand_paths(job.inputs, "--input", list_input_files)]
+    shards, folder = cut_into_shards(files), job.folder
+    manifests = _existing_manifests(job, shards)
     if manifests is not None:
         log(f"{', '.join(map(job.output, job.keys))}: already made from this input, nothing to do")
         shutil.rmtree(folder, ignore_errors=True)
@@ -134,64 +134,31 @@ def preprocess(job: PreprocessingJob, *, log: Log) -> dict[str, Manifest]:
     def refuse() -> None:
         raise ValueError(f"another process is writing into {folder}: wait for it, or choose another --output-prefix")
 
-    try:
+    with disk_full_errors(job.output_prefix):
         folder.mkdir(parents=True, exist_ok=True)
         with file_lock(folder / "lock", refuse):
-            _remove_unfinished(folder)  # files of a killed run
-            _check_disk_space(job, spans, tokenizer)
-            try:
-                shard_manifests = _make_shards(job, shards, tokenizer)
-                _check_bad_lines(job, shard_manifests, log)
-                manifests = {key: _merge_shards(job, key, shard_manifests, tokenizer) for key in job.keys}
-                for key in job.keys:  # all pairs are complete before the first one is renamed
-                    _rename_pair(_merged_prefix(job, key), job.output(key))
-            except BaseException:
-                _remove_unfinished(folder)
-                raise
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise OSError(
-            f"no room left on the disk of {job.output_prefix}: free some, and run the same command again; it continues "
-            f"with the finished shards in {folder}"
-        ) from None
+            _check_disk_space(job, files)
+            shard_manifests = _make_shards(job, shards)
+            _check_bad_lines(job, shard_manifests, log)
+            manifests = {key: _merge_shards(job, key, shard_manifests) for key in job.keys}
+            for key in job.keys:  # all pairs are complete before the first one is renamed
+                _rename_pair(_merged_prefix(job, key), job.output(key))
     shutil.rmtree(folder)
     return manifests
 
 
-def _remove_unfinished(folder: Path) -> None:
-    for path in folder.iterdir():
-        if path.name != "lock" and not (folder / f"{path.name[:5]}.json").exists():
-            path.unlink()
-
-
-def _input_entries(shard_manifests: Sequence[Manifest]) -> list[dict[str, Any]]:
-    """Return size, lines and hashes of each input file, from the manifests of shards."""
-    inputs: list[dict[str, Any]] = []
-    for shard in shard_manifests:
-        for ((path, _, start, stop), hashed), lines in zip(shard["pieces"], shard["lines"], strict=True):
-            if start == 0:
-                inputs.append({"file": path, "bytes": 0, "lines": 0, "parts": []})
-            inputs[-1]["bytes"] = stop
-            inputs[-1]["lines"] += lines
-            inputs[-1]["parts"].append([stop - start, hashed])
-    return inputs
-
-
-def _existing_manifests(
-    job: PreprocessingJob, tokenizer: Tokenizer, shards: Sequence[Shard]
-) -> dict[str, Manifest] | None:
+def _existing_manifests(job: PreprocessingJob, shards: Sequence[Shard]) -> dict[str, Manifest] | None:
     """Return the manifests if every pair exists and was made from this input in this way. Raises ValueError if a pair
     was made differently."""
     existing = [key for key in job.keys if os.path.exists(f"{job.output(key)}.idx")]
     if not existing:
         return None
-    current_inputs = _input_entries([{"pieces": _hash_ranges(shard), "lines": [0] * len(shard)} for shard in shards])
+    pieces = [[span.path, span.size, content_hash(*span.place)] for shard in shards for span in shard]
     found = {}
     for key in existing:
         found[key] = manifest = read_manifest(job.output(key)) or {"inputs": []}
-        made_of = [{**entry, "lines": 0} for entry in manifest["inputs"]]
-        if manifest.get("recipe") != job.recipe(tokenizer) or made_of != current_inputs:
+        made_of = [[entry["file"], *part] for entry in manifest["inputs"] for part in entry["parts"]]
+        if manifest.get("recipe") != job.recipe() or made_of != pieces:
             raise ValueError(
                 f"{job.output(key)}.idx exists and was made from different input or in a different way: remove it, or "
                 "choose another --output-prefix"
@@ -199,20 +166,18 @@ def _existing_manifests(
     return found if len(existing) == len(job.keys) else None
 
 
-def _check_disk_space(job: PreprocessingJob, spans: Sequence[FileRange], tokenizer: Tokenizer) -> None:
+def _check_disk_space(job: PreprocessingJob, files: Sequence[FileRange]) -> None:
     """Raise OSError if the disk has too little room for the shards and the merged pairs. The size is estimated from the
     first documents."""
-    sample = ""
-    for _, record in records(spans[0], job.keys):
+    sample, tokenizer = "", tokenizer_of(job)
+    for _, record in records(files[0], job.keys):
         with contextlib.suppress(ValueError, RecursionError):
             item = json_object(record)
             sample += "".join(get_text(item, key)[:SAMPLE_CHARACTERS] for key in job.keys)
         if len(sample) > SAMPLE_CHARACTERS:
             break
-    text = sum(
-        span.size * (COMPRESSION_RATIO if span.kind == "parquet" or detect_compression(span.path) else 1)
-        for span in spans
-    )
+    packed = [span.kind == "parquet" or detect_compression(span.path) is not None for span in files]
+    text = sum(span.size * (COMPRESSION_RATIO if small else 1) for span, small in zip(files, packed, strict=True))
     pair = text * len(tokenizer.encode(sample)) // max(1, len(sample)) * token_dtype(tokenizer.vocab_size).itemsize
     needed = 2 * pair - sum(path.stat().st_size for path in job.folder.iterdir())
     free = shutil.disk_usage(job.folder).free
@@ -226,63 +191,46 @@ def _check_disk_space(job: PreprocessingJob, spans: Sequence[FileRange], tokeniz
 # --- a shard
 
 
-def _make_shards(job: PreprocessingJob, shards: Sequence[Shard], tokenizer: Tokenizer) -> list[Manifest]:
+def _make_shards(job: PreprocessingJob, shards: Sequence[Shard]) -> list[Manifest]:
     """Make all shards and return their manifests. Raises OSError if a worker dies."""
-    total = sum(span.size for shard in shards for span in shard)
-    with progress_bar(total=total, unit="B", unit_scale=True, desc="tokenising") as bar:
+
+    def size(shard: Shard) -> int:
+        return sum(span.size for span in shard)
+
+    with progress_bar(total=sum(map(size, shards)), unit="B", unit_scale=True, desc="tokenising") as bar:
+        items = list(enumerate(shards))
         if job.workers > 1 and len(shards) > 1:
-            work = functools.partial(_in_worker, job, tuple(job.tokenizer.items()))
             # Spawn, because the tokenizers' libraries start threads, which a fork would break.
+            work, workers = functools.partial(preprocess_shard, job), job.workers
             return map_in_processes(
-                work, list(enumerate(shards)), workers=job.workers, progress=bar.update, start="spawn"
+                work, items, workers=workers, finished=lambda number, shard: bar.update(size(shard)), start="spawn"
             )
-        return [make_shard(job, number, shard, tokenizer, bar.update) for number, shard in enumerate(shards)]
+        return [preprocess_shard(job, number, shard, bar.update) for number, shard in items]
 
 
-@functools.lru_cache(1)  # a worker makes many shards
-def _tokenizer_of(arguments: tuple[tuple[str, Any], ...]) -> Tokenizer:
-    return build_tokenizer(**dict(arguments))
-
-
-def _in_worker(job: PreprocessingJob, tokenizer: tuple[tuple[str, Any], ...], number: int, shard: Shard) -> Manifest:
-    return make_shard(job, number, shard, _tokenizer_of(tokenizer), report_progress)
-
-
-def _hash_ranges(shard: Shard) -> list[list[Any]]:
-    """Return each range of a shard as a list, with the hash of its content."""
-    return [[list(astuple(span)), content_hash(span.path, span.start, span.stop)] for span in shard]
-
-
-def make_shard(job: PreprocessingJob, number: int, shard: Shard, tokenizer: Tokenizer, progress: Progress) -> Manifest:
+def preprocess_shard(
+    job: PreprocessingJob, number: int, shard: Shard, progress: Progress = lambda count: None
+) -> Manifest:
     """Make a shard, unless it exists, and return its manifest.
 
     Raises ValueError if nothing of the input is usable or the input changes meanwhile, and OSError if the disk fails.
     """
-    stem = str(job.folder / f"{number:05d}")
-    before = [os.stat(span.path).st_mtime_ns for span in shard]
-    expected = {"recipe": job.recipe(tokenizer), "pieces": _hash_ranges(shard)}
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        found = read_checksummed_json(Path(f"{stem}.json")) or {}
-        whole = not any(find_damaged_chunks(f"{stem}{suffix}", parts) for suffix, parts in found["files"].items())
-        if whole and {name: found[name] for name in expected} == expected:
-            progress(sum(span.size for span in shard))
-            return found
-    Path(f"{stem}.json").unlink(missing_ok=True)
-    manifest = {**expected, **_write_shard(job, stem, shard, tokenizer, progress)}
-    if [os.stat(span.path).st_mtime_ns for span in shard] != before:
-        raise ValueError(f"{shard[0].path} changed while it was read: start again")
-    write_checksummed_json(Path(f"{stem}.json"), manifest)
-    return manifest
+    pieces = [[list(astuple(span)), content_hash(*span.place)] for span in shard]
+    write = functools.partial(_write_shard, job, f"{number:05d}", shard, progress)
+    return make_shard(job.folder / f"{number:05d}.json", job.folder, {"recipe": job.recipe(), "pieces": pieces}, write)
 
 
-def _write_shard(job: PreprocessingJob, stem: str, shard: Shard, tokenizer: Tokenizer, progress: Progress) -> Manifest:
+def _write_shard(job: PreprocessingJob, stem: str, shard: Shard, progress: Progress) -> Manifest:
     """Write the pairs and the unusable lines. Returns the manifest's counts and hashes."""
+    before = [os.stat(span.path).st_mtime_ns for span in shard]
+    tokenizer = tokenizer_of(job)
     dtype, eod = token_dtype(tokenizer.vocab_size), tokenizer.eod if job.append_eod else None
     counts = {key: {"empty": 0, "text_bytes": 0} for key in job.keys}
     lines, usable, bad = [], 0, 0
     with contextlib.ExitStack() as stack:
-        bad_lines = stack.enter_context(atomic_write(f"{stem}.bad.jsonl"))
-        pairs = {key: stack.enter_context(IndexedDatasetBuilder(f"{stem}_{key}", dtype)) for key in job.keys}
+        names = {f"{stem}_{key}": key for key in job.keys}
+        pairs = [stack.enter_context(IndexedDatasetBuilder(job.folder / name, dtype)) for name in names]
+        bad_lines = HashingWriter(stack.enter_context(atomic_write(job.folder / f"{stem}.bad.jsonl")))
         for span in shard:
             number, left, bad_before = 0, span.size, bad
             for number, record in records(span, job.keys):
@@ -305,20 +253,21 @@ def _write_shard(job: PreprocessingJob, stem: str, shard: Shard, tokenizer: Toke
                     bad_lines.write(json.dumps({"file": span.path, **entry}).encode() + b"\n")
                     continue
                 usable += 1
-                for key, text in zip(job.keys, texts, strict=True):
-                    _add_document(pairs[key], text, tokenizer, eod)
+                for pair, key, text in zip(pairs, job.keys, texts, strict=True):
+                    _add_document(pair, text, tokenizer, eod)
                     counts[key]["empty"] += not text
                     counts[key]["text_bytes"] += len(text)
             progress(left)
             lines.append(number)
             if span.kind == "text":  # one document, but bad lines are counted
                 usable += number - 1 - (bad - bad_before)
-    files = {".bad.jsonl": hash_chunks(f"{stem}.bad.jsonl")}
-    for key, pair in pairs.items():
+        if [os.stat(span.path).st_mtime_ns for span in shard] != before:
+            raise ValueError(f"{shard[0].path} changed while it was read: start again")
+    outputs = {f"{stem}.bad.jsonl": [bad_lines.chunk()]}
+    for (name, key), pair in zip(names.items(), pairs, strict=True):
         counts[key].update(documents=len(pair), tokens=pair.num_tokens)
-        files[f"_{key}.idx"] = hash_chunks(f"{stem}_{key}.idx")
-        files[f"_{key}.bin"] = [{"bytes": pair.num_tokens * dtype.itemsize, "sha256": pair.sha256.hexdigest()}]
-    return {"lines": lines, "records": usable, "bad": bad, "outputs": counts, "files": files}
+        outputs.update({f"{name}{suffix}": chunks for suffix, chunks in pair.hashes.items()})
+    return {"lines": lines, "records": usable, "bad": bad, "keys": counts, "outputs": outputs}
 
 
 def _add_document(pair: IndexedDatasetBuilder, text: bytes, tokenizer: Tokenizer, eod: int | None) -> None:
@@ -360,57 +309,55 @@ def json_parser() -> Callable[[bytes], Any]:
 def _check_bad_lines(job: PreprocessingJob, shard_manifests: Sequence[Manifest], log: Log) -> None:
     """Collect the unusable lines of all shards. Raises ValueError if there are too many, or if there is no text."""
     bad, usable = (sum(shard[name] for shard in shard_manifests) for name in ("bad", "records"))
-    path = Path(f"{job.output_prefix}.bad.jsonl")
+    path, first = Path(f"{job.output_prefix}.bad.jsonl"), ""
     path.unlink(missing_ok=True)  # from an earlier run
-    first = _gather_bad_lines(path, job.folder, shard_manifests) if bad else ""
+    if bad:
+        lines_before: Counter[str] = Counter()  # lines of each file in earlier shards
+        with atomic_write(path, job.folder / "bad_lines") as out:
+            for number, shard in enumerate(shard_manifests):
+                for line in (job.folder / f"{number:05d}.bad.jsonl").read_bytes().splitlines():
+                    entry = json.loads(line)
+                    entry["line"] += lines_before[entry["file"]]
+                    first = first or f"{entry['file']}:{entry['line']}: {entry['reason']}"
+                    out.write(json.dumps(entry).encode() + b"\n")
+                for ((name, *_), _), lines in zip(shard["pieces"], shard["lines"], strict=True):
+                    lines_before[name] += lines
     if bad > job.max_bad_fraction * (bad + usable):
         raise ValueError(
             f"{first}; {bad:,} of {bad + usable:,} lines are unusable, more than --max-bad-fraction "
             f"{job.max_bad_fraction:g}: see {path}, or name the text fields with --json-keys"
         )
     for key in job.keys:
-        if not any(shard["outputs"][key]["documents"] for shard in shard_manifests):
+        if not any(shard["keys"][key]["documents"] for shard in shard_manifests):
             raise ValueError(f"--input {' '.join(job.inputs)} holds no text under the key {key!r}")
     if bad:
         log(f"{bad:,} of {bad + usable:,} lines are unusable and left out: see {path}")
 
 
-def _gather_bad_lines(path: Path, folder: Path, shard_manifests: Sequence[Manifest]) -> str:
-    """Write all unusable lines with their file and line number. Returns a description of the first."""
-    first = ""
-    lines_before: Counter[str] = Counter()  # lines of each file in earlier shards
-    with atomic_write(path, folder / "bad_lines") as out:
-        for number, shard in enumerate(shard_manifests):
-            for line in (folder / f"{number:05d}.bad.jsonl").read_bytes().splitlines():
-                entry = json.loads(line)
-                entry["line"] += lines_before[entry["file"]]
-                first = first or f"{entry['file']}:{entry['line']}: {entry['reason']}"
-                out.write(json.dumps(entry).encode() + b"\n")
-            for ((name, *_), _), lines in zip(shard["pieces"], shard["lines"], strict=True):
-                lines_before[name] += lines
-    return first
-
-
-def _merge_shards(
-    job: PreprocessingJob, key: str, shard_manifests: Sequence[Manifest], tokenizer: Tokenizer
-) -> Manifest:
+def _merge_shards(job: PreprocessingJob, key: str, shard_manifests: Sequence[Manifest]) -> Manifest:
     """Merge the shards of a key into a pair in the shards' folder. Returns its manifest."""
-    outputs = [shard["outputs"][key] for shard in shard_manifests]
+    tokenizer, inputs = tokenizer_of(job), list[dict[str, Any]]()
     with IndexedDatasetBuilder(_merged_prefix(job, key), token_dtype(tokenizer.vocab_size)) as builder:
-        for number in range(len(shard_manifests)):
-            builder.add_index(job.folder / f"{number:05d}_{key}")
+        for number, shard in enumerate(shard_manifests):
+            name = f"{number:05d}_{key}"
+            builder.add_index(job.folder / name, shard["outputs"][f"{name}.bin"])
+            for ((path, _, start, stop), hashed), lines in zip(shard["pieces"], shard["lines"], strict=True):
+                if start == 0:
+                    inputs.append({"file": path, "bytes": 0, "lines": 0, "parts": []})
+                inputs[-1]["bytes"] = stop
+                inputs[-1]["lines"] += lines
+                inputs[-1]["parts"].append([stop - start, hashed])
     entries = {
         "key": key,
         "append_eod": job.append_eod,
-        "recipe": job.recipe(tokenizer),
+        "recipe": job.recipe(),
         "tokenizer": {name: getattr(tokenizer, name) for name in ("kind", "fingerprint", "vocab_size", "eod")},
-        "text_bytes": sum(output["text_bytes"] for output in outputs),
-        "empty_documents": sum(output["empty"] for output in outputs),
+        "text_bytes": sum(shard["keys"][key]["text_bytes"] for shard in shard_manifests),
+        "empty_documents": sum(shard["keys"][key]["empty"] for shard in shard_manifests),
         "bad_lines": sum(shard["bad"] for shard in shard_manifests),
-        "inputs": _input_entries(shard_manifests),
+        "inputs": inputs,
     }
-    parts = [part for shard in shard_manifests for part in shard["files"][f"_{key}.bin"]]
-    return write_manifest(_merged_prefix(job, key), entries, parts)
+    return write_manifest(builder.prefix, entries, builder.hashes)
 
 
 def _merged_prefix(job: PreprocessingJob, key: str) -> str:
@@ -447,16 +394,15 @@ def merge_datasets(sources: Sequence[str], output_prefix: str, eod: int) -> Mani
     Path(output_prefix).parent.mkdir(parents=True, exist_ok=True)
     temporary = f"{output_prefix}.{os.getpid()}.tmp"
     with IndexedDatasetBuilder(temporary, files[0].dtype) as builder:
-        for file in files:
+        for file, manifest in zip(files, manifests, strict=True):
             if isinstance(file, RawTokenFile):
                 for number in range(len(file)):
                     builder.add(file[number])
                     builder.end_document()
             else:
-                builder.add_index(file.prefix)
-        builder.finish()
-        inputs = [{"file": name, "bytes": file.tokens.nbytes} for name, file in zip(sources, files, strict=True)]
-        made_by = tokenizers[0] if len(tokenizers) == len(sources) else None
-        merged = write_manifest(temporary, {"tokenizer": made_by, "inputs": inputs})
+                builder.add_index(file.prefix, manifest[".bin"] if manifest else ())
+    inputs = [{"file": name, "bytes": file.tokens.nbytes} for name, file in zip(sources, files, strict=True)]
+    made_by = tokenizers[0] if len(tokenizers) == len(sources) else None
+    merged = write_manifest(temporary, {"tokenizer": made_by, "inputs": inputs}, builder.hashes)
     _rename_pair(temporary, output_prefix)
     return merged

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data_utils.command_line import missing_package
 from data_utils.corpora import (
     BOM,
     MANIFESTS,
@@ -38,6 +39,11 @@ class FileRange:
     kind: str
     start: int
     stop: int
+
+    @property
+    def place(self) -> tuple[str, int, int]:
+        """Path, start and stop."""
+        return self.path, self.start, self.stop
 
     @property
     def size(self) -> int:
@@ -136,7 +142,7 @@ def _rows(path: str, keys: tuple[str, ...]) -> Iterator[dict[str, Any]]:
         import pyarrow
         from pyarrow import parquet
     except ImportError:
-        raise ValueError(f"{path} is a Parquet file, which needs the package pyarrow: pip install pyarrow") from None
+        raise missing_package(f"{path} is a Parquet file, which", "pyarrow", "data") from None
     try:
         file = parquet.ParquetFile(path)
         for key in keys:

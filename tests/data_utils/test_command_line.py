@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from data_utils import command_line
-from data_utils.command_line import how_to_call
+from data_utils.command_line import how_to_call, missing_package
 from megatron.gpt2.__main__ import PROGRAMS
 from tests.conftest import ROOT
 
@@ -83,3 +83,15 @@ def test_how_to_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             assert how_to_call(place[1]) == f"gpt2 {name}"
     assert how_to_call("run_text_generation_server") == "gpt2 serve"
     assert how_to_call("pretrain_gpt2_distributed") == "gpt2 pretrain --nproc-per-node 2"
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Only a checkout can be installed by its folder."""
+    monkeypatch.chdir(ROOT / "docs")
+    said = "the server needs the package starlette: python -m pip install "
+    assert str(missing_package("the server", "starlette", "serve")) == said + "-c ../constraints.txt -e '..[serve]'"
+    monkeypatch.setattr(command_line, "ROOT", tmp_path)
+    assert str(missing_package("the server", "starlette", "serve")) == said + "'gpt2-model-parallel[serve]'"
+    assert str(missing_package("the server", "starlette")) == said + "starlette"

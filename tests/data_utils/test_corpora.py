@@ -23,7 +23,7 @@ def lines(count: int, key: str = "text") -> str:
 
 
 def zstd(data: bytes) -> bytes:
-    packed: bytes = pytest.importorskip("zstandard").compress(data)
+    packed: bytes = pytest.importorskip("pyarrow").compress(data, "zstd", asbytes=True)
     return packed
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import multiprocessing
 import os
+import shutil
 import signal
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -148,30 +151,93 @@ def test_the_cache_folder(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None
     assert list((cache.texts / "gpt2-model-parallel" / "data").glob("*.idx"))
 
 
-def test_the_cache_of_a_user_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The name of its folder in /tmp is known to other users, who could make it first."""
+@pytest.mark.parametrize("home", ["~", "/nowhere", "/"])
+def test_the_cache_of_a_user_without_a_home(home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    monkeypatch.setenv("HOME", home)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    home = tmp_path / f"user-{os.getuid()}"
+    monkeypatch.setattr(
+        os, "getuid", lambda: os.stat(tmp_path).st_uid + (home == "/")
+    )  # the root folder is not this user's
+    folder = tmp_path / f"user-{os.getuid()}"
+    if home == "/":
+        with pytest.raises(ValueError, match=f"must be a folder of user {os.getuid()} with mode 0700"):
+            files.user_cache_dir()  # as this user is not really the owner
+        return
     for _ in range(2):
-        assert files.user_cache_dir() == home / ".cache" / "gpt2-model-parallel"
-        assert home.stat().st_mode & 0o777 == 0o700
-    home.chmod(0o777)
-    with pytest.raises(ValueError, match=f"{home}, .* mode 0700.*: remove it, or set XDG_CACHE_HOME"):
+        assert files.user_cache_dir() == folder / ".cache" / "gpt2-model-parallel"
+        assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o777)
+    with pytest.raises(ValueError, match=f"{folder}, .* mode 0700.*: remove it, or set XDG_CACHE_HOME"):
         files.user_cache_dir()
-    home.rename(tmp_path / "other")
+    folder.rename(tmp_path / "other")
     (tmp_path / "other").chmod(0o700)
-    home.symlink_to(tmp_path / "other")
+    folder.symlink_to(tmp_path / "other")
     with pytest.raises(ValueError, match="must be a folder"):
         files.user_cache_dir()
-    home.unlink()
-    home.mkdir(0o700)
-    stranger = os.getuid() + 1
-    monkeypatch.setattr(os, "getuid", lambda: stranger)
-    home.rename(tmp_path / f"user-{stranger}")
-    with pytest.raises(ValueError, match="must be a folder of user"):
-        files.user_cache_dir()
+
+
+def as_user(user: int, work: Callable[[], object]) -> str:
+    """Return what `work` returns, or its error, in a process of this user without a home."""
+    reader, writer = multiprocessing.get_context("fork").Pipe(duplex=False)
+
+    def child() -> None:
+        os.setgroups([])
+        os.setgid(user)
+        os.setuid(user)
+        os.environ.pop("HOME", None)
+        os.environ.pop("XDG_CACHE_HOME", None)
+        try:
+            writer.send(str(work()))
+        except (ValueError, OSError) as error:
+            writer.send(f"{type(error).__name__}: {error}")
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    assert reader.poll(240)
+    process.join(240)
+    return str(reader.recv())
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become other users")
+def test_another_user_cannot_fill_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attack: the name of the folder in /tmp is known, so another user makes it first, with other tokens for the text."""
+    victim, attacker = 54321, 54322
+    with tempfile.TemporaryDirectory() as name:
+        shared = Path(name)
+        monkeypatch.setattr(tempfile, "tempdir", name)
+        shared.chmod(0o1777)
+        text = Cache(shared).write("a.txt", "a" * 10_000)
+        os.chmod(text, 0o644)
+        folder = shared / f"user-{victim}" / ".cache" / "gpt2-model-parallel" / "data"
+
+        def fill() -> None:
+            os.umask(0)
+            cache = Cache(shared)
+            cache.read(text, cache_path=str(folder))
+            for suffix in (".bin", ".idx", ".sha256"):
+                (found,) = folder.glob(f"*{suffix}")
+                other = found.read_bytes().replace(b"a\0", b"b\0")
+                if suffix == ".sha256":
+                    (tokens,) = folder.glob("*.bin")
+                    hashes = json.loads(other)
+                    hashes[".bin"] = [None, files.hash_chunks(tokens)]
+                    other = json.dumps(hashes).encode()
+                found.write_bytes(other)
+            assert set(cache.read(text, cache_path=str(folder))) == {"b"}, "the attack works on an unprotected folder"
+
+        def read() -> str:
+            return Cache(shared).read(text, cache_path=None)[:5]
+
+        assert as_user(attacker, fill) == "None"
+        refused = as_user(victim, read)
+        assert refused.startswith(f"ValueError: {shared}/user-{victim}, the cache of a user without a home, must be"), (
+            refused
+        )
+        shutil.rmtree(shared / f"user-{victim}")
+        assert as_user(victim, read) == "aaaaa"
+        assert as_user(attacker, fill).startswith("ValueError: --data-cache-path: tokenised data cannot be kept in")
+        assert as_user(victim, read) == "aaaaa"
 
 
 class Slow(ByteTokenizer):

@@ -235,9 +235,9 @@ def jsonl(name: str, pack: Callable[[bytes], bytes] = bytes, array: bool = False
 
 
 def zstd(data: bytes) -> bytes:
-    import zstandard
+    import pyarrow
 
-    packed: bytes = zstandard.ZstdCompressor().compress(data)
+    packed: bytes = pyarrow.compress(data, "zstd", asbytes=True)
     return packed
 
 

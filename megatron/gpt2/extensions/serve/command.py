@@ -18,15 +18,15 @@ from pathlib import Path
 
 import torch
 
+from data_utils.command_line import missing_package
+
 try:
     from megatron.gpt2.extensions.serve.app import Service
     from megatron.gpt2.extensions.serve.batching import Batcher
     from megatron.gpt2.extensions.serve.connections import CONNECTIONS, GRACE, build_server
     from megatron.gpt2.extensions.serve.request import ServedModel
 except ImportError as error:
-    print(
-        f"error: the server needs starlette, uvicorn and pydantic ({error}): pip install -e .[serve]", file=sys.stderr
-    )
+    print(f"error: {missing_package('the server', error.name, 'serve')}", file=sys.stderr)
     sys.exit(2)
 
 from megatron.gpt2.commands.inference import ModelParser, check_world_size, open_model_from_flags

@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from data_utils.command_line import missing_package
 from data_utils.corpora import TEXT_SUFFIX
 from data_utils.files import hash_file
 from data_utils.splits import parse_split
@@ -70,9 +71,7 @@ def download_urls(argv: Argv = None) -> None:
     try:
         from megatron.gpt2.extensions.webtext.download import download
     except ImportError as error:
-        raise ValueError(
-            f"this stage needs {error.name}: python -m pip install -c constraints.txt -e '.[curate]'"
-        ) from None
+        raise missing_package("this stage", error.name, "curate") from None
     stage = WebtextStage("download_urls", download, args, recorded, ("tldextract", "trafilatura", "lxml", "aiohttp"))
     run_stage(stage, find_shards(args.input, join_texts=False), one_file=())
 
@@ -203,7 +202,14 @@ def merge_jsons(argv: Argv = None) -> None:
     """
     parser = stage_parser(merge_jsons, ())
     parser.add_argument("--data_path", "--data-path", required=True, metavar="INPUT", help="a file, a folder or a glob")
-    parser.add_argument("--output_file", "--output-file", required=True, type=Path, metavar="FILE", help="to write")
+    parser.add_argument(
+        "--output_file",
+        "--output-file",
+        type=Path,
+        default=Path("merged_output.json"),
+        metavar="FILE",
+        help="to write (default: %(default)s)",
+    )
     args = parser.parse_args(argv)
     files, path = find_files([args.data_path], "--data_path"), args.output_file
     if path in files:

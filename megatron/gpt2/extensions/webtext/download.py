@@ -19,7 +19,7 @@ from urllib.parse import urljoin, urlsplit
 
 import aiohttp
 
-from data_utils.worker_processes import exit_with_parent
+from data_utils.shards import exit_with_parent
 from megatron.gpt2.extensions.webtext.filters import make_url_filter
 from megatron.gpt2.extensions.webtext.shards import ShardRun, json_line
 

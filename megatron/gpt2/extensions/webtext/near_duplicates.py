@@ -112,7 +112,7 @@ def write_signatures(run: ShardRun) -> None:
         for place, document in batch:
             if not is_seekable(run.shard):
                 copies = run.file(f"{run.shard.name}.jsonl")
-                place = copies.tell()
+                place = copies.size
                 copies.write(json_line(document))
             places.append(place)
         keys = band_keys(np.stack([sketch(document["text"]) for _, document in batch]))

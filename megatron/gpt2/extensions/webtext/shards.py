@@ -5,7 +5,8 @@
 
 A manifest holds the stage, its parameters, the versions of libraries, the sha256 of the input and of each output, and
 the numbers of entries: read, kept, and dropped, by reason and with samples. A shard is skipped if its manifest matches
-the present input, parameters and outputs. Manifests hold no times and no folders, so equal input gives equal bytes.
+the present input, parameters and outputs (`data_utils.shards`). Manifests hold no times and no folders, so equal input
+gives equal bytes.
 
 A document is a dictionary whose "text" is a string that is not empty; "url" or "id" names it. A JSON file holds one
 document per line, a .txt file is one document. Both may be compressed.
@@ -13,7 +14,7 @@ document per line, a .txt file is one document. Both may be compressed.
 
 import argparse
 import contextlib
-import errno
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from data_utils.command_line import missing_package
 from data_utils.corpora import (
     JSON_SUFFIXES,
     MANIFESTS,
@@ -33,7 +35,8 @@ from data_utils.corpora import (
     open_bytes,
     uncompressed,
 )
-from data_utils.files import STAGE_MANIFEST_VERSION, atomic_write, hash_file, update_hash
+from data_utils.files import STAGE_MANIFEST_VERSION, HashingWriter, atomic_write, update_hash
+from data_utils.shards import Manifest, disk_full_errors, make_shard
 
 TEXTS_A_SHARD = 10_000
 LABEL_CHARACTERS = 100
@@ -113,7 +116,7 @@ def parse_document(path: Path, content: bytes, text_key: str) -> Document:
     """Parse a document from a line of JSON or a whole .txt file. Its text is moved to "text". Raises ValueError or
     RecursionError if there is none."""
     if is_text(path):
-        return {"id": path.name, "text": content.decode("utf-8").replace("\r\n", "\n")}
+        return {"id": path.name, "text": content.decode("utf-8-sig").replace("\r\n", "\n")}
     document = json_object(content)
     text = get_text(document, text_key)
     if text_key != "text":
@@ -144,15 +147,13 @@ class WebtextStage:
     recorded: tuple[str, ...] = ()
     libraries: tuple[str, ...] = ()
 
-    def manifest(self, limit: int | None) -> dict[str, Any]:
+    def manifest(self, limit: int | None) -> Manifest:
         """Return the part of a manifest that describes the stage. Raises ValueError, with the command to install, if a
         library is missing."""
         try:
             versions = {name: importlib.metadata.version(name) for name in self.libraries}
         except importlib.metadata.PackageNotFoundError as error:
-            raise ValueError(
-                f"this stage needs {error.name}: python -m pip install -c constraints.txt -e '.[curate]'"
-            ) from None
+            raise missing_package("this stage", error.name, "curate") from None
         return {
             "format": STAGE_MANIFEST_VERSION,
             "stage": self.name,
@@ -179,7 +180,7 @@ class ShardRun:
         self.entered = self.left = 0
         self.dropped: dict[str, dict[str, Any]] = {}
         self._read = read
-        self._files: dict[str, BinaryIO] = {}
+        self._files: dict[str, HashingWriter] = {}
         self._open = contextlib.ExitStack()
 
     def _entries(self, whole_texts: bool) -> Iterator[tuple[Path, int, int, bytes]]:
@@ -199,7 +200,7 @@ class ShardRun:
 
     def lines(self) -> Iterator[str]:
         """Yield the stripped lines of the shard that are not empty."""
-        return (content.decode("utf-8", "replace").strip() for *_, content in self._entries(whole_texts=False))
+        return (content.decode("utf-8-sig", "replace").strip() for *_, content in self._entries(whole_texts=False))
 
     def documents(self) -> Iterator[Document]:
         """Yield the documents of the shard."""
@@ -237,54 +238,31 @@ class ShardRun:
         self.left += 1
         self.file(name or f"{self.shard.name}.jsonl").write(json_line(document))
 
-    def file(self, name: str) -> BinaryIO:
+    def file(self, name: str) -> HashingWriter:
         """Open an output. It appears under `name` in the folder when the shard is complete."""
         if name not in self._files:
-            self._files[name] = self._open.enter_context(atomic_file(self.output / name))
+            self._files[name] = HashingWriter(self._open.enter_context(atomic_file(self.output / name)))
         return self._files[name]
 
-    def run(self, work: Callable[["ShardRun"], None]) -> dict[str, Any]:
+    def run(self, work: Callable[["ShardRun"], None]) -> Manifest:
         """Do the work, then rename all outputs; after a failure, none appears. Return the rest of the manifest."""
         with self._open:
             work(self)
             assert self.entered == self.left + sum(entry["count"] for entry in self.dropped.values()), (
                 "an entry was neither written nor dropped"
             )
-        outputs = [file_metadata(self.output, name) for name in self._files]
+        outputs = {name: [file.chunk()] for name, file in self._files.items()}
         return {"entered": self.entered, "left": self.left, "dropped": self.dropped, "outputs": outputs}
 
 
 def run_shard(
     stage: WebtextStage, shard: Shard, output: Path, limit: int | None = None, read: Progress = lambda count: None
-) -> dict[str, Any]:
+) -> Manifest:
     """Return the manifest of the shard, and make its outputs first if they do not exist. A failure leaves no files."""
-    path = output / MANIFESTS / f"{shard.name}.json"
-    wanted = json.loads(json.dumps({**stage.manifest(limit), "input": shard.metadata()}))
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        found = json.loads(path.read_text(encoding="utf-8"))
-        names = [entry["name"] for entry in found["outputs"] if (output / entry["name"]).exists()]
-        same = {key: found.get(key) for key in wanted} == wanted
-        if same and [file_metadata(output, name) for name in names] == found["outputs"]:
-            read(shard.bytes)
-            return found
-        path.unlink()
-        for name in names:  # from a different input or other parameters; this run may not write these files
-            (output / name).unlink()
-    try:
-        manifest = {**wanted, **ShardRun(stage.args, shard, output, limit, read).run(stage.work)}
-        with atomic_file(path) as stream:
-            stream.write((json.dumps(manifest, indent=1, ensure_ascii=False) + "\n").encode())
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise OSError(f"{output}: the disk is full: make room; then the same command continues") from None
-        raise
-    return manifest
-
-
-def file_metadata(output: Path, name: str) -> dict[str, Any]:
-    """Return the entry of a manifest for an output."""
-    path = output / name
-    return {"name": name, "bytes": path.stat().st_size, "sha256": hash_file(path)}
+    expected = {**stage.manifest(limit), "input": shard.metadata()}
+    write = functools.partial(ShardRun(stage.args, shard, output, limit, read).run, stage.work)
+    with disk_full_errors(output):
+        return make_shard(output / MANIFESTS / f"{shard.name}.json", output, expected, write)
 
 
 def atomic_file(path: Path) -> contextlib.AbstractContextManager[BinaryIO]:

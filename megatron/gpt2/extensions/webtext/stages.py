@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from data_utils.command_line import ROOT, Parser, progress_bar
+from data_utils.command_line import ROOT, Parser, missing_package, progress_bar
 from data_utils.corpora import COMPRESSED_SUFFIXES, JSON_SUFFIXES, MAX_BAD_FRACTION, TEXT_SUFFIX
 from data_utils.files import file_lock
-from data_utils.worker_processes import map_in_processes, report_progress
+from data_utils.shards import Manifest, map_in_processes
 from megatron.gpt2.extensions.webtext.shards import UNREADABLE, Shard, WebtextStage, atomic_file, find_shards, run_shard
 
 FILE_SUFFIXES = (*JSON_SUFFIXES, TEXT_SUFFIX, *COMPRESSED_SUFFIXES)  # of files; a name with another suffix is a folder
@@ -35,8 +35,6 @@ POSITIONAL: dict[str, dict[str, Any]] = {
         "interrupted run",
     },
 }
-
-Manifest = dict[str, Any]
 
 
 def bounded_number(kind: type, least: float, most: float, words: str) -> Callable[[str], Any]:
@@ -134,7 +132,7 @@ def run_stage(
     check_counts(manifests, args.max_bad_fraction)
     if folder != output:
         with atomic_file(output) as together:
-            for name in (entry["name"] for manifest in manifests for entry in manifest["outputs"]):
+            for name in (name for manifest in manifests for name in manifest["outputs"]):
                 with open(folder / name, "rb") as part:
                     shutil.copyfileobj(part, together, 1 << 20)
         shutil.rmtree(folder)
@@ -157,15 +155,16 @@ def run_locally(stage: WebtextStage, shards: Sequence[Shard], output: Path, excl
     )
     with bar, file_lock(output / ".lock", lambda: log(f"{output}: waiting for another process that writes to it")):
         if limit is None and workers > 1 and len(shards) > 1:
-            work = functools.partial(run_shard, stage, output=output, read=report_progress)
-            manifests = map_in_processes(work, [(shard,) for shard in shards], workers=workers, progress=bar.update)
+            work = functools.partial(run_shard, stage, output=output)
+            items = [(shard,) for shard in shards]
+            manifests = map_in_processes(work, items, workers=workers, finished=lambda shard: bar.update(shard.bytes))
         else:
             manifests = []
             for shard in shards:
                 left = None if limit is None else limit - total(manifests, "entered")
                 if left != 0:
                     manifests.append(run_shard(stage, shard, output, left, bar.update))
-        named = {entry["name"] for manifest in manifests for entry in manifest["outputs"]}
+        named = {name for manifest in manifests for name in manifest["outputs"]}
         for path in sorted(output.iterdir()):
             if exclusive and path.is_file() and not path.name.startswith(".") and path.name not in named:
                 raise ValueError(f"{path} is not of this run: remove it, or the next stage will read it")
@@ -198,7 +197,7 @@ def summarize_stage(name: str, manifests: Sequence[Manifest]) -> Iterator[str]:
     """Yield the counts of a stage, and a table of dropped entries: reason, count, share of the input, a sample."""
     entered, left = total(manifests, "entered"), total(manifests, "left")
     kept = f" ({left / entered:.1%})" if entered else ""
-    size = sum(entry["bytes"] for manifest in manifests for entry in manifest["outputs"])
+    size = sum(part["bytes"] for manifest in manifests for parts in manifest["outputs"].values() for part in parts)
     shards = f"{len(manifests)} shard{'s' * (len(manifests) != 1)}"
     yield f"{name}: {entered:,} in, {left:,} out{kept}; {shards}, {size / 1e6:,.1f} MB"
     reasons: dict[str, tuple[int, str]] = {}
@@ -260,8 +259,5 @@ def run_with_datatrove(stage: WebtextStage, shards: Sequence[Shard], output: Pat
             **options[kind],
         ).run()
     except ImportError as error:
-        more = " ray" if error.name == "ray" else ""
-        raise ValueError(
-            f"--executor {args.executor} needs {error.name}: python -m pip install -c constraints.txt -e "
-            f"'.[curate]'{more}"
-        ) from None
+        extra = "" if error.name == "ray" else "curate"
+        raise missing_package(f"--executor {args.executor}", error.name, extra) from None

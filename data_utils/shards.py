@@ -1,0 +1,103 @@
+"""Work that is divided into shards: each is made in one process, completely or not at all, and never twice.
+
+A shard has output files and a manifest, which is written last. The manifest holds the input of the shard, everything
+that decides its outputs, and their hashes. The same work can be started again after a kill, a crash or a full disk.
+"""
+
+import contextlib
+import errno
+import json
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any, TypeVar
+
+from data_utils.files import find_damaged_chunks, read_checksummed_json, write_checksummed_json
+
+Manifest = dict[str, Any]
+Result = TypeVar("Result")
+
+
+def make_shard(path: Path, folder: Path, expected: Mapping[str, Any], write: Callable[[], Manifest]) -> Manifest:
+    """Return the manifest of a shard, after making the shard unless it is complete.
+
+    path: of the manifest. expected: the entries that the manifest of this input and these parameters has. write: writes
+    the outputs into `folder` and returns the other entries; "outputs" has the chunk hashes of each file.
+    """
+    expected = json.loads(json.dumps(expected))
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        found = read_checksummed_json(path) or {}
+        outputs: dict[str, Any] = found["outputs"]
+        damaged = any(find_damaged_chunks(folder / name, parts) for name, parts in outputs.items())
+        if expected.items() <= found.items() and not damaged:
+            return found
+        for name in outputs:  # made from other input or with other parameters, which may give other names
+            (folder / name).unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    manifest = {**expected, **write()}
+    write_checksummed_json(path, manifest)
+    return manifest
+
+
+@contextlib.contextmanager
+def disk_full_errors(output: object) -> Iterator[None]:
+    """Let the error of a full disk say how to continue."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise OSError(
+            f"no room left on the disk of {output}: free some, and run the same command again; it continues with the "
+            "finished shards"
+        ) from None
+
+
+def exit_with_parent() -> None:
+    """Start a thread that ends this process with its parent, even if the parent is killed. Otherwise a worker would wait
+    for work forever and hold the parent's locks."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def exit_after_parent() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=exit_after_parent, daemon=True).start()
+
+
+def map_in_processes(
+    work: Callable[..., Result],
+    items: Sequence[tuple[Any, ...]],
+    *,
+    workers: int,
+    finished: Callable[..., object],
+    start: str | None = None,
+) -> list[Result]:
+    """Return `work(*item)` for every item, in order, with at most `workers` processes.
+
+    finished: is called as `finished(*item)` after each item. start: the start method of `multiprocessing`. After an
+    error, no further item is started, and the error is raised when the running items have ended. Raises OSError if a
+    worker dies.
+    """
+    context = multiprocessing.get_context(start)
+    with ProcessPoolExecutor(min(workers, len(items)), context, exit_with_parent) as pool:
+        try:
+            futures = {pool.submit(work, *item): item for item in items}
+            for future in as_completed(futures):
+                future.result()  # raises the worker's error
+                finished(*futures[future])
+            return [future.result() for future in futures]
+        except BrokenProcessPool:
+            raise OSError(
+                "a worker process died, probably because memory was full: run the same command with fewer "
+                "--workers to continue after the finished shards"
+            ) from None
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
