@@ -208,7 +208,7 @@ def lock_folder(folder: Path, log: Log) -> BinaryIO:
     try:
         taken = try_lock(file)
     except OSError as error:
-        log(f"WARNING: {path} cannot be locked ({error.strerror}): a second run could write into this folder")
+        log(f"WARNING: {path} cannot be locked ({error.strerror}): only its lease keeps a second run out")
         return file
     if not taken:
         file.seek(0)

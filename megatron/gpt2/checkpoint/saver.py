@@ -14,7 +14,7 @@ import os
 import shutil
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,7 +63,8 @@ class Saver:
     attempt: a text that is equal on all ranks and different in every run. keep_last: the number of iterations to keep
     after a save, with the new one (default: all). timeout_s: how long rank 0 waits until it sees the files of other
     ranks. storage_timeout_s: how long each rank waits for its own files. local_world_size: the ranks that share this
-    machine's memory. gather: a collective that returns the texts of all ranks, and allows for both times. saved_iteration: the last iteration that all ranks report as committed. problem: the last error on this rank.
+    machine's memory. gather: a collective that returns the texts of all ranks, and allows for both times. check_owner:
+    raises OSError if this run must not commit. saved_iteration: the last iteration that all ranks report as committed. problem: the last error on this rank.
     """
 
     folder: Path
@@ -77,6 +78,7 @@ class Saver:
     world_size: int = 1
     local_world_size: int = 1
     gather: Gather = gather_alone
+    check_owner: Callable[[], object] = lambda: None
     saved_iteration: int | None = None
     problem: str = ""
     _host_buffer: Tensor | None = None  # for --async-save
@@ -140,6 +142,7 @@ class Saver:
             pending.own.set_result(None)
             if self.rank == 0:
                 self._wait_for_tables(folder, pending)
+                self.check_owner()
                 commit(folder, final, metadata, self.world_size, self.log)
                 remove_old_checkpoints(directory, iteration, keep_last, self.log)
         except BaseException as error:

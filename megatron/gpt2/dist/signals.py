@@ -20,8 +20,9 @@ import torch.distributed as dist
 
 OUT_OF_TIME = "--exit-duration-in-mins"
 MORE_RANKS = "new ranks (--elastic)"
+FOLDER_LOST = "another run in the --save folder"
 # Reasons to stop, by priority. The highest index of all ranks wins.
-_REASONS = ("", MORE_RANKS, OUT_OF_TIME, "SIGUSR1", "SIGTERM", "Ctrl-C")
+_REASONS = ("", MORE_RANKS, OUT_OF_TIME, "SIGUSR1", "SIGTERM", "Ctrl-C", FOLDER_LOST)
 _PRIORITY = {signal.SIGUSR2: 1, signal.SIGUSR1: 3, signal.SIGTERM: 4, signal.SIGINT: 5}  # the launcher sends SIGUSR2
 # A repeated signal within this time is ignored. Slurm sends SIGTERM to the launcher and to its ranks, and the launcher
 # forwards it to them. Ctrl-C is only repeated on purpose.

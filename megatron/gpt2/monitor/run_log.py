@@ -2,10 +2,12 @@
 
 import contextlib
 import dataclasses
+import importlib.util
 import itertools
 import json
 import math
 import os
+import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,13 +17,85 @@ from typing import Any
 
 from data_utils.command_line import progress_bar
 from data_utils.files import append_line, atomic_write_text, fsync_path
+from megatron.gpt2.config import Config
 from megatron.gpt2.monitor.incidents import read_records
 from megatron.gpt2.monitor.plots import plot_loss
 from megatron.gpt2.monitor.reporting import EvaluationRecord, IterationRecord
 from megatron.gpt2.monitor.run_report import HISTORY, METRICS, REPORT, SAMPLES, write_report
-from megatron.gpt2.monitor.trackers import Tracker
 
+WANDB_ID = "wandb_run_id.txt"
 REPORT_TIME_SHARE = 0.01  # largest share of a run's time for writing report.html
+
+
+class TensorBoard:
+    """Writes TensorBoard event files. Points of an earlier run after `start_iteration` are purged."""
+
+    def __init__(self, config: Config, start_iteration: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(config.train.tensorboard_dir, purge_step=start_iteration + 1)
+        self.close = self._writer.close
+
+    def log(self, numbers: Mapping[str, float], iteration: int) -> None:
+        """Write a scalar for each of the `numbers`."""
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, iteration)
+
+
+class WeightsAndBiases:
+    """Logs to Weights & Biases. A run that continues a --save folder also continues its run there.
+
+    The file `wandb_run_id.txt` in the folder has the run's id.
+    """
+
+    def __init__(self, config: Config, start_iteration: int) -> None:
+        import wandb
+
+        train, save = config.train, Path(str(config.checkpoint.save))
+        folder, known = Path(train.wandb_save_dir or save), save / WANDB_ID
+        for path in (folder, save):  # otherwise wandb uses a temporary folder
+            path.mkdir(parents=True, exist_ok=True)
+        if not (start_iteration and known.exists()):
+            known.write_text(secrets.token_hex(4) + "\n", encoding="ascii")
+        try:
+            self._run: Any = wandb.init(
+                project=train.wandb_project,
+                entity=train.wandb_entity,
+                name=train.wandb_exp_name or save.name,
+                dir=folder,
+                id=known.read_text(encoding="ascii").strip(),
+                resume="allow",
+                config=config.as_dict(),
+            )
+        except wandb.Error as error:
+            raise ValueError(
+                f"--wandb-project {train.wandb_project}: {error} (WANDB_MODE=offline needs neither network nor account)"
+            ) from error
+        self.close = self._run.finish
+
+    def log(self, numbers: Mapping[str, float], iteration: int) -> None:
+        """Send the `numbers` of this step."""
+        self._run.log(dict(numbers), step=iteration)  # wandb ignores repeated steps
+
+
+Tracker = TensorBoard | WeightsAndBiases
+
+
+def open_trackers(config: Config, *, start_iteration: int, active: bool) -> list[Tracker]:
+    """Open the trackers that the flags select; none if this rank is not `active`.
+
+    Raises ValueError on every rank if one is not installed, and on the active rank if it cannot start.
+    """
+    trackers: list[Tracker] = []
+    for flag, wanted, module, tracker in (
+        ("--tensorboard-dir", config.train.tensorboard_dir, "tensorboard", TensorBoard),
+        ("--wandb-project", config.train.wandb_project, "wandb", WeightsAndBiases),
+    ):
+        if wanted is not None and importlib.util.find_spec(module) is None:
+            raise ValueError(f"{flag} needs {module}: pip install {module}")
+        if wanted is not None and active:
+            trackers.append(tracker(config, start_iteration))
+    return trackers
 
 
 class RunLog:
@@ -29,7 +103,8 @@ class RunLog:
 
     active: False on all ranks but one, where all methods do nothing. start_iteration: later metrics and samples are
     removed, because these steps are repeated. A run that starts at 0 renames the record files of an earlier run.
-    trackers: also get the metrics, and are closed at the end.
+    trackers: also get the metrics, and are closed at the end. is_owner: returns False when another run has taken the
+    folder; then nothing is written there.
     """
 
     def __init__(
@@ -40,8 +115,9 @@ class RunLog:
         start_iteration: int = 0,
         trackers: Sequence[Tracker] = (),
         active: bool = True,
+        is_owner: Callable[[], bool] = lambda: True,
     ) -> None:
-        self.active = active
+        self.active, self._is_owner = active, is_owner
         self.directory = Path(save_directory)
         self._iteration, self._trackers, self._next_report, self._closed = start_iteration, trackers, 0.0, not active
         self._has_warned = False  # about lost records
@@ -104,7 +180,8 @@ class RunLog:
         if not self.active:
             return
         try:
-            append_line(self.directory / name, json.dumps(record, allow_nan=False))
+            if self._is_owner():
+                append_line(self.directory / name, json.dumps(record, allow_nan=False))
         except OSError as error:  # e.g. a full disk, which must not end a run
             if not self._has_warned:
                 self._has_warned = True  # before `info`, which also writes a record
@@ -128,7 +205,7 @@ class RunLog:
     def _write(self, name: str, write: Callable[[Path], str]) -> str:
         """Return `write(path)`, or "" with a warning if the file cannot be written."""
         try:
-            return write(self.directory / name)
+            return write(self.directory / name) if self._is_owner() else ""
         except OSError as error:
             self.info(f"WARNING: {name} was not written: {error.strerror}")
             return ""

@@ -1,18 +1,20 @@
 """Saving the state of a run, and continuing a run from a checkpoint."""
 
+import json
 import secrets
 from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import mpu
 from data_utils.files import atomic_write_text
-from megatron.gpt2.checkpoint.folder import BEST, FolderInUse, best_loss, find_checkpoint, is_locked_by, lock_folder
+from megatron.gpt2.checkpoint.folder import BEST, FolderInUse, best_loss, find_checkpoint, is_locked_by
+from megatron.gpt2.checkpoint.lease import Lease, LeaseLostError
 from megatron.gpt2.checkpoint.local import RUN_NAME_FILE, LocalCheckpoints, run_name
 from megatron.gpt2.checkpoint.saver import Saver
 from megatron.gpt2.checkpoint.sharded_state import (
@@ -39,14 +41,14 @@ from mpu import kernels
 class CheckpointManager:
     """Saves a run in its --save folder. Every rank calls its methods at the same steps.
 
-    lock: the lock file of the folder, on rank 0. saver: writes the files, in a thread with --async-save.
+    lease: of the folder, on rank 0. saver: writes the files, in a thread with --async-save.
     """
 
     def __init__(
-        self, context: RunContext, parallel: mpu.ParallelState, state: TrainState, *, lock: BinaryIO | None, log: Log
+        self, context: RunContext, parallel: mpu.ParallelState, state: TrainState, *, lease: Lease | None, log: Log
     ) -> None:
         self._context, self._parallel, self._state = context, parallel, state
-        self._lock, self._log = lock, log
+        self._lease, self._log = lease, log
         config, ranks = context.config.checkpoint, context.rank_info
         attempt = gather_strings(secrets.token_hex(8))[0]
         storage_timeout = timedelta(minutes=config.save_timeout_minutes)
@@ -65,6 +67,7 @@ class CheckpointManager:
             local_world_size=ranks.local_world_size,
             storage_timeout_s=storage_timeout.total_seconds(),
             gather=partial(gather_strings, group=saving_group),
+            check_owner=self._check_owner,
         )
         self._files = partial(checkpoint_files, state, parallel, config, context.device)
         self.saver.prepare(self._files())
@@ -85,24 +88,33 @@ class CheckpointManager:
         self._restore_folder()
         return self.saver.save(*self._contents(progress))
 
+    def _check_owner(self) -> None:
+        """Raise LeaseLostError on rank 0 if another run has the folder."""
+        if self._lease is not None:
+            self._lease.check()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether another run has taken the --save folder, as far as rank 0 has seen."""
+        return self._lease is not None and self._lease.is_lost
+
     def _restore_folder(self) -> None:
         """If the --save folder was removed or moved, make it again with all that a checkpoint needs. StopRun, on every
         rank, if another run has it now."""
         folder, problem = self._context.save_directory, ""
-        if self._lock is not None and not is_locked_by(folder, self._lock):
-            try:
-                lock = lock_folder(folder, self._log)
-                self.unlock()
-                self._lock = lock
+        try:
+            if self._lease is not None and not is_locked_by(folder, self._lease.lock):
+                self._lease.take(self._log)
                 write_config_and_tokenizer(self._context)
                 self._log(
                     f"WARNING: --save {folder} was removed or moved during the run: it is made again and holds what the "
                     "run saves from now on"
                 )
-            except FolderInUse as error:
-                problem = str(error)
-            except (ValueError, OSError) as error:
-                self._log(f"WARNING: --save {folder} was removed or moved during the run: {error}")
+            self._check_owner()
+        except (FolderInUse, LeaseLostError) as error:
+            problem = str(error)
+        except (ValueError, OSError) as error:
+            self._log(f"WARNING: --save {folder} was removed or moved during the run: {error}")
         if problem := gather_strings(problem)[0]:
             raise StopRun(problem)
 
@@ -153,23 +165,24 @@ class CheckpointManager:
             self._local.remove()
 
     def unlock(self) -> None:
-        """Release the lock of the --save folder."""
-        if self._lock is not None:
-            self._lock.close()
+        """Let other runs use the --save folder."""
+        if self._lease is not None:
+            self._lease.release()
 
 
-def lock_save_folder(context: RunContext, rank: int, log: Log) -> BinaryIO | None:
-    """Lock the --save folder on rank 0, and return the lock file there. Raises ValueError on every rank if another run
-    uses the folder, or keeps its best checkpoint in it."""
-    lock, problem = None, ""
+def lease_save_folder(context: RunContext, rank: int, log: Log) -> Lease | None:
+    """Take the lease of the --save folder on rank 0, and return it there. Raises FolderInUse on every rank if another run
+    uses the folder, and ValueError if the folder cannot be used."""
+    lease, kind, problem = None, "", ""
     if rank == 0:
         try:
-            lock = lock_folder(context.save_directory, log)
-        except ValueError as error:
-            problem = str(error)
-    if problem := gather_strings(problem)[0]:
-        raise ValueError(problem)
-    return lock
+            lease = Lease(context.save_directory, log)
+        except (ValueError, OSError) as error:
+            kind, problem = type(error).__name__, str(error)
+    kind, problem = json.loads(gather_strings(json.dumps([kind, problem]))[0])
+    if problem:
+        raise (FolderInUse if kind == FolderInUse.__name__ else ValueError)(problem)
+    return lease
 
 
 def checkpoint_files(

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 
 from megatron.gpt2.dist.gathering import sum_over_data_and_pipeline
-from megatron.gpt2.dist.signals import MORE_RANKS, OUT_OF_TIME
+from megatron.gpt2.dist.signals import FOLDER_LOST, MORE_RANKS, OUT_OF_TIME
 from megatron.gpt2.hooks import first_not_none
 from megatron.gpt2.monitor.reporting import IterationRecord, iteration_line, memory_line, peak_memory
 from megatron.gpt2.monitor.timers import start_profiler
@@ -82,7 +82,8 @@ def stop_reason(trainer: Trainer) -> str:
     config, iteration = trainer.config.train, trainer.progress.iteration
     minutes = (time.monotonic() - trainer.progress.started) / 60
     out_of_time = config.exit_duration_in_mins is not None and minutes > config.exit_duration_in_mins
-    reason = trainer.stop_signal.agreed(OUT_OF_TIME if out_of_time else "")
+    own = FOLDER_LOST if trainer.checkpoints.is_lost else OUT_OF_TIME if out_of_time else ""
+    reason = trainer.stop_signal.agreed(own)
     if reason in ("", MORE_RANKS) and config.exit_interval and iteration % config.exit_interval == 0:
         return "--exit-interval"
     return reason

@@ -11,19 +11,19 @@ import torch.distributed as dist
 import mpu
 from megatron.gpt2 import device as devices
 from megatron.gpt2.checkpoint.folder import rename_old_best
+from megatron.gpt2.checkpoint.lease import Lease
 from megatron.gpt2.config import Config
 from megatron.gpt2.dist.hang import HangDetector
 from megatron.gpt2.dist.rendezvous import initialize_distributed
 from megatron.gpt2.dist.signals import StopSignal
 from megatron.gpt2.hooks import Hook
 from megatron.gpt2.monitor.incidents import IncidentLog
-from megatron.gpt2.monitor.run_log import RunLog
+from megatron.gpt2.monitor.run_log import RunLog, open_trackers
 from megatron.gpt2.monitor.timers import Timers
-from megatron.gpt2.monitor.trackers import open_trackers
 from megatron.gpt2.train.checkpointing import (
     CheckpointManager,
+    lease_save_folder,
     load_checkpoint,
-    lock_save_folder,
     write_config_and_tokenizer,
 )
 from megatron.gpt2.train.data import TrainingData
@@ -135,11 +135,11 @@ def build_trainer(context: RunContext, log: Log) -> Trainer:
         if config.is_deterministic:
             settings.enter_context(devices.deterministic_algorithms())
         parallel = initialize_groups(context, log)
-        lock = lock_save_folder(context, parallel.rank, log)
+        lease = lease_save_folder(context, parallel.rank, log)
         state = build_train_state(context, parallel, log)
         iteration, consumed, skipped = load_checkpoint(context, parallel, state, log)
         context.incidents.iteration = iteration
-        run_log = open_log(context, iteration, active=parallel.rank == 0)
+        run_log = open_log(context, iteration, lease)
         timers = Timers(device)
         hooks = list(context.hooks)
         if context.rank_info.rendezvous is not None:
@@ -151,7 +151,7 @@ def build_trainer(context: RunContext, log: Log) -> Trainer:
             state=state,
             forward_backward=ForwardBackward(config.pipeline_schedule, state, parallel, timers),
             data=TrainingData(context, parallel, consumed, skipped),
-            checkpoints=CheckpointManager(context, parallel, state, lock=lock, log=run_log.info),
+            checkpoints=CheckpointManager(context, parallel, state, lease=lease, log=run_log.info),
             log=run_log,
             timers=timers,
             stop_signal=StopSignal(context.timeout),
@@ -179,15 +179,17 @@ def initialize_groups(context: RunContext, log: Log) -> mpu.ParallelState:
     )
 
 
-def open_log(context: RunContext, iteration: int, *, active: bool) -> RunLog:
-    """Open the log of a run that starts at `iteration`. The active rank also renames an earlier run's folder `best` and
-    writes config.json and the tokenizer."""
+def open_log(context: RunContext, iteration: int, lease: Lease | None) -> RunLog:
+    """Open the log of a run that starts at `iteration`. The rank with the `lease` also renames an earlier run's folder
+    `best` and writes config.json and the tokenizer."""
+    active = lease is not None
     log = RunLog(
         context.save_directory,
         train_iters=context.train_iters,
         start_iteration=iteration,
         trackers=open_trackers(context.config, start_iteration=iteration, active=active),
         active=active,
+        is_owner=lease.is_held if lease is not None else lambda: False,
     )
     if active:
         if iteration == 0:

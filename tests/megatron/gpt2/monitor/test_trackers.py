@@ -14,8 +14,7 @@ import pytest
 
 from megatron.gpt2.config import CheckpointConfig, Config, TrainConfig
 from megatron.gpt2.monitor.reporting import EvaluationRecord
-from megatron.gpt2.monitor.run_log import RunLog
-from megatron.gpt2.monitor.trackers import open_trackers
+from megatron.gpt2.monitor.run_log import RunLog, open_trackers
 from tests.megatron.gpt2.monitor.test_reporting import record
 
 
