@@ -85,6 +85,7 @@ def test_a_run_from_beginning_to_end_and_on(work: Path, train: Train):
     )
     assert said.count("memory (MB)") == 1
     for line in (
+        "padded vocab (size: 257) with 127 dummy tokens (new size: 384)",
         "parameters",
         "FLOPs per token",
         "--hidden-size",

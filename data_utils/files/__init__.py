@@ -26,6 +26,7 @@ older programs cannot read the new format, and describe in the table what happen
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -76,9 +77,20 @@ def fsync_path(path: str | Path) -> None:
 
 
 def add_path(error: BaseException, path: str | Path) -> None:
-    """Let an OSError name the file `path` if it names none, as those of writing, fsync and locks."""
-    if isinstance(error, OSError) and error.errno and error.filename is None:
-        error.filename = str(path)
+    """Let an OSError name the file `path` if it names none, as those of writing, fsync and locks. Let one of a full disk
+    say what is missing."""
+    if isinstance(error, OSError) and error.errno:
+        error.filename = error.filename or str(path)
+        if error.errno == errno.ENOSPC and not str(error.strerror).endswith(")"):  # once
+            error.strerror = f"{error.strerror} ({free_space(path)})"
+
+
+def free_space(path: str | Path) -> str:
+    """Return what is free on the disk of the file `path`."""
+    disk = os.statvfs(next(folder for folder in Path(path).absolute().parents if folder.exists()))
+    if disk.f_files and not disk.f_favail:
+        return "no inodes are free there: remove files, however small"
+    return f"{disk.f_bavail * disk.f_frsize:,} bytes are free there"
 
 
 @contextlib.contextmanager

@@ -29,6 +29,7 @@ from megatron.gpt2.monitor.run_report import METRICS
 LOCK = "lock"
 TRACKER = "latest_checkpointed_iteration.txt"
 BEST = "best"
+WRITTEN = ("", INCIDENTS, "tokenizer", BEST, f"{BEST}/tokenizer")  # folders in which a run writes by name
 _ITERATION = re.compile(r"iter_(\d{7,12})(?:\.old-(\d{1,3}))?", re.ASCII)
 # A format, and patterns of files that its iteration's folder has. "megatron" stands for all versions.
 FORMAT_FILES = (
@@ -180,25 +181,25 @@ def lock_folder(folder: Path, log: Log) -> BinaryIO:
     """Make `folder` and lock it until the returned file is closed. The system closes the file if this process dies.
 
     Raises ValueError, in one line, if another process has locked it, if it is the `best/` folder of another run, or if it
-    has links through which the run would change other files. On a filesystem without locks, the function logs a warning and locks nothing.
+    holds a link or a pipe where the run writes. On a filesystem without locks, the function logs a warning and locks
+    nothing.
     """
     if folder.name == BEST and (folder.parent / METRICS).exists():
         raise ValueError(
             f"--save {folder} is where the run in {folder.parent} keeps its best checkpoint: give another "
             "--save to train on from it"
         )
-    if folder.is_symlink() and not folder.exists():
-        raise ValueError(
-            f"--save {folder} is a symbolic link to {os.readlink(folder)}, which does not exist: make that folder, or "
-            "give another --save"
-        )
-    path = folder / LOCK
-    for link in filter(Path.is_symlink, (*folder.glob("*"), *folder.glob(f"{INCIDENTS}/*"))):
-        if not link.name.startswith("iter_"):  # which are only read
+    if os.path.lexists(folder) and not folder.is_dir():
+        link = f": it links to {os.readlink(folder)}" if folder.is_symlink() else ""
+        raise ValueError(f"--save {folder} is not a folder{link}; make that folder, or give another --save")
+    for path in (path for place in WRITTEN for path in (folder / place).glob("*")):
+        what = f"a symbolic link to {os.readlink(path)}" if path.is_symlink() else "a pipe or a device"
+        is_usual = (path.is_file() or path.is_dir()) and not path.is_symlink()
+        if not is_usual and not path.name.startswith("iter_"):  # checkpoints are only read
             raise ValueError(
-                f"--save {folder}: {link} is a symbolic link to {os.readlink(link)}, which the run would change: remove "
-                "the link, or give another --save"
+                f"--save {folder}: {path} is {what}, where the run writes: remove it, or give another --save"
             )
+    path = folder / LOCK
     try:
         make_folder(folder)
         # Not "w", which would delete the name of the process that holds the lock.

@@ -34,7 +34,7 @@ import re
 import reprlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -122,9 +122,13 @@ def tensor_name(key: str) -> str:
 
 def in_threads(work: Callable[[T], R], items: Iterable[T], threads: int = THREADS) -> list[R]:
     """Call `work` for each item in several threads. Hashing and copying release Python's global interpreter lock. The
-    first error, in the order of the items, is raised after all threads have ended."""
-    with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(work, items))
+    first error, in the order of the items, is raised after all threads have ended. The threads are daemons: storage that
+    does not answer does not keep a process from ending."""
+    pool = ThreadPool(threads)
+    results = [pool.apply_async(work, (item,)) for item in items]
+    pool.close()
+    pool.join()
+    return [result.get() for result in results]
 
 
 @contextlib.contextmanager

@@ -12,10 +12,11 @@ import dataclasses
 import math
 import os
 import shutil
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,6 @@ class Saver:
     _host_buffer: Tensor | None = None  # for --async-save
     _saves: int = 0
     _pending: tuple[int | None, PendingSave, Future[Path]] | None = None
-    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "saver"))
 
     def prepare(self, files: ShardedFiles) -> None:
         """Allocate the host buffer into which --async-save copies `files`, once. A call before training avoids the wait in
@@ -109,8 +109,16 @@ class Saver:
         self.prepare(files)
         if self._host_buffer is not None:
             files = _copy_to_host(files, self._host_buffer)
-        pending = PendingSave()
-        written = self._thread.submit(self.write, iteration, files, metadata, pending, into)
+        pending, written = PendingSave(), Future[Path]()
+
+        def run() -> None:
+            try:
+                written.set_result(self.write(iteration, files, metadata, pending, into))
+            except BaseException as error:  # `finish` raises it
+                written.set_exception(error)
+
+        # A daemon: storage that does not answer does not keep the process from ending.
+        threading.Thread(target=run, name="saver", daemon=True).start()
         self._pending = None if into else iteration, pending, written
         return None if self.asynchronous else self.finish()
 
@@ -211,11 +219,12 @@ class Saver:
         return texts
 
     def close(self) -> None:
-        """End the thread. A save may still be pending, for example after an error. It is completed if the files of all
-        ranks arrive within GRACE_SECONDS. No collective is called, because other ranks may be dead."""
+        """Wait for a save that is still pending, for example after an error. It is completed if the files of all ranks
+        arrive within GRACE_SECONDS. No collective is called, because other ranks may be dead."""
         if self._pending is not None:
-            self._pending[1].deadline = time.monotonic() + GRACE_SECONDS
-        self._thread.shutdown()
+            _, pending, written = self._pending
+            pending.deadline = time.monotonic() + GRACE_SECONDS
+            wait([written], self.storage_timeout_s)
 
 
 def _sizes(files: ShardedFiles) -> list[int]:

@@ -14,7 +14,6 @@ folders in the next save.
 """
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -27,7 +26,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data_utils.files import CHECKPOINT_VERSION, atomic_write, checksummed_lines, flush_to_disk, fsync_path
+from data_utils.files import (
+    CHECKPOINT_VERSION,
+    add_path,
+    atomic_write,
+    checksummed_lines,
+    flush_to_disk,
+    fsync_path,
+)
 from megatron.gpt2.checkpoint.base import TensorInfo
 from megatron.gpt2.checkpoint.folder import TRACKER, Log, list_iterations
 from megatron.gpt2.checkpoint.reader import (
@@ -154,19 +160,16 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def _write_errors(path: Path, size: int) -> Iterator[None]:
-    """Make the folder of `path`. An OSError in the block is raised again in one line that names `path`, its `size` in bytes
-    and the free space."""
+    """Make the folder of `path`. An OSError in the block is raised again in one line that names `path` and its `size` in
+    bytes."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
-        disk = os.statvfs(next(p for p in path.parents if p.exists()))
-        free, room = f"{disk.f_bavail * disk.f_frsize:,} bytes are", "make room"
-        if error.errno == errno.ENOSPC and disk.f_files and not disk.f_favail:
-            free, room = "no inodes are", "remove files there, however small,"
+        add_path(error, path)
         raise OSError(
-            f"{path}: cannot write its {size:,} bytes: {error.strerror or error} ({free} free there); earlier "
-            f"checkpoints are untouched: {room} or give another --save"
+            f"{path}: cannot write its {size:,} bytes: {error.strerror or error}; earlier checkpoints are untouched: make "
+            "room or give another --save"
         ) from error
 
 

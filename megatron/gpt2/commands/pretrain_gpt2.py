@@ -5,6 +5,7 @@ rank prints one line.
 """
 
 import functools
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -186,7 +187,8 @@ def finish_run(trainer: Trainer, reason: str) -> int:
     trainer.stop_signal.close()
     rank_info.end(code)
     shutdown_distributed(rank_info)  # the report can take a while and needs no other ranks
-    plot = trainer.log.close(title=trainer.context.save_directory.name)
+    name = os.fsencode(trainer.context.save_directory.name).decode(errors="replace")  # not UTF-8 in some locales
+    plot = trainer.log.close(title=name)
     if rank_info.rank == 0:
         if not reason:
             print(final_report(trainer, valid, sample, plot, missing))

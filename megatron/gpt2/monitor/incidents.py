@@ -56,7 +56,8 @@ class IncidentLog:
         record = {"time": time.time(), **self._always, "iteration": at, "kind": kind, "text": text, **details}
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            append_line(self._path, json.dumps(record))
+            if not self._path.parent.is_symlink():  # the run refuses such a folder
+                append_line(self._path, json.dumps(record))
 
     def sync(self) -> None:
         """Put the lines on the disk."""
@@ -127,7 +128,7 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
     Damaged lines are skipped, such as a last line that a crash has cut off.
     """
     records = []
-    for line in Path(path).read_bytes().splitlines() if Path(path).exists() else ():
+    for line in Path(path).read_bytes().splitlines() if Path(path).is_file() else ():  # not a pipe
         with contextlib.suppress(ValueError, RecursionError):
             record = json.loads(line.decode("utf-8"))
             if isinstance(record, dict) and isinstance(record.get("iteration"), int):

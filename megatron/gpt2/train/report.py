@@ -39,7 +39,7 @@ def log_start(trainer: Trainer, warnings: Sequence[str]) -> None:
         trainer.log.note(line)
 
     model, data, train, tokenizer, splits = config.model, config.data, config.train, context.tokenizer, context.splits
-    total = count_parameters(model, t)[0]
+    total, padded = count_parameters(model, t)[0], trainer.state.model.padded_vocab_size
     own = sum(parameter.numel() for parameter in trainer.state.model.parameters())
     batches, batch, samples = context.batch_schedule, context.global_batch_size, len(splits.train)
     needed = batches.samples_after_steps(context.train_iters - progress.iteration, progress.consumed_samples)
@@ -75,7 +75,8 @@ def log_start(trainer: Trainer, warnings: Sequence[str]) -> None:
         ("FLOPs per token", f"{model.flops_per_token(data.seq_length):,}"),
         (
             "tokenizer",
-            f"{tokenizer.kind}, {tokenizer.vocab_size:,} ids" + (f", by {tokenizer.engine}" * bool(tokenizer.engine)),
+            f"{tokenizer.kind}{f' by {tokenizer.engine}' * bool(tokenizer.engine)}; padded vocab (size: "
+            f"{tokenizer.vocab_size}) with {padded - tokenizer.vocab_size} dummy tokens (new size: {padded})",
         ),
         *(("data", line) for line in splits.description),
         ("length", f"{context.train_iters:,} iterations, {needed:,} samples of {samples:,}: {epochs:.2f} epochs"),

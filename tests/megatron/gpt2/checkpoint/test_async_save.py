@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import subprocess
 import threading
 import time
 from datetime import timedelta
@@ -26,9 +27,11 @@ from megatron.gpt2.hooks import StopRun
 from megatron.gpt2.train import loop
 from megatron.gpt2.train.train_step import train_step
 from megatron.gpt2.train.trainer import Trainer
+from tests.conftest import ROOT
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.checkpoint.saved_states import assert_holds, full_state, rank_files
 from tests.megatron.gpt2.train.training_runs import SMALL, finish, start, steps, write_text
+from tests.warm_python import WarmPython
 
 # --------------------------------------------------------------------------------------------------------- failures
 
@@ -138,15 +141,31 @@ def test_storage_that_does_not_answer_ends_the_run_on_every_rank(tmp_path: Path,
     said = f"the storage of --save {tmp_path} took longer than [0-9.]+ s .--save-timeout-minutes. for the files of rank"
     with pytest.raises(StopRun, match=f"{said} 0"):
         s.finish()
+    s.close()  # does not wait for it either
     go.set()
-    s.close()
-    assert (tmp_path / "iter_0000001").is_dir(), "it answers after all"
     other = saving(tmp_path, [])
     other.save(2, rank_files(full_state(2), 0, 1), {})
     other.gather = lambda text: [text, "too slow"]
     with pytest.raises(StopRun, match=f"{said} 1"):
         other.finish()
     other.close()
+
+
+STUCK = """
+import time
+from megatron.gpt2.checkpoint import writer
+from megatron.gpt2.commands import pretrain_gpt2
+writer.write_safetensors = lambda *arguments: time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("more", ["", "--async-save"])
+def test_the_process_ends_though_its_storage_does_not_answer(flags: list[str], python: WarmPython, more: str):
+    words = [*flags, *f"--save-timeout-minutes 0.01 {more}".split()]
+    program = f"{STUCK}raise SystemExit(pretrain_gpt2.main({words!r}))"
+    done = subprocess.run([python.python, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1, done.stderr
+    assert "stopped: the storage of --save " in done.stdout
 
 
 @pytest.fixture

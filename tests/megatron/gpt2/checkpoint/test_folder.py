@@ -382,19 +382,31 @@ def test_a_folder_that_is_moved_during_a_run_is_made_again(
     assert not list(save.glob("iter_*"))
 
 
-def test_a_run_changes_nothing_through_links_in_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_run_changes_nothing_through_links_and_waits_for_no_pipe_in_its_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     write_text(tmp_path)
-    save, mine = tmp_path / "save", tmp_path / "mine"
+    save, mine, folder = tmp_path / "save", tmp_path / "mine", tmp_path / "folder"
     mine.write_text("mine")
-    (save / "incidents").mkdir(parents=True)
-    for name in ("lock", "history.jsonl", "metrics.jsonl", f"{TRACKER}.tmp", "incidents/launcher.jsonl"):
-        (save / name).symlink_to(mine)
-        assert train(str(tmp_path)) == 2
+    folder.mkdir()
+    files = ["lock", "history.jsonl", "metrics.jsonl", f"{TRACKER}.tmp", "incidents/launcher.jsonl", "best/tokenizer/x"]
+    for name in (*files, "incidents", "best", "best/tokenizer"):
+        shutil.rmtree(save, ignore_errors=True)
+        (save / name).parent.mkdir(parents=True)
+        (save / name).symlink_to(mine if name in files else folder)
+        assert train(str(tmp_path), "--keep-best") == 2
         assert capsys.readouterr().err == (
-            f"error: --save {save}: {save}/{name} is a symbolic link to {mine}, which the run would change: remove the "
-            "link, or give another --save\n"
+            f"error: --save {save}: {save}/{name} is a symbolic link to {mine if name in files else folder}, where the "
+            "run writes: remove it, or give another --save\n"
         )
+        if name in files[:3]:
+            (save / name).unlink()
+            os.mkfifo(save / name)
+            assert train(str(tmp_path)) == 2
+            assert f"{save}/{name} is a pipe or a device, where the run writes: remove it" in capsys.readouterr().err
+        assert not list(folder.iterdir())
         (save / name).unlink()
+    shutil.rmtree(save / "best")
     (save / "iter_0000001").symlink_to(tmp_path / "elsewhere")
     for write in (
         lambda path: append_line(path, "{}"),
@@ -431,8 +443,11 @@ def test_a_folder_without_locks_and_one_that_cannot_be_made(tmp_path: Path, monk
     lock_folder(tmp_path, logged.append).close()
     assert len(logged) == 1 and "lock cannot be locked (No locks available)" in logged[0]
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="--save .*file: cannot be written: .*"):
-        lock_folder(tmp_path / "file", pytest.fail)
     (tmp_path / "link").symlink_to("nowhere")
-    with pytest.raises(ValueError, match="--save .*link is a symbolic link to nowhere, which does not exist: make"):
-        lock_folder(tmp_path / "link", pytest.fail)
+    for name, problem in (
+        ("file", "is not a folder; make that folder, or give another --save"),
+        ("link", "is not a folder: it links to nowhere; make that folder, or give another --save"),
+        ("file/in", "cannot be written: Not a directory"),
+    ):
+        with pytest.raises(ValueError, match=f"^--save {tmp_path}/{name} {problem}$|{name}: {problem}$"):
+            lock_folder(tmp_path / name, pytest.fail)
