@@ -37,7 +37,6 @@ from megatron.gpt2.extensions.serve.app import error_response
 from megatron.gpt2.extensions.serve.request import (
     ApiError,
     CompletionRequest,
-    GeneratedText,
     ServedModel,
     read_megatron_request,
     read_request,
@@ -552,25 +551,21 @@ def read_body(folder: Path, read: Callable[[bytes, ServedModel], CompletionReque
         assert error.status in (400, 404)
         json.loads(bytes(error_response(error).body))
         raise
-    continuations = request.continuations()
-    assert 1 <= len(continuations) <= SERVED.max_texts and request.sampling.max_new_tokens <= SERVED.max_tokens
+    assert 1 <= len(request.texts) <= SERVED.max_texts
     logits = torch.linspace(-5, 5, TOKENIZER.vocab_size)
-    texts = []
-    for c in continuations:
+    for text in request.texts:
+        c = text.c
         assert len(c.prompt) <= SERVED.context and all(0 <= i < TOKENIZER.vocab_size for i in c.prompt)
+        assert c.sampling.max_new_tokens <= SERVED.max_tokens
         sampler = Sampler(c.sampling, c.prompt, TOKENIZER.vocab_size, torch.device("cpu"))
         token, probability = sampler.draw(logits, logits.logsumexp(0))
         assert 0 <= token < TOKENIZER.vocab_size and 0 <= probability <= 1
         if c.score_prompt:
             c.prompt_tokens = [GeneratedToken(0, i, 0.5, "") for i in c.prompt[1:]]
         c.ids, c.finish = [token], "length"
-        texts.append(
-            GeneratedText(
-                c,
-                [GeneratedToken(0, token, probability, TOKENIZER.decode([token]), sampler.likeliest(logits), c.finish)],
-            )
-        )
-    json.dumps(request.answer(texts, TOKENIZER, {}), allow_nan=False)
+        likeliest = sampler.likeliest(logits)
+        text.events.append(GeneratedToken(0, token, probability, TOKENIZER.decode([token]), likeliest, c.finish))
+    json.dumps(request.answer(TOKENIZER, {}), allow_nan=False)
 
 
 TARGETS += [

@@ -22,13 +22,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from megatron.gpt2.extensions.serve.batching import Batcher, GenerationJob, ServerStopping
+from megatron.gpt2.extensions.serve.batching import Batcher, ServerStopping
 from megatron.gpt2.extensions.serve.connections import is_allowed_host
 from megatron.gpt2.extensions.serve.request import (
     ApiError,
     CompletionChoice,
     CompletionRequest,
-    GeneratedText,
     ServedModel,
     read_megatron_request,
     read_request,
@@ -40,6 +39,7 @@ PAGE = Path(__file__).with_name("page.html")
 PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 )
+BODY_SECONDS = 30.0  # limit for the body of a request
 ERROR_SEND_SECONDS = 1.0  # limit for sending a final error, because its client may have stopped reading
 
 
@@ -75,8 +75,7 @@ class HostCheck:
 class Service:
     """The state of all endpoints. Only the thread of the event loop uses it.
 
-    max_texts: limit of running and waiting texts. max_seconds: time limit for the body of a request, and then
-    for the whole answer. log: called with a line for each request. allowed_hosts: for `is_allowed_host`.
+    max_texts: limit of running and waiting texts. max_seconds: time limit for an answer. log: called with a line for each request. allowed_hosts: for `is_allowed_host`.
     """
 
     served: ServedModel
@@ -145,8 +144,7 @@ class Service:
             raise ApiError("send the header Content-Type: application/json", status=415)
         body = await self._body(request)
         wanted = await run_in_threadpool(read, body, self.served)
-        count = len(wanted.prompts) * wanted.n
-        if self.admitted + count > self.max_texts:
+        if self.admitted + len(wanted.texts) > self.max_texts:
             raise ApiError(
                 f"{self.admitted} texts are running or waiting, and the limit is {self.max_texts}: try again later",
                 status=503,
@@ -158,13 +156,14 @@ class Service:
         if int(request.headers.get("content-length", 0)) > self.served.max_body_bytes:
             raise too_large
         body = bytearray()
-        with anyio.move_on_after(self.max_seconds):
+        limit = min(self.max_seconds, BODY_SECONDS)
+        with anyio.move_on_after(limit):
             async for part in request.stream():
                 body += part
                 if len(body) > self.served.max_body_bytes:
                     raise too_large
             return bytes(body)
-        raise ApiError(f"the body took longer than {self.max_seconds:g} seconds", status=408)
+        raise ApiError(f"the body took longer than {limit:g} seconds", status=408)
 
 
 class CompletionResponse(Response):
@@ -173,7 +172,7 @@ class CompletionResponse(Response):
     def __init__(self, service: Service, request: CompletionRequest, origin: str) -> None:
         self.service, self.request, self.origin = service, request, origin
         self.started, self._began = time.monotonic(), False
-        self.texts = [GeneratedText(c) for c in request.continuations()]
+        self.texts = request.texts
         self.head = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
@@ -200,7 +199,7 @@ class CompletionResponse(Response):
             self.service.admitted -= len(self.texts)
             for text in self.texts:
                 text.c.cancel()
-            seconds, tokens = time.monotonic() - self.started, self.request.usage(self.texts)
+            seconds, tokens = time.monotonic() - self.started, self.request.usage()
             self.service.log(
                 f"{self.origin}: {tokens['prompt_tokens']} + {tokens['completion_tokens']} tokens in "
                 f"{seconds:.2f} s, {outcome}"
@@ -222,10 +221,10 @@ class CompletionResponse(Response):
             return str(error)
         if request.stream:
             if request.include_usage:
-                await self._event({**self.head, "choices": [], "usage": request.usage(self.texts)})
+                await self._event({**self.head, "choices": [], "usage": request.usage()})
             await self._write("[DONE]", more=False)
         else:
-            answer = await run_in_threadpool(request.answer, self.texts, self.service.served.tokenizer, self.head)
+            answer = await run_in_threadpool(request.answer, self.service.served.tokenizer, self.head)
             await json_response(answer)(*self._client)
         return "done"
 
@@ -236,7 +235,7 @@ class CompletionResponse(Response):
             if number not in choices:
                 choices[number] = CompletionChoice(number, self.service.served.tokenizer, logprobs=request.logprobs)
                 if request.echo:
-                    yield choices[number].echo(request.prompts[number // request.n].text, self.texts[number].c)
+                    yield choices[number].echo(self.texts[number].prompt, self.texts[number].c)
             chunk = choices[number].add(event)
             if event.finish or chunk["text"]:
                 yield chunk
@@ -249,7 +248,7 @@ class CompletionResponse(Response):
         def deliver(*event: Any) -> None:
             loop.call_soon_threadsafe(events.put_nowait, event)
 
-        self.service.batcher.submit(GenerationJob([text.c for text in self.texts], deliver))
+        self.service.batcher.submit([text.c for text in self.texts], deliver)
         running = len(self.texts)
         while running:
             number, event = await events.get()

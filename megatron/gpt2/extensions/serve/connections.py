@@ -5,12 +5,13 @@ import ipaddress
 import re
 from collections.abc import Collection
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 GRACE = 2  # seconds for open connections to end when the server stops
-CONNECTIONS = 512  # limit; further connections are refused
+CONNECTIONS = 512  # limit
 IDLE_SECONDS = 10.0  # limit for the headers of a request, and for a client that does not read its answer
 HOST = re.compile(r"(?:\[([^\[\]]*)\]|([^\[\]:]*))(?::\d*)?")  # [IPv6 address]:port or name:port
 
@@ -18,14 +19,26 @@ HOST = re.compile(r"(?:\[([^\[\]]*)\]|([^\[\]:]*))(?::\d*)?")  # [IPv6 address]:
 class ClientConnection(H11Protocol):
     """A connection that ends after IDLE_SECONDS in which its client sends no whole headers, or does not read.
 
-    uvicorn's own limit begins only after a response, and each byte ends it.
+    uvicorn's own limit begins only after a response, and each byte ends it. If there are CONNECTIONS already, a new one
+    replaces the oldest whose client has not sent its whole request. So slow clients do not keep out others.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the time limit for the headers."""
+        clients = [each for each in self.connections if isinstance(each, ClientConnection) and each.awaits_request]
+        if len(self.connections) >= CONNECTIONS and clients:
+            oldest = min(clients, key=lambda each: each.opened)
+            self.connections.discard(oldest)
+            oldest.transport.abort()
+        self.opened = self.loop.time()
         super().connection_made(transport)
         transport.set_write_buffer_limits(0)  # so that `pause_writing` is called for each byte that waits
         self.timeout_keep_alive_task = self.loop.call_later(IDLE_SECONDS, transport.abort)
+
+    @property
+    def awaits_request(self) -> bool:
+        """True until the client has sent a whole request."""
+        return self.conn.their_state is h11.IDLE or self.conn.their_state is h11.SEND_BODY
 
     def data_received(self, data: bytes) -> None:
         """Read part of a request. The time limit ends with the headers."""
@@ -59,7 +72,7 @@ def build_server(app: ASGIApp) -> uvicorn.Server:
             log_level="critical",
             timeout_graceful_shutdown=GRACE,
             timeout_keep_alive=IDLE_SECONDS,  # type: ignore[arg-type]  # only used as seconds
-            limit_concurrency=CONNECTIONS,
+            limit_concurrency=CONNECTIONS + 1,  # beyond this, all connections are being answered: status 503
             http=ClientConnection,
             ws="none",
             loop="asyncio",

@@ -132,12 +132,21 @@ def parse_body(kind: type[B], body: bytes) -> B:
         raise ApiError(message, param=name) from None
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """The ids of a prompt, and their text."""
+def check_rules(*rules: tuple[str, object, str]) -> None:
+    """Raise ApiError for the first broken rule. A rule is (name of a field, whether it is invalid, the reason)."""
+    for name, is_wrong, message in rules:
+        if is_wrong:
+            raise ApiError(f"{name}: {message}", param=name)
 
-    ids: list[int]
-    text: str
+
+@dataclass(frozen=True)
+class GeneratedText:
+    """A continuation, the text of its prompt, and its events: its tokens, including an end-of-document token, or
+    Finished."""
+
+    c: Continuation
+    prompt: str
+    events: list[Event] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -160,48 +169,63 @@ class ServedModel:
             message = f"the model {reprlib.repr(name)} does not exist: this server has {self.model!r}"
             raise ApiError(message, param="model", code="model_not_found", status=404)
 
-    def prompts(self, name: str, given: Sequence[Any], *, n: int = 1, start: Sequence[int] = ()) -> list[Prompt]:
-        """Convert texts, or lists of token ids, to prompts. An empty text begins a new document. Raises ApiError for
-        the field `name` if the model cannot read a prompt, or if `n` texts of each exceed the limit. start: ids to
-        prepend."""
-        if not 1 <= len(given) <= self.max_texts // n:
-            most = self.max_texts // n
-            raise ApiError(f"{name}: a request may ask for 1 to {most} prompts, not {len(given)}", param=name)
-        too_long = ApiError(
-            f"the prompt is longer than the {self.context} tokens that the model reads",
-            param=name,
-            code="context_length_exceeded",
-        )
-        tokenizer, found = self.tokenizer, []
-        for one in given:
-            if isinstance(one, str):
-                # A token has at most as many characters as bytes, so a text that is too long need not be encoded.
-                if len(one) > self.context * int(tokenizer.byte_lengths.max()):
-                    raise too_long
-                try:
-                    prompt = Prompt([*start, *map(int, tokenizer.encode(one))], one)
-                except ValueError as error:
-                    raise ApiError(f"the prompt is not valid text: {error}", param=name) from None
-            elif isinstance(one, list) and all(type(i) is int and 0 <= i < tokenizer.vocab_size for i in one):
-                prompt = Prompt([*start, *one], tokenizer.decode(one))
-            else:
-                raise ApiError(
-                    "prompt must be a string, a list of strings, a list of token ids from 0 to "
-                    f"{tokenizer.vocab_size - 1}, or a list of those",
-                    param=name,
-                )
-            if len(prompt.ids) > self.context:
-                raise too_long
-            found.append(prompt)
-        return found
+    def length(self, name: str, asked: int | None, default: int) -> int:
+        """Return the number of new tokens of a text. Raises ApiError for the field `name` above the limit."""
+        number = min(default, self.max_tokens) if asked is None else asked
+        wrong = f"it must be at most {self.max_tokens}, not {reprlib.repr(number)}"
+        check_rules((name, number > self.max_tokens, wrong))
+        return number
 
+    def texts(
+        self,
+        name: str,
+        prompts: Sequence[Any],
+        sampling: Sampling,
+        seed: int | None,
+        *,
+        n: int = 1,
+        scored: bool,
+        start: Sequence[int] = (),
+    ) -> list[GeneratedText]:
+        """Return the texts to generate, n for each prompt. A prompt is a text or a list of token ids; an empty one begins
+        a new document. start: ids to prepend.
 
-@dataclass(frozen=True)
-class GeneratedText:
-    """A continuation and its events: its tokens, including an end-of-document token, or Finished."""
+        Text j of a prompt has the seed `seed` + j, or without a seed a random one. So a text does not depend on other
+        requests. Raises ApiError for the field `name` if the model cannot read a prompt, or for too many texts."""
+        most = self.max_texts // n
+        wrong = f"a request may ask for 1 to {most} prompts, not {len(prompts)}"
+        check_rules((name, not 1 <= len(prompts) <= most, wrong))
+        texts = []
+        for prompt in prompts:
+            ids, text = self._read_prompt(name, prompt)
+            for j in range(n):
+                own = random.getrandbits(63) if seed is None else (seed + j + 2**63) % 2**64 - 2**63
+                c = Continuation([*start, *ids], dataclasses.replace(sampling, seed=own), score_prompt=scored)
+                if len(c.prompt) > self.context:
+                    raise self._too_long(name)
+                texts.append(GeneratedText(c, text))
+        return texts
 
-    c: Continuation
-    events: list[Event] = field(default_factory=list)
+    def _read_prompt(self, name: str, prompt: Any) -> tuple[Sequence[int], str]:
+        """Return the ids and the text of a prompt."""
+        tokenizer = self.tokenizer
+        if isinstance(prompt, str):
+            # A token has at most as many characters as bytes, so a text that is too long need not be encoded.
+            if len(prompt) > self.context * int(tokenizer.byte_lengths.max()):
+                raise self._too_long(name)
+            try:
+                return list(tokenizer.encode(prompt)), prompt
+            except ValueError as error:
+                raise ApiError(f"the prompt is not valid text: {error}", param=name) from None
+        if isinstance(prompt, list) and all(type(i) is int and 0 <= i < tokenizer.vocab_size for i in prompt):
+            return prompt, tokenizer.decode(prompt)
+        ids = f"token ids from 0 to {tokenizer.vocab_size - 1}"
+        message = f"prompt must be a string, a list of strings, a list of {ids}, or a list of those"
+        raise ApiError(message, param=name)
+
+    def _too_long(self, name: str) -> ApiError:
+        message = f"the prompt is longer than the {self.context} tokens that the model reads"
+        return ApiError(message, param=name, code="context_length_exceeded")
 
 
 class CompletionChoice:
@@ -295,57 +319,39 @@ def merge_chunks(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """A valid request for `n` continuations of each prompt, in this order.
+    """A valid request for `texts`, n for each prompt, in this order.
 
     echo: the answer repeats the prompts. logprobs: the answer has the log-probability of each token, including the
     repeated prompts.
     """
 
-    prompts: list[Prompt]
-    sampling: Sampling
-    seeded: bool
+    texts: list[GeneratedText]
     n: int = 1
     echo: bool = False
     logprobs: bool = False
     stream: bool = False
     include_usage: bool = False
 
-    def continuations(self) -> list[Continuation]:
-        """Return the texts to generate. Continuation j of a prompt has the seed `seed` + j, or without a seed a random
-        one. So a text does not depend on other requests."""
-        return [
-            Continuation(
-                prompt.ids,
-                dataclasses.replace(
-                    self.sampling,
-                    seed=(self.sampling.seed + j + 2**63) % 2**64 - 2**63 if self.seeded else random.getrandbits(63),
-                ),
-                score_prompt=self.echo and self.logprobs,
-            )
-            for prompt in self.prompts
-            for j in range(self.n)
-        ]
-
-    def answer(self, texts: Sequence[GeneratedText], tokenizer: Tokenizer, head: dict[str, Any]) -> dict[str, Any]:
+    def answer(self, tokenizer: Tokenizer, head: dict[str, Any]) -> dict[str, Any]:
         """Return the whole answer, in the form of the request. head: its id, model and time."""
         choices = []
-        for number, text in enumerate(texts):
+        for number, text in enumerate(self.texts):
             choice = CompletionChoice(number, tokenizer, logprobs=self.logprobs)
-            echoed = [choice.echo(self.prompts[number // self.n].text, text.c)] if self.echo else []
+            echoed = [choice.echo(text.prompt, text.c)] if self.echo else []
             choices.append(merge_chunks([*echoed, *map(choice.add, text.events)]))
-        return {**head, "choices": choices, "usage": self.usage(texts)}
+        return {**head, "choices": choices, "usage": self.usage()}
 
-    def usage(self, texts: Sequence[GeneratedText]) -> dict[str, int]:
+    def usage(self) -> dict[str, int]:
         """Count the tokens as OpenAI does, each prompt once."""
-        read, written = sum(len(prompt.ids) for prompt in self.prompts), sum(len(text.c.ids) for text in texts)
+        read = sum(len(text.c.prompt) for text in self.texts[:: self.n])
+        written = sum(len(text.c.ids) for text in self.texts)
         return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
 
-@dataclass(frozen=True)
 class MegatronRequest(CompletionRequest):
     """A request in Megatron's form. Its answer includes the prompts."""
 
-    def answer(self, texts: Sequence[GeneratedText], tokenizer: Tokenizer, head: dict[str, Any]) -> dict[str, Any]:
+    def answer(self, tokenizer: Tokenizer, head: dict[str, Any]) -> dict[str, Any]:
         """Return, for each prompt with its new text: `text`, the ids `tokens`, their texts `segments`, and, if
         requested, `logprobs`, the log-probabilities of all tokens but the first. A newline that ended a text is a part
         of it."""
@@ -357,69 +363,52 @@ class MegatronRequest(CompletionRequest):
             new = [event for event in text.events if isinstance(event, GeneratedToken)][: len(text.c.ids)]
             return [log_probability(token.probability) for token in (*text.c.prompt_tokens, *new)]
 
-        tokens = [[*text.c.prompt, *text.c.ids] for text in texts]
-        pairs = zip(self.prompts, texts, strict=True)
+        tokens = [[*text.c.prompt, *text.c.ids] for text in self.texts]
         return {
-            "text": [prompt.text + tokenizer.decode(text.c.ids) for prompt, text in pairs],
+            "text": [text.prompt + tokenizer.decode(text.c.ids) for text in self.texts],
             "tokens": tokens,
             "segments": [[segment(token) for token in ids] for ids in tokens],
-            "logprobs": [logprobs(text) for text in texts] if self.logprobs else None,
+            "logprobs": [logprobs(text) for text in self.texts] if self.logprobs else None,
         }
-
-
-def check_rules(*rules: tuple[str, object, str]) -> None:
-    """Raise ApiError for the first broken rule. A rule is (name of a field, whether it is invalid, the reason)."""
-    for name, is_wrong, message in rules:
-        if is_wrong:
-            raise ApiError(f"{name}: {message}", param=name)
 
 
 def read_request(body: bytes, served: ServedModel) -> CompletionRequest:
     """Parse a request in OpenAI's form. Raises ApiError, which names the invalid field."""
     asked = parse_body(CompletionRequestBody, body)
     served.check_model(served.model if asked.model is None else asked.model)
-    length = min(16, served.max_tokens) if asked.max_tokens is None else asked.max_tokens
     check_rules(
         ("n", asked.n > served.max_texts, f"it must be at most {served.max_texts}, not {reprlib.repr(asked.n)}"),
         ("temperature", 0 < asked.temperature < 1e-5, "it must be 0, or at least 0.00001"),
         ("stream_options", asked.stream_options and not asked.stream, "it needs stream: true"),
-        (
-            "max_tokens",
-            length > served.max_tokens,
-            f"it must be at most {served.max_tokens}, not {reprlib.repr(length)}",
-        ),
     )
-    prompt = asked.prompt
+    sampling = Sampling(
+        repetition_penalty=asked.repetition_penalty,
+        temperature=asked.temperature,
+        # top_p 0 means the likeliest token to OpenAI, and all tokens to `Sampling`.
+        top_k=asked.top_k if asked.top_p else 1,
+        top_p=asked.top_p,
+        max_new_tokens=served.length("max_tokens", asked.max_tokens, 16),
+        stop=(asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop),
+        alternatives=asked.logprobs or 0,
+    )
+    prompt, logprobs = asked.prompt, asked.logprobs is not None
     is_ids = isinstance(prompt, list) and bool(prompt) and all(type(i) is int for i in prompt)
+    prompts = prompt if isinstance(prompt, list) and not is_ids else [prompt]
     return CompletionRequest(
-        served.prompts("prompt", prompt if isinstance(prompt, list) and not is_ids else [prompt], n=asked.n),
-        Sampling(
-            repetition_penalty=asked.repetition_penalty,
-            temperature=asked.temperature,
-            # top_p 0 means the likeliest token to OpenAI, and all tokens to `Sampling`.
-            top_k=asked.top_k if asked.top_p else 1,
-            top_p=asked.top_p,
-            max_new_tokens=length,
-            stop=(asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop),
-            seed=asked.seed or 0,
-            alternatives=asked.logprobs or 0,
-        ),
-        seeded=asked.seed is not None,
-        n=asked.n,
-        echo=asked.echo,
-        logprobs=asked.logprobs is not None,
-        stream=asked.stream,
-        include_usage=asked.stream_options is not None and asked.stream_options.include_usage,
+        served.texts("prompt", prompts, sampling, asked.seed, n=asked.n, scored=asked.echo and logprobs),
+        asked.n,
+        asked.echo,
+        logprobs,
+        asked.stream,
+        asked.stream_options is not None and asked.stream_options.include_usage,
     )
 
 
 def read_megatron_request(body: bytes, served: ServedModel) -> MegatronRequest:
     """Parse a request in Megatron's form, like `read_request`. It does not name a model."""
     asked, end = parse_body(MegatronRequestBody, body), served.tokenizer.eod
-    most = served.max_tokens
-    length = min(64, most) if asked.tokens_to_generate is None else asked.tokens_to_generate
+    length = served.length("tokens_to_generate", asked.tokens_to_generate, 64)
     check_rules(
-        ("tokens_to_generate", length > most, f"it must be at most {most}, not {reprlib.repr(length)}"),
         (
             "tokens_to_generate",
             not length and not asked.logprobs,
@@ -430,17 +419,13 @@ def read_megatron_request(body: bytes, served: ServedModel) -> MegatronRequest:
         ("prompts", "" in asked.prompts and not asked.add_BOS, "an empty prompt needs add_BOS: true"),
         ("stop_token", asked.stop_token not in (None, end), f"only {end} ends a document"),
     )
-    return MegatronRequest(
-        served.prompts("prompts", asked.prompts, start=[served.tokenizer.bos] if asked.add_BOS else []),
-        Sampling(
-            temperature=asked.temperature,
-            top_k=asked.top_k,
-            top_p=asked.top_p,
-            max_new_tokens=length,
-            seed=asked.random_seed or 0,
-            stop=("\n\n",) if asked.stop_on_double_eol else ("\n",) if asked.stop_on_eol else (),
-        ),
-        seeded=asked.random_seed is not None,
-        echo=True,
-        logprobs=asked.logprobs,
+    sampling = Sampling(
+        temperature=asked.temperature,
+        top_k=asked.top_k,
+        top_p=asked.top_p,
+        max_new_tokens=length,
+        stop=("\n\n",) if asked.stop_on_double_eol else ("\n",) if asked.stop_on_eol else (),
     )
+    start = [served.tokenizer.bos] if asked.add_BOS else []
+    texts = served.texts("prompts", asked.prompts, sampling, asked.random_seed, scored=asked.logprobs, start=start)
+    return MegatronRequest(texts, echo=True, logprobs=asked.logprobs)

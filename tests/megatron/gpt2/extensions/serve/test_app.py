@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 for library in ("starlette", "uvicorn"):
     pytest.importorskip(library, reason=f"{library} is not installed: the extra [serve] brings it")
 
-from megatron.gpt2.extensions.serve import connections  # noqa: E402
+from megatron.gpt2.extensions.serve import app, connections  # noqa: E402
 from megatron.gpt2.extensions.serve.app import Service  # noqa: E402
 from megatron.gpt2.extensions.serve.batching import Batcher  # noqa: E402
 from megatron.gpt2.extensions.serve.request import ServedModel, token_name  # noqa: E402
@@ -343,6 +343,40 @@ def test_connections_without_requests_end(model: GPT2Model, monkeypatch: pytest.
             while True:
                 flood.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000)
         assert served.ask(max_tokens=40).choices[0].text
+
+
+SLOW = [b"G", post_request(60, b"{")]  # headers and a body that arrive by one byte a second
+
+
+def test_slow_connections_keep_nobody_out(model: GPT2Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """600 connections, more than the server accepts, send one byte a second and open again when they are closed."""
+    monkeypatch.setattr(connections, "IDLE_SECONDS", 2.0)
+    monkeypatch.setattr(app, "BODY_SECONDS", 2.0)
+    with serving(model) as served, contextlib.ExitStack() as opened:
+        text = served.ask(seed=1).choices[0].text
+
+        def connect(number: int) -> socket.socket:
+            client = opened.enter_context(socket.create_connection(("127.0.0.1", served.port)))
+            client.sendall(SLOW[number % 2])
+            client.setblocking(False)
+            return client
+
+        clients = dict(enumerate(map(connect, range(600))))
+        closed = 0
+        for _ in range(4):
+            assert served.ask(seed=1).choices[0].text == text
+            time.sleep(1)
+            for number, client in clients.items():
+                try:
+                    client.send(b"x")
+                    if client.recv(100):  # 408: the body took longer
+                        raise ConnectionError
+                except BlockingIOError:
+                    continue
+                except ConnectionError:
+                    client.close()
+                    clients[number], closed = connect(number), closed + 1
+        assert closed >= 600
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import mpu
-from megatron.gpt2.extensions.serve.batching import Batcher, GenerationJob, ServerStopping
+from megatron.gpt2.extensions.serve.batching import Batcher, ServerStopping
 from megatron.gpt2.generate.generation import Continuation, Event, Generator
 from megatron.gpt2.generate.sampling import Sampling
 from megatron.gpt2.model.gpt2 import GPT2Model
@@ -48,7 +48,7 @@ def test_64_clients(watched: CountingGenerator) -> None:
                 if len(over) == len(lengths):
                     batcher.stop()
 
-        batcher.submit(GenerationJob(made, deliver))
+        batcher.submit(made, deliver)
 
     for client in range(64):
         ask(client)
@@ -66,20 +66,20 @@ def test_every_waiting_client_gets_server_stopping(watched: CountingGenerator) -
     told: list[tuple[str, object]] = []
     asleep = threading.Event()
 
-    def job(name: str, count: int) -> GenerationJob:
+    def submit(name: str, count: int) -> None:
         def deliver(number: int, event: Event | ServerStopping) -> None:
             told.append((name, getattr(event, "finish", "") or type(event).__name__))
             if name == "second" and not asleep.is_set():
                 asleep.set()
-                batcher.submit(job("third", 3))
+                submit("third", 3)
                 batcher.stop()
 
-        return GenerationJob([Continuation([65], Sampling(max_new_tokens=count))], deliver)
+        batcher.submit([Continuation([65], Sampling(max_new_tokens=count))], deliver)
 
-    batcher.submit(job("first", 1))
-    batcher.submit(job("second", 9))
+    submit("first", 1)
+    submit("second", 9)
     batcher.run(watched.generator)
-    batcher.submit(job("last", 1))
+    submit("last", 1)
     assert told == [
         ("first", "length"),
         ("second", "GeneratedToken"),

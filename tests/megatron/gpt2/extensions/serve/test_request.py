@@ -15,7 +15,6 @@ from megatron.gpt2.extensions.serve.request import (
     ApiError,
     CompletionChoice,
     CompletionRequest,
-    Prompt,
     ServedModel,
     merge_chunks,
     read_megatron_request,
@@ -154,20 +153,30 @@ def test_a_body_that_is_not_a_json_object(body: bytes) -> None:
         read_request(body, SERVED)
 
 
+def prompts(request: CompletionRequest) -> list[tuple[list[int], str]]:
+    return [(text.c.prompt, text.prompt) for text in request.texts]
+
+
+def seeds(request: CompletionRequest) -> list[int]:
+    return [text.c.sampling.seed for text in request.texts]
+
+
+def sampling(request: CompletionRequest) -> Sampling:
+    return request.texts[0].c.sampling
+
+
 def test_prompts_and_seeds() -> None:
-    assert read({}).prompts == [Prompt([], "")] == read({"prompt": ""}).prompts
-    assert read({"prompt": "N\0"}).prompts == [Prompt([78, 0], "N\0")] == read({"prompt": [78, 0]}).prompts
-    assert [prompt.ids for prompt in read({"prompt": [[1], [2, 3]]}).prompts] == [[1], [2, 3]]
-    assert [c.score_prompt for c in read({"prompt": ["a", "é"], "echo": True, "logprobs": 0}).continuations()] == [
-        True,
-        True,
-    ]
+    assert prompts(read({})) == [([], "")] == prompts(read({"prompt": ""}))
+    assert prompts(read({"prompt": "N\0"})) == [([78, 0], "N\0")] == prompts(read({"prompt": [78, 0]}))
+    assert [ids for ids, _ in prompts(read({"prompt": [[1], [2, 3]]}))] == [[1], [2, 3]]
+    scored = read({"prompt": ["a", "é"], "echo": True, "logprobs": 0})
+    assert [text.c.score_prompt for text in scored.texts] == [True, True]
     made = read({"prompt": ["a", "a"], "n": 2, "seed": 2**63 - 1, "user": "me", "best_of": 1, "suffix": None})
-    assert [c.sampling.seed for c in made.continuations()] == [2**63 - 1, -(2**63)] * 2
-    assert len({c.sampling.seed for c in read({"prompt": ["a", "a"], "n": 2}).continuations()}) == 4
-    assert read({"top_p": 0, "top_k": 9}).sampling.top_k == 1, "only the likeliest"
+    assert seeds(made) == [2**63 - 1, -(2**63)] * 2
+    assert len(set(seeds(read({"prompt": ["a", "a"], "n": 2})))) == 4
+    assert sampling(read({"top_p": 0, "top_k": 9})).top_k == 1, "only the likeliest"
     least = read_request(b"{}", dataclasses.replace(SERVED, max_tokens=8))
-    assert least.sampling.max_new_tokens == 8, "the default must be within the limits"
+    assert sampling(least).max_new_tokens == 8, "the default must be within the limits"
 
 
 def test_megatrons_fields() -> None:
@@ -181,13 +190,14 @@ def test_megatrons_fields() -> None:
         "stop_on_eol": False,
     }
     asked = read_megatron({"prompts": ["ab", ""], "add_BOS": True, "top_p": 0.5, "top_p_bound": 0.5, **nothing})
-    assert asked.prompts == [Prompt([256, 97, 98], "ab"), Prompt([256], "")] and not asked.logprobs
-    assert (asked.sampling.top_p, asked.sampling.max_new_tokens, asked.sampling.stop) == (0.5, 64, ())
-    assert read_megatron({"prompts": ["a"], "stop_on_eol": True}).sampling.stop == ("\n",)
+    assert prompts(asked) == [([256, 97, 98], "ab"), ([256], "")] and not asked.logprobs
+    drawn = sampling(asked)
+    assert (drawn.top_p, drawn.max_new_tokens, drawn.stop) == (0.5, 64, ())
+    assert sampling(read_megatron({"prompts": ["a"], "stop_on_eol": True})).stop == ("\n",)
     asked = read_megatron({"prompts": ["a"], "stop_on_eol": True, "stop_on_double_eol": True, "random_seed": 3})
-    assert asked.sampling.stop == ("\n\n",) and [c.sampling.seed for c in asked.continuations()] == [3]
+    assert sampling(asked).stop == ("\n\n",) and seeds(asked) == [3]
     asked = read_megatron({"prompts": ["a"], "tokens_to_generate": 0, "logprobs": True, "top_k": 7})
-    assert asked.continuations()[0].score_prompt and asked.sampling.top_k == 7
+    assert asked.texts[0].c.score_prompt and sampling(asked).top_k == 7
 
 
 def test_a_token_comes_with_its_text() -> None:
