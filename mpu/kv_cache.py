@@ -26,7 +26,6 @@ class KeyValueCache:
         # Zeros: a masked position has weight 0, and 0 · NaN would be NaN.
         self._store = torch.zeros(num_layers, rows, n, 2, capacity, d, dtype=dtype, device=device)
         self._layers = self._store.unbind(0)
-        self._written = [0] * rows  # for each row, the number of positions that may be non-zero
         self._all_rows = torch.arange(rows, device=device)
         self._next_layer = num_layers
 
@@ -38,11 +37,9 @@ class KeyValueCache:
     def set_prompts(self, rows: Sequence[int], s: int) -> None:
         """The next forward pass reads whole prompts, padded to s tokens, into these rows. The rows' former texts are
         discarded. Raises ValueError if the cache does not have these rows or s positions."""
-        if not 0 < s <= self._store.size(4) or not set(rows) <= set(range(len(self._written))):
+        if not 0 < s <= self._store.size(4) or not set(rows) <= set(range(len(self._all_rows))):
             raise ValueError(f"prompts of {s} tokens for the rows {list(rows)} in a cache of {self._size}")
-        for row in rows:
-            self._store[:, row, :, :, : self._written[row]] = 0  # else NaN of an earlier text would reach this one
-            self._written[row] = s
+        self._store[:, list(rows)] = 0  # else NaN of an earlier text would reach this one
         self._positions: Tensor | None = None
         self._rows, self._longest, self._next_layer = self._all_rows[list(rows)], s, 0
 
@@ -50,11 +47,8 @@ class KeyValueCache:
         """The next forward pass computes one more token for each of the first b rows, at these positions. Returns the
         positions as int64 [b, 1]. Raises ValueError if the cache does not have such a row or position."""
         b = len(positions)
-        if not 0 < b <= len(self._written) or min(positions) < 0 or max(positions) >= self._store.size(4):
+        if not 0 < b <= len(self._all_rows) or min(positions) < 0 or max(positions) >= self._store.size(4):
             raise ValueError(f"positions {list(positions)} in a cache of {self._size}")
-        self._written[:b] = [
-            max(position + 1, before) for position, before in zip(positions, self._written, strict=False)
-        ]
         self._positions = torch.tensor(positions, device=self._store.device)
         self._rows, self._longest, self._next_layer = self._all_rows[:b], max(positions) + 1, 0
         self._mask: Tensor | None = None
@@ -67,9 +61,7 @@ class KeyValueCache:
 
     def move(self, source: int, row: int) -> None:
         """Copy the text of row `source` to `row`."""
-        end = max(self._written[source], self._written[row])
-        self._store[:, row, :, :, :end] = self._store[:, source, :, :, :end]
-        self._written[row] = self._written[source]
+        self._store[:, row] = self._store[:, source]
 
     def attend(self, layer: int, qkv: Tensor) -> Tensor:
         """Store the keys and values of the new tokens, and return their attention over all tokens up to themselves.
@@ -95,4 +87,4 @@ class KeyValueCache:
 
     @property
     def _size(self) -> str:
-        return f"{len(self._written)} rows of {self._store.size(4)} tokens each"
+        return f"{len(self._all_rows)} rows of {self._store.size(4)} tokens each"

@@ -1,4 +1,5 @@
-"""Functions of Megatron's `mpu` of 2019, for programs that were written for it. The GPT-2 model only uses `checkpoint`. `mpu.checkpoint` is `mpu.random.checkpoint` with a process-wide default.
+"""Functions of Megatron's `mpu` of 2019, for programs that were written for it. The GPT-2 model uses only `checkpoint`,
+which is `mpu.random.checkpoint` with a process-wide default.
 
 Legend: h hidden, tp tensor-parallel size.
 """
@@ -67,58 +68,43 @@ class ParallelEmbedding(ParallelLayer):
 
 
 def broadcast_data(
-    keys: Sequence[str],
-    data: Mapping[str, Tensor] | None,
-    dtype: torch.dtype,
-    device: Device = None,
-    *,
-    shapes: Sequence[tuple[int, ...]] | None = None,
+    keys: Sequence[str], data: Mapping[str, Tensor] | None, dtype: torch.dtype, device: Device = None
 ) -> dict[str, Tensor]:
     """Send the tensors `data[key]` from the first rank of the tensor-parallel group to all its ranks, and return them.
 
     keys: the same on every rank. data: read on the first rank only; may be None on other ranks. dtype: of all tensors.
-    device: of the result (default: the current GPU if the process uses one, else the CPU). shapes: one for each key. If
-    every rank passes them, one broadcast is enough and the host does not wait for the GPU. Without them the shapes are
-    broadcast first.
+    device: of the result (default: the current GPU if the process uses one, else the CPU).
 
-    Raises ValueError if a key is missing or a tensor has a wrong dtype or shape: on every rank of the group, but with
-    `shapes` only on the first rank.
+    Raises ValueError on every rank of the group if a key is missing or a tensor has a different dtype.
     """
     state = get_parallel_state()
     if device is None:
         device = "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"
     src, group = state.tensor_model_parallel_src_rank, state.tensor_model_parallel_group
     size, first = state.tensor_model_parallel_size, state.tensor_model_parallel_rank == 0
-    data = data if data is not None and first else {}
-    problem = _find_problem(keys, data, dtype, shapes) if first else ""
-    if size > 1 and shapes is None:
-        told: list[Any] = [problem, [tuple(data[key].shape) for key in keys] if first and not problem else None]
+    own = data if data is not None and first else {}
+    problem = _find_problem(keys, own, dtype) if first else ""
+    told: list[Any] = [problem, [tuple(own[key].shape) for key in keys] if first and not problem else None]
+    if size > 1:
         dist.broadcast_object_list(told, src, group=group, device=torch.device(device))
-        problem, shapes = told
+    problem, shapes = told
     if problem:
         raise ValueError(f"broadcast_data: {problem}")
     if size == 1:
-        return {key: data[key].to(device, non_blocking=True) for key in keys}
-    assert shapes is not None
+        return {key: own[key].to(device, non_blocking=True) for key in keys}
     lengths = [torch.Size(shape).numel() for shape in shapes]
-    flat = (
-        torch.cat([data[key].to(device, non_blocking=True).reshape(-1) for key in keys])
-        if first
-        else torch.empty(sum(lengths), dtype=dtype, device=device)
-    )  # [...] of each -> [elements of all]
+    flat = torch.empty(sum(lengths), dtype=dtype, device=device)  # the elements of all tensors
+    if first:
+        torch.cat([own[key].to(device, non_blocking=True).reshape(-1) for key in keys], out=flat)
     dist.broadcast(flat, src, group=group)
     return {key: part.view(shape) for key, part, shape in zip(keys, flat.split(lengths), shapes, strict=True)}
 
 
-def _find_problem(
-    keys: Sequence[str], data: Mapping[str, Tensor], dtype: torch.dtype, shapes: Sequence[tuple[int, ...]] | None
-) -> str:
+def _find_problem(keys: Sequence[str], data: Mapping[str, Tensor], dtype: torch.dtype) -> str:
     """The reason why the first rank cannot send its data, or ""."""
-    for number, key in enumerate(keys):
+    for key in keys:
         if key not in data:
             return f"the first rank has no {key!r}"
         if data[key].dtype != dtype:
             return f"{key!r} is {data[key].dtype}, expected {dtype}"
-        if shapes is not None and tuple(data[key].shape) != tuple(shapes[number]):
-            return f"{key!r} has the shape {tuple(data[key].shape)}, not {tuple(shapes[number])}"
     return ""

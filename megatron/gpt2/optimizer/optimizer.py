@@ -53,86 +53,72 @@ class AsyncScalar:
 
 
 class LossScaler:
-    """A constant loss scale, 1.0 without scaling. `scale` is a float32 scalar on the device."""
+    """The loss scale, constant or adapted to overflows. It is on the device, so an update does not make the host wait.
 
-    def __init__(self, scale: float, device: torch.device | str = "cpu") -> None:
-        self.scale = torch.tensor(scale, dtype=torch.float32, device=device)
+    The semantics of a dynamic scale are those of Megatron. The first `hysteresis` - 1 overflows only skip the step. Each
+    later overflow also halves the scale. `window` steps in a row without an overflow double the scale and reset the
+    hysteresis. minimum: the smallest scale.
 
-    def update(self, found_inf: Tensor) -> None:
-        """Called after a step. found_inf: float32 scalar on the device, 1.0 if the step overflowed on any rank."""
-
-    def state_dict(self) -> dict[str, float]:
-        """Return the state for a checkpoint. This waits for the device."""
-        return {"scale": self.scale.item()}
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Load nothing: the flag determines a constant scale."""
-
-
-class DynamicLossScaler(LossScaler):
-    """A loss scale that adapts to overflows. It is on the device, so an update does not make the host wait.
-
-    The semantics are those of Megatron's dynamic loss scaler. The first `hysteresis` - 1 overflows only skip the step.
-    Each later overflow also halves the scale. `window` steps in a row without an overflow double the scale and reset
-    the hysteresis.
-
-    initial, minimum: the first and the smallest scale.
+    scale: float32 scalar on the device.
     """
 
     def __init__(
         self,
-        initial: float = 2.0**32,
+        initial: float = 1.0,
         *,
+        dynamic: bool = False,
         minimum: float = 1.0,
         window: int = 1000,
         hysteresis: int = 2,
         device: torch.device | str = "cpu",
     ) -> None:
-        super().__init__(initial, device)
-        self.minimum, self.window, self.hysteresis = minimum, window, hysteresis
-        self._clean_steps = torch.zeros((), dtype=torch.float32, device=device)
-        self._hysteresis_left = torch.full_like(self._clean_steps, hysteresis)
+        self.scale = torch.tensor(initial, dtype=torch.float32, device=device)
+        self._dynamic, self._minimum, self._window, self._hysteresis = dynamic, minimum, window, hysteresis
+        self._clean_steps = torch.zeros_like(self.scale)
+        self._hysteresis_left = torch.full_like(self.scale, hysteresis)
 
     def update(self, found_inf: Tensor) -> None:
-        """Halve, double or keep the scale after a step. found_inf: see `LossScaler.update`."""
+        """Halve, double or keep the scale after a step. found_inf: float32 scalar on the device, 1.0 if the step
+        overflowed on any rank."""
+        if not self._dynamic:
+            return
         overflow = found_inf > 0
         halve = overflow & (self._hysteresis_left <= 1)
         self._clean_steps = torch.where(overflow, 0.0, self._clean_steps + 1)
-        double = ~overflow & (self._clean_steps % self.window == 0)
+        double = ~overflow & (self._clean_steps % self._window == 0)
         factor = torch.where(halve, 0.5, torch.where(double, 2.0, 1.0))
         # In place, so that all references to `scale` see the new value.
-        self.scale.copy_(torch.where(halve, (self.scale * factor).clamp_min(self.minimum), self.scale * factor))
+        self.scale.copy_(torch.where(halve, (self.scale * factor).clamp_min(self._minimum), self.scale * factor))
         self._hysteresis_left = torch.where(
             double,
-            float(self.hysteresis),
+            float(self._hysteresis),
             torch.where(overflow & ~halve, self._hysteresis_left - 1, self._hysteresis_left),
         )
 
     def state_dict(self) -> dict[str, float]:
-        """Return the scale and its two counters."""
-        return {
-            "scale": self.scale.item(),
-            "clean_steps": self._clean_steps.item(),
-            "hysteresis_left": self._hysteresis_left.item(),
-        }
+        """Return the scale and, if it is dynamic, its two counters, for a checkpoint. This waits for the device."""
+        state = {"scale": self.scale}
+        if self._dynamic:
+            state |= {"clean_steps": self._clean_steps, "hysteresis_left": self._hysteresis_left}
+        return {name: value.item() for name, value in state.items()}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Load the result of `state_dict`. A state without counters (of a constant scale, or of bf16) is ignored."""
-        if "clean_steps" not in state:
-            return
-        self.scale.fill_(state["scale"])
-        self._clean_steps.fill_(state["clean_steps"])
-        self._hysteresis_left.fill_(state["hysteresis_left"])
+        """Load the result of `state_dict`. A constant scale is determined by the flag, so its state is ignored."""
+        if self._dynamic and "clean_steps" in state:
+            self.scale.fill_(state["scale"])
+            self._clean_steps.fill_(state["clean_steps"])
+            self._hysteresis_left.fill_(state["hysteresis_left"])
 
 
 def build_loss_scaler(config: OptimizerConfig, dtype: torch.dtype, device: torch.device | str) -> LossScaler:
     """Build the loss scaler of a run that computes in `dtype`: dynamic or constant in fp16, 1 in fp32 and bf16."""
     if dtype != torch.float16:
-        return LossScaler(1.0, device)
+        return LossScaler(device=device)
     if config.loss_scale is not None:
-        return LossScaler(config.loss_scale, device)
-    return DynamicLossScaler(
+        return LossScaler(config.loss_scale, device=device)
+    return LossScaler(
         config.initial_loss_scale,
+        dynamic=True,
         minimum=config.min_loss_scale,
         window=config.loss_scale_window,
         hysteresis=config.hysteresis,

@@ -1,18 +1,15 @@
-"""Matrix products of linear layers and of the loss compared with float64, and GELU with the plain call, as each kind of
+"""Matrix products of linear layers and of the loss, compared with float64, and GELU with the plain call, as each kind of
 processor computes them."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from mpu import kernels
-from mpu.cross_entropy import vocab_parallel_targets
 from mpu.kernels import cross_entropy as kernel
 from mpu.kernels import processor
 from mpu.layers import linear
@@ -67,40 +64,6 @@ def test_linear_and_its_gradients(dtype: torch.dtype, on_each_processor: None) -
             wanted = torch.autograd.grad(expected, [exact[i] for i in of], dy.double())
             for got, want in ((y, expected), *zip(gradients, wanted, strict=True)):
                 assert got.dtype == dtype and (got.double() - want).norm() <= bound * want.norm()
-
-
-TOKENS, COLUMNS, VOCAB = 37, 24, 21
-
-
-def with_a_second_rank(local: Tensor) -> Tensor:
-    """Combine with a second rank whose largest logit is 1 and whose exponentials sum to 3, without a target."""
-    peak = local[0].clamp_min(1)
-    total = local[1] * (local[0] - peak).exp() + 3 * (1 - peak).exp()
-    return torch.stack((peak, total, local[2]))
-
-
-@pytest.mark.parametrize("combine", [None, with_a_second_rank])
-@pytest.mark.parametrize("rows", [1, 10, 37, 1000])
-def test_softmax_equals_the_plain_formula(
-    rows: int, combine: Callable[[Tensor], Tensor] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kernel, "rows_in_cache", lambda columns: rows)
-    torch.manual_seed(0)
-    logits, weight = 3 * torch.randn(TOKENS, COLUMNS), torch.rand(TOKENS)
-    targets = vocab_parallel_targets(torch.randint(0, VOCAB, (TOKENS,)), 0, COLUMNS, VOCAB)
-    double = logits.double()
-    local = targets.exp_and_stats(double)
-    expected = local if combine is None else combine(local)
-    d_expected = targets.d_logits(double, local, expected, weight.double())
-    assert d_expected[:, VOCAB:].abs().max() == 0 < d_expected.abs().max()
-    for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
-        x = logits.to(dtype, copy=True)
-        without = kernel.vocab_parallel_softmax(x, targets, None, combine)
-        assert torch.equal(x, logits.to(dtype)), "without weights the logits are not touched"
-        whole = kernel.vocab_parallel_softmax(x, targets, weight, combine)
-        assert torch.equal(whole, without) and whole.dtype == torch.float32
-        assert (whole - expected).norm() <= bound * expected.norm()
-        assert (x - d_expected).norm() <= bound * d_expected.norm()
 
 
 @pytest.mark.parametrize("count", [1, 4, 5, 9])

@@ -28,7 +28,7 @@ from megatron.gpt2.formats.megatron_model import MegatronLayout
 from megatron.gpt2.formats.megatron_optimizer import scheduler_state_dict
 from megatron.gpt2.formats.native import write_native
 from megatron.gpt2.formats.torch_files import load_torch_file
-from megatron.gpt2.optimizer.optimizer import DynamicLossScaler
+from megatron.gpt2.optimizer.optimizer import LossScaler
 from megatron.gpt2.pipeline.schedule import FIRST_LAYERS_FLAG, LAST_LAYERS_FLAG
 from tests.conftest import TEST_DATA
 from tests.distributed import run_ranks
@@ -151,7 +151,7 @@ def joined(kind: str, name: str) -> Tensor:
 
 def step_once(rank: int, world_size: int) -> float:
     mpu.initialize_model_parallel(world_size)
-    return check_step(open_genuine("megatron-2019/tp2"), DynamicLossScaler(), rank, world_size)
+    return check_step(open_genuine("megatron-2019/tp2"), LossScaler(2.0**32, dynamic=True), rank, world_size)
 
 
 @genuine

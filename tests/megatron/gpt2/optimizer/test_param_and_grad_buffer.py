@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -22,33 +20,6 @@ from mpu import mappings
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.optimizer.test_distributed_optimizer import SHARDED, begin
 from tests.megatron.gpt2.train.training_runs import finish, write_text
-
-
-def calls_of_a_step(parameters: int) -> int:
-    """Count Python calls of a step and a save, for a buffer with one bucket and one shard per parameter."""
-    calls = 0
-
-    def count(frame: FrameType, event: str, argument: Any) -> None:
-        nonlocal calls
-        calls += event == "call"
-
-    model = nn.ParameterList(nn.Parameter(torch.full((1,), float(i))) for i in range(parameters))
-    sys.setprofile(count)
-    try:
-        buffer = ParamAndGradBuffer(model, torch.float32, bucket_size=1)
-        grads = buffer.shard_grads()
-        parts = {name: buffer.local_shard_of(name) for name in buffer.ranges}
-    finally:
-        sys.setprofile(None)
-    assert len(grads) == len(buffer.local_shards) == len(buffer.buckets) == parameters
-    for name, (index, part, start) in parts.items():
-        assert buffer.masters[index][part].item() == float(name) and start == 0
-    return calls
-
-
-def test_a_step_is_linear_in_the_local_shards() -> None:
-    """A quadratic algorithm would need a hundred times more calls."""
-    assert calls_of_a_step(10_000) < 100 * 10_000
 
 
 def test_local_shards_cover_each_parameter_once() -> None:

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.gpt2.optimizer.optimizer import DynamicLossScaler, LossScaler
+from megatron.gpt2.optimizer.optimizer import LossScaler
 from megatron.gpt2.train.train_step import train_step
 from megatron.gpt2.train.trainer import Trainer
 from tests.distributed import run_ranks
@@ -119,17 +119,17 @@ def test_static_scale_detects_nan(tmp_path: Path):
 
 
 def test_scaler_state_survives():
-    scaler = DynamicLossScaler(2.0**10, window=5)
+    scaler = LossScaler(2.0**10, dynamic=True, window=5)
     one, zero = torch.ones(()), torch.zeros(())
     for flag in (one, zero, one, zero, zero):
         scaler.update(flag)
-    other = DynamicLossScaler(2.0**32, window=5)
+    other = LossScaler(2.0**32, dynamic=True, window=5)
     other.load_state_dict(scaler.state_dict())
     for flag in (zero, zero, zero, zero, one, one):
         scaler.update(flag)
         other.update(flag)
         assert scaler.state_dict() == other.state_dict()
-    scaler = DynamicLossScaler(2.0, minimum=1.0, hysteresis=1)
+    scaler = LossScaler(2.0, dynamic=True, minimum=1.0, hysteresis=1)
     for _ in range(5):
         scaler.update(one)
     assert scaler.scale.item() == 1.0
