@@ -39,7 +39,7 @@ from megatron.gpt2.dist.launch import Launch
 from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.dist.run_program import run_program, start_ranks
 from megatron.gpt2.extensions.verify.capture import Capture, TransformersCapture
-from megatron.gpt2.extensions.verify.compare import TraceComparer, merge_findings
+from megatron.gpt2.extensions.verify.compare import Comparison, TraceComparer
 from megatron.gpt2.extensions.verify.report import (
     LayoutResult,
     LayoutSpec,
@@ -210,7 +210,7 @@ class RankTask:
 
 
 class RankReport(NamedTuple):
-    """A rank's result, sent as JSON. facts: see `run_facts`. findings: of its `TraceWriter` or `TraceComparer`."""
+    """A rank's result, sent as JSON. facts: see `run_metadata`. findings: of its `TraceWriter` or `TraceComparer`."""
 
     facts: dict[str, Any]
     findings: list[Any]
@@ -327,7 +327,7 @@ def compare_layouts(options: argparse.Namespace, scratch: Path) -> tuple[str, Tr
     for number, layout in enumerate(layouts):
         task = RankTask(trace.folder, scratch / f"layout_{number}", options.steps or trace.facts["steps"])
         compared = run_layout(layout, task)
-        comparison = merge_findings([report.findings for report in compared], trace)
+        comparison = Comparison([report.findings for report in compared], trace)
         results.append(LayoutResult(layout, compared[0].facts, comparison))
     return reference, trace, results
 

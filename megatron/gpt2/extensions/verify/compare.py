@@ -1,6 +1,6 @@
 """Compare a run with a trace while it runs. The run is the same training if rounding explains every difference.
 
-Each rank compares its own shards and stores only statistics. `merge_findings` combines those of all ranks. Differences
+Each rank compares its own shards and stores only statistics. `Comparison` combines those of all ranks. Differences
 are measured in units of roundoff at the scale of the tensor:
 
     unit of an element   u · max(|a|, root mean square of the whole tensor a)
@@ -40,9 +40,9 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -73,13 +73,16 @@ FP32_ROUNDOFF = roundoff(torch.float32)
 
 
 @dataclass
-class TensorDifference:
-    """The difference of a tensor, or of a shard of it, from the reference.
+class Difference:
+    """The difference of a tensor, or of shards of it, from the reference.
 
     histogram: the number of elements per bin of differences, see EDGES. greatest: the largest difference in units.
     excess: the largest difference beyond what is allowed for each element; infinite if only one value is NaN. at,
     reference, own: the index of this element, and its two values. squares: for reference a and own b the sums aa, ab
     and bb over all chunks whose excess is above the bound.
+
+    bound: the largest excess that rounding explains. elements: how many elements the ranks have computed, those that
+    several ranks hold counted once. ranks: the ranks whose difference rounding does not explain.
     """
 
     histogram: np.ndarray = field(default_factory=lambda: np.zeros(len(EDGES), dtype=np.int64))
@@ -89,6 +92,9 @@ class TensorDifference:
     reference: float = 0.0
     own: float = 0.0
     squares: np.ndarray = field(default_factory=lambda: np.zeros(3))
+    bound: float = math.inf
+    elements: int = 0
+    ranks: list[int] = field(default_factory=list)
 
     @staticmethod
     def of(
@@ -100,12 +106,11 @@ class TensorDifference:
         rms: float,
         bound: float = math.inf,
         allowed: Tensor | float = 0.0,
-    ) -> TensorDifference:
+    ) -> Difference:
         """Compare `own` with `reference`, a slice of the same shape that starts at `offset` of the global tensor.
 
-        unit: the unit roundoff. rms: of the global reference. bound: the excess that rounding explains. allowed: an
-        absolute difference that is always accepted, one for all elements or one for each. Different integers have an
-        infinite difference.
+        unit: the unit roundoff. rms: of the global reference. allowed: an absolute difference that is always accepted,
+        one for all elements or one for each. Different integers have an infinite difference.
         """
         a, b = reference.float().contiguous(), own.float().contiguous()
         apart = (a - b).abs() if own.is_floating_point() else math.inf
@@ -117,7 +122,7 @@ class TensorDifference:
         most = float(excess.max())
         index = int((excess if most > 0 else units).argmax())
         a, b = a.view(-1), b.view(-1)
-        return TensorDifference(
+        return Difference(
             torch.bincount(torch.bucketize(units, torch.tensor(EDGES)), minlength=len(EDGES)).numpy(),
             float(units.max()),
             most,
@@ -125,15 +130,18 @@ class TensorDifference:
             float(a[index]),
             float(b[index]),
             np.array([float(x.dot(y)) for x, y in ((a, a), (a, b), (b, b))]) if most > bound else np.zeros(3),
+            bound,
         )
 
-    def add(self, other: TensorDifference) -> None:
-        """Merge the difference of a different shard of the same tensor."""
+    def add(self, other: Difference) -> None:
+        """Merge the difference of different shards of the same tensor."""
         if not self.at or other.excess > self.excess:
             self.excess, self.at, self.reference, self.own = other.excess, other.at, other.reference, other.own
-        self.greatest = max(self.greatest, other.greatest)
+        self.greatest, self.bound = max(self.greatest, other.greatest), other.bound
         self.histogram = np.add(self.histogram, other.histogram)
         self.squares = np.add(self.squares, other.squares)
+        self.elements += other.elements
+        self.ranks = [*self.ranks, *other.ranks]
 
     @property
     def count(self) -> int:
@@ -157,41 +165,21 @@ class TensorDifference:
             return None
         return ab / aa if bb - ab * ab / aa < 1e-6 * bb else None
 
-
-@dataclass
-class TensorComparison:
-    """The comparison of a tensor of the trace with the shards of a run.
-
-    bound: the largest difference that rounding explains, in units. ranks: the ranks whose difference rounding does not
-    explain. elements: how many elements the ranks have computed, duplicates included.
-    """
-
-    entry: TraceEntry
-    bound: float
-    difference: TensorDifference = field(default_factory=TensorDifference)
-    ranks: list[int] = field(default_factory=list)
-    elements: int = 0
-
-    @property
-    def is_explained(self) -> bool:
-        """True if each element was computed once, and rounding explains every difference."""
-        return not self.ranks and self.elements == math.prod(self.entry.shape)
-
     @property
     def bound_fraction(self) -> float:
         """The excess as a fraction of the bound."""
-        return self.difference.excess / self.bound if 0 < self.bound < math.inf else 0.0
+        return self.excess / self.bound if 0 < self.bound < math.inf else 0.0
 
 
 class TraceComparer:
-    """Compares the shards of rank `rank` with `trace` while they are computed. facts: of its run, see `run_facts`.
+    """Compares the shards of rank `rank` with `trace` while they are computed. facts: of its run, see `run_metadata`.
 
     Uses the lower of the two precisions, and bf16 for gradients if either run reduces them in bf16.
     """
 
     def __init__(self, trace: Trace, facts: Mapping[str, Any], rank: int) -> None:
         self._trace, self._rank, both, config = trace, rank, (trace.facts, facts), trace.facts["config"]
-        self._found: dict[TensorKey, TensorComparison] = {}
+        self._found: defaultdict[TensorKey, Difference] = defaultdict(Difference)
         model, s = config["model"], config["data"]["seq_length"]
         h, v = model["hidden_size"], model["vocab_size"]
         self._roundoff = max(roundoff(DTYPES[of["precision"]]) for of in both)
@@ -221,11 +209,11 @@ class TraceComparer:
         shapes = f"has shape {entry.shape} in the trace and {shard.shape} here"
         require(entry.shape == shard.shape, f"the trace is of a different run: {key.name} {shapes}")
         unit, bound = self.unit_and_bound(entry)
-        comparison = self._found.setdefault(entry.key, TensorComparison(entry, bound))
-        comparison.elements += shard.writes * shard.values.numel()
+        found = self._found[entry.key]
+        found.elements += shard.writes * shard.values.numel()
         for chunk in shard.chunks():
-            comparison.difference.add(
-                TensorDifference.of(
+            found.add(
+                Difference.of(
                     measured(key, self._trace.read(entry, chunk.slices)),
                     measured(key, chunk.values.detach().cpu()),
                     chunk.offset,
@@ -238,17 +226,11 @@ class TraceComparer:
 
     @property
     def findings(self) -> list[Any]:
-        """For `merge_findings`: each tensor's key and the fields of its `TensorComparison`."""
-        return [
-            (
-                key,
-                comparison.bound,
-                vars(comparison.difference),
-                [] if self.is_within_rounding(comparison) else [self._rank],
-                comparison.elements,
-            )
-            for key, comparison in self._found.items()
-        ]
+        """For `Comparison`: the step and the name of each tensor, and the fields of its `Difference`."""
+        for key, found in self._found.items():
+            if not self.is_within_rounding(self._trace.entries[key.step, key.name], found):
+                found.ranks = [self._rank]
+        return [(key.step, key.name, vars(found)) for key, found in self._found.items()]
 
     def unit_and_bound(self, entry: TraceEntry) -> tuple[float, float]:
         """Return the unit roundoff for a tensor, and its bound in units, beyond `allowed_by_adam`."""
@@ -273,11 +255,11 @@ class TraceComparer:
         bound = MAX_ROUNDINGS * math.sqrt(depth) * (math.sqrt(longest) + self._rate_sums[step - 1] * self._adam_growth)
         return unit, bound + self._norm_bound if kind in ("moment", "scalar") else bound
 
-    def is_within_rounding(self, comparison: TensorComparison) -> bool:
+    def is_within_rounding(self, entry: TraceEntry, found: Difference) -> bool:
         """Return True if rounding explains these differences."""
-        entry, found, bound, quantile, moved = comparison.entry, comparison.difference, comparison.bound, 0.99, 0.0
-        unit = self.unit_and_bound(entry)[0]
+        bound, quantile, moved = found.bound, 0.99, 0.0
         if entry.key.kind in PARAMETERS:
+            unit = self.unit_and_bound(entry)[0]
             quantile, moved = 0.5, self._rate_sums[entry.key.step] / (unit * entry.rms) if entry.rms else math.inf
         return found.excess <= bound and (found.count < MIN_BULK or found.quantile(quantile) <= (bound + moved) / 4)
 
@@ -301,51 +283,38 @@ class TraceComparer:
         return allowed
 
 
-@dataclass(frozen=True)
-class RunComparison:
-    """The comparison of a run with a trace. tensors: in the order of the step. missing: how many tensors of the trace
-    the run does not have."""
+class Comparison:
+    """The comparison of a run with a trace. found: `TraceComparer.findings` of each rank, possibly read from JSON.
 
-    tensors: Sequence[TensorComparison]
-    missing: int
+    tensors: the difference of each tensor, in the order of the step. mismatches: those that rounding does not explain,
+    or of which not every element was computed once. total: the differences of all activations and gradients. Moments
+    are left out because they also have the error of the gradient norm, and parameters because noise can change them by
+    the learning rate. missing: how many tensors of the trace the run does not have.
+    """
 
-    @cached_property
-    def mismatches(self) -> list[TensorComparison]:
-        """The tensors whose differences rounding does not explain, in the order of the step."""
-        return [each for each in self.tensors if not each.is_explained]
-
-    @cached_property
-    def total(self) -> TensorDifference:
-        """The differences of all activations and gradients. Moments are left out because they also have the error of
-        the gradient norm, and parameters because noise can change them by the learning rate."""
-        total = TensorDifference()
-        for each in self.tensors:
-            if each.entry.key.kind in ("activation", "loss", "activation gradient", "gradient"):
-                total.add(each.difference)
-        return total
+    def __init__(self, found: Sequence[Sequence[Any]], trace: Trace) -> None:
+        merged: defaultdict[TraceEntry, Difference] = defaultdict(Difference)
+        for step, name, difference in itertools.chain(*found):
+            merged[trace.entries[step, name]].add(Difference(**difference))
+        self.tensors = sorted(merged.items(), key=lambda item: item[0].key.order)
+        self.missing = len(trace.entries) - len(merged)
+        self.mismatches = [
+            (entry, each) for entry, each in self.tensors if each.ranks or each.elements != math.prod(entry.shape)
+        ]
+        self.total = Difference()
+        for entry, each in self.tensors:
+            if entry.key.kind in ("activation", "loss", "activation gradient", "gradient"):
+                self.total.add(each)
 
     @property
     def verdict(self) -> str:
         """The verdict in the table."""
         if self.mismatches:
             return "DIFFERS"
-        is_equal = all(each.difference.equal == each.difference.count for each in self.tensors)
+        is_equal = all(each.equal == each.count for _, each in self.tensors)
         return "equal to the bit" if is_equal else "within rounding"
 
     @property
-    def closest(self) -> TensorComparison:
-        """The tensor with the largest fraction of its bound."""
-        return max(self.tensors, key=lambda each: each.bound_fraction)
-
-
-def merge_findings(found: Sequence[Sequence[Any]], trace: Trace) -> RunComparison:
-    """Combine `TraceComparer.findings` of all ranks, possibly read from JSON."""
-    tensors: dict[TraceEntry, TensorComparison] = {}
-    for (step, _, _, name), bound, difference, ranks, made in itertools.chain(*found):
-        entry = trace.entries[step, name]
-        comparison = tensors.setdefault(entry, TensorComparison(entry, bound))
-        comparison.difference.add(TensorDifference(**difference))
-        comparison.ranks += ranks
-        comparison.elements += made
-    in_order = sorted(tensors.values(), key=lambda each: each.entry.key.order)
-    return RunComparison(in_order, len(trace.entries) - len(in_order))
+    def bound_fraction(self) -> float:
+        """The largest difference as a fraction of its bound."""
+        return max(each.bound_fraction for _, each in self.tensors)

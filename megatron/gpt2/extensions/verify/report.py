@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from data_utils.command_line import align_columns
 from megatron.gpt2.config import flag, flatten_sections
 from megatron.gpt2.dist.ranks import format_ranks
-from megatron.gpt2.extensions.verify.compare import RunComparison, TensorComparison
-from megatron.gpt2.extensions.verify.trace import TensorKey, Trace
+from megatron.gpt2.extensions.verify.compare import Comparison, Difference
+from megatron.gpt2.extensions.verify.trace import TensorKey, Trace, TraceEntry
 from megatron.gpt2.model.gpt2 import TIED_WEIGHT
 from megatron.gpt2.monitor.plots import BLUE, ORANGE, Curve, as_svg
 
@@ -52,7 +52,7 @@ BACKWARD_OPERATIONS = {
 
 
 def producing_operation(key: TensorKey, facts: Mapping[str, Any]) -> str:
-    """Describe the operation that computes the tensor `key`, in the terms of mpu's layers. facts: see `run_facts`."""
+    """Describe the operation that computes the tensor `key`, in the terms of mpu's layers. facts: see `run_metadata`."""
     p, dp, num_microbatches = (facts[n] for n in ("model_parallel_size", "data_parallel_size", "micro_batches"))
     parallel = facts["config"]["parallel"]
     name = key.name if key.name in FORWARD_OPERATIONS else key.name.split(" of ")[-1]
@@ -106,11 +106,11 @@ class LayoutSpec(NamedTuple):
 
 
 class LayoutResult(NamedTuple):
-    """The outcome of a layout. facts: see `run_facts`."""
+    """The outcome of a layout. facts: see `run_metadata`."""
 
     layout: LayoutSpec
     facts: Mapping[str, Any]
-    comparison: RunComparison
+    comparison: Comparison
 
 
 def format_units(value: float) -> str:
@@ -140,7 +140,7 @@ def table_rows(results: Sequence[LayoutResult]) -> list[tuple[str, ...]]:
     found = []
     for layout, _, comparison in results:
         total = comparison.total
-        numbers = total.quantile(0.5), total.quantile(0.99), total.greatest, comparison.closest.bound_fraction
+        numbers = total.quantile(0.5), total.quantile(0.99), total.greatest, comparison.bound_fraction
         equal = f"{total.equal / total.count:.1%}"
         found.append((str(layout.world_size), comparison.verdict, equal, *map(format_units, numbers), layout.name))
     return found
@@ -154,15 +154,14 @@ def comparison_table(results: Sequence[LayoutResult]) -> list[str]:
 def explain_mismatch(result: LayoutResult) -> list[str]:
     """Describe the first difference that rounding does not explain: tensor, ranks, size, and the operation."""
     comparison = result.comparison
-    first = comparison.mismatches[0]
-    key = first.entry.key
+    (key, _, shape, _), found = comparison.mismatches[0]
     when = f"in step {key.step}" if key.step else "before the first step"
-    where = f", on {format_ranks(first.ranks, {})}" if first.ranks else ""
+    where = f", on {format_ranks(found.ranks, {})}" if found.ranks else ""
     lines = [
         f"{result.layout.name}: the first difference is {when}, {key.name} ({key.kind}){where}",
-        describe_mismatch(first),
+        describe_mismatch(key, found, math.prod(shape)),
     ]
-    if (factor := first.difference.factor) is not None and abs(factor - 1) > 1e-3:
+    if (factor := found.factor) is not None and abs(factor - 1) > 1e-3:
         lines.append(f"the whole tensor is {factor:.4g} times the reference")
     lines.append(f"made by {producing_operation(key, result.facts)}")
     count = len(comparison.mismatches)
@@ -174,19 +173,18 @@ def explain_mismatch(result: LayoutResult) -> list[str]:
     return [lines[0], *(f"    {line}" for line in lines[1:])]
 
 
-def describe_mismatch(finding: TensorComparison) -> str:
+def describe_mismatch(key: TensorKey, found: Difference, size: int) -> str:
     """Describe the largest difference of a tensor and its index, or the wrong number of elements."""
-    found, (_, kind, _, _), size = finding.difference, finding.entry.key, math.prod(finding.entry.shape)
-    if not finding.ranks:
-        return f"the ranks computed {finding.elements:,} elements, but the tensor has {size:,}"
-    if kind in ("scalar", "loss"):
+    if not found.ranks:
+        return f"the ranks computed {found.elements:,} elements, but the tensor has {size:,}"
+    if key.kind in ("scalar", "loss"):
         return f"it is {found.own:.9g} instead of {found.reference:.9g}"
     index = f"[{', '.join(map(str, found.at))}]"
-    if kind in ("input", "activation", "activation gradient"):
+    if key.kind in ("input", "activation", "activation gradient"):
         dimensions = zip(("sample", "position", "channel"), found.at, strict=False)
         index = ", ".join(f"{name} {i}" for name, i in dimensions)
     return (
-        f"by {format_units(found.greatest)} units of roundoff (rounding explains {format_units(finding.bound)}): "
+        f"by {format_units(found.greatest)} units of roundoff (rounding explains {format_units(found.bound)}): "
         f"at {index} it is {found.own:.6g} instead of {found.reference:.6g}"
     )
 
@@ -201,15 +199,15 @@ def render_html(lines: Sequence[str], command: str, trace: Trace, results: Seque
         loader=jinja2.FileSystemLoader([folder, folder.parents[1] / "monitor"]), autoescape=True, trim_blocks=True
     ).get_template("page.html")
 
-    def sections() -> Iterator[tuple[LayoutResult, str, list[TensorComparison]]]:
+    def sections() -> Iterator[tuple[LayoutResult, str, list[tuple[TraceEntry, Difference]]]]:
         for result in results:
             tensors = result.comparison.tensors
             title = "greatest difference of each tensor in the order of the steps, log10 of units"
             curves = [
-                Curve("difference", BLUE, log10_points(each.difference.excess for each in tensors)),
-                Curve("explained by rounding", ORANGE, log10_points(each.bound for each in tensors)),
+                Curve("difference", BLUE, log10_points(each.excess for _, each in tensors)),
+                Curve("explained by rounding", ORANGE, log10_points(each.bound for _, each in tensors)),
             ]
-            worst = sorted(tensors, key=lambda each: (each.is_explained, -each.bound_fraction))[:MAX_TENSORS]
+            worst = sorted(tensors, key=lambda each: (not each[1].ranks, -each[1].bound_fraction))[:MAX_TENSORS]
             yield result, as_svg({title: curves}), worst
 
     return template.render(

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron.gpt2.extensions.verify.command import RankReport, RankTask, capture_steps, main
-from megatron.gpt2.extensions.verify.compare import RunComparison, TensorDifference, merge_findings, roundoff
+from megatron.gpt2.extensions.verify.compare import Comparison, Difference, roundoff
 from megatron.gpt2.extensions.verify.report import producing_operation
 from megatron.gpt2.extensions.verify.trace import Trace, write_index
 from megatron.gpt2.train.trainer import Trainer
@@ -96,12 +96,12 @@ class Comparisons:
         write_index(folder / "trace", report.facts, [report.findings])
         self._ranks: dict[Sequence[str], list[dict[str, RankReport]]] = {}
 
-    def __getitem__(self, name: str) -> tuple[RunComparison, dict[str, Any]]:
+    def __getitem__(self, name: str) -> tuple[Comparison, dict[str, Any]]:
         group = COVERING if name in COVERING else WIDE
         if group not in self._ranks:
             self._ranks[group] = run_ranks(run_cases, 2, str(self._folder), group)
         reports = [of_rank[name] for of_rank in self._ranks[group]]
-        return merge_findings([report.findings for report in reports], Trace(self._folder / "trace")), reports[0].facts
+        return Comparison([report.findings for report in reports], Trace(self._folder / "trace")), reports[0].facts
 
 
 @pytest.fixture(scope="module")
@@ -114,23 +114,23 @@ def test_a_correct_layout_is_accepted(comparisons: Comparisons, name: str) -> No
     comparison, _ = comparisons[name]
     assert comparison.verdict == "within rounding" and comparison.missing == 0
     assert len(comparison.tensors) > 300 and comparison.total.count > 100_000
-    assert 0 < comparison.closest.bound_fraction < 0.5
+    assert 0 < comparison.bound_fraction < 0.5
 
 
 @pytest.mark.parametrize("name", mark_wide(FAULTS))
 def test_a_planted_fault_is_named(comparisons: Comparisons, name: str) -> None:
     (comparison, run_metadata), fault = comparisons[name], FAULTS[name]
-    first = comparison.mismatches[0]
-    assert (first.entry.key.step, first.entry.key.name) == (fault.step, fault.tensor)
-    assert fault.operation in producing_operation(first.entry.key, run_metadata)
-    assert tuple(first.ranks) == fault.ranks
+    entry, found = comparison.mismatches[0]
+    assert (entry.key.step, entry.key.name) == (fault.step, fault.tensor)
+    assert fault.operation in producing_operation(entry.key, run_metadata)
+    assert tuple(found.ranks) == fault.ranks
 
 
 U = roundoff(torch.float32)
 
 
-def measured(reference: torch.Tensor, own: torch.Tensor, **more: Any) -> TensorDifference:
-    return TensorDifference.of(reference, own, (5, 0), **{"unit": U, "rms": 1.0, "bound": 100.0, **more})
+def measured(reference: torch.Tensor, own: torch.Tensor, **more: Any) -> Difference:
+    return Difference.of(reference, own, (5, 0), **{"unit": U, "rms": 1.0, "bound": 100.0, **more})
 
 
 def test_units_scale_with_the_tensor_and_large_elements() -> None:
