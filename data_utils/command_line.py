@@ -113,6 +113,14 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(message.removeprefix("argument "))
 
 
+def positive_int(text: str) -> int:
+    """argparse type: an integer of at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
+    return number
+
+
 def as_command(main: Callable[[], int | None]) -> Callable[[], NoReturn]:
     """Wrap `main` as the entry point of a program: exit with its code, or print one line and exit with 2 if it raises
     ValueError or OSError.

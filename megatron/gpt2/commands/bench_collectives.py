@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import mpu
-from data_utils.command_line import Parser, how_to_call
+from data_utils.command_line import Parser, how_to_call, positive_int
 from megatron.gpt2.config import require
 from megatron.gpt2.device import DTYPES, choose_backend, choose_device, set_threads
 from megatron.gpt2.dist.ranks import RankInfo
@@ -369,7 +369,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--operations", nargs="+", default=names, choices=names, metavar="NAME", help=f"of {', '.join(names)}")
     add("--dtype", default="fp32", choices=tuple(DTYPES))
     runs = f"runs of each operation at each size (default: for {RUNS_SECONDS} s, {MIN_RUNS} to {MAX_RUNS})"
-    add("--iters", type=int, metavar="N", help=runs)
+    add("--iters", type=positive_int, metavar="N", help=runs)
     limit = "for all operations, which share it and make fewer runs if needed; omitted sizes are named (default 900)"
     add("--limit", type=float, default=900.0, metavar="SECONDS", help=limit)
     add("--output", type=Path, metavar="FOLDER", help="for collectives.json and collectives.png")
@@ -378,7 +378,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     least, most = format_size(args.min_bytes), format_size(args.max_bytes)
     require(args.min_bytes <= args.max_bytes, f"--min-bytes {least} is above --max-bytes {most}")
-    require(args.iters is None or args.iters >= 1, f"--iters must be at least 1, not {args.iters}")
     require(args.limit > 0, f"--limit must be above 0, not {args.limit:g}")
     return args
 

@@ -12,12 +12,13 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from data_utils.command_line import positive_int
 from data_utils.corpora import BUILTIN, expand_paths
 from data_utils.files import hash_file
 from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.commands.inference import (
     ModelParser,
-    check_scoring_flags,
+    check_output,
     open_model_from_flags,
     score_metadata,
     write_scores,
@@ -58,7 +59,7 @@ def parse_args(argv: Sequence[str], log: Log) -> tuple[argparse.Namespace, Argum
     parser.add_argument(
         "--seq-length",
         "--eval-seq-length",
-        type=int,
+        type=positive_int,
         metavar="N",
         help="tokens of a window (default: all positions of the model)",
     )
@@ -72,11 +73,10 @@ def parse_args(argv: Sequence[str], log: Log) -> tuple[argparse.Namespace, Argum
         help="part of a file's lines that may be unusable (default: 0)",
     )
     args, training = parser.parse_with_training_flags(argv, log)
-    require(args.seq_length is None or args.seq_length >= 1, f"--seq-length must be positive, not {args.seq_length}")
     for path in args.valid_data:
         require(path != BUILTIN, f"--valid-data {path}: the built-in corpus is training data; give a file")
     args.valid_data = expand_paths(args.valid_data, "--valid-data")
-    check_scoring_flags(args)
+    check_output(args)
     return args, training
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from data_utils import Tokenizer
 from megatron.gpt2.commands.inference import (
     ModelParser,
-    check_scoring_flags,
+    check_output,
     open_model_from_flags,
     score_metadata,
     write_scores,
@@ -128,7 +128,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.include_path and not Path(args.include_path).is_dir():
         raise FileNotFoundError(f"--include-path: no such folder: {args.include_path}")
-    check_scoring_flags(args)
+    check_output(args)
     return args
 
 

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from data_utils.command_line import progress_bar
+from data_utils.command_line import positive_int, progress_bar
 from data_utils.corpora import check_exists
 from megatron.gpt2.commands.inference import ModelParser, check_world_size, open_model_from_flags
 from megatron.gpt2.config import require
@@ -46,11 +46,13 @@ def parse_args(argv: Sequence[str], rank_info: RankInfo, log: Log) -> argparse.N
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", help="text to continue; empty: a new document (default: ask for prompts)")
     source.add_argument("--sample-input-file", metavar="FILE", help="a prompt on each line; answers are JSON lines")
-    source.add_argument("--num-samples", type=int, default=0, metavar="N", help="write N new documents as JSON lines")
+    source.add_argument("--num-samples", type=positive_int, metavar="N", help="write N new documents as JSON lines")
     parser.add_argument(
         "--sample-output-file", "--genfile", metavar="FILE", help="for the JSON lines (default: standard output)"
     )
-    parser.add_argument("--max-new-tokens", "--out-seq-length", type=int, default=200, metavar="N", help="default: 200")
+    parser.add_argument(
+        "--max-new-tokens", "--out-seq-length", type=positive_int, default=200, metavar="N", help="default: 200"
+    )
     for name, (metavar, help) in SAMPLING_FLAGS.items():
         default = getattr(Sampling, name)
         flag = f"--{name.replace('_', '-')}"
@@ -64,16 +66,15 @@ def parse_args(argv: Sequence[str], rank_info: RankInfo, log: Log) -> argparse.N
         action="store_true",
         help="compute the whole context for each token, without a cache: slower, with less memory",
     )
-    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="texts generated together (default: 8)")
+    parser.add_argument(
+        "--batch-size", type=positive_int, default=8, metavar="N", help="texts generated together (default: 8)"
+    )
     args, _ = parser.parse_with_training_flags(argv, log)
     args.sampling = Sampling(
         max_new_tokens=args.max_new_tokens,
         stop=tuple(args.stop),
         **{name: getattr(args, name) for name in SAMPLING_FLAGS},
     )
-    for name, least in (("num_samples", 0), ("batch_size", 1), ("max_new_tokens", 1)):
-        value = getattr(args, name)
-        require(value >= least, f"--{name.replace('_', '-')} must be at least {least}, not {value}")
     check_world_size(args, rank_info)
     prompts, output = args.sample_input_file, args.sample_output_file
     if prompts:
@@ -175,9 +176,9 @@ def generate_text(argv: Sequence[str], rank_info: RankInfo, log: Log) -> None:
             entries = generate_entries(generator, prompts, args.sampling, args.batch_size)
             path = args.sample_output_file
             with open(path, "w", encoding="utf-8") if path else contextlib.nullcontext(sys.stdout) as file:
-                for entry in progress_bar(entries, total=args.num_samples or None, unit="text"):
-                    file.write(json.dumps(entry, ensure_ascii=False) + "\n")
-                    file.flush()
+                escapes = str(file.encoding).lower() != "utf-8"  # a different encoding would lose characters
+                for entry in progress_bar(entries, total=args.num_samples, unit="text"):
+                    print(json.dumps(entry, ensure_ascii=escapes), file=file, flush=True)
         elif args.prompt is not None:
             stream_text(generator, args.prompt, args.sampling)
         else:

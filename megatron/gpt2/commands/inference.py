@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 import mpu
-from data_utils.command_line import Parser
+from data_utils.command_line import Parser, positive_int
 from data_utils.files import atomic_write_text
-from megatron.gpt2.config import PRECISION_CHOICES, LaunchConfig, ParallelConfig, flag, require
+from megatron.gpt2.config import PRECISION_CHOICES, LaunchConfig, ParallelConfig, flag
 from megatron.gpt2.config.arguments import Arguments, parse
 from megatron.gpt2.config.flags import add_section, with_dashes
 from megatron.gpt2.device import PRECISIONS, choose_backend, choose_device, choose_precision, set_threads
@@ -34,7 +34,7 @@ class ModelParser(Parser):
         self.add_argument(
             "--model-parallel-size",
             "--tensor-model-parallel-size",
-            type=int,
+            type=positive_int,
             metavar="N",
             default=model_parallel_size,
             help="ranks that share each layer; may differ from the checkpoint's (default: "
@@ -42,7 +42,7 @@ class ModelParser(Parser):
         )
         self.add_argument(
             "--pipeline-model-parallel-size",
-            type=int,
+            type=positive_int,
             metavar="N",
             default=1,
             help="ranks that hold successive layers (default: 1)",
@@ -55,13 +55,13 @@ class ModelParser(Parser):
         add_section(self, "launch", LaunchConfig)  # `run_program` has parsed them
 
     def add_scoring_flags(self, *batch_names: str) -> None:
-        """Add the flags of a program that scores texts; `check_scoring_flags` checks them. batch_names: further names
+        """Add the flags of a program that scores texts; `check_output` checks them. batch_names: further names
         of --micro-batch-size."""
         self.add_argument(
             "--micro-batch-size",
             "--batch-size",
             *batch_names,
-            type=int,
+            type=positive_int,
             default=4,
             metavar="N",
             help="texts computed together (default: 4)",
@@ -84,14 +84,17 @@ def check_world_size(args: argparse.Namespace, rank_info: RankInfo) -> None:
     """Raise ValueError unless all ranks together hold one model, as programs that generate text need it."""
     stages = args.pipeline_model_parallel_size
     if args.model_parallel_size is None:
-        args.model_parallel_size = rank_info.world_size // max(stages, 1) or 1
-    size = args.model_parallel_size
-    if size * stages != rank_info.world_size:
-        given = f"--model-parallel-size {size}" + f" × --pipeline-model-parallel-size {stages}" * (stages > 1)
+        args.model_parallel_size = rank_info.world_size // stages or 1
+    if args.model_parallel_size * stages != rank_info.world_size:
         raise ValueError(
-            f"{given}, but {rank_info.world_size} ranks were started, and all of them must hold the model: "
+            f"{_layout(args)}, but {rank_info.world_size} ranks were started, and all of them must hold the model: "
             "omit --model-parallel-size; --nproc-per-node starts ranks"
         )
+
+
+def _layout(args: argparse.Namespace) -> str:
+    size, stages = args.model_parallel_size, args.pipeline_model_parallel_size
+    return f"--model-parallel-size {size}" + f" × --pipeline-model-parallel-size {stages}" * (stages > 1)
 
 
 def open_model_from_flags(args: argparse.Namespace, rank_info: RankInfo, log: Log) -> LoadedModel:
@@ -114,16 +117,14 @@ def open_model_from_flags(args: argparse.Namespace, rank_info: RankInfo, log: Lo
         ParallelConfig().distributed_timeout_minutes,
     )
     size, stages = args.model_parallel_size, args.pipeline_model_parallel_size
-    if size < 1 or stages < 1 or rank_info.world_size % (size * stages):
-        product = f"--model-parallel-size {size}" + f" × --pipeline-model-parallel-size {stages}" * (stages != 1)
-        raise ValueError(f"the world of {rank_info.world_size} ranks is not divisible by {product}")
+    if rank_info.world_size % (size * stages):
+        raise ValueError(f"the world of {rank_info.world_size} ranks is not divisible by {_layout(args)}")
     mpu.initialize_model_parallel(size, stages)
     return load_for_inference(args.load, device, dtype, log=log)
 
 
-def check_scoring_flags(args: argparse.Namespace) -> None:
-    """Raise ValueError or FileNotFoundError if a flag of `ModelParser.add_scoring_flags` is invalid."""
-    require(args.micro_batch_size >= 1, f"--micro-batch-size must be positive, not {args.micro_batch_size}")
+def check_output(args: argparse.Namespace) -> None:
+    """Raise FileNotFoundError if the folder of --output does not exist."""
     if args.output is not None and not Path(args.output).absolute().parent.is_dir():
         raise FileNotFoundError(f"--output {args.output}: its folder does not exist")
 

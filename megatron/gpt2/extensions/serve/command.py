@@ -29,6 +29,7 @@ except ImportError as error:
     print(f"error: {missing_package('the server', error.name, 'serve')}", file=sys.stderr)
     sys.exit(2)
 
+from data_utils.command_line import positive_int
 from megatron.gpt2.commands.inference import ModelParser, check_world_size, open_model_from_flags
 from megatron.gpt2.config.flags import with_dashes
 from megatron.gpt2.device import PRECISIONS
@@ -66,7 +67,7 @@ def parse_args(argv: Sequence[str], rank_info: RankInfo) -> argparse.Namespace:
         ("--max-seconds", 300, "time limit for an answer in seconds, including waiting"),
         ("--max-body-bytes", 1 << 20, "limit of bytes of a request"),
     ):
-        parser.add_argument(flag, type=positive, default=default, metavar="N", help=f"{meant} (default: {default})")
+        parser.add_argument(flag, type=positive_int, default=default, metavar="N", help=f"{meant} (default: {default})")
     args = parser.parse_args([with_dashes(word) for word in argv])
     if not 0 <= args.port < 2**16:
         raise ValueError(f"--port must be from 0 to 65535, not {args.port}")
@@ -74,14 +75,6 @@ def parse_args(argv: Sequence[str], rank_info: RankInfo) -> argparse.Namespace:
         raise ValueError(f"--max-texts {args.max_texts} must be at least --batch-size, {args.batch_size}")
     check_world_size(args, rank_info)
     return args
-
-
-def positive(text: str) -> int:
-    """argparse type: an int of at least 1."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
-    return number
 
 
 def listen(host: str, port: int) -> socket.socket:

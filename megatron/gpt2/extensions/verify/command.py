@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from data_utils.command_line import Parser, configure_output
+from data_utils.command_line import Parser, configure_output, positive_int
 from data_utils.files import atomic_write_text
 from megatron.gpt2 import device as devices
 from megatron.gpt2.checkpoint.base import check_metadata, decay_iters
@@ -102,7 +102,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--steps",
-        type=int,
+        type=positive_int,
         metavar="N",
         help=f"training steps of each layout (default: {STEPS}, or those of the trace)",
     )
@@ -134,7 +134,6 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(words)
     options.command = list(argv[end + 1 :])
     against, save = options.against, options.save_trace
-    require(options.steps is None or options.steps >= 1, f"--steps must be at least 1, not {options.steps}")
     require(
         not (against and save),
         "--save-trace keeps the trace of the first layout, which does not exist with --against: give one of the two",
@@ -158,7 +157,7 @@ def read_layout(common: Sequence[str], flags: str, batch: int | None = None) -> 
     """
     launch, rest = parse_launch_flags([*common, *shlex.split(flags)])
     own = Parser(add_help=False)
-    own.add_argument("--data-parallel-size", type=int)
+    own.add_argument("--data-parallel-size", type=positive_int)
     hint = ""
     try:
         require(
@@ -176,7 +175,6 @@ def read_layout(common: Sequence[str], flags: str, batch: int | None = None) -> 
             arguments = merge_checkpoint(arguments, checkpoint.metadata["config"], decay_iters(checkpoint.metadata))
         parallel, dp = arguments.config.parallel, given.data_parallel_size
         p = parallel.model_parallel_size * parallel.pipeline_model_parallel_size
-        require(dp is None or dp >= 1, f"--data-parallel-size must be at least 1, not {dp}")
         world_size = p * (dp or 1)
         if launch.nproc_per_node is not None:
             world_size = launch.nproc_per_node or torch.cuda.device_count() or 2

@@ -149,7 +149,7 @@ def test_slow_pairs_and_ranks_are_named() -> None:
         ([], "tools/bench_collectives.py --nproc-per-node 2"),
         (["--max-bytes", "64X"], "error: --max-bytes: 64X is not a size"),
         (["--min-bytes", "1M", "--max-bytes", "64K"], "--min-bytes 1M is above --max-bytes 64K"),
-        (["--iters", "0"], "--iters must be at least 1, not 0"),
+        (["--iters", "0"], "--iters: must be at least 1, not 0"),
         (["--limit", "0"], "--limit must be above 0, not 0"),
         (["--operations", "shout"], "invalid choice: 'shout'"),
     ],

@@ -97,6 +97,14 @@ def test_every_line_of_a_file_is_answered(run: Any, tmp_path: Path) -> None:
     assert again.read_text() == out
 
 
+def test_no_character_is_lost_in_other_encodings(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("é ☃")
+    out = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    monkeypatch.setattr(sys, "stdout", out)
+    run("--sample-input-file", str(tmp_path / "prompts.txt"))
+    assert json.loads(out.buffer.getvalue())["prompt"] == "é ☃"
+
+
 def test_new_documents(run: Any, tmp_path: Path) -> None:
     file = tmp_path / "samples.jsonl"
     run("--num-samples", "5", "--genfile", str(file), "--batch-size", "2")

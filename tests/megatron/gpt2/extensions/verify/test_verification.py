@@ -239,7 +239,7 @@ def test_transformers_computes_the_same_training(command: list[str], capfd: pyte
         (["--layout", "", "--layout", "--no-such-flag"], "unknown flag --no-such-flag"),
         (["--layout", "", "--against", "nowhere"], "nowhere holds no trace: --save-trace writes one"),
         (["--layout", "", "--against", "nowhere", "--save-trace", "there"], "give one of the two"),
-        (["--layout", "", "--layout", "", "--steps", "0"], "--steps must be at least 1, not 0"),
+        (["--layout", "", "--layout", "", "--steps", "0"], "--steps: must be at least 1, not 0"),
     ],
 )
 def test_bad_input_is_one_line(command: list[str], flags: list[str], message: str):
