@@ -24,9 +24,17 @@ from megatron.gpt2.train.checkpointing import checkpoint_files
 from megatron.gpt2.train.setup import build_context
 from tests.conftest import ROOT, tool
 from tests.distributed import run_ranks
-from tests.megatron.gpt2.checkpoint.resharded_runs import ParallelLayout
 from tests.megatron.gpt2.checkpoint.saved_states import write
-from tests.megatron.gpt2.checkpoint.test_any_layout import CONFIG, CPU, SHAPE, VOCAB, fill, global_state, ranks_of
+from tests.megatron.gpt2.checkpoint.test_any_layout import (
+    CONFIG,
+    CPU,
+    SHAPE,
+    VOCAB,
+    ParallelLayout,
+    fill,
+    global_state,
+    ranks_of,
+)
 from tests.megatron.gpt2.formats.sample_checkpoints import random_weights, write_megatron
 from tests.megatron.gpt2.generate import test_generation
 from tests.megatron.gpt2.train.training_runs import SMALL, finish, start, steps, write_text

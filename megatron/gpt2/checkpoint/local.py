@@ -204,7 +204,7 @@ def _fetch(path: Path, by_rank: Sequence[LocalInventory | None], rank_info: Rank
     """Copy missing files of a checkpoint between machines. by_rank: the inventory of each rank; the first rank of a
     machine reports for the machine."""
     files: dict[str, int] = next(one["files"] for one in by_rank if one)
-    hosts = rank_info.rendezvous.hosts if rank_info.rendezvous is not None else {0: ""}
+    hosts = rank_info.hosts or {0: ""}
     firsts = {host: rank for rank, host in reversed(hosts.items())}.values()  # the first rank of each machine
     transfers: list[Transfer] = []
     for file in files:

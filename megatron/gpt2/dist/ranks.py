@@ -191,6 +191,11 @@ class RankInfo:
             f"local rank {self.local_rank} of {self.local_world_size}",
         )
 
+    @property
+    def hosts(self) -> dict[int, str]:
+        """Return the host name of each rank. It is empty for a run of one rank."""
+        return self.rendezvous.hosts if self.rendezvous is not None else {}
+
     def note(self, kind: str, text: str = "", **details: Any) -> None:
         """Call `IncidentLog.note` if this rank has an incident log."""
         if self.incidents is not None:

@@ -67,66 +67,44 @@ class CheckpointManager:
             local_world_size=ranks.local_world_size,
             storage_timeout_s=storage_timeout.total_seconds(),
             gather=partial(gather_strings, group=saving_group),
-            check_owner=self._check_owner,
+            check_owner=lease.check if lease is not None else lambda: None,
         )
         self._files = partial(checkpoint_files, state, parallel, config, context.device)
         self.saver.prepare(self._files())
-        self._local: LocalCheckpoints | None = None
+        self.local: LocalCheckpoints | None = None
         if config.local_checkpoint_dir is not None:
             if parallel.rank == 0 and not (context.resume_metadata and run_name(context.save_directory)):
                 atomic_write_text(context.save_directory / RUN_NAME_FILE, attempt)  # a new run gets a new name
             folder = Path(config.local_checkpoint_dir) / gather_strings(run_name(context.save_directory))[0]
-            hosts = list(ranks.rendezvous.hosts.values()) if ranks.rendezvous else [""] * parallel.world_size
+            hosts = list(ranks.hosts.values()) or [""] * parallel.world_size
             group = dist.new_group(backend="gloo", timeout=context.timeout) if parallel.world_size > 1 else None
-            self._local = LocalCheckpoints(folder, hosts, parallel.rank, group, attempt, log)
-
-    def save(self, progress: Progress) -> Path | None:
-        """Write a checkpoint of this iteration. Return its folder, or None with a warning if it failed on any rank.
-
-        With --async-save, only start to write and return None. `saver.finish` waits for the result.
-        """
-        self._restore_folder()
-        return self.saver.save(*self._contents(progress))
-
-    def _check_owner(self) -> None:
-        """Raise LeaseLostError on rank 0 if another run has the folder."""
-        if self._lease is not None:
-            self._lease.check()
+            self.local = LocalCheckpoints(folder, hosts, parallel.rank, group, attempt, log)
 
     @property
     def is_lost(self) -> bool:
         """Whether another run has taken the --save folder, as far as rank 0 has seen."""
         return self._lease is not None and self._lease.is_lost
 
-    def _restore_folder(self) -> None:
+    def restore_folder(self) -> None:
         """If the --save folder was removed or moved, make it again with all that a checkpoint needs. StopRun, on every
         rank, if another run has it now."""
         folder, problem = self._context.save_directory, ""
         try:
-            if self._lease is not None and not is_locked_by(folder, self._lease.lock):
-                self._lease.take(self._log)
-                write_config_and_tokenizer(self._context)
-                self._log(
-                    f"WARNING: --save {folder} was removed or moved during the run: it is made again and holds what the "
-                    "run saves from now on"
-                )
-            self._check_owner()
+            if self._lease is not None:
+                if not is_locked_by(folder, self._lease.lock):
+                    self._lease.take(self._log)
+                    write_config_and_tokenizer(self._context)
+                    self._log(
+                        f"WARNING: --save {folder} was removed or moved during the run: it is made again and holds what "
+                        "the run saves from now on"
+                    )
+                self._lease.check()
         except (FolderInUse, LeaseLostError) as error:
             problem = str(error)
         except (ValueError, OSError) as error:
             self._log(f"WARNING: --save {folder} was removed or moved during the run: {error}")
         if problem := gather_strings(problem)[0]:
             raise StopRun(problem)
-
-    def local_is_due(self, progress: Progress) -> bool:
-        """Return whether a local checkpoint of this iteration is due."""
-        interval = self._context.config.checkpoint.local_checkpoint_interval
-        return interval is not None and progress.iteration % interval == 0
-
-    def save_locally(self, progress: Progress) -> None:
-        """Write a local checkpoint."""
-        assert self._local is not None
-        self._local.save(*self._contents(progress))
 
     def save_if_best(self, progress: Progress, valid_loss: float) -> None:
         """Write a checkpoint of this iteration into the folder `best` if `valid_loss`, in nats per token, is the lowest
@@ -135,11 +113,10 @@ class CheckpointManager:
         self.saver.finish()  # a thread may still write the previous best checkpoint
         lower = self._parallel.rank == 0 and valid_loss < best_loss(folder, data, self._log)
         if any(gather_strings("lower" if lower else "")):
-            self._restore_folder()
-            iteration, files, metadata = self._contents(progress)
+            iteration, files, metadata = self.contents(progress)
             self.saver.save(iteration, files, metadata | {"valid_loss": valid_loss}, into=folder)
 
-    def _contents(self, progress: Progress) -> tuple[int, dict[str, dict[str, ShardedTensor]], dict[str, Any]]:
+    def contents(self, progress: Progress) -> tuple[int, dict[str, dict[str, ShardedTensor]], dict[str, Any]]:
         """Return the iteration, the files that this rank writes, and the metadata of the manifest (JSON)."""
         context, state, tokenizer = self._context, self._state, self._context.tokenizer
         state.param_gather.wait()
@@ -161,8 +138,8 @@ class CheckpointManager:
 
     def remove_local(self) -> None:
         """Remove the local checkpoints, which are older than the last checkpoint or no longer belong to the run."""
-        if self._local is not None:
-            self._local.remove()
+        if self.local is not None:
+            self.local.remove()
 
     def unlock(self) -> None:
         """Let other runs use the --save folder."""

@@ -414,7 +414,7 @@ def check_ranks_agree(context: RunContext, log: Log) -> None:
         "the ranks read different training data: every machine needs the same files",
     )
     if others := [rank for rank, (*_, theirs) in enumerate(everyone) if theirs != first_program]:
-        hosts = context.rank_info.rendezvous.hosts if context.rank_info.rendezvous else {}
+        hosts = context.rank_info.hosts
         log(
             f"WARNING: the source files of {format_ranks(others, hosts)} are not those of {format_ranks([0], hosts)}: "
             "install the same version on every machine"

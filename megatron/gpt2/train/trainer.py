@@ -76,8 +76,7 @@ class Trainer:
     @property
     def hosts(self) -> dict[int, str]:
         """Return the host name of each rank. It is empty for a run of one rank."""
-        rendezvous = self.context.rank_info.rendezvous
-        return rendezvous.hosts if rendezvous is not None else {}
+        return self.context.rank_info.hosts
 
     @property
     def current_global_batch_size(self) -> int:
@@ -90,15 +89,17 @@ class Trainer:
         return tokens_per_second * flops / (self.peak_flops[0] * self.parallel.world_size)
 
     def save(self) -> Path | None:
-        """Write a checkpoint of this iteration (`CheckpointManager.save`)."""
+        """Write a checkpoint of this iteration. Return its folder, or None with a warning if it failed on any rank. With
+        --async-save, only start to write and return None; `checkpoints.saver.finish` waits for the result."""
         self._before_save()
-        return self.checkpoints.save(self.progress)
+        return self.checkpoints.saver.save(*self.checkpoints.contents(self.progress))
 
     def save_locally(self) -> None:
         """Write a local checkpoint of this iteration, if one is due."""
-        if self.checkpoints.local_is_due(self.progress):
+        local, interval = self.checkpoints.local, self.config.checkpoint.local_checkpoint_interval
+        if local is not None and interval is not None and self.progress.iteration % interval == 0:
             self._before_save()
-            self.checkpoints.save_locally(self.progress)
+            local.save(*self.checkpoints.contents(self.progress))
 
     def save_if_best(self, valid_loss: float) -> None:
         """Write a checkpoint of this iteration into the folder `best` if `valid_loss` is the lowest so far."""
@@ -106,6 +107,7 @@ class Trainer:
         self.checkpoints.save_if_best(self.progress, valid_loss)
 
     def _before_save(self) -> None:
+        self.checkpoints.restore_folder()
         self.log.sync()
         self.incidents.sync()
         for hook in self.hooks:

@@ -9,7 +9,6 @@ import fcntl
 import io
 import math
 import os
-import re
 import shutil
 import socket
 import subprocess
@@ -22,7 +21,7 @@ from typing import Any
 import pytest
 
 from data_utils.files import append_line, atomic_write, file_lock
-from megatron.gpt2.checkpoint.folder import TRACKER, Gather, best_loss, find_checkpoint, lock_folder
+from megatron.gpt2.checkpoint.folder import TRACKER, FolderInUse, Gather, best_loss, find_checkpoint, lock_folder
 from megatron.gpt2.checkpoint.reader import MANIFEST, Checkpoint
 from megatron.gpt2.commands import pretrain_gpt2
 from megatron.gpt2.dist import run_program
@@ -210,54 +209,36 @@ def best(folder: str) -> tuple[int, float, list[str]]:
     return found.iteration, found.metadata["valid_loss"], sorted(path.name for path in found.path.parent.glob("i*"))
 
 
-def losses(rank: int, world_size: int, folder: str, flags: list[str]) -> list[tuple[int, float, list[str]]]:
-    """Train with these validation losses, whose last bits differ between ranks, with a restart in between."""
-    seen = []
-    trainer = start(rank, world_size, folder, ["--keep-best", *flags])
-    for loss in (math.nan, 3.0, 3.5, 2.5):
-        steps(trainer, 1)
-        trainer.checkpoints.save_if_best(trainer.progress, loss if rank == 0 else math.inf)
-        trainer.checkpoints.saver.finish()
-        if not math.isnan(loss):
-            seen.append(best(folder))
-    assert trainer.checkpoints.saver.saved_iteration is None  # only best/ was saved
-    trainer.save()
-    trainer.checkpoints.saver.finish()
-    finish(trainer)
-    trainer = start(rank, world_size, folder, ["--keep-best", *flags])
-    assert trainer.progress.iteration == 4
-    for loss in (2.6, 2.4):
-        steps(trainer, 1)
-        trainer.checkpoints.save_if_best(trainer.progress, loss)
-        trainer.checkpoints.saver.finish()
-        seen.append(best(folder))
-    finish(trainer)
+def losses(rank: int, world_size: int, folder: str) -> list[tuple[int, float, list[str]]]:
+    """Train with validation losses whose last bits differ between ranks, with a restart in between. Return what is best
+    after each of them."""
+    seen: list[tuple[int, float, list[str]]] = []
+    for of_start in ((math.nan, 3.0, 3.5, 2.5), (2.6, 2.4)):
+        trainer = start(rank, world_size, folder, "--keep-best --model-parallel-size 2 --async-save".split())
+        assert trainer.progress.iteration == len(seen)
+        for loss in of_start:
+            steps(trainer, 1)
+            trainer.save_if_best(loss if rank == 0 else math.inf)
+            trainer.checkpoints.saver.finish()
+            seen.append((0, 0.0, list[str]()) if math.isnan(loss) else best(folder))
+        assert trainer.checkpoints.saver.saved_iteration is None  # only best/ was saved
+        trainer.save()
+        finish(trainer)
+    data, logged = trainer.data.splits.fingerprint, list[str]()
+    assert best_loss(Path(folder, "save/best"), data, logged.append) == 2.4
+    assert best_loss(Path(folder, "save/best"), "other data", logged.append) == math.inf
+    assert best_loss(Path(folder, "nowhere"), data, logged.append) == math.inf and not logged
     return seen
 
 
 def test_the_lowest_loss_is_kept_over_a_restart(tmp_path: Path) -> None:
     write_text(tmp_path)
-    for seen in run_ranks(losses, 2, str(tmp_path), ["--model-parallel-size", "2", "--async-save"]):
-        assert seen == [
-            (2, 3.0, ["iter_0000002"]),
-            (2, 3.0, ["iter_0000002"]),
-            (4, 2.5, ["iter_0000004"]),
-            (4, 2.5, ["iter_0000004"]),
-            (6, 2.4, ["iter_0000006"]),
-        ]
-
-
-def test_a_loss_on_other_data_is_no_measure(tmp_path: Path) -> None:
-    write_text(tmp_path)
-    trainer = start(0, 1, str(tmp_path), ["--keep-best"])
-    trainer.checkpoints.save_if_best(trainer.progress, 2.0)
-    folder, logged = tmp_path / "save" / "best", list[str]()
-    assert best_loss(folder, trainer.data.splits.fingerprint, logged.append) == 2.0
-    assert best_loss(folder, "another", logged.append) == math.inf
-    assert best_loss(tmp_path / "nowhere", "another", logged.append) == math.inf and not logged
-    (folder / "iter_0000000" / "manifest.json").write_text("{}")
-    assert best_loss(folder, trainer.data.splits.fingerprint, logged.append) == math.inf and "WARNING" in logged[-1]
-    finish(trainer)
+    expected = [(number, loss, [f"iter_000000{number}"]) for number, loss in ((2, 3.0), (2, 3.0), (4, 2.5), (4, 2.5))]
+    for seen in run_ranks(losses, 2, str(tmp_path)):
+        assert seen[1:] == [*expected, (6, 2.4, ["iter_0000006"])]
+    (tmp_path / "save/best/iter_0000006/manifest.json").write_text("{}")
+    logged: list[str] = []
+    assert best_loss(tmp_path / "save/best", "", logged.append) == math.inf and "WARNING" in logged[-1]
 
 
 def test_a_run_with_its_best_checkpoint_to_the_end(work: Path, capfd: pytest.CaptureFixture[str]) -> None:  # noqa: F811
@@ -324,6 +305,9 @@ def test_the_second_run_is_refused_on_all_its_ranks(tmp_path: Path):
         "for that run, end it, or give this one another --save\n"
     )
     assert train(str(tmp_path)) == 0, "the holder is dead"
+    with lock_folder(tmp_path, pytest.fail), pytest.raises(FolderInUse, match=f"in use by process {os.getpid()} on "):
+        lock_folder(tmp_path, pytest.fail)
+    lock_folder(tmp_path, pytest.fail).close()
 
 
 def test_what_a_checkpoint_needs_is_on_the_disk_before_it_is_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -422,16 +406,6 @@ def test_a_run_changes_nothing_through_links_and_waits_for_no_pipe_in_its_folder
         pass
     assert mine.read_text() == "mine" and (save / "lock").read_bytes() == b"" and not (save / "lock").is_symlink()
     lock_folder(save, pytest.fail).close()
-
-
-def test_a_lock_ends_with_its_holder(tmp_path: Path):
-    with holder(tmp_path), pytest.raises(ValueError, match="in use by process"):
-        lock_folder(tmp_path, pytest.fail)
-    first = lock_folder(tmp_path, pytest.fail)  # then killed
-    with pytest.raises(ValueError, match=re.escape(f"--save {tmp_path} is in use by process {os.getpid()} on ")):
-        lock_folder(tmp_path, pytest.fail)
-    first.close()
-    lock_folder(tmp_path, pytest.fail).close()
 
 
 def test_a_folder_without_locks_and_one_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
