@@ -55,7 +55,7 @@ class GPT2Dataset:
     ) -> None:
         self.changed_file = changed_file
         self.seq_length, self.tokenizer, self.source = seq_length, tokenizer, source
-        self.tokens = tokens[start:stop]  # in the dtype of the file
+        self._tokens = tokens[start:stop]
         self.num_tokens = stop - start
         own = tokens[start if training else max(start - 1, 0) : stop]
         assert len(own) > 1, "a split of fewer than two tokens has no labels"
@@ -71,6 +71,12 @@ class GPT2Dataset:
 
     def __len__(self) -> int:
         return self._len
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """The tokens of the split, in the dtype of the file. Raises DamagedData if the file was changed."""
+        self.check_unchanged()
+        return self._tokens
 
     def rows(self, indices: np.ndarray) -> np.ndarray:
         """Return the windows of `indices` [k] as int64 [k, seq_length + 1]. Raises DamagedData if an id is outside the
@@ -245,7 +251,6 @@ class MegatronOrderDataset:
 
     def rows(self, numbers: np.ndarray) -> np.ndarray:
         """Return the samples of `numbers` [k] as int64 [k, seq_length + 1]."""
-        self._dataset.check_unchanged()
         tokens, size = self._dataset.tokens, self.seq_length + 1
         rows = np.empty((len(numbers), size), dtype=tokens.dtype)
         for row, sample in zip(rows, self._shuffle[numbers % len(self)].tolist(), strict=True):

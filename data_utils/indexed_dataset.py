@@ -23,13 +23,12 @@ large `.bin`, and show where a file is damaged. The last entry is the sha256 of 
 
 import contextlib
 import os
-import shutil
 import struct
 from array import array
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -64,7 +63,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 class IndexedDatasetBuilder:
-    """Writes a pair of files. Call `add` and `end_document` for each document, or `add_index` to append another pair.
+    """Writes a pair of files. Call `add` and `end_document` for each document, or `add_file` to append another file.
 
     `finish` completes both files and fsyncs them; `abandon` removes them. A `with` block calls `finish` at its end, or
     `abandon` after an error. hashes: the chunk hashes of both files, by suffix, after `finish`.
@@ -104,7 +103,8 @@ class IndexedDatasetBuilder:
         """End the open document, which is one sequence, after appending `eod` if it is given. Raises ValueError if the
         document has 2^31 tokens or more."""
         if eod is not None:
-            self.add([eod])
+            self._chunk.write(eod.to_bytes(self._dtype.itemsize, "little"))
+            self._open_length += 1
         if self._open_length >= 2**31:
             raise ValueError("a document of 2^31 tokens or more does not fit the .idx format: cut the file into parts")
         self._lengths.append(self._open_length)
@@ -112,22 +112,17 @@ class IndexedDatasetBuilder:
         self.num_tokens += self._open_length
         self._open_length = 0
 
-    def add_index(self, prefix: str | Path, chunks: Sequence[ChunkHash] = ()) -> None:
-        """Append all documents of the pair `prefix`, which has the same dtype. Raises ValueError if it is damaged.
-
-        chunks: the hashes of its `.bin`, if they are known; otherwise its tokens are hashed.
-        """
-        assert self._open_length == 0, "the last document was not ended"
-        index = read_index(prefix)
-        assert index.dtype == self._dtype
+    def add_file(self, file: "TokenFile", chunks: Sequence[ChunkHash] = ()) -> None:
+        """Append all documents of `file`, which has the same dtype. chunks: the hashes of its tokens, if they are known;
+        otherwise they are hashed."""
+        assert self._open_length == 0 and file.dtype == self._dtype
         self._end_chunk()
-        with open(f"{prefix}.bin", "rb") as file:
-            shutil.copyfileobj(file, self._bin if chunks else self._chunk, BUFFERED)
+        (self._bin if chunks else self._chunk).write(file.tokens.data)
         self._end_chunk()
         self.hashes[".bin"] += chunks
-        self._ends.frombytes((index.document_indices[1:] + len(self._lengths)).astype(np.int64).tobytes())
-        self._lengths.frombytes(index.sequence_lengths.astype(np.intc).tobytes())
-        self.num_tokens += int(index.sequence_starts[-1])
+        self._ends.frombytes((file.document_indices[1:] + len(self._lengths)).astype(np.int64).tobytes())
+        self._lengths.frombytes(file.sequence_lengths.astype(np.intc).tobytes())
+        self.num_tokens += len(file.tokens)
 
     def _end_chunk(self) -> None:
         if self._chunk.size:
@@ -165,10 +160,16 @@ class IndexedDatasetBuilder:
 
 class TokenFile:
     """A file of tokens. `tokens` is a memory-mapped array. `document_starts`, int64 [documents + 1], is in tokens, from
-    0 to `len(tokens)`. `kind` names the format."""
+    0 to `len(tokens)`. `kind` names the format.
+
+    sequence_lengths: int32 [S], the tokens of each sequence. document_indices: int64 [documents + 1], the first sequence
+    of each document, and S. In files without `.idx`, each document is one sequence.
+    """
 
     kind = "indexed"
     document_starts: np.ndarray
+    sequence_lengths: np.ndarray
+    document_indices: np.ndarray
 
     def __init__(self, prefix: str | Path, dtype: np.dtype, offset: int = 0) -> None:
         self.prefix, path = str(prefix), f"{prefix}.bin"
@@ -212,14 +213,48 @@ class TokenFile:
 
 
 class IndexedDataset(TokenFile):
-    """Reads a pair through a memory map. Checks every entry of the index when it is opened."""
+    """Reads a pair through a memory map. Checks every entry of the index when it is opened.
+
+    Raises FileNotFoundError if a file is missing, and ValueError if the index is damaged.
+    """
 
     def __init__(self, prefix: str | Path) -> None:
-        index = read_index(prefix)
-        self.document_starts = index.sequence_starts[index.document_indices]
-        super().__init__(prefix, index.dtype)
-        if len(self.tokens) != index.sequence_starts[-1]:
-            raise ValueError(f"{prefix}.bin changed while it was opened")
+        def check(holds: bool, reason: str) -> None:
+            if not holds:
+                raise ValueError(f"{name} is damaged: {reason}")
+
+        for suffix in (".idx", ".bin"):
+            if not Path(f"{prefix}{suffix}").is_file():
+                raise FileNotFoundError(f"no such file: {prefix}{suffix}")
+        name, bin_size = f"{prefix}.idx", os.path.getsize(f"{prefix}.bin")
+        size = os.path.getsize(name)
+        with open(name, "rb") as file:
+            head = file.read(HEADER.size)
+            check(len(head) == HEADER.size, "it is shorter than its header")
+            magic, version, code, sequences, documents = HEADER.unpack(head)
+            check(magic == MAGIC, "it does not begin with the magic of an index")
+            check(version == INDEX_VERSION, f"version {version}, not {INDEX_VERSION}")
+            check(code in DTYPES and DTYPES[code].kind in "iu", f"dtype code {code} is not an integer dtype")
+            # Check the sizes, as Python integers, before allocating memory.
+            plain = HEADER.size + 12 * sequences + 8 * documents
+            check(size in (plain, plain + sequences), f"{size} bytes, not the {plain} of {sequences} sequences")
+            lengths = np.frombuffer(file.read(4 * sequences), dtype="<i4")
+            pointers = np.frombuffer(file.read(8 * sequences), dtype="<i8")
+            firsts = np.frombuffer(file.read(8 * documents), dtype="<i8")
+        width = DTYPES[code].itemsize
+        starts = np.zeros(sequences + 1, dtype=np.int64)
+        check(sequences == 0 or int(lengths.min()) >= 0, "a negative length")
+        np.cumsum(lengths, dtype=np.int64, out=starts[1:])
+        check(bool(np.array_equal(pointers, starts[:-1] * width)), "its pointers are not the sums of its lengths")
+        expected = int(starts[-1]) * width
+        check(expected == bin_size, f"{expected} bytes of tokens, but .bin has {bin_size}")
+        check(
+            documents > 0 and firsts[0] == 0 and firsts[-1] == sequences and bool((np.diff(firsts) >= 0).all()),
+            f"its documents do not run from 0 to {sequences}",
+        )
+        self.sequence_lengths, self.document_indices, self.document_starts = lengths, firsts, starts[firsts]
+        super().__init__(prefix, DTYPES[code])
+        check(self.tokens.nbytes == expected, f"{prefix}.bin changed while it was opened")
 
 
 class RawTokenFile(TokenFile):
@@ -255,6 +290,16 @@ class RawTokenFile(TokenFile):
         ]
         return np.unique(np.concatenate([[0], *blocks, [len(self.tokens)]]))
 
+    @property
+    def sequence_lengths(self) -> np.ndarray:  # type: ignore[override]
+        """int64 [documents]."""
+        return np.diff(self.document_starts)
+
+    @property
+    def document_indices(self) -> np.ndarray:  # type: ignore[override]
+        """int64 [documents + 1], from 0 to documents."""
+        return np.arange(len(self) + 1)
+
 
 def open_token_file(path: str | Path, eod: int) -> TokenFile:
     """Open a token file: a pair, given by its prefix or one of its files, or a `.bin` of nanoGPT or llm.c.
@@ -267,55 +312,6 @@ def open_token_file(path: str | Path, eod: int) -> TokenFile:
             raise FileNotFoundError(f"no such file: {prefix}.idx, but its manifest {prefix}.json exists")
         return RawTokenFile(prefix, eod)
     return IndexedDataset(prefix)
-
-
-class DatasetIndex(NamedTuple):
-    """The content of `.idx`. dtype: of the tokens. sequence_lengths: int32 [S]. sequence_starts: int64 [S + 1], in
-    tokens. document_indices: int64 [D], the first sequence of each document, and S."""
-
-    dtype: np.dtype
-    sequence_lengths: np.ndarray
-    sequence_starts: np.ndarray
-    document_indices: np.ndarray
-
-
-def read_index(prefix: str | Path) -> DatasetIndex:
-    """Read and check the index of the pair at `prefix`. Raises FileNotFoundError if a file is missing, and ValueError
-    if the index is damaged."""
-
-    def check(holds: bool, reason: str) -> None:
-        if not holds:
-            raise ValueError(f"{name} is damaged: {reason}")
-
-    for suffix in (".idx", ".bin"):
-        if not Path(f"{prefix}{suffix}").is_file():
-            raise FileNotFoundError(f"no such file: {prefix}{suffix}")
-    name, bin_size = f"{prefix}.idx", os.path.getsize(f"{prefix}.bin")
-    size = os.path.getsize(name)
-    with open(name, "rb") as file:
-        head = file.read(HEADER.size)
-        check(len(head) == HEADER.size, "it is shorter than its header")
-        magic, version, code, sequences, documents = HEADER.unpack(head)
-        check(magic == MAGIC, "it does not begin with the magic of an index")
-        check(version == INDEX_VERSION, f"version {version}, not {INDEX_VERSION}")
-        check(code in DTYPES and DTYPES[code].kind in "iu", f"dtype code {code} is not an integer dtype")
-        # Check the sizes, as Python integers, before allocating memory.
-        plain = HEADER.size + 12 * sequences + 8 * documents
-        check(size in (plain, plain + sequences), f"{size} bytes, not the {plain} of {sequences} sequences")
-        lengths = np.frombuffer(file.read(4 * sequences), dtype="<i4")
-        pointers = np.frombuffer(file.read(8 * sequences), dtype="<i8")
-        firsts = np.frombuffer(file.read(8 * documents), dtype="<i8")
-    width = DTYPES[code].itemsize
-    starts = np.zeros(sequences + 1, dtype=np.int64)
-    check(sequences == 0 or int(lengths.min()) >= 0, "a negative length")
-    np.cumsum(lengths, dtype=np.int64, out=starts[1:])
-    check(bool(np.array_equal(pointers, starts[:-1] * width)), "its pointers are not the sums of its lengths")
-    check(int(starts[-1]) * width == bin_size, f"{int(starts[-1]) * width} bytes of tokens, but .bin has {bin_size}")
-    check(
-        documents > 0 and int(firsts[0]) == 0 and int(firsts[-1]) == sequences and bool((np.diff(firsts) >= 0).all()),
-        f"its documents do not run from 0 to {sequences}",
-    )
-    return DatasetIndex(DTYPES[code], lengths, starts, firsts)
 
 
 def read_manifest(prefix: str | Path) -> dict[str, Any] | None:
@@ -345,13 +341,13 @@ def write_manifest(
 ) -> dict[str, Any]:
     """Write and return the manifest of the pair at `prefix`: `entries`, and the counts, dtype and hashes of its files.
     hashes: the chunk hashes of its files, if they are known, by suffix."""
-    index = read_index(prefix)
+    data = IndexedDataset(prefix)
     manifest = {
         "format": PAIR_MANIFEST_VERSION,
         **entries,
-        "documents": len(index.document_indices) - 1,
-        "tokens": int(index.sequence_starts[-1]),
-        "dtype": index.dtype.name,
+        "documents": len(data),
+        "tokens": len(data.tokens),
+        "dtype": data.dtype.name,
         **(hashes or {suffix: hash_chunks(f"{prefix}{suffix}") for suffix in (".bin", ".idx")}),
     }
     write_checksummed_json(Path(f"{prefix}.json"), manifest)

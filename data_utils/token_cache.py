@@ -10,7 +10,9 @@ if its path, size or mtime is new.
 Processes that need the same list wait for its lock, and use no collectives.
 """
 
+import contextlib
 import hashlib
+import itertools
 import json
 import os
 import time
@@ -77,12 +79,11 @@ def tokenise(
         lenient = str(max_bad_fraction) if max_bad_fraction > MAX_BAD_FRACTION else ""
         return fingerprint_of(str(TOKEN_CACHE_VERSION), entries, lenient, tokenizer.fingerprint)[:32]
 
-    def find(contents: Sequence[Content | None]) -> tuple[IndexedDataset, str] | None:
-        """Return the pair of these contents if all of them are known and the pair exists and is not damaged."""
-        known = [content for content in contents if content]
-        if len(known) < len(paths) or not (folder / f"{key_of(known)}.sha256").exists():
+    def find(contents: Sequence[Content]) -> tuple[IndexedDataset, str] | None:
+        """Return the pair of these contents if it exists and is not damaged."""
+        key = key_of(contents)
+        if not (folder / f"{key}.sha256").exists():
             return None
-        key = key_of(known)
         try:
             _check_pair(folder / key)
             return IndexedDataset(folder / key), key
@@ -92,13 +93,14 @@ def tokenise(
 
     name = fingerprint_of(json.dumps([_identity(path)[0] for path in paths]), tokenizer.fingerprint)[:32]
     try:
-        if found := find([_cached_hash(folder, path) for path in paths]):
+        recorded = [content for path in paths if (content := _recorded_content(folder, path))]
+        if len(recorded) == len(paths) and (found := find(recorded)):
             return found
         (folder / "hashes").mkdir(parents=True, exist_ok=True)
         waiting = "another rank or run is tokenising this data: waiting for it"
         with file_lock(folder / "locks" / name, lambda: log(waiting)):
             before = [_identity(path) for path in paths]
-            contents = [_cached_hash(folder, path) or _hash_and_record(folder, path) for path in paths]
+            contents = [_recorded_content(folder, path) or _hash_and_record(folder, path) for path in paths]
             if found := find(contents):  # another process may have made it
                 return found
             key = key_of(contents)
@@ -134,27 +136,27 @@ def _write_tokens(
 ) -> None:
     started, size = time.monotonic(), 0
     # The bar counts characters, but its total is in bytes, which is a little more.
-    total = 0 if BUILTIN in paths else sum(os.path.getsize(path) for path in paths)
+    total = 0 if BUILTIN in paths else sum(map(os.path.getsize, paths))
     with progress_bar(visible=total > 0, total=total, unit="B", unit_scale=True, desc="tokenising") as bar:
-        for path in paths:
-            for text in read_documents(path, text_key, log, max_bad_fraction):
-                for part in split_text(text):
-                    builder.add(tokenizer.encode(part))
-                    bar.update(len(part))
-                builder.end_document(tokenizer.eod if tokenizer.has_eod else None)
-                size += len(text)
-        bar.update(max(0, total - size))
+        for text in itertools.chain.from_iterable(
+            read_documents(path, text_key, log, max_bad_fraction) for path in paths
+        ):
+            for part in split_text(text):
+                builder.add(tokenizer.encode(part))
+                bar.update(len(part))
+            builder.end_document(tokenizer.eod if tokenizer.has_eod else None)
+            size += len(text)
     seconds = time.monotonic() - started
     log(f"tokenised {size:,} characters in {seconds:.1f} s ({size / 1e6 / max(seconds, 1e-9):.1f} M/s)")
 
 
 def _check_pair(prefix: Path) -> None:
     """Raise ValueError if a file of the pair is not as it was written. Hashes only a file whose size or mtime is new."""
-    with wrap_errors(Path(f"{prefix}.sha256")):
-        hashes = read_json_object(Path(f"{prefix}.sha256"), MAX_MANIFEST_BYTES)
-        for suffix in (".bin", ".idx"):
-            (identity, chunks), path = hashes[suffix], f"{prefix}{suffix}"
-            if _identity(path)[1:] != identity and find_damaged_chunks(path, chunks):
+    path = Path(f"{prefix}.sha256")
+    with wrap_errors(path):
+        for suffix, (identity, chunks) in read_json_object(path, MAX_MANIFEST_BYTES).items():
+            name = f"{prefix}{suffix}"
+            if _identity(name)[1:] != identity and find_damaged_chunks(name, chunks):
                 raise ValueError(f"{suffix} is not as it was written")
 
 
@@ -171,24 +173,21 @@ def _record_path(folder: Path, identity: Identity) -> Path:
     return folder / "hashes" / f"{fingerprint_of(json.dumps(name))[:32]}.json"
 
 
-def _cached_hash(folder: Path, path: str) -> Content | None:
-    """Return the recorded hash of the file, or None if the file has changed since then."""
+def _recorded_content(folder: Path, path: str) -> Content | None:
+    """Return the recorded content of the file, or None if the file has changed since then."""
     identity = _identity(path)
-    try:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         record = json.loads(_record_path(folder, identity).read_text(encoding="utf-8"))
-        return (str(record["sha256"]), record["default_key"]) if record["identity"] == identity else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+        if record["identity"] == identity:
+            return str(record["sha256"]), record["default_key"]
+    return None
 
 
 def _hash_and_record(folder: Path, path: str) -> Content:
     """Hash the file and record the hash, unless the file is very new: it might change again with the same mtime."""
     begun, identity = time.time_ns(), _identity(path)
     if path == BUILTIN:
-        digest = hashlib.sha256()
-        for text in builtin_documents():
-            digest.update(fingerprint_of(text).encode())
-        sha256 = digest.hexdigest()
+        sha256 = hashlib.sha256("".join(map(fingerprint_of, builtin_documents())).encode()).hexdigest()
     else:
         sha256 = hash_file(path)
     content = sha256, default_key(path)

@@ -6,7 +6,7 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 LEAST="torch numpy safetensors" # training needs only these
 MODULES="$LEAST tiktoken sentencepiece ftfy tokenizers tqdm matplotlib"
 TEST_MODULES="transformers pytest pytest_timeout xdist ruff mypy setuptools tensorboard wandb hypothesis megatron.core
-    pyarrow gigatoken orjson xxhash tldextract trafilatura lxml_html_clean py3langid datatrove lm_eval
+    pyarrow gigatoken orjson xxhash tldextract trafilatura lxml_html_clean pebble py3langid datatrove lm_eval
     starlette uvicorn pydantic openai playwright"
 
 log() { echo "$*" >&2; }

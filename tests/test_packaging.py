@@ -75,9 +75,9 @@ def new_environment(folder: Path) -> tuple[Path, Path]:
     )
 
 
-def install(python: Path, flags: str, what: Path) -> None:
+def install(python: Path, flags: str, what: Path, cwd: Path | None = None) -> None:
     line = f"-m pip --python {python} install --quiet --no-deps --no-index {flags} {what}"
-    run([sys.executable, *line.split()], python.parent)
+    run([sys.executable, *line.split()], cwd or python.parent)
 
 
 def see_libraries(site: Path) -> None:
@@ -272,9 +272,9 @@ def test_installed_as_wheels(wheel: Path, theirs: Path, tmp_path: Path, ours_fir
 
 @pytest.mark.wide
 def test_ours_editable(wheel: Path, theirs: Path, tmp_path: Path):
-    """pip install -e finds our packages by a hook, after the folders of sys.path."""
+    """pip install -r requirements.txt, which is -e ., finds our packages by a hook, after the folders of sys.path."""
     python, site = new_environment(tmp_path / "environment")
     see_libraries(site)
     unpack(next(theirs.parent.glob("*.whl")), site)
-    install(python, "--no-build-isolation -e", wheel.parent / "source")
+    install(python, "--no-build-isolation -r", Path("requirements.txt"), cwd=wheel.parent / "source")
     assert look(python, tmp_path) == found_at(site, wheel.parent / "source")

@@ -26,6 +26,7 @@ from typing import Any, BinaryIO, cast
 
 from data_utils.command_line import how_to_call, missing_package
 from data_utils.corpora.builtin import builtin_documents
+from data_utils.files import MAX_CONFIG_BYTES, read_json_object
 
 BUILTIN = "builtin"
 JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
@@ -104,16 +105,10 @@ def _corpora_file() -> Path:
 def read_corpora(path: Path) -> dict[str, Corpus]:
     """Read the corpora in the file `path`, by name. Raises ValueError or FileNotFoundError if it is missing or
     wrong."""
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise FileNotFoundError(f"${CORPORA_VARIABLE}: no such file: {path}") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(entries, dict):
-        raise ValueError(f"{path} is not a JSON object of entries such as {_entry_of('name')}")
+    if not path.exists():
+        raise FileNotFoundError(f"${CORPORA_VARIABLE}: no such file: {path}")
     corpora = {}
-    for name, entry in entries.items():
+    for name, entry in read_json_object(path, MAX_CONFIG_BYTES).items():
         files = entry.get("files") if isinstance(entry, dict) else None
         if (
             not isinstance(files, list)

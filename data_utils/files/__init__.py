@@ -312,9 +312,8 @@ class HashingWriter:
 
     def write(self, data: bytes | memoryview) -> None:
         """Append the bytes of `data`."""
-        self._file.write(data)
+        self.size += self._file.write(data)
         self._sha256.update(data)
-        self.size += memoryview(data).nbytes
 
     def chunk(self) -> ChunkHash:
         """Return size and sha256 of everything that was written."""

@@ -44,8 +44,8 @@ from data_utils.files import (
     fsync_path,
 )
 from data_utils.indexed_dataset import (
+    IndexedDataset,
     IndexedDatasetBuilder,
-    RawTokenFile,
     open_token_file,
     read_manifest,
     token_dtype,
@@ -340,7 +340,7 @@ def _merge_shards(job: PreprocessingJob, key: str, shard_manifests: Sequence[Man
     with IndexedDatasetBuilder(_merged_prefix(job, key), token_dtype(tokenizer.vocab_size)) as builder:
         for number, shard in enumerate(shard_manifests):
             name = f"{number:05d}_{key}"
-            builder.add_index(job.folder / name, shard["outputs"][f"{name}.bin"])
+            builder.add_file(IndexedDataset(job.folder / name), shard["outputs"][f"{name}.bin"])
             for ((path, _, start, stop), hashed), lines in zip(shard["pieces"], shard["lines"], strict=True):
                 if start == 0:
                     inputs.append({"file": path, "bytes": 0, "lines": 0, "parts": []})
@@ -395,12 +395,7 @@ def merge_datasets(sources: Sequence[str], output_prefix: str, eod: int) -> Mani
     temporary = f"{output_prefix}.{os.getpid()}.tmp"
     with IndexedDatasetBuilder(temporary, files[0].dtype) as builder:
         for file, manifest in zip(files, manifests, strict=True):
-            if isinstance(file, RawTokenFile):
-                for number in range(len(file)):
-                    builder.add(file[number])
-                    builder.end_document()
-            else:
-                builder.add_index(file.prefix, manifest[".bin"] if manifest else ())
+            builder.add_file(file, manifest[".bin"] if manifest else ())
     inputs = [{"file": name, "bytes": file.tokens.nbytes} for name, file in zip(sources, files, strict=True)]
     made_by = tokenizers[0] if len(tokenizers) == len(sources) else None
     merged = write_manifest(temporary, {"tokenizer": made_by, "inputs": inputs}, builder.hashes)

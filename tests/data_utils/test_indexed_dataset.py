@@ -30,29 +30,18 @@ def bytes_of(prefix: Path) -> list[bytes]:
     return [Path(f"{prefix}{suffix}").read_bytes() for suffix in (".bin", ".idx")]
 
 
-@pytest.mark.parametrize("vocab_size", [50_257, 65_500])
-def test_write_and_read(tmp_path: Path, vocab_size: int) -> None:
-    builder = IndexedDatasetBuilder(tmp_path / "a", token_dtype(vocab_size))
-    for document in DOCUMENTS:
-        builder.add(document[:2])
-        builder.add(np.asarray(document[2:], dtype=np.int64))
-        builder.end_document()
-    builder.finish()
-    dataset = IndexedDataset(tmp_path / "a")
-    assert dataset.dtype == (np.uint16 if vocab_size < 65_500 else np.int32)
-    assert documents_of(dataset) == DOCUMENTS and list(dataset.tokens) == sum(DOCUMENTS, [])
-    assert list(dataset.document_starts) == [0, 3, 3, 4, 11]
-
-
 def test_bytes_of_the_format(tmp_path: Path) -> None:
-    write_pair(tmp_path / "a", DOCUMENTS)
-    lengths, pointers, firsts = (
-        struct.pack("<4i", 3, 0, 1, 7),
-        struct.pack("<4q", 0, 6, 6, 8),
-        struct.pack("<5q", *range(5)),
-    )
-    index = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 4, 5) + lengths + pointers + firsts
+    with IndexedDatasetBuilder(tmp_path / "a", token_dtype(50_257)) as builder:
+        for document in DOCUMENTS:
+            builder.add(document[:2])
+            builder.add(np.asarray(document[2:], dtype=np.int64))
+            builder.end_document()
+    lengths, pointers = struct.pack("<4i", 3, 0, 1, 7), struct.pack("<4q", 0, 6, 6, 8)
+    index = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 4, 5) + lengths + pointers + struct.pack("<5q", *range(5))
     assert bytes_of(tmp_path / "a") == [struct.pack("<11H", *sum(DOCUMENTS, [])), index]
+    assert builder.hashes == {suffix: files.hash_chunks(f"{tmp_path}/a{suffix}") for suffix in (".bin", ".idx")}
+    dataset = IndexedDataset(tmp_path / "a")
+    assert documents_of(dataset) == DOCUMENTS and list(dataset.document_starts) == [0, 3, 3, 4, 11]
 
 
 def test_several_sequences_per_document_modes_and_an_empty_pair(tmp_path: Path) -> None:
@@ -89,16 +78,13 @@ def write_theirs(theirs: Any, prefix: Path, documents: list[list[int]], vocab_si
     builder.finalize(f"{prefix}.idx")
 
 
-@pytest.mark.parametrize("vocab_size", [50_257, 65_499, 65_500, 100_000])
+@pytest.mark.parametrize("vocab_size", [65_499, 65_500])
 def test_bytes_equal_megatron_core(theirs: Any, tmp_path: Path, vocab_size: int) -> None:
     documents = some_documents(vocab_size, vocab_size)
     write_theirs(theirs, tmp_path / "theirs", documents, vocab_size)
     write_pair(tmp_path / "ours", documents, token_dtype(vocab_size))
     assert bytes_of(tmp_path / "theirs") == bytes_of(tmp_path / "ours")
-    there = theirs.IndexedDataset(str(tmp_path / "ours"))
     assert documents_of(IndexedDataset(tmp_path / "theirs")) == documents
-    assert [there[number].tolist() for number in range(len(there))] == documents
-    assert there.document_indices.tolist() == list(range(41))
 
 
 def test_merged_bytes_equal_megatron_core(theirs: Any, tmp_path: Path) -> None:
@@ -129,22 +115,11 @@ def test_truncated_and_extended_files_are_refused(tmp_path: Path, suffix: str) -
         IndexedDataset(tmp_path / "a")
 
 
-def test_changed_bytes_of_the_index_are_refused_or_harmless(tmp_path: Path) -> None:
-    """A changed byte may leave a valid index, e.g. with a different document border. Reads must stay in bounds."""
+def test_a_damaged_index_allocates_no_memory(tmp_path: Path) -> None:
+    """tests/fuzz changes every other part of an index."""
     index = Path(write_pair(tmp_path / "a", DOCUMENTS) + ".idx")
-    whole, draw, refused = index.read_bytes(), random.Random(5), 0
-    for position in range(len(whole)):
-        for value in draw.sample([byte for byte in range(256) if byte != whole[position]], 6):
-            index.write_bytes(whole[:position] + bytes([value]) + whole[position + 1 :])
-            try:
-                dataset = IndexedDataset(tmp_path / "a")
-            except ValueError as error:
-                assert "\n" not in str(error) and "a.idx" in str(error)
-                refused += 1
-            else:
-                assert sum(map(len, documents_of(dataset))) == len(dataset.tokens)
-    assert refused >= 6 * len(whole) * 0.95
-    for counts in ((2**63, 5), (4, 2**63), (2**61, 2**61), (2**64 - 1, 2**64 - 1)):  # must not allocate these sizes
+    whole = index.read_bytes()
+    for counts in ((2**63, 5), (4, 2**63), (2**61, 2**61), (2**64 - 1, 2**64 - 1)):
         index.write_bytes(whole[:18] + struct.pack("<QQ", *counts) + whole[34:])
         with pytest.raises(ValueError, match="is damaged"):
             IndexedDataset(tmp_path / "a")

@@ -285,9 +285,12 @@ def test_a_file_that_changes_while_it_is_read(tmp_path: Path) -> None:
             os.truncate(path, 0)  # reading it would end the process by SIGBUS
         else:
             Path(path).write_bytes(bytes(os.path.getsize(path)))
+        said = f"{path} was changed while this run reads it: restore it"
         for reader in (dataset, ordered):
-            with pytest.raises(DamagedData, match=f"{path} was changed while this run reads it: restore it"):
+            with pytest.raises(DamagedData, match=said):
                 reader.rows(np.arange(3))
+        with pytest.raises(DamagedData, match=said):
+            dataset.text()
 
 
 # --- blends

@@ -2,7 +2,8 @@
 URLs.
 
 The time of a whole page is limited, for any behaviour of the server. HTTP_PROXY, HTTPS_PROXY and NO_PROXY are used.
-trafilatura runs in separate processes. If the extraction of a page takes too long, its process is killed and replaced.
+trafilatura runs in the processes of a pebble pool. If the extraction of a page takes too long, its process is killed and
+replaced.
 """
 
 import asyncio
@@ -11,13 +12,12 @@ import logging
 import multiprocessing
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urljoin, urlsplit
 
 import aiohttp
+import pebble
 
 from data_utils.shards import exit_with_parent
 from megatron.gpt2.extensions.webtext.filters import make_url_filter
@@ -125,63 +125,39 @@ def extract_text(page: Page) -> tuple[str | None, str]:
 
 
 def _start_extractor() -> None:
+    import trafilatura  # noqa: F401  so that the time of the first page does not include loading the library
+
     logging.disable(logging.CRITICAL)  # trafilatura logs lines for each page
     exit_with_parent()
 
 
-class TextExtractors:
-    """A pool of processes, each of which extracts the text of one page at a time. Called with a page, it returns its
-    text or raises PageError with the reason."""
-
-    def __init__(self, count: int, seconds: float) -> None:
-        self.seconds = seconds
-        self._free: asyncio.Queue[tuple[ProcessPoolExecutor, Future[Any]]] = asyncio.Queue()
-        for _ in range(count):
-            self._free.put_nowait(self._start())
-
-    def _start(self) -> tuple[ProcessPoolExecutor, Future[Any]]:
-        """Start a process with an empty page, so that the time of the first page does not include loading the
-        library."""
-        # A new interpreter: a fork of this one would copy locks that its threads hold.
-        pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _start_extractor)
-        return pool, pool.submit(extract_text, Page("", b"", None))
-
-    async def __call__(self, page: Page) -> str:
-        pool, ready = await self._free.get()
-        try:
-            await asyncio.wrap_future(ready)
-            text, error = await asyncio.wait_for(asyncio.wrap_future(pool.submit(extract_text, page)), self.seconds)
-        except (asyncio.TimeoutError, TimeoutError, BrokenProcessPool) as failure:
-            kill_pool(pool)
-            pool, ready = self._start()
-            died = isinstance(failure, BrokenProcessPool)
-            raise PageError("its extraction ended a process" if died else "text not found in time") from None
-        finally:
-            self._free.put_nowait((pool, ready))
-        if error:
-            raise PageError(f"not readable ({error})")
-        if not text or not text.strip():
-            raise PageError("page without text")
-        return text
-
-    def close(self) -> None:
-        """End all idle processes."""
-        while not self._free.empty():
-            kill_pool(self._free.get_nowait()[0])
+def text_extractors(count: int) -> pebble.ProcessPool:
+    """Return a pool of `count` processes for `extract`."""
+    # New interpreters: a fork of this one would copy locks that its threads hold.
+    return pebble.ProcessPool(count, initializer=_start_extractor, context=multiprocessing.get_context("spawn"))
 
 
-def kill_pool(pool: ProcessPoolExecutor) -> None:
-    """Kill the process of a pool."""
-    for process in list((pool._processes or {}).values()):
-        process.kill()
-    pool.shutdown(wait=False, cancel_futures=True)
+async def extract(pool: pebble.ProcessPool, page: Page, seconds: float) -> str:
+    """Return the main text of a page. Raises PageError with the reason if there is none; a process that takes longer
+    than `seconds` is killed."""
+    try:
+        text, error = await asyncio.wrap_future(pool.schedule(extract_text, args=[page], timeout=seconds))
+    except (asyncio.TimeoutError, TimeoutError):
+        raise PageError("text not found in time") from None
+    except pebble.ProcessExpired:
+        raise PageError("its extraction ended a process") from None
+    if error:
+        raise PageError(f"not readable ({error})")
+    if not text or not text.strip():
+        raise PageError("page without text")
+    return text
 
 
 async def fetch_records(run: ShardRun) -> AsyncIterator[Result]:
     """Yield the record and the text of each URL, in order. At most 4 · --threads URLs are in progress, which limits
     memory and keeps the progress bar correct."""
     args, refused = run.args, make_url_filter()
-    extract = TextExtractors(args.processes, args.extract_seconds)
+    pool = text_extractors(args.processes)
     connections = asyncio.Semaphore(args.threads)
     hosts: dict[str, asyncio.Semaphore] = {}
 
@@ -193,7 +169,7 @@ async def fetch_records(run: ShardRun) -> AsyncIterator[Result]:
             record.update({"result": "text", "bytes": len(page.body)})
             if page.url != url:
                 record["redirected"] = page.url
-            return record, await extract(page)
+            return record, await extract(pool, page, args.extract_seconds)
         except PageError as why:
             return {**record, "result": str(why)}, None
 
@@ -207,7 +183,8 @@ async def fetch_records(run: ShardRun) -> AsyncIterator[Result]:
             while waiting:
                 yield await waiting.popleft()
     finally:
-        extract.close()
+        pool.stop()
+        pool.join()
 
 
 def download(run: ShardRun) -> None:

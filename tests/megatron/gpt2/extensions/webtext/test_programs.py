@@ -73,16 +73,16 @@ def test_every_stage_takes_scraped_text(capsys: pytest.CaptureFixture[str]):
     for name, arguments in OF_DOCUMENTS.items():
         program(name, "texts", name, *arguments, "--limit", "3")
         assert ": 3 in, " in capsys.readouterr().out
-    program("merge_jsons", "--data_path", "texts", "--output_file", "merged.json")
-    merged = [json.loads(line) for line in Path("merged.json").read_text().splitlines()]
+    program("merge_jsons", "--data_path", "texts")
+    merged = [json.loads(line) for line in Path("merged_output.json").read_text().splitlines()]
     assert [document["id"] for document in merged] == [f"{number}.txt" for number in range(6)]
-    program("split_dataset", "merged.json", "split")
+    program("split_dataset", "merged_output.json", "split")
     assert "--train-data" in capsys.readouterr().out
 
 
 def test_file_names_of_2019_from_addresses_to_a_data_set():
     """A name that ends in .json is one file. A folder of shards is accepted instead of a file."""
-    Path("urls.txt").write_text("http://a.org/1\nhttp://a.org/1\nhttp://b.org/2\n")
+    Path("urls.txt").write_text("\ufeffhttp://a.org/1\nhttp://a.org/1\nhttp://b.org/2\n")
     program("blacklist_urls", "urls.txt", "clean_urls.txt", "--urls-per-file", "1")
     assert Path("clean_urls.txt").read_text() == "http://a.org/1\nhttp://b.org/2\n"
     with open("shards/2.jsonl", "a") as file:
@@ -151,7 +151,7 @@ def file_hashes(folder: str) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("executor", ["local", "ray"])
+@pytest.mark.parametrize("executor", [pytest.param("local", marks=pytest.mark.wide), "ray"])
 def test_executors_make_the_same_bytes(executor: str, capsys: pytest.CaptureFixture[str]):
     if executor == "ray":
         pytest.importorskip("ray")

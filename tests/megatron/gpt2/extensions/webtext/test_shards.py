@@ -159,7 +159,7 @@ def read(path: Path, text_key: str = "text") -> tuple[list[tuple[int, Document]]
 def test_json_lines_with_bad_ones(tmp_path: Path):
     path = tmp_path / "a.jsonl"
     lines = [
-        b'{"text": "one", "url": "u"}',
+        b'\xef\xbb\xbf{"text": "one", "url": "u"}',
         b"",
         b'{"text": ""}',
         b"{",
@@ -194,6 +194,7 @@ def test_compressed_files(tmp_path: Path):
 def test_a_folder_of_scraped_text(tmp_path: Path):
     for number in range(12):
         (tmp_path / f"{number:02d}.txt").write_text(f"text {number}\nof two lines")
+    (tmp_path / "00.txt").write_bytes(b"\xef\xbb\xbftext 0\nof two lines")  # a byte-order mark is not part of the text
     (tmp_path / "12.txt").write_bytes(b"\xff")
     (tmp_path / "13.txt").write_text(" \n")
     found, dropped = read(tmp_path)
