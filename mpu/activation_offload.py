@@ -115,34 +115,32 @@ class OffloadGroup:
 
     def __init__(self, memory: ActivationOffload, previous: OffloadGroup | None) -> None:
         self._memory, self._previous = memory, previous
-        self._offloading: dict[int, weakref.ref[_OffloadedStorage]] = {}  # by address, not reused before `free`
         self._storages: list[weakref.ref[_OffloadedStorage]] = []
+
+    def _live(self) -> list[_OffloadedStorage]:
+        """The storages that autograd has not released yet, in the order of forward."""
+        return [storage for reference in self._storages if (storage := reference()) is not None]
 
     def offload(self, x: Tensor) -> Reload:
         """Copy the storage of `x` to the host, if this group has not copied it yet. Return a function that gives `x`
         back."""
-        known = self._offloading.get(_storage_id(x))
-        storage = known() if known is not None else None
+        storage = next((known for known in self._live() if known.id == _storage_id(x)), None)
         if storage is None:
             numel = x.untyped_storage().nbytes() // x.element_size()
             storage = _OffloadedStorage(self._memory, self, x.detach().as_strided((numel,), (1,), 0))
-            self._offloading[_storage_id(x)] = weakref.ref(storage)
             self._storages.append(weakref.ref(storage))
         dtype, shape, stride, offset = x.dtype, x.shape, x.stride(), int(x.storage_offset())
         return lambda: storage.get().view(dtype).as_strided(shape, stride, offset)
 
     def free(self) -> None:
         """Free the copied tensors on the device."""
-        for reference in self._offloading.values():
-            if (storage := reference()) is not None:
-                storage.free()
-        self._offloading.clear()
+        for storage in self._live():
+            storage.free()
 
     def fetch(self, *, ahead: bool = False) -> None:
         """Start to copy this group's live tensors back to the device, then those of the previous group."""
-        for reference in reversed(self._storages):
-            if (storage := reference()) is not None:
-                storage.fetch()
+        for storage in reversed(self._live()):
+            storage.fetch()
         if not ahead and self._previous is not None:
             self._previous.fetch(ahead=True)
 
@@ -152,6 +150,7 @@ class _OffloadedStorage:
 
     def __init__(self, memory: ActivationOffload, group: OffloadGroup, whole: Tensor) -> None:
         self._memory, self._group = memory, group
+        self.id = _storage_id(whole)  # other tensors cannot have it before `free`
         self._host = memory.allocate(whole.numel(), whole.dtype)
         self._on_device: Tensor | None = whole
         self._copied = memory.copy(self._host, whole)  # the event of the last copy

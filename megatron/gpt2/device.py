@@ -178,12 +178,8 @@ def choose_backend(requested: str | None, device: torch.device) -> tuple[str, st
         "CPU: use --distributed-backend gloo",
     )
     require(
-        requested != "nccl" or dist.is_nccl_available(),
-        "--distributed-backend nccl: this torch is built without NCCL; use gloo",
-    )
-    require(
-        requested != "mpi" or dist.is_mpi_available(),
-        "--distributed-backend mpi: this torch is built without MPI; use gloo, or nccl on GPUs",
+        dist.is_backend_available(requested),
+        f"--distributed-backend {requested}: this torch is built without it; use gloo, or nccl on GPUs",
     )
     return requested, f"{requested}: --distributed-backend {requested}"
 

@@ -101,6 +101,7 @@ def test_fp16_finds_its_scale_from_an_overflow(folder: Path):
     [
         "",
         "--attention-dropout 0.1 --hidden-dropout 0.1",
+        "--compile --attention-dropout 0.1 --hidden-dropout 0.1",
         "--precision fp16 --micro-batch-size 2 --global-batch-size 4",
         "--reset-position-ids --reset-attention-mask",
     ],

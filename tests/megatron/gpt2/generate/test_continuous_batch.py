@@ -13,8 +13,7 @@ import torch
 import mpu
 from megatron.gpt2.generate.generation import Continuation, ContinuousBatch, Finished, Generator, generate
 from megatron.gpt2.generate.sampling import Sampling
-from megatron.gpt2.model.gpt2 import GPT2Model, layer_config
-from tests.distributed import run_ranks
+from megatron.gpt2.model.gpt2 import GPT2Model
 from tests.megatron.gpt2.generate.test_generation import CONFIG, SETTINGS, TOKENIZER
 
 ROWS = 5
@@ -30,8 +29,7 @@ def model() -> Iterator[GPT2Model]:
 def endless(model: GPT2Model) -> GPT2Model:
     """Change `model` so that it never generates the end-of-document token."""
     with torch.no_grad():
-        if model.rank == model.world_size - 1:
-            model.word_embeddings.weight[TOKENIZER.eod - (model.world_size - 1) * len(model.word_embeddings.weight)] = 0
+        model.word_embeddings.weight[TOKENIZER.eod] = 0
     return model.eval()
 
 
@@ -113,25 +111,6 @@ def test_each_text_equals_that_of_a_single_request(model: GPT2Model) -> None:
     assert watched.cache_bytes == {2 * ROWS * 2 * 32 * 32 * 4}  # l · rows · 2 · S · h
     with Generator(model, TOKENIZER, recompute=True).batch(ROWS) as batch:
         assert served(batch, requests(60)) == found
-
-
-def texts_of_a_rank(rank: int, world_size: int) -> list[list[list[int]]]:
-    mpu.initialize_model_parallel(world_size)
-    found = []
-    for sequence_parallel in (False, True):
-        generator = Generator(
-            endless(GPT2Model(CONFIG, layer_config(CONFIG, sequence_parallel=sequence_parallel))), TOKENIZER
-        )
-        if rank:
-            generator.execute_commands()
-            continue
-        with generator.driving(), generator.batch(ROWS) as batch:
-            found.append(served(batch, requests(40)))
-    return found
-
-
-def test_two_ranks(model: GPT2Model) -> None:
-    assert run_ranks(texts_of_a_rank, 2) == [[alone(model, 40)] * 2, []]
 
 
 def test_a_request_next_to_a_long_text_begins_within_two_steps() -> None:

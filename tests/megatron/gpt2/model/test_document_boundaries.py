@@ -122,20 +122,6 @@ def test_loss_and_gradients_equal_the_dense_masks(world_size: int, b: int) -> No
                 assert (own[parameter] - expected).abs().max() <= 1e-5 * gradient.abs().max(), (name, parameter)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_by_document_equals_a_dense_mask_in_both_precisions(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    tokens = texts(4, 300)[0]
-    qkv, dy = torch.randn(300, 4, 2, 3, 32).to(dtype), torch.randn(300, 4, 64)
-    x, exact = qkv.clone().requires_grad_(), qkv.double().requires_grad_()
-    got = document_attention(x, 0.0, PackedSeqParams(tokens, EOD, "cpu"))
-    expected = dense_attention(masks_and_positions(tokens)[0])(exact, 0.0)
-    (d_got,), (d_expected,) = (torch.autograd.grad(y, at, dy.to(y.dtype)) for y, at in ((got, x), (expected, exact)))
-    bound = 1e-6 if dtype == torch.float32 else 1e-2
-    assert (got.double() - expected).norm() <= bound * expected.norm()
-    assert (d_got.double() - d_expected).norm() <= bound * d_expected.norm()
-
-
 def test_the_varlen_kernel_gets_the_right_arguments() -> None:
     """A fake with the signature of the installed torch computes on a CPU, using only the cumulative lengths."""
 
