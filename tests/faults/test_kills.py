@@ -101,7 +101,7 @@ def test_bad_input_is_not_started_again(folder: Path) -> None:
     assert failure.kind == "bad input" and "nothing.txt" in failure.cause
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
 def test_a_signal_stops_the_run_in_order(folder: Path, alone: list[float], name: str) -> None:
     """The signal arrives while --async-save writes. The launcher does not restart the run, and the run can be resumed
     with equal bits."""
@@ -177,6 +177,7 @@ def test_a_machine_is_lost_and_comes_back(folder: Path) -> None:
     assert "stopped by new ranks (--elastic) at iteration" in said
     assert [one["layout"]["data"] for one in starts()] == [2, 1, 2]
     assert json.loads((save / "ended.json").read_text())["reason"] == "--exit-interval"
+    assert any("rank 1 on 127.0.0.2 stopped responding at iteration 5" in line for line in report(save)[1])
 
 
 def test_the_machine_where_all_meet_is_lost(folder: Path) -> None:

@@ -54,7 +54,9 @@ class NoValidCheckpoint(ValueError):
 
 
 class FolderInUse(ValueError):
-    """Another process has locked the folder."""
+    """Another process uses the folder. exit_code: of the process."""
+
+    exit_code = 2
 
 
 def gather_alone(text: str) -> list[str]:

@@ -6,7 +6,6 @@ rank prints one line.
 
 import functools
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -15,12 +14,14 @@ from pathlib import Path
 from data_utils import DamagedData
 from data_utils.command_line import configure_output
 from megatron.gpt2 import device as devices
+from megatron.gpt2.checkpoint.folder import FolderInUse
 from megatron.gpt2.config import require
 from megatron.gpt2.config.arguments import Arguments, parse
 from megatron.gpt2.dist.launch import Launch, read_launch
-from megatron.gpt2.dist.ranks import RankInfo
+from megatron.gpt2.dist.ranks import MissingRanksError, RankInfo
 from megatron.gpt2.dist.rendezvous import StandbyExit, join_rendezvous, report_lost_ranks, shutdown_distributed
 from megatron.gpt2.dist.run_program import SaveFolder, exit_with_error, handle_error, report_out_of_memory, start_ranks
+from megatron.gpt2.dist.signals import exit_on_sigterm
 from megatron.gpt2.hooks import StopRun, first_not_none
 from megatron.gpt2.monitor.incidents import FINISHED, IncidentLog, is_out_of_memory, rank_file_name, write_ended
 from megatron.gpt2.train.evaluate import evaluate_and_log, sample_text
@@ -36,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     process = ProcessState()
     try:
         launch, words = read_launch(sys.argv[1:] if argv is None else argv)
+        process.elastic = launch.elastic
         if launch.ranks_to_start:
             return start_all_ranks(launch, words)
         arguments = process.join(launch, words)
@@ -71,6 +73,7 @@ class ProcessState:
     rank_info: RankInfo = field(default_factory=RankInfo)
     context: RunContext | None = None
     trainer: Trainer | None = None
+    elastic: bool = False
     warnings: list[str] = field(default_factory=list)
 
     def log(self, line: str) -> None:
@@ -84,8 +87,7 @@ class ProcessState:
         """Parse the command line and join the other ranks."""
         self.rank_info = launch.rank_info()
         if self.rank_info.world_size > 1:
-            # Before the run can save, a launcher sends SIGTERM after another rank has exited: exit with the same code.
-            signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(2))
+            exit_on_sigterm(2)  # until the run can save
         arguments = parse(words)
         save, usable = str(arguments.checkpoint.save), None
 
@@ -114,6 +116,8 @@ class ProcessState:
     def exit_code_of(self, error: Exception) -> int:
         """Print a line with the reason and return the exit code. Raise `error` again if it is a bug of the program."""
         trainer, rank_info = self.trainer, self.rank_info
+        if self.elastic and isinstance(error, MissingRanksError | FolderInUse):
+            error.exit_code = 1  # a machine or a network that is gone may come back: launchers try again
         if trainer is not None:
             trainer.incidents.error(error)
             if isinstance(error, FloatingPointError | StopRun):

@@ -13,12 +13,14 @@ import json
 import linecache
 import os
 import re
+import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Mapping, MutableMapping, Sequence
 from datetime import timedelta
+from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -44,6 +46,7 @@ SOURCE_FOLDERS = ("mpu/", "data_utils/", "megatron/")
 # Calls in our source lines that wait for other ranks, or for a device that waits for them.
 WAITING_CALL = re.compile(r"\.(wait|synchronize|item|tolist)\(")
 TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)  # gloo: "Timed out waiting 6000ms", "Application timeout caused"
+LINK_TIMEOUT = 8.0  # seconds for the machines to test the connections between them
 PEER_FAILURE_SECONDS = 0.5  # seconds from a rank's timeout until the connections of the other ranks to it fail
 
 Frames = Sequence[tuple[FrameType, int]]  # frames with their line numbers, the innermost last
@@ -104,6 +107,7 @@ class HangDetector(Hook):
             rank_info.rendezvous.heartbeat,
             rank_info.rendezvous.heartbeat.store,
         )
+        self._addresses = rank_info.rendezvous.addresses
         self._watches_steps, self._step_started = watches_steps, float("inf")  # start of the step
         self._published, self._main_thread_exits = threading.Lock(), False
         self._heartbeat.on_beat = self._check
@@ -169,12 +173,45 @@ class HangDetector(Hook):
         """Print the locations of all ranks, on one rank of each machine. Returns the lost ranks."""
         locations, gone = self._collect_locations()
         host = self._hosts[self._rank_info.rank]
+        late = [*gone, *(rank for rank, location in locations.items() if not location.is_waiting)]
+        cut = [] if late else self._find_cut_link()
         if self._store.add(f"reported/{host}", 1) == 1:
-            line = f"{describe_hang(locations, gone, self._hosts, int(self._store.get('hang')), self._seconds)}: {CONTINUE_HINT}"
+            first = int(self._store.get("hang"))
+            line = f"{describe_hang(locations, gone, self._hosts, first, self._seconds, cut)}: {CONTINUE_HINT}"
             print(f"error ({host}): {line}", file=sys.stderr, flush=True)
-            late = [*gone, *(rank for rank, location in locations.items() if not location.is_waiting)]
-            self._incidents.note("hang", line, ranks=late, found_by=self._rank_info.rank)
+            self._incidents.note("hang", line, ranks=late, cut=cut, found_by=self._rank_info.rank)
         return gone
+
+    def _find_cut_link(self) -> list[str]:
+        """Return the names of two machines that cannot connect to each other, or []. The first rank of each machine
+        listens on a port and tries to connect to the others. The machine of the store needs no test."""
+        firsts = {host: rank for rank, host in reversed(self._hosts.items())}
+        addresses = {host: self._addresses.get(rank, "") for host, rank in firsts.items()}
+        tested = [host for host, address in addresses.items() if address and not ip_address(address).is_loopback]
+        own, end = self._hosts[self._rank_info.rank], time.monotonic() + LINK_TIMEOUT
+        if own in tested and firsts[own] == self._rank_info.rank:
+            with socket.create_server(
+                ("", 0), family=socket.AF_INET6 if ":" in addresses[own] else socket.AF_INET
+            ) as server:
+                self._store.set(f"port/{own}", str(server.getsockname()[1]))
+                for host in tested:
+                    try:
+                        while host != own and not self._store.check([f"port/{host}"]) and time.monotonic() < end:
+                            time.sleep(POLL_INTERVAL)
+                        if host != own:
+                            port = int(self._store.get(f"port/{host}"))
+                            socket.create_connection((addresses[host], port), timeout=LINK_TIMEOUT / 4).close()
+                    except OSError:
+                        self._store.compare_set("cut", "", json.dumps([own, host]))
+                self._store.add("links", 1)
+                self._wait_for_links(len(tested), end)
+        self._wait_for_links(len(tested), end)
+        cut: list[str] = json.loads(self._store.get("cut")) if self._store.check(["cut"]) else []
+        return cut
+
+    def _wait_for_links(self, count: int, end: float) -> None:
+        while self._store.add("links", 0) < count and time.monotonic() < end:
+            time.sleep(POLL_INTERVAL)
 
     def _collect_locations(self) -> tuple[dict[int, RankLocation], LostRanks]:
         """Return the locations of the live ranks, and the other ranks with the seconds since their last heartbeat."""
@@ -192,10 +229,15 @@ class HangDetector(Hook):
 
 
 def describe_hang(
-    locations: Mapping[int, RankLocation], gone: LostRanks, hosts: Mapping[int, str], first: int, seconds: float
+    locations: Mapping[int, RankLocation],
+    gone: LostRanks,
+    hosts: Mapping[int, str],
+    first: int,
+    seconds: float,
+    cut: Sequence[str] = (),
 ) -> str:
     """Describe which ranks wait where and for which rank. first: the rank whose collective timed out first, after
-    `seconds`."""
+    `seconds`. cut: two machines without a connection."""
     waiting: dict[str, list[int]] = {}
     for rank, location in sorted(locations.items(), key=lambda item: (item[0] != first, item[0])):
         if location.is_waiting:
@@ -206,7 +248,12 @@ def describe_hang(
         described = " and ".join(f"{format_ranks(ranks, hosts)} in {at}" for at, ranks in waiting.items())
         return (
             f"a collective took longer than {seconds:g} s (--distributed-timeout-minutes), and every rank waits in "
-            f"one, {described}: the network is slow, or the ranks run different programs"
+            f"one, {described}: "
+            + (
+                f"{' and '.join(cut)} cannot connect to each other, check the network between them"
+                if cut
+                else "the network is slow, or the ranks run different programs"
+            )
         )
     missing = f"did not reach {where} within {seconds:g} s"
     for at, ranks in waiting.items():

@@ -12,6 +12,7 @@ not use the network: see rendezvous.py.
 import itertools
 import os
 import re
+import resource
 import socket
 import zlib
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ Environment = Mapping[str, str]
 
 # Step ids of Slurm's special steps (interactive, batch, extern …) count down from here. `srun` counts up from 0.
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
+OPEN_FILES, OPEN_FILES_FOR_A_RANK = 128, 8  # gloo has a connection between two ranks for each of some groups
 DEFAULT_PORT = "29500"  # torchrun's
 # Rank and world size, globally and on this machine: of torchrun, Open MPI, and PMI (MPICH, Intel MPI …).
 VARIABLES = (
@@ -90,12 +92,28 @@ def read_launch(argv: Sequence[str], environ: Environment = os.environ) -> tuple
         elastic=flags.elastic,
         restart_count=restart_count(environ),
     )
+    if found.world_size > 1:
+        raise_open_file_limit(found.world_size)
     if found.world_size > max(found.ranks_to_start, 1):  # there are ranks on other machines
         _check_init_method(found)
     elif found.world_size == 1 and said is None:
         require(flags.init_method is None, "--init-method needs --rank and --world-size, or a launcher that sets them")
         found = replace(found, notice=_notice(environ))
     return found, words
+
+
+def raise_open_file_limit(world_size: int) -> None:
+    """Let this process and its children open the files and connections of a rank. Raises ValueError if they may not: a
+    rank without them fails at any place, or waits for others."""
+    needed = OPEN_FILES + OPEN_FILES_FOR_A_RANK * world_size
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        require(
+            hard == resource.RLIM_INFINITY or hard >= needed,
+            f"this process may open {soft} files, and each of {world_size} ranks needs up to {needed}: raise the limit "
+            f"(ulimit -n {needed})",
+        )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _started_here(flags: LaunchConfig, environ: Environment) -> Launch | None:

@@ -13,8 +13,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -29,18 +32,54 @@ WARN_TIMEOUT = 30.0  # seconds without a heartbeat after which a warning is prin
 LEAVE_TIMEOUT = 5.0  # seconds that the store's server waits for the other ranks at the end
 LEFT = b"left"
 
+T = TypeVar("T")
+
 # Lost ranks, with the seconds since their last heartbeat; None: the rank has left.
 LostRanks = Mapping[int, float | None]
 
 
 class MissingRanksError(ValueError):
-    """Some ranks did not join; exit code 2."""
+    """Some ranks did not join. exit_code: of the process; 1 with --elastic, so that launchers try again."""
 
     cause = "missing ranks"  # in the incident log
+    exit_code = 2
 
 
 class LostRanksError(MissingRanksError):
-    """Some ranks joined and left before training; exit code 1, as for ranks that are lost later."""
+    """Some ranks joined and left before training. The exit code is that of ranks that are lost later."""
+
+    exit_code = 1
+
+
+def run_in_thread(function: Callable[[], T], timeout: float, silence: str) -> T:
+    """Return `function()`, which may wait for a store. Signals end this wait at once, unlike one in torch's C++ code.
+    Raises MissingRanksError(silence) after `timeout` seconds."""
+    found: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            found.set_result(function())
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=run, name="rendezvous", daemon=True).start()
+    try:
+        return found.result(timeout)
+    except FutureTimeoutError:
+        raise MissingRanksError(silence) from None
+
+
+class TimedStore:
+    """Calls the methods of a store with a time limit. torch's own limits do not end a wait for a store that stops to
+    answer."""
+
+    def __init__(self, store: Store, timeout: float) -> None:
+        self._store, self._timeout = store, timeout
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._store, name)
+        silence = f"the store of the ranks, on the machine of rank 0, did not answer for {self._timeout:g} s"
+        return lambda *arguments: run_in_thread(partial(method, *arguments), self._timeout, silence)
 
 
 class Heartbeat(threading.Thread):
@@ -154,23 +193,25 @@ class Rendezvous:
     server: Store | None  # the server of the store, if it is in this process
     hosts: dict[int, str]  # the host name of each rank
     heartbeat: Heartbeat
+    addresses: Mapping[int, str] = field(default_factory=dict)  # of each rank, towards rank 0
 
     def gather(self, name: str, rank: int, value: str) -> list[str]:
         """Gather the `value` of each rank, ordered by rank. Each `name` can be used once.
 
         It waits without a time limit, unlike collectives or the store's `wait`: tokenising can take hours. Raises
-        LostRanksError if a rank has left or sends no heartbeats.
+        LostRanksError if a rank has left or sends no heartbeats, and MissingRanksError if the store does not answer.
         """
-        self.store.set(f"{name}/{rank}", value)
-        if self.store.add(name, 1) == len(self.hosts):
-            self.store.set(f"{name}/all", "")
+        store = TimedStore(self.store, WARN_TIMEOUT)
+        store.set(f"{name}/{rank}", value)
+        if store.add(name, 1) == len(self.hosts):
+            store.set(f"{name}/all", "")
         self.heartbeat.reads_all = True
-        while not self.store.check([f"{name}/all"]):
+        while not store.check([f"{name}/all"]):
             if gone := self.heartbeat.lost_ranks(WARN_TIMEOUT):
                 raise LostRanksError(f"{format_ranks(gone, self.hosts)} left before training began")
             time.sleep(POLL_INTERVAL)
         self.heartbeat.reads_all = False
-        return [text.decode() for text in self.store.multi_get([f"{name}/{other}" for other in self.hosts])]
+        return [text.decode() for text in store.multi_get([f"{name}/{other}" for other in self.hosts])]
 
 
 @dataclass(frozen=True)

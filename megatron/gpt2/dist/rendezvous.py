@@ -25,11 +25,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
 from urllib.parse import urlsplit
 
 import torch
@@ -37,6 +34,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore  # type: ignore[attr-defined]
 
 from data_utils.files import atomic_write_text
+from megatron.gpt2.config import require
 from megatron.gpt2.dist.launch import Launch, host_port
 from megatron.gpt2.dist.ranks import (
     HEARTBEAT_INTERVAL,
@@ -47,8 +45,10 @@ from megatron.gpt2.dist.ranks import (
     MissingRanksError,
     RankInfo,
     Rendezvous,
+    TimedStore,
     describe_lost,
     format_ranks,
+    run_in_thread,
     wait_for_others,
 )
 
@@ -57,7 +57,6 @@ ALL_JOINED = "all ranks have joined"
 NCCL_LOST_TIMEOUT = 25.0  # seconds without a heartbeat after which a run ends, because NCCL would not notice
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
-T = TypeVar("T")
 UsableRanks = Callable[[int], int]  # number of joined ranks -> number of ranks that the run can use
 
 
@@ -149,24 +148,6 @@ def connect_store(at: tuple[str, int], timeout: float) -> TCPStore:
         raise MissingRanksError(silence) from None
 
 
-def run_in_thread(function: Callable[[], T], timeout: float, silence: str) -> T:
-    """Return `function()`, which may wait for a store. Signals end this wait at once, unlike one in torch's C++ code.
-    Raises MissingRanksError(silence) after `timeout` seconds."""
-    found: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            found.set_result(function())
-        except BaseException as error:
-            found.set_exception(error)
-
-    threading.Thread(target=run, name="rendezvous", daemon=True).start()
-    try:
-        return found.result(timeout)
-    except FutureTimeoutError:
-        raise MissingRanksError(silence) from None
-
-
 def join_rendezvous(launch: Launch, usable: UsableRanks | None = None) -> RankInfo:
     """Wait until all ranks have joined. Returns this process's rank and world size, with the rendezvous.
 
@@ -179,31 +160,29 @@ def join_rendezvous(launch: Launch, usable: UsableRanks | None = None) -> RankIn
     # The launcher's store is kept when its ranks restart.
     prefix = f"megatron/{launch.restart_count}" if launch.use_agent_store else "megatron"
     with open_store(launch, is_server=launch.rank == 0 and not launch.use_agent_store) as (tcp, server):
-        store = PrefixStore(prefix, tcp)
+        store, address = PrefixStore(prefix, tcp), address_towards(tcp.host)
+        timed = TimedStore(store, launch.timeout)
         try:
-            address, silence = (
-                address_towards(tcp.host),
-                f"rank 0 stopped to answer (--init-timeout {launch.timeout:g})",
-            )
             wait = functools.partial(_wait_for_all_ranks, store, launch, address, is_server=server is not None)
+            silence = f"rank 0 stopped to answer (--init-timeout {launch.timeout:g})"
             run_in_thread(wait, launch.timeout + 2 * LEAVE_TIMEOUT, silence)
             keys = [f"joined/{rank}" for rank in range(launch.world_size)]
-            joined = [json.loads(text) for text in store.multi_get(keys)]
+            joined = [json.loads(text) for text in timed.multi_get(keys)]
             world_size = launch.world_size if usable is None else usable(launch.world_size)
             if world_size == 0:
                 raise MissingRanksError(f"{launch.world_size} ranks joined, too few for this layout (--elastic)")
             if launch.rank >= world_size:
                 raise StandbyExit(stand_by(store, launch))
-            store.set(f"beat/{launch.rank}", "0")
+            timed.set(f"beat/{launch.rank}", "0")
             own_connection = PrefixStore(prefix, connect_store((tcp.host, tcp.port), launch.timeout))
         except dist.DistError as error:
             raise MissingRanksError("rank 0 left while the others joined: see its own message") from error
-    hosts = {rank: host for rank, (host, _) in enumerate(joined[:world_size])}
-    set_gloo_interface(joined[launch.rank][1], [address for host, address in joined if host != launch.host])
+    hosts, addresses = (dict(enumerate(part)) for part in zip(*joined[:world_size], strict=True))
+    set_gloo_interface(address, [address for host, address in joined if host != launch.host])
     together = [rank for rank, host in hosts.items() if host == launch.host]
     local = launch.local if launch.local and usable is None else (together.index(launch.rank), len(together))
     heartbeat = Heartbeat(own_connection, launch.rank, hosts, is_first_on_node=local[0] == 0)
-    return RankInfo(launch.rank, world_size, *local, rendezvous=Rendezvous(store, server, hosts, heartbeat))
+    return RankInfo(launch.rank, world_size, *local, rendezvous=Rendezvous(store, server, hosts, heartbeat, addresses))
 
 
 def _wait_for_all_ranks(store: Store, launch: Launch, address: str, *, is_server: bool) -> None:
@@ -277,18 +256,25 @@ def set_gloo_interface(own: str, elsewhere: Sequence[str], environ: MutableMappi
     NCCL finds an interface by itself.
 
     own: this machine's address towards rank 0. elsewhere: the addresses of ranks on other machines; empty if all ranks are
-    on this machine.
+    on this machine. Raises ValueError if the variable names an interface that this machine does not have.
     """
+    interfaces, chosen = [name for _, name in socket.if_nameindex()], environ.get("GLOO_SOCKET_IFNAME")
+    if chosen is not None:
+        require(
+            set(chosen.split(",")) <= set(interfaces),
+            f"GLOO_SOCKET_IFNAME={chosen} is not a network interface of this machine, which has {', '.join(interfaces)}: "
+            "correct the variable or unset it",
+        )
+        return
     if elsewhere and own and ipaddress.ip_address(own).is_loopback:  # this machine is rank 0's
         own = next(filter(None, map(address_towards, elsewhere)), "")
-    interfaces = [name for _, name in socket.if_nameindex()]
     if elsewhere:
         address = own.partition("%")[0]  # without the scope of an IPv6 address
         name = next((name for name in interfaces if address in addresses_of(name)), "")
     else:  # the loopback interface: in many containers, looking up the host name fails or warns
         name = next((name for name in interfaces if name in ("lo", "lo0")), "")
     if name:
-        environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        environ["GLOO_SOCKET_IFNAME"] = name
 
 
 def address_towards(host: str) -> str:

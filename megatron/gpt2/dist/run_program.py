@@ -40,7 +40,15 @@ import mpu
 from data_utils.command_line import configure_output, how_to_call
 from megatron.gpt2.config import require
 from megatron.gpt2.dist.launch import Launch, read_launch
-from megatron.gpt2.dist.ranks import HEARTBEAT_INTERVAL, LostRanksError, MissingRanksError, RankInfo
+from megatron.gpt2.dist.ranks import (
+    HEARTBEAT_INTERVAL,
+    LEAVE_TIMEOUT,
+    POLL_INTERVAL,
+    LostRanksError,
+    MissingRanksError,
+    RankInfo,
+    TimedStore,
+)
 from megatron.gpt2.dist.rendezvous import (
     describe_missing,
     join_rendezvous,
@@ -48,6 +56,7 @@ from megatron.gpt2.dist.rendezvous import (
     report_lost_ranks,
     shutdown_distributed,
 )
+from megatron.gpt2.dist.signals import SignalThread, exit_on_sigterm
 from megatron.gpt2.monitor.incidents import IncidentLog, read_incidents, read_records
 from megatron.gpt2.monitor.run_report import METRICS
 
@@ -60,12 +69,14 @@ INTERRUPTED = 128 + signal.SIGINT
 NO_RESTART = (BAD_INPUT, INTERRUPTED)  # exit codes after which ranks are not started again
 CRASH_LOOP_FAILURES = 3  # after this many failures at one iteration, do not restart
 EXIT_TIMEOUT = 6.0  # seconds for the other ranks to name a failed rank, or to save
+STOP_TIMEOUT = 2.0  # seconds until a launcher that does not run its signal handler ends
 SAVE_TIMEOUT = 600  # seconds for the ranks to finish their step and save, when a machine joins
 RESTART_SIGNAL = signal.SIGUSR2  # asks the ranks to finish their step and save
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # the launcher forwards all but Ctrl-C
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)  # the launcher forwards all but Ctrl-C
 # Other launchers kill all ranks when the first one ends. So the rank that prints an error waits before it exits, until the
 # other ranks have found the same error. The other ranks wait for SIGTERM, or longer.
 LAUNCHER_GRACE = 2.0  # seconds
+FIRST_GRACE = 0.5  # for the first rank of a machine, to print its error before other ranks do
 SILENT_GRACE = 10.0
 
 
@@ -109,32 +120,50 @@ def handle_error(error: Exception, rank_info: RankInfo) -> int:
     """Print why `error` ends this rank, and return the exit code: 2 for bad input or a failed rendezvous, 1 if another
     rank was lost. Raises `error` again if it is a bug in the program."""
     bad_input = isinstance(error, (ValueError, OSError))
-    if isinstance(error, LostRanksError):
-        rank_info.note("lost", str(error))
-        exit_with_error(error, rank_info)
-        return 1
     if not bad_input and report_lost_ranks(rank_info):
         return 1
-    if bad_input or isinstance(error, dist.DistError):
-        if rank_info.incidents is not None:
-            rank_info.incidents.refused(error)
-        return exit_with_error(error, rank_info)
-    raise error
+    if not bad_input and not isinstance(error, dist.DistError):
+        raise error
+    if isinstance(error, LostRanksError):
+        rank_info.note("lost", str(error))
+    elif rank_info.incidents is not None:
+        rank_info.incidents.refused(error)
+    return exit_with_error(error, rank_info)
 
 
 def exit_with_error(error: Exception, rank_info: RankInfo) -> int:
-    """Print `error` in one line on the first rank of each machine, and leave the rendezvous. Returns exit code 2."""
-    prints = rank_info.local_rank == 0
+    """Print `error` in one line, on one rank of each machine, and leave the rendezvous. Returns the exit code, which is 2
+    unless the error has an `exit_code`."""
+    code, prints = getattr(error, "exit_code", BAD_INPUT), _is_first_error(rank_info)
     if prints:
         where = f" ({os.uname().nodename})" if rank_info.rank else ""
         print(f"error{where}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
     if rank_info.world_size > 1:
-        terminated = threading.Event()
-        signal.signal(signal.SIGTERM, signal.SIG_IGN if prints else lambda number, frame: terminated.set())
-        terminated.wait(LAUNCHER_GRACE if prints else SILENT_GRACE)
-    rank_info.end(BAD_INPUT)
+        if prints:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            time.sleep(LAUNCHER_GRACE)
+        else:  # first leave, because the store ends with rank 0
+            exit_on_sigterm(code)
+            rank_info.leave()
+            time.sleep(SILENT_GRACE)
+    rank_info.end(code)
     rank_info.leave()
-    return BAD_INPUT
+    return code
+
+
+def _is_first_error(rank_info: RankInfo) -> bool:
+    """Return True on one of the ranks of a machine that have an error, if possible on the first one."""
+    rendezvous = rank_info.rendezvous
+    if rendezvous is None or rendezvous.heartbeat.is_stopped:
+        return rank_info.local_rank == 0
+    store, key = TimedStore(rendezvous.store, LEAVE_TIMEOUT), f"error/{rendezvous.hosts[rank_info.rank]}"
+    try:
+        end = time.monotonic() + FIRST_GRACE * (rank_info.local_rank > 0)
+        while time.monotonic() < end and not store.check([key]):
+            time.sleep(POLL_INTERVAL)
+        return bool(store.add(key, 1) == 1)
+    except (dist.DistError, MissingRanksError):  # the store is gone
+        return rank_info.local_rank == 0
 
 
 def report_out_of_memory(line: str, rank_info: RankInfo) -> int:
@@ -172,7 +201,7 @@ def start_ranks(
     with open_store(place, is_server=launch.rank == 0) as (store, _server):
         agent = NodeAgent(store, program, argv, launch, save_folder)
         others = set(multiprocessing.active_children())
-        before = {number: signal.signal(number, agent.request_stop) for number in STOP_SIGNALS}
+        signals = SignalThread(STOP_SIGNALS, agent.end_wait, agent.request_stop)
         try:
             agent.run()
         except RendezvousError:
@@ -186,8 +215,7 @@ def start_ranks(
                 process.terminate()
                 process.join(EXIT_TIMEOUT)
                 process.kill()
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            signals.close()
     return agent.code
 
 
@@ -225,7 +253,7 @@ class NodeAgent(LocalElasticAgent):
         machines = NodeRendezvous.from_backend(
             "ranks",
             store,
-            C10dRendezvousBackend(store, "ranks"),
+            C10dRendezvousBackend(TimedStore(store, launch.timeout), "ranks"),  # type: ignore[arg-type]
             1,  # a round starts with any number of machines, so that they can name the missing ones
             launch.world_size // launch.ranks_to_start,
             f"{launch.rank // launch.ranks_to_start:05}",  # torch orders machines by name
@@ -256,6 +284,12 @@ class NodeAgent(LocalElasticAgent):
             raise SystemExit  # also while this machine waits for others
         if number != signal.SIGINT:
             self._send(number)
+
+    def end_wait(self, number: signal.Signals) -> None:
+        """End this process if `request_stop` cannot, because the main thread waits for a store that does not answer."""
+        time.sleep(STOP_TIMEOUT)
+        if not self._stop_requested:
+            os._exit(128 + number)
 
     def _send(self, number: int) -> None:
         for process in self._processes():
@@ -376,9 +410,11 @@ def _end_after_launcher() -> None:
 
 
 def _run_rank(program: RankProgram, argv: Sequence[str], interrupt: Any) -> None:
+    signal.set_wakeup_fd(-1)  # a forked rank has that of the launcher
     threading.Thread(target=_end_after_launcher, name="launcher", daemon=True).start()
     for number in STOP_SIGNALS:
-        signal.signal(number, interrupt if number == signal.SIGINT else signal.SIG_DFL)
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, interrupt if number == signal.SIGINT else signal.SIG_DFL)
     logging.disable(logging.NOTSET)
     if os.environ["RANK"] == "0":  # may read a prompt; multiprocessing has replaced standard input
         sys.stdin = os.fdopen(0, closefd=False)

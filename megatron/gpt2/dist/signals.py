@@ -1,4 +1,4 @@
-"""Stop a run after a step on SIGTERM, SIGUSR1 or Ctrl-C, on every rank after the same step.
+"""Stop a run after a step on SIGTERM, SIGHUP, SIGUSR1 or Ctrl-C, on every rank after the same step.
 
 The first signal asks the run to finish its step, save and exit. A second signal ends the process at once. A thread
 handles them, because Python runs signal handlers only between two bytecode instructions, and a step can spend minutes
@@ -12,8 +12,10 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from types import FrameType, TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,11 +24,64 @@ OUT_OF_TIME = "--exit-duration-in-mins"
 MORE_RANKS = "new ranks (--elastic)"
 FOLDER_LOST = "another run in the --save folder"
 # Reasons to stop, by priority. The highest index of all ranks wins.
-_REASONS = ("", MORE_RANKS, OUT_OF_TIME, "SIGUSR1", "SIGTERM", "Ctrl-C", FOLDER_LOST)
-_PRIORITY = {signal.SIGUSR2: 1, signal.SIGUSR1: 3, signal.SIGTERM: 4, signal.SIGINT: 5}  # the launcher sends SIGUSR2
+_REASONS = ("", MORE_RANKS, OUT_OF_TIME, "SIGUSR1", "SIGHUP", "SIGTERM", "Ctrl-C", FOLDER_LOST)
+_REASON_OF = {
+    signal.SIGUSR2: MORE_RANKS,  # from the launcher
+    signal.SIGUSR1: "SIGUSR1",
+    signal.SIGHUP: "SIGHUP",
+    signal.SIGTERM: "SIGTERM",
+    signal.SIGINT: "Ctrl-C",
+}
 # A repeated signal within this time is ignored. Slurm sends SIGTERM to the launcher and to its ranks, and the launcher
 # forwards it to them. Ctrl-C is only repeated on purpose.
-REPEAT_SECONDS = {signal.SIGUSR1: 5.0, signal.SIGTERM: 5.0, signal.SIGINT: 0.0}
+REPEAT_SECONDS = {signal.SIGUSR1: 5.0, signal.SIGHUP: 5.0, signal.SIGTERM: 5.0, signal.SIGINT: 0.0}
+
+
+class SignalThread:
+    """Handles signals in a thread, also while the main thread is inside a call of torch.
+
+    in_thread: called in the thread with each of the signals `numbers`. in_main: the usual handler, which runs later.
+    """
+
+    def __init__(
+        self,
+        numbers: Collection[signal.Signals],
+        in_thread: Callable[[signal.Signals], object],
+        in_main: Callable[[int, FrameType | None], Any] = lambda number, frame: None,
+    ) -> None:
+        self._read, self._write = socket.socketpair()
+        self._write.setblocking(False)
+        self._before = {
+            number: signal.signal(number, in_main)
+            for number in numbers
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN  # of nohup
+        }
+        # Python's C-level handler writes the signal number to this socket at once.
+        self._fd_before = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._run, args=(in_thread,), name="signals", daemon=True)
+        self._thread.start()
+
+    def _run(self, in_thread: Callable[[signal.Signals], object]) -> None:
+        while numbers := self._read.recv(64):
+            for number in numbers:
+                if number in self._before:
+                    in_thread(signal.Signals(number))
+
+    def close(self) -> None:
+        """Restore the previous handlers and end the thread."""
+        if self._write.fileno() >= 0:
+            signal.set_wakeup_fd(self._fd_before)
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+            self._write.close()
+            self._thread.join()
+            self._read.close()
+
+
+def exit_on_sigterm(code: int) -> SignalThread:
+    """End this process at once with the exit code `code` on SIGTERM. A launcher sends SIGTERM to the other ranks after
+    one has exited, and may report the highest code."""
+    return SignalThread([signal.SIGTERM], lambda number: os._exit(code))
 
 
 class StopSignal:
@@ -46,35 +101,32 @@ class StopSignal:
             self._group, self._rank = dist.new_group(backend="gloo", timeout=timeout), dist.get_rank()
         self._shared = torch.zeros(1, dtype=torch.int32)
         self._pending: dist.Work | None = None
-        self._wakeup_read, self._wakeup_write = socket.socketpair()
-        self._wakeup_write.setblocking(False)
-        self._before = {number: signal.signal(number, self._handle_signal) for number in _PRIORITY}
-        # Python's C-level handler writes the signal number to this socket at once.
-        self._wakeup_fd_before = signal.set_wakeup_fd(self._wakeup_write.fileno(), warn_on_full_buffer=False)
-        self._thread = threading.Thread(target=self._run_thread, name="signals", daemon=True)
-        self._thread.start()
+        self._first: dict[int, float] = {}  # the time of the first signal of each kind
+        self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
+        self._signals = SignalThread(_REASON_OF, self._report, self._request)
 
-    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
+    def _request(self, number: int, frame: FrameType | None) -> None:
         """Store a stop request. Runs in the main thread."""
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C also ends a process that hangs in a library
-        self._requested = max(self._requested, _PRIORITY[signal.Signals(number)])
+        self._requested = max(self._requested, _REASONS.index(_REASON_OF[signal.Signals(number)]))
 
-    def _run_thread(self) -> None:
-        """Print the first signal and exit on the second one, until the socket is closed."""
-        first: dict[int, float] = {}
-        while numbers := self._wakeup_read.recv(64):
-            for number in [signal.Signals(number) for number in numbers if number in REPEAT_SECONDS]:
-                name, window, now = _REASONS[_PRIORITY[number]], REPEAT_SECONDS[number], time.monotonic()
-                if number not in first:
-                    first[number] = now
-                    after = f" after {window:g} s or more" if window else ""
-                    self._print(f"{name}: the step is finished and saved first; {name} again{after} quits at once")
-                elif now - first[number] >= window:
-                    self._print(
-                        f"{name} again: the run ends at once; the same command continues from the last checkpoint"
-                    )
-                    os._exit(128 + number)
+    def _report(self, number: signal.Signals) -> None:
+        """Print the first signal, and exit on the second one. Runs in the thread."""
+        if number not in REPEAT_SECONDS:
+            return
+        if number == signal.SIGHUP:  # writing to a terminal that is gone would be an error
+            for descriptor in self._terminals:
+                if not os.isatty(descriptor):
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+        name, window, now = _REASON_OF[number], REPEAT_SECONDS[number], time.monotonic()
+        if number not in self._first:
+            self._first[number] = now
+            after = f" after {window:g} s or more" if window else ""
+            self._print(f"{name}: the step is finished and saved first; {name} again{after} quits at once")
+        elif now - self._first[number] >= window:
+            self._print(f"{name} again: the run ends at once; the same command continues from the last checkpoint")
+            os._exit(128 + number)
 
     def _print(self, line: str) -> None:
         if self._rank == 0:
@@ -105,16 +157,8 @@ class StopSignal:
         self.restore()
 
     def restore(self) -> None:
-        """Restore the previous handlers and end the thread without the last all-reduce, which other ranks may not reach
-        after an error."""
-        if self._wakeup_write.fileno() < 0:
-            return  # already restored
-        signal.set_wakeup_fd(self._wakeup_fd_before)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._wakeup_write.close()
-        self._thread.join()
-        self._wakeup_read.close()
+        """Restore the previous handlers without the last all-reduce, which other ranks may not reach after an error."""
+        self._signals.close()
 
     def __enter__(self) -> StopSignal:
         return self

@@ -106,7 +106,15 @@ def rank_file_name(rank: int) -> str:
 
 # Fields of an incident and their types. Every incident has the first five.
 INCIDENT_FIELDS: dict[str, Any] = {"time": int | float, "who": str, "kind": str, "text": str, "iteration": int}
-INCIDENT_FIELDS |= {"host": str, "attempt": int, "rank": int, "ranks": list, "silences": dict, "stack": list}
+INCIDENT_FIELDS |= {
+    "host": str,
+    "attempt": int,
+    "rank": int,
+    "ranks": list,
+    "silences": dict,
+    "stack": list,
+    "cut": list,
+}
 INCIDENT_FIELDS |= {"signal": str, "exit_code": int, "cause": str, "at": str}
 
 

@@ -21,6 +21,7 @@ from megatron.gpt2.config.presets import CONFIG_FILE
 from megatron.gpt2.extensions.post_mortem.failure_analysis import (
     Failure,
     Incident,
+    earlier_causes,
     first_cause,
     last_attempt,
     origin,
@@ -64,6 +65,7 @@ def report(folder: Path, *, verify: bool = False) -> tuple[Failure, list[str]]:
     run += f" of {length:,}" if isinstance(length, int) else ""
     run += f", started again {starts} time{'s' * (starts != 1)}" if starts else ""
     rows = [("run", run), ("first", failure.cause)]
+    rows += [("before", cause) for cause in earlier_causes(incidents)[-MAX_NOTED:]]
     if not failure.is_success:
         rows += [("means", failure.meaning), *_noted(found), ("do", failure.remedy)]
     return failure, align_rows([*rows, *_continuation(folder, settings, found, reached, verify)])

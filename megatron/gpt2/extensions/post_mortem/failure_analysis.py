@@ -17,7 +17,7 @@ Incident = Mapping[str, Any]
 START_WINDOW = 600.0  # seconds in which all ranks of an attempt start
 KILL_WINDOW = 2.0  # seconds in which a scheduler ends all ranks
 LOADING_LINE = re.compile(r"data_utils/|train/data\.py|dataloader|DataLoader")  # a stack line in data loading
-STOP_SIGNALS = {"SIGTERM", "SIGINT", "SIGUSR1"}
+STOP_SIGNALS = {"SIGTERM", "SIGHUP", "SIGINT", "SIGUSR1"}
 KILLER = "a user, the scheduler, or the system because of too little memory (see the machine's log) ended"
 
 # The meaning of each kind of failure, and what to do before the run continues. An error's incident has its kind as
@@ -162,6 +162,19 @@ def first_cause(incidents: Sequence[Incident], ended: Mapping[str, Any] | None) 
     )
 
 
+def earlier_causes(incidents: Sequence[Incident]) -> list[str]:
+    """Return why the ranks failed before they were restarted for their last attempt, the first failure first."""
+    last = last_attempt(incidents)
+    start = min((incident["time"] for incident in last), default=0.0)
+    causes = []
+    for attempt in range(max((incident.get("attempt", 0) for incident in last), default=0)):
+        of_number = [one for one in incidents if one.get("attempt", 0) == attempt and one["time"] < start]
+        found = last_attempt(of_number)
+        if found and not any(incident["kind"] == "end" for incident in found):  # ended in order, for new ranks
+            causes.append(first_cause(found, None).cause)
+    return causes
+
+
 def _root_cause(incident: Incident, found: Sequence[Incident]) -> Failure | None:
     """Return the failure if this incident is a first cause, or None if it is a consequence of a different incident."""
     kind = incident["kind"]
@@ -171,7 +184,10 @@ def _root_cause(incident: Incident, found: Sequence[Incident]) -> Failure | None
         return make_failure(
             cause if cause in KINDS else "an error of the program", f"{origin(incident)}: {incident['text']}{at}"
         )
-    if kind == "hang":
+    if kind == "hang" and incident.get("cut"):
+        machines = " and ".join(incident["cut"])
+        return make_failure("lost link", f"{machines} could not connect to each other{at_iteration(found)}")
+    if kind == "hang" and not any(other.get("cut") for other in found):
         return _hang_failure([other for other in found if other["kind"] == "hang"], found)
     if (
         kind == "rank ended"

@@ -7,6 +7,8 @@ import errno
 import io
 import os
 import platform
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -187,6 +189,38 @@ def test_without_linux(folder: Path, single: list[float]) -> None:
     outputs = finish([StartedRank(folder, [*words, str(rank)], {}, before=as_on_a_mac) for rank in range(2)])
     assert losses(save) == pytest.approx(single, rel=1e-5)
     assert "glibc" not in outputs[0]
+
+
+def few_files() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16))
+
+
+def test_too_few_open_files(folder: Path) -> None:
+    words = f"--save {folder}/few --nproc-per-node 2"
+    assert StartedRank(folder, words.split(), {}, before=few_files).end() == (
+        2,
+        "error: this process may open 16 files, and each of 2 ranks needs up to 144: raise the limit (ulimit -n 144)\n",
+    )
+
+
+def test_ranks_with_different_data_end_with_one_line(folder: Path, tmp_path: Path) -> None:
+    """No rank prints the C++ frames of a connection that another rank has closed."""
+    other = write_text(tmp_path, 500)
+    words = f"--save {folder}/differ --world-size 2 --init-method tcp://localhost:{free_port()} --rank".split()
+    ranks = [StartedRank(folder, [*words, str(rank)], {}) for rank in range(1)]
+    ranks.append(StartedRank(folder, [*words, "1", "--train-data", str(other)], {}))
+    (first, said), second = [rank.end() for rank in ranks]
+    assert first == 2, said
+    assert said.splitlines()[-1] == "error: the ranks read different training data: every machine needs the same files"
+    assert second[0] == 2 and not [line for line in second[1].splitlines() if not line.startswith("tokenis")], second
+
+
+@pytest.mark.parametrize(("flags", "code"), [("", 2), ("--elastic", 1)])
+def test_exit_code_without_rank_0(folder: Path, flags: str, code: int) -> None:
+    """With --elastic the network may come back, so launchers must try again."""
+    words = f"--save {folder}/alone --rank 1 --world-size 2 --init-method tcp://localhost:{free_port()} {flags}"
+    ended, said = StartedRank(folder, [*words.split(), "--init-timeout", "0.2"], {}).end()
+    assert ended == code and re.fullmatch(r"error \(\S+\): rank 0 did not join within 0.2 s .*\n", said), said
 
 
 def test_all_ranks_name_the_missing_ones(folder: Path) -> None:

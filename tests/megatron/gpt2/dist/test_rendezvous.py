@@ -36,6 +36,7 @@ from megatron.gpt2.dist.ranks import (
     MissingRanksError,
     RankInfo,
     Rendezvous,
+    TimedStore,
     describe_lost,
     format_ranks,
 )
@@ -51,7 +52,8 @@ from megatron.gpt2.dist.rendezvous import (
     shutdown_distributed,
 )
 from megatron.gpt2.dist.run_program import start_ranks
-from tests.megatron.gpt2.dist.started_ranks import free_port
+from tests.distributed import CONTEXT
+from tests.megatron.gpt2.dist.started_ranks import StartedRank, free_port
 from tests.megatron.gpt2.test_device import gpus
 
 PAIR = [RankInfo(0, 2, 0, 2), RankInfo(1, 2, 1, 2)]  # on one machine
@@ -197,6 +199,40 @@ def test_a_port_that_does_not_answer(answer: bytes) -> None:
         server.shutdown(socket.SHUT_RDWR)
         for one in accepted:
             one.close()
+
+
+def serve(port: int) -> None:
+    server = rendezvous.start_store_server("localhost", port)
+    while server:
+        time.sleep(600)
+
+
+def test_a_store_that_stops_to_answer(tmp_path: Path) -> None:
+    """Its connections stay open. A wait of a rank ends at its time-out, and a signal ends the wait of a launcher."""
+    port = free_port()
+    server = CONTEXT.Process(target=serve, args=(port,), daemon=True)
+    server.start()
+    store = rendezvous.connect_store(("localhost", port), 60)
+    flags = (
+        f"--save {tmp_path}/save --nnodes 3 --init-method tcp://localhost:{port} --init-timeout 60 --nproc-per-node 1"
+    )
+    launcher = StartedRank(tmp_path, [*flags.split(), "--node-rank", "1", "--max-restarts", "1"], {})
+    rank = StartedRank(tmp_path, [*flags.split(), "--node-rank", "2"], {})
+    while not store.check([key := "torch.rendezvous.ranks", "megatron/joined/2"]):
+        assert launcher.process.is_alive() and rank.process.is_alive(), launcher.end()[1] + rank.end()[1]
+        time.sleep(POLL_INTERVAL)
+    assert server.pid is not None
+    os.kill(server.pid, signal.SIGSTOP)
+    while "State:\tT" not in Path(f"/proc/{server.pid}/status").read_text():
+        time.sleep(POLL_INTERVAL)
+    with pytest.raises(MissingRanksError, match="on the machine of rank 0, did not answer for 0.3 s"):
+        TimedStore(store, 0.3).get(key)
+    for one in (launcher, rank):
+        assert one.process.pid is not None
+        os.kill(one.process.pid, signal.SIGTERM)
+    ended = [one.end(20) for one in (launcher, rank)]
+    server.kill()
+    assert None not in [code for code, _ in ended], ended
 
 
 def test_a_port_in_use() -> None:
@@ -421,7 +457,7 @@ def test_a_lost_rank_ends_a_run_that_waits_for_a_gpu(
         ("::1", ["127.0.0.1"], {}, "lo"),
         ("", ["192.0.2.2"], {}, None),
         ("192.0.2.1", ["192.0.2.2"], {}, None),
-        ("10.0.0.1", [], {"GLOO_SOCKET_IFNAME": "ib0"}, "ib0"),
+        ("10.0.0.1", ["127.0.0.1"], {"GLOO_SOCKET_IFNAME": "lo"}, "lo"),
     ],
 )
 def test_gloo_interface(own: str, elsewhere: list[str], before: dict[str, str], interface: str | None) -> None:
@@ -429,7 +465,13 @@ def test_gloo_interface(own: str, elsewhere: list[str], before: dict[str, str], 
     assert environ.get("GLOO_SOCKET_IFNAME") == interface
 
 
-def test_url_filter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gloo_interface_that_does_not_exist() -> None:
+    line = r"GLOO_SOCKET_IFNAME=lo,ib7 is not a network interface of this machine, which has .*\blo\b.*: correct"
+    with pytest.raises(ValueError, match=line):
+        set_gloo_interface("10.0.0.1", [], {"GLOO_SOCKET_IFNAME": "lo,ib7"})
+
+
+def test_addresses_and_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
     assert address_towards("127.0.0.1") == "127.0.0.1" and address_towards("no such host") == ""
     assert addresses_of("lo") == ["127.0.0.1", "::1"][: 2 - has_no_ipv6()] and addresses_of("no such") == []
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo0"), (4, "en0")])  # of a Mac

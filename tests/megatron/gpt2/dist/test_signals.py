@@ -17,7 +17,7 @@ import pytest
 from megatron.gpt2.dist import signals
 from megatron.gpt2.dist.launch import Launch
 from megatron.gpt2.dist.run_program import start_ranks
-from megatron.gpt2.dist.signals import OUT_OF_TIME, StopSignal
+from megatron.gpt2.dist.signals import OUT_OF_TIME, StopSignal, exit_on_sigterm
 from megatron.gpt2.train.trainer import Trainer
 from tests.distributed import CONTEXT, run_ranks
 from tests.faults.injector import Fault, plant
@@ -69,6 +69,30 @@ def stop_two_ranks(rank: int, world_size: int) -> list[tuple[int, str]]:
 def test_ranks_stop_after_the_same_step() -> None:
     results = run_ranks(stop_two_ranks, 2)
     assert results[0] == results[1] == [(8, "SIGTERM"), (6, "--exit-duration-in-mins"), (0, ""), (1, "")]
+
+
+def test_nohup() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with StopSignal() as stop:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.agreed() == "" and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    signal.signal(signal.SIGHUP, before)
+
+
+def hang_in_torch(folder: str) -> None:
+    exit_on_sigterm(2)
+    Path(folder, "hangs").touch()
+    long_call()
+
+
+def test_a_rank_that_starts_obeys_sigterm(tmp_path: Path) -> None:
+    """Also while it waits in C++, for example for another rank."""
+    rank = CONTEXT.Process(target=hang_in_torch, args=(str(tmp_path),), daemon=True)
+    rank.start()
+    wait_until((tmp_path / "hangs").exists)
+    rank.terminate()
+    rank.join(20)
+    assert rank.exitcode == 2
 
 
 def test_a_single_rank() -> None:

@@ -16,7 +16,7 @@ from tests.megatron.gpt2.checkpoint.saved_states import save
 
 def failed_run(folder: Path) -> Path:
     """A run of two ranks, killed at iteration 9 of 100 and continued once before."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     write_config(
         folder,
         Config.from_dict({"checkpoint": {"save": str(folder)}}),
@@ -73,12 +73,19 @@ def test_ten_lines_about_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_a_run_that_ended_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The machine that an elastic run has lost before is named."""
+    (tmp_path / "run").mkdir()
+    for rank, host in enumerate("ab"):
+        IncidentLog(tmp_path / "run", rank_file_name(rank), host=host).note("start", iteration=0)
+    IncidentLog(tmp_path / "run", rank_file_name(0), host="a").note("lost", iteration=3, ranks=[1], silences={"1": 4.0})
     folder = failed_run(tmp_path / "run")
     (folder / "ended.json").write_text(json.dumps({"reason": "SIGTERM", "iteration": 9, "exit_code": 0, "time": 1.0}))
     assert main([str(folder)]) == 1, "ended.json is from an earlier start"
     (folder / "ended.json").write_text(json.dumps({"reason": "SIGTERM", "iteration": 9, "exit_code": 0, "time": 9e12}))
     assert main([str(folder)]) == 0
-    assert "ended well" in capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())
+    assert "ended well" in text and "first nothing: SIGTERM, at iteration 9" in text
+    assert "before rank 1 on b stopped responding at iteration 3, as rank 0 (a), iteration 3 saw it" in text
     (folder / "ended.json").write_text(json.dumps({"reason": "", "iteration": 9, "exit_code": 0, "time": time.time()}))
     IncidentLog(folder, rank_file_name(0)).refused(ValueError("--lr -1"))
     assert main([str(folder)]) == 0, "a refused start changes nothing"
