@@ -151,7 +151,7 @@ class ExactRowParallelLinear(RowParallelLinear):
         """Tuple of [s, b, i/V] -> [s, b, o]."""
         sums = _RowParallelLinear.apply(self.weight, self.virtual, self.weight_grad_fn or self.weight_gradient, *x)
         if self.virtual.group is None:
-            y: Tensor = sums[0]
+            y: Tensor = sums.squeeze(0)
         else:
             k = len(sums)
             y = communicate(  # saves no tensor, so recomputation does not repeat it
