@@ -1,0 +1,101 @@
+"""A cluster, as it is described in `clusters/NAME.json`, and the time that kernels and collectives take on it.
+
+Times are in seconds. All methods also take numpy arrays, one element per configuration.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[4]
+FLOPS_PER_MULTIPLICATION = 2
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Measured or fitted constants of a cluster.
+
+    matmul_flops: rate of large matrix products, in FLOP/s. half_m, half_n, half_k: a product with this number of rows,
+    columns or inner elements runs at half of that rate. memory_bandwidth: bytes/s that element-wise kernels reach.
+    kernel: seconds that a kernel takes at least. launch: seconds of the host per kernel. launch_growth: its growth each
+    time that the tensor-parallel size doubles, because the slowest of the ranks counts. hop: seconds per step of a ring.
+    link, data_link: bytes/s of a GPU inside a node, for tensor-parallel and data-parallel groups. network: bytes/s of a GPU
+    between nodes. send, network_send: bytes/s between pipeline stages. step: seconds of a step that do not depend on the
+    model. adam: seconds per parameter of a rank.
+    """
+
+    gpus_per_node: int
+    memory: float
+    peak_flops: float
+    matmul_flops: float
+    half_m: float
+    half_n: float
+    half_k: float
+    memory_bandwidth: float
+    kernel: float
+    launch: float
+    launch_growth: float
+    hop: float
+    link: float
+    data_link: float
+    network: float
+    network_hop: float
+    send: float
+    send_latency: float
+    network_send: float
+    step: float
+    adam: float
+
+    def matmul(self, m: Any, n: Any, k: Any, batch: Any = 1) -> Any:
+        """The time of `batch` products of [m, k] and [k, n]. It falls short of the full rate by a factor for each of the
+        three sizes, since the tiles of a small product leave a part of the GPU idle."""
+        shortfall = (1 + self.half_m / (m * batch)) * (1 + self.half_n / n) * (1 + self.half_k / k)
+        return FLOPS_PER_MULTIPLICATION * m * n * k * batch * shortfall / self.matmul_flops + self.kernel
+
+    def move(self, size: Any) -> Any:
+        """The time of element-wise kernels that read and write `size` bytes in total."""
+        return size / self.memory_bandwidth
+
+    def host(self, kernels: Any, tensor_parallel: Any) -> Any:
+        """The time in which the host launches so many kernels."""
+        return kernels * self.launch * (1 + self.launch_growth * np.log2(tensor_parallel))
+
+    def all_reduce(self, size: Any, ranks: Any, stride: Any = 1, *, link: float) -> Any:
+        """The time of an all-reduce of `size` bytes over `ranks` ranks that are `stride` apart: a ring in each node, at
+        `link` bytes/s, and then a ring between nodes for each GPU's part of the data."""
+        inside = np.minimum(ranks, np.maximum(self.gpus_per_node / stride, 1))
+        nodes = ranks / inside
+        ring = (inside - 1) * self.hop + 2 * (inside - 1) / inside * size / link
+        between = (nodes - 1) * self.network_hop + 2 * (nodes - 1) / nodes * size / inside / self.network
+        return ring + np.where(nodes > 1, between, 0.0)
+
+    def point_to_point(self, size: Any, crosses_nodes: Any) -> Any:
+        """The time in which a pipeline stage sends `size` bytes to the next."""
+        return self.send_latency + size / np.where(crosses_nodes, self.network_send, self.send)
+
+
+def read_cluster(name: str) -> tuple[Cluster, dict[str, Any]]:
+    """Read `clusters/NAME.json`, or the file `name`. Return the cluster and the other contents of the file, such as
+    "software". Raises ValueError if there is no such file, or if a constant is missing or is not a positive number."""
+    path = Path(name) if name.endswith(".json") else ROOT / "clusters" / f"{name}.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        constants = content.pop("cluster")
+        cluster = Cluster(**constants)
+    except OSError as error:
+        known = ", ".join(sorted(file.stem for file in path.parent.glob("*.json"))) or "none"
+        raise ValueError(
+            f"--cluster {name}: {path} cannot be read ({error.strerror}); known clusters: {known}"
+        ) from None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"--cluster {name}: {path} does not describe a cluster: {error}") from None
+    for key, value in dataclasses.asdict(cluster).items():
+        if not isinstance(value, (int, float)) or not value > 0:
+            raise ValueError(f"--cluster {name}: {key} in {path} must be a positive number, not {value!r}")
+    return cluster, content

@@ -1,0 +1,143 @@
+"""The modelled time of a training step of other Megatron-style programs, from a description of the program and a cluster.
+
+It validates the model of machine, network and schedule against published measurements (`benchmarks/step_times.py`).
+
+Legend: b micro-batch, s sequence, h hidden, n heads, l layers, v vocabulary; t, p, d tensor-, pipeline-, data-parallel size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from megatron.gpt2.extensions.plan.cluster import Cluster
+
+VOCAB_SIZE = 50257
+HALF = 2  # bytes of a 16-bit number
+SHARPNESS = 8  # of the maximum of two times that overlap
+
+
+@dataclass(frozen=True)
+class Software:
+    """A Megatron-style program.
+
+    kernels, traffic: constants of a generation of the program: kernels that the host launches in the forward pass of a layer,
+    and bytes of element-wise kernels relative to the list in `layer_bytes`. recompute: "full" or "selective".
+    sequence_parallel: norms and dropout are split. softmax_heads: the fused softmax runs only if this number divides the
+    samples × heads of a rank; otherwise `unfused_kernels` more are launched. backward_kernels: relative to forward.
+    head_kernels: of embedding, head and loss. loss_bytes: per logit. gradient_bytes: per parameter and micro-batch, for the
+    sum of gradients. split_sends: the ranks of a tensor-parallel group share the transfer between stages.
+    """
+
+    kernels: float
+    traffic: float
+    recompute: str = "full"
+    sequence_parallel: bool = False
+    softmax_heads: int = 4
+    unfused_kernels: float = 25.0
+    backward_kernels: float = 1.0
+    head_kernels: float = 85.0
+    loss_bytes: float = 90.0
+    gradient_bytes: float = 8.0
+    split_sends: bool = False
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """Configurations, as arrays of equal length, one element each. `virtual_stages` are model chunks per rank."""
+
+    global_batch: Any
+    micro_batch: Any
+    hidden_size: Any
+    attention_heads: Any
+    layers: Any
+    sequence_length: Any
+    tensor_parallel: Any
+    data_parallel: Any
+    pipeline_parallel: Any
+    virtual_stages: Any = 1
+
+    def with_micro_batch(self, size: Any) -> Layouts:
+        return replace(self, micro_batch=size)
+
+
+def longer(a: Any, b: Any) -> Any:
+    """A smooth maximum of two times: kernels that run while the host launches the next ones hide most of the shorter."""
+    return (a**SHARPNESS + b**SHARPNESS) ** (1 / SHARPNESS)
+
+
+def step_parts(cluster: Cluster, software: Software, x: Layouts) -> dict[str, Any]:
+    """The parts of the time of a step in seconds, which add up to the step: "layers", "head", "tensor_parallel" (collectives
+    inside layers), "bubble", "send" (between stages), "data_parallel" (sum of gradients) and "optimizer"."""
+    b, s, h, t, p, d = (
+        x.micro_batch,
+        x.sequence_length,
+        x.hidden_size,
+        x.tensor_parallel,
+        x.pipeline_parallel,
+        x.data_parallel,
+    )
+    tokens, heads = b * s, b * x.attention_heads / t
+    matmul = cluster.matmul
+
+    # One layer: the weights' products, attention's products, and element-wise kernels.
+    sizes = ((3 * h / t, h), (h, h / t), (4 * h / t, h), (h, 4 * h / t))  # [out, in] of qkv, projection, MLP
+    forward = sum(matmul(tokens, out, inner) for out, inner in sizes)
+    backward = sum(matmul(tokens, inner, out) + matmul(out, inner, tokens) for out, inner in sizes)
+    head_size = h / x.attention_heads
+    attention = matmul(s, s, head_size, heads) + matmul(s, head_size, s, heads)
+    score_bytes, row_bytes = heads * s * s * HALF, tokens * h * HALF
+    split = t if software.sequence_parallel else 1  # of norms, dropout and residual sums
+    scores = cluster.move(software.traffic * 8 * score_bytes)
+    forward = forward + attention + scores + cluster.move(software.traffic * row_bytes * (14 / split + 14 / t))
+    backward = (
+        backward
+        + 2 * attention
+        + cluster.move(software.traffic * (9 * score_bytes + row_bytes * (16 / split + 18 / t)))
+        + cluster.move(software.gradient_bytes * 12 * h * h / t)
+    )
+    reduce = 2 * np.where(t > 1, cluster.all_reduce(row_bytes, t, link=cluster.link), 0.0)  # two in each pass
+    kernels = software.kernels + np.where(heads % software.softmax_heads, software.unfused_kernels, 0.0)
+    host = cluster.host(kernels, t)
+    full = longer(forward + reduce, host)
+    back = longer(backward + reduce, software.backward_kernels * host)
+    again = full if software.recompute == "full" else attention + scores
+    layers_of_stage = x.layers / p
+    stage = layers_of_stage * (full + back + again)
+    passes = 3 if software.recompute == "full" else 2
+
+    # Embedding, head and loss.
+    vocab = np.ceil(VOCAB_SIZE / (128 * t)) * 128 * t
+    table_gradient = cluster.move(software.gradient_bytes * vocab * h / t)
+    head_products = matmul(tokens, vocab / t, h) + matmul(tokens, h, vocab / t) + matmul(vocab / t, h, tokens)
+    loss = cluster.move(software.loss_bytes * tokens * vocab / t)
+    head = longer(head_products + loss, cluster.host(software.head_kernels, t)) + table_gradient
+    embedding = cluster.move(30 * row_bytes) + table_gradient
+
+    # The schedule 1F1B: the slowest stage works on each micro-batch, and the first one waits for the pipeline to fill.
+    micro_batches = x.global_batch / d / b
+    multi_node = t * d * p > cluster.gpus_per_node
+    crosses_nodes = multi_node & (t * d >= cluster.gpus_per_node)
+    message = row_bytes / (t if software.split_sends else 1)
+    send = np.where(p > 1, 2 * cluster.point_to_point(message, crosses_nodes), 0.0)
+    ends = np.where(p > 1, np.maximum(head, embedding), head + embedding)
+    parameters = layers_of_stage * 12 * h * h / t + vocab * h / t
+    gradients = HALF * parameters
+    data_parallel = np.where(d > 1, cluster.all_reduce(gradients, d, t, link=cluster.data_link), 0.0)
+    tied = HALF * vocab * h / t / np.where(multi_node, cluster.network, cluster.data_link)
+    return {
+        "layers": micro_batches * layers_of_stage * (full + back + again - passes * reduce),
+        "tensor_parallel": micro_batches * layers_of_stage * passes * reduce,
+        "head": micro_batches * ends,
+        "bubble": (p - 1) * (stage / x.virtual_stages),
+        "send": send * (micro_batches * x.virtual_stages + p - 1),
+        "data_parallel": data_parallel + np.where(p > 1, tied, 0.0),
+        "optimizer": cluster.step + cluster.adam * parameters,
+    }
+
+
+def step_seconds(cluster: Cluster, software: Software, x: Layouts) -> Any:
+    """The time of a step in seconds."""
+    return sum(step_parts(cluster, software, x).values())
