@@ -152,7 +152,7 @@ def test_probabilities_are_the_models(served: RunningServer, model: GPT2Model) -
     assert {name: found.top_logprobs[0][name] for name in expected} == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize("length", [0, 1, 9])
+@pytest.mark.parametrize("length", [0, 9])
 def test_echo_with_logprobs(served: RunningServer, model: GPT2Model, length: int) -> None:
     """OpenAI's way to score a text. The answer also has the model's likeliest tokens."""
     settings: dict[str, Any] = {"max_tokens": length, "logprobs": 2, "echo": True, "temperature": 0, "seed": 1234}
@@ -300,14 +300,9 @@ def test_bad_clients_leave_it_serving(served: RunningServer) -> None:
 @pytest.mark.parametrize(
     ("host", "status"),
     [
-        *dict.fromkeys(
-            ["localhost", "LOCALHOST.:80", "127.0.0.1:5000", "[::1]", "[::1]:5000", "192.0.2.7"], 200
-        ).items(),
-        *dict.fromkeys(["gpt2.example", "gpt2.EXAMPLE:80"], 200).items(),
-        *dict.fromkeys(
-            ["other.example", "localhost.other.example", "127.0.0.1.other.example", "[::1", "", ":80"], 403
-        ).items(),
-        *dict.fromkeys(["other.example:127.0.0.1", "localhost@other.example", "x.gpt2.example", "a b"], 403).items(),
+        *((host, 200) for host in ("LOCALHOST.:80", "127.0.0.1:5000", "[::1]", "192.0.2.7", "gpt2.EXAMPLE:80")),
+        *((host, 403) for host in ("other.example", "127.0.0.1.other.example", "[::1", "", "other.example:127.0.0.1")),
+        *((host, 403) for host in ("localhost@other.example", "x.gpt2.example", "a b")),
     ],
 )
 def test_only_known_hosts(served: RunningServer, host: str, status: int) -> None:
@@ -316,26 +311,48 @@ def test_only_known_hosts(served: RunningServer, host: str, status: int) -> None
     assert found == status and (status == 200 or "--allowed-hosts" in answer["message"])
 
 
-def test_connections_without_requests_end(model: GPT2Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limit also holds while a client sends a byte now and then, or does not read its answers."""
-    monkeypatch.setattr(connections, "IDLE_SECONDS", 0.3)
-    answered = b"GET /health HTTP/1.1\r\nHost: a.example\r\n\r\n"
+SLOW = [
+    b"G",
+    post_request(60, b"{"),  # a body that is never complete
+    b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n",  # answered; then the headers of a second request
+]
+
+
+def test_slow_connections_end_and_keep_nobody_out(model: GPT2Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """600 connections, more than the server accepts, send a byte now and then and open again when they are closed."""
+    monkeypatch.setattr(connections, "IDLE_SECONDS", 1.0)
+    monkeypatch.setattr(app, "BODY_SECONDS", 1.0)
     with serving(model) as served, contextlib.ExitStack() as opened:
-        clients = [opened.enter_context(socket.create_connection(("127.0.0.1", served.port))) for _ in range(4)]
-        clients[1].sendall(answered)
-        clients[2].sendall(answered[:-2])
-        clients[3].sendall(b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n")
-        deadline = time.monotonic() + 20
-        for client in clients:
-            client.settimeout(0.05)
-            with contextlib.suppress(ConnectionError):
-                while time.monotonic() < deadline:
-                    with contextlib.suppress(TimeoutError):
-                        if not client.recv(1 << 16):
-                            break
-                    client.sendall(b"G")
-        assert time.monotonic() < deadline, "a connection is still open"
-        flood = opened.enter_context(socket.socket())
+        text = served.ask(seed=1).choices[0].text
+
+        def connect(number: int) -> socket.socket:
+            client = opened.enter_context(socket.create_connection(("127.0.0.1", served.port)))
+            client.sendall(SLOW[number % len(SLOW)])
+            client.setblocking(False)
+            return client
+
+        clients = dict(enumerate(map(connect, range(600))))
+        closed: set[int] = set()
+        deadline = time.monotonic() + 60
+        while len(closed) < len(clients):
+            assert time.monotonic() < deadline, f"still open: {sorted(clients.keys() - closed)}"
+            assert served.ask(seed=1).choices[0].text == text
+            time.sleep(0.5)
+            for number, client in clients.items():
+                with contextlib.suppress(BlockingIOError):
+                    with contextlib.suppress(ConnectionError):
+                        client.send(b"x")
+                        if client.recv(1 << 16):
+                            continue
+                    client.close()
+                    clients[number] = connect(number)
+                    closed.add(number)
+
+
+def test_a_client_that_does_not_read_is_disconnected(model: GPT2Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "IDLE_SECONDS", 0.3)
+    with serving(model) as served, socket.socket() as flood:
         flood.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         flood.connect(("127.0.0.1", served.port))
         flood.settimeout(20)
@@ -343,40 +360,6 @@ def test_connections_without_requests_end(model: GPT2Model, monkeypatch: pytest.
             while True:
                 flood.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000)
         assert served.ask(max_tokens=40).choices[0].text
-
-
-SLOW = [b"G", post_request(60, b"{")]  # headers and a body that arrive by one byte a second
-
-
-def test_slow_connections_keep_nobody_out(model: GPT2Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """600 connections, more than the server accepts, send one byte a second and open again when they are closed."""
-    monkeypatch.setattr(connections, "IDLE_SECONDS", 2.0)
-    monkeypatch.setattr(app, "BODY_SECONDS", 2.0)
-    with serving(model) as served, contextlib.ExitStack() as opened:
-        text = served.ask(seed=1).choices[0].text
-
-        def connect(number: int) -> socket.socket:
-            client = opened.enter_context(socket.create_connection(("127.0.0.1", served.port)))
-            client.sendall(SLOW[number % 2])
-            client.setblocking(False)
-            return client
-
-        clients = dict(enumerate(map(connect, range(600))))
-        closed = 0
-        for _ in range(4):
-            assert served.ask(seed=1).choices[0].text == text
-            time.sleep(1)
-            for number, client in clients.items():
-                try:
-                    client.send(b"x")
-                    if client.recv(100):  # 408: the body took longer
-                        raise ConnectionError
-                except BlockingIOError:
-                    continue
-                except ConnectionError:
-                    client.close()
-                    clients[number], closed = connect(number), closed + 1
-        assert closed >= 600
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -408,9 +391,6 @@ def test_too_many_texts_and_too_much_time(model: GPT2Model) -> None:
         with pytest.raises(openai.APIError, match="took longer"):
             list(served.ask(stream=True, n=30, extra_body=ENDLESS))
         served.wait_until(texts=0)
-        with socket.create_connection(("127.0.0.1", served.port)) as connection:  # a body that is never complete
-            connection.sendall(post_request(60, b"{"))
-            assert connection.recv(100).startswith(b"HTTP/1.1 408")
 
 
 def test_stopping_answers_waiting_clients(model: GPT2Model) -> None:
