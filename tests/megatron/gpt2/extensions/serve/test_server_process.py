@@ -27,7 +27,6 @@ from megatron.gpt2.generate.sampling import Sampling
 from megatron.gpt2.model.gpt2 import GPT2Model
 from tests.conftest import ROOT, needs
 from tests.megatron.gpt2.generate.test_generation import CONFIG, save
-from tests.warm_python import WarmPython
 
 pytestmark = [needs("starlette", "uvicorn", extra="serve"), needs("openai", extra="dev")]
 TOKENIZER = build_tokenizer("bytes")
@@ -205,18 +204,16 @@ def test_the_examples_of_the_manual(program: ServerProcess) -> None:
     assert subprocess.run([sys.executable, "-c", example], capture_output=True, check=True).stdout
 
 
-def test_ctrl_c_ends_one_rank(saved: Path, python: WarmPython) -> None:
+def test_ctrl_c_ends_one_rank(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from megatron.gpt2.extensions.serve import command
+
     with ServerProcess(saved) as program:
         port = program.url.rstrip("/").rpartition(":")[2]
         assert program.client.models.list().data[0].id == "tiny"
-        taken = subprocess.run(
-            [python.python, str(PROGRAM), "--load", str(saved), "--port", port],
-            check=False,
-            capture_output=True,
-            text=True,
-        )
-        assert taken.returncode == 2 and taken.stderr.startswith("error: ") and taken.stderr.count("\n") == 1
-        assert f"--port {port}: Address already in use" in taken.stderr
+        assert command.main(["--load", str(saved), "--port", port]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and error.count("\n") == 1
+        assert f"--port {port}: Address already in use" in error
         program.end(signal.SIGINT)
 
 

@@ -211,6 +211,9 @@ def test_a_saved_trace_is_compared_with(command: list[str], tmp_path: Path, capf
     html = page.read_text()
     assert html.count("<svg") == 2 and html.count("equal to the bit") == 2 and html.count('"alarm">DIFFERS<') == 1
     assert "http" not in html.replace("http-equiv", "")
+    assert main(["--against", str(trace), "--layout", "", *command, "--hidden-size", "64"]) == 2
+    refused = "error: the trace is of a different run: --hidden-size is 32 in the trace and 64 here"
+    assert capfd.readouterr().err.strip() == refused
 
 
 def test_transformers_computes_the_same_training(command: list[str], capfd: pytest.CaptureFixture[str]):
@@ -245,13 +248,3 @@ def test_transformers_computes_the_same_training(command: list[str], capfd: pyte
 def test_bad_input_is_one_line(command: list[str], flags: list[str], message: str):
     with pytest.raises(ValueError, match=re.escape(message)):
         main([*flags, *command])
-
-
-def test_a_trace_of_a_different_run_is_refused(command: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    trace = str(tmp_path / "trace")
-    assert main(["--layout", "", "--save-trace", trace, "--steps", "1", *command]) == 0
-    capfd.readouterr()
-    assert main(["--against", trace, "--layout", "", *command, "--hidden-size", "64"]) == 2
-    assert capfd.readouterr().err.strip() == (
-        "error: the trace is of a different run: --hidden-size is 32 in the trace and 64 here"
-    )
