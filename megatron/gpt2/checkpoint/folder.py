@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from data_utils.command_line import how_to_call
-from data_utils.files import make_folder, no_follow, try_lock, wrap_errors
+from data_utils.files import add_path, make_folder, no_follow, try_lock, wrap_errors
 from megatron.gpt2.checkpoint.reader import MANIFEST, Checkpoint
 from megatron.gpt2.monitor.incidents import FOLDER as INCIDENTS
 from megatron.gpt2.monitor.run_log import rename_old
@@ -207,6 +207,7 @@ def lock_folder(folder: Path, log: Log) -> BinaryIO:
         # Not "w", which would delete the name of the process that holds the lock.
         file = open(path, "a+b", opener=no_follow)  # noqa: SIM115
     except OSError as error:
+        add_path(error, path)
         raise ValueError(f"--save {folder}: cannot be written: {error.strerror}") from error
     try:
         taken = try_lock(file)

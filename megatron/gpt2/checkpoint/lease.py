@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import BinaryIO
 
-from data_utils.files import fsync_path, no_follow, try_lock
+from data_utils.files import add_path, fsync_path, no_follow, try_lock
 from megatron.gpt2.checkpoint.folder import BEST, TRACKER, FolderInUse, Log, lock_folder
 
 PATTERN = "lease_" + 10 * "[0-9]"
@@ -64,6 +64,9 @@ class Lease:
                 break
             except FileExistsError:
                 pass  # another start has taken this number
+            except OSError as error:
+                add_path(error, path)
+                raise
         for earlier in folder.glob(PATTERN):
             if earlier.name < path.name:
                 earlier.unlink(missing_ok=True)

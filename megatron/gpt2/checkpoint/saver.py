@@ -35,11 +35,11 @@ from megatron.gpt2.checkpoint.writer import (
     temporary_folder,
     write_rank_files,
 )
+from megatron.gpt2.dist.ranks import format_ranks
 from megatron.gpt2.hooks import StopRun
 
 GRACE_SECONDS = 5.0  # at the end of a run, rank 0 waits this long for files of ranks that may be dead
 _POLL_SECONDS = 0.02
-_MAX_NAMED_RANKS = 8  # in a message
 _TOO_SLOW = "too slow"
 _ALIGNMENT = 64  # bytes, of every tensor in the host buffer
 
@@ -48,11 +48,13 @@ _ALIGNMENT = 64  # bytes, of every tensor in the host buffer
 class PendingSave:
     """State that the writing thread and the training thread share during a save.
 
-    own: the result of writing this rank's files. deadline: the `time.monotonic()` at which rank 0 stops waiting for other
-    ranks. problem: the error of the first rank that could not write its files, else "".
+    own: the result of writing this rank's files. committed: that of `Saver.write`. deadline: the `time.monotonic()` at
+    which rank 0 stops waiting for other ranks. problem: the error of the first rank that could not write its files, else
+    "".
     """
 
     own: Future[None] = field(default_factory=Future)
+    committed: Future[Path] = field(default_factory=Future)
     deadline: float = math.inf
     problem: str = ""
 
@@ -84,7 +86,7 @@ class Saver:
     problem: str = ""
     _host_buffer: Tensor | None = None  # for --async-save
     _saves: int = 0
-    _pending: tuple[int | None, PendingSave, Future[Path]] | None = None
+    _pending: PendingSave | None = None
 
     def prepare(self, files: ShardedFiles) -> None:
         """Allocate the host buffer into which --async-save copies `files`, once. A call before training avoids the wait in
@@ -109,17 +111,16 @@ class Saver:
         self.prepare(files)
         if self._host_buffer is not None:
             files = _copy_to_host(files, self._host_buffer)
-        pending, written = PendingSave(), Future[Path]()
+        self._pending = pending = PendingSave()
 
         def run() -> None:
             try:
-                written.set_result(self.write(iteration, files, metadata, pending, into))
+                pending.committed.set_result(self.write(iteration, files, metadata, pending, into))
             except BaseException as error:  # `finish` raises it
-                written.set_exception(error)
+                pending.committed.set_exception(error)
 
         # A daemon: storage that does not answer does not keep the process from ending.
         threading.Thread(target=run, name="saver", daemon=True).start()
-        self._pending = None if into else iteration, pending, written
         return None if self.asynchronous else self.finish()
 
     def write(
@@ -166,49 +167,45 @@ class Saver:
         return final
 
     def _wait_for_tables(self, folder: Path, pending: PendingSave) -> None:
-        ranks = {Path(table_path(rank)).name: rank for rank in range(self.world_size)}
+        tables = {Path(table_path(rank)).name: rank for rank in range(self.world_size)}
         began = time.monotonic()
         # One listing for all ranks. With thousands of ranks, a query for each file would load the file system.
-        while missing := sorted(ranks.keys() - set(os.listdir((folder / table_path(0)).parent))):
+        while missing := tables.keys() - set(os.listdir((folder / table_path(0)).parent)):
             if pending.problem:
                 raise OSError(pending.problem)
             if time.monotonic() > pending.deadline:
-                named = ", ".join(str(ranks[name]) for name in missing[:_MAX_NAMED_RANKS])
-                more = f" and {len(missing) - _MAX_NAMED_RANKS:,} more" if len(missing) > _MAX_NAMED_RANKS else ""
                 raise TimeoutError(
-                    f"{folder}: no files from rank {named}{more} within {time.monotonic() - began:.1f} s; "
-                    "earlier checkpoints are untouched: do all nodes share the folder?"
+                    f"{folder}: no files from {format_ranks([tables[name] for name in missing], {})} within "
+                    f"{time.monotonic() - began:.1f} s; earlier checkpoints are untouched: do all nodes share the folder?"
                 )
             time.sleep(_POLL_SECONDS)
 
     def finish(self) -> Path | None:
         """Wait for the pending save. Return its folder, or None if no save is pending or if it failed on any rank. Raises
         StopRun on every rank if the storage of one takes longer than `storage_timeout_s`."""
-        if self._pending is None:
+        if (pending := self._pending) is None:
             return None
-        iteration, pending, written = self._pending
         errors = self._gather_errors(pending.own, pending)
         pending.problem = next(
             (f"rank {rank} could not write its files: {text}" for rank, text in enumerate(errors) if text), ""
         )
         pending.deadline = time.monotonic() + self.timeout_s
-        failed = any(self._gather_errors(written, pending))
+        failed = any(self._gather_errors(pending.committed, pending))
         self._pending = None
-        path = None if isinstance(written.exception(), OSError) else written.result()
+        if isinstance(pending.committed.exception(), OSError):
+            return None
+        path = pending.committed.result()
         if failed:
             return None
-        if iteration is not None:
-            self.saved_iteration = iteration
+        if path.parent == self.folder:  # not best/
+            self.saved_iteration = int(path.name.removeprefix("iter_"))
         return path
 
-    def _gather_errors(self, written: Future[Any], pending: PendingSave) -> list[str]:
-        """Wait for `written`, and return the OSError of each rank, "" without one."""
-        wait([written], self.storage_timeout_s)
-        text = _TOO_SLOW
-        if written.done():
-            error = written.exception()
-            text = (str(error) or "an error without a text") if isinstance(error, OSError) else ""
-        texts = self.gather(text)
+    def _gather_errors(self, result: Future[Any], pending: PendingSave) -> list[str]:
+        """Wait for `result`, and return the OSError of each rank, "" without one."""
+        done, _ = wait([result], self.storage_timeout_s)
+        error = result.exception() if done else OSError(_TOO_SLOW)
+        texts = self.gather((str(error) or repr(error)) if isinstance(error, OSError) else "")
         if _TOO_SLOW in texts:
             self._pending = None
             pending.problem = (
@@ -222,9 +219,8 @@ class Saver:
         """Wait for a save that is still pending, for example after an error. It is completed if the files of all ranks
         arrive within GRACE_SECONDS. No collective is called, because other ranks may be dead."""
         if self._pending is not None:
-            _, pending, written = self._pending
-            pending.deadline = time.monotonic() + GRACE_SECONDS
-            wait([written], self.storage_timeout_s)
+            self._pending.deadline = time.monotonic() + GRACE_SECONDS
+            wait([self._pending.committed], self.storage_timeout_s)
 
 
 def _sizes(files: ShardedFiles) -> list[int]:

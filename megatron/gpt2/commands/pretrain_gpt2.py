@@ -4,6 +4,7 @@ Exit codes: 0 if the run ended as requested (also after SIGTERM), 1 if it failed
 rank prints one line.
 """
 
+import contextlib
 import functools
 import os
 import sys
@@ -122,7 +123,8 @@ class ProcessState:
             trainer.incidents.error(error)
             if isinstance(error, FloatingPointError | StopRun):
                 trainer.log.info(f"stopped: {error}")  # on every rank after the same step
-                trainer.checkpoints.saver.finish()
+                with contextlib.suppress(StopRun):  # the storage is too slow for a pending save
+                    trainer.checkpoints.saver.finish()
                 return 1
             trainer.log.note("stopped: " + " ".join(str(error).split())[:300])
         if self.context is not None and is_out_of_memory(error):
@@ -157,19 +159,14 @@ def report_finished(context: RunContext, log: Log) -> int:
 def finish_run(trainer: Trainer, reason: str) -> int:
     """Save, evaluate and report after the last step. reason: of the stop, or "" at the end. Return the exit code, which
     is 1 if the last iteration is not saved."""
-    iteration, saver, rank_info, valid, sample = (
-        trainer.progress.iteration,
-        trainer.checkpoints.saver,
-        trainer.context.rank_info,
-        None,
-        "",
-    )
+    iteration, saver, rank_info = trainer.progress.iteration, trainer.checkpoints.saver, trainer.context.rank_info
+    valid, sample = None, ""
     saver.finish()
     if saver.saved_iteration != iteration:
         trainer.save()  # before the evaluations, which can take long: a second Ctrl-C must not lose the last steps
         saver.finish()
-    is_saved = saver.saved_iteration == iteration
-    missing = "" if is_saved else f"iteration {iteration} is not saved"
+    missing = "" if saver.saved_iteration == iteration else f"iteration {iteration} is not saved"
+    code = 1 if missing else 0
     if reason:
         goes_on = f"{missing}: the same command restarts before it" if missing else "the same command continues"
         trainer.log.info(f"stopped by {reason} at iteration {iteration}: {goes_on}")
@@ -179,11 +176,10 @@ def finish_run(trainer: Trainer, reason: str) -> int:
         sample = sample_text(trainer, count=3)
         saver.finish()  # --keep-best may have started an asynchronous save
         trainer.log.note(f"finished, but {missing}" if missing else "finished")
-    code = 0 if is_saved else 1
     if missing:
         trainer.incidents.note("error", f"{missing}: {saver.problem}", cause="full disk")
     trainer.incidents.note("end", reason or FINISHED, exit_code=code)
-    if is_saved:
+    if not missing:
         trainer.checkpoints.remove_local()
         if rank_info.rank == 0:
             write_ended(trainer.context.save_directory, reason or FINISHED, iteration, code)

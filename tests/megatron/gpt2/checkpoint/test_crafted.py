@@ -138,16 +138,12 @@ TEXTS: dict[str, Callable[[], str]] = {  # some have megabytes, so they are buil
     "nothing": lambda: "",
     "a list": lambda: "[" + text(),
     "nested lists": lambda: text(more='"x": ' + "[" * 100_000),
-    "nested objects": lambda: '{"x":' * 100_000,
     "a second key": lambda: text(more='"iteration": 1, '),
-    "a second sha256": lambda: text(more='"sha256": "", '),
     "a second tensor": lambda: text(f'"x": {EMPTY}, "x": {EMPTY}'),
     "a lone surrogate": lambda: text('"\\ud800": 0'),
     "a number of many digits": lambda: text().replace("1", "1" * 100_000, 1),
-    "a great exponent": lambda: text().replace("1", "1e400"),
     "lines in a name": lambda: text('"a\\nb\\rc": {"dtype": "F32", "shape": [1]}'),
     "a long name": lambda: text(f'"{LONG}": {{"dtype": "F32", "shape": [1]}}'),
-    "a long path": lambda: text(files=f'"{LONG}": {{}}'),
     "many dimensions": lambda: text(f'"x": {{"dtype": "F32", "shape": [{"1," * 5_000_000}1]}}'),
     "great dimensions": lambda: text(f'"x": {{"dtype": "F32", "shape": [{f"{10**4000}," * 3000}1]}}'),
     "white space": lambda: " " * (17 << 20),
@@ -167,27 +163,24 @@ NUMBERS += [f"{FILE} bytes", f"{FILE} boxes x offset 0", f"{FILE} boxes x shape 
 TABLE_NUMBERS = [*(f"held 0 0 {column}" for column in range(4)), "tensors x held", f"{TABLE} bytes"]
 
 
-@pytest.mark.parametrize(("version", "ways"), [("oldest", NUMBERS), ("newest", TABLE_NUMBERS)])
-def test_what_is_no_number(request: pytest.FixtureRequest, version: str, ways: list[str]) -> None:
+VALUES = ["tensors", "tensors x", "tensors x dtype", "tensors x shape", "files", FILE]
+VALUES += [f"{FILE} {inner}" for inner in ("sha256", "boxes", "boxes x", "boxes x offset", "boxes x shape")]
+NO_VALUES = [GONE, None, True, 3, "x", [], [[]], [1, 2], {"x": []}, {"x": {}}, {"x": None}]
+
+
+@pytest.mark.parametrize(
+    ("version", "ways", "values"),
+    [("oldest", NUMBERS, NO_NUMBERS), ("newest", TABLE_NUMBERS, NO_NUMBERS), ("oldest", VALUES, NO_VALUES)],
+)
+def test_values_of_another_type(
+    request: pytest.FixtureRequest, version: str, ways: list[str], values: list[Any]
+) -> None:
     folder = request.getfixturevalue(version)
     true = contents(folder)
     for way in ways:
-        for value in NO_NUMBERS:
+        for value in values:
             change(folder, (way, value), base=true)
             refused(folder)
-    if version == "oldest":  # the right size, but as a fraction
-        change(folder, (f"{FILE} bytes", float(true["files"][FILES[0]]["bytes"])), base=true)
-        refused(folder)
-
-
-def test_values_of_another_type(oldest: Path) -> None:
-    true = contents(oldest)
-    ways = ["tensors", "tensors x", "tensors x dtype", "tensors x shape", "files", FILE]
-    ways += [f"{FILE} {inner}" for inner in ("sha256", "boxes", "boxes x", "boxes x offset", "boxes x shape")]
-    for value in (GONE, None, True, 3, "x", [], [[]], [1, 2], {"x": []}, {"x": {}}, {"x": None}):
-        for way in ways:
-            change(oldest, (way, value), base=true)
-            refused(oldest)
 
 
 def boxes(*found: tuple[list[int], list[int]]) -> Change:

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from data_utils.files import atomic_write_text
-from megatron.gpt2.checkpoint.folder import TRACKER, find_checkpoint
+from megatron.gpt2.checkpoint.folder import TRACKER, find_checkpoint, lock_folder
 from megatron.gpt2.checkpoint.reader import MANIFEST
 from megatron.gpt2.checkpoint.writer import ShardedTensor, write_atomically
 from tests.conftest import ROOT
@@ -64,6 +64,7 @@ def test_a_disk_without_inodes_is_named(tmp_path: Path, monkeypatch: pytest.Monk
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "mkdir", full)
     for inodes, said in (
         (7, r"\(1,024 bytes are free there\)"),
         (0, r"\(no inodes are free there: remove files, however small\)"),
@@ -75,6 +76,8 @@ def test_a_disk_without_inodes_is_named(tmp_path: Path, monkeypatch: pytest.Monk
             write_atomically(tmp_path / "tracker", b"300")
         with pytest.raises(OSError, match=f"No space left on device {said}: '.*settings'"):
             atomic_write_text(tmp_path / "settings", "{}")
+        with pytest.raises(ValueError, match=f"^--save .*new: cannot be written: No space left on device {said}$"):
+            lock_folder(tmp_path / "new", pytest.fail)
 
 
 def test_what_a_crashed_attempt_left_takes_no_part(tmp_path: Path) -> None:

@@ -69,17 +69,19 @@ QUICK = [
 ]
 # With product up to 8 in 371f5f5:benchmarks/layouts.py.
 WIDE = [
-    LayoutCase(1, 1, 1, 2),
-    LayoutCase(2, 1, 1, 8, SELECTIVE),
-    LayoutCase(2, 1, 1, 2),
-    LayoutCase(2, 1, 1, 4, SEQUENCE),
-    LayoutCase(1, 1, 2, 1, FULL),
-    LayoutCase(1, 1, 2, 4, DDP),
-    LayoutCase(1, 1, 2, 1, DDP),
-    LayoutCase(1, 1, 2, 2, ZERO_2),
-    LayoutCase(2, 1, 2, 1),
-    LayoutCase(2, 1, 2, 1, f"{ZERO_2} {FULL} {SPLIT_INPUTS}"),
-    LayoutCase(4, 1, 1, 4, f"{SEQUENCE} {FULL}"),
+    *(
+        LayoutCase(tensor, 1, data, micro, flags)
+        for tensor, data, micro, flags in (
+            (1, 1, 2, ""),
+            (2, 1, 8, SELECTIVE),
+            (2, 1, 4, SEQUENCE),
+            (1, 2, 1, FULL),
+            (1, 2, 1, DDP),
+            (1, 2, 2, ZERO_2),
+            (2, 2, 1, f"{ZERO_2} {FULL} {SPLIT_INPUTS}"),
+            (4, 1, 4, f"{SEQUENCE} {FULL}"),
+        )
+    ),
     *(
         LayoutCase(1, 2, 1, micro, f"{schedule} {more}", layers)
         for layers, micro, more in ((4, 1, FULL), (6, 2, ""), (6, 8, FULL), (4, 4, ""))
@@ -171,13 +173,6 @@ def test_losses_of_30_steps_over_all_layouts(folder: Path, references: dict[int,
     assert_same(folder, layouts, references, 30)
 
 
-@pytest.mark.wide
-def test_both_tied_matrices_are_equal_after_100_steps(folder: Path) -> None:
-    layouts = [LayoutCase(1, 2, 2, 1), LayoutCase(1, 2, 2, 1, f"{SHARDED} --precision bf16")]
-    for results in run_ranks(train, 4, str(folder), layouts, 100, timeout=600):
-        assert all(result["tied"] == [True] * 4 for result in results)
-
-
 @pytest.mark.parametrize(
     ("precision", "loss", "norm"),
     [
@@ -198,13 +193,9 @@ def test_16_bit_losses_are_close(folder: Path, references: dict[int, Any], preci
 
 
 def sixteen_bits(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    """Train bf16 over two stages, and fp16 with a gradient of the last stage that is not finite in the third step."""
-    flags = LayoutCase(1, 2, 1, 2).command
-    trainer = start(rank, world_size, folder, f"{flags} --precision bf16 --save {folder}/bf16")
-    bf16 = steps(trainer, 5)["loss"]
-    finish(trainer)
+    """Train fp16 over two stages, with a gradient of the last stage that is not finite in the third step."""
     more = f"--precision fp16 --initial-loss-scale 1024 --hysteresis 1 --save {folder}/fp16"
-    trainer = start(rank, world_size, folder, f"{flags} {more}")
+    trainer = start(rank, world_size, folder, f"{LayoutCase(1, 2, 1, 2).command} {more}")
     before = steps(trainer, 2)
     if rank == 1:
         _, parameter = next((n, p) for n, p in trainer.state.model.named_parameters() if n.endswith("dense.bias"))
@@ -215,7 +206,7 @@ def sixteen_bits(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     after = steps(trainer, 2)
     finish(trainer)
     return {
-        "bf16": bf16,
+        "loss": before["loss"],
         "skipped": [*before["skipped"], *third["skipped"], *after["skipped"]],
         "scale": [third["scale"][0], after["scale"][0]],
     }
@@ -224,7 +215,7 @@ def sixteen_bits(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 def test_all_stages_skip_a_step_that_overflows_on_one(folder: Path, references: dict[int, Any]) -> None:
     for result in run_ranks(sixteen_bits, 2, str(folder), timeout=200):
         assert result["skipped"] == [False, False, True, False, False] and result["scale"] == [1024, 512]
-        assert result["bf16"] == pytest.approx(references[4]["loss"][:5], rel=2**-8)
+        assert result["loss"] == pytest.approx(references[4]["loss"][:2], rel=2**-11)
 
 
 def evaluate_and_generate(rank: int, world_size: int, folder: str, layouts: list[LayoutCase]) -> list[dict[str, Any]]:
