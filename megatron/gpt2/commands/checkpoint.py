@@ -12,6 +12,7 @@ Exit codes: 0; 1 if a difference or damage was found; 2 for bad input.
 """
 
 import argparse
+import contextlib
 import ctypes
 import json
 import platform
@@ -30,6 +31,7 @@ from megatron.gpt2.formats.compare import (
     format_description,
     format_difference,
 )
+from megatron.gpt2.formats.external import UnknownHeadsError
 from megatron.gpt2.formats.huggingface import write_huggingface
 from megatron.gpt2.formats.megatron import write_megatron
 from megatron.gpt2.formats.megatron_model import PIPELINE_FLAG, VIRTUAL_FLAG, MegatronLayout
@@ -139,6 +141,17 @@ def open_verified(args: argparse.Namespace, path: str) -> BaseCheckpoint:
     return source
 
 
+def open_pair(args: argparse.Namespace) -> list[BaseCheckpoint]:
+    """Open the sources of `diff`. If one does not store its number of heads, it has that of the other."""
+    opened: dict[str, BaseCheckpoint] = {}
+    for path in (args.a, args.b):
+        with contextlib.suppress(UnknownHeadsError):
+            opened[path] = open_verified(args, path)
+    for source in opened.values():
+        args.num_attention_heads = source.metadata["config"]["model"]["num_attention_heads"]
+    return [opened[path] if path in opened else open_verified(args, path) for path in (args.a, args.b)]
+
+
 def find_tokenizer(args: argparse.Namespace, source: BaseCheckpoint) -> Tokenizer | None:
     """Return the tokenizer that the flags name, or that of the source, or None."""
     if args.tokenizer_model:
@@ -209,7 +222,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.command == "verify":
         return verify(args)
     if args.command == "diff":
-        difference = compare_tensors(open_verified(args, args.a), open_verified(args, args.b))
+        difference = compare_tensors(*open_pair(args))
         print("\n".join(format_difference(difference)))
         print("equal" if difference.equal else "NOT EQUAL")
         return 0 if difference.equal else 1

@@ -11,7 +11,7 @@ import math
 import operator
 import struct
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,10 @@ class MixedRunsError(ValueError):
     """Files of one checkpoint hold different values of the same parameter, or of its optimizer state."""
 
 
+class UnknownHeadsError(ValueError):
+    """The files do not contain the number of attention heads, and no flag gives it."""
+
+
 @contextlib.contextmanager
 def file_errors(path: str | Path) -> Iterator[None]:
     """Convert errors inside the block to a ValueError in one line that names `path` or a file in it."""
@@ -59,7 +63,8 @@ def file_errors(path: str | Path) -> Iterator[None]:
         message = (
             str(error) if isinstance(error, ValueError) else f"damaged ({type(error).__name__}: {str(error)[:80]!r})"
         )
-        raise ValueError(message if str(path) in message else f"{path}: {message}") from error
+        kind = UnknownHeadsError if isinstance(error, UnknownHeadsError) else ValueError
+        raise kind(message if str(path) in message else f"{path}: {message}") from error
 
 
 @dataclass(frozen=True)
@@ -87,9 +92,8 @@ class LazyTensor:
     def combine(change: Callable[..., Tensor], *parts: LazyTensor) -> LazyTensor:
         """A lazy tensor whose value is `change(*parts)`."""
         shapes = [torch.empty(part.info.shape, dtype=part.info.dtype, device="meta") for part in parts]
-        return LazyTensor(
-            LazyTensor.from_tensor(change(*shapes)).info, lambda: change(*(part.load() for part in parts))
-        )
+        info = LazyTensor.from_tensor(change(*shapes)).info
+        return LazyTensor(info, lambda: change(*(part.load() for part in parts)))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> LazyTensor:
         return LazyTensor.combine(change, self)
@@ -99,43 +103,72 @@ class LazyTensor:
 
 
 LazyTensors = Mapping[str, LazyTensor]
-OptimizerState = tuple[dict[str, LazyTensors], dict[str, Any]]  # the tensors by kind and name, and metadata of the run
+OptimizerState = tuple[Mapping[str, LazyTensors], dict[str, Any]]  # the tensors by kind and name, and metadata
 
 
 class ExternalCheckpoint(BaseCheckpoint):
     """A checkpoint of another program. It keeps no tensor in memory.
 
-    model: with the true vocabulary size. metadata: other values, with the names of our manifest. tensors: by kind
-    ("model", "master", ...) and our name, with the model's shapes. Padding rows of the word embeddings are left out.
-    left_out: one line for each thing that the files hold and this object does not. Raises ValueError for tensors that are
-    not floating-point.
+    iteration: default, the optimizer's steps. model: with the true vocabulary size. metadata: other values, with the names
+    of our manifest. weights: by our names, with the model's shapes. left_out: one line for each thing that the files hold
+    and this object does not. read_optimizer: returns moments, metadata, and masters if they are not the weights. None: the files
+    hold no state. If it fails,
+    or if a master, rounded to the dtype of the weights, is not the weight, the state is left out, with `problem` in the
+    line. Padding rows of the word embeddings are left out.
+
+    Raises ValueError for weights that are not floating-point, and MixedRunsError if `read_optimizer` does.
     """
 
     def __init__(
         self,
         path: Path,
         format: str,
-        iteration: int,
+        iteration: int | None,
         model: ModelConfig,
         metadata: Mapping[str, Any],
-        tensors: Mapping[str, LazyTensors],
+        weights: LazyTensors,
         left_out: Sequence[str] = (),
+        read_optimizer: Callable[[], OptimizerState] | None = None,
+        problem: str = ": unknown form",
     ) -> None:
-        self.path, self.format, self.iteration, self.left_out = path, format, iteration, tuple(left_out)
-        self._lazy: dict[str, LazyTensor] = {}
-        for kind, by_name in tensors.items():
-            for name, spec in parameter_specs(model).items():
-                dtype, shape = by_name[name].info.dtype, by_name[name].info.shape
-                require(dtype.is_floating_point, f"{path}: {name} has dtype {dtype}, which is not floating-point")
-                rows = operator.itemgetter(slice(spec.global_shape[0]))
-                self._lazy[f"{kind}.{name}"] = by_name[name] if shape == spec.global_shape else by_name[name].map(rows)
+        self.path, self.format, lines = path, format, list(left_out)
+        shapes = {name: spec.global_shape for name, spec in parameter_specs(model).items()}
+        kinds = {"model": {name: _without_padding(weights[name], shape) for name, shape in shapes.items()}}
+        for name, weight in kinds["model"].items():
+            dtype = weight.info.dtype
+            require(dtype.is_floating_point, f"{path}: {name} has dtype {dtype}, which is not floating-point")
+        saved: dict[str, Any] = {}
+        if read_optimizer is not None:
+            try:
+                states, found = read_optimizer()
+                held = {
+                    kind: {name: _without_padding(states[kind][name], shape) for name, shape in shapes.items()}
+                    if kind in states
+                    else kinds["model"]
+                    for kind in OPTIMIZER_KINDS
+                }
+                for kind, tensors in held.items():
+                    for name, tensor in tensors.items():
+                        same = tensor.info == TensorInfo(torch.float32, shapes[name])
+                        require(same, f"{kind} of {name} is not fp32 with the shape of its parameter")
+                for name, weight in kinds["model"].items():
+                    check_master(name, weight, held["master"][name])
+                kinds, saved = {**kinds, **held}, found
+            except MixedRunsError:
+                raise
+            except PARSE_ERRORS as error:
+                lines.append(f"the optimizer's state{problem} ({type(error).__name__}: {str(error)[:200]})")
+        self._lazy = {f"{kind}.{name}": tensor for kind, tensors in kinds.items() for name, tensor in tensors.items()}
         self.tensors = {name: tensor.info for name, tensor in self._lazy.items()}
+        self.iteration = saved["optimizer"]["adam_steps"] if iteration is None and saved else iteration or 0
+        self.left_out = tuple(lines)
         self.metadata = {
             "tokenizer": None,
             **metadata,
-            "config": {**metadata.get("config", {}), "model": dataclasses.asdict(model)},
+            **saved,
+            "config": {**saved.get("config", {}), "model": dataclasses.asdict(model)},
             "vocab_size": model.vocab_size,
-            "iteration": iteration,
+            "iteration": self.iteration,
         }
 
     def read_into(self, out: Tensor, name: str, offset: tuple[int, ...]) -> None:
@@ -145,6 +178,16 @@ class ExternalCheckpoint(BaseCheckpoint):
         if box.numel:
             check_inside(f"{self.path}: {name}", self.tensors[name].shape, box)
         out.copy_(self._lazy[name].load()[box.slices()])
+
+
+def _without_padding(tensor: LazyTensor, shape: tuple[int, ...]) -> LazyTensor:
+    return tensor if tensor.info.shape == shape else tensor.map(operator.itemgetter(slice(shape[0])))
+
+
+def check_master(name: str, weight: LazyTensor, master: LazyTensor) -> None:
+    """Raise ValueError unless `master`, rounded to the dtype of `weight`, is equal to it."""
+    same = master is weight or torch.equal(master.load().to(weight.info.dtype), weight.load())
+    require(same, f"the master of {name}, rounded, is not the weight")
 
 
 def to_head_major(x: Tensor, heads: int, version: int = 0) -> Tensor:
@@ -181,10 +224,19 @@ def infer_num_heads(hidden_size: int, tp_size: int, saved: Any, hints: Hints) ->
     )
     if heads in fitting:
         return heads
-    problem = f"{heads} attention heads do not divide its hidden size of {hidden_size} over {tp_size} ranks"
+    advice = f"give --num-attention-heads, one of {', '.join(map(str, fitting[:6]))} (the most likely first)"
+    if heads is None:
+        raise UnknownHeadsError(f"does not contain its number of attention heads: {advice}")
     raise ValueError(
-        f"{'does not contain its number of attention heads' if heads is None else problem}: give "
-        f"--num-attention-heads, one of {', '.join(map(str, fitting[:6]))} (the most likely first)"
+        f"{heads} attention heads do not divide its hidden size of {hidden_size} over {tp_size} ranks: {advice}"
+    )
+
+
+def report_padding(rows: int, guesses: Sequence[str], log: Callable[[str], None]) -> None:
+    """Log that the vocabulary's true size is unknown. guesses: sizes that `--vocab-size` may give."""
+    log(
+        f"the true vocabulary size is unknown, so the padded size, {rows}, is used: --vocab-size "
+        f"{' or '.join(guesses) or 'N'} leaves out the padding rows"
     )
 
 
@@ -203,26 +255,6 @@ def short_repr(value: Any) -> str:
 
 
 # --- Adam's state
-
-
-def optimizer_state_if_valid(
-    read: Callable[[], OptimizerState], weights: LazyTensors, left_out: list[str], what: str = ""
-) -> OptimizerState:
-    """Return the optimizer state from `read`. If it does not fit `weights`, is not fp32, or has an unknown form, return an
-    empty state and append a line to `left_out`. what: a text for this line. A MixedRunsError is raised again."""
-    try:
-        states, metadata = read()
-        for kind, by_name in states.items():
-            for name, weight in weights.items():
-                wanted = TensorInfo(torch.float32, weight.info.shape)
-                require(by_name[name].info == wanted, f"{kind} of {name} is not fp32 with the shape of its parameter")
-        return states, metadata
-    except MixedRunsError:
-        raise
-    except PARSE_ERRORS as error:
-        what = what or ": unknown form"
-        left_out.append(f"the optimizer's state{what} ({type(error).__name__}: {str(error)[:200]})")
-        return {}, {}
 
 
 def adam_metadata(step: int, groups: Sequence[Any], flags: Mapping[str, Any], **progress: Any) -> dict[str, Any]:
@@ -259,7 +291,7 @@ def adam_param_groups(source: BaseCheckpoint) -> list[dict[str, Any]]:
     return [{**same, "weight_decay": decay} for decay in (config.weight_decay, 0.0)]
 
 
-def spill_to_disk(folder: Path, parts: Iterator[Tensor] | Sequence[Tensor]) -> Tensor:
+def spill_to_disk(folder: Path, parts: Iterable[Tensor]) -> Tensor:
     """Write `parts` to a file in `folder`, delete its name, and return its values as a flat memory-mapped tensor. So only
     one part at a time must be in memory."""
     path, numel = folder / "tensor", 0

@@ -5,22 +5,23 @@ Hugging Face's linear layers are `Conv1D`, stored [in, out]. This module does no
 """
 
 import json
-import math
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from data_utils import Tokenizer
-from data_utils.files import read_json_object, read_safetensors_header, safetensors_header
+from data_utils.files import read_json_object, read_safetensors_header
 from megatron.gpt2.checkpoint.base import BaseCheckpoint, TensorInfo, check_metadata
-from megatron.gpt2.checkpoint.reader import DTYPE_CODES, DTYPES
-from megatron.gpt2.config import ModelConfig, require
-from megatron.gpt2.formats.compare import describe, format_value
+from megatron.gpt2.checkpoint.reader import DTYPES
+from megatron.gpt2.config import require
+from megatron.gpt2.formats.compare import describe, format_description
 from megatron.gpt2.formats.external import (
     MAX_JSON_BYTES,
     WORD_EMBEDDINGS,
@@ -33,19 +34,9 @@ from megatron.gpt2.formats.external import (
     short_repr,
 )
 from megatron.gpt2.formats.native import check_tokenizer, new_folder
-from megatron.gpt2.formats.openai import (
-    CONFIG_SIZES,
-    LM_HEAD,
-    export_kind,
-    find_weights,
-    is_linear,
-    openai_name,
-    to_native_tensors,
-    to_openai,
-)
+from megatron.gpt2.formats.openai import CONFIG_SIZES, build_checkpoint, export_kind, export_tensors
 from megatron.gpt2.formats.openai_tokenizer import tokenizer_files
 from megatron.gpt2.formats.torch_files import load_torch_file
-from megatron.gpt2.model.gpt2 import parameter_specs
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 # Hugging Face's names of our fields.
@@ -77,19 +68,24 @@ def open_huggingface(folder: Path, hints: Hints, *, log: Callable[[str], None]) 
     weights = next(folder / name for name in WEIGHTS if (folder / name).is_file())
     config = read_json_object(folder / "config.json", MAX_JSON_BYTES)
     with file_errors(folder / "config.json"):
-        model = _model_config(config, hints)
-    left_out: list[str] = []
-    with file_errors(weights):
-        found, has_head = find_weights(_tensors(weights), left_out)
-        if not has_head and config.get("tie_word_embeddings", True) is not True:
-            raise ValueError(f"holds no {LM_HEAD}, but config.json has tie_word_embeddings = false")
-        tensors = to_native_tensors(model, found, transposed=True)
+        fields = _model_fields(config)
     files = next((names for names in TOKENIZER_FILES if all((folder / name).is_file() for name in names)), ())
-    metadata = {"tokenizer_files": {name: str(folder / name) for name in files}} if files else {}
-    return ExternalCheckpoint(folder, "huggingface", 0, model, metadata, {"model": tensors}, left_out)
+    with file_errors(weights):
+        return build_checkpoint(
+            folder,
+            "huggingface",
+            _tensors(weights),
+            hints,
+            log,
+            iteration=0,
+            tied=config.get("tie_word_embeddings", True),
+            metadata={"tokenizer_files": {name: str(folder / name) for name in files}} if files else {},
+            **fields,
+        )
 
 
-def _model_config(config: Mapping[str, Any], hints: Hints) -> ModelConfig:
+def _model_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `build_checkpoint` that config.json gives."""
     kind, activation = config.get("model_type"), config.get("activation_function", "gelu_new")
     require(kind == "gpt2", f"model_type is {short_repr(kind)}, and this program supports only gpt2")
     for name, plain in REQUIRED_VALUES.items():
@@ -99,18 +95,18 @@ def _model_config(config: Mapping[str, Any], hints: Hints) -> ModelConfig:
         raise ValueError(
             f"activation_function is {short_repr(activation)}, and this program supports {', '.join(GELU)}"
         )
-    fields: dict[str, Any] = {}
+    sizes: dict[str, int | None] = {}
     for name, ours in CONFIG_INTEGERS.items():
         require(name in config, f"has no {name}")
-        fields[ours] = check_integer(name, config[name])
+        sizes[ours] = check_integer(name, config[name])
+    inner = config.get("n_inner")
+    sizes["ffn_hidden_size"] = None if inner in (None, 4 * config["n_embd"]) else check_integer("n_inner", inner)
+    fields: dict[str, Any] = {"gelu": GELU[activation], "heads": sizes.pop("num_attention_heads"), "sizes": sizes}
     for name, ours in CONFIG_FRACTIONS.items():
         value = fields[ours] = config.get(name, CONFIG_DEFAULTS[name])
         if type(value) not in (int, float) or not 0 <= value < 1:
             raise ValueError(f"{name} should be a number in [0, 1), not {short_repr(value)}")
-    if config.get("n_inner") is not None:
-        fields["ffn_hidden_size"] = check_integer("n_inner", config["n_inner"])
-    fields["vocab_size"] = min(hints.vocab_size or fields["vocab_size"], fields["vocab_size"])  # the rest is padding
-    return ModelConfig(gelu=GELU[activation], **fields)
+    return fields
 
 
 def _tensors(weights: Path) -> LazyTensors:
@@ -178,7 +174,7 @@ def write_huggingface(
     eod = tokenizer.eod if tokenizer and tokenizer.has_eod else None
     ends = {} if eod is None else {"bos_token_id": eod, "eos_token_id": eod}
     with new_folder(out) as folder:
-        _write_weights(source, folder, model, kind, wanted)
+        _write_weights(export_tensors(source, folder, kind, transposed=True, dtype=wanted), folder)
         files, problem = (
             tokenizer_files(tokenizer, model.max_position_embeddings) if tokenizer else ({}, "the source has none")
         )
@@ -208,36 +204,20 @@ def write_huggingface(
     return Path(out)
 
 
-def _write_weights(source: BaseCheckpoint, folder: Path, model: ModelConfig, kind: str, dtype: torch.dtype) -> None:
+def _write_weights(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
     """Write model.safetensors, or several files of up to SHARD_BYTES and their index."""
-    specs = parameter_specs(model)
-    sizes = {name: math.prod(spec.global_shape) * dtype.itemsize for name, spec in specs.items()}
-    shards: list[list[str]] = [[]]
-    for name, size in sizes.items():
-        if shards[-1] and sum(sizes[other] for other in shards[-1]) + size > SHARD_BYTES:
-            shards.append([])
-        shards[-1].append(name)
-    where = {}
-    for number, names in enumerate(shards, 1):
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    for name, x in tensors.items():
+        if shards[-1] and sum(held.nbytes for held in shards[-1].values()) + x.nbytes > SHARD_BYTES:
+            shards.append({})
+        shards[-1][name] = x
+    where: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        at = 0
-        for name in names:
-            theirs, shape = f"transformer.{openai_name(name)}", specs[name].global_shape
-            where[theirs], end = file, at + sizes[name]
-            header[theirs] = {
-                "dtype": DTYPE_CODES[dtype],
-                "shape": shape[::-1] if is_linear(name) else shape,
-                "data_offsets": [at, end],
-            }
-            at = end
-        with open(folder / file, "wb") as stream:
-            stream.write(safetensors_header(header))
-            for name in names:
-                x = to_openai(source.read(f"{kind}.{name}").to(dtype), name, model.num_attention_heads)
-                stream.write(x.contiguous().view(-1).view(torch.uint8).numpy().data)
+        save_file(shard, folder / file, {"format": "pt"})  # which reads them from their memory map
+        where |= dict.fromkeys(shard, file)
     if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
+        index = {"metadata": {"total_size": sum(x.nbytes for x in tensors.values())}, "weight_map": where}
         _write_json(folder / "model.safetensors.index.json", index)
 
 
@@ -253,9 +233,9 @@ tags: [gpt2]
 
 # A GPT-2 model
 
-| | |
-|---|---|
-{rows}
+```
+{description}
+```
 
 {usage}
 """
@@ -271,20 +251,9 @@ In training the characters `<|endoftext|>` in a text were text; this tokenizer r
 
 def _model_card(source: BaseCheckpoint, kind: str, dtype: torch.dtype, problem: str) -> str:
     """The model card, with the run's metadata and an example. problem: why the export has no tokenizer, or ""."""
-    found, config = describe(source), source.metadata["config"]
-    consumed, length = source.metadata.get("consumed_samples"), config.get("data", {}).get("seq_length")
-    rows: dict[str, Any] = {
-        "format it was converted from": source.format,
-        "iteration": source.iteration,
-        **found["model"],
-        "weights": str(dtype).removeprefix("torch.") + ", rounded from the fp32 masters" * (kind == "master"),
-        **found["run"],
-        "tokens seen": consumed * length if consumed and length else None,
-        **{name: config.get("optimizer", {}).get(name) for name in ("lr", "weight_decay")},
-        "seed": config.get("train", {}).get("seed"),
-        "data fingerprint": source.metadata.get("data_fingerprint"),
-    }
-    return MODEL_CARD.format(
-        rows="\n".join(f"| {name} | {format_value(value)} |" for name, value in rows.items() if value is not None),
-        usage=f"There is no tokenizer for transformers here: {problem}." if problem else USAGE,
+    _, *lines = takewhile(bool, format_description(describe(source)))  # without the path and the tensors
+    lines.append(
+        f"weights  {str(dtype).removeprefix('torch.')}{', rounded from the fp32 masters' * (kind == 'master')}"
     )
+    usage = f"There is no tokenizer for transformers here: {problem}." if problem else USAGE
+    return MODEL_CARD.format(description="\n".join(lines), usage=usage)

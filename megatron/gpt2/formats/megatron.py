@@ -4,13 +4,15 @@ Each folder `mp_rank_TT` or, with a pipeline, `mp_rank_TT_PPP` has a file model_
 mp_rank_TT_model_states.pt. A file holds one chunk of layers, `model`, or several with interleaved stages: `model0`,
 `model1`, ... Layers are numbered from 0 in every chunk. In the model, the first chunks of all files precede the second.
 
+With ZeRO 1 or 2, each data-parallel rank D of a model-parallel rank has a file zero_pp_rank_D_mp_rank_TT_optim_states.pt.
+
 This module, openai.py and torch_dist.py call torch.save, because these formats are pickles. torch.save needs all tensors
 of a rank at once, so the tensors are memory-mapped from temporary files.
 """
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +32,6 @@ from megatron.gpt2.formats.external import (
     file_errors,
     from_head_major,
     has_optimizer,
-    optimizer_state_if_valid,
     spill_to_disk,
     to_head_major,
 )
@@ -43,7 +44,7 @@ from megatron.gpt2.formats.megatron_model import (
     format_state_dict,
     infer_model_config,
     megatron_args,
-    merge_shards,
+    merge_ranks,
     namespace_dict,
     native_name,
     padded_model_config,
@@ -55,6 +56,8 @@ from megatron.gpt2.formats.megatron_optimizer import (
     optimizer_state_dict,
     progress_metadata,
     read_rank_optimizer,
+    read_zero_optimizer,
+    same_step,
     scheduler_state_dict,
 )
 from megatron.gpt2.formats.native import new_folder
@@ -64,8 +67,8 @@ from megatron.gpt2.model.gpt2 import parameter_specs
 RANK_FILES = ("model_optim_rng.pt", "model_rng.pt")
 DEEPSPEED_FILE = re.compile(r"mp_rank_(\d{2,3})_model_states\.pt", re.ASCII)
 FOLDER = re.compile(r"mp_rank_(\d{2,3})(?:_(\d{3}))?", re.ASCII)
-# Two of DeepSpeed, then those of today's Megatron and of v3.0.
-SHARDED_OPTIMIZER = ("zero_pp_rank_*", "bf16_zero_pp_rank_*", "*/distrib_optim.pt", "*/optim.pt")
+ZERO_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,5})_mp_rank_(\d{2,3})_?optim_states\.pt", re.ASCII)
+SHARDED_OPTIMIZER = ("*/distrib_optim.pt", "*/optim.pt")  # of today's Megatron and of v3.0
 MAX_TENSORS = 20_000  # a layer has twelve
 
 
@@ -74,7 +77,7 @@ class RankFile(NamedTuple):
 
     path: Path
     top: dict[str, Any]
-    weights: dict[str, Tensor]
+    weights: dict[str, LazyTensor]
 
 
 def rank_files(folder: Path) -> dict[tuple[int, int], Path]:
@@ -117,14 +120,16 @@ def open_megatron(path: Path, format: str, hints: Hints, *, log: Callable[[str],
     """Open the checkpoint in `path`, the folder of an iteration. `log` gets a line if the true vocabulary size is only
     assumed. Raises ValueError, in one line, if the checkpoint is not valid."""
     files, tp_size = _open_files(path)
-    top, pp_size, vpp_size = files[0].top, len(files) // tp_size, len(_chunks(files[0].top))
+    top, layout = files[0].top, {"model_parallel_size": tp_size, "pipeline_parallel_size": len(files) // tp_size}
+    if (vpp_size := len(_chunks(top))) > 1:
+        layout["virtual_pipeline_parallel_size"] = vpp_size
     model, padded = infer_model_config(
         top,
-        {name: tuple(x.shape) for file in files for name, x in file.weights.items() if name != EMBEDDINGS_FOR_HEAD},
+        {name: x.info.shape for file in files for name, x in file.weights.items() if name != EMBEDDINGS_FOR_HEAD},
         {
             "tensor_model_parallel_size": tp_size,
             "model_parallel_size": tp_size,
-            "pipeline_model_parallel_size": pp_size,
+            "pipeline_model_parallel_size": len(files) // tp_size,
             "virtual_pipeline_model_parallel_size": vpp_size,
         },
         hints,
@@ -135,45 +140,46 @@ def open_megatron(path: Path, format: str, hints: Hints, *, log: Callable[[str],
     number = top.get("checkpoint_version", 0)
     if type(number) not in (int, float) or number not in (0, 1, 2, 3):
         raise ValueError("its checkpoint_version is unknown; versions 0 to 3 are supported")
-    order = partial(
-        to_head_major,
-        heads=model.num_attention_heads // tp_size,
-        version=2 if format == "megatron-core" else int(number),
-    )
-
-    def whole(kind: str, held: Iterable[Mapping[str, Tensor]]) -> dict[str, LazyTensor]:
-        """The parameters made of the tensors `held` of all files."""
-        shards: dict[str, list[tuple[object, LazyTensor]]] = {}
-        for file, own in zip(files, held, strict=True):
-            for name, x in own.items():
-                shards.setdefault(name, []).append((file.path, LazyTensor.from_tensor(x)))
-        return merge_shards(kind, shards, specs, tp_size, order)
-
+    version = 2 if format == "megatron-core" else int(number)
+    order = partial(to_head_major, heads=model.num_attention_heads // tp_size, version=version)
     specs = parameter_specs(padded, tp_size)
-    weights = whole("model", (file.weights for file in files))
+    weights = merge_ranks([(file.path, {"model": file.weights}) for file in files], specs, tp_size, order)["model"]
     left_out: list[str] = []
+    zero = _zero_files(path, tp_size)
 
     def adam() -> OptimizerState:
-        held, groups, steps = zip(
-            *(read_rank_optimizer(file.top["optimizer"], file.weights) for file in files), strict=True
-        )
-        require(len({*steps}) == 1, f"steps {sorted({*steps})[:5]}")
-        metadata = megatron_adam_metadata(top, top["optimizer"], groups[0], steps[0], left_out)
-        return {kind: whole(kind, [states[kind] for states in held]) for kind in OPTIMIZER_KINDS}, metadata
+        if zero:
+            held = [read_zero_optimizer(zero[rank], file.top, file.weights) for rank, file in enumerate(files)]
+        else:
+            held = [read_rank_optimizer(file.top["optimizer"], file.weights) for file in files]
+        states, optimizer, groups, _ = held[0]
+        step = same_step(step for *_, step in held)
+        ranks = [(file.path, states) for file, (states, *_) in zip(files, held, strict=True)]
+        metadata = megatron_adam_metadata(top, optimizer, groups, step, left_out)
+        return merge_ranks(ranks, specs, tp_size, order), metadata
 
-    has_state = top.get("optimizer") is not None
-    state, metadata = optimizer_state_if_valid(adam, weights, left_out) if has_state else ({}, {})
     if any(name.endswith("rng_state") or name == "rng_tracker_states" for name in top):
         left_out.append("random states: of another program's generators")
     if others := sorted(file.name for pattern in SHARDED_OPTIMIZER for file in path.glob(pattern)):
         left_out.append(f"{len(others)} files of a sharded optimizer ({others[0]} ...)")
-    layout = {"model_parallel_size": tp_size, "pipeline_parallel_size": pp_size}
-    if vpp_size > 1:
-        layout["virtual_pipeline_parallel_size"] = vpp_size
-    metadata = {**progress_metadata(namespace_dict(top.get("args"))), **metadata, "layout": layout}
     return ExternalCheckpoint(
-        path, format, saved_iteration(top), model, metadata, {"model": weights, **state}, left_out
+        path,
+        format,
+        saved_iteration(top),
+        model,
+        {**progress_metadata(namespace_dict(top.get("args"))), "layout": layout},
+        weights,
+        left_out,
+        adam if zero or top.get("optimizer") is not None else None,
     )
+
+
+def _zero_files(path: Path, tp_size: int) -> list[list[Path]]:
+    """The files of ZeRO's optimizer of each model-parallel rank, by data-parallel rank; [] without such files."""
+    found = {
+        (int(match[2]), int(match[1])): file for file in path.iterdir() if (match := ZERO_FILE.fullmatch(file.name))
+    }
+    return [[found[key] for key in sorted(found) if key[0] == rank] for rank in range(tp_size)] if found else []
 
 
 def _open_files(path: Path) -> tuple[list[RankFile], int]:
@@ -229,7 +235,7 @@ def _chunks(top: Mapping[str, Any]) -> list[str]:
     return sorted(found, key=lambda name: int("0" + re.sub(r"\D", "", name)))
 
 
-def _add_chunk(chunk: Any, weights: dict[str, Tensor], first_layer: int) -> set[int]:
+def _add_chunk(chunk: Any, weights: dict[str, LazyTensor], first_layer: int) -> set[int]:
     """Add the tensors of a chunk to `weights`. Return the numbers of its layers."""
     if not isinstance(chunk, dict):
         raise ValueError(
@@ -242,7 +248,7 @@ def _add_chunk(chunk: Any, weights: dict[str, Tensor], first_layer: int) -> set[
             local.add(int(layer[1]))
             name = f"transformer.layers.{first_layer + int(layer[1])}.{layer[2]}"
         require(name not in weights, f"holds {name} twice, once as {theirs[:120]!r}")
-        weights[name] = tensor
+        weights[name] = LazyTensor.from_tensor(tensor)
     require(local == set(range(len(local))), f"its layers are not numbered from 0 to {len(local) - 1}")
     return local
 

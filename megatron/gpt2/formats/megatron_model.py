@@ -19,10 +19,12 @@ from megatron.gpt2.formats.external import (
     WORD_EMBEDDINGS,
     Hints,
     LazyTensor,
+    LazyTensors,
     MixedRunsError,
     check_integer,
     infer_num_heads,
     matrix_shape,
+    report_padding,
     short_repr,
 )
 from megatron.gpt2.model.gpt2 import parameter_specs
@@ -71,10 +73,11 @@ UNSUPPORTED_ARGS = (
     "multi_latent_attention",
     "qk_layernorm",
 )
+MODEL_FLOATS = ("attention_dropout", "hidden_dropout", "init_method_std", "layernorm_epsilon")
 PIPELINE_FLAG, VIRTUAL_FLAG = "--pipeline-model-parallel-size", "--num-layers-per-virtual-pipeline-stage"
 WITH_PIPELINE = ("megatron-v2", "megatron-v3", "megatron-core")
 Specs = Mapping[str, PartitionSpec]
-Shards = Mapping[str, Sequence[tuple[object, LazyTensor]]]  # by parameter, then by rank: its file and its shard
+RankState = tuple[object, Mapping[str, LazyTensors]]  # of a rank: its file, and its tensors by kind and our name
 
 
 # --- names
@@ -102,16 +105,15 @@ def format_state_dict(format: str, tensors: Mapping[str, Tensor]) -> dict[str, A
     body, attention = ("encoder", ".self_attention.") if format == "megatron-v3" else ("transformer", ".attention.")
     model: dict[str, Any] = {}
     for name, tensor in tensors.items():
-        module, _, rest = name.partition(".")
-        folders: tuple[str, ...] = ("language_model", "embedding", module)
-        if module == "transformer":
-            folders = ("language_model", body)
-        elif name == EMBEDDINGS_FOR_HEAD:
-            folders = (module,)
-        place = model
-        for folder in folders:
-            place = place.setdefault(folder, {})
-        place[rest.replace(".attention.", attention)] = tensor
+        path = name.replace(".attention.", attention).split(".", 1)
+        if path[0] == "transformer":
+            path = ["language_model", body, path[1]]
+        elif name != EMBEDDINGS_FOR_HEAD:
+            path = ["language_model", "embedding", *path]
+        inner = model
+        for key in path[:-1]:
+            inner = inner.setdefault(key, {})
+        inner[path[-1]] = tensor
     return model
 
 
@@ -141,14 +143,18 @@ def chunks_of_stages(model: ModelConfig, layout: MegatronLayout, format: str) ->
     `EMBEDDINGS_FOR_HEAD`. Raises ValueError, which names the flag, for a layout that this format does not support.
     """
     pp_size, vpp_size, core = layout.pipeline, layout.virtual(model.num_layers), format == "megatron-core"
-    require(pp_size > 0, f"{PIPELINE_FLAG} must be positive, not {pp_size}")
-    if pp_size > 1 and format not in WITH_PIPELINE:
-        raise ValueError(f"{PIPELINE_FLAG} {pp_size}: {format} has no pipeline; use {', '.join(WITH_PIPELINE)}")
     least = 2 if core else 3
+    require(pp_size > 0, f"{PIPELINE_FLAG} must be positive, not {pp_size}")
+    require(
+        pp_size == 1 or format in WITH_PIPELINE,
+        f"{PIPELINE_FLAG} {pp_size}: {format} has no pipeline; use {', '.join(WITH_PIPELINE)}",
+    )
     require(vpp_size == 1 or pp_size >= least, f"{VIRTUAL_FLAG} needs {PIPELINE_FLAG} of at least {least} in {format}")
     for flag, given in ((FIRST_LAYERS_FLAG, layout.first), (LAST_LAYERS_FLAG, layout.last)):
-        if given is not None and not core:
-            raise ValueError(f"{flag}: all stages of {format} have equally many layers; megatron-core has this flag")
+        require(
+            given is None or core,
+            f"{flag}: all stages of {format} have equally many layers; megatron-core has this flag",
+        )
     layers = layers_of_stages(model.num_layers, pp_size, vpp_size, layout.first, layout.last)
     sizes = [tuple(map(len, layers[stage::pp_size])) for stage in range(pp_size)]  # of the chunks of each stage
     middle = sizes[layout.first is not None : pp_size - (layout.last is not None)]
@@ -170,38 +176,42 @@ def chunks_of_stages(model: ModelConfig, layout: MegatronLayout, format: str) ->
     return [chunks[stage::pp_size] for stage in range(pp_size)]
 
 
-def merge_shards(
-    kind: str, shards: Shards, specs: Specs, tp_size: int, order: Callable[[Tensor], Tensor] | None = None
-) -> dict[str, LazyTensor]:
-    """Merge the shards of all ranks to the tensors of one `kind` (model, master, ...) for all parameters.
+def merge_ranks(
+    ranks: Sequence[RankState], specs: Specs, tp_size: int, order: Callable[[Tensor], Tensor] | None = None
+) -> dict[str, dict[str, LazyTensor]]:
+    """Merge the shards of all ranks to the tensors of each kind (model, master, ...) for all parameters.
 
     order: permutes a rank's QKV rows to our order. Raises ValueError that names the file if a shard is missing, has a
     wrong shape, or if ranks have different values of a replicated parameter. Raises MixedRunsError if the last stage's copy
     of the word embeddings differs.
     """
-    made = {}
-    for name, spec in specs.items():
-        (origin, first), shape = shards[name][0], spec.local_shape(tp_size)
-        for place, part in shards[name]:
-            label = f"{place}: {kind}.{name}"
-            if part.info.shape != shape:
-                raise ValueError(f"{label} has shape {part.info.shape} instead of {shape}")
-            if part.info != first.info or (spec.dim is None and not part.equal(first)):
-                raise ValueError(f"{label} should be equal on all ranks and differs from {origin}: are two runs mixed?")
-        if len(shards[name]) != tp_size:
-            raise ValueError(f"{kind}.{name} is in {len(shards[name])} files instead of {tp_size}: are two runs mixed?")
-        change = order if order and ".query_key_value." in name else None
-        parts = [part.map(change) if change else part for _, part in shards[name]]
-        made[name] = LazyTensor.combine(partial(_concatenate, dim=spec.dim), *parts)
-    for (place, copy), (origin, part) in zip(
-        shards.get(EMBEDDINGS_FOR_HEAD, ()), shards[WORD_EMBEDDINGS], strict=False
-    ):
-        if not copy.equal(part):
-            raise MixedRunsError(
-                f"{place}: {kind}.{EMBEDDINGS_FOR_HEAD} differs from the word embeddings of {origin}, and this program's "
-                "GPT-2 ties them: are two runs mixed?"
-            )
-    return made
+    merged: dict[str, dict[str, LazyTensor]] = {kind: {} for kind in ranks[0][1]}
+    for kind, made in merged.items():
+        for name, spec in specs.items():
+            shards = [(file, states[kind][name]) for file, states in ranks if name in states[kind]]
+            if len(shards) != tp_size:
+                raise ValueError(f"{kind}.{name} is in {len(shards)} files instead of {tp_size}: are two runs mixed?")
+            (origin, first), shape = shards[0], spec.local_shape(tp_size)
+            for file, part in shards:
+                label = f"{file}: {kind}.{name}"
+                require(part.info.shape == shape, f"{label} has shape {part.info.shape} instead of {shape}")
+                if part.info != first.info or (spec.dim is None and not part.equal(first)):
+                    raise ValueError(
+                        f"{label} should be equal on all ranks and differs from {origin}: are two runs mixed?"
+                    )
+            parts = [part.map(order) if order and ".query_key_value." in name else part for _, part in shards]
+            made[name] = LazyTensor.combine(partial(_concatenate, dim=spec.dim), *parts)
+        tables, copies = (
+            [(file, states[kind][name]) for file, states in ranks if name in states[kind]]
+            for name in (WORD_EMBEDDINGS, EMBEDDINGS_FOR_HEAD)
+        )
+        for (file, copy), (origin, table) in zip(copies, tables, strict=False):
+            if not copy.equal(table):
+                raise MixedRunsError(
+                    f"{file}: {kind}.{EMBEDDINGS_FOR_HEAD} differs from the word embeddings of {origin}, and this "
+                    "program's GPT-2 ties them: are two runs mixed?"
+                )
+    return merged
 
 
 def _concatenate(*parts: Tensor, dim: int | None) -> Tensor:
@@ -252,54 +262,34 @@ def infer_model_config(
     arguments that follow from the files. padded_for: the number of ranks for which the vocabulary was padded. Raises
     ValueError, in one line, if these contradict each other.
     """
-    args = namespace_dict(top.get("args"))
+    args, shape = namespace_dict(top.get("args")), partial(matrix_shape, shapes)
     for name in UNSUPPORTED_ARGS:
         require(not args.get(name), f"was trained with {name}, which this program's GPT-2 does not compute")
-    shape = partial(matrix_shape, shapes)
     (rows, hidden_size), (positions, _) = shape(WORD_EMBEDDINGS), shape("position_embeddings.weight")
-    qkv_rows, _ = shape("transformer.layers.0.attention.query_key_value.weight")
     ffn, padded = shape("transformer.layers.0.mlp.dense_h_to_4h.weight")[0] * tp_size, rows * tp_size
-    if qkv_rows * tp_size != 3 * hidden_size:
-        some = (
-            f"{3 * hidden_size // qkv_rows} ranks"
-            if qkv_rows and 3 * hidden_size % qkv_rows == 0
-            else "a different number of ranks"
-        )
-        raise ValueError(f"was written by {some}, but has the files of {tp_size}: is a file missing?")
+    qkv_rows, _ = shape("transformer.layers.0.attention.query_key_value.weight")
+    require(
+        qkv_rows * tp_size == 3 * hidden_size,
+        f"was written by {3 * hidden_size / max(qkv_rows, 1):g} ranks, but has the files of {tp_size}: is a file missing?",
+    )
     num_layers = len({match[1] for name in shapes if (match := LAYER.fullmatch(name))})
-    for name, found_value in {
-        **found,
-        "num_layers": num_layers,
-        "hidden_size": hidden_size,
-        "padded_vocab_size": padded,
-    }.items():
-        if isinstance(args.get(name), int) and args[name] != found_value:
-            raise ValueError(
-                f"{name} is {args[name]} by its arguments and {found_value} by its files: are two runs mixed?"
-            )
+    sizes = {**found, "num_layers": num_layers, "hidden_size": hidden_size, "padded_vocab_size": padded}
+    for name, size in sizes.items():
+        if isinstance(args.get(name), int) and args[name] != size:
+            raise ValueError(f"{name} is {args[name]} by its arguments and {size} by its files: are two runs mixed?")
     true, given = top.get(TRUE_VOCAB_SIZE), hints.vocab_size
-    if true is not None and not (type(true) is int and 0 < true <= padded):
-        raise ValueError(f"{TRUE_VOCAB_SIZE} is {short_repr(true)}, and it holds {padded} rows, padding included")
-    if given is not None and given > padded:
-        raise ValueError(f"--vocab-size {given} is more than the {padded} rows that it holds, padding included")
-    fields: dict[str, Any] = {}
+    for label, vocab_size in ((TRUE_VOCAB_SIZE, true), ("--vocab-size", given)):
+        if vocab_size is not None and not (type(vocab_size) is int and 0 < vocab_size <= padded):
+            raise ValueError(f"{label} {short_repr(vocab_size)}: it holds {padded} rows, padding included")
+    fields = {name: float(args[name]) for name in MODEL_FLOATS if type(args.get(name)) in (int, float)}
+    if type(args.get("norm_epsilon")) is float:  # of the layer norms since 2023
+        fields["layernorm_epsilon"] = args["norm_epsilon"]
     divisor = args.get("make_vocab_size_divisible_by")
     if true is None and given is None:
-        guesses = [
-            f"{size} ({whose})"
-            for size, whose in ((GPT2_VOCAB_SIZE, "GPT-2's"), (args.get("vocab_size"), "its arguments'"))
-            if type(size) is int and 0 < padded - size <= 128 * padded_for
-        ]
-        log(
-            f"the true vocabulary size is unknown, so the padded size, {padded}, is used: --vocab-size "
-            f"{' or '.join(guesses) or 'N'} leaves out the padding rows"
-        )
-        fields["make_vocab_size_divisible_by"] = 1
-    elif type(divisor) is int and divisor > 0:
-        fields["make_vocab_size_divisible_by"] = divisor
-    for name in ("attention_dropout", "hidden_dropout", "init_method_std", "layernorm_epsilon", "norm_epsilon"):
-        if type(args.get(name)) in (int, float):  # norm_epsilon: the layer norms' since 2023
-            fields["layernorm_epsilon" if name == "norm_epsilon" else name] = float(args[name])
+        guesses = ((GPT2_VOCAB_SIZE, "GPT-2's"), (args.get("vocab_size"), "its arguments'"))
+        likely = [f"{n} ({whose})" for n, whose in guesses if type(n) is int and 0 < padded - n <= 128 * padded_for]
+        report_padding(padded, likely, log)
+        divisor = 1
     # In 2019 Megatron had only the tanh form. Later versions use it in the fused kernel, and else the erf form.
     tanh = "openai_gelu" not in args or args["openai_gelu"] or args.get("bias_gelu_fusion")
     model = ModelConfig(
@@ -309,6 +299,7 @@ def infer_model_config(
         ffn_hidden_size=None if ffn == 4 * hidden_size else ffn,
         max_position_embeddings=positions,
         vocab_size=true or given or padded,
+        make_vocab_size_divisible_by=divisor if type(divisor) is int and divisor > 0 else 128,
         gelu=hints.gelu or ("tanh" if tanh else "erf"),
         **fields,
     )
@@ -337,19 +328,10 @@ def megatron_args(
 ) -> argparse.Namespace:
     """The `args` of a checkpoint. Megatron compares them with its flags, or uses them instead of flags."""
     metadata, tp_size, vpp_size = source.metadata, layout.tensor, layout.virtual(model.num_layers)
+    sizes = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
     optimizer = metadata["config"].get("optimizer", {})
-    same = (
-        "num_layers",
-        "hidden_size",
-        "num_attention_heads",
-        "max_position_embeddings",
-        "layernorm_epsilon",
-        "hidden_dropout",
-        "attention_dropout",
-        "init_method_std",
-    )
     args: dict[str, Any] = {
-        **{name: getattr(model, name) for name in same},
+        **{name: getattr(model, name) for name in (*sizes, *MODEL_FLOATS)},
         "ffn_hidden_size": model.ffn_size,
         "kv_channels": model.hidden_size // model.num_attention_heads,
         "group_query_attention": False,

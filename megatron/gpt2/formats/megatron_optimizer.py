@@ -1,31 +1,43 @@
-"""Read and write Adam's state, the loss scaler and the learning-rate schedule of Megatron in 2019, and of v2 and later.
+"""Read and write Adam's state, the loss scaler and the learning-rate schedule of Megatron in 2019, and of v2 and later,
+and read those that DeepSpeed sharded.
 
 A rank keeps fp32 masters and moments in lists without names: first weights and embeddings, then biases and layer norms,
-both in the order of the file's model. The reader checks this order: shapes and the first row of each master, rounded to
-the dtype of the weights, must match the model of the same file. Otherwise the state is left out.
+both in the order of the file's model.
+
+DeepSpeed's ZeRO 1 and 2 concatenate these two groups to one flat vector each. Every data-parallel rank saves an equal part
+of the vectors; padding is at the end. `param_shapes` of the model's file has the order of the parameters. Files before
+0.3.17 lack it, and have the order of the file's model.
 """
 
+import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron.gpt2.checkpoint.base import BaseCheckpoint
+from megatron.gpt2.checkpoint.base import BaseCheckpoint, TensorInfo
 from megatron.gpt2.config import OptimizerConfig, require
 from megatron.gpt2.formats.external import (
     OPTIMIZER_KINDS,
     WORD_EMBEDDINGS,
+    LazyTensor,
+    LazyTensors,
     adam_metadata,
     adam_param_groups,
     optimizer_config,
     short_repr,
 )
-from megatron.gpt2.formats.megatron_model import namespace_dict
+from megatron.gpt2.formats.megatron_model import namespace_dict, native_name
+from megatron.gpt2.formats.torch_files import load_torch_file
 from megatron.gpt2.optimizer.optimizer import MOMENTS
 
 Groups = list[list[dict[str, Tensor]]]  # of each param group, of each parameter: the tensors by kind
+# The tensors by kind and our name, the saved optimizer with the loss scaler, Adam's param groups, and its steps.
+RankOptimizer = tuple[dict[str, LazyTensors], Mapping[str, Any], list[Any], int]
 
 
 class ScheduleKeys(NamedTuple):
@@ -44,6 +56,7 @@ SCHEDULE_KEYS = {  # 2019 counts iterations, later versions samples
     "megatron-v3": ScheduleKeys("max_lr", "lr_decay_style", "lr_warmup_steps", "lr_decay_steps", "num_steps"),
 }
 DECAY_STYLES = {"cosine": "cosine-2019", "None": "constant"}  # names in 2019, and ours
+PROGRESS = {"consumed_samples": "consumed_train_samples"} | {n: n for n in ("train_iters", "global_batch_size")}
 
 
 # --- read
@@ -51,39 +64,81 @@ DECAY_STYLES = {"cosine": "cosine-2019", "None": "constant"}  # names in 2019, a
 
 def progress_metadata(args: Mapping[str, Any]) -> dict[str, Any]:
     """The run's progress from Megatron's arguments, under our manifest's names."""
-    names = {
-        "consumed_samples": "consumed_train_samples",
-        "train_iters": "train_iters",
-        "global_batch_size": "global_batch_size",
-    }
-    return {name: args[theirs] for name, theirs in names.items() if type(args.get(theirs)) is int}
+    return {name: args[theirs] for name, theirs in PROGRESS.items() if type(args.get(theirs)) is int}
 
 
-def read_rank_optimizer(
-    optimizer: Any, weights: Mapping[str, Tensor]
-) -> tuple[dict[str, dict[str, Tensor]], list[Any], int]:
-    """Return masters and moments by kind and parameter, Adam's param groups, and its steps, from the optimizer of a rank.
+def _names_by_group(weights: LazyTensors) -> list[list[str]]:
+    return [[name for name, x in weights.items() if (len(x.info.shape) > 1) == decays] for decays in (True, False)]
 
-    weights: of the same file, in its order. Raises ValueError if the state does not belong to them.
-    """
+
+def same_step(steps: Iterable[Any]) -> int:
+    """The number of steps in all `steps`. Raises ValueError if they differ."""
+    found = {int(step) for step in steps}
+    require(len(found) == 1, f"steps {sorted(found)[:5]}")
+    return found.pop()
+
+
+def read_rank_optimizer(optimizer: Any, weights: LazyTensors) -> RankOptimizer:
+    """Read the optimizer of a rank. weights: of the same file, in its order. Raises ValueError, LookupError or another
+    error of parsing if the state does not belong to them."""
     # The keys of 2019, and those since v2. For fp32 weights, `optimizer` is Adam's state and has no masters.
-    inner = optimizer.get("optimizer_state_dict", optimizer.get("optimizer", optimizer))
+    adam = optimizer.get("optimizer_state_dict", optimizer.get("optimizer", optimizer))
     masters = optimizer.get("fp32_from_fp16", optimizer.get("fp32_from_fp16_params"))
-    groups, moments = inner["param_groups"], inner["state"]
-    states: dict[str, dict[str, Tensor]] = {kind: {} for kind in OPTIMIZER_KINDS}
-    steps = set()
-    for group, own in zip(groups, masters or [None] * len(groups), strict=True):
+    groups, moments = adam["param_groups"], adam["state"]
+    states: dict[str, dict[str, LazyTensor]] = {kind: {} for kind in (OPTIMIZER_KINDS if masters else MOMENTS)}
+    steps = []
+    for position, (names, group) in enumerate(zip(_names_by_group(weights), groups, strict=True)):
         numbers = list(map(operator.index, group["params"]))
-        decays = moments[numbers[0]]["exp_avg"].dim() > 1
-        named = {name: weight for name, weight in weights.items() if (weight.dim() > 1) == decays}
-        for (name, weight), number, master in zip(named.items(), numbers, own or named.values(), strict=True):
-            require(torch.equal(master[:1].to(weight.dtype), weight[:1]), f"master {number} is not {name}")
-            for kind, x in {"master": master, **{moment: moments[number][moment] for moment in MOMENTS}}.items():
-                require(x.shape == weight.shape and name not in states[kind], f"{kind} {number} is not that of {name}")
-                states[kind][name] = x
-            steps.add(int(group["step"] if "step" in group else moments[number]["step"]))
-    require(len(steps) == 1, f"steps {sorted(steps)[:5]}")
-    return states, groups, steps.pop()
+        if masters:
+            pairs = zip(names, masters[position], strict=True)
+            states["master"] |= {name: LazyTensor.from_tensor(master) for name, master in pairs}
+        for name, number in zip(names, numbers, strict=True):
+            for moment in MOMENTS:
+                states[moment][name] = LazyTensor.from_tensor(moments[number][moment])
+            steps.append(group["step"] if "step" in group else moments[number]["step"])
+    return states, optimizer, groups, same_step(steps)  # type: ignore[return-value]
+
+
+def read_zero_optimizer(files: Sequence[Path], top: Mapping[str, Any], weights: LazyTensors) -> RankOptimizer:
+    """Read the optimizer of a rank that DeepSpeed sharded. files: by data-parallel rank. top, weights: of the model's file.
+    Raises ValueError, LookupError or another error of parsing if the files do not belong together."""
+    parts = [load_torch_file(file)["optimizer_state_dict"] for file in files]
+    first, adams = parts[0], [part["base_optimizer_state"] for part in parts]
+    count = first["partition_count"]
+    count = max(count) if isinstance(count, list) else count
+    require(count == len(files), f"{len(files)} of {count} files of data-parallel ranks like {files[0].name} are there")
+    elastic = isinstance(adams[0], list)  # --elastic-checkpoint: the state of each group, without its settings
+    moments = [adam if elastic else adam["state"] for adam in adams]
+    groups = [] if elastic else adams[0]["param_groups"]
+    names = [list(map(native_name, shapes)) for shapes in top.get("param_shapes") or ()] or _names_by_group(weights)
+    states: dict[str, dict[str, LazyTensor]] = {kind: {} for kind in OPTIMIZER_KINDS}
+    steps = []
+    for number, in_order in enumerate(names):
+        flat = {"master": [part["single_partition_of_fp32_groups"][number] for part in parts]}
+        flat |= {moment: [each[number][moment] for each in moments] for moment in MOMENTS}
+        at = 0
+        for name in in_order:
+            info = TensorInfo(torch.float32, weights[name].info.shape)
+            for kind, vectors in flat.items():
+                states[kind][name] = LazyTensor(info, partial(_slice, vectors, at, info.shape))
+            at += math.prod(info.shape)
+        unused = sum(map(len, flat["master"])) - at
+        require(0 <= unused <= 4 * count, f"group {number} has {unused} values more than the model")
+        steps += [
+            groups[number]["step"] if groups and "step" in groups[number] else each[number].get("step")
+            for each in moments
+        ]
+    steps = [step for step in steps if step is not None] or [first["base_optimizer_state_step"]]
+    return states, first, groups, same_step(steps)  # type: ignore[return-value]
+
+
+def _slice(vectors: Sequence[Tensor], start: int, shape: tuple[int, ...]) -> Tensor:
+    """The tensor of `shape` from value `start` of the concatenated `vectors`."""
+    found, end = [], start + math.prod(shape)
+    for vector in vectors:
+        found.append(vector[max(start, 0) : max(end, 0)])
+        start, end = start - len(vector), end - len(vector)
+    return torch.cat(found).view(shape)
 
 
 def megatron_adam_metadata(
@@ -97,7 +152,7 @@ def megatron_adam_metadata(
     args = namespace_dict(top.get("args"))
     flags: dict[str, Any] = {"clip_grad": args["clip_grad"]} if type(args.get("clip_grad")) is float else {}
     scaler, saved = {"scale": 1.0}, optimizer.get("grad_scaler")
-    if "loss_scaler" in optimizer:  # 2019
+    if "loss_scaler" in optimizer:  # of 2019 and of DeepSpeed
         saved = namespace_dict(optimizer["loss_scaler"])
         scaler = {"scale": float(saved["cur_scale"])}
         if optimizer.get("dynamic_loss_scale"):

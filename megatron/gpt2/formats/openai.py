@@ -14,7 +14,7 @@ names. `model` is a GPT2LMHeadModel, sharded or not. `adamw` has two groups: mat
 
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ from megatron.gpt2.formats.external import (
     has_optimizer,
     infer_num_heads,
     matrix_shape,
-    optimizer_state_if_valid,
+    report_padding,
     spill_to_disk,
     to_head_major,
 )
@@ -149,11 +149,6 @@ def _strip_prefix(prefix: str, name: str) -> str:
     return WRAPPERS.sub("", name.removeprefix(prefix)) if name.startswith(prefix) else ""
 
 
-def count_layers(names: Iterable[str]) -> int:
-    """The number of layers in OpenAI's `names`."""
-    return len({layer[1] for name in names if (layer := re.match(r"h\.(\d+)\.", name, re.ASCII))})
-
-
 def to_native_tensors(
     model: ModelConfig, found: LazyTensors, *, transposed: bool, biases: bool = True
 ) -> dict[str, LazyTensor]:
@@ -162,8 +157,6 @@ def to_native_tensors(
 
     transposed: linear layers are stored [in, out]. biases: False for a model without biases, which get zeros here.
     """
-    layers = count_layers(found)  # first, so that a wrong number of layers cannot cost much time
-    require(layers == model.num_layers, f"holds {layers} layers instead of {model.num_layers}")
     ours, left = {}, dict(found)
     for name, spec in parameter_specs(model).items():
         theirs, shape = openai_name(name), spec.global_shape
@@ -173,12 +166,11 @@ def to_native_tensors(
             continue
         require(theirs in left, f"holds no {theirs}")
         tensor = left.pop(theirs)
-        found_shape = tensor.info.shape
+        if name == WORD_EMBEDDINGS:
+            shape = (max(tensor.info.shape[0], shape[0]), shape[1])
         if transposed and is_linear(name):
             shape = shape[::-1]
-        if name == WORD_EMBEDDINGS and found_shape[:1] > shape[:1]:
-            shape = (found_shape[0], shape[1])
-        require(found_shape == shape, f"{theirs} has shape {found_shape} instead of {shape}")
+        require(tensor.info.shape == shape, f"{theirs} has shape {tensor.info.shape} instead of {shape}")
         ours[name] = tensor.map(partial(from_openai, name=name, heads=model.num_attention_heads, transposed=transposed))
     if left:
         raise ValueError(f"holds {next(iter(left))!r}, which is not a part of GPT-2")
@@ -191,45 +183,50 @@ def build_checkpoint(
     tensors: LazyTensors,
     hints: Hints,
     log: Callable[[str], None],
-    read: Callable[[LazyTensors, Callable[[LazyTensors], LazyTensors]], OptimizerState] | None,
+    read: Callable[[LazyTensors, Callable[[LazyTensors], LazyTensors]], OptimizerState] | None = None,
     *,
     heads: Any = None,
+    gelu: str | None = None,
+    sizes: Mapping[str, int | None] | None = None,
+    tied: Any = True,
     iteration: int | None = None,
+    metadata: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> ExternalCheckpoint:
     """Build the checkpoint of a model from its tensors, which give its shape except heads and the form of GELU. `log` gets a
     line if the vocabulary may be padded: nanoGPT pads that of GPT-2 without saving the true size.
 
-    read: returns the optimizer state, given the weights and a function that converts tensors to our names. heads: from the
-    file. iteration: default, the optimizer's steps. more: other fields of ModelConfig.
+    read: returns the optimizer state, given the weights and a function that converts tensors to our names. heads, gelu:
+    from the file. sizes: fields of ModelConfig from the file, which must fit the tensors. tied: True if the file may lack
+    a head. iteration: default, the optimizer's steps. more: other fields of ModelConfig.
     """
     left_out: list[str] = []
-    found, _ = find_weights(tensors, left_out)
+    found, has_head = find_weights(tensors, left_out)
+    require(has_head or tied is True, f"holds no {LM_HEAD}, but config.json has tie_word_embeddings = false")
     shape = partial(matrix_shape, {name: tensor.info.shape for name, tensor in found.items()})
     (rows, hidden_size), (positions, _) = shape(WTE), shape("wpe.weight")
     transposed = shape("h.0.attn.c_attn.weight") == (hidden_size, 3 * hidden_size)
     ffn = shape("h.0.mlp.c_fc.weight")[transposed]
     if hints.vocab_size is None and rows == GPT2_PADDED_VOCAB_SIZE:
-        log(
-            f"the true vocabulary size is unknown, so the padded size, {rows}, is used: --vocab-size {GPT2_VOCAB_SIZE} "
-            "(GPT-2's) leaves out the padding rows"
-        )
+        report_padding(rows, [f"{GPT2_VOCAB_SIZE} (GPT-2's)"], log)
+    shapes = {
+        "num_layers": len({layer[1] for name in found if (layer := re.match(r"h\.(\d+)\.", name, re.ASCII))}),
+        "hidden_size": hidden_size,
+        "max_position_embeddings": positions,
+        "vocab_size": rows,
+        "ffn_hidden_size": None if ffn == 4 * hidden_size else ffn,
+    }
+    for name, size in (sizes or {}).items():
+        require(shapes[name] == size, f"its {name} is {size} by config.json and {shapes[name]} by its tensors")
     model = ModelConfig(
-        num_layers=count_layers(found),
-        hidden_size=hidden_size,
+        **{**shapes, "vocab_size": min(rows, hints.vocab_size or rows)},  # type: ignore[arg-type]
         num_attention_heads=infer_num_heads(hidden_size, 1, heads, hints),
-        ffn_hidden_size=None if ffn == 4 * hidden_size else ffn,
-        max_position_embeddings=positions,
-        vocab_size=min(rows, hints.vocab_size or rows),
-        gelu=hints.gelu or ("tanh" if transposed else "erf"),
+        gelu=gelu or hints.gelu or ("tanh" if transposed else "erf"),
         **more,
     )
     ours = partial(to_native_tensors, model, transposed=transposed, biases="ln_f.bias" in found)
-    weights = ours(found)
-    state, metadata = optimizer_state_if_valid(partial(read, found, ours), weights, left_out) if read else ({}, {})
-    if iteration is None:
-        iteration = metadata["optimizer"]["adam_steps"] if metadata else 0
-    return ExternalCheckpoint(path, format, iteration, model, metadata, {"model": weights, **state}, left_out)
+    optimizer = partial(read, found, ours) if read else None
+    return ExternalCheckpoint(path, format, iteration, model, metadata or {}, ours(found), left_out, optimizer)
 
 
 def export_kind(source: BaseCheckpoint, dtype: str) -> str:
@@ -237,12 +234,15 @@ def export_kind(source: BaseCheckpoint, dtype: str) -> str:
     return "master" if dtype != "source" and f"master.{WORD_EMBEDDINGS}" in source.tensors else "model"
 
 
-def export_tensors(source: BaseCheckpoint, folder: Path, kind: str, *, transposed: bool) -> dict[str, Tensor]:
+def export_tensors(
+    source: BaseCheckpoint, folder: Path, kind: str, *, transposed: bool, dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
     """The tensors of a `kind` under Hugging Face's names, in the order of the model. They are memory-mapped from temporary
-    files in `folder`, so that only one at a time must be in memory."""
+    files in `folder`, so that only one at a time must be in memory. dtype: default, the saved one."""
     model, made = check_metadata(source), {}
     for name in parameter_specs(model):
-        x = to_openai(source.read(f"{kind}.{name}"), name, model.num_attention_heads, transposed=transposed)
+        x = source.read(f"{kind}.{name}").to(dtype)
+        x = to_openai(x, name, model.num_attention_heads, transposed=transposed)
         made[f"transformer.{openai_name(name)}"] = spill_to_disk(folder, [x]).view(x.shape)
     return made
 
@@ -296,9 +296,7 @@ def _numbered_state(
     (step,) = {int(state["step"]) for state in states.values()}
     _, vectors = groups
     require(not vectors["weight_decay"], "biases and layer norms have weight decay")
-    return {kind: ours(tensors) for kind, tensors in {"master": found, **moments}.items()}, adam_metadata(
-        step, groups, {}
-    )
+    return {kind: ours(tensors) for kind, tensors in moments.items()}, adam_metadata(step, groups, {})
 
 
 def write_nanogpt(
@@ -318,7 +316,7 @@ def write_nanogpt(
     ):
         require(value == only, f"{source.path}: {flag} is {value:g}, and nanoGPT supports only {only:g}")
     with new_folder(out) as folder:
-        weights = {name: x.float() for name, x in export_tensors(source, folder, kind, transposed=False).items()}
+        weights = export_tensors(source, folder, kind, transposed=False, dtype=torch.float32)
         top: dict[str, Any] = {
             "model": {**weights, LM_HEAD: weights[f"transformer.{WTE}"]},
             "model_args": {
@@ -376,7 +374,7 @@ def _named_state(
 ) -> OptimizerState:
     """Read AdamW's state, which a DCP folder has by parameter name."""
     prefix = _find_prefix([match[1] for match in states.values() if match[2] == MOMENTS[0]])
-    kinds: dict[str, dict[str, LazyTensor]] = {"master": dict(found), **{moment: {} for moment in MOMENTS}}
+    kinds: dict[str, dict[str, LazyTensor]] = {moment: {} for moment in MOMENTS}
     steps = set()
     for theirs, match in states.items():
         name = _strip_prefix(prefix, match[1])

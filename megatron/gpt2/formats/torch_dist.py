@@ -12,8 +12,8 @@ Each bucket is one tensor of the checkpoint, for any number of data-parallel ran
 each bucket, but not the positions of the parameters. They follow from the order of Megatron Core's modules.
 
 Megatron Core 0.16 writes some values of `fully_reshardable` to a wrong place if it pads a bucket that is not the last in
-its buffer. This module therefore checks, for every form, that each master, rounded to the dtype of the weights, is equal
-to the weight. Otherwise it leaves out the optimizer state. This check also finds a wrong order of parameters. Exports have
+its buffer. `ExternalCheckpoint` finds them, and a wrong order of parameters, because a master, rounded to the dtype of the
+weights, is then not the weight. Exports have
 the form `fully_reshardable`, which Megatron Core's distributed optimizer loads in every layout, and torch's DCP writer
 writes them. The stacked layers are memory-mapped from temporary files, so that only one layer must be in memory.
 """
@@ -21,7 +21,7 @@ writes them. The stacked layers are memory-mapped from temporary files, so that 
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,8 @@ from megatron.gpt2.formats.external import (
     LazyTensor,
     LazyTensors,
     OptimizerState,
+    check_master,
     has_optimizer,
-    optimizer_state_if_valid,
     short_repr,
     spill_to_disk,
 )
@@ -56,7 +56,7 @@ from megatron.gpt2.formats.megatron_model import (
     core_name,
     infer_model_config,
     megatron_args,
-    merge_shards,
+    merge_ranks,
     namespace_dict,
     native_name,
     padded_model_config,
@@ -115,8 +115,8 @@ def open_torch_dist(path: Path, hints: Hints, *, log: Callable[[str], None]) -> 
     folder = DcpCheckpoint(path)
     top = _common_state(folder)
     args = namespace_dict(top.get("args"))
-    states_by_kind = _tensors_by_kind(folder)
-    weights = states_by_kind.pop("model", {})
+    kinds = _tensors_by_kind(folder)
+    weights = kinds.pop("model", {})
     tp_size = _positive_arg(args, "tensor_model_parallel_size") or 1
     shapes = {name: tensor.info.shape for name, tensor in weights.items()}
     model, padded = infer_model_config(top, shapes, {}, hints, log, tp_size=1, padded_for=tp_size)
@@ -133,22 +133,23 @@ def open_torch_dist(path: Path, hints: Hints, *, log: Callable[[str], None]) -> 
             objects = {name: f"{BUCKET_PREFIX}0.{name}/shard_0_1" for name in ("optimizer", "grad_scaler")}
             optimizer = {name: folder.object(key)[0] for name, key in objects.items() if key in folder.objects}
         else:
-            # With fp32 weights, the checkpoint has no masters: the weights are the masters.
-            states, optimizer = {"master": weights, **states_by_kind}, top["optimizer"]
-            _check_masters(states["master"], weights)
+            states, optimizer = kinds, top["optimizer"]  # without masters for fp32 weights
         inner = optimizer.get("optimizer", optimizer)  # inside a dictionary with masters and loss scaler
         groups, state = inner["param_groups"], inner.get("state", {})
         step = int(state["common_step"] if "common_step" in state else groups[0]["step"])
-        return {kind: states[kind] for kind in STATE_NAMES}, megatron_adam_metadata(
-            top, optimizer, groups, step, left_out
-        )
+        return states, megatron_adam_metadata(top, optimizer, groups, step, left_out)
 
-    what = FLAT_BUCKETS_PROBLEM if flat else ""
-    states, metadata = optimizer_state_if_valid(adam, weights, left_out, what) if states_by_kind or flat else ({}, {})
     layout = {"model_parallel_size": tp_size, "pipeline_parallel_size": args.get("pipeline_model_parallel_size") or 1}
-    metadata = {**progress_metadata(args), **metadata, "layout": layout}
     return ExternalCheckpoint(
-        path, "torch_dist", saved_iteration(top), model, metadata, {"model": weights, **states}, left_out
+        path,
+        "torch_dist",
+        saved_iteration(top),
+        model,
+        {**progress_metadata(args), "layout": layout},
+        weights,
+        left_out,
+        adam if kinds or flat else None,
+        FLAT_BUCKETS_PROBLEM if flat else ": unknown form",
     )
 
 
@@ -214,15 +215,6 @@ def merge_grid(x: Tensor, grid: tuple[int, ...], shape: tuple[int, ...]) -> Tens
     return x.reshape(*grid, *part).permute(order).reshape(shape)
 
 
-def _check_masters(masters: LazyTensors, weights: LazyTensors) -> None:
-    """Raise ValueError unless each master, rounded to the dtype of the weights, is equal to the weight. Reads one pair at a
-    time. If the weights are the masters, nothing is read."""
-    for name, weight in weights.items() if masters is not weights else ():
-        value = weight.load()
-        same = torch.equal(masters[name].load().to(value.dtype), value)
-        require(same, f"the master of {name}, rounded, is not the weight")
-
-
 # --- flat buckets
 
 
@@ -256,20 +248,14 @@ def _bucket_states(
     shapes = {name: spec.local_shape(tp_size) for name, spec in specs.items()}
     shapes[EMBEDDINGS_FOR_HEAD] = shapes[WORD_EMBEDDINGS]
     for order in MODULE_ORDERS:
-        parts: dict[str, dict[str, list[tuple[object, LazyTensor]]]] = {kind: {} for kind in STATE_NAMES}
         try:
-            for key, chunk in chunks.items():
-                for name, bucket, start in _bucket_offsets(
-                    folder, buffers[key], _in_module_order(chunk, order), shapes
-                ):
-                    for kind, theirs in STATE_NAMES.items():
-                        part = _bucket_slice(folder, f"{bucket}.{theirs}", start, shapes[name])
-                        parts[kind].setdefault(name, []).append((f"{bucket}.{theirs}", part))
-            states = {
-                kind: merge_shards(kind, detect_by_file_names, specs, tp_size)
-                for kind, detect_by_file_names in parts.items()
-            }
-            _check_masters(states["master"], weights)
+            ranks = [
+                (f"rank {rank}", _rank_state(folder, buffers[rank, number], _in_module_order(chunk, order), shapes))
+                for (rank, number), chunk in chunks.items()
+            ]
+            states = merge_ranks(ranks, specs, tp_size)
+            for name, weight in weights.items():
+                check_master(name, weight, states["master"][name])
             return states
         except ValueError as error:
             problem = problem or str(error)
@@ -288,28 +274,31 @@ def _in_module_order(chunk: Mapping[str, str], order: Sequence[str]) -> list[str
     return [EMBEDDINGS_FOR_HEAD if name == EMBEDDINGS_FOR_HEAD else chunk[name] for name in sorted(chunk, key=place)]
 
 
-def _bucket_offsets(
+def _rank_state(
     folder: DcpCheckpoint, buckets: Mapping[int, str], names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]
-) -> Iterator[tuple[str, str, int]]:
-    """Yield each parameter of a buffer with its bucket and its first value there. A bucket ends at the end of a parameter,
-    or at the start of the next one. Raises ValueError if the lengths do not fit."""
+) -> dict[str, dict[str, LazyTensor]]:
+    """The tensors of a buffer by kind and name. A bucket ends at the end of a parameter, or at the start of the next one.
+    Raises ValueError if the lengths do not fit."""
+    states: dict[str, dict[str, LazyTensor]] = {kind: {} for kind in STATE_NAMES}
     number = at = 0
     for name in reversed(names):
-        size, bucket = math.prod(shapes[name]), buckets.get(number, "")
-        bucket_shape = folder.tensors[f"{bucket}.param"].shape if bucket else ()
-        require(len(bucket_shape) == 1 and at + size <= bucket_shape[0], f"{name} does not fit into bucket {number}")
-        yield name, bucket, at
-        at = -(-(at + size) // ALIGNMENT) * ALIGNMENT
-        if at >= bucket_shape[0]:
+        shape, bucket = shapes[name], buckets.get(number, "")
+        end = at + math.prod(shape)
+        for kind, theirs in STATE_NAMES.items():
+            info = folder.tensors.get(f"{bucket}.{theirs}")
+            if info is None or len(info.shape) != 1 or end > info.shape[0]:
+                raise ValueError(f"{name} does not fit into bucket {number}")
+            values = partial(folder.read, f"{bucket}.{theirs}", (at,), (end - at,))
+            states[kind][name] = LazyTensor(TensorInfo(info.dtype, shape), partial(_viewed, values, shape))
+        at = -(-end // ALIGNMENT) * ALIGNMENT
+        if at >= folder.tensors[f"{bucket}.param"].shape[0]:
             number, at = number + 1, 0
     require(number == len(buckets) and not at, "its buckets are longer than its parameters")
+    return states
 
 
-def _bucket_slice(folder: DcpCheckpoint, name: str, start: int, shape: tuple[int, ...]) -> LazyTensor:
-    info = folder.tensors.get(name)
-    require(info is not None and info.dtype == torch.float32, f"holds no {name[-120:]} in fp32")
-    one = (start,), (math.prod(shape),)
-    return LazyTensor(TensorInfo(torch.float32, shape), lambda: folder.read(name, *one).view(shape))
+def _viewed(values: Callable[[], Tensor], shape: tuple[int, ...]) -> Tensor:
+    return values().view(shape)
 
 
 # --- written

@@ -57,9 +57,7 @@ DTYPES = {str(dtype): dtype for dtype in STORAGES.values()}
 ALLOWED_NAMES = re.compile(
     r"collections\.OrderedDict|torch\._utils\._rebuild_(tensor_v2|parameter|parameter_with_state)"
     r"|torch\._tensor\._rebuild_from_type_v2|torch\.(cuda\.)?\w+Storage"
-    r"|(fp16|megatron\.fp16|megatron\.optimizer|deepspeed\.(pt|runtime\.fp16))\.(loss_scaler|grad_scaler)\.\w+"
-    r"|megatron\.(model|core|core\.transformer)\.enums\.\w+|megatron\.core\.rerun_state_machine\.Rerun\w+"
-    r"|deepspeed\.runtime\.zero\.config\.ZeroStageEnum"
+    r"|(fp16\.loss_scaler|megatron|deepspeed)\.[\w.]+"
     r"|numpy\.(_?core\.multiarray\.(_reconstruct|scalar)|ndarray|dtype|dtypes\.\w+DType)"
     r"|_codecs\.encode|_io\.BytesIO|argparse\.Namespace|types\.SimpleNamespace|pathlib\.(Pure)?PosixPath"
     r"|signal\.(Signals|SIG[A-Z0-9]+)|(__builtin__|builtins)\.set"

@@ -145,6 +145,21 @@ def test_convert_and_check(runs: Path, tmp_path: Path, words: str, capsys: pytes
         main(convert)
 
 
+@pytest.mark.parametrize("to", ["megatron-2019", "dcp"])
+def test_diff_takes_the_heads_from_the_side_that_states_them(
+    runs: Path, tmp_path: Path, to: str, capsys: pytest.CaptureFixture
+):
+    save, out = str(runs / "save"), str(tmp_path / "out")
+    assert main(["convert", save, out, "--to", to]) == 0
+    for pair in ((save, out), (out, save)):
+        capsys.readouterr()
+        main(["diff", *pair])
+        said = capsys.readouterr()
+        assert re.search(r"^exp_avg\.\S+query_key_value.weight .* 0$", said.out, re.MULTILINE) and not said.err
+    with pytest.raises(ValueError, match="--num-attention-heads, one of"):
+        main(["diff", out, out])
+
+
 def test_a_core_export_says_what_it_lacks_and_compares_without_a_flag(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ):
