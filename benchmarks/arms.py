@@ -76,7 +76,7 @@ class SyntheticTokenizer(Tokenizer):
     def __init__(self, size: int) -> None:
         super().__init__("synthetic", [b""] * size, 9, f"synthetic {size}", {})
 
-    def encode(self, text: str) -> np.ndarray | list[int]:
+    def encode_utf8(self, data: bytes) -> np.ndarray | list[int]:
         raise ValueError("the benchmark's vocabulary has no text")
 
 

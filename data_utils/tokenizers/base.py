@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from data_utils.command_line import missing_package
 from data_utils.corpora import BUILTIN, MAX_BAD_FRACTION, Log, expand_paths, read_documents, utf8
 from data_utils.files import atomic_write, file_lock, fingerprint_of, make_folder, one_line, read_file
 from data_utils.files.restricted_pickle import read_pickle
@@ -80,12 +81,12 @@ class Tokenizer(ABC):
         return next((number for number, data in enumerate(self.token_bytes) if data == b"\n"), 0)
 
     @abstractmethod
-    def encode(self, text: str) -> np.ndarray | list[int]:
-        """Return the ids of `text`, never `eod`. Raises ValueError if `text` holds a lone surrogate."""
-
     def encode_utf8(self, data: bytes) -> np.ndarray | list[int]:
-        """Return the ids of a text in valid UTF-8."""
-        return self.encode(data.decode("utf-8"))
+        """Return the ids of a text in valid UTF-8, integers [tokens], never `eod`. Raises ValueError if it has none."""
+
+    def encode(self, text: str) -> np.ndarray | list[int]:
+        """Return the ids of `text`. Raises ValueError if it holds a lone surrogate, or has no ids."""
+        return self.encode_utf8(utf8(text))
 
     def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
         """Return the bytes of `ids`. Raises ValueError for an id outside the vocabulary."""
@@ -119,10 +120,6 @@ class ByteTokenizer(Tokenizer):
         token_bytes = [bytes([value]) for value in range(256)] + [b""]
         super().__init__("bytes", token_bytes, 256, fingerprint_of("bytes"), {})
 
-    def encode(self, text: str) -> np.ndarray:
-        """Return uint8 [bytes of text]."""
-        return self.encode_utf8(utf8(text))
-
     def encode_utf8(self, data: bytes) -> np.ndarray:
         """Return the bytes as uint8 [bytes of data]."""
         return np.frombuffer(data, dtype=np.uint8)
@@ -151,9 +148,9 @@ class CharacterTokenizer(Tokenizer):
         self._ids = np.full(max(codes) + 2, -1, dtype=np.int32)  # by code point; the last entry is for all higher ones
         self._ids[codes] = np.arange(len(codes))
 
-    def encode(self, text: str) -> np.ndarray:
-        """Return int32 [characters of text]. Raises ValueError, which names the character, if it has no id."""
-        codes = np.frombuffer(utf8(text).decode().encode("utf-32-le"), dtype="<u4")
+    def encode_utf8(self, data: bytes) -> np.ndarray:
+        """Return int32 [characters of the text]. Raises ValueError, which names the character, if it has no id."""
+        codes = np.frombuffer(data.decode().encode("utf-32-le"), dtype="<u4")
         ids: np.ndarray = self._ids[np.minimum(codes, len(self._ids) - 1)]
         if (ids < 0).any():
             missing = chr(codes[np.argmax(ids < 0)])
@@ -216,10 +213,9 @@ class SentencePieceTokenizer(Tokenizer):
             return b""
         return piece.replace(SPACE, " ").encode()
 
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`. Raises ValueError if it holds a lone surrogate."""
-        utf8(text)
-        ids: list[int] = []
+    def encode_utf8(self, data: bytes) -> list[int]:
+        """Return the ids of a text in valid UTF-8."""
+        text, ids = data.decode(), list[int]()
         for number, part in enumerate(text.split(SPACE) if self._mark else [text]):
             if number and self._mark:
                 ids += self._mark
@@ -308,7 +304,5 @@ def _sentencepiece() -> Any:
     try:
         import sentencepiece
     except ImportError:
-        raise ValueError(
-            "--tokenizer-type SentencePieceTokenizer needs the package sentencepiece: pip install sentencepiece"
-        ) from None
+        raise missing_package("--tokenizer-type SentencePieceTokenizer", "sentencepiece") from None
     return sentencepiece

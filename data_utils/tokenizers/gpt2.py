@@ -20,7 +20,6 @@ from pathlib import Path
 
 import numpy as np
 
-from data_utils.corpora import utf8
 from data_utils.files import fingerprint_of, one_line, read_file
 from data_utils.tokenizers.base import MAX_FILE_BYTES, Tokenizer
 
@@ -170,10 +169,6 @@ class BytePairTokenizer(Tokenizer):
     def _faster(self) -> Gigatoken | None:
         """gigatoken, or None. It is created for the first text, because many programs have none."""
         return gigatoken(self._ranked)
-
-    def encode(self, text: str) -> np.ndarray:
-        """Return int32 or uint32 [tokens]. Raises ValueError if `text` holds a lone surrogate."""
-        return self.encode_utf8(utf8(text))  # tiktoken would replace lone surrogates silently
 
     def encode_utf8(self, data: bytes) -> np.ndarray:
         """Return int32 or uint32 [tokens] of valid UTF-8, in which long runs of whitespace are split first."""

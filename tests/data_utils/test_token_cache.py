@@ -130,9 +130,9 @@ def test_a_file_that_changes_while_it_is_read_is_not_kept(cache: Cache) -> None:
     path = cache.write("a.txt", "some text")
 
     class Changing(ByteTokenizer):
-        def encode(self, text: str) -> np.ndarray:
+        def encode_utf8(self, data: bytes) -> np.ndarray:
             cache.write("a.txt", "other text")
-            return super().encode(text)
+            return super().encode_utf8(data)
 
     with pytest.raises(ValueError, match="changed while it was read"):
         cache.read(path, tokenizer=Changing())
@@ -250,10 +250,10 @@ class Slow(ByteTokenizer):
         super().__init__()
         self.begun, self.seconds = begun, seconds
 
-    def encode(self, text: str) -> np.ndarray:
+    def encode_utf8(self, data: bytes) -> np.ndarray:
         self.begun.set()
         time.sleep(self.seconds)
-        return super().encode(text)
+        return super().encode_utf8(data)
 
 
 def _read_slowly(cache: Cache, path: str, start: Any, begun: Any, seconds: float, results: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from data_utils.command_line import Parser
+from data_utils.command_line import Parser, missing_package
 from data_utils.files import find_damaged_chunks
 from data_utils.indexed_dataset import TokenFile, open_token_file
 from data_utils.tokenizers import build_tokenizer
@@ -70,7 +70,7 @@ def plot_lengths(lengths: np.ndarray, path: Path, title: str) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError(f"--plot {path} needs the package matplotlib: pip install matplotlib") from None
+        raise missing_package(f"--plot {path}", "matplotlib") from None
     figure = Figure(figsize=(9, 3.6), dpi=120, layout="constrained")
     figure.suptitle(title, fontsize=10)
     left, right = figure.subplots(1, 2)
