@@ -16,7 +16,7 @@ from torch import Tensor
 import mpu
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.generate.scoring import score_windows, sliding_windows
-from megatron.gpt2.model.gpt2 import GPT2Model, count_parameters, layer_config, parameter_specs, seeded_normal
+from megatron.gpt2.model.gpt2 import GPT2Model, count_parameters, parameter_specs, seeded_normal
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.generate.test_generation import CONFIG
 
@@ -191,47 +191,6 @@ def test_flops_per_token_is_megatrons_formula():
     h, layers = config.hidden_size, config.num_layers
     assert config.flops_per_token(s) == 72 * layers * h * h * (1 + s / (6 * h)) + 6 * h * 50257
     assert config.flops_per_token(s) == pytest.approx(2.423e9, rel=1e-3)
-
-
-class SummedGradHook:
-    """A TiedGradHook that adds in float32 and counts."""
-
-    def __init__(self, shape: torch.Size) -> None:
-        self.total = torch.zeros(shape)
-        self.calls: list[str] = []
-
-    def add(self, gradient: Tensor) -> None:
-        self.total += gradient
-        self.calls.append("head")
-
-    def add_rows(self, rows: Tensor, gradients: Tensor) -> None:
-        self.total.index_put_((rows,), gradients.float(), accumulate=True)
-        self.calls.append("rows")
-
-
-def tied_gradient(rank: int, world_size: int, sequence_parallel: bool) -> tuple[float, list[str]]:
-    mpu.initialize_model_parallel(world_size)
-    model = GPT2Model(SMALL, layer_config(SMALL, sequence_parallel=sequence_parallel)).train()
-    tokens = torch.randint(0, 101, (3, 20), generator=torch.Generator().manual_seed(1))  # ids repeat
-    weight = torch.full(tokens.shape, 1 / tokens.numel())
-    model(tokens, tokens.flip(1), weight).mul(3.0).backward()
-    expected = {name: p.grad for name, p in model.named_parameters()}
-    model.zero_grad()
-    model.tied_grad_hook = SummedGradHook(model.word_embeddings.weight.shape)
-    model(tokens, tokens.flip(1), weight).mul(3.0).backward()
-    own = {name: p.grad for name, p in model.named_parameters()}
-    assert own.pop("word_embeddings.weight") is None
-    assert all(torch.equal(own[name], expected[name]) for name in own)
-    model(tokens)  # without labels the hook is not called
-    whole = expected["word_embeddings.weight"]
-    return ((model.tied_grad_hook.total - whole).abs().max() / whole.abs().max()).item(), model.tied_grad_hook.calls
-
-
-@pytest.mark.parametrize(("world_size", "sequence_parallel"), [(1, False), (2, False), (2, True)])
-def test_the_tied_grad_hook_gets_the_terms_of_autograds_sum(world_size: int, sequence_parallel: bool):
-    for error, calls in run_ranks(tied_gradient, world_size, sequence_parallel):
-        assert error <= 1e-6
-        assert calls == ["head", "rows"]
 
 
 def test_inference_disables_cudnns_attention(monkeypatch: pytest.MonkeyPatch):

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import mpu
 from megatron.gpt2.model.gpt2 import GPT2Model, layer_config
@@ -60,17 +59,6 @@ def test_other_trainers_can_complete_the_gradients():
     for seen in run_ranks(partial_and_complete, 2):
         assert not any(seen["autograd"]) and len(seen["autograd"]) == 3 + 6 * SHAPE.num_layers
         assert all(seen["summed"]) and all(seen["bf16"]) and all(seen["hook"])
-
-
-def masks(rank: int, world_size: int, sequence_parallel: bool) -> Tensor:
-    mpu.initialize_model_parallel(world_size)
-    mpu.model_parallel_cuda_manual_seed(1)
-    return mpu.hidden_dropout(torch.ones(64), 0.5, sequence_parallel)
-
-
-def test_masks_differ_only_between_shards():
-    split, whole = (run_ranks(masks, 2, sequence_parallel) for sequence_parallel in (True, False))
-    assert torch.equal(whole[0], whole[1]) and not torch.equal(split[0], split[1])
 
 
 LAYERS = SHAPE.num_layers

