@@ -36,7 +36,8 @@ def make_shard(path: Path, folder: Path, expected: Mapping[str, Any], write: Cal
         if expected.items() <= found.items() and not damaged:
             return found
         for name in outputs:  # made from other input or with other parameters, which may give other names
-            (folder / name).unlink(missing_ok=True)
+            if folder.resolve() in (folder / name).resolve().parents:  # a folder from someone else may name any file
+                (folder / name).unlink(missing_ok=True)
     path.unlink(missing_ok=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     manifest = {**expected, **write()}

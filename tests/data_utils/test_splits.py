@@ -40,7 +40,9 @@ def test_parse_split() -> None:
             parse_split(bad)
 
 
-@pytest.mark.parametrize("lengths", [[5] * 100, [1] * 3, [100, 2, 2], [2, 2, 1000], [1, 500, 1, 500, 1], [7] * 4])
+@pytest.mark.parametrize(
+    "lengths", [[5] * 100, [700, 900] * 125, [1] * 3, [100, 2, 2], [2, 2, 1000], [1, 500, 1, 500, 1], [7] * 4]
+)
 @pytest.mark.parametrize("split", ["969,30,1", "1,1,1", "90,10", "90,0,10", "1", "1,0,1000"])
 def test_borders_follow_documents_or_shares(lengths: list[int], split: str) -> None:
     starts, shares = np.cumsum([0, *lengths]), shares_of(split)
@@ -50,7 +52,7 @@ def test_borders_follow_documents_or_shares(lengths: list[int], split: str) -> N
     for share, start, stop in zip(shares, borders, borders[1:], strict=False):
         assert (stop > start) == (share > 0)
         assert between or abs(stop - start - share * sum(lengths)) <= 2
-        assert len(lengths) < 100 or between and abs(stop - start - share * 500) <= 10
+        assert len(lengths) < 100 or between and abs(stop - start - share * sum(lengths)) <= 2 * max(lengths)
 
 
 @pytest.mark.parametrize(
@@ -65,14 +67,6 @@ def test_borders_follow_documents_or_shares(lengths: list[int], split: str) -> N
 )
 def test_few_documents_are_split_by_position(lengths: list[int], split: str, closed: bool, borders: list[int]) -> None:
     assert split_borders(np.cumsum([0, *lengths]), shares_of(split), closed) == borders
-
-
-@pytest.mark.parametrize("split", ["969,30,1", "1,1,1", "90,10", "1000000,1,1", "1,1,1000000"])
-def test_small_documents_are_never_cut(split: str) -> None:
-    rng = np.random.default_rng(1)
-    for _ in range(50):
-        starts = np.cumsum([0, *rng.integers(500, 1000, size=250)])
-        assert set(split_borders(starts, shares_of(split), closed=True)) <= set(starts.tolist())
 
 
 def test_description_gives_the_requested_share(tmp_path: Path) -> None:

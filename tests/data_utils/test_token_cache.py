@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import multiprocessing
 import os
 import shutil
-import signal
 import tempfile
 import time
 from collections.abc import Callable
@@ -273,19 +271,3 @@ def test_one_of_several_processes_tokenises(cache: Cache) -> None:
         process.join(240)
     assert [text for text, _ in found] == ["some text"] * 4
     assert sum(times for _, times in found) == 1
-
-
-def test_a_killed_process_frees_its_lock(cache: Cache) -> None:
-    context = multiprocessing.get_context("fork")
-    begun, path = context.Event(), cache.write("a.txt", "some text")
-    given = cache, path, context.Barrier(1), begun, 60.0, context.Queue()
-    process = context.Process(target=_read_slowly, args=given)
-    process.start()
-    assert begun.wait(240) and process.pid is not None
-    (lock,) = (cache.folder / "locks").iterdir()
-    with open(lock) as file, pytest.raises(BlockingIOError):
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    os.kill(process.pid, signal.SIGKILL)
-    process.join(240)
-    assert cache.read(path) == "some text" and cache.times == 1
-    assert not list(cache.folder.glob("*.tmp*"))

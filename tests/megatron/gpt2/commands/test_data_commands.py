@@ -59,21 +59,6 @@ def test_a_megatron_command_line(tmp_path: Path, test_data: Path) -> None:
     assert texts == [json.loads(line)["text"] for line in lines]
 
 
-@pytest.mark.parametrize(
-    ("name", "more", "reason"),
-    [
-        ("a.jsonl", "--json-keys body", r"a\.jsonl:1: no field 'body'"),
-        ("a.jsonl", "--split-sentences", "--split-sentences"),
-        ("none", "", "--input: no such file: .*none"),
-    ],
-)
-def test_bad_input_is_one_line(tmp_path: Path, name: str, more: str, reason: str) -> None:
-    write(tmp_path / "a.jsonl", 3)
-    with pytest.raises((ValueError, FileNotFoundError), match=reason) as error:
-        maker.main(f"{flags(tmp_path / name, tmp_path / 'out')} {more}".split())
-    assert "\n" not in str(error.value)
-
-
 def test_killed_at_any_moment_and_started_again(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", 60_000)  # about 60 MB: seven shards
     assert run("preprocess_data", flags(path, tmp_path / "whole")).returncode == 0

@@ -79,10 +79,6 @@ def test_fixed_text_is_ftfys(text: str):
     assert SUSPECT.search(text) or fix_text(text) is text
 
 
-def test_fix_text():
-    assert fix_text("The cafÃ© &mdash; it\u2019s\r\nopen") == "The café — it's\nopen"
-
-
 @settings(max_examples=30, deadline=None)
 @given(st.text(max_size=400), st.integers(1, 60))
 def test_token_counts(text: str, least: int):

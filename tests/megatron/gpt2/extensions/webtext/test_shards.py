@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from data_utils.files import read_checksummed_json
+from data_utils.files import read_checksummed_json, write_checksummed_json
 from megatron.gpt2.extensions.webtext.near_duplicates import is_seekable
 from megatron.gpt2.extensions.webtext.shards import Document, ShardRun, WebtextStage, find_shards, json_line, read_at
 from megatron.gpt2.extensions.webtext.stages import run_stage, stage_parser
@@ -106,6 +106,10 @@ def test_complete_shards_are_skipped(shards: ThreeShards):
     shards.write("a", ["x"])  # a shard that becomes empty leaves no old output
     shards.run()
     assert "a.jsonl" not in shards.bytes() and "manifests/a.json" in shards.bytes()
+    foreign = shards.input / "b.jsonl"  # a manifest from someone else that names a file outside of the folder
+    write_checksummed_json(shards.output / "manifests/b.json", {"outputs": {str(foreign): []}})
+    shards.run()
+    assert foreign.exists()
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
