@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from data_utils import Tokenizer
+from data_utils.command_line import missing_package
 from megatron.gpt2.commands.inference import (
     ModelParser,
     check_output,
@@ -38,7 +39,7 @@ try:
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
 except ImportError as error:
-    print(f"error: lm-eval cannot be imported ({error}): pip install lm-eval", file=sys.stderr)
+    print(f"error: {missing_package('this program', error.name, 'eval')}", file=sys.stderr)
     sys.exit(2)
 
 LoglikelihoodRequest = tuple[Any, list[int], list[int]]  # (request, ids of the context, ids of the continuation)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from data_utils.command_line import missing_package
+from data_utils.command_line import missing_package, positive_int
 
 try:
     from megatron.gpt2.extensions.serve.app import Service
@@ -29,7 +29,6 @@ except ImportError as error:
     print(f"error: {missing_package('the server', error.name, 'serve')}", file=sys.stderr)
     sys.exit(2)
 
-from data_utils.command_line import positive_int
 from megatron.gpt2.commands.inference import ModelParser, check_world_size, open_model_from_flags
 from megatron.gpt2.config.flags import with_dashes
 from megatron.gpt2.device import PRECISIONS

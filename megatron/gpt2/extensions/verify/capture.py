@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from data_utils.command_line import missing_package
 from data_utils.samplers import micro_batch_starts
 from megatron.gpt2.checkpoint.sharded_state import sharded_state_dict
 from megatron.gpt2.config import require
@@ -236,7 +237,7 @@ class TransformersCapture(Capture):
         try:
             from transformers import GPT2Config, GPT2LMHeadModel
         except ImportError as error:
-            raise ValueError("--against huggingface needs transformers: pip install transformers") from error
+            raise missing_package("--against huggingface", error.name, "hf") from None
         require(
             not config.has_dropout,
             "--against huggingface: transformers draws different masks: give --hidden-dropout 0 --attention-dropout 0",
