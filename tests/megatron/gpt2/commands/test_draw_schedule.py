@@ -76,11 +76,13 @@ def test_stages_of_unlike_lengths(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (
-            "--pipeline-model-parallel-size 2 --times 1,2",
-            "--times takes three numbers, of F, B and W, as in 1,1.2,0.9, not 1,2",
+        *(
+            (
+                f"--pipeline-model-parallel-size 2 --times {times}",
+                f"--times: give three positive numbers, for F, B and W, as in 1,1.2,0.9, not {times}",
+            )
+            for times in ("1,2", "1,2,0")
         ),
-        ("--pipeline-model-parallel-size 2 --times 1,2,0", "--times must be positive, not 1,2,0"),
         (
             "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2",
             "--num-layers-per-virtual-pipeline-stage needs --num-layers",
