@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import os
+import re
 import signal
 import socket
 import threading
@@ -27,21 +27,14 @@ from megatron.gpt2.dist import ranks as ranks_module
 from megatron.gpt2.dist import rendezvous
 from megatron.gpt2.dist.launch import Launch
 from megatron.gpt2.dist.ranks import (
-    HEARTBEAT_INTERVAL,
-    LEFT,
-    LOST_TIMEOUT,
     POLL_INTERVAL,
-    WARN_TIMEOUT,
-    Heartbeat,
     MissingRanksError,
     RankInfo,
-    Rendezvous,
     TimedStore,
     describe_lost,
     format_ranks,
 )
 from megatron.gpt2.dist.rendezvous import (
-    NCCL_LOST_TIMEOUT,
     StandbyExit,
     address_towards,
     addresses_of,
@@ -338,115 +331,37 @@ def test_line_of_a_node() -> None:
     assert node_line("node4", gpus, 4) == "node4: ranks 2-3 of 4 on cuda:0, cuda:1 (NVIDIA H100)"
 
 
-class FakeStore(dict[str, bytes]):
-    """The methods of a store that heartbeats use."""
-
-    def set(self, key: str, value: str) -> None:
-        if "dead" in self:
-            raise dist.DistNetworkError("gone")
-        self[key] = value.encode()
-
-    def add(self, key: str, count: int) -> int:
-        return 4
-
-    def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        return self.setdefault(key, value.encode())
-
-    def get(self, key: str) -> bytes:  # type: ignore[override]
-        return self[key]
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self for key in keys)
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return [self[key] for key in keys]
-
-
-class HeartbeatClock:
-    """A fake `time` module that also replaces the heartbeat threads: they beat during `sleep`."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now, self.beating = 0.0, list[Heartbeat]()
+def test_silent_ranks_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ranks 2 and 3 of two machines hang. This also ends ranks that wait for a GPU."""
+    times = {"HEARTBEAT_INTERVAL": 0.1, "LOST_TIMEOUT": 0.5, "WARN_TIMEOUT": 1.0, "NCCL_LOST_TIMEOUT": 2.0}
+    for name, seconds in times.items():
         for module in (ranks_module, rendezvous):
-            monkeypatch.setattr(module, "time", self)
-        monkeypatch.setattr(Heartbeat, "start", lambda one: self.beating.append(one))
-        monkeypatch.setattr(Heartbeat, "join", lambda one, timeout: one.run())  # writes LEFT
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        end = self.now + seconds
-        while self.now < end:
-            whole = HEARTBEAT_INTERVAL * (math.floor(self.now / HEARTBEAT_INTERVAL) + 1)  # the time of the next beat
-            self.now = min(end, whole)
-            for one in self.beating if self.now == whole else ():
-                if not one.is_stopped:
-                    one.beat()
-
-
-HOSTS = dict(enumerate("aaab"))
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> HeartbeatClock:
-    return HeartbeatClock(monkeypatch)
-
-
-@pytest.fixture
-def store() -> Any:
-    return FakeStore({f"beat/{rank}": b"0" for rank in HOSTS})
-
-
-def test_heartbeats(
-    clock: HeartbeatClock, store: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first, second = (Heartbeat(store, rank, HOSTS, is_first_on_node=rank == 0) for rank in range(2))  # 2 and 3 hang
-    clock.sleep(WARN_TIMEOUT)
-    assert list(first.lost_ranks(20)) == [2, 3] and not capsys.readouterr().err
-    clock.sleep(2 * HEARTBEAT_INTERVAL)
-    assert list(first.lost_ranks(WARN_TIMEOUT)) == [2, 3] and not first.lost_ranks(40)
-    assert capsys.readouterr().err == "WARNING: no heartbeat for 30 s from ranks 2 (a) and 3 (b)\n"
-    assert not second.lost_ranks(LOST_TIMEOUT), "only the first rank of a machine reads all heartbeats"
-    # A collective fails: ranks that have been silent for long are named at once.
-    begun = clock.now
-    gone = first.wait_for_lost_ranks()
-    assert clock.now == begun and gone == {2: begun - HEARTBEAT_INTERVAL, 3: begun - HEARTBEAT_INTERVAL}
-    assert describe_lost(gone, HOSTS) == "ranks 2 (a) and 3 (b) sent no heartbeat for 31 s"
-    assert second.wait_for_lost_ranks() == gone, "other ranks read it from the store"
-    assert clock.now <= begun + 2 * HEARTBEAT_INTERVAL
-    second.stop()
-    clock.sleep(HEARTBEAT_INTERVAL)
-    assert store["beat/1"] == LEFT and first.lost_ranks(50) == {1: None} and not capsys.readouterr().err
+            monkeypatch.setattr(module, name, seconds, raising=False)
+    with ThreadPoolExecutor(4) as threads:
+        met = list(threads.map(join_rendezvous, make_launches(4, "aaab")))
+    beats = [one.rendezvous.heartbeat for one in met if one.rendezvous]
+    for hanging in beats[2:]:
+        monkeypatch.setattr(hanging, "beat", lambda: None)
+    while list(beats[0].lost_ranks(1.0)) != [2, 3]:
+        time.sleep(POLL_INTERVAL)
+    assert not beats[1].lost_ranks(1.0), "only the first rank of a machine reads all heartbeats"
+    gone = beats[0].wait_for_lost_ranks()
+    assert list(gone) == [2, 3] and all(seconds and seconds > 1 for seconds in gone.values())
+    assert beats[1].wait_for_lost_ranks() == gone, "other ranks read it from the store"
+    beats[1].stop()
+    while beats[0].lost_ranks(50.0) != {1: None}:
+        time.sleep(POLL_INTERVAL)
+    ended: list[int] = []
+    monkeypatch.setattr("os._exit", ended.append)
+    rendezvous.exit_if_rank_lost(met[0])
+    said = capsys.readouterr().err
+    assert ended == [1] and "WARNING: no heartbeat for 1 s from rank" in said
+    assert re.search(r"error \(a\): ranks 2 \(a\) and 3 \(b\) sent no heartbeat for \d s: the run ends here", said), (
+        said
+    )
     assert describe_lost({1: None, 2: 60.2}, {}) == "rank 2 sent no heartbeat for 60 s and rank 1 left"
-    store["dead"] = b""
-    monkeypatch.setattr(ranks_module, "HEARTBEAT_INTERVAL", 0.0)
-    first.run()  # ends, because the store is gone
-    clock.beating.clear()
-    clock.sleep(LOST_TIMEOUT + 1)
-    assert first.lost_ranks(LOST_TIMEOUT) == {
-        0: pytest.approx(LOST_TIMEOUT + 1, abs=POLL_INTERVAL + 0.01)
-    }  # rank 0 serves the store
-
-
-def test_a_lost_rank_ends_a_run_that_waits_for_a_gpu(
-    clock: HeartbeatClock, store: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Ranks 0, 1 and 2 are on machine a, rank 3 on b. Rank 1 leaves; then rank 3 is lost, which only rank 0 watches."""
-    ended: list[tuple[int, float]] = []
-    monkeypatch.setattr("os._exit", lambda code: ended.append((code, clock.now)))
-    beats = [Heartbeat(store, rank, HOSTS, is_first_on_node=rank in (0, 3)) for rank in range(4)]
-    alive = [RankInfo(rank, 4, rank, 3, rendezvous=Rendezvous(store, None, HOSTS, beats[rank])) for rank in range(3)]
-    alive[1].leave()
-    clock.sleep(2 * NCCL_LOST_TIMEOUT)
-    clock.beating.remove(beats[3])
-    for one in alive:
-        rendezvous.exit_if_rank_lost(one)
-    (first, at_first), (second, at_second) = ended
-    assert first == second == 1
-    assert 3 * NCCL_LOST_TIMEOUT < at_first < 3 * NCCL_LOST_TIMEOUT + 5 * HEARTBEAT_INTERVAL + LOST_TIMEOUT
-    assert at_second <= at_first + 2 * HEARTBEAT_INTERVAL + LOST_TIMEOUT
-    assert capsys.readouterr().err.count("error (a): rank 3 (b) sent no heartbeat for ") == 1
+    for one in met[1:]:
+        one.leave(4)
 
 
 @pytest.mark.parametrize(
