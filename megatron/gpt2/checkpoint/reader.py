@@ -34,7 +34,7 @@ import re
 import reprlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from multiprocessing.pool import ThreadPool
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -124,11 +124,23 @@ def in_threads(work: Callable[[T], R], items: Iterable[T], threads: int = THREAD
     """Call `work` for each item in several threads. Hashing and copying release Python's global interpreter lock. The
     first error, in the order of the items, is raised after all threads have ended. The threads are daemons: storage that
     does not answer does not keep a process from ending."""
-    pool = ThreadPool(threads)
-    results = [pool.apply_async(work, (item,)) for item in items]
-    pool.close()
-    pool.join()
-    return [result.get() for result in results]
+    results = [(item, Future[R]()) for item in items]
+    waiting = iter(results)
+
+    def run() -> None:
+        for item, result in waiting:
+            try:
+                result.set_result(work(item))
+            except BaseException as error:
+                result.set_exception(error)
+
+    # Not multiprocessing's ThreadPool, which writes to /dev/shm.
+    workers = [threading.Thread(target=run, daemon=True) for _ in range(min(threads, len(results)))]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return [result.result() for _, result in results]
 
 
 @contextlib.contextmanager

@@ -223,6 +223,7 @@ def losses(rank: int, world_size: int, folder: str) -> list[tuple[int, float, li
             seen.append((0, 0.0, list[str]()) if math.isnan(loss) else best(folder))
         assert trainer.checkpoints.saver.saved_iteration is None  # only best/ was saved
         trainer.save()
+        trainer.checkpoints.saver.finish()  # on all ranks
         finish(trainer)
     data, logged = trainer.data.splits.fingerprint, list[str]()
     assert best_loss(Path(folder, "save/best"), data, logged.append) == 2.4
