@@ -52,6 +52,8 @@ def error_response(error: ApiError) -> Response:
     """Make the response to a failed request, in OpenAI's form."""
     # A request that took too long would do so again. This header tells OpenAI's client not to repeat it.
     headers = {"Retry-After": "1"} if error.status == 503 else {"x-should-retry": "false"}
+    if error.status == 408:
+        headers["Connection"] = "close"  # the rest of the body has no meaning
     return json_response(error.json(), error.status, headers)
 
 

@@ -350,6 +350,14 @@ def test_slow_connections_end_and_keep_nobody_out(model: GPT2Model, monkeypatch:
                     closed.add(number)
 
 
+def test_a_body_that_is_too_slow_is_answered(model: GPT2Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "BODY_SECONDS", 0.1)
+    with serving(model) as served, socket.create_connection(("127.0.0.1", served.port), timeout=5) as client:
+        client.sendall(post_request(60, b"{"))
+        answer = b"".join(iter(lambda: client.recv(1 << 16), b""))  # the server closes the connection
+        assert answer.startswith(b"HTTP/1.1 408") and b"the body took longer than 0.1 seconds" in answer
+
+
 def test_a_client_that_does_not_read_is_disconnected(model: GPT2Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "IDLE_SECONDS", 0.3)
     with serving(model) as served, socket.socket() as flood:
