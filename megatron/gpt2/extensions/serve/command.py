@@ -3,7 +3,7 @@
     python tools/run_text_generation_server.py --load checkpoints/gpt2_small
     python tools/run_text_generation_server.py --load checkpoints/gpt2_small --nproc-per-node 2  # share each layer
 
-The first rank serves. Without --host, only this machine can connect. There is no password, see
+The first rank serves. Without --host, only this machine can connect. It does not check passwords, see
 docs/how-to/server.md. Needs the extra [serve]. Exit codes: 0 after Ctrl-C or SIGTERM; 2 for bad input.
 """
 
@@ -56,7 +56,7 @@ def parse_args(argv: Sequence[str], rank_info: RankInfo) -> argparse.Namespace:
         nargs="+",
         default=[],
         metavar="NAME",
-        help="names under which clients may address this server, besides addresses, localhost, --host and this machine's "
+        help="names under which clients may address this server, in addition to addresses, localhost, --host and this machine's "
         "name; a proxy may send its own name",
     )
     for flag, default, meant in (
