@@ -163,7 +163,7 @@ if sys.argv[1] == "set":
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 counts = []
-for _ in range(20):  # until the size of the heap is stable
+for _ in range(8):  # until the size of the heap is stable
     before = faults()
     torch.empty(25_000_000).fill_(1.0)  # 100 MB
     counts.append(faults() - before)
