@@ -569,9 +569,9 @@ def read_body(folder: Path, read: Callable[[bytes, ServedModel], CompletionReque
 
 
 TARGETS += [
-    Target("records of a run", run_folder, read_run, "**/*.jsonl"),
+    Target("records of a run", run_folder, read_run, "**/*.jsonl", model=True),
     Target("config.json", run_folder, lambda folder: read_config(str(folder / "config.json")), "config.json"),
-    Target("config.json of a report", run_folder, read_run, "config.json"),
+    Target("config.json of a report", run_folder, read_run, "config.json", model=True),
     Target("DeepSpeed's file", deepspeed_file, read_deepspeed),
     body_target("HTTP body", BODY, read_request),
     body_target("HTTP body in Megatron's form", MEGATRON_BODY, read_megatron_request),

@@ -102,8 +102,8 @@ def format_value(value: Any) -> str:
 
 
 class TensorComparison(NamedTuple):
-    """The difference of a tensor that both checkpoints hold. shape: in the first one. max_difference: the largest absolute
-    difference; NaN if only one of the tensors has a NaN, None if the shapes differ."""
+    """The difference of a tensor. shape: in the first checkpoint. max_difference: the largest absolute difference; NaN if
+    only one of the tensors has a NaN, None if the shapes differ or if only one checkpoint has the tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -113,47 +113,40 @@ class TensorComparison(NamedTuple):
 
 @dataclass(frozen=True)
 class CheckpointDifference:
-    """The differences of tensors that both checkpoints hold, and the names of tensors that only one holds.
+    """The differences of all tensors of the kinds (model, master, exp_avg, exp_avg_sq) that both checkpoints hold.
 
-    Only kinds (model, master, exp_avg, exp_avg_sq) that both hold are compared; `not_compared` lists the others. Random
-    states depend on the layout and are never compared.
+    `not_compared` lists the other kinds. Random states depend on the layout and are never compared.
     """
 
     rows: list[TensorComparison]
-    only_in_a: list[str]
-    only_in_b: list[str]
     not_compared: list[str]
 
     @property
     def equal(self) -> bool:
         """True if both hold the same tensors with the same values."""
-        return not self.only_in_a and not self.only_in_b and all(row.max_difference == 0 for row in self.rows)
+        return all(row.max_difference == 0 for row in self.rows)
 
 
 def compare_tensors(a: BaseCheckpoint, b: BaseCheckpoint) -> CheckpointDifference:
     """Compare all values of `a` and `b`, which may have different dtypes and layouts. Only one tensor of each is in memory
     at a time."""
     kinds_a, kinds_b = ({name.partition(".")[0] for name in source.tensors} - {"rng"} for source in (a, b))
-    names_a, names_b = (
-        [name for name in source.tensors if name.partition(".")[0] in kinds_a & kinds_b] for source in (a, b)
-    )
-    return CheckpointDifference(
-        [_row(a, b, name) for name in names_a if name in b.tensors],
-        [name for name in names_a if name not in b.tensors],
-        [name for name in names_b if name not in a.tensors],
-        sorted(kinds_a ^ kinds_b),
-    )
+    names = [name for name in {**a.tensors, **b.tensors} if name.partition(".")[0] in kinds_a & kinds_b]
+    return CheckpointDifference([_row(a, b, name) for name in names], sorted(kinds_a ^ kinds_b))
 
 
 def _row(a: BaseCheckpoint, b: BaseCheckpoint, name: str) -> TensorComparison:
-    first, second = a.tensors[name], b.tensors[name]
+    first, second = a.tensors.get(name), b.tensors.get(name)
+    if first is None or second is None:
+        return TensorComparison(name, (), None, f"only in the {'first' if first else 'second'}")
     if first.shape != second.shape:
-        return TensorComparison(name, first.shape, None, f"{_format_shape(second.shape)} in the other")
+        return TensorComparison(
+            name, first.shape, None, f"different shape: {_format_shape(second.shape)} in the second"
+        )
     max_difference = max_abs_difference(a.read(name), b.read(name))
     notes = [f"{_dtype_name(first)} and {_dtype_name(second)}"] * (first.dtype != second.dtype)
-    return TensorComparison(
-        name, first.shape, max_difference, ", ".join([*notes, *["NaN in only one"] * math.isnan(max_difference)])
-    )
+    notes += ["NaN in only one"] * math.isnan(max_difference)
+    return TensorComparison(name, first.shape, max_difference, ", ".join(notes))
 
 
 def max_abs_difference(x: Tensor, y: Tensor) -> float:
@@ -171,10 +164,8 @@ def format_difference(difference: CheckpointDifference) -> list[str]:
     """Format `difference` as lines to print."""
     cells = [("tensor", "shape", "greatest difference", "")]
     for row in difference.rows:
-        max_difference = "different shape" if row.max_difference is None else f"{row.max_difference:.3g}"
+        max_difference = "" if row.max_difference is None else f"{row.max_difference:.3g}"
         cells.append((row.name, _format_shape(row.shape), max_difference, row.note))
-    cells += [(name, "", "only in the first", "") for name in difference.only_in_a]
-    cells += [(name, "", "only in the second", "") for name in difference.only_in_b]
     text = align_columns(cells, "<>><")
     if difference.not_compared:
         text.append(f"only in one checkpoint, and not compared: {', '.join(difference.not_compared)}")

@@ -244,40 +244,6 @@ def test_bad_input(runs: Path, tmp_path: Path, name: str):
     assert not (tmp_path / "out").exists()
 
 
-@genuine
-@pytest.mark.parametrize(
-    ("change", "words", "message"),
-    [
-        ("a missing rank", HINTS, "is a file missing"),
-        ("two iterations mixed", HINTS, "iteration"),
-        ("none", ["--num-attention-heads", "5"], "one of 2, 4"),
-        ("none", [], "--num-attention-heads"),
-        ("none", ["--num-attention-heads", "4", "--vocab-size", "9999"], "--vocab-size 9999"),
-    ],
-)
-def test_bad_old_files(tmp_path: Path, change: str, words: list[str], message: str):
-    save = tmp_path / "old"
-    shutil.copytree(OLD / "tp2" / "checkpoint", save, copy_function=shutil.copyfile)
-    second = save / "iter_0000018" / "mp_rank_01" / "model_optim_rng.pt"
-    if change == "a missing rank":
-        shutil.rmtree(second.parent)
-    elif change == "two iterations mixed":
-        later = second.with_name("later")
-        torch.save(as_if_later(second), later)
-        later.rename(second)
-    with pytest.raises(ValueError) as error:
-        main(["convert", str(save), str(tmp_path / "out"), "--to", "native", *words])
-    assert message in str(error.value) and "\n" not in str(error.value)
-
-
-def as_if_later(path: Path):
-    """Return the content of a rank's file with a different iteration."""
-    from megatron.gpt2.formats.torch_files import load_torch_file
-
-    top = load_torch_file(path)
-    return {"iteration": top["iteration"] + 1, "model": dict(top["model"])}
-
-
 def run(python: WarmPython, program: str, *words: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [python.python, str(ROOT / "tools" / program), *words], capture_output=True, text=True, timeout=240

@@ -198,14 +198,6 @@ def test_a_vocabulary_or_iteration_that_is_not_there():
 
 
 @genuine
-@pytest.mark.parametrize("rank", [0, 1, 3])
-def test_a_missing_rank(tmp_path: Path, rank: int):
-    folder = copy_genuine("megatron-2019/tp4", tmp_path / "there")
-    shutil.rmtree(folder / f"mp_rank_{rank:02d}")
-    assert_refused(tmp_path / "there", "missing", num_attention_heads=4)
-
-
-@genuine
 def test_ranks_of_two_iterations_or_two_runs(tmp_path: Path):
     file = copy_genuine("megatron-v2.6/tp2", tmp_path / "there") / "mp_rank_01" / RANK_FILE
     changed(file, lambda top: top.update(iteration=19))
@@ -262,38 +254,6 @@ def test_a_release_holds_weights_alone(tmp_path: Path):
     assert (source.path, source.format) == (tmp_path / "release", "megatron-2019") and not source.left_out
     assert same(source, weights)
     assert_refused(tmp_path, "--num-attention-heads")
-
-
-def test_interleaved_pipelining(tmp_path: Path):
-    """Two stages with two chunks each: layers 0 and 2 are on the first stage, 1 and 3 on the second."""
-    weights = random_weights()
-    args = arguments(1, 2, virtual_pipeline_model_parallel_size=2)
-    sample_checkpoints.write_megatron(tmp_path / "plain", weights, "v2", version=3, pp=4, args=args)
-    files = [f"iter_0000007/mp_rank_00_{number:03d}/{RANK_FILE}" for number in range(4)]
-    tops = [torch.load(tmp_path / "plain" / file, weights_only=False) for file in files]
-    for number in range(2):
-        first, second = tops[number].pop("model"), tops[number + 2]["model"]
-        (tmp_path / "interleaved" / files[number]).parent.mkdir(parents=True)
-        torch.save({**tops[number], "model0": first, "model1": second}, tmp_path / "interleaved" / files[number])
-    assert same(open_checkpoint(tmp_path / "interleaved", HINTS), weights)
-
-
-def test_deepspeed(tmp_path: Path):
-    weights = random_weights()
-    sample_checkpoints.write_megatron(tmp_path / "plain", weights, "flat", tp=2, args=False)
-    folder = tmp_path / "run/global_step7"
-    folder.mkdir(parents=True)
-    for rank in range(2):
-        top = torch.load(tmp_path / f"plain/iter_0000007/mp_rank_{rank:02d}" / RANK_FILE, weights_only=False)
-        more = {"optimizer": None, "lr_scheduler": {"num_iters": 7}, "csr_tensor_module_names": set()}
-        held = {"module": top["model"], "global_steps": 7, "skipped_steps": 0, "iteration": 7, **more}
-        torch.save(held, folder / f"mp_rank_{rank:02d}_model_states.pt")
-    (folder / "zero_pp_rank_0_mp_rank_00optim_states.pt").write_bytes(b"x")
-    (tmp_path / "run/latest").write_text("global_step7")
-    for path in (tmp_path / "run", folder, folder / "mp_rank_01_model_states.pt"):
-        source = open_checkpoint(path, replace(HINTS, num_attention_heads=4))
-        assert (source.format, source.iteration) == ("deepspeed", 7)
-    assert same(source, weights) and "zero_pp_rank" in " ".join(source.left_out)
 
 
 def test_boxes(tmp_path: Path):
@@ -404,13 +364,6 @@ def test_missing_stages_and_other_models(tmp_path: Path):
 
     changed(folder / FIRST_FILE, with_norms)
     assert_refused(folder, "q_norm", num_attention_heads=4)
-
-
-def test_a_head_of_its_own_is_refused(tmp_path: Path):
-    folder = sample_checkpoints.write_megatron(tmp_path, random_weights(), "core", version=3, tp=2, pp=2)
-    file = folder / f"iter_0000007/mp_rank_01_001/{RANK_FILE}"
-    changed(file, lambda top: top["model"]["output_layer.weight"].add_(1))
-    assert_refused(folder, "word_embeddings_for_head", "mp_rank_01_001")
 
 
 @pytest.mark.parametrize(
