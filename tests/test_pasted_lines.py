@@ -10,6 +10,7 @@ import json
 import os
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -29,12 +30,25 @@ from tests.warm_python import WarmPython
 ROOT = Path(__file__).resolve().parent.parent
 LINES = (ROOT / "tests" / "pasted_lines.sh").read_text()
 PASTED = dict(re.findall(r"^## (\S+)\n(.*?\n)(?=\n## |\Z)", LINES, re.MULTILINE | re.DOTALL))
+# name -> (the flags and keys that it asks for, its DeepSpeed file, its words)
+PUBLIC = {
+    name: (asks.split(), file, shlex.split(line))
+    for name, asks, file, line in re.findall(
+        r"^## (\S+)\n(?:# asks: (.*)\n)?(?:# ds_config.json: (.*)\n)?(.*)$",
+        (ROOT / "tests" / "public_lines.txt").read_text(),
+        re.MULTILINE,
+    )
+}
 
 SMALL = (
     "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "
     "--train-iters 40 --log-interval 10 --eval-iters 1 --lr 1e-2 --device cpu "
 )
 GLOO = "--distributed-backend gloo "
+ONE_RANK = (
+    "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --micro-batch-size 8 --global-batch-size 64 "
+    "--data-path data/webtext/webtext_text_document --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt "
+)
 Run = Callable[..., tuple[str, str]]
 
 # The DeepSpeed JSON files that the lines name, without the settings of logging.
@@ -266,23 +280,11 @@ def test_deepspeeds_own_line(work: Path, run: Run):
     learned(work / "ds")
 
 
-@pytest.mark.parametrize(
-    "script, asked",
-    [
-        ("ZeRO3_ds_pretrain_gpt2-zero3", ["--zero-stage 3", "zero_optimization.stage 3"]),
-        ("ZeRO3_curriculum_ds_pretrain_gpt2", ["--lr-decay-tokens"]),
-    ],
-)
-def test_what_deepspeed_examples_ask_for_and_is_not_built_is_said_in_one_line(
-    work: Path, run: Run, script: str, asked: list[str]
-):
+def test_zero_stage_3_of_deepspeed_examples_is_refused_in_one_line(work: Path, run: Run):
     for name, content in DEEPSPEED_FILES.items():
         (work / name).write_text(json.dumps(content))
-    argv = words(f"{script}.sh", SMALL + GLOO)
-    argv[0] = argv[0].removeprefix("../")  # of a folder inside the project
-    (refused,) = run(argv, code=2)[1].splitlines()
-    at = [refused.index(part) for part in asked]
-    assert refused.startswith("error: --") and at == sorted(at)
+    (refused,) = run(words("ZeRO3_ds_pretrain_gpt2-zero3.sh", SMALL + GLOO), code=2)[1].splitlines()
+    assert re.match(r"error: --zero-stage 3 .*; --deepspeed_config .*: zero_optimization.stage 3 ", refused)
 
 
 def test_deepspeed_examples_lines_run(work: Path, run: Run):
@@ -303,6 +305,8 @@ def test_deepspeed_examples_lines_run(work: Path, run: Run):
         parallel = parse(words(f"{script}.sh", small)[1:]).config.parallel
         assert parallel.shard_gradients
         assert parallel.cpu_offload_optimizer == parallel.checkpoint_in_cpu == ("offload" in script)
+    curriculum = parse(words("ZeRO3_curriculum_ds_pretrain_gpt2.sh", SMALL)[1:]).config
+    assert curriculum.optimizer.lr_decay_samples == 157286400000 // 16
     # The line asks for 16 ranks: tensor size 2, pipeline size 2, data size 4.
     pipeline = parse(words("3D_parallelism_ds_pretrain_gpt2_pipe.sh", "")[1:]).config
     assert pipeline.data_parallel_size(16) == 4 and pipeline.batch_schedule(16).final == 256 == 4 * 4 * 16
@@ -346,3 +350,40 @@ def test_todays_gpt_example(work: Path, run: Run):
     ]
     state = json.loads(next((work / "ckpt").glob("iter_0000050/manifest.json")).read_text())["facts"]
     assert state["consumed_samples"] == 41 * 16 + 32 + 8 * 64
+
+
+def public(name: str, appended: str = "") -> list[str]:
+    """The words of a public line with a small shape and `appended`. Its DeepSpeed file is written."""
+    _, file, line = PUBLIC[name]
+    Path("ds_config.json").write_text(file)
+    return ["pretrain_gpt.py", *line, *(SMALL + GLOO + ONE_RANK + appended).split()]
+
+
+def test_public_lines_are_accepted_or_name_all_that_they_ask_for():
+    assert len(PUBLIC) == 61
+    for name, (asks, _, _) in PUBLIC.items():
+        if asks:
+            with pytest.raises(ValueError) as error:
+                parse(public(name)[1:])
+            assert "\n" not in str(error.value) and "unknown" not in str(error.value), name
+            assert [word for word in asks if word not in str(error.value)] == [], name
+        else:
+            assert parse(public(name)[1:]).config.model.hidden_size == 32, name
+    assert sum(not asks for asks, _, _ in PUBLIC.values()) == 41
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("core-0.19.0/gpt3_mcore_te_tp1_pp4_vp1", "per-virtual-pipeline-stage: ignored: there is one pipeline stage"),
+        ("ms/examples_deepspeed_rebase_ds_pretrain_gpt_125M", "--lr-warmup-tokens 3000000000: read as --lr-warmup-sam"),
+        ("bs/train_tr1-13B-base_tr1-13B-round1.slurm", "--codecarbon-dir"),
+    ],
+)
+def test_public_lines_train(work: Path, run: Run, name: str, said: str):
+    """A line of each project, for a few steps."""
+    folder = name.partition("/")[0]
+    out, _ = run(
+        public(name, f"--train-iters 3 --ffn-hidden-size 128 --save {folder} --load {folder} --tensorboard-dir tb")
+    )
+    assert said in out and (work / folder / "latest_checkpointed_iteration.txt").read_text().strip() == "3"

@@ -488,7 +488,7 @@ def deepspeed_file(folder: Path) -> None:
 
 
 def read_deepspeed(folder: Path) -> None:
-    values, notes = compat.read_deepspeed_config(str(folder / "ds.json"), {"train.micro_batch_size": 4})
+    values, _, notes, _ = compat.read_deepspeed_config(str(folder / "ds.json"), {"train.micro_batch_size": 4})
     assert all("." in key for key in values) and all("\n" not in note for note in notes)
 
 

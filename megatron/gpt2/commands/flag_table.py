@@ -3,8 +3,9 @@
 python tools/flag_table.py > docs/reference/flags.md
 """
 
+import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from data_utils.command_line import Parser
 from megatron.gpt2.config import SECTIONS, LaunchConfig, flag
@@ -13,7 +14,7 @@ from megatron.gpt2.config.flags import CONFIG_HELP, MODEL_HELP, help_of_field
 
 TITLES = {
     "translated": "Translated into other flags",
-    "ignored": "Ignored: accepted for compatibility, without effect",
+    "ignored": "Ignored with these values",
     "refused": "Refused with an error",
 }
 
@@ -26,12 +27,14 @@ def section_lines(kind: type) -> list[str]:
     return [f"- {name}: {listed}{help_of_field(f)}" for name, listed, f in zip(names, choices, fields, strict=True)]
 
 
-def rule_lines(rules: Sequence[CompatRule], heading: str) -> list[str]:
-    """Return a list for each status. Names with the same text share a line."""
-    names: dict[tuple[str, str], list[str]] = {}
-    for rule in rules:
-        text = rule.help_text.removeprefix("read as ")
-        names.setdefault((rule.status, text), []).extend(f"`{name}`" for name in rule.flags)
+def rule_lines(rules: Mapping[str, CompatRule], heading: str) -> list[str]:
+    """Return a list for each status. Names with the same text share a line. Flags without effect are left out: there are
+    hundreds, and a run prints the reason of each."""
+    names = collections.defaultdict[tuple[str, str], list[str]](list)
+    for name, rule in rules.items():
+        if rule.status == "ignored" and not rule.accepts and name.startswith("--"):
+            continue
+        names[rule.status, rule.help_text.removeprefix("read as ")].append(f"`{name}`")
     lines = []
     for wanted, title in TITLES.items():
         lines += ["", f"{heading} {title}", ""]
@@ -52,7 +55,8 @@ def flags_page() -> str:
             "",
             "`tools/flag_table.py` generates this page. In a flag, `_` may replace `-`. A preset (`--model`) and the",
             "quickstart, which runs without a shape, change some defaults. Each run prints its translated and ignored",
-            "flags at the start.",
+            "flags at the start. `--moe-*` stands for all flags with this beginning. The flags of Megatron-LM, Megatron-DeepSpeed",
+            "and BigScience that are not on this page have no effect on GPT-2: `--help` lists them, and a run prints the reason.",
             "[from-megatron.md](../how-to/from-megatron.md) compares files and habits.",
             "",
             f"- `--model`: {MODEL_HELP}",

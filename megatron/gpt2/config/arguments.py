@@ -10,16 +10,25 @@ Later sources override earlier ones:
 `--a_b` is read as `--a-b`. Abbreviated flags are errors, so that a typing error cannot select a different flag.
 """
 
+import contextlib
 import dataclasses
-import difflib
+import os
+import re
+import string
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from data_utils import kind_of_vocabulary
-from megatron.gpt2.config.compat import MEGATRON_RULES, apply_rules, iterations_to_profile, read_deepspeed_config
+from data_utils import BatchSchedule, kind_of_vocabulary
+from megatron.gpt2.config.compat import (
+    MEGATRON_RULES,
+    apply_rules,
+    find_rule,
+    iterations_to_profile,
+    read_deepspeed_config,
+)
 from megatron.gpt2.config.flags import build_parser, flag_table, with_dashes
 from megatron.gpt2.config.presets import DEFAULT_TRAIN_ITERS, PRESETS, SHAPE_KEYS, read_config
 from megatron.gpt2.config.sections import (
@@ -50,7 +59,6 @@ SCHEDULE_KEYS = ("optimizer.lr", "optimizer.min_lr", "optimizer.lr_decay_style",
 
 # At most one flag of each group can be given.
 MUTUALLY_EXCLUSIVE = (
-    LENGTH_KEYS,
     WARMUP_KEYS,
     DECAY_KEYS[:2],
     SCHEDULER_KEYS,
@@ -62,6 +70,7 @@ MUTUALLY_EXCLUSIVE = (
 )
 # A flag of a group replaces the whole group in a preset: `--train-tokens` also removes the preset's train_iters.
 REPLACED_TOGETHER = (
+    LENGTH_KEYS,
     *MUTUALLY_EXCLUSIVE,
     ("train.global_batch_size", "train.gradient_accumulation_steps", "train.step_batch_size_schedule"),
     sum(MUTUALLY_EXCLUSIVE[-3:], ()),
@@ -87,17 +96,34 @@ class Arguments:
     """A parsed command line.
 
     values: the non-default values by "section.field". given: the keys that the command line decided, including shape and
-    tokenizer of its `--model` or `--config`. notes: lines about translated and ignored flags."""
+    tokenizer of its `--model` or `--config`. notes: lines about translated and ignored flags. sources: the key and file
+    of each flag that a DeepSpeed file sets."""
 
     values: Mapping[str, Any]
     given: frozenset[str]
     preset: str | None
     notes: tuple[str, ...] = ()
+    sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @cached_property
     def config(self) -> Config:
         """The validated configuration. `parse` does not validate it, because a checkpoint may change the shape."""
-        return Config.from_dict({section: self._values_of(section) for section in SECTIONS})
+        with self._naming_sources():
+            return Config.from_dict({section: self._values_of(section) for section in SECTIONS})
+
+    def batch_schedule(self, world_size: int, consumed_samples: int = 0) -> BatchSchedule:
+        """Return `Config.batch_schedule`. Its errors name the keys of a DeepSpeed file."""
+        with self._naming_sources():
+            return self.config.batch_schedule(world_size, consumed_samples)
+
+    @contextlib.contextmanager
+    def _naming_sources(self) -> Iterator[None]:
+        """In errors, replace the flags that a DeepSpeed file sets by its keys."""
+        try:
+            yield
+        except ValueError as error:
+            names = "|".join(map(re.escape, self.sources)) or "$."
+            raise ValueError(re.sub(rf"({names})(?![\w-])", lambda found: self.sources[found[0]], str(error))) from None
 
     @property
     def checkpoint(self) -> CheckpointConfig:
@@ -120,31 +146,34 @@ def parse(argv: Sequence[str] | None = None) -> Arguments:
     Raises ValueError in one line for unknown flags and bad values. Values that do not fit together raise it at the first
     access to `.config`."""
     words = [with_dashes(word) for word in (sys.argv[1:] if argv is None else argv)]
-    namespace, unknown = build_parser().parse_known_args(words)
-    if unknown:
-        raise ValueError(_unknown_flag_message(unknown))
+    namespace, rest = build_parser().parse_known_args(words)
     read = vars(namespace)
-    named, config_file = read.get("preset"), read.get("config_file")
+    named, config_file = read.pop("preset", None), read.pop("config_file", None)
     require(not (named and config_file), "give --model or --config, not both")
-    known = config_fields()
-    command_line = {key: value for key, value in read.items() if key in known}
-    compat_flags = {name: value for name, value in read.items() if name.startswith("--")}
-    values, notes, problems = apply_rules(MEGATRON_RULES, compat_flags, command_line)
+    command_line = {key: value for key, value in read.items() if not key.startswith("launch.")}
+    other, problems = _other_flags(rest)
+    for key, value in command_line.items():
+        if (choices := config_fields()[key].metadata["choices"]) and value not in choices:
+            problems.append(f"{flag(key)}: invalid choice: {value!r} (choose from {', '.join(choices)})")
+    values, _, notes, refused = apply_rules(MEGATRON_RULES, other, command_line)
+    problems += refused
     command_line |= values
-    if file := compat_flags.get("--deepspeed-config") or compat_flags.get("--deepscale-config"):
+    sources: dict[str, str] = {}
+    if file := other.get("--deepspeed-config") or other.get("--deepscale-config"):
         try:
-            values, lines = read_deepspeed_config(file, command_line)
-        except ValueError as error:
+            values, set_by, lines, _ = read_deepspeed_config(file, command_line)
+        except (OSError, ValueError) as error:
             problems.append(str(error))
         else:
             command_line |= values
             notes += lines
+            sources = {flag(key): source for key, source in set_by.items()}
     require(not problems, "; ".join(problems))
     for group in MUTUALLY_EXCLUSIVE:
         given = [flag(key) for key in group if key in command_line]
         require(len(given) < 2, f"give {' or '.join(given)}, not {'both' if len(given) == 2 else 'all'}")
     if command_line.get("train.profile") == []:
-        command_line["train.profile"] = iterations_to_profile(read)
+        command_line["train.profile"] = iterations_to_profile(other)
 
     own_shape = any(key in command_line for key in SHAPE_KEYS)
     preset = named or (None if own_shape or config_file else "quickstart")
@@ -154,17 +183,54 @@ def parse(argv: Sequence[str] | None = None) -> Arguments:
     command_line = _implied_tokenizer(command_line) | command_line
     values |= command_line
     values.setdefault("checkpoint.save", _default_save(values, None if own_shape else preset))
-    return Arguments(values, frozenset(from_preset | command_line.keys()), preset, tuple(_alias_notes(words) + notes))
+    return Arguments(
+        values, frozenset(from_preset | command_line.keys()), preset, tuple(_alias_notes(words) + notes), sources
+    )
 
 
-def _unknown_flag_message(words: Sequence[str]) -> str:
-    name = next((word for word in words if word.startswith("-")), None)
-    if name is None:
-        return f"unexpected argument {words[0]!r}: a value must follow a flag"
-    name = name.partition("=")[0]
-    known = {row[0].lower(): row[0] for row in flag_table()}
-    near = difflib.get_close_matches("--" + name.lstrip("-").lower(), known, n=1)
-    return f"unknown flag {name}: " + (f"did you mean {known[near[0]]}?" if near else "--help lists the flags")
+def _other_flags(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return {name: value} of the flags of other programs in `words`, and errors about the remaining words.
+
+    The value is None, the word that follows the flag, or a list of several."""
+    groups: list[tuple[str, list[str]]] = [("", [])]
+    for word in words:
+        if word.startswith("-") and word[1:2] not in ("", ".", *string.digits):
+            name, equals, value = word.partition("=")
+            groups.append((name, [value] if equals else []))
+        else:
+            groups[-1][1].append(word)
+    read: dict[str, Any] = {}
+    unknown, problems = [], []
+    for name, values in groups:
+        rule, meant = find_rule(MEGATRON_RULES, name), similar_flag(name)
+        if not name or rule and not rule.names.get(name, True) and rule.status != "refused":
+            problems += [f"unexpected argument {value!r}: a value must follow a flag" for value in values[:1]]
+            values = []
+        if rule is None or meant and name not in MEGATRON_RULES:
+            unknown += [f"{name}: did you mean {meant}?" if meant else name] * bool(name)
+        elif values or not rule.names.get(name, False) or rule.status == "refused":
+            read[name] = values if len(values) > 1 else values[0] if values else None
+        else:
+            problems.append(f"{name}: expected a value")
+    if unknown:
+        problems.append(
+            f"unknown flag{'s' * (len(unknown) > 1)} {', '.join(unknown)}"
+            + ("" if unknown[-1].endswith("?") else ": --help lists the flags")
+        )
+    return read, problems
+
+
+def similar_flag(name: str) -> str | None:
+    """Return the flag that `name` is a typing error of: one character is missing, added or wrong, or two are swapped."""
+    typed = "--" + name.lstrip("-").lower()
+    for known, _, _ in flag_table():
+        start = len(os.path.commonprefix([typed, known.lower()]))
+        a, b = typed[start:], known.lower()[start:]
+        end = len(os.path.commonprefix([a[::-1], b[::-1]]))
+        a, b = a[: len(a) - end], b[: len(b) - end]
+        if max(len(a), len(b)) <= 1 and not known.endswith("*") or len(a) == 2 and a == b[::-1]:
+            return known
+    return None
 
 
 def _alias_notes(words: Sequence[str]) -> list[str]:

@@ -1,84 +1,92 @@
 """Rules for Megatron's other flags and for the keys of a DeepSpeed file. They are not fields of the configuration.
 
-The parser and docs/reference/flags.md are made from these two tables; `apply_rules` applies them. The status of a rule:
+The tables cover the parsers of NVIDIA/Megatron-LM from 2019 to d98e8a6 (2026-08-22, after Core 0.19),
+microsoft/DeepSpeedExamples, microsoft/Megatron-DeepSpeed f4157be and bigscience-workshop/Megatron-DeepSpeed 8387ae1.
+`apply_rules` applies them, and docs/reference/flags.md lists them. The status of a rule:
 
     translated   it sets fields of the configuration
-    ignored      it has no effect here; the start of a run prints the reason
+    ignored      leaving it out cannot change the training; the start of a run prints the reason
     refused      it is an error, because it would change result, memory or speed; its text names an alternative
+
+A model that is not GPT-2 needs the one flag that selects it (`--num-experts`, `--multi-latent-attention`, …). That flag
+is refused, and the settings that have no effect without it are ignored.
 """
 
+import collections
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from data_utils.command_line import how_to_call
 from megatron.gpt2.config.sections import config_fields, flag, require
 
-
-def _sets_nothing(value: Any) -> dict[str, Any]:
-    return {}
+Fields = dict[str, Any]  # "section.field" -> value
 
 
 @dataclass(frozen=True)
 class CompatRule:
-    """One rule for one or more flags.
+    """One rule for one or more flags or keys.
 
-    flags: each name with its `nargs` for argparse; 0: no value. status: translated, ignored or refused. accepts: the
-    allowed values; empty: all. sets: value -> {"section.field": value}, or ValueError for a bad value. unless: the rule
-    does not apply if this flag is given. explicit_values: if the field's own flag has one of these values, it wins over
-    the rule.
+    names: each name, and if it takes values. A name that ends in `*` stands for all names with this beginning. accepts:
+    the allowed values; empty: all. sets: (value, the fields that the command line gives) -> fields, or ValueError for a
+    bad value. unless: the rule does not apply if this flag is given. explicit_values: if the field's own flag has one of
+    these values, it wins over the rule.
     """
 
-    flags: Mapping[str, int | str | None]
+    names: Mapping[str, bool]
     status: str
     text: str
     accepts: tuple[Any, ...] = ()
-    sets: Callable[[Any], dict[str, Any]] = _sets_nothing
+    sets: Callable[[Any, Mapping[str, Any]], Fields] = lambda value, given: {}
     unless: str = ""
     explicit_values: tuple[Any, ...] = ()
 
     @property
     def help_text(self) -> str:
         """The text and the allowed values."""
-        values = " or ".join(map(_format_value, self.accepts))
-        return f"only {values}: {self.text}" if values else self.text
+        return f"only {self.allowed}: {self.text}" if self.accepts else self.text
+
+    @property
+    def allowed(self) -> str:
+        """The allowed values, for a message."""
+        return " or ".join(map(_format_value, self.accepts))
 
 
-def _parse_names(flags: str) -> dict[str, int | str | None]:
-    """Parse names with their `nargs`: `--a` takes no value, `--a=` one; `--a=+` and `--a=?` end with argparse's nargs."""
-    words = (word.partition("=") for word in flags.split())
-    return {name: (nargs or None) if equals else 0 for name, equals, nargs in words}
+def _rule(status: str, names: str, text: str, *accepts: Any, **others: Any) -> CompatRule:
+    """Return a rule. names: separated by spaces; `--a=` and `--a-*` take values, `--a` takes none."""
+    takes_values = {name.removesuffix("="): name.endswith(("=", "*")) for name in names.split()}
+    return CompatRule(takes_values, status, text, accepts, **others)
 
 
-def ignored(flags: str, text: str, *accepts: Any) -> CompatRule:
-    """Return a rule for flags without effect. text: the reason."""
-    return CompatRule(_parse_names(flags), "ignored", text, accepts)
+def ignored(names: str, text: str, *accepts: Any) -> CompatRule:
+    """Return a rule for names without effect. text: the reason."""
+    return _rule("ignored", names, text, *accepts)
 
 
-def refused(flags: str, text: str) -> CompatRule:
-    """Return a rule for flags that are an error. text: the reason or the alternative."""
-    return CompatRule(_parse_names(flags), "refused", text)
+def refused(names: str, text: str) -> CompatRule:
+    """Return a rule for names that are an error. text: the reason and the alternative."""
+    return _rule("refused", names, text)
 
 
 def translated(
-    flags: str, text: str, sets: Callable[[Any], dict[str, Any]], *accepts: Any, **beside: Any
+    names: str, text: str, sets: Callable[[Any, Mapping[str, Any]], Fields], *accepts: Any, **others: Any
 ) -> CompatRule:
-    """Return a rule for flags that set fields. The arguments are those of `CompatRule`."""
-    return CompatRule(_parse_names(flags), "translated", text, accepts, sets, **beside)
+    """Return a rule for names that set fields. The arguments are those of `CompatRule`."""
+    return _rule("translated", names, text, *accepts, sets=sets, **others)
 
 
-def read_as(flags: str, key: str, value: Any, *accepts: Any, note: str = "", **beside: Any) -> CompatRule:
-    """Return a rule for flags that set the field `key` to `value`. note: is appended to the text."""
+def read_as(names: str, key: str, value: Any, *accepts: Any, note: str = "", **others: Any) -> CompatRule:
+    """Return a rule for names that set the field `key` to `value`. note: is appended to the text."""
     text = f"read as {flag(key)}{'' if value is True else f' {value}'}{note}"
-    return translated(flags, text, lambda _: {key: value}, *accepts, **beside)
+    return translated(names, text, lambda *_: {key: value}, *accepts, **others)
 
 
-def numeric(name: str, key: str, note: str = "") -> CompatRule:
-    """Return a rule for the number `name` of a DeepSpeed file, which sets the field `key`."""
+def numeric(names: str, key: str, note: str = "") -> CompatRule:
+    """Return a rule for a number that sets the field `key`."""
     return translated(
-        name, f"read as {flag(key)}{note}", lambda value: {key: _number(value, config_fields()[key].type)}
+        names, f"read as {flag(key)}{note}", lambda value, _: {key: _number(value, config_fields()[key].type)}
     )
 
 
@@ -92,7 +100,24 @@ def _number(value: Any, kind: Any = float) -> Any:
     return int(value) if is_whole else float(value)
 
 
-def _indexed_prefix(paths: list[str]) -> dict[str, Any]:
+def _count(word: str) -> int:
+    """Parse a whole number of a command line, which may be written as 300_000 or 3e8."""
+    try:
+        return _number(float(word.replace("_", "")), int)
+    except ValueError:
+        raise ValueError("is not a whole number") from None
+
+
+def _in_samples(key: str) -> Callable[[str, Mapping[str, Any]], Fields]:
+    def sets(tokens: str, given: Mapping[str, Any]) -> Fields:
+        require("data.seq_length" in given, "needs --seq-length")
+        return {key: _count(tokens) // given["data.seq_length"]}
+
+    return sets
+
+
+def _indexed_prefix(paths: str | list[str], _: Any) -> Fields:
+    paths = [paths] if isinstance(paths, str) else paths
     require(
         not any(map(os.path.isdir, paths)),
         "is a directory, and folders of .npy files (2019) cannot be read; give loose JSON or text with --train-data",
@@ -100,15 +125,39 @@ def _indexed_prefix(paths: list[str]) -> dict[str, Any]:
     return {"data.data_path": tuple(paths), "data.split": "1"}
 
 
-def _zero_stage(stage: Any) -> dict[str, Any]:
+def _zero_stage(stage: Any, _: Any) -> Fields:
     require(str(stage) in ("0", "1", "2", "3"), "is not a stage of ZeRO")
     require(int(stage) < 3, f"is not implemented: {NO_STAGE_3}")
     return dict.fromkeys(("parallel.use_distributed_optimizer", "parallel.shard_gradients")[: int(stage)], True)
 
 
-def _pipeline_stages(word: str) -> dict[str, Any]:
+def _pipeline_stages(word: str, _: Any) -> Fields:
     require(word.isdecimal(), "is not a number of stages")
     return {"parallel.pipeline_model_parallel_size": max(int(word), 1)}
+
+
+def _size_of_a_head(word: str, given: Mapping[str, Any]) -> Fields:
+    hidden, heads = (given.get(f"model.{name}", 0) for name in ("hidden_size", "num_attention_heads"))
+    require(_count(word) * heads == hidden, "is not --hidden-size / --num-attention-heads: leave it out")
+    return {}
+
+
+def by_name(*rules: CompatRule) -> dict[str, CompatRule]:
+    """Return {name: rule} for all names of `rules`."""
+    return {name: rule for rule in rules for name in rule.names}
+
+
+def find_rule(rules: Mapping[str, CompatRule], name: str) -> CompatRule | None:
+    """Return the rule that has `name`, else that with its longest beginning. `--no-x` and `--disable-x` have no effect
+    if `--x` has none."""
+    for known in (name, *(f"{name[:end]}*" for end in range(len(name), 0, -1))):
+        if known in rules:
+            return rules[known]
+    for opposite in ("--no-", "--disable-"):
+        if name.startswith(opposite):
+            rule = find_rule(rules, "--" + name.removeprefix(opposite))
+            return rule if rule and rule.status == "ignored" and not rule.accepts else None
+    return None
 
 
 def iterations_to_profile(read: Mapping[str, Any]) -> tuple[int, int]:
@@ -130,25 +179,29 @@ NO_STAGE_3 = (
 STAGE = "1 is read as --use-distributed-optimizer, 2 adds --shard-gradients, 3 is refused"
 OVERLAPS = "communication always overlaps with computation if possible"
 EVALUATE = how_to_call("evaluate_gpt2")
-NO_NPY = "folders of .npy files cannot be read; give loose JSON or text with --train-data, or a prefix with --data-path"
+CONVERT = f"{how_to_call('checkpoint')} convert"
 RECOMPUTES = "there is one implementation of activation checkpointing"
 PINNED = "host memory for copies to and from a GPU is always pinned"
+NOT_GPT2 = "not part of GPT-2; leave it out"
+ADAMW = "the optimizer is AdamW"
 
-MEGATRON_RULES = (
-    # Precision and memory
+MEGATRON_RULES = by_name(
+    # Precision
     read_as("--fp16", "train.precision", GPU_FP16, note=" (auto on a CPU)", explicit_values=("fp16",)),
     read_as("--bf16", "train.precision", "bf16"),
-    read_as("--checkpoint-activations", "train.recompute_granularity", "full"),
-    read_as(
-        "--recompute-activations",
-        "train.recompute_granularity",
-        "selective",
-        note=" (GELU and layer norms, not the core of attention)",
+    refused(
+        "--fp8-format= --fp8-hybrid= --fp8-e4m3= --fp4-format= --te-precision-config-file= --kitchen-config-file= "
+        "--kitchen-recipe-number= --use-kitchen-attention",
+        "fp8 and fp4 are not implemented; give --precision bf16",
     ),
-    ignored("--recompute-method=", "--recompute-num-layers is uniform", "uniform"),
-    read_as("--activations-checkpoint-method=", "train.recompute_granularity", "full", "uniform"),
     ignored(
-        "--fp32-allreduce --accumulate-allreduce-grads-in-fp32",
+        "--fp8-* --fp4-* --kitchen-* --keep-fp8-* --first-last-layers-bf16 --num-layers-at-* "
+        "--reuse-grad-buf-for-mxfp8-param-ag",
+        "a setting of fp8",
+    ),
+    ignored(
+        "--fp32-allreduce --accumulate-allreduce-grads-in-fp32 --ddp-reduce-scatter-with-fp32-accumulation "
+        "--ddp-param-name-patterns-for-fp32-local-accumulation=",
         "gradients are accumulated in fp32, and reduced in fp32 without --grad-reduce-in-bf16",
     ),
     ignored("--dynamic-loss-scale", "fp16 has a dynamic loss scale without --loss-scale"),
@@ -157,22 +210,54 @@ MEGATRON_RULES = (
         "attention accumulates in fp32, but some bf16 kernels on a CPU hold scores in bf16",
     ),
     ignored("--fp32-embedding --fp32-layernorm --fp32-tokentypes --deep-init", "no effect on GPT-2 in 2019 either"),
+    ignored("--fp16-lm-cross-entropy --disable-bf16-reduced-precision-matmul", "the loss and sums are in fp32"),
+    ignored(
+        "--main-grads-dtype= --main-params-dtype= --exp-avg-dtype= --exp-avg-sq-dtype=",
+        "master weights and optimizer state are in fp32",
+        "fp32",
+    ),
+    refused(
+        "--embedding-weights-in-fp32 --fp32-residual-connection --output-logit-dtype=",
+        "every layer computes in --precision; leave it out",
+    ),
+    # Memory
+    read_as("--checkpoint-activations", "train.recompute_granularity", "full"),
+    read_as(
+        "--recompute-activations",
+        "train.recompute_granularity",
+        "selective",
+        note=" (GELU and layer norms, not the core of attention)",
+    ),
+    ignored("--recompute-modules=", "--recompute-granularity selective recomputes GELU and layer norms"),
+    ignored("--recompute-method=", "--recompute-num-layers is uniform", "uniform"),
+    read_as("--activations-checkpoint-method=", "train.recompute_granularity", "full", "uniform"),
     read_as(
         "--scattered-embeddings",
         "parallel.sequence_parallel",
         True,
         note=", which also splits the activations between layers",
     ),
+    ignored("--split-transformers", "a layer is recomputed as a whole, which needs less memory from 8 layers on"),
+    ignored("--memory-centric-tiled-linear --tile-factor=", "tiles are for ZeRO stage 3; no weights are gathered here"),
     ignored(
-        "--split-transformers",
-        "a layer is recomputed as a whole, which needs less memory from 8 layers on",
+        "--deepspeed-activation-checkpointing --contigious-checkpointing --synchronize-each-layer --profile-backward",
+        RECOMPUTES,
+    ),
+    refused(
+        "--fine-grained-activation-offloading",
+        "give --cpu-offloading-num-layers, or --recompute-granularity full --checkpoint-in-cpu",
     ),
     ignored(
-        "--memory-centric-tiled-linear --tile-factor=",
-        "tiles are for ZeRO stage 3; no weights are gathered here",
+        "--offload-modules= --min-offloaded-tensor-size= --fine-grained-offloading-* --delay-offload-* "
+        "--delta-offload-* --activation-offload-* --cpu-offloading-retain-pinned-cpu-buffers",
+        "a setting of --fine-grained-activation-offloading",
     ),
-    ignored("--fp16-lm-cross-entropy", "the loss is computed in fp32"),
-    refused("--fp8-format=? --fp8-hybrid=? --fp8-e4m3=?", "fp8 is not implemented; give --precision bf16"),
+    ignored(
+        "--use-pin-memory --pin-cpu-grads --pin-cpu-params --overlap-cpu-optimizer-d2h-h2d "
+        "--use-torch-optimizer-for-cpu-offload --cpu-torch-adam",
+        "--cpu-offload-optimizer always uses torch's AdamW and pinned memory",
+    ),
+    ignored("--optimizer-offload-fraction=", "--cpu-offload-optimizer moves the whole optimizer", "1", "1.0"),
     # Model
     read_as("--openai-gelu --bias-gelu-fusion", "model.gelu", "tanh"),
     read_as(
@@ -183,149 +268,310 @@ MEGATRON_RULES = (
         unless="--openai-gelu",
     ),
     ignored(
-        "--use-mcore-models --use-legacy-models --use-flash-attn --no-masked-softmax-fusion "
-        "--bias-dropout-fusion --no-scaled-masked-softmax-fusion "
-        "--no-bias-dropout-fusion --no-bias-swiglu-fusion --no-rope-fusion --no-persist-layer-norm "
-        "--no-gradient-accumulation-fusion --scaled-upper-triang-masked-softmax-fusion "
-        "--scaled-masked-softmax-fusion --transformer-impl= --onnx-safe=",
+        "--use-mcore-models --use-legacy-models --use-flash-attn* --flash-attention-version= --masked-softmax-fusion "
+        "--bias-dropout-fusion --scaled-masked-softmax-fusion --bias-swiglu-fusion --rope-fusion --persist-layer-norm "
+        "--gradient-accumulation-fusion --scaled-upper-triang-masked-softmax-fusion --transformer-impl= "
+        "--onnx-safe= --cross-entropy-loss-fusion --cross-entropy-fusion-impl= --use-te-activation-func "
+        "--use-transformer-engine-op-fuser --use-grouped-gemm-for-dense-mlp --mem-efficient-ln --jit-fuser "
+        "--cuda-graph-* --enable-cuda-graph --external-cuda-graph --optimizer-cuda-graph --te-rng-tracker "
+        "--mlp-chunks-for-training= --ds-fused-adam --gradient-reduce-div-fusion --enable-experimental "
+        "--use-precision-aware-optimizer --abort-on-unmet-fused-kernel-constraints",
         "there is one implementation",
     ),
+    ignored("--calculate-per-token-loss", "the loss is always the mean over the tokens of the global batch"),
+    ignored("--add-qkv-bias", "every linear layer of GPT-2 has a bias"),
     ignored("--position-embedding-type=", "positions are learned embeddings", "learned_absolute"),
     ignored("--normalization=", "GPT-2 has layer norms", "LayerNorm"),
-    refused(
-        "--swiglu --squared-relu --group-query-attention --untie-embeddings-and-output-weights "
-        "--disable-bias-linear --fp32-residual-connection --apply-residual-connection-post-layernorm "
-        "--use-rotary-position-embeddings --multi-latent-attention --init-method-xavier-uniform "
-        "--kv-channels= --num-query-groups= --num-experts= --rotary-base= --rotary-percent= --num-unique-layers= "
-        "--param-sharing-style= --vocab-extra-ids=",
-        "not part of GPT-2; leave it out",
+    ignored("--softmax-type=", "attention has the usual softmax", "vanilla"),
+    translated("--kv-channels=", "only --hidden-size / --num-attention-heads", _size_of_a_head),
+    ignored("--num-experts=", "GPT-2 has no experts", "1"),
+    ignored("--mlp-type=", "GPT-2 has no experts", "standard"),
+    ignored(
+        "--encoder-tensor-model-parallel-size= --encoder-pipeline-model-parallel-size=", "GPT-2 has no encoder", "0"
     ),
-    ignored("--use-cpu-initialization", "every device gets the same initial weights"),
+    refused(
+        "--swiglu --glu-activation= --quick-geglu --squared-relu --group-query-attention --num-query-groups= "
+        "--num-key-value-heads= --untie-embeddings-and-output-weights --disable-bias-linear "
+        "--apply-residual-connection-post-layernorm --apply-layernorm-1p --embed-layernorm --qk-layernorm --qk-l2-norm "
+        "--qk-clip --use-rotary-position-embeddings --no-position-embedding --multi-latent-attention "
+        "--init-method-xavier-uniform --embedding-init-method-std= --use-mup --num-unique-layers= "
+        "--param-sharing-style= --vocab-extra-ids= --window-size= --attention-output-gate --linear-attention-freq= "
+        "--experimental-attention-variant= --mtp-num-layers= --enable-mhc-connections --spec= --is-hybrid-model "
+        "--hybrid-override-pattern= --hybrid-layer-pattern= --hybrid-attention-ratio= --hybrid-mlp-ratio= "
+        "--heterogeneous-layers-config-path= --heterogeneous-layers-config-encoded-json= --moe-use-upcycling "
+        "--encoder-num-layers= --decoder-num-layers= --retro-add-retriever",
+        NOT_GPT2,
+    ),
+    ignored(
+        "--moe-* --overlap-moe-* --topk= --expert-interval= --create-moe-param-group --use-tutel "
+        "--enable-expert-* --overlap-dispatch-* --delay-wgrad-compute --ep-overlap-* "
+        "--num-experts-switch= --use-grouped-gemm-for-shared-expert --high-priority-a2a-comm-stream",
+        "a setting of --num-experts",
+    ),
+    ignored(
+        "--rotary-* --rope-* --use-rope-scaling --no-rope-freq= --mrope-* --yarn-* --mscale* --relative-attention-*",
+        "a setting of --position-embedding-type",
+    ),
+    ignored(
+        "--q-lora-rank= --kv-lora-rank= --qk-head-dim= --qk-pos-emb-head-dim= --v-head-dim= --mla-* "
+        "--cache-mla-latents",
+        "a setting of --multi-latent-attention",
+    ),
+    ignored(
+        "--mtp-* --mup-* --mhc-* --mamba-* --dsa-* --gdp-* --linear-* --qk-clip-* --window-attn-* --glu-linear-offset= "
+        "--activation-func-* --use-fused-weighted-squared-relu --fused-residual-rmsnorm --apply-wd-to-qk-layernorm "
+        "--retro-*",
+        "a setting of a model that is not GPT-2",
+    ),
+    ignored("--use-cpu-initialization --no-initialization", "every device gets the same initial weights"),
     # Parallelism
     ignored(
-        "--context-parallel-size= --expert-model-parallel-size= --expert-tensor-parallel-size=",
-        "parallelism is tensor, pipeline and data: use --model-parallel-size",
+        "--context-parallel-size= --ds-sequence-parallel-size= --expert-model-parallel-size= "
+        "--expert-tensor-parallel-size= --tensor-parallel-num-weight-shards= --expert-tensor-parallel-num-weight-shards=",
+        "parallelism is tensor, pipeline and data: use --model-parallel-size, for long sequences --sequence-parallel",
         "1",
     ),
-    translated("--pipe-parallel-size=", "read as --pipeline-model-parallel-size; 0 means 1", _pipeline_stages),
-    refused("--pipeline-model-parallel-split-rank=", "GPT-2 has no encoder; leave it out"),
+    refused(
+        "--force-ds-sequence-parallel --ds-sequence-parallel-fpdt --hybrid-context-parallel",
+        "give --sequence-parallel with --model-parallel-size",
+    ),
     ignored(
-        "--overlap-grad-reduce --overlap-param-gather --no-async-tensor-model-parallel-allreduce "
-        "--tp-comm-overlap --no-contiguous-buffers-in-local-ddp --use-contiguous-buffers-in-ddp "
-        "--use-ring-exchange-p2p --no-scatter-gather-tensors-in-pipeline",
+        "--cp-comm-type= --hierarchical-context-parallel-sizes= --max-seqlen-per-dp-cp-rank= --ds-sequence-parallel-*",
+        "a setting of context parallelism",
+    ),
+    refused(
+        "--use-torch-fsdp2 --use-megatron-fsdp --use-custom-fsdp",
+        "give --use-distributed-optimizer --shard-gradients, and --model-parallel-size to split the weights",
+    ),
+    ignored(
+        "--fsdp-* --megatron-fsdp-* --torch-fsdp2-* --strict-fsdp-* --data-parallel-sharding-strategy= "
+        "--outer-dp-* --enable-full-sharding-in-hsdp --suggested-communication-unit-size= "
+        "--init-model-with-meta-device --gtp-*",
+        "a setting of FSDP",
+    ),
+    translated("--pipe-parallel-size=", "read as --pipeline-model-parallel-size; 0 means 1", _pipeline_stages),
+    read_as("--no-pipeline-parallel", "parallel.pipeline_model_parallel_size", 1),
+    read_as("--enable-zbh1-pipeline", "parallel.pipeline_schedule", "zero-bubble"),
+    refused(
+        "--pipeline-model-parallel-split-rank= --standalone-embedding-stage --pipeline-model-parallel-layout=",
+        "give --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers",
+    ),
+    ignored(
+        "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --pp-partition-method=",
+        "give --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers for other stages",
+    ),
+    ignored(
+        "--overlap-grad-reduce --overlap-param-gather* --overlap-p2p-* --async-tensor-model-parallel-allreduce "
+        "--tp-comm-* --contiguous-buffers-in-local-ddp --use-contiguous-buffers-in-ddp --use-ring-exchange-p2p "
+        "--scatter-gather-tensors-in-pipeline --align-grad-reduce --align-param-gather "
+        "--defer-embedding-wgrad-compute --wgrad-deferral-limit= --enable-zbh1-exact-semantics "
+        "--microbatch-group-size-per-virtual-pipeline-stage= --clone-scatter-output-in-embedding",
         OVERLAPS,
     ),
-    refused("--lazy-mpu-init=", "process groups are made at the start; leave it out"),
+    ignored(
+        "--ddp-num-buckets= --ddp-pad-buckets-for-high-nccl-busbw --ddp-average-in-collective --use-nccl-ub "
+        "--use-sharp --sharp-enabled-group= --nccl-communicator-config-path= --high-priority-stream-groups= "
+        "--symmetric-* --pipeline-model-parallel-comm-backend= --create-all-gather-group --gloo-process-groups "
+        "--use-tp-pp-dp-mapping --num-distributed-optimizer-instances= --use-layer-wise-param-layout "
+        "--sync-tp-duplicated-parameters --distributed-timeout-seconds-after-init=",
+        "process groups and buffers are fixed",
+    ),
+    refused("--lazy-mpu-init= --fake-process-group", "process groups are made at the start; leave it out"),
     ignored("--local-rank=", "the local rank is read from the launcher's variables"),
+    refused(
+        "--batch-invariant-mode --data-parallel-random-init", "give --deterministic or --exact-layouts; leave it out"
+    ),
     # Data
     ignored("--loose-json", "--train-data detects the file format"),
-    ignored("--lazy-loader --mmap-warmup --data-impl=", "text is tokenised once and memory-mapped"),
+    ignored(
+        "--lazy-loader --mmap-warmup --data-impl= --dataset-impl= --mmap-bin-files --num-dataset-builder-threads= "
+        "--dataloader-fast-cache-load --dataloader-defer-npy-index-mmap --per-dataset-sequences-path= "
+        "--s3-cache-path= --object-storage-cache-path= --enable-msc --disable-msc --aml-data-download-path= "
+        "--valid-num-workers= --data-sharding",
+        "text is tokenised once and memory-mapped",
+    ),
     ignored("--shuffle", "training samples are always shuffled, by --seed"),
-    ignored("--resume-dataloader", "data always continues from the checkpoint"),
+    ignored("--resume-dataloader --repeated-dataloader", "data always continues from the checkpoint, over all epochs"),
     ignored(
         "--tokenizer-model-type=",
         "a SentencePiece model file stores its type; a new one is BPE",
         "bpe",
         *(f"bert-{size}-{case}" for size in ("base", "large") for case in ("uncased", "cased")),
     ),
+    ignored(
+        "--legacy-tokenizer --trust-remote-code --tokenizer-hf-* --tokenizer-sentencepiece-* --tiktoken-* "
+        "--tokenizer-special-tokens= --null-tokenizer-* --use-gigatoken --allow-ambiguous-pad-tokens --chat-template=",
+        "a setting of a tokenizer that --tokenizer-type does not have",
+    ),
+    refused(
+        "--tokenizer-name-or-path= --tokenizer-metadata=", "give --vocab-file and --merge-file, or --tokenizer-model"
+    ),
+    translated(
+        "--padded-vocab-size= --pad-vocab-size-to=",
+        "read as --make-vocab-size-divisible-by",
+        lambda word, _: {"model.make_vocab_size_divisible_by": _count(word)},
+    ),
+    read_as("--no-pad-vocab-size --disable-pad-vocab-size", "model.make_vocab_size_divisible_by", 1),
     ignored("--dataloader-type=", "every epoch is shuffled by --seed", "single", "cyclic"),
-    ignored("--no-create-attention-mask-in-dataloader", "attention masks are never built"),
-    translated("--train-data-path=+", "read as --data-path with --split 1", _indexed_prefix),
+    ignored("--mid-level-dataset-surplus=", "it is Megatron's default", "0.005"),
+    ignored("--create-attention-mask-in-dataloader", "attention masks are never built"),
+    translated("--train-data-path=", "read as --data-path with --split 1", _indexed_prefix),
     refused("--mock-data", "leave --train-data out to train on the built-in corpus"),
-    refused("--use-npy-data-loader --input-data-sizes-file=", NO_NPY),
+    refused(
+        "--use-npy-data-loader --input-data-sizes-file=",
+        "folders of .npy files cannot be read; give loose JSON or text with --train-data, or a prefix with --data-path",
+    ),
     refused("--use-tfrecords", "TFRecords are for BERT; give loose JSON or text with --train-data"),
     refused("--delim=", "CSV cannot be read; give loose JSON or text with --train-data"),
     refused("--eval-text-key=", "give --text-key, which is for all files"),
+    refused(
+        "--data-args-path= --per-split-data-args-path= --train-weighted-split-paths* --valid-weighted-split-paths* "
+        "--test-weighted-split-paths* --multiple-validation-sets --train-data-exact-num-epochs= --use-dataset-only= "
+        "--return-data-index --train-idx-path= --train-desc-path= --train-doc-idx-path= --train-sample-idx-path= "
+        "--train-shuffle-idx-path= --phase-transition-iterations=",
+        "give --data-path with weights and prefixes, --split, and --train-epochs",
+    ),
+    ignored("--validation-set-names=", "a setting of --multiple-validation-sets"),
+    refused("--dataloader-inter-document-masking", "give --reset-attention-mask"),
     ignored("--sample-rate=", "an epoch reads every sample once", "1", "1.0"),
     refused(
-        "--pretrained-bert --presplit-sentences --bert-no-binary-head --biencoder-shared-query-context-model "
-        "--faiss-use-gpu --retriever-score-scaling --train-with-neg --use-one-sent-docs "
-        "--max-preds-per-seq= --eval-max-preds-per-seq= --mask-prob= --short-seq-prob= --decoder-seq-length= "
-        "--bert-load= --ict-load= --ict-head-size= --biencoder-projection-dim= --titles-data-path= "
-        "--block-data-path= --embedding-path= --evidence-data-path= --query-in-block-prob= --indexer-batch-size= "
-        "--indexer-log-interval= --faiss-match= --faiss-topk-retrievals= --qa-data-dev= --qa-data-test= "
-        "--retriever-seq-length= --train-hard-neg= --val-av-rank-hard-neg= --val-av-rank-other-neg= --img-dim= "
-        "--patch-dim= --num-channels= --num-classes= --report-topk-accuracies=+ --retriever-report-topk-accuracies=+",
+        "--fim-data --sft --loss-on-targets-only --reweight-loss-based-on-position-frequency --noise-density= "
+        "--mean-noise-span-length= --data-efficiency-curriculum-learning --curriculum-learning --random-ltd "
+        "--iterations-to-skip= --skip-train-iteration-range=",
+        "training reads every token of every sample in order; leave it out",
+    ),
+    refused(
+        "--decrease-batch-size-if-needed",
+        "give batch sizes that are divisible by --micro-batch-size × data-parallel ranks",
+    ),
+    ignored("--fim-* --sft-*", "a setting of --fim-data or --sft"),
+    refused(
+        "--pretrained-bert --presplit-sentences --bert-* --biencoder-* --faiss-* --retriever-* --train-with-neg "
+        "--use-one-sent-docs --max-preds-per-seq= --eval-max-preds-per-seq= --mask-* --short-seq-prob= "
+        "--decoder-seq-length= --ict-* --titles-data-path= --block-data-path= --embedding-path= --evidence-data-path= "
+        "--query-in-block-prob= --indexer-* --qa-data-* --train-hard-neg= --val-av-rank-* --img-* --patch-dim= "
+        "--num-channels= --num-classes= --report-topk-accuracies= --vision-* --swin-* --dino-* --classes-fraction= "
+        "--data-per-class-fraction= --head-lr-mult= --iter-per-epoch= --output-bert-embeddings",
         "for BERT or another model, not part of GPT-2; leave it out",
     ),
-    # Schedule and length
-    refused("--lr-decay-tokens=", "give --lr-decay-samples"),
-    ignored("--sgd-momentum=", "the optimizer is AdamW"),
-    ignored("--optimizer=", "the optimizer is AdamW", "adam"),
-    ignored("--weight-decay-incr-style=", "weight decay is constant", "constant"),
+    # Optimizer, schedule and length
+    translated(
+        "--lr-decay-tokens=", "read as --lr-decay-samples, in tokens", _in_samples("optimizer.lr_decay_samples")
+    ),
+    translated(
+        "--lr-warmup-tokens=", "read as --lr-warmup-samples, in tokens", _in_samples("optimizer.lr_warmup_samples")
+    ),
+    refused("--lr-wsd-decay-samples=", "give --lr-wsd-decay-iters"),
+    ignored("--lr-wsd-decay-style=", "the decay of WSD is exponential", "exponential"),
     ignored("--lr-warmup-init=", "warmup starts at 0", "0", "0.0"),
-    # Checkpoints and logs
+    refused("--decoupled-lr= --decoupled-min-lr= --freeze-all-layers", "all weights have the rate --lr; leave it out"),
+    ignored("--optimizer=", ADAMW, "adam"),
+    ignored("--sgd-momentum= --muon-* --lion-*", "a setting of another optimizer"),
+    refused("--use-bnb-optimizer", "give --cpu-offload-optimizer or --use-distributed-optimizer"),
+    ignored("--weight-decay-incr-style=", "weight decay is constant", "constant"),
+    refused("--start-weight-decay= --end-weight-decay= --weight-decay-cond-type=", "give --weight-decay"),
+    ignored("--no-weight-decay-cond-type=", "there are no norms of queries and keys", "apply_wd_to_qk_layernorm"),
+    # Other training, and teachers
+    refused(
+        "--perform-rl-step --kd --mos --load-teacher= --export-* --logits-*",
+        "the loss is that of the next token; leave it out",
+    ),
     ignored(
-        "--adlr-autoresume --adlr-autoresume-interval= --exit-signal-handler",
+        "--rl-* --grpo-* --langrl-* --refit-method= --kd-* --num-layers-teacher= --num-experts-teacher= "
+        "--hidden-size-teacher= --num-attention-heads-teacher=",
+        "a setting of --perform-rl-step, --kd or --mos",
+    ),
+    refused("--skip-train --eval-only= --no-train= --inference", f"not for pretraining; use {EVALUATE}"),
+    refused("--cloze-eval --strict-lambada --overlapping-eval= --task=", f"not for pretraining; give it to {EVALUATE}"),
+    refused("--full-validation", "give a large --eval-iters: a smaller split is read once"),
+    ignored("--start-eval-at-iter=", "evaluations are every --eval-interval iterations from the start on"),
+    refused(
+        "--epochs= --pretrained-checkpoint=",
+        "for tasks that fine-tune a classifier; --finetune --load FOLDER trains GPT-2 on new text",
+    ),
+    refused(
+        "--eval-batch-size= --eval-micro-batch-size= --eval-global-batch-size= --eval-seq-length=",
+        f"validation uses --micro-batch-size, --global-batch-size and --seq-length; give it to {EVALUATE}",
+    ),
+    # Checkpoints
+    ignored(
+        "--adlr-autoresume* --exit-signal-* --kill-switch-*",
         "on SIGTERM the run saves and exits; the same command continues it",
     ),
-    ignored("--use-checkpoint-args", "the shape is always read from the checkpoint unless a flag gives it"),
+    ignored("--exit-signal=", "the run saves and exits on SIGTERM", "SIGTERM", "15"),
     ignored(
-        "--use-dist-ckpt --auto-detect-ckpt-format --use-mp-args-from-checkpoint-args --ckpt-format= "
-        "--dist-ckpt-format=",
-        "saves use the native format; tools/checkpoint.py convert --to torch_dist exports it",
+        "--use-checkpoint-args --use-tokenizer-model-from-checkpoint-args --use-mp-args-from-checkpoint-args",
+        "the shape and tokenizer are always read from the checkpoint unless a flag gives them",
+    ),
+    refused("--ckpt-convert-* --load-openai --eval-hf", f"{CONVERT} makes a checkpoint for --load"),
+    refused(
+        "--ckpt-step= --override-ckpt-iteration= --load-tag=",
+        "write the iteration into latest_checkpointed_iteration.txt of a copy of --load",
     ),
     ignored(
-        "--log-throughput --log-params-norm --log-num-zeros-in-grad --log-timers-to-tensorboard "
-        "--log-validation-ppl-to-tensorboard --log-memory-to-tensorboard --log-batch-size-to-tensorboard "
-        "--log-learning-rate-to-tensorboard --log-loss-scale-to-tensorboard --log-progress "
-        "--no-log-learnig-rate-to-tensorboard --no-log-loss-scale-to-tensorboard --timing-log-level= "
-        "--tensorboard-queue-size= --tensorboard-log-interval= --manual-gc --manual-gc-interval= "
-        "--empty-unused-memory-level=",
+        "--use-dist-ckpt --auto-detect-ckpt-format --ckpt-* --dist-ckpt-* --distrib-optim-* --use-persistent-ckpt-worker "
+        "--async-strategy= --async-ckpt-* --verify-integrity --save-tokenizer-assets --universal-checkpoint "
+        "--load-main-params-from-ckpt --stream-ckpt-dequant --load-model-opt-format",
+        f"saves have one format with hashes, which every layout opens; {CONVERT} --to torch_dist exports it",
+    ),
+    ignored("--save-retain-interval=", "all checkpoints are kept without --keep-last"),
+    ignored("--non-persistent-ckpt-type=", "--local-checkpoint-dir is local", "local"),
+    ignored("--non-persistent-local-ckpt-algo= --replication-*", "every rank saves its part to its own disk"),
+    refused(
+        "--non-persistent-global-ckpt-dir= --replication", "give --local-checkpoint-dir and a small --save-interval"
+    ),
+    read_as("--no-load-lr-state", "optimizer.override_opt_param_scheduler", True),
+    refused("--reset-iteration", "give --finetune"),
+    # Logs and failures
+    ignored(
+        "--log-* --logging-level= --timing-* --tensorboard-* --barrier-with-level-1-timing --one-logger* --app-tag-run-* "
+        "--straggler-* --run-workload-inspector-server --otel-* --config-logger-dir= "
+        "--codecarbon-dir= --record-* --memory-snapshot-path= --nvtx-ranges --pytorch-profiler-* --flight-recorder-* "
+        "--save-wgrads-interval= --save-dgrads-interval= --save-params-interval= --save-activations-interval= "
+        "--save-tokens-per-expert-interval= --dump-param-to-param-group-map= --manual-gc* "
+        "--empty-unused-memory-level= --train-sync-interval= --test-mode",
         "logging and garbage collection are fixed",
+    ),
+    ignored(
+        "--enable-ft-package --calc-ft-timeouts --ft-* --inprocess-* --rerun-mode= --result-rejected-tracker-filename= "
+        "--error-injection-* --fault-injector-* --check-for-* --gpu-sniff-test-interval=",
+        "a step with a non-finite gradient is skipped, and a failed run continues from its checkpoint",
     ),
     translated(
         "--profile-step-start= --profile-step-end=",
         "first and last iteration of a --profile without values",
-        _sets_nothing,
+        lambda *_: {},
     ),
+    refused("--profile-steps=", "give --profile START END"),
     ignored("--use-pytorch-profiler", "--profile always uses torch's profiler"),
+    refused("--yaml-cfg=", "give the flags, or --config with the config.json of a run"),
     # DeepSpeed; --deepspeed-config is read below
-    ignored(
-        "--deepspeed --deepscale --deepspeed-mpi",
-        "the keys of --deepspeed-config are translated instead",
-    ),
+    ignored("--deepspeed --deepscale --deepspeed-mpi", "the keys of --deepspeed-config are translated instead"),
     translated("--zero-stage=", STAGE, _zero_stage),
     ignored(
         "--zero-reduce-bucket-size= --zero-allgather-bucket-size= --zero-contigious-gradients --zero-reduce-scatter",
         "give them in the --deepspeed-config, as in DeepSpeedExamples",
     ),
     ignored("--remote-device=", "weights stay on the device; --model-parallel-size splits them", "none"),
-    ignored("--use-pin-memory", PINNED),
-    ignored(
-        "--deepspeed-activation-checkpointing --contigious-checkpointing --synchronize-each-layer --profile-backward",
-        RECOMPUTES,
-    ),
-    ignored("--cpu-torch-adam", "--cpu-offload-optimizer always uses torch's AdamW"),
-    translated("--deepspeed-config= --deepscale-config=", "each key is translated, ignored or refused", _sets_nothing),
-    # Other programs
+    translated("--deepspeed-config= --deepscale-config=", "each key is translated, ignored or refused", lambda *_: {}),
+    # Generation
     ignored(
         "--temperature= --top-k= --top-p= --out-seq-length= --sample-input-file= --sample-output-file= "
-        "--num-samples= --genfile= --greedy --recompute",
-        "for generate_samples.py, not for pretraining",
-    ),
-    refused("--cloze-eval --strict-lambada --overlapping-eval= --task=", f"not for pretraining; give it to {EVALUATE}"),
-    refused(
-        "--epochs= --pretrained-checkpoint=",
-        "for tasks that fine-tune a classifier; --finetune --load FOLDER trains GPT-2 on new text",
-    ),
-    refused(
-        "--eval-batch-size= --eval-micro-batch-size= --eval-seq-length=",
-        f"validation uses --micro-batch-size and --seq-length; give it to {EVALUATE}",
-    ),
-    refused(
-        "--load-openai --eval-hf",
-        f"{how_to_call('checkpoint')} convert makes a checkpoint for --load",
+        "--num-samples= --genfile= --greedy --recompute --inference-* --max-tokens-to-oom= --flash-decode "
+        "--decode-only-cuda-graphs --chunked-prefill --enable-chunked-prefill --nccl-all-reduce-for-prefill "
+        "--mlp-chunks-for-prefill= --use-legacy-static-engine --num-speculative-tokens= "
+        "--use-same-sampling-seed-across-dp-ranks --batch-invariant-backend= --ds-inference",
+        "for generation, not for pretraining",
     ),
 )
 
 
-def _betas(value: Any) -> dict[str, Any]:
+def _betas(value: Any, _: Any) -> Fields:
     require(isinstance(value, list) and len(value) == 2, "is not a pair of numbers")
     return {f"optimizer.adam_beta{place}": _number(beta) for place, beta in enumerate(value, 1)}
 
 
-DEEPSPEED_RULES = (
+DEEPSPEED_RULES = by_name(
     numeric("train_batch_size", "train.global_batch_size"),
     numeric("train_micro_batch_size_per_gpu", "train.micro_batch_size"),
     numeric(
@@ -343,12 +589,12 @@ DEEPSPEED_RULES = (
     translated(
         "fp16.loss_scale",
         "read as --loss-scale; 0 means dynamic",
-        lambda value: {"optimizer.loss_scale": _number(value) or None},
+        lambda value, _: {"optimizer.loss_scale": _number(value) or None},
     ),
     translated(
         "fp16.initial_scale_power",
         "read as --initial-loss-scale, as a power of 2",
-        lambda power: {"optimizer.initial_loss_scale": 2.0 ** _number(power, int)},
+        lambda power, _: {"optimizer.initial_loss_scale": 2.0 ** _number(power, int)},
     ),
     numeric("fp16.loss_scale_window", "optimizer.loss_scale_window"),
     numeric("fp16.hysteresis", "optimizer.hysteresis"),
@@ -357,7 +603,7 @@ DEEPSPEED_RULES = (
     translated(
         "communication_data_type",
         "bf16 is read as --grad-reduce-in-bf16",
-        lambda kind: {} if kind == "fp32" else {"parallel.grad_reduce_in_bf16": True},
+        lambda kind, _: {} if kind == "fp32" else {"parallel.grad_reduce_in_bf16": True},
         "fp32",
         "bf16",
         "bfp16",
@@ -369,7 +615,7 @@ DEEPSPEED_RULES = (
     translated(
         "zero_optimization.offload_optimizer.device",
         "cpu is read as --cpu-offload-optimizer",
-        lambda device: {"parallel.cpu_offload_optimizer": True} if device == "cpu" else {},
+        lambda device, _: {"parallel.cpu_offload_optimizer": True} if device == "cpu" else {},
         "cpu",
         "none",
     ),
@@ -397,16 +643,17 @@ DEEPSPEED_RULES = (
         RECOMPUTES,
     ),
     # Optimizer and schedule
-    ignored("zero_allow_untested_optimizer zero_force_ds_cpu_optimizer", "the optimizer is AdamW"),
+    ignored("zero_allow_untested_optimizer zero_force_ds_cpu_optimizer", ADAMW),
+    ignored("zero_optimization.stage3_* zero_optimization.sub_group_size", "a setting of ZeRO stage 3"),
     ignored("optimizer.params.max_grad_norm", "only gradient_clipping clips, also in DeepSpeed"),
-    ignored("optimizer.type", "the optimizer is AdamW", "Adam", "AdamW"),
+    ignored("optimizer.type", ADAMW, "Adam", "AdamW"),
     numeric("optimizer.params.lr", "optimizer.lr"),
     translated("optimizer.params.betas", "read as --adam-beta1 and --adam-beta2", _betas),
     numeric("optimizer.params.eps", "optimizer.adam_eps"),
     numeric("optimizer.params.weight_decay", "optimizer.weight_decay"),
     ignored(
         "optimizer.params.adam_w_mode optimizer.params.bias_correction optimizer.params.torch_adam",
-        "the optimizer is AdamW",
+        ADAMW,
         True,
     ),
     refused("scheduler", "give --lr-decay-style, --lr-decay-iters, --lr-warmup-iters and --min-lr"),
@@ -422,66 +669,76 @@ DEEPSPEED_RULES = (
 DEFAULT_TRUE_KEYS = ("optimizer.params.adam_w_mode", "optimizer.params.bias_correction")
 
 
+class Applied(NamedTuple):
+    """The result of rules. values: the fields that they set. set_by: the name that set each field. notes: lines about
+    translated and ignored names. problems: errors."""
+
+    values: Fields
+    set_by: dict[str, str]
+    notes: list[str]
+    problems: list[str]
+
+
 def apply_rules(
-    rules: tuple[CompatRule, ...], read: Mapping[str, Any], given: Mapping[str, Any], *, given_wins: bool = False
-) -> tuple[dict[str, Any], list[str], list[str]]:
-    """Apply `rules` to `read` ({name: value}). Returns the fields that they set, the notes and the errors.
+    rules: Mapping[str, CompatRule], read: Mapping[str, Any], given: Mapping[str, Any], *, given_wins: bool = False
+) -> Applied:
+    """Apply `rules` to `read` ({name: value}), whose names all have a rule. Names with the same text share a line.
 
     given: the fields that the project's own flags set, by "section.field". given_wins: `given` replaces what a rule
     sets; otherwise a difference is an error.
     """
-    rule_of = {name: rule for rule in rules for name in rule.flags}
-    values: dict[str, Any] = {}
-    set_by: dict[str, str] = {}
-    said: dict[str, list[str]] = {}
-    problems = []
+    done = Applied({}, {}, [], [])
+    noted, refusals = collections.defaultdict[str, list[str]](list), collections.defaultdict[str, list[str]](list)
     for name, value in read.items():
-        rule = rule_of[name]
+        rule = find_rule(rules, name)
+        assert rule is not None, name
         if rule.unless in read:
             continue
         spelled = name if value is None else f"{name} {_format_value(value)}"
         text = rule.text if rule.status == "translated" else f"ignored: {rule.text}"
+        if rule.status == "refused":
+            refusals[rule.text].append(spelled)
+            continue
         try:
-            require(rule.status != "refused", f"is not supported: {rule.text}")
-            accepted = " or ".join(map(_format_value, rule.accepts))
-            require(not rule.accepts or value in rule.accepts, f"is not supported, only {accepted}: {rule.text}")
-            for key, new in rule.sets(value).items():
-                now = given.get(key, values.get(key, new))
+            require(not rule.accepts or value in rule.accepts, f"is not supported, only {rule.allowed}: {rule.text}")
+            for key, new in rule.sets(value, given).items():
+                now = given.get(key, done.values.get(key, new))
                 if key in given and now != new and (given_wins or now in rule.explicit_values):
                     text = f"ignored: {flag(key)} {now} is given"
                     continue
-                require(now == new, f"contradicts {set_by.get(key) or f'{flag(key)} {now}'}")
-                values[key], set_by[key] = new, name
+                require(now == new, f"contradicts {done.set_by.get(key) or f'{flag(key)} {now}'}")
+                done.values[key], done.set_by[key] = new, name
         except (ValueError, OverflowError) as error:
-            problems.append(f"{spelled} {error}")
+            done.problems.append(f"{spelled} {error}")
         else:
-            said.setdefault(text, []).append(spelled)
-    return values, [f"{', '.join(names)}: {text}" for text, names in said.items()], problems
+            noted[text].append(spelled)
+    done.notes.extend(f"{', '.join(names)}: {text}" for text, names in noted.items())
+    for text, names in refusals.items():
+        done.problems.append(f"{', '.join(names)} {'are' if len(names) > 1 else 'is'} not supported: {text}")
+    return done
 
 
-def read_deepspeed_config(path: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Read a DeepSpeed file. Returns the fields that it sets and notes about them.
+def read_deepspeed_config(path: str, given: Mapping[str, Any]) -> Applied:
+    """Read a DeepSpeed file. `set_by` of the result names the file and the key.
 
     given: {"section.field": value} from the command line, which wins over the file. The values `false`, `null`, `"auto"`
     and `{}` and sections with `"enabled": false` are skipped. Raises FileNotFoundError, or ValueError with all errors of
     the file in one line.
     """
-    known = {key for rule in DEEPSPEED_RULES for key in rule.flags}
     try:
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
         require(isinstance(content, dict), "it is not a JSON object")
         if content.get("zero_optimization") is True:
             content["zero_optimization"] = {"stage": 1}  # as written in early 2020
-        read = dict(_flatten_keys(content, known))
-        unknown = sorted(map(_format_value, read.keys() - known))
-        values, notes, problems = apply_rules(
-            DEEPSPEED_RULES, {key: value for key, value in read.items() if key in known}, given, given_wins=True
-        )
+        read = dict(_flatten_keys(content))
+        unknown = sorted(_format_value(key) for key in read if find_rule(DEEPSPEED_RULES, key) is None)
+        known = {key: value for key, value in read.items() if find_rule(DEEPSPEED_RULES, key)}
+        values, set_by, notes, problems = apply_rules(DEEPSPEED_RULES, known, given, given_wins=True)
         # DeepSpeed needs two of micro-batch size, accumulation steps and batch size, and computes the third from the
         # number of ranks. That number is not known here.
-        has_batch = "train.global_batch_size" in {*values, *given}
-        if "train.global_batch_size" in values and "train.micro_batch_size" not in {*values, *given}:
+        sets_batch = "train.global_batch_size" in values
+        if sets_batch and "train.micro_batch_size" not in {*values, *given}:
             problems.append(
                 "train_batch_size: give --micro-batch-size as well, the samples of one forward pass on a rank"
             )
@@ -492,15 +749,15 @@ def read_deepspeed_config(path: str, given: Mapping[str, Any]) -> tuple[dict[str
         raise ValueError(f"--deepspeed_config {path} is not JSON: {error}") from None
     except ValueError as error:
         raise ValueError(f"--deepspeed_config {path}: {error}") from None
-    if has_batch:
+    if sets_batch or "train.global_batch_size" in given:
         values.pop("train.gradient_accumulation_steps", None)
     notes = [f"{path}: {note}" for note in notes]
     if unknown:
         notes.append(f"WARNING: {path}: {', '.join(unknown)}: unknown keys are ignored")
-    return values, notes
+    return Applied(values, {key: f"{name} in {path}" for key, name in set_by.items()}, notes, [])
 
 
-def _flatten_keys(section: Mapping[str, Any], known: set[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten_keys(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the keys of the rules with their values, joined by dots, without values that mean "not set"."""
     for name, value in section.items():
         key = prefix + name
@@ -510,10 +767,10 @@ def _flatten_keys(section: Mapping[str, Any], known: set[str], prefix: str = "")
             yield key, value
         elif value.get("enabled") is False or key.endswith(".offload_param") and value.get("device") == "none":
             continue
-        elif key in known:
+        elif key in DEEPSPEED_RULES:
             yield key, value
         else:
-            yield from _flatten_keys(value, known, f"{key}.")
+            yield from _flatten_keys(value, f"{key}.")
 
 
 def _format_value(value: Any) -> str:

@@ -63,8 +63,8 @@ ARGPARSE_KEYWORDS |= {kind | None: ARGPARSE_KEYWORDS[kind] for kind in (int, flo
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of the training program. Its result has only the given flags: fields as "section.field",
-    Megatron's other flags under their names."""
+    """Build the parser of the training program. Its result has only the given flags, as "section.field". Megatron's other
+    flags remain: `arguments.py` reads them. So do bad choices, which it reports together with them."""
     parser = Parser(
         prog="pretrain_gpt2",
         argument_default=argparse.SUPPRESS,
@@ -84,16 +84,12 @@ def build_parser() -> argparse.ArgumentParser:
     for section, kind in {**SECTIONS, "launch": LaunchConfig}.items():
         add_section(parser, section, kind)
     listed = (
-        f"{status}: {' '.join(name for rule in MEGATRON_RULES if rule.status == status for name in rule.flags)}."
+        f"{status}: {' '.join(name for name, rule in MEGATRON_RULES.items() if rule.status == status)}."
         for status in ("translated", "ignored", "refused")
     )
-    group = parser.add_argument_group(
+    parser.add_argument_group(
         "Megatron's other flags", "\n".join(textwrap.fill(text, 100, break_on_hyphens=False) for text in listed)
     )
-    for rule in MEGATRON_RULES:
-        for name, nargs in rule.flags.items():
-            how: dict[str, Any] = {"action": "store_const", "const": None} if nargs == 0 else {"nargs": nargs}
-            group.add_argument(name, dest=name, help=argparse.SUPPRESS, **how)
     return parser
 
 
@@ -102,7 +98,9 @@ def add_section(parser: argparse.ArgumentParser, section: str, kind: Any) -> Non
     group = parser.add_argument_group(section, inspect.getdoc(kind))
     for f in dataclasses.fields(kind):
         text = f.metadata
-        how = {"choices": text["choices"]} if text["choices"] else dict(ARGPARSE_KEYWORDS[f.type])
+        how = dict(ARGPARSE_KEYWORDS[f.type])
+        if text["choices"]:
+            how["metavar"] = f"{{{','.join(text['choices'])}}}"
         if text["metavar"]:
             how["metavar"] = text["metavar"]
         if text["const"] is not None:
@@ -131,11 +129,9 @@ def parse_launch_flags(argv: Sequence[str]) -> tuple[LaunchConfig, list[str]]:
 
 
 def flag_table() -> list[tuple[str, str, str]]:
-    """Return (flag, status, text) of every flag, for docs/reference/flags.md and for the suggestion of an unknown flag.
-
-    The status is supported, translated, ignored or refused."""
+    """Return (flag, status, text) of every flag. The status is supported, translated, ignored or refused."""
     table = [("--model", "supported", MODEL_HELP), ("--config", "supported", CONFIG_HELP)]
     for f in (*config_fields().values(), *dataclasses.fields(LaunchConfig)):
         table.append((flag(f.name), "supported", help_of_field(f)))
         table += [(alias, "translated", f"read as {flag(f.name)}") for alias in f.metadata["aliases"]]
-    return table + [(name, rule.status, rule.help_text) for rule in MEGATRON_RULES for name in rule.flags]
+    return table + [(name, rule.status, rule.help_text) for name, rule in MEGATRON_RULES.items()]

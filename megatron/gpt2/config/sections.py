@@ -319,11 +319,6 @@ class ParallelConfig(ConfigSection):
     def __post_init__(self) -> None:
         super().__post_init__()
         stages = self.pipeline_model_parallel_size
-        for name in ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"):
-            require(
-                getattr(self, name) is None or stages > 1,
-                f"{flag(name)} needs --pipeline-model-parallel-size of at least 2",
-            )
         for name in ("pipeline_model_parallel_size", "use_distributed_optimizer", "grad_reduce_in_bf16"):
             require(
                 self.DDP_impl == "local" or getattr(self, name) == getattr(ParallelConfig, name),
@@ -366,7 +361,7 @@ class TrainConfig(ConfigSection):
         'TOKENS:SIZE …: use batch size SIZE after TOKENS tokens, e.g. "0:16 2.4B:320"; K, M, B, T: powers of 1000',
         metavar="TOKENS:SIZE",
     )
-    train_iters: int | None = option(None, "number of training iterations")
+    train_iters: int | None = option(None, "number of training iterations; of several lengths, the shortest")
     train_samples: int | None = option(None, "training length in samples")
     train_tokens: int | None = option(None, "training length in tokens")
     train_epochs: float | None = option(None, "training length in epochs of the training split")
@@ -476,22 +471,23 @@ class TrainConfig(ConfigSection):
         iteration: int = 0,
         consumed_samples: int = 0,
     ) -> int:
-        """Return the smallest number of iterations that reads all requested samples, tokens or epochs.
+        """Return the number of iterations after which the first of the given lengths is reached.
 
         A run that continues at `iteration` may have read its first `consumed_samples` with a different batch size.
         """
-        if self.train_iters is not None:
-            return self.train_iters
-        samples = self.train_samples
-        if self.train_tokens is not None:
-            samples = -(-self.train_tokens // seq_length)
-        if self.train_epochs is not None:
-            samples = math.ceil(self.train_epochs * samples_per_epoch)
-        if samples is None:
-            raise ValueError(
-                "no training length: give --train-iters, --train-samples, --train-tokens or --train-epochs"
-            )
-        return iteration + schedule.steps_until(samples, consumed_samples)
+        lengths = [] if self.train_iters is None else [self.train_iters]
+        for samples in (
+            self.train_samples,
+            None if self.train_tokens is None else -(-self.train_tokens // seq_length),
+            None if self.train_epochs is None else math.ceil(self.train_epochs * samples_per_epoch),
+        ):
+            if samples is not None:
+                lengths.append(iteration + schedule.steps_until(samples, consumed_samples))
+        require(
+            bool(lengths),
+            "no training length: give --train-iters, --train-samples, --train-tokens or --train-epochs",
+        )
+        return min(lengths)
 
 
 def _parse_batch_size_schedule(words: tuple[str, ...], seq_length: int, flag: str) -> tuple[tuple[int, int], ...]:
@@ -523,7 +519,9 @@ class CheckpointConfig(ConfigSection):
 
     save: str | None = option(None, "folder for checkpoints, metrics and plots (default: checkpoints/gpt2_<model>)")
     load: str | None = option(None, "folder to continue from (default: --save, if it has a checkpoint)")
-    save_interval: int | None = option(5000, "iterations between checkpoints; the last iteration is always saved")
+    save_interval: int | None = option(
+        5000, "iterations between checkpoints; the last iteration is always saved", "--persistent-save-interval"
+    )
     no_save_optim: bool = option(False, "save checkpoints without the optimizer")
     no_save_rng: bool = option(False, "save checkpoints without the random states")
     no_load_optim: bool = option(False, "start with a fresh optimizer")
@@ -710,8 +708,10 @@ class Config:
 
     @property
     def virtual_stages(self) -> int:
-        """Number of virtual stages of each pipeline rank."""
+        """Number of virtual stages of each pipeline rank; 1 without a pipeline."""
         parallel = self.parallel
+        if parallel.pipeline_model_parallel_size == 1:
+            return 1
         if (size := parallel.num_layers_per_virtual_pipeline_stage) is None:
             return parallel.num_virtual_stages_per_pipeline_rank or 1
         return virtual_stages(self.model.num_layers, parallel.pipeline_model_parallel_size, size)
@@ -719,13 +719,10 @@ class Config:
     def layers_of_stages(self) -> list[range]:
         """Return the layers of each pipeline stage or virtual stage. Raises ValueError if they cannot be divided."""
         parallel = self.parallel
-        return layers_of_stages(
-            self.model.num_layers,
-            parallel.pipeline_model_parallel_size,
-            self.virtual_stages,
-            parallel.decoder_first_pipeline_num_layers,
-            parallel.decoder_last_pipeline_num_layers,
-        )
+        first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
+        if (stages := parallel.pipeline_model_parallel_size) == 1:
+            first = last = None
+        return layers_of_stages(self.model.num_layers, stages, self.virtual_stages, first, last)
 
     def pipeline_schedule(self, num_microbatches: int) -> PipelineSchedule:
         """Return the actions of each pipeline stage in a step. Raises ValueError if --pipeline-schedule does not fit."""
@@ -841,7 +838,7 @@ def non_default_values(config: Config) -> dict[str, Any]:
 
 
 def ignored_flags(config: Config, device: str) -> Iterator[str]:
-    """Yield a line for each flag about saved activations that has no effect in this run. device: cpu or cuda."""
+    """Yield a line for each flag about saved activations or stages without effect in this run. device: cpu or cuda."""
     parallel = config.parallel
     recomputes = config.train.recompute_granularity == "full"
     kept = "" if recomputes else "it needs --recompute-granularity full"
@@ -849,10 +846,18 @@ def ignored_flags(config: Config, device: str) -> Iterator[str]:
     split = "--sequence-parallel splits these inputs already" if parallel.sequence_parallel else ""
     if parallel.model_parallel_size == 1:
         split = "there is one model-parallel rank"
+    one_stage = "there is one pipeline stage" if parallel.pipeline_model_parallel_size == 1 else ""
+    of_stages = (
+        "num_layers_per_virtual_pipeline_stage",
+        "num_virtual_stages_per_pipeline_rank",
+        "decoder_first_pipeline_num_layers",
+        "decoder_last_pipeline_num_layers",
+    )
     for given, name, reason in (
         (parallel.partition_activations, "--partition-activations", kept or split),
         (parallel.checkpoint_in_cpu, "--checkpoint-in-cpu", kept or on_host),
         (parallel.cpu_offloading_num_layers, "--cpu-offloading-num-layers", on_host),
+        *((getattr(parallel, name), flag(name), one_stage) for name in of_stages),
     ):
         if given and reason:
             yield f"{name}: ignored: {reason}"

@@ -152,7 +152,7 @@ def build_context(arguments: Arguments, rank_info: RankInfo, log: Log) -> RunCon
     start = checkpoint.metadata if checkpoint is not None and not config.checkpoint.finetune else {}
     iteration, consumed_samples = start.get("iteration", 0), start.get("consumed_samples", 0)
     # Raises ValueError if the batch size does not fit the ranks.
-    batch_schedule = config.batch_schedule(rank_info.world_size, consumed_samples)
+    batch_schedule = arguments.batch_schedule(rank_info.world_size, consumed_samples)
 
     (train, valid, test), text_key = find_corpora(  # replaces names of corpora by files
         {f"--{name}-data": getattr(config.data, f"{name}_data") for name in ("train", "valid", "test")},

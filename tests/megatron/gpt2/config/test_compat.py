@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from megatron.gpt2.config.arguments import Arguments, parse
-from megatron.gpt2.config.compat import MEGATRON_RULES
+from megatron.gpt2.config.arguments import Arguments, parse, similar_flag
+from megatron.gpt2.config.compat import MEGATRON_RULES, find_rule
 from megatron.gpt2.config.flags import build_parser, flag_table
 from tests.conftest import tool
 
@@ -23,6 +23,9 @@ COUNTS = {
     "megatron-gpt3-example": 34,
     "megatron-v1-v2": 173,
     "deepspeed-examples-v1.1.5": 136,
+    "megatron-core-0.15-to-0.19": 930,
+    "megatron-deepspeed": 315,
+    "bigscience": 184,
 }
 
 
@@ -31,23 +34,63 @@ def names(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("source", COUNTS)
-def test_every_flag_of_each_program_is_in_the_table(source: str):
-    known = {row[0] for row in flag_table()}
-    asked = names(LISTS[source])
+def test_every_flag_of_each_program_has_a_rule(source: str):
+    own = build_parser()._option_string_actions
+    asked = [name.replace("_", "-") for name in names(LISTS[source])]
     assert len(asked) == COUNTS[source]
-    assert [name for name in asked if name.replace("_", "-") not in known] == []
-    parser = build_parser()
-    assert all(name.replace("_", "-") in parser._option_string_actions for name in asked)
+    assert [name for name in asked if name not in own and find_rule(MEGATRON_RULES, name) is None] == []
+    # A flag with a rule must not be taken for a typing error.
+    assert [name for name in asked if name not in {*own, *MEGATRON_RULES} and similar_flag(name)] == []
+
+
+def error_of(words: list[str]) -> str:
+    with pytest.raises(ValueError) as error:
+        parse(words)
+    assert "\n" not in str(error.value)
+    return str(error.value)
 
 
 def test_every_refusal_names_the_flag_and_an_alternative():
-    refused = [(name, rule) for rule in MEGATRON_RULES if rule.status == "refused" for name in rule.flags]
-    assert len(refused) >= 30
+    refused = [(name, rule) for name, rule in MEGATRON_RULES.items() if rule.status == "refused"]
+    assert len(refused) >= 100
     for name, rule in refused:
-        with pytest.raises(ValueError) as error:
-            parse([name] + (["1"] if rule.flags[name] not in (0, "?") else []))
-        assert str(error.value).startswith(name) and str(error.value).endswith(rule.text)
-        assert re.search(r"--[a-z]|leave|take it out|evaluate_gpt2|tools/", rule.text), rule.text
+        said = error_of([name.replace("*", "x"), "1"])
+        assert said.startswith(name.removesuffix("*")) and said.endswith(rule.text)
+        assert re.search(r"--[a-z]|leave|take it out|evaluate_gpt2|tools/|iteration.txt", rule.text), rule.text
+
+
+def test_all_errors_are_in_one_line():
+    said = error_of("--swiglu --num-layerz 3 --num-experts 8 --zzz 1 --qk-clip --precision fp9 --yaml-cfg a".split())
+    assert said.startswith("unknown flags --num-layerz: did you mean --num-layers?, --zzz: --help lists the flags; ")
+    assert "; --precision: invalid choice: 'fp9' (choose from auto, " in said
+    assert "; --num-experts 8 is not supported, only 1: GPT-2 has no experts; " in said
+    assert "; --swiglu, --qk-clip are not supported: not part of GPT-2; leave it out; --yaml-cfg a is not" in said
+
+
+@pytest.mark.parametrize(
+    "name, meant",
+    [
+        ("--ckpt-fuly-parallel-save", None),
+        ("--no-sequence-parallel", None),
+        ("--learning-rate", None),
+        ("--log-intervall", "--log-interval"),  # `--log-*` has a rule
+        ("--tensorboard-dri", "--tensorboard-dir"),
+        ("-num-layers", "--num-layers"),
+    ],
+)
+def test_a_hint_is_a_typing_error_away(name: str, meant: str | None):
+    if meant:
+        assert error_of([name, "3"]) == f"unknown flag {name}: did you mean {meant}?"
+    elif find_rule(MEGATRON_RULES, name):
+        assert parse([name]).notes
+    else:
+        assert error_of([name]) == f"unknown flag {name}: --help lists the flags"
+
+
+def test_beginnings_and_opposites():
+    notes = parse("--moe-router-topk 2 --no-tp-comm-overlap-ag --disable-log-anything --fp8-recipe x".split()).notes
+    assert len(notes) == 4 and all(": ignored: " in note for note in notes)
+    assert find_rule(MEGATRON_RULES, "--no-bf16") is find_rule(MEGATRON_RULES, "--no-swiglu") is None
 
 
 @pytest.mark.parametrize(
@@ -61,10 +104,11 @@ def test_every_refusal_names_the_flag_and_an_alternative():
         ("--zero-stage two", "--zero-stage two is not a stage of ZeRO"),
         ("--pipe-parallel-size x", "--pipe-parallel-size x is not a number of stages"),
         ("--remote-device nvme", "only none: weights stay on the device"),
-        ("--swiglu --num-experts 8", "leave it out; --num-experts 8 is not supported"),  # all errors at once
         ("--use-npy-data-loader", "give loose JSON or text with --train-data"),
         ("--load-openai --load x", "tools/checkpoint.py convert"),
-        ("--num-experts 8", "not part of GPT-2"),
+        ("--kv-channels 32 --hidden-size 64 --num-attention-heads 4", "--kv-channels 32 is not --hidden-size / "),
+        ("--lr-decay-tokens 100", "--lr-decay-tokens 100 needs --seq-length"),
+        ("--no-pipeline-parallel --pipeline-model-parallel-size 2", "contradicts --pipeline-model-parallel-size 2"),
         ("--tokenizer-model-type unigram", "only bpe or bert"),
         ("--no-bias-gelu-fusion --gelu tanh", "--no-bias-gelu-fusion contradicts --gelu tanh"),
     ],
@@ -90,14 +134,21 @@ def test_translated():
         2,
     ]
     assert parse(["--warmup-iters", "7"]).config.optimizer.lr_warmup_iters == 7
+    tokens = parse("--seq-length 16 --lr-decay-tokens 1_600 --lr-warmup-tokens 1.6e2 --num-layers 2".split())
+    assert (tokens.config.optimizer.lr_decay_samples, tokens.config.optimizer.lr_warmup_samples) == (100, 10)
+    assert parse(["--padded-vocab-size", "50304"]).config.model.make_vocab_size_divisible_by == 50304
+    assert parse("--num-layers 2 --hidden-size 64 --num-attention-heads 4 --kv-channels 16".split()).notes
 
 
-def test_the_page_of_flags_is_up_to_date():
+def test_the_page_of_flags_is_up_to_date(capsys: pytest.CaptureFixture[str]):
     page = tool("flag_table").flags_page()
-    (line,) = (line for line in page.splitlines() if "`--context-parallel-size`" in line)
-    assert line.endswith(": only 1: parallelism is tensor, pipeline and data: use --model-parallel-size")
-    assert all(f"`{name}`" in page for name, _, _ in flag_table())
-    assert len(page.split()) < 3000
+    assert ": only 1: parallelism is tensor, pipeline and data: use --model-parallel-size" in page
+    without_effect = {name for name, rule in MEGATRON_RULES.items() if rule.status == "ignored" and not rule.accepts}
+    assert all(f"`{name}`" in page for name, _, _ in flag_table() if name not in without_effect)
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    assert without_effect <= set(re.findall(r"--[\w*-]+", capsys.readouterr().out))
+    assert len(page.split()) < 3200
     assert (ROOT / "docs" / "reference" / "flags.md").read_text() == page, (
         "python tools/flag_table.py > docs/reference/flags.md"
     )
@@ -226,7 +277,9 @@ def test_refused_in_one_line(tmp_path: Path, content: Any, message: str):
 
 
 def test_all_refused_keys_are_in_one_error(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"stage 3 .*; zero_optimization.offload_param .*; sparse_attention "):
+    with pytest.raises(
+        ValueError, match=r"stage 3 .*; zero_optimization.offload_param .* is not supported: .*; sparse_attention "
+    ):
         read(
             tmp_path,
             {
@@ -236,6 +289,20 @@ def test_all_refused_keys_are_in_one_error(tmp_path: Path):
         )
 
 
-def test_no_such_file():
-    with pytest.raises(FileNotFoundError, match="--deepspeed_config nowhere.json: No such file"):
-        parse(["--deepspeed_config", "nowhere.json"])
+def test_a_missing_file_is_reported_with_the_other_errors():
+    said = error_of(["--swiglu", "--deepspeed_config", "nowhere.json"])
+    assert said.startswith("--swiglu is not")
+    assert said.endswith("; --deepspeed_config nowhere.json: No such file or directory")
+
+
+def test_a_batch_size_of_the_file_is_named_by_its_key(tmp_path: Path):
+    flags = "--gas 2 --micro-batch-size 1".split()
+    arguments = read(tmp_path, {"train_batch_size": 256}, *flags)
+    assert arguments.batch_schedule(128).final == 256
+    with pytest.raises(ValueError) as error:
+        arguments.batch_schedule(1)
+    assert str(error.value).startswith(
+        f"train_batch_size in {tmp_path / 'ds.json'} 256 is not --micro-batch-size 1 × 1 "
+    )
+    with pytest.raises(ValueError, match="^optimizer.params.lr in .*ds.json must be positive, not -1.0$"):
+        _ = read(tmp_path, {"optimizer": {"params": {"lr": -1}}}).config
