@@ -230,3 +230,10 @@ def test_versions_on_disk_equal_the_table(tmp_path: Path) -> None:
     oldest = versions.pop("OLDEST_CHECKPOINT_VERSION")
     assert [int(row[2]) for row in rows] == [*versions.values()]
     assert rows[0][3] == f"{oldest} is read" and oldest < versions["CHECKPOINT_VERSION"]
+
+
+def test_a_manifest_without_an_end_is_refused(tmp_path: Path) -> None:
+    pair = write_pair(tmp_path / "a", DOCUMENTS)
+    Path(f"{pair}.json").symlink_to("/dev/zero")
+    with pytest.raises(ValueError, match="a.json: is not a file"):
+        IndexedDataset(pair).manifest()

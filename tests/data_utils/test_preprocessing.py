@@ -14,7 +14,7 @@ import pytest
 from data_utils import IndexedDataset, build_tokenizer, preprocessing
 from data_utils.preprocessing import PreprocessingJob, inputs
 from data_utils.preprocessing.inputs import cut_into_shards, whole_file
-from megatron.gpt2.commands.preprocess_data import summary_lines
+from megatron.gpt2.commands.preprocess_data import describe_tokens
 from tests.data_utils.data_files import BAD_LINES, BYTES, write, write_lines
 
 
@@ -60,8 +60,8 @@ def test_output_equals_the_tokenizer(tmp_path: Path, kind: str) -> None:
     assert manifest["text_bytes"] == len("".join(texts).encode())
     names = ["a.jsonl", *(f"out_text_document{suffix}" for suffix in (".bin", ".idx", ".json"))]
     assert sorted(entry.name for entry in tmp_path.iterdir()) == names
-    lines = summary_lines(prefix, manifest, 2.0)
-    assert "303 documents" in lines[0] and "longest" in lines[1] and "0 bad lines" in lines[-2]
+    lines = "\n".join(describe_tokens(data, manifest))
+    assert "303 documents" in lines and "longest" in lines and "0 bad lines" in lines
     run(path, tmp_path / "plain", kind, append_eod=False)
     plain = IndexedDataset(tmp_path / "plain_text_document").tokens
     assert list(plain) == list(data.tokens[data.tokens != tokenizer.eod])

@@ -19,7 +19,7 @@ from data_utils.files import find_damaged_chunks
 from data_utils.indexed_dataset import TokenFile, open_token_file
 from data_utils.tokenizers import build_tokenizer
 from megatron.gpt2.commands.merge_datasets import GPT2_EOD
-from megatron.gpt2.commands.preprocess_data import add_tokenizer_flags, length_histogram, tokenizer_arguments
+from megatron.gpt2.commands.preprocess_data import add_tokenizer_flags, describe_tokens, tokenizer_arguments
 
 BLOCK = 1 << 24  # tokens
 
@@ -42,26 +42,6 @@ def verify(data: TokenFile, manifest: dict[str, Any] | None, vocab_size: int | N
         if not 0 <= least <= most < vocab_size:
             found.append(f"{data.prefix}.bin holds ids from {least} to {most}, but the vocabulary has {vocab_size:,}")
     return found
-
-
-def describe_tokens(data: TokenFile, manifest: dict[str, Any] | None) -> list[str]:
-    """Describe the content of the files, in lines."""
-    lines = [
-        f"{data.prefix}: {data.kind}, {len(data):,} documents, {len(data.tokens):,} tokens ({data.dtype.name}), "
-        f"{data.tokens.nbytes:,} bytes"
-    ]
-    if manifest:
-        made_by, names = manifest["tokenizer"], [entry["file"] for entry in manifest["inputs"]]
-        known = f"{made_by['kind']} of {made_by['vocab_size']:,} ids, {made_by['fingerprint'][:16]}" if made_by else ""
-        lines.append(f"tokenizer: {known or 'unknown'}")
-        lines.append(f"made of {len(names)} files: {', '.join(names[:3])}" + ", ..." * (len(names) > 3))
-        if manifest.get("text_bytes"):
-            plain = manifest["tokens"] - manifest["documents"] * manifest["append_eod"]
-            lines.append(
-                f"{manifest['text_bytes']:,} bytes of text, {manifest['text_bytes'] / max(plain, 1):.2f} a token; "
-                f"{manifest['bad_lines']:,} bad lines and {manifest['empty_documents']:,} empty documents left out"
-            )
-    return [*lines, *length_histogram(np.diff(data.document_starts))]
 
 
 def plot_lengths(lengths: np.ndarray, path: Path, title: str) -> None:

@@ -12,7 +12,6 @@ for bad input.
 import argparse
 import sys
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ import numpy as np
 from data_utils import IndexedDataset
 from data_utils.command_line import Parser
 from data_utils.corpora import MAX_BAD_FRACTION
+from data_utils.indexed_dataset import TokenFile
 from data_utils.preprocessing import PreprocessingJob, preprocess
 from data_utils.tokenizers import KINDS
 
@@ -60,18 +60,24 @@ def length_histogram(lengths: np.ndarray) -> list[str]:
     ]
 
 
-def summary_lines(output: str, manifest: Mapping[str, Any], seconds: float) -> list[str]:
-    """Summarize the pair at the prefix `output`, in lines."""
-    text, tokens = manifest["text_bytes"], manifest["tokens"]
-    size = sum(entry["bytes"] for entry in manifest["inputs"])
-    plain_tokens = tokens - manifest["documents"] * manifest["append_eod"]
-    return [
-        f"{output}.bin, .idx, .json: {manifest['documents']:,} documents, {tokens:,} tokens ({manifest['dtype']}), "
-        f"{text:,} bytes of text, {text / plain_tokens:.2f} bytes per token",
-        *length_histogram(np.diff(IndexedDataset(output).document_starts)),
-        f"{manifest['bad_lines']:,} bad lines and {manifest['empty_documents']:,} empty documents left out",
-        f"{seconds:.1f} s, {size / 1e6 / seconds:.1f} MB/s of input, {tokens / 1e6 / seconds:.2f} M tokens/s",
+def describe_tokens(data: TokenFile, manifest: dict[str, Any] | None) -> list[str]:
+    """Describe the content of the files, in lines."""
+    lines = [
+        f"{data.prefix}: {data.kind}, {len(data):,} documents, {len(data.tokens):,} tokens ({data.dtype.name}), "
+        f"{data.tokens.nbytes:,} bytes"
     ]
+    if manifest:
+        made_by, names = manifest["tokenizer"], [entry["file"] for entry in manifest["inputs"]]
+        known = f"{made_by['kind']} of {made_by['vocab_size']:,} ids, {made_by['fingerprint'][:16]}" if made_by else ""
+        lines.append(f"tokenizer: {known or 'unknown'}")
+        lines.append(f"made of {len(names)} files: {', '.join(names[:3])}" + ", ..." * (len(names) > 3))
+        if manifest.get("text_bytes"):
+            plain = manifest["tokens"] - manifest["documents"] * manifest["append_eod"]
+            lines.append(
+                f"{manifest['text_bytes']:,} bytes of text, {manifest['text_bytes'] / max(plain, 1):.2f} a token; "
+                f"{manifest['bad_lines']:,} bad lines and {manifest['empty_documents']:,} empty documents left out"
+            )
+    return [*lines, *length_histogram(np.diff(data.document_starts))]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -118,8 +124,10 @@ def main(argv: list[str] | None = None) -> int:
     started = time.monotonic()
     manifests = preprocess(job, log=lambda line: print(line, file=sys.stderr))
     seconds = time.monotonic() - started
-    for manifest in manifests.values():
-        print("\n".join(summary_lines(job.output(manifest["key"]), manifest, seconds)))
+    for key, manifest in manifests.items():
+        print("\n".join(describe_tokens(IndexedDataset(job.output(key)), manifest)))
+    size = sum(entry["bytes"] for entry in manifest["inputs"])
+    print(f"{seconds:.1f} s, {size / 1e6 / seconds:.1f} MB/s of input")
     if not args.append_eod:
         print("the files have no end-of-document tokens, which training needs: --append-eod adds them")
     return 0
