@@ -125,8 +125,9 @@ class IndexedDatasetBuilder:
         self.num_tokens += len(file.tokens)
 
     def _end_chunk(self) -> None:
-        if self._chunk.size:
-            self.hashes[".bin"].append(self._chunk.chunk())
+        chunk = self._chunk.chunk()
+        if chunk["bytes"]:
+            self.hashes[".bin"].append(chunk)
             self._chunk = HashingWriter(self._bin)
 
     def finish(self) -> None:
@@ -144,11 +145,11 @@ class IndexedDatasetBuilder:
             index.write(pointers.astype("<i8").data)
             index.write(bytes(8))
             index.write(np.frombuffer(self._ends, dtype=np.int64).astype("<i8").data)
+            self.hashes[".idx"] = [index.chunk()]
             flush_to_disk(file)
+        self._end_chunk()
         flush_to_disk(self._bin)
         self._bin.close()
-        self._end_chunk()
-        self.hashes[".idx"] = [index.chunk()]
 
     def abandon(self) -> None:
         """Close and remove both files."""

@@ -305,19 +305,36 @@ def read_safetensors_header(stream: BinaryIO, max_bytes: int) -> dict[str, Any]:
 
 
 class HashingWriter:
-    """Writes to a binary file and hashes the bytes, so that the file need not be read again. size: the bytes so far."""
+    """Writes to a binary file and hashes the bytes, so that the file need not be read again. `chunk` writes the last
+    block, so call it before the file is closed."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self._file, self._sha256, self.size = file, hashlib.sha256(), 0
+        self._file, self._sha256, self._block, self._written = file, hashlib.sha256(), bytearray(), 0
+
+    @property
+    def size(self) -> int:
+        """The bytes so far."""
+        return self._written + len(self._block)
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append the bytes of `data`."""
-        self.size += self._file.write(data)
-        self._sha256.update(data)
+        """Append the bytes of `data`. Small pieces are collected into a block."""
+        if len(data) >= BLOCK:
+            self._flush(data)
+            return
+        self._block += data
+        if len(self._block) >= BLOCK:
+            self._flush()
+
+    def _flush(self, more: bytes | memoryview = b"") -> None:
+        for part in (self._block, more):
+            self._written += self._file.write(part)
+            self._sha256.update(part)
+        self._block.clear()
 
     def chunk(self) -> ChunkHash:
         """Return size and sha256 of everything that was written."""
-        return {"bytes": self.size, "sha256": self._sha256.hexdigest()}
+        self._flush()
+        return {"bytes": self._written, "sha256": self._sha256.hexdigest()}
 
 
 def fingerprint_of(*parts: bytes | str) -> str:

@@ -263,7 +263,7 @@ def _write_shard(job: PreprocessingJob, stem: str, shard: Shard, progress: Progr
                 usable += number - 1 - (bad - bad_before)
         if [os.stat(span.path).st_mtime_ns for span in shard] != before:
             raise ValueError(f"{shard[0].path} changed while it was read: start again")
-    outputs = {f"{stem}.bad.jsonl": [bad_lines.chunk()]}
+        outputs = {f"{stem}.bad.jsonl": [bad_lines.chunk()]}
     for (name, key), pair in zip(names.items(), pairs, strict=True):
         counts[key].update(documents=len(pair), tokens=pair.num_tokens)
         outputs.update({f"{name}{suffix}": chunks for suffix, chunks in pair.hashes.items()})

@@ -251,7 +251,7 @@ class ShardRun:
             assert self.entered == self.left + sum(entry["count"] for entry in self.dropped.values()), (
                 "an entry was neither written nor dropped"
             )
-        outputs = {name: [file.chunk()] for name, file in self._files.items()}
+            outputs = {name: [file.chunk()] for name, file in self._files.items()}
         return {"entered": self.entered, "left": self.left, "dropped": self.dropped, "outputs": outputs}
 
 
