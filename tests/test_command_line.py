@@ -217,6 +217,7 @@ def test_gpt2_vocabulary(train: Train, test_data: Path):
     base = TEXT.replace("--tokenizer-type bytes", "--tokenizer-type GPT2BPETokenizer")
     said, _ = train(f"{base} --train-iters 1 --eval-iters 0 --save gpt2 --cache-dir {test_data}/gpt2")
     assert "GPT2BPETokenizer, 50,257 ids" in said
+    assert "; padded vocab (size: 50257) with 47 dummy tokens (new size: 50304)" in said
 
 
 def process_of_rank(rank: int, folder: Path) -> int:

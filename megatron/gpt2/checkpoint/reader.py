@@ -124,23 +124,28 @@ def in_threads(work: Callable[[T], R], items: Iterable[T], threads: int = THREAD
     """Call `work` for each item in several threads. Hashing and copying release Python's global interpreter lock. The
     first error, in the order of the items, is raised after all threads have ended. The threads are daemons: storage that
     does not answer does not keep a process from ending."""
-    results = [(item, Future[R]()) for item in items]
-    waiting = iter(results)
+    jobs = [(item, Future[R]()) for item in items]
+    queue = iter(jobs)  # each thread takes the next job
 
     def run() -> None:
-        for item, result in waiting:
-            try:
-                result.set_result(work(item))
-            except BaseException as error:
-                result.set_exception(error)
+        for item, result in queue:
+            settle(result, work, item)
 
     # Not multiprocessing's ThreadPool, which writes to /dev/shm.
-    workers = [threading.Thread(target=run, daemon=True) for _ in range(min(threads, len(results)))]
+    workers = [threading.Thread(target=run, daemon=True) for _ in range(min(threads, len(jobs)))]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
-    return [result.result() for _, result in results]
+    return [result.result() for _, result in jobs]
+
+
+def settle(result: Future[R], work: Callable[..., R], *args: Any) -> None:
+    """Call `work`, and set `result` to what it returns or raises."""
+    try:
+        result.set_result(work(*args))
+    except BaseException as error:
+        result.set_exception(error)
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from data_utils.files import machine_memory
 from megatron.gpt2.checkpoint.folder import Gather, Log, gather_alone
-from megatron.gpt2.checkpoint.reader import table_path
+from megatron.gpt2.checkpoint.reader import settle, table_path
 from megatron.gpt2.checkpoint.writer import (
     ShardedFiles,
     ShardedTensor,
@@ -112,15 +112,9 @@ class Saver:
         if self._host_buffer is not None:
             files = _copy_to_host(files, self._host_buffer)
         self._pending = pending = PendingSave()
-
-        def run() -> None:
-            try:
-                pending.committed.set_result(self.write(iteration, files, metadata, pending, into))
-            except BaseException as error:  # `finish` raises it
-                pending.committed.set_exception(error)
-
+        job = (pending.committed, self.write, iteration, files, metadata, pending, into)
         # A daemon: storage that does not answer does not keep the process from ending.
-        threading.Thread(target=run, name="saver", daemon=True).start()
+        threading.Thread(target=settle, args=job, name="saver", daemon=True).start()
         return None if self.asynchronous else self.finish()
 
     def write(

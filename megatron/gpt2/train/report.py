@@ -75,8 +75,8 @@ def log_start(trainer: Trainer, warnings: Sequence[str]) -> None:
         ("FLOPs per token", f"{model.flops_per_token(data.seq_length):,}"),
         (
             "tokenizer",
-            f"{tokenizer.kind}{f' by {tokenizer.engine}' * bool(tokenizer.engine)}; padded vocab (size: "
-            f"{tokenizer.vocab_size}) with {padded - tokenizer.vocab_size} dummy tokens (new size: {padded})",
+            f"{tokenizer.kind}, {tokenizer.vocab_size:,} ids{f', by {tokenizer.engine}' * bool(tokenizer.engine)}; padded "
+            f"vocab (size: {tokenizer.vocab_size}) with {padded - tokenizer.vocab_size} dummy tokens (new size: {padded})",
         ),
         *(("data", line) for line in splits.description),
         ("length", f"{context.train_iters:,} iterations, {needed:,} samples of {samples:,}: {epochs:.2f} epochs"),
