@@ -111,18 +111,16 @@ def _load_zip(mapped: _BoundedMmap, data: memoryview) -> Any:
     with zipfile.ZipFile(mapped) as archive:  # type: ignore[call-overload]
         for info in archive.infolist():
             name, size = info.filename, info.file_size
-            if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
-                raise ValueError(f"the record {name[:80]!r} is compressed or encrypted")
-            require(name not in records, f"the record {name[:80]!r} occurs twice")
+            plain = info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1 and size == info.compress_size
+            require(plain, f"the record {name[:80]!r} is compressed or encrypted")
             header = data[info.header_offset : info.header_offset + 30]
             start = info.header_offset + 30 + sum(struct.unpack("<26x2H", header))
-            if header[:4] != ZIP or size != info.compress_size or start + size > len(data):
-                raise ValueError(f"the record {name[:80]!r} is not at the position in the list of records")
+            listed = header[:4] == ZIP and start + size <= len(data) and name not in records
+            require(listed, f"the record {name[:80]!r} occurs twice, or not at its position in the list of records")
             records[name] = start, size
     require(sum(size for _, size in records.values()) <= len(data), "its records overlap")
-    roots = [name.removesuffix("data.pkl") for name in records if name.endswith("/data.pkl")]
-    require(bool(roots), "a zip file that torch.save did not write: it has no data.pkl")
-    root = roots[0]
+    root = next((name.removesuffix("data.pkl") for name in records if name.endswith("/data.pkl")), "")
+    require(bool(root), "a zip file that torch.save did not write: it has no data.pkl")
     start, size = records.get(f"{root}byteorder", (0, 0))
     little = not size or bytes(data[start : start + min(size, 8)]) == b"little"
     require(little, "written on a big-endian machine, which is not supported")
