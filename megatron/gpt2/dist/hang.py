@@ -9,6 +9,7 @@ torch's flight recorder also records gloo's collectives and names the rank that 
 program. It is only used for NCCL, whose kernels Python does not see.
 """
 
+import contextlib
 import json
 import linecache
 import os
@@ -187,31 +188,26 @@ class HangDetector(Hook):
         listens on a port and tries to connect to the others. The machine of the store needs no test."""
         firsts = {host: rank for rank, host in reversed(self._hosts.items())}
         addresses = {host: self._addresses.get(rank, "") for host, rank in firsts.items()}
-        tested = [host for host, address in addresses.items() if address and not ip_address(address).is_loopback]
+        tested = {host: at for host, at in addresses.items() if at and not ip_address(at).is_loopback}
         own, end = self._hosts[self._rank_info.rank], time.monotonic() + LINK_TIMEOUT
-        if own in tested and firsts[own] == self._rank_info.rank:
-            with socket.create_server(
-                ("", 0), family=socket.AF_INET6 if ":" in addresses[own] else socket.AF_INET
-            ) as server:
+        with contextlib.ExitStack() as stack:
+            if own in tested and firsts[own] == self._rank_info.rank:
+                family = socket.AF_INET6 if ":" in tested[own] else socket.AF_INET
+                server = stack.enter_context(socket.create_server(("", 0), family=family))
                 self._store.set(f"port/{own}", str(server.getsockname()[1]))
-                for host in tested:
+                for host in tested.keys() - {own}:
                     try:
-                        while host != own and not self._store.check([f"port/{host}"]) and time.monotonic() < end:
+                        while not self._store.check([f"port/{host}"]) and time.monotonic() < end:
                             time.sleep(POLL_INTERVAL)
-                        if host != own:
-                            port = int(self._store.get(f"port/{host}"))
-                            socket.create_connection((addresses[host], port), timeout=LINK_TIMEOUT / 4).close()
+                        port = int(self._store.get(f"port/{host}"))
+                        socket.create_connection((tested[host], port), timeout=LINK_TIMEOUT / 4).close()
                     except OSError:
                         self._store.compare_set("cut", "", json.dumps([own, host]))
                 self._store.add("links", 1)
-                self._wait_for_links(len(tested), end)
-        self._wait_for_links(len(tested), end)
+            while self._store.add("links", 0) < len(tested) and time.monotonic() < end:
+                time.sleep(POLL_INTERVAL)
         cut: list[str] = json.loads(self._store.get("cut")) if self._store.check(["cut"]) else []
         return cut
-
-    def _wait_for_links(self, count: int, end: float) -> None:
-        while self._store.add("links", 0) < count and time.monotonic() < end:
-            time.sleep(POLL_INTERVAL)
 
     def _collect_locations(self) -> tuple[dict[int, RankLocation], LostRanks]:
         """Return the locations of the live ranks, and the other ranks with the seconds since their last heartbeat."""

@@ -184,10 +184,7 @@ def _root_cause(incident: Incident, found: Sequence[Incident]) -> Failure | None
         return make_failure(
             cause if cause in KINDS else "an error of the program", f"{origin(incident)}: {incident['text']}{at}"
         )
-    if kind == "hang" and incident.get("cut"):
-        machines = " and ".join(incident["cut"])
-        return make_failure("lost link", f"{machines} could not connect to each other{at_iteration(found)}")
-    if kind == "hang" and not any(other.get("cut") for other in found):
+    if kind == "hang":
         return _hang_failure([other for other in found if other["kind"] == "hang"], found)
     if (
         kind == "rank ended"
@@ -223,6 +220,8 @@ def _signal_failure(incident: Incident, found: Sequence[Incident]) -> Failure:
 def _hang_failure(hangs: Sequence[Incident], found: Sequence[Incident]) -> Failure:
     """Return the failure if ranks waited too long. Each rank records its own stack, and one rank of each machine the
     `ranks` that are missing."""
+    if cut := next((incident["cut"] for incident in hangs if incident.get("cut")), None):
+        return make_failure("lost link", f"{' and '.join(cut)} could not connect to each other{at_iteration(found)}")
     missing: list[int] = next((incident["ranks"] for incident in hangs if "ranks" in incident), [])
     stacks = [incident["stack"] for incident in hangs if reporting_rank(incident) in missing and incident.get("stack")]
     stack: list[str] = stacks[0] if stacks else []
