@@ -8,6 +8,7 @@ import traceback
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from megatron.gpt2.extensions.serve.request import (
 )
 from megatron.gpt2.generate.generation import Event
 
+MEGATRON = ("/api", "/generate")  # of Megatron's servers
 PAGE = Path(__file__).with_name("page.html")
 # The page contains all that it needs, and may not load anything from other hosts.
 PAGE_POLICY = (
@@ -97,9 +99,11 @@ class Service:
                 Route("/health", self.health),
                 Route("/v1/models", self.models),
                 Route("/v1/models/{name:path}", self.model_of_name),
-                Route("/v1/completions", self.completions, methods=["POST"]),
-                Route("/api", self.megatron, methods=["PUT"]),
-                Route("/generate", self.megatron, methods=["PUT"]),
+                Route("/v1/completions", partial(self.complete, read=read_request), methods=["POST"]),
+                *(
+                    Route(path, partial(self.complete, read=read_megatron_request), methods=["PUT"])
+                    for path in MEGATRON
+                ),
             ],
             middleware=[Middleware(HostCheck, allowed=self.allowed_hosts)],
             exception_handlers={ApiError: _on_api_error, HTTPException: _on_api_error, Exception: _on_exception},
@@ -132,15 +136,9 @@ class Service:
             "max_tokens": self.served.max_tokens,
         }
 
-    async def completions(self, request: Request) -> Response:
-        """POST /v1/completions: texts, at once or streamed. Raises ApiError if the request is invalid."""
-        return await self._complete(request, read_request)
-
-    async def megatron(self, request: Request) -> Response:
-        """PUT /api, PUT /generate: texts in Megatron's form. Raises ApiError if the request is invalid."""
-        return await self._complete(request, read_megatron_request)
-
-    async def _complete(self, request: Request, read: Callable[[bytes, ServedModel], CompletionRequest]) -> Response:
+    async def complete(self, request: Request, read: Callable[[bytes, ServedModel], CompletionRequest]) -> Response:
+        """POST /v1/completions, PUT /api, PUT /generate: texts, at once or streamed. read: parses the body. Raises
+        ApiError if the request is invalid."""
         # Browsers let a page of a different site send a form or plain text, but not this type.
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise ApiError("send the header Content-Type: application/json", status=415)

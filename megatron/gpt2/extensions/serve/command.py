@@ -56,8 +56,8 @@ def parse_args(argv: Sequence[str], rank_info: RankInfo) -> argparse.Namespace:
         nargs="+",
         default=[],
         metavar="NAME",
-        help="names under which clients may address this server, in addition to addresses, localhost, --host and this machine's "
-        "name; a proxy may send its own name",
+        help="names under which clients may address this server, in addition to addresses, localhost, --host and this "
+        "machine's name; a proxy may send its own name",
     )
     for flag, default, meant in (
         ("--max-tokens", 1024, "limit of new tokens of a text"),
