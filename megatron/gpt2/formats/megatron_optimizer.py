@@ -5,8 +5,8 @@ A rank keeps fp32 masters and moments in lists without names: first weights and 
 both in the order of the file's model.
 
 DeepSpeed's ZeRO 1 and 2 concatenate these two groups to one flat vector each. Every data-parallel rank saves an equal part
-of the vectors; padding is at the end. `param_shapes` of the model's file has the order of the parameters. Files before
-0.3.17 lack it, and have the order of the file's model.
+of the vectors; padding is at the end. `param_shapes` of the model's file has the order of the parameters. Older files
+lack it, and have the order of the file's model.
 """
 
 import math
