@@ -132,7 +132,7 @@ def build_our_trainer(workload: Workload, arm: Arm, rank_info: RankInfo | None =
     """Build the trainer from the command line, like the program. GPT-2's vocabulary needs files that may be missing, so
     the run is prepared with a small data set of bytes; tokenizer, vocabulary size and data are replaced afterwards.
 
-    rank_info: of this process (default: the first rank of the arm).
+    rank_info: the rank of this process (default: the first rank of the arm).
     """
     context = build_context(parse(our_flags(workload, arm)), rank_info or RankInfo(0, arm.ranks, 0, 1), print)
     model = dataclasses.replace(context.config.model, vocab_size=workload.vocab_size)

@@ -326,7 +326,7 @@ def summary(errors: np.ndarray) -> str:
 
 
 def compare(rows: Rows, cluster: str) -> dict[str, Any]:
-    """The errors of the model on these rows."""
+    """Return the errors of the time model on these rows."""
     made, content = read_cluster(cluster)
     x, measured = rows
     seconds = predict(made, software(content, PROGRAM), x)

@@ -25,8 +25,9 @@ Result = TypeVar("Result")
 def make_shard(path: Path, folder: Path, expected: Mapping[str, Any], write: Callable[[], Manifest]) -> Manifest:
     """Return the manifest of a shard, after making the shard unless it is complete.
 
-    path: of the manifest. expected: the entries that the manifest of this input and these parameters has. write: writes
-    the outputs into `folder` and returns the other entries; "outputs" has the chunk hashes of each file.
+    path: the path of the manifest. expected: the entries that the manifest of this input and these parameters has.
+    write: a function that writes the outputs into `folder` and returns the manifest's remaining entries; "outputs" has
+    the chunk hashes of each file.
     """
     expected = json.loads(json.dumps(expected))
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -5,7 +5,7 @@
     <folder>/hashes/<name>.json  sha256 of a file's content and its default field, with the file's size and mtime
     <folder>/locks/<name>        locked while a list is hashed and tokenised
 
-A complete pair is fsynced and renamed, and its hashes are written last. A file, of text or of a pair, is hashed again only
+A complete pair is fsynced and renamed, and its hashes are written last. A text file or token file is hashed again only
 if its path, size or mtime is new.
 Processes that need the same list wait for its lock, and use no collectives.
 """

@@ -35,8 +35,8 @@ from mpu.partition import PartitionSpec, check_ids, local_ids
 
 InitMethod = Callable[[Tensor], object]
 Device = torch.device | str | None
-# Computes dYᵀX [o, i] from dY [t, o] and X [t, i]; each may be a list of parts. Returns None if the gradient does not go
-# to autograd, but into a buffer, or if it is computed later.
+# Computes dYᵀX [o, i] from dY [t, o] and X [t, i]; each may be a list of parts. Returns None if the gradient is
+# written to a buffer or computed later.
 WeightGradFn = Callable[[Any, Any], Tensor | None]
 
 
@@ -79,7 +79,7 @@ class ParallelLayer(nn.Module):
 
 
 class _Linear(torch.autograd.Function):
-    """Y = XAᵀ + b, after the paper's f if there is a group: then A and b are split by output features.
+    """Y = XAᵀ + b. With a group, the layer begins with the paper's f, and A and b are split by output features.
 
     In backward, the all-reduce of dX overlaps the computation of dA. With sequence parallelism, backward gathers X
     again instead of saving the gathered X.
@@ -141,8 +141,8 @@ def linear(
     weight_grad_fn: computes the weight gradient in backward (default: the fastest matrix product). group: backward sums
     dX over it. sequence_parallel: x is this rank's [s/tp, ...] of the group's input.
     """
-    gradient = torch.is_grad_enabled() or torch.compiler.is_compiling()
-    if not gradient and not sequence_parallel:
+    needs_grad = torch.is_grad_enabled() or torch.compiler.is_compiling()
+    if not needs_grad and not sequence_parallel:
         return kernels.linear_without_gradient(x, weight, bias)
     x, weight, bias = kernels.cast_for_autocast(x, weight, bias)
     weight_grad_fn = weight_grad_fn or kernels.weight_gradient_kernel(x)

@@ -11,8 +11,8 @@ first dimension, and each all-reduce is replaced by its two halves:
     gather from sequence parallel region      forward: all-gather       backward: reduce-scatter   (g of 2205.05198)
     reduce-scatter to it                      forward: reduce-scatter   backward: all-gather       (its conjugate)
 
-The g of 2205.05198 is not the g above. ColumnParallelLinear does the work of f itself (and of the gather under sequence
-parallelism), so that the sum over the ranks overlaps the computation of its weight gradient. The model's head calls the
+Both papers use the letter g, for different operations. ColumnParallelLinear does the work of f itself (and of the
+gather under sequence parallelism), so that the sum over the ranks overlaps the computation of its weight gradient. The model's head calls the
 functions below.
 
 Each operation takes the group (None: the default tensor-parallel group) and keeps it on `ctx`. With one rank it returns

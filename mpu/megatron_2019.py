@@ -73,7 +73,7 @@ def broadcast_data(
     """Send the tensors `data[key]` from the first rank of the tensor-parallel group to all its ranks, and return them.
 
     keys: the same on every rank. data: read on the first rank only; may be None on other ranks. dtype: of all tensors.
-    device: of the result (default: the current GPU if the process uses one, else the CPU).
+    device: the device of the result (default: the current GPU if the process uses one, else the CPU).
 
     Raises ValueError on every rank of the group if a key is missing or a tensor has a different dtype.
     """

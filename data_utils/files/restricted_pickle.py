@@ -24,7 +24,7 @@ NO_NAMES = re.compile("(?!)")
 
 @dataclass(eq=False, repr=False, slots=True)
 class PickledObject:
-    """Stands for an object of a class that the file names. Holds its arguments and state, and has no behaviour."""
+    """A placeholder for an object whose class the file names. It holds the arguments and state, and has no behaviour."""
 
     name: str
     args: Any = ()

@@ -266,7 +266,7 @@ FREE = {*VIEWS.split(), "empty", "empty_like", "new_empty", "empty_strided", "ne
 @dataclass(frozen=True)
 class Kernel:
     """A kernel that a GPU would run. read, written: bytes. place: file and line in this project, or "autograd".
-    shapes: of its arguments."""
+    shapes: the shapes of its arguments."""
 
     name: str
     read: int

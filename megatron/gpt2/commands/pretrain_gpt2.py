@@ -157,8 +157,8 @@ def report_finished(context: RunContext, log: Log) -> int:
 
 
 def finish_run(trainer: Trainer, reason: str) -> int:
-    """Save, evaluate and report after the last step. reason: of the stop, or "" at the end. Return the exit code, which
-    is 1 if the last iteration is not saved."""
+    """Save, evaluate and report after the last step. reason: why the run stopped, or "" at the end. Return the exit code,
+    which is 1 if the last iteration is not saved."""
     iteration, saver, rank_info = trainer.progress.iteration, trainer.checkpoints.saver, trainer.context.rank_info
     valid, sample = None, ""
     saver.finish()

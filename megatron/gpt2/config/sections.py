@@ -749,8 +749,8 @@ class Config:
         """Return the global batch size of each step. Raises ValueError if `world_size` or a batch size that is used
         after `consumed_samples` is not divisible."""
         train, ranks = self.train, self.data_parallel_size(world_size)
-        together, steps = train.micro_batch_size * ranks, train.gradient_accumulation_steps
-        final = train.global_batch_size or together * (steps or 1)
+        samples_per_pass, steps = train.micro_batch_size * ranks, train.gradient_accumulation_steps
+        final = train.global_batch_size or samples_per_pass * (steps or 1)
         if train.step_batch_size_schedule:
             schedule = BatchSchedule(
                 _parse_batch_size_schedule(train.step_batch_size_schedule, self.data.seq_length, train.growth_flag)
@@ -769,7 +769,7 @@ class Config:
         else:
             schedule = BatchSchedule.constant(final)
         require(
-            steps is None or schedule.final == together * steps,
+            steps is None or schedule.final == samples_per_pass * steps,
             f"--global-batch-size {schedule.final} is not --micro-batch-size {train.micro_batch_size} × "
             f"{ranks} data-parallel ranks × --gradient-accumulation-steps {steps}: leave one of them out",
         )
@@ -780,7 +780,7 @@ class Config:
                 else f"--global-batch-size {span.step}"
             )
             require(
-                span.step % together == 0,
+                span.step % samples_per_pass == 0,
                 f"{named} is not divisible by --micro-batch-size "
                 f"{train.micro_batch_size} × {ranks} data-parallel ranks",
             )
@@ -788,8 +788,8 @@ class Config:
 
     def num_microbatches(self, world_size: int, consumed_samples: int = 0) -> int:
         """Return the micro-batches of each rank in a step with the final batch size."""
-        together = self.train.micro_batch_size * self.data_parallel_size(world_size)
-        return self.batch_schedule(world_size, consumed_samples).final // together
+        samples_per_pass = self.train.micro_batch_size * self.data_parallel_size(world_size)
+        return self.batch_schedule(world_size, consumed_samples).final // samples_per_pass
 
     def usable_ranks(self, ranks: int) -> int:
         """Return the largest world size up to `ranks` that fits the layout and divides the batches; 0 if none does."""

@@ -97,7 +97,7 @@ def frames_of_main_thread() -> Frames:
 class HangDetector(Hook):
     """Finds and reports the cause of a hanging collective. Each rank with a rendezvous has one.
 
-    timeout: of a collective. watches_steps: a training step that takes longer is a hang, too.
+    timeout: the timeout of a collective. watches_steps: a training step that takes longer is a hang, too.
     """
 
     def __init__(self, rank_info: RankInfo, timeout: timedelta, incidents: IncidentLog, *, watches_steps: bool) -> None:

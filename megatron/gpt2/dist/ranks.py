@@ -85,7 +85,7 @@ class TimedStore:
 class Heartbeat(threading.Thread):
     """A thread that writes this rank's heartbeat to the store and reads those of other ranks.
 
-    store: with a separate connection, because the training thread may block on its own. hosts: of all ranks.
+    store: with a separate connection, because the training thread may block on its own. hosts: the hosts of all ranks.
     is_first_on_node: the first rank of a machine reads all heartbeats and warns about silent ranks. Other ranks read them
     only while `reads_all` is set: if all ranks always did, the load of the store would be quadratic.
     """

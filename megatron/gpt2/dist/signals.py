@@ -91,7 +91,7 @@ class StopSignal:
     step. So the ranks do not wait for the device, and a request in step i stops all ranks after step i + 1. Every rank
     must create a StopSignal, after the process group.
 
-    timeout: of the gloo group, None for torch's default.
+    timeout: the timeout of the gloo group, None for torch's default.
     """
 
     def __init__(self, timeout: timedelta | None = None) -> None:

@@ -122,8 +122,8 @@ def format_state_dict(format: str, tensors: Mapping[str, Tensor]) -> dict[str, A
 
 @dataclass(frozen=True)
 class MegatronLayout:
-    """The parallel layout of an export: tensor and pipeline sizes. first, last: layers of the first and the last stage, if
-    they differ from the other stages. virtual_layers: layers of a chunk, if stages are interleaved."""
+    """The parallel layout of an export: tensor and pipeline sizes. first, last: the numbers of layers of the
+    first and the last stage, if they differ from the other stages. virtual_layers: the number of layers of a chunk, if stages are interleaved."""
 
     tensor: int = 1
     pipeline: int = 1

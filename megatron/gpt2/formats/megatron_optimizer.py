@@ -241,7 +241,7 @@ def optimizer_state_dict(source: BaseCheckpoint, groups: Groups, format: str) ->
 
 
 def grad_scaler_state_dict(source: BaseCheckpoint) -> dict[str, Any]:
-    """{"grad_scaler": state} of v2 and later; {} if the weights are not fp16."""
+    """Return the loss-scaler entry of Megatron v2 and later, or {} if the weights are not fp16."""
     if source.tensors[f"model.{WORD_EMBEDDINGS}"].dtype != torch.float16:
         return {}
     scaler = source.metadata["optimizer"]["loss_scaler"]

@@ -96,8 +96,8 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """[s, b, h] -> [s, b, h].
 
-        documents: of this micro-batch. cache: gives and stores keys and values. dropout_seeds: see `mpu.dropout_seeds`.
-        chunk: the layers to compute (default: all).
+        documents: the documents of this micro-batch. cache: gives and stores keys and values.
+        dropout_seeds: see `mpu.dropout_seeds`. chunk: the layers to compute (default: all).
         """
         chunk = chunk if chunk is not None else range(len(self.layers))
         layer_seeds: Sequence[Tensor | None] = (
@@ -263,8 +263,8 @@ class GPT2Model(nn.Module):
         float32: the scalar Σ token_weight · cross-entropy in float32, equal on every rank of the group.
 
         A label with weight 0 must still be an id of the vocabulary. positions: [b, s] int64 (default: 0 to s - 1).
-        documents: of this micro-batch; no token attends to another document. samples: [b] int64, the samples' numbers
-        in the whole run, which determine the dropout masks.
+        documents: the documents of this micro-batch; no token attends to another document.
+        samples: [b] int64, the samples' numbers in the whole run, which determine the dropout masks.
 
         chunk: one of `chunks`, for pipelines (default: the whole model). hidden: the output of the previous chunk,
         [s, b, h] or [s/tp, b, h]. Every chunk except the last returns its hidden states.

@@ -1,6 +1,6 @@
 """Contiguous buffers: one for the parameters of this rank, and one per bucket for their gradients.
 
-The order of the parameters keeps those that are treated alike next to each other:
+Parameters with the same treatment (split or replicated, decayed or not) are neighbours:
 
     split, decayed | split, not decayed | replicated, not decayed | replicated, decayed
 
@@ -75,8 +75,8 @@ class ParamAndGradBuffer:
         masters: for each local shard, the float32 weights before they are rounded to `dtype`. In fp32 they are views of
             `params`, unless the optimizer is offloaded.
 
-    The gradients of a bucket are allocated when backward computes the first of them, and freed by `free_grads`. By then
-    backward has freed activations. `keep_shard` keeps only the local shard of a bucket (ZeRO stage 2).
+    The gradients of a bucket are allocated when backward computes the first of them, and freed by `free_grads`.
+    Backward has then already freed activations, which lowers the peak. `keep_shard` keeps only the local shard of a bucket (ZeRO stage 2).
     """
 
     def __init__(

@@ -41,7 +41,7 @@ from mpu import kernels
 class CheckpointManager:
     """Saves a run in its --save folder. Every rank calls its methods at the same steps.
 
-    lease: of the folder, on rank 0. saver: writes the files, in a thread with --async-save.
+    lease: the lease of the folder, on rank 0. saver: writes the files, in a thread with --async-save.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ def load_checkpoint(
         state.optimizer.load_state_dict(checkpoint.metadata["optimizer"])
     has_streams = not wanted.no_load_rng and load_rng_state(checkpoint, parallel, context.device)
     if not wanted.no_load_rng and not has_streams:
-        # The seed alone would repeat the dropout masks of the first steps.
+        # Only the seed would repeat the dropout masks of the first steps, so the iteration is added.
         seed_random_streams(context.config.train.seed + checkpoint.iteration, parallel, context.device)
         log(f"random states are new: {checkpoint.path} has none for this layout and device")
     here = run_metadata(context, parallel, sharded=state.buffer.is_sharded)

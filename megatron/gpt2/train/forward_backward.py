@@ -60,7 +60,7 @@ class ForwardBackward:
         self.micro_batches = micro_batches
         self._losses: list[Tensor] = []
         self._state.reducer.begin(len(micro_batches))
-        run_action = {"F": self._forward, "B": self._backward, "W": self._weights}
+        run_action = {"F": self._forward, "B": self._backward, "W": self._weight_gradients}
         for step in self._comm_steps(len(micro_batches)):
             self._communicate(step)
             if step.action is not None:
@@ -131,7 +131,7 @@ class ForwardBackward:
         if self._weight_grads is not None:
             self._weight_grads.flush((action.chunk, number))
 
-    def _weights(self, action: Action) -> None:
+    def _weight_gradients(self, action: Action) -> None:
         assert self._weight_grads is not None
         with self._timers("backward"):
             self._weight_grads.pop((action.chunk, action.micro_batch))
@@ -176,7 +176,7 @@ class WeightGradStore:
                 module.weight_grad_fn = weight_grad_fn_of(f"{name}.weight", module)
 
     def flush(self, key: PassKey) -> None:
-        """File what backward has stored since the last call under `key`."""
+        """Store the pending weight gradients under `key`."""
         self._kept[key], self._new = self._new, []
 
     @torch.no_grad()  # as inside backward

@@ -9,8 +9,8 @@ from megatron.gpt2.train.trainer import Trainer
 
 
 def train_step(trainer: Trainer) -> None:
-    """Run forward and backward of all micro-batches -> reduce gradients -> compute their norm, and skip the update if
-    it is not finite -> clip -> AdamW -> next learning rate."""
+    """Run one training step: forward and backward of all micro-batches, gradient reduction, and the optimizer's update.
+    The update is skipped if the gradient norm is not finite."""
     state, optimizer, timers = trainer.state, trainer.state.optimizer, trainer.timers
     with timers("batch generator"):
         with timers("data loader"):

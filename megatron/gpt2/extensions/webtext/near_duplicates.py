@@ -163,8 +163,8 @@ def duplicate_pairs(
 
 
 def find_pairs(run: ShardRun) -> None:
-    """Find the pairs in the signatures of all shards. args.sources: for each shard, the file that its offsets refer
-    to."""
+    """Find pairs of similar documents from the signatures of all shards. args.sources: for each shard, the file that
+    its offsets refer to."""
     args = run.args
     signatures = [
         np.memmap(path, "<u8", "r").reshape(-1, COLUMNS) if path.stat().st_size else np.empty((0, COLUMNS), "<u8")

@@ -49,7 +49,7 @@ Progress = Callable[[int], object]  # called with the number of bytes that were 
 
 @dataclass(frozen=True)
 class Shard:
-    """Input files that are processed, and repeated after a failure, together. name: of the output."""
+    """Input files that are processed, and repeated after a failure, together. name: the name of the output."""
 
     name: str
     files: tuple[Path, ...]
