@@ -4,7 +4,7 @@
 
 A network that is cut can leave two halves of a run that both go on. Each start takes the next number, which only one
 process can create, and removes the file of the owner before it. Before each commit, the owner checks that its file is
-still there. This check may be too early: its process may stop before the commit. So a new owner also takes away
+still there. The check is not sufficient: the process may stop between the check and the commit. So a new owner also takes away
 what an earlier owner has not yet committed. The commit is a rename of these files, which then fails.
 
 A start waits LIFETIME seconds to see whether an earlier owner still renews its lease. It does not wait if that owner has

@@ -232,7 +232,11 @@ def load_checkpoint(
     if not wanted.no_load_rng and not has_streams:
         # Only the seed would repeat the dropout masks of the first steps, so the iteration is added.
         seed_random_streams(context.config.train.seed + checkpoint.iteration, parallel, context.device)
-        log(f"random states are new: {checkpoint.path} has none for this layout and device")
+        if context.config.model.has_dropout:
+            log(
+                f"random streams start from a new seed: {checkpoint.path} has no states for this layout and device; "
+                "dropout masks change"
+            )
     here = run_metadata(context, parallel, sharded=state.buffer.is_sharded)
     if dropout_changes(context, checkpoint.metadata, has_streams=has_streams):
         not_restored.append("dropout draws other masks")
@@ -246,7 +250,7 @@ def load_checkpoint(
 
 def dropout_changes(context: RunContext, metadata: Mapping[str, Any], *, has_streams: bool) -> bool:
     """Return whether dropout draws different masks than the run that wrote the checkpoint would have drawn. metadata:
-    of the checkpoint. has_streams: whether the random streams were restored."""
+    the checkpoint's metadata. has_streams: whether the random streams were restored."""
     shape, train = context.config.model, context.config.train
     then = metadata.get("config", {}).get("train", {})
     if not shape.has_dropout:
