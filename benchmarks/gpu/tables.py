@@ -211,7 +211,8 @@ def optimizer_step(cfg: StageConfig, name: str) -> dict[str, Any]:
         buffer.bucket_grads(index).fill_(1e-3)
     grads = buffer.shard_grads()
     split, whole = (
-        [g for g, o in zip(grads, buffer.local_shards, strict=True) if o.is_split is kind] for kind in (True, False)
+        [g for g, o in zip(grads, buffer.local_shards, strict=True) if o.traits.is_split is kind]
+        for kind in (True, False)
     )
     count = buffer.params.numel()
     with mock.patch.object(buffer, "free_grads"):  # keep them for every step

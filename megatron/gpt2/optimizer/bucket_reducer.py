@@ -231,9 +231,13 @@ class TiedGradientReducer:
 def all_reduce_sequence_parallel_grads(buffer: ParamAndGradBuffer) -> None:
     """Sum the gradients that are partial under sequence parallelism over the tensor-parallel group. Each rank sums its
     local shards, which are the same ranges on all ranks of the group."""
-    if any(shard.is_partial for shard in buffer.local_shards):
+    if any(shard.traits.is_partial for shard in buffer.local_shards):
         sum_over_group(
-            [grad for grad, shard in zip(buffer.shard_grads(), buffer.local_shards, strict=True) if shard.is_partial]
+            [
+                grad
+                for grad, shard in zip(buffer.shard_grads(), buffer.local_shards, strict=True)
+                if shard.traits.is_partial
+            ]
         )
 
 

@@ -190,9 +190,9 @@ class AdamWOptimizer:
     def _unscaled_norm(self, grads: Sequence[Tensor]) -> Tensor:
         """Return the norm of the gradients of all ranks, without the loss scale."""
         counted = [
-            (grad, shard.is_split)
+            (grad, shard.traits.is_split)
             for grad, shard in zip(grads, self.buffer.local_shards, strict=True)
-            if not shard.is_duplicate
+            if not shard.traits.is_duplicate
         ]
         squared = self.squared_norm(
             (g for g, is_split in counted if is_split),
@@ -231,7 +231,7 @@ class AdamWOptimizer:
         s."""
         config = self._config
         for decays, weight_decay in ((True, config.weight_decay), (False, 0.0)):
-            chosen = [index for index, shard in enumerate(self.buffer.local_shards) if shard.decays == decays]
+            chosen = [index for index, shard in enumerate(self.buffer.local_shards) if shard.traits.decays == decays]
             masters, gradients, exp_avgs, exp_avg_sqs, steps = (
                 [tensors[index] for index in chosen]
                 for tensors in (self.buffer.masters, grads, *self.moments.values(), self._adam_steps)

@@ -26,16 +26,22 @@ from mpu.grads import is_sequence_parallel
 _ALIGNMENT = 64
 
 
-class BufferShard(NamedTuple):
-    """A range of the buffer that this rank's optimizer updates. It lies in one bucket, and its parameters are treated
-    alike."""
+class ShardTraits(NamedTuple):
+    """The treatment that all parameters of a `BufferShard` have in common."""
 
-    range: slice
-    bucket: int
     is_split: bool
     is_partial: bool  # the gradient of each tensor-parallel rank is a partial sum
     decays: bool  # false for biases and layer norms
     is_duplicate: bool  # another pipeline stage has the same parameter and counts it in the norm
+
+
+class BufferShard(NamedTuple):
+    """A range of the buffer that this rank's optimizer updates. It lies in one bucket, and its parameters have the same
+    traits."""
+
+    range: slice
+    bucket: int
+    traits: ShardTraits
 
 
 class Bucket(NamedTuple):
@@ -62,7 +68,7 @@ class ParamAndGradBuffer:
 
     Arguments:
         bucket_size: approximate number of elements of a bucket. A larger parameter has a separate bucket.
-        ranks: the data-parallel rank and size.
+        data_parallel_rank, data_parallel_size: this rank's place in the data-parallel group, and its size.
         sharded: whether the optimizer of this rank updates only its shard of every bucket.
         offloaded: whether the state of the optimizer is in host memory.
         shared: a parameter that another pipeline stage has, too. It has a separate bucket, so that both stages shard it
@@ -85,32 +91,61 @@ class ParamAndGradBuffer:
         dtype: torch.dtype,
         *,
         bucket_size: int,
-        ranks: tuple[int, int] = (0, 1),
+        data_parallel_rank: int = 0,
+        data_parallel_size: int = 1,
         sharded: bool = False,
         offloaded: bool = False,
         shared: str | None = None,
         is_duplicate: bool = False,
     ) -> None:
-        self._shard_rank, self._num_shards = ranks if sharded else (0, 1)
+        self._shard_rank, self._num_shards = (data_parallel_rank, data_parallel_size) if sharded else (0, 1)
         self.is_sharded, self.offloaded = self._num_shards > 1, offloaded
 
-        def shard_fields(name: str) -> tuple[bool, bool, bool, bool]:
-            """Return the last four fields of a `BufferShard`."""
-            parameter = self.parameters[name]
-            is_split = getattr(parameter, "model_parallel", False)
-            return is_split, is_sequence_parallel(parameter), parameter.dim() >= 2, name == shared and is_duplicate
+        parameters = dict(module.named_parameters())
+        self.shared = shared if shared in parameters else None
+        self._shared_is_duplicate = is_duplicate
+        # `sorted` keeps the order of equals, so the last layers are first.
+        self.parameters = dict(sorted(reversed(parameters.items()), key=lambda item: self._sort_key(*item)))
+        self._build_buckets(bucket_size, data_parallel_size)
+        self.bucket_of = {name: index for index, bucket in enumerate(self.buckets) for name in bucket.names}
+        self._build_local_shards()
 
-        def sort_key(name: str) -> tuple[bool, ...]:
-            # False sorts before True. In the replicated part, decayed parameters are last.
-            is_split, is_partial, decays, _ = shard_fields(name)
-            return not is_split, is_split != decays, is_partial, name == shared
+        device = next(iter(self.parameters.values())).device
+        self.params = torch.zeros(self.buckets[-1].range.stop, dtype=dtype, device=device)
+        self.free_grads()
+        in_params = [self.params[shard.range] for shard in self.local_shards]
+        is_float32 = dtype == torch.float32
+        if offloaded:
+            self.masters = self.zeros_like_shards(pinned=True)
+            self._rounded = self.masters if is_float32 else self.zeros_like_shards(dtype, pinned=True)
+        else:
+            self.masters = in_params if is_float32 else self.zeros_like_shards()
+            self._rounded = in_params
+        for name, parameter in self.parameters.items():
+            values = parameter.detach().reshape(-1)
+            self.params[self.ranges[name]].copy_(values)
+            index, part, start = self.local_shard_of(name)
+            self.masters[index][part].copy_(values[start : start + part.stop - part.start])
+            parameter.data = self.view(self.params, name)
 
-        self.parameters = dict(module.named_parameters())
-        names = sorted(reversed(self.parameters), key=sort_key)
-        self.parameters = {name: self.parameters[name] for name in names}
-        self.shared = shared if shared in self.parameters else None
+    def _traits(self, name: str, parameter: nn.Parameter) -> ShardTraits:
+        return ShardTraits(
+            is_split=getattr(parameter, "model_parallel", False),
+            is_partial=is_sequence_parallel(parameter),
+            decays=parameter.dim() >= 2,
+            is_duplicate=name == self.shared and self._shared_is_duplicate,
+        )
+
+    def _sort_key(self, name: str, parameter: nn.Parameter) -> tuple[bool, ...]:
+        # In the split part decayed parameters are first, in the replicated part last. False sorts before True.
+        traits = self._traits(name, parameter)
+        return not traits.is_split, traits.is_split != traits.decays, traits.is_partial, name == self.shared
+
+    def _build_buckets(self, bucket_size: int, data_parallel_size: int) -> None:
+        """Set `ranges` and `buckets`: the place of each parameter, and the ranges that are sent as a whole."""
         self.ranges: dict[str, slice] = {}
         self.buckets: list[Bucket] = []
+        names = list(self.parameters)
         start = end = 0
         in_bucket: list[str] = []
         for name, following in itertools.zip_longest(names, names[1:]):
@@ -119,39 +154,23 @@ class ParamAndGradBuffer:
             end = _round_up(stop, _ALIGNMENT)
             in_bucket.append(name)
             is_full = following and end + self.parameters[following].numel() - start > bucket_size
-            if not following or is_full or shared in (name, following):
-                end = _round_up(end, _ALIGNMENT * ranks[1])
+            if not following or is_full or (self.shared and self.shared in (name, following)):
+                end = _round_up(end, _ALIGNMENT * data_parallel_size)
                 self.buckets.append(Bucket(slice(start, end), tuple(in_bucket)))
                 start, in_bucket = end, []
-        self.bucket_of = {name: index for index, bucket in enumerate(self.buckets) for name in bucket.names}
 
+    def _build_local_shards(self) -> None:
+        """Set `local_shards`: for each bucket, this rank's shard, cut where the traits of the parameters change."""
         self.local_shards: list[BufferShard] = []
         self._shard_index_of: dict[str, int] = {}
         for index, bucket in enumerate(self.buckets):
-            alike = [(how, list(members)) for how, members in itertools.groupby(bucket.names, shard_fields)]
-            starts = [self.ranges[members[0]].start for _, members in alike]
-            for (how, members), start, stop in zip(alike, starts, [*starts[1:], bucket.range.stop], strict=True):
+            by_traits = itertools.groupby(bucket.names, lambda name: self._traits(name, self.parameters[name]))
+            groups = [(traits, list(members)) for traits, members in by_traits]
+            starts = [self.ranges[members[0]].start for _, members in groups]
+            for (traits, members), start, stop in zip(groups, starts, [*starts[1:], bucket.range.stop], strict=True):
                 if common := _overlap(self.bucket_shard(bucket), slice(start, stop)):
                     self._shard_index_of |= dict.fromkeys(members, len(self.local_shards))
-                    self.local_shards.append(BufferShard(common, index, *how))
-
-        device = self.parameters[names[0]].device
-        self.params = torch.zeros(end, dtype=dtype, device=device)
-        self.free_grads()
-        in_params = [self.params[shard.range] for shard in self.local_shards]
-        whole = dtype == torch.float32
-        if offloaded:
-            self.masters = self.zeros_like_shards(pinned=True)
-            self._rounded = self.masters if whole else self.zeros_like_shards(dtype, pinned=True)
-        else:
-            self.masters = in_params if whole else self.zeros_like_shards()
-            self._rounded = in_params
-        for name, parameter in self.parameters.items():
-            values = parameter.detach().reshape(-1)
-            self.params[self.ranges[name]].copy_(values)
-            index, part, start = self.local_shard_of(name)
-            self.masters[index][part].copy_(values[start : start + part.stop - part.start])
-            parameter.data = self.view(self.params, name)
+                    self.local_shards.append(BufferShard(common, index, traits))
 
     def view(self, buffer: Tensor, name: str) -> Tensor:
         """Return the view of `buffer` that belongs to the parameter `name`, in its shape."""

@@ -37,7 +37,8 @@ def test_local_shards_cover_each_parameter_once() -> None:
             nn.ParameterDict({name: nn.Parameter(p.detach().clone()) for name, p in model.items()}),
             torch.float32,
             bucket_size=350,
-            ranks=(rank, 4),
+            data_parallel_rank=rank,
+            data_parallel_size=4,
             sharded=True,
         )
         for name, parameter in model.items():
@@ -165,14 +166,16 @@ def replicated_sums(rank: int, world_size: int, folder: str) -> None:
             is_split = getattr(parameter, "model_parallel", False)
             shard = buffer.local_shards[buffer.local_shard_of(name)[0]]
             assert buffer.local_shard_of(name)[1] == slice(0, 0) or (
-                shard.is_split == is_split and shard.is_partial != is_split
+                shard.traits.is_split == is_split and shard.traits.is_partial != is_split
             ), name
         for index in range(len(buffer.buckets)):
             buffer.bucket_grads(index).fill_(1.0 + p.model_parallel_rank)
         reducer = BucketReducer(buffer, p.data_parallel_group)
         with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as spy:
             reducer.finish()
-        replicated = [grad for grad, s in zip(buffer.shard_grads(), buffer.local_shards, strict=True) if not s.is_split]
+        replicated = [
+            grad for grad, s in zip(buffer.shard_grads(), buffer.local_shards, strict=True) if not s.traits.is_split
+        ]
         assert [call.args[0].numel() for call in spy.call_args_list] == [sum(map(torch.numel, replicated))], (
             "one all-reduce"
         )
@@ -180,7 +183,7 @@ def replicated_sums(rank: int, world_size: int, folder: str) -> None:
         assert all(
             (grad == 1.0 + p.model_parallel_rank).all()
             for grad, s in zip(buffer.shard_grads(), buffer.local_shards, strict=True)
-            if s.is_split
+            if s.traits.is_split
         )
         finish(trainer)
 
