@@ -31,11 +31,11 @@ class KeyValueCache:
 
     @property
     def num_bytes(self) -> int:
-        """The memory of all layers in bytes. It is constant."""
+        """Return the memory of all layers in bytes. It is constant."""
         return self._store.numel() * self._store.element_size()
 
     def set_prompts(self, rows: Sequence[int], s: int) -> None:
-        """The next forward pass reads whole prompts, padded to s tokens, into these rows. The rows' former texts are
+        """Let the next forward pass read whole prompts, padded to s tokens, into these rows. The rows' former texts are
         discarded. Raises ValueError if the cache does not have these rows or s positions."""
         if not 0 < s <= self._store.size(4) or not set(rows) <= set(range(len(self._all_rows))):
             raise ValueError(f"prompts of {s} tokens for the rows {list(rows)} in a cache of {self._size}")
@@ -44,7 +44,7 @@ class KeyValueCache:
         self._rows, self._longest, self._next_layer = self._all_rows[list(rows)], s, 0
 
     def set_positions(self, positions: Sequence[int]) -> Tensor:
-        """The next forward pass computes one more token for each of the first b rows, at these positions. Returns the
+        """Let the next forward pass compute one more token for each of the first b rows, at these positions. Return the
         positions as int64 [b, 1]. Raises ValueError if the cache does not have such a row or position."""
         b = len(positions)
         if not 0 < b <= len(self._all_rows) or min(positions) < 0 or max(positions) >= self._store.size(4):

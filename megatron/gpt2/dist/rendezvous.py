@@ -309,7 +309,10 @@ def initialize_distributed(rank_info: RankInfo, backend: str, device: torch.devi
         assert rank_info.world_size == 1, "join_rendezvous was not called"
         return
     rendezvous = rank_info.rendezvous
-    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    kind = f"{threads} thread{'s' * (threads != 1)} each"
+    if device.type == "cuda":
+        kind = torch.cuda.get_device_name(device)
     devices = rendezvous.gather("device", rank_info.rank, f"{device}\t{kind}")
     if rank_info.local_rank == 0:
         host = rendezvous.hosts[rank_info.rank]
@@ -330,11 +333,11 @@ def initialize_distributed(rank_info: RankInfo, backend: str, device: torch.devi
 
 
 def node_line(host: str, devices: Mapping[int, str], world_size: int) -> str:
-    """Return a machine's line: "node004: ranks 2-3 of 4 on cuda:0, cuda:1 (NVIDIA H100)". devices: "device\\tkind" of
-    each of its ranks."""
+    """Return a machine's line: "host node004: ranks 2-3 of 4 on cuda:0, cuda:1 (NVIDIA H100)". devices: "device\\tkind"
+    of each of its ranks."""
     pairs = [text.split("\t") for text in devices.values()]
     places, kinds = (", ".join(dict.fromkeys(part)) for part in zip(*pairs, strict=True))
-    return f"{host}: {format_ranks(devices, {})} of {world_size} on {places} ({kinds})"
+    return f"host {host}: {format_ranks(devices, {})} of {world_size} on {places} ({kinds})"
 
 
 def exit_if_rank_lost(rank_info: RankInfo) -> None:

@@ -1,5 +1,6 @@
 """The lines that a run prints at its start and at its end."""
 
+import math
 import shlex
 import sys
 from collections.abc import Sequence
@@ -131,22 +132,29 @@ def baseline_bits_per_byte(trainer: Trainer) -> dict[str, float | None]:
     }
 
 
-def next_commands(save: str, train_iters: int, *, in_parts: bool) -> list[tuple[str, str]]:
+def next_commands(
+    save: str, train_iters: int, *, in_parts: bool, micro_batch_size: int, global_batch_size: int
+) -> list[tuple[str, str]]:
     """Return the commands that a user would run next, as (description, command). in_parts: several model-parallel ranks
-    have written the checkpoint."""
+    have written the checkpoint. The command with two data-parallel ranks keeps the global batch, and is left out if the
+    batch cannot be halved."""
     folder = shlex.quote(save)
     commands = [
         (
             "continue from this checkpoint",
             f"{how_to_call('pretrain_gpt2')} --load {folder} --save {folder} --train-iters {2 * train_iters}",
-        ),
-        (
-            "the same on two data-parallel ranks, in a separate folder",
-            f"{how_to_call('pretrain_gpt2_distributed')} --load {folder} --save {folder}_dp2 "
-            f"--train-iters {3 * train_iters}",
-        ),
-        ("generate text", f"{how_to_call('generate_text')} --load {folder} --prompt 'The '"),
+        )
     ]
+    if global_batch_size % 2 == 0:
+        commands.append(
+            (
+                "continue on two data-parallel ranks, in a separate folder",
+                f"{how_to_call('pretrain_gpt2_distributed')} --load {folder} --save {folder}_dp2 "
+                f"--micro-batch-size {math.gcd(micro_batch_size, global_batch_size // 2)} "
+                f"--global-batch-size {global_batch_size} --train-iters {2 * train_iters}",
+            )
+        )
+    commands.append(("generate text", f"{how_to_call('generate_text')} --load {folder} --prompt 'The '"))
     if in_parts:
         commands.append(
             (
@@ -193,6 +201,8 @@ def final_report(trainer: Trainer, valid: EvaluationRecord | None, sample: str, 
             str(trainer.config.checkpoint.save),
             trainer.context.train_iters,
             in_parts=trainer.parallel.model_parallel_size > 1,
+            micro_batch_size=trainer.config.train.micro_batch_size,
+            global_batch_size=trainer.context.global_batch_size,
         )
         if newest
         else (),

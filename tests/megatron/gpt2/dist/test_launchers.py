@@ -74,7 +74,7 @@ def test_by_hand(folder: Path, single: list[float], scheme: str) -> None:
     )
     assert losses(save) == pytest.approx(single, rel=1e-5)
     # The local ranks are from the rendezvous: no launcher gives them.
-    assert f"{os.uname().nodename}: ranks 0-1 of 2 on cpu (1 threads)\n" in outputs[1]
+    assert f"host {os.uname().nodename}: ranks 0-1 of 2 on cpu (1 thread each)\n" in outputs[1]
     assert outputs[0] == "" and not path.exists()
 
 
@@ -114,7 +114,10 @@ def test_srun(python: WarmPython, folder: Path, single: list[float]) -> None:
     output = (folder / "output").read_text()
     assert job.returncode == 0, output
     assert losses(save) == pytest.approx(single, rel=1e-5)
-    for line in ("node003: ranks 0-1 of 4 on cpu (1 threads)", "node004: ranks 2-3 of 4 on cpu (1 threads)"):
+    for line in (
+        "host node003: ranks 0-1 of 4 on cpu (1 thread each)",
+        "host node004: ranks 2-3 of 4 on cpu (1 thread each)",
+    ):
         assert output.splitlines().count(line) == 1, output
 
 

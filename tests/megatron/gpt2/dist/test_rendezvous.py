@@ -328,7 +328,7 @@ def test_format_ranks(ranks: list[int], hosts: dict[int, str], text: str) -> Non
 
 def test_line_of_a_node() -> None:
     gpus = {2: "cuda:0\tNVIDIA H100", 3: "cuda:1\tNVIDIA H100"}
-    assert node_line("node4", gpus, 4) == "node4: ranks 2-3 of 4 on cuda:0, cuda:1 (NVIDIA H100)"
+    assert node_line("node4", gpus, 4) == "host node4: ranks 2-3 of 4 on cuda:0, cuda:1 (NVIDIA H100)"
 
 
 def test_silent_ranks_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
