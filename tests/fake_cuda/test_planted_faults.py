@@ -14,10 +14,11 @@ from torch import Tensor
 from megatron.gpt2.optimizer.optimizer import AdamWOptimizer
 from megatron.gpt2.train import data, train_step
 from megatron.gpt2.train.forward_backward import ForwardBackward
-from mpu import transformer
+from mpu import kernels, transformer
 from mpu.activation_offload import ActivationOffload
 from tests.fake_cuda.fake_gpu import FakeStream
-from tests.fake_cuda.program import check_budget, check_same_order, check_step, running
+from tests.fake_cuda.program import check_budget, check_peak, check_same_order, check_step, running
+from tests.fake_cuda.test_steps import SHAPE
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -39,6 +40,11 @@ def stages(text: Path, save: Path) -> None:
 def parked(text: Path, save: Path) -> None:
     with running(text, save, "--num-layers 3 --recompute-granularity full --checkpoint-in-cpu") as (trainer, gpu):
         check_step(trainer, gpu)
+
+
+def peak(text: Path, save: Path) -> None:
+    with running(text, save, SHAPE) as (trainer, gpu):
+        check_peak(trainer, gpu)
 
 
 def before(owner: Any, name: str, extra: Callable[..., object]) -> Plant:
@@ -79,6 +85,7 @@ def sums_in_another_order(_: object) -> None:
         dist.all_reduce(on_gpu(size))
 
 
+KEPT: list[Tensor] = []
 # The check, the planted fault, and the expected message.
 FAULTS: dict[str, tuple[Callable[[Path, Path], None], Plant, str]] = {
     "a value is read": (step, before_update(lambda self: self.found_inf.item()), "reads a value"),
@@ -93,6 +100,16 @@ FAULTS: dict[str, tuple[Callable[[Path, Path], None], Plant, str]] = {
         step,
         before(transformer.ParallelTransformerLayer, "forward", lambda self, x, *_, **__: x.clone()),
         "'clone': '7, granted 5'",
+    ),
+    "a chunk of logits in float32": (
+        peak,
+        before(kernels, "vocab_parallel_softmax", lambda logits, *_: KEPT.append(logits.float())),
+        "cross_entropy.py",
+    ),
+    "an allocation that the planner does not know": (
+        peak,
+        before_update(lambda self: KEPT.append(on_gpu(1 << 27))),
+        "",
     ),
     "a CPU tensor in a collective": (ranks, before_update(lambda self: dist.all_reduce(torch.zeros(2))), "on the CPU"),
     "a tensor in a collective that is not contiguous": (
@@ -134,7 +151,7 @@ FAULTS: dict[str, tuple[Callable[[Path, Path], None], Plant, str]] = {
 
 
 def test_nothing_is_found_if_nothing_is_planted(text: Path, tmp_path: Path):
-    for check in (step, ranks, stages, parked):
+    for check in (step, ranks, stages, parked, peak):
         check(text, tmp_path / check.__name__)
 
 
@@ -142,5 +159,7 @@ def test_nothing_is_found_if_nothing_is_planted(text: Path, tmp_path: Path):
 def test_a_fault_is_found(text: Path, tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch):
     check, plant, said = FAULTS[fault]
     plant(monkeypatch)
+    KEPT.clear()
     with pytest.raises((AssertionError, RuntimeError), match=said):
         check(text, tmp_path)
+    KEPT.clear()

@@ -10,15 +10,10 @@ import torch
 from data_utils.files import machine_memory
 from megatron.gpt2.config import Config
 from megatron.gpt2.device import cgroup_folders
-from megatron.gpt2.extensions.plan.fit import Candidate, bubble, cheapest, cost, smallest
-from megatron.gpt2.extensions.plan.memory import (
-    CUDA_CONTEXT,
-    MemoryEstimate,
-    MemoryInputs,
-    estimate_memory,
-    estimate_stages,
-    in_mb,
-)
+from megatron.gpt2.extensions.plan.fit import Candidate, cheapest, cost, smallest
+from megatron.gpt2.extensions.plan.pipelines import bubble
+from megatron.gpt2.extensions.plan.sizes import MemoryInputs
+from megatron.gpt2.extensions.plan.step import CUDA_CONTEXT, MemoryEstimate, estimate_memory, estimate_stages, in_mb
 from megatron.gpt2.hooks import Hook
 from megatron.gpt2.monitor.reporting import resident_memory
 from megatron.gpt2.train.setup import RunContext
@@ -55,7 +50,7 @@ class MemoryPlan(Hook):
             ("expected memory", f"{in_mb(memory.total)} MB per rank, largest in {memory.moment}"),
             ("", format_parts(memory)),
         ]
-        if memory.on_host >= 2**20:
+        if memory.on_host:
             rows.append(("", f"{in_mb(memory.on_host)} MB of host memory in addition"))
         if inputs.stages > 1:
             idle = bubble(trainer.config, trainer.context.num_microbatches)
