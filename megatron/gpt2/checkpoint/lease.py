@@ -41,7 +41,8 @@ class Lease:
     def __init__(self, folder: Path, log: Log) -> None:
         self._folder, self.is_lost, self._released = folder, False, threading.Event()
         self.take(log)
-        threading.Thread(target=self._renew, name="lease", daemon=True).start()
+        self._renewal = threading.Thread(target=self._renew, name="lease", daemon=True)
+        self._renewal.start()
 
     def take(self, log: Log) -> None:
         """Lock the folder and take its lease; again, if the folder was removed or moved. Raises FolderInUse if another
@@ -93,6 +94,7 @@ class Lease:
     def release(self) -> None:
         """End the lease and the lock. The file of the lease stays, so that the next number is higher."""
         self._released.set()
+        self._renewal.join(RENEWAL_INTERVAL)  # storage that does not answer must not keep the process
         with contextlib.suppress(OSError):
             if _read(self._path) == self._text:
                 os.truncate(self._path, 0)

@@ -177,7 +177,7 @@ NO_STAGE_3 = (
     "--model-parallel-size splits the weights, and --cpu-offload-optimizer moves the optimizer to the host"
 )
 STAGE = "1 is read as --use-distributed-optimizer, 2 adds --shard-gradients, 3 is refused"
-OVERLAPS = "communication always overlaps with computation if possible"
+OVERLAPS = "not implemented, or always on; results are the same"
 EVALUATE = how_to_call("evaluate_gpt2")
 CONVERT = f"{how_to_call('checkpoint')} convert"
 RECOMPUTES = "there is one implementation of activation checkpointing"

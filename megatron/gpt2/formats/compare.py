@@ -79,7 +79,7 @@ def format_description(found: dict[str, Any]) -> list[str]:
     rows += [(name.replace("_", " "), format_value(value)) for name, value in known.items()]
     tokenizer = found["tokenizer"] or {"kind": "none"}
     vocabulary = f", {tokenizer['vocab_size']:,} ids" if "vocab_size" in tokenizer else ""
-    rows.append(("tokenizer", tokenizer["kind"] + vocabulary))
+    rows.append(("tokenizer", tokenizer.get("kind", "unknown") + vocabulary))
     parts = [list(map(format_value, part.values())) for part in found["parts"]]
     text = [*align_columns(rows, "<<"), ""]
     text += align_columns([("kind", "part", "dtype", "tensors", "values", "bytes"), *parts], "<<<>>>")

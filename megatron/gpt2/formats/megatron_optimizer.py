@@ -195,12 +195,15 @@ def _read_scheduler(
     if style not in OptimizerConfig.__dataclass_fields__["lr_decay_style"].metadata["choices"]:
         left_out.append(f"the schedule: its style {short_repr(style)} is unknown")
         return good_steps, {}
+    # Megatron fills in --train-iters if there is no --lr-decay-iters. The decay then follows the length of the new run.
+    length, decay = ("samples", end) if end % unit else ("iters", end // unit)
+    fixed = {} if decay == args.get(f"train_{length}") else {f"lr_decay_{length}": decay}
     return good_steps, {
         "lr": float(saved[names.peak]),
         "min_lr": float(saved.get("min_lr", 0.0)),
         "lr_decay_style": style,
         "warmup": float(saved[names.warmup]) / end,
-        **({"lr_decay_samples": end} if end % unit else {"lr_decay_iters": end // unit}),
+        **fixed,
     }
 
 
