@@ -5,6 +5,7 @@ python tools/flag_table.py > docs/reference/flags.md
 
 import collections
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 
 from data_utils.command_line import Parser
@@ -15,8 +16,10 @@ from megatron.gpt2.config.flags import CONFIG_HELP, MODEL_HELP, help_of_field
 TITLES = {
     "translated": "Translated into other flags",
     "ignored": "Ignored with these values",
-    "refused": "Refused with an error",
+    "refused": "Refused: give the flag after the colon, or leave the flag out",
 }
+# Words that the title or the head of the page says once for all flags.
+REPEATED = re.compile(r"^(read as|give) |[;:]? ?(leave|take) it out$|bash scripts/python\.sh ")
 
 
 def section_lines(kind: type) -> list[str]:
@@ -24,7 +27,8 @@ def section_lines(kind: type) -> list[str]:
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
     names = [" ".join(f"`{name}`" for name in (flag(f.name), *f.metadata["aliases"])) for f in fields]
     choices = [f"{{{','.join(choices)}}} " if (choices := f.metadata["choices"]) else "" for f in fields]
-    return [f"- {name}: {listed}{help_of_field(f)}" for name, listed, f in zip(names, choices, fields, strict=True)]
+    texts = [re.sub(r"\(default: ([^)]*)\)", r"[\1]", help_of_field(f)) for f in fields]
+    return [f"- {name}: {listed}{text}" for name, listed, text in zip(names, choices, texts, strict=True)]
 
 
 def rule_lines(rules: Mapping[str, CompatRule], heading: str) -> list[str]:
@@ -34,7 +38,7 @@ def rule_lines(rules: Mapping[str, CompatRule], heading: str) -> list[str]:
     for name, rule in rules.items():
         if rule.status == "ignored" and not rule.accepts and name.startswith("--"):
             continue
-        names[rule.status, rule.help_text.removeprefix("read as ")].append(f"`{name}`")
+        names[rule.status, REPEATED.sub("", rule.help_text)].append(f"`{name}`")
     lines = []
     for wanted, title in TITLES.items():
         lines += ["", f"{heading} {title}", ""]
@@ -53,10 +57,10 @@ def flags_page() -> str:
         [
             "# Every flag",
             "",
-            "`tools/flag_table.py` generates this page. In a flag, `_` may replace `-`. A preset (`--model`) and the",
-            "quickstart, which runs without a shape, change some defaults. Each run prints its translated and ignored",
-            "flags at the start. `--moe-*` stands for all flags with this beginning. The flags of Megatron-LM, Megatron-DeepSpeed",
-            "and BigScience that are not on this page have no effect on GPT-2: `--help` lists them, and a run prints the reason.",
+            "`tools/flag_table.py` generates this page. In a flag, `_` may replace `-`. Defaults are in brackets; a preset",
+            "(`--model`) and the quickstart, which runs without a shape, change some. `--moe-*` stands for all flags with this",
+            "beginning. Flags of Megatron-LM, Megatron-DeepSpeed and BigScience that are not here have no effect on GPT-2.",
+            "Each run prints its translated and ignored flags, with the reason; `--help` lists all.",
             "[from-megatron.md](../how-to/from-megatron.md) compares files and habits.",
             "",
             f"- `--model`: {MODEL_HELP}",
