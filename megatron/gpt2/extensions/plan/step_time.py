@@ -7,7 +7,7 @@ Legend: b micro-batch, s sequence, h hidden, n heads, l layers, v vocabulary; t,
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -58,9 +58,6 @@ class Layouts:
     data_parallel: Any
     pipeline_parallel: Any
     virtual_stages: Any = 1
-
-    def with_micro_batch(self, size: Any) -> Layouts:
-        return replace(self, micro_batch=size)
 
 
 def longer(a: Any, b: Any) -> Any:
