@@ -67,9 +67,12 @@ def metrics(folder: Path) -> list[dict]:
 
 
 def test_a_run_from_beginning_to_end_and_on(work: Path, train: Train):
+    """The text is one document, with fewer samples than all steps read and than an evaluation asks for."""
+    write_text(work, 150)
     flags = f"{TEXT} --save runs/a --log-interval 4 --eval-interval 6 --eval-iters 1000"
     said, warned = train(f"{flags} --train-iters 10")
     assert "arn" not in warned, warned  # no warning of a library
+    assert int(re.search(r"train: [\d,]+ tokens, (\d+) samples", said)[1]) < 14 * 4  # of the run that continues below
     assert re.search(
         r"^iteration        4/      10 \| elapsed time per iteration \(ms\): [\d.]+ \| learning rate: "
         r"\d\.\d{3}E-\d\d \| lm loss: \d\.\d{6}E\+00 \| loss scale: 1\.0 \| grad norm: [\d.]+ \| "

@@ -16,9 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.megatron.gpt2.train.training_runs import write_text
-from tests.warm_python import WarmPython
-
 ROOT = Path(__file__).resolve().parents[1]
 LEAST = "torch numpy safetensors"
 TRAINING = f"{LEAST} tiktoken sentencepiece ftfy tokenizers tqdm matplotlib"
@@ -89,16 +86,12 @@ def project(tmp_path: Path) -> Project:
     return Project(tmp_path)
 
 
-@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "scripts").iterdir()))
-def test_syntax(script: str) -> None:
-    subprocess.run(["bash", "-n", str(ROOT / "scripts" / script)], check=True)
-
-
-def test_there_are_scripts_and_they_stop_at_errors() -> None:
-    started = [path for path in (ROOT / "scripts").iterdir() if path.read_text().startswith("#!")]
-    assert len(started) >= 5
-    for path in [*started, ROOT / ".ci" / "run"]:
-        assert "set -euo pipefail" in path.read_text(), path
+def test_scripts_stop_at_errors() -> None:
+    scripts = [*(ROOT / "scripts").iterdir(), ROOT / ".ci" / "run"]
+    assert len(scripts) > 10
+    for path in scripts:
+        subprocess.run(["bash", "-n", str(path)], check=True)
+        assert "set -euo pipefail" in path.read_text() or not path.read_text().startswith("#!"), path
 
 
 def test_the_active_environment_is_used_and_the_folder_kept(project: Project) -> None:
@@ -255,38 +248,16 @@ def all_tools(project: Project) -> str:
     assert done.returncode == 1 and "<pytest>" not in done.stdout
     needed = done.stderr.splitlines()[-1].partition("activate an environment that has: ")[2]
     assert {*TRAINING.split(), "pytest", "ruff", "mypy"} < set(needed.split())
+    assert f"-e {project.root}[dev,hf,data,curate,eval,serve]" in done.stderr
     return needed
 
 
-def test_test_script_installs_its_extras_and_ends_with_pytest(project: Project, all_tools: str) -> None:
-    done = project.run("test.sh -k 'a name'", STUB_INSTALLS=all_tools)
-    assert done.returncode == 0, done.stderr
-    assert f"-e {project.root}[dev,hf,data,curate,eval,serve]" in done.stderr
-    words = [line for line in done.stdout.splitlines() if line.startswith("<")]
-    first = "<-m> <ruff> <check> <.> <-m> <ruff> <format> <--check> <--quiet> <.>".split()
-    assert words[: len(first)] == first
-    beside = [word for word in words[len(first) :] if word not in ("<-m>", "<mypy>")]  # mypy runs at the same time
-    assert beside == [*"<pytest> <-n> <4> <--dist> <worksteal> <-k>".split(), "<a name>"]
-    assert len(words) == len(first) + 2 + 1 + len(beside)
-    assert f"in {project.root} with OMP_NUM_THREADS=1" in done.stdout
-
-
-@pytest.mark.parametrize(("tool", "code"), [("ruff", 3), ("mypy", 1), ("pytest", 3)])
+@pytest.mark.parametrize(("tool", "code"), [("", 0), ("ruff", 3), ("mypy", 1), ("pytest", 3)])
 def test_test_script_fails_where_one_of_its_tools_does(project: Project, all_tools: str, tool: str, code: int) -> None:
-    done = project.run("test.sh", STUB_HAS=all_tools, STUB_FAILS=f"-m {tool}")
+    done = project.run("test.sh -k 'a name'", STUB_HAS=all_tools, STUB_FAILS=f"-m {tool}")
     assert done.returncode == code
-    assert ("<pytest>" in done.stdout) == (tool != "ruff")
+    assert ("<pytest>" in done.stdout and "<-k>\n<a name>\n" in done.stdout) == (tool != "ruff")
     assert ("error: mypy failed, see above" in done.stderr) == (tool == "mypy")
-
-
-def test_ci_runs_the_test_script() -> None:
-    assert os.access(ROOT / ".ci" / "run", os.X_OK)
-    lines = (ROOT / ".ci" / "run").read_text().splitlines()
-    assert [line.partition("scripts/")[2] for line in lines if "scripts/" in line] == [
-        'test.sh"',
-        'test.sh" -m wide',
-        'test_fake_cuda.sh" --quiet',
-    ]
 
 
 def test_slurm(project: Project) -> None:
@@ -330,37 +301,3 @@ def test_slurm_queues_an_unfinished_run_again(project: Project) -> None:
             SLURM_RESTART_COUNT=str(restarts),
         )
         assert (done.returncode, done.stdout) == (code, "requeue 123456\n" if queued else ""), (reason, done.stderr)
-
-
-def test_two_ranks_train_for_real(python: WarmPython, tmp_path: Path) -> None:
-    """This runs the model-parallel script without a stub, with gloo."""
-    write_text(tmp_path)
-    environment = {
-        **os.environ,
-        "PATH": python.path,
-        "GPUS_PER_NODE": "2",
-        "OMP_NUM_THREADS": "1",
-        "XDG_CACHE_HOME": str(tmp_path / "cache"),
-    }
-    flags = (
-        "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 "
-        "--train-iters 2 --eval-iters 1 --device cpu --precision fp32 --tokenizer-type bytes --save run "
-        "--train-data text.txt"
-    )
-    script = ROOT / "scripts" / "pretrain_gpt2_model_parallel.sh"
-    done = subprocess.run(
-        ["bash", str(script), *flags.split()],
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        cwd=tmp_path,
-        env=environment,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    assert done.stdout.count("iteration        2/       2 |") == 1  # only one rank prints
-    assert sorted(path.name for path in (tmp_path / "run" / "iter_0000002").glob("mp_rank_*")) == [
-        "mp_rank_00",
-        "mp_rank_01",
-    ]
