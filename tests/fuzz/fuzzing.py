@@ -50,12 +50,11 @@ class Input:
         self.target, self.folder = target, folder
         folder.mkdir(parents=True, exist_ok=True)
         target.make(folder)
-        self.valid: Files = {
-            str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
+        files = {
+            pattern: [path for path in folder.glob(pattern) if path.is_file()] for pattern in ("**/*", target.files)
         }
-        self.changeable = [
-            str(path.relative_to(folder)) for path in sorted(folder.glob(target.files)) if path.is_file()
-        ]
+        self.valid: Files = {str(path.relative_to(folder)): path.read_bytes() for path in files["**/*"]}
+        self.changeable = sorted(str(path.relative_to(folder)) for path in files[target.files])
         assert self.changeable, f"{target.name}: no file is of the form {target.files}"
         # The reader must accept it. This call also imports and caches things that must not count as memory later.
         target.read(folder)
@@ -63,9 +62,12 @@ class Input:
     def changed(self, seed: int) -> Files:
         """The changed files of input number `seed`."""
         rng = Random(f"{self.target.name} {seed}")
-        files = dict(self.valid)
-        for name in rng.sample(self.changeable, min(rng.choice((1, 1, 1, 2)), len(self.changeable))):
-            files[name] = b"" if rng.random() < 0.005 else mutate(files[name], rng)
+        names = rng.sample(self.changeable, min(rng.choice((1, 1, 1, 2)), len(self.changeable)))
+        return self.repaired({name: b"" if rng.random() < 0.005 else mutate(self.valid[name], rng) for name in names})
+
+    def repaired(self, changed: Files) -> Files:
+        """The changed files, and those whose hashes the target updates."""
+        files = self.valid | changed
         if self.target.repair:
             self.target.repair(files)
         return {name: data for name, data in files.items() if data != self.valid[name]}
@@ -76,20 +78,15 @@ class Input:
         self.target.read(self.folder)
         return time.process_time() - start
 
-    def attempt(self, seed: int, usual: float = 0.0) -> tuple[str, str]:
-        """Read input number `seed`. Returns ("accepted" or "refused", ""), or (a finding, its details). usual: seconds of
-        processor time to allow in addition to MAX_SECONDS."""
-        changed = self.changed(seed)
+    def attempt(self, changed: Files, usual: float = 0.0) -> tuple[str, str]:
+        """Read the input with the changed files, and return as `attempt` does. usual: seconds of processor time to allow in
+        addition to MAX_SECONDS."""
         for name, data in changed.items():
             (self.folder / name).write_bytes(data)
-        size = sum(map(len, {**self.valid, **changed}.values()))
+        place, size = str(self.folder) if self.target.named else "", sum(map(len, (self.valid | changed).values()))
         try:
             return attempt(
-                lambda: self.target.read(self.folder),
-                size,
-                self.target.refusals,
-                str(self.folder) if self.target.named else "",
-                MAX_SECONDS + usual,
+                lambda: self.target.read(self.folder), size, place, self.target.refusals, MAX_SECONDS + usual
             )
         finally:
             for path in self.folder.rglob("*"):
@@ -100,33 +97,43 @@ class Input:
 
 
 def attempt(
-    read: Callable[[], object], size: int, refusals: tuple[type[Exception], ...], place: str, most: float
+    read: Callable[[], object],
+    size: int,
+    place: str,
+    refusals: tuple[type[Exception], ...] = (ValueError,),
+    most: float = MAX_SECONDS,
 ) -> tuple[str, str]:
-    """Call `read` for an input of `size` bytes and return the result as `Input.attempt` does. place: a text that an error
-    must contain, unless it names a flag; "": no such text. most: seconds of processor time."""
-    outcome = "accepted", ""
+    """Call `read` for an input of `size` bytes. Returns ("accepted", ""), ("refused", the error's line), or (a finding, its
+    details). place: a text that an error must contain, unless it names a flag. most: seconds of processor time."""
+    outcome, line = "accepted", ""
     before, start = resident(), time.process_time()
     try:
         with limited_memory():
             read()
     except refusals as error:
-        line = str(error)
-        if "\n" in line or not line or len(line) > MAX_ERROR_LENGTH:
-            outcome = f"no line: {origin(error)}", f"{line[:200]!r}, {len(line)} characters"
-        elif place and place not in line and "--" not in line:
-            outcome = f"names nothing: {origin(error)}", repr(line[:200])
-        else:
-            outcome = "refused", ""
+        outcome, line = "refused", str(error)
+        if "\n" in line or not 0 < len(line) <= MAX_ERROR_LENGTH:
+            return f"no line: {origin(error)}", f"{line[:200]!r}, {len(line)} characters"
+        if place not in line and "--" not in line:
+            return f"names nothing: {origin(error)}", repr(line[:200])
     except AssertionError as error:
-        outcome = f"invariant: {origin(error)}", repr(str(error)[:200])
+        return f"invariant: {origin(error)}", repr(str(error)[:200])
     except BaseException as error:
-        outcome = f"exception: {origin(error)}", repr(str(error)[:200])
+        return f"exception: {origin(error)}", repr(str(error)[:200])
     seconds, memory = time.process_time() - start, peak() - before
-    if seconds > most and outcome[0] in ("accepted", "refused"):
+    if seconds > most:
         return "slow", f"{seconds:.1f} s of processor time"
-    if memory > MEMORY_FACTOR * size + EXTRA_MEMORY and outcome[0] in ("accepted", "refused"):
+    if memory > MEMORY_FACTOR * size + EXTRA_MEMORY:
         return "memory", f"{memory / 2**20:.0f} MiB for {size:,} bytes"
-    return outcome
+    return outcome, line
+
+
+def refusal(read: Callable[[], object], size: int, place: str) -> str:
+    """The line with which `read` refuses an input of `size` bytes. A slow one is tried again, because a busy machine is
+    slower."""
+    outcome, line = next(found for _ in range(3) if (found := attempt(read, size, place))[0] != "slow")
+    assert outcome == "refused", (outcome, line)
+    return line
 
 
 def origin(error: BaseException) -> str:
@@ -175,43 +182,14 @@ def _data_bytes() -> int:
 # --- changes of a file -----------------------------------------------------------------------------------------------
 
 MAX_CHANGES = 4  # in one file
-MAX_INSERTED = 1 << 12  # bytes to insert or repeat at once
-SIZES = (1, 2, 4, 8)  # bytes of a binary number
-# A JSON value in text.
-WORD = re.compile(rb'"(?:[^"\\\n]|\\.){0,200}"|-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null')
+MAX_REPLACED = 1 << 12  # bytes to replace or insert at once
+# A value, or a small list or object, of JSON in text.
+VALUE = re.compile(rb'"(?:[^"\\\n]|\\.){0,200}"|-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null')
 BRACKETED = re.compile(rb"[\[{][^\[\]{}]{0,2000}[\]}]")
-ODD_VALUES = (
-    b"null",
-    b"true",
-    b"false",
-    b"0",
-    b"-1",
-    b"1",
-    b"1.5",
-    b"-0.0",
-    b"1e999",
-    b"-1e999",
-    b"NaN",
-    b"Infinity",
-    b"[]",
-    b"{}",
-    b'""',
+ODD_VALUES = [
+    *b"""null true false 0 -1 1 1.5 -0.0 1e999 -1e999 NaN Infinity [] {} "" "x" "\\ud800" "\\u0000" "\\n" "../x" "/" [[]]
+    {"":0} [0] 2147483648 4294967296 9223372036854775807 9223372036854775808 18446744073709551616""".split(),
     b'" "',
-    b'"x"',
-    b'"\\ud800"',
-    b'"\\u0000"',
-    b'"\\n"',
-    b'"../x"',
-    b'"/"',
-    b"[[]]",
-    b'{"":0}',
-    b"[0]",
-    b"2147483648",
-    b"4294967296",
-    b"9223372036854775807",
-    b"9223372036854775808",
-    b"18446744073709551616",
-    b"1" + b"0" * 30,
     b"9" * 400,
     b"9" * 5000,
     b'"' + b"x" * 5000 + b'"',
@@ -220,141 +198,57 @@ ODD_VALUES = (
     b'{"a":' * 3000 + b"0" + b"}" * 3000,
     b'"\xff"',
     '"\N{PILE OF POO}"'.encode(),
-)
+]
+ODD_BYTES = b"\0" * 100, b"\xff" * 8, b" " * MAX_REPLACED, b"\n", b"\r\n", b"\xef\xbb\xbf", b"\xed\xa0\x80"
 
 
 def mutate(data: bytes, rng: Random) -> bytes:
-    """Apply one to MAX_CHANGES changes to `data`."""
-    changed = bytearray(data)
+    """Apply one to MAX_CHANGES changes to `data`. A change cuts it, or replaces a value or some bytes."""
     for _ in range(rng.choice((1, 1, 1, 2, 3, MAX_CHANGES))):
-        kinds = TEXT_CHANGES + BYTE_CHANGES if WORD.search(changed, 0, 1 << 16) else BYTE_CHANGES
-        rng.choice(kinds)(changed, rng)
-    return bytes(changed)
-
-
-def _place(data: bytearray, rng: Random) -> int:
-    """Choose a position, often near the beginning or the end, where headers are."""
-    where = rng.random()
-    near = min(len(data), 1 << rng.randrange(4, 12))
-    return (
-        rng.randrange(near + 1)
-        if where < 0.4
-        else len(data) - rng.randrange(near + 1)
-        if where < 0.55
-        else rng.randrange(len(data) + 1)
-    )
-
-
-def _span(data: bytearray, rng: Random) -> slice:
-    start = _place(data, rng)
-    return slice(start, start + rng.randrange(1, min(MAX_INSERTED, len(data) + 2)))
-
-
-def _flip(data: bytearray, rng: Random) -> None:
-    if data:
-        data[min(_place(data, rng), len(data) - 1)] ^= 1 << rng.randrange(8)
-
-
-def _byte(data: bytearray, rng: Random) -> None:
-    if data:
-        data[min(_place(data, rng), len(data) - 1)] = rng.choice((0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256)))
-
-
-def _number(data: bytearray, rng: Random) -> None:
-    size = rng.choice(SIZES)
-    at = max(0, min(_place(data, rng), len(data) - size))
-    before = int.from_bytes(data[at : at + size], "little")
-    top = 1 << 8 * size
-    value = (
-        rng.choice(
-            (
-                0,
-                1,
-                top - 1,
-                top >> 1,
-                (top >> 1) - 1,
-                before + 1,
-                before - 1,
-                2 * before,
-                len(data),
-                1 << rng.randrange(8 * size),
-            )
-        )
-        % top
-    )
-    data[at : at + size] = value.to_bytes(size, rng.choice(("little", "little", "big")))
-
-
-def _remove(data: bytearray, rng: Random) -> None:
-    del data[_span(data, rng)]
-
-
-def _repeat(data: bytearray, rng: Random) -> None:
-    part = bytes(data[_span(data, rng)])
-    at = _place(data, rng)
-    data[at:at] = part[:MAX_INSERTED] * rng.choice((1, 1, 2, 8))
-
-
-def _swap(data: bytearray, rng: Random) -> None:
-    first, second = _span(data, rng), _span(data, rng)
-    data[first], data[second] = bytes(data[second]), bytes(data[first])
-
-
-def _insert(data: bytearray, rng: Random) -> None:
-    at = _place(data, rng)
-    data[at:at] = rng.choice(
-        (
-            rng.randbytes(rng.randrange(1, 64)),
-            b"\0" * rng.randrange(1, MAX_INSERTED),
-            b" " * MAX_INSERTED,
-            b"\n",
-            b"\r\n",
-            b"\xef\xbb\xbf",
-            b"\xed\xa0\x80",
-        )
-    )
-
-
-def _cut(data: bytearray, rng: Random) -> None:
-    del data[_place(data, rng) :]
-
-
-def _match(pattern: re.Pattern[bytes], data: bytearray, rng: Random) -> re.Match[bytes] | None:
-    """A match of the pattern after a random position, else the first match."""
-    return pattern.search(data, _place(data, rng)) or pattern.search(data)
-
-
-def _value(data: bytearray, rng: Random) -> None:
-    if found := _match(WORD, data, rng):
-        data[found.start() : found.end()] = rng.choice(ODD_VALUES)
-
-
-def _other_value(data: bytearray, rng: Random) -> None:
-    """Replace a value by a different value of the file. This also gives duplicate keys."""
-    found, other = _match(WORD, data, rng), _match(WORD, data, rng)
-    if found and other:
-        data[found.start() : found.end()] = other[0]
-
-
-def _near_value(data: bytearray, rng: Random) -> None:
-    """Change a number slightly, or add a character to a string."""
-    if found := _match(WORD, data, rng):
-        word = found[0]
-        if word.isdigit() and len(word) < 30:
-            near = str(int(word) + rng.choice((-1, 1, -int(word), 8, 2**31, 2**53))).encode()
+        at, pattern = _place(data, rng), rng.choice((VALUE, VALUE, VALUE, BRACKETED))
+        found = pattern.search(data, at) or pattern.search(data)
+        if rng.random() < 0.05:
+            data = data[:at]
+        elif found and rng.random() < 0.4:
+            data = data[: found.start()] + _other_value(found[0], data, rng) + data[found.end() :]
         else:
-            near = word[:1] + rng.choice((b"x", b"", b"\\", b"#1")) + word[1:]
-        data[found.start() : found.end()] = near
+            size = rng.choice((0, 1, 1, 1, 2, 4, 8, rng.randrange(MAX_REPLACED)))
+            data = data[:at] + _other_bytes(data[at : at + size], data, rng) + data[at + size :]
+    return data
 
 
-def _bracket(data: bytearray, rng: Random) -> None:
-    """Replace a whole list or object, or duplicate it."""
-    if found := _match(BRACKETED, data, rng):
-        data[found.start() : found.end()] = rng.choice(
-            (*ODD_VALUES, found[0] + b"," + found[0], b"[" + found[0] + b"]")
-        )
+def _place(data: bytes, rng: Random) -> int:
+    """Choose a position, often near the beginning or the end, where headers are."""
+    near = min(len(data), 1 << rng.randrange(4, 12))
+    return rng.choice((rng.randrange(near + 1), len(data) - rng.randrange(near + 1), rng.randrange(len(data) + 1)))
 
 
-Change = Callable[[bytearray, Random], None]
-BYTE_CHANGES: list[Change] = [_flip, _flip, _byte, _byte, _number, _number, _remove, _repeat, _swap, _insert, _cut]
-TEXT_CHANGES: list[Change] = [_value, _value, _value, _other_value, _near_value, _near_value, _bracket]
+def _other_value(old: bytes, data: bytes, rng: Random) -> bytes:
+    """An odd value, a number or string that is slightly different, another value of the file, or the value twice."""
+    near = old[:1] + rng.choice((b"x", b"", b"\\", b"#1")) + old[1:]
+    if old.isdigit() and len(old) < 30:
+        near = b"%d" % (int(old) + rng.choice((-1, 1, -int(old), 8, 2**31, 2**53)))
+    other = VALUE.search(data, _place(data, rng))
+    return rng.choice(
+        (rng.choice(ODD_VALUES), near, near, other[0] if other else b"", old + b"," + old, b"[" + old + b"]")
+    )
+
+
+def _other_bytes(old: bytes, data: bytes, rng: Random) -> bytes:
+    """No bytes, or the old ones with a flipped bit, as a different number, as noise, repeated, or from a different place."""
+    size, at = len(old), _place(data, rng)
+    number, top = int.from_bytes(old, "little"), 1 << 8 * size
+    numbers = (
+        number ^ 1 << rng.randrange(8 * size + 1),
+        1,
+        top - 1,
+        top >> 1,
+        number + 1,
+        number - 1,
+        2 * number,
+        len(data),
+    )
+    new = (rng.choice(numbers) % top).to_bytes(size, rng.choice(("little", "little", "big")))
+    return rng.choice(
+        (b"", new, new, new, rng.randbytes(size), old * 2, old * 9, data[at : at + size], rng.choice(ODD_BYTES))
+    )

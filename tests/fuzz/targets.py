@@ -57,7 +57,6 @@ from tests.megatron.gpt2.checkpoint.saved_states import find, save
 from tests.megatron.gpt2.formats.crafted import with_index
 from tests.megatron.gpt2.formats.sample_checkpoints import (
     SHAPE,
-    megatron_core_state,
     nanogpt_checkpoint,
     openai_state,
     random_weights,
@@ -132,7 +131,7 @@ def pickled(legacy: bool, folder: Path) -> None:
     """A file with all kinds of objects that real files contain."""
     base = torch.arange(48.0).view(6, 8)
     held = {
-        "model": megatron_core_state({"transformer.final_layernorm.bias": torch.ones(4)}, False),
+        "model": {"decoder.final_layernorm.bias": torch.ones(4)},
         5: {0.5: None},
         "views": (base, base.t(), base[2:4, 1:3], torch.empty(0, 3), torch.tensor(3.5)),
         "set": {1, 2},

@@ -4,6 +4,7 @@ wrote, with the expected tensors. Also helpers that compute a checkpoint's logit
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import tarfile
 from collections.abc import Callable, Mapping
@@ -22,7 +23,9 @@ from megatron.gpt2.checkpoint.base import TensorInfo
 from megatron.gpt2.checkpoint.sharded_state import load_sharded_state_dict, parameter_states
 from megatron.gpt2.config import ModelConfig, OptimizerConfig
 from megatron.gpt2.formats import BaseCheckpoint, Hints, open_checkpoint
-from megatron.gpt2.formats.megatron_model import native_name
+from megatron.gpt2.formats.megatron import flatten_state_dict
+from megatron.gpt2.formats.megatron import write_megatron as export_megatron
+from megatron.gpt2.formats.megatron_model import FUSED, MegatronLayout, native_name
 from megatron.gpt2.model.gpt2 import GPT2Model, parameter_specs
 from megatron.gpt2.optimizer.bucket_reducer import ParamAllGather
 from megatron.gpt2.optimizer.learning_rates import LRSchedule
@@ -33,7 +36,7 @@ from mpu.partition import TensorSlice
 SHAPE = ModelConfig(
     num_layers=4, hidden_size=48, num_attention_heads=4, ffn_hidden_size=80, vocab_size=101, max_position_embeddings=24
 )
-PADDED = 112
+PADDED = 128  # times the number of ranks
 KINDS = ("model", "master", "exp_avg", "exp_avg_sq")
 TOLERANCE = 5e-6  # of a logit
 RANK_FILE = "model_optim_rng.pt"
@@ -50,21 +53,6 @@ OPENAI = {
     "post_attention_layernorm": "ln_2",
     "dense_h_to_4h": "c_fc",
     "dense_4h_to_h": "c_proj",
-}
-V2 = {"transformer": "encoder", "attention": "self_attention"}
-CORE = {
-    "transformer": "decoder",
-    "attention": "self_attention",
-    "query_key_value": "linear_qkv",
-    "dense": "linear_proj",
-    "post_attention_layernorm": "pre_mlp_layernorm",
-    "dense_h_to_4h": "linear_fc1",
-    "dense_4h_to_h": "linear_fc2",
-    "word_embeddings_for_head": "output_layer",
-}
-FUSED = {
-    "layers.{}.input_layernorm.": "layers.{}.self_attention.linear_qkv.layer_norm_",
-    "layers.{}.pre_mlp_layernorm.": "layers.{}.mlp.linear_fc1.layer_norm_",
 }
 
 
@@ -84,68 +72,13 @@ def random_weights(shape: ModelConfig = SHAPE, seed: int = 0) -> dict[str, Tenso
 # --- Megatron's files
 
 
-def split_ranks(weights: dict[str, Tensor], version: int, tp: int) -> list[dict[str, Tensor]]:
-    """The shards of each rank, with padded vocabulary and QKV in the order of `version`."""
-    table = weights["word_embeddings.weight"]
-    padded = {**weights, "word_embeddings.weight": torch.cat([table, table[: PADDED - len(table)]])}
-    specs = parameter_specs(replace(SHAPE, vocab_size=PADDED, make_vocab_size_divisible_by=1), tp)
-    ranks = [{name: spec.split(padded[name], rank, tp) for name, spec in specs.items()} for rank in range(tp)]
-    for rank in ranks:
-        for name, x in rank.items():
-            if ".query_key_value." in name and version < 2:
-                x = x.view(SHAPE.num_attention_heads // tp, 3, -1, *x.shape[1:])
-                x = x.transpose(0, 1) if version == 0 else x.transpose(1, 2)
-                rank[name] = x.reshape(-1, *x.shape[3:])
-    return ranks
-
-
-def stage(rank: dict[str, Tensor], number: int, of: int) -> dict[str, Tensor]:
-    """The tensors of a pipeline stage, with layers numbered from 0. The last stage has a copy of the word
-    embeddings."""
-    each, held = SHAPE.num_layers // of, {}
-    for name, value in rank.items():
-        words = name.split(".")
-        if words[1] == "layers":
-            if int(words[2]) // each == number:
-                held[".".join([*words[:2], str(int(words[2]) % each), *words[3:]])] = value
-        elif number == (of - 1 if "final" in name else 0):
-            held[name] = value
-    if of > 1 and number == of - 1:
-        held["word_embeddings_for_head.weight"] = rank["word_embeddings.weight"]
-    return held
-
-
-def megatron_core_state(held: dict[str, Tensor], fused: bool) -> dict[str, Any]:
-    """Convert to the names of Megatron Core. fused: with Transformer Engine."""
-    model: dict[str, Any] = {}
-    for name, value in held.items():
-        name = renamed(name, CORE)
-        name = f"embedding.{name}" if "embeddings" in name else name
-        for number in range(SHAPE.num_layers * fused):
-            for old, new in FUSED.items():
-                name = name.replace(old.format(number), new.format(number))
-        model[name] = value
-        if fused and name.endswith("linear_qkv.weight"):
-            model[name.replace("weight", "_extra_state")] = None
-    return model
-
-
-def format_state_dict(held: dict[str, Tensor], form: str) -> dict[str, Any]:
-    """`form` is flat (2019), v1 (v1.0 and v2.0), v2 (v2.6), core or fused."""
-    if form == "flat":
-        return dict(held)
-    if form not in ("v1", "v2"):
-        return megatron_core_state(held, form == "fused")
-    model: dict[str, Any] = {"language_model": {}}
-    for name, value in held.items():
-        module, rest = renamed(name, V2 if form == "v2" else {}).split(".", 1)
-        if module == "word_embeddings_for_head":
-            model[module] = {rest: value}
-        elif "embeddings" in module:
-            model["language_model"].setdefault("embedding", {})[module] = {rest: value}
-        else:
-            model["language_model"].setdefault(module, {})[rest] = value
-    return model
+FORMATS = {
+    "flat": "megatron-2019",
+    "v1": "megatron-v2",  # v1.0 and v2.0
+    "v2": "megatron-v3",  # v2.6
+    "core": "megatron-core",
+    "fused": "megatron-core",  # with Transformer Engine
+}
 
 
 def arguments(tp: int, pp: int = 1, **more: Any) -> argparse.Namespace:
@@ -153,7 +86,7 @@ def arguments(tp: int, pp: int = 1, **more: Any) -> argparse.Namespace:
         **{
             "num_layers": SHAPE.num_layers,
             "hidden_size": SHAPE.hidden_size,
-            "padded_vocab_size": PADDED,
+            "padded_vocab_size": PADDED * tp,
             "num_attention_heads": SHAPE.num_attention_heads,
             "tensor_model_parallel_size": tp,
             "pipeline_model_parallel_size": pp,
@@ -176,19 +109,29 @@ def write_megatron(
     args: argparse.Namespace | bool = True,
     **top: Any,
 ) -> Path:
-    """Write a --save folder with iteration 7. args: False to leave them out."""
-    for number in range(pp):
-        for rank, whole in enumerate(split_ranks(weights, version, tp)):
-            file = folder / "iter_0000007" / (f"mp_rank_{rank:02d}" + (f"_{number:03d}" if pp > 1 else "")) / RANK_FILE
-            file.parent.mkdir(parents=True)
-            saved = {"iteration": 7, "model": format_state_dict(stage(whole, number, pp), form), **top}
-            if version:
-                saved["checkpoint_version"] = float(version)
-            if args:
-                saved["args"] = arguments(tp, pp) if args is True else args
-            torch.save(saved, file, _use_new_zipfile_serialization=not legacy)
-    (folder / "latest_checkpointed_iteration.txt").write_text("7")
-    return folder
+    """Write a --save folder with iteration 7, and return the first file. The files are those of our export, with the
+    order of QKV of `version`, without what only our export holds. args: False to leave them out."""
+    source = InMemoryCheckpoint({f"model.{name}": x for name, x in weights.items()}, iteration=7)
+    made = export_megatron(source, folder, FORMATS[form], MegatronLayout(tp, pp), log=silent)
+    files = sorted(made.glob(f"*/{RANK_FILE}"))
+    for file in files:
+        model = torch.load(file, weights_only=False)["model"]
+        for name, x in flatten_state_dict(model).items():
+            if ".query_key_value." in name and form == "v1" and version < 2:
+                split = x.view(SHAPE.num_attention_heads // tp, 3, -1, *x.shape[1:])  # [n/tp, 3, d, ...]
+                split = split.transpose(0, 1) if version == 0 else split.transpose(1, 2)
+                x.copy_(split.reshape(x.shape))
+            if form == "fused":
+                del model[name]
+                model[functools.reduce(lambda name, pair: name.replace(*pair), FUSED.items(), name)] = x
+                model["decoder.layers.0.self_attention.linear_qkv._extra_state"] = None
+        saved = {"iteration": 7, "model": model, **top}
+        if version:
+            saved["checkpoint_version"] = float(version)
+        if args:
+            saved["args"] = arguments(tp, pp) if args is True else args
+        torch.save(saved, file, _use_new_zipfile_serialization=not legacy)
+    return files[0]
 
 
 def changed(path: Path, change: Callable[[dict[str, Any]], object]) -> None:

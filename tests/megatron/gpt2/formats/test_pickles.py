@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import argparse
 import collections
-import io
 import math
 import pickle
-import random
-import resource
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,12 +21,13 @@ from megatron.gpt2.formats import open_checkpoint
 from megatron.gpt2.formats.torch_files import DCP_METADATA, load_torch_file, read_dcp_metadata
 from megatron.gpt2.formats.torch_files import DTYPES as NAMED_DTYPES
 from tests.conftest import TEST_DATA
+from tests.fuzz.fuzzing import refusal
 from tests.megatron.gpt2.formats import crafted
 from tests.megatron.gpt2.formats.sample_checkpoints import (
-    megatron_core_state,
     openai_state,
     opened,
     random_weights,
+    silent,
     write_huggingface,
 )
 
@@ -109,10 +106,6 @@ def test_genuine_files_come_back():
             assert ours["optimizer"]["loss_scaler"].attributes() == vars(theirs["optimizer"]["loss_scaler"])
 
 
-def test_there_are_hundreds():
-    assert len(crafted.FILES) >= 150 and len(crafted.METADATA) >= 200
-
-
 @pytest.fixture
 def executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file that a payload would make."""
@@ -120,88 +113,50 @@ def executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "executed"
 
 
-def assert_refused(read: Callable[[], object], size: int, seconds: float) -> str:
-    """Return the error line with which `read` refuses files of `size` bytes, within `seconds` of processor time and
-    limited memory. A slow case is tried again, because a busy machine is slower."""
-    peak, took = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, math.inf
-    for _ in range(3):
-        begin = time.process_time()  # of this process only, because other tests run at the same time
-        with pytest.raises(ValueError) as caught:
-            read()
-        took = min(took, time.process_time() - begin)
-        if took < seconds:
-            break
-    message = str(caught.value)
-    assert "\n" not in message and len(message) < 600, message
-    assert took < seconds, f"{took:.2f} s: {message}"
-    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) << 10 < 10 * size + (64 << 20)
-    return message
-
-
 @pytest.mark.parametrize("name", crafted.FILES)
 def test_crafted(tmp_path: Path, executed: Path, name: str):
-    path = crafted.FILES[name](tmp_path)
+    folder = tmp_path / "it"
+    folder.mkdir()
+    crafted.FILES[name](folder)
     size = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
-    assert str(tmp_path) in assert_refused(lambda: open_checkpoint(path, log=lambda line: None), size, 2)
+    refusal(lambda: open_checkpoint(folder, log=silent), size, str(folder))
     if name.startswith(("zip: ", "legacy: ")) and name.partition(": ")[2] not in crafted.WELL_FORMED:
-        assert_refused(lambda: load_torch_file(tmp_path / "ckpt.pt"), size, 2)  # without detecting the format
+        refusal(lambda: load_torch_file(folder / "ckpt.pt"), size, str(folder))  # without detecting the format
     assert not executed.exists()
 
 
 def test_the_payloads_would_run(tmp_path: Path, executed: Path, genuine: tuple[Path, bytes]):
     """With Python's unpickler the payloads run, so the other tests can fail."""
-    file = crafted.FILES["nanogpt calls os.system, zip"](tmp_path) / "ckpt.pt"
-    torch.load(file, weights_only=False)
+    crafted.FILES["nanogpt calls os.system, zip"](tmp_path)
+    torch.load(tmp_path / "ckpt.pt", weights_only=False)
     assert executed.exists()
     executed.unlink()
-    pickle.loads(crafted.METADATA["os.system called"](genuine[1]))
+    pickle.loads(crafted.METADATA["called"](genuine[1]))
     assert executed.exists()
 
 
 def test_what_was_crafted_is_right_but_for_one_thing(tmp_path: Path, genuine: tuple[Path, bytes]):
     """The files from which the crafted ones are made open without errors."""
-    names = openai_state(random_weights(), transposed=True)
-    bodies: tuple[Callable[[Path], Path], ...] = (
+    index = dict.fromkeys(openai_state(random_weights(), transposed=True), "model-1.safetensors")
+    bodies: tuple[Callable[[Path], object], ...] = (
         crafted.valid_zip,
         write_huggingface,
         lambda folder: crafted.with_top(lambda top: None, folder),
-        lambda folder: crafted.with_index(dict.fromkeys(names, "model-1.safetensors"), folder),
+        lambda folder: crafted.with_index(index, folder),
     )
     for number, make in enumerate(bodies):
         folder = tmp_path / str(number)
         folder.mkdir()
-        open_checkpoint(make(folder), log=lambda line: None)
+        make(folder)
+        open_checkpoint(folder, log=silent)
     for good in (
-        crafted.legacy_of(crafted.GOOD_LEGACY, crafted.ONE_KEY, crafted.FOUR, tmp_path),
+        crafted.legacy_of(crafted.GOOD_LEGACY, ["0"], crafted.FOUR, tmp_path),
         crafted.zip_of(crafted.tensor(crafted.storage()), tmp_path),
     ):
         assert torch.equal(load_torch_file(good), torch.zeros(4))
     folder, data = genuine
-    (folder / DCP_METADATA).write_bytes(crafted.changed(lambda held, index, entry: None, data))
+    (folder / DCP_METADATA).write_bytes(crafted.changed_metadata(lambda held, index, entry: None, data))
     assert list(opened(folder).tensors)
-
-
-def test_no_mutation_is_taken_for_another_error(tmp_path: Path):
-    """Each of five hundred files with a changed byte is read, or refused in one line."""
-    numbers, refusals = random.Random(7), 0
-    held = {
-        "model": megatron_core_state({"transformer.final_layernorm.bias": torch.ones(4)}, False),
-        "args": argparse.Namespace(a=1),
-        "numpy": np.arange(3),
-    }
-    for legacy in (False, True):
-        stream = io.BytesIO()
-        torch.save(held, stream, _use_new_zipfile_serialization=not legacy)
-        for _ in range(250):
-            data = bytearray(stream.getvalue())
-            data[numbers.randrange(len(data))] = numbers.randrange(256)
-            (tmp_path / "x.pt").write_bytes(data)
-            try:
-                load_torch_file(tmp_path / "x.pt")
-            except ValueError as error:
-                refusals += 1
-                assert "\n" not in str(error)
-    assert refusals > 50
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +176,7 @@ def test_crafted_metadata(genuine: tuple[Path, bytes], executed: Path, name: str
         for tensor in source.tensors:
             source.read(tensor)
 
-    assert str(folder) in assert_refused(read, len(made) // 10, 1)  # the longest takes 0.5 s
+    refusal(read, len(made) // 10, str(folder))  # the longest takes 0.5 s
     assert not executed.exists()
 
 
