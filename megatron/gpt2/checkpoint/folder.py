@@ -1,4 +1,4 @@
-"""The --save folder: find the checkpoint to load, find the best checkpoint, lock the folder, detect a checkpoint's format.
+"""The --save folder: find the checkpoint to load, find the best checkpoint, make the folder, detect a checkpoint's format.
 
 The tracker, `latest_checkpointed_iteration.txt`, names the iteration to load. If an iteration is saved again, its
 existing folder is renamed to `iter_0000300.old-1`. `best/` (--keep-best) holds the checkpoint with the lowest
@@ -14,19 +14,17 @@ import math
 import os
 import re
 import shlex
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from data_utils.command_line import how_to_call
-from data_utils.files import add_path, make_folder, no_follow, try_lock, wrap_errors
+from data_utils.files import add_path, make_folder, wrap_errors
 from megatron.gpt2.checkpoint.reader import MANIFEST, Checkpoint
 from megatron.gpt2.monitor.incidents import FOLDER as INCIDENTS
 from megatron.gpt2.monitor.run_log import rename_old
 from megatron.gpt2.monitor.run_report import METRICS
 
-LOCK = "lock"
 TRACKER = "latest_checkpointed_iteration.txt"
 BEST = "best"
 WRITTEN = ("", INCIDENTS, "tokenizer", BEST, f"{BEST}/tokenizer")  # folders in which a run writes by name
@@ -179,13 +177,9 @@ def rename_old_best(save: Path, log: Log) -> None:
         log(f"WARNING: {save / BEST} is of an earlier run: it is now {rename_old(save / BEST)}")
 
 
-def lock_folder(folder: Path, log: Log) -> BinaryIO:
-    """Make `folder` and lock it until the returned file is closed. The system closes the file if this process dies.
-
-    Raises ValueError, in one line, if another process has locked it, if it is the `best/` folder of another run, or if it
-    holds a link or a pipe where the run writes. On a filesystem without locks, the function logs a warning and locks
-    nothing.
-    """
+def make_save_folder(folder: Path) -> None:
+    """Make `folder`. Raises ValueError, in one line, if it cannot be written, if it is the `best/` folder of another run,
+    or if it holds a link or a pipe where the run writes."""
     if folder.name == BEST and (folder.parent / METRICS).exists():
         raise ValueError(
             f"--save {folder} is where the run in {folder.parent} keeps its best checkpoint: give another "
@@ -201,38 +195,11 @@ def lock_folder(folder: Path, log: Log) -> BinaryIO:
             raise ValueError(
                 f"--save {folder}: {path} is {what}, where the run writes: remove it, or give another --save"
             )
-    path = folder / LOCK
     try:
         make_folder(folder)
-        # Not "w", which would delete the name of the process that holds the lock.
-        file = open(path, "a+b", opener=no_follow)  # noqa: SIM115
     except OSError as error:
-        add_path(error, path)
+        add_path(error, folder)
         raise ValueError(f"--save {folder}: cannot be written: {error.strerror}") from error
-    try:
-        taken = try_lock(file)
-    except OSError as error:
-        log(f"WARNING: {path} cannot be locked ({error.strerror}): only its lease keeps a second run out")
-        return file
-    if not taken:
-        file.seek(0)
-        holder = file.read(200).decode(errors="replace").strip() or "another process"
-        file.close()
-        raise FolderInUse(
-            f"--save {folder} is in use by {holder}: wait for that run, end it, or give this one another --save"
-        )
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-    file.flush()
-    return file
-
-
-def is_locked_by(folder: Path, lock: BinaryIO) -> bool:
-    """Whether `lock` is still the lock of `folder`. False if the folder was removed, moved or replaced."""
-    try:
-        return os.path.samestat(os.stat(folder / LOCK), os.fstat(lock.fileno()))
-    except OSError as error:  # another error may pass
-        return not isinstance(error, FileNotFoundError | NotADirectoryError)
 
 
 def detect_format(path: str | Path, iteration: int | None = None) -> tuple[str, Path] | None:

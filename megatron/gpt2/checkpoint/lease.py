@@ -7,8 +7,9 @@ process can create, and removes the file of the owner before it. Before each com
 still there. The check is not sufficient: the process may stop between the check and the commit. So a new owner also takes away
 what an earlier owner has not yet committed. The commit is a rename of these files, which then fails.
 
-A start waits LIFETIME seconds to see whether an earlier owner still renews its lease. It does not wait if that owner has
-ended properly, or ran on this machine and no longer holds the lock of the folder.
+The owner locks its file and sets the file's time every two seconds; a time of 0 ends the lease. A start is refused if the
+newest file is locked. Otherwise it waits LIFETIME seconds to see whether the owner still sets the time. It does not wait if
+the lease has ended, or if the owner ran on this machine: the system has then removed the lock of a dead process.
 """
 
 import contextlib
@@ -18,10 +19,9 @@ import socket
 import threading
 import time
 from pathlib import Path
-from typing import BinaryIO
 
 from data_utils.files import add_path, fsync_path, no_follow, try_lock
-from megatron.gpt2.checkpoint.folder import BEST, TRACKER, FolderInUse, Log, lock_folder
+from megatron.gpt2.checkpoint.folder import BEST, TRACKER, FolderInUse, make_save_folder
 
 PATTERN = "lease_" + 10 * "[0-9]"
 RENEWAL_INTERVAL = 2.0  # seconds
@@ -33,46 +33,38 @@ class LeaseLostError(OSError):
 
 
 class Lease:
-    """The lock and the lease of a folder, which a thread renews until `release`. The arguments are those of `take`.
+    """The lease of a folder, which a thread renews until `release`. is_lost: whether a later run was seen to have the
+    folder."""
 
-    lock: the open lock file. is_lost: whether a later run was seen to have the folder.
-    """
-
-    def __init__(self, folder: Path, log: Log) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder, self.is_lost, self._released = folder, False, threading.Event()
-        self.take(log)
+        self.take()
         self._renewal = threading.Thread(target=self._renew, name="lease", daemon=True)
         self._renewal.start()
 
-    def take(self, log: Log) -> None:
-        """Lock the folder and take its lease; again, if the folder was removed or moved. Raises FolderInUse if another
-        run holds the lock or renews its lease, and ValueError as `lock_folder`."""
-        folder, host = self._folder, socket.gethostname()
-        lock, text = lock_folder(folder, log), f"process {os.getpid()} on {host}, {secrets.token_hex(8)}\n"
+    def take(self) -> None:
+        """Make the folder and take its lease; again, if the folder was removed or moved. Raises FolderInUse if another run
+        owns it, and ValueError as `make_save_folder`."""
+        make_save_folder(self._folder)
+        text = f"process {os.getpid()} on {socket.gethostname()}, {secrets.token_hex(8)}\n"
         while True:
-            newest = max(folder.glob(PATTERN), default=folder / f"lease_{0:010d}")
-            owner = _read(newest)
-            if owner and not (f" on {host}, " in owner and _is_locked(lock)) and _is_renewed(newest):
-                lock.close()
-                raise FolderInUse(
-                    f"--save {folder} is in use by {owner.partition(',')[0]}: wait for that run, end it, or give this "
-                    "one another --save"
-                )
-            path = folder / f"lease_{int(newest.name.partition('_')[2]) + 1:010d}"
+            path = self._folder / f"lease_{check_not_in_use(self._folder) + 1:010d}"
             try:
-                with open(path, "xb", opener=no_follow) as file:
-                    file.write(text.encode())
+                file = open(path, "x+b", buffering=0, opener=no_follow)  # noqa: SIM115
                 break
             except FileExistsError:
                 pass  # another start has taken this number
             except OSError as error:
                 add_path(error, path)
-                raise
-        for earlier in folder.glob(PATTERN):
+                raise ValueError(f"--save {self._folder}: cannot be written: {error.strerror}") from error
+        with contextlib.suppress(OSError):  # a file system without locks
+            try_lock(file)
+        file.write(text.encode())
+        for earlier in self._folder.glob(PATTERN):
             if earlier.name < path.name:
                 earlier.unlink(missing_ok=True)
-        fsync_path(folder)
-        self.lock, self._path, self._text = lock, path, text
+        fsync_path(self._folder)
+        self._file, self._path, self._text = file, path, text
         self._take_away_uncommitted()
 
     def check(self) -> None:
@@ -91,55 +83,77 @@ class Lease:
             return True
         return False
 
+    def is_gone(self) -> bool:
+        """Return whether the folder was removed, moved or replaced. Call it after `check`."""
+        try:
+            return not os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno()))
+        except OSError as error:  # another error may pass
+            return isinstance(error, FileNotFoundError | NotADirectoryError)
+
     def release(self) -> None:
-        """End the lease and the lock. The file of the lease stays, so that the next number is higher."""
+        """End the lease. Its file stays, so that the next number is higher."""
         self._released.set()
         self._renewal.join(RENEWAL_INTERVAL)  # storage that does not answer must not keep the process
         with contextlib.suppress(OSError):
-            if _read(self._path) == self._text:
-                os.truncate(self._path, 0)
-        self.lock.close()
+            os.utime(self._file.fileno(), (0, 0))
+        self._file.close()
 
     def _renew(self) -> None:
         while not self._released.wait(RENEWAL_INTERVAL) and not self.is_lost:
             with contextlib.suppress(OSError):
                 self.check()
-                os.utime(self._path)
+                os.utime(self._file.fileno())
 
     def _take_away_uncommitted(self) -> None:
-        """Rename what an earlier owner may be about to commit. The next save removes the renamed folders."""
+        """Take away what an earlier owner may be about to commit. The next save removes the renamed folders."""
         for folder in (self._folder, self._folder / BEST):
-            for path in [*folder.glob("iter_*.tmp-*"), folder / f"{TRACKER}.tmp"]:
+            with contextlib.suppress(OSError):
+                for path in folder.glob(f"{TRACKER}.tmp*"):
+                    path.unlink(missing_ok=True)
+            for path in folder.glob("iter_*.tmp-*"):
                 with contextlib.suppress(OSError):
                     path.rename(path.with_name(f"iter_0000000.tmp-{secrets.token_hex(8)}"))
 
 
+def check_not_in_use(folder: Path) -> int:
+    """Return the number of the newest lease of `folder`, 0 without one. Raises FolderInUse if its owner still uses it."""
+    newest = max(folder.glob(PATTERN), default=None)
+    if newest is None:
+        return 0
+    if _is_owned(newest):
+        owner = _read(newest).strip().partition(",")[0] or "another process"
+        raise FolderInUse(
+            f"--save {folder} is in use by {owner}: wait for that run, end it, or give this one another --save"
+        )
+    return int(newest.name.partition("_")[2])
+
+
+def _is_owned(path: Path) -> bool:
+    """Return whether the lease `path` has a live owner, after LIFETIME seconds if necessary."""
+    renewed = _renewed_at(path)
+    with contextlib.suppress(OSError), open(path, "r+b", opener=no_follow) as file:
+        if not try_lock(file):
+            return True
+        if f" on {socket.gethostname()}, ".encode() in file.read(200):
+            return False
+    end = time.monotonic() + LIFETIME
+    while renewed and time.monotonic() < end:
+        time.sleep(RENEWAL_INTERVAL / 4)
+        if _renewed_at(path) not in (0, renewed):
+            return True
+    return False
+
+
 def _read(path: Path) -> str:
-    """Return the text of a lease, "" if it is released or gone. Opening the file gets the current one from a network
-    file system, unlike `stat`."""
+    """Return the text of a lease, "" if it is gone. Opening the file gets the current one from a network file system,
+    unlike `stat`."""
     with contextlib.suppress(FileNotFoundError), open(path, "rb", opener=no_follow) as file:
         return file.read(200).decode(errors="replace")
     return ""
 
 
-def _is_locked(lock: BinaryIO) -> bool:
-    """Return whether this process holds the lock of the folder. False on a file system without locks."""
-    with contextlib.suppress(OSError):
-        return try_lock(lock)
-    return False
-
-
-def _is_renewed(path: Path) -> bool:
-    """Wait LIFETIME seconds, and return whether the owner has renewed the lease in this time."""
-    first, end = _renewed_at(path), time.monotonic() + LIFETIME
-    while time.monotonic() < end:
-        time.sleep(RENEWAL_INTERVAL / 4)
-        if _renewed_at(path) != first:
-            return True
-    return False
-
-
 def _renewed_at(path: Path) -> int:
+    """Return the time of the last renewal, in ns; 0 if the lease has ended."""
     with contextlib.suppress(OSError), open(path, "rb", opener=no_follow) as file:
         return os.fstat(file.fileno()).st_mtime_ns
     return 0

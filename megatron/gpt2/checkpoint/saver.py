@@ -145,8 +145,11 @@ class Saver:
             pending.own.set_result(None)
             if self.rank == 0:
                 self._wait_for_tables(folder, pending)
-                self.check_owner()
-                commit(folder, final, metadata, self.world_size, self.log)
+                try:
+                    commit(folder, final, metadata, self.world_size, self.log, self.check_owner)
+                except OSError:
+                    self.check_owner()  # has the reason, if another run has taken the files away
+                    raise
                 remove_old_checkpoints(directory, iteration, keep_last, self.log)
         except BaseException as error:
             if not pending.own.done():

@@ -194,8 +194,19 @@ def manifest_bytes(iteration: int, metadata: Mapping[str, Any], tables: Iterable
     return checksummed_lines(entries | {"held": list(places), "tables": listed})
 
 
-def commit(folder: Path, final: Path, metadata: Mapping[str, Any], world_size: int, log: Log) -> None:
-    """Write the manifest of `folder`, whose other files are complete, and rename the folder to `final`."""
+def commit(
+    folder: Path,
+    final: Path,
+    metadata: Mapping[str, Any],
+    world_size: int,
+    log: Log,
+    check_owner: Callable[[], object] = lambda: None,
+) -> None:
+    """Write the manifest of `folder`, whose other files are complete, and rename the folder to `final`.
+
+    check_owner: raises OSError if another run has the folder of `final`. A run that takes this folder later takes away
+    `folder` and the new tracker, so that the renames fail.
+    """
     iteration = int(final.name.removeprefix("iter_"))
     tables = ((folder / table_path(rank)).read_bytes() for rank in range(world_size))
     write_atomically(folder / MANIFEST, manifest_bytes(iteration, metadata, tables))
@@ -207,10 +218,12 @@ def commit(folder: Path, final: Path, metadata: Mapping[str, Any], world_size: i
         fsync_path(parent)
     tracker, number = final.parent / TRACKER, f"{iteration}\n".encode()
     # The tracker is replaced last. After a crash before that, it still names the earlier checkpoint.
-    with _write_errors(tracker, len(number)), atomic_write(tracker, tracker.with_name(f"{TRACKER}.tmp")) as successor:
+    successor_path = tracker.with_name(f"{TRACKER}.tmp-{folder.name}")  # of this run only
+    with _write_errors(tracker, len(number)), atomic_write(tracker, successor_path) as successor:
         successor.write(number)
         flush_to_disk(successor)  # before the renames, so that a full disk cannot stop the commit between them
-        if final.exists():
+        check_owner()
+        if final.exists() and folder.exists():
             log(f"WARNING: {final} exists already and is saved again: the existing one is now {rename_old(final)}")
         folder.rename(final)
         fsync_path(final.parent)

@@ -9,7 +9,6 @@ import contextlib
 import itertools
 import json
 import math
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -28,7 +27,7 @@ from megatron.gpt2.monitor.incidents import IncidentLog
 POLL_INTERVAL = 0.05  # seconds between two reads of the store
 HEARTBEAT_INTERVAL = 1.0  # seconds
 LOST_TIMEOUT = 3.0  # seconds without a heartbeat after which a rank is lost, if a collective has failed
-WARN_TIMEOUT = 30.0  # seconds without a heartbeat after which a warning is printed
+SILENCE_TIMEOUT = 20.0  # seconds without a heartbeat after which a rank is lost in any case
 LEAVE_TIMEOUT = 5.0  # seconds that the store's server waits for the other ranks at the end
 LEFT = b"left"
 
@@ -86,7 +85,7 @@ class Heartbeat(threading.Thread):
     """A thread that writes this rank's heartbeat to the store and reads those of other ranks.
 
     store: with a separate connection, because the training thread may block on its own. hosts: the hosts of all ranks.
-    is_first_on_node: the first rank of a machine reads all heartbeats and warns about silent ranks. Other ranks read them
+    is_first_on_node: the first rank of a machine reads all heartbeats. Other ranks read them
     only while `reads_all` is set: if all ranks always did, the load of the store would be quadratic.
     """
 
@@ -99,7 +98,6 @@ class Heartbeat(threading.Thread):
         self._last_beats: dict[int, tuple[bytes, float]] = {}  # last heartbeat of each rank and when it changed
         self._last_read = -math.inf  # time of the last read
         self._waiting_since = math.inf  # start of an unanswered request to the store
-        self._warned: set[int] = set()
         self._stopped = threading.Event()
         self.start()
 
@@ -122,17 +120,12 @@ class Heartbeat(threading.Thread):
         # Read after the heartbeats, but used first: a rank that publishes lost ranks and exits is not lost itself.
         if self.store.check(["lost"]):
             self.published_lost = dict(json.loads(self.store.get("lost")))
+        if time.monotonic() - self._last_read > SILENCE_TIMEOUT / 2:  # this process was stopped, maybe with the others
+            self._last_beats.clear()
         self._waiting_since, self._last_read = math.inf, time.monotonic()
         for rank, beat in zip(ranks, beats, strict=True):
             if rank not in self._last_beats or self._last_beats[rank][0] != beat:
                 self._last_beats[rank] = beat, self._last_read
-        silent = {rank for rank, seconds in self.lost_ranks(WARN_TIMEOUT).items() if seconds is not None} - self._warned
-        if self._is_first and silent:
-            self._warned |= silent
-            print(
-                f"WARNING: no heartbeat for {WARN_TIMEOUT:.0f} s from {format_ranks(silent, self._hosts)}",
-                file=sys.stderr,
-            )
         self.on_beat(self.store)
 
     def lost_ranks(self, seconds: float) -> LostRanks:
@@ -201,13 +194,13 @@ class Rendezvous:
         It waits without a time limit, unlike collectives or the store's `wait`: tokenising can take hours. Raises
         LostRanksError if a rank has left or sends no heartbeats, and MissingRanksError if the store does not answer.
         """
-        store = TimedStore(self.store, WARN_TIMEOUT)
+        store = TimedStore(self.store, SILENCE_TIMEOUT)
         store.set(f"{name}/{rank}", value)
         if store.add(name, 1) == len(self.hosts):
             store.set(f"{name}/all", "")
         self.heartbeat.reads_all = True
         while not store.check([f"{name}/all"]):
-            if gone := self.heartbeat.lost_ranks(WARN_TIMEOUT):
+            if gone := self.heartbeat.lost_ranks(SILENCE_TIMEOUT):
                 raise LostRanksError(f"{format_ranks(gone, self.hosts)} left before training began")
             time.sleep(POLL_INTERVAL)
         self.heartbeat.reads_all = False

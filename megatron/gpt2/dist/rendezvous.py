@@ -41,6 +41,7 @@ from megatron.gpt2.dist.ranks import (
     LEAVE_TIMEOUT,
     LOST_TIMEOUT,
     POLL_INTERVAL,
+    SILENCE_TIMEOUT,
     Heartbeat,
     MissingRanksError,
     RankInfo,
@@ -54,7 +55,6 @@ from megatron.gpt2.dist.ranks import (
 
 CONTINUE_HINT = "the run ends here; the same command continues from the last checkpoint"
 ALL_JOINED = "all ranks have joined"
-NCCL_LOST_TIMEOUT = 25.0  # seconds without a heartbeat after which a run ends, because NCCL would not notice
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 UsableRanks = Callable[[int], int]  # number of joined ranks -> number of ranks that the run can use
@@ -328,8 +328,7 @@ def initialize_distributed(rank_info: RankInfo, backend: str, device: torch.devi
         timeout=timeout,
         device_id=device if backend == "nccl" else None,
     )
-    if backend == "nccl":
-        threading.Thread(target=exit_if_rank_lost, args=(rank_info,), name="lost ranks", daemon=True).start()
+    threading.Thread(target=end_if_rank_lost, args=(rank_info, backend), name="lost ranks", daemon=True).start()
 
 
 def node_line(host: str, devices: Mapping[int, str], world_size: int) -> str:
@@ -340,21 +339,38 @@ def node_line(host: str, devices: Mapping[int, str], world_size: int) -> str:
     return f"host {host}: {format_ranks(devices, {})} of {world_size} on {places} ({kinds})"
 
 
-def exit_if_rank_lost(rank_info: RankInfo) -> None:
-    """Watch the heartbeats until this rank leaves. Ends the process with exit code 1 if another rank is lost.
+def end_if_rank_lost(rank_info: RankInfo, backend: str) -> None:
+    """Watch the heartbeats until this rank leaves. If another rank is silent for SILENCE_TIMEOUT seconds, end the wait for
+    it: with gloo the collectives of this process fail, else the process ends with exit code 1.
 
-    NCCL needs this: if a peer on the same machine dies, the kernels of the other ranks wait until torch's watchdog ends
-    the process after --distributed-timeout-minutes.
+    Otherwise this rank would wait for --distributed-timeout-minutes: for a machine that vanishes without closing its
+    connections, and for NCCL kernels, whose peer on the same machine dies. gloo's own `abort` does not end a wait.
     """
     assert rank_info.rendezvous is not None
     heartbeat = rank_info.rendezvous.heartbeat
     while not heartbeat.is_stopped:
         time.sleep(HEARTBEAT_INTERVAL)
-        is_lost = any(silence is not None for silence in heartbeat.lost_ranks(NCCL_LOST_TIMEOUT).values())
+        is_lost = any(silence is not None for silence in heartbeat.lost_ranks(SILENCE_TIMEOUT).values())
+        if (is_lost or heartbeat.published_lost is not None) and backend == "gloo":
+            heartbeat.wait_for_lost_ranks()  # the other ranks learn it before their collectives fail
+            return close_connections(rank_info.rendezvous.store.underlying_store.port)  # type: ignore[attr-defined]
         if is_lost or heartbeat.published_lost is not None:
             time.sleep(LOST_TIMEOUT)  # if a gloo collective has failed, the training thread ends the run
             if report_lost_ranks(rank_info):
                 os._exit(1)  # the only way to end a thread that waits for a GPU
+
+
+def close_connections(store_port: int) -> None:
+    """Shut down the TCP connections of this process, except those to the store."""
+    for descriptor in map(int, os.listdir("/dev/fd")):
+        with contextlib.suppress(OSError):  # not a connection
+            connection = socket.socket(fileno=descriptor)
+            try:
+                ports = connection.getsockname()[1:2] + connection.getpeername()[1:2]
+                if connection.family != socket.AF_UNIX and store_port not in ports:
+                    connection.shutdown(socket.SHUT_RDWR)
+            finally:
+                connection.detach()
 
 
 def report_lost_ranks(rank_info: RankInfo) -> bool:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import mpu
 from data_utils.files import atomic_write_text
-from megatron.gpt2.checkpoint.folder import BEST, FolderInUse, best_loss, find_checkpoint, is_locked_by
+from megatron.gpt2.checkpoint.folder import BEST, FolderInUse, best_loss, find_checkpoint
 from megatron.gpt2.checkpoint.lease import Lease, LeaseLostError
 from megatron.gpt2.checkpoint.local import RUN_NAME_FILE, LocalCheckpoints, run_name
 from megatron.gpt2.checkpoint.saver import Saver
@@ -91,14 +91,14 @@ class CheckpointManager:
         folder, problem = self._context.save_directory, ""
         try:
             if self._lease is not None:
-                if not is_locked_by(folder, self._lease.lock):
-                    self._lease.take(self._log)
+                self._lease.check()
+                if self._lease.is_gone():
+                    self._lease.take()
                     write_config_and_tokenizer(self._context)
                     self._log(
                         f"WARNING: --save {folder} was removed or moved during the run: it is made again and holds what "
                         "the run saves from now on"
                     )
-                self._lease.check()
         except (FolderInUse, LeaseLostError) as error:
             problem = str(error)
         except (ValueError, OSError) as error:
@@ -147,13 +147,13 @@ class CheckpointManager:
             self._lease.release()
 
 
-def lease_save_folder(context: RunContext, rank: int, log: Log) -> Lease | None:
+def lease_save_folder(context: RunContext, rank: int) -> Lease | None:
     """Take the lease of the --save folder on rank 0, and return it there. Raises FolderInUse on every rank if another run
     uses the folder, and ValueError if the folder cannot be used."""
     lease, kind, problem = None, "", ""
     if rank == 0:
         try:
-            lease = Lease(context.save_directory, log)
+            lease = Lease(context.save_directory)
         except (ValueError, OSError) as error:
             kind, problem = type(error).__name__, str(error)
     kind, problem = json.loads(gather_strings(json.dumps([kind, problem]))[0])

@@ -137,7 +137,7 @@ def build_trainer(context: RunContext, log: Log) -> Trainer:
         if config.is_deterministic:
             settings.enter_context(devices.deterministic_algorithms())
         parallel = initialize_groups(context, log)
-        lease = lease_save_folder(context, parallel.rank, log)
+        lease = lease_save_folder(context, parallel.rank)
         state = build_train_state(context, parallel, log)
         iteration, consumed, skipped = load_checkpoint(context, parallel, state, log)
         context.incidents.iteration = iteration

@@ -31,7 +31,8 @@ import mpu
 from data_utils.command_line import Parser
 from data_utils.files import flush_to_disk
 from megatron.gpt2 import device as devices
-from megatron.gpt2.checkpoint.folder import lock_folder
+from megatron.gpt2.checkpoint.folder import make_save_folder
+from megatron.gpt2.checkpoint.lease import check_not_in_use
 from megatron.gpt2.commands.bench_collectives import OPERATIONS, run_and_check
 from megatron.gpt2.config import ParallelConfig
 from megatron.gpt2.config.arguments import Arguments, parse
@@ -252,8 +253,9 @@ def check_save_folder(arguments: Arguments, rank_info: RankInfo, context: RunCon
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     size, count = checkpoint_bytes(context) if context is not None else (0, 0)
     try:
-        if rank_info.rank == 0 and (folder / "lock").exists():
-            lock_folder(folder, lambda line: None).close()
+        if rank_info.rank == 0 and folder.is_dir():
+            make_save_folder(folder)
+            check_not_in_use(folder)
         if not existing.is_dir() or not os.access(existing, os.W_OK):
             raise ValueError(f"--save {folder}: {existing} cannot be written")
         free = shutil.disk_usage(existing).free

@@ -4,8 +4,6 @@ may use the folder."""
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import io
 import math
 import os
@@ -21,7 +19,8 @@ from typing import Any
 import pytest
 
 from data_utils.files import append_line, atomic_write, file_lock
-from megatron.gpt2.checkpoint.folder import TRACKER, FolderInUse, Gather, best_loss, find_checkpoint, lock_folder
+from megatron.gpt2.checkpoint.folder import TRACKER, FolderInUse, Gather, best_loss, find_checkpoint, make_save_folder
+from megatron.gpt2.checkpoint.lease import Lease
 from megatron.gpt2.checkpoint.reader import MANIFEST, Checkpoint
 from megatron.gpt2.commands import pretrain_gpt2
 from megatron.gpt2.dist import run_program
@@ -264,8 +263,8 @@ ROOT = Path(__file__).resolve().parents[4]
 HOLDER = """
 import sys, time
 from pathlib import Path
-from megatron.gpt2.checkpoint import folder
-held = folder.lock_folder(Path(sys.argv[1]), print)
+from megatron.gpt2.checkpoint.lease import Lease
+held = Lease(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(600)
 """
@@ -299,16 +298,18 @@ def test_the_second_run_is_refused_on_all_its_ranks(tmp_path: Path):
     write_text(tmp_path)
     with holder(tmp_path / "save") as process:
         (code, logged), second = run_ranks(second_run, 2, str(tmp_path))
-        assert [path.name for path in (tmp_path / "save").iterdir()] == ["lock"], "it wrote something"
+        assert [path.name for path in (tmp_path / "save").iterdir()] == ["lease_0000000001"], "it wrote something"
     assert (code, second) == (2, (2, ""))
     assert logged == (
         f"error: --save {tmp_path}/save is in use by process {process.pid} on {socket.gethostname()}: wait "
         "for that run, end it, or give this one another --save\n"
     )
     assert train(str(tmp_path)) == 0, "the holder is dead"
-    with lock_folder(tmp_path, pytest.fail), pytest.raises(FolderInUse, match=f"in use by process {os.getpid()} on "):
-        lock_folder(tmp_path, pytest.fail)
-    lock_folder(tmp_path, pytest.fail).close()
+    held = Lease(tmp_path)
+    with pytest.raises(FolderInUse, match=f"in use by process {os.getpid()} on "):
+        Lease(tmp_path)
+    held.release()
+    Lease(tmp_path).release()
 
 
 def test_what_a_checkpoint_needs_is_on_the_disk_before_it_is_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -349,7 +350,12 @@ def test_a_folder_that_is_moved_during_a_run_is_made_again(
     assert train(str(tmp_path), *flags) == 0
     assert f"WARNING: --save {save} was removed or moved during the run: it is made" in capsys.readouterr().out
     assert (tmp_path / "moved/iter_0000002").is_dir()
-    for name in ("config.json", "lock", "tokenizer/tokenizer_facts.json", "best/tokenizer/tokenizer_facts.json"):
+    for name in (
+        "config.json",
+        "lease_0000000001",
+        "tokenizer/tokenizer_facts.json",
+        "best/tokenizer/tokenizer_facts.json",
+    ):
         assert (save / name).is_file()
     assert "it is made again" in (save / "history.jsonl").read_text()
     assert train(str(tmp_path), *flags[:-2], "--train-iters", "6") == 0, "the run continues"
@@ -363,7 +369,7 @@ def test_a_folder_that_is_moved_during_a_run_is_made_again(
     monkeypatch.setattr(loop, "train_step", replace)
     with contextlib.ExitStack() as stack:
         assert train(str(tmp_path), "--train-iters", "8") == 1
-        assert f"stopped: --save {save} is in use by process" in capsys.readouterr().out
+        assert f"stopped: --save {save} now belongs to process" in capsys.readouterr().out
     assert not list(save.glob("iter_*"))
 
 
@@ -374,7 +380,14 @@ def test_a_run_changes_nothing_through_links_and_waits_for_no_pipe_in_its_folder
     save, mine, folder = tmp_path / "save", tmp_path / "mine", tmp_path / "folder"
     mine.write_text("mine")
     folder.mkdir()
-    files = ["lock", "history.jsonl", "metrics.jsonl", f"{TRACKER}.tmp", "incidents/launcher.jsonl", "best/tokenizer/x"]
+    files = [
+        "lease_0000000001",
+        "history.jsonl",
+        "metrics.jsonl",
+        f"{TRACKER}.tmp",
+        "incidents/launcher.jsonl",
+        "best/tokenizer/x",
+    ]
     for name in (*files, "incidents", "best", "best/tokenizer"):
         shutil.rmtree(save, ignore_errors=True)
         (save / name).parent.mkdir(parents=True)
@@ -396,7 +409,7 @@ def test_a_run_changes_nothing_through_links_and_waits_for_no_pipe_in_its_folder
     for write in (
         lambda path: append_line(path, "{}"),
         lambda path: file_lock(path, lambda: None).__enter__(),
-        lambda path: lock_folder(path.parent, pytest.fail),
+        lambda path: make_save_folder(path.parent),
     ):
         (save / "lock").symlink_to(mine)
         with pytest.raises((OSError, ValueError)):
@@ -406,17 +419,10 @@ def test_a_run_changes_nothing_through_links_and_waits_for_no_pipe_in_its_folder
     with atomic_write(save / "lock", save / "new"):
         pass
     assert mine.read_text() == "mine" and (save / "lock").read_bytes() == b"" and not (save / "lock").is_symlink()
-    lock_folder(save, pytest.fail).close()
+    make_save_folder(save)
 
 
-def test_a_folder_without_locks_and_one_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def unsupported(file: object, operation: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", unsupported)
-    logged: list[str] = []
-    lock_folder(tmp_path, logged.append).close()
-    assert len(logged) == 1 and "lock cannot be locked (No locks available)" in logged[0]
+def test_a_folder_that_cannot_be_made(tmp_path: Path):
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("nowhere")
     for name, problem in (
@@ -425,4 +431,4 @@ def test_a_folder_without_locks_and_one_that_cannot_be_made(tmp_path: Path, monk
         ("file/in", "cannot be written: Not a directory"),
     ):
         with pytest.raises(ValueError, match=f"^--save {tmp_path}/{name} {problem}$|{name}: {problem}$"):
-            lock_folder(tmp_path / name, pytest.fail)
+            make_save_folder(tmp_path / name)

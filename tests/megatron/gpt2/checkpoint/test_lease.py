@@ -15,11 +15,12 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.gpt2.checkpoint import folder, lease, saver
-from megatron.gpt2.checkpoint.folder import TRACKER, FolderInUse, list_iterations
+from data_utils.files import fsync_path
+from megatron.gpt2.checkpoint import lease, writer
+from megatron.gpt2.checkpoint.folder import TRACKER, FolderInUse, find_checkpoint, list_iterations
 from megatron.gpt2.checkpoint.lease import Lease, LeaseLostError
 from megatron.gpt2.checkpoint.saver import Saver
-from megatron.gpt2.checkpoint.writer import ShardedTensor, commit
+from megatron.gpt2.checkpoint.writer import ShardedTensor
 from tests.megatron.gpt2.dist.started_ranks import StartedRank
 from tests.megatron.gpt2.train.training_runs import write_text
 
@@ -30,7 +31,6 @@ def no_locks(*args: Any) -> None:
 
 def hurry() -> None:
     """Disable file locks, and shorten the times of a lease."""
-    mock.patch.object(folder, "try_lock", no_locks).start()
     mock.patch.multiple(lease, try_lock=no_locks, RENEWAL_INTERVAL=0.1, LIFETIME=1.0).start()
 
 
@@ -46,21 +46,19 @@ def save(owner: Lease, iteration: int) -> list[str]:
     lines: list[str] = []
     made = Saver(folder=owner._folder, attempt=f"{id(owner)}", log=lines.append, check_owner=owner.check)
     files = {"mp_rank_00/model.safetensors": {"w": ShardedTensor(torch.zeros(2), (2,), (0,))}}
-    made.save(iteration, files, {"vocab_size": 2})
+    made.save(iteration, files, {"vocab_size": 2, "owner": id(owner)})
     made.close()
     return [line for line in lines if "saved" not in line]
 
 
 @pytest.mark.usefixtures("without_locks")
 def test_one_owner(tmp_path: Path) -> None:
-    warnings: list[str] = []
-    first = Lease(tmp_path, warnings.append)
-    assert "cannot be locked" in warnings[0]
+    first = Lease(tmp_path)
     with pytest.raises(FolderInUse, match=rf"--save {tmp_path} is in use by process {os.getpid()} on "):
-        Lease(tmp_path, warnings.append)
+        Lease(tmp_path)
     assert not save(first, 1)
     first._released.set()  # as if its machine had stopped
-    second = Lease(tmp_path, warnings.append)
+    second = Lease(tmp_path)
     assert not save(second, 2)
     (warning,) = save(first, 3)
     assert f"--save {tmp_path} now belongs to process {os.getpid()} on " in warning
@@ -68,7 +66,7 @@ def test_one_owner(tmp_path: Path) -> None:
     assert first.is_lost and not first.is_held() and second.is_held()
     second.release()
     began = time.monotonic()
-    Lease(tmp_path, warnings.append).release()
+    Lease(tmp_path).release()
     assert time.monotonic() - began < 0.9, "it waited for a lease that was released"
     assert [path.name for path in tmp_path.glob("lease_*")] == ["lease_0000000003"]
     with pytest.raises(LeaseLostError):
@@ -76,23 +74,37 @@ def test_one_owner(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("without_locks")
-def test_an_owner_that_stops_between_check_and_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The later owner takes the files away, so the commit fails, and the tracker does not go back."""
-    first = Lease(tmp_path, lambda line: None)
+@pytest.mark.parametrize("iteration", [2, 3])
+@pytest.mark.parametrize("stops_after", ["the check", "the first rename"])
+def test_an_owner_that_stops_inside_a_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops_after: str, iteration: int
+) -> None:
+    """The later owner takes the files away, so the commit of iteration 2 fails, and the tracker does not go back."""
+    first = Lease(tmp_path)
     assert not save(first, 1)
-    owners = [first]
+    first._released.set()  # it stops, so its thread does not renew the lease
+    first._renewal.join()
+    owners, check = [first], first.check
 
-    def commit_late(*args: Any) -> None:
-        monkeypatch.setattr(saver, "commit", commit)
-        first._released.set()
-        owners.append(Lease(tmp_path, lambda line: None))
-        assert not save(owners[1], 3)
-        commit(*args)
+    def stop() -> None:
+        monkeypatch.undo()
+        owners.append(Lease(tmp_path))
+        assert not [line for line in save(owners[1], iteration) if "exists already" not in line]
 
-    monkeypatch.setattr(saver, "commit", commit_late)
-    assert save(first, 2)
-    assert [number for number, _ in list_iterations(tmp_path)] == [3, 1]
-    assert (tmp_path / TRACKER).read_text() == "3\n"
+    def check_and_stop() -> None:
+        check()
+        stop()
+
+    if stops_after == "the check":
+        monkeypatch.setattr(first, "check", check_and_stop)
+    else:
+        fsync = fsync_path
+        monkeypatch.setattr(writer, "fsync_path", lambda path: stop() if path == tmp_path else fsync(path))
+    (warning,) = save(first, 2)
+    assert f"now belongs to process {os.getpid()} on " in warning, warning
+    found = find_checkpoint(tmp_path, log=pytest.fail)
+    assert found is not None and found.metadata["owner"] == id(owners[1]) and found.iteration == iteration
+    assert (tmp_path / TRACKER).read_text() == f"{iteration}\n" and not list(tmp_path.glob(f"{TRACKER}.tmp*"))
     owners[1].release()
 
 

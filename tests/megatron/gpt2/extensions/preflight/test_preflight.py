@@ -163,7 +163,7 @@ def test_each_planted_defect_is_found(tmp_path: Path) -> None:
     finish(trainer)
     (tmp_path / "taken").mkdir()
     before = {path.name for path in tmp_path.iterdir()}
-    with open(tmp_path / "taken/lock", "a+b") as lock:
+    with open(tmp_path / "taken/lease_0000000007", "a+b") as lock:
         assert try_lock(lock)
         lock.write(b"process 7 on a machine\n")
         lock.flush()
