@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a cl
 
 from benchmarks import harness
 from megatron.gpt2.config.arguments import parse
-from megatron.gpt2.dist.gathering import sum_over_data_and_pipeline
+from megatron.gpt2.dist.gathering import all_reduce_over_data_and_pipeline
 from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.train.setup import build_context
 from megatron.gpt2.train.train_step import train_step
@@ -107,8 +107,8 @@ def train_layouts(rank: int, world_size: int, folder: str, layouts: Sequence[Lay
         for _ in range(steps):
             trainer.progress.loss_sum.zero_()
             train_step(trainer)
-            trainer.progress.step(trainer.current_global_batch_size)
-            found[-1].append(sum_over_data_and_pipeline([trainer.progress.loss_sum], trainer.parallel).item())
+            trainer.progress.count_step(trainer.current_global_batch_size)
+            found[-1].append(all_reduce_over_data_and_pipeline([trainer.progress.loss_sum], trainer.parallel).item())
         trainer.state.param_gather.wait()
         trainer.close()
     return found

@@ -25,7 +25,7 @@ were added later are keyword-only.
 from mpu.activation_offload import ActivationOffload
 from mpu.attention import PackedSeqParams
 from mpu.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
-from mpu.grads import clip_grad_norm, mark_sequence_parallel, squared_norm, sum_sequence_parallel_grads
+from mpu.grads import all_reduce_sequence_parallel_grads, clip_grad_norm, mark_sequence_parallel, squared_norm
 from mpu.initialize import (
     ParallelState,
     destroy_model_parallel,
@@ -92,6 +92,7 @@ from mpu.transformer import (
 )
 
 # Names until 0.3.
+sum_sequence_parallel_grads = all_reduce_sequence_parallel_grads
 Box, Documents, HostMemory = TensorSlice, PackedSeqParams, ActivationOffload
 Modules, PLAIN_MODULES, dropout_keys = TransformerLayerSubmodules, DEFAULT_SUBMODULES, dropout_seeds
 
@@ -161,7 +162,7 @@ __all__ = [
     "scatter_to_model_parallel_region",
     "send_to_next_stage",
     "squared_norm",
-    "sum_sequence_parallel_grads",
+    "all_reduce_sequence_parallel_grads",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_linear_cross_entropy",
 ]

@@ -35,27 +35,27 @@ class PackedSeqParams:
 def document_attention(
     qkv: Tensor,
     dropout_p: float,
-    documents: PackedSeqParams | None,
+    packed_seq_params: PackedSeqParams | None,
     dropout_seeds: Tensor | None = None,
     first_head: int = 0,
 ) -> Tensor:
     """Causal attention within each document: [s, b, n, 3, d] -> [s, b, n·d]. It takes less time than attention over
     whole samples, and no more memory.
 
-    documents: None if each sample is one document. dropout_seeds: int64 [b, 3], see `mpu.dropout_seeds`; None draws the
+    packed_seq_params: None if each sample is one document. dropout_seeds: int64 [b, 3], see `mpu.dropout_seeds`; None draws the
     masks from torch's generator. first_head: number of this rank's first head.
     """
     s, b, n, _, d = qkv.shape
-    if documents is None and dropout_seeds is not None:
+    if packed_seq_params is None and dropout_seeds is not None:
         return kernels.seeded_attention(qkv, dropout_p, dropout_seeds, ATTENTION_DROPOUT, first_head)
-    if documents is None or (dropout_seeds is None and len(documents.lengths) == b):
+    if packed_seq_params is None or (dropout_seeds is None and len(packed_seq_params.lengths) == b):
         return kernels.causal_attention(qkv, dropout_p)
     tokens = qkv.transpose(0, 1).reshape(b * s, 1, n, 3, d)  # [s, b, n, 3, d] -> [b, s, n, 3, d] -> [t, 1, n, 3, d]
     if dropout_seeds is None:
-        y = kernels.varlen_causal_attention(tokens, dropout_p, documents.lengths, documents.cu_seqlens)
+        y = kernels.varlen_causal_attention(tokens, dropout_p, packed_seq_params.lengths, packed_seq_params.cu_seqlens)
     else:
         parts, start = [], 0
-        for part in tokens.split(documents.lengths):
+        for part in tokens.split(packed_seq_params.lengths):
             sample, first = divmod(start, s)
             seeds = dropout_seeds[sample : sample + 1]
             parts.append(kernels.seeded_attention(part, dropout_p, seeds, ATTENTION_DROPOUT, first_head, first))
@@ -67,7 +67,7 @@ def document_attention(
 def core_attention(
     qkv: Tensor,
     dropout_p: float,
-    documents: PackedSeqParams | None = None,
+    packed_seq_params: PackedSeqParams | None = None,
     dropout_seeds: Tensor | None = None,
     first_head: int = 0,
 ) -> Tensor:
@@ -78,10 +78,10 @@ def core_attention(
     stream as a whole, because torch.compile cannot trace a change of the stream.
     """
     if dropout_p == 0:
-        return document_attention(qkv, 0.0, documents)
+        return document_attention(qkv, 0.0, packed_seq_params)
     if dropout_seeds is not None and kernels.has_seeded_attention(qkv.device.type):
-        return document_attention(qkv, dropout_p, documents, dropout_seeds, first_head)
+        return document_attention(qkv, dropout_p, packed_seq_params, dropout_seeds, first_head)
     if torch.compiler.is_compiling():
-        return document_attention(qkv, dropout_p, documents)
+        return document_attention(qkv, dropout_p, packed_seq_params)
     with current_rng_tracker().fork():
-        return document_attention(qkv, dropout_p, documents)
+        return document_attention(qkv, dropout_p, packed_seq_params)

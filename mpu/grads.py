@@ -26,17 +26,17 @@ def is_sequence_parallel(parameter: Tensor) -> bool:
     return getattr(parameter, "sequence_parallel", False)
 
 
-def sum_sequence_parallel_grads(parameters: Iterable[Tensor], group: ProcessGroup | None = None) -> None:
+def all_reduce_sequence_parallel_grads(parameters: Iterable[Tensor], group: ProcessGroup | None = None) -> None:
     """Replace the `.grad` of each marked parameter by its sum over the group (default: the tensor-parallel group), in
     place. Uses one all-reduce in float32.
 
     Call it once per step, after the last backward and before clipping, on every rank of the group with the same
     parameters. If no parameter is marked, nothing is sent.
     """
-    sum_over_group([p.grad for p in parameters if is_sequence_parallel(p) and p.grad is not None], group)
+    all_reduce_coalesced([p.grad for p in parameters if is_sequence_parallel(p) and p.grad is not None], group)
 
 
-def sum_over_group(tensors: Sequence[Tensor], group: ProcessGroup | None = None) -> None:
+def all_reduce_coalesced(tensors: Sequence[Tensor], group: ProcessGroup | None = None) -> None:
     """Replace each tensor by its sum over the group (default: the tensor-parallel group), in place, with one all-reduce
     in float32. Shapes and dtypes may differ."""
     group = group if group is not None else get_tensor_model_parallel_group()

@@ -141,13 +141,13 @@ class ParallelSelfAttention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        documents: PackedSeqParams | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
         attention_fn: AttentionFn | None = None,
         dropout_seeds: Tensor | None = None,
     ) -> Tensor:
         """[s, b, h] -> [s, b, h].
 
-        documents: lengths of the documents; None lets each token attend to all tokens before it. attention_fn: replaces
+        packed_seq_params: lengths of the documents; None lets each token attend to all tokens before it. attention_fn: replaces
         causal attention, [s, b, n/tp, 3, d] -> [s, b, h/tp], for example by `KeyValueCache.attend`. dropout_seeds: this
         layer's part of `mpu.dropout_seeds`; None draws the masks from torch's generators.
         """
@@ -155,7 +155,7 @@ class ParallelSelfAttention(nn.Module):
         out: Tensor = self.dense(
             attention_fn(qkv)
             if attention_fn is not None
-            else self.compute_attention(qkv, documents, dropout_seeds, self.dense.rank * qkv.size(2))
+            else self.compute_attention(qkv, packed_seq_params, dropout_seeds, self.dense.rank * qkv.size(2))
         )
         return out
 
@@ -164,15 +164,15 @@ class ParallelSelfAttention(nn.Module):
         return qkv.view(*qkv.shape[:2], -1, 3, self.head_size)
 
     def compute_attention(
-        self, qkv: Tensor, documents: PackedSeqParams | None, dropout_seeds: Tensor | None, first_head: int
+        self, qkv: Tensor, packed_seq_params: PackedSeqParams | None, dropout_seeds: Tensor | None, first_head: int
     ) -> Tensor:
         """Attention of some heads, starting at head `first_head`: [s, b, n/tp, 3, d] -> [s, b, h/tp]."""
         dropout_p = self.attention_dropout if self.training else 0.0
-        if dropout_p == 0 and documents is None:
+        if dropout_p == 0 and packed_seq_params is None:
             return kernels.causal_attention(qkv, 0.0)
-        is_static = documents is None and dropout_seeds is not None
+        is_static = packed_seq_params is None and dropout_seeds is not None
         attention = core_attention if is_static else self.dynamic_attention
-        return attention(qkv, dropout_p, documents, dropout_seeds, first_head)
+        return attention(qkv, dropout_p, packed_seq_params, dropout_seeds, first_head)
 
 
 class ParallelMLP(nn.Module):
@@ -232,7 +232,7 @@ class ParallelTransformerLayer(nn.Module):
     [s, b, h] -> [s, b, h], or [s/tp, b, h] -> [s/tp, b, h] with sequence_parallel.
 
     init_method_for: returns the init_method of a weight, given its name in this layer, e.g. "attention.dense.weight".
-    modules: the implementations of the layer's parts.
+    submodules: the implementations of the layer's parts.
     """
 
     def __init__(
@@ -240,28 +240,28 @@ class ParallelTransformerLayer(nn.Module):
         config: TransformerConfig,
         *,
         init_method_for: Callable[[str], InitMethod],
-        modules: TransformerLayerSubmodules = DEFAULT_SUBMODULES,
+        submodules: TransformerLayerSubmodules = DEFAULT_SUBMODULES,
     ) -> None:
         super().__init__()
         self.hidden_dropout, self.sequence_parallel = config.hidden_dropout, config.sequence_parallel
         self.recompute = config.recompute_granularity == "selective"
         norm = functools.partial(
-            modules.layer_norm,
+            submodules.layer_norm,
             config.hidden_size,
             config.layernorm_epsilon,
             sequence_parallel=config.sequence_parallel,
             device=config.device,
         )
-        linears = {"column": modules.column, "row": modules.row}
+        linears = {"column": submodules.column, "row": submodules.row}
         self.input_layernorm = norm()
-        self.attention = modules.attention(
+        self.attention = submodules.attention(
             config,
             init_method=init_method_for("attention.query_key_value.weight"),
             output_init_method=init_method_for("attention.dense.weight"),
             **linears,
         )
         self.post_attention_layernorm = norm()
-        self.mlp = modules.mlp(
+        self.mlp = submodules.mlp(
             config,
             init_method=init_method_for("mlp.dense_h_to_4h.weight"),
             output_init_method=init_method_for("mlp.dense_4h_to_h.weight"),
@@ -284,7 +284,7 @@ class ParallelTransformerLayer(nn.Module):
     def __call__(
         self,
         x: Tensor,
-        documents: PackedSeqParams | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
         attention_fn: AttentionFn | None = None,
         dropout_seeds: Tensor | None = None,
     ) -> Tensor:
@@ -293,24 +293,27 @@ class ParallelTransformerLayer(nn.Module):
         draws = (
             self.training and self.attention.attention_dropout > 0 and not kernels.has_seeded_attention(x.device.type)
         )
-        in_stream = self._is_compiled and draws and dropout_seeds is not None and documents is None
+        in_stream = self._is_compiled and draws and dropout_seeds is not None and packed_seq_params is None
         with current_rng_tracker().fork() if in_stream else contextlib.nullcontext():
-            out: Tensor = super().__call__(x, documents, attention_fn, dropout_seeds)
+            out: Tensor = super().__call__(x, packed_seq_params, attention_fn, dropout_seeds)
         return out
 
     def forward(
         self,
         x: Tensor,
-        documents: PackedSeqParams | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
         attention_fn: AttentionFn | None = None,
         dropout_seeds: Tensor | None = None,
     ) -> Tensor:
-        """[s, b, h] -> [s, b, h]. documents, attention_fn, dropout_seeds: see `ParallelSelfAttention.forward`."""
+        """[s, b, h] -> [s, b, h]. packed_seq_params, attention_fn, dropout_seeds: see `ParallelSelfAttention.forward`."""
         attention = (
             self.attention
-            if documents is None and attention_fn is None and dropout_seeds is None
+            if packed_seq_params is None and attention_fn is None and dropout_seeds is None
             else functools.partial(
-                self.attention, documents=documents, attention_fn=attention_fn, dropout_seeds=dropout_seeds
+                self.attention,
+                packed_seq_params=packed_seq_params,
+                attention_fn=attention_fn,
+                dropout_seeds=dropout_seeds,
             )
         )
         # No loop or `with` around the branches: a graph break inside one makes torch.compile skip the whole layer.

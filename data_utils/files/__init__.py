@@ -1,4 +1,4 @@
-"""Atomic writes, locks, checksummed JSON and hashes of files.
+"""Atomic writes, locks, checksummed JSON, hashes of files, and threads that read or write several files.
 
 After a crash of the process or the machine, a file is the old one or the new one, never a mixture. The system frees the
 lock of a process that dies. A checksummed JSON object ends with the sha256 of the bytes before it. It has two layouts
@@ -34,9 +34,11 @@ import os
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, Any, BinaryIO, TypeVar
 
 CHECKPOINT_VERSION = 2
 OLDEST_CHECKPOINT_VERSION = 1  # the oldest that is still read
@@ -54,8 +56,11 @@ MAX_MANIFEST_BYTES = 1 << 30  # of a manifest, which takes about 100 bytes for e
 CHUNK_BYTES = 1 << 30
 BLOCK = 1 << 18  # small enough for the processor's cache
 SAFETENSORS_ALIGNMENT = 8
+IO_THREADS = 4
 
 ChunkHash = dict[str, Any]  # keys: bytes, sha256
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 # --- atomic writes and locks
@@ -406,6 +411,34 @@ def find_damaged_chunks(path: str | Path, parts: Sequence[ChunkHash]) -> list[st
 
 
 # --- the machine
+
+
+def in_threads(work: Callable[[T], R], items: Iterable[T], threads: int = IO_THREADS) -> list[R]:
+    """Call `work` for each item in several threads. Hashing and copying release Python's global interpreter lock. The
+    first error, in the order of the items, is raised after all threads have ended. The threads are daemons: storage that
+    does not answer does not keep a process from ending."""
+    jobs = [(item, Future[R]()) for item in items]
+    queue = iter(jobs)  # each thread takes the next job
+
+    def run() -> None:
+        for item, result in queue:
+            run_future(result, work, item)
+
+    # Not multiprocessing's ThreadPool, which writes to /dev/shm.
+    workers = [threading.Thread(target=run, daemon=True) for _ in range(min(threads, len(jobs)))]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return [result.result() for _, result in jobs]
+
+
+def run_future(result: Future[R], work: Callable[..., R], *args: Any) -> None:
+    """Call `work`, and set `result` to what it returns or raises."""
+    try:
+        result.set_result(work(*args))
+    except BaseException as error:
+        result.set_exception(error)
 
 
 def machine_memory(entry: str) -> int | None:

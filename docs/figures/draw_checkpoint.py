@@ -11,7 +11,7 @@ from drawing import GREY, INK, PAPER, RANKS, WHOLE, arrow, box, line, picture, t
 WIDTH, HEIGHT = 1090, 500
 STEPS = [
     ["1 files", "each rank writes", "mp_rank_TT/…", "and hashes it"],
-    ["2 table", "each rank writes", "boxes/rank_R.jsonl:", "boxes and hashes"],
+    ["2 table", "each rank writes", "boxes/rank_R.jsonl:", "slices and hashes"],
     ["3 manifest", "rank 0 waits for", "all tables, writes", "manifest.json"],
     ["4 rename", "iter_N.tmp-…", "becomes iter_N:", "now it exists"],
     ["5 tracker", "latest_checkpointed_", "iteration.txt", "says N"],
@@ -30,7 +30,7 @@ def part(x: float, y: float, height: float, words: str, color: str, fill: str = 
 
 
 def checkpoint() -> str:
-    """The five steps of a save, and the boxes of a tensor that other ranks load."""
+    """The five steps of a save, and the slices of a tensor that other ranks load."""
     parts = [
         text(WIDTH / 2, 24, "A save is committed in five steps", size=16, bold=True),
         text(WIDTH / 2, 44, "a crash before step 4 leaves the last checkpoint as it was", size=12, color=GREY),
@@ -41,7 +41,9 @@ def checkpoint() -> str:
         if index:
             parts.append(arrow(x - GAP, TOP + HIGH / 2, x))
     parts += [
-        text(WIDTH / 2, BELOW - 52, "Any layout can read it: a box is cut out of the saved boxes", size=16, bold=True),
+        text(
+            WIDTH / 2, BELOW - 52, "Any layout can read it: a slice is cut out of the saved slices", size=16, bold=True
+        ),
         text(WIDTH / 2, BELOW - 32, "one tensor of 8 rows, split by rows", size=12, color=GREY),
     ]
     saved, memory, wanted = 150, 440, 730
@@ -53,7 +55,7 @@ def checkpoint() -> str:
         parts.append(text(x + 105, BELOW - 8, words, size=12, bold=True))
     for rank, color in enumerate(RANKS):
         y = BELOW + 2 * rank * ROW
-        parts += part(saved, y, 2 * ROW, f"box of rank {rank}: rows {4 * rank} to {4 * rank + 3}", color)
+        parts += part(saved, y, 2 * ROW, f"slice of rank {rank}: rows {4 * rank} to {4 * rank + 3}", color)
         parts += part(memory, y, 2 * ROW, f"rows {4 * rank} to {4 * rank + 3}", color, WHOLE)
         parts.append(line(saved + 210, y + ROW, memory - 8, y + ROW))
     for rank in range(4):
@@ -64,14 +66,14 @@ def checkpoint() -> str:
         text(
             WIDTH / 2,
             BELOW + 4 * ROW + 34,
-            "A rank reads only those parts of the boxes that it needs.",
+            "A rank reads only those parts of the slices that it needs.",
             size=12,
             color=GREY,
         ),
         text(
             WIDTH / 2,
             BELOW + 4 * ROW + 54,
-            "A range of a sharded optimizer is at most three boxes: a partial "
+            "A range of a sharded optimizer is at most three slices: a partial "
             "first row, whole rows, a partial last row.",
             size=12,
             color=GREY,

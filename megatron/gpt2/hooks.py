@@ -59,7 +59,7 @@ class Hook:
         """Return settings that must be equal on all ranks, by the name that an error message uses."""
         return {}
 
-    def modules(self) -> mpu.TransformerLayerSubmodules | None:
+    def submodules(self) -> mpu.TransformerLayerSubmodules | None:
         """Return the layer, head and loss classes of the model, which replace `mpu.DEFAULT_SUBMODULES`, or None."""
 
     def reducer(self, buffer: Any, model: Any, parallel: mpu.ParallelState) -> Any:

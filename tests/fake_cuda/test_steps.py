@@ -102,7 +102,7 @@ def test_save_and_load(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(module, "in_threads", lambda work, items, *_: [work(item) for item in items])
     with running(text, tmp_path, DROPOUT) as (trainer, gpu):
         steps(trainer, gpu)
-        trainer.progress.step(trainer.current_global_batch_size)
+        trainer.progress.count_step(trainer.current_global_batch_size)
         assert trainer.save() is not None
     with running(text, tmp_path, DROPOUT) as (trainer, gpu):
         assert trainer.progress.iteration == 1

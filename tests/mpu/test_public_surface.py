@@ -53,5 +53,6 @@ def test_names_until_version_0_3() -> None:
     assert (mpu.Box, mpu.Documents, mpu.HostMemory) == (mpu.TensorSlice, mpu.PackedSeqParams, mpu.ActivationOffload)
     assert (mpu.Modules, mpu.PLAIN_MODULES) == (mpu.TransformerLayerSubmodules, mpu.DEFAULT_SUBMODULES)
     assert mpu.dropout_keys is mpu.dropout_seeds
+    assert mpu.sum_sequence_parallel_grads is mpu.all_reduce_sequence_parallel_grads
     assert mpu.PartitionSpec.box is mpu.PartitionSpec.local_slice
     assert mpu.checkpoint(torch.nn.Identity(), torch.ones(1), host_memory=None) == 1

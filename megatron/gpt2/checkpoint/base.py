@@ -2,7 +2,7 @@
 
 Readers translate every format into the same terms: our tensor names, QKV head-major, a vocabulary without padding rows,
 and global tensors without ranks. The code that inspects, compares, converts and loads checkpoints therefore exists only
-once. A saved tensor consists of boxes, which are rectangular slices of the global tensor.
+once. A saved tensor consists of rectangular slices of the global tensor.
 
 The hash in a manifest shows that its bytes did not change. It does not show who wrote them. Callers therefore use
 `check_metadata` before they build anything from the metadata.
@@ -34,45 +34,45 @@ _SCALER = [f"optimizer.loss_scaler.{name}" for name in ("scale", "clean_steps", 
 
 
 def intersection(a: TensorSlice, b: TensorSlice) -> TensorSlice:
-    """The common part of two boxes. Its size is 0 along each dimension in which they do not overlap."""
+    """The common part of two slices. Its size is 0 along each dimension in which they do not overlap."""
     ranges = [(max(i.start, j.start), min(i.stop, j.stop)) for i, j in zip(a.slices(), b.slices(), strict=True)]
     return TensorSlice(tuple(start for start, _ in ranges), tuple(max(stop - start, 0) for start, stop in ranges))
 
 
-def relative_box(part: TensorSlice, outer: TensorSlice) -> TensorSlice:
+def relative_slice(part: TensorSlice, outer: TensorSlice) -> TensorSlice:
     """`part` with its offset counted from the start of `outer`."""
     return TensorSlice(tuple(p - o for p, o in zip(part.offset, outer.offset, strict=True)), part.shape)
 
 
-def check_inside(name: str, shape: tuple[int, ...], box: TensorSlice) -> None:
-    """Raise ValueError unless `box` is not empty and lies inside a tensor of `shape`."""
-    if not box.numel or any(part.stop > size for part, size in zip(box.slices(), shape, strict=True)):
-        raise ValueError(f"{name}: {box} is empty or outside of the shape {shape}")
+def check_inside(name: str, shape: tuple[int, ...], tensor_slice: TensorSlice) -> None:
+    """Raise ValueError unless `tensor_slice` is not empty and lies inside a tensor of `shape`."""
+    if not tensor_slice.numel or any(part.stop > size for part, size in zip(tensor_slice.slices(), shape, strict=True)):
+        raise ValueError(f"{name}: {tensor_slice} is empty or outside of the shape {shape}")
 
 
-def check_coverage(name: str, shape: tuple[int, ...], boxes: Sequence[TensorSlice]) -> None:
-    """Raise ValueError unless `boxes` cover each entry of a tensor of `shape` exactly once.
+def check_coverage(name: str, shape: tuple[int, ...], slices: Sequence[TensorSlice]) -> None:
+    """Raise ValueError unless `slices` cover each entry of a tensor of `shape` exactly once.
 
-    The edges of all boxes cut the tensor into a grid. The boxes leave no gap if they have as many entries as the tensor
-    and each cell of the grid is in at most one box.
+    The edges of all slices cut the tensor into a grid. The slices leave no gap if they have as many entries as the tensor
+    and each cell of the grid is in at most one slice.
     """
-    for box in boxes:
-        check_inside(name, shape, box)
-    if (covered := sum(box.numel for box in boxes)) != math.prod(shape):
-        raise ValueError(f"{name}: its boxes hold {covered} entries of {math.prod(shape)}")
+    for tensor_slice in slices:
+        check_inside(name, shape, tensor_slice)
+    if (covered := sum(tensor_slice.numel for tensor_slice in slices)) != math.prod(shape):
+        raise ValueError(f"{name}: its slices hold {covered} entries of {math.prod(shape)}")
     edges: list[list[int]] = []
-    for parts in zip(*(box.slices() for box in boxes), strict=True):  # along each dimension
+    for parts in zip(*(tensor_slice.slices() for tensor_slice in slices), strict=True):  # along each dimension
         edges.append(sorted({*(part.start for part in parts), *(part.stop for part in parts)}))
     if math.prod(map(len, edges)) > _MAX_CELLS:
-        raise ValueError(f"{name}: has too many boxes at different positions")
+        raise ValueError(f"{name}: has too many slices at different positions")
     filled = torch.zeros([len(cuts) - 1 for cuts in edges], dtype=torch.bool)
-    for box in boxes:
-        along = zip(edges, box.slices(), strict=True)
+    for tensor_slice in slices:
+        along = zip(edges, tensor_slice.slices(), strict=True)
         cells = filled[
             tuple(slice(bisect_left(cuts, part.start), bisect_left(cuts, part.stop)) for cuts, part in along)
         ]
         if cells.any():
-            raise ValueError(f"{name}: two of its boxes overlap in {box}")
+            raise ValueError(f"{name}: two of its slices overlap in {tensor_slice}")
         cells.fill_(True)
 
 
@@ -101,7 +101,7 @@ class BaseCheckpoint:
     left_out: Sequence[str] = ()
 
     def read(self, name: str, offset: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
-        """Return the box of `name` at `offset` with `shape` (default: the whole tensor) as a new CPU tensor with the
+        """Return the slice of `name` at `offset` with `shape` (default: the whole tensor) as a new CPU tensor with the
         saved dtype."""
         if name not in self.tensors:
             raise ValueError(f"{self.path}: holds no tensor {name}")
@@ -111,7 +111,7 @@ class BaseCheckpoint:
         return out
 
     def read_into(self, out: Tensor, name: str, offset: tuple[int, ...]) -> None:
-        """Fill `out`, of any dtype and device, with the box of `name` at `offset` that has the shape of `out`."""
+        """Fill `out`, of any dtype and device, with the slice of `name` at `offset` that has the shape of `out`."""
         raise NotImplementedError
 
 

@@ -1,5 +1,5 @@
 """The native checkpoint format and its reader. The reader checks all data before it uses them, and reads any slice of a
-tensor from the saved boxes.
+tensor from the saved slices.
 
 manifest.json, in an iteration's folder, is one JSON object:
 
@@ -8,7 +8,7 @@ manifest.json, in an iteration's folder, is one JSON object:
     facts       metadata about the run
     tensors     {tensor: {"dtype", "shape", "held"}}; shapes are global and without padding; "held" is an index of `held`
     held        lists of [table, first row, one past the last row, entries]. Each list names the tables, by their index in
-                `tables`, that have boxes of a tensor. Tensors that are split equally, such as moments, share a list
+                `tables`, that have slices of a tensor. Tensors that are split equally, such as moments, share a list
     tables      {path: {"bytes", "sha256", "files": the number of files that the table lists}}
     sha256      the hash of all bytes of the manifest before this entry
 
@@ -21,7 +21,7 @@ The manifest has the hashes of the tables, and the tables have the hashes of the
 of each table. A load reads the second lines of those tables that have rows which it needs. In version 1, the manifest
 itself had the second lines of all ranks as `files`. The reader treats such a manifest as its only table.
 
-The key of a box is the tensor's name. If a file has several boxes of a tensor, the next keys end in "#1", "#2" and so on.
+The key of a slice is the tensor's name. If a file has several slices of a tensor, the next keys end in "#1", "#2" and so on.
 The reader computes the expected safetensors header of a file from its table and compares the bytes. It never parses a
 header, so it refuses a header with a duplicate key, a wrong size, or from a different iteration or rank.
 """
@@ -33,10 +33,9 @@ import math
 import re
 import reprlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -46,6 +45,7 @@ from data_utils.files import (
     CHECKPOINT_VERSION,
     OLDEST_CHECKPOINT_VERSION,
     hash_file,
+    in_threads,
     parse_json,
     safetensors_header,
     verify_checksum,
@@ -57,13 +57,12 @@ from megatron.gpt2.checkpoint.base import (
     check_coverage,
     check_inside,
     intersection,
-    relative_box,
+    relative_slice,
 )
 from mpu.partition import TensorSlice
 
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 16 << 20  # limit for the manifest and for each table, 1,000 times the size in a small run
-THREADS = 4
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -76,22 +75,20 @@ DTYPES = {
 DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
 # This form excludes absolute paths and "..".
 _FILE_NAME = re.compile(r"mp_rank_\d{2,5}(_\d{3})?/[a-z]\w*\.safetensors", re.ASCII)
-T = TypeVar("T")
-R = TypeVar("R")
 
 
 class FileInfo(NamedTuple):
-    """An entry of a table: the file's size, its sha256 in hexadecimal, and its boxes by key."""
+    """An entry of a table: the file's size, its sha256 in hexadecimal, and its slices by key."""
 
     bytes: int
     sha256: str
-    boxes: dict[str, TensorSlice]
+    slices: dict[str, TensorSlice]
 
 
 class SavedShard(NamedTuple):
-    """A saved box of a tensor, with its file and its key there."""
+    """A saved slice of a tensor, with its file and its key there."""
 
-    box: TensorSlice
+    tensor_slice: TensorSlice
     file: str
     key: str
 
@@ -120,34 +117,6 @@ def tensor_name(key: str) -> str:
     return key.partition("#")[0]
 
 
-def in_threads(work: Callable[[T], R], items: Iterable[T], threads: int = THREADS) -> list[R]:
-    """Call `work` for each item in several threads. Hashing and copying release Python's global interpreter lock. The
-    first error, in the order of the items, is raised after all threads have ended. The threads are daemons: storage that
-    does not answer does not keep a process from ending."""
-    jobs = [(item, Future[R]()) for item in items]
-    queue = iter(jobs)  # each thread takes the next job
-
-    def run() -> None:
-        for item, result in queue:
-            settle(result, work, item)
-
-    # Not multiprocessing's ThreadPool, which writes to /dev/shm.
-    workers = [threading.Thread(target=run, daemon=True) for _ in range(min(threads, len(jobs)))]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    return [result.result() for _, result in jobs]
-
-
-def settle(result: Future[R], work: Callable[..., R], *args: Any) -> None:
-    """Call `work`, and set `result` to what it returns or raises."""
-    try:
-        result.set_result(work(*args))
-    except BaseException as error:
-        result.set_exception(error)
-
-
 @contextlib.contextmanager
 def without_garbage_collection() -> Iterator[None]:
     """Disable Python's garbage collector inside the block. It would visit the growing objects again and again, which
@@ -161,53 +130,54 @@ def without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def row_range(box: TensorSlice) -> tuple[int, int]:
-    """The first row of a box, and one past the last. A scalar has one row."""
-    return (box.offset[0], box.offset[0] + box.shape[0]) if box.shape else (0, 1)
+def row_range(tensor_slice: TensorSlice) -> tuple[int, int]:
+    """The first row of a slice, and one past the last. A scalar has one row."""
+    return (tensor_slice.offset[0], tensor_slice.offset[0] + tensor_slice.shape[0]) if tensor_slice.shape else (0, 1)
 
 
 def extent(shards: Sequence[SavedShard]) -> tuple[int, int, int]:
     """The first row, one past the last row, and the number of entries of some shards of a tensor."""
-    tops, bottoms = zip(*(row_range(shard.box) for shard in shards), strict=True)
-    return min(tops), max(bottoms), sum(shard.box.numel for shard in shards)
+    tops, bottoms = zip(*(row_range(shard.tensor_slice) for shard in shards), strict=True)
+    return min(tops), max(bottoms), sum(shard.tensor_slice.numel for shard in shards)
 
 
 def file_header(
-    file: str, iteration: int, boxes: Mapping[str, tuple[torch.dtype, TensorSlice]]
+    file: str, iteration: int, slices: Mapping[str, tuple[torch.dtype, TensorSlice]]
 ) -> tuple[bytes, dict[str, int], int]:
-    """Return the safetensors header of `file` with these `boxes`, the first byte of each key's values in file order, and
+    """Return the safetensors header of `file` with these `slices`, the first byte of each key's values in file order, and
     the file's size. Wide dtypes are first in the file, so that every tensor is aligned."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt", "file": file, "iteration": str(iteration)}}
     starts: dict[str, int] = {}
     end = 0
-    for key in sorted(boxes, key=lambda key: (-boxes[key][0].itemsize, key)):
-        dtype, box = boxes[key]
-        starts[key], end = end, end + box.numel * dtype.itemsize
-        entries[key] = {"dtype": DTYPE_CODES[dtype], "shape": box.shape, "data_offsets": [starts[key], end]}
+    for key in sorted(slices, key=lambda key: (-slices[key][0].itemsize, key)):
+        dtype, tensor_slice = slices[key]
+        starts[key], end = end, end + tensor_slice.numel * dtype.itemsize
+        entries[key] = {"dtype": DTYPE_CODES[dtype], "shape": tensor_slice.shape, "data_offsets": [starts[key], end]}
     header = safetensors_header(entries)
     return header, {key: len(header) + start for key, start in starts.items()}, len(header) + end
 
 
 def parse_table(files: Any, tensors: Mapping[str, TensorInfo]) -> RankTable:
     """Parse the second line of a table, or `files` of a manifest of version 1. Raises ValueError, KeyError, TypeError or
-    AttributeError, which `wrap_errors` converts, if a path, a box or a size is not possible."""
+    AttributeError, which `wrap_errors` converts, if a path, a slice or a size is not possible."""
     table = RankTable({}, {})
     for file, info in files.items():
         if not _FILE_NAME.fullmatch(file):
             raise ValueError(f"names the file {file!r}, which is not of the form mp_rank_00/name.safetensors")
-        boxes = {
-            key: TensorSlice(_integers(box["offset"]), _integers(box["shape"])) for key, box in info["boxes"].items()
+        slices = {
+            key: TensorSlice(_integers(chunk["offset"]), _integers(chunk["shape"]))
+            for key, chunk in info["boxes"].items()
         }
         (size_on_disk,) = _integers([info["bytes"]])
-        table.files[file] = FileInfo(size_on_disk, info["sha256"], boxes)
+        table.files[file] = FileInfo(size_on_disk, info["sha256"], slices)
         size = 0
-        for key, box in boxes.items():
+        for key, tensor_slice in slices.items():
             name = tensor_name(key)
-            check_inside(name, tensors[name].shape, box)
-            table.shards.setdefault(name, []).append(SavedShard(box, file, key))
-            size += box.numel * tensors[name].dtype.itemsize
+            check_inside(name, tensors[name].shape, tensor_slice)
+            table.shards.setdefault(name, []).append(SavedShard(tensor_slice, file, key))
+            size += tensor_slice.numel * tensors[name].dtype.itemsize
         if size > size_on_disk:
-            raise ValueError(f"the boxes of {file} do not fit into its {size_on_disk} bytes")
+            raise ValueError(f"the slices of {file} do not fit into its {size_on_disk} bytes")
     return table
 
 
@@ -267,6 +237,8 @@ class Checkpoint(BaseCheckpoint):
         if version < OLDEST_CHECKPOINT_VERSION:
             raise ValueError(f"format version {version} does not exist")
         self.metadata = dict(manifest["facts"])
+        if isinstance(layout := self.metadata.get("layout"), dict) and "pipeline_parallel_size" in layout:
+            layout["pipeline_model_parallel_size"] = layout.pop("pipeline_parallel_size")  # the name until 0.3
         self.tensors = {
             name: TensorInfo(DTYPES[info["dtype"]], _integers(info["shape"]))
             for name, info in manifest["tensors"].items()
@@ -296,7 +268,7 @@ class Checkpoint(BaseCheckpoint):
         for name, tensor in self.tensors.items():
             found = entries[id(self._held[name])] if name in self._held else 0
             if found != math.prod(tensor.shape):
-                raise ValueError(f"{name}: its boxes hold {found} entries of {math.prod(tensor.shape)}")
+                raise ValueError(f"{name}: its slices hold {found} entries of {math.prod(tensor.shape)}")
 
     def _add_table(self, number: int, table: RankTable) -> None:
         if twice := self._file_infos.keys() & table.files.keys():
@@ -355,7 +327,7 @@ class Checkpoint(BaseCheckpoint):
         return ""
 
     def verify(self) -> str:
-        """Check every byte of all files, and that the boxes of each tensor cover it. Return the first error, in one line,
+        """Check every byte of all files, and that the slices of each tensor cover it. Return the first error, in one line,
         or ""."""
         try:
             for name, info in self.tensors.items():
@@ -365,12 +337,12 @@ class Checkpoint(BaseCheckpoint):
         return self.find_damage()
 
     def read_into(self, out: Tensor, name: str, offset: tuple[int, ...]) -> None:
-        """Fill `out` with the box of `name` at `offset` that has the shape of `out`, from all saved boxes that overlap it.
+        """Fill `out` with the slice of `name` at `offset` that has the shape of `out`, from all saved slices that overlap it.
         Resuming, merging, splitting and resharding all use this method."""
         target = TensorSlice(offset, tuple(out.shape))
         for shard, shared in self._shards_in(name, target):
-            out[relative_box(shared, target).slices()].copy_(
-                self._map_shard(shard)[relative_box(shared, shard.box).slices()]
+            out[relative_slice(shared, target).slices()].copy_(
+                self._map_shard(shard)[relative_slice(shared, shard.tensor_slice).slices()]
             )
 
     def _shards_in(self, name: str, target: TensorSlice) -> list[tuple[SavedShard, TensorSlice]]:
@@ -385,29 +357,31 @@ class Checkpoint(BaseCheckpoint):
             for number, (top, bottom, _) in self._held[name].items()
             if top < last and first < bottom
             for shard in self._table(number).shards.get(name, ())
-            if (shared := intersection(shard.box, target)).numel
+            if (shared := intersection(shard.tensor_slice, target)).numel
         ]
         with wrap_errors(self.path / MANIFEST):
-            check_coverage(name, target.shape, [relative_box(shared, target) for _, shared in shards])
+            check_coverage(name, target.shape, [relative_slice(shared, target) for _, shared in shards])
         return shards
 
     def _map_shard(self, shard: SavedShard) -> Tensor:
         """The values of a saved shard, memory-mapped from its file."""
         if shard.file not in self._mapped:
             where, info = self.path / shard.file, self._file_infos[shard.file]
-            boxes = {key: (self.tensors[tensor_name(key)].dtype, box) for key, box in info.boxes.items()}
-            header, starts, size = file_header(shard.file, self.iteration, boxes)
+            slices = {
+                key: (self.tensors[tensor_name(key)].dtype, tensor_slice) for key, tensor_slice in info.slices.items()
+            }
+            header, starts, size = file_header(shard.file, self.iteration, slices)
             check_file_size(where, info.bytes)
             with wrap_errors(where):
                 # "c" is a private, writable mapping, because torch warns about read-only memory.
                 mapped = np.memmap(where, np.uint8, "c")
                 if len(mapped) != size or mapped[: len(header)].tobytes() != header:
-                    raise ValueError("its header does not match the boxes that its table lists")
+                    raise ValueError("its header does not match the slices that its table lists")
             self._mapped[shard.file] = mapped, starts
         mapped, starts = self._mapped[shard.file]
         dtype = self.tensors[tensor_name(shard.key)].dtype
-        return torch.frombuffer(mapped, dtype=dtype, count=shard.box.numel, offset=starts[shard.key]).view(
-            shard.box.shape
+        return torch.frombuffer(mapped, dtype=dtype, count=shard.tensor_slice.numel, offset=starts[shard.key]).view(
+            shard.tensor_slice.shape
         )
 
 

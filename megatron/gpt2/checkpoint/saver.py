@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data_utils.files import machine_memory
+from data_utils.files import machine_memory, run_future
 from megatron.gpt2.checkpoint.folder import Gather, Log, gather_alone
-from megatron.gpt2.checkpoint.reader import settle, table_path
+from megatron.gpt2.checkpoint.reader import table_path
 from megatron.gpt2.checkpoint.writer import (
     ShardedFiles,
     ShardedTensor,
@@ -114,7 +114,7 @@ class Saver:
         self._pending = pending = PendingSave()
         job = (pending.committed, self.write, iteration, files, metadata, pending, into)
         # A daemon: storage that does not answer does not keep the process from ending.
-        threading.Thread(target=settle, args=job, name="saver", daemon=True).start()
+        threading.Thread(target=run_future, args=job, name="saver", daemon=True).start()
         return None if self.asynchronous else self.finish()
 
     def write(

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import mpu
+from data_utils.files import in_threads
 from megatron.gpt2.checkpoint.base import BaseCheckpoint
-from megatron.gpt2.checkpoint.reader import in_threads
 from megatron.gpt2.checkpoint.writer import ShardedTensor
 from megatron.gpt2.optimizer.param_and_grad_buffer import ParamShard
 from mpu import PartitionSpec, TensorSlice
@@ -27,9 +27,9 @@ def sharded_state_dict(
     for kind, name, values, start in states:
         spec = specs[name]
         if spec.dim is not None or mp_rank == 0:
-            for number, (box, part) in enumerate(_shard_boxes(spec, mp_rank, mp_size, start, values)):
+            for number, (tensor_slice, part) in enumerate(_shard_slices(spec, mp_rank, mp_size, start, values)):
                 key = f"{kind}.{name}" + (f"#{number}" if number else "")
-                shards[key] = ShardedTensor(part, spec.global_shape, box.offset)
+                shards[key] = ShardedTensor(part, spec.global_shape, tensor_slice.offset)
     return shards
 
 
@@ -62,7 +62,10 @@ def load_sharded_state_dict(
                 f"{spec.global_shape} in this run: give the saved shape, or leave out the shape flags"
             )
         values.zero_()
-        parts += [(part, full_name, box.offset) for box, part in _shard_boxes(spec, mp_rank, mp_size, start, values)]
+        parts += [
+            (part, full_name, tensor_slice.offset)
+            for tensor_slice, part in _shard_slices(spec, mp_rank, mp_size, start, values)
+        ]
     for full_name in checkpoint.tensors:
         kind, _, name = full_name.partition(".")
         if kind in kinds and name not in specs:
@@ -73,11 +76,11 @@ def load_sharded_state_dict(
     in_threads(lambda part: checkpoint.read_into(*part), parts)
 
 
-def _shard_boxes(
+def _shard_slices(
     spec: PartitionSpec, mp_rank: int, mp_size: int, start: int, values: Tensor
 ) -> Iterator[tuple[TensorSlice, Tensor]]:
-    """Split `values`, a flat range of a rank's tensor that begins at element `start`, into boxes of the global tensor, each
-    with its view. There are up to three boxes: a partial first row, whole rows, and a partial last row. Padding is left
+    """Split `values`, a flat range of a rank's tensor that begins at element `start`, into slices of the global tensor, each
+    with its view. There are up to three slices: a partial first row, whole rows, and a partial last row. Padding is left
     out."""
     owned, shape = spec.local_slice(mp_rank, mp_size), spec.local_shape(mp_size)
     assert owned.shape[1:] == shape[1:], "padding must be whole rows at the end"
@@ -90,9 +93,9 @@ def _shard_boxes(
         else:
             height, width = (stop - at) // row, row
         offset = tuple(a + b for a, b in zip(owned.offset, (top, left), strict=False))
-        box = TensorSlice(offset, (height, width)[: len(shape)])
-        yield box, values[at - start : at - start + box.numel].view(box.shape)
-        at += box.numel
+        tensor_slice = TensorSlice(offset, (height, width)[: len(shape)])
+        yield tensor_slice, values[at - start : at - start + tensor_slice.numel].view(tensor_slice.shape)
+        at += tensor_slice.numel
 
 
 def parameter_states(named_parameters: Iterable[tuple[str, Tensor]]) -> Iterator[ParamShard]:
@@ -129,7 +132,7 @@ def load_rng_state(checkpoint: BaseCheckpoint, parallel: mpu.ParallelState, devi
     names = {name.removeprefix(prefix): name for name in checkpoint.tensors if name.startswith(prefix)}
     for saved, here in (
         (layout.get("model_parallel_size"), parallel.tensor_model_parallel_size),
-        (layout.get("pipeline_parallel_size", 1), parallel.pipeline_model_parallel_size),
+        (layout.get("pipeline_model_parallel_size", 1), parallel.pipeline_model_parallel_size),
         (layout.get("data_parallel_size"), parallel.data_parallel_size),
         ("cpu" in names, True),
         ("cuda" in names, device.type == "cuda"),

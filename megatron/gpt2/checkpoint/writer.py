@@ -4,7 +4,7 @@
       latest_checkpointed_iteration.txt     the tracker: the iteration to load
       iter_0000300/manifest.json, boxes/rank_00000.jsonl, mp_rank_00/model.safetensors, master_dp_00.safetensors, ...
 
-Every rank writes its files into `iter_0000300.tmp-<attempt>/`. Its table, with the boxes and hashes of these files, is
+Every rank writes its files into `iter_0000300.tmp-<attempt>/`. Its table, with the slices and hashes of these files, is
 last. Rank 0 waits for all tables (saver.py), writes the manifest, renames the folder and replaces the tracker. No step
 is a collective operation. A crash at any moment leaves the earlier checkpoints and their tracker unchanged.
 
@@ -28,24 +28,24 @@ from torch import Tensor
 
 from data_utils.files import (
     CHECKPOINT_VERSION,
+    IO_THREADS,
     add_path,
     atomic_write,
     checksummed_lines,
     flush_to_disk,
     fsync_path,
+    in_threads,
 )
 from megatron.gpt2.checkpoint.base import TensorInfo
 from megatron.gpt2.checkpoint.folder import TRACKER, Log, list_iterations
 from megatron.gpt2.checkpoint.reader import (
     DTYPE_CODES,
     MANIFEST,
-    THREADS,
     Checkpoint,
     FileInfo,
     check_file_size,
     extent,
     file_header,
-    in_threads,
     parse_table,
     table_path,
     tensor_name,
@@ -72,7 +72,7 @@ class ShardedTensor:
     load: Callable[[], Tensor] | None = None
 
     @property
-    def box(self) -> TensorSlice:
+    def tensor_slice(self) -> TensorSlice:
         """The slice of the global tensor that the values belong to."""
         return TensorSlice(tuple(self.global_offset), tuple(self.data.shape))
 
@@ -91,12 +91,12 @@ def write_rank_files(folder: Path, iteration: int, files: ShardedFiles, rank: in
     # Tensors that `load` returns may be as large as memory, so such files are written one at a time.
     streamed = any(shard.load for shards in files.values() for shard in shards.values())
     infos = in_threads(
-        lambda file: write_safetensors(folder, file, iteration, files[file]), files, 1 if streamed else THREADS
+        lambda file: write_safetensors(folder, file, iteration, files[file]), files, 1 if streamed else IO_THREADS
     )
     listed = {
-        file: info._asdict() | {"boxes": {key: vars(box) for key, box in info.boxes.items()}}
+        file: info._asdict() | {"boxes": {key: vars(tensor_slice) for key, tensor_slice in info.slices.items()}}
         for file, info in zip(files, infos, strict=True)
-        if info.boxes
+        if info.slices
     }
     tensors = {
         tensor_name(key): TensorInfo(shard.data.dtype, shard.global_shape)
@@ -122,11 +122,11 @@ def write_rank_files(folder: Path, iteration: int, files: ShardedFiles, rank: in
 def write_safetensors(folder: Path, file: str, iteration: int, shards: Mapping[str, ShardedTensor]) -> FileInfo:
     """Write and fsync `folder`/`file`, one shard at a time. Empty shards are left out. A file with only empty shards is
     not written. Raises OSError if the file cannot be written."""
-    boxes = {key: shard.box for key, shard in shards.items() if shard.data.numel()}
-    header, starts, size = file_header(file, iteration, {key: (shards[key].data.dtype, boxes[key]) for key in boxes})
+    slices = {key: shard.tensor_slice for key, shard in shards.items() if shard.data.numel()}
+    header, starts, size = file_header(file, iteration, {key: (shards[key].data.dtype, slices[key]) for key in slices})
     sha256 = hashlib.sha256(header)
-    if not boxes:
-        return FileInfo(0, "", boxes)
+    if not slices:
+        return FileInfo(0, "", slices)
     # "x": a slow writer must not overwrite a file that a different attempt has committed.
     with _write_errors(folder / file, size), open(folder / file, "xb") as stream:
         stream.write(header)
@@ -143,7 +143,7 @@ def write_safetensors(folder: Path, file: str, iteration: int, shards: Mapping[s
                     os.posix_fadvise(stream.fileno(), started, end - started, os.POSIX_FADV_DONTNEED)
                     started = end
         flush_to_disk(stream)
-    return FileInfo(size, sha256.hexdigest(), boxes)
+    return FileInfo(size, sha256.hexdigest(), slices)
 
 
 def write_atomically(path: Path, data: bytes) -> None:

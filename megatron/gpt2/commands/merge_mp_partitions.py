@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
     layout = source.metadata["layout"]
     for flag, given, found in (
         ("--tensor-model-parallel-size", args.ranks, layout["model_parallel_size"]),
-        ("--pipeline-model-parallel-size", args.stages, layout.get("pipeline_parallel_size")),
+        ("--pipeline-model-parallel-size", args.stages, layout.get("pipeline_model_parallel_size")),
     ):
         if given is not None and found not in (None, given):
             raise ValueError(f"{flag} {given}: {args.load} holds the files of {found}")

@@ -37,7 +37,7 @@ def gather_ints(number: int, device: torch.device) -> list[int]:
     return gather_rows(torch.tensor([number], device=device)).view(-1).tolist()
 
 
-def sum_scalars(values: Iterable[Tensor], group: ProcessGroup | None) -> Tensor:
+def all_reduce_scalars(values: Iterable[Tensor], group: ProcessGroup | None) -> Tensor:
     """Stack the n scalars `values` as float64 and sum them over the ranks of `group`: [n]."""
     stacked = torch.stack([value.double() for value in values])
     if group is not None and group.size() > 1:
@@ -45,10 +45,10 @@ def sum_scalars(values: Iterable[Tensor], group: ProcessGroup | None) -> Tensor:
     return stacked
 
 
-def sum_over_data_and_pipeline(values: Iterable[Tensor], parallel: mpu.ParallelState) -> Tensor:
-    """Apply `sum_scalars` over data-parallel ranks and pipeline stages. All stages but one pass zeros."""
-    total = sum_scalars(values, parallel.data_parallel_group)
-    return sum_scalars(total, parallel.pipeline_model_parallel_group)
+def all_reduce_over_data_and_pipeline(values: Iterable[Tensor], parallel: mpu.ParallelState) -> Tensor:
+    """Apply `all_reduce_scalars` over data-parallel ranks and pipeline stages. All stages but one pass zeros."""
+    total = all_reduce_scalars(values, parallel.data_parallel_group)
+    return all_reduce_scalars(total, parallel.pipeline_model_parallel_group)
 
 
 def sum_losses(losses: Tensor, step: float = 2.0**-32) -> Tensor:

@@ -28,7 +28,7 @@ SHAPE_KEYS = (
     "layernorm_epsilon",
 )
 PROGRESS_KEYS = ("train_iters", "consumed_samples", "global_batch_size", "precision", "converted_from", "torch")
-LAYOUT_KEYS = ("model_parallel", "pipeline_parallel", "virtual_pipeline_parallel", "data_parallel")
+LAYOUT_KEYS = ("model_parallel", "pipeline_model_parallel", "virtual_pipeline_model_parallel", "data_parallel")
 # The first key that a tensor's name contains gives its part of the model.
 MODEL_PARTS = {"rng.": "random states", ".layers.": "layers", "embeddings": "embeddings", "": "final norm"}
 CHUNK = 1 << 20  # elements that are compared at once
@@ -60,7 +60,7 @@ def describe(source: BaseCheckpoint) -> dict[str, Any]:
     if isinstance(source, Checkpoint):
         found["manifest_sha256"] = source.digest
         found["files"] = {
-            file: {"bytes": info.bytes, "boxes": len(info.boxes), "sha256": info.sha256}
+            file: {"bytes": info.bytes, "boxes": len(info.slices), "sha256": info.sha256}
             for file, info in source.files.items()
         }
     return found
@@ -88,7 +88,7 @@ def format_description(found: dict[str, Any]) -> list[str]:
             (file, format_value(info["bytes"]), format_value(info["boxes"]), info["sha256"][:12])
             for file, info in found["files"].items()
         ]
-        text += ["", *align_columns([("file", "bytes", "boxes", "sha256"), *files], "<>>>")]
+        text += ["", *align_columns([("file", "bytes", "slices", "sha256"), *files], "<>>>")]
     return text + [f"left out: {line}" for line in found["left_out"]]
 
 

@@ -172,12 +172,12 @@ class ExternalCheckpoint(BaseCheckpoint):
         }
 
     def read_into(self, out: Tensor, name: str, offset: tuple[int, ...]) -> None:
-        """Fill `out`, of any dtype and device, with the box of `name` at `offset`. Raises ValueError if it is outside of
+        """Fill `out`, of any dtype and device, with the slice of `name` at `offset`. Raises ValueError if it is outside of
         the tensor."""
-        box = TensorSlice(offset, tuple(out.shape))
-        if box.numel:
-            check_inside(f"{self.path}: {name}", self.tensors[name].shape, box)
-        out.copy_(self._lazy[name].load()[box.slices()])
+        tensor_slice = TensorSlice(offset, tuple(out.shape))
+        if tensor_slice.numel:
+            check_inside(f"{self.path}: {name}", self.tensors[name].shape, tensor_slice)
+        out.copy_(self._lazy[name].load()[tensor_slice.slices()])
 
 
 def _without_padding(tensor: LazyTensor, shape: tuple[int, ...]) -> LazyTensor:

@@ -66,12 +66,12 @@ def write_native(
             shards = files[f"mp_rank_{rank:02d}/{file}.safetensors"] = {}
             for name, spec in specs.items():
                 if spec.dim is not None or rank == 0:
-                    full_name, box = f"{kind}.{name}", spec.local_slice(rank, model_parallel_size)
+                    full_name, tensor_slice = f"{kind}.{name}", spec.local_slice(rank, model_parallel_size)
                     shards[full_name] = ShardedTensor(
-                        torch.empty(box.shape, dtype=source.tensors[full_name].dtype, device="meta"),
+                        torch.empty(tensor_slice.shape, dtype=source.tensors[full_name].dtype, device="meta"),
                         spec.global_shape,
-                        box.offset,
-                        functools.partial(source.read, full_name, box.offset, box.shape),
+                        tensor_slice.offset,
+                        functools.partial(source.read, full_name, tensor_slice.offset, tensor_slice.shape),
                     )
     with new_folder(out) as folder:
         if tokenizer is not None:

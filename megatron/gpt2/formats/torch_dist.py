@@ -139,7 +139,10 @@ def open_torch_dist(path: Path, hints: Hints, *, log: Callable[[str], None]) -> 
         step = int(state["common_step"] if "common_step" in state else groups[0]["step"])
         return states, megatron_adam_metadata(top, optimizer, groups, step, left_out)
 
-    layout = {"model_parallel_size": tp_size, "pipeline_parallel_size": args.get("pipeline_model_parallel_size") or 1}
+    layout = {
+        "model_parallel_size": tp_size,
+        "pipeline_model_parallel_size": args.get("pipeline_model_parallel_size") or 1,
+    }
     return ExternalCheckpoint(
         path,
         "torch_dist",

@@ -5,9 +5,9 @@ a stream of 100 bytes can allocate a bytearray of a gigabyte, and deeply nested 
 process. Storages of a legacy file are allocated before torch checks that they exist, and compressed records are inflated.
 torch also reads a legacy file as a whole.
 
-A file of a DCP folder is a sequence of small torch.save files, each with a box of a tensor or with an object. The file
-`.metadata` is a pickle of protocol 4 or 5. For every tensor it has the dtype, the shape and the boxes. For every box and
-object it has the file, the first byte and the number of bytes. It needs 71 pickle instructions for a box, more than files
+A file of a DCP folder is a sequence of small torch.save files, each with a slice of a tensor or with an object. The file
+`.metadata` is a pickle of protocol 4 or 5. For every tensor it has the dtype, the shape and the slices. For every slice and
+object it has the file, the first byte and the number of bytes. It needs 71 pickle instructions for a slice, more than files
 of torch.save. torch itself reads it with Python's unpickler. Neither reading nor writing needs a process group.
 """
 
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from data_utils.files.restricted_pickle import PickledObject, read_pickle
-from megatron.gpt2.checkpoint.base import BaseCheckpoint, TensorInfo, check_coverage, intersection, relative_box
+from megatron.gpt2.checkpoint.base import BaseCheckpoint, TensorInfo, check_coverage, intersection, relative_slice
 from megatron.gpt2.checkpoint.reader import without_garbage_collection
 from megatron.gpt2.config import require
 from megatron.gpt2.formats.external import LazyTensor, file_errors
@@ -232,13 +232,13 @@ class FileRegion(NamedTuple):
     length: int
 
 
-SavedBoxes = list[tuple[TensorSlice, FileRegion]]
+SavedSlices = list[tuple[TensorSlice, FileRegion]]
 
 
 class DcpCheckpoint(BaseCheckpoint):
     """A DCP folder, opened for reading. tensors: by the names in `.metadata`. objects: regions by name.
 
-    Raises ValueError, in one line, if a file is missing or too short, or if the boxes of a tensor do not cover it.
+    Raises ValueError, in one line, if a file is missing or too short, or if the slices of a tensor do not cover it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -257,19 +257,19 @@ class DcpCheckpoint(BaseCheckpoint):
             require(listed <= size, f"{where}: has {size:,} bytes, but {DCP_METADATA} lists {listed:,}")
         with file_errors(path / DCP_METADATA):
             for name, info in self.tensors.items():  # after the file sizes, which are faster to check
-                check_coverage(name[:120], info.shape, [box for box, _ in self._parts[name]])
+                check_coverage(name[:120], info.shape, [tensor_slice for tensor_slice, _ in self._parts[name]])
 
     def read_into(self, out: Tensor, name: str, offset: tuple[int, ...]) -> None:
         wanted, dtype = TensorSlice(offset, tuple(out.shape)), self.tensors[name].dtype
-        for box, region in self._parts[name]:
-            if (part := intersection(box, wanted)).numel:
+        for tensor_slice, region in self._parts[name]:
+            if (part := intersection(tensor_slice, wanted)).numel:
                 held = self._load(region)
-                if not isinstance(held, Tensor) or held.dtype != dtype or tuple(held.shape) != box.shape:
+                if not isinstance(held, Tensor) or held.dtype != dtype or tuple(held.shape) != tensor_slice.shape:
                     raise ValueError(
                         f"{self.path / region.file}: byte {region.start:,} does not start a part of {name[:120]} "
-                        f"of shape {box.shape} and {dtype}"
+                        f"of shape {tensor_slice.shape} and {dtype}"
                     )
-                out[relative_box(part, wanted).slices()] = held[relative_box(part, box).slices()]
+                out[relative_slice(part, wanted).slices()] = held[relative_slice(part, tensor_slice).slices()]
 
     def _load(self, region: FileRegion) -> Any:
         return load_torch_file(self.path / region.file, region.start, region.length)
@@ -286,11 +286,11 @@ class DcpCheckpoint(BaseCheckpoint):
         return LazyTensor(TensorInfo(dtype, shape[1:]), lambda: self.read(name, *one)[0])
 
 
-def read_dcp_metadata(path: Path) -> tuple[dict[str, TensorInfo], dict[str, SavedBoxes], dict[str, FileRegion]]:
-    """Read the file `.metadata`. Returns tensors, boxes with their regions, and regions of objects, all by name. Raises
+def read_dcp_metadata(path: Path) -> tuple[dict[str, TensorInfo], dict[str, SavedSlices], dict[str, FileRegion]]:
+    """Read the file `.metadata`. Returns tensors, slices with their regions, and regions of objects, all by name. Raises
     ValueError, in one line, if the file is damaged or names an unknown class."""
     infos: dict[str, TensorInfo] = {}
-    parts: dict[str, SavedBoxes] = {}
+    parts: dict[str, SavedSlices] = {}
     objects: dict[str, FileRegion] = {}
     with file_errors(path), without_garbage_collection():  # collection takes a third of the time
         with open(path, "rb") as stream:
@@ -305,15 +305,17 @@ def read_dcp_metadata(path: Path) -> tuple[dict[str, TensorInfo], dict[str, Save
             values = entry.attributes()
             infos[_string(name)] = TensorInfo(values["properties"].state[0], _torch_size(values["size"]))
             found = [
-                TensorSlice(_torch_size(box["offsets"]), _torch_size(box["sizes"]))
-                for box in map(PickledObject.attributes, values["chunks"])
+                TensorSlice(_torch_size(chunk["offsets"]), _torch_size(chunk["sizes"]))
+                for chunk in map(PickledObject.attributes, values["chunks"])
             ]
-            parts[name] = [(box, regions[name, box.offset]) for box in found if box.numel]
+            parts[name] = [
+                (tensor_slice, regions[name, tensor_slice.offset]) for tensor_slice in found if tensor_slice.numel
+            ]
     return infos, parts, objects
 
 
 def _regions(entries: Mapping[PickledObject, PickledObject]) -> dict[tuple[str, Any], FileRegion]:
-    """The regions of boxes and objects, by name and offset. The offset of an object is None."""
+    """The regions of slices and objects, by name and offset. The offset of an object is None."""
     regions = {}
     for index, info in entries.items():
         key, values = index.attributes(), info.attributes()
@@ -326,7 +328,7 @@ def _regions(entries: Mapping[PickledObject, PickledObject]) -> dict[tuple[str, 
             raise ValueError(f"names the file {str(region.file)[:80]!r}, which is not one of its folder")
         offset = key.get("offset")
         regions[_string(key["fqn"]), None if offset is None else _torch_size(offset)] = region
-    require(len(regions) == len(entries), "names a box twice")
+    require(len(regions) == len(entries), "names a slice twice")
     return regions
 
 

@@ -48,7 +48,7 @@ class Transformer(nn.Module):
     parallelism.
 
     layer_numbers: the layers that this rank holds, starting from 0; the other entries of `layers` are None.
-    init_method_for: returns the init_method of a weight by its name in the whole model. modules: implementations of the
+    init_method_for: returns the init_method of a weight by its name in the whole model. submodules: implementations of the
     parts of a layer.
     """
 
@@ -58,7 +58,7 @@ class Transformer(nn.Module):
         layer_numbers: Sequence[int],
         config: mpu.TransformerConfig,
         init_method_for: Callable[[str], InitMethod],
-        modules: mpu.TransformerLayerSubmodules,
+        submodules: mpu.TransformerLayerSubmodules,
     ) -> None:
         super().__init__()
         self.config, self._layer_numbers = config, layer_numbers
@@ -68,7 +68,7 @@ class Transformer(nn.Module):
             return mpu.ParallelTransformerLayer(
                 config,
                 init_method_for=lambda name: init_method_for(f"transformer.layers.{number}.{name}"),
-                modules=modules,
+                submodules=submodules,
             )
 
         self.layers = nn.ModuleList(
@@ -76,7 +76,7 @@ class Transformer(nn.Module):
             for number in range(num_layers)
         )
         if num_layers - 1 in layer_numbers:
-            self.final_layernorm = modules.layer_norm(
+            self.final_layernorm = submodules.layer_norm(
                 config.hidden_size,
                 config.layernorm_epsilon,
                 sequence_parallel=config.sequence_parallel,
@@ -89,14 +89,14 @@ class Transformer(nn.Module):
     def forward(
         self,
         x: Tensor,
-        documents: mpu.PackedSeqParams | None = None,
+        packed_seq_params: mpu.PackedSeqParams | None = None,
         cache: mpu.KeyValueCache | None = None,
         dropout_seeds: Tensor | None = None,
         chunk: range | None = None,
     ) -> Tensor:
         """[s, b, h] -> [s, b, h].
 
-        documents: the documents of this micro-batch. cache: gives and stores keys and values.
+        packed_seq_params: the documents of this micro-batch. cache: gives and stores keys and values.
         dropout_seeds: see `mpu.dropout_seeds`. chunk: the layers to compute (default: all).
         """
         chunk = chunk if chunk is not None else range(len(self.layers))
@@ -111,7 +111,7 @@ class Transformer(nn.Module):
             layer_numbers = range(start, min(start + layers_per_checkpoint, chunk.stop))
             for number in layer_numbers:
                 self.layer_pre_hook(number)
-            run = functools.partial(self._run_layers, layer_numbers, documents, cache, layer_seeds)
+            run = functools.partial(self._run_layers, layer_numbers, packed_seq_params, cache, layer_seeds)
             if full:
                 # All arguments are tensors: DeepSpeed's replacement of mpu.checkpoint may shard each argument over
                 # the ranks. The attribute marks x as already sharded.
@@ -128,14 +128,14 @@ class Transformer(nn.Module):
     def _run_layers(
         self,
         layer_numbers: range,
-        documents: mpu.PackedSeqParams | None,
+        packed_seq_params: mpu.PackedSeqParams | None,
         cache: mpu.KeyValueCache | None,
         dropout_seeds: Sequence[Tensor | None],
         x: Tensor,
     ) -> Tensor:
         for number in layer_numbers:
             attention_fn = functools.partial(cache.attend, self._layer_numbers.index(number)) if cache else None
-            x = self.layers[number](x, documents, attention_fn, dropout_seeds[number])
+            x = self.layers[number](x, packed_seq_params, attention_fn, dropout_seeds[number])
         return x
 
     def _checkpoint_options(self) -> dict[str, Any]:
@@ -187,7 +187,7 @@ class GPT2Model(nn.Module):
     config: its vocab_size is the true size; None raises ValueError. layer: from `layer_config` (default:
     `layer_config(config)`). chunks: the layers of this pipeline rank, as ranges (default: all layers in one chunk).
     dropout_seed: makes dropout masks that do not depend on the layout, if `forward` gets `samples`; None draws masks
-    from torch's generators. modules: implementations of layers, position embedding and loss.
+    from torch's generators. submodules: implementations of layers, position embedding and loss.
     """
 
     word_embeddings: mpu.VocabParallelEmbedding  # on the first and the last pipeline stage
@@ -201,7 +201,7 @@ class GPT2Model(nn.Module):
         chunks: Sequence[range] | None = None,
         seed: int = 1234,
         dropout_seed: int | None = None,
-        modules: mpu.TransformerLayerSubmodules = mpu.DEFAULT_SUBMODULES,
+        submodules: mpu.TransformerLayerSubmodules = mpu.DEFAULT_SUBMODULES,
     ) -> None:
         super().__init__()
         if config.vocab_size is None:
@@ -234,16 +234,16 @@ class GPT2Model(nn.Module):
                 **layer.layer_kwargs,
             )
         if self.has_embeddings:
-            self.position_embeddings = modules.position_embedding(
+            self.position_embeddings = submodules.position_embedding(
                 config.max_position_embeddings,
                 config.hidden_size,
                 init_method_for("position_embeddings.weight"),
                 **layer.layer_kwargs,
             )
         layer_numbers = [number for chunk in self.chunks for number in chunk]
-        self.transformer = Transformer(config.num_layers, layer_numbers, layer, init_method_for, modules)
+        self.transformer = Transformer(config.num_layers, layer_numbers, layer, init_method_for, submodules)
         self.dropout_seed = dropout_seed
-        self._cross_entropy = modules.linear_cross_entropy
+        self._cross_entropy = submodules.linear_cross_entropy
         self.tied_grad_hook: TiedGradHook | None = None  # None: autograd adds the gradients
         self.is_compiled = False
 
@@ -253,7 +253,7 @@ class GPT2Model(nn.Module):
         labels: Tensor | None = None,
         token_weight: Tensor | None = None,
         positions: Tensor | None = None,
-        documents: mpu.PackedSeqParams | None = None,
+        packed_seq_params: mpu.PackedSeqParams | None = None,
         samples: Tensor | None = None,
         *,
         chunk: range | None = None,
@@ -263,7 +263,7 @@ class GPT2Model(nn.Module):
         float32: the scalar Σ token_weight · cross-entropy in float32, equal on every rank of the group.
 
         A label with weight 0 must still be an id of the vocabulary. positions: [b, s] int64 (default: 0 to s - 1).
-        documents: the documents of this micro-batch; no token attends to another document.
+        packed_seq_params: the documents of this micro-batch; no token attends to another document.
         samples: [b] int64, the samples' numbers in the whole run, which determine the dropout masks.
 
         chunk: one of `chunks`, for pipelines (default: the whole model). hidden: the output of the previous chunk,
@@ -275,7 +275,7 @@ class GPT2Model(nn.Module):
         if self.training and samples is not None and self.dropout_seed is not None and self.config.has_dropout:
             dropout_seeds = mpu.dropout_seeds(self.dropout_seed, samples, self.config.num_layers)
         x = self._embed(tokens, positions, tied.add_rows if tied else None, dropout_seeds) if hidden is None else hidden
-        x = self.transformer(x, documents, dropout_seeds=dropout_seeds, chunk=chunk)
+        x = self.transformer(x, packed_seq_params, dropout_seeds=dropout_seeds, chunk=chunk)
         if chunk.stop < self.config.num_layers:
             return x
         if labels is None:
@@ -354,7 +354,7 @@ class GPT2Model(nn.Module):
         """Compile each transformer layer. All layers share one compiled graph; compiling the whole model would take
         minutes.
 
-        Each layer is one graph, including its collectives and dropout. by_document: `forward` will get `documents`,
+        Each layer is one graph, including its collectives and dropout. by_document: `forward` will get `packed_seq_params`,
         which breaks the graph at attention. Masks from torch's generators (without `dropout_seed`) break it at attention
         dropout, and under sequence parallelism also at hidden dropout.
         """

@@ -141,7 +141,7 @@ class RunLog:
         if text.startswith(("WARNING", "stopped")):
             self.note(text)
 
-    def step(self) -> None:
+    def count_iteration(self) -> None:
         """Count an iteration and move the progress bar."""
         self._iteration += 1
         self.progress.update()

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from megatron.gpt2.model.gpt2 import GPT2Model
 from megatron.gpt2.optimizer.param_and_grad_buffer import ParamAndGradBuffer, slice_within
-from mpu.grads import sum_over_group
+from mpu.grads import all_reduce_coalesced
 from mpu.mappings import all_gather_single, reduce_scatter_single
 
 
@@ -68,7 +68,7 @@ class BucketReducer:
         for index in range(len(self._sent)):
             self._receive(index)
         self._sent.clear()
-        all_reduce_sequence_parallel_grads(self._buffer)
+        all_reduce_partial_grads(self._buffer)
         if self._embedding_group is not None and self._buffer.shared is not None:
             dist.all_reduce(self._buffer.shard_grad(self._buffer.shared), group=self._embedding_group)
 
@@ -197,7 +197,7 @@ class TorchDDPReducer:
             # DDP divides by the number of ranks; the token weights have already done so.
             self._buffer.grad(name).copy_(parameter.grad).mul_(self._size)
             parameter.grad = None
-        all_reduce_sequence_parallel_grads(self._buffer)
+        all_reduce_partial_grads(self._buffer)
 
 
 class TiedGradientReducer:
@@ -228,11 +228,11 @@ class TiedGradientReducer:
         self._reducer.complete(name)
 
 
-def all_reduce_sequence_parallel_grads(buffer: ParamAndGradBuffer) -> None:
+def all_reduce_partial_grads(buffer: ParamAndGradBuffer) -> None:
     """Sum the gradients that are partial under sequence parallelism over the tensor-parallel group. Each rank sums its
     local shards, which are the same ranges on all ranks of the group."""
     if any(shard.traits.is_partial for shard in buffer.local_shards):
-        sum_over_group(
+        all_reduce_coalesced(
             [
                 grad
                 for grad, shard in zip(buffer.shard_grads(), buffer.local_shards, strict=True)

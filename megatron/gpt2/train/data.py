@@ -25,7 +25,7 @@ class Batch:
     tokens, labels: [n, s] int64. mask: [n, s] float32, 0 for tokens without a loss.
     samples: [n] int64, the index of each sample in the run; None in an evaluation.
     positions: [n, s] int64 under --reset-position-ids.
-    documents: an entry for each micro-batch under --reset-attention-mask.
+    packed_seq_params: an entry for each micro-batch under --reset-attention-mask.
     """
 
     tokens: Tensor
@@ -33,7 +33,7 @@ class Batch:
     mask: Tensor
     samples: Tensor | None = None
     positions: Tensor | None = None
-    documents: list[mpu.PackedSeqParams] | None = None
+    packed_seq_params: list[mpu.PackedSeqParams] | None = None
 
     def split(self, size: int, token_weight: Tensor) -> list[dict[str, Tensor | mpu.PackedSeqParams | None]]:
         """Split the batch into micro-batches of `size` samples. Return the arguments of the model for each of them.
@@ -48,7 +48,9 @@ class Batch:
         found: list[dict[str, Tensor | mpu.PackedSeqParams | None]] = []
         for number, start in enumerate(range(0, len(self.tokens), size)):
             part = {name: None if column is None else column[start : start + size] for name, column in columns.items()}
-            found.append({**part, "documents": self.documents[number] if self.documents else None})
+            found.append(
+                {**part, "packed_seq_params": self.packed_seq_params[number] if self.packed_seq_params else None}
+            )
         return found
 
 
@@ -96,10 +98,10 @@ class TrainingData:
         config, device, eod = self._context.config, self._context.device, self.tokenizer.eod
         if self._parallel.model_parallel_size > 1:
             self._digest = zlib.crc32(text.numpy().tobytes(), self._digest)
-        documents = positions = None
+        packed_seq_params = positions = None
         if config.data.reset_attention_mask:
             parts = text[:, :-1].split(config.train.micro_batch_size)
-            documents = [mpu.PackedSeqParams(part, eod, device) for part in parts]
+            packed_seq_params = [mpu.PackedSeqParams(part, eod, device) for part in parts]
         sent = text.to(device, non_blocking=True)
         tokens, labels = sent[:, :-1], sent[:, 1:]
         mask = labels >= 0
@@ -108,7 +110,7 @@ class TrainingData:
         if config.data.reset_position_ids:
             positions = document_positions(tokens, eod)
         numbers = None if samples is None else samples.to(device, non_blocking=True)
-        return Batch(tokens.clamp_min(0), labels.clamp_min(0), mask.float(), numbers, positions, documents)
+        return Batch(tokens.clamp_min(0), labels.clamp_min(0), mask.float(), numbers, positions, packed_seq_params)
 
     def check_ranks_agree(self, iteration: int) -> None:
         """Raise DamagedData on every rank if ranks of one model-parallel group have read different text so far. Every

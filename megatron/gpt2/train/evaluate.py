@@ -8,7 +8,7 @@ import torch
 
 from data_utils import evaluation_batches
 from data_utils.samplers import SampleDataset
-from megatron.gpt2.dist.gathering import sum_losses, sum_over_data_and_pipeline
+from megatron.gpt2.dist.gathering import all_reduce_over_data_and_pipeline, sum_losses
 from megatron.gpt2.generate.generation import Continuation, generate
 from megatron.gpt2.generate.sampling import Sampling
 from megatron.gpt2.monitor.reporting import EvaluationRecord, evaluation_line
@@ -45,7 +45,7 @@ def evaluate(trainer: Trainer, dataset: SampleDataset, split: str, max_samples: 
             size += (byte_lengths[batch.labels] * batch.mask).sum()
     model.train()
     data.check_ranks_agree(trainer.progress.iteration)
-    nats_all, tokens_all, size_all = sum_over_data_and_pipeline((nats, tokens, size), parallel).tolist()
+    nats_all, tokens_all, size_all = all_reduce_over_data_and_pipeline((nats, tokens, size), parallel).tolist()
     return EvaluationRecord(
         trainer.progress.iteration,
         split,

@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 
-from megatron.gpt2.dist.gathering import sum_over_data_and_pipeline
+from megatron.gpt2.dist.gathering import all_reduce_over_data_and_pipeline
 from megatron.gpt2.dist.signals import FOLDER_LOST, MORE_RANKS, OUT_OF_TIME
 from megatron.gpt2.hooks import first_not_none
 from megatron.gpt2.monitor.reporting import IterationRecord, iteration_line, memory_line, peak_memory
@@ -41,12 +41,14 @@ def train(trainer: Trainer) -> str:
         train_step(trainer)
         if profiler is not None:
             profiler.step()
-        progress.step(samples := trainer.current_global_batch_size)
+        samples = trainer.current_global_batch_size
+        progress.count_step(samples)
         trainer.incidents.iteration = progress.iteration
         for hook in trainer.hooks:
             hook.after_step(trainer)
-        trainer.log.step()
-        check_skipped_steps(trainer, training_log.step())
+        trainer.log.count_iteration()
+        skipped_in_a_row = training_log.log_if_due()
+        check_skipped_steps(trainer, skipped_in_a_row)
         if any(hook.rewound(trainer) for hook in trainer.hooks):
             training_log = IterationLogger(trainer)
             continue
@@ -116,7 +118,7 @@ class IterationLogger:
         self._iteration, self._consumed = progress.iteration, progress.consumed_samples
         self._skipped, self._time = skipped, now
 
-    def step(self) -> int:
+    def log_if_due(self) -> int:
         """Write a log line if one is due. Return the number of steps in a row that were skipped, as all ranks know it
         without a wait."""
         trainer, optimizer, iteration = self._trainer, self._trainer.state.optimizer, self._trainer.progress.iteration
@@ -140,7 +142,7 @@ class IterationLogger:
         iterations, samples = progress.iteration - self._iteration, progress.consumed_samples - self._consumed
         skipped_in_all = int(optimizer.skipped_steps)  # waits for the device
         skipped = skipped_in_all - self._skipped
-        loss = sum_over_data_and_pipeline([progress.loss_sum], trainer.parallel).item()
+        loss = all_reduce_over_data_and_pipeline([progress.loss_sum], trainer.parallel).item()
         progress.loss_sum.zero_()
         now = time.perf_counter()
         seconds = now - self._time

@@ -360,7 +360,7 @@ def run_metadata(context: RunContext, parallel: mpu.ParallelState, *, sharded: b
     """Return the metadata of a run with its layout. sharded: whether the optimizer is sharded."""
     layout = {
         "model_parallel_size": parallel.tensor_model_parallel_size,
-        "pipeline_parallel_size": parallel.pipeline_model_parallel_size,
+        "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
         "data_parallel_size": parallel.data_parallel_size,
         "optimizer_is_sharded": sharded,
     }

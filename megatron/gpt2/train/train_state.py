@@ -69,7 +69,7 @@ class Progress:
     loss_sum: Tensor
     started: float = field(default_factory=time.monotonic)
 
-    def step(self, samples: int) -> None:
+    def count_step(self, samples: int) -> None:
         """Count a completed step that read `samples` samples over all ranks."""
         self.iteration += 1
         self.consumed_samples += samples
@@ -116,7 +116,7 @@ def build_train_state(context: RunContext, parallel: mpu.ParallelState, log: Log
         seed=train.seed,
         chunks=config.layers_of_stages()[stage::stages],
         dropout_seed=train.seed if draws_by_counter else None,
-        modules=first_not_none(hook.modules() for hook in hooks) or mpu.DEFAULT_SUBMODULES,
+        submodules=first_not_none(hook.submodules() for hook in hooks) or mpu.DEFAULT_SUBMODULES,
     )
     if train.compile:
         model.compile_layers(by_document=config.data.reset_attention_mask)

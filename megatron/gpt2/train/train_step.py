@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megatron.gpt2.dist.gathering import sum_losses, sum_scalars
+from megatron.gpt2.dist.gathering import all_reduce_scalars, sum_losses
 from megatron.gpt2.train.data import Batch
 from megatron.gpt2.train.trainer import Trainer
 
@@ -37,4 +37,4 @@ def tokens_in_global_batch(trainer: Trainer, batch: Batch) -> float | Tensor:
     mask depends on the text (--eod-mask-loss), and otherwise a float."""
     if not trainer.config.data.eod_mask_loss:
         return float(trainer.current_global_batch_size * batch.labels.size(1))
-    return sum_scalars([batch.mask.sum()], trainer.parallel.data_parallel_group)[0].float().clamp_min(1.0)
+    return all_reduce_scalars([batch.mask.sum()], trainer.parallel.data_parallel_group)[0].float().clamp_min(1.0)

@@ -7,7 +7,7 @@ These are *f* and *g* of Megatron's paper for V ranks. Sums over the sequence ar
 
     sums           the tree, and the collectives of virtual ranks
     layers         linear layers, layer norm, position embeddings
-    transformer    attention and MLP, and `exact_modules`, the spec of all layers
+    transformer    attention and MLP, and `exact_submodules`, the spec of all layers
     cross_entropy  the head with its loss
     norm           the gradient norm for any sharding of the gradients
     reducer        gradients summed over micro-batches and data-parallel ranks
@@ -18,6 +18,6 @@ lists the other requirements.
 
 from megatron.gpt2.extensions.exact.norm import exact_squared_norm
 from megatron.gpt2.extensions.exact.sums import tree_sum
-from megatron.gpt2.extensions.exact.transformer import exact_modules
+from megatron.gpt2.extensions.exact.transformer import exact_submodules
 
-__all__ = ["exact_modules", "exact_squared_norm", "tree_sum"]
+__all__ = ["exact_submodules", "exact_squared_norm", "tree_sum"]

@@ -10,7 +10,7 @@ import mpu
 from megatron.gpt2.config import Config, require
 from megatron.gpt2.extensions.exact.norm import exact_squared_norm, norm_block_size
 from megatron.gpt2.extensions.exact.reducer import EMBEDDING_GRADIENT, ExactBucketReducer
-from megatron.gpt2.extensions.exact.transformer import exact_modules
+from megatron.gpt2.extensions.exact.transformer import exact_submodules
 from megatron.gpt2.hooks import Hook
 from megatron.gpt2.model.gpt2 import TIED_WEIGHT, GPT2Model
 from megatron.gpt2.optimizer.bucket_reducer import TiedGradientReducer
@@ -44,9 +44,9 @@ class ExactLayouts(Hook):
             return {}
         return {"number of threads (OMP_NUM_THREADS)": str(torch.get_num_threads())}
 
-    def modules(self) -> mpu.TransformerLayerSubmodules:
-        """See `exact_modules`."""
-        return exact_modules(self._virtual_ranks)
+    def submodules(self) -> mpu.TransformerLayerSubmodules:
+        """See `exact_submodules`."""
+        return exact_submodules(self._virtual_ranks)
 
     def reducer(self, buffer: ParamAndGradBuffer, model: GPT2Model, parallel: mpu.ParallelState) -> ExactBucketReducer:
         """Build the reducer. The tied matrix has separate gradients of the head and of the embedding."""

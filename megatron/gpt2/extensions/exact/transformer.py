@@ -32,7 +32,7 @@ class ExactSelfAttention(ParallelSelfAttention):
     def forward(
         self,
         x: Tensor,
-        documents: PackedSeqParams | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
         attention_fn: AttentionFn | None = None,
         dropout_seeds: Tensor | None = None,
     ) -> Tensor:
@@ -43,7 +43,7 @@ class ExactSelfAttention(ParallelSelfAttention):
         else:
             first = self.dense.rank * len(qkv)
             outputs = tuple(
-                self.compute_attention(part, documents, dropout_seeds, (first + number) * part.size(2))
+                self.compute_attention(part, packed_seq_params, dropout_seeds, (first + number) * part.size(2))
                 for number, part in enumerate(qkv)
             )
         out: Tensor = self.dense(outputs)
@@ -61,7 +61,7 @@ class ExactMLP(ParallelMLP):
         return out
 
 
-def exact_modules(virtual_ranks: int, group: ProcessGroup | None = None) -> TransformerLayerSubmodules:
+def exact_submodules(virtual_ranks: int, group: ProcessGroup | None = None) -> TransformerLayerSubmodules:
     """Return the layers of a model with the same bits at every tensor-parallel size that divides `virtual_ranks`.
 
     `virtual_ranks` must divide the heads, the width inside the MLP, the padded vocabulary and the sequence length.

@@ -21,7 +21,7 @@ from data_utils.command_line import missing_package
 from data_utils.samplers import micro_batch_starts
 from megatron.gpt2.checkpoint.sharded_state import sharded_state_dict
 from megatron.gpt2.config import require
-from megatron.gpt2.dist.gathering import sum_losses, sum_over_data_and_pipeline
+from megatron.gpt2.dist.gathering import all_reduce_over_data_and_pipeline, sum_losses
 from megatron.gpt2.extensions.verify.trace import TensorKey, TensorShard
 from megatron.gpt2.formats.openai import openai_name, to_openai
 from megatron.gpt2.hooks import Hook
@@ -94,7 +94,7 @@ class Capture(Hook):
             self._scale, rate = float(optimizer.scaler.scale), float(optimizer.learning_rate)
             trainer.progress.loss_sum.zero_()
             train_step(trainer)
-            trainer.progress.step(trainer.current_global_batch_size)
+            trainer.progress.count_step(trainer.current_global_batch_size)
             self._take_scalar("scalar", "gradient norm", 0, optimizer.grad_norm)
             self._take_scalar("scalar", "skipped", 1, optimizer.found_inf)
             self._take_scalar("scalar", "learning rate", 2, rate)
@@ -195,7 +195,9 @@ class Capture(Hook):
     def before_update(self, trainer: Trainer) -> None:
         """Capture the loss and the gradients, after their reduction and before clipping."""
         losses = torch.stack(self._losses or [torch.zeros((), device=self._trainer.device)]) / self._scale
-        self._take_scalar("loss", "loss", 0, sum_over_data_and_pipeline([sum_losses(losses)], self._trainer.parallel))
+        self._take_scalar(
+            "loss", "loss", 0, all_reduce_over_data_and_pipeline([sum_losses(losses)], self._trainer.parallel)
+        )
         buffer = self._trainer.state.buffer
         for name in buffer.ranges:
             start = buffer.local_shard_of(name)[2]

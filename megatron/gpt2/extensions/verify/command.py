@@ -274,7 +274,7 @@ def run_metadata(trainer: Trainer, steps: int) -> dict[str, Any]:
     return {
         "config": context.config.as_dict(),
         "model_parallel_size": parallel.tensor_model_parallel_size,
-        "pipeline_parallel_size": parallel.pipeline_model_parallel_size,
+        "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
         "data_parallel_size": parallel.data_parallel_size,
         "global_batch_size": context.global_batch_size,
         "micro_batches": context.num_microbatches,

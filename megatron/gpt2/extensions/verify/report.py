@@ -77,7 +77,7 @@ def producing_operation(key: TensorKey, facts: Mapping[str, Any]) -> str:
             f"over {num_microbatches} micro-batches": num_microbatches > 1,
             f"over {dp} data-parallel ranks by the {by} of its bucket": dp > 1,
             f"over {p} model-parallel ranks, since each has a part of the sequence": sequence and is_partial,
-            "over the first and the last stage of the pipeline": facts["pipeline_parallel_size"] > 1
+            "over the first and the last stage of the pipeline": facts["pipeline_model_parallel_size"] > 1
             and name == TIED_WEIGHT,
         }
         of = " and ".join(words for words, applies in sums.items() if applies)

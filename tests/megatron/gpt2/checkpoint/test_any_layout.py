@@ -275,7 +275,7 @@ def test_the_matrix_is_about_different_things(saved: Any) -> None:
         masters = [name for name in checkpoint.files if "/master" in name]
         split = layout.sharded and layout.data_parallel > 1
         assert len(masters) == layout.model_parallel * layout.pipeline * (layout.data_parallel if split else 1)
-        assert split == any("#1" in key for info in checkpoint.files.values() for key in info.boxes), (
+        assert split == any("#1" in key for info in checkpoint.files.values() for key in info.slices), (
             "rows and part of a row"
         )
         expected = torch.float32 if dtype == torch.float32 else torch.bfloat16

@@ -1,7 +1,7 @@
 """Crafted checkpoints with correct hashes, as an attacker could make them. Each must cause an error in one line,
 quickly and with little memory, and no code in it may run.
 
-In version 1, the manifest lists the files and their boxes, and the reader treats it as a table. The tests craft the
+In version 1, the manifest lists the files and their slices, and the reader treats it as a table. The tests craft the
 content of tables there. They craft parts that only version 2 has in its manifest and tables.
 """
 
@@ -94,6 +94,11 @@ def change(folder: Path, *changes: Change, base: dict[str, Any] | None = None) -
     (folder / MANIFEST).write_bytes(checksummed_lines(manifest))
 
 
+def test_a_layout_with_the_key_until_0_3(newest: Path) -> None:
+    change(newest, ("facts layout", {"pipeline_parallel_size": 2}))
+    assert Checkpoint(newest).metadata["layout"] == {"pipeline_model_parallel_size": 2}
+
+
 def refused(folder: Path) -> str:
     """Open, hash and read the checkpoint as a load does, with at most half a gigabyte of additional memory. Returns the
     error message."""
@@ -183,28 +188,28 @@ def test_values_of_another_type(
             refused(folder)
 
 
-def boxes(*found: tuple[list[int], list[int]]) -> Change:
+def slices(*found: tuple[list[int], list[int]]) -> Change:
     return f"{FILE} boxes", {f"x#{i}": {"offset": offset, "shape": size} for i, (offset, size) in enumerate(found)}
 
 
-BOXES: dict[str, list[Change]] = {
-    "a gap": [boxes(([0, 0], [3, 6]))],
-    "an overlap": [boxes(([1, 0], [4, 6]))],
-    "the right number of entries": [boxes(([0, 0], [3, 6]), ([2, 0], [1, 6]))],
-    "outside": [boxes(([5, 0], [4, 6]))],
-    "greater than the file": [boxes(([0, 0], [1 << 61, 6]))],
-    "greater than any file": [boxes(([0, 0], [1 << 61, 1 << 61])), ("tensors x shape", [(1 << 61) + 4, 1 << 61])],
-    "empty": [boxes(([0, 0], [4, 6]), ([4, 0], [0, 6]))],
-    "one dimension": [boxes(([0], [24]))],
-    "none": [boxes()],
-    "many": [boxes(*(([0, i], [1, 1]) for i in range(30_000))), ("tensors x shape", [1, 30_000])],
+SLICES: dict[str, list[Change]] = {
+    "a gap": [slices(([0, 0], [3, 6]))],
+    "an overlap": [slices(([1, 0], [4, 6]))],
+    "the right number of entries": [slices(([0, 0], [3, 6]), ([2, 0], [1, 6]))],
+    "outside": [slices(([5, 0], [4, 6]))],
+    "greater than the file": [slices(([0, 0], [1 << 61, 6]))],
+    "greater than any file": [slices(([0, 0], [1 << 61, 1 << 61])), ("tensors x shape", [(1 << 61) + 4, 1 << 61])],
+    "empty": [slices(([0, 0], [4, 6]), ([4, 0], [0, 6]))],
+    "one dimension": [slices(([0], [24]))],
+    "none": [slices()],
+    "many": [slices(*(([0, i], [1, 1]) for i in range(30_000))), ("tensors x shape", [1, 30_000])],
     "a shape of 2^120 entries": [("tensors x shape", [1 << 60, 1 << 60])],
     "a shape of none": [("tensors x shape", [0, 0])],
     "other dtype": [("tensors x dtype", "I32")],
     "larger dtype": [("tensors x dtype", "F64")],
-    "a box of a stranger": [(f"{FILE} boxes y", {"offset": [0], "shape": [1]})],
-    "a tensor without a box": [("tensors y", {"dtype": "F32", "shape": [4]})],
-    "three dimensions": [("tensors x shape", [8, 6, 1]), boxes(([0, 0, 0], [4, 6, 1]))],
+    "a slice of a stranger": [(f"{FILE} boxes y", {"offset": [0], "shape": [1]})],
+    "a tensor without a slice": [("tensors y", {"dtype": "F32", "shape": [4]})],
+    "three dimensions": [("tensors x shape", [8, 6, 1]), slices(([0, 0, 0], [4, 6, 1]))],
     "more than the file holds": [
         ("tensors y", {"dtype": "U8", "shape": [1000]}),
         (f"{FILE} boxes y", {"offset": [0], "shape": [1000]}),
@@ -215,9 +220,9 @@ BOXES: dict[str, list[Change]] = {
 }
 
 
-@pytest.mark.parametrize("name", BOXES)
+@pytest.mark.parametrize("name", SLICES)
 def test_boxes(oldest: Path, name: str) -> None:
-    change(oldest, *BOXES[name])
+    change(oldest, *SLICES[name])
     refused(oldest)
 
 

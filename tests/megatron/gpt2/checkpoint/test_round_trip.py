@@ -1,4 +1,4 @@
-"""Save and load under any two layouts: boxes, flat ranges, random states, and only the tables that a load needs."""
+"""Save and load under any two layouts: slices, flat ranges, random states, and only the tables that a load needs."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def test_what_is_on_the_disk(tmp_path: Path) -> None:
 def test_several_boxes_of_one_tensor_in_a_file(tmp_path: Path) -> None:
     """A shard of a flat buffer has a part of a row, whole rows, and again a part of a row."""
     full = torch.arange(24.0).view(4, 6)
-    for rank, boxes in ((1, [(2, 3, 3, 6), (3, 4, 0, 6)]), (0, [(0, 2, 0, 6), (2, 3, 0, 3)])):
+    for rank, slices in ((1, [(2, 3, 3, 6), (3, 4, 0, 6)]), (0, [(0, 2, 0, 6), (2, 3, 0, 3)])):
         shards = {
             f"x#{i}" if i else "x": ShardedTensor(full[a:b, c:d], (4, 6), (a, c))
-            for i, (a, b, c, d) in enumerate(boxes)
+            for i, (a, b, c, d) in enumerate(slices)
         }
         write(tmp_path, 1, {f"mp_rank_00/optim_dp_0{rank}.safetensors": shards}, rank=rank, world_size=2)
     checkpoint = Checkpoint(tmp_path / "iter_0000001")
@@ -137,25 +137,27 @@ def test_random_generators_come_back(tmp_path: Path) -> None:
 
 
 def test_boxes_that_overlap_in_pairs() -> None:
-    """Overlapping boxes that leave a gap can have the right total size. The expected result comes from a count of every
+    """Overlapping slices that leave a gap can have the right total size. The expected result comes from a count of every
     entry."""
     chance, results = random.Random(0), []
     for _ in range(3000):
         shape = chance.choice([(), (4,), (3, 4), (1, 5), (5, 1), (2, 2, 2)])
-        boxes, missing = [], 1 if shape == () else torch.Size(shape).numel()
+        slices, missing = [], 1 if shape == () else torch.Size(shape).numel()
         while missing > 0:
             at = tuple(map(chance.randrange, shape))
-            boxes.append(TensorSlice(at, tuple(chance.randint(1, size - i) for size, i in zip(shape, at, strict=True))))
-            missing -= boxes[-1].numel
+            slices.append(
+                TensorSlice(at, tuple(chance.randint(1, size - i) for size, i in zip(shape, at, strict=True)))
+            )
+            missing -= slices[-1].numel
         counts = torch.zeros(shape)
-        for box in boxes:
-            counts[box.slices()] += 1
+        for tensor_slice in slices:
+            counts[tensor_slice.slices()] += 1
         try:
-            check_coverage("x", shape, boxes)
+            check_coverage("x", shape, slices)
             results.append(True)
         except ValueError:
             results.append(False)
-        assert results[-1] == bool((counts == 1).all()), boxes
+        assert results[-1] == bool((counts == 1).all()), slices
     assert 300 < sum(results) < 2700
 
 
@@ -193,7 +195,7 @@ def test_a_load_opens_no_table_that_it_does_not_need(tmp_path: Path) -> None:
 
 
 def test_boxes_of_more_than_one_manifest_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lower limit simulates a thousand ranks. Masters and moments have the same boxes and share one list in the
+    """The lower limit simulates a thousand ranks. Masters and moments have the same slices and share one list in the
     manifest."""
     limit, kinds = 20_000, ("master", "exp_avg", "exp_avg_sq")
     monkeypatch.setattr(reader, "MAX_MANIFEST_BYTES", limit)

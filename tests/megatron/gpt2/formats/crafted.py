@@ -417,7 +417,7 @@ META_STREAMS = CALLS | {
     "an index without a name": b"}" + INDEX + b")\x81Ns",
 }
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
-# Arguments: the metadata, the index of a box of the word embeddings, and the entry of this tensor.
+# Arguments: the metadata, the index of a slice of the word embeddings, and the entry of this tensor.
 Change = Callable[[Any, MetadataIndex, Any], object]
 
 
@@ -428,8 +428,8 @@ def changed_metadata(change: Change, genuine: bytes) -> bytes:
     return pickle.dumps(held, 4)
 
 
-def boxes(shapes: Mapping[Any, tuple[int, ...]], size: tuple[int, ...]) -> Change:
-    """A tensor of `size` with the boxes {offset: shape}, which all have the same region of the file."""
+def slices(shapes: Mapping[Any, tuple[int, ...]], size: tuple[int, ...]) -> Change:
+    """A tensor of `size` with the slices {offset: shape}, which all have the same region of the file."""
 
     def change(held: Any, index: MetadataIndex, entry: Any) -> None:
         entry.size, info = torch.Size(size), held.storage_data.pop(index)
@@ -468,9 +468,9 @@ def compressed(held: Any, index: MetadataIndex, entry: Any) -> None:
 N = 2000
 CROSSING = {(0, i, 0): (N - i, 1, 2) for i in range(N)} | {(N - i, i, 0): (i, 1, 2) for i in range(1, N)}
 CHANGES: dict[str, Change] = {
-    "a box twice": lambda held, index, entry: entry.chunks.extend(list(entry.chunks)),
-    "no box": lambda held, index, entry: entry.chunks.clear(),
-    "a box that lies nowhere": lambda held, index, entry: held.storage_data.pop(index),
+    "a slice twice": lambda held, index, entry: entry.chunks.extend(list(entry.chunks)),
+    "no slice": lambda held, index, entry: entry.chunks.clear(),
+    "a slice that lies nowhere": lambda held, index, entry: held.storage_data.pop(index),
     "an object that lies nowhere": lambda held, index, entry: held.state_dict_metadata.update(x=BytesStorageMetadata()),
     "an object in the place of a tensor": tensors(**{WORD_EMBEDDINGS: BytesStorageMetadata()}),
     "a name that is none": lambda held, index, entry: held.state_dict_metadata.update({7: entry}),
@@ -481,15 +481,15 @@ CHANGES: dict[str, Change] = {
         {WORD_EMBEDDINGS: held.storage_data.pop(index)}
     ),
     "compressed files": compressed,
-    "twenty thousand boxes in one place": boxes({(i, 0): (1, 8) for i in range(20_000)}, (20_000, 8)),
-    "boxes that cross each other": boxes(CROSSING, (N, N, 2)),
+    "twenty thousand slices in one place": slices({(i, 0): (1, 8) for i in range(20_000)}, (20_000, 8)),
+    "slices that cross each other": slices(CROSSING, (N, N, 2)),
     "a tensor of another model": tensors(**{"model.layers.0.q_proj": None}),
 }
 NAMES = ("../../etc/passwd", "/etc/passwd", "..", ".", "", ".metadata", "a/b", "a\0b", "gone.distcp", 7, "a\nb")
 PLACES = ((-1, 100), (1 << 40, 100), (0, 1 << 40), (0, 0), (0.5, 100), (1 << 70, 100), (13, 400), ("0", 100), (True, 9))
 SHAPES = (*((rows, 8) for rows in (1 << 40, 33, 31, 0)), (1 << 30, 1 << 30), (256,), (32, 8, 1), (1,) * 100, (8, 32))
-CHANGES |= {f"a box in the file {name!r}": place(relative_path=name) for name in NAMES}
-CHANGES |= {f"a box at {offset}, {length}": place(offset=offset, length=length) for offset, length in PLACES}
+CHANGES |= {f"a slice in the file {name!r}": place(relative_path=name) for name in NAMES}
+CHANGES |= {f"a slice at {offset}, {length}": place(offset=offset, length=length) for offset, length in PLACES}
 for _size in (*map(torch.Size, SHAPES), None, [32, 8], (32, 8)):
     CHANGES[f"a tensor of {_size!r}"] = attributes(lambda held, entry: entry, size=_size)
     CHANGES[f"a part of {_size!r}"] = attributes(lambda held, entry: entry.chunks[0], sizes=_size)

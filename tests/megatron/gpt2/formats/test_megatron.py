@@ -397,8 +397,8 @@ def test_there_and_back(tmp_path: Path, format: str, num_layers: int, layout: Me
     t, p, v = layout.tensor, layout.pipeline, layout.virtual(num_layers)
     back = open_checkpoint(tmp_path / "theirs", log=pytest.fail)
     assert back.format == format and not back.left_out
-    virtual = {"virtual_pipeline_parallel_size": v} if v > 1 else {}
-    assert back.metadata["layout"] == {"model_parallel_size": t, "pipeline_parallel_size": p, **virtual}
+    virtual = {"virtual_pipeline_model_parallel_size": v} if v > 1 else {}
+    assert back.metadata["layout"] == {"model_parallel_size": t, "pipeline_model_parallel_size": p, **virtual}
     difference = compare_tensors(source, back)
     assert difference.equal and len(difference.rows) == (4 if with_optimizer else 1) * (4 + 12 * num_layers)
     if with_optimizer:
@@ -500,7 +500,7 @@ def test_the_program_reads_and_writes_pipelines(tmp_path: Path, capsys: pytest.C
     theirs, deeper, single, four, hf = (str(tmp_path / name) for name in ("theirs", "deeper", "single", "four", "hf"))
     write_megatron(in_memory_checkpoint(4, F32), theirs, "megatron-v2", MegatronLayout(1, 2), log=silent)
     assert tool.main(["inspect", theirs]) == 0
-    assert "model-parallel 1 × pipeline-parallel 2\n" in capsys.readouterr().out
+    assert "model-parallel 1 × pipeline-model-parallel 2\n" in capsys.readouterr().out
     assert tool.main(["verify", theirs]) == 0
     layout = ["--model-parallel-size", "2", "--target-pipeline-model-parallel-size", "2", V, "1"]
     assert tool.main(["convert", theirs, deeper, "--to", "megatron-core", "--check", *layout]) == 0

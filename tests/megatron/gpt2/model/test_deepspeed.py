@@ -129,7 +129,7 @@ def gradients(dtype: torch.dtype, recompute: str, of_documents: bool, sequence_p
     tokens = torch.arange(4 * 32).view(4, 32) % 97
     documents = mpu.PackedSeqParams(tokens, 11, "cpu") if of_documents else None
     for _ in range(2):  # the second pass starts from later random states
-        loss = model(tokens, tokens, torch.full((4, 32), 1 / 128), documents=documents)
+        loss = model(tokens, tokens, torch.full((4, 32), 1 / 128), packed_seq_params=documents)
         loss.backward()
     return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
 
@@ -183,7 +183,7 @@ def losses_by_deepspeed(rank: int, world_size: int) -> dict[str, list[float]]:
             for _ in range(5):
                 loss = model(tokens, tokens, weight)
                 loss.backward()
-                mpu.sum_sequence_parallel_grads(model.parameters())
+                mpu.all_reduce_sequence_parallel_grads(model.parameters())
                 for parameter in model.parameters():
                     dist.all_reduce(parameter.grad, group=parallel.data_parallel_group)
                     parameter.grad /= parallel.data_parallel_size

@@ -46,10 +46,10 @@ def partial_and_complete(rank: int, world_size: int) -> dict[str, list[bool]]:
 
     plain = model_after_backward(sequence_parallel=True)
     seen = {"autograd": is_complete(plain, 1e-2)}
-    mpu.sum_sequence_parallel_grads(plain.parameters())
+    mpu.all_reduce_sequence_parallel_grads(plain.parameters())
     seen["summed"] = is_complete(plain, 1e-5)
     in_bf16 = model_after_backward(torch.bfloat16, sequence_parallel=True)
-    mpu.sum_sequence_parallel_grads(in_bf16.parameters())
+    mpu.all_reduce_sequence_parallel_grads(in_bf16.parameters())
     seen["bf16"] = is_complete(in_bf16, 3e-2)
     seen["hook"] = is_complete(model_after_backward(hook=True, sequence_parallel=True), 1e-5)
     return seen

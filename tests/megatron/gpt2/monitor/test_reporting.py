@@ -159,7 +159,7 @@ def test_only_the_active_rank_writes(tmp_path: Path, capsys: pytest.CaptureFixtu
     log = RunLog(tmp_path / "run", train_iters=10, active=False)
     log.info("hello")
     log.record(record())
-    log.step()
+    log.count_iteration()
     log.rewind(0)
     log.report()
     assert log.close() == ""
@@ -173,7 +173,7 @@ def test_progress_bar_only_on_a_terminal_with_tqdm(
     assert isinstance(progress_bar(total=10), NoProgressBar)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     log = RunLog(tmp_path, train_iters=10, start_iteration=4)
-    log.step()
+    log.count_iteration()
     assert log.progress.n == 5
     log.info("a line")
     log.close()

@@ -99,7 +99,7 @@ def continue_run(
 
 
 def shards(trainer: Trainer) -> list[Any]:
-    """Return this rank's shards of masters and moments as boxes of global tensors."""
+    """Return this rank's shards of masters and moments as slices of global tensors."""
     trainer.state.param_gather.wait()
     size, rank = trainer.parallel.tensor_model_parallel_size, trainer.parallel.tensor_model_parallel_rank
     specs = parameter_specs(trainer.config.model, size)
@@ -121,9 +121,9 @@ def assemble_tensors(by_rank: list[dict[str, Any]]) -> dict[tuple[str, str], Ten
     for result in by_rank:
         for kind, name, shape, offset, values in result["pieces"]:
             tensor = tensors.setdefault((kind, name), torch.full(shape, torch.nan))
-            box = tensor[tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))]
-            assert box.isnan().all() or torch.equal(box, values), f"{kind} {name}: ranks differ"
-            box.copy_(values)
+            piece = tensor[tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))]
+            assert piece.isnan().all() or torch.equal(piece, values), f"{kind} {name}: ranks differ"
+            piece.copy_(values)
     assert not any(tensor.isnan().any() for tensor in tensors.values())
     return tensors
 

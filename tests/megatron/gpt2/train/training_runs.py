@@ -15,7 +15,7 @@ import mpu
 from megatron.gpt2 import device as devices
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.config.arguments import parse
-from megatron.gpt2.dist.gathering import sum_over_data_and_pipeline
+from megatron.gpt2.dist.gathering import all_reduce_over_data_and_pipeline
 from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.train.setup import Log, RunContext, build_context
 from megatron.gpt2.train.train_step import train_step
@@ -81,8 +81,8 @@ def steps(trainer: Trainer, count: int) -> dict[str, Any]:
         seen["scale"].append(trainer.state.optimizer.scaler.scale.item())
         seen["rate"].append(trainer.state.optimizer.learning_rate.item())
         train_step(trainer)
-        trainer.progress.step(trainer.current_global_batch_size)
-        seen["loss"].append(sum_over_data_and_pipeline([trainer.progress.loss_sum], trainer.parallel).item())
+        trainer.progress.count_step(trainer.current_global_batch_size)
+        seen["loss"].append(all_reduce_over_data_and_pipeline([trainer.progress.loss_sum], trainer.parallel).item())
         seen["norm"].append(trainer.state.optimizer.grad_norm.item())
         seen["skipped"].append(bool(trainer.state.optimizer.found_inf))
     return seen

@@ -13,7 +13,7 @@ from torch import Tensor
 import mpu
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.config.arguments import parse
-from megatron.gpt2.extensions.exact import exact_modules, exact_squared_norm, tree_sum
+from megatron.gpt2.extensions.exact import exact_squared_norm, exact_submodules, tree_sum
 from megatron.gpt2.extensions.exact.reducer import LeafRange, max_waiting_sums, merge_sums, odd_factor, sums_of_rank
 from megatron.gpt2.extensions.exact.sums import VirtualRanks
 from megatron.gpt2.model.gpt2 import GPT2Model, layer_config
@@ -46,23 +46,23 @@ def gradients(
 ) -> list[tuple[float, dict[str, tuple[Tensor, int | None]]]]:
     """Return for each case the loss, and for each parameter this rank's gradient and its split dimension."""
     mpu.initialize_model_parallel(world_size)
-    modules = exact_modules(virtual_ranks) if virtual_ranks else mpu.DEFAULT_SUBMODULES
+    submodules = exact_submodules(virtual_ranks) if virtual_ranks else mpu.DEFAULT_SUBMODULES
     draw, s = torch.Generator().manual_seed(3), shape.max_position_embeddings
     tokens, labels = (torch.randint(0, 500, (3, s), generator=draw) for _ in range(2))
     found = []
     for dtype, sequence_parallel, recompute, by_document in cases:
         layers = layer_config(shape, sequence_parallel=sequence_parallel, recompute_granularity=recompute)
-        model = GPT2Model(shape, layers, dropout_seed=7, modules=modules).to(dtype).train()
+        model = GPT2Model(shape, layers, dropout_seed=7, submodules=submodules).to(dtype).train()
         more: dict[str, Any] = {}
         if by_document:
             more = {
-                "documents": mpu.PackedSeqParams(tokens, int(tokens[0, 11]), "cpu"),
+                "packed_seq_params": mpu.PackedSeqParams(tokens, int(tokens[0, 11]), "cpu"),
                 "positions": torch.randint(0, s, (3, s), generator=torch.Generator().manual_seed(4)),
             }
         loss = model(tokens, labels, torch.full((3, s), 1 / (3 * s)), samples=torch.arange(3), **more)
         loss.backward()
         if not virtual_ranks:
-            mpu.sum_sequence_parallel_grads(model.parameters())
+            mpu.all_reduce_sequence_parallel_grads(model.parameters())
         specs, parameters = mpu.partition_specs(model), model.named_parameters()
         grads = {name: (x.grad.clone(), specs[name].dim) for name, x in parameters if x.grad is not None}
         found.append((loss.item(), grads))

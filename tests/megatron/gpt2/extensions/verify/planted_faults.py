@@ -53,13 +53,13 @@ def bias_once_per_rank(trainer: Trainer, patch: Patch) -> None:
 
 
 def gradient_summed_twice(trainer: Trainer, patch: Patch) -> None:
-    original = bucket_reducer.all_reduce_sequence_parallel_grads
+    original = bucket_reducer.all_reduce_partial_grads
 
     def twice(buffer: Any) -> None:
         original(buffer)
         original(buffer)
 
-    patch.setattr(bucket_reducer, "all_reduce_sequence_parallel_grads", twice)
+    patch.setattr(bucket_reducer, "all_reduce_partial_grads", twice)
 
 
 def local_index(trainer: Trainer, patch: Patch) -> None:

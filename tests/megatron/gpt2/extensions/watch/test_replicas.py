@@ -40,7 +40,7 @@ def test_each_bit_changes_only_the_hash_of_its_range(dtype: torch.dtype) -> None
 
 def step(trainer: Any) -> None:
     train_step(trainer)
-    trainer.progress.step(trainer.current_global_batch_size)
+    trainer.progress.count_step(trainer.current_global_batch_size)
     for hook in trainer.hooks:
         hook.after_step(trainer)
 
