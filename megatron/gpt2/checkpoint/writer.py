@@ -94,7 +94,11 @@ def write_rank_files(folder: Path, iteration: int, files: ShardedFiles, rank: in
         lambda file: write_safetensors(folder, file, iteration, files[file]), files, 1 if streamed else IO_THREADS
     )
     listed = {
-        file: info._asdict() | {"boxes": {key: vars(tensor_slice) for key, tensor_slice in info.slices.items()}}
+        file: {
+            "bytes": info.bytes,
+            "sha256": info.sha256,
+            "boxes": {key: vars(tensor_slice) for key, tensor_slice in info.slices.items()},
+        }
         for file, info in zip(files, infos, strict=True)
         if info.slices
     }
