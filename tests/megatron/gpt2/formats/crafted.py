@@ -440,7 +440,7 @@ def slices(shapes: Mapping[Any, tuple[int, ...]], size: tuple[int, ...]) -> Chan
 
 
 def tensors(**values: Any) -> Change:
-    """Set entries of tensors, by name. None: the entry of the word embeddings, with their box."""
+    """Set entries of tensors, by name. None: the entry of the word embeddings, with their slice."""
 
     def change(held: Any, index: MetadataIndex, entry: Any) -> None:
         for name, value in values.items():
@@ -451,7 +451,7 @@ def tensors(**values: Any) -> Change:
 
 
 def place(**values: Any) -> Change:
-    """Set attributes of the place of the box: its file, offset and length."""
+    """Set attributes of the place of the slice: its file, offset and length."""
     return lambda held, index, entry: held.storage_data[index].__dict__.update(values)
 
 
