@@ -1,14 +1,14 @@
 """Compare the modelled time of a training step with measured ones.
 
-    python benchmarks/step_times.py measured.csv --cluster a100          # errors, the worst rows, how often intervals hold
+    python benchmarks/step_times.py measured.csv --cluster a100          # errors, worst rows, how often intervals hold
     python benchmarks/step_times.py measured.csv --cluster a100 --json
     python benchmarks/step_times.py --published                          # tables of three papers
     python benchmarks/step_times.py one_node.csv many_nodes.csv --fit    # fit clusters/*.json (scipy; minutes)
 
 A row of the CSV file is one configuration: gpus, global_batch, micro_batch, hidden_size, attention_heads, layers,
 sequence_length, tensor_parallel, data_parallel, pipeline_parallel, ms_per_iteration. The constants of `clusters/*.json`
-belong to a machine or a program. None belongs to a row or a shape. With --fit, the program prints the errors of rows that the
-fit has not seen: five parts at random, and each shape in turn.
+belong to a machine or a program. None belongs to a row or a shape. With --fit, the program prints the errors of rows
+that the fit has not seen: five parts at random, and each shape in turn.
 """
 
 from __future__ import annotations
@@ -94,15 +94,16 @@ def shapes(rows: Rows) -> np.ndarray:
 
 # --- published tables ------------------------------------------------------------------------------------------------
 
-# Megatron-LM, README of 2020, one node: layers, hidden size, heads, tensor-parallel size, ms on V100 (batch 8) and A100 (16).
+# Megatron-LM, README of 2020, one node: layers, hidden size, heads, tensor-parallel size, ms on V100
+# (batch 8) and A100 (16).
 TABLE_2020 = [
     (24, 1920, 15, 1, 1121, 1076),
     (30, 2304, 18, 2, 1093, 1026),
     (36, 3072, 24, 4, 1238, 1162),
     (42, 4096, 32, 8, 1407, 1343),
 ]
-# arXiv:2104.04473, table 1: hidden size, layers, heads, model-parallel size, GPUs, batch, TFLOP/s a GPU, and virtual stages,
-# which the paper does not give: the largest number up to 4 that divides the layers of a stage.
+# arXiv:2104.04473, table 1: hidden size, layers, heads, model-parallel size, GPUs, batch, TFLOP/s of a GPU, virtual
+# stages. The paper does not give the virtual stages: the largest number up to 4 that divides a stage's layers.
 TABLE_2021 = [
     (2304, 24, 24, 1, 32, 512, 137, 1),
     (3072, 30, 32, 2, 64, 512, 138, 1),
@@ -115,8 +116,8 @@ TABLE_2021 = [
     (20480, 105, 128, 280, 2520, 2520, 163, 3),
     (25600, 128, 160, 512, 3072, 3072, 163, 2),
 ]
-# arXiv:2205.05198, table 5: hidden size, layers, heads, pipeline stages, virtual stages, batch, micro-batch, seconds with full
-# recomputation, and with sequence parallelism and selective recomputation.
+# arXiv:2205.05198, table 5: hidden size, layers, heads, pipeline stages, virtual stages, batch, micro-batch, seconds
+# with full recomputation, and with sequence parallelism and selective recomputation.
 TABLE_2022 = [
     (6144, 48, 64, 1, 1, 4, 4, 1.42, 1.10),
     (12288, 96, 96, 8, 3, 64, 1, 18.13, 13.75),
@@ -127,8 +128,8 @@ TABLE_2022 = [
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A published table: the name of its cluster and of its program in `clusters/NAME.json`, its rows, and if the micro-batch
-    is unknown. It is then the fastest one, by the model."""
+    """A published table: the name of its cluster and of its program in `clusters/NAME.json`, its rows, and if the
+    micro-batch is unknown. It is then the fastest one, by the model."""
 
     title: str
     cluster: str
@@ -399,7 +400,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.json:
         return print(json.dumps(found, indent=2))
     print(
-        f"{found['rows']} rows, modelled against measured: mean error {found['mean_absolute_relative_error']:.2%}; percentiles",
+        f"{found['rows']} rows, modelled against measured: mean error {found['mean_absolute_relative_error']:.2%}; "
+        "percentiles",
         end=" ",
     )
     print(", ".join(f"{q}: {value:.1%}" for q, value in found["percentiles"].items()))

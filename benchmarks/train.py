@@ -50,13 +50,13 @@ GATE = 1e-4  # relative, in fp32; correct models differ by 2e-6, the two forms o
 # softmax has 47 padding rows, so log(50,304 / 50,257) nats are subtracted from its first loss.
 TOLERANCE = {"fp32": (2e-4, 1e-3), "bf16": (1e-3, 2e-2)}
 NOTES = (
-    "all arms have the same weights (ours, converted), the same samples in the same order from the same loader, and tied "
-    "embeddings; a step is batch, zero_grad, forward, backward, clip at 1.0, AdamW (decay 0.1 on matrices, betas 0.9 and "
-    "0.95)",
+    "all arms have the same weights (ours, converted), the same samples in the same order from the same loader, and "
+    "tied embeddings; a step is batch, zero_grad, forward, backward, clip at 1.0, AdamW (decay 0.1 on matrices, betas "
+    "0.9 and 0.95)",
     "peers have their best fair settings: bf16 by torch.autocast over fp32 weights, fused AdamW, scaled_dot_product_"
     "attention, no cache, erf GELU; torch.compile of the whole model (ours: of each block)",
-    "on a CPU, all arms except `as shipped` use our setting of the allocator; `as shipped` has nanoGPT's defaults for a "
-    "CPU: fp32, eager, its AdamW, the default allocator",
+    "on a CPU, all arms except `as shipped` use our setting of the allocator; `as shipped` has nanoGPT's defaults for "
+    "a CPU: fp32, eager, its AdamW, the default allocator",
     "MFU refers to the dense bf16 of the datasheet, on a CPU to the model's matrix products (`ceiling`), by Megatron's "
     "formula with full attention and vocabulary 50,257; by llm.c: 6N + 6LCT, which is 4 to 6 % less; the bars and "
     "p10–p90 are of all timed steps",

@@ -113,8 +113,8 @@ class IndexedDatasetBuilder:
         self._open_length = 0
 
     def add_file(self, file: "TokenFile", chunks: Sequence[ChunkHash] = ()) -> None:
-        """Append all documents of `file`, which has the same dtype. chunks: the hashes of its tokens, if they are known;
-        otherwise they are hashed."""
+        """Append all documents of `file`, which has the same dtype. chunks: the hashes of its tokens, if they are
+        known; otherwise they are hashed."""
         assert self._open_length == 0 and file.dtype == self._dtype
         self._end_chunk()
         (self._bin if chunks else self._chunk).write(file.tokens.data)
@@ -163,8 +163,8 @@ class TokenFile:
     """A file of tokens. `tokens` is a memory-mapped array. `document_starts`, int64 [documents + 1], is in tokens, from
     0 to `len(tokens)`. `kind` names the format.
 
-    sequence_lengths: int32 [S], the tokens of each sequence. document_indices: int64 [documents + 1], the first sequence
-    of each document, and S. In files without `.idx`, each document is one sequence.
+    sequence_lengths: int32 [S], the tokens of each sequence. document_indices: int64 [documents + 1], the first
+    sequence of each document, and S. In files without `.idx`, each document is one sequence.
     """
 
     kind = "indexed"

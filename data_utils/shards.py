@@ -61,8 +61,8 @@ def disk_full_errors(output: object) -> Iterator[None]:
 
 
 def exit_with_parent() -> None:
-    """Start a thread that ends this process with its parent, even if the parent is killed. Otherwise a worker would wait
-    for work forever and hold the parent's locks."""
+    """Start a thread that ends this process with its parent, even if the parent is killed. Otherwise a worker would
+    wait for work forever and hold the parent's locks."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 

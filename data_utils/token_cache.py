@@ -151,7 +151,8 @@ def _write_tokens(
 
 
 def _check_pair(prefix: Path) -> None:
-    """Raise ValueError if a file of the pair is not as it was written. Hashes only a file whose size or mtime is new."""
+    """Raise ValueError if a file of the pair is not as it was written. Hashes only a file whose size or mtime is
+    new."""
     path = Path(f"{prefix}.sha256")
     with wrap_errors(path):
         for suffix, (identity, chunks) in read_json_object(path, MAX_MANIFEST_BYTES).items():

@@ -1,4 +1,5 @@
-"""An all-reduce from sends and receives. Each rank sends only to its right neighbour, so all ranks have the same work."""
+"""An all-reduce from sends and receives. Each rank sends only to its right neighbour, so all
+ranks have the same work."""
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,8 @@ def shift(part: Tensor, rank: int, world_size: int) -> Tensor:
 
 
 def ring_all_reduce(x: Tensor, rank: int, world_size: int) -> int:
-    """Replace x by its sum over all ranks. Return how many numbers this rank has sent. world_size must divide x's size."""
+    """Replace x by its sum over all ranks. Return how many numbers this rank has sent.
+    world_size must divide x's size."""
     parts = list(x.chunk(world_size))  # views of x
     sent = 0
     # Reduce-scatter: a part travels around the ring, and each rank adds its numbers. After world_size - 1 steps

@@ -87,7 +87,8 @@ class ActivationOffload:
         return torch.empty(numel, dtype=dtype, pin_memory=self._copy_stream is not None)
 
     def release(self, host: Tensor) -> None:
-        """Make a buffer of `allocate` available again. A copy from it may still run: later copies are queued after it."""
+        """Make a buffer of `allocate` available again. A copy from it may still run: later
+        copies are queued after it."""
         self._free_buffers[host.numel(), host.dtype].append(host)
 
     def copy(self, target: Tensor, source: Tensor) -> torch.cuda.Event | None:

@@ -42,8 +42,8 @@ def document_attention(
     """Causal attention within each document: [s, b, n, 3, d] -> [s, b, n·d]. It takes less time than attention over
     whole samples, and no more memory.
 
-    packed_seq_params: None if each sample is one document. dropout_seeds: int64 [b, 3], see `mpu.dropout_seeds`; None draws the
-    masks from torch's generator. first_head: number of this rank's first head.
+    packed_seq_params: None if each sample is one document. dropout_seeds: int64 [b, 3], see `mpu.dropout_seeds`; None
+    draws the masks from torch's generator. first_head: number of this rank's first head.
     """
     s, b, n, _, d = qkv.shape
     if packed_seq_params is None and dropout_seeds is not None:

@@ -32,7 +32,8 @@ def vocab_parallel_targets(target: Tensor, number: int, columns: int, vocab_size
 
 
 def _combine_over(group: ProcessGroup | None) -> Callable[[Tensor], Tensor] | None:
-    """Return a function that combines the statistics [3, ...] of all ranks of `group`. None if there is only one rank."""
+    """Return a function that combines the statistics [3, ...] of all ranks of `group`. None if
+    there is only one rank."""
     if group is None or group.size() == 1:
         return None
 
@@ -93,7 +94,8 @@ def vocab_parallel_cross_entropy(
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """The forward pass also computes the gradients, chunk by chunk. Backward scales them by the gradient of the loss."""
+    """The forward pass also computes the gradients, chunk by chunk. Backward scales them by the gradient of the
+    loss."""
 
     @staticmethod
     def forward(

@@ -156,7 +156,8 @@ def get_parallel_state() -> ParallelState:
 
 
 def get_model_parallel_group() -> ProcessGroup | None:
-    """The ranks that together with this rank hold one whole model (tensor x pipeline). None without torch.distributed."""
+    """The ranks that together with this rank hold one whole model (tensor x pipeline). None
+    without torch.distributed."""
     return get_parallel_state().model_parallel_group
 
 

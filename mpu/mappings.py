@@ -12,8 +12,8 @@ first dimension, and each all-reduce is replaced by its two halves:
     reduce-scatter to it                      forward: reduce-scatter   backward: all-gather       (its conjugate)
 
 Both papers use the letter g, for different operations. ColumnParallelLinear does the work of f itself (and of the
-gather under sequence parallelism), so that the sum over the ranks overlaps the computation of its weight gradient. The model's head calls the
-functions below.
+gather under sequence parallelism), so that the sum over the ranks overlaps the computation of its weight gradient. The
+model's head calls the functions below.
 
 Each operation takes the group (None: the default tensor-parallel group) and keeps it on `ctx`. With one rank it returns
 its input. No operation writes to the caller's tensor.

@@ -40,8 +40,8 @@ AttentionFn = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """The configuration of a layer and its parts, with the names that megatron.core has for the same options. Raises ValueError if values are
-    inconsistent.
+    """The configuration of a layer and its parts, with the names that megatron.core has for the same options. Raises
+    ValueError if values are inconsistent.
 
     hidden_size: h. num_attention_heads: n, must divide h. ffn_hidden_size: f, the width inside the MLP.
     attention_dropout: dropout of the attention probabilities. hidden_dropout: dropout of the outputs of attention and
@@ -147,9 +147,9 @@ class ParallelSelfAttention(nn.Module):
     ) -> Tensor:
         """[s, b, h] -> [s, b, h].
 
-        packed_seq_params: lengths of the documents; None lets each token attend to all tokens before it. attention_fn: replaces
-        causal attention, [s, b, n/tp, 3, d] -> [s, b, h/tp], for example by `KeyValueCache.attend`. dropout_seeds: this
-        layer's part of `mpu.dropout_seeds`; None draws the masks from torch's generators.
+        packed_seq_params: lengths of the documents; None lets each token attend to all tokens before it. attention_fn:
+        replaces causal attention, [s, b, n/tp, 3, d] -> [s, b, h/tp], for example by `KeyValueCache.attend`.
+        dropout_seeds: this layer's part of `mpu.dropout_seeds`; None draws the masks from torch's generators.
         """
         qkv = self.split_heads(self.query_key_value(x))
         out: Tensor = self.dense(
@@ -212,8 +212,8 @@ class ParallelMLP(nn.Module):
 
 @dataclass(frozen=True)
 class TransformerLayerSubmodules:
-    """The implementations of a model's parts, like megatron.core's class of this name. Each is a class or function with the
-    signature of the default."""
+    """The implementations of a model's parts, like megatron.core's class of this name. Each is a class or function with
+    the signature of the default."""
 
     attention: Callable[..., ParallelSelfAttention] = ParallelSelfAttention
     mlp: Callable[..., ParallelMLP] = ParallelMLP
@@ -305,7 +305,8 @@ class ParallelTransformerLayer(nn.Module):
         attention_fn: AttentionFn | None = None,
         dropout_seeds: Tensor | None = None,
     ) -> Tensor:
-        """[s, b, h] -> [s, b, h]. packed_seq_params, attention_fn, dropout_seeds: see `ParallelSelfAttention.forward`."""
+        """[s, b, h] -> [s, b, h]. packed_seq_params, attention_fn, dropout_seeds: see
+        `ParallelSelfAttention.forward`."""
         attention = (
             self.attention
             if packed_seq_params is None and attention_fn is None and dropout_seeds is None

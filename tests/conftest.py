@@ -30,8 +30,8 @@ def test_data() -> Path:
 
 
 def needs(*libraries: str, extra: str) -> pytest.MarkDecorator:
-    """Return a mark that skips a test if a library is missing. It does not import the library, because all test processes
-    would then import it at their start."""
+    """Return a mark that skips a test if a library is missing. It does not import the library, because all test
+    processes would then import it at their start."""
     missing = [name for name in libraries if importlib.util.find_spec(name) is None]
     return pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} of the extra [{extra}] is not installed")
 

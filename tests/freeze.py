@@ -1,5 +1,5 @@
-"""Import this last in a process that forks. Garbage collection then skips the existing objects, which it would otherwise
-copy in each child."""
+"""Import this last in a process that forks. Garbage collection then skips the existing objects, which it would
+otherwise copy in each child."""
 
 import gc
 

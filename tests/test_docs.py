@@ -192,8 +192,8 @@ def test_commands_run_in_the_order_of_each_page(page: str, reader: Path, python:
 
 
 def check_printed(block: str, output: str) -> None:
-    """Check that the output contains the lines of a page's block, in order. `…` matches any text, and the last digits of
-    a decimal fraction may differ, because they depend on the processor."""
+    """Check that the output contains the lines of a page's block, in order. `…` matches any text, and the last digits
+    of a decimal fraction may differ, because they depend on the processor."""
     number = r"-?\d+\.\d+(?:E[+-]\d+)?"
     rest = iter(output.splitlines())
     for shown in block.splitlines():

@@ -106,8 +106,8 @@ def test_packages_import_only_their_allowed_packages(package: str, allowed: set[
         assert not others, f"{path.relative_to(ROOT)} imports {others}"
 
 
-# torch has no counter-based generator for a CPU. Triton is part of torch's builds for GPUs and is loaded only there. Only
-# dropout needs these two.
+# torch has no counter-based generator for a CPU. Triton is part of torch's builds for GPUs and is loaded only there.
+# Only dropout needs these two.
 OF_PHILOX = {"dropout.py": {"numpy"}, "dropout_triton.py": {"triton"}}
 
 

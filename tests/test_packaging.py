@@ -58,8 +58,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path) -> Path:
-    """Return the Python of a new environment with the wheel. A .pth file adds the libraries of this environment, but not
-    the project's folder, because Python does not follow the .pth files there."""
+    """Return the Python of a new environment with the wheel. A .pth file adds the libraries of this environment, but
+    not the project's folder, because Python does not follow the .pth files there."""
     python, site = new_environment(wheel.parent / "environment")
     install(python, "--no-compile --disable-pip-version-check", wheel)
     see_libraries(site)
@@ -132,7 +132,8 @@ for line in sys.argv[1:]:
 
 
 def test_installed_packages_and_commands_work_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
-    """It starts with training on two model-parallel ranks and continues with the commands that the run prints at its end."""
+    """It starts with training on two model-parallel ranks and continues with the commands that
+    the run prints at its end."""
     commands = {path.name for path in installed.parent.glob("gpt2*")}
     (tmp_path / "text.txt").write_text("It was a dark night. " * 400)
     said = run(
@@ -169,7 +170,8 @@ def test_installed_packages_and_commands_work_outside_the_checkout(installed: Pa
 
 
 def test_training_with_torch_numpy_and_safetensors_alone(tmp_path: Path) -> None:
-    """Without other libraries, a run uses the byte tokenizer and the built-in corpus, and draws the loss curve as text."""
+    """Without other libraries, a run uses the byte tokenizer and the built-in corpus, and draws
+    the loss curve as text."""
     (tmp_path / "alone.py").write_text(
         f"import sys\nfor name in {OPTIONAL}: sys.modules[name] = None\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"

@@ -172,7 +172,8 @@ NEWEST = "--load 'checkpoints/the newest'"
         ("generate_text.sh --prompt 'a b'", f"{GENERATE} --nproc-per-node 1 {NEWEST} --prompt 'a b'"),
         (
             "CHECKPOINT_PATH='my run' TEMP=0.9 TOPK=5 TOPP=0.5 MAXSEQLEN=64 generate_text.sh",
-            f"{GENERATE} --nproc-per-node 1 --load 'my run' --temperature 0.9 --top-k 5 --top-p 0.5 --max-new-tokens 64",
+            f"{GENERATE} --nproc-per-node 1 --load 'my run' --temperature 0.9 --top-k 5 --top-p 0.5 --max-new-tokens "
+            "64",
         ),
         ("MPSIZE=1 generate_text.sh --load=x", f"{GENERATE} --nproc-per-node 1 --load=x"),
         (
@@ -274,7 +275,8 @@ def test_slurm(project: Project) -> None:
 
 
 def test_slurm_queues_an_unfinished_run_again(project: Project) -> None:
-    """The script queues a run again if it died or was stopped, up to a limit. It does not if the run is finished or refused."""
+    """The script queues a run again if it died or was stopped, up to a limit. It does not if the run
+    is finished or refused."""
     srun = (
         '[ -z "$REASON" ] || echo "{\\"reason\\": \\"$REASON\\"}" > ended.json\n'
         '[ "$REASON" != cancelled ] || kill -TERM $PPID\nexit "$CODE"'

@@ -1,9 +1,9 @@
 """A server process that has imported torch and forks for each command.
 
 Tests put a `python` into PATH that asks this server, so that programs of the project start quickly. Everything else is
-as in a new interpreter. All test processes of a run share one server. Measured on 2026-11-23: the imports of the training
-program take 0.09 s of processor time instead of 2.56 s, and the server starts in 6 s. The docs have 153 commands, so this
-saves the tests some minutes.
+as in a new interpreter. All test processes of a run share one server. Measured on 2026-11-23: the imports of the
+training program take 0.09 s of processor time instead of 2.56 s, and the server starts in 6 s. The docs have 153
+commands, so this saves the tests some minutes.
 
     server = WarmPython(folder)        # folder/bin/python is the command; server.path has folder/bin first
     server.close()                     # the last call ends the server and all commands that still run
@@ -39,8 +39,8 @@ LIBRARIES = (
     "transformers.models.gpt2.modeling_gpt2",
 )
 
-# This client sends its standard streams, arguments, folder and environment, forwards signals, and ends with the exit code
-# of the command. It imports as little as possible, because imports are slow.
+# This client sends its standard streams, arguments, folder and environment, forwards signals, and ends with the exit
+# code of the command. It imports as little as possible, because imports are slow.
 CLIENT = """#!{python} -IS
 import _signal, _socket, posix, sys
 server = _socket.socket(_socket.AF_UNIX)
@@ -66,7 +66,8 @@ posix._exit(code)
 
 class WarmPython:
     def __init__(self, folder: Path):
-        """Start the server in `folder`, or use the one that a different test process started. Return when it listens."""
+        """Start the server in `folder`, or use the one that a different test process started.
+        Return when it listens."""
         address = f"{folder}/socket"
         client = folder / "bin" / "python"
         self.python, self.path = str(client), f"{client.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"

@@ -129,8 +129,8 @@ def copies(cfg: StageConfig) -> dict[str, Any]:
     return {"device_gb_per_s": 2 * within, "to_device_gb_per_s": up, "to_host_gb_per_s": down}
 
 
-# --- modes: steps of two layers in every mode of the program, with torch's warnings and tracebacks: waits of the host for
-# the device, and others. A step writes no log lines, so the host may not wait, except for the gradients of the
+# --- modes: steps of two layers in every mode of the program, with torch's warnings and tracebacks: waits of the host
+# for the device, and others. A step writes no log lines, so the host may not wait, except for the gradients of the
 # offloaded optimizer --------------------------------------------------------------------------------------------------
 
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"

@@ -82,8 +82,8 @@ def fsync_path(path: str | Path) -> None:
 
 
 def add_path(error: BaseException, path: str | Path) -> None:
-    """Let an OSError name the file `path` if it names none, as those of writing, fsync and locks. Let one of a full disk
-    say what is missing."""
+    """Let an OSError name the file `path` if it names none, as those of writing, fsync and locks. Let one of a full
+    disk say what is missing."""
     if isinstance(error, OSError) and error.errno:
         error.filename = error.filename or str(path)
         if error.errno == errno.ENOSPC and not str(error.strerror).endswith(")"):  # once
@@ -122,8 +122,8 @@ def atomic_write(path: str | Path, temporary: Path | None = None) -> Iterator[Bi
 
 
 def make_folder(folder: Path) -> None:
-    """Make `folder` with its parents, and put their names on the disk. Its parents may be someone else's: one that can't
-    be read is left out."""
+    """Make `folder` with its parents, and put their names on the disk. Its parents may be someone else's: one that
+    can't be read is left out."""
     folder.mkdir(parents=True, exist_ok=True)
     for parent in folder.resolve().parents:
         with contextlib.suppress(OSError):
@@ -251,8 +251,8 @@ def parse_json_object(data: bytes) -> dict[str, Any]:
 
 
 def read_file(path: Path, max_bytes: int) -> bytes:
-    """Read a file. Raises ValueError if it is larger than `max_bytes`, or if it is a pipe or a device, which may have no
-    end."""
+    """Read a file. Raises ValueError if it is larger than `max_bytes`, or if it is a pipe or a
+    device, which may have no end."""
     if not path.is_file() and path.exists():
         raise ValueError("is not a file")
     if path.stat().st_size > max_bytes:
@@ -415,8 +415,8 @@ def find_damaged_chunks(path: str | Path, parts: Sequence[ChunkHash]) -> list[st
 
 def in_threads(work: Callable[[T], R], items: Iterable[T], threads: int = IO_THREADS) -> list[R]:
     """Call `work` for each item in several threads. Hashing and copying release Python's global interpreter lock. The
-    first error, in the order of the items, is raised after all threads have ended. The threads are daemons: storage that
-    does not answer does not keep a process from ending."""
+    first error, in the order of the items, is raised after all threads have ended. The threads are daemons: storage
+    that does not answer does not keep a process from ending."""
     jobs = [(item, Future[R]()) for item in items]
     queue = iter(jobs)  # each thread takes the next job
 
@@ -454,8 +454,8 @@ def machine_memory(entry: str) -> int | None:
 def user_cache_dir() -> Path:
     """Return $XDG_CACHE_HOME/gpt2-model-parallel, or ~/.cache/gpt2-model-parallel. The folder may not exist.
 
-    If the home does not exist or is not this user's, as in some containers, the folder is in a temporary folder that only
-    this user can enter. Raises ValueError if another user has made or can change it.
+    If the home does not exist or is not this user's, as in some containers, the folder is in a temporary folder that
+    only this user can enter. Raises ValueError if another user has made or can change it.
     """
     user, cache = os.getuid(), os.environ.get("XDG_CACHE_HOME")
     home = Path(os.path.expanduser("~"))

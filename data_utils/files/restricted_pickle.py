@@ -24,7 +24,8 @@ NO_NAMES = re.compile("(?!)")
 
 @dataclass(eq=False, repr=False, slots=True)
 class PickledObject:
-    """A placeholder for an object whose class the file names. It holds the arguments and state, and has no behaviour."""
+    """A placeholder for an object whose class the file names. It holds the arguments and state, and has no
+    behaviour."""
 
     name: str
     args: Any = ()

@@ -111,13 +111,14 @@ def _choose_own_device(requested: str, rank_info: RankInfo, environ: Mapping[str
         problem = (
             f"torch {torch.__version__} is built without CUDA; install a CUDA build (https://pytorch.org)"
             if torch.version.cuda is None
-            else f"the driver does not support torch's CUDA {torch.version.cuda}; update the driver, or install a torch "
-            f"built for its CUDA version (https://pytorch.org){detail}"
+            else f"the driver does not support torch's CUDA {torch.version.cuda}; update the driver, or install a "
+            f"torch built for its CUDA version (https://pytorch.org){detail}"
         )
     require(requested == "auto", f"--device cuda: {problem or 'this machine has no GPU'}; --device cpu uses the CPU")
     if problem:
         return cpu, (
-            f"WARNING: THE GPU IS NOT USED, this run is on the CPU: {problem}; give --device cpu to use the CPU on purpose"
+            f"WARNING: THE GPU IS NOT USED, this run is on the CPU: {problem}; give --device cpu to use the CPU on "
+            "purpose"
         )
     if torch.backends.mps.is_available():
         return cpu, "cpu: Apple's GPU (MPS) is not supported"
@@ -241,8 +242,8 @@ def require_compiler(device: torch.device, environ: Mapping[str, str] = os.envir
         compilers = [environ["CXX"]] if "CXX" in environ else ["g++", "clang++"]
         require(
             any(shutil.which(name) for name in compilers),
-            f"--compile needs a C++ compiler on a CPU, and {' or '.join(compilers)} is not installed: install it, or leave "
-            "the flag out",
+            f"--compile needs a C++ compiler on a CPU, and {' or '.join(compilers)} is not installed: install it, or "
+            "leave the flag out",
         )
 
 

@@ -104,8 +104,8 @@ def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
-    """x with each element zeroed with probability p and the other elements scaled by 1 / (1 - p). The mask is drawn from
-    torch's generator. Any shape."""
+    """x with each element zeroed with probability p and the other elements scaled by 1 / (1 - p). The mask is drawn
+    from torch's generator. Any shape."""
     return F.dropout(x, p)
 
 
@@ -118,7 +118,8 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 
 def has_seeded_attention(device: str) -> bool:
-    """True if `seeded_attention` supports the device, "cpu" or "cuda". The fused kernels of a GPU draw their own masks."""
+    """True if `seeded_attention` supports the device, "cpu" or "cuda". The fused kernels of a
+    GPU draw their own masks."""
     return device == "cpu"
 
 

@@ -1,9 +1,9 @@
 """Seeded dropout, which saves nothing for backward.
 
 The random bits of seeded dropout are a function of a key and a counter: Philox4x64-10 (Salmon et al., "Parallel random
-numbers: as easy as 1, 2, 3", SC 2011). No draw depends on earlier draws, so any rank can compute any part of a mask at any
-time. On a CPU this uses numpy's Philox generator, whose output numpy guarantees not to change. `dropout_triton.py` is
-the GPU version; a test compares the two.
+numbers: as easy as 1, 2, 3", SC 2011). No draw depends on earlier draws, so any rank can compute any part of a mask at
+any time. On a CPU this uses numpy's Philox generator, whose output numpy guarantees not to change. `dropout_triton.py`
+is the GPU version; a test compares the two.
 
     key        the seed, 0
     counter    the number of a block, from 1 on, then three words that identify a mask

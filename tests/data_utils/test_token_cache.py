@@ -199,7 +199,8 @@ def as_user(user: int, work: Callable[[], object]) -> str:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become other users")
 def test_another_user_cannot_fill_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The attack: the name of the folder in /tmp is known, so another user makes it first, with other tokens for the text."""
+    """The attack: the name of the folder in /tmp is known, so another user makes it first, with
+    other tokens for the text."""
     victim, attacker = 54321, 54322
     with tempfile.TemporaryDirectory() as name:
         shared = Path(name)

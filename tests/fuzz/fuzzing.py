@@ -79,8 +79,8 @@ class Input:
         return time.process_time() - start
 
     def attempt(self, changed: Files, usual: float = 0.0) -> tuple[str, str]:
-        """Read the input with the changed files, and return as `attempt` does. usual: seconds of processor time to allow in
-        addition to MAX_SECONDS."""
+        """Read the input with the changed files, and return as `attempt` does. usual: seconds of processor time to
+        allow in addition to MAX_SECONDS."""
         for name, data in changed.items():
             (self.folder / name).write_bytes(data)
         place, size = str(self.folder) if self.target.named else "", sum(map(len, (self.valid | changed).values()))
@@ -103,8 +103,8 @@ def attempt(
     refusals: tuple[type[Exception], ...] = (ValueError,),
     most: float = MAX_SECONDS,
 ) -> tuple[str, str]:
-    """Call `read` for an input of `size` bytes. Returns ("accepted", ""), ("refused", the error's line), or (a finding, its
-    details). place: a text that an error must contain, unless it names a flag. most: seconds of processor time."""
+    """Call `read` for an input of `size` bytes. Returns ("accepted", ""), ("refused", the error's line), or (a finding,
+    its details). place: a text that an error must contain, unless it names a flag. most: seconds of processor time."""
     outcome, line = "accepted", ""
     before, start = resident(), time.process_time()
     try:
@@ -187,8 +187,8 @@ MAX_REPLACED = 1 << 12  # bytes to replace or insert at once
 VALUE = re.compile(rb'"(?:[^"\\\n]|\\.){0,200}"|-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null')
 BRACKETED = re.compile(rb"[\[{][^\[\]{}]{0,2000}[\]}]")
 ODD_VALUES = [
-    *b"""null true false 0 -1 1 1.5 -0.0 1e999 -1e999 NaN Infinity [] {} "" "x" "\\ud800" "\\u0000" "\\n" "../x" "/" [[]]
-    {"":0} [0] 2147483648 4294967296 9223372036854775807 9223372036854775808 18446744073709551616""".split(),
+    *b"""null true false 0 -1 1 1.5 -0.0 1e999 -1e999 NaN Infinity [] {} "" "x" "\\ud800" "\\u0000" "\\n" "../x" "/"
+    [[]] {"":0} [0] 2147483648 4294967296 9223372036854775807 9223372036854775808 18446744073709551616""".split(),
     b'" "',
     b"9" * 400,
     b"9" * 5000,
@@ -235,7 +235,8 @@ def _other_value(old: bytes, data: bytes, rng: Random) -> bytes:
 
 
 def _other_bytes(old: bytes, data: bytes, rng: Random) -> bytes:
-    """No bytes, or the old ones with a flipped bit, as a different number, as noise, repeated, or from a different place."""
+    """No bytes, or the old ones with a flipped bit, as a different number, as noise, repeated, or
+    from a different place."""
     size, at = len(old), _place(data, rng)
     number, top = int.from_bytes(old, "little"), 1 << 8 * size
     numbers = (

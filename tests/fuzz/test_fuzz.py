@@ -33,8 +33,8 @@ def test_inputs_are_taken_or_refused(inputs: Callable[[str], Input], name: str) 
     given = inputs(name)
     changes = [given.changed(seed) for seed in range(MODEL_INPUTS if TARGETS[name].model else INPUTS)]
     outcomes = [given.attempt(changed) for changed in changes]
-    # A garbage collection or a busy machine can make an input slow; drawing a report takes 0.3 s to 1 s. So a slow input is
-    # tried again, and may take a second longer than the valid input.
+    # A garbage collection or a busy machine can make an input slow; drawing a report takes 0.3 s to 1 s. So a slow
+    # input is tried again, and may take a second longer than the valid input.
     outcomes = [
         given.attempt(changed, given.valid_seconds()) if outcome[0] == "slow" else outcome
         for changed, outcome in zip(changes, outcomes, strict=True)
@@ -82,8 +82,8 @@ def test_a_defect_is_found(tmp_path: Path, name: str, monkeypatch: pytest.Monkey
 
 NESTED = b"[" * 100_000
 PAIR, REPORT, TOKENIZER = "pair's manifest behind its seal", "config.json of a report", "tokenizer of a checkpoint"
-# The target, the end of a file's name, the place in its valid content as a pattern, the content that replaces it, and words
-# of the error. "": the input is accepted.
+# The target, the end of a file's name, the place in its valid content as a pattern, the content that replaces it, and
+# words of the error. "": the input is accepted.
 ALL = rb"(?s).*"
 DEFECTS: list[tuple[str, str, bytes, bytes, str]] = [
     *(

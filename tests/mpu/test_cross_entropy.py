@@ -92,7 +92,8 @@ def test_equals_the_plain_formula(world_size: int):
 
 
 def test_fp16_keeps_small_gradients_when_scaled_first():
-    """token_weight applies the loss scale before the gradient is rounded, so no gradient that fp32 can hold becomes 0."""
+    """token_weight applies the loss scale before the gradient is rounded, so no gradient that
+    fp32 can hold becomes 0."""
     mpu.initialize_model_parallel(1)
     torch.manual_seed(0)
     hidden, weight = torch.randn(64, 16).half(), torch.randn(512, 16).half()
@@ -115,7 +116,8 @@ def test_fp16_keeps_small_gradients_when_scaled_first():
 
 
 class MemoryCounter(TorchDispatchMode):
-    """Counts the peak of the bytes in all live storages that operators allocate inside, and the calls of each operator."""
+    """Counts the peak of the bytes in all live storages that operators allocate inside, and the
+    calls of each operator."""
 
     def __init__(self) -> None:
         super().__init__()

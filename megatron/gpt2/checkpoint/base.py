@@ -53,8 +53,8 @@ def check_inside(name: str, shape: tuple[int, ...], tensor_slice: TensorSlice) -
 def check_coverage(name: str, shape: tuple[int, ...], slices: Sequence[TensorSlice]) -> None:
     """Raise ValueError unless `slices` cover each entry of a tensor of `shape` exactly once.
 
-    The edges of all slices cut the tensor into a grid. The slices leave no gap if they have as many entries as the tensor
-    and each cell of the grid is in at most one slice.
+    The edges of all slices cut the tensor into a grid. The slices leave no gap if they have as many entries as the
+    tensor and each cell of the grid is in at most one slice.
     """
     for tensor_slice in slices:
         check_inside(name, shape, tensor_slice)

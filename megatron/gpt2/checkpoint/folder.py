@@ -1,4 +1,5 @@
-"""The --save folder: find the checkpoint to load, find the best checkpoint, make the folder, detect a checkpoint's format.
+"""The --save folder: find the checkpoint to load, find the best checkpoint, make the folder,
+detect a checkpoint's format.
 
 The tracker, `latest_checkpointed_iteration.txt`, names the iteration to load. If an iteration is saved again, its
 existing folder is renamed to `iter_0000300.old-1`. `best/` (--keep-best) holds the checkpoint with the lowest
@@ -63,8 +64,8 @@ def gather_alone(text: str) -> list[str]:
 
 
 def list_iterations(directory: Path, *, include_old: bool = False) -> list[tuple[int, Path]]:
-    """Return the iterations in `directory` and their folders, the newest first. With `include_old`, folders that were renamed
-    to `.old-N` follow."""
+    """Return the iterations in `directory` and their folders, the newest first. With `include_old`, folders that were
+    renamed to `.old-N` follow."""
     names = os.listdir(directory) if directory.is_dir() else []
     found = [match for match in map(_ITERATION.fullmatch, names) if match and (include_old or not match[2])]
     found.sort(key=lambda match: (not match[2], int(match[1]), int(match[2] or 0)), reverse=True)
@@ -80,7 +81,8 @@ def find_checkpoint(
     rank hashes its share of the files (`verify`). The checkpoint is used if it is valid on all ranks. Folders renamed
     to `.old-N` are tried last. Nothing on the disk changes. Every rank logs the warnings.
 
-    Returns None if the folder does not exist or has no checkpoint. Raises ValueError if all its checkpoints are damaged.
+    Returns None if the folder does not exist or has no checkpoint. Raises ValueError if all its checkpoints are
+    damaged.
     """
     directory = Path(directory)
     tracked, names, *problems = json.loads(gather(json.dumps(_load_order(directory)) if rank == 0 else "")[0])
@@ -178,8 +180,8 @@ def rename_old_best(save: Path, log: Log) -> None:
 
 
 def make_save_folder(folder: Path) -> None:
-    """Make `folder`. Raises ValueError, in one line, if it cannot be written, if it is the `best/` folder of another run,
-    or if it holds a link or a pipe where the run writes."""
+    """Make `folder`. Raises ValueError, in one line, if it cannot be written, if it is the `best/` folder of another
+    run, or if it holds a link or a pipe where the run writes."""
     if folder.name == BEST and (folder.parent / METRICS).exists():
         raise ValueError(
             f"--save {folder} is where the run in {folder.parent} keeps its best checkpoint: give another "

@@ -4,12 +4,13 @@
 
 A network that is cut can leave two halves of a run that both go on. Each start takes the next number, which only one
 process can create, and removes the file of the owner before it. Before each commit, the owner checks that its file is
-still there. The check is not sufficient: the process may stop between the check and the commit. So a new owner also takes away
-what an earlier owner has not yet committed. The commit is a rename of these files, which then fails.
+still there. The check is not sufficient: the process may stop between the check and the commit. So a new owner also
+takes away what an earlier owner has not yet committed. The commit is a rename of these files, which then fails.
 
-The owner locks its file and sets the file's time every two seconds; a time of 0 ends the lease. A start is refused if the
-newest file is locked. Otherwise it waits LIFETIME seconds to see whether the owner still sets the time. It does not wait if
-the lease has ended, or if the owner ran on this machine: the system has then removed the lock of a dead process.
+The owner locks its file and sets the file's time every two seconds; a time of 0 ends the lease. A start is
+refused if the newest file is locked. Otherwise it waits LIFETIME seconds to see whether the owner still sets the
+time. It does not wait if the lease has ended, or if the owner ran on this machine: the system has then removed
+the lock of a dead process.
 """
 
 import contextlib
@@ -43,8 +44,8 @@ class Lease:
         self._renewal.start()
 
     def take(self) -> None:
-        """Make the folder and take its lease; again, if the folder was removed or moved. Raises FolderInUse if another run
-        owns it, and ValueError as `make_save_folder`."""
+        """Make the folder and take its lease; again, if the folder was removed or moved. Raises FolderInUse if another
+        run owns it, and ValueError as `make_save_folder`."""
         make_save_folder(self._folder)
         text = f"process {os.getpid()} on {socket.gethostname()}, {secrets.token_hex(8)}\n"
         while True:
@@ -116,7 +117,8 @@ class Lease:
 
 
 def check_not_in_use(folder: Path) -> int:
-    """Return the number of the newest lease of `folder`, 0 without one. Raises FolderInUse if its owner still uses it."""
+    """Return the number of the newest lease of `folder`, 0 without one. Raises FolderInUse if
+    its owner still uses it."""
     newest = max(folder.glob(PATTERN), default=None)
     if newest is None:
         return 0

@@ -1,10 +1,11 @@
-"""Local checkpoints (as in Megatron): every few steps, each machine saves in its own memory or on its own disk. A run that
-fails continues from there and loses steps instead of hours.
+"""Local checkpoints (as in Megatron): every few steps, each machine saves in its own memory or on its own disk. A run
+that fails continues from there and loses steps instead of hours.
 
     <--local-checkpoint-dir>/<run>/iter_0000120/
 
-The files have the usual format (writer.py), but they need no file system that all machines share. Each machine keeps
-the files of its ranks, a copy of the files of the previous machine, and all tables. So the run can lose any one machine.
+The files have the usual format (writer.py), but they need no file system that all machines share. Each
+machine keeps the files of its ranks, a copy of the files of the previous machine, and all tables. So the
+run can lose any one machine.
 
 After a restart, `assemble_local_checkpoint` completes the newest local checkpoint. If a machine was replaced or has not
 saved the last checkpoint, it gets the missing files from the other machines before any rank reads them.
@@ -42,7 +43,8 @@ CHECKPOINTS_KEPT = 2  # on each machine
 MESSAGE_BYTES = 64 << 20
 Transfer = tuple[str, int, int]  # a file, the sending rank, the receiving rank
 T = TypeVar("T")
-# Of a checkpoint: the manifest's "digest", all "files" with their sizes, and the list "present" of files on this machine.
+# Of a checkpoint: the manifest's "digest", all "files" with their sizes, and the list "present"
+# of files on this machine.
 LocalInventory = dict[str, Any]
 
 
@@ -75,8 +77,8 @@ def run_on_all_ranks(work: Callable[[], T], group: ProcessGroup | None) -> list[
 def transfer_files(
     path: Path, transfers: Sequence[Transfer], sizes: Mapping[str, int], rank: int, group: ProcessGroup | None
 ) -> None:
-    """Send files of the folder `path` between ranks. sizes: in bytes. If the disk of one rank is full, every rank raises
-    OSError before anything is sent."""
+    """Send files of the folder `path` between ranks. sizes: in bytes. If the disk of one rank is full, every rank
+    raises OSError before anything is sent."""
 
     def make_room() -> None:
         for file, _, to in transfers:
@@ -103,7 +105,8 @@ def transfer_files(
 class LocalCheckpoints:
     """Writes the local checkpoints of a run. Every rank has an object and calls `save` at the same steps.
 
-    folder: the run's folder on this machine. hosts: the machine of each rank. group: all ranks, gloo; None for one rank.
+    folder: the run's folder on this machine. hosts: the machine of each rank. group: all ranks, gloo; None for one
+    rank.
     attempt: a text that is equal on all ranks and different in every start of a run.
     """
 
@@ -124,8 +127,8 @@ class LocalCheckpoints:
 
     def save(self, iteration: int, files: ShardedFiles, metadata: Mapping[str, Any]) -> bool:
         """Write this rank's `files` and a copy on the next machine. Return True if all machines have the checkpoint. If
-        one fails, this checkpoint is dropped and a warning names the first rank that failed. metadata: for the manifest,
-        taken from rank 0.
+        one fails, this checkpoint is dropped and a warning names the first rank that failed. metadata: for the
+        manifest, taken from rank 0.
         """
         final = self._folder / f"iter_{iteration:07d}"
         folder = temporary_folder(final, self._attempt)
@@ -165,8 +168,8 @@ class LocalCheckpoints:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _remove_others(self, newest: Path) -> None:
-        """Keep `newest` and the CHECKPOINTS_KEPT - 1 checkpoints before it. Later iterations were written before a rollback.
-        Temporary folders of this attempt stay, because another rank may already write the next checkpoint."""
+        """Keep `newest` and the CHECKPOINTS_KEPT - 1 checkpoints before it. Later iterations were written before a
+        rollback. Temporary folders of this attempt stay, because another rank may already write the next checkpoint."""
         before = [path for _, path in list_iterations(self._folder) if path.name < newest.name]
         for path in set(self._folder.glob("iter_*")) - {newest, *before[: CHECKPOINTS_KEPT - 1]}:
             if not path.name.endswith(f".tmp-{self._attempt}"):
@@ -236,8 +239,8 @@ def local_inventory(folder: Path) -> dict[str, LocalInventory]:
 
 
 def newest_local_iteration(save: str, directory: str, *, one_machine: bool) -> int:
-    """The newest iteration of the run in `save` that has a local checkpoint on this machine; 0 without one. No tensor is
-    read. one_machine: the run has only this machine, so incomplete checkpoints do not count."""
+    """The newest iteration of the run in `save` that has a local checkpoint on this machine; 0 without one. No tensor
+    is read. one_machine: the run has only this machine, so incomplete checkpoints do not count."""
     own = local_inventory(Path(directory) / run) if (run := run_name(save)) else {}
     return newest_complete_iteration([own]) if one_machine else max(map(int, own), default=0)
 

@@ -6,9 +6,9 @@ manifest.json, in an iteration's folder, is one JSON object:
     version     the version of this format, see data_utils/files/__init__.py
     iteration   the same number as in the folder's name
     facts       metadata about the run
-    tensors     {tensor: {"dtype", "shape", "held"}}; shapes are global and without padding; "held" is an index of `held`
-    held        lists of [table, first row, one past the last row, entries]. Each list names the tables, by their index in
-                `tables`, that have slices of a tensor. Tensors that are split equally, such as moments, share a list
+    tensors     {tensor: {"dtype", "shape", "held"}}; shapes are global, without padding; "held" is an index of `held`
+    held        lists of [table, first row, one past the last row, entries]. Each list names the tables that have slices
+                of a tensor, by their index in `tables`. Tensors that are split equally, such as moments, share a list
     tables      {path: {"bytes", "sha256", "files": the number of files that the table lists}}
     sha256      the hash of all bytes of the manifest before this entry
 
@@ -17,13 +17,13 @@ boxes/rank_00000.jsonl, the table of a rank, has two lines, each a JSON object:
     {"files": their number, "tensors": {tensor: [dtype, shape, first row, one past the last row, entries]}}
     {path: {"bytes", "sha256", "boxes": {key: {"offset", "shape"}}}}
 
-The manifest has the hashes of the tables, and the tables have the hashes of the files. A commit reads only the first line
-of each table. A load reads the second lines of those tables that have rows which it needs. In version 1, the manifest
-itself had the second lines of all ranks as `files`. The reader treats such a manifest as its only table.
+The manifest has the hashes of the tables, and the tables have the hashes of the files. A commit reads only the first
+line of each table. A load reads the second lines of those tables that have rows which it needs. In version 1, the
+manifest itself had the second lines of all ranks as `files`. The reader treats such a manifest as its only table.
 
-The key of a slice is the tensor's name. If a file has several slices of a tensor, the next keys end in "#1", "#2" and so on.
-The reader computes the expected safetensors header of a file from its table and compares the bytes. It never parses a
-header, so it refuses a header with a duplicate key, a wrong size, or from a different iteration or rank.
+The key of a slice is the tensor's name. If a file has several slices of a tensor, the next keys end in "#1", "#2" and
+so on. The reader computes the expected safetensors header of a file from its table and compares the bytes. It never
+parses a header, so it refuses a header with a duplicate key, a wrong size, or from a different iteration or rank.
 """
 
 import contextlib
@@ -144,8 +144,8 @@ def extent(shards: Sequence[SavedShard]) -> tuple[int, int, int]:
 def file_header(
     file: str, iteration: int, slices: Mapping[str, tuple[torch.dtype, TensorSlice]]
 ) -> tuple[bytes, dict[str, int], int]:
-    """Return the safetensors header of `file` with these `slices`, the first byte of each key's values in file order, and
-    the file's size. Wide dtypes are first in the file, so that every tensor is aligned."""
+    """Return the safetensors header of `file` with these `slices`, the first byte of each key's values in file order,
+    and the file's size. Wide dtypes are first in the file, so that every tensor is aligned."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt", "file": file, "iteration": str(iteration)}}
     starts: dict[str, int] = {}
     end = 0
@@ -158,8 +158,8 @@ def file_header(
 
 
 def parse_table(files: Any, tensors: Mapping[str, TensorInfo]) -> RankTable:
-    """Parse the second line of a table, or `files` of a manifest of version 1. Raises ValueError, KeyError, TypeError or
-    AttributeError, which `wrap_errors` converts, if a path, a slice or a size is not possible."""
+    """Parse the second line of a table, or `files` of a manifest of version 1. Raises ValueError, KeyError, TypeError
+    or AttributeError, which `wrap_errors` converts, if a path, a slice or a size is not possible."""
     table = RankTable({}, {})
     for file, info in files.items():
         if not _FILE_NAME.fullmatch(file):
@@ -327,8 +327,8 @@ class Checkpoint(BaseCheckpoint):
         return ""
 
     def verify(self) -> str:
-        """Check every byte of all files, and that the slices of each tensor cover it. Return the first error, in one line,
-        or ""."""
+        """Check every byte of all files, and that the slices of each tensor cover it. Return the first
+        error, in one line, or ""."""
         try:
             for name, info in self.tensors.items():
                 self._shards_in(name, TensorSlice((0,) * len(info.shape), info.shape))
@@ -337,8 +337,8 @@ class Checkpoint(BaseCheckpoint):
         return self.find_damage()
 
     def read_into(self, out: Tensor, name: str, offset: tuple[int, ...]) -> None:
-        """Fill `out` with the slice of `name` at `offset` that has the shape of `out`, from all saved slices that overlap it.
-        Resuming, merging, splitting and resharding all use this method."""
+        """Fill `out` with the slice of `name` at `offset` that has the shape of `out`, from all saved slices that
+        overlap it. Resuming, merging, splitting and resharding all use this method."""
         target = TensorSlice(offset, tuple(out.shape))
         for shard, shared in self._shards_in(name, target):
             out[relative_slice(shared, target).slices()].copy_(
@@ -386,7 +386,8 @@ class Checkpoint(BaseCheckpoint):
 
 
 def _parse_held(entries: Any, tables: int) -> dict[int, tuple[int, int, int]]:
-    """Parse a list of the manifest's `held`. Returns the first row, one past the last row, and the entries, by table."""
+    """Parse a list of the manifest's `held`. Returns the first row, one past the last row, and the entries, by
+    table."""
     ranges = {table: (top, bottom, count) for table, top, bottom, count in (_integers(entry, 4) for entry in entries)}
     if any(table >= tables for table in ranges):
         raise ValueError(f"{reprlib.repr(entries)} names a table that is not one of the {tables}")

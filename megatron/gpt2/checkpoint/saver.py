@@ -1,11 +1,12 @@
-"""`Saver` writes the checkpoints of a run, one at a time, in a thread. Training waits for the thread or, with --async-save,
-continues.
+"""`Saver` writes the checkpoints of a run, one at a time, in a thread. Training waits for the thread or,
+with --async-save, continues.
 
     save: wait for the last save -> with --async-save, copy to host memory -> the thread writes and commits
     finish: wait for this rank's files -> all ranks exchange errors -> wait for the commit -> all ranks exchange results
 
-The thread runs `write`, which calls no collective. All collectives run in the caller's thread. Only after the first
-collective in `finish` does rank 0 start a time limit for the files of other ranks. That collective fails if a rank died.
+The thread runs `write`, which calls no collective. All collectives run in the caller's thread. Only after
+the first collective in `finish` does rank 0 start a time limit for the files of other ranks. That
+collective fails if a rank died.
 """
 
 import dataclasses
@@ -48,9 +49,9 @@ _ALIGNMENT = 64  # bytes, of every tensor in the host buffer
 class PendingSave:
     """State that the writing thread and the training thread share during a save.
 
-    own: the result of writing this rank's files. committed: that of `Saver.write`. deadline: the `time.monotonic()` at
-    which rank 0 stops waiting for other ranks. problem: the error of the first rank that could not write its files, else
-    "".
+    own: the result of writing this rank's files. committed: that of `Saver.write`. deadline: the
+    `time.monotonic()` at which rank 0 stops waiting for other ranks. problem: the error of the first rank that
+    could not write its files, else "".
     """
 
     own: Future[None] = field(default_factory=Future)
@@ -67,7 +68,8 @@ class Saver:
     after a save, with the new one (default: all). timeout_s: how long rank 0 waits until it sees the files of other
     ranks. storage_timeout_s: how long each rank waits for its own files. local_world_size: the ranks that share this
     machine's memory. gather: a collective that returns the texts of all ranks, and allows for both times. check_owner:
-    raises OSError if this run must not commit. saved_iteration: the last iteration that all ranks report as committed. problem: the last error on this rank.
+    raises OSError if this run must not commit. saved_iteration: the last iteration that all ranks report as committed.
+    problem: the last error on this rank.
     """
 
     folder: Path
@@ -89,23 +91,23 @@ class Saver:
     _pending: PendingSave | None = None
 
     def prepare(self, files: ShardedFiles) -> None:
-        """Allocate the host buffer into which --async-save copies `files`, once. A call before training avoids the wait in
-        the first save. All later saves have the same shapes."""
+        """Allocate the host buffer into which --async-save copies `files`, once. A call before training avoids the wait
+        in the first save. All later saves have the same shapes."""
         if not self.asynchronous or self._host_buffer is not None:
             return
         self._host_buffer, lacking = _allocate_host_buffer(files, self.local_world_size)
         if lacking := max(map(int, self.gather(str(lacking)))):
             self.log(
-                f"WARNING: --async-save is off, so training waits for every save: its copy needs {lacking:,} more bytes of "
-                "host memory"
+                f"WARNING: --async-save is off, so training waits for every save: its copy needs {lacking:,} more "
+                "bytes of host memory"
             )
             self.asynchronous, self._host_buffer = False, None
 
     def save(
         self, iteration: int, files: ShardedFiles, metadata: Mapping[str, Any], *, into: Path | None = None
     ) -> Path | None:
-        """Start saving a checkpoint. Returns its folder if the save is committed, and None if it failed with a warning or
-        if the thread is still writing (--async-save). metadata: for the manifest, in JSON types, taken from rank 0.
+        """Start saving a checkpoint. Returns its folder if the save is committed, and None if it failed with a warning
+        or if the thread is still writing (--async-save). metadata: for the manifest, in JSON types, taken from rank 0.
         into: save into this folder instead, and replace the checkpoint there (for `best/`)."""
         self.finish()
         self.prepare(files)
@@ -128,8 +130,8 @@ class Saver:
         """Write this rank's `files`. Rank 0 then waits for the files of all ranks and commits. The other arguments are
         those of `save`. Only the result of rank 0 shows whether the save succeeded.
 
-        Raises OSError, in one line, if this rank cannot write, and on rank 0 if `pending` has the problem of another rank.
-        Raises TimeoutError, an OSError, on rank 0 if files of a rank are missing at the deadline.
+        Raises OSError, in one line, if this rank cannot write, and on rank 0 if `pending` has the problem of another
+        rank. Raises TimeoutError, an OSError, on rank 0 if files of a rank are missing at the deadline.
         """
         directory, keep_last = (into, 1) if into else (self.folder, self.keep_last)
         final = directory / f"iter_{iteration:07d}"
@@ -173,13 +175,14 @@ class Saver:
             if time.monotonic() > pending.deadline:
                 raise TimeoutError(
                     f"{folder}: no files from {format_ranks([tables[name] for name in missing], {})} within "
-                    f"{time.monotonic() - began:.1f} s; earlier checkpoints are untouched: do all nodes share the folder?"
+                    f"{time.monotonic() - began:.1f} s; earlier checkpoints are untouched: do all nodes share the "
+                    "folder?"
                 )
             time.sleep(_POLL_SECONDS)
 
     def finish(self) -> Path | None:
-        """Wait for the pending save. Return its folder, or None if no save is pending or if it failed on any rank. Raises
-        StopRun on every rank if the storage of one takes longer than `storage_timeout_s`."""
+        """Wait for the pending save. Return its folder, or None if no save is pending or if it failed on any rank.
+        Raises StopRun on every rank if the storage of one takes longer than `storage_timeout_s`."""
         if (pending := self._pending) is None:
             return None
         errors = self._gather_errors(pending.own, pending)
@@ -207,7 +210,8 @@ class Saver:
             self._pending = None
             pending.problem = (
                 f"the storage of --save {self.folder} took longer than {self.storage_timeout_s:g} s "
-                f"(--save-timeout-minutes) for the files of rank {texts.index(_TOO_SLOW)}: earlier checkpoints are untouched"
+                f"(--save-timeout-minutes) for the files of rank {texts.index(_TOO_SLOW)}: earlier checkpoints are "
+                "untouched"
             )
             raise StopRun(pending.problem)
         return texts
@@ -226,8 +230,8 @@ def _sizes(files: ShardedFiles) -> list[int]:
 
 
 def _allocate_host_buffer(files: ShardedFiles, local_world_size: int) -> tuple[Tensor | None, int]:
-    """Allocate host memory for a copy of `files`. Also return the bytes that are missing if all `local_world_size` ranks
-    need as much; 0 on success."""
+    """Allocate host memory for a copy of `files`. Also return the bytes that are missing if all `local_world_size`
+    ranks need as much; 0 on success."""
     size, available = sum(_sizes(files)), machine_memory("MemAvailable")
     if available is not None and (lacking := size * local_world_size - available) > 0:
         return None, lacking
@@ -246,7 +250,8 @@ def _allocate_host_buffer(files: ShardedFiles, local_world_size: int) -> tuple[T
 
 
 def _copy_to_host(files: ShardedFiles, buffer: Tensor) -> ShardedFiles:
-    """Copy all tensors of `files` into `buffer`, wait for the copies, and return the same shards with the copied data."""
+    """Copy all tensors of `files` into `buffer`, wait for the copies, and return the same shards with the copied
+    data."""
     parts = iter(buffer.split(_sizes(files)))
 
     def copied(shard: ShardedTensor) -> ShardedTensor:

@@ -1,7 +1,7 @@
 """Convert a run's state to sharded tensors and load it: weights, optimizer state, random generators.
 
-Tensors have the names "<kind>.<parameter>" (model, master, exp_avg, exp_avg_sq) and "rng.mp_00.dp_00.<generator>", or with
-a pipeline "rng.mp_00_001.dp_00.<generator>". Ranks and sizes are plain integers, so no process group is needed.
+Tensors have the names "<kind>.<parameter>" (model, master, exp_avg, exp_avg_sq) and "rng.mp_00.dp_00.<generator>", or
+with a pipeline "rng.mp_00_001.dp_00.<generator>". Ranks and sizes are plain integers, so no process group is needed.
 """
 
 import math
@@ -44,8 +44,8 @@ def load_sharded_state_dict(
 ) -> None:
     """Load `states` from a checkpoint of any layout: the inverse of `sharded_state_dict`. Padding becomes 0.
 
-    specs: all parameters of the model; `states` may belong to one pipeline stage. Raises ValueError unless the checkpoint
-    has exactly the tensors of these kinds, with the same global shapes.
+    specs: all parameters of the model; `states` may belong to one pipeline stage. Raises ValueError unless the
+    checkpoint has exactly the tensors of these kinds, with the same global shapes.
     """
     kinds = set()
     parts: list[tuple[Tensor, str, tuple[int, ...]]] = []
@@ -70,8 +70,8 @@ def load_sharded_state_dict(
         kind, _, name = full_name.partition(".")
         if kind in kinds and name not in specs:
             raise ValueError(
-                f"{checkpoint.path}: holds {full_name}, which this run does not have: give the saved shape, or no shape "
-                "flags"
+                f"{checkpoint.path}: holds {full_name}, which this run does not have: give the saved shape, or no "
+                "shape flags"
             )
     in_threads(lambda part: checkpoint.read_into(*part), parts)
 
@@ -79,9 +79,9 @@ def load_sharded_state_dict(
 def _shard_slices(
     spec: PartitionSpec, mp_rank: int, mp_size: int, start: int, values: Tensor
 ) -> Iterator[tuple[TensorSlice, Tensor]]:
-    """Split `values`, a flat range of a rank's tensor that begins at element `start`, into slices of the global tensor, each
-    with its view. There are up to three slices: a partial first row, whole rows, and a partial last row. Padding is left
-    out."""
+    """Split `values`, a flat range of a rank's tensor that begins at element `start`, into slices of the global
+    tensor, each with its view. There are up to three slices: a partial first row, whole rows, and a partial last
+    row. Padding is left out."""
     owned, shape = spec.local_slice(mp_rank, mp_size), spec.local_shape(mp_size)
     assert owned.shape[1:] == shape[1:], "padding must be whole rows at the end"
     row = math.prod(shape[1:])
@@ -126,8 +126,8 @@ def rng_state_dict(parallel: mpu.ParallelState, device: torch.device) -> dict[st
 
 
 def load_rng_state(checkpoint: BaseCheckpoint, parallel: mpu.ParallelState, device: torch.device) -> bool:
-    """Restore the states that `rng_state_dict` saved. If the checkpoint has no states, or has those of a different layout
-    or device type, return False on every rank and change nothing."""
+    """Restore the states that `rng_state_dict` saved. If the checkpoint has no states, or has those of a different
+    layout or device type, return False on every rank and change nothing."""
     prefix, layout = _rng_prefix(parallel), checkpoint.metadata.get("layout", {})
     names = {name.removeprefix(prefix): name for name in checkpoint.tensors if name.startswith(prefix)}
     for saved, here in (

@@ -61,9 +61,9 @@ _WRITE_BACK = 16 << 20
 class ShardedTensor:
     """A slice of a global tensor that this rank writes.
 
-    data: the values, without padding, on any device. If `data` is on the meta device, it only gives shape and dtype, and
-    `load` returns the values when they are written. global_shape: without padding. global_offset: the first index of the
-    slice in the global tensor.
+    data: the values, without padding, on any device. If `data` is on the meta device, it only gives shape and dtype,
+    and `load` returns the values when they are written. global_shape: without padding. global_offset: the first index
+    of the slice in the global tensor.
     """
 
     data: Tensor
@@ -151,8 +151,8 @@ def write_safetensors(folder: Path, file: str, iteration: int, shards: Mapping[s
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write the file `path`, fsync it and rename it into place, so that a reader never sees a part of it. Makes the folder
-    if needed. Raises OSError if the file cannot be written."""
+    """Write the file `path`, fsync it and rename it into place, so that a reader never sees a part of it. Makes the
+    folder if needed. Raises OSError if the file cannot be written."""
     new = path.with_name(f"{path.name}.tmp")
     with _write_errors(path, len(data)):
         new.unlink(missing_ok=True)
@@ -164,16 +164,16 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def _write_errors(path: Path, size: int) -> Iterator[None]:
-    """Make the folder of `path`. An OSError in the block is raised again in one line that names `path` and its `size` in
-    bytes."""
+    """Make the folder of `path`. An OSError in the block is raised again in one line that names `path`
+    and its `size` in bytes."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
         add_path(error, path)
         raise OSError(
-            f"{path}: cannot write its {size:,} bytes: {error.strerror or error}; earlier checkpoints are untouched: make "
-            "room or give another --save"
+            f"{path}: cannot write its {size:,} bytes: {error.strerror or error}; earlier checkpoints are untouched: "
+            "make room or give another --save"
         ) from error
 
 

@@ -47,7 +47,8 @@ class SkipOperation(Exception):
 
 
 def exchange(target: int, sent: Tensor, source: int, received: Tensor) -> None:
-    """Send a tensor to one rank while one arrives from another. In one batch, because NCCL runs single calls in order."""
+    """Send a tensor to one rank while one arrives from another. In one batch, because NCCL runs single calls in
+    order."""
     both = dist.P2POp(dist.isend, sent, target), dist.P2POp(dist.irecv, received, source)
     ops = [op for op in both if op.tensor.numel()]
     for work in dist.batch_isend_irecv(ops) if ops else ():
@@ -156,8 +157,8 @@ OPERATIONS = {
 
 
 def sample_values(rank: int, blocks: int) -> Tensor:
-    """[blocks, PERIOD] random values 1/2, 1 and 2 of a global rank. Those of ranks 2k and 2k + 1 are reciprocal, so that
-    products over many ranks stay in the range of every dtype."""
+    """[blocks, PERIOD] random values 1/2, 1 and 2 of a global rank. Those of ranks 2k and 2k + 1 are reciprocal, so
+    that products over many ranks stay in the range of every dtype."""
     exponents = torch.randint(-1, 2, (blocks, PERIOD), generator=torch.Generator().manual_seed(rank // 2))
     return torch.pow(2.0, exponents * (-1) ** rank).double()
 
@@ -245,7 +246,8 @@ class BandwidthRow(NamedTuple):
 def measure_sizes(
     name: str, groups: dict[str, ProcessGroup], device: torch.device, args: argparse.Namespace, deadline: float
 ) -> Iterator[BandwidthRow]:
-    """Try, check, then time one operation at every size. Every rank calls it; rank 0's clock decides about the deadline.
+    """Try, check, then time one operation at every size. Every rank calls it; rank 0's clock
+    decides about the deadline.
 
     Raises SkipOperation if the operation, or a larger size, cannot be measured: the backend lacks it if all ranks fail
     before anything is sent. Raises RuntimeError if only some ranks fail.

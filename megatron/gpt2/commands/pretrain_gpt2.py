@@ -105,8 +105,8 @@ class ProcessState:
             )
             require(
                 "train.micro_batch_size" in arguments.given or not arguments.continues,
-                "--elastic needs --micro-batch-size if no model is named: it decides how many ranks can be used, before "
-                "a checkpoint is read",
+                "--elastic needs --micro-batch-size if no model is named: it decides how many ranks can be used, "
+                "before a checkpoint is read",
             )
             usable = arguments.config.usable_ranks
         self.rank_info = with_incident_log(join_rendezvous(launch, usable))  # this may change the rank's number
@@ -157,8 +157,8 @@ def report_finished(context: RunContext, log: Log) -> int:
 
 
 def finish_run(trainer: Trainer, reason: str) -> int:
-    """Save, evaluate and report after the last step. reason: why the run stopped, or "" at the end. Return the exit code,
-    which is 1 if the last iteration is not saved."""
+    """Save, evaluate and report after the last step. reason: why the run stopped, or "" at the end. Return the exit
+    code, which is 1 if the last iteration is not saved."""
     iteration, saver, rank_info = trainer.progress.iteration, trainer.checkpoints.saver, trainer.context.rank_info
     valid, sample = None, ""
     saver.finish()

@@ -95,9 +95,9 @@ NEVER_FROM_CHECKPOINT = (
 class Arguments:
     """A parsed command line.
 
-    values: the non-default values by "section.field". given: the keys that the command line decided, including shape and
-    tokenizer of its `--model` or `--config`. notes: lines about translated and ignored flags. sources: the key and file
-    of each flag that a DeepSpeed file sets."""
+    values: the non-default values by "section.field". given: the keys that the command line decided, including shape
+    and tokenizer of its `--model` or `--config`. notes: lines about translated and ignored flags. sources: the key and
+    file of each flag that a DeepSpeed file sets."""
 
     values: Mapping[str, Any]
     given: frozenset[str]
@@ -143,8 +143,8 @@ class Arguments:
 def parse(argv: Sequence[str] | None = None) -> Arguments:
     """Parse a command line (default: this process's). `--help` prints and exits.
 
-    Raises ValueError in one line for unknown flags and bad values. Values that do not fit together raise it at the first
-    access to `.config`."""
+    Raises ValueError in one line for unknown flags and bad values. Values that do not fit together raise it at the
+    first access to `.config`."""
     words = [with_dashes(word) for word in (sys.argv[1:] if argv is None else argv)]
     namespace, rest = build_parser().parse_known_args(words)
     read = vars(namespace)
@@ -221,7 +221,8 @@ def _other_flags(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def similar_flag(name: str) -> str | None:
-    """Return the flag that `name` is a typing error of: one character is missing, added or wrong, or two are swapped."""
+    """Return the flag that `name` is a typing error of: one character is missing, added or
+    wrong, or two are swapped."""
     typed = "--" + name.lstrip("-").lower()
     for known, _, _ in flag_table():
         start = len(os.path.commonprefix([typed, known.lower()]))
@@ -279,15 +280,16 @@ def merge_checkpoint(
     saved: the `Config.as_dict()` of the checkpoint, with vocabulary size and tokenizer. saved_iterations: the length of
     its schedule (default: its train_iters).
 
-    Shape and tokenizer: flags that are not given take the checkpoint's values. Given flags that differ raise ValueError,
-    all in one line. --seq-length may differ; it takes the checkpoint's value if neither a flag nor --model gives it.
+    Shape and tokenizer: flags that are not given take the checkpoint's values. Given flags that differ
+    raise ValueError, all in one line. --seq-length may differ; it takes the checkpoint's value if neither a
+    flag nor --model gives it.
 
     Without --model or a shape, the checkpoint's run continues: its values (data, batch, optimizer, seed, length …)
     replace those of the quickstart. --finetune does not take its length.
 
-    Schedule (not with --finetune and --no-load-optim): as for the shape. --override-opt-param-scheduler keeps all values
-    of this run, --use-checkpoint-opt-param-scheduler takes all values of the checkpoint. A decay length that neither run
-    gives is --train-iters, so extending a finished run stretches its schedule.
+    Schedule (not with --finetune and --no-load-optim): as for the shape. --override-opt-param-scheduler keeps all
+    values of this run, --use-checkpoint-opt-param-scheduler takes all values of the checkpoint. A decay length that
+    neither run gives is --train-iters, so extending a finished run stretches its schedule.
     """
     old, given, continues = flatten_sections(saved), arguments.given, arguments.continues
     keeps_schedule = any(

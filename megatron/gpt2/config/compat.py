@@ -31,8 +31,8 @@ class CompatRule:
 
     names: each name, and if it takes values. A name that ends in `*` stands for all names with this beginning. accepts:
     the allowed values; empty: all. sets: (value, the fields that the command line gives) -> fields, or ValueError for a
-    bad value. unless: the rule does not apply if this flag is given. explicit_values: if the field's own flag has one of
-    these values, it wins over the rule.
+    bad value. unless: the rule does not apply if this flag is given. explicit_values: if the field's own flag has one
+    of these values, it wins over the rule.
     """
 
     names: Mapping[str, bool]
@@ -327,7 +327,8 @@ MEGATRON_RULES = by_name(
     # Parallelism
     ignored(
         "--context-parallel-size= --ds-sequence-parallel-size= --expert-model-parallel-size= "
-        "--expert-tensor-parallel-size= --tensor-parallel-num-weight-shards= --expert-tensor-parallel-num-weight-shards=",
+        "--expert-tensor-parallel-size= --tensor-parallel-num-weight-shards= "
+        "--expert-tensor-parallel-num-weight-shards=",
         "parallelism is tensor, pipeline and data: use --model-parallel-size, for long sequences --sequence-parallel",
         "1",
     ),
@@ -509,9 +510,9 @@ MEGATRON_RULES = by_name(
         "write the iteration into latest_checkpointed_iteration.txt of a copy of --load",
     ),
     ignored(
-        "--use-dist-ckpt --auto-detect-ckpt-format --ckpt-* --dist-ckpt-* --distrib-optim-* --use-persistent-ckpt-worker "
-        "--async-strategy= --async-ckpt-* --verify-integrity --save-tokenizer-assets --universal-checkpoint "
-        "--load-main-params-from-ckpt --stream-ckpt-dequant --load-model-opt-format",
+        "--use-dist-ckpt --auto-detect-ckpt-format --ckpt-* --dist-ckpt-* --distrib-optim-* "
+        "--use-persistent-ckpt-worker --async-strategy= --async-ckpt-* --verify-integrity --save-tokenizer-assets "
+        "--universal-checkpoint --load-main-params-from-ckpt --stream-ckpt-dequant --load-model-opt-format",
         f"saves have one format with hashes, which every layout opens; {CONVERT} --to torch_dist exports it",
     ),
     ignored("--save-retain-interval=", "all checkpoints are kept without --keep-last"),
@@ -524,12 +525,12 @@ MEGATRON_RULES = by_name(
     refused("--reset-iteration", "give --finetune"),
     # Logs and failures
     ignored(
-        "--log-* --logging-level= --timing-* --tensorboard-* --barrier-with-level-1-timing --one-logger* --app-tag-run-* "
-        "--straggler-* --run-workload-inspector-server --otel-* --config-logger-dir= "
-        "--codecarbon-dir= --record-* --memory-snapshot-path= --nvtx-ranges --pytorch-profiler-* --flight-recorder-* "
+        "--log-* --logging-level= --timing-* --tensorboard-* --barrier-with-level-1-timing --one-logger* "
+        "--app-tag-run-* --straggler-* --run-workload-inspector-server --otel-* --config-logger-dir= --codecarbon-dir= "
+        "--record-* --memory-snapshot-path= --nvtx-ranges --pytorch-profiler-* --flight-recorder-* "
         "--save-wgrads-interval= --save-dgrads-interval= --save-params-interval= --save-activations-interval= "
-        "--save-tokens-per-expert-interval= --dump-param-to-param-group-map= --manual-gc* "
-        "--empty-unused-memory-level= --train-sync-interval= --test-mode",
+        "--save-tokens-per-expert-interval= --dump-param-to-param-group-map= --manual-gc* --empty-unused-memory-level= "
+        "--train-sync-interval= --test-mode",
         "logging and garbage collection are fixed",
     ),
     ignored(
@@ -721,9 +722,9 @@ def apply_rules(
 def read_deepspeed_config(path: str, given: Mapping[str, Any]) -> Applied:
     """Read a DeepSpeed file. `set_by` of the result names the file and the key.
 
-    given: {"section.field": value} from the command line, which wins over the file. The values `false`, `null`, `"auto"`
-    and `{}` and sections with `"enabled": false` are skipped. Raises FileNotFoundError, or ValueError with all errors of
-    the file in one line.
+    given: {"section.field": value} from the command line, which wins over the file. The values `false`, `null`,
+    `"auto"` and `{}` and sections with `"enabled": false` are skipped. Raises FileNotFoundError, or ValueError with all
+    errors of the file in one line.
     """
     try:
         with open(path, encoding="utf-8") as file:

@@ -1,8 +1,8 @@
 """Presets for --model, and reading and writing config.json for --config. Other flags override both.
 
 Keys are "section.field". All sizes use the values of Megatron's published 345M example and differ only in shape. The
-learning rate decays over --train-iters (320,000 in that example), so that a shorter run decays fully. `quickstart` is the
-preset of a run without a shape. Every start of a run writes `config.json` into its save folder.
+learning rate decays over --train-iters (320,000 in that example), so that a shorter run decays fully. `quickstart` is
+the preset of a run without a shape. Every start of a run writes `config.json` into its save folder.
 """
 
 import contextlib
@@ -53,9 +53,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     name: {**dict(zip(SHAPE_KEYS, shape, strict=True)), **PUBLISHED} for name, shape in SHAPES.items()
 }
 
-# 1.5 epochs of the built-in corpus, in minutes on two cores. With the same number of tokens (seed 1, bf16, bits per byte
-# of held-out text): 1.76 with these values, 1.78 with lr 1.2e-3, and 1.80 with 8 samples per step and lr 1.2e-3. A narrow
-# model learns faster from larger weights than 0.02, which suits widths above 1,000.
+# 1.5 epochs of the built-in corpus, in minutes on two cores. With the same number of tokens (seed 1, bf16, bits per
+# byte of held-out text): 1.76 with these values, 1.78 with lr 1.2e-3, and 1.80 with 8 samples per step and lr 1.2e-3. A
+# narrow model learns faster from larger weights than 0.02, which suits widths above 1,000.
 PRESETS["quickstart"] = {
     "model.num_layers": 4,
     "model.hidden_size": 256,
@@ -85,8 +85,8 @@ DEFAULT_TRAIN_ITERS = 1_000_000  # of a run with its own shape, as in 2019
 def write_config(folder: Path, config: Config, facts: dict[str, Any], *, continues: bool) -> None:
     """Write `config` and `facts` about the run (JSON) into `folder`, atomically.
 
-    continues: the run continues the checkpoint in `folder`. The file then keeps its old --load and --finetune, with which
-    the run began. Raises OSError if the file cannot be written."""
+    continues: the run continues the checkpoint in `folder`. The file then keeps its old --load and --finetune, with
+    which the run began. Raises OSError if the file cannot be written."""
     sections = config.as_dict()
     if continues:
         # A missing or damaged file is replaced: only --config reads it.
@@ -100,8 +100,8 @@ def write_config(folder: Path, config: Config, facts: dict[str, Any], *, continu
 def read_config(path: str) -> dict[str, Any]:
     """Return {"section.field": value} of the config.json at `path`, without default values.
 
-    The batch size is the global one, so that it holds for any number of ranks. Raises ValueError or FileNotFoundError in
-    one line if `path` is not such a file."""
+    The batch size is the global one, so that it holds for any number of ranks. Raises ValueError or FileNotFoundError
+    in one line if `path` is not such a file."""
     try:
         settings = json.loads(Path(path).read_text(encoding="utf-8"))
         version = settings.get("version", RUN_SETTINGS_VERSION)

@@ -1,10 +1,10 @@
 """The configuration of a run: `Config` and its sections. They are frozen dataclasses that check their values in
 `__post_init__`.
 
-Each field is one command-line flag (`num_layers` is `--num-layers`). `option` adds its help text, its allowed values and
-the other spellings that Megatron uses. `flags.py` builds the parser from these fields, so each flag is defined in one
-place. Defaults are those of Megatron's 2019 release unless the help text says otherwise. Derived values are properties
-or methods. `arguments.py` lists the flags that exclude each other.
+Each field is one command-line flag (`num_layers` is `--num-layers`). `option` adds its help text, its allowed values
+and the other spellings that Megatron uses. `flags.py` builds the parser from these fields, so each flag is defined in
+one place. Defaults are those of Megatron's 2019 release unless the help text says otherwise. Derived values are
+properties or methods. `arguments.py` lists the flags that exclude each other.
 """
 
 import contextlib
@@ -330,8 +330,8 @@ class ParallelConfig(ConfigSection):
         )
         require(
             not self.shard_gradients or stages == 1,
-            f"--shard-gradients (--zero-stage 2) does not work with --pipeline-model-parallel-size {stages}: a pipeline "
-            "would reduce the gradients of every micro-batch; leave it out (--zero-stage 1)",
+            f"--shard-gradients (--zero-stage 2) does not work with --pipeline-model-parallel-size {stages}: a "
+            "pipeline would reduce the gradients of every micro-batch; leave it out (--zero-stage 1)",
         )
 
 
@@ -377,7 +377,8 @@ class TrainConfig(ConfigSection):
     )
     precision: str = option(
         "auto",
-        "auto: bf16 if native, else fp16 (GPU) or fp32 (CPU); fp16-on-gpu (set by --fp16): fp16 on a GPU, auto on a CPU",
+        "auto: bf16 if native, else fp16 (GPU) or fp32 (CPU); fp16-on-gpu (set by --fp16): fp16 on a GPU, auto on a "
+        "CPU",
         choices=PRECISION_CHOICES,
     )
     device: str = option("auto", "auto: cuda if there is a usable GPU", choices=("auto", "cpu", "cuda"))
@@ -402,7 +403,8 @@ class TrainConfig(ConfigSection):
     )
     attention_backend: str = option(
         "auto",
-        "attention kernel on a GPU: FlashAttention, cuDNN (fused), memory-efficient, unfused, or auto: measure at start",
+        "attention kernel on a GPU: FlashAttention, cuDNN (fused), memory-efficient, unfused, or auto: measure at "
+        "start",
         choices=("auto", "flash", "fused", "efficient", "unfused"),
     )
     eval_iters: int = option(100, "global batches of an evaluation; a smaller split is read once", bound=NOT_NEGATIVE)
@@ -645,7 +647,8 @@ class Config:
         )
         require(
             not parallel.sequence_parallel or seq_length % size == 0,
-            f"--sequence-parallel splits --seq-length {seq_length}, which is not divisible by --model-parallel-size {size}",
+            f"--sequence-parallel splits --seq-length {seq_length}, which is not divisible by --model-parallel-size "
+            f"{size}",
         )
         require(
             offloaded == 0 or recompute == "none",
@@ -725,7 +728,8 @@ class Config:
         return layers_of_stages(self.model.num_layers, stages, self.virtual_stages, first, last)
 
     def pipeline_schedule(self, num_microbatches: int) -> PipelineSchedule:
-        """Return the actions of each pipeline stage in a step. Raises ValueError if --pipeline-schedule does not fit."""
+        """Return the actions of each pipeline stage in a step. Raises ValueError if
+        --pipeline-schedule does not fit."""
         v = self.virtual_stages
         return build_schedule(
             self.parallel.pipeline_schedule or ("1f1b" if v == 1 else "interleaved"),
@@ -763,7 +767,8 @@ class Config:
             start, increment, samples = train.rampup_batch_size
             require(
                 start <= final and (final - start) % increment == 0,
-                f"{train.growth_flag}: steps of {increment} samples do not lead from {start} to --global-batch-size {final}",
+                f"{train.growth_flag}: steps of {increment} samples do not lead from {start} to --global-batch-size "
+                f"{final}",
             )
             schedule = BatchSchedule.rampup(start, increment, samples, final)
         else:

@@ -1,9 +1,9 @@
 """Report a hang: which ranks wait in which collective, and where the late rank is.
 
 The first rank whose collective times out sets "hang" in the store. Each live rank then writes the location of its main
-thread to the store. One rank per machine prints a line with all locations; the whole stacks go to the incident log. With
-gloo the collective raises an error. With NCCL the kernels just wait, so a training step that takes longer than the
-timeout counts as a hang.
+thread to the store. One rank per machine prints a line with all locations; the whole stacks go to the incident log.
+With gloo the collective raises an error. With NCCL the kernels just wait, so a training step that takes longer than
+the timeout counts as a hang.
 
 torch's flight recorder also records gloo's collectives and names the rank that is behind, but not the line of the
 program. It is only used for NCCL, whose kernels Python does not see.
@@ -62,7 +62,8 @@ class RankLocation(NamedTuple):
 
 
 def find_location(frames: Frames, *, has_failed: bool = False) -> tuple[RankLocation, list[str]]:
-    """Return the location and the whole stack. has_failed: the innermost call was a collective, which autograd may hide."""
+    """Return the location and the whole stack. has_failed: the innermost call was a collective,
+    which autograd may hide."""
     stack, ours, waits = list[str](), list[tuple[str, str]](), ""
     for frame, line in frames:
         file, function = frame.f_code.co_filename.removeprefix(f"{ROOT}/"), frame.f_code.co_name
@@ -122,8 +123,8 @@ class HangDetector(Hook):
         self._step_started = float("inf")
 
     def handle_error(self, trainer: Any, error: BaseException) -> bool:
-        """After a collective has failed with `error`, return True if ranks waited for a late rank. In this case one rank
-        of each machine has printed it, and this process has left the rendezvous. Runs in the main thread."""
+        """After a collective has failed with `error`, return True if ranks waited for a late rank. In this case one
+        rank of each machine has printed it, and this process has left the rendezvous. Runs in the main thread."""
         if self._heartbeat.is_stopped or not self._heartbeat.store_answers(LOST_TIMEOUT):
             return False  # reading an unreachable store would block for --init-timeout seconds
         self._main_thread_exits = True
@@ -263,9 +264,9 @@ def describe_hang(
 
 
 def set_flight_recorder(save_directory: str | Path, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Let torch's flight recorder record the last NCCL collectives of each rank, and write them next to the incident log
-    when one times out. `torchfrtrace` reads the files. Call it before NCCL's process group is created. Variables that
-    the user has set are kept."""
+    """Let torch's flight recorder record the last NCCL collectives of each rank, and write them next to the incident
+    log when one times out. `torchfrtrace` reads the files. Call it before NCCL's process group is created. Variables
+    that the user has set are kept."""
     folder = Path(save_directory).resolve() / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     environ.setdefault("TORCH_FR_BUFFER_SIZE", environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"))

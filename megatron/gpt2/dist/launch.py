@@ -5,8 +5,8 @@
     MPI        OMPI_COMM_WORLD_RANK …, or PMI_RANK …
     Slurm      SLURM_PROCID … inside a step of srun
 
-torch reads only torchrun's variables. A plain `python` runs as a single rank, also inside an allocation. This module does
-not use the network: see rendezvous.py.
+torch reads only torchrun's variables. A plain `python` runs as a single rank, also inside an allocation. This module
+does not use the network: see rendezvous.py.
 """
 
 import itertools
@@ -117,7 +117,8 @@ def raise_open_file_limit(world_size: int) -> None:
 
 
 def _started_here(flags: LaunchConfig, environ: Environment) -> Launch | None:
-    """Return the launch of --nproc-per-node, with the first rank of this machine. A single rank runs in this process."""
+    """Return the launch of --nproc-per-node, with the first rank of this machine. A single rank runs in this
+    process."""
     if flags.nproc_per_node is None:
         return None
     here = flags.nproc_per_node or torch.cuda.device_count() or 2
@@ -135,8 +136,8 @@ def _started_here(flags: LaunchConfig, environ: Environment) -> Launch | None:
 
 
 def _from_variables(environ: Environment) -> Launch | None:
-    """Read the variables of torchrun or MPI. MPI gives no rendezvous address: it is this machine if all ranks are on it,
-    otherwise the first machine in Slurm's list."""
+    """Read the variables of torchrun or MPI. MPI gives no rendezvous address: it is this machine if all ranks are on
+    it, otherwise the first machine in Slurm's list."""
     for names in VARIABLES:
         if names[0] in environ and names[1] in environ:
             rank, world, *local = (_number(environ, name) for name in names if name in environ)
@@ -171,15 +172,16 @@ def _from_slurm(environ: Environment) -> Launch | None:
 
 
 def restart_count(environ: Environment = os.environ) -> int:
-    """Return how often the launcher has restarted the ranks: torchrun, or --max-restarts, which sets the same variable."""
+    """Return how often the launcher has restarted the ranks: torchrun, or --max-restarts, which
+    sets the same variable."""
     return int(environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 def in_slurm_step(environ: Environment) -> bool:
     """True if srun started this process as one of its tasks.
 
-    A batch script or a shell in an allocation has most of the same variables, but no step of srun. A plain `python` there
-    must run as a single rank.
+    A batch script or a shell in an allocation has most of the same variables, but no step of srun. A plain `python`
+    there must run as a single rank.
     """
     if "SLURM_PROCID" not in environ or "SLURM_LOCALID" not in environ:
         return False

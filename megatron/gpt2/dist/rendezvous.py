@@ -114,9 +114,9 @@ def open_store(launch: Launch, *, is_server: bool) -> Iterator[tuple[TCPStore, T
 def start_store_server(host: str, port: int) -> TCPStore:
     """Serve a store on `port` (0: any free port), over IPv4, and over IPv6 if `host` has an IPv6 address.
 
-    Raises ValueError if the port is in use. torch's own server always listens over both and looks up the name of each
-    client. IPv4 clients of such a socket are not in /etc/hosts: with a slow DNS server four ranks needed 5.6 s instead of
-    0.5 s to join.
+    Raises ValueError if the port is in use. torch's own server always listens over both and looks up the name of
+    each client. IPv4 clients of such a socket are not in /etc/hosts: with a slow DNS server four ranks needed 5.6
+    s instead of 0.5 s to join.
     """
     families: set[int] = set()
     with contextlib.suppress(OSError):
@@ -151,9 +151,9 @@ def connect_store(at: tuple[str, int], timeout: float) -> TCPStore:
 def join_rendezvous(launch: Launch, usable: UsableRanks | None = None) -> RankInfo:
     """Wait until all ranks have joined. Returns this process's rank and world size, with the rendezvous.
 
-    Raises MissingRanksError if some ranks do not join within `launch.timeout` seconds, and ValueError for a bad address.
-    A world of one rank has no rendezvous. usable: given with --elastic; ranks that the run cannot use are on standby until
-    it ends, and then raise StandbyExit.
+    Raises MissingRanksError if some ranks do not join within `launch.timeout` seconds, and ValueError for a bad
+    address. A world of one rank has no rendezvous. usable: given with --elastic; ranks that the run cannot use are on
+    standby until it ends, and then raise StandbyExit.
     """
     if launch.world_size == 1:
         return launch.rank_info()
@@ -188,8 +188,8 @@ def join_rendezvous(launch: Launch, usable: UsableRanks | None = None) -> RankIn
 def _wait_for_all_ranks(store: Store, launch: Launch, address: str, *, is_server: bool) -> None:
     """Add this rank to the store and wait for the result, which is the same on all ranks.
 
-    The last rank to join writes ALL_JOINED. The first rank that finds a missing, repeated or contradicting rank writes an
-    error message, and all ranks raise MissingRanksError with it.
+    The last rank to join writes ALL_JOINED. The first rank that finds a missing, repeated or contradicting rank writes
+    an error message, and all ranks raise MissingRanksError with it.
     """
     rank, world = launch.rank, launch.world_size
     end, problem = time.monotonic() + launch.timeout, ""
@@ -252,18 +252,18 @@ def stand_by(store: Store, launch: Launch) -> int:
 def set_gloo_interface(own: str, elsewhere: Sequence[str], environ: MutableMapping[str, str] = os.environ) -> None:
     """Set GLOO_SOCKET_IFNAME to the network interface towards the other ranks, unless the user has set it.
 
-    gloo uses the address of the host name, which on many systems is a loopback address that other machines cannot reach.
-    NCCL finds an interface by itself.
+    gloo uses the address of the host name, which on many systems is a loopback address that other machines cannot
+    reach. NCCL finds an interface by itself.
 
-    own: this machine's address towards rank 0. elsewhere: the addresses of ranks on other machines; empty if all ranks are
-    on this machine. Raises ValueError if the variable names an interface that this machine does not have.
+    own: this machine's address towards rank 0. elsewhere: the addresses of ranks on other machines; empty if all ranks
+    are on this machine. Raises ValueError if the variable names an interface that this machine does not have.
     """
     interfaces, chosen = [name for _, name in socket.if_nameindex()], environ.get("GLOO_SOCKET_IFNAME")
     if chosen is not None:
         require(
             set(chosen.split(",")) <= set(interfaces),
-            f"GLOO_SOCKET_IFNAME={chosen} is not a network interface of this machine, which has {', '.join(interfaces)}: "
-            "correct the variable or unset it",
+            f"GLOO_SOCKET_IFNAME={chosen} is not a network interface of this machine, which has "
+            f"{', '.join(interfaces)}: correct the variable or unset it",
         )
         return
     if elsewhere and own and ipaddress.ip_address(own).is_loopback:  # this machine is rank 0's
@@ -340,8 +340,8 @@ def node_line(host: str, devices: Mapping[int, str], world_size: int) -> str:
 
 
 def end_if_rank_lost(rank_info: RankInfo, backend: str) -> None:
-    """Watch the heartbeats until this rank leaves. If another rank is silent for SILENCE_TIMEOUT seconds, end the wait for
-    it: with gloo the collectives of this process fail, else the process ends with exit code 1.
+    """Watch the heartbeats until this rank leaves. If another rank is silent for SILENCE_TIMEOUT seconds, end the wait
+    for it: with gloo the collectives of this process fail, else the process ends with exit code 1.
 
     Otherwise this rank would wait for --distributed-timeout-minutes: for a machine that vanishes without closing its
     connections, and for NCCL kernels, whose peer on the same machine dies. gloo's own `abort` does not end a wait.

@@ -1,9 +1,9 @@
 """Start programs with several ranks (--nproc-per-node), and run each rank from its command line to its exit code.
 
-torch's elastic agent starts the ranks of this machine, and restarts them if one fails (--max-restarts). The command line
-stays the same, so a run continues from its newest checkpoint. With several machines, the agents join a rendezvous before
-each round, in a store on the first machine. If a machine joins or restarts its ranks, the other ranks finish their step,
-save and restart, too. With --elastic, a round starts with the machines that have joined.
+torch's elastic agent starts the ranks of this machine, and restarts them if one fails (--max-restarts). The command
+line stays the same, so a run continues from its newest checkpoint. With several machines, the agents join a rendezvous
+before each round, in a store on the first machine. If a machine joins or restarts its ranks, the other ranks finish
+their step, save and restart, too. With --elastic, a round starts with the machines that have joined.
 
 `NodeAgent` adds to `LocalElasticAgent`: messages for users and for post_mortem, exit codes, time for the other ranks to
 name a lost rank and to save, and the detection of crash loops.
@@ -73,20 +73,21 @@ STOP_TIMEOUT = 2.0  # seconds until a launcher that does not run its signal hand
 SAVE_TIMEOUT = 600  # seconds for the ranks to finish their step and save, when a machine joins
 RESTART_SIGNAL = signal.SIGUSR2  # asks the ranks to finish their step and save
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)  # the launcher forwards all but Ctrl-C
-# Other launchers kill all ranks when the first one ends. So the rank that prints an error waits before it exits, until the
-# other ranks have found the same error. The other ranks wait for SIGTERM, or longer.
+# Other launchers kill all ranks when the first one ends. So the rank that prints an error waits before it exits, until
+# the other ranks have found the same error. The other ranks wait for SIGTERM, or longer.
 LAUNCHER_GRACE = 2.0  # seconds
 FIRST_GRACE = 0.5  # for the first rank of a machine, to print its error before other ranks do
 SILENT_GRACE = 10.0
 
 
 def run_program(program: Program, argv: Sequence[str] | None) -> int:
-    """Run `program(argv, rank_info, log)` on each rank that the command line or a launcher starts. Returns the exit code.
+    """Run `program(argv, rank_info, log)` on each rank that the command line or a launcher
+    starts. Returns the exit code.
 
     program: a top-level function of a module. It returns its exit code or None for 0. `log` prints a line on rank 0's
     standard error. argv: None for this process's command line.
-    Exit codes: the program's; 1 if another rank was lost; 2 for bad input, which one rank reports in one line; 130 after
-    Ctrl-C.
+    Exit codes: the program's; 1 if another rank was lost; 2 for bad input, which one rank reports in
+    one line; 130 after Ctrl-C.
     """
     try:
         return _run(program, sys.argv[1:] if argv is None else argv)
@@ -132,8 +133,8 @@ def handle_error(error: Exception, rank_info: RankInfo) -> int:
 
 
 def exit_with_error(error: Exception, rank_info: RankInfo) -> int:
-    """Print `error` in one line, on one rank of each machine, and leave the rendezvous. Returns the exit code, which is 2
-    unless the error has an `exit_code`."""
+    """Print `error` in one line, on one rank of each machine, and leave the rendezvous. Returns the exit code, which is
+    2 unless the error has an `exit_code`."""
     code, prints = getattr(error, "exit_code", BAD_INPUT), _is_first_error(rank_info)
     if prints:
         where = f" ({os.uname().nodename})" if rank_info.rank else ""
@@ -190,9 +191,9 @@ def start_ranks(
     """Run `program(argv)` on `launch.ranks_to_start` ranks of this machine. `launch` describes the first of them.
 
     Returns the exit code of the first rank that fails, or 0. If one fails, the others end within EXIT_TIMEOUT seconds,
-    and all ranks are restarted at most `launch.max_restarts` times. SIGTERM and SIGUSR1 are forwarded to the ranks; Ctrl-C
-    reaches them from the terminal. program: a top-level function of a module, which the ranks import. The ranks get
-    torchrun's variables and flags for `read_launch`. save_folder: for training programs.
+    and all ranks are restarted at most `launch.max_restarts` times. SIGTERM and SIGUSR1 are forwarded to the ranks;
+    Ctrl-C reaches them from the terminal. program: a top-level function of a module, which the ranks import. The ranks
+    get torchrun's variables and flags for `read_launch`. save_folder: for training programs.
     """
     logging.disable(logging.CRITICAL)  # no tracebacks of torch for a killed rank
     # One store for all rounds; torch's own store may move to a different machine in each round.
@@ -354,7 +355,8 @@ class NodeAgent(LocalElasticAgent):
         super()._stop_workers(group)
 
     def _should_restart(self, first: int, codes: dict[int, int]) -> bool:
-        """Record and print how the ranks ended, and return True if they are restarted. first: the rank that failed first."""
+        """Record and print how the ranks ended, and return True if they are restarted. first: the
+        rank that failed first."""
         code, limit, save_folder = codes[first], self.launch.max_restarts, self.save_folder
         self.code = code if code >= 0 else 128 - code
         if self.code in NO_RESTART:
@@ -378,8 +380,8 @@ class NodeAgent(LocalElasticAgent):
             self._failed_iterations.append(reached)
             if self._failed_iterations[-CRASH_LOOP_FAILURES:] == [reached] * CRASH_LOOP_FAILURES:
                 line = (
-                    f"crash loop: {why}; the ranks have failed at iteration {reached} {CRASH_LOOP_FAILURES} times in a row; "
-                    f"{how_to_call('post_mortem')} {save_folder.path} prints what failed first"
+                    f"crash loop: {why}; the ranks have failed at iteration {reached} {CRASH_LOOP_FAILURES} times in a "
+                    f"row; {how_to_call('post_mortem')} {save_folder.path} prints what failed first"
                 )
                 self._note("crash loop", line)
                 print_status(line)

@@ -26,8 +26,8 @@ FORMATS = ("native", *OF_RANKS, *OPENERS)
 
 
 def detect_format(path: str | Path, iteration: int | None = None) -> tuple[str, Path] | None:
-    """Extend `checkpoint.folder.detect_format` by Megatron's version, which this function reads from the files. It reads
-    no tensor. Raises ValueError if such a file cannot be read."""
+    """Extend `checkpoint.folder.detect_format` by Megatron's version, which this function reads from the files. It
+    reads no tensor. Raises ValueError if such a file cannot be read."""
     found = detect_by_file_names(path, iteration)
     if found is None or found[0] not in ("megatron", "deepspeed"):
         return found
@@ -40,8 +40,8 @@ def open_checkpoint(
 ) -> BaseCheckpoint:
     """Open the checkpoint at `path`, of any format: a folder of iterations, one iteration, or a file.
 
-    hints: values that the files may not contain. log: gets a line for each value that is only a guess. Raises ValueError,
-    in one line, if the checkpoint is not valid.
+    hints: values that the files may not contain. log: gets a line for each value that is only a guess. Raises
+    ValueError, in one line, if the checkpoint is not valid.
     """
     path, hints = Path(path), hints or Hints()
     found = detect_format(path, hints.iteration)

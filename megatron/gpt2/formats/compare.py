@@ -102,8 +102,8 @@ def format_value(value: Any) -> str:
 
 
 class TensorComparison(NamedTuple):
-    """The difference of a tensor. shape: in the first checkpoint. max_difference: the largest absolute difference; NaN if
-    only one of the tensors has a NaN, None if the shapes differ or if only one checkpoint has the tensor."""
+    """The difference of a tensor. shape: in the first checkpoint. max_difference: the largest absolute difference; NaN
+    if only one of the tensors has a NaN, None if the shapes differ or if only one checkpoint has the tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -128,8 +128,8 @@ class CheckpointDifference:
 
 
 def compare_tensors(a: BaseCheckpoint, b: BaseCheckpoint) -> CheckpointDifference:
-    """Compare all values of `a` and `b`, which may have different dtypes and layouts. Only one tensor of each is in memory
-    at a time."""
+    """Compare all values of `a` and `b`, which may have different dtypes and layouts. Only one tensor of each
+    is in memory at a time."""
     kinds_a, kinds_b = ({name.partition(".")[0] for name in source.tensors} - {"rng"} for source in (a, b))
     names = [name for name in {**a.tensors, **b.tensors} if name.partition(".")[0] in kinds_a & kinds_b]
     return CheckpointDifference([_row(a, b, name) for name in names], sorted(kinds_a ^ kinds_b))
@@ -150,8 +150,8 @@ def _row(a: BaseCheckpoint, b: BaseCheckpoint, name: str) -> TensorComparison:
 
 
 def max_abs_difference(x: Tensor, y: Tensor) -> float:
-    """The largest absolute difference of two tensors of equal shape, computed in float64. Two NaNs are equal, and so are two
-    equal infinities. The difference of a NaN and a number is NaN."""
+    """The largest absolute difference of two tensors of equal shape, computed in float64. Two NaNs are equal, and so
+    are two equal infinities. The difference of a NaN and a number is NaN."""
     max_difference = []
     for some, other in zip(x.flatten().split(CHUNK), y.flatten().split(CHUNK), strict=True):
         some, other = some.double(), other.double()
@@ -179,10 +179,11 @@ def _format_shape(shape: tuple[int, ...]) -> str:
 def compare_logits(
     a: BaseCheckpoint, b: BaseCheckpoint, *, kind: str = "model", log: Callable[[str], None] = print
 ) -> float:
-    """The largest absolute difference of the logits of `a` and `b` in fp32, on fixed random tokens; NaN if one has a NaN.
+    """The largest absolute difference of the logits of `a` and `b` in fp32, on fixed random
+    tokens; NaN if one has a NaN.
 
-    kind: the tensors of `a` from which the weights of `b` were converted, "model" or "master". They are first rounded to
-    the dtype of `b`. Only one model is in memory at a time. Raises ValueError if the vocabularies differ.
+    kind: the tensors of `a` from which the weights of `b` were converted, "model" or "master". They are first rounded
+    to the dtype of `b`. Only one model is in memory at a time. Raises ValueError if the vocabularies differ.
     """
     size, other = a.metadata["vocab_size"], b.metadata["vocab_size"]
     if size != other:
@@ -199,8 +200,8 @@ def compare_logits(
 def compute_logits(
     source: BaseCheckpoint, tokens: Tensor, kind: str = "model", dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return the logits [s, b, true vocabulary] of `tokens` [b, s]. kind: "model" or "master". The weights are rounded to
-    `dtype`."""
+    """Return the logits [s, b, true vocabulary] of `tokens` [b, s]. kind: "model" or "master". The weights
+    are rounded to `dtype`."""
     if not mpu.model_parallel_is_initialized():
         mpu.initialize_model_parallel(1)
     config = check_metadata(source)

@@ -1,4 +1,5 @@
-"""`ExternalCheckpoint`: tensors of another program's checkpoint are converted to ours one at a time, when they are read.
+"""`ExternalCheckpoint`: tensors of another program's checkpoint are converted to ours one at a time, when they are
+read.
 
 Legend: n heads, d head size.
 """
@@ -109,12 +110,11 @@ OptimizerState = tuple[Mapping[str, LazyTensors], dict[str, Any]]  # the tensors
 class ExternalCheckpoint(BaseCheckpoint):
     """A checkpoint of another program. It keeps no tensor in memory.
 
-    iteration: default, the optimizer's steps. model: with the true vocabulary size. metadata: other values, with the names
-    of our manifest. weights: by our names, with the model's shapes. left_out: one line for each thing that the files hold
-    and this object does not. read_optimizer: returns moments, metadata, and masters if they are not the weights. None: the files
-    hold no state. If it fails,
-    or if a master, rounded to the dtype of the weights, is not the weight, the state is left out, with `problem` in the
-    line. Padding rows of the word embeddings are left out.
+    iteration: default, the optimizer's steps. model: with the true vocabulary size. metadata: other values, with the
+    names of our manifest. weights: by our names, with the model's shapes. left_out: one line for each thing that the
+    files hold and this object does not. read_optimizer: returns moments, metadata, and masters if they are not the
+    weights. None: the files hold no state. If it fails, or if a master, rounded to the dtype of the weights, is not the
+    weight, the state is left out, with `problem` in the line. Padding rows of the word embeddings are left out.
 
     Raises ValueError for weights that are not floating-point, and MixedRunsError if `read_optimizer` does.
     """
@@ -172,8 +172,8 @@ class ExternalCheckpoint(BaseCheckpoint):
         }
 
     def read_into(self, out: Tensor, name: str, offset: tuple[int, ...]) -> None:
-        """Fill `out`, of any dtype and device, with the slice of `name` at `offset`. Raises ValueError if it is outside of
-        the tensor."""
+        """Fill `out`, of any dtype and device, with the slice of `name` at `offset`. Raises ValueError if it
+        is outside of the tensor."""
         tensor_slice = TensorSlice(offset, tuple(out.shape))
         if tensor_slice.numel:
             check_inside(f"{self.path}: {name}", self.tensors[name].shape, tensor_slice)
@@ -215,8 +215,8 @@ def matrix_shape(shapes: Mapping[str, tuple[int, ...]], name: str) -> tuple[int,
 
 
 def infer_num_heads(hidden_size: int, tp_size: int, saved: Any, hints: Hints) -> int:
-    """The number of heads from the file (`saved`) or from `hints`. Raises ValueError that lists possible numbers, if the
-    number is unknown or does not divide `hidden_size`."""
+    """The number of heads from the file (`saved`) or from `hints`. Raises ValueError that lists possible numbers, if
+    the number is unknown or does not divide `hidden_size`."""
     heads = saved if isinstance(saved, int) else hints.num_attention_heads
     fitting = sorted(
         (n for n in range(tp_size, hidden_size + 1, tp_size) if hidden_size % n == 0),
@@ -248,8 +248,8 @@ def check_integer(name: str, value: Any, least: int = 1, most: int = 2**31) -> i
 
 
 def short_repr(value: Any) -> str:
-    """Format `value` for a message. Other objects than strings and numbers are shown as their type, because their repr can
-    be very long."""
+    """Format `value` for a message. Other objects than strings and numbers are shown as their type, because
+    their repr can be very long."""
     plain = isinstance(value, (str, int, float, type(None)))
     return repr(value[:40] if isinstance(value, str) else value)[:60] if plain else f"a {type(value).__name__}"
 
@@ -260,9 +260,9 @@ def short_repr(value: Any) -> str:
 def adam_metadata(step: int, groups: Sequence[Any], flags: Mapping[str, Any], **progress: Any) -> dict[str, Any]:
     """Return the metadata of an optimizer state after `step` steps.
 
-    groups: Adam's `param_groups`; empty if they are unknown. flags: other fields of OptimizerConfig. progress: entries of
-    `AdamWOptimizer.state_dict` that differ if a step was skipped or the loss was scaled. Raises ValueError for invalid
-    flags.
+    groups: Adam's `param_groups`; empty if they are unknown. flags: other fields of OptimizerConfig. progress:
+    entries of `AdamWOptimizer.state_dict` that differ if a step was skipped or the loss was scaled. Raises
+    ValueError for invalid flags.
     """
     config = dict(flags)
     for group in groups[:1]:
@@ -292,8 +292,8 @@ def adam_param_groups(source: BaseCheckpoint) -> list[dict[str, Any]]:
 
 
 def spill_to_disk(folder: Path, parts: Iterable[Tensor]) -> Tensor:
-    """Write `parts` to a file in `folder`, delete its name, and return its values as a flat memory-mapped tensor. So only
-    one part at a time must be in memory."""
+    """Write `parts` to a file in `folder`, delete its name, and return its values as a flat memory-mapped tensor. So
+    only one part at a time must be in memory."""
     path, numel = folder / "tensor", 0
     with open(path, "wb") as stream:
         for x in parts:

@@ -1,13 +1,15 @@
-"""Read and write Megatron's checkpoints with one file per rank, of every version, and read DeepSpeed's of a Megatron model.
+"""Read and write Megatron's checkpoints with one file per rank, of every version, and read
+DeepSpeed's of a Megatron model.
 
 Each folder `mp_rank_TT` or, with a pipeline, `mp_rank_TT_PPP` has a file model_optim_rng.pt. DeepSpeed writes
 mp_rank_TT_model_states.pt. A file holds one chunk of layers, `model`, or several with interleaved stages: `model0`,
 `model1`, ... Layers are numbered from 0 in every chunk. In the model, the first chunks of all files precede the second.
 
-With ZeRO 1 or 2, each data-parallel rank D of a model-parallel rank has a file zero_pp_rank_D_mp_rank_TT_optim_states.pt.
+With ZeRO 1 or 2, each data-parallel rank D of a model-parallel rank has a file
+zero_pp_rank_D_mp_rank_TT_optim_states.pt.
 
-This module, openai.py and torch_dist.py call torch.save, because these formats are pickles. torch.save needs all tensors
-of a rank at once, so the tensors are memory-mapped from temporary files.
+This module, openai.py and torch_dist.py call torch.save, because these formats are pickles. torch.save needs all
+tensors of a rank at once, so the tensors are memory-mapped from temporary files.
 """
 
 import itertools
@@ -183,9 +185,9 @@ def _zero_files(path: Path, tp_size: int) -> list[list[Path]]:
 
 
 def _open_files(path: Path) -> tuple[list[RankFile], int]:
-    """Return all files of the iteration, ordered by stage and then by rank, and the model-parallel size. The highest ranks
-    in the folder and the saved arguments give the expected files. Raises ValueError that names the file if one is missing
-    or belongs to a different run."""
+    """Return all files of the iteration, ordered by stage and then by rank, and the model-parallel size. The highest
+    ranks in the folder and the saved arguments give the expected files. Raises ValueError that names the file if one is
+    missing or belongs to a different run."""
     paths = rank_files(path)
     first = paths[min(paths)]
     args, sizes = namespace_dict(_load(first).get("args")), []
@@ -200,7 +202,8 @@ def _open_files(path: Path) -> tuple[list[RankFile], int]:
             name = f"mp_rank_{rank:02d}" + f"_{stage:03d}" * (first.parent.name.count("_") == 3 or pp_size > 1)
             missing = f"{name}_model_states.pt" if first.parent == path else f"{name}/{first.name}"
             raise ValueError(
-                f"{missing} is missing; all files of {tp_size} model-parallel ranks and {pp_size} pipeline stages are needed"
+                f"{missing} is missing; all files of {tp_size} model-parallel ranks and {pp_size} pipeline stages are "
+                "needed"
             )
     files = [
         RankFile(paths[rank, stage], _load(paths[rank, stage]), {})
@@ -218,7 +221,8 @@ def _open_files(path: Path) -> tuple[list[RankFile], int]:
             )
             require(
                 own_chunks == chunks,
-                f"holds {', '.join(own_chunks) or 'no model'}, and {begin} holds {', '.join(chunks)}: are two runs mixed?",
+                f"holds {', '.join(own_chunks) or 'no model'}, and {begin} holds {', '.join(chunks)}: are two runs "
+                "mixed?",
             )
     for chunk in chunks:
         for number, file in enumerate(files, 1):
@@ -275,11 +279,11 @@ def write_megatron(
     *,
     log: Callable[[str], None] = print,
 ) -> Path:
-    """Write `source` into the new folder `out` and return the iteration's folder. format: "megatron-2019", "megatron-v2",
-    "megatron-v3" or "megatron-core". layout: the ranks that load the files.
+    """Write `source` into the new folder `out` and return the iteration's folder. format: "megatron-2019",
+    "megatron-v2", "megatron-v3" or "megatron-core". layout: the ranks that load the files.
 
-    Masters, moments, loss scaler and schedule are written if the source holds them, except for megatron-core, which gets
-    only weights. Raises ValueError for a layout that does not fit the model or the format.
+    Masters, moments, loss scaler and schedule are written if the source holds them, except for megatron-core, which
+    gets only weights. Raises ValueError for a layout that does not fit the model or the format.
     """
     layout = layout or MegatronLayout()
     tp_size, model = layout.tensor, padded_model_config(source, layout.tensor)

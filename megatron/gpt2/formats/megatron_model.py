@@ -122,8 +122,9 @@ def format_state_dict(format: str, tensors: Mapping[str, Tensor]) -> dict[str, A
 
 @dataclass(frozen=True)
 class MegatronLayout:
-    """The parallel layout of an export: tensor and pipeline sizes. first, last: the numbers of layers of the
-    first and the last stage, if they differ from the other stages. virtual_layers: the number of layers of a chunk, if stages are interleaved."""
+    """The parallel layout of an export: tensor and pipeline sizes. first, last: the numbers of layers of the first
+    and the last stage, if they differ from the other stages. virtual_layers: the number of layers of a chunk, if
+    stages are interleaved."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -162,7 +163,8 @@ def chunks_of_stages(model: ModelConfig, layout: MegatronLayout, format: str) ->
         chunked = f" with {vpp_size} chunks of layers each ({VIRTUAL_FLAG})" if vpp_size > 1 else ""
         advice = f": give {FIRST_LAYERS_FLAG} and {LAST_LAYERS_FLAG}" if core else ""
         raise ValueError(
-            f"{PIPELINE_FLAG} {pp_size}{chunked} does not divide the {model.num_layers} layers, as Megatron requires{advice}"
+            f"{PIPELINE_FLAG} {pp_size}{chunked} does not divide the {model.num_layers} layers, as Megatron "
+            f"requires{advice}"
         )
     chunks: list[dict[str, str]] = [{} for _ in layers]
     for name in parameter_specs(model):
@@ -182,8 +184,8 @@ def merge_ranks(
     """Merge the shards of all ranks to the tensors of each kind (model, master, ...) for all parameters.
 
     order: permutes a rank's QKV rows to our order. Raises ValueError that names the file if a shard is missing, has a
-    wrong shape, or if ranks have different values of a replicated parameter. Raises MixedRunsError if the last stage's copy
-    of the word embeddings differs.
+    wrong shape, or if ranks have different values of a replicated parameter. Raises MixedRunsError if the last stage's
+    copy of the word embeddings differs.
     """
     merged: dict[str, dict[str, LazyTensor]] = {kind: {} for kind in ranks[0][1]}
     for kind, made in merged.items():
@@ -219,8 +221,9 @@ def _concatenate(*parts: Tensor, dim: int | None) -> Tensor:
 
 
 def read_shard(source: BaseCheckpoint, name: str, spec: PartitionSpec, kind: str, rank: int, tp_size: int) -> Tensor:
-    """Read a rank's shard of a parameter. Padding rows repeat the last true row, as in Megatron's converter, because its
-    softmax includes them: zero rows would have logits of 0, often above all true ones. Moments of padding rows are 0."""
+    """Read a rank's shard of a parameter. Padding rows repeat the last true row, as in Megatron's
+    converter, because its softmax includes them: zero rows would have logits of 0, often above all true
+    ones. Moments of padding rows are 0."""
     full_name = f"{kind}.{name}"
     local = torch.zeros(spec.local_shape(tp_size), dtype=source.tensors[full_name].dtype)
     own = spec.without_padding(local, rank, tp_size)
@@ -255,8 +258,8 @@ def infer_model_config(
     tp_size: int,
     padded_for: int,
 ) -> tuple[ModelConfig, ModelConfig]:
-    """Return the model's configuration, once with the true vocabulary size and once with the padded one. `log` gets a line
-    if the true size is unknown; then the padded size is used.
+    """Return the model's configuration, once with the true vocabulary size and once with the padded one. `log` gets a
+    line if the true size is unknown; then the padded size is used.
 
     top: the file's other entries, such as "args". shapes: by our names, of one of `tp_size` ranks. found: values of
     arguments that follow from the files. padded_for: the number of ranks for which the vocabulary was padded. Raises
@@ -270,7 +273,8 @@ def infer_model_config(
     qkv_rows, _ = shape("transformer.layers.0.attention.query_key_value.weight")
     require(
         qkv_rows * tp_size == 3 * hidden_size,
-        f"was written by {3 * hidden_size / max(qkv_rows, 1):g} ranks, but has the files of {tp_size}: is a file missing?",
+        f"was written by {3 * hidden_size / max(qkv_rows, 1):g} ranks, but has the files of {tp_size}: is a file "
+        "missing?",
     )
     num_layers = len({match[1] for name in shapes if (match := LAYER.fullmatch(name))})
     sizes = {**found, "num_layers": num_layers, "hidden_size": hidden_size, "padded_vocab_size": padded}
@@ -312,8 +316,8 @@ def infer_model_config(
 
 
 def padded_model_config(source: BaseCheckpoint, tp_size: int) -> ModelConfig:
-    """The configuration with Megatron's padding of the vocabulary, to a multiple of `make_vocab_size_divisible_by` times the
-    tensor-parallel size. Ours is a multiple of both numbers."""
+    """The configuration with Megatron's padding of the vocabulary, to a multiple of `make_vocab_size_divisible_by`
+    times the tensor-parallel size. Ours is a multiple of both numbers."""
     model = check_metadata(source)
     require(
         model.num_attention_heads % tp_size == 0 and model.ffn_size % tp_size == 0,

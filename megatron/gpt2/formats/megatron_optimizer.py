@@ -4,9 +4,9 @@ and read those that DeepSpeed sharded.
 A rank keeps fp32 masters and moments in lists without names: first weights and embeddings, then biases and layer norms,
 both in the order of the file's model.
 
-DeepSpeed's ZeRO 1 and 2 concatenate these two groups to one flat vector each. Every data-parallel rank saves an equal part
-of the vectors; padding is at the end. `param_shapes` of the model's file has the order of the parameters. Older files
-lack it, and have the order of the file's model.
+DeepSpeed's ZeRO 1 and 2 concatenate these two groups to one flat vector each. Every data-parallel rank saves an equal
+part of the vectors; padding is at the end. `param_shapes` of the model's file has the order of the parameters. Older
+files lack it, and have the order of the file's model.
 """
 
 import math
@@ -100,8 +100,8 @@ def read_rank_optimizer(optimizer: Any, weights: LazyTensors) -> RankOptimizer:
 
 
 def read_zero_optimizer(files: Sequence[Path], top: Mapping[str, Any], weights: LazyTensors) -> RankOptimizer:
-    """Read the optimizer of a rank that DeepSpeed sharded. files: by data-parallel rank. top, weights: of the model's file.
-    Raises ValueError, LookupError or another error of parsing if the files do not belong together."""
+    """Read the optimizer of a rank that DeepSpeed sharded. files: by data-parallel rank. top, weights: of the model's
+    file. Raises ValueError, LookupError or another error of parsing if the files do not belong together."""
     parts = [load_torch_file(file)["optimizer_state_dict"] for file in files]
     first, adams = parts[0], [part["base_optimizer_state"] for part in parts]
     count = first["partition_count"]
@@ -144,8 +144,8 @@ def _slice(vectors: Sequence[Tensor], start: int, shape: tuple[int, ...]) -> Ten
 def megatron_adam_metadata(
     top: Mapping[str, Any], optimizer: Mapping[str, Any], groups: Sequence[Any], step: int, left_out: list[str]
 ) -> dict[str, Any]:
-    """Return the metadata of Adam's state, with our flags for the schedule, the loss scale and AdamW. `left_out` gets a line
-    for each setting that our flags do not have.
+    """Return the metadata of Adam's state, with our flags for the schedule, the loss scale and AdamW. `left_out` gets a
+    line for each setting that our flags do not have.
 
     top: all entries of the file. optimizer: its optimizer. groups: Adam's param groups.
     """
@@ -211,8 +211,8 @@ def _read_scheduler(
 
 
 def optimizer_state_dict(source: BaseCheckpoint, groups: Groups, format: str) -> dict[str, Any]:
-    """The entry `optimizer` of a rank's file. The loss scaler of 2019, an object in Megatron, is a dictionary here. For fp32
-    weights, later versions save only Adam's state, because the weights are the masters."""
+    """The entry `optimizer` of a rank's file. The loss scaler of 2019, an object in Megatron, is a dictionary here. For
+    fp32 weights, later versions save only Adam's state, because the weights are the masters."""
     numbered = [{moment: states[moment] for moment in MOMENTS} for group in groups for states in group]
     first, param_groups = len(groups[0]), megatron_param_groups(source)
     param_groups[0]["params"], param_groups[1]["params"] = list(range(first)), list(range(first, len(numbered)))
@@ -255,8 +255,9 @@ def grad_scaler_state_dict(source: BaseCheckpoint) -> dict[str, Any]:
 
 
 def megatron_param_groups(source: BaseCheckpoint) -> list[dict[str, Any]]:
-    """Adam's param groups with and without weight decay. Since v2, Megatron multiplies the learning rate and the decay by
-    `lr_mult` and `wd_mult` of each group. Megatron Core identifies groups by these two and by the two `is_...` keys."""
+    """Adam's param groups with and without weight decay. Since v2, Megatron multiplies the learning rate
+    and the decay by `lr_mult` and `wd_mult` of each group. Megatron Core identifies groups by these two and
+    by the two `is_...` keys."""
     config = optimizer_config(source)
     return [
         {
@@ -276,7 +277,8 @@ def megatron_param_groups(source: BaseCheckpoint) -> list[dict[str, Any]]:
 
 
 def scheduler_state_dict(source: BaseCheckpoint, format: str, log: Callable[[str], None]) -> dict[str, Any] | None:
-    """The state `lr_scheduler` of 2019 and v2, or `opt_param_scheduler` of v3; None if the format lacks this schedule."""
+    """The state `lr_scheduler` of 2019 and v2, or `opt_param_scheduler` of v3; None if the
+    format lacks this schedule."""
     config, metadata = optimizer_config(source), source.metadata
     style, old = config.lr_decay_style, format == "megatron-2019"
     batch: Any = metadata.get("global_batch_size")
@@ -286,7 +288,8 @@ def scheduler_state_dict(source: BaseCheckpoint, format: str, log: Callable[[str
         why = "2019's Megatron has no WSD"
         if style not in ("constant", "cosine-2019", "WSD"):
             log(
-                f"the {style} schedule is written by its name and values: the formula of 2019 is close to today's, not equal"
+                f"the {style} schedule is written by its name and values: the formula of 2019 is close to today's, not "
+                "equal"
             )
     else:
         known = bool(batch) and style in ("linear", "cosine", "constant")

@@ -1,4 +1,5 @@
-"""Write a checkpoint of any format as a native --save folder. Merging, splitting and converting to our format use it."""
+"""Write a checkpoint of any format as a native --save folder. Merging, splitting and converting to our format use
+it."""
 
 import contextlib
 import functools
@@ -22,8 +23,9 @@ from megatron.gpt2.model.gpt2 import parameter_specs
 
 @contextlib.contextmanager
 def new_folder(out: str | Path) -> Iterator[Path]:
-    """Yield a temporary folder next to `out`. At the end of the block, its files are synced to disk and it is renamed to
-    `out`. After an error in the block, it is removed. Raises ValueError if `out` exists and is not an empty folder."""
+    """Yield a temporary folder next to `out`. At the end of the block, its files are synced to disk and it
+    is renamed to `out`. After an error in the block, it is removed. Raises ValueError if `out` exists and
+    is not an empty folder."""
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out}: exists already and is not empty: give a new folder")
@@ -50,9 +52,9 @@ def write_native(
 ) -> Path:
     """Write the iteration of `source` into the new folder `out`. Returns the iteration's folder.
 
-    model_parallel_size: any size that divides the model's shape. tokenizer: saved with the checkpoint, if given. Only one
-    tensor is in memory at a time. Masters and moments are written as files of one data-parallel rank, if the source holds
-    all of them. Random states depend on the layout and are not written.
+    model_parallel_size: any size that divides the model's shape. tokenizer: saved with the checkpoint, if given. Only
+    one tensor is in memory at a time. Masters and moments are written as files of one data-parallel rank, if the source
+    holds all of them. Random states depend on the layout and are not written.
 
     Raises ValueError, in one line, for a size that does not fit, and OSError if the disk is full.
     """
@@ -115,6 +117,6 @@ def check_tokenizer(source: BaseCheckpoint, tokenizer: Tokenizer | None) -> None
     size = source.metadata["vocab_size"]
     if tokenizer is not None and tokenizer.vocab_size != size:
         raise ValueError(
-            f"{source.path}: has {size:,} tokens, but the tokenizer {tokenizer.vocab_size:,}: give the tokenizer that the "
-            "model was trained with, or the true --vocab-size"
+            f"{source.path}: has {size:,} tokens, but the tokenizer {tokenizer.vocab_size:,}: give the tokenizer that "
+            "the model was trained with, or the true --vocab-size"
         )

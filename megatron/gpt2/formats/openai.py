@@ -2,14 +2,15 @@
 
 QKV rows have the order [3, heads, head size]. Hugging Face stores linear layers as [in, out], nanoGPT as [out, in].
 
-nanoGPT's ckpt.pt has weights, AdamW's state and `model_args`; its meta.pkl has the characters. nanoGPT uses the erf form of
-GELU and fp32 weights, which are also the masters. Its sample.py loads our exports. With Adam's state, train.py loads them,
-too.
+nanoGPT's ckpt.pt has weights, AdamW's state and `model_args`; its meta.pkl has the characters. nanoGPT uses the
+erf form of GELU and fp32 weights, which are also the masters. Its sample.py loads our exports. With Adam's
+state, train.py loads them, too.
 
-A DCP folder is the output of `torch.distributed.checkpoint.save` for an FSDP model, with or without AdamW's state, under
-the names of Hugging Face or nanoGPT. It contains neither the number of heads nor the form of GELU. Our exports have the
-layout of {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, adamw)} with Hugging Face's
-names. `model` is a GPT2LMHeadModel, sharded or not. `adamw` has two groups: matrices with weight decay, then vectors.
+A DCP folder is the output of `torch.distributed.checkpoint.save` for an FSDP model, with or without AdamW's state,
+under the names of Hugging Face or nanoGPT. It contains neither the number of heads nor the form of GELU. Our
+exports have the layout of {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model,
+adamw)} with Hugging Face's names. `model` is a GPT2LMHeadModel, sharded or not. `adamw` has two groups: matrices
+with weight decay, then vectors.
 """
 
 import operator
@@ -116,9 +117,9 @@ def from_openai(x: Tensor, name: str, heads: int, *, transposed: bool = True) ->
 
 
 def find_weights(found: LazyTensors, left_out: list[str]) -> tuple[dict[str, LazyTensor], bool]:
-    """Return the parameters without name prefixes, buffers and LM head, and whether `found` has an LM head. `left_out` gets a
-    line for tensors that do not belong to the model. Raises ValueError if the model is not a GPT-2, with the name of the
-    other architecture if it is known, or if the head differs from the word embeddings."""
+    """Return the parameters without name prefixes, buffers and LM head, and whether `found` has an LM head. `left_out`
+    gets a line for tensors that do not belong to the model. Raises ValueError if the model is not a GPT-2, with the
+    name of the other architecture if it is known, or if the head differs from the word embeddings."""
     prefix = _find_prefix(list(found))
     named = {theirs: _strip_prefix(prefix, theirs) for theirs in found}
     others = [theirs for theirs, name in named.items() if not name]
@@ -193,12 +194,12 @@ def build_checkpoint(
     metadata: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> ExternalCheckpoint:
-    """Build the checkpoint of a model from its tensors, which give its shape except heads and the form of GELU. `log` gets a
-    line if the vocabulary may be padded: nanoGPT pads that of GPT-2 without saving the true size.
+    """Build the checkpoint of a model from its tensors, which give its shape except heads and the form of GELU. `log`
+    gets a line if the vocabulary may be padded: nanoGPT pads that of GPT-2 without saving the true size.
 
     read: returns the optimizer state, given the weights and a function that converts tensors to our names. heads, gelu:
-    from the file. sizes: fields of ModelConfig from the file, which must fit the tensors. tied: True if the file may lack
-    a head. iteration: default, the optimizer's steps. more: other fields of ModelConfig.
+    from the file. sizes: fields of ModelConfig from the file, which must fit the tensors. tied: True if the file may
+    lack a head. iteration: default, the optimizer's steps. more: other fields of ModelConfig.
     """
     left_out: list[str] = []
     found, has_head = find_weights(tensors, left_out)
@@ -237,8 +238,8 @@ def export_kind(source: BaseCheckpoint, dtype: str) -> str:
 def export_tensors(
     source: BaseCheckpoint, folder: Path, kind: str, *, transposed: bool, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """The tensors of a `kind` under Hugging Face's names, in the order of the model. They are memory-mapped from temporary
-    files in `folder`, so that only one at a time must be in memory. dtype: default, the saved one."""
+    """The tensors of a `kind` under Hugging Face's names, in the order of the model. They are memory-mapped from
+    temporary files in `folder`, so that only one at a time must be in memory. dtype: default, the saved one."""
     model, made = check_metadata(source), {}
     for name in parameter_specs(model):
         x = source.read(f"{kind}.{name}").to(dtype)
@@ -287,7 +288,8 @@ def open_nanogpt(path: Path, hints: Hints, *, log: Callable[[str], None]) -> Ext
 def _numbered_state(
     optimizer: Mapping[str, Any], found: LazyTensors, ours: Callable[[LazyTensors], LazyTensors]
 ) -> OptimizerState:
-    """Read AdamW's state, which has numbers instead of names: first matrices, then vectors, both in the model's order."""
+    """Read AdamW's state, which has numbers instead of names: first matrices, then vectors, both in the model's
+    order."""
     order = sorted(found, key=lambda name: len(found[name].info.shape) == 1)
     groups, states = optimizer["param_groups"], optimizer["state"]
     numbers = [number for group in groups for number in map(operator.index, group["params"])]
@@ -391,8 +393,8 @@ def _named_state(
 
 
 def write_dcp(source: BaseCheckpoint, out: str | Path) -> Path:
-    """Write `source` into the new folder `out`, and return the folder. If the source has masters, they are the weights, and
-    AdamW's state is written, too. Only one tensor at a time must be in memory."""
+    """Write `source` into the new folder `out`, and return the folder. If the source has masters, they are the weights,
+    and AdamW's state is written, too. Only one tensor at a time must be in memory."""
     with new_folder(out) as folder:
         weights = export_tensors(source, folder, export_kind(source, "fp32"), transposed=True)
         state: dict[str, Any] = {f"model.{name}": x for name, x in weights.items()}

@@ -1,7 +1,7 @@
 """Read and write GPT-2-like tokenizers in Hugging Face's files.
 
-Exports have vocab.json, merges.txt and tokenizer_config.json. The reader needs the first two, which transformers 4 writes,
-or tokenizer.json, which transformers 5 writes instead.
+Exports have vocab.json, merges.txt and tokenizer_config.json. The reader needs the first two, which transformers 4
+writes, or tokenizer.json, which transformers 5 writes instead.
 """
 
 import json
@@ -69,8 +69,8 @@ def merges_of(ranked: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
 
 
 def open_tokenizer(files: Mapping[str, str]) -> Tokenizer:
-    """Open the tokenizer of a Hugging Face folder. files: paths by name, of vocab.json and merges.txt or of tokenizer.json.
-    Raises ValueError, in one line, if it is not a byte-level BPE with GPT-2's rules."""
+    """Open the tokenizer of a Hugging Face folder. files: paths by name, of vocab.json and merges.txt or of
+    tokenizer.json. Raises ValueError, in one line, if it is not a byte-level BPE with GPT-2's rules."""
     if "tokenizer.json" not in files:
         paths = Path(files["vocab.json"]), Path(files["merges.txt"])
         names = f"--vocab-file {paths[0]}", f"--merge-file {paths[1]}"

@@ -6,16 +6,17 @@ The tensors are global and do not depend on the layout of the run. The layers ar
 `optimizer.state.KIND.`. The form `fully_sharded_model_space` (until Megatron Core 0.15) saves a tensor [x, y] that was
 split over a grid of [f, g] ranks as [f, g, xy / fg].
 
-The form `dp_reshardable` has flat buckets of each model-parallel rank. A rank stores its parameters from the last to the
-first in a flat buffer. Each parameter starts at a multiple of 64 values, and bucket boundaries lie between parameters.
-Each bucket is one tensor of the checkpoint, for any number of data-parallel ranks. The checkpoint contains the length of
-each bucket, but not the positions of the parameters. They follow from the order of Megatron Core's modules.
+The form `dp_reshardable` has flat buckets of each model-parallel rank. A rank stores its parameters from the
+last to the first in a flat buffer. Each parameter starts at a multiple of 64 values, and bucket boundaries lie
+between parameters. Each bucket is one tensor of the checkpoint, for any number of data-parallel ranks. The
+checkpoint contains the length of each bucket, but not the positions of the parameters. They follow from the
+order of Megatron Core's modules.
 
-Megatron Core 0.16 writes some values of `fully_reshardable` to a wrong place if it pads a bucket that is not the last in
-its buffer. `ExternalCheckpoint` finds them, and a wrong order of parameters, because a master, rounded to the dtype of the
-weights, is then not the weight. Exports have
-the form `fully_reshardable`, which Megatron Core's distributed optimizer loads in every layout, and torch's DCP writer
-writes them. The stacked layers are memory-mapped from temporary files, so that only one layer must be in memory.
+Megatron Core 0.16 writes some values of `fully_reshardable` to a wrong place if it pads a bucket that is not the last
+in its buffer. `ExternalCheckpoint` finds them, and a wrong order of parameters, because a master, rounded to the dtype
+of the weights, is then not the weight. Exports have the form `fully_reshardable`, which Megatron Core's distributed
+optimizer loads in every layout, and torch's DCP writer writes them. The stacked layers are memory-mapped from temporary
+files, so that only one layer must be in memory.
 """
 
 import json
@@ -280,8 +281,8 @@ def _in_module_order(chunk: Mapping[str, str], order: Sequence[str]) -> list[str
 def _rank_state(
     folder: DcpCheckpoint, buckets: Mapping[int, str], names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, dict[str, LazyTensor]]:
-    """The tensors of a buffer by kind and name. A bucket ends at the end of a parameter, or at the start of the next one.
-    Raises ValueError if the lengths do not fit."""
+    """The tensors of a buffer by kind and name. A bucket ends at the end of a parameter, or at the start of the next
+    one. Raises ValueError if the lengths do not fit."""
     states: dict[str, dict[str, LazyTensor]] = {kind: {} for kind in STATE_NAMES}
     number = at = 0
     for name in reversed(names):
@@ -310,9 +311,9 @@ def _viewed(values: Callable[[], Tensor], shape: tuple[int, ...]) -> Tensor:
 def write_torch_dist(
     source: BaseCheckpoint, out: str | Path, layout: MegatronLayout, *, log: Callable[[str], None] = print
 ) -> Path:
-    """Write `source`, with Adam's state if it has one, into the new folder `out`. Returns the iteration's folder. Megatron
-    can load it in every layout; `layout` is saved in the arguments. Raises ValueError for a layout that Megatron Core does
-    not support."""
+    """Write `source`, with Adam's state if it has one, into the new folder `out`. Returns the iteration's folder.
+    Megatron can load it in every layout; `layout` is saved in the arguments. Raises ValueError for a layout that
+    Megatron Core does not support."""
     model = padded_model_config(source, layout.tensor)
     chunks_of_stages(model, layout, "megatron-core")  # checks the layout
     specs = parameter_specs(model, layout.tensor)

@@ -1,14 +1,16 @@
-"""Read files of torch.save and torch.distributed.checkpoint (DCP) without executing code. Tensors are views of the file.
+"""Read files of torch.save and torch.distributed.checkpoint (DCP) without executing code.
+Tensors are views of the file.
 
-torch.load(weights_only=True) reads valid files of torch.save, but does not limit the cost of crafted ones. With torch 2.13,
-a stream of 100 bytes can allocate a bytearray of a gigabyte, and deeply nested tuples as a dictionary's key crash the
-process. Storages of a legacy file are allocated before torch checks that they exist, and compressed records are inflated.
-torch also reads a legacy file as a whole.
+torch.load(weights_only=True) reads valid files of torch.save, but does not limit the cost of crafted ones. With torch
+2.13, a stream of 100 bytes can allocate a bytearray of a gigabyte, and deeply nested tuples as a dictionary's key crash
+the process. Storages of a legacy file are allocated before torch checks that they exist, and compressed records are
+inflated. torch also reads a legacy file as a whole.
 
-A file of a DCP folder is a sequence of small torch.save files, each with a slice of a tensor or with an object. The file
-`.metadata` is a pickle of protocol 4 or 5. For every tensor it has the dtype, the shape and the slices. For every slice and
-object it has the file, the first byte and the number of bytes. It needs 71 pickle instructions for a slice, more than files
-of torch.save. torch itself reads it with Python's unpickler. Neither reading nor writing needs a process group.
+A file of a DCP folder is a sequence of small torch.save files, each with a slice of a tensor or with an object.
+The file `.metadata` is a pickle of protocol 4 or 5. For every tensor it has the dtype, the shape and the slices.
+For every slice and object it has the file, the first byte and the number of bytes. It needs 71 pickle instructions
+for a slice, more than files of torch.save. torch itself reads it with Python's unpickler. Neither reading nor
+writing needs a process group.
 """
 
 import math
@@ -52,8 +54,8 @@ STORAGES = {
     f"{module}.{kind}Storage": dtype for module in ("torch", "torch.cuda") for kind, dtype in STORAGE_DTYPES.items()
 }
 DTYPES = {str(dtype): dtype for dtype in STORAGES.values()}
-# Names in files of real programs. The reader builds tensors and ordered dictionaries, reads the attributes of loss scalers
-# and arguments, and ignores other objects.
+# Names in files of real programs. The reader builds tensors and ordered dictionaries, reads the attributes of loss
+# scalers and arguments, and ignores other objects.
 ALLOWED_NAMES = re.compile(
     r"collections\.OrderedDict|torch\._utils\._rebuild_(tensor_v2|parameter|parameter_with_state)"
     r"|torch\._tensor\._rebuild_from_type_v2|torch\.(cuda\.)?\w+Storage"
@@ -136,7 +138,8 @@ def _load_zip(mapped: _BoundedMmap, data: memoryview) -> Any:
 
 
 def _load_legacy(data: memoryview) -> Any:
-    """Load a legacy file: magic number, version, system, object, keys of storages, then the storages with their lengths.
+    """Load a legacy file: magic number, version, system, object, keys of storages, then the
+    storages with their lengths.
 
     The object precedes the storages, so it is read a second time when their positions are known.
     """
@@ -287,8 +290,8 @@ class DcpCheckpoint(BaseCheckpoint):
 
 
 def read_dcp_metadata(path: Path) -> tuple[dict[str, TensorInfo], dict[str, SavedSlices], dict[str, FileRegion]]:
-    """Read the file `.metadata`. Returns tensors, slices with their regions, and regions of objects, all by name. Raises
-    ValueError, in one line, if the file is damaged or names an unknown class."""
+    """Read the file `.metadata`. Returns tensors, slices with their regions, and regions of objects, all by name.
+    Raises ValueError, in one line, if the file is damaged or names an unknown class."""
     infos: dict[str, TensorInfo] = {}
     parts: dict[str, SavedSlices] = {}
     objects: dict[str, FileRegion] = {}

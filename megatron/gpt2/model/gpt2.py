@@ -48,8 +48,8 @@ class Transformer(nn.Module):
     parallelism.
 
     layer_numbers: the layers that this rank holds, starting from 0; the other entries of `layers` are None.
-    init_method_for: returns the init_method of a weight by its name in the whole model. submodules: implementations of the
-    parts of a layer.
+    init_method_for: returns the init_method of a weight by its name in the whole model. submodules:
+    implementations of the parts of a layer.
     """
 
     def __init__(
@@ -354,9 +354,9 @@ class GPT2Model(nn.Module):
         """Compile each transformer layer. All layers share one compiled graph; compiling the whole model would take
         minutes.
 
-        Each layer is one graph, including its collectives and dropout. by_document: `forward` will get `packed_seq_params`,
-        which breaks the graph at attention. Masks from torch's generators (without `dropout_seed`) break it at attention
-        dropout, and under sequence parallelism also at hidden dropout.
+        Each layer is one graph, including its collectives and dropout. by_document: `forward` will get
+        `packed_seq_params`, which breaks the graph at attention. Masks from torch's generators (without `dropout_seed`)
+        break it at attention dropout, and under sequence parallelism also at hidden dropout.
         """
         config = self.config
         draws = config.attention_dropout > 0 or (config.hidden_dropout > 0 and self.sequence_parallel)

@@ -39,7 +39,8 @@ OUT_OF_MEMORY = re.compile("can't allocate memory|bad_alloc|CUDA error: out of m
 class IncidentLog:
     """Appends lines to incidents/`name`.jsonl in `save_directory`.
 
-    attempt: number of automatic restarts so far. host: the name of the machine, if it is not the host name. `iteration`:
+    attempt: number of automatic restarts so far. host: the name of the machine, if it is not the host name.
+    `iteration`:
     the default iteration of a line; the training loop sets it, and it is -1 before. A line that cannot be written is
     lost, because logging must not end a run.
     """
@@ -65,7 +66,8 @@ class IncidentLog:
             fsync_path(self._path)
 
     def error(self, error: BaseException) -> None:
-        """Record that `error` ends this process: its message, its cause, and the line of this project that raised it."""
+        """Record that `error` ends this process: its message, its cause, and the line of this
+        project that raised it."""
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(str(ROOT))]
         at = f"{Path(frames[-1].filename).relative_to(ROOT)}:{frames[-1].lineno}" if frames else ""
         text = " ".join(f"{type(error).__name__}: {error}".split())[:3000]

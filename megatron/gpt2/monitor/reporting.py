@@ -64,7 +64,8 @@ def align_rows(rows: Rows) -> list[str]:
 
 
 def start_table(rows: Rows, flags: Rows) -> str:
-    """Return the table at the start of a run: `rows` of (name, value), and the flags that differ from their defaults."""
+    """Return the table at the start of a run: `rows` of (name, value), and the flags that differ from their
+    defaults."""
     lines = [RULE, *align_rows(rows), RULE]
     if flags:
         lines += ["  flags that differ from their defaults:", *align_rows(flags), RULE]
@@ -120,8 +121,8 @@ def resident_memory() -> dict[str, int]:
     """Return "resident" and "peak resident", the current and peak memory of this process in bytes.
 
     Pages of files (libraries, memory-mapped data) are not counted: the system can drop and reread them, and counts them
-    only for processes that have touched them. Linux has only the peak of all pages, so "peak resident" is that peak minus
-    the pages of files that are resident now.
+    only for processes that have touched them. Linux has only the peak of all pages, so "peak resident" is that peak
+    minus the pages of files that are resident now.
     """
     status = Path("/proc/self/status")
     if status.exists():
@@ -153,9 +154,9 @@ def closing_report(
 ) -> str:
     """Return the final report: baselines, a text sample, the paths of the files and commands to run next.
 
-    validation_losses: {iteration: loss, or None if not finite}. bits_per_byte: of the model on the validation split, None
-    without an evaluation. baselines: {description: bits per byte, or None if not computed}. plot: the path of the PNG, a
-    text plot, or "". next_commands: (description, command).
+    validation_losses: {iteration: loss, or None if not finite}. bits_per_byte: of the model on the validation split,
+    None without an evaluation. baselines: {description: bits per byte, or None if not computed}. plot: the path of the
+    PNG, a text plot, or "". next_commands: (description, command).
     """
     scores = {"this model": bits_per_byte, **baselines}
     losses = [f"{math.nan if loss is None else loss:.3f} at {at}" for at, loss in validation_losses.items()][

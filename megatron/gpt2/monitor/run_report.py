@@ -1,7 +1,7 @@
 """Write report.html: a self-contained page about a run, made from the files of its --save folder.
 
-Curves are from `metrics.jsonl`, texts from `samples.jsonl`, starts, warnings and ends from `history.jsonl`, and settings
-from `config.json`. If a file is missing, its part of the page is empty.
+Curves are from `metrics.jsonl`, texts from `samples.jsonl`, starts, warnings and ends from `history.jsonl`, and
+settings from `config.json`. If a file is missing, its part of the page is empty.
 """
 
 import math

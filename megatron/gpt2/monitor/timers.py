@@ -110,10 +110,10 @@ def start_profiler(
 ) -> profile | None:
     """Start torch's profiler, or return None if this run has no iteration to profile.
 
-    Call its `step` after each iteration, and its `stop` if the run ends before `end`. The iteration before the first one
-    is a warmup. Evaluations between profiled iterations are profiled, too. After the last iteration the profiler writes a
-    Chrome trace into `folder` and logs a table of the slowest operations by self time; on a GPU this is the time of an
-    operation's kernels.
+    Call its `step` after each iteration, and its `stop` if the run ends before `end`. The iteration before the first
+    one is a warmup. Evaluations between profiled iterations are profiled, too. After the last iteration the profiler
+    writes a Chrome trace into `folder` and logs a table of the slowest operations by self time; on a GPU this is the
+    time of an operation's kernels.
 
     iterations: (first, last) of --profile, or (). start, end: the run has iterations `start` + 1 to `end`. log: prints
     only on rank 0.

@@ -55,9 +55,9 @@ class AsyncScalar:
 class LossScaler:
     """The loss scale, constant or adapted to overflows. It is on the device, so an update does not make the host wait.
 
-    The semantics of a dynamic scale are those of Megatron. The first `hysteresis` - 1 overflows only skip the step. Each
-    later overflow also halves the scale. `window` steps in a row without an overflow double the scale and reset the
-    hysteresis. minimum: the smallest scale.
+    The semantics of a dynamic scale are those of Megatron. The first `hysteresis` - 1 overflows only skip the step.
+    Each later overflow also halves the scale. `window` steps in a row without an overflow double the scale and reset
+    the hysteresis. minimum: the smallest scale.
 
     scale: float32 scalar on the device.
     """

@@ -96,8 +96,8 @@ class CheckpointManager:
                     self._lease.take()
                     write_config_and_tokenizer(self._context)
                     self._log(
-                        f"WARNING: --save {folder} was removed or moved during the run: it is made again and holds what "
-                        "the run saves from now on"
+                        f"WARNING: --save {folder} was removed or moved during the run: it is made again and holds "
+                        "what the run saves from now on"
                     )
         except (FolderInUse, LeaseLostError) as error:
             problem = str(error)
@@ -148,8 +148,8 @@ class CheckpointManager:
 
 
 def lease_save_folder(context: RunContext, rank: int) -> Lease | None:
-    """Take the lease of the --save folder on rank 0, and return it there. Raises FolderInUse on every rank if another run
-    uses the folder, and ValueError if the folder cannot be used."""
+    """Take the lease of the --save folder on rank 0, and return it there. Raises FolderInUse on every rank if another
+    run uses the folder, and ValueError if the folder cannot be used."""
     lease, kind, problem = None, "", ""
     if rank == 0:
         try:

@@ -56,7 +56,8 @@ def train(trainer: Trainer) -> str:
             break  # a stop that is requested in the last step changes nothing: the run saves and evaluates anyway
         if trainer.current_global_batch_size != samples:
             trainer.log.info(
-                f"the batch grows: {trainer.current_global_batch_size} samples a step from iteration {progress.iteration + 1} on"
+                f"the batch grows: {trainer.current_global_batch_size} samples a step from iteration "
+                f"{progress.iteration + 1} on"
             )
         if progress.iteration % config.eval_interval == 0:
             with training_log.paused():

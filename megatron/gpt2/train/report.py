@@ -76,8 +76,9 @@ def log_start(trainer: Trainer, warnings: Sequence[str]) -> None:
         ("FLOPs per token", f"{model.flops_per_token(data.seq_length):,}"),
         (
             "tokenizer",
-            f"{tokenizer.kind}, {tokenizer.vocab_size:,} ids{f', by {tokenizer.engine}' * bool(tokenizer.engine)}; padded "
-            f"vocab (size: {tokenizer.vocab_size}) with {padded - tokenizer.vocab_size} dummy tokens (new size: {padded})",
+            f"{tokenizer.kind}, {tokenizer.vocab_size:,} ids{f', by {tokenizer.engine}' * bool(tokenizer.engine)}; "
+            f"padded vocab (size: {tokenizer.vocab_size}) with {padded - tokenizer.vocab_size} dummy tokens (new size: "
+            f"{padded})",
         ),
         *(("data", line) for line in splits.description),
         ("length", f"{context.train_iters:,} iterations, {needed:,} samples of {samples:,}: {epochs:.2f} epochs"),
@@ -107,8 +108,8 @@ def repetition_warning(epochs: float, data: DataConfig) -> str:
     if epochs <= 4 or not (data.train_data or data.data_path):
         return ""
     return (
-        f"{epochs:.1f} epochs: after about 4, the model learns less and less from repeated text; use a larger corpus or "
-        "a smaller --train-iters"
+        f"{epochs:.1f} epochs: after about 4, the model learns less and less from repeated text; use a larger corpus "
+        "or a smaller --train-iters"
     )
 
 

@@ -309,8 +309,8 @@ def _build_tokenizer(data: DataConfig, arguments: Arguments, checkpoint: Checkpo
     known, size, named = metadata.get("tokenizer"), metadata.get("vocab_size", 0), checkpoint.path if checkpoint else ""
     require(
         checkpoint is None or bool(known) or files_given or "data.tokenizer_type" in arguments.given,
-        f"{named} has no tokenizer: give --vocab-file and --merge-file, --tokenizer-model, or the --tokenizer-type of a "
-        f"tokenizer without files; it must have {size:,} tokens",
+        f"{named} has no tokenizer: give --vocab-file and --merge-file, --tokenizer-model, or the --tokenizer-type of "
+        f"a tokenizer without files; it must have {size:,} tokens",
     )
     if known and not files_given:
         # If a local checkpoint is loaded, its tokenizer is in the --save folder, too.
@@ -406,8 +406,8 @@ def check_ranks_agree(context: RunContext, log: Log) -> None:
         for rank, (theirs, *_) in enumerate(everyone):
             require(
                 theirs.get(name) == first.get(name),
-                f"rank {rank} has a different {name} than rank 0 (on rank {context.rank_info.rank} it is {value}): start "
-                "every rank with the same command line and environment, and let all machines see the same files",
+                f"rank {rank} has a different {name} than rank 0 (on rank {context.rank_info.rank} it is {value}): "
+                "start every rank with the same command line and environment, and let all machines see the same files",
             )
     require(
         all(theirs == data for _, theirs, _ in everyone),

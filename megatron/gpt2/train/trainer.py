@@ -89,8 +89,8 @@ class Trainer:
         return tokens_per_second * flops / (self.peak_flops[0] * self.parallel.world_size)
 
     def save(self) -> Path | None:
-        """Write a checkpoint of this iteration. Return its folder, or None with a warning if it failed on any rank. With
-        --async-save, only start to write and return None; `checkpoints.saver.finish` waits for the result."""
+        """Write a checkpoint of this iteration. Return its folder, or None with a warning if it failed on any rank.
+        With --async-save, only start to write and return None; `checkpoints.saver.finish` waits for the result."""
         self._before_save()
         return self.checkpoints.saver.save(*self.checkpoints.contents(self.progress))
 

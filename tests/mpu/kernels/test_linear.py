@@ -1,5 +1,5 @@
-"""Matrix products of linear layers and of the loss, compared with float64, and GELU with the plain call, as each kind of
-processor computes them."""
+"""Matrix products of linear layers and of the loss, compared with float64, and GELU with the plain call, as each kind
+of processor computes them."""
 
 from __future__ import annotations
 

@@ -96,7 +96,8 @@ class ExactColumnParallelLinear(ColumnParallelLinear):
 
 
 class _RowParallelLinear(torch.autograd.Function):
-    """XAᵀ, summed over the input features of this rank's virtual ranks: [k, s, b, o], see `VirtualRanks.partial_sums`."""
+    """XAᵀ, summed over the input features of this rank's virtual ranks: [k, s, b, o], see
+    `VirtualRanks.partial_sums`."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, virtual: VirtualRanks, weight_grad_fn: WeightGradFn, *xs: Tensor) -> Tensor:

@@ -46,8 +46,8 @@ class VirtualRanks:
         rank, ranks = group_rank_and_size(group)
         self.size, self.group, self.per_rank = size, group if ranks > 1 else None, divide(size, ranks)
         self.first = rank * self.per_rank
-        # The terms of 2^j ranks form one subtree each, so a rank sends one partial sum. With other numbers of ranks (3 for
-        # V = 6) a rank's terms belong to different subtrees, so it sends each of them.
+        # The terms of 2^j ranks form one subtree each, so a rank sends one partial sum. With other numbers of ranks (3
+        # for V = 6) a rank's terms belong to different subtrees, so it sends each of them.
         self.num_partial_sums = 1 if ranks & (ranks - 1) == 0 else self.per_rank
 
     def partial_sums(self, terms: Sequence[Tensor]) -> Tensor:
@@ -69,7 +69,8 @@ class VirtualRanks:
         return all_gather_first_dim(local, self.group)[0]
 
     def reduce(self, partial_sums: Tensor, dtype: torch.dtype, scatter: bool) -> Tensor:
-        """Sum partial sums [k, n, ...] over all ranks and round to `dtype`: [n, ...], or this rank's [n/p, ...] with scatter.
+        """Sum partial sums [k, n, ...] over all ranks and round to `dtype`: [n, ...], or this
+        rank's [n/p, ...] with scatter.
 
         Raises ValueError if p does not divide the number of elements or, with scatter, of rows."""
         if self.group is None:
@@ -83,8 +84,8 @@ class VirtualRanks:
         return total if scatter else self.all_gather(total).view(partial_sums.shape[1:])
 
     def sum_of_products(self, xs: Sequence[Tensor], weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """Σ x · w over this rank's virtual ranks: V/p pairs of [t, i] and [i, o] -> [k, t, o]. Each product is rounded to
-        its own dtype, the sum to the dtype of partial sums."""
+        """Σ x · w over this rank's virtual ranks: V/p pairs of [t, i] and [i, o] -> [k, t, o]. Each product is rounded
+        to its own dtype, the sum to the dtype of partial sums."""
         t = xs[0].size(0)
         out = xs[0].new_empty((self.num_partial_sums, t, weights[0].size(1)), dtype=self.sum_dtype(dtype))
         at_once = ROWS if xs[0].is_cpu else t

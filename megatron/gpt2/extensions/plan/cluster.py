@@ -23,11 +23,12 @@ class Cluster:
 
     matmul_flops: rate of large matrix products, in FLOP/s. half_m, half_n, half_k: a product with this number of rows,
     columns or inner elements runs at half of that rate. memory_bandwidth: bytes/s that element-wise kernels reach.
-    kernel: seconds that a kernel takes at least. launch: seconds of the host per kernel. launch_growth: its growth each
-    time that the tensor-parallel size doubles, because the slowest of the ranks counts. hop: seconds per step of a ring.
-    link, data_link: bytes/s of a GPU inside a node, for tensor-parallel and data-parallel groups. network: bytes/s of a GPU
-    between nodes. send, network_send: bytes/s between pipeline stages. step: seconds of a step that do not depend on the
-    model. adam: seconds per parameter of a rank.
+    kernel: seconds that a kernel takes at least. launch: seconds of the host per kernel. launch_growth: its
+    growth each time that the tensor-parallel size doubles, because the slowest of the ranks counts. hop:
+    seconds per step of a ring.
+    link, data_link: bytes/s of a GPU inside a node, for tensor-parallel and data-parallel groups. network: bytes/s of a
+    GPU between nodes. send, network_send: bytes/s between pipeline stages. step: seconds of a step that do not depend
+    on the model. adam: seconds per parameter of a rank.
     """
 
     gpus_per_node: int
@@ -53,8 +54,8 @@ class Cluster:
     adam: float
 
     def matmul(self, m: Any, n: Any, k: Any, batch: Any = 1) -> Any:
-        """The time of `batch` products of [m, k] and [k, n]. It falls short of the full rate by a factor for each of the
-        three sizes, since the tiles of a small product leave a part of the GPU idle."""
+        """The time of `batch` products of [m, k] and [k, n]. It falls short of the full rate by a factor for each of
+        the three sizes, since the tiles of a small product leave a part of the GPU idle."""
         shortfall = (1 + self.half_m / (m * batch)) * (1 + self.half_n / n) * (1 + self.half_k / k)
         return FLOPS_PER_MULTIPLICATION * m * n * k * batch * shortfall / self.matmul_flops + self.kernel
 

@@ -1,8 +1,10 @@
-"""The modelled time of a training step of other Megatron-style programs, from a description of the program and a cluster.
+"""The modelled time of a training step of other Megatron-style programs, from a description of
+the program and a cluster.
 
 It validates the model of machine, network and schedule against published measurements (`benchmarks/step_times.py`).
 
-Legend: b micro-batch, s sequence, h hidden, n heads, l layers, v vocabulary; t, p, d tensor-, pipeline-, data-parallel size.
+Legend: b micro-batch, s sequence, h hidden, n heads, l layers, v vocabulary; t, p, d tensor-,
+pipeline-, data-parallel size.
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ SHARPNESS = 8  # of the maximum of two times that overlap
 class Software:
     """A Megatron-style program.
 
-    kernels, traffic: constants of a generation of the program: kernels that the host launches in the forward pass of a layer,
-    and bytes of element-wise kernels relative to the list in `layer_bytes`. recompute: "full" or "selective".
-    sequence_parallel: norms and dropout are split. softmax_heads: the fused softmax runs only if this number divides the
-    samples × heads of a rank; otherwise `unfused_kernels` more are launched. backward_kernels: relative to forward.
-    head_kernels: of embedding, head and loss. loss_bytes: per logit. gradient_bytes: per parameter and micro-batch, for the
-    sum of gradients. split_sends: the ranks of a tensor-parallel group share the transfer between stages.
+    kernels, traffic: constants of a generation of the program: kernels that the host launches in the forward pass of a
+    layer, and bytes of element-wise kernels relative to the list in `layer_bytes`. recompute: "full" or "selective".
+    sequence_parallel: norms and dropout are split. softmax_heads: the fused softmax runs only if this number divides
+    the samples × heads of a rank; otherwise `unfused_kernels` more are launched. backward_kernels: relative to forward.
+    head_kernels: of embedding, head and loss. loss_bytes: per logit. gradient_bytes: per parameter and micro-batch, for
+    the sum of gradients. split_sends: the ranks of a tensor-parallel group share the transfer between stages.
     """
 
     kernels: float
@@ -61,13 +63,15 @@ class Layouts:
 
 
 def longer(a: Any, b: Any) -> Any:
-    """A smooth maximum of two times: kernels that run while the host launches the next ones hide most of the shorter."""
+    """A smooth maximum of two times: kernels that run while the host launches the next ones hide most of the
+    shorter."""
     return (a**SHARPNESS + b**SHARPNESS) ** (1 / SHARPNESS)
 
 
 def step_parts(cluster: Cluster, software: Software, x: Layouts) -> dict[str, Any]:
-    """The parts of the time of a step in seconds, which add up to the step: "layers", "head", "tensor_parallel" (collectives
-    inside layers), "bubble", "send" (between stages), "data_parallel" (sum of gradients) and "optimizer"."""
+    """The parts of the time of a step in seconds, which add up to the step: "layers", "head",
+    "tensor_parallel" (collectives inside layers), "bubble", "send" (between stages), "data_parallel" (sum of
+    gradients) and "optimizer"."""
     b, s, h, t, p, d = (
         x.micro_batch,
         x.sequence_length,

@@ -187,8 +187,8 @@ class ServedModel:
         scored: bool,
         start: Sequence[int] = (),
     ) -> list[GeneratedText]:
-        """Return the texts to generate, n for each prompt. A prompt is a text or a list of token ids; an empty one begins
-        a new document. start: ids to prepend.
+        """Return the texts to generate, n for each prompt. A prompt is a text or a list of token ids; an empty one
+        begins a new document. start: ids to prepend.
 
         Text j of a prompt has the seed `seed` + j, or without a seed a random one. So a text does not depend on other
         requests. Raises ApiError for the field `name` if the model cannot read a prompt, or for too many texts."""

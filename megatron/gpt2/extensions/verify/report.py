@@ -52,7 +52,8 @@ BACKWARD_OPERATIONS = {
 
 
 def producing_operation(key: TensorKey, facts: Mapping[str, Any]) -> str:
-    """Describe the operation that computes the tensor `key`, in the terms of mpu's layers. facts: see `run_metadata`."""
+    """Describe the operation that computes the tensor `key`, in the terms of mpu's layers.
+    facts: see `run_metadata`."""
     p, dp, num_microbatches = (facts[n] for n in ("model_parallel_size", "data_parallel_size", "micro_batches"))
     parallel = facts["config"]["parallel"]
     name = key.name if key.name in FORWARD_OPERATIONS else key.name.split(" of ")[-1]

@@ -37,7 +37,8 @@ KINDS = ("input", "activation", "loss", "activation gradient", "gradient", "scal
 
 
 class TensorKey(NamedTuple):
-    """Identifies a tensor of a run. step: from 1 on, or 0 before the first step. position: its index within its kind."""
+    """Identifies a tensor of a run. step: from 1 on, or 0 before the first step. position: its index within its
+    kind."""
 
     step: int
     kind: str

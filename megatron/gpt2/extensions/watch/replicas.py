@@ -115,8 +115,8 @@ class ReplicaCheck(Hook):
             return ""
         rank = format_ranks([self._parallel.rank], self._hosts)
         return (
-            f"{rank} holds a different {describe_tensors(tensors)} than the update of iteration {self._iteration} left, "
-            "the last clean hash"
+            f"{rank} holds a different {describe_tensors(tensors)} than the update of iteration {self._iteration} "
+            "left, the last clean hash"
         )
 
     def _describe_differences(self, all_hashes: Tensor) -> Iterator[str]:

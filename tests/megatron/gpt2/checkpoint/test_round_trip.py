@@ -137,8 +137,8 @@ def test_random_generators_come_back(tmp_path: Path) -> None:
 
 
 def test_boxes_that_overlap_in_pairs() -> None:
-    """Overlapping slices that leave a gap can have the right total size. The expected result comes from a count of every
-    entry."""
+    """Overlapping slices that leave a gap can have the right total size. The expected result comes from
+    a count of every entry."""
     chance, results = random.Random(0), []
     for _ in range(3000):
         shape = chance.choice([(), (4,), (3, 4), (1, 5), (5, 1), (2, 2, 2)])

@@ -1,5 +1,5 @@
-"""Start ranks like a launcher, but faster: they are forked from a process that has imported torch and the program. Each rank
-has its own environment and output, and with `machine` its own network namespace and host name."""
+"""Start ranks like a launcher, but faster: they are forked from a process that has imported torch and the program. Each
+rank has its own environment and output, and with `machine` its own network namespace and host name."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A rank hangs or stops: the other ranks name it after the timeout, print where all ranks are, and finish the checkpoint
-that is being written. Also two machines that lose their connection."""
+"""A rank hangs or stops: the other ranks name it after the timeout, print where all ranks are, and finish the
+checkpoint that is being written. Also two machines that lose their connection."""
 
 from __future__ import annotations
 
@@ -52,8 +52,9 @@ READS = RankLocation(False, "data_utils/samplers.py:88 (next_batch)")
         (
             {1: RECEIVES, 0: REDUCES},
             {},
-            "a collective took longer than 6 s (--distributed-timeout-minutes), and every rank waits in one, rank 1 (a) "
-            f"in {RECEIVES.text} and rank 0 (a) in {OF_REDUCE}: the network is slow, or the ranks run different programs",
+            "a collective took longer than 6 s (--distributed-timeout-minutes), and every rank waits in one, rank 1 "
+            f"(a) in {RECEIVES.text} and rank 0 (a) in {OF_REDUCE}: the network is slow, or the ranks run different "
+            "programs",
         ),
         ({0: READS}, {}, f"rank 0 (a) did not reach the end of the step within 6 s: rank 0 is at {READS.text}"),
     ],
@@ -99,8 +100,8 @@ def test_a_hanging_rank_reports_its_location(tmp_path: Path) -> None:
 
 
 def stop_after_a_save(folder: Path) -> None:
-    """Rank 1 stops in its third step, after it has written its part of a checkpoint. Rank 0 writes its part when the file
-    `go` exists."""
+    """Rank 1 stops in its third step, after it has written its part of a checkpoint. Rank 0 writes its part
+    when the file `go` exists."""
 
     def stop_later(trainer: Trainer) -> None:
         wait_until(lambda: any(folder.glob("save/*.tmp-*/boxes/rank_00001.jsonl")))

@@ -25,7 +25,8 @@ from tests.megatron.gpt2.train.training_runs import write_text
 
 
 def long_call(seconds: int = 30) -> None:
-    """Wait in C for a locked mutex, like a long operation of torch: Python handles no signals, but other threads run."""
+    """Wait in C for a locked mutex, like a long operation of torch: Python handles no signals, but other threads
+    run."""
     mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
     end = (ctypes.c_long * 2)(int(time.time()) + seconds, 0)  # a timespec
     for _ in range(2):

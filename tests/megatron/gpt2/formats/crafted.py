@@ -1,7 +1,7 @@
 """Crafted files that attack a reader, and files that are not checkpoints.
 
-`FILES` has functions that write such a file into a folder. `METADATA` has the bytes of crafted `.metadata`, or functions
-that change the object of a real one. A payload that runs makes the file `executed` in the current folder.
+`FILES` has functions that write such a file into a folder. `METADATA` has the bytes of crafted `.metadata`, or
+functions that change the object of a real one. A payload that runs makes the file `executed` in the current folder.
 """
 
 from __future__ import annotations
@@ -386,10 +386,10 @@ FILES |= {function.__name__: function for function in (ranks_up_to_999, a_tracke
 # --- .metadata: streams of instructions, and genuine ones in which one thing was changed
 
 # Functions with side effects, and the ways in which a pickle calls them.
-ACTING = """os.system posix.system subprocess.check_call builtins.eval builtins.open builtins.__import__ builtins.getattr
-    builtins.bytearray shutil.rmtree pathlib.Path.touch pathlib.Path torch.load torch.save functools.partial numpy.save
-    torch.distributed.checkpoint.metadata.os.system torch.distributed.checkpoint.metadata.Metadata.__init__
-    torch.serialization._get_layout.x""".split()
+ACTING = """os.system posix.system subprocess.check_call builtins.eval builtins.open builtins.__import__
+    builtins.getattr builtins.bytearray shutil.rmtree pathlib.Path.touch pathlib.Path torch.load torch.save
+    functools.partial numpy.save torch.distributed.checkpoint.metadata.os.system
+    torch.distributed.checkpoint.metadata.Metadata.__init__ torch.serialization._get_layout.x""".split()
 ARGS = b"(" + text(TOUCH) + b"t"
 WAYS = {
     "called": named("os.system") + ARGS + b"R",

@@ -525,7 +525,8 @@ REFUSED = {
     f"megatron-v2 {P} 3": f"{P} 3 does not divide the 4 layers",
     f"megatron-core {P} 3": f"give {FIRST_LAYERS_FLAG} and {LAST_LAYERS_FLAG}",
     f"megatron-core {P} 8": "needs at least 8 layers",
-    f"megatron-v3 {P} 2 {FIRST_LAYERS_FLAG} 1": f"{FIRST_LAYERS_FLAG}: all stages of megatron-v3 have equally many layers",
+    f"megatron-v3 {P} 2 {FIRST_LAYERS_FLAG} "
+    "1": f"{FIRST_LAYERS_FLAG}: all stages of megatron-v3 have equally many layers",
     f"megatron-core {P} 3 {FIRST_LAYERS_FLAG} 1": f"{P} 3 does not divide",
     f"megatron-core {P} 2 {FIRST_LAYERS_FLAG} 1 {LAST_LAYERS_FLAG} 1": "they must add up to --num-layers",
     f"megatron-v3 {P} 2 {V} 1": f"{V} needs {P} of at least 3 in megatron-v3",

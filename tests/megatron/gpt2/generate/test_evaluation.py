@@ -181,7 +181,8 @@ def test_program(
     shape = ["--device", "cpu", *SHAPE, *unused.split()]
     line = (
         f"-m torch.distributed.run --nproc-per-node 2 tools/evaluate_gpt2.py --load {folder}/save --batch-size 4 "
-        f"--valid-data {folder}/wiki.test.tokens --overlapping-eval 8 --model-parallel-size 2 --output {tmp_path}/result.json"
+        f"--valid-data {folder}/wiki.test.tokens --overlapping-eval 8 --model-parallel-size 2 --output "
+        f"{tmp_path}/result.json"
     )
     done = subprocess.run([python.python, *line.split(), *shape], cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr

@@ -21,8 +21,9 @@ SHAPE = (
     "--tokenizer-type builtin"
 ).split()
 WORDS = (
-    "time year people way day man thing woman life child world school state family student group country problem hand part "
-    "place case week company system program question work government number night point home water room mother area money story fact"
+    "time year people way day man thing woman life child world school state family student group country problem hand "
+    "part place case week company system program question work government number night point home water room mother "
+    "area money story fact"
 ).split()
 
 

@@ -161,7 +161,8 @@ def test_specs_and_counts_are_those_of_the_real_model(world_size: int):
 
 
 def test_specs_need_no_process_group():
-    """For every size, even if it does not divide the model's dimensions. The order is that of the model's parameters."""
+    """For every size, even if it does not divide the model's dimensions. The order is that of
+    the model's parameters."""
     mpu.destroy_model_parallel()
     for size in (1, 3, 512):
         specs = parameter_specs(SHAPE_345M, size)

@@ -88,8 +88,8 @@ FULL = {"recompute_granularity": "full"}
 @pytest.mark.parametrize(
     ("world_size", "dropout", "how", "expected"),
     [
-        # For each layer two in forward and two in backward; one for the embedding, one for the head's input gradient; one
-        # all-gather for the single chunk of the loss.
+        # For each layer two in forward and two in backward; one for the embedding, one for the head's input gradient;
+        # one all-gather for the single chunk of the loss.
         (2, 0.0, {}, {"allreduce": ALL_REDUCES, "allgather": 1}),
         (4, 0.0, {}, {"allreduce": ALL_REDUCES, "allgather": 1}),
         (2, 0.0, {"recompute_granularity": "selective"}, {"allreduce": ALL_REDUCES, "allgather": 1}),

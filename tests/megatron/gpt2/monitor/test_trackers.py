@@ -86,8 +86,8 @@ def read_offline_run(folder: Path, name: str) -> dict[str, Any]:
 
 
 def log_records(data: bytes) -> Iterator[bytes]:
-    """Yield the records of a file in LevelDB's log format: blocks of 32 KiB with parts of records. A part has a checksum
-    of 4 bytes, a length and a type: full (1), first (2), middle (3) or last (4)."""
+    """Yield the records of a file in LevelDB's log format: blocks of 32 KiB with parts of records. A part has a
+    checksum of 4 bytes, a length and a type: full (1), first (2), middle (3) or last (4)."""
     at, record = 7, b""  # after the file header
     while at + 7 <= len(data):
         if 32768 - at % 32768 < 7:  # too small for a part

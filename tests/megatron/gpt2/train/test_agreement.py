@@ -112,7 +112,7 @@ def test_a_rank_with_different_data_ends_the_run(tmp_path: Path) -> None:
     write_text(tmp_path)
     for said, iteration in run_ranks(one_rank_reads_different_data, 4, str(tmp_path)):
         assert said.startswith(
-            "by iteration 4 rank 3 has read different data than rank 2 of its model-parallel group: every machine needs "
-            "the same files"
+            "by iteration 4 rank 3 has read different data than rank 2 of its model-parallel group: every machine "
+            "needs the same files"
         ), said
         assert iteration == 4 and "\n" not in said

@@ -183,8 +183,10 @@ REFUSED = {
     "--exact-layouts 0": "--exact-layouts must be positive, not 0",
     "--exact-layouts 6": "--num-attention-heads 8 is not divisible by --exact-layouts 6: change one of them",
     "--exact-layouts 2 --model-parallel-size 4": "--exact-layouts 2 is not divisible by --model-parallel-size 4",
-    "--exact-layouts 4 --num-attention-heads 2": "--num-attention-heads 2 is not divisible by --exact-layouts 4: change",
-    "--exact-layouts 4 --make-vocab-size-divisible-by 2": "--make-vocab-size-divisible-by 2 is not divisible by --exact",
+    "--exact-layouts 4 --num-attention-heads "
+    "2": "--num-attention-heads 2 is not divisible by --exact-layouts 4: change",
+    "--exact-layouts 4 --make-vocab-size-divisible-by "
+    "2": "--make-vocab-size-divisible-by 2 is not divisible by --exact",
     "--exact-layouts 4 --compile": "--exact-layouts and --compile: the compiler chooses the order of sums; leave one",
     "--exact-layouts 4 --DDP-impl torch": "--exact-layouts and --DDP-impl torch: torch's DDP sums in a different order",
     "--exact-layouts 4 --grad-reduce-in-bf16": "--exact-layouts and --grad-reduce-in-bf16: rounding to bf16 depends on",

@@ -149,8 +149,8 @@ def test_estimate_matches_resident_memory(tmp_path: Path, flags: str):
     command = (
         "-m megatron.pretrain_gpt2 --num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 256 "
         "--max-position-embeddings 1024 --tokenizer-type bytes --device cpu --attention-dropout 0 --hidden-dropout 0 "
-        f"--train-iters 2 --log-interval 2 --eval-iters 0 --train-data {tmp_path}/text.txt --data-cache-path {tmp_path} "
-        f"--save {tmp_path}/save {flags}"
+        f"--train-iters 2 --log-interval 2 --eval-iters 0 --train-data {tmp_path}/text.txt --data-cache-path "
+        f"{tmp_path} --save {tmp_path}/save {flags}"
     )
     threshold = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}

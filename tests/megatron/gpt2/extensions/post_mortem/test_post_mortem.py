@@ -62,8 +62,8 @@ def test_ten_lines_about_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture
     write_config(folder, config, {"train_iters": 100, "global_batch_size": 8}, continues=False)
     assert main([str(folder)]) == 1
     assert (
-        "iteration 7 is the newest valid one, and this machine has a local one of iteration 8; 1 iteration will be repeated"
-        in capsys.readouterr().out
+        "iteration 7 is the newest valid one, and this machine has a local one of iteration 8; 1 iteration will be "
+        "repeated" in capsys.readouterr().out
     )
     (folder / "local_checkpoints").unlink()
     # A damaged checkpoint is skipped, with a warning.

@@ -229,7 +229,8 @@ def test_transformers_computes_the_same_training(command: list[str], capfd: pyte
         (["--layout", "", "--layout", "--num-attention-heads 3 --model-parallel-size 2"], "--num-attention-heads 3"),
         (
             ["--layout", "", "--layout", "--global-batch-size 8"],
-            "--layout '--global-batch-size 8': its --global-batch-size is 8, and that of the first layout 2: a step must",
+            "--layout '--global-batch-size 8': its --global-batch-size is 8, and that of the first layout 2: a step "
+            "must",
         ),
         (
             ["--layout", "", "--layout", "--data-parallel-size 2"],

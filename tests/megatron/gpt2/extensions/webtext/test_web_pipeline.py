@@ -27,9 +27,11 @@ ENGLISH = """the of and to in is was that for on with as it by at from his her t
 what will there if can all who more when no out said about time people into your could than first other after water
 through world still between never under last might great house again river morning light garden music letter winter
 village doctor teacher window kitchen journey story question answer history science country language weather bridge
-island forest animal machine engine station library quietly slowly suddenly brought thought looked walked wanted""".split()
-GERMAN = """der die das und ein eine nicht mit auf für von dem sich auch werden haben immer niemals Straße Fenster Garten
-Morgen Licht Winter Sommer Schule Reise Geschichte Antwort Sprache Brücke Insel Wald Maschine Bücherei langsam""".split()
+island forest animal machine engine station library quietly slowly suddenly brought thought looked walked
+wanted""".split()
+GERMAN = """der die das und ein eine nicht mit auf für von dem sich auch werden haben immer niemals Straße Fenster
+Garten Morgen Licht Winter Sommer Schule Reise Geschichte Antwort Sprache Brücke Insel Wald Maschine
+Bücherei langsam""".split()
 EVALUATION = "One evening the old lighthouse keeper counted seventeen green lanterns drifting past the broken harbour"
 FLAGS = {
     "URLS_FLAGS": "--urls-per-file 15",

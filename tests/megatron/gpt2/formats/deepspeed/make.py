@@ -5,8 +5,8 @@
 DEEPSPEED is a folder with an unpacked source distribution of deepspeed and its dependencies, CASE one of `CASES`. The
 files here were written with 0.17.5 and torch 2.13. The model is this project's GPT-2, which has the parameter names of
 Megatron in 2019, on the groups of this project's `mpu`. The engine, the optimizer and the writer are DeepSpeed's. AdamW
-makes two steps on the same tokens on every rank, so that the state of all cases is equal but for rounding. `expected.npz`
-has the tensors that DeepSpeed held in memory in the case of fp32.
+makes two steps on the same tokens on every rank, so that the state of all cases is equal but for rounding.
+`expected.npz` has the tensors that DeepSpeed held in memory in the case of fp32.
 """
 
 from __future__ import annotations

@@ -4,14 +4,14 @@
     PYTHONPATH=PROJECT:CORE python make.py rewrite FOLDER OUT CASE...
     PYTHONPATH=PROJECT:CORE python make.py logits FOLDER OUT.npz
 
-`rewrite` loads the iteration in FOLDER, with Adam's state and the schedule, in the layout of the case, and saves it again
-in the form of the case.
+`rewrite` loads the iteration in FOLDER, with Adam's state and the schedule, in the layout of the case, and saves it
+again in the form of the case.
 
 CORE is a folder with an unpacked wheel of megatron-core, CASE one of `CASES`. The names of the files here have the
-version, from 0.15.0 to 0.19.0, and torch was 2.13. Since 0.19, megatron-core also needs triton. Every case holds the same model of two layers: weights and
-gradients depend on the parameter's name and the global index, not on the layout, and Adam makes one step. CUDA calls
-of megatron-core run on the CPU (`OnCPU`), with torch's AdamW instead of Apex's; model, optimizer, sharded state and
-writer are megatron-core's.
+version, from 0.15.0 to 0.19.0, and torch was 2.13. Since 0.19, megatron-core also needs triton. Every case holds the
+same model of two layers: weights and gradients depend on the parameter's name and the global index, not on the layout,
+and Adam makes one step. CUDA calls of megatron-core run on the CPU (`OnCPU`), with torch's AdamW instead of Apex's;
+model, optimizer, sharded state and writer are megatron-core's.
 
 `expected.npz` has the tensors of the single rank of `plain` under megatron-core's names, `logits.npz` tokens and the
 fp32 logits of megatron-core's loader and model for `plain`. With a distributed optimizer and two small stages,
@@ -40,8 +40,8 @@ from torch.multiprocessing.spawn import start_processes
 from torch.overrides import TorchFunctionMode
 
 LAYERS, HIDDEN, HEADS, POSITIONS, VOCABULARY, PADDED, ITERATION = 2, 8, 4, 12, 29, 32, 3
-# With two stages, megatron-core writes flat buckets only if the bucket before the word embeddings ends at a multiple of 64
-# values.
+# With two stages, megatron-core writes flat buckets only if the bucket before the word embeddings ends at
+# a multiple of 64 values.
 MORE_POSITIONS = 16
 # (tensor-, pipeline-, data-parallel size, optimizer form, dtype, metadata of the layers' names)
 CASES: dict[str, tuple[int, int, int, str, torch.dtype, bool]] = {
@@ -288,7 +288,8 @@ def load(folder: Path, model: Any, optimizer: Any, schedule: Any) -> None:
     from megatron.core import dist_checkpointing
 
     metadata = dist_checkpointing.load_content_metadata(str(folder))
-    # torch's AdamW replaces Apex's. It has no state before its first step, and keeps `step` in the state, which this form lacks.
+    # torch's AdamW replaces Apex's. It has no state before its first step, and keeps `step` in the
+    # state, which this form lacks.
     inner = optimizer.chained_optimizers[0]
     inner._init_optimizer_states_with_dummy_values()
     held, put = inner._get_main_param_and_optimizer_states, inner._set_main_param_and_optimizer_states
