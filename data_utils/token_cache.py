@@ -6,8 +6,7 @@
     <folder>/locks/<name>        locked while a list is hashed and tokenised
 
 A complete pair is fsynced and renamed, and its hashes are written last. A text file or token file is hashed again only
-if its path, size or mtime is new.
-Processes that need the same list wait for its lock, and use no collectives.
+if its path, size or mtime is new. Processes that need the same list wait for its lock, and use no collectives.
 """
 
 import contextlib

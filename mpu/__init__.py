@@ -14,9 +14,9 @@ Reading order of the modules:
     cross_entropy     the loss when the vocabulary is split over ranks
     transformer       attention, MLP and transformer layer
 
-`kv_cache` is for generation. `activation_offload` copies activations to host memory. `megatron_2019` has functions of
-Megatron's 2019 API. `kernels` computes single operations; its choice depends on device,
-dtype and shape. It does not use process groups.
+`kv_cache` is for generation. `activation_offload` copies activations to host memory. `megatron_2019` has functions
+of Megatron's 2019 API. `kernels` computes single operations; its choice depends on device, dtype and shape. It
+does not use process groups.
 
 Functions and classes of Megatron's `mpu` of 2019 keep their meaning and the order of their arguments. Arguments that
 were added later are keyword-only.

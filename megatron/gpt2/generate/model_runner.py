@@ -46,8 +46,8 @@ def _on_all_ranks(method: Callable[Concatenate["ModelRunner", P], R]) -> Callabl
 
 
 class ModelRunner:
-    """Computes the logits of next tokens. The driver calls `prefill` and `decode`
-    inside `driving`; the other ranks call `execute_commands`."""
+    """Computes the logits of next tokens. The driver calls `prefill` and `decode` inside `driving`; the other ranks
+    call `execute_commands`."""
 
     def __init__(self, model: GPT2Model, group: dist.ProcessGroup | None = None) -> None:
         """group: the group through which the leader gives orders (default: the model-parallel one)."""
