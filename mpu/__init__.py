@@ -116,6 +116,7 @@ __all__ = [
     "TransformerConfig",
     "TransformerLayerSubmodules",
     "VocabParallelEmbedding",
+    "all_reduce_sequence_parallel_grads",
     "broadcast_data",
     "broadcast_from_last_stage",
     "checkpoint",
@@ -162,7 +163,6 @@ __all__ = [
     "scatter_to_model_parallel_region",
     "send_to_next_stage",
     "squared_norm",
-    "all_reduce_sequence_parallel_grads",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_linear_cross_entropy",
 ]
