@@ -7,7 +7,7 @@ LEAST="torch numpy safetensors" # training needs only these
 MODULES="$LEAST tiktoken sentencepiece ftfy tokenizers tqdm matplotlib"
 TEST_MODULES="transformers pytest pytest_timeout xdist ruff mypy setuptools tensorboard wandb hypothesis megatron.core
     pyarrow gigatoken orjson xxhash tldextract trafilatura lxml_html_clean pebble py3langid datatrove lm_eval
-    starlette uvicorn pydantic openai playwright"
+    starlette uvicorn pydantic openai playwright gguf"
 
 log() { echo "$*" >&2; }
 

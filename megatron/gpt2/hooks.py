@@ -25,6 +25,7 @@ from megatron.gpt2.config import Config, flag
 EXTENSIONS = {
     "parallel.exact_layouts": "exact.hook:ExactLayouts",
     "train.check_replicas_interval": "watch.replicas:ReplicaCheck",
+    "train.eval_tasks": "eval_tasks:EvalTasks",
     "train.log_straggler": "watch.stragglers:LogStraggler",
     "train.rewind_on_spike": "watch.spikes:RewindOnSpike",
 }
@@ -89,6 +90,9 @@ class Hook:
 
     def after_step(self, trainer: Trainer) -> None:
         """Called after a step. `trainer.progress.iteration` already counts it."""
+
+    def on_evaluation(self, trainer: Trainer) -> None:
+        """Called when the validation loss is due: every --eval-interval iterations, and at the end of training."""
 
     def before_save(self, trainer: Trainer) -> None:
         """Called before a checkpoint is saved."""

@@ -32,7 +32,9 @@ from megatron.gpt2.formats.compare import (
     format_difference,
 )
 from megatron.gpt2.formats.external import UnknownHeadsError
-from megatron.gpt2.formats.huggingface import write_huggingface
+from megatron.gpt2.formats.gguf import TYPES as GGUF_TYPES
+from megatron.gpt2.formats.gguf import write_gguf
+from megatron.gpt2.formats.huggingface import EXPORT_DTYPES, write_huggingface
 from megatron.gpt2.formats.megatron import write_megatron
 from megatron.gpt2.formats.megatron_model import PIPELINE_FLAG, VIRTUAL_FLAG, MegatronLayout
 from megatron.gpt2.formats.native import write_native
@@ -42,7 +44,7 @@ from megatron.gpt2.formats.torch_dist import write_torch_dist
 from megatron.gpt2.pipeline.schedule import FIRST_LAYERS_FLAG, LAST_LAYERS_FLAG
 
 MEGATRON = ("megatron-2019", "megatron-v2", "megatron-v3", "megatron-core", "torch_dist")
-OTHERS = ("huggingface", "nanogpt", "dcp")
+OTHERS = ("huggingface", "gguf", "nanogpt", "dcp")
 TARGETS = ("native", *OTHERS, *MEGATRON)
 CHECK_LIMIT = 1e-4  # difference of a logit; a correct conversion gives 0, other kernels give 1e-6
 
@@ -118,7 +120,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     pipelined(convert)
     convert.add_argument(
-        "--dtype", choices=("source", "fp32", "bf16", "fp16"), default="source", help="of a Hugging Face export"
+        "--dtype",
+        choices=("source", "fp32", "bf16", "fp16", "q8_0"),
+        default="source",
+        help="of an export to huggingface or gguf; q8_0, 8 bits in blocks of 32, is for gguf",
     )
     convert.add_argument("--check", action="store_true", help="compare the logits of both")
     writes(convert)
@@ -188,11 +193,19 @@ def write_format(args: argparse.Namespace, source: BaseCheckpoint, to: str, layo
         f"{PIPELINE_FLAG}, {VIRTUAL_FLAG}, {FIRST_LAYERS_FLAG} and {LAST_LAYERS_FLAG} are for Megatron's formats, "
         f"and this writes {to}" + ", which loads under any of them" * (to == "native"),
     )
+    if args.command == "convert":
+        dtypes = {"gguf": tuple(GGUF_TYPES), "huggingface": tuple(EXPORT_DTYPES)}
+        allowed = dtypes.get(to, ())
+        require(
+            args.dtype == "source" or args.dtype in allowed,
+            f"--dtype {args.dtype}: {to} has {', '.join(allowed) or 'the dtype of the source'}",
+        )
+        require(to != "gguf" or not args.check, "--check: this program writes gguf and does not read it")
     kinds = {name.partition(".")[0] for name in source.tensors}
     left_out = list(source.left_out)
     if "rng" in kinds:
         left_out.append("the random states, which belong to a layout")
-    if "master" in kinds and to in ("huggingface", "megatron-core"):
+    if "master" in kinds and to in ("huggingface", "gguf", "megatron-core"):
         left_out.append("the optimizer's state, which this format does not hold")
     if source.metadata.get("tokenizer") and to in (*MEGATRON, "dcp"):
         left_out.append("the tokenizer, which this format does not hold")
@@ -207,6 +220,8 @@ def write_format(args: argparse.Namespace, source: BaseCheckpoint, to: str, layo
     tokenizer = find_tokenizer(args, source)
     if to == "huggingface":
         return write_huggingface(source, args.out, dtype=args.dtype, tokenizer=tokenizer, log=print_stderr)
+    if to == "gguf":
+        return write_gguf(source, args.out, dtype=args.dtype, tokenizer=tokenizer, log=print_stderr)
     if to == "nanogpt":
         return write_nanogpt(source, args.out, tokenizer=tokenizer, log=print_stderr)
     return write_native(source, args.out, model_parallel_size=ranks, tokenizer=tokenizer, log=print_stderr)

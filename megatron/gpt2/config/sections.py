@@ -409,6 +409,12 @@ class TrainConfig(ConfigSection):
     )
     eval_iters: int = option(100, "global batches of an evaluation; a smaller split is read once", bound=NOT_NEGATIVE)
     eval_interval: int = option(1000, "iterations between evaluations")
+    eval_tasks: tuple[str, ...] = option(
+        (),
+        "score FOLDER/NAME*.jsonl at each evaluation: hellaswag, lambada",
+        metavar="NAME",
+    )
+    eval_tasks_folder: str | None = option(None, "the files of --eval-tasks", metavar="FOLDER")
     log_interval: int = option(100, "iterations between log lines")
     exit_interval: int | None = option(None, "save and exit at an iteration that is divisible by N")
     exit_duration_in_mins: float | None = option(None, "save and exit after X minutes")

@@ -2,6 +2,7 @@
 
     WIKITEXT103, PTB   perplexity per token and per word of the original text
     LAMBADA            accuracy of predicting the last word of a passage
+    HELLASWAG          accuracy of choosing the likeliest of four endings, as in EleutherAI's lm-eval
     TEXT               perplexity and bits per byte of plain text or JSON lines, for each document separately
 
 Every rank calls `read_task` and `evaluate_task` with the same arguments. Tokens are scored as in Megatron's evaluation,
@@ -18,14 +19,15 @@ from typing import Any
 import numpy as np
 
 from data_utils import Tokenizer
-from data_utils.corpora import Log, is_json, read_documents
+from data_utils.corpora import Log, error_reason, is_json, json_object, open_bytes, read_documents, read_items
 from data_utils.corpora.detokenizers import ptb_detokenizer, wikitext_detokenizer
 from megatron.gpt2.generate.scoring import Window, score_windows, sliding_windows
 from megatron.gpt2.model.gpt2 import GPT2Model
 from megatron.gpt2.monitor.reporting import perplexity
 
-TASKS = ("WIKITEXT103", "PTB", "LAMBADA", "TEXT")
+TASKS = ("WIKITEXT103", "PTB", "LAMBADA", "HELLASWAG", "TEXT")
 DETOKENIZERS = {"WIKITEXT103": wikitext_detokenizer, "PTB": ptb_detokenizer}
+ENDINGS = 4  # of a question of HellaSwag
 OVERLAPPING_EVAL = 32  # Megatron's default for its tasks
 _BY_NAME = ((r"wikitext|wiki\.(train|valid|test)", "WIKITEXT103"), (r"ptb", "PTB"))
 
@@ -38,6 +40,7 @@ class EvaluationTask:
 
     settings: the options that decided the windows. words: the number of words of the original text, for the perplexity
     per word; None for other tasks. num_truncated: the passages that were cut at the beginning to fit a window.
+    labels: [questions] of HELLASWAG, the number of the right ending. characters: [questions, endings], their lengths.
     """
 
     name: str
@@ -45,6 +48,8 @@ class EvaluationTask:
     settings: dict[str, Any]
     words: int | None = None
     num_truncated: int = 0
+    labels: np.ndarray | None = None
+    characters: np.ndarray | None = None
 
     @property
     def targets(self) -> np.ndarray:
@@ -56,7 +61,7 @@ def guess_task(path: str) -> str:
     """Guess the task from the name of a file and its folder; TEXT if the name is unknown."""
     name = "/".join(PurePath(path).parts[-2:]).lower()
     if is_json(path):
-        return "LAMBADA" if "lambada" in name else "TEXT"
+        return next((task for task in ("LAMBADA", "HELLASWAG") if task.lower() in name), "TEXT")
     return next((task for pattern, task in _BY_NAME if re.search(pattern, name)), "TEXT")
 
 
@@ -83,8 +88,10 @@ def read_task(
         raise ValueError(f"--overlapping-eval {overlapping_eval} must be from 1 to the {length} tokens of a window")
     if name in DETOKENIZERS and is_json(path):
         raise ValueError(f"--task {name}: {path} is JSON; give the benchmark's text file, or --task TEXT")
-    if name == "LAMBADA" and not is_json(path):
-        raise ValueError(f"--task LAMBADA: {path} should be JSON lines, named .jsonl, with a passage in each")
+    if name in ("LAMBADA", "HELLASWAG") and not is_json(path):
+        raise ValueError(f"--task {name}: {path} should be JSON lines, named .jsonl")
+    if name == "HELLASWAG":
+        return _read_hellaswag(path, tokenizer, length)
     texts = read_documents(path, text_key, log, max_bad_fraction)
     if name == "LAMBADA":
         passages = [
@@ -136,6 +143,42 @@ def _passage(text: str, number: int, path: str, tokenizer: Tokenizer, strict: bo
     return Window(np.concatenate([context, target]), len(target))
 
 
+def _read_hellaswag(path: str, tokenizer: Tokenizer, length: int) -> EvaluationTask:
+    """Read the questions of hellaswag_val.jsonl. Texts are cleaned and tokenised as in lm-eval's task "hellaswag"."""
+    windows, labels, characters = list[Window](), list[int](), list[list[int]]()
+    with open_bytes(path) as file:
+        for number, line in enumerate(read_items(file, path), 1):
+            if isinstance(line, bytes) and not line.strip():
+                continue
+            try:
+                item = json_object(line)
+                about, before, start = (item[key] for key in ("activity_label", "ctx_a", "ctx_b"))
+                context = _clean_wikihow(f"{about}: {before} {start.capitalize()}")
+                endings, label = [_clean_wikihow(ending) for ending in item["endings"]], int(item["label"])
+                if len(endings) != ENDINGS or not 0 <= label < ENDINGS or not all(endings):
+                    raise ValueError(f"should have {ENDINGS} endings and a label below {ENDINGS}")
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                reason = f"lacks {error}" if isinstance(error, KeyError) else error_reason(error)  # type: ignore[arg-type]
+                raise ValueError(f"{path}:{number}: is not a question of HellaSwag: {reason}") from None
+            num_context = len(_ids(tokenizer, context))
+            for ending in endings:
+                ids = _ids(tokenizer, f"{context} {ending}")
+                windows.append(Window(ids[-length - 1 :], min(len(ids) - num_context, length)))
+            labels.append(label)
+            characters.append(list(map(len, endings)))
+    if not labels:
+        raise ValueError(f"{path} holds no question")
+    settings = {"seq_length": length}
+    return EvaluationTask(
+        "HELLASWAG", windows, settings, labels=np.array(labels), characters=np.array(characters, dtype=float)
+    )
+
+
+def _clean_wikihow(text: str) -> str:
+    """Remove the marks of WikiHow's headings, and double spaces."""
+    return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+
+
 def evaluate_task(model: GPT2Model, task: EvaluationTask, tokenizer: Tokenizer, *, batch_size: int) -> Metrics:
     """Return the metrics by name: loss [nats per token], perplexity and those of the task; equal on every rank.
 
@@ -153,6 +196,14 @@ def evaluate_task(model: GPT2Model, task: EvaluationTask, tokenizer: Tokenizer, 
             "examples_cut": task.num_truncated,
             **metrics,
         }
+    if task.labels is not None and task.characters is not None:
+        nats_of = scores.nats.reshape(task.characters.shape)
+        return {
+            "accuracy": float((nats_of.argmin(1) == task.labels).mean()),
+            "accuracy_norm": float(((nats_of / task.characters).argmin(1) == task.labels).mean()),
+            "examples": len(task.labels),
+            **metrics,
+        }
     if task.words is not None:
         metrics |= {"words": task.words}
         if task.words > 1:
@@ -166,7 +217,8 @@ def evaluate_task(model: GPT2Model, task: EvaluationTask, tokenizer: Tokenizer, 
 
 
 def plausibility_warning(task: EvaluationTask, metrics: Metrics, vocab_size: int) -> str | None:
-    """Return a warning if the tokenizer may be wrong or the model may be untrained, otherwise None.
+    """Return a warning if the tokenizer may be wrong or the model may be untrained, otherwise None. Most texts of
+    HELLASWAG are wrong on purpose, so it has none.
 
     A trained model is better than two simple models. The first predicts each target from the counts of the targets
     before it, and all v counts begin at 1: this costs ln[(n + v - 1)! / (v - 1)!] - Σ ln(count!) nats for n targets.
@@ -175,7 +227,7 @@ def plausibility_warning(task: EvaluationTask, metrics: Metrics, vocab_size: int
     n, counts = len(task.targets), np.bincount(task.targets).tolist()
     counting = math.lgamma(n + vocab_size) - math.lgamma(vocab_size) - sum(math.lgamma(count + 1) for count in counts)
     least = min(counting / n, math.log(vocab_size))
-    if metrics["loss"] < least:
+    if metrics["loss"] < least or task.labels is not None:
         return None
     return (
         f"{metrics['loss']:.2f} nats per token are no better than counting the text's own tokens ({least:.2f}): "

@@ -52,6 +52,16 @@ class EvaluationRecord:
         return perplexity(self.lm_loss)
 
 
+@dataclass(frozen=True)
+class TaskRecord:
+    """The score of a task at one iteration. split: the name of the task."""
+
+    iteration: int
+    split: str
+    accuracy: float
+    accuracy_norm: float | None = None  # by the likelihood per character of an ending
+
+
 def perplexity(nats: float) -> float:
     """Return exp of a mean loss in nats, or inf if it overflows."""
     return math.exp(nats) if nats < 700 else math.inf  # math.exp overflows above 709

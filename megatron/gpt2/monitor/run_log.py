@@ -20,7 +20,7 @@ from data_utils.files import append_line, atomic_write_text, fsync_path
 from megatron.gpt2.config import Config
 from megatron.gpt2.monitor.incidents import read_records
 from megatron.gpt2.monitor.plots import plot_loss
-from megatron.gpt2.monitor.reporting import EvaluationRecord, IterationRecord
+from megatron.gpt2.monitor.reporting import EvaluationRecord, IterationRecord, TaskRecord
 from megatron.gpt2.monitor.run_report import HISTORY, METRICS, REPORT, SAMPLES, write_report
 
 WANDB_ID = "wandb_run_id.txt"
@@ -153,7 +153,7 @@ class RunLog:
         for name in (METRICS, SAMPLES) if self.active else ():
             drop_records_after(self.directory / name, iteration)
 
-    def record(self, record: IterationRecord | EvaluationRecord) -> None:
+    def record(self, record: IterationRecord | EvaluationRecord | TaskRecord) -> None:
         """Write a record to metrics.jsonl and the trackers."""
         metrics = dataclasses.asdict(record)
         if isinstance(record, EvaluationRecord):

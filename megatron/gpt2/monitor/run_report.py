@@ -127,6 +127,8 @@ def _render_curves(metrics: Records) -> tuple[str, str]:
         "tokens a second, all ranks": curve_points(metrics, "tokens_per_second"),
         "peak memory of rank 0, GiB": [(x, y / 2**30) for x, y in curve_points(metrics, "memory_bytes")],
     }
+    for task in sorted({record["split"] for record in metrics if "accuracy" in record}):
+        others[f"accuracy: {task}"] = curve_points(metrics, "accuracy", task)
     losses = loss_curves(metrics)
     if sum(len(curve.points) for curve in losses) < 2:
         return "", "no numbers yet"

@@ -58,6 +58,8 @@ def evaluate_and_log(trainer: Trainer, split: str, *, final: bool = False) -> Ev
     """Evaluate "valid" or "test" over --eval-iters global batches and log the result. With --keep-best, save a
     checkpoint if it is the best. Return None if the split has no samples or --eval-iters is 0. final: at the end of
     training."""
+    for hook in trainer.hooks if split == "valid" else ():
+        hook.on_evaluation(trainer)
     dataset = {"valid": trainer.data.splits.valid, "test": trainer.data.splits.test}[split]
     if dataset is None or trainer.config.train.eval_iters == 0:
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 
 import mpu
 from data_utils.corpora.detokenizers import wikitext_detokenizer
+from megatron.gpt2.train.loop import train
 from tests.conftest import tool
 from tests.distributed import run_ranks
-from tests.megatron.gpt2.generate.word_model import word_model
+from tests.megatron.gpt2.generate.word_model import SHAPE, word_model
+from tests.megatron.gpt2.train.training_runs import finish, start
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval, the extra [eval], is not installed")
 
@@ -130,6 +133,61 @@ def test_program(folder: Path, expected: Figures, capsys: pytest.CaptureFixture[
         assert main([*flags, *wrong]) == 2
         out, error = capsys.readouterr()
         assert not out and error.splitlines()[-1].startswith(f"error: {said}")
+
+
+def train_with_tasks(rank: int, world_size: int, folder: str, flags: list[str]) -> None:
+    trainer = start(rank, world_size, folder, flags)
+    train(trainer)
+    finish(trainer)
+
+
+def test_hellaswag_while_training_and_afterwards(folder: Path, tmp_path: Path) -> None:
+    """`--eval-tasks`, evaluate_gpt2.py and lm-eval's own preparation of HellaSwag give the same accuracies."""
+    import datasets  # type: ignore[import-untyped]
+    from lm_eval.tasks.hellaswag.utils import process_docs
+
+    words = (folder / "text.txt").read_text().split()
+    raw = [
+        {
+            "activity_label": words[at],
+            "ctx_a": " ".join(words[at + 1 : at + 6]) + " [title]",
+            "ctx_b": words[at + 6],
+            "endings": [f"{words[at + 7 + i]}  [step] {words[at + 8 + 2 * i]}." for i in range(4)],
+            "label": str(at % 4),
+        }
+        for at in range(0, 800, 20)
+    ]
+    (tmp_path / "hellaswag_val.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in raw))
+    process_docs(datasets.Dataset.from_list(raw)).to_json(tmp_path / "prepared.jsonl")
+    task = {
+        "task": "questions",
+        "dataset_path": "json",
+        "test_split": "test",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "prepared.jsonl")}},
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{query}}",
+        "doc_to_choice": "choices",
+        "doc_to_target": "{{gold}}",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    }
+    (tmp_path / "questions.yaml").write_text(json.dumps(task))
+    flags = ["--load", str(folder / "save"), "--device", "cpu", "--output", str(tmp_path / "out.json")]
+    assert program()["main"]([*flags, "--include-path", str(tmp_path), "--tasks", "questions"]) == 0
+    theirs = json.loads((tmp_path / "out.json").read_text())["results"]["questions"]
+    assert tool("evaluate_gpt2").main([*flags, "--valid-data", str(tmp_path / "hellaswag_val.jsonl")]) == 0
+    ours = json.loads((tmp_path / "out.json").read_text())["results"][0]["metrics"]
+    assert (ours["accuracy"], ours["accuracy_norm"]) == (theirs["acc,none"], theirs["acc_norm,none"])
+    assert 0.1 < ours["accuracy"] != ours["accuracy_norm"] < 0.9
+
+    shutil.copy(folder / "text.txt", tmp_path)
+    going_on = (
+        "--pipeline-model-parallel-size 2 --exit-interval 1 --eval-interval 1 --lr 1e-30 --override-opt-param-scheduler"
+    )
+    tasks = ["--eval-tasks", "hellaswag", "--eval-tasks-folder", str(tmp_path), *SHAPE, "--load", str(folder / "save")]
+    run_ranks(train_with_tasks, 2, str(tmp_path), [*going_on.split(), *tasks])
+    records = map(json.loads, (tmp_path / "save" / "metrics.jsonl").read_text().splitlines())
+    (scored,) = [record for record in records if record.get("split") == "hellaswag"]
+    assert (scored["accuracy"], scored["accuracy_norm"]) == (ours["accuracy"], ours["accuracy_norm"])
 
 
 def evaluate_on_rank(rank: int, world_size: int, folder: Path) -> Figures:
