@@ -1,4 +1,7 @@
-"""`--eval-tasks`: scores local benchmark files while a run trains, under any layout, with the scorer of evaluate_gpt2.py."""
+"""`--eval-tasks`: scores local benchmark files while a run trains, in any layout.
+
+The scorer is that of tools/evaluate_gpt2.py.
+"""
 
 from pathlib import Path
 
@@ -35,8 +38,7 @@ class EvalTasks(Hook):
         files = sorted(Path(str(self._folder)).glob(f"{name}*.jsonl"))
         if len(files) != 1:
             raise FileNotFoundError(
-                f"--eval-tasks-folder {self._folder}: {len(files)} files are named {name}*.jsonl, and --eval-tasks {name} "
-                "needs one"
+                f"--eval-tasks-folder {self._folder}: --eval-tasks {name} needs one file {name}*.jsonl, not {len(files)}"
             )
         return str(files[0])
 

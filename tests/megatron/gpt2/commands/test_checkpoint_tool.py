@@ -222,7 +222,12 @@ def test_a_run_goes_on_through_files_of_2019(runs: Path, tmp_path: Path, capsys:
 BAD = {
     "no checkpoint": (["inspect", "{empty}"], "holds no checkpoint"),
     "nothing there": (["verify", "{empty}/none"], "does not exist"),
-    "an unknown target": (["convert", "{save}", "{out}", "--to", "gguf"], "invalid choice: 'gguf'"),
+    "an unknown target": (["convert", "{save}", "{out}", "--to", "ggml"], "invalid choice: 'ggml'"),
+    "a type that a format lacks": (
+        ["convert", "{save}", "{out}", "--to", "huggingface", "--dtype", "q8_0"],
+        "--dtype q8_0: huggingface has fp32, bf16, fp16",
+    ),
+    "a check of gguf": (["convert", "{save}", "{out}", "--to", "gguf", "--check"], "--check: this program writes gguf"),
     "heads": (["split", "{save}", "{out}", "--model-parallel-size", "3"], "--num-attention-heads 4 is not divisible"),
     "no ranks": (["split", "{save}", "{out}", "--model-parallel-size", "0"], "--model-parallel-size must be positive"),
     "an iteration": (["merge", "{save}", "{out}", "--iteration", "7"], "7"),
