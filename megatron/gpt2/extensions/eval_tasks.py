@@ -38,7 +38,7 @@ class EvalTasks(Hook):
         files = sorted(Path(str(self._folder)).glob(f"{name}*.jsonl"))
         if len(files) != 1:
             raise FileNotFoundError(
-                f"--eval-tasks-folder {self._folder}: --eval-tasks {name} needs one file {name}*.jsonl, not {len(files)}"
+                f"--eval-tasks-folder {self._folder}: needs one file {name}*.jsonl, and has {len(files)}"
             )
         return str(files[0])
 

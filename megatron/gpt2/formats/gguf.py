@@ -61,8 +61,8 @@ def write_gguf(
     check_tokenizer(source, tokenizer)
     require(
         model.gelu == "tanh",
-        f"{source.path}: its GELU is {model.gelu}, and llama.cpp's is tanh, so the logits would differ; --to huggingface "
-        "keeps the GELU",
+        f"{source.path}: its GELU is {model.gelu}, and llama.cpp's is tanh, so the logits would differ; "
+        "--to huggingface keeps the GELU",
     )
     kind = export_kind(source, dtype)
     if dtype == "source":
@@ -107,7 +107,7 @@ def write_gguf(
 
 
 def _add_tokenizer(writer: Any, tokenizer: Tokenizer | None) -> str:
-    """Add the tokenizer to the file, and return "". Return the reason if llama.cpp has no tokenizer with the same ids."""
+    """Add the tokenizer to the file, and return "". Return the reason if llama.cpp has no such tokenizer."""
     if tokenizer is None:
         return "the source has none"
     if isinstance(tokenizer, SentencePieceTokenizer):

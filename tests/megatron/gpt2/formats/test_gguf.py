@@ -1,4 +1,4 @@
-"""`convert --to gguf`: the tensors and tokens of the file, by llama.cpp's own reader, and llama.cpp's text and logits."""
+"""`convert --to gguf`: tensors and tokens by the reader of the gguf package; tokens and logits of llama.cpp."""
 
 from __future__ import annotations
 
