@@ -10,9 +10,6 @@ import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
-import pytest
-
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import write_text
 from tests.warm_python import WarmPython
@@ -118,25 +115,6 @@ def torchrun(
         if on_line is not None:
             on_line(line, process)
     return process.wait(timeout=240), "".join(lines)
-
-
-def test_an_id_beyond_the_vocabulary_ends_a_run_that_meets_it(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    """The id is beyond the part of the file that is checked when the file is opened."""
-    from data_utils import IndexedDatasetBuilder
-    from megatron.gpt2.commands.pretrain_gpt2 import main
-
-    builder = IndexedDatasetBuilder(tmp_path / "pair", np.dtype("<u2"))
-    builder.add([1] * 500 + [300] + [1] * 500)
-    builder.end_document()
-    builder.finish()
-    monkeypatch.setattr("data_utils.splits.CHECKED_TOKENS", 100)
-    code = main(
-        [*TINY, "--data-path", f"{tmp_path}/pair", "--split", "1", "--save", f"{tmp_path}/save", "--train-iters", "100"]
-    )
-    errors = capfd.readouterr().err
-    assert code == 2 and errors.count("\n") == 1 and "pair holds the token id 300, but the vocabulary has 257" in errors
 
 
 def test_torchrun_reports_exit_code_2_of_each_worker(python: WarmPython, tmp_path: Path):

@@ -196,31 +196,12 @@ def test_exit_interval_and_duration_save_and_exit(work: Path, train: Train):
     assert (work / "s/latest_checkpointed_iteration.txt").read_text().strip() == stopped[1]
 
 
-def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(work: Path, train: Train):
-    flags = f"{TEXT} --save s --eval-iters 0 --save-interval 2"
-    train(f"{flags} --train-iters 4")
-    file = work / "s/iter_0000004/mp_rank_00/model.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-7] ^= 1
-    file.write_bytes(data)
-    said, _ = train(f"{flags} --train-iters 6")
-    assert "model.safetensors: damaged" in said and "continuing s/iter_0000002" in said
-    assert "iter_0000004.old-1" in said and (work / "s/iter_0000006").is_dir()
-
-
 def test_tokenizers_by_flag(train: Train):
     base = TEXT.replace("--tokenizer-type bytes", "--train-iters 1 --eval-iters 0")
     assert "builtin, 4,096 ids" in train(f"{base} --save bpe")[0]
     said, _ = train(f"{base} --save sp --tokenizer-type SentencePieceTokenizer --tokenizer-vocab-size 300")
     assert "SentencePieceTokenizer, 300 ids" in said
     train(f"{base} --save sp --train-iters 2")  # its tokenizer is in the folder
-
-
-def test_gpt2_vocabulary(train: Train, test_data: Path):
-    base = TEXT.replace("--tokenizer-type bytes", "--tokenizer-type GPT2BPETokenizer")
-    said, _ = train(f"{base} --train-iters 1 --eval-iters 0 --save gpt2 --cache-dir {test_data}/gpt2")
-    assert "GPT2BPETokenizer, 50,257 ids" in said
-    assert "; padded vocab (size: 50257) with 47 dummy tokens (new size: 50304)" in said
 
 
 def process_of_rank(rank: int, folder: Path) -> int:
@@ -363,9 +344,3 @@ def test_a_window_of_skipped_steps_says_so(work: Path, train: Train) -> None:
     trained = [record for record in metrics(work / "s") if "split" not in record]
     assert [(record["lm_loss"], record["grad_norm"]) for record in trained] == [(None, None)] * 3
     assert "training loss" in (work / "s/report.html").read_text() and any((work / "events").iterdir())
-
-
-def test_fp16_on_a_cpu_is_auto(work: Path, train: Train) -> None:
-    said, _ = train(f"{TEXT.replace('--precision fp32', '--fp16')} --save s --eval-iters 0 --train-iters 1")
-    assert re.search("^notice: --fp16 on a CPU means --precision auto: (bf16|fp32): this CPU has", said, re.MULTILINE)
-    assert json.loads((work / "s/config.json").read_text())["precision"] in ("bfloat16", "float32")

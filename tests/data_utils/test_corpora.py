@@ -193,12 +193,6 @@ def test_corpora_file_in_the_current_folder_or_environment(corpora: Path, monkey
         train("a.jsonl")
 
 
-def test_a_corpora_file_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEGATRON_CORPORA", "/dev/zero")
-    with pytest.raises(ValueError, match="/dev/zero: is not a file"):
-        train("a.jsonl")
-
-
 @pytest.mark.parametrize(
     "content",
     [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import struct
 import warnings
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 
 from data_utils import IndexedDataset, IndexedDatasetBuilder, files
-from data_utils.indexed_dataset import RawTokenFile, open_token_file, token_dtype, write_manifest
+from data_utils.indexed_dataset import RawTokenFile, open_token_file, token_dtype
 from data_utils.preprocessing import merge_datasets
 from tests.data_utils.data_files import write, write_pair
 
@@ -216,20 +215,6 @@ def test_a_pair_that_cannot_be_finished_is_removed(tmp_path: Path, monkeypatch: 
     with pytest.raises(FileNotFoundError):
         write_pair(tmp_path / "a", DOCUMENTS)
     assert not list(tmp_path.iterdir())
-
-
-def test_versions_on_disk_equal_the_table(tmp_path: Path) -> None:
-    """The table has a row for each version, in the order of the constants."""
-    pair = write_pair(tmp_path / "pair", [[1, 2]])
-    (version,) = struct.unpack_from("<Q", Path(f"{pair}.idx").read_bytes(), 9)
-    assert version == files.INDEX_VERSION == 1  # Megatron's version, which we must not change
-    assert write_manifest(pair, {})["format"] == files.PAIR_MANIFEST_VERSION
-    assert files.__doc__ is not None
-    rows = [line.strip("| ").split(" | ") for line in files.__doc__.splitlines() if line.startswith("| ")][1:]
-    versions = {name: value for name, value in vars(files).items() if re.fullmatch(r"[A-Z_]+_VERSION", name)}
-    oldest = versions.pop("OLDEST_CHECKPOINT_VERSION")
-    assert [int(row[2]) for row in rows] == [*versions.values()]
-    assert rows[0][3] == f"{oldest} is read" and oldest < versions["CHECKPOINT_VERSION"]
 
 
 def test_a_manifest_without_an_end_is_refused(tmp_path: Path) -> None:

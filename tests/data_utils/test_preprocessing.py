@@ -163,12 +163,6 @@ def test_bad_lines_are_skipped_counted_and_saved(
     assert any("12 of 2,013 lines are unusable and left out" in line for line in said)
 
 
-def test_lines_of_plain_text_that_are_not_utf8(tmp_path: Path) -> None:
-    run(write(tmp_path / "a.txt", b"line\n" * 2000 + b"\xff\n" + b"line\n"), tmp_path / "out")
-    assert texts_of(tmp_path / "out") == ["line\n" * 2001]
-    assert json.loads((tmp_path / "out.bad.jsonl").read_text())["line"] == 2001
-
-
 def test_too_many_bad_lines_are_an_error(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", b'{"text": "a"}\n' * 99 + b"{\n")
     with pytest.raises(ValueError, match=r"a\.jsonl:100: .*; 1 of 100 lines .*--max-bad-fraction 0.001.*bad\.jsonl"):

@@ -24,7 +24,6 @@ from data_utils import (
     SampleOrder,
     build_splits,
     evaluation_batches,
-    permute,
     samplers,
 )
 from data_utils.gpt2_dataset import BLOCK, MegatronOrderDataset, block_counts, parse_blend
@@ -61,19 +60,6 @@ def test_every_epoch_is_a_new_permutation(size: int) -> None:
         other = SampleOrder(size, seed=4)(np.arange(size))
         assert len({tuple(epoch) for epoch in [*epochs, other, np.arange(size)]}) == 6
     assert SampleOrder(size, 4, shuffle=False)(np.arange(2 * size)).tolist() == [*range(size)] * 2
-
-
-def test_permute_mixes() -> None:
-    size = 3000
-    order = permute(np.arange(size), size, np.array([1], np.uint64))
-    assert abs(np.corrcoef(order, np.arange(size))[0, 1]) < 0.1 and len(np.unique(np.diff(order))) > size * 0.6
-    # Over many keys, all positions and all distances of two neighbours have about the same frequency: chi squared with
-    # 9 and 8 degrees of freedom.
-    keys = np.arange(5000, dtype=np.uint64)
-    first, second, third = (permute(np.full(5000, index), 10, keys) for index in (0, 1, 3))
-    places, distances = np.bincount(third, minlength=10), np.bincount((second - first) % 10, minlength=10)[1:]
-    for counts in (places, distances):
-        assert ((counts - counts.mean()) ** 2 / counts.mean()).sum() < 30
 
 
 # --- batch schedules, compared with Megatron's

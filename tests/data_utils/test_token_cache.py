@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
-import shutil
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -173,73 +170,6 @@ def test_the_cache_of_a_user_without_a_home(home: str, tmp_path: Path, monkeypat
     folder.symlink_to(tmp_path / "other")
     with pytest.raises(ValueError, match="must be a folder"):
         files.user_cache_dir()
-
-
-def as_user(user: int, work: Callable[[], object]) -> str:
-    """Return what `work` returns, or its error, in a process of this user without a home."""
-    reader, writer = multiprocessing.get_context("fork").Pipe(duplex=False)
-
-    def child() -> None:
-        os.setgroups([])
-        os.setgid(user)
-        os.setuid(user)
-        os.environ.pop("HOME", None)
-        os.environ.pop("XDG_CACHE_HOME", None)
-        try:
-            writer.send(str(work()))
-        except Exception as error:
-            writer.send(f"{type(error).__name__}: {error}")
-
-    process = multiprocessing.get_context("fork").Process(target=child)
-    process.start()
-    assert reader.poll(240)
-    process.join(240)
-    return str(reader.recv())
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can become other users")
-def test_another_user_cannot_fill_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The attack: the name of the folder in /tmp is known, so another user makes it first, with
-    other tokens for the text."""
-    victim, attacker = 54321, 54322
-    with tempfile.TemporaryDirectory() as name:
-        shared = Path(name)
-        monkeypatch.setattr(tempfile, "tempdir", name)
-        shared.chmod(0o1777)
-        text = Cache(shared).write("a.txt", "a" * 10_000)
-        os.chmod(text, 0o644)
-        Cache(shared).read(
-            text, cache_path=f"{shared}/root"
-        )  # imports everything: other users may not read the libraries
-        folder = shared / f"user-{victim}" / ".cache" / "gpt2-model-parallel" / "data"
-
-        def fill() -> None:
-            os.umask(0)
-            cache = Cache(shared)
-            cache.read(text, cache_path=str(folder))
-            for suffix in (".bin", ".idx", ".sha256"):
-                (found,) = folder.glob(f"*{suffix}")
-                other = found.read_bytes().replace(b"a\0", b"b\0")
-                if suffix == ".sha256":
-                    (tokens,) = folder.glob("*.bin")
-                    hashes = json.loads(other)
-                    hashes[".bin"] = [None, files.hash_chunks(tokens)]
-                    other = json.dumps(hashes).encode()
-                found.write_bytes(other)
-            assert set(cache.read(text, cache_path=str(folder))) == {"b"}, "the attack works on an unprotected folder"
-
-        def read() -> str:
-            return Cache(shared).read(text, cache_path=None)[:5]
-
-        assert as_user(attacker, fill) == "None"
-        refused = as_user(victim, read)
-        assert refused.startswith(f"ValueError: {shared}/user-{victim}, the cache of a user without a home, must be"), (
-            refused
-        )
-        shutil.rmtree(shared / f"user-{victim}")
-        assert as_user(victim, read) == "aaaaa"
-        assert as_user(attacker, fill).startswith("ValueError: --data-cache-path: tokenised data cannot be kept in")
-        assert as_user(victim, read) == "aaaaa"
 
 
 class Slow(ByteTokenizer):

@@ -3,7 +3,6 @@ return the same ids."""
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import pickle
@@ -126,27 +125,6 @@ def test_files_without_an_end_are_refused(tmp_path: Path) -> None:
             file.truncate(1 << 40)
         with pytest.raises(ValueError, match=f"{name}.* larger than 268,435,456 bytes"):
             load_tokenizer(folder)
-
-
-def test_an_error_while_a_tokenizer_is_saved_leaves_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    characters, saved = CharacterTokenizer("abc"), ["characters.json", METADATA_FILE]
-    characters.save(tmp_path)
-    inodes = [(tmp_path / name).stat().st_ino for name in saved]
-
-    def full(*arguments: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
-    characters.save(tmp_path)
-    assert [(tmp_path / name).stat().st_ino for name in saved] == inodes
-    with pytest.raises(OSError, match="No space left"):
-        CharacterTokenizer("abcd").save(tmp_path)
-    assert sorted(os.listdir(tmp_path)) == saved
-    assert load_tokenizer(tmp_path).vocab_size == 3
-    monkeypatch.undo()
-    write(tmp_path / METADATA_FILE, "")
-    characters.save(tmp_path)
-    assert load_tokenizer(tmp_path).vocab_size == 3
 
 
 def test_split_text_keeps_the_ids(tokenizer: Tokenizer) -> None:
@@ -443,15 +421,6 @@ def test_long_words_and_whitespace(engines: Engines) -> None:
         ):
             text = "x" + character * length + "y z"
             assert list(engines.ours.encode(text)) == engines.tiktoken(text)
-
-
-def test_gigatoken_is_recreated_before_its_cache_grows_too_large(
-    engines: Engines, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = engines.ours._faster._encode
-    monkeypatch.setattr(engines.ours._faster, "_left", 10)
-    engines.check(["Hello world, again"])
-    assert engines.ours._faster._encode is not before
 
 
 def test_ids_without_a_library_or_with_a_different_release(

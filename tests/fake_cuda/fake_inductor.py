@@ -10,13 +10,11 @@ gpu.sources[0]          # Python code with each Triton kernel as a string, for `
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import re
 import subprocess
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -182,42 +180,6 @@ class Assembled:
     registers: int
     spilled: int
     stack: int
-
-
-def triton_kernels(source: str, folder: Path) -> dict[str, Any]:
-    """Return the kernels of a module that Inductor generated, by name. folder: for one file per kernel, because Triton
-    reads the source file."""
-    kernels = {}
-    for name, code in re.findall(r"async_compile\.triton\('(\w+)', '''(.*?)'''", source, re.DOTALL):
-        path = folder / f"{name}.py"
-        path.write_text(code)
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        with mock.patch("torch._inductor.runtime.triton_helpers.set_driver_to_gpu"):  # there is no GPU
-            spec.loader.exec_module(module)
-        kernels[name] = getattr(module, name)
-    return kernels
-
-
-def assemble(kernel: Any, architecture: str, most_registers: int = 255) -> list[Assembled]:
-    """Assemble each configuration of a kernel that Inductor would autotune, for "sm_80" or "sm_90a"."""
-    found = []
-    for config in kernel.configs:
-        meta = kernel._create_compile_meta(config)
-        found.append(
-            assembled(
-                f"{kernel.inductor_meta['kernel_name']} {config}",
-                kernel.fn,
-                meta["signature"],
-                meta["constants"],
-                architecture,
-                attributes=meta["configs"][0],
-                options=kernel._create_compile_options(config, meta),
-                most_registers=most_registers,
-            )
-        )
-    return found
 
 
 def assembled(

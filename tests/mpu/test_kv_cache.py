@@ -3,6 +3,8 @@ compares whole models with and without a cache."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -78,13 +80,13 @@ def test_the_positions_of_tokens_must_be_set() -> None:
             attend(cache, wrong)
 
 
-@pytest.mark.parametrize("positions", [[], [0] * (ROWS + 1), [0, -1, 0], [0, 0, CAPACITY]])
-def test_a_position_outside_the_cache(positions: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("method", "arguments"),
+    [
+        *(("set_positions", [positions]) for positions in ([], [0] * (ROWS + 1), [0, -1, 0], [0, 0, CAPACITY])),
+        *(("set_prompts", arguments) for arguments in ([[ROWS], 1], [[0], CAPACITY + 1], [[-1], 1], [[0], 0])),
+    ],
+)
+def test_what_does_not_fit_into_the_cache(method: str, arguments: list[Any]) -> None:
     with pytest.raises(ValueError, match="in a cache of 3 rows of 8 tokens each"):
-        new_cache().set_positions(positions)
-
-
-@pytest.mark.parametrize(("rows", "length"), [([ROWS], 1), ([0], CAPACITY + 1), ([-1], 1), ([0], 0)])
-def test_a_prompt_that_does_not_fit_into_the_cache(rows: list[int], length: int) -> None:
-    with pytest.raises(ValueError, match="in a cache of 3 rows of 8 tokens each"):
-        new_cache().set_prompts(rows, length)
+        getattr(new_cache(), method)(*arguments)

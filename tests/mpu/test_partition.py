@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 
-from mpu.partition import PartitionSpec, TensorSlice, check_ids, local_ids, padded_vocab_size
+from mpu.partition import PartitionSpec, TensorSlice, check_ids, padded_vocab_size
 
 
 def test_vocabulary_padding_does_not_depend_on_the_layout():
@@ -45,12 +45,6 @@ def test_slices_of_a_padded_vocabulary():
     assert spec.local_slice(1, 2) == TensorSlice((25152, 0), (25105, 8))
     assert spec.local_shape(2) == (25152, 8)
     assert spec.local_slice(0, 1).numel == 50257 * 8
-
-
-def test_every_id_is_on_one_rank():
-    found = [local_ids(torch.arange(8).view(2, 4), 4 * rank, 4 * rank + 4) for rank in range(2)]
-    assert [rows.tolist() for rows, _ in found] == [[[0, 1, 2, 3], [0] * 4], [[0] * 4, [0, 1, 2, 3]]]
-    assert [is_local.tolist() for _, is_local in found] == [[[True] * 4, [False] * 4], [[False] * 4, [True] * 4]]
 
 
 @pytest.mark.parametrize("bad", [-100, -1, 10])

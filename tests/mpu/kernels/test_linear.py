@@ -40,14 +40,6 @@ def test_linear_without_gradient(dtype: torch.dtype, on_each_processor: None) ->
                 )
 
 
-def test_weight_gradient(on_each_processor: None) -> None:
-    """The whole product; parts of 512 tokens with a remainder; and in the greatest number of parts."""
-    for tokens in (3, 600, 2600):
-        dy, x = torch.randn(tokens, 16).bfloat16(), torch.randn(tokens, 24).bfloat16()
-        expected = dy.double().t() @ x.double()
-        assert (kernels.weight_gradient(dy, x).double() - expected).norm() <= 5e-3 * expected.norm()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_linear_and_its_gradients(dtype: torch.dtype, on_each_processor: None) -> None:
     """Inputs with two and three dimensions, in one part and in several; with and without bias; only the weight's

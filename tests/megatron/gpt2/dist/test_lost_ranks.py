@@ -204,31 +204,3 @@ def test_a_cut_link_between_two_other_machines(tmp_path: Path, machines: list[st
         assert re.search(line, output) and "Traceback" not in output, output
     failure, _ = report(save)
     assert failure.kind == "lost link" and re.match(f"{pair} could not connect to each other at ", failure.cause)
-
-
-def test_two_machines_train_and_report_a_lost_connection(tmp_path: Path, machines: list[str]) -> None:
-    """Two ranks on each machine: tensor parallelism within and data parallelism across machines."""
-    write_text(tmp_path)
-    left, right, _ = machines
-    single = StartedRank(tmp_path, ["--save", f"{tmp_path}/single"], {}).end()
-    assert single[0] == 0, single[1]
-    save = tmp_path / "cut"
-    endless = "--exit-interval 100000 --train-iters 100000 --distributed-timeout-minutes 0.1"
-    words = f"--save {save} {endless} --model-parallel-size 2 --nproc-per-node 2 --nnodes 2 --node-rank".split()
-    nodes = [
-        StartedRank(tmp_path, [*words, str(node)], {"MASTER_ADDR": "10.77.0.1"}, machine)
-        for node, machine in enumerate(machines[:2])
-    ]
-    wait_until(lambda: not nodes[0].process.is_alive() or (save / "metrics.jsonl").exists() and len(losses(save)) >= 5)
-    ip("-n", left, "link", "set", "cable0", "down")
-    cut = time.monotonic()
-    ended = [node.end(60) for node in nodes]
-    seconds = time.monotonic() - cut
-    outputs = [output for _, output in ended]
-    assert [code for code, _ in ended] == [1, 1], "\n".join(outputs)
-    assert seconds < 30, seconds
-    assert losses(save)[:5] == pytest.approx(losses(tmp_path / "single"), rel=1e-5)
-    assert f"{left}: ranks 0-1 of 4 on cpu" in outputs[0] and f"{right}: ranks 2-3 of 4 on cpu" in outputs[1]
-    assert f"error ({left}): ranks 2-3 ({right}) sent no heartbeat" in outputs[0]
-    assert f"error ({right}): rank 0 ({left}) sent no heartbeat" in outputs[1]
-    assert all("Traceback" not in output and output.count("error (") == 1 for output in outputs)

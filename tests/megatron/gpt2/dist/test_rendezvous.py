@@ -32,12 +32,9 @@ from megatron.gpt2.dist.ranks import (
     RankInfo,
     TimedStore,
     describe_lost,
-    format_ranks,
 )
 from megatron.gpt2.dist.rendezvous import (
     StandbyExit,
-    address_towards,
-    addresses_of,
     initialize_distributed,
     join_rendezvous,
     node_line,
@@ -313,19 +310,6 @@ def test_flags_that_elastic_needs(program: Any, flags: str, line: str, capsys: p
     assert capsys.readouterr().err.startswith(f"error: {line}")
 
 
-@pytest.mark.parametrize(
-    ("ranks", "hosts", "text"),
-    [
-        ([3], {}, "rank 3"),
-        ([2, 3], {2: "b", 3: "b"}, "ranks 2-3 (b)"),
-        ([0, 1, 2, 5], {5: "c"}, "ranks 0-2 and 5 (c)"),
-        ([1, 2, 4, 6], {1: "a", 2: "b"}, "ranks 1 (a), 2 (b), 4 and 6"),
-    ],
-)
-def test_format_ranks(ranks: list[int], hosts: dict[int, str], text: str) -> None:
-    assert format_ranks(ranks, hosts) == text
-
-
 def test_line_of_a_node() -> None:
     gpus = {2: "cuda:0\tNVIDIA H100", 3: "cuda:1\tNVIDIA H100"}
     assert node_line("node4", gpus, 4) == "host node4: ranks 2-3 of 4 on cuda:0, cuda:1 (NVIDIA H100)"
@@ -386,9 +370,7 @@ def test_a_gloo_interface_that_does_not_exist() -> None:
         set_gloo_interface("10.0.0.1", [], {"GLOO_SOCKET_IFNAME": "lo,ib7"})
 
 
-def test_addresses_and_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert address_towards("127.0.0.1") == "127.0.0.1" and address_towards("no such host") == ""
-    assert addresses_of("lo") == ["127.0.0.1", "::1"][: 2 - has_no_ipv6()] and addresses_of("no such") == []
+def test_the_gloo_interface_of_a_mac(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo0"), (4, "en0")])  # of a Mac
     environ: dict[str, str] = {}
     set_gloo_interface("127.0.0.1", [], environ)

@@ -21,7 +21,7 @@ from megatron.gpt2.checkpoint.sharded_state import parameter_states, sharded_sta
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.formats.huggingface import write_huggingface
 from megatron.gpt2.generate import model_runner
-from megatron.gpt2.generate.generation import Continuation, Finished, GeneratedToken, Generator, generate
+from megatron.gpt2.generate.generation import Continuation, GeneratedToken, Generator, generate
 from megatron.gpt2.generate.load_model import load_for_inference
 from megatron.gpt2.generate.model_runner import new_command_group
 from megatron.gpt2.generate.sampling import Sampling
@@ -131,16 +131,6 @@ def test_prompt_scores_equal_text_scores(model: GPT2Model, monkeypatch: pytest.M
                 others[0][0] == token for others, token in zip(likeliest, ids[1:], strict=True)
             ] == expected.greedy.tolist()
             assert all(others[0][1] > others[-1][1] for others in likeliest) or alternatives == 1
-
-
-def test_score_a_prompt_without_new_tokens(model: GPT2Model) -> None:
-    c = Continuation(list(b"Once"), Sampling(max_new_tokens=0), score_prompt=True)
-    other = Continuation(list(b"The"), Sampling(max_new_tokens=2, top_k=1), score_prompt=True)
-    stream = Generator(model, TOKENIZER).stream([c, other])
-    assert next(stream) == Finished(0, "length") and c.finish == "length" and c.ids == []
-    assert [token.id for token in c.prompt_tokens] == list(b"nce")
-    assert [token.row for token in other.prompt_tokens] == [1, 1] and other.ids == []
-    assert len(list(stream)) == 2 and other.finish == "length"
 
 
 class Failing(list[int]):
@@ -310,13 +300,6 @@ def save(model: GPT2Model, folder: Path) -> None:
     }
     write(folder, 3, {"mp_rank_00/model.safetensors": shards}, metadata=metadata)
     TOKENIZER.save(folder / "tokenizer")
-
-
-def test_load_for_inference(model: GPT2Model, tmp_path: Path) -> None:
-    save(model, tmp_path)
-    loaded = load_for_inference(tmp_path, torch.device("cpu"), torch.float32, log=pytest.fail)
-    assert loaded.tokenizer.fingerprint == TOKENIZER.fingerprint
-    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in loaded.model.state_dict().items())
 
 
 def test_a_foreign_checkpoint_is_refused_with_the_command(tmp_path: Path) -> None:

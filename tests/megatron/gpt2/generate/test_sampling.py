@@ -103,11 +103,6 @@ def test_bad_settings_name_their_flag(name: str, value: Any) -> None:
         dataclasses.replace(Sampling(), **{name: value})
 
 
-def test_is_full() -> None:
-    assert Sampling().is_full and Sampling(top_p=1.0).is_full
-    assert not any(Sampling(**s).is_full for s in ({"top_k": 1}, {"top_p": 0.5}, {"temperature": 0}))
-
-
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_text_is_never_a_half_character(size: int) -> None:
     data = "añ€😀z".encode() + b"\xff" + "é".encode()[:1]

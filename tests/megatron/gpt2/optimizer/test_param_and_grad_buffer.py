@@ -9,48 +9,16 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.gpt2.optimizer import bucket_reducer
 from megatron.gpt2.optimizer.bucket_reducer import BucketReducer
-from megatron.gpt2.optimizer.param_and_grad_buffer import ParamAndGradBuffer
 from megatron.gpt2.train.train_step import train_step
 from megatron.gpt2.train.trainer import Trainer
 from mpu import mappings
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.optimizer.test_distributed_optimizer import SHARDED, begin
 from tests.megatron.gpt2.train.training_runs import finish, write_text
-
-
-def test_local_shards_cover_each_parameter_once() -> None:
-    """Each element is in the shard of exactly one rank."""
-    model = nn.ParameterDict(
-        {
-            "a": nn.Parameter(torch.arange(300.0).view(30, 10)),
-            "b": nn.Parameter(torch.arange(7.0)),
-            "c": nn.Parameter(torch.arange(129.0).view(43, 3)),
-        }
-    )
-    seen = {name: torch.zeros(parameter.numel()) for name, parameter in model.items()}
-    for rank in range(4):
-        buffer = ParamAndGradBuffer(
-            nn.ParameterDict({name: nn.Parameter(p.detach().clone()) for name, p in model.items()}),
-            torch.float32,
-            bucket_size=350,
-            data_parallel_rank=rank,
-            data_parallel_size=4,
-            sharded=True,
-        )
-        for name, parameter in model.items():
-            index, part, start = buffer.local_shard_of(name)
-            length = part.stop - part.start
-            seen[name][start : start + length] += 1
-            assert torch.equal(
-                buffer.masters[index][part] if length else torch.empty(0),
-                parameter.detach().flatten()[start : start + length],
-            )
-    assert all((count == 1).all() for count in seen.values())
-
 
 Event = tuple[str, int]
 

@@ -96,29 +96,10 @@ def test_fp16_overflow_is_agreed_and_survived(tmp_path: Path, world_size: int, f
         assert result["finite"]
 
 
-def test_static_scale_detects_nan(tmp_path: Path):
-    write_text(tmp_path)
-    trainer = start(0, 1, str(tmp_path), "--precision fp16 --loss-scale 2e9".split())
-    before = torch.cat(trainer.state.buffer.masters)
-    seen = steps(trainer, 3)
-    finish(trainer)
-    assert seen["skipped"] == [True] * 3 and torch.equal(torch.cat(trainer.state.buffer.masters), before)
-
-
-def test_scaler_state_survives():
-    scaler = LossScaler(2.0**10, dynamic=True, window=5)
-    one, zero = torch.ones(()), torch.zeros(())
-    for flag in (one, zero, one, zero, zero):
-        scaler.update(flag)
-    other = LossScaler(2.0**32, dynamic=True, window=5)
-    other.load_state_dict(scaler.state_dict())
-    for flag in (zero, zero, zero, zero, one, one):
-        scaler.update(flag)
-        other.update(flag)
-        assert scaler.state_dict() == other.state_dict()
+def test_the_scale_has_a_minimum_and_may_be_constant():
     scaler = LossScaler(2.0, dynamic=True, minimum=1.0, hysteresis=1)
     for _ in range(5):
-        scaler.update(one)
+        scaler.update(torch.ones(()))
     assert scaler.scale.item() == 1.0
     constant = LossScaler(128.0)
     constant.load_state_dict(scaler.state_dict())
