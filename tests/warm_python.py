@@ -18,7 +18,7 @@ import gc
 import importlib
 import os
 import runpy
-import selectors
+import select
 import signal
 import socket
 import subprocess
@@ -110,117 +110,85 @@ class WarmPython:
         self._held.close()
 
 
-class Server:
-    """The server. It ends when all its clients have closed or ended."""
-
-    def __init__(self, address: str):
-        Path(address).unlink(missing_ok=True)
-        self.listener = socket.socket(socket.AF_UNIX)
-        self.listener.bind(address)
-        self.listener.listen(128)
-        self.holders: set[socket.socket] = set()
-        self.commands: dict[socket.socket, int] = {}
-        self.strays: list[int] = []  # process groups of commands that have ended
-        self.selector = selectors.DefaultSelector()
-        self.selector.register(self.listener, selectors.EVENT_READ)
-        self.ended, wakes = socket.socketpair()
-        for end in (self.ended, wakes):
-            end.setblocking(False)
-        self.selector.register(self.ended, selectors.EVENT_READ)
-        signal.signal(signal.SIGCHLD, lambda number, frame: None)
-        signal.set_wakeup_fd(wakes.fileno())
-        self.wakes = wakes
-
-    def serve(self) -> list[str]:
-        """Fork for each client. Return the client's arguments in the new process."""
-        print("listening", flush=True)
-        while True:
-            for key, _ in self.selector.select():
-                ready = key.fileobj
-                assert isinstance(ready, socket.socket)
-                if ready is self.listener:
-                    argv = self._accept()
-                    if argv is not None:
-                        return argv
-                elif ready is self.ended:
-                    ready.recv(4096)
-                    self._reap()
-                elif ready in self.holders:
-                    self._forget(ready)
-                    self.holders.discard(ready)
-                    if not self.holders:
-                        for group in (*self.strays, *self.commands.values()):
-                            self._kill(group)
-                        os.killpg(0, signal.SIGKILL)
-                elif ready in self.commands:  # `_reap` may have removed it just now
-                    self._pass_on(ready)
-
-    def _accept(self) -> list[str] | None:
-        client, _ = self.listener.accept()
-        what, streams, _, _ = socket.recv_fds(client, 5, 3)
-        if what[:1] == b"h":
-            self.holders.add(client)
-            client.sendall(b"h")
-        else:
-            request = client.recv(int.from_bytes(what[1:], "big"), socket.MSG_WAITALL)
-            command = os.fork()
-            if command == 0:
-                os.setpgid(0, 0)  # with the ranks that it starts
-                return self._become(request, streams)
-            for stream in streams:
-                os.close(stream)
-            self.commands[client] = command
-        self.selector.register(client, selectors.EVENT_READ)
-        return None
-
-    def _reap(self) -> None:
-        for client, command in [*self.commands.items()]:
-            pid, status = os.waitpid(command, os.WNOHANG)
-            if pid:
-                with contextlib.suppress(OSError):  # a client that was killed
-                    client.sendall(b"%d" % os.waitstatus_to_exitcode(status))
-                del self.commands[client]
-                self._forget(client)
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(command, 0)
-                    self.strays.append(command)  # the command has left processes behind
-
-    def _pass_on(self, client: socket.socket) -> None:
-        """Forward a signal of the client. If the client was killed, kill its command and the command's ranks."""
-        for number in client.recv(16) or bytes([signal.SIGKILL]):
-            if number == signal.SIGKILL:
-                self._kill(self.commands[client])
-                self.selector.unregister(client)
+def serve(address: str) -> list[str]:
+    """Fork for each client. Return the client's arguments in the new process. End when all test processes have closed
+    their connection or ended."""
+    Path(address).unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(128)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for the watchers
+    print("listening", flush=True)
+    holders: list[socket.socket] = []
+    while True:
+        for ready in select.select([listener, *holders], [], [])[0]:
+            if ready is not listener:
+                holders.remove(ready)
+                if not holders:
+                    os.killpg(0, signal.SIGTERM)  # this process and the watchers
+                continue
+            client, _ = listener.accept()
+            what, streams, _, _ = socket.recv_fds(client, 5, 3)
+            if what[:1] == b"h":
+                holders.append(client)
+                client.sendall(b"h")
+            elif os.fork() == 0:
+                for one in (listener, *holders):
+                    one.close()
+                return watch(client, int.from_bytes(what[1:], "big"), streams)
             else:
-                os.kill(self.commands[client], number)
+                client.close()
+                for stream in streams:
+                    os.close(stream)
 
-    def _kill(self, group: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
 
-    def _forget(self, client: socket.socket) -> None:
-        with contextlib.suppress(KeyError):
-            self.selector.unregister(client)
+def watch(client: socket.socket, size: int, streams: list[int]) -> list[str]:
+    """Run the command of a client in a new process, and return its arguments there. This process forwards signals, and
+    kills the command and its ranks if the client ends."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    request = client.recv(size, socket.MSG_WAITALL)
+    command = os.fork()
+    if command == 0:
+        os.setpgid(0, 0)
         client.close()
+        return become(request, streams)
+    for stream in streams:
+        os.close(stream)
 
-    def _become(self, request: bytes, streams: list[int]) -> list[str]:
-        """Take over the streams, folder and environment of a command in its process, and close those of the server."""
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        self.selector.close()
-        for one in (self.listener, self.ended, self.wakes, *self.holders, *self.commands):
-            one.close()
-        for number, stream in enumerate(streams):
-            os.dup2(stream, number)
-            os.close(stream)
-        # The server's objects keep whether its own streams could seek.
-        sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
-        sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
-        folder, count, *words = map(os.fsdecode, request.split(b"\0"))
-        os.chdir(folder)
-        os.environ.clear()
-        os.environ.update({name: value for name, _, value in (word.partition("=") for word in words[: int(count)])})
-        return words[int(count) :]
+    def kill(*_: object) -> None:
+        for of in (os.killpg, os.kill):  # the command may not have its group yet
+            with contextlib.suppress(ProcessLookupError):
+                of(command, signal.SIGKILL)
+
+    def forward() -> None:
+        while numbers := client.recv(16):
+            for number in numbers:
+                os.kill(command, number)
+        kill()
+
+    signal.signal(signal.SIGTERM, kill)
+    threading.Thread(target=forward, daemon=True).start()
+    _, status = os.waitpid(command, 0)
+    with contextlib.suppress(OSError):  # a client that was killed
+        client.sendall(b"%d" % os.waitstatus_to_exitcode(status))
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(command, signal.SIGKILL)  # processes that the command has left
+    os._exit(0)
+
+
+def become(request: bytes, streams: list[int]) -> list[str]:
+    """Take over the streams, folder and environment of a command, and return its arguments."""
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    # The server's objects keep whether its own streams could seek.
+    sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+    folder, count, *words = map(os.fsdecode, request.split(b"\0"))
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update({name: value for name, _, value in (word.partition("=") for word in words[: int(count)])})
+    return words[int(count) :]
 
 
 def run(argv: list[str]) -> None:
@@ -280,6 +248,6 @@ def preload() -> None:
 if __name__ == "__main__":
     preload()
     address = sys.argv[1]
-    argv = Server(address).serve()
+    argv = serve(address)
     sys.executable = f"{Path(address).parent}/bin/python"  # for the programs that a command starts
     os._exit(exit_code(argv))
