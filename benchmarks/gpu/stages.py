@@ -56,11 +56,6 @@ class StageConfig:
         """Timed calls of each operation."""
         return 1 if self.smoke else 20
 
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        """Tokens of a micro-batch, for the tables."""
-        return (32,) if self.smoke else (8192, 16384, 32768)
-
     def workload(self, name: str, micro_batch_size: int = 32, accumulation: int = 1, **changes: Any) -> Workload:
         """Make a workload with the model `name`. changes: other fields."""
         workload = Workload(

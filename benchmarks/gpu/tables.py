@@ -1,7 +1,7 @@
 """Stage `tables`: the time of each operation of a training step by itself, with all implementations that torch has.
 
 An implementation is an arm: a name and a function. To add one, e.g. a fused kernel, add a line to its table.
-Legend: t tokens, h hidden, v padded vocabulary, b micro-batch, s sequence, n heads, d head size.
+Legend: b micro-batch, s sequence, n heads, d head size.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mpu
 from benchmarks import harness
-from benchmarks.arms import build_random_model, linear_shapes
+from benchmarks.arms import build_random_model
 from benchmarks.first_minutes import CaseRecorder, free_memory, is_broken
 from benchmarks.generation import generate_ours
 from benchmarks.harness import milliseconds
-from megatron.gpt2.config import ModelConfig, OptimizerConfig, ParallelConfig
+from megatron.gpt2.config import OptimizerConfig, ParallelConfig
 from megatron.gpt2.model.gpt2 import GPT2Model, layer_config
 from megatron.gpt2.optimizer.bucket_reducer import ParamAllGather, choose_bucket_size
 from megatron.gpt2.optimizer.optimizer import AdamWOptimizer, build_loss_scaler
 from megatron.gpt2.optimizer.param_and_grad_buffer import ParamAndGradBuffer
 from mpu import kernels
-from mpu.cross_entropy import chunk_size_for
 
 if TYPE_CHECKING:
     from benchmarks.gpu.stages import StageConfig
@@ -41,25 +40,13 @@ BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "formula": SDPBackend.MATH,
 }
-# hidden [t, h], weight [v, h], target [t] int64, token_weight [t], size of the vocabulary, tokens of a chunk -> loss
-LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, int, int], Tensor]] = {
-    "ours": lambda hidden, weight, target, token_weight, vocab_size, chunk: mpu.vocab_parallel_linear_cross_entropy(
-        hidden, weight, target, token_weight, vocab_size=vocab_size, chunk_size=chunk
-    )
-}
 
 
 def tables(cfg: StageConfig, cases: CaseRecorder) -> None:
-    """Run the cases, the most important first."""
+    """Run the cases."""
     mpu.initialize_model_parallel(1)
     for name in cfg.names:
-        cases.run(f"cross-entropy, {name}", partial(losses, cfg, name))
         cases.run(f"attention, {name}", partial(attention, cfg, name))
-    for tokens in reversed(cfg.tokens):
-        for name in cfg.names:
-            cases.run(f"products, {name}, {tokens} tokens", partial(products, cfg, name, tokens))
-    for name in cfg.names:
-        cases.run(f"gradient of the embedding, {name}", partial(embedding_gradient, cfg, name))
         cases.run(f"optimizer, {name}", partial(optimizer_step, cfg, name))
     cases.run("decoding, 345M", partial(decoding, cfg, "345M"))
 
@@ -92,41 +79,6 @@ def random_tensor(cfg: StageConfig, *shape: int, grad: bool = False) -> Tensor:
     return torch.randn(*shape, device=cfg.device).bfloat16().requires_grad_(grad)
 
 
-def random_ids(cfg: StageConfig, vocab_size: int, count: int) -> Tensor:
-    """[count] int64, distributed as in text, p(id) ∝ 1/(id + 1), so that many repeat."""
-    draws = torch.rand(count, device=cfg.device, dtype=torch.float64)
-    return ((draws * torch.tensor(vocab_size + 1.0).log().item()).exp() - 1).long().clamp(0, vocab_size - 1)
-
-
-def model_shape(cfg: StageConfig, name: str) -> tuple[ModelConfig, int, int]:
-    """Return the config of the model `name`, its vocabulary size, and v."""
-    model = cfg.workload(name).model
-    assert model.vocab_size is not None
-    return model, model.vocab_size, mpu.padded_vocab_size(model.vocab_size, model.make_vocab_size_divisible_by, 1)
-
-
-def products(cfg: StageConfig, name: str, t: int) -> dict[str, Any]:
-    """Time each product of a layer and of the head: forward, input gradient and weight gradient. Results are bf16,
-    float32, or added to a float32 sum, as the reducer does it or within the product."""
-    model, _, v = model_shape(cfg, name)
-    found = {}
-    for layer, (rows, columns) in linear_shapes(model.hidden_size, v).items():
-        x, weight, dy = random_tensor(cfg, t, columns), random_tensor(cfg, rows, columns), random_tensor(cfg, t, rows)
-        for which, a, b in (("forward", x, weight.t()), ("dX", dy, weight), ("dW", dy.t(), x)):
-            arms: Arms = {"bf16": partial(torch.mm, a, b), "fp32": partial(torch.mm, a, b, out_dtype=torch.float32)}
-            if which == "dW":
-                total = torch.zeros(rows, columns, device=cfg.device)
-                arms["bf16, then added"] = partial(add_product, total, a, b)
-                arms["added by the product"] = partial(torch.addmm, total, a, b, out_dtype=torch.float32, out=total)
-            found[f"{layer}, {which}"] = time_arms(cfg, arms, flops=2.0 * t * rows * columns)
-    return found
-
-
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Add a product as the reducer adds a gradient from autograd."""
-    return total.add_(a @ b)
-
-
 def attention(cfg: StageConfig, name: str) -> dict[str, Any]:
     """Time causal attention of a micro-batch of 32, forward and with backward, by kernel, with and without dropout.
     FLOPs include the masked half, as in MFU."""
@@ -153,42 +105,6 @@ def attention(cfg: StageConfig, name: str) -> dict[str, Any]:
     packed = random_tensor(cfg, b * s, 1, n, 3, d)
     documents: Arms = {"ours": lambda: kernels.varlen_causal_attention(packed, 0.0, [s // 4] * (4 * b), ends)}
     return {**found, "forward, documents of a quarter of the sequence": time_arms(cfg, documents)}
-
-
-def losses(cfg: StageConfig, name: str) -> dict[str, Any]:
-    """Time the head and its cross-entropy for the greatest number of tokens, by chunk size: forward with both
-    gradients, and without gradients as in an evaluation."""
-    (model, vocab_size, v), t = model_shape(cfg, name), cfg.tokens[-1]
-    hidden = random_tensor(cfg, t, model.hidden_size, grad=True)
-    weight = random_tensor(cfg, v, model.hidden_size, grad=True)
-    target, token_weight = random_ids(cfg, vocab_size, t), torch.full((t,), 1 / t, device=cfg.device)
-    chunks = (16,) if cfg.smoke else (1024, 2048, 4096, 8192)
-    found: dict[str, Any] = {"default chunk": chunk_size_for(t)}
-    for arm, loss in LOSSES.items():
-
-        def both(chunk: int, loss: Any = loss) -> object:
-            return torch.autograd.grad(loss(hidden, weight, target, token_weight, vocab_size, chunk), [hidden, weight])
-
-        alone = torch.no_grad()(partial(loss, hidden, weight, target, token_weight, vocab_size))
-        for which, call, count in (("with gradients", both, 3), ("without gradients", alone, 1)):
-            arms: Arms = {f"chunks of {chunk}": partial(call, chunk) for chunk in chunks}
-            found[f"{arm}, {which}"] = time_arms(cfg, arms, flops=count * 2.0 * t * v * model.hidden_size)
-    return found
-
-
-def embedding_gradient(cfg: StageConfig, name: str) -> dict[str, Any]:
-    """Time adding the rows of a micro-batch to the float32 gradient of the word embeddings."""
-    (model, vocab_size, v), t = model_shape(cfg, name), cfg.tokens[-1]
-    rows, gradients = random_ids(cfg, vocab_size, t), random_tensor(cfg, t, model.hidden_size)
-    total = torch.zeros(v, model.hidden_size, device=cfg.device)
-    backward = torch.ops.aten.embedding_dense_backward
-    arms: Arms = {
-        "index_put_": lambda: total.index_put_((rows,), gradients.float(), accumulate=True),
-        "embedding_dense_backward": lambda: total.add_(backward(gradients, rows, v, -1, False)),
-        "embedding_dense_backward in float32": lambda: total.add_(backward(gradients.float(), rows, v, -1, False)),
-        "index_add_, in any order": lambda: total.index_add_(0, rows, gradients.float()),
-    }
-    return {"distinct tokens": rows.unique().numel(), "arms": time_arms(cfg, arms)}
 
 
 def build_model(cfg: StageConfig, name: str) -> GPT2Model:

@@ -115,8 +115,6 @@ def first_minutes_are_complete(result: dict[str, Any]) -> None:
     assert len(cases["modes"]) == 21 and not any(mode["waits"] for mode in cases["modes"].values())
     modes, tables = cases["modes"], cases["tables"]
     assert modes["bf16"]["loss"] == pytest.approx(modes["offload"]["loss"], rel=1e-3)
-    assert tables["products, 345M, 32 tokens"]["head, dW"]["bf16"]["tflops"] > 0
-    assert tables["cross-entropy, 345M"]["ours, with gradients"]["chunks of 16"]["ms"] > 0
     assert tables["attention, 345M"]["forward and backward, dropout 0.1"]["formula"]["ms"] > 0
     assert all(kernels["parts_ms"]["attention"] > 0 for kernels in cases["kernels"].values())
     step = cases["steps"]["345M"]
@@ -124,17 +122,10 @@ def first_minutes_are_complete(result: dict[str, Any]) -> None:
     assert cases["tests"]["pytest"]["counts"].keys() == {"SKIPPED"}
 
 
-def layouts_agree(result: dict[str, Any]) -> None:
-    one, two = result["rows"]
-    assert (one["ranks"], two["ranks"]) == (1, 2) and max(two["difference"]) < 1e-5
-    assert one["losses"][-1] < one["losses"][0], "it did not learn"
-
-
 SMOKE: dict[str, Callable[[dict[str, Any]], object]] = {
     "train.py --preset cpu --arms 'ours eager,HF eager'": training_agrees,
     "generation.py --rounds 1": texts_are_equal,
     "first_minutes.py": first_minutes_are_complete,
-    "layouts.py": layouts_agree,
     "checkpoint.py": lambda result: min(result["ratios"].values()) > 0 or pytest.fail("no ratio"),
     "data.py --only loading": lambda result: result["loading"]["times_nanogpt"] > 1 or pytest.fail("slower"),
     "memory.py": lambda result: 0.9 < result["runs"][0]["ratio"] < 1.1 or pytest.fail(f"{result}"),
