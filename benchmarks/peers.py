@@ -21,39 +21,21 @@ from torch import Tensor, nn
 import mpu
 from benchmarks.workload import BETAS, LR, WEIGHT_DECAY
 from megatron.gpt2.config import ModelConfig
+from megatron.gpt2.formats.openai import openai_name, to_openai
 from megatron.gpt2.model.gpt2 import GPT2Model
 
-NAMES = {
-    "input_layernorm": "ln_1",
-    "post_attention_layernorm": "ln_2",
-    "attention.query_key_value": "attn.c_attn",
-    "attention.dense": "attn.c_proj",
-    "mlp.dense_h_to_4h": "mlp.c_fc",
-    "mlp.dense_4h_to_h": "mlp.c_proj",
-}
 NANOGPT_VOCAB = 50304  # nanoGPT's padded size for 50,257 words
 LossOf = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
 def convert_to_peer(ours: dict[str, Tensor], config: ModelConfig, *, conv1d: bool) -> dict[str, Tensor]:
-    """Convert our weights or gradients to the names and layout of a peer. Our fused QKV has [n, 3, d] rows, the peers
-    have [3, n, d]; Hugging Face's Conv1D stores [in, out]. Padding rows of the vocabulary are dropped."""
-    n = config.num_attention_heads
-    theirs = {
-        "transformer.wte.weight": ours["word_embeddings.weight"][: config.vocab_size],
-        "transformer.wpe.weight": ours["position_embeddings.weight"],
-        "transformer.ln_f.weight": ours["transformer.final_layernorm.weight"],
-        "transformer.ln_f.bias": ours["transformer.final_layernorm.bias"],
+    """Convert our weights or gradients to the names and layout of a peer, without padding rows of the vocabulary.
+    conv1d: linear layers are [in, out], as in Hugging Face."""
+    rows = {**ours, "word_embeddings.weight": ours["word_embeddings.weight"][: config.vocab_size]}
+    return {
+        f"transformer.{openai_name(name)}": to_openai(value, name, config.num_attention_heads, transposed=conv1d)
+        for name, value in rows.items()
     }
-    for name, value in ours.items():
-        if name.startswith("transformer.layers."):
-            _, _, layer, rest = name.split(".", 3)
-            module, kind = rest.rsplit(".", 1)
-            if module.endswith("query_key_value"):
-                value = value.view(n, 3, value.size(0) // 3 // n, *value.shape[1:]).transpose(0, 1).reshape(value.shape)
-            turned = conv1d and value.dim() == 2
-            theirs[f"transformer.h.{layer}.{NAMES[module]}.{kind}"] = value.t() if turned else value
-    return theirs
 
 
 def load_peer_weights(model: nn.Module, ours: GPT2Model, config: ModelConfig, *, conv1d: bool) -> None:

@@ -245,8 +245,6 @@ def test_a_length_in_samples_counts_what_was_consumed(work: Path, train: Train):
 
 def test_the_commands_at_the_end_name_files_that_exist(work: Path, monkeypatch: pytest.MonkeyPatch):
     batch = {"micro_batch_size": 4, "global_batch_size": 4}
-    assert len(next_commands("a run", 10, in_parts=False, **batch)) == 3
-    assert len(next_commands("a run", 10, in_parts=False, micro_batch_size=1, global_batch_size=3)) == 2
     commands = [command for _, command in next_commands("a run", 10, in_parts=True, **batch)]
     assert " --micro-batch-size 2 --global-batch-size 4 " in commands[1]
     assert len(commands) == 4 and all("'a run'" in command for command in commands)

@@ -248,17 +248,10 @@ def test_the_notebook_prints_what_it_shows(
     assert shown > 10
 
 
-def test_what_is_shortened_is_printed_and_takes_long():
+def test_what_is_shortened_is_printed():
     assert FIRST[0] == "bash scripts/pretrain_gpt2.sh" and FIRST[1].endswith("--save checkpoints/gpt2_mp2")
     lines = [line for _, line in COMMANDS]
-    assert len(lines) >= 90
-    for pattern, _, why in SHORTENED:
-        matched = [line for line in lines if re.search(pattern, line)]
-        assert matched and all("pretrain_gpt2" in line or " convert " in line for line in matched), why
-    tutorial = next(text for page, text in PAGES.items() if page.endswith("345m.md")).replace("\n", " ")
-    for line in lines:
-        if "checkpoints/medium" in line and appended(line):
-            assert f"`{appended(line).removeprefix(SHAPE).strip()}`" in tutorial
+    assert len(lines) >= 90 and all(any(re.search(pattern, line) for line in lines) for pattern, *_ in SHORTENED)
 
 
 @pytest.mark.parametrize(("page", "block"), blocks("python"))

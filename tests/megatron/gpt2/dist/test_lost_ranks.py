@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from megatron.gpt2.extensions.post_mortem.command import report
 from megatron.gpt2.monitor.incidents import read_incidents
 from megatron.gpt2.train.trainer import Trainer
 from tests.faults.injector import Fault, hang, plant, stop
-from tests.megatron.gpt2.dist.started_ranks import StartedRank, free_port, losses
+from tests.megatron.gpt2.dist.started_ranks import StartedRank, free_port, losses, wait_until
 from tests.megatron.gpt2.train.training_runs import write_text
 
 HOST = os.uname().nodename
@@ -62,13 +62,6 @@ READS = RankLocation(False, "data_utils/samplers.py:88 (next_batch)")
 def test_the_line_of_a_hang(places: dict[int, RankLocation], gone: dict[int, float], line: str) -> None:
     hosts = dict(enumerate("aabb"))
     assert describe_hang(places, gone, hosts, next(iter(places)), 6.0) == line
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + 240
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def test_a_hanging_rank_reports_its_location(tmp_path: Path) -> None:

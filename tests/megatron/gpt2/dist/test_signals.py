@@ -20,7 +20,7 @@ from megatron.gpt2.dist.signals import OUT_OF_TIME, StopSignal, exit_on_sigterm
 from megatron.gpt2.train.trainer import Trainer
 from tests.distributed import CONTEXT, run_ranks
 from tests.faults.injector import Fault, plant
-from tests.megatron.gpt2.dist.started_ranks import StartedRank
+from tests.megatron.gpt2.dist.started_ranks import StartedRank, wait_until
 from tests.megatron.gpt2.train.training_runs import write_text
 
 
@@ -31,13 +31,6 @@ def long_call(seconds: int = 30) -> None:
     end = (ctypes.c_long * 2)(int(time.time()) + seconds, 0)  # a timespec
     for _ in range(2):
         libc.pthread_mutex_timedlock(mutex, end)
-
-
-def wait_until(condition: Callable[[], object], seconds: float = 240) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def first_stop(stop: StopSignal, at_step: Callable[[int], bool | None]) -> tuple[int, str]:

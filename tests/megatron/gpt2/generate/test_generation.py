@@ -66,20 +66,20 @@ def continued(model: GPT2Model, prompts: list[bytes], settings: list[Sampling], 
 
 
 def test_greedy_equals_transformers(tmp_path: Path) -> None:
-    """Generate 200 tokens for each of 20 prompts of different lengths in one batch."""
+    """Generate 100 tokens for each of 20 prompts of different lengths in one batch."""
     from transformers import GPT2LMHeadModel
 
-    config = dataclasses.replace(CONFIG, max_position_embeddings=256)
+    config = dataclasses.replace(CONFIG, max_position_embeddings=160)
     mpu.initialize_model_parallel(1)
     try:
         ours = GPT2Model(config).eval()
         with torch.no_grad():
-            ours.word_embeddings.weight[TOKENIZER.eod] = 0  # never the likeliest, so that each text has 200 tokens
+            ours.word_embeddings.weight[TOKENIZER.eod] = 0  # never the likeliest, so that each text has 100 tokens
         theirs = hugging_face(ours, tmp_path)
         assert isinstance(theirs, GPT2LMHeadModel)
         draw = np.random.default_rng(0)
         prompts = [bytes(draw.integers(256, size=size).tolist()) for size in (*range(1, 17), 25, 32, 41, 55)]
-        mine = [Continuation(list(prompt), Sampling(temperature=0, max_new_tokens=200)) for prompt in prompts]
+        mine = [Continuation(list(prompt), Sampling(temperature=0, max_new_tokens=100)) for prompt in prompts]
         generate(ours, TOKENIZER, mine)
     finally:
         mpu.destroy_model_parallel()
@@ -89,12 +89,12 @@ def test_greedy_equals_transformers(tmp_path: Path) -> None:
     made = theirs.generate(
         padded,
         attention_mask=mask,
-        max_new_tokens=200,
+        max_new_tokens=100,
         do_sample=False,
         eos_token_id=TOKENIZER.eod,
         pad_token_id=TOKENIZER.eod,
     )[:, width:]
-    assert made.shape == (20, 200)
+    assert made.shape == (20, 100)
     assert [c.ids for c in mine] == made.tolist()
 
 

@@ -76,14 +76,9 @@ def loss_and_gradients(model: GPT2Model, b: int, *, dense: bool = False) -> tupl
 
 
 def test_the_test_data_has_several_documents() -> None:
-    assert texts(1)[0].eq(EOD).sum() == 4 and PackedSeqParams(texts(1)[0], EOD, "cpu").lengths == [1, 5, 1, 25]
     documents = PackedSeqParams(texts(4)[0], EOD, "cpu")
-    assert documents.lengths == [32, 11, 21, 1, 5, 1, 25, 32]
-    assert documents.cu_seqlens.tolist() == [0, 32, 43, 64, 65, 70, 71, 96, 128]
-    assert documents.cu_seqlens.dtype == torch.int32
-    seen, _, positions = masks_and_positions(texts(4)[0])
-    assert torch.equal(document_positions(texts(4)[0], EOD), positions) and positions[2].max() == 24
-    assert not seen[1, 11, :11].any() and seen[1, 10, :11].all()  # an EOD is part of the document that it ends
+    assert documents.lengths == [32, 11, 21, 1, 5, 1, 25, 32] and documents.cu_seqlens.dtype == torch.int32
+    assert torch.equal(document_positions(texts(4)[0], EOD), masks_and_positions(texts(4)[0])[2])
 
 
 def by_document(rank: int, world_size: int, b: int) -> dict[str, tuple[Tensor, dict[str, Tensor]]]:
@@ -191,22 +186,16 @@ def test_training_is_the_same_under_every_layout(tmp_path: Path) -> None:
             assert losses == pytest.approx(expected, rel=1e-5) and loss == pytest.approx(held_out, rel=1e-5)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_compiled_layers_skip_document_attention_and_compile_once(dropout: float) -> None:
+def test_compiled_layers_skip_document_attention_and_compile_once() -> None:
     mpu.initialize_model_parallel(1)
-    mpu.model_parallel_cuda_manual_seed(1)
-    shape = replace(SHAPE, attention_dropout=dropout, num_layers=1)
+    shape = replace(SHAPE, num_layers=1)
     torch._dynamo.reset()
     eager, compiled = GPT2Model(shape).train(), GPT2Model(shape).train()
     torch._dynamo.utils.counters.clear()
     compiled.compile_layers(backend="eager", by_document=True)
-    for b in (4, 4, 4):
-        if dropout == 0:
-            (loss, grads), (loss_c, grads_c) = loss_and_gradients(eager, b), loss_and_gradients(compiled, b)
-            assert loss_c == pytest.approx(loss.item(), rel=1e-6)
-            assert all(torch.allclose(grads_c[name], grad, atol=1e-6) for name, grad in grads.items())
-        else:
-            loss_and_gradients(compiled, b)
+    (loss, grads), (loss_c, grads_c) = loss_and_gradients(eager, 4), loss_and_gradients(compiled, 4)
+    assert loss_c == pytest.approx(loss.item(), rel=1e-6)
+    assert all(torch.allclose(grads_c[name], grad, atol=1e-6) for name, grad in grads.items())
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for shift in range(1, 5):  # different documents each time
         tokens, labels = (text.roll(shift, 0).roll(shift, 1) for text in texts(4))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import mpu
 from megatron.gpt2.config import ModelConfig
+from megatron.gpt2.formats.openai import from_openai, openai_name
 from megatron.gpt2.generate.scoring import score_windows, sliding_windows
 from megatron.gpt2.model.gpt2 import GPT2Model, count_parameters, parameter_specs, seeded_normal
 from tests.distributed import run_ranks
@@ -32,38 +33,6 @@ SMALL = ModelConfig(
 SHAPE_345M = ModelConfig(
     num_layers=24, hidden_size=1024, num_attention_heads=16, max_position_embeddings=1024, vocab_size=50257
 )
-
-
-def from_huggingface(state: dict[str, Tensor], heads: int) -> dict[str, Tensor]:
-    """Convert transformers' names and layout to ours: Conv1D stores [in, out]; its fused QKV is [3, n, d], ours
-    [n, 3, d]."""
-
-    def qkv(x: Tensor) -> Tensor:
-        return x.view(3, heads, x.size(0) // 3 // heads, *x.shape[1:]).transpose(0, 1).reshape(x.shape)
-
-    ours = {
-        "word_embeddings.weight": state["transformer.wte.weight"],
-        "position_embeddings.weight": state["transformer.wpe.weight"],
-        "transformer.final_layernorm.weight": state["transformer.ln_f.weight"],
-        "transformer.final_layernorm.bias": state["transformer.ln_f.bias"],
-    }
-    names = {
-        "ln_1": "input_layernorm",
-        "ln_2": "post_attention_layernorm",
-        "attn.c_attn": "attention.query_key_value",
-        "attn.c_proj": "attention.dense",
-        "mlp.c_fc": "mlp.dense_h_to_4h",
-        "mlp.c_proj": "mlp.dense_4h_to_h",
-    }
-    for name, value in state.items():
-        if name.startswith("transformer.h."):
-            _, _, layer, rest = name.split(".", 3)
-            theirs, kind = rest.rsplit(".", 1)
-            if theirs not in names:
-                continue
-            value = value.t() if value.dim() == 2 else value
-            ours[f"transformer.layers.{layer}.{names[theirs]}.{kind}"] = qkv(value) if "c_attn" in theirs else value
-    return ours
 
 
 class Expected(NamedTuple):
@@ -102,7 +71,10 @@ def huggingface_results(gelu: str) -> Expected:
     loss = F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
     loss.backward()
     weights, grads = (
-        from_huggingface({name: tensor.detach() for name, tensor in tensors.items()}, SMALL.num_attention_heads)
+        {
+            name: from_openai(tensors[f"transformer.{openai_name(name)}"].detach(), name, SMALL.num_attention_heads)
+            for name in parameter_specs(SMALL)
+        }
         for tensors in (theirs.state_dict(), {name: p.grad for name, p in theirs.named_parameters()})
     )
     return Expected(text, weights, logits.detach(), loss.detach(), grads)

@@ -6,8 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
@@ -26,7 +24,7 @@ from megatron.gpt2.monitor.reporting import EvaluationRecord
 from megatron.gpt2.monitor.run_log import RunLog
 from megatron.gpt2.monitor.run_report import MOST_SAMPLES, write_report
 from megatron.gpt2.train.evaluate import PROMPT_CHARACTERS, PROMPT_WORDS, evaluate_and_log, sample_text
-from tests.conftest import ROOT
+from tests.conftest import tool
 from tests.megatron.gpt2.monitor.test_reporting import record
 from tests.megatron.gpt2.train.training_runs import finish, snapshot, start, steps, write_text
 from tests.test_command_line import FLAGS, work  # noqa: F401
@@ -183,13 +181,12 @@ def test_a_run_that_is_stopped_and_continued(work: Path, capfd: pytest.CaptureFi
 
     # The tool writes the same page, except for the time.
     before = (work / "run/report.html").read_text()
-    tool = [sys.executable, str(ROOT / "tools" / "report.py")]
-    assert subprocess.run([*tool, "run"], capture_output=True, text=True).stdout == "run/report.html\n"
+    capfd.readouterr()
+    assert tool("report").main(["run"]) == 0 and capfd.readouterr().out == "run/report.html\n"
     times = re.compile(r"written on [^<]*")
     assert times.sub("", (work / "run/report.html").read_text()) == times.sub("", before)
-    refused = subprocess.run([*tool, "."], capture_output=True, text=True)
-    assert refused.returncode == 2
-    assert refused.stderr == "error: . holds no metrics.jsonl: give the --save folder of a run\n"
+    with pytest.raises(FileNotFoundError, match="^. holds no metrics.jsonl: give the --save folder of a run"):
+        tool("report").main(["."])
 
     # A failed run also writes its page.
     diverge = "12 --lr 1e30 --override-lr-scheduler --clip-grad 0 --max-skipped-steps 1"

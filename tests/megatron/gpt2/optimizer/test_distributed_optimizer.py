@@ -45,8 +45,8 @@ def weights(trainer: Trainer) -> dict[str, Tensor]:
 VARIANTS = {
     "whole": (STEPS, ""),
     "sharded": (STEPS, SHARDED),
-    "clipped": (STEPS, "--clip-grad 1.0"),
-    "clipped, sharded": (STEPS, f"--clip-grad 1.0 {SHARDED}"),
+    "clipped": (6, "--clip-grad 1.0"),
+    "clipped, sharded": (6, f"--clip-grad 1.0 {SHARDED}"),
     "short": (6, ""),
     "offloaded": (6, OFFLOADED),
     "sharded, offloaded": (6, f"{SHARDED} {OFFLOADED}"),
@@ -75,7 +75,7 @@ def test_losses_equal_those_of_the_unsharded_optimizer(folder: Path, data_parall
                 assert torch.equal(result[name]["weights"][parameter], weight), (name, parameter)
         # The norm is summed in a different order. With clipping it affects every weight.
         assert max(clipped["norm"]) > 1.0
-        assert clipped["loss"] != whole["loss"]
+        assert clipped["loss"] != short["loss"]
         assert result["clipped, sharded"]["loss"] == pytest.approx(clipped["loss"], rel=1e-5)
         # The rounding error of bf16 is 2^-9, for each gradient and each partial sum. The first updates of AdamW depend
         # on the signs of the gradients, and the errors of many weights average out in a loss.

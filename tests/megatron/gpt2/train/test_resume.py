@@ -1,4 +1,4 @@
-"""The same command gives bit-identical results again. So does a run that stops after 6 of 12 steps and is resumed."""
+"""The same command gives bit-identical results again. So does a run that stops after 4 of 8 steps and is resumed."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def straight_twice_and_resumed(rank: int, world_size: int, folder: str, flags: s
     for name in ("straight", "again"):
         trainer = start(rank, world_size, folder, f"--save {folder}/{name} {flags}")
         assert torch.are_deterministic_algorithms_enabled() == ("--deterministic" in flags)
-        results[name] = steps(trainer, 12), snapshot(trainer)
+        results[name] = steps(trainer, 8), snapshot(trainer)
         finish(trainer)
 
     trainer = start(rank, world_size, folder, f"--save {folder}/resumed {flags}")
-    first = steps(trainer, 6)
+    first = steps(trainer, 4)
     trainer.save()
     steps(trainer, 1)  # while --async-save writes; a step after the save must not matter
     trainer.checkpoints.saver.finish()
-    assert trainer.checkpoints.saver.saved_iteration == 6
+    assert trainer.checkpoints.saver.saved_iteration == 4
     finish(trainer)
     torch.manual_seed(99)  # changes of the generators before the resume must not matter
     trainer = start(rank, world_size, folder, f"--save {folder}/resumed --load {folder}/resumed {flags}")
-    assert trainer.progress.iteration == 6
-    second = steps(trainer, 6)
+    assert trainer.progress.iteration == 4
+    second = steps(trainer, 4)
     results["resumed"] = {key: first[key] + second[key] for key in first}, snapshot(trainer)
     finish(trainer)
     return results
@@ -78,7 +78,7 @@ def test_resume_is_bit_identical(tmp_path: Path, model_parallel: int, data_paral
     for results in run_ranks(straight_twice_and_resumed, model_parallel * data_parallel, str(tmp_path), flags):
         seen, tensors = results["straight"]
         clean = [loss for loss, skipped in zip(seen["loss"], seen["skipped"], strict=True) if not skipped]
-        assert len(seen["loss"]) == 12 and clean[-1] < clean[0]
+        assert len(seen["loss"]) == 8 and clean[-1] < clean[0]
         for other in ("again", "resumed"):
             other_seen, other_tensors = results[other]
             # repr, because the NaN of a skipped step is not equal to itself
@@ -115,12 +115,10 @@ def masks(rank: int, world_size: int, folder: str) -> tuple[list[bool], list[boo
 
 def test_masks_of_torchs_generators_differ_only_between_data_parallel_ranks(tmp_path: Path):
     write_text(tmp_path)
-    two = run_ranks(masks, 2, str(tmp_path))
-    assert all(any(mask) for masks_of_rank in two for mask in masks_of_rank)
-    assert two[0][0] != two[1][0] and two[0][1] != two[1][1]
     four = run_ranks(masks, 4, str(tmp_path))
+    assert all(any(mask) for masks_of_rank in four for mask in masks_of_rank)
     assert four[0] == four[1] and four[2] == four[3], "ranks that share layers hold the same activations"
-    assert four[0][0] != four[2][0]
+    assert four[0][0] != four[2][0] and four[0][1] != four[2][1]
 
 
 def test_a_fresh_optimizer_resumes_bit_identically(tmp_path: Path):

@@ -11,12 +11,7 @@ import pytest
 from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.train import trainer as trainer_module
 from megatron.gpt2.train.checkpointing import load_checkpoint
-from megatron.gpt2.train.resume_equivalence import (
-    LAYOUT_KEYS,
-    ROUNDING_KEYS,
-    TRAINING_KEYS,
-    resume_equivalence,
-)
+from megatron.gpt2.train.resume_equivalence import changed_settings, resume_equivalence
 from tests.megatron.gpt2.train.training_runs import finish, make_context, start, steps, write_text
 
 BEFORE = "--hidden-dropout 0.1 --attention-dropout 0.1 --seed 7 --global-batch-size 8".split()
@@ -65,59 +60,39 @@ def test_the_line_names_each_change(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert said(*drawn, *flags) == "a different training from here on (dropout draws other masks)"
 
 
-def test_changed_keys_are_named_and_missing_keys_are_not() -> None:
-    def metadata(value: Any, parts: int | None = None, decay: int | None = 9, iterations: int = 10) -> dict[str, Any]:
-        made: dict[str, Any] = {"config": {}, "train_iters": iterations}
-        for place in (*TRAINING_KEYS, *LAYOUT_KEYS, *ROUNDING_KEYS):
-            *path, name = place.split(".")
-            section = made
-            for each in path:
-                section = section.setdefault(each, {})
-            section[name] = value
-        made["config"]["parallel"]["exact_layouts"] = parts
-        made["config"]["optimizer"] |= {"lr_decay_iters": decay, "lr_decay_samples": None, "lr_decay_style": "cosine"}
-        return made
+def test_length_layout_and_unknown_settings() -> None:
+    def metadata(
+        parts: int | None = None, decay: int | None = 9, iterations: int = 10, tensor: int = 1
+    ) -> dict[str, Any]:
+        optimizer = {"lr_decay_iters": decay, "lr_decay_samples": None, "lr_decay_style": "cosine"}
+        config = {"parallel": {"exact_layouts": parts}, "optimizer": optimizer}
+        layout, computed_by = {"model_parallel_size": tensor}, {"torch": "2"}
+        return {"config": config, "train_iters": iterations, "computed_by": computed_by, "layout": layout}
 
-    def with_other(place: str, parts: int | None = None) -> dict[str, Any]:
-        changed = metadata(1, parts)
-        *path, name = place.split(".")
-        section = changed
-        for each in path:
-            section = section[each]
-        section[name] = 2
-        return changed
-
-    assert resume_equivalence(metadata(1), metadata(1)) == "bit-identical to the run that wrote it"
-    for parts in (None, 4):
-        for place in (*TRAINING_KEYS, *LAYOUT_KEYS, *ROUNDING_KEYS):
-            said = resume_equivalence(with_other(place, parts), metadata(1, parts))
-            assert said.startswith(
-                "a different training from here on ("
-                if place in TRAINING_KEYS
-                else "bit-identical to the run"
-                if place in LAYOUT_KEYS and parts
-                else "the same training within rounding ("
-            ), place
+    same, rounding = "bit-identical to the run that wrote it", "the same training within rounding"
+    assert resume_equivalence(metadata(), metadata()) == same
+    assert resume_equivalence(metadata(tensor=2), metadata()).startswith(rounding)
+    assert resume_equivalence(metadata(4, tensor=2), metadata(4)) == same
     # A longer run has a different learning rate schedule, unless the decay is given.
-    assert resume_equivalence(metadata(1), metadata(1, iterations=20)) == "bit-identical to the run that wrote it"
-    assert resume_equivalence(metadata(1, decay=None), metadata(1, decay=None, iterations=20)) == (
+    assert resume_equivalence(metadata(), metadata(iterations=20)) == same
+    assert resume_equivalence(metadata(decay=None), metadata(decay=None, iterations=20)) == (
         "a different training from here on (--train-iters 20, was 10)"
     )
-    before = metadata(1)
+    before = metadata()
     del before["config"]["parallel"]["exact_layouts"]  # a checkpoint that is older than the flag
     for then, here, said in (
-        (metadata(1, 8), metadata(1, 4), "4, was 8"),
-        (metadata(1), metadata(1, 4), "4, was not given"),
-        (before, metadata(1, 4), "4, was not given"),
-        (metadata(1, 4), metadata(1), "not given, was 4"),
+        (metadata(8), metadata(4), "4, was 8"),
+        (before, metadata(4), "4, was not given"),
+        (metadata(4), metadata(), "not given, was 4"),
     ):
-        assert resume_equivalence(then, here) == f"the same training within rounding (--exact-layouts {said})"
-    assert resume_equivalence(before, metadata(1)) == "bit-identical to the run that wrote it"
+        assert resume_equivalence(then, here) == f"{rounding} (--exact-layouts {said})"
+    assert resume_equivalence(before, metadata()) == same
     crafted: list[dict[str, Any]] = [{}, {"config": {}}, {"layout": 3, "computed_by": None}]
     for empty in crafted:
-        assert resume_equivalence(empty, metadata(1)) == (
+        assert resume_equivalence(empty, metadata()) == (
             "the same training; the checkpoint does not say which software and hardware computed it"
         )
+        assert list(changed_settings(empty, metadata())) == []
 
 
 def checkpoint_lines(folder: Path, flags: list[str]) -> list[str]:
