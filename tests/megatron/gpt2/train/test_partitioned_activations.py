@@ -1,4 +1,4 @@
-"""Runs with recomputed and with partitioned activations are bit-identical. A line is printed if a flag has no effect."""
+"""Runs with recomputed and with partitioned activations are bit-identical. A flag without effect is logged."""
 
 from __future__ import annotations
 
