@@ -65,7 +65,7 @@ def test_length_layout_and_unknown_settings() -> None:
         parts: int | None = None, decay: int | None = 9, iterations: int = 10, tensor: int = 1
     ) -> dict[str, Any]:
         optimizer = {"lr_decay_iters": decay, "lr_decay_samples": None, "lr_decay_style": "cosine"}
-        config = {"parallel": {"exact_layouts": parts}, "optimizer": optimizer}
+        config = {"parallel": {"exact_layouts": parts, "sequence_parallel": False}, "optimizer": optimizer}
         layout, computed_by = {"model_parallel_size": tensor}, {"torch": "2"}
         return {"config": config, "train_iters": iterations, "computed_by": computed_by, "layout": layout}
 
