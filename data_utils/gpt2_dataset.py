@@ -37,7 +37,9 @@ class GPT2Dataset:
 
     For training, an incomplete last window is dropped, and a range shorter than one window is repeated to fill it. For
     evaluation, the last window is padded with MISSING, and the first window begins one token before `start` if
-    possible, so that every token of the split is the label of exactly one window. source: the file's name in errors.
+    possible, so that every token of the split is the label of exactly one window.
+
+    source: the file's name in errors.
     changed_file: returns the name of a file that was changed, as `TokenFile.changed_file`.
     """
 
@@ -221,9 +223,9 @@ def megatron_split_borders(documents: int, shares: Sequence[Fraction]) -> list[i
 class MegatronOrderDataset:
     """The samples of a training split in Megatron's order. A loader reads it in sequential order.
 
-    dataset: the training split. document_starts: int64 [documents + 1], the first token of each document in
-    `dataset.tokens`, and the end. num_samples: the samples of the whole run. If a loader prefetches more, the samples
-    repeat from the first one.
+    dataset: the training split.
+    document_starts: int64 [documents + 1], the first token of each document in `dataset.tokens`, and the end.
+    num_samples: the samples of the whole run. If a loader prefetches more, the samples repeat from the first one.
     """
 
     def __init__(self, dataset: GPT2Dataset, document_starts: np.ndarray, *, seed: int, num_samples: int) -> None:

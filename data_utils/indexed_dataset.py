@@ -163,8 +163,9 @@ class TokenFile:
     """A file of tokens. `tokens` is a memory-mapped array. `document_starts`, int64 [documents + 1], is in tokens, from
     0 to `len(tokens)`. `kind` names the format.
 
-    sequence_lengths: int32 [S], the tokens of each sequence. document_indices: int64 [documents + 1], the first
-    sequence of each document, and S. In files without `.idx`, each document is one sequence.
+    sequence_lengths: int32 [S], the tokens of each sequence.
+    document_indices: int64 [documents + 1], the first sequence of each document, and S. In files without `.idx`, each
+        document is one sequence.
     """
 
     kind = "indexed"
@@ -185,7 +186,7 @@ class TokenFile:
         return len(self.document_starts) - 1
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """The tokens of one document."""
+        """Return the tokens of one document."""
         return self.tokens[self.document_starts[index] : self.document_starts[index + 1]]
 
     @property

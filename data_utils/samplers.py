@@ -67,9 +67,12 @@ def _feistel_round(half: np.ndarray, key: np.ndarray) -> np.ndarray:
 def permute(indices: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
     """Permute range(size) as `key` chooses. Returns the position of each index, in O(1) time and memory per index.
 
-    indices: int64 [k], in range(size). key: uint64 [k], or [1] for all. Returns int64 [k]. A Feistel network permutes
-    the next power of two; a result outside range(size) is permuted again until it is inside (cycle walking). The power
-    is below 2 · size, except for the smallest sizes, so one or two passes are usual.
+    indices: int64 [k], in range(size).
+    key: uint64 [k], or [1] for all.
+
+    Returns int64 [k]. A Feistel network permutes the next power of two; a result outside range(size) is permuted again
+    until it is inside (cycle walking). The power is below 2 · size, except for the smallest sizes, so one or two passes
+    are usual.
     """
     bits = max(4, (size - 1).bit_length())
     low_bits = bits // 2
@@ -184,10 +187,10 @@ def micro_batch_starts(
 class BatchLoader:
     """Iterates without end over one data-parallel rank's samples of each step, from `consumed_samples` on.
 
-    schedule: the global batch sizes, multiples of micro_batch_size · data_parallel_size. contiguous: the micro-batches
-    of a rank are contiguous; otherwise the ranks take turns. collate_fn: receives this rank's n samples of a step,
-    int64 [n, seq_length + 1], in the order of micro-batches, and their global numbers, int64 [n]. `next` returns its
-    result, by default the samples.
+    schedule: the global batch sizes, multiples of micro_batch_size · data_parallel_size.
+    contiguous: the micro-batches of a rank are contiguous; otherwise the ranks take turns.
+    collate_fn: receives this rank's n samples of a step, int64 [n, seq_length + 1], in the order of micro-batches, and
+        their global numbers, int64 [n]. `next` returns its result, by default the samples.
 
     A thread prepares `prefetch` steps ahead, including `collate_fn`; with 0, `next` prepares the step. `next` raises
     the thread's errors. `wait_seconds` is the total time that callers spent in `next`.

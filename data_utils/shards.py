@@ -25,9 +25,10 @@ Result = TypeVar("Result")
 def make_shard(path: Path, folder: Path, expected: Mapping[str, Any], write: Callable[[], Manifest]) -> Manifest:
     """Return the manifest of a shard, after making the shard unless it is complete.
 
-    path: the path of the manifest. expected: the entries that the manifest of this input and these parameters has.
+    path: the path of the manifest.
+    expected: the entries that the manifest of this input and these parameters has.
     write: a function that writes the outputs into `folder` and returns the manifest's remaining entries; "outputs" has
-    the chunk hashes of each file.
+        the chunk hashes of each file.
     """
     expected = json.loads(json.dumps(expected))
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -83,9 +84,11 @@ def map_in_processes(
 ) -> list[Result]:
     """Return `work(*item)` for every item, in order, with at most `workers` processes.
 
-    finished: is called as `finished(*item)` after each item. start: the start method of `multiprocessing`. After an
-    error, no further item is started, and the error is raised when the running items have ended. Raises OSError if a
-    worker dies.
+    finished: is called as `finished(*item)` after each item.
+    start: the start method of `multiprocessing`. After an error, no further item is started, and the error is raised
+        when the running items have ended.
+
+    Raises OSError if a worker dies.
     """
     context = multiprocessing.get_context(start)
     with ProcessPoolExecutor(min(workers, len(items)), context, exit_with_parent) as pool:

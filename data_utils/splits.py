@@ -41,8 +41,10 @@ class Splits:
     """The datasets of the three splits; None for a split that is not needed or has no share.
 
     fingerprint: a hash of the training text, the tokenizer, the borders, the weights of a blend, and Megatron's order
-    if it is used. description: lines for the log. train_documents: for Megatron's order, int64 [documents + 1], the
-    first token of each training document in `train.tokens`, and the end.
+        if it is used.
+    description: lines for the log.
+    train_documents: for Megatron's order, int64 [documents + 1], the first token of each training document in
+        `train.tokens`, and the end.
     """
 
     train: Dataset
@@ -65,7 +67,11 @@ class Splits:
 
 @dataclass(frozen=True)
 class _TokenSource:
-    """An open token file. name: for messages. key: a hash of the content."""
+    """An open token file.
+
+    name: for messages.
+    key: a hash of the content.
+    """
 
     name: str
     data: TokenFile
@@ -95,10 +101,11 @@ def split_borders(document_starts: np.ndarray, shares: Sequence[Fraction], close
     """Divide tokens in proportion to `shares`. Returns len(shares) + 1 borders, in tokens, from 0 to the end.
 
     document_starts: int64 [documents + 1]. By default, borders are between documents, as close to the shares as
-    possible, and each part with a share gets at least one document. Borders are by position instead if there are fewer
-    documents than parts, or if a part would differ from its share by more than 10 % of the share and more than 1 % of
-    all tokens. But they stay between documents if a part by position would have fewer than MIN_TOKENS tokens. closed:
-    the last token is an EOD, which is not counted for borders by position.
+        possible, and each part with a share gets at least one document. Borders are by position instead if there are
+        fewer documents than parts, or if a part would differ from its share by more than 10 % of the share and more
+        than 1 % of all tokens. But they stay between documents if a part by position would have fewer than MIN_TOKENS
+        tokens.
+    closed: the last token is an EOD, which is not counted for borders by position.
     """
     total, count = int(document_starts[-1]), len(document_starts) - 1
     ends = list(itertools.accumulate(shares))[:-1]
@@ -286,8 +293,9 @@ def unigram_bits_per_byte(
 ) -> float:
     """Return the cross-entropy of the validation tokens under the frequencies of the training tokens, in bits per byte.
 
-    train_tokens, valid_tokens: integers [tokens]. byte_lengths: int64 [vocab_size], the bytes of each id's text. Each
-    count is increased by 1, so that no id has probability 0.
+    train_tokens, valid_tokens: integers [tokens].
+    byte_lengths: int64 [vocab_size], the bytes of each id's text. Each count is increased by 1, so that no id has
+        probability 0.
     """
     counts = np.bincount(train_tokens, minlength=vocab_size).astype(np.float64) + 1.0
     found = np.bincount(valid_tokens, minlength=vocab_size)

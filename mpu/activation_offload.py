@@ -119,7 +119,7 @@ class OffloadGroup:
         self._storages: list[weakref.ref[_OffloadedStorage]] = []
 
     def _live(self) -> list[_OffloadedStorage]:
-        """The storages that autograd has not released yet, in the order of forward."""
+        """Return the storages that autograd has not released yet, in the order of forward."""
         return [storage for reference in self._storages if (storage := reference()) is not None]
 
     def offload(self, x: Tensor) -> Reload:
@@ -199,7 +199,8 @@ def shard_and_offload_saved_tensors(
     tensor, or a copy in host memory, or both. Parameters are saved as they are, because they exist anyway.
 
     group: the ranks that share each saved tensor, which must be equal on all of them; backward gathers the shards, in
-    the same order on all ranks. None saves whole tensors. activation_offload: None keeps the tensors on the device.
+        the same order on all ranks. None saves whole tensors.
+    activation_offload: None keeps the tensors on the device.
     """
     group = group if group is not None and group.size() > 1 else None
     if group is None and activation_offload is None:
@@ -218,8 +219,8 @@ def shard_and_offload_saved_tensors(
 
 
 def flat_shard(x: Tensor, group: ProcessGroup) -> Tensor:
-    """This rank's share of the elements of `x` in order, as a new tensor [⌈numel/ranks⌉]; the last share is padded. Any
-    shape and dtype."""
+    """Return this rank's share of the elements of `x` in order, as a new tensor [⌈numel/ranks⌉]; the last share is
+    padded. Any shape and dtype."""
     length = -(-x.numel() // group.size())
     shard = x.new_zeros(length)
     own = x.detach().reshape(-1)[group.rank() * length : (group.rank() + 1) * length]

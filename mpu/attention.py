@@ -17,8 +17,9 @@ class PackedSeqParams:
     """The lengths of the documents in a micro-batch. Attention uses them so that no token attends to another document.
 
     lengths: the number of tokens of each document. A document that continues in the next sample counts as two. The sum
-    is t. cu_seqlens: int32 [len(lengths) + 1], 0 and the cumulative lengths, on the model's device. The class has the
-    role of megatron.core's PackedSeqParams.
+        is t.
+    cu_seqlens: int32 [len(lengths) + 1], 0 and the cumulative lengths, on the model's device. The class has the role of
+        megatron.core's PackedSeqParams.
     """
 
     def __init__(self, tokens: Tensor, eod: int, device: torch.device | str) -> None:
@@ -42,8 +43,9 @@ def document_attention(
     """Causal attention within each document: [s, b, n, 3, d] -> [s, b, n·d]. It takes less time than attention over
     whole samples, and no more memory.
 
-    packed_seq_params: None if each sample is one document. dropout_seeds: int64 [b, 3], see `mpu.dropout_seeds`; None
-    draws the masks from torch's generator. first_head: number of this rank's first head.
+    packed_seq_params: None if each sample is one document.
+    dropout_seeds: int64 [b, 3], see `mpu.dropout_seeds`; None draws the masks from torch's generator.
+    first_head: number of this rank's first head.
     """
     s, b, n, _, d = qkv.shape
     if packed_seq_params is None and dropout_seeds is not None:

@@ -24,7 +24,7 @@ from mpu.partition import check_ids, local_ids
 
 
 def vocab_parallel_targets(target: Tensor, number: int, columns: int, vocab_size: int) -> kernels.VocabParallelTargets:
-    """The targets [...] as seen by shard `number` of the vocabulary. columns: width of a shard, with padding."""
+    """Return the targets [...] as seen by shard `number` of the vocabulary. columns: width of a shard, with padding."""
     first = number * columns
     return kernels.VocabParallelTargets(
         min(max(vocab_size - first, 0), columns), *local_ids(target, first, first + columns)
@@ -80,9 +80,9 @@ def vocab_parallel_cross_entropy(
     """-log softmax(logits)[target] [...] in float32, equal on every rank. Forward: one all-gather; backward: no
     communication.
 
-    logits: [..., v/tp], this rank's columns. target: [...] int64, ids in the whole vocabulary. No id means "ignore",
-    see `check_ids`. vocab_size: the true vocabulary size; columns after it are masked (default: no
-    column is masked).
+    logits: [..., v/tp], this rank's columns.
+    target: [...] int64, ids in the whole vocabulary. No id means "ignore", see `check_ids`.
+    vocab_size: the true vocabulary size; columns after it are masked (default: no column is masked).
     """
     group = group if group is not None else get_tensor_model_parallel_group()
     vocab_size = vocab_size or logits.size(-1) * group_rank_and_size(group)[1]
@@ -173,10 +173,13 @@ def vocab_parallel_linear_cross_entropy(
     chunk; backward: one all-reduce of d hidden. With sequence_parallel, hidden is this rank's [t/tp, h]; forward has
     one more all-gather, and backward a reduce-scatter.
 
-    hidden: [t, h]. weight: [v/tp, h], this rank's rows. target: [t] int64, see `check_ids`. token_weight: [t] float32,
-    the product of the loss mask, 1 / tokens of the global batch, and the loss scale. vocab_size: the true vocabulary
-    size; rows after it are masked. weight_grad_hook: backward calls it with the gradient of `weight` instead of giving
-    the gradient to autograd. The gradient has the dtype of `weight`, or of the products under torch.autocast.
+    hidden: [t, h].
+    weight: [v/tp, h], this rank's rows.
+    target: [t] int64, see `check_ids`.
+    token_weight: [t] float32, the product of the loss mask, 1 / tokens of the global batch, and the loss scale.
+    vocab_size: the true vocabulary size; rows after it are masked.
+    weight_grad_hook: backward calls it with the gradient of `weight` instead of giving the gradient to autograd. The
+        gradient has the dtype of `weight`, or of the products under torch.autocast.
     """
     group = group if group is not None else get_tensor_model_parallel_group()
     check_ids(target, vocab_size, "target")

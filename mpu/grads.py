@@ -53,9 +53,10 @@ def squared_norm(
 ) -> Tensor:
     """Σ g² over the model-parallel group, as a float32 scalar on `device`. The host does not wait for the device.
 
-    split: gradients of parameters that are split over the tensor-parallel group. replicated: gradients of the other
-    parameters. A parameter that two pipeline stages hold must be passed on one of them only. sharded: data-parallel
-    ranks hold different parts of the gradients, so the sum is over all ranks.
+    split: gradients of parameters that are split over the tensor-parallel group.
+    replicated: gradients of the other parameters. A parameter that two pipeline stages hold must be passed on one of
+        them only.
+    sharded: data-parallel ranks hold different parts of the gradients, so the sum is over all ranks.
     """
     state = get_parallel_state()
     counted = list(split) + (list(replicated) if state.tensor_model_parallel_rank == 0 else [])

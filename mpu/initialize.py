@@ -150,64 +150,64 @@ def destroy_model_parallel() -> None:
 
 
 def get_parallel_state() -> ParallelState:
-    """The default state. Call `initialize_model_parallel` first."""
+    """Return the default state. Call `initialize_model_parallel` first."""
     assert _default is not None, "call mpu.initialize_model_parallel first"
     return _default
 
 
 def get_model_parallel_group() -> ProcessGroup | None:
-    """The ranks that together with this rank hold one whole model (tensor x pipeline). None
+    """Return the ranks that together with this rank hold one whole model (tensor x pipeline). None
     without torch.distributed."""
     return get_parallel_state().model_parallel_group
 
 
 def get_model_parallel_rank() -> int:
-    """This rank's number in its model-parallel group."""
+    """Return this rank's number in its model-parallel group."""
     return get_parallel_state().model_parallel_rank
 
 
 def get_model_parallel_world_size() -> int:
-    """The number of ranks over which the model is split."""
+    """Return the number of ranks over which the model is split."""
     return get_parallel_state().model_parallel_size
 
 
 def get_model_parallel_src_rank() -> int:
-    """The global rank of the first member of this rank's model-parallel group."""
+    """Return the global rank of the first member of this rank's model-parallel group."""
     return get_parallel_state().model_parallel_src_rank
 
 
 def get_tensor_model_parallel_group() -> ProcessGroup | None:
-    """The ranks that hold the other shards of this rank's layers. None without torch.distributed."""
+    """Return the ranks that hold the other shards of this rank's layers. None without torch.distributed."""
     return get_parallel_state().tensor_model_parallel_group
 
 
 def get_tensor_model_parallel_rank() -> int:
-    """This rank's number in its tensor-parallel group."""
+    """Return this rank's number in its tensor-parallel group."""
     return get_parallel_state().tensor_model_parallel_rank
 
 
 def get_tensor_model_parallel_world_size() -> int:
-    """The number of ranks over which each layer is split."""
+    """Return the number of ranks over which each layer is split."""
     return get_parallel_state().tensor_model_parallel_size
 
 
 def get_tensor_model_parallel_src_rank() -> int:
-    """The global rank of the first member of this rank's tensor-parallel group."""
+    """Return the global rank of the first member of this rank's tensor-parallel group."""
     return get_parallel_state().tensor_model_parallel_src_rank
 
 
 def get_pipeline_model_parallel_group() -> ProcessGroup | None:
-    """The ranks that hold the layers before and after this rank's layers. None without a pipeline."""
+    """Return the ranks that hold the layers before and after this rank's layers. None without a pipeline."""
     return get_parallel_state().pipeline_model_parallel_group
 
 
 def get_pipeline_model_parallel_rank() -> int:
-    """This rank's number in its pipeline."""
+    """Return this rank's number in its pipeline."""
     return get_parallel_state().pipeline_model_parallel_rank
 
 
 def get_pipeline_model_parallel_world_size() -> int:
-    """The number of pipeline stages."""
+    """Return the number of pipeline stages."""
     return get_parallel_state().pipeline_model_parallel_size
 
 
@@ -222,23 +222,23 @@ def is_pipeline_last_stage() -> bool:
 
 
 def get_embedding_group() -> ProcessGroup | None:
-    """The first and the last rank of this rank's pipeline, which both hold the tied word embeddings. None on middle
-    stages and without a pipeline."""
+    """Return the first and the last rank of this rank's pipeline, which both hold the tied word embeddings. None on
+    middle stages and without a pipeline."""
     return get_parallel_state().embedding_group
 
 
 def get_data_parallel_group() -> ProcessGroup | None:
-    """The ranks that hold the same shards as this rank. None without torch.distributed."""
+    """Return the ranks that hold the same shards as this rank. None without torch.distributed."""
     return get_parallel_state().data_parallel_group
 
 
 def get_data_parallel_rank() -> int:
-    """This rank's number in its data-parallel group."""
+    """Return this rank's number in its data-parallel group."""
     return get_parallel_state().data_parallel_rank
 
 
 def get_data_parallel_world_size() -> int:
-    """The number of ranks that hold the same shards."""
+    """Return the number of ranks that hold the same shards."""
     return get_parallel_state().data_parallel_size
 
 

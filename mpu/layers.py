@@ -52,7 +52,7 @@ class ParallelLayer(nn.Module):
         self._specs: dict[str, PartitionSpec] = {}
 
     def partition_specs(self) -> dict[str, PartitionSpec]:
-        """The spec of each of this layer's parameters, by name."""
+        """Return the spec of each of this layer's parameters, by name."""
         return self._specs
 
     def make_parameter(self, name: str, spec: PartitionSpec, init_method: InitMethod) -> Tensor:
@@ -72,7 +72,7 @@ class ParallelLayer(nn.Module):
         return full
 
     def reduce(self, x: Tensor) -> Tensor:
-        """The sum of x [s, ...] over the ranks; with sequence_parallel, this rank's [s/tp, ...] of the sum."""
+        """Return the sum of x [s, ...] over the ranks; with sequence_parallel, this rank's [s/tp, ...] of the sum."""
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(x, self.group)
         return reduce_from_model_parallel_region(x, self.group)
@@ -138,8 +138,9 @@ def linear(
 ) -> Tensor:
     """XAᵀ + b: [..., i], [o, i], [o] -> [..., o].
 
-    weight_grad_fn: computes the weight gradient in backward (default: the fastest matrix product). group: backward sums
-    dX over it. sequence_parallel: x is this rank's [s/tp, ...] of the group's input.
+    weight_grad_fn: computes the weight gradient in backward (default: the fastest matrix product).
+    group: backward sums dX over it.
+    sequence_parallel: x is this rank's [s/tp, ...] of the group's input.
     """
     needs_grad = torch.is_grad_enabled() or torch.compiler.is_compiling()
     if not needs_grad and not sequence_parallel:
@@ -346,7 +347,7 @@ class PositionEmbedding(ParallelLayer):
             mark_sequence_parallel(self.parameters())
 
     def local_positions(self, x: Tensor) -> slice:
-        """The positions of the hidden states x: [s, ...], or [s/tp, ...] with sequence_parallel."""
+        """Return the positions of the hidden states x: [s, ...], or [s/tp, ...] with sequence_parallel."""
         first = self.rank * x.size(0) if self.sequence_parallel else 0
         return slice(first, first + x.size(0))
 

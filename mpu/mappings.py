@@ -110,7 +110,7 @@ def copy_to_model_parallel_region(x: Tensor, group: ProcessGroup | None = None) 
 
 
 def reduce_from_model_parallel_region(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """The sum of x over the ranks. Backward returns the gradient unchanged. Any shape."""
+    """Return the sum of x over the ranks. Backward returns the gradient unchanged. Any shape."""
     return communicate(x, group, forward=_all_reduce, backward=_identity)
 
 

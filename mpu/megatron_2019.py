@@ -72,7 +72,9 @@ def broadcast_data(
 ) -> dict[str, Tensor]:
     """Send the tensors `data[key]` from the first rank of the tensor-parallel group to all its ranks, and return them.
 
-    keys: the same on every rank. data: read on the first rank only; may be None on other ranks. dtype: of all tensors.
+    keys: the same on every rank.
+    data: read on the first rank only; may be None on other ranks.
+    dtype: of all tensors.
     device: the device of the result (default: the current GPU if the process uses one, else the CPU).
 
     Raises ValueError on every rank of the group if a key is missing or a tensor has a different dtype.
@@ -101,7 +103,7 @@ def broadcast_data(
 
 
 def _find_problem(keys: Sequence[str], data: Mapping[str, Tensor], dtype: torch.dtype) -> str:
-    """The reason why the first rank cannot send its data, or ""."""
+    """Return the reason why the first rank cannot send its data, or ""."""
     for key in keys:
         if key not in data:
             return f"the first rank has no {key!r}"

@@ -55,7 +55,7 @@ def exchange(
 
 
 def _pipeline(group: ProcessGroup | None) -> tuple[ProcessGroup | None, int, int]:
-    """The group (None if it has one rank), this rank in it, and its size."""
+    """Return the group (None if it has one rank), this rank in it, and its size."""
     group = group if group is not None else get_pipeline_model_parallel_group()
     rank, size = group_rank_and_size(group)
     return group if size > 1 else None, rank, size

@@ -20,7 +20,8 @@ def divide(numerator: int, denominator: int) -> int:
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, model_parallel_size: int) -> int:
-    """The number of rows of the embedding: the smallest multiple of both other numbers that is at least `vocab_size`.
+    """Return the number of rows of the embedding: the smallest multiple of both other numbers
+    that is at least `vocab_size`.
 
     Megatron rounds up to a multiple of their product. Here it is their least common multiple: 50,257 becomes 50,304 for
     every power of two up to 128, so shapes do not depend on the layout.
@@ -64,7 +65,7 @@ class TensorSlice:
         return math.prod(self.shape)
 
     def slices(self) -> tuple[slice, ...]:
-        """The index that selects this part of the global tensor."""
+        """Return the index that selects this part of the global tensor."""
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
 
 
@@ -72,8 +73,9 @@ class TensorSlice:
 class PartitionSpec:
     """How a parameter is split over the ranks of a tensor-parallel group.
 
-    global_shape: shape of the whole parameter, without padding. dim: the dimension that is split; None if every rank
-    holds the whole parameter. padded_size: size of `dim` in memory, over all ranks (default: without padding).
+    global_shape: shape of the whole parameter, without padding.
+    dim: the dimension that is split; None if every rank holds the whole parameter.
+    padded_size: size of `dim` in memory, over all ranks (default: without padding).
     """
 
     global_shape: tuple[int, ...]
@@ -81,14 +83,14 @@ class PartitionSpec:
     padded_size: int | None = None
 
     def local_shape(self, world_size: int) -> tuple[int, ...]:
-        """The shape in each rank's memory, with padding. Raises ValueError if `dim` does not split evenly."""
+        """Return the shape in each rank's memory, with padding. Raises ValueError if `dim` does not split evenly."""
         shape = list(self.global_shape)
         if self.dim is not None:
             shape[self.dim] = divide(self.padded_size or shape[self.dim], world_size)
         return tuple(shape)
 
     def local_slice(self, rank: int, world_size: int) -> TensorSlice:
-        """The part of the global tensor that `rank` holds. It is empty if the rank holds only padding. Raises
+        """Return the part of the global tensor that `rank` holds. It is empty if the rank holds only padding. Raises
         ValueError if the rank does not exist."""
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not one of {world_size}")
@@ -103,27 +105,27 @@ class PartitionSpec:
     box = local_slice  # the name until 0.3
 
     def without_padding(self, local: Tensor, rank: int, world_size: int) -> Tensor:
-        """The tensor of `rank` without its padding, as a view of `local`."""
+        """Return the tensor of `rank` without its padding, as a view of `local`."""
         if self.dim is None:
             return local
         return local.narrow(self.dim, 0, self.local_slice(rank, world_size).shape[self.dim])
 
     def split(self, full: Tensor, rank: int, world_size: int) -> Tensor:
-        """The part of `full`, the global tensor, that `rank` holds, as a new tensor. Its padding is zero."""
+        """Return the part of `full`, the global tensor, that `rank` holds, as a new tensor. Its padding is zero."""
         assert tuple(full.shape) == self.global_shape, (full.shape, self.global_shape)
         local = full.new_zeros(self.local_shape(world_size))
         self.without_padding(local, rank, world_size).copy_(full[self.local_slice(rank, world_size).slices()])
         return local
 
     def merge(self, shards: list[Tensor]) -> Tensor:
-        """The global tensor, without padding, from the tensors of all ranks. The inverse of `split`."""
+        """Return the global tensor, without padding, from the tensors of all ranks. The inverse of `split`."""
         if self.dim is None:
             return shards[0].clone()
         return torch.cat([self.without_padding(s, r, len(shards)) for r, s in enumerate(shards)], dim=self.dim)
 
 
 def partition_specs(module: nn.Module) -> dict[str, PartitionSpec]:
-    """The spec of every parameter of `module`, by name.
+    """Return the spec of every parameter of `module`, by name.
 
     A layer with split parameters has a method `partition_specs` that returns the specs of these parameters. All other
     parameters are replicated.

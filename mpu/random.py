@@ -106,7 +106,7 @@ _tracker = RNGStatesTracker()
 
 
 def get_cuda_rng_tracker() -> RNGStatesTracker:
-    """The tracker of this process."""
+    """Return the tracker of this process."""
     return _tracker
 
 
@@ -135,8 +135,8 @@ def model_parallel_cuda_manual_seed(seed: int, device: torch.device | str | None
 
 
 def dropout_seeds(seed: int, samples: Tensor, num_layers: int) -> Tensor:
-    """The seeds of a micro-batch's dropout masks, int64 [l, b, 3]: the seed, the sample's number, and the layer's
-    number.
+    """Return the seeds of a micro-batch's dropout masks, int64 [l, b, 3]: the seed, the sample's
+    number, and the layer's number.
 
     samples: int64 [b], the samples' global numbers, on the model's device. They are tensors because torch.compile would
     compile a layer again for each new integer.
@@ -160,8 +160,9 @@ def hidden_dropout(
     """Dropout of hidden states [s, b, h], or [s/tp, b, h] with sequence_parallel.
 
     dropout_seeds: int64 [b, 3], one layer of `dropout_seeds`. Without them the mask is drawn from the default
-    generator, because all ranks hold the same activations and must drop the same elements. With sequence_parallel, each
-    rank holds a different part, and the mask is drawn from the tracker. rank: in the tensor-parallel group.
+        generator, because all ranks hold the same activations and must drop the same elements. With sequence_parallel,
+        each rank holds a different part, and the mask is drawn from the tracker.
+    rank: in the tensor-parallel group.
     """
     if p == 0:
         return x
@@ -201,8 +202,8 @@ def checkpoint(
     final all-reduce is not repeated.
 
     distribute_saved_activations: each rank of `group` (default: the default tensor-parallel group) saves only its shard
-    of each argument. The arguments must be equal on all these ranks. Backward gathers the shards. activation_offload:
-    saves the arguments in host memory.
+        of each argument. The arguments must be equal on all these ranks. Backward gathers the shards.
+    activation_offload: saves the arguments in host memory.
     """
     states = current_rng_tracker().get_states()
     split = (group or get_tensor_model_parallel_group()) if distribute_saved_activations else None

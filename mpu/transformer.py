@@ -43,21 +43,27 @@ class TransformerConfig:
     """The configuration of a layer and its parts, with the names that megatron.core has for the same options. Raises
     ValueError if values are inconsistent.
 
-    hidden_size: h. num_attention_heads: n, must divide h. ffn_hidden_size: f, the width inside the MLP.
-    attention_dropout: dropout of the attention probabilities. hidden_dropout: dropout of the outputs of attention and
-    MLP. layernorm_epsilon: added to the variance. gelu: "tanh" (GPT-2) or "erf".
+    hidden_size: h.
+    num_attention_heads: n, must divide h.
+    ffn_hidden_size: f, the width inside the MLP.
+    attention_dropout: dropout of the attention probabilities.
+    hidden_dropout: dropout of the outputs of attention and MLP.
+    layernorm_epsilon: added to the variance.
+    gelu: "tanh" (GPT-2) or "erf".
 
     recompute_granularity: what backward computes again instead of loading saved activations. "selective": the outputs
     of GELU and layer norm. "full": everything except the inputs of blocks of `recompute_num_layers` layers.
 
     distribute_saved_activations: with "full", each rank saves only its shard of these inputs. It has no effect with
-    sequence_parallel, which shards them already. checkpoint_in_cpu: with "full", these inputs are saved in host memory.
+        sequence_parallel, which shards them already.
+    checkpoint_in_cpu: with "full", these inputs are saved in host memory.
     cpu_offloading_num_layers: with "none", the activations of the first N layers are saved in host memory. On a CPU the
-    last two have no effect. The stack of layers implements these three, not the layer.
+        last two have no effect. The stack of layers implements these three, not the layer.
 
     sequence_parallel: shard activations along the sequence between the split layers; the group's size must divide the
-    sequence. group: the ranks over which the layer is split (default: the default tensor-parallel group). device: of
-    the parameters.
+        sequence.
+    group: the ranks over which the layer is split (default: the default tensor-parallel group).
+    device: of the parameters.
     """
 
     hidden_size: int
@@ -147,8 +153,9 @@ class ParallelSelfAttention(nn.Module):
     ) -> Tensor:
         """[s, b, h] -> [s, b, h].
 
-        packed_seq_params: lengths of the documents; None lets each token attend to all tokens before it. attention_fn:
-        replaces causal attention, [s, b, n/tp, 3, d] -> [s, b, h/tp], for example by `KeyValueCache.attend`.
+        packed_seq_params: lengths of the documents; None lets each token attend to all tokens before it.
+        attention_fn: replaces causal attention, [s, b, n/tp, 3, d] -> [s, b, h/tp], for example by
+            `KeyValueCache.attend`.
         dropout_seeds: this layer's part of `mpu.dropout_seeds`; None draws the masks from torch's generators.
         """
         qkv = self.split_heads(self.query_key_value(x))

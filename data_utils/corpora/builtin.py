@@ -92,7 +92,7 @@ def _is_new(paragraph: str, seen: set[int]) -> bool:
 
 
 def _sources() -> Iterator[tuple[str, list[str]]]:
-    """The name of each module or topic, and its docstrings or text."""
+    """Return the name of each module or topic, and its docstrings or text."""
     library = Path(sysconfig.get_path("stdlib"))
     specs = map(importlib.util.find_spec, PACKAGES)
     installed = [Path(spec.origin).parent for spec in specs if spec and spec.origin]
@@ -114,13 +114,14 @@ def _sources() -> Iterator[tuple[str, list[str]]]:
 
 
 def texts_of(source: str) -> Iterator[str]:
-    """The docstrings of a module, in their order."""
+    """Return the docstrings of a module, in their order."""
     return (match[match.lastgroup] for match in TEXTS.finditer(source) if match.lastgroup)
 
 
 def prose(text: str) -> Iterator[str]:
-    """The paragraphs of `text` that are prose, each as one line. Such a paragraph has at least LEAST_WORDS words,
-    begins with a capital letter and ends with a final sign; PLAIN_SHARE of its words are letters and plain punctuation.
+    """Return the paragraphs of `text` that are prose, each as one line. Such a paragraph has at least
+    LEAST_WORDS words, begins with a capital letter and ends with a final sign; PLAIN_SHARE of its words are
+    letters and plain punctuation.
     """
     for paragraph in BORDER.split(text):
         if paragraph.count(" ") + paragraph.count("\n") < LEAST_WORDS - 1:

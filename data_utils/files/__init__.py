@@ -146,8 +146,8 @@ def append_line(path: str | Path, line: str) -> None:
 
 
 def no_follow(path: str, flags: int) -> int:
-    """The `opener` of a file that is not opened through a symbolic link: a folder that someone else has made must not
-    lead to other files of the user."""
+    """Return the `opener` of a file that is not opened through a symbolic link: a folder that someone else has made
+    must not lead to other files of the user."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 

@@ -49,9 +49,12 @@ def read_pickle(
 ) -> tuple[Any, int]:
     """Read the pickle from byte `at` of `data`, at most to `end`. Returns the object and the index of the next byte.
 
-    names: a pattern of the allowed classes and functions, "module.name", which become `PickledObject`. values: the
-    objects for other allowed names. call: returns the result of a call, given the name and the arguments. persistent:
-    returns the object for a persistent id. Raises ValueError for anything else.
+    names: a pattern of the allowed classes and functions, "module.name", which become `PickledObject`.
+    values: the objects for other allowed names.
+    call: returns the result of a call, given the name and the arguments.
+    persistent: returns the object for a persistent id.
+
+    Raises ValueError for anything else.
     """
     end = min(len(data) if end is None else end, at + MAX_BYTES)
     stack: list[Any] = []

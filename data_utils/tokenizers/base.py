@@ -53,10 +53,11 @@ def split_text(text: str, limit: int = PART_CHARACTERS) -> Iterator[str]:
 class Tokenizer(ABC):
     """Converts text to ids and back.
 
-    token_bytes: the bytes of each id, empty for the end-of-document id. eod: the end-of-document id, or NO_EOD.
-    byte_lengths: int64 [vocab_size], the lengths of `token_bytes`. fingerprint: a sha256 of everything that decides the
-    ids. files: names and contents of the files to save. engine: the library that runs the tokenizer, if there is a
-    choice.
+    token_bytes: the bytes of each id, empty for the end-of-document id.
+    eod: the end-of-document id, or NO_EOD.
+    byte_lengths: int64 [vocab_size], the lengths of `token_bytes`.
+    fingerprint: a sha256 of everything that decides the ids.
+    files: names and contents of the files to save. engine: the library that runs the tokenizer, if there is a choice.
     """
 
     engine = ""

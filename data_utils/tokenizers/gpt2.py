@@ -143,8 +143,11 @@ def gigatoken(ranked: Sequence[bytes]) -> Gigatoken | None:
 class BytePairTokenizer(Tokenizer):
     """A byte-level BPE.
 
-    ranked: the tokens in the order of training. ids: their ids, below `vocab_size`. files: names and contents of the
-    files to save. Raises ValueError if no library for BPE is installed.
+    ranked: the tokens in the order of training.
+    ids: their ids, below `vocab_size`.
+    files: names and contents of the files to save.
+
+    Raises ValueError if no library for BPE is installed.
     """
 
     def __init__(

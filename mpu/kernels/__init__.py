@@ -63,8 +63,8 @@ FLOAT32_ROWS = 4  # blocks in float32 are faster from here on, on processors wit
 
 
 def cast_for_autocast(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The operands of a linear layer in the dtype that torch.autocast uses for matrix products; unchanged without
-    autocast.
+    """Return the operands of a linear layer in the dtype that torch.autocast uses for matrix products;
+    unchanged without autocast.
 
     torch casts inside its own products. A custom autograd function must cast its operands before it saves them;
     otherwise the gradients would have a different dtype.
@@ -92,7 +92,8 @@ def linear_without_gradient(x: Tensor, weight: Tensor, bias: Tensor | None = Non
 
 
 def weight_gradient_kernel(x: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """The function that computes `weight_gradient` for the device and dtype of x; None for the plain matrix product."""
+    """Return the function that computes `weight_gradient` for the device and dtype of x; None for
+    the plain matrix product."""
     is_slow = processor.HAS_AMX and x.is_cpu and x.dtype == torch.bfloat16
     return weight_gradient_in_parts if is_slow else None
 
@@ -137,7 +138,8 @@ def causal_attention(qkv: Tensor, dropout_p: float) -> Tensor:
 def varlen_causal_attention(qkv: Tensor, dropout_p: float, lengths: Sequence[int], cu_seqlens: Tensor) -> Tensor:
     """`causal_attention` within each document: [t, 1, n, 3, d] -> [t, 1, n·d].
 
-    lengths: of successive documents, t in total. cu_seqlens: int32, 0 and the cumulative lengths, on the device.
+    lengths: of successive documents, t in total.
+    cu_seqlens: int32, 0 and the cumulative lengths, on the device.
     """
     if dropout_p == 0 and has_varlen_kernel(qkv):
         return varlen_attention(qkv, cu_seqlens, max(lengths))

@@ -47,8 +47,10 @@ def has_varlen_kernel(qkv: Tensor) -> bool:
 
 
 def varlen_attention(qkv: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
-    """Causal attention within each document, without dropout: [t, 1, n, 3, d] -> [t, 1, n·d]. cu_seqlens: int32, 0 and
-    the cumulative lengths. longest: the largest length.
+    """Causal attention within each document, without dropout: [t, 1, n, 3, d] -> [t, 1, n·d].
+
+    cu_seqlens: int32, 0 and the cumulative lengths.
+    longest: the largest length.
 
     It is torch's only kernel that takes cumulative lengths. It computes all documents in one launch, instead of one
     launch for each, and makes no mask. Its speed has not been measured on a GPU.
@@ -62,7 +64,7 @@ def varlen_attention(qkv: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of our own scores: `dtype` itself if the processor computes in it, else float32."""
+    """Return the dtype of our own scores: `dtype` itself if the processor computes in it, else float32."""
     return dtype if dtype.itemsize > 2 or (dtype == torch.bfloat16 and processor.HAS_AMX) else torch.float32
 
 
@@ -89,9 +91,10 @@ def seeded_attention(
     """softmax(QKᵀ/√d, keys up to the query's position), dropped with probability p, times V:
     [s, b, n, 3, d] -> [s, b, n·d]. For a CPU.
 
-    dropout_seeds: int64 [b, 3], as in `seeded_dropout`. location: which dropout of the layer. first_head: number of
-    this rank's first head. first_position: of a document in its sample; the masks of its queries and keys count from
-    there.
+    dropout_seeds: int64 [b, 3], as in `seeded_dropout`.
+    location: which dropout of the layer.
+    first_head: number of this rank's first head.
+    first_position: of a document in its sample; the masks of its queries and keys count from there.
 
     Backward computes the masks of a block again, and the scores of long sequences. So no mask is saved, and above
     SAVED_UP_TO tokens nothing of size [s, s]. bf16 is computed in float32 if the processor has no AMX. CPU time of
@@ -152,7 +155,7 @@ class _AttentionMasks:
 def _forward(
     qkv: Tensor, p: float, dropout_seeds: Tensor, location: int, first_head: int, first_position: int
 ) -> tuple[Tensor, list[Tensor]]:
-    """The output of `seeded_attention`, and the probabilities of each block if the sequence is short."""
+    """Return the output of `seeded_attention`, and the probabilities of each block if the sequence is short."""
     s, b, n, _, d = qkv.shape
     kept = []
     masks = _AttentionMasks(qkv, p, dropout_seeds, location, first_head, first_position)

@@ -21,8 +21,9 @@ _ELEMENTS = 3 << 16  # float32 elements for each core: 0.75 MB
 class VocabParallelTargets:
     """The targets [...] of the loss, as seen by one shard of the vocabulary.
 
-    columns: the shard's number of columns without padding; columns after them are masked. target: int64, the column of
-    each target in this shard, 0 if a different shard has it. is_local: bool, True if this shard has the target.
+    columns: the shard's number of columns without padding; columns after them are masked.
+    target: int64, the column of each target in this shard, 0 if a different shard has it.
+    is_local: bool, True if this shard has the target.
     """
 
     columns: int
@@ -45,7 +46,8 @@ class VocabParallelTargets:
     def d_logits(self, exp: Tensor, local: Tensor, stats: Tensor, weight: Tensor) -> Tensor:
         """weight · (softmax - one-hot(target)) [..., v/tp], written over `exp`, the result of `exp_and_stats`.
 
-        local, stats: [3, ...], the statistics of this shard and of the whole vocabulary. weight: [...].
+        local, stats: [3, ...], the statistics of this shard and of the whole vocabulary.
+        weight: [...].
         """
         factor = (local[0] - stats[0]).exp() / stats[1] * weight
         exp.mul_(factor.unsqueeze(-1))
@@ -65,8 +67,9 @@ def vocab_parallel_softmax(
     """This rank's logits [c, v/tp] -> statistics of the whole vocabulary [3, c] float32: largest logit, sum of
     exponentials, target's logit.
 
-    weight: [c]; if given, the logits are overwritten with weight · (softmax - one-hot(target)). combine: computes the
-    statistics of the whole vocabulary from this rank's; None if this rank has the whole vocabulary.
+    weight: [c]; if given, the logits are overwritten with weight · (softmax - one-hot(target)).
+    combine: computes the statistics of the whole vocabulary from this rank's; None if this rank has the whole
+        vocabulary.
     """
     if not logits.is_cpu:
         x = logits.float()
@@ -96,8 +99,8 @@ def softmax_by_rows(
 ) -> Tensor:
     """`vocab_parallel_softmax` for a rank that holds several shards of equal width, `rows` tokens at a time.
 
-    combine: computes [3, c] of the whole vocabulary from this rank's [shards, 3, c]. by_block: call it for each block
-    of rows, else once for all tokens.
+    combine: computes [3, c] of the whole vocabulary from this rank's [shards, 3, c].
+    by_block: call it for each block of rows, else once for all tokens.
     """
     tokens, columns = logits[0].shape
     count = min(rows, tokens)
@@ -160,6 +163,6 @@ class MatmulAccumulator:
         self._products += 1
 
     def total(self) -> Tensor:
-        """The sum [m, n], in float32 or in the dtype of the products."""
+        """Return the sum [m, n], in float32 or in the dtype of the products."""
         assert self._part is not None
         return self._part if self._sum is None else self._sum.add_(self._part)

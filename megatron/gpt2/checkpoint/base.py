@@ -34,7 +34,7 @@ _SCALER = [f"optimizer.loss_scaler.{name}" for name in ("scale", "clean_steps", 
 
 
 def intersection(a: TensorSlice, b: TensorSlice) -> TensorSlice:
-    """The common part of two slices. Its size is 0 along each dimension in which they do not overlap."""
+    """Return the common part of two slices. Its size is 0 along each dimension in which they do not overlap."""
     ranges = [(max(i.start, j.start), min(i.stop, j.stop)) for i, j in zip(a.slices(), b.slices(), strict=True)]
     return TensorSlice(tuple(start for start, _ in ranges), tuple(max(stop - start, 0) for start, stop in ranges))
 
@@ -86,10 +86,12 @@ class TensorInfo(NamedTuple):
 class BaseCheckpoint:
     """A checkpoint, opened for reading. Subclasses implement `read_into`.
 
-    path: the iteration's folder, or the file. format: one of `formats.FORMATS`. tensors: by our names,
-    "model.<parameter>" and, if the checkpoint holds them, "master.", "exp_avg." and "exp_avg_sq.".
-    metadata: the values that our manifest has about a run, as far as this format saves them. It always has "config"
-    (at least {"model": {field of ModelConfig: value}}), "vocab_size" and "iteration".
+    path: the iteration's folder, or the file.
+    format: one of `formats.FORMATS`.
+    tensors: by our names, "model.<parameter>" and, if the checkpoint holds them, "master.", "exp_avg." and
+        "exp_avg_sq.".
+    metadata: the values that our manifest has about a run, as far as this format saves them. It always has "config" (at
+        least {"model": {field of ModelConfig: value}}), "vocab_size" and "iteration".
     left_out: one line for each thing that the files hold and this object does not.
     """
 
@@ -157,7 +159,7 @@ def _flatten(values: Mapping[str, Any], before: str = "", depth: int = 3) -> Ite
 
 
 def _metadata_types() -> dict[str, Any]:
-    """The type, or the range of numbers, of each value that a run uses, by the names of `_flatten`."""
+    """Return the type, or the range of numbers, of each value that a run uses, by the names of `_flatten`."""
     hints: dict[str, Any] = dict.fromkeys(("config", "layout", "optimizer", "optimizer.loss_scaler"), dict)
     hints |= dict.fromkeys((*_COUNTS, *_STEPS), _NATURAL) | dict.fromkeys(_SCALER, float)
     hints |= {"tokenizer": dict | None, "tokenizer.fingerprint": str}
@@ -179,6 +181,6 @@ def _has_type(value: Any, hint: Any) -> bool:
 
 
 def decay_iters(metadata: Mapping[str, Any]) -> int:
-    """The iterations over which the learning rate decayed if no flag set them. A run with batch ramp-up has fewer than
-    `train_iters`."""
+    """Return the iterations over which the learning rate decayed if no flag set them. A run with batch ramp-up has
+    fewer than `train_iters`."""
     return int(metadata.get("decay_iters", metadata["train_iters"]))

@@ -114,8 +114,8 @@ def find_checkpoint(
 
 
 def _load_order(directory: Path) -> tuple[Any, ...]:
-    """The tracker's iteration, the folder names in the order to try them, and a problem with the tracker if it has
-    one."""
+    """Return the tracker's iteration, the folder names in the order to try them, and a problem with
+    the tracker if it has one."""
     names = [path.name for _, path in list_iterations(directory, include_old=True)]
     tracker = directory / TRACKER
     if not names and not os.path.lexists(tracker):
@@ -161,7 +161,7 @@ def _open_on_all_ranks(path: Path, rank: int, gather: Gather, verify: bool) -> C
 
 
 def best_loss(folder: Path, data_fingerprint: str, log: Log) -> float:
-    """The validation loss, in nats per token, of the checkpoint in `folder`. Infinity if the folder has no valid
+    """Return the validation loss, in nats per token, of the checkpoint in `folder`. Infinity if the folder has no valid
     checkpoint, or if it was trained on different data."""
     try:
         checkpoint = find_checkpoint(folder, log=log, verify=False)

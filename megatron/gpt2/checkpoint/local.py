@@ -49,7 +49,7 @@ LocalInventory = dict[str, Any]
 
 
 def run_name(save: str | Path) -> str:
-    """The name of the folder for local checkpoints of the run in `save`; "" if the run has no such name."""
+    """Return the name of the folder for local checkpoints of the run in `save`; "" if the run has no such name."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
         if re.fullmatch(r"[0-9a-f]{1,16}", name := (Path(save) / RUN_NAME_FILE).read_text(encoding="ascii")):
             return name
@@ -105,8 +105,9 @@ def transfer_files(
 class LocalCheckpoints:
     """Writes the local checkpoints of a run. Every rank has an object and calls `save` at the same steps.
 
-    folder: the run's folder on this machine. hosts: the machine of each rank. group: all ranks, gloo; None for one
-    rank.
+    folder: the run's folder on this machine.
+    hosts: the machine of each rank.
+    group: all ranks, gloo; None for one rank.
     attempt: a text that is equal on all ranks and different in every start of a run.
     """
 
@@ -224,7 +225,7 @@ def _fetch(path: Path, by_rank: Sequence[LocalInventory | None], rank_info: Rank
 
 
 def local_inventory(folder: Path) -> dict[str, LocalInventory]:
-    """The local checkpoints on this machine, by iteration."""
+    """Return the local checkpoints on this machine, by iteration."""
     found = {}
     for number, path in list_iterations(folder):
         with contextlib.suppress(ValueError):
@@ -239,14 +240,14 @@ def local_inventory(folder: Path) -> dict[str, LocalInventory]:
 
 
 def newest_local_iteration(save: str, directory: str, *, one_machine: bool) -> int:
-    """The newest iteration of the run in `save` that has a local checkpoint on this machine; 0 without one. No tensor
-    is read. one_machine: the run has only this machine, so incomplete checkpoints do not count."""
+    """Return the newest iteration of the run in `save` that has a local checkpoint on this machine; 0 without one. No
+    tensor is read. one_machine: the run has only this machine, so incomplete checkpoints do not count."""
     own = local_inventory(Path(directory) / run) if (run := run_name(save)) else {}
     return newest_complete_iteration([own]) if one_machine else max(map(int, own), default=0)
 
 
 def newest_complete_iteration(everywhere: Sequence[Mapping[str, LocalInventory]]) -> int:
-    """The newest iteration whose files all exist on at least one machine; 0 without one."""
+    """Return the newest iteration whose files all exist on at least one machine; 0 without one."""
     for number in sorted({number for one in everywhere for number in one}, key=int, reverse=True):
         inventories = [one[number] for one in everywhere if number in one]
         present = {file for one in inventories for file in one["present"]}

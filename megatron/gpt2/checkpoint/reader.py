@@ -108,12 +108,12 @@ class TableInfo(NamedTuple):
 
 
 def table_path(rank: int) -> str:
-    """The path of a rank's table, relative to the iteration's folder."""
+    """Return the path of a rank's table, relative to the iteration's folder."""
     return f"boxes/rank_{rank:05d}.jsonl"
 
 
 def tensor_name(key: str) -> str:
-    """The name of the tensor that a key belongs to: `x` for the keys `x` and `x#2`."""
+    """Return the name of the tensor that a key belongs to: `x` for the keys `x` and `x#2`."""
     return key.partition("#")[0]
 
 
@@ -131,12 +131,12 @@ def without_garbage_collection() -> Iterator[None]:
 
 
 def row_range(tensor_slice: TensorSlice) -> tuple[int, int]:
-    """The first row of a slice, and one past the last. A scalar has one row."""
+    """Return the first row of a slice, and one past the last. A scalar has one row."""
     return (tensor_slice.offset[0], tensor_slice.offset[0] + tensor_slice.shape[0]) if tensor_slice.shape else (0, 1)
 
 
 def extent(shards: Sequence[SavedShard]) -> tuple[int, int, int]:
-    """The first row, one past the last row, and the number of entries of some shards of a tensor."""
+    """Return the first row, one past the last row, and the number of entries of some shards of a tensor."""
     tops, bottoms = zip(*(row_range(shard.tensor_slice) for shard in shards), strict=True)
     return min(tops), max(bottoms), sum(shard.tensor_slice.numel for shard in shards)
 
@@ -191,8 +191,8 @@ def check_file_size(path: Path, expected: int) -> None:
 
 
 def _integers(values: Any, at_most: int = 2) -> tuple[int, ...]:
-    """The integers of the list `values`, none negative. The default limit is 2, the most dimensions of a tensor here;
-    without a limit, the product of a long list would take minutes."""
+    """Return the integers of the list `values`, none negative. The default limit is 2, the most dimensions of a tensor
+    here; without a limit, the product of a long list would take minutes."""
     if not isinstance(values, list) or len(values) > at_most or not all(type(v) is int and v >= 0 for v in values):
         raise ValueError(f"{reprlib.repr(values)} should be a list of at most {at_most} whole numbers")
     return tuple(values)
@@ -346,8 +346,8 @@ class Checkpoint(BaseCheckpoint):
             )
 
     def _shards_in(self, name: str, target: TensorSlice) -> list[tuple[SavedShard, TensorSlice]]:
-        """The saved shards of `name` that overlap `target`, each with the intersection. Raises ValueError unless the
-        intersections cover each entry of `target` exactly once."""
+        """Return the saved shards of `name` that overlap `target`, each with the intersection. Raises ValueError unless
+        the intersections cover each entry of `target` exactly once."""
         shape = self.tensors[name].shape
         if intersection(target, TensorSlice((0,) * len(shape), shape)) != target and target.numel:
             raise ValueError(f"{self.path}: {name} has shape {shape}, which does not contain {target}")
@@ -364,7 +364,7 @@ class Checkpoint(BaseCheckpoint):
         return shards
 
     def _map_shard(self, shard: SavedShard) -> Tensor:
-        """The values of a saved shard, memory-mapped from its file."""
+        """Return the values of a saved shard, memory-mapped from its file."""
         if shard.file not in self._mapped:
             where, info = self.path / shard.file, self._file_infos[shard.file]
             slices = {

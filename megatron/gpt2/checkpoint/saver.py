@@ -49,9 +49,10 @@ _ALIGNMENT = 64  # bytes, of every tensor in the host buffer
 class PendingSave:
     """State that the writing thread and the training thread share during a save.
 
-    own: the result of writing this rank's files. committed: that of `Saver.write`. deadline: the
-    `time.monotonic()` at which rank 0 stops waiting for other ranks. problem: the error of the first rank that
-    could not write its files, else "".
+    own: the result of writing this rank's files.
+    committed: that of `Saver.write`.
+    deadline: the `time.monotonic()` at which rank 0 stops waiting for other ranks.
+    problem: the error of the first rank that could not write its files, else "".
     """
 
     own: Future[None] = field(default_factory=Future)
@@ -64,11 +65,14 @@ class PendingSave:
 class Saver:
     """Writes the checkpoints of a run into `folder`. Every rank has a saver and calls its methods at the same steps.
 
-    attempt: a text that is equal on all ranks and different in every run. keep_last: the number of iterations to keep
-    after a save, with the new one (default: all). timeout_s: how long rank 0 waits until it sees the files of other
-    ranks. storage_timeout_s: how long each rank waits for its own files. local_world_size: the ranks that share this
-    machine's memory. gather: a collective that returns the texts of all ranks, and allows for both times. check_owner:
-    raises OSError if this run must not commit. saved_iteration: the last iteration that all ranks report as committed.
+    attempt: a text that is equal on all ranks and different in every run.
+    keep_last: the number of iterations to keep after a save, with the new one (default: all).
+    timeout_s: how long rank 0 waits until it sees the files of other ranks.
+    storage_timeout_s: how long each rank waits for its own files.
+    local_world_size: the ranks that share this machine's memory.
+    gather: a collective that returns the texts of all ranks, and allows for both times.
+    check_owner: raises OSError if this run must not commit.
+    saved_iteration: the last iteration that all ranks report as committed.
     problem: the last error on this rank.
     """
 
@@ -107,8 +111,11 @@ class Saver:
         self, iteration: int, files: ShardedFiles, metadata: Mapping[str, Any], *, into: Path | None = None
     ) -> Path | None:
         """Start saving a checkpoint. Returns its folder if the save is committed, and None if it failed with a warning
-        or if the thread is still writing (--async-save). metadata: for the manifest, in JSON types, taken from rank 0.
-        into: save into this folder instead, and replace the checkpoint there (for `best/`)."""
+        or if the thread is still writing (--async-save).
+
+        metadata: for the manifest, in JSON types, taken from rank 0.
+        into: save into this folder instead, and replace the checkpoint there (for `best/`).
+        """
         self.finish()
         self.prepare(files)
         if self._host_buffer is not None:
@@ -225,7 +232,7 @@ class Saver:
 
 
 def _sizes(files: ShardedFiles) -> list[int]:
-    """The bytes of each tensor in the host buffer."""
+    """Return the bytes of each tensor in the host buffer."""
     return [-(-shard.data.nbytes // _ALIGNMENT) * _ALIGNMENT for shards in files.values() for shard in shards.values()]
 
 

@@ -99,12 +99,13 @@ def _shard_slices(
 
 
 def parameter_states(named_parameters: Iterable[tuple[str, Tensor]]) -> Iterator[ParamShard]:
-    """The parameters as states of kind "model", for `sharded_state_dict` and `load_sharded_state_dict`."""
+    """Return the parameters as states of kind "model", for `sharded_state_dict` and `load_sharded_state_dict`."""
     return (ParamShard("model", name, parameter.detach().view(-1)) for name, parameter in named_parameters)
 
 
 def model_rank_name(parallel: mpu.ParallelState) -> str:
-    """The part of the names of files and random states that says which part of the model a rank has, as in Megatron:
+    """Return the part of the names of files and random states that says which part of the model
+    a rank has, as in Megatron:
     "00", the tensor-parallel rank, or with a pipeline "00_001", tensor-parallel rank and stage."""
     stage = f"_{parallel.pipeline_model_parallel_rank:03d}" if parallel.pipeline_model_parallel_size > 1 else ""
     return f"{parallel.tensor_model_parallel_rank:02d}{stage}"
@@ -115,7 +116,8 @@ def _rng_prefix(parallel: mpu.ParallelState) -> str:
 
 
 def rng_state_dict(parallel: mpu.ParallelState, device: torch.device) -> dict[str, ShardedTensor]:
-    """The states of this rank's random generators: of the CPU, of the GPU if `device` is one, and of mpu's tracker."""
+    """Return the states of this rank's random generators: of the CPU, of the GPU if `device` is
+    one, and of mpu's tracker."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)

@@ -62,8 +62,9 @@ class ShardedTensor:
     """A slice of a global tensor that this rank writes.
 
     data: the values, without padding, on any device. If `data` is on the meta device, it only gives shape and dtype,
-    and `load` returns the values when they are written. global_shape: without padding. global_offset: the first index
-    of the slice in the global tensor.
+        and `load` returns the values when they are written.
+    global_shape: without padding.
+    global_offset: the first index of the slice in the global tensor.
     """
 
     data: Tensor
@@ -81,7 +82,7 @@ ShardedFiles = Mapping[str, Mapping[str, ShardedTensor]]  # {path in the iterati
 
 
 def temporary_folder(final: Path, attempt: str) -> Path:
-    """The folder into which the ranks write the checkpoint `final` before the commit."""
+    """Return the folder into which the ranks write the checkpoint `final` before the commit."""
     return final.with_name(f"{final.name}.tmp-{attempt}")
 
 
@@ -178,8 +179,11 @@ def _write_errors(path: Path, size: int) -> Iterator[None]:
 
 
 def manifest_bytes(iteration: int, metadata: Mapping[str, Any], tables: Iterable[bytes]) -> bytes:
-    """Return the manifest with its hash. metadata: about the run, in JSON types. tables: by rank. Only one table is in
-    memory at a time, and only its first line is parsed."""
+    """Return the manifest with its hash.
+
+    metadata: about the run, in JSON types.
+    tables: by rank. Only one table is in memory at a time, and only its first line is parsed.
+    """
     tensors: dict[str, Any] = {}
     held: dict[str, list[tuple[int, ...]]] = {}
     listed: dict[str, Any] = {}

@@ -100,8 +100,10 @@ class Operation(NamedTuple):
 
     expected(x, group): the first blocks of y, from the x of all ranks, [n, blocks, PERIOD]; None if this rank gets no
     result. bus(n): bus bandwidth / algorithm bandwidth, as in nccl-tests' doc/PERFORMANCE.md; None for a barrier.
-    has_blocks: x and y have a block for each rank, and y is NaN at first; otherwise y begins as a copy of x. over: name
-    of the subgroup. messages: number of consecutive point-to-point messages in a run.
+
+    has_blocks: x and y have a block for each rank, and y is NaN at first; otherwise y begins as a copy of x.
+    over: name of the subgroup.
+    messages: number of consecutive point-to-point messages in a run.
     """
 
     run: Callable[[ProcessGroup, Tensor, Tensor], object]
@@ -236,7 +238,7 @@ class BandwidthRow(NamedTuple):
     correct: bool
 
     def __str__(self) -> str:
-        """The row of the table, under HEADER."""
+        """Return the row of the table, under HEADER."""
         size, times = format_size(self.bytes) if self.bytes else "", [f"{s * 1e6:,.1f}" for s in self[3:6]]
         speeds = [f"{x:.3f}" if x else "" for x in self[6:8]]
         result = "ok" if self.correct else "WRONG"

@@ -24,8 +24,9 @@ from megatron.gpt2.generate.load_model import LoadedModel, load_for_inference
 class ModelParser(Parser):
     """The parser of a program that uses a trained model, with the flags for the model, the device and the layout.
 
-    precision: the default of --precision. model_parallel_size: the default of --model-parallel-size; None: the number
-    of ranks / --pipeline-model-parallel-size, see `check_world_size`.
+    precision: the default of --precision.
+    model_parallel_size: the default of --model-parallel-size; None: the number of ranks /
+        --pipeline-model-parallel-size, see `check_world_size`.
     """
 
     def __init__(self, doc: str | None, *, precision: str, model_parallel_size: int | None = 1) -> None:

@@ -95,9 +95,11 @@ NEVER_FROM_CHECKPOINT = (
 class Arguments:
     """A parsed command line.
 
-    values: the non-default values by "section.field". given: the keys that the command line decided, including shape
-    and tokenizer of its `--model` or `--config`. notes: lines about translated and ignored flags. sources: the key and
-    file of each flag that a DeepSpeed file sets."""
+    values: the non-default values by "section.field".
+    given: the keys that the command line decided, including shape and tokenizer of its `--model` or `--config`.
+    notes: lines about translated and ignored flags.
+    sources: the key and file of each flag that a DeepSpeed file sets.
+    """
 
     values: Mapping[str, Any]
     given: frozenset[str]
@@ -277,8 +279,8 @@ def merge_checkpoint(
 ) -> Arguments:
     """Return `arguments` with the values that the checkpoint decides.
 
-    saved: the `Config.as_dict()` of the checkpoint, with vocabulary size and tokenizer. saved_iterations: the length of
-    its schedule (default: its train_iters).
+    saved: the `Config.as_dict()` of the checkpoint, with vocabulary size and tokenizer.
+    saved_iterations: the length of its schedule (default: its train_iters).
 
     Shape and tokenizer: flags that are not given take the checkpoint's values. Given flags that differ
     raise ValueError, all in one line. --seq-length may differ; it takes the checkpoint's value if neither a

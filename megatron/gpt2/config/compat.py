@@ -29,10 +29,11 @@ Fields = dict[str, Any]  # "section.field" -> value
 class CompatRule:
     """One rule for one or more flags or keys.
 
-    names: each name, and if it takes values. A name that ends in `*` stands for all names with this beginning. accepts:
-    the allowed values; empty: all. sets: (value, the fields that the command line gives) -> fields, or ValueError for a
-    bad value. unless: the rule does not apply if this flag is given. explicit_values: if the field's own flag has one
-    of these values, it wins over the rule.
+    names: each name, and if it takes values. A name that ends in `*` stands for all names with this beginning.
+    accepts: the allowed values; empty: all.
+    sets: (value, the fields that the command line gives) -> fields, or ValueError for a bad value.
+    unless: the rule does not apply if this flag is given.
+    explicit_values: if the field's own flag has one of these values, it wins over the rule.
     """
 
     names: Mapping[str, bool]
@@ -671,8 +672,13 @@ DEFAULT_TRUE_KEYS = ("optimizer.params.adam_w_mode", "optimizer.params.bias_corr
 
 
 class Applied(NamedTuple):
-    """The result of rules. values: the fields that they set. set_by: the name that set each field. notes: lines about
-    translated and ignored names. problems: errors."""
+    """The result of rules.
+
+    values: the fields that they set.
+    set_by: the name that set each field.
+    notes: lines about translated and ignored names.
+    problems: errors.
+    """
 
     values: Fields
     set_by: dict[str, str]
@@ -685,8 +691,8 @@ def apply_rules(
 ) -> Applied:
     """Apply `rules` to `read` ({name: value}), whose names all have a rule. Names with the same text share a line.
 
-    given: the fields that the project's own flags set, by "section.field". given_wins: `given` replaces what a rule
-    sets; otherwise a difference is an error.
+    given: the fields that the project's own flags set, by "section.field".
+    given_wins: `given` replaces what a rule sets; otherwise a difference is an error.
     """
     done = Applied({}, {}, [], [])
     noted, refusals = collections.defaultdict[str, list[str]](list), collections.defaultdict[str, list[str]](list)

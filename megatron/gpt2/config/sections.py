@@ -48,9 +48,12 @@ def option(
 ) -> Any:
     """Return a dataclass field that is also a command-line flag.
 
-    help: the text of --help and docs/reference/flags.md. aliases: other spellings of the flag. bound: the allowed range
-    of a number. choices: the allowed values; empty: any. metavar: the name of the value in --help. const: the value if
-    the flag is given without one.
+    help: the text of --help and docs/reference/flags.md.
+    aliases: other spellings of the flag.
+    bound: the allowed range of a number.
+    choices: the allowed values; empty: any.
+    metavar: the name of the value in --help.
+    const: the value if the flag is given without one.
     """
     how = {"help": help, "aliases": aliases, "bound": bound, "choices": choices, "metavar": metavar, "const": const}
     return field(default=default, metadata=how)

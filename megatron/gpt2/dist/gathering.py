@@ -13,7 +13,8 @@ import mpu
 def gather_rows(row: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Gather `row` [n] from every rank: [world_size, n] on the host. Waits for the device.
 
-    row: a tensor on the rank's device. group: None for the world.
+    row: a tensor on the rank's device.
+    group: None for the world.
     """
     if not dist.is_initialized():
         return row[None].cpu()

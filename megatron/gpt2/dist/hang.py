@@ -98,7 +98,8 @@ def frames_of_main_thread() -> Frames:
 class HangDetector(Hook):
     """Finds and reports the cause of a hanging collective. Each rank with a rendezvous has one.
 
-    timeout: the timeout of a collective. watches_steps: a training step that takes longer is a hang, too.
+    timeout: the timeout of a collective.
+    watches_steps: a training step that takes longer is a hang, too.
     """
 
     def __init__(self, rank_info: RankInfo, timeout: timedelta, incidents: IncidentLog, *, watches_steps: bool) -> None:
@@ -233,8 +234,11 @@ def describe_hang(
     seconds: float,
     cut: Sequence[str] = (),
 ) -> str:
-    """Describe which ranks wait where and for which rank. first: the rank whose collective timed out first, after
-    `seconds`. cut: two machines without a connection."""
+    """Describe which ranks wait where and for which rank.
+
+    first: the rank whose collective timed out first, after `seconds`.
+    cut: two machines without a connection.
+    """
     waiting: dict[str, list[int]] = {}
     for rank, location in sorted(locations.items(), key=lambda item: (item[0] != first, item[0])):
         if location.is_waiting:

@@ -84,9 +84,10 @@ class TimedStore:
 class Heartbeat(threading.Thread):
     """A thread that writes this rank's heartbeat to the store and reads those of other ranks.
 
-    store: with a separate connection, because the training thread may block on its own. hosts: the hosts of all ranks.
-    is_first_on_node: the first rank of a machine reads all heartbeats. Other ranks read them
-    only while `reads_all` is set: if all ranks always did, the load of the store would be quadratic.
+    store: with a separate connection, because the training thread may block on its own.
+    hosts: the hosts of all ranks.
+    is_first_on_node: the first rank of a machine reads all heartbeats. Other ranks read them only while `reads_all` is
+        set: if all ranks always did, the load of the store would be quadratic.
     """
 
     def __init__(self, store: Store, rank: int, hosts: Mapping[int, str], *, is_first_on_node: bool) -> None:

@@ -255,8 +255,10 @@ def set_gloo_interface(own: str, elsewhere: Sequence[str], environ: MutableMappi
     gloo uses the address of the host name, which on many systems is a loopback address that other machines cannot
     reach. NCCL finds an interface by itself.
 
-    own: this machine's address towards rank 0. elsewhere: the addresses of ranks on other machines; empty if all ranks
-    are on this machine. Raises ValueError if the variable names an interface that this machine does not have.
+    own: this machine's address towards rank 0.
+    elsewhere: the addresses of ranks on other machines; empty if all ranks are on this machine.
+
+    Raises ValueError if the variable names an interface that this machine does not have.
     """
     interfaces, chosen = [name for _, name in socket.if_nameindex()], environ.get("GLOO_SOCKET_IFNAME")
     if chosen is not None:
@@ -303,7 +305,8 @@ def addresses_of(interface: str) -> list[str]:
 def initialize_distributed(rank_info: RankInfo, backend: str, device: torch.device, timeout_minutes: float) -> None:
     """Create torch's process group, if there is more than one rank.
 
-    backend: from `device.choose_backend`. timeout_minutes: time limit of a collective; torch's default is 30 minutes.
+    backend: from `device.choose_backend`.
+    timeout_minutes: time limit of a collective; torch's default is 30 minutes.
     """
     if rank_info.rendezvous is None:
         assert rank_info.world_size == 1, "join_rendezvous was not called"

@@ -85,9 +85,9 @@ def run_program(program: Program, argv: Sequence[str] | None) -> int:
     starts. Returns the exit code.
 
     program: a top-level function of a module. It returns its exit code or None for 0. `log` prints a line on rank 0's
-    standard error. argv: None for this process's command line.
-    Exit codes: the program's; 1 if another rank was lost; 2 for bad input, which one rank reports in
-    one line; 130 after Ctrl-C.
+        standard error.
+    argv: None for this process's command line. Exit codes: the program's; 1 if another rank was lost; 2 for bad input,
+        which one rank reports in one line; 130 after Ctrl-C.
     """
     try:
         return _run(program, sys.argv[1:] if argv is None else argv)
@@ -192,8 +192,11 @@ def start_ranks(
 
     Returns the exit code of the first rank that fails, or 0. If one fails, the others end within EXIT_TIMEOUT seconds,
     and all ranks are restarted at most `launch.max_restarts` times. SIGTERM and SIGUSR1 are forwarded to the ranks;
-    Ctrl-C reaches them from the terminal. program: a top-level function of a module, which the ranks import. The ranks
-    get torchrun's variables and flags for `read_launch`. save_folder: for training programs.
+    Ctrl-C reaches them from the terminal.
+
+    program: a top-level function of a module, which the ranks import. The ranks get torchrun's variables and flags for
+        `read_launch`.
+    save_folder: for training programs.
     """
     logging.disable(logging.CRITICAL)  # no tracebacks of torch for a killed rank
     # One store for all rounds; torch's own store may move to a different machine in each round.

@@ -40,8 +40,10 @@ def open_checkpoint(
 ) -> BaseCheckpoint:
     """Open the checkpoint at `path`, of any format: a folder of iterations, one iteration, or a file.
 
-    hints: values that the files may not contain. log: gets a line for each value that is only a guess. Raises
-    ValueError, in one line, if the checkpoint is not valid.
+    hints: values that the files may not contain.
+    log: gets a line for each value that is only a guess.
+
+    Raises ValueError, in one line, if the checkpoint is not valid.
     """
     path, hints = Path(path), hints or Hints()
     found = detect_format(path, hints.iteration)

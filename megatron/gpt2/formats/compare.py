@@ -102,8 +102,12 @@ def format_value(value: Any) -> str:
 
 
 class TensorComparison(NamedTuple):
-    """The difference of a tensor. shape: in the first checkpoint. max_difference: the largest absolute difference; NaN
-    if only one of the tensors has a NaN, None if the shapes differ or if only one checkpoint has the tensor."""
+    """The difference of a tensor.
+
+    shape: in the first checkpoint.
+    max_difference: the largest absolute difference; NaN if only one of the tensors has a NaN, None if the shapes differ
+        or if only one checkpoint has the tensor.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -150,8 +154,8 @@ def _row(a: BaseCheckpoint, b: BaseCheckpoint, name: str) -> TensorComparison:
 
 
 def max_abs_difference(x: Tensor, y: Tensor) -> float:
-    """The largest absolute difference of two tensors of equal shape, computed in float64. Two NaNs are equal, and so
-    are two equal infinities. The difference of a NaN and a number is NaN."""
+    """Return the largest absolute difference of two tensors of equal shape, computed in float64. Two NaNs are equal,
+    and so are two equal infinities. The difference of a NaN and a number is NaN."""
     max_difference = []
     for some, other in zip(x.flatten().split(CHUNK), y.flatten().split(CHUNK), strict=True):
         some, other = some.double(), other.double()
@@ -179,7 +183,7 @@ def _format_shape(shape: tuple[int, ...]) -> str:
 def compare_logits(
     a: BaseCheckpoint, b: BaseCheckpoint, *, kind: str = "model", log: Callable[[str], None] = print
 ) -> float:
-    """The largest absolute difference of the logits of `a` and `b` in fp32, on fixed random
+    """Return the largest absolute difference of the logits of `a` and `b` in fp32, on fixed random
     tokens; NaN if one has a NaN.
 
     kind: the tensors of `a` from which the weights of `b` were converted, "model" or "master". They are first rounded

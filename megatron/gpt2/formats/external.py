@@ -91,7 +91,7 @@ class LazyTensor:
 
     @staticmethod
     def combine(change: Callable[..., Tensor], *parts: LazyTensor) -> LazyTensor:
-        """A lazy tensor whose value is `change(*parts)`."""
+        """Return a lazy tensor whose value is `change(*parts)`."""
         shapes = [torch.empty(part.info.shape, dtype=part.info.dtype, device="meta") for part in parts]
         info = LazyTensor.from_tensor(change(*shapes)).info
         return LazyTensor(info, lambda: change(*(part.load() for part in parts)))
@@ -110,11 +110,14 @@ OptimizerState = tuple[Mapping[str, LazyTensors], dict[str, Any]]  # the tensors
 class ExternalCheckpoint(BaseCheckpoint):
     """A checkpoint of another program. It keeps no tensor in memory.
 
-    iteration: default, the optimizer's steps. model: with the true vocabulary size. metadata: other values, with the
-    names of our manifest. weights: by our names, with the model's shapes. left_out: one line for each thing that the
-    files hold and this object does not. read_optimizer: returns moments, metadata, and masters if they are not the
-    weights. None: the files hold no state. If it fails, or if a master, rounded to the dtype of the weights, is not the
-    weight, the state is left out, with `problem` in the line. Padding rows of the word embeddings are left out.
+    iteration: default, the optimizer's steps.
+    model: with the true vocabulary size.
+    metadata: other values, with the names of our manifest.
+    weights: by our names, with the model's shapes.
+    left_out: one line for each thing that the files hold and this object does not.
+    read_optimizer: returns moments, metadata, and masters if they are not the weights. None: the files hold no state.
+        If it fails, or if a master, rounded to the dtype of the weights, is not the weight, the state is left out, with
+        `problem` in the line. Padding rows of the word embeddings are left out.
 
     Raises ValueError for weights that are not floating-point, and MixedRunsError if `read_optimizer` does.
     """
@@ -208,15 +211,15 @@ def from_head_major(x: Tensor, heads: int) -> Tensor:
 
 
 def matrix_shape(shapes: Mapping[str, tuple[int, ...]], name: str) -> tuple[int, ...]:
-    """The shape of the matrix `name`. Raises ValueError if `shapes` has no such matrix."""
+    """Return the shape of the matrix `name`. Raises ValueError if `shapes` has no such matrix."""
     if len(shapes.get(name, ())) != 2:
         raise ValueError(f"holds no matrix {name}: is a pipeline stage missing, or is it not a GPT-2?")
     return shapes[name]
 
 
 def infer_num_heads(hidden_size: int, tp_size: int, saved: Any, hints: Hints) -> int:
-    """The number of heads from the file (`saved`) or from `hints`. Raises ValueError that lists possible numbers, if
-    the number is unknown or does not divide `hidden_size`."""
+    """Return the number of heads from the file (`saved`) or from `hints`. Raises ValueError that lists possible
+    numbers, if the number is unknown or does not divide `hidden_size`."""
     heads = saved if isinstance(saved, int) else hints.num_attention_heads
     fitting = sorted(
         (n for n in range(tp_size, hidden_size + 1, tp_size) if hidden_size % n == 0),
@@ -260,9 +263,11 @@ def short_repr(value: Any) -> str:
 def adam_metadata(step: int, groups: Sequence[Any], flags: Mapping[str, Any], **progress: Any) -> dict[str, Any]:
     """Return the metadata of an optimizer state after `step` steps.
 
-    groups: Adam's `param_groups`; empty if they are unknown. flags: other fields of OptimizerConfig. progress:
-    entries of `AdamWOptimizer.state_dict` that differ if a step was skipped or the loss was scaled. Raises
-    ValueError for invalid flags.
+    groups: Adam's `param_groups`; empty if they are unknown.
+    flags: other fields of OptimizerConfig.
+    progress: entries of `AdamWOptimizer.state_dict` that differ if a step was skipped or the loss was scaled.
+
+    Raises ValueError for invalid flags.
     """
     config = dict(flags)
     for group in groups[:1]:
@@ -280,12 +285,13 @@ def has_optimizer(source: BaseCheckpoint) -> bool:
 
 
 def optimizer_config(source: BaseCheckpoint) -> OptimizerConfig:
-    """The optimizer's configuration in the metadata of `source`, with defaults for missing values."""
+    """Return the optimizer's configuration in the metadata of `source`, with defaults for missing values."""
     return Config.from_dict({"optimizer": source.metadata["config"].get("optimizer", {})}).optimizer
 
 
 def adam_param_groups(source: BaseCheckpoint) -> list[dict[str, Any]]:
-    """The `param_groups` of torch's Adam, without parameters: first matrices, with weight decay, then vectors."""
+    """Return the `param_groups` of torch's Adam, without parameters: first matrices, with weight decay, then
+    vectors."""
     config = optimizer_config(source)
     same = {"lr": config.lr, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
     return [{**same, "weight_decay": decay} for decay in (config.weight_decay, 0.0)]

@@ -85,7 +85,7 @@ def open_huggingface(folder: Path, hints: Hints, *, log: Callable[[str], None]) 
 
 
 def _model_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `build_checkpoint` that config.json gives."""
+    """Return the arguments of `build_checkpoint` that config.json gives."""
     kind, activation = config.get("model_type"), config.get("activation_function", "gelu_new")
     require(kind == "gpt2", f"model_type is {short_repr(kind)}, and this program supports only gpt2")
     for name, plain in REQUIRED_VALUES.items():
@@ -110,7 +110,7 @@ def _model_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tensors(weights: Path) -> LazyTensors:
-    """The tensors of the file `weights`, or of the files that this index lists."""
+    """Return the tensors of the file `weights`, or of the files that this index lists."""
     if weights.suffix != ".json":
         return _load_file(weights)
     where = read_json_object(weights, MAX_JSON_BYTES).get("weight_map")
@@ -134,8 +134,8 @@ def _tensors(weights: Path) -> LazyTensors:
 
 
 def _load_file(path: Path) -> LazyTensors:
-    """The tensors of one file, memory-mapped. This function checks a safetensors header before its library parses it,
-    because the library accepts duplicate keys and needs minutes for a long header."""
+    """Return the tensors of one file, memory-mapped. This function checks a safetensors header before its library
+    parses it, because the library accepts duplicate keys and needs minutes for a long header."""
     with file_errors(path):
         if path.suffix != ".safetensors":
             return {str(name): LazyTensor.from_tensor(tensor) for name, tensor in load_torch_file(path).items()}
@@ -251,7 +251,8 @@ In training the characters `<|endoftext|>` in a text were text; this tokenizer r
 
 
 def _model_card(source: BaseCheckpoint, kind: str, dtype: torch.dtype, problem: str) -> str:
-    """The model card, with the run's metadata and an example. problem: why the export has no tokenizer, or ""."""
+    """Return the model card, with the run's metadata and an example. problem: why the export has no tokenizer, or
+    ""."""
     _, *lines = takewhile(bool, format_description(describe(source)))  # without the path and the tensors
     lines.append(
         f"weights  {str(dtype).removeprefix('torch.')}{', rounded from the fp32 masters' * (kind == 'master')}"

@@ -83,7 +83,7 @@ class RankFile(NamedTuple):
 
 
 def rank_files(folder: Path) -> dict[tuple[int, int], Path]:
-    """The ranks' files in `folder`, by (model-parallel rank, pipeline stage)."""
+    """Return the ranks' files in `folder`, by (model-parallel rank, pipeline stage)."""
     found = {}
     for path in sorted(folder.glob("mp_rank_*")):
         if match := DEEPSPEED_FILE.fullmatch(path.name):
@@ -177,7 +177,8 @@ def open_megatron(path: Path, format: str, hints: Hints, *, log: Callable[[str],
 
 
 def _zero_files(path: Path, tp_size: int) -> list[list[Path]]:
-    """The files of ZeRO's optimizer of each model-parallel rank, by data-parallel rank; [] without such files."""
+    """Return the files of ZeRO's optimizer of each model-parallel rank, by data-parallel rank; [] without such
+    files."""
     found = {
         (int(match[2]), int(match[1])): file for file in path.iterdir() if (match := ZERO_FILE.fullmatch(file.name))
     }
@@ -234,7 +235,7 @@ def _open_files(path: Path) -> tuple[list[RankFile], int]:
 
 
 def _chunks(top: Mapping[str, Any]) -> list[str]:
-    """The keys of a file's chunks, in the order of their layers."""
+    """Return the keys of a file's chunks, in the order of their layers."""
     found = [name for name in top if isinstance(name, str) and re.fullmatch(r"model\d{0,3}|module", name)]
     return sorted(found, key=lambda name: int("0" + re.sub(r"\D", "", name)))
 
@@ -258,7 +259,7 @@ def _add_chunk(chunk: Any, weights: dict[str, LazyTensor], first_layer: int) -> 
 
 
 def flatten_state_dict(tree: Mapping[str, Any], prefix: str = "", depth: int = 5) -> dict[str, Tensor]:
-    """The tensors of nested dictionaries, by name, without Transformer Engine's _extra_state (of FP8)."""
+    """Return the tensors of nested dictionaries, by name, without Transformer Engine's _extra_state (of FP8)."""
     found: dict[str, Tensor] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
@@ -279,8 +280,10 @@ def write_megatron(
     *,
     log: Callable[[str], None] = print,
 ) -> Path:
-    """Write `source` into the new folder `out` and return the iteration's folder. format: "megatron-2019",
-    "megatron-v2", "megatron-v3" or "megatron-core". layout: the ranks that load the files.
+    """Write `source` into the new folder `out` and return the iteration's folder.
+
+    format: "megatron-2019", "megatron-v2", "megatron-v3" or "megatron-core".
+    layout: the ranks that load the files.
 
     Masters, moments, loss scaler and schedule are written if the source holds them, except for megatron-core, which
     gets only weights. Raises ValueError for a layout that does not fit the model or the format.

@@ -122,9 +122,11 @@ def format_state_dict(format: str, tensors: Mapping[str, Tensor]) -> dict[str, A
 
 @dataclass(frozen=True)
 class MegatronLayout:
-    """The parallel layout of an export: tensor and pipeline sizes. first, last: the numbers of layers of the first
-    and the last stage, if they differ from the other stages. virtual_layers: the number of layers of a chunk, if
-    stages are interleaved."""
+    """The parallel layout of an export: tensor and pipeline sizes.
+
+    first, last: the numbers of layers of the first and the last stage, if they differ from the other stages.
+    virtual_layers: the number of layers of a chunk, if stages are interleaved.
+    """
 
     tensor: int = 1
     pipeline: int = 1
@@ -133,12 +135,12 @@ class MegatronLayout:
     last: int | None = None
 
     def virtual(self, num_layers: int) -> int:
-        """The number of chunks of layers per stage. Raises ValueError that names the flag."""
+        """Return the number of chunks of layers per stage. Raises ValueError that names the flag."""
         return 1 if self.virtual_layers is None else virtual_stages(num_layers, self.pipeline, self.virtual_layers)
 
 
 def chunks_of_stages(model: ModelConfig, layout: MegatronLayout, format: str) -> list[list[dict[str, str]]]:
-    """The chunks of layers of each stage. A chunk is {name in the file, as in 2019: our parameter name}.
+    """Return the chunks of layers of each stage. A chunk is {name in the file, as in 2019: our parameter name}.
 
     Layers are numbered from 0 in every chunk. With several stages, the last one also has the word embeddings, as
     `EMBEDDINGS_FOR_HEAD`. Raises ValueError, which names the flag, for a layout that this format does not support.
@@ -238,12 +240,12 @@ def read_shard(source: BaseCheckpoint, name: str, spec: PartitionSpec, kind: str
 
 
 def namespace_dict(value: Any) -> dict[str, Any]:
-    """The attributes of a namespace or the entries of a dictionary; {} for other values."""
+    """Return the attributes of a namespace or the entries of a dictionary; {} for other values."""
     return value if isinstance(value, dict) else value.attributes() if isinstance(value, PickledObject) else {}
 
 
 def saved_iteration(top: Mapping[str, Any]) -> int:
-    """The iteration in a file; 0 without one. Raises ValueError if it is not an integer."""
+    """Return the iteration in a file; 0 without one. Raises ValueError if it is not an integer."""
     name = next((name for name in ("iteration", "total_iters", "global_steps") if name in top), "")
     return check_integer(name, top.get(name, 0), 0, 10**12)
 
@@ -261,9 +263,12 @@ def infer_model_config(
     """Return the model's configuration, once with the true vocabulary size and once with the padded one. `log` gets a
     line if the true size is unknown; then the padded size is used.
 
-    top: the file's other entries, such as "args". shapes: by our names, of one of `tp_size` ranks. found: values of
-    arguments that follow from the files. padded_for: the number of ranks for which the vocabulary was padded. Raises
-    ValueError, in one line, if these contradict each other.
+    top: the file's other entries, such as "args".
+    shapes: by our names, of one of `tp_size` ranks.
+    found: values of arguments that follow from the files.
+    padded_for: the number of ranks for which the vocabulary was padded.
+
+    Raises ValueError, in one line, if these contradict each other.
     """
     args, shape = namespace_dict(top.get("args")), partial(matrix_shape, shapes)
     for name in UNSUPPORTED_ARGS:
@@ -316,8 +321,8 @@ def infer_model_config(
 
 
 def padded_model_config(source: BaseCheckpoint, tp_size: int) -> ModelConfig:
-    """The configuration with Megatron's padding of the vocabulary, to a multiple of `make_vocab_size_divisible_by`
-    times the tensor-parallel size. Ours is a multiple of both numbers."""
+    """Return the configuration with Megatron's padding of the vocabulary, to a multiple of
+    `make_vocab_size_divisible_by` times the tensor-parallel size. Ours is a multiple of both numbers."""
     model = check_metadata(source)
     require(
         model.num_attention_heads % tp_size == 0 and model.ffn_size % tp_size == 0,
@@ -330,7 +335,7 @@ def padded_model_config(source: BaseCheckpoint, tp_size: int) -> ModelConfig:
 def megatron_args(
     source: BaseCheckpoint, model: ModelConfig, layout: MegatronLayout, format: str
 ) -> argparse.Namespace:
-    """The `args` of a checkpoint. Megatron compares them with its flags, or uses them instead of flags."""
+    """Return the `args` of a checkpoint. Megatron compares them with its flags, or uses them instead of flags."""
     metadata, tp_size, vpp_size = source.metadata, layout.tensor, layout.virtual(model.num_layers)
     sizes = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
     optimizer = metadata["config"].get("optimizer", {})

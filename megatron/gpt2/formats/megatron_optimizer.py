@@ -63,7 +63,7 @@ PROGRESS = {"consumed_samples": "consumed_train_samples"} | {n: n for n in ("tra
 
 
 def progress_metadata(args: Mapping[str, Any]) -> dict[str, Any]:
-    """The run's progress from Megatron's arguments, under our manifest's names."""
+    """Return the run's progress from Megatron's arguments, under our manifest's names."""
     return {name: args[theirs] for name, theirs in PROGRESS.items() if type(args.get(theirs)) is int}
 
 
@@ -72,7 +72,7 @@ def _names_by_group(weights: LazyTensors) -> list[list[str]]:
 
 
 def same_step(steps: Iterable[Any]) -> int:
-    """The number of steps in all `steps`. Raises ValueError if they differ."""
+    """Return the number of steps in all `steps`. Raises ValueError if they differ."""
     found = {int(step) for step in steps}
     require(len(found) == 1, f"steps {sorted(found)[:5]}")
     return found.pop()
@@ -100,8 +100,13 @@ def read_rank_optimizer(optimizer: Any, weights: LazyTensors) -> RankOptimizer:
 
 
 def read_zero_optimizer(files: Sequence[Path], top: Mapping[str, Any], weights: LazyTensors) -> RankOptimizer:
-    """Read the optimizer of a rank that DeepSpeed sharded. files: by data-parallel rank. top, weights: of the model's
-    file. Raises ValueError, LookupError or another error of parsing if the files do not belong together."""
+    """Read the optimizer of a rank that DeepSpeed sharded.
+
+    files: by data-parallel rank.
+    top, weights: of the model's file.
+
+    Raises ValueError, LookupError or another error of parsing if the files do not belong together.
+    """
     parts = [load_torch_file(file)["optimizer_state_dict"] for file in files]
     first, adams = parts[0], [part["base_optimizer_state"] for part in parts]
     count = first["partition_count"]
@@ -133,7 +138,7 @@ def read_zero_optimizer(files: Sequence[Path], top: Mapping[str, Any], weights: 
 
 
 def _slice(vectors: Sequence[Tensor], start: int, shape: tuple[int, ...]) -> Tensor:
-    """The tensor of `shape` from value `start` of the concatenated `vectors`."""
+    """Return the tensor of `shape` from value `start` of the concatenated `vectors`."""
     found, end = [], start + math.prod(shape)
     for vector in vectors:
         found.append(vector[max(start, 0) : max(end, 0)])
@@ -147,7 +152,9 @@ def megatron_adam_metadata(
     """Return the metadata of Adam's state, with our flags for the schedule, the loss scale and AdamW. `left_out` gets a
     line for each setting that our flags do not have.
 
-    top: all entries of the file. optimizer: its optimizer. groups: Adam's param groups.
+    top: all entries of the file.
+    optimizer: its optimizer.
+    groups: Adam's param groups.
     """
     args = namespace_dict(top.get("args"))
     flags: dict[str, Any] = {"clip_grad": args["clip_grad"]} if type(args.get("clip_grad")) is float else {}
@@ -211,8 +218,8 @@ def _read_scheduler(
 
 
 def optimizer_state_dict(source: BaseCheckpoint, groups: Groups, format: str) -> dict[str, Any]:
-    """The entry `optimizer` of a rank's file. The loss scaler of 2019, an object in Megatron, is a dictionary here. For
-    fp32 weights, later versions save only Adam's state, because the weights are the masters."""
+    """Return the entry `optimizer` of a rank's file. The loss scaler of 2019, an object in Megatron, is a dictionary
+    here. For fp32 weights, later versions save only Adam's state, because the weights are the masters."""
     numbered = [{moment: states[moment] for moment in MOMENTS} for group in groups for states in group]
     first, param_groups = len(groups[0]), megatron_param_groups(source)
     param_groups[0]["params"], param_groups[1]["params"] = list(range(first)), list(range(first, len(numbered)))
@@ -277,7 +284,7 @@ def megatron_param_groups(source: BaseCheckpoint) -> list[dict[str, Any]]:
 
 
 def scheduler_state_dict(source: BaseCheckpoint, format: str, log: Callable[[str], None]) -> dict[str, Any] | None:
-    """The state `lr_scheduler` of 2019 and v2, or `opt_param_scheduler` of v3; None if the
+    """Return the state `lr_scheduler` of 2019 and v2, or `opt_param_scheduler` of v3; None if the
     format lacks this schedule."""
     config, metadata = optimizer_config(source), source.metadata
     style, old = config.lr_decay_style, format == "megatron-2019"

@@ -52,9 +52,10 @@ def write_native(
 ) -> Path:
     """Write the iteration of `source` into the new folder `out`. Returns the iteration's folder.
 
-    model_parallel_size: any size that divides the model's shape. tokenizer: saved with the checkpoint, if given. Only
-    one tensor is in memory at a time. Masters and moments are written as files of one data-parallel rank, if the source
-    holds all of them. Random states depend on the layout and are not written.
+    model_parallel_size: any size that divides the model's shape.
+    tokenizer: saved with the checkpoint, if given. Only one tensor is in memory at a time. Masters and moments are
+        written as files of one data-parallel rank, if the source holds all of them. Random states depend on the layout
+        and are not written.
 
     Raises ValueError, in one line, for a size that does not fit, and OSError if the disk is full.
     """
@@ -87,8 +88,9 @@ def write_native(
 
 
 def native_metadata(source: BaseCheckpoint, model_parallel_size: int, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """The metadata for the new manifest: that of `source`, with defaults for missing values that a run needs. Without
-    `consumed_samples`, a run starts at the beginning of the data. Without a tokenizer, training asks for one."""
+    """Return the metadata for the new manifest: that of `source`, with defaults for missing values that
+    a run needs. Without `consumed_samples`, a run starts at the beginning of the data. Without a
+    tokenizer, training asks for one."""
     given: dict[str, Any] = {"tokenizer": None, **source.metadata}
     given.pop("tokenizer_files", None)
     sections = {name: dict(values) for name, values in given["config"].items()}

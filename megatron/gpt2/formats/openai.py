@@ -132,7 +132,7 @@ def find_weights(found: LazyTensors, left_out: list[str]) -> tuple[dict[str, Laz
 
 
 def _find_prefix(names: Sequence[str]) -> str:
-    """The prefix of OpenAI's names in `names`. Raises ValueError if the names are not those of a GPT-2."""
+    """Return the prefix of OpenAI's names in `names`. Raises ValueError if the names are not those of a GPT-2."""
     tables = [name for name in names if re.fullmatch(rf"(.+\.)?{re.escape(WTE)}", name)]
     if len(tables) != 1:
         for pattern, whose in OTHER_ARCHITECTURES:
@@ -156,7 +156,8 @@ def to_native_tensors(
     """Convert `found`, with OpenAI's names, to our names and layout. The word embeddings may have padding rows. Raises
     ValueError if other shapes differ from `model`.
 
-    transposed: linear layers are stored [in, out]. biases: False for a model without biases, which get zeros here.
+    transposed: linear layers are stored [in, out].
+    biases: False for a model without biases, which get zeros here.
     """
     ours, left = {}, dict(found)
     for name, spec in parameter_specs(model).items():
@@ -197,9 +198,12 @@ def build_checkpoint(
     """Build the checkpoint of a model from its tensors, which give its shape except heads and the form of GELU. `log`
     gets a line if the vocabulary may be padded: nanoGPT pads that of GPT-2 without saving the true size.
 
-    read: returns the optimizer state, given the weights and a function that converts tensors to our names. heads, gelu:
-    from the file. sizes: fields of ModelConfig from the file, which must fit the tensors. tied: True if the file may
-    lack a head. iteration: default, the optimizer's steps. more: other fields of ModelConfig.
+    read: returns the optimizer state, given the weights and a function that converts tensors to our names.
+    heads, gelu: from the file.
+    sizes: fields of ModelConfig from the file, which must fit the tensors.
+    tied: True if the file may lack a head.
+    iteration: default, the optimizer's steps.
+    more: other fields of ModelConfig.
     """
     left_out: list[str] = []
     found, has_head = find_weights(tensors, left_out)
@@ -231,14 +235,15 @@ def build_checkpoint(
 
 
 def export_kind(source: BaseCheckpoint, dtype: str) -> str:
-    """The kind of tensors to export in `dtype`: "master" if `dtype` is not "source" and masters exist, else "model"."""
+    """Return the kind of tensors to export in `dtype`: "master" if `dtype` is not "source" and
+    masters exist, else "model"."""
     return "master" if dtype != "source" and f"master.{WORD_EMBEDDINGS}" in source.tensors else "model"
 
 
 def export_tensors(
     source: BaseCheckpoint, folder: Path, kind: str, *, transposed: bool, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """The tensors of a `kind` under Hugging Face's names, in the order of the model. They are memory-mapped from
+    """Return the tensors of a `kind` under Hugging Face's names, in the order of the model. They are memory-mapped from
     temporary files in `folder`, so that only one at a time must be in memory. dtype: default, the saved one."""
     model, made = check_metadata(source), {}
     for name in parameter_specs(model):
@@ -249,7 +254,8 @@ def export_tensors(
 
 
 def adamw_param_groups(source: BaseCheckpoint, weights: Mapping[str, Tensor]) -> list[tuple[dict[str, Any], list[str]]]:
-    """The two param groups of torch's AdamW, matrices first, each with its settings and the names of its parameters."""
+    """Return the two param groups of torch's AdamW, matrices first, each with its settings and the
+    names of its parameters."""
     off = dict.fromkeys(("amsgrad", "maximize", "capturable", "differentiable"), False)
     settings = [
         {**group, **off, "foreach": None, "fused": None, "decoupled_weight_decay": True}

@@ -57,7 +57,7 @@ def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> tuple[dict[str, by
 
 
 def merges_of(ranked: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
-    """The merge that gives each token of several bytes. Raises ValueError if no merge gives a token."""
+    """Return the merge that gives each token of several bytes. Raises ValueError if no merge gives a token."""
     ranks = {token: rank for rank, token in enumerate(ranked)}
     merges = []
     for rank, token in enumerate(ranked):

@@ -174,12 +174,13 @@ def _common_state(folder: DcpCheckpoint) -> dict[str, Any]:
 
 
 def _positive_arg(args: Mapping[str, Any], name: str) -> int | None:
-    """The argument `name` if it is a positive integer, else None."""
+    """Return the argument `name` if it is a positive integer, else None."""
     return args[name] if type(args.get(name)) is int and args[name] > 0 else None
 
 
 def _tensors_by_kind(folder: DcpCheckpoint) -> dict[str, dict[str, LazyTensor]]:
-    """The tensors of the folder by kind and our name, with separate layers. Raises ValueError for duplicate names."""
+    """Return the tensors of the folder by kind and our name, with separate layers. Raises
+    ValueError for duplicate names."""
     found: dict[str, dict[str, LazyTensor]] = {}
     for theirs in folder.tensors:
         if theirs.startswith(BUCKET_PREFIX):
@@ -225,8 +226,13 @@ def merge_grid(x: Tensor, grid: tuple[int, ...], shape: tuple[int, ...]) -> Tens
 def _bucket_states(
     folder: DcpCheckpoint, args: Mapping[str, Any], model: ModelConfig, weights: LazyTensors
 ) -> dict[str, dict[str, LazyTensor]]:
-    """Read masters and moments, fp32, from flat buckets. args: of the run, with its layout. model: with the padded
-    vocabulary. Raises ValueError, in one line, if the buckets do not fit the model in any known order of modules."""
+    """Read masters and moments, fp32, from flat buckets.
+
+    args: of the run, with its layout.
+    model: with the padded vocabulary.
+
+    Raises ValueError, in one line, if the buckets do not fit the model in any known order of modules.
+    """
     tp_size, pipeline = (_positive_arg(args, f"{kind}_model_parallel_size") or 1 for kind in ("tensor", "pipeline"))
     virtual = _positive_arg(args, "virtual_pipeline_model_parallel_size")
     ends = (_positive_arg(args, f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
@@ -281,8 +287,8 @@ def _in_module_order(chunk: Mapping[str, str], order: Sequence[str]) -> list[str
 def _rank_state(
     folder: DcpCheckpoint, buckets: Mapping[int, str], names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, dict[str, LazyTensor]]:
-    """The tensors of a buffer by kind and name. A bucket ends at the end of a parameter, or at the start of the next
-    one. Raises ValueError if the lengths do not fit."""
+    """Return the tensors of a buffer by kind and name. A bucket ends at the end of a parameter, or at the start of the
+    next one. Raises ValueError if the lengths do not fit."""
     states: dict[str, dict[str, LazyTensor]] = {kind: {} for kind in STATE_NAMES}
     number = at = 0
     for name in reversed(names):

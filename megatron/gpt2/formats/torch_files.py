@@ -206,7 +206,7 @@ def _rebuild(data: memoryview, name: str, args: Any) -> Any:
 
 
 def _tensor(data: memoryview, storage: Storage, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-    """A tensor that is a view of the file and has at most as many elements as its storage."""
+    """Return a tensor that is a view of the file and has at most as many elements as its storage."""
     dtype, start, storage_size = storage
     if (
         len(shape) > 8
@@ -239,7 +239,10 @@ SavedSlices = list[tuple[TensorSlice, FileRegion]]
 
 
 class DcpCheckpoint(BaseCheckpoint):
-    """A DCP folder, opened for reading. tensors: by the names in `.metadata`. objects: regions by name.
+    """A DCP folder, opened for reading.
+
+    tensors: by the names in `.metadata`.
+    objects: regions by name.
 
     Raises ValueError, in one line, if a file is missing or too short, or if the slices of a tensor do not cover it.
     """
@@ -281,7 +284,7 @@ class DcpCheckpoint(BaseCheckpoint):
         return self._load(self.objects[name])
 
     def lazy_tensor(self, name: str, row: int | None = None) -> LazyTensor:
-        """The tensor `name`, or its slice at index `row` of the first dimension."""
+        """Return the tensor `name`, or its slice at index `row` of the first dimension."""
         dtype, shape = self.tensors[name].dtype, self.tensors[name].shape
         if row is None:
             return LazyTensor(self.tensors[name], lambda: self.read(name))
@@ -318,7 +321,7 @@ def read_dcp_metadata(path: Path) -> tuple[dict[str, TensorInfo], dict[str, Save
 
 
 def _regions(entries: Mapping[PickledObject, PickledObject]) -> dict[tuple[str, Any], FileRegion]:
-    """The regions of slices and objects, by name and offset. The offset of an object is None."""
+    """Return the regions of slices and objects, by name and offset. The offset of an object is None."""
     regions = {}
     for index, info in entries.items():
         key, values = index.attributes(), info.attributes()

@@ -38,9 +38,11 @@ Metrics = dict[str, Any]  # name -> int or float
 class EvaluationTask:
     """A file that was read for scoring.
 
-    settings: the options that decided the windows. words: the number of words of the original text, for the perplexity
-    per word; None for other tasks. num_truncated: the passages that were cut at the beginning to fit a window.
-    labels: [questions] of HELLASWAG, the number of the right ending. characters: [questions, endings], their lengths.
+    settings: the options that decided the windows.
+    words: the number of words of the original text, for the perplexity per word; None for other tasks.
+    num_truncated: the passages that were cut at the beginning to fit a window.
+    labels: [questions] of HELLASWAG, the number of the right ending.
+    characters: [questions, endings], their lengths.
     """
 
     name: str
@@ -81,8 +83,11 @@ def read_task(
 
     overlapping_eval: targets of each window after the first (default: 32 for WIKITEXT103 and PTB; all for TEXT).
     strict_lambada: every token of the last word is a target, and the word is tokenised separately; otherwise the target
-    is the last token of the passage. max_bad_fraction: the fraction of lines that may be unusable. log: receives
-    notices. Raises ValueError if the file does not fit the task.
+        is the last token of the passage.
+    max_bad_fraction: the fraction of lines that may be unusable.
+    log: receives notices.
+
+    Raises ValueError if the file does not fit the task.
     """
     if overlapping_eval is not None and not 1 <= overlapping_eval <= length:
         raise ValueError(f"--overlapping-eval {overlapping_eval} must be from 1 to the {length} tokens of a window")

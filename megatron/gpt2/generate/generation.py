@@ -29,9 +29,11 @@ from megatron.gpt2.model.gpt2 import GPT2Model
 class Continuation:
     """A request for the text that follows `prompt`, a list of ids. An empty prompt begins a new document.
 
-    ids: the new tokens so far, without the end-of-document token. finish: the reason for the end, "end" (of the
-    document), "stop" (a stop string), "length" or "cancelled"; "" before the end. score_prompt: put the prompt's tokens
-    from the second on, with their probabilities and without text, into `prompt_tokens` before the first new token.
+    ids: the new tokens so far, without the end-of-document token.
+    finish: the reason for the end, "end" (of the document), "stop" (a stop string), "length" or "cancelled"; "" before
+        the end.
+    score_prompt: put the prompt's tokens from the second on, with their probabilities and without text, into
+        `prompt_tokens` before the first new token.
     """
 
     def __init__(self, prompt: Sequence[int] | np.ndarray, sampling: Sampling, *, score_prompt: bool = False) -> None:
@@ -51,7 +53,11 @@ class Continuation:
         self.finish = self.finish or "cancelled"
 
     def next(self, logits: Tensor, total: Tensor, tokenizer: Tokenizer) -> "Event":
-        """Draw the next token, or finish. logits: [v]. total: their logsumexp."""
+        """Draw the next token, or finish.
+
+        logits: [v].
+        total: their logsumexp.
+        """
         wanted = self.sampling.max_new_tokens
         if not wanted:
             self.finish = self.finish or "length"
@@ -87,8 +93,9 @@ class GeneratedToken:
     """One new token of continuation number `row`.
 
     text: the characters that this token completes; may be empty, and may include characters of earlier tokens.
-    probability: the model's probability, before penalty, temperature, top-k and top-p. likeliest: the
-    `Sampling.alternatives` likeliest ids with their probabilities. finish: as in `Continuation`.
+    probability: the model's probability, before penalty, temperature, top-k and top-p.
+    likeliest: the `Sampling.alternatives` likeliest ids with their probabilities.
+    finish: as in `Continuation`.
     """
 
     row: int
@@ -126,8 +133,10 @@ class Generator:
         group: dist.ProcessGroup | None = None,
         log: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """recompute: read the whole context again for each token, without a key-value cache. group: the process group
-        that broadcasts the commands (default: the model-parallel group). log: receives notices."""
+        """recompute: read the whole context again for each token, without a key-value cache.
+        group: the process group that broadcasts the commands (default: the model-parallel group).
+        log: receives notices.
+        """
         self.model, self.tokenizer, self.log = ModelRunner(model, group), tokenizer, log
         self.is_driver, self.driving = self.model.is_driver, self.model.driving
         self.execute_commands = self.model.execute_commands

@@ -130,8 +130,8 @@ class ModelRunner:
     def decode(self, tokens: Sequence[int], places: Sequence[int], sources: Sequence[int]) -> Tensor:
         """Append one token to each of b texts and return the next logits, float32 [b, v].
 
-        places: the position of each token in its text. sources: the cache row that held each text before this step; the
-        texts move to rows 0 to b - 1.
+        places: the position of each token in its text.
+        sources: the cache row that held each text before this step; the texts move to rows 0 to b - 1.
         """
         assert self.cache is not None
         for row, source in enumerate(sources):
@@ -172,8 +172,9 @@ class ModelRunner:
 def token_scores(model: GPT2Model, hidden: Tensor, targets: Tensor, alternatives: int = 0) -> Tensor:
     """Score each target token. Returns float64 [t, 2 + 2a], equal on every rank of the model-parallel group.
 
-    hidden: [t, h], from `model.hidden_states`. targets: [t]. The columns are ln p(target); 1 if the target is the
-    arg-max, else 0; the a = `alternatives` likeliest ids; ln p of each of these ids.
+    hidden: [t, h], from `model.hidden_states`.
+    targets: [t]. The columns are ln p(target); 1 if the target is the arg-max, else 0; the a = `alternatives` likeliest
+        ids; ln p of each of these ids.
     """
     scores = hidden.new_empty(len(hidden), 2 + 2 * alternatives, dtype=torch.float64)
     if model.has_head:

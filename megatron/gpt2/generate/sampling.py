@@ -60,7 +60,11 @@ class Sampler:
             self._seen[torch.tensor(context, dtype=torch.int64, device=device)] = True
 
     def draw(self, logits: Tensor, total: Tensor) -> tuple[int, float]:
-        """Draw a token id and return it with the model's probability. logits: [v] float32. total: their logsumexp."""
+        """Draw a token id and return it with the model's probability.
+
+        logits: [v] float32.
+        total: their logsumexp.
+        """
         filtered = filter_logits(logits, self.sampling, self._seen)
         if self.sampling.temperature > 0:
             # The arg-max of ln p - ln E, with exponential E, is a draw from p. Inverse transform sampling would need a

@@ -32,8 +32,11 @@ class Window:
 
 @dataclass(frozen=True)
 class Scores:
-    """The scores of w windows. nats: [w] float64, -Σ ln p(target). greedy: [w] bool, True if every target is the
-    arg-max."""
+    """The scores of w windows.
+
+    nats: [w] float64, -Σ ln p(target).
+    greedy: [w] bool, True if every target is the arg-max.
+    """
 
     nats: np.ndarray
     greedy: np.ndarray

@@ -75,8 +75,8 @@ def inference(model: nn.Module) -> Iterator[None]:
 
 
 def fastest(times: dict[str, float]) -> str:
-    """The fastest kernel in `times` (name to ms). A later kernel must be faster by the factor `MIN_SPEEDUP`. "unfused"
-    if `times` is empty."""
+    """Return the fastest kernel in `times` (name to ms). A later kernel must be faster by the factor `MIN_SPEEDUP`.
+    "unfused" if `times` is empty."""
     chosen = "unfused"
     for name, time in times.items():
         if chosen == "unfused" or time * MIN_SPEEDUP < times[chosen]:
@@ -91,7 +91,7 @@ def _enable(chosen: str, *, allow_math: bool = True) -> None:
 
 
 def _measure_ms(device: torch.device, dtype: torch.dtype, b: int, s: int, n: int, d: int, dropout_p: float) -> float:
-    """The median time of forward and backward. The default generator's state is unchanged."""
+    """Return the median time of forward and backward. The default generator's state is unchanged."""
     times = []
     with torch.random.fork_rng(devices=[device]):
         qkv = torch.randn(s, b, n, 3, d, device=device, dtype=dtype, requires_grad=True)

@@ -30,7 +30,7 @@ TIED_WEIGHT = "word_embeddings.weight"  # also the head's weight
 
 
 def seeded_normal(seed: int, name: str, std: float) -> InitMethod:
-    """An init_method that fills the whole weight `name` from N(0, std²).
+    """Return an init_method that fills the whole weight `name` from N(0, std²).
 
     The values depend only on seed, name and index. Each parameter has a separate generator, so the values do not depend
     on the layout or on the order in which layers are created.
@@ -48,8 +48,8 @@ class Transformer(nn.Module):
     parallelism.
 
     layer_numbers: the layers that this rank holds, starting from 0; the other entries of `layers` are None.
-    init_method_for: returns the init_method of a weight by its name in the whole model. submodules:
-    implementations of the parts of a layer.
+    init_method_for: returns the init_method of a weight by its name in the whole model.
+    submodules: implementations of the parts of a layer.
     """
 
     def __init__(
@@ -96,8 +96,10 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """[s, b, h] -> [s, b, h].
 
-        packed_seq_params: the documents of this micro-batch. cache: gives and stores keys and values.
-        dropout_seeds: see `mpu.dropout_seeds`. chunk: the layers to compute (default: all).
+        packed_seq_params: the documents of this micro-batch.
+        cache: gives and stores keys and values.
+        dropout_seeds: see `mpu.dropout_seeds`.
+        chunk: the layers to compute (default: all).
         """
         chunk = chunk if chunk is not None else range(len(self.layers))
         layer_seeds: Sequence[Tensor | None] = (
@@ -167,8 +169,8 @@ class TiedGradHook(Protocol):
 
 
 def layer_config(config: ModelConfig, **overrides: Any) -> mpu.TransformerConfig:
-    """The config of a model's layers. overrides: fields of `mpu.TransformerConfig` for parallelism, recomputation and
-    device (default: no recomputation, the default tensor-parallel group)."""
+    """Return the config of a model's layers. overrides: fields of `mpu.TransformerConfig` for parallelism,
+    recomputation and device (default: no recomputation, the default tensor-parallel group)."""
     return mpu.TransformerConfig(
         config.hidden_size,
         config.num_attention_heads,
@@ -184,10 +186,12 @@ def layer_config(config: ModelConfig, **overrides: Any) -> mpu.TransformerConfig
 class GPT2Model(nn.Module):
     """GPT-2 over a tensor-parallel group, in float32. The optimizer or `.to(dtype)` lowers the precision.
 
-    config: its vocab_size is the true size; None raises ValueError. layer: from `layer_config` (default:
-    `layer_config(config)`). chunks: the layers of this pipeline rank, as ranges (default: all layers in one chunk).
+    config: its vocab_size is the true size; None raises ValueError.
+    layer: from `layer_config` (default: `layer_config(config)`).
+    chunks: the layers of this pipeline rank, as ranges (default: all layers in one chunk).
     dropout_seed: makes dropout masks that do not depend on the layout, if `forward` gets `samples`; None draws masks
-    from torch's generators. submodules: implementations of layers, position embedding and loss.
+        from torch's generators.
+    submodules: implementations of layers, position embedding and loss.
     """
 
     word_embeddings: mpu.VocabParallelEmbedding  # on the first and the last pipeline stage
@@ -262,12 +266,15 @@ class GPT2Model(nn.Module):
         """tokens [b, s] int64 -> this rank's logits [s, b, v/tp]. With labels [b, s] int64 and token_weight [b, s]
         float32: the scalar Σ token_weight · cross-entropy in float32, equal on every rank of the group.
 
-        A label with weight 0 must still be an id of the vocabulary. positions: [b, s] int64 (default: 0 to s - 1).
+        A label with weight 0 must still be an id of the vocabulary.
+
+        positions: [b, s] int64 (default: 0 to s - 1).
         packed_seq_params: the documents of this micro-batch; no token attends to another document.
         samples: [b] int64, the samples' numbers in the whole run, which determine the dropout masks.
 
-        chunk: one of `chunks`, for pipelines (default: the whole model). hidden: the output of the previous chunk,
-        [s, b, h] or [s/tp, b, h]. Every chunk except the last returns its hidden states.
+        chunk: one of `chunks`, for pipelines (default: the whole model).
+        hidden: the output of the previous chunk, [s, b, h] or [s/tp, b, h]. Every chunk except the last returns its
+            hidden states.
         """
         chunk = chunk if chunk is not None else range(self.config.num_layers)
         tied = self.tied_grad_hook if labels is not None else None
@@ -303,7 +310,8 @@ class GPT2Model(nn.Module):
         """tokens [b, s] int64 -> the input of the head, [s, b, h], equal on every rank that has the head. Without
         gradient. Every rank of the pipeline must call it.
 
-        cache: gives and stores keys and values. positions: of the tokens in the cache's rows, [b, s] int64.
+        cache: gives and stores keys and values.
+        positions: of the tokens in the cache's rows, [b, s] int64.
         """
         for chunk in self.chunks:
             if chunk.start == 0:
@@ -316,7 +324,7 @@ class GPT2Model(nn.Module):
         return mpu.gather_from_sequence_parallel_region(x, self.group) if self.sequence_parallel else x
 
     def empty_hidden(self, b: int, s: int) -> Tensor:
-        """An uninitialised tensor for the hidden states of the previous chunk: [s, b, h], or [s/tp, b, h]."""
+        """Return an uninitialised tensor for the hidden states of the previous chunk: [s, b, h], or [s/tp, b, h]."""
         some = next(self.parameters())
         part = mpu.divide(s, self.world_size) if self.sequence_parallel else s
         return some.new_empty(part, b, self.config.hidden_size)
@@ -367,7 +375,7 @@ class GPT2Model(nn.Module):
 
 
 def parameter_specs(config: ModelConfig, model_parallel_size: int = 1) -> dict[str, mpu.PartitionSpec]:
-    """The spec of every parameter, equal to `mpu.partition_specs` of the model at this size.
+    """Return the spec of every parameter, equal to `mpu.partition_specs` of the model at this size.
 
     The specs are computed from a model with one layer on the meta device, because all layers are equal. Its group has
     one rank and never communicates, so torch.distributed need not be initialised. model_parallel_size only affects the
@@ -391,8 +399,8 @@ def parameter_specs(config: ModelConfig, model_parallel_size: int = 1) -> dict[s
 
 
 def count_parameters(config: ModelConfig, model_parallel_size: int = 1) -> tuple[int, int]:
-    """The number of parameters of the model (true vocabulary), and on each rank (padded vocabulary). No weight is
-    created."""
+    """Return the number of parameters of the model (true vocabulary), and on each rank (padded
+    vocabulary). No weight is created."""
     specs = parameter_specs(config, model_parallel_size).values()
     return (
         sum(math.prod(spec.global_shape) for spec in specs),

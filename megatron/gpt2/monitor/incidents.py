@@ -39,10 +39,10 @@ OUT_OF_MEMORY = re.compile("can't allocate memory|bad_alloc|CUDA error: out of m
 class IncidentLog:
     """Appends lines to incidents/`name`.jsonl in `save_directory`.
 
-    attempt: number of automatic restarts so far. host: the name of the machine, if it is not the host name.
-    `iteration`:
-    the default iteration of a line; the training loop sets it, and it is -1 before. A line that cannot be written is
-    lost, because logging must not end a run.
+    attempt: number of automatic restarts so far.
+    host: the name of the machine, if it is not the host name.
+    `iteration`: the default iteration of a line; the training loop sets it, and it is -1 before. A line that cannot be
+        written is lost, because logging must not end a run.
     """
 
     def __init__(self, save_directory: str | Path, name: str, *, attempt: int = 0, host: str = "") -> None:
@@ -51,8 +51,13 @@ class IncidentLog:
         self.iteration = -1
 
     def note(self, kind: str, text: str = "", *, iteration: int | None = None, **details: Any) -> None:
-        """Append a line. kind: one or two words. text: the message. details: JSON values. iteration: None for
-        `self.iteration`."""
+        """Append a line.
+
+        kind: one or two words.
+        text: the message.
+        details: JSON values.
+        iteration: None for `self.iteration`.
+        """
         at = self.iteration if iteration is None else iteration
         record = {"time": time.time(), **self._always, "iteration": at, "kind": kind, "text": text, **details}
         with contextlib.suppress(OSError):

@@ -26,7 +26,12 @@ Points = Sequence[tuple[int, float]]
 
 @dataclass(frozen=True)
 class Curve:
-    """A line of a plot. points: (iteration, value), sorted. colour: for matplotlib. dots: mark each point."""
+    """A line of a plot.
+
+    points: (iteration, value), sorted.
+    colour: for matplotlib.
+    dots: mark each point.
+    """
 
     label: str
     colour: str

@@ -164,9 +164,11 @@ def closing_report(
 ) -> str:
     """Return the final report: baselines, a text sample, the paths of the files and commands to run next.
 
-    validation_losses: {iteration: loss, or None if not finite}. bits_per_byte: of the model on the validation split,
-    None without an evaluation. baselines: {description: bits per byte, or None if not computed}. plot: the path of the
-    PNG, a text plot, or "". next_commands: (description, command).
+    validation_losses: {iteration: loss, or None if not finite}.
+    bits_per_byte: of the model on the validation split, None without an evaluation.
+    baselines: {description: bits per byte, or None if not computed}.
+    plot: the path of the PNG, a text plot, or "".
+    next_commands: (description, command).
     """
     scores = {"this model": bits_per_byte, **baselines}
     losses = [f"{math.nan if loss is None else loss:.3f} at {at}" for at, loss in validation_losses.items()][

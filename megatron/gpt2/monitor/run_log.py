@@ -101,10 +101,11 @@ def open_trackers(config: Config, *, start_iteration: int, active: bool) -> list
 class RunLog:
     """Prints the lines of a run and writes its records into the --save folder.
 
-    active: False on all ranks but one, where all methods do nothing. start_iteration: later metrics and samples are
-    removed, because these steps are repeated. A run that starts at 0 renames the record files of an earlier run.
-    trackers: also get the metrics, and are closed at the end. is_owner: returns False when another run has taken the
-    folder; then nothing is written there.
+    active: False on all ranks but one, where all methods do nothing.
+    start_iteration: later metrics and samples are removed, because these steps are repeated. A run that starts at 0
+        renames the record files of an earlier run.
+    trackers: also get the metrics, and are closed at the end.
+    is_owner: returns False when another run has taken the folder; then nothing is written there.
     """
 
     def __init__(

@@ -115,8 +115,9 @@ def start_profiler(
     writes a Chrome trace into `folder` and logs a table of the slowest operations by self time; on a GPU this is the
     time of an operation's kernels.
 
-    iterations: (first, last) of --profile, or (). start, end: the run has iterations `start` + 1 to `end`. log: prints
-    only on rank 0.
+    iterations: (first, last) of --profile, or ().
+    start, end: the run has iterations `start` + 1 to `end`.
+    log: prints only on rank 0.
     """
     first, last = (max(iterations[0], start + 1), min(iterations[1], end)) if iterations else (1, 0)
     if first > last:

@@ -204,8 +204,10 @@ class TiedGradientReducer:
     """Adds the gradient of the tied matrix to the reducer without autograd. It has two parts, of the head and of the
     embedding.
 
-    name: the name under which the gradient of the head is reduced. of_embedding: the name for the gradient of the
-    embedding, if it is reduced separately or is on another pipeline rank. None: it is added to that of the head."""
+    name: the name under which the gradient of the head is reduced.
+    of_embedding: the name for the gradient of the embedding, if it is reduced separately or is on another pipeline
+        rank. None: it is added to that of the head.
+    """
 
     def __init__(self, reducer: BucketReducer, name: str, of_embedding: str | None = None) -> None:
         self._reducer, self._name, self._of_embedding = reducer, name, of_embedding

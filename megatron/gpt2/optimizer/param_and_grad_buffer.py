@@ -54,7 +54,8 @@ class Bucket(NamedTuple):
 class ParamShard(NamedTuple):
     """This rank's part of the parameter `name`, or of one of its moments.
 
-    kind: "master" or the name of a moment. values: 1-D, the elements of the flattened parameter from `start` on.
+    kind: "master" or the name of a moment.
+    values: 1-D, the elements of the flattened parameter from `start` on.
     """
 
     kind: str

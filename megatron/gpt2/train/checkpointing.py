@@ -41,7 +41,8 @@ from mpu import kernels
 class CheckpointManager:
     """Saves a run in its --save folder. Every rank calls its methods at the same steps.
 
-    lease: the lease of the folder, on rank 0. saver: writes the files, in a thread with --async-save.
+    lease: the lease of the folder, on rank 0.
+    saver: writes the files, in a thread with --async-save.
     """
 
     def __init__(
@@ -249,8 +250,11 @@ def load_checkpoint(
 
 
 def dropout_changes(context: RunContext, metadata: Mapping[str, Any], *, has_streams: bool) -> bool:
-    """Return whether dropout draws different masks than the run that wrote the checkpoint would have drawn. metadata:
-    the checkpoint's metadata. has_streams: whether the random streams were restored."""
+    """Return whether dropout draws different masks than the run that wrote the checkpoint would have drawn.
+
+    metadata: the checkpoint's metadata.
+    has_streams: whether the random streams were restored.
+    """
     shape, train = context.config.model, context.config.train
     then = metadata.get("config", {}).get("train", {})
     if not shape.has_dropout:

@@ -22,7 +22,8 @@ from megatron.gpt2.train.setup import RunContext
 class Batch:
     """Samples on the device.
 
-    tokens, labels: [n, s] int64. mask: [n, s] float32, 0 for tokens without a loss.
+    tokens, labels: [n, s] int64.
+    mask: [n, s] float32, 0 for tokens without a loss.
     samples: [n] int64, the index of each sample in the run; None in an evaluation.
     positions: [n, s] int64 under --reset-position-ids.
     packed_seq_params: an entry for each micro-batch under --reset-attention-mask.

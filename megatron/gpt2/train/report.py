@@ -185,8 +185,13 @@ def newest_iteration(config: CheckpointConfig, *, one_machine: bool) -> int:
 
 
 def final_report(trainer: Trainer, valid: EvaluationRecord | None, sample: str, plot: str, missing: str) -> str:
-    """Return the report at the end of a run. valid: the final evaluation. sample: a generated text. plot: the loss
-    curve as text, or its path. missing: the problem if the last iteration is not saved, else ""."""
+    """Return the report at the end of a run.
+
+    valid: the final evaluation.
+    sample: a generated text.
+    plot: the loss curve as text, or its path.
+    missing: the problem if the last iteration is not saved, else "".
+    """
     newest = loadable_checkpoint(trainer.context.save_directory)
     where = " (".join(filter(None, (str(newest.path) if newest else "none", missing))) + ")" * bool(missing)
     metrics = read_records(trainer.context.save_directory / METRICS)

@@ -95,7 +95,8 @@ def resume_equivalence(
 ) -> str:
     """Describe how a run with the metadata `current` continues a checkpoint with the metadata `saved`, in a few words.
 
-    saved: keys may be missing. not_restored: descriptions of the state that was not restored.
+    saved: keys may be missing.
+    not_restored: descriptions of the state that was not restored.
     """
     changes = [*not_restored, *_describe_changes(TRAINING_KEYS, saved, current)]
     config = current["config"]["optimizer"]
@@ -163,7 +164,10 @@ CHANGE_MESSAGES = {
 
 
 def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a log line for each changed setting. saved: the metadata of the checkpoint; keys may be missing. current:
-    the metadata of this run."""
+    """Yield a log line for each changed setting.
+
+    saved: the metadata of the checkpoint; keys may be missing.
+    current: the metadata of this run.
+    """
     for key, before, now in _changed_keys(CHANGE_MESSAGES, saved, current):
         yield CHANGE_MESSAGES[key].format(here=_format_value(now), then=_format_value(before))

@@ -40,7 +40,7 @@ class TrainState:
     buffer: the parameters and gradients of the model in contiguous buffers.
     reducer: sums gradients over micro-batches and data-parallel ranks into `buffer`.
     param_gather: fetches the parameters that other ranks' optimizers update. Call its `wait` before you read
-    parameters.
+        parameters.
     """
 
     model: GPT2Model
@@ -59,7 +59,7 @@ class Progress:
     consumed_samples: training samples that these steps read, over all ranks.
     skipped_samples: samples that were left out after spikes of the loss.
     loss_sum: float64 scalar on the device: the sum of the losses of this rank's samples since the last log line, in
-    nats per token of the global batch, without skipped steps.
+        nats per token of the global batch, without skipped steps.
     started: `time.monotonic()` at the start.
     """
 

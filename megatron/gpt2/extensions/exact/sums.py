@@ -55,7 +55,7 @@ class VirtualRanks:
         return tree_sum(terms).unsqueeze(0) if self.num_partial_sums == 1 else torch.stack([x.float() for x in terms])
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of this rank's partial sums. Only the complete sum is rounded to `dtype`."""
+        """Return the dtype of this rank's partial sums. Only the complete sum is rounded to `dtype`."""
         return dtype if self.group is None else torch.float32
 
     def all_reduce(self, partial_sums: Tensor) -> Tensor:
@@ -96,8 +96,11 @@ class VirtualRanks:
 
 
 def sum_over_sequence(virtual: VirtualRanks, sum_of_slice: Callable[[slice], Tensor], length: int) -> Tensor:
-    """Sum over the sequence in float32, in V slices. sum_of_slice: returns the sum over a slice of this rank's `length`
-    positions. virtual: has a group only if its ranks hold different shards of the sequence."""
+    """Sum over the sequence in float32, in V slices.
+
+    sum_of_slice: returns the sum over a slice of this rank's `length` positions.
+    virtual: has a group only if its ranks hold different shards of the sequence.
+    """
     size = divide(length, virtual.per_rank)
     return virtual.all_reduce(
         virtual.partial_sums([sum_of_slice(slice(at, at + size)) for at in range(0, length, size)])

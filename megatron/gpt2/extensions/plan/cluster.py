@@ -21,14 +21,18 @@ FLOPS_PER_MULTIPLICATION = 2
 class Cluster:
     """Measured or fitted constants of a cluster.
 
-    matmul_flops: rate of large matrix products, in FLOP/s. half_m, half_n, half_k: a product with this number of rows,
-    columns or inner elements runs at half of that rate. memory_bandwidth: bytes/s that element-wise kernels reach.
-    kernel: seconds that a kernel takes at least. launch: seconds of the host per kernel. launch_growth: its
-    growth each time that the tensor-parallel size doubles, because the slowest of the ranks counts. hop:
-    seconds per step of a ring.
-    link, data_link: bytes/s of a GPU inside a node, for tensor-parallel and data-parallel groups. network: bytes/s of a
-    GPU between nodes. send, network_send: bytes/s between pipeline stages. step: seconds of a step that do not depend
-    on the model. adam: seconds per parameter of a rank.
+    matmul_flops: rate of large matrix products, in FLOP/s.
+    half_m, half_n, half_k: a product with this number of rows, columns or inner elements runs at half of that rate.
+    memory_bandwidth: bytes/s that element-wise kernels reach.
+    kernel: seconds that a kernel takes at least.
+    launch: seconds of the host per kernel.
+    launch_growth: its growth each time that the tensor-parallel size doubles, because the slowest of the ranks counts.
+    hop: seconds per step of a ring.
+    link, data_link: bytes/s of a GPU inside a node, for tensor-parallel and data-parallel groups.
+    network: bytes/s of a GPU between nodes.
+    send, network_send: bytes/s between pipeline stages.
+    step: seconds of a step that do not depend on the model.
+    adam: seconds per parameter of a rank.
     """
 
     gpus_per_node: int
@@ -54,22 +58,22 @@ class Cluster:
     adam: float
 
     def matmul(self, m: Any, n: Any, k: Any, batch: Any = 1) -> Any:
-        """The time of `batch` products of [m, k] and [k, n]. It falls short of the full rate by a factor for each of
-        the three sizes, since the tiles of a small product leave a part of the GPU idle."""
+        """Return the time of `batch` products of [m, k] and [k, n]. It falls short of the full rate by a factor for
+        each of the three sizes, since the tiles of a small product leave a part of the GPU idle."""
         shortfall = (1 + self.half_m / (m * batch)) * (1 + self.half_n / n) * (1 + self.half_k / k)
         return FLOPS_PER_MULTIPLICATION * m * n * k * batch * shortfall / self.matmul_flops + self.kernel
 
     def move(self, size: Any) -> Any:
-        """The time of element-wise kernels that read and write `size` bytes in total."""
+        """Return the time of element-wise kernels that read and write `size` bytes in total."""
         return size / self.memory_bandwidth
 
     def host(self, kernels: Any, tensor_parallel: Any) -> Any:
-        """The time in which the host launches so many kernels."""
+        """Return the time in which the host launches so many kernels."""
         return kernels * self.launch * (1 + self.launch_growth * np.log2(tensor_parallel))
 
     def all_reduce(self, size: Any, ranks: Any, stride: Any = 1, *, link: float) -> Any:
-        """The time of an all-reduce of `size` bytes over `ranks` ranks that are `stride` apart: a ring in each node, at
-        `link` bytes/s, and then a ring between nodes for each GPU's part of the data."""
+        """Return the time of an all-reduce of `size` bytes over `ranks` ranks that are `stride` apart: a ring in each
+        node, at `link` bytes/s, and then a ring between nodes for each GPU's part of the data."""
         inside = np.minimum(ranks, np.maximum(self.gpus_per_node / stride, 1))
         nodes = ranks / inside
         ring = (inside - 1) * self.hop + 2 * (inside - 1) / inside * size / link
@@ -77,7 +81,7 @@ class Cluster:
         return ring + np.where(nodes > 1, between, 0.0)
 
     def point_to_point(self, size: Any, crosses_nodes: Any) -> Any:
-        """The time in which a pipeline stage sends `size` bytes to the next."""
+        """Return the time in which a pipeline stage sends `size` bytes to the next."""
         return self.send_latency + size / np.where(crosses_nodes, self.network_send, self.send)
 
 

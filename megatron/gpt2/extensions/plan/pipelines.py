@@ -16,9 +16,12 @@ from megatron.gpt2.pipeline.schedule import Kind, PipelineSchedule, build_schedu
 class RankState(NamedTuple):
     """An action of a rank, and what the rank stores in addition. The tuples have one entry per chunk of the rank.
 
-    kept: micro-batches that wait for their B. queued: micro-batches that wait for their W. begun: the gradients of the
-    weights already exist. complete: they contain all micro-batches after the action. transfers: hidden states, or their
-    gradients, that were received early or are being sent."""
+    kept: micro-batches that wait for their B.
+    queued: micro-batches that wait for their W.
+    begun: the gradients of the weights already exist.
+    complete: they contain all micro-batches after the action.
+    transfers: hidden states, or their gradients, that were received early or are being sent.
+    """
 
     kind: Kind
     chunk: int

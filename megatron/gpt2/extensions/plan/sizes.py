@@ -30,9 +30,13 @@ _count_parameters = functools.lru_cache(maxsize=64)(count_parameters)
 
 @dataclass(frozen=True)
 class MemoryInputs:
-    """The inputs of an estimate. config: must have the vocabulary size. fixed: bytes in use before the model exists.
-    keeps_freed: glibc keeps freed memory (`megatron.gpt2.device.set_allocator`). consumed_samples: before the first
-    step, for batch sizes that grow."""
+    """The inputs of an estimate.
+
+    config: must have the vocabulary size.
+    fixed: bytes in use before the model exists.
+    keeps_freed: glibc keeps freed memory (`megatron.gpt2.device.set_allocator`).
+    consumed_samples: before the first step, for batch sizes that grow.
+    """
 
     config: Config
     world_size: int
@@ -68,12 +72,18 @@ class MemoryInputs:
 
 @dataclass(frozen=True)
 class ChunkSizes:
-    """Successive layers on a rank. is_first: includes the embeddings. is_last: includes the final norm, the head and
-    the loss. parameters: all of these. tied: parameters of the tied matrix if the head has a separate gradient.
+    """Successive layers on a rank.
 
-    kept: bytes that a micro-batch stores between forward and backward. mask: of the embeddings' dropout.
-    offloaded_layers, offloaded: layers and bytes in host memory during that time. recomputed_layers: layers that full
-    recomputation recomputes together. recomputed: the bytes that they store then.
+    is_first: includes the embeddings.
+    is_last: includes the final norm, the head and the loss.
+    parameters: all of these.
+    tied: parameters of the tied matrix if the head has a separate gradient.
+
+    kept: bytes that a micro-batch stores between forward and backward.
+    mask: of the embeddings' dropout.
+    offloaded_layers, offloaded: layers and bytes in host memory during that time.
+    recomputed_layers: layers that full recomputation recomputes together.
+    recomputed: the bytes that they store then.
     """
 
     layers: range
@@ -92,21 +102,30 @@ class ChunkSizes:
 class TensorSizes:
     """The large tensors of one rank. All sizes except `parameters` are bytes. stage: the rank's pipeline stage.
 
-    parameters: their number. residual: hidden states [t, h] between layers. gathered: those of all sequence shards, for
-    the head. bucket: bytes of gradients that are allocated together. head: the head's gradient [v/p, h] in the model's
-    precision. shards: of gradients. waiting_sums: stored partial sums with --exact-layouts. second_tied_gradient: the
-    embedding's gradient of the tied matrix. state: masters (if they are not the weights) and two moments, on any
-    device. optimizer: the part of `state` on this device. Offloading adds masters, their rounded copy and a copy of the
-    gradients. checkpoint: the copy that --async-save writes during training, on the first data-parallel rank.
+    parameters: their number.
+    residual: hidden states [t, h] between layers.
+    gathered: those of all sequence shards, for the head.
+    bucket: bytes of gradients that are allocated together.
+    head: the head's gradient [v/p, h] in the model's precision.
+    shards: of gradients.
+    waiting_sums: stored partial sums with --exact-layouts.
+    second_tied_gradient: the embedding's gradient of the tied matrix.
+    state: masters (if they are not the weights) and two moments, on any device.
+    optimizer: the part of `state` on this device. Offloading adds masters, their rounded copy and a copy of the
+        gradients.
+    checkpoint: the copy that --async-save writes during training, on the first data-parallel rank.
 
-    kept_by_layer: stored by a layer for backward, its output included. layer_backward: temporary bytes of a layer's
-    backward: the gradients of its output, inside the MLP and of a weight, and GELU's recomputed output; or, if larger,
-    the matrices of attention. first_layer: `kept_by_layer` and the layer's input. queued_by_layer: the inputs and
-    output gradients of the linear layers, which wait for the weight gradients if a schedule computes these later.
+    kept_by_layer: stored by a layer for backward, its output included.
+    layer_backward: temporary bytes of a layer's backward: the gradients of its output, inside the MLP and of a weight,
+        and GELU's recomputed output; or, if larger, the matrices of attention.
+    first_layer: `kept_by_layer` and the layer's input.
+    queued_by_layer: the inputs and output gradients of the linear layers, which wait for the weight gradients if a
+        schedule computes these later.
 
-    kept_input: bytes that a rank stores of the input of a step of full recomputation. gathered_input: the gathered
-    input, if it is partitioned. offloaded_input: the input in host memory. loss: the gradient of the head's weight and
-    a chunk of the logits, see `_LinearCrossEntropy`.
+    kept_input: bytes that a rank stores of the input of a step of full recomputation.
+    gathered_input: the gathered input, if it is partitioned.
+    offloaded_input: the input in host memory.
+    loss: the gradient of the head's weight and a chunk of the logits, see `_LinearCrossEntropy`.
     """
 
     def __init__(self, inputs: MemoryInputs, stage: int = 0) -> None:

@@ -38,7 +38,11 @@ FRAGMENTATION = (0.2, 0.4, 1.2)
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """The memory of a rank at its largest moment. parts: bytes by part. on_host: host memory, with a GPU."""
+    """The memory of a rank at its largest moment.
+
+    parts: bytes by part.
+    on_host: host memory, with a GPU.
+    """
 
     moment: str
     parts: Mapping[str, int]
@@ -149,8 +153,10 @@ def _kept_activations(size: TensorSizes, state: RankState) -> int:
 def _gradients(size: TensorSizes, state: RankState, grad_bytes: int, made: int, largest: int = 0) -> int:
     """Return the bytes of all gradients during an action that has computed `made` bytes of its chunk's gradients.
 
-    grad_bytes: bytes per element of a gradient. largest: a bucket that is larger than the others. ZeRO stage 2 stores
-    the rank's shard and two whole buckets. --exact-layouts also stores partial sums of earlier micro-batches."""
+    grad_bytes: bytes per element of a gradient.
+    largest: a bucket that is larger than the others. ZeRO stage 2 stores the rank's shard and two whole buckets.
+        --exact-layouts also stores partial sums of earlier micro-batches.
+    """
     sizes = [
         grad_bytes * chunk.parameters * begun // size.shards
         for chunk, begun in zip(size.chunks, state.begun, strict=True)

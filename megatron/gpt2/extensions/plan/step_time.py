@@ -26,11 +26,16 @@ class Software:
     """A Megatron-style program.
 
     kernels, traffic: constants of a generation of the program: kernels that the host launches in the forward pass of a
-    layer, and bytes of element-wise kernels relative to the list in `layer_bytes`. recompute: "full" or "selective".
-    sequence_parallel: norms and dropout are split. softmax_heads: the fused softmax runs only if this number divides
-    the samples × heads of a rank; otherwise `unfused_kernels` more are launched. backward_kernels: relative to forward.
-    head_kernels: of embedding, head and loss. loss_bytes: per logit. gradient_bytes: per parameter and micro-batch, for
-    the sum of gradients. split_sends: the ranks of a tensor-parallel group share the transfer between stages.
+        layer, and bytes of element-wise kernels relative to the list in `layer_bytes`.
+    recompute: "full" or "selective".
+    sequence_parallel: norms and dropout are split.
+    softmax_heads: the fused softmax runs only if this number divides the samples × heads of a rank; otherwise
+        `unfused_kernels` more are launched.
+    backward_kernels: relative to forward.
+    head_kernels: of embedding, head and loss.
+    loss_bytes: per logit.
+    gradient_bytes: per parameter and micro-batch, for the sum of gradients.
+    split_sends: the ranks of a tensor-parallel group share the transfer between stages.
     """
 
     kernels: float
@@ -63,13 +68,13 @@ class Layouts:
 
 
 def longer(a: Any, b: Any) -> Any:
-    """A smooth maximum of two times: kernels that run while the host launches the next ones hide most of the
+    """Return a smooth maximum of two times: kernels that run while the host launches the next ones hide most of the
     shorter."""
     return (a**SHARPNESS + b**SHARPNESS) ** (1 / SHARPNESS)
 
 
 def step_parts(cluster: Cluster, software: Software, x: Layouts) -> dict[str, Any]:
-    """The parts of the time of a step in seconds, which add up to the step: "layers", "head",
+    """Return the parts of the time of a step in seconds, which add up to the step: "layers", "head",
     "tensor_parallel" (collectives inside layers), "bubble", "send" (between stages), "data_parallel" (sum of
     gradients) and "optimizer"."""
     b, s, h, t, p, d = (
@@ -140,5 +145,5 @@ def step_parts(cluster: Cluster, software: Software, x: Layouts) -> dict[str, An
 
 
 def step_seconds(cluster: Cluster, software: Software, x: Layouts) -> Any:
-    """The time of a step in seconds."""
+    """Return the time of a step in seconds."""
     return sum(step_parts(cluster, software, x).values())

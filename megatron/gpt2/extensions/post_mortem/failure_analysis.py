@@ -101,8 +101,11 @@ KINDS = {
 
 
 class Failure(NamedTuple):
-    """kind: one of KINDS, or a similar phrase. cause: the first cause, with rank, host and iteration. meaning: what
-    that shows. remedy: what to do before the run continues."""
+    """kind: one of KINDS, or a similar phrase.
+    cause: the first cause, with rank, host and iteration.
+    meaning: what that shows.
+    remedy: what to do before the run continues.
+    """
 
     kind: str
     cause: str

@@ -64,9 +64,11 @@ COLLECTIVE_RUNS = 3
 class Finding(NamedTuple):
     """The result of a check on one rank. The ranks exchange it as JSON.
 
-    text: shown if the check passes. problem: shown with the ranks that have it. is_warning: the problem does not stop a
-    run. must_match: named values that must be equal on all ranks without a problem. fix: how to fix a problem or a
-    difference.
+    text: shown if the check passes.
+    problem: shown with the ranks that have it.
+    is_warning: the problem does not stop a run.
+    must_match: named values that must be equal on all ranks without a problem.
+    fix: how to fix a problem or a difference.
     """
 
     text: str = ""

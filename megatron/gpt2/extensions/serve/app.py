@@ -79,8 +79,10 @@ class HostCheck:
 class Service:
     """The state of all endpoints. Only the thread of the event loop uses it.
 
-    max_texts: limit of running and waiting texts. max_seconds: time limit for an answer. log: called with a line for
-    each request. allowed_hosts: for `is_allowed_host`.
+    max_texts: limit of running and waiting texts.
+    max_seconds: time limit for an answer.
+    log: called with a line for each request.
+    allowed_hosts: for `is_allowed_host`.
     """
 
     served: ServedModel

@@ -28,7 +28,11 @@ MAX_STOPS = 16  # OpenAI allows 4, but some tasks of lm-eval need more
 
 
 class ApiError(Exception):
-    """The error with which a request is answered. param: the invalid field. status: the HTTP status."""
+    """The error with which a request is answered.
+
+    param: the invalid field.
+    status: the HTTP status.
+    """
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
         super().__init__(message)
@@ -153,7 +157,9 @@ class GeneratedText:
 class ServedModel:
     """The name and the tokenizer of the served model, and the limits of a request.
 
-    context: tokens that the model can read. max_tokens: new tokens of a text. max_texts: texts of a request.
+    context: tokens that the model can read.
+    max_tokens: new tokens of a text.
+    max_texts: texts of a request.
     """
 
     model: str
@@ -231,7 +237,8 @@ class ServedModel:
 class CompletionChoice:
     """One text of an answer, built token by token.
 
-    index: its number within the answer. logprobs: add the log-probabilities.
+    index: its number within the answer.
+    logprobs: add the log-probabilities.
     """
 
     def __init__(self, index: int, tokenizer: Tokenizer, *, logprobs: bool) -> None:
@@ -321,8 +328,8 @@ def merge_chunks(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 class CompletionRequest:
     """A valid request for `texts`, n for each prompt, in this order.
 
-    echo: the answer repeats the prompts. logprobs: the answer has the log-probability of each token, including the
-    repeated prompts.
+    echo: the answer repeats the prompts.
+    logprobs: the answer has the log-probability of each token, including the repeated prompts.
     """
 
     texts: list[GeneratedText]

@@ -35,8 +35,10 @@ from megatron.gpt2.train.trainer import Trainer
 class CapturePoint(NamedTuple):
     """A tensor of the forward pass to capture: the output of `module` of a layer or, with `made_by`, its input.
 
-    made_by: the name of the function that computed the input. split: each tensor-parallel rank has a shard of the width
-    for the whole sequence. gradient: also capture the gradient, which is complete on each rank."""
+    made_by: the name of the function that computed the input.
+    split: each tensor-parallel rank has a shard of the width for the whole sequence.
+    gradient: also capture the gradient, which is complete on each rank.
+    """
 
     module: str = ""
     made_by: str = ""

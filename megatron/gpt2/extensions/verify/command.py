@@ -197,8 +197,13 @@ def read_layout(common: Sequence[str], flags: str, batch: int | None = None) -> 
 
 @dataclass(frozen=True)
 class RankTask:
-    """The work of each rank of a run. trace: the folder to write with `records`, otherwise to compare with. out: a
-    folder for the ranks' reports and --save. steps: training steps. by_transformers: let transformers compute."""
+    """The work of each rank of a run.
+
+    trace: the folder to write with `records`, otherwise to compare with.
+    out: a folder for the ranks' reports and --save.
+    steps: training steps.
+    by_transformers: let transformers compute.
+    """
 
     trace: Path
     out: Path
@@ -208,7 +213,11 @@ class RankTask:
 
 
 class RankReport(NamedTuple):
-    """A rank's result, sent as JSON. facts: see `run_metadata`. findings: of its `TraceWriter` or `TraceComparer`."""
+    """A rank's result, sent as JSON.
+
+    facts: see `run_metadata`.
+    findings: of its `TraceWriter` or `TraceComparer`.
+    """
 
     facts: dict[str, Any]
     findings: list[Any]

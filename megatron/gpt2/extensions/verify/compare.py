@@ -76,13 +76,15 @@ FP32_ROUNDOFF = roundoff(torch.float32)
 class Difference:
     """The difference of a tensor, or of shards of it, from the reference.
 
-    histogram: the number of elements per bin of differences, see EDGES. greatest: the largest difference in units.
-    excess: the largest difference beyond what is allowed for each element; infinite if only one value is NaN. at,
-    reference, own: the index of this element, and its two values. squares: for reference a and own b the sums aa, ab
-    and bb over all chunks whose excess is above the bound.
+    histogram: the number of elements per bin of differences, see EDGES.
+    greatest: the largest difference in units.
+    excess: the largest difference beyond what is allowed for each element; infinite if only one value is NaN.
+    at, reference, own: the index of this element, and its two values.
+    squares: for reference a and own b the sums aa, ab and bb over all chunks whose excess is above the bound.
 
-    bound: the largest excess that rounding explains. elements: how many elements the ranks have computed, those that
-    several ranks hold counted once. ranks: the ranks whose difference rounding does not explain.
+    bound: the largest excess that rounding explains.
+    elements: how many elements the ranks have computed, those that several ranks hold counted once.
+    ranks: the ranks whose difference rounding does not explain.
     """
 
     histogram: np.ndarray = field(default_factory=lambda: np.zeros(len(EDGES), dtype=np.int64))
@@ -109,8 +111,10 @@ class Difference:
     ) -> Difference:
         """Compare `own` with `reference`, a slice of the same shape that starts at `offset` of the global tensor.
 
-        unit: the unit roundoff. rms: of the global reference. allowed: an absolute difference that is always accepted,
-        one for all elements or one for each. Different integers have an infinite difference.
+        unit: the unit roundoff.
+        rms: of the global reference.
+        allowed: an absolute difference that is always accepted, one for all elements or one for each. Different
+            integers have an infinite difference.
         """
         a, b = reference.float().contiguous(), own.float().contiguous()
         apart = (a - b).abs() if own.is_floating_point() else math.inf
@@ -286,10 +290,11 @@ class TraceComparer:
 class Comparison:
     """The comparison of a run with a trace. found: `TraceComparer.findings` of each rank, possibly read from JSON.
 
-    tensors: the difference of each tensor, in the order of the step. mismatches: those that rounding does not explain,
-    or of which not every element was computed once. total: the differences of all activations and gradients. Moments
-    are left out because they also have the error of the gradient norm, and parameters because noise can change them by
-    the learning rate. missing: how many tensors of the trace the run does not have.
+    tensors: the difference of each tensor, in the order of the step.
+    mismatches: those that rounding does not explain, or of which not every element was computed once.
+    total: the differences of all activations and gradients. Moments are left out because they also have the error of
+        the gradient norm, and parameters because noise can change them by the learning rate.
+    missing: how many tensors of the trace the run does not have.
     """
 
     def __init__(self, found: Sequence[Sequence[Any]], trace: Trace) -> None:

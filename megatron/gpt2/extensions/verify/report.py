@@ -92,8 +92,12 @@ def producing_operation(key: TensorKey, facts: Mapping[str, Any]) -> str:
 
 
 class LayoutSpec(NamedTuple):
-    """A layout to run. flags: its --layout. words: its command line for pretrain_gpt2, without launcher flags. batch:
-    the samples of a step."""
+    """A layout to run.
+
+    flags: its --layout.
+    words: its command line for pretrain_gpt2, without launcher flags.
+    batch: the samples of a step.
+    """
 
     flags: str
     words: tuple[str, ...]
@@ -191,8 +195,11 @@ def describe_mismatch(key: TensorKey, found: Difference, size: int) -> str:
 
 
 def render_html(lines: Sequence[str], command: str, trace: Trace, results: Sequence[LayoutResult]) -> str:
-    """Return the comparison as one self-contained HTML page. lines: see `reference_lines`. command: the command line
-    without the layouts."""
+    """Return the comparison as one self-contained HTML page.
+
+    lines: see `reference_lines`.
+    command: the command line without the layouts.
+    """
     import jinja2
 
     folder = Path(__file__).parent

@@ -37,8 +37,11 @@ KINDS = ("input", "activation", "loss", "activation gradient", "gradient", "scal
 
 
 class TensorKey(NamedTuple):
-    """Identifies a tensor of a run. step: from 1 on, or 0 before the first step. position: its index within its
-    kind."""
+    """Identifies a tensor of a run.
+
+    step: from 1 on, or 0 before the first step.
+    position: its index within its kind.
+    """
 
     step: int
     kind: str
@@ -54,9 +57,11 @@ class TensorKey(NamedTuple):
 class TensorShard(NamedTuple):
     """A rank's shard of the global tensor `key`.
 
-    values: the shard, with any strides and device. offset: of the shard in the global tensor. shape: of the global
-    tensor. Activations are [n, s, w] with the samples in the order of the global batch; parameters have no padding; a
-    scalar is [1]. writes: True on one of the ranks that hold the same shard, so that each element counts once.
+    values: the shard, with any strides and device.
+    offset: of the shard in the global tensor.
+    shape: of the global tensor. Activations are [n, s, w] with the samples in the order of the global batch; parameters
+        have no padding; a scalar is [1].
+    writes: True on one of the ranks that hold the same shard, so that each element counts once.
     """
 
     key: TensorKey

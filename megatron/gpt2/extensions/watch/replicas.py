@@ -152,8 +152,9 @@ def state_buffers(optimizer: AdamWOptimizer) -> Iterator[tuple[str, Tensor, Elem
 def hash_ranges(buffer: Tensor, ranges: ElementRanges) -> Tensor:
     """Return the hash of each range, [ranges] int64, on the buffer's device.
 
-    buffer: its length is a multiple of ROW, its elements have 2 or 4 bytes. ranges: each starts at a multiple of ROW
-    and is hashed up to the next multiple of ROW after its end."""
+    buffer: its length is a multiple of ROW, its elements have 2 or 4 bytes.
+    ranges: each starts at a multiple of ROW and is hashed up to the next multiple of ROW after its end.
+    """
     rows = buffer.view(-1, ROW).view(torch.int64).sum(dim=1)
     rows *= torch.arange(1, 2 * len(rows), 2, device=buffer.device)
     ends = torch.zeros(len(rows) + 1, dtype=torch.int64, device=buffer.device)

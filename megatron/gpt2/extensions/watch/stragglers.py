@@ -117,7 +117,8 @@ class StragglerDetector:
         """Return a warning for each rank and part that has been slow for MIN_LINES log lines. Warn again only if the
         part was not slow in between.
 
-        times_ms: [ranks][TIMER_ORDER], milliseconds without waiting. step_ms: the time of a step.
+        times_ms: [ranks][TIMER_ORDER], milliseconds without waiting.
+        step_ms: the time of a step.
         """
         slow: dict[tuple[int, str], tuple[float, float]] = {}
         for rank, times in enumerate(times_ms):

@@ -165,8 +165,11 @@ class WebtextStage:
 
 
 class ShardRun:
-    """A stage that runs on one shard: it reads entries, and writes or drops each. limit: number of entries. read:
-    reports progress."""
+    """A stage that runs on one shard: it reads entries, and writes or drops each.
+
+    limit: number of entries.
+    read: reports progress.
+    """
 
     def __init__(
         self,

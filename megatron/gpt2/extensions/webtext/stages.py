@@ -97,8 +97,10 @@ def run_stage(
     """Run `stage` on `shards` (default: those of INPUT). Return the manifests of all shards, in order; none if the
     shards were submitted to Slurm.
 
-    exclusive: OUTPUT may hold nothing else. one_file: the suffixes of an OUTPUT that is one file. Raises ValueError for
-    a bad flag, or if the next stage cannot use the result.
+    exclusive: OUTPUT may hold nothing else.
+    one_file: the suffixes of an OUTPUT that is one file.
+
+    Raises ValueError for a bad flag, or if the next stage cannot use the result.
     """
     args, output = stage.args, stage.args.output
     if args.executor and args.limit:
