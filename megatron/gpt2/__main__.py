@@ -29,6 +29,7 @@ PROGRAMS = {
     "bench-collectives": "commands.bench_collectives:main",
     "draw-schedule": "commands.draw_schedule:main",
     "verify": "extensions.verify.command:main",
+    "prove-order": "extensions.order.command:main",
     "report": "commands.report:main",
     "post-mortem": "extensions.post_mortem.command:main",
     "flag-table": "commands.flag_table:main",

@@ -1,0 +1,167 @@
+"""Prove that recorded ranks cannot wait for each other forever, and that their calls match.
+
+The records are played back together. A rank issues its calls in order, and stops at a wait until the call is complete.
+A call is complete when each of its members has started the call with the same number in its channel.
+
+    nccl   the calls of a rank start one after the other, also those of different groups: NCCL demands the same order of
+           all communicators, because a call occupies the device until its peers come. The sends and receives of a batch
+           start together. Tags are ignored.
+    gloo   the calls of a group start one after the other. Sends and receives start at once, and a send is complete when
+           the receiver has come, as if nothing was buffered.
+
+More can start whenever a call is complete, and never less, and each call has only one match. So every order in time
+ends in the same state, and one playback covers them all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
+from itertools import pairwise, zip_longest
+from typing import Any
+
+from megatron.gpt2.extensions.order.recording import Call, Record
+
+BACKENDS = ("nccl", "gloo")
+
+
+def prove(records: Sequence[Record], backends: Sequence[str] = BACKENDS) -> list[str]:
+    """Return the shortest story of a fault, or an empty list if there is none. backends: the rules to apply to groups
+    for which the program names no backend."""
+    stories = [story for record in records for story in record.faults]
+    stories += [story for backend in backends if not stories and (story := Playback(records, backend).run())]
+    return min(stories, key=len, default=[])
+
+
+class Playback:
+    """Plays the records back under the rules of a backend."""
+
+    def __init__(self, records: Sequence[Record], backend: str) -> None:
+        self._records, self._backend = records, backend
+        self._next = [0] * len(records)  # event of each rank
+        self._queues: list[defaultdict[Any, deque[list[Call]]]] = [defaultdict(deque) for _ in records]
+        self._started: dict[Any, dict[int, Call]] = defaultdict(dict)  # by meeting: the calls of the members
+        self._meeting: dict[Call, Any] = {}
+        self._complete: set[Call] = set()
+        self._counts: list[Counter[Any]] = [Counter() for _ in records]
+        self._ready = set(range(len(records)))
+
+    def run(self) -> list[str]:
+        """Return the story of the first fault, or an empty list."""
+        while self._ready:
+            if story := self._advance(self._ready.pop()):
+                return story
+        return self._explain()
+
+    def _advance(self, rank: int) -> list[str]:
+        """Play events of `rank` until it must wait."""
+        events, queues = self._records[rank].events, self._queues[rank]
+        while True:
+            progress = False
+            while self._next[rank] < len(events):
+                is_call, call = events[self._next[rank]]
+                if not is_call and call not in self._complete:
+                    break
+                self._next[rank] += 1
+                if is_call:
+                    self._issue(rank, call)
+            for key, queue in list(queues.items()):
+                while queue:
+                    for call in queue[0]:
+                        if story := self._start(rank, call):
+                            return story
+                    if not self._complete.issuperset(queue[0]):
+                        break
+                    queue.popleft()
+                    progress = True
+                if not queue:
+                    del queues[key]
+            if not progress:
+                return []
+
+    def _issue(self, rank: int, call: Call) -> None:
+        backend, is_message = call.backend or self._backend, call.name in ("send", "recv")
+        channel = call.channel[:2] if is_message and backend == "nccl" else call.channel
+        self._meeting[call] = *channel, self._counts[rank][channel]
+        self._counts[rank][channel] += 1
+        key = "nccl" if backend == "nccl" else call if is_message else call.channel
+        queue = self._queues[rank][key]
+        if queue and call.batch and backend == "nccl" and queue[-1][0].batch == call.batch:
+            queue[-1].append(call)
+        else:
+            queue.append([call])
+
+    def _start(self, rank: int, call: Call) -> list[str]:
+        started = self._started[self._meeting[call]]
+        if rank in started:
+            return []
+        started[rank] = call
+        if len(started) < len(call.members):
+            return []
+        if story := self._compare([(member, started[member]) for member in call.members]):
+            return story
+        self._complete.update(started.values())
+        self._ready.update(started)
+        return []
+
+    def _compare(self, met: list[tuple[int, Call]]) -> list[str]:
+        """Return a story if calls that meet do not match."""
+        rank, call = met[0]
+        for number, (other, its) in enumerate(met):
+            is_message = (call.name, its.name) == ("send", "recv")
+            if call.arguments != its.arguments or call.name != its.name and not is_message:
+                lines = [f"rank {rank} calls {call}", f"rank {other} calls {its}", "they meet and are not the same"]
+                return lines + self._first_difference(rank, other, call)
+            for place, (sender, from_it) in enumerate(met) if its.sent else ():
+                if from_it.sent[number] != its.received[place]:
+                    return [
+                        f"rank {sender} sends {from_it.sent[number]} elements to rank {other} in {from_it}",
+                        f"rank {other} receives {its.received[place]} elements from rank {sender} in {its}",
+                    ]
+        return []
+
+    def _first_difference(self, rank: int, other: int, call: Call) -> list[str]:
+        """Return a line with the first calls of two ranks in a group that are from different lines of the program."""
+        if call.name in ("send", "recv"):
+            return []
+        both = [
+            [c for is_call, c in self._records[r].events if is_call and c.channel == call.channel]
+            for r in (rank, other)
+        ]
+        for number, (own, its) in enumerate(zip_longest(*both), 1):
+            if own is None or its is None or own.place != its.place:
+                lines = [f"rank {r}: {one or 'none'}" for r, one in ((rank, own), (other, its))]
+                return [f"call {number} of this group is the first from different lines: {'; '.join(lines)}"]
+        return []
+
+    def _explain(self) -> list[str]:
+        """Return the shortest story of ranks that wait, or an empty list if all calls are complete."""
+        waits = {rank: call for rank in range(len(self._records)) if (call := self._waits_in(rank))}
+        absent = {
+            rank: [m for m in call.members if m not in self._started[self._meeting[call]]]
+            for rank, call in waits.items()
+        }
+        paths = deque([rank] for rank in waits)
+        while paths:  # breadth first: to a rank that has ended, or back to the start
+            path = paths.popleft()
+            for rank in absent[path[-1]]:
+                if rank == path[0] or rank not in waits:
+                    lines = [
+                        f"rank {a} waits in {waits[a]}: rank {b} does not come" for a, b in pairwise([*path, rank])
+                    ]
+                    if rank not in waits:
+                        lines.append(f"rank {rank} has ended")
+                    return lines + self._first_difference(path[0], [*path, rank][1], waits[path[0]])
+                if rank not in path:
+                    paths.append([*path, rank])
+        return []
+
+    def _waits_in(self, rank: int) -> Call | None:
+        """Return the call that keeps a rank from going on or ending."""
+        events = self._records[rank].events
+        wanted = events[self._next[rank]][1] if self._next[rank] < len(events) else None
+        for queue in self._queues[rank].values():
+            if wanted is None or any(wanted in together for together in queue):
+                started = [call for call in queue[0] if call not in self._complete]
+                return wanted if wanted in started else started[0]
+        return None

@@ -1,0 +1,10 @@
+#!/usr/bin/env python3
+"""`gpt2 prove-order`, also in a clone that is not installed."""
+
+import sys
+
+if __name__ == "__main__":
+    sys.path.insert(0, sys.path[0].removesuffix("tools"))
+    from megatron.gpt2.__main__ import run
+
+    run("prove_order")
