@@ -81,7 +81,7 @@ class Playback:
 
     def _issue(self, rank: int, call: Call) -> None:
         backend, is_message = call.backend or self._backend, call.name in ("send", "recv")
-        channel = call.channel[:2] if is_message and backend == "nccl" else call.channel
+        channel = call.channel[:3] if backend == "nccl" else call.channel  # without the tag
         self._meeting[call] = *channel, self._counts[rank][channel]
         self._counts[rank][channel] += 1
         key = "nccl" if backend == "nccl" else call if is_message else call.channel
@@ -112,11 +112,11 @@ class Playback:
             if call.arguments != its.arguments or call.name != its.name and not is_message:
                 lines = [f"rank {rank} calls {call}", f"rank {other} calls {its}", "they meet and are not the same"]
                 return lines + self._first_difference(rank, other, call)
-            for place, (sender, from_it) in enumerate(met) if its.sent else ():
-                if from_it.sent[number] != its.received[place]:
+            for place, (sender, from_it) in enumerate(met) if its.parts else ():
+                if (sent := from_it.parts[0][number]) != (received := its.parts[1][place]):
                     return [
-                        f"rank {sender} sends {from_it.sent[number]} elements to rank {other} in {from_it}",
-                        f"rank {other} receives {its.received[place]} elements from rank {sender} in {its}",
+                        f"rank {sender} sends {sent} elements to rank {other} in {from_it}",
+                        f"rank {other} receives {received} elements from rank {sender} in {its}",
                     ]
         return []
 

@@ -29,35 +29,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 BACKEND = "recorded"  # the name of the backend in torch.distributed
 KEPT = (
     1 << 14
 )  # elements up to which a result is the same on all ranks; bytes are always kept, because they are objects
 DEPTH = 3  # lines of the program for each call, from the innermost
-# The methods of a process group, with the names of the functions that call them. torch 2.13 renamed some.
-OPERATIONS = {
-    "allreduce": "all_reduce",
-    "allreduce_coalesced": "all_reduce_coalesced",
-    "broadcast": "broadcast",
-    "reduce": "reduce",
-    "allgather": "all_gather",
-    "_allgather_base": "all_gather_single",
-    "all_gather_single": "all_gather_single",
-    "reduce_scatter": "reduce_scatter",
-    "_reduce_scatter_base": "reduce_scatter_single",
-    "reduce_scatter_single": "reduce_scatter_single",
-    "alltoall": "all_to_all",
-    "alltoall_base": "all_to_all_single",
-    "all_to_all_single": "all_to_all_single",
-    "gather": "gather",
-    "scatter": "scatter",
-    "barrier": "barrier",
-    "send": "send",
-    "recv": "recv",
-}
-GroupKey = tuple[tuple[int, ...], int]  # global ranks, and the number among groups of the same ranks
+# The methods of a process group. torch 2.13 renamed some.
+OPERATIONS = (
+    "allreduce allreduce_coalesced broadcast reduce allgather _allgather_base all_gather_single reduce_scatter "
+    "_reduce_scatter_base reduce_scatter_single alltoall alltoall_base all_to_all_single gather scatter barrier send recv"
+)
+Span = tuple[int, int, bool]  # first address of memory, the address after the last, and whether it is written
 
 
 @dataclass(eq=False)
@@ -65,20 +48,19 @@ class Call:
     """A call of a collective, a send or a receive on one rank.
 
     channel: calls of one channel meet in their order: the first of each member, the second, and so on. members: the
-    global ranks that must call. arguments: shapes, dtypes and options, which must be equal on all members. sent,
-    received: in an all-to-all, the elements to and from each member. place: lines of the program, from the innermost.
-    backend: that the program asked for; "" for that of the world. batch: the number of its `batch_isend_irecv`.
+    global ranks that must call. arguments: shapes, dtypes and options, which must be equal on all members. place: lines
+    of the program, from the innermost. backend: that the program asked for; "" for that of the world. batch: the number
+    of its `batch_isend_irecv`. parts: in an all-to-all, the elements to each member, and those from each member.
     """
 
     name: str
     channel: tuple[Any, ...]
-    members: tuple[int, ...]
+    members: Sequence[int]
     arguments: str
-    place: tuple[str, ...]
+    place: Sequence[str]
     backend: str = ""
     batch: int = 0
-    sent: tuple[int, ...] = ()
-    received: tuple[int, ...] = ()
+    parts: Sequence[Sequence[int]] = ()
 
     def __str__(self) -> str:
         ranks = ", ".join(map(str, self.members)) if len(self.members) < 9 else f"{self.members[0]}, …"
@@ -89,7 +71,7 @@ class Call:
 class Record:
     """What one rank did. events: (True, call) for a call and (False, call) for the first wait for it, in order. faults:
     uses of memory that was on its way, and calls that nobody waited for. values: results of collectives for later
-    ranks."""
+    ranks, by channel and number."""
 
     rank: int
     world_size: int
@@ -104,13 +86,13 @@ def at(place: Sequence[str]) -> str:
     return inner + (f" (called from {', '.join(callers)})" if callers else "")
 
 
-def _place() -> tuple[str, ...]:
+def _place() -> list[str]:
     found, frame = list[str](), sys._getframe(1)
     while frame is not None and len(found) < DEPTH:
         if name := _name_in_program(frame.f_code.co_filename):
             found.append(f"{name}:{frame.f_lineno}")
         frame = frame.f_back  # type: ignore[assignment]
-    return tuple(found)
+    return found
 
 
 @functools.cache
@@ -124,15 +106,33 @@ def _name_in_program(file: str) -> str:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
+    if isinstance(value, list | tuple):
+        return [x for part in value for x in _tensors(part)]
+    return [value] if isinstance(value, Tensor) else []
 
 
-def _span(x: Tensor) -> tuple[int, int]:
-    """Return the first address of a tensor's memory and the one after the last."""
-    if x.numel() == 0:
-        return 0, 0
-    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+def _spans(tensors: Sequence[Tensor], writes: bool) -> list[Span]:
+    """Return the memory of tensors with elements."""
+    found = []
+    for x in filter(Tensor.numel, tensors):
+        last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+        found.append((x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size(), writes))
+    return found
+
+
+@functools.cache
+def _accesses(operator: Any) -> list[tuple[int, str, bool]]:
+    """Return position and name of each argument of an operator, and whether it is written to. Empty for an operator
+    that does not touch memory."""
+    schema = operator._schema
+    name = schema.name.split("::")[1]
+    is_view = any(value.alias_info is not None and not value.alias_info.is_write for value in schema.returns)
+    if is_view or name.endswith("_like") or name.startswith("new_") or "c10d" in operator.namespace:
+        return []
+    return [
+        (number, argument.name, argument.alias_info is not None and argument.alias_info.is_write)
+        for number, argument in enumerate(schema.arguments)
+    ]
 
 
 class RecordedWork(dist.Work):
@@ -143,7 +143,8 @@ class RecordedWork(dist.Work):
         self._recorder, self._call, self._written = recorder, call, written
 
     def wait(self, timeout: Any = None) -> bool:
-        self._recorder.wait(self._call)
+        if self._recorder.pending.pop(self._call, None) is not None:
+            self._recorder.own.events.append((False, self._call))
         return True
 
     def is_completed(self) -> bool:
@@ -157,11 +158,11 @@ class RecordedWork(dist.Work):
 
 
 class RecordedGroup(dist.ProcessGroup):
-    """A process group that sends nothing and records its calls. key: see `GroupKey`."""
+    """A process group that sends nothing and records its calls. number: among the groups of the same ranks."""
 
-    def __init__(self, recorder: Recorder, rank: int, key: GroupKey, backend: str) -> None:
-        super().__init__(rank, len(key[0]))  # type: ignore[call-arg]
-        self.recorder, self.key, self.backend = recorder, key, backend
+    def __init__(self, recorder: Recorder, rank: int, ranks: Sequence[int], number: int, backend: str) -> None:
+        super().__init__(rank, len(ranks))  # type: ignore[call-arg]
+        self.recorder, self.ranks, self.number, self.backend = recorder, tuple(ranks), number, backend
 
     group_name = property(lambda self: distributed_c10d._world.pg_names[self])
 
@@ -170,8 +171,8 @@ def _operation(name: str) -> Callable[..., RecordedWork]:
     return lambda group, *arguments, **options: group.recorder.call(name, group, (*arguments, *options.values()))
 
 
-for method, name in OPERATIONS.items():
-    setattr(RecordedGroup, method, _operation(name))
+for operation in OPERATIONS.split():
+    setattr(RecordedGroup, operation, _operation(operation))
 
 
 class Recorder(TorchDispatchMode):
@@ -181,54 +182,52 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, own: Record, earlier: Sequence[Record]) -> None:
         super().__init__()
-        self.own, self._earlier = own, earlier
-        self._groups: Counter[tuple[int, ...]] = Counter()
-        self._calls: Counter[tuple[Any, ...]] = Counter()  # by channel
-        self._wanted: tuple[tuple[int, ...], str] = tuple(range(own.world_size)), ""  # of the next group
-        self._batch, self._batches = 0, 0
-        # Calls without a wait, with the tensors, which stay alive, and (begin, end, whether it is written to) of each.
-        self.pending: dict[Call, tuple[list[Tensor], list[tuple[int, int, bool]]]] = {}
+        self.own, self._earlier, self._batch = own, earlier, 0
+        self._counts: Counter[Any] = Counter()  # groups by ranks, calls by channel, batches
+        self._wanted: tuple[Sequence[int], str] = range(own.world_size), ""  # ranks and backend of the next group
+        # Calls without a wait: their tensors, which must stay alive, and the memory.
+        self.pending: dict[Call, tuple[list[Tensor], list[Span]]] = {}
 
-    # --- groups
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # True imports torch's compiler, and takes longer for each operator
 
     def make_group(self, store: Any, rank: int, size: int, timeout: Any) -> RecordedGroup:
         """Make a group, when torch asks its backend for one."""
         ranks, backend = self._wanted
-        self._groups[ranks] += 1
-        return RecordedGroup(self, rank, (ranks, self._groups[ranks]), backend)
+        return RecordedGroup(self, rank, ranks, self._count(tuple(ranks)), backend)
 
     def new_group(
         self, real: Any, ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **options: Any
     ) -> Any:
         """Replace torch's function for new groups. All ranks must make all groups in the same order."""
-        everyone = tuple(range(self.own.world_size))
-        members = tuple(sorted(ranks)) if ranks is not None else everyone
-        arguments = f"ranks {list(members)}" + (f", backend {backend}" if backend else "")
+        everyone = range(self.own.world_size)
+        members = sorted(everyone if ranks is None else ranks)
+        arguments = f"ranks {members}" + (f", backend {backend}" if backend else "")
         call = Call("new_group", ("new_group",), everyone, arguments, _place(), backend="gloo")
         self.own.events += [(True, call), (False, call)]
         self._wanted = members, str(backend or "")
-        return real(list(members), timeout, BACKEND, *args, **options)
+        return real(members, timeout, BACKEND, *args, **options)
 
     def batch(self, real: Any, operations: Any) -> Any:
         """Replace torch's `batch_isend_irecv`."""
-        self._batches += 1
-        self._batch = self._batches
+        self._batch = self._count("batch")
         try:
             return real(operations)
         finally:
             self._batch = 0
 
-    # --- calls
+    def _count(self, key: Any) -> int:
+        self._counts[key] += 1
+        return self._counts[key]
 
     def call(self, name: str, group: RecordedGroup, arguments: tuple[Any, ...]) -> RecordedWork:
         """Record a call of a method of `group`, and give the tensors values."""
-        ranks, rank = group.key[0], group.rank()
-        first = _tensors(arguments[0])
+        ranks, rank, first = group.ranks, group.rank(), _tensors(arguments[0])
         has_two = len(arguments) > 1 and isinstance(arguments[1], list | Tensor)
         written, read = first, _tensors(arguments[1]) if has_two else first
-        channel: tuple[Any, ...] = (group.key,)
-        members, compared, options = ranks, [*read, *(written if has_two else [])], list[str]()
-        sent, received = tuple[int, ...](), tuple[int, ...]()
+        compared, options = [*read, *(written if has_two else [])], list[str]()
+        members, key, parts = ranks, tuple[Any, ...](), list[list[int]]()
         for option in arguments:
             if hasattr(option, "reduceOp"):
                 options.append(option.reduceOp.__getstate__()[0].name)
@@ -238,32 +237,29 @@ class Recorder(TorchDispatchMode):
                     written, read = ([], first) if option.rootRank == rank else (first, [])
         if name in ("send", "recv"):
             pair = (rank, arguments[1]) if name == "send" else (arguments[1], rank)
-            members = tuple(ranks[member] for member in pair)
-            channel = group.key, members, arguments[2]
+            members, key = tuple(ranks[member] for member in pair), arguments[2:]
             written, read = ([], first) if name == "send" else (first, [])
         elif name in ("gather", "scatter"):  # only the root has the other list
             compared = read if name == "gather" else written
-        elif name.startswith("all_to_all"):
-            compared = []
-            options.append(str(read[0].dtype).removeprefix("torch."))
-            received, sent = (tuple(x.numel() for x in xs) for xs in (written, read))
-            if name == "all_to_all_single":
-                received, sent = map(_sizes, (written[0], read[0]), arguments[2:4], [len(ranks)] * 2)
+        elif name in ("alltoall", "alltoall_base", "all_to_all_single"):
+            compared, options = [], [str(read[0].dtype)]
+            rows = ((), ()) if name == "alltoall" else arguments[2:4]
+            parts = [_parts(read, rows[1], len(ranks)), _parts(written, rows[0], len(ranks))]
         shapes = Counter(f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in compared)
         options += [shape if count == 1 else f"{count} x {shape}" for shape, count in shapes.items()]
-        call = Call(name, channel, members, ", ".join(options), _place(), group.backend, self._batch, sent, received)
-        touched = [(*_span(x), False) for x in read] + [(*_span(x), True) for x in written]
-        self._check(touched, name)
+        channel = ranks, group.number, members, key
+        call = Call(name, channel, members, ", ".join(options), _place(), group.backend, self._batch, parts)
+        spans = _spans(read, False) + _spans(written, True)
+        self._check(spans, name)
         with torch._C._DisableTorchDispatch():
             self._fill(call, rank, read, [] if name == "send" else [x.data for x in first])
         self.own.events.append((True, call))
-        self.pending[call] = [*read, *written], touched
+        self.pending[call] = [*read, *written], spans
         return RecordedWork(self, call, written)
 
     def _fill(self, call: Call, rank: int, read: list[Tensor], results: list[Tensor]) -> None:
         """Give the results of a call values. rank: in the group."""
-        key = call.channel, self._calls[call.channel]
-        self._calls[call.channel] += 1
+        key = call.channel, self._count(call.channel)
         given = torch.cat([x.detach().reshape(-1) for x in read]) if read else torch.zeros(1)
         for x in results:  # a result is the input, a part of it, or repeats it for all ranks
             if not any(x.data_ptr() == y.data_ptr() and x.shape == y.shape for y in read) and len(given):
@@ -273,53 +269,36 @@ class Recorder(TorchDispatchMode):
         if rank == 0:
             self.own.values[key] = [x.clone() for x in results]
         elif call.members[0] < len(self._earlier):
-            known = self._earlier[call.members[0]].values.get(key, [])
-            for x, value in zip(results, known, strict=False):
+            for x, value in zip(results, self._earlier[call.members[0]].values.get(key, []), strict=False):
                 if (x.shape, x.dtype) == (value.shape, value.dtype):
                     x.copy_(value)
 
-    def wait(self, call: Call) -> None:
-        """Record the first wait for a call."""
-        if self.pending.pop(call, None) is not None:
-            self.own.events.append((False, call))
-
-    # --- memory on its way
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.pending and "c10d" not in func.namespace:
-            schema = func._schema
-            is_view = any(value.alias_info is not None and not value.alias_info.is_write for value in schema.returns)
-            name = schema.name.split("::")[1]
-            if not is_view and not name.endswith("_like") and not name.startswith("new_"):
-                values = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)}
-                values |= kwargs or {}
-                touched = [
-                    (*_span(x), argument.alias_info is not None and argument.alias_info.is_write)
-                    for argument in schema.arguments
-                    for x in _tensors(values.get(argument.name))
-                ]
-                self._check(touched, name)
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if self.pending:
+            for number, name, writes in _accesses(func):
+                value = args[number] if number < len(args) else kwargs.get(name)
+                self._check(_spans(_tensors(value), writes), func.__name__)
+        return func(*args, **kwargs)
 
-    def _check(self, touched: list[tuple[int, int, bool]], name: str) -> None:
-        """Report an operator or a call that touches memory on its way. touched: begin, end, whether it writes."""
-        for begin, end, writes in touched:
-            for call, (_, spans) in self.pending.items():
-                for first, last, is_received in spans:
+    def _check(self, spans: Sequence[Span], name: str) -> None:
+        """Report an operator or a call that touches memory on its way."""
+        for begin, end, writes in spans:
+            for call, (_, on_way) in self.pending.items():
+                for first, last, is_received in on_way:
                     if begin < last and first < end and (writes or is_received):
-                        does = "overwrites" if writes else "reads"
-                        moves = "received" if is_received else "sent"
-                        story = [
-                            f"rank {self.own.rank} {does} memory that is still {moves}: {name} at {at(_place())}",
-                            f"it did not wait for {call}",
-                        ]
+                        does, moves = "overwrites" if writes else "reads", "received" if is_received else "sent"
+                        touch = f"rank {self.own.rank} {does} memory that is still {moves}: {name} at {at(_place())}"
+                        story = [touch, f"it did not wait for {call}"]
                         if story not in self.own.faults:
                             self.own.faults.append(story)
 
 
-def _sizes(x: Tensor, split: Sequence[int], ranks: int) -> tuple[int, ...]:
-    """Return the elements of x that each rank sends or gets. split: rows by rank; empty for equal parts."""
-    return tuple(rows * x[0].numel() for rows in split) or (x.numel() // ranks,) * ranks
+def _parts(tensors: Sequence[Tensor], rows: Sequence[int], ranks: int) -> list[int]:
+    """Return the elements of an all-to-all for each rank. rows: of one tensor for each rank; empty for equal parts."""
+    if len(tensors) > 1:
+        return [x.numel() for x in tensors]
+    return [count * tensors[0][0].numel() for count in rows] or [tensors[0].numel() // ranks] * ranks
 
 
 @contextlib.contextmanager
@@ -332,20 +311,18 @@ def record(rank: int, world_size: int, records: list[Record]) -> Iterator[Record
     recorder = Recorder.current = Recorder(Record(rank, world_size), records)
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, lambda *a: Recorder.current.make_group(*a), devices=["cpu", "cuda"])
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     dist.init_process_group(BACKEND, rank=rank, world_size=world_size, store=dist.HashStore())  # type: ignore[attr-defined]
-    patches: list[Any] = [mock.patch.dict(os.environ, {name: str(number) for name, number in numbers.items()})]
-    for name, replacement in (("_new_group_with_tag", recorder.new_group), ("batch_isend_irecv", recorder.batch)):
-        bound = functools.partial(replacement, getattr(distributed_c10d, name))
-        patches.append(mock.patch.object(distributed_c10d, name, bound))
-    patches += [
-        mock.patch.object(dist, "batch_isend_irecv", bound),
-        mock.patch.object(dist, "init_process_group", lambda *args, **options: None),
-    ]
     try:
         with contextlib.ExitStack() as stack:
-            for patch in patches:
-                stack.enter_context(patch)
+            numbers = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{world_size}"}
+            stack.enter_context(mock.patch.dict(os.environ, numbers))
+            for owner, name, replacement in (
+                (distributed_c10d, "_new_group_with_tag", recorder.new_group),
+                (dist, "batch_isend_irecv", recorder.batch),
+                (dist, "init_process_group", lambda *args, **options: None),
+            ):
+                replacement = functools.partial(replacement, getattr(owner, name))
+                stack.enter_context(mock.patch.object(owner, name, replacement))
             stack.enter_context(recorder)
             yield recorder.own
     finally:
