@@ -150,7 +150,8 @@ class Playback:
                         f"rank {a} waits in {waits[a]}: rank {b} does not come" for a, b in pairwise([*path, rank])
                     ]
                     if rank not in waits:
-                        lines.append(f"rank {rank} has ended")
+                        error = self._records[rank].error
+                        lines.append(f"rank {rank} has ended{f' with {error!r}' if error else ''}")
                     return lines + self._first_difference(path[0], [*path, rank][1], waits[path[0]])
                 if rank not in path:
                     paths.append([*path, rank])

@@ -71,13 +71,14 @@ class Call:
 class Record:
     """What one rank did. events: (True, call) for a call and (False, call) for the first wait for it, in order. faults:
     uses of memory that was on its way, and calls that nobody waited for. values: results of collectives for later
-    ranks, by channel and number."""
+    ranks, by channel and number. error: what ended the rank."""
 
     rank: int
     world_size: int
     events: list[tuple[bool, Call]] = field(default_factory=list)
     faults: list[list[str]] = field(default_factory=list)
     values: dict[Any, list[Tensor]] = field(default_factory=dict)
+    error: Exception | None = None
 
 
 def at(place: Sequence[str]) -> str:
@@ -325,8 +326,11 @@ def record(rank: int, world_size: int, records: list[Record]) -> Iterator[Record
                 stack.enter_context(mock.patch.object(owner, name, replacement))
             stack.enter_context(recorder)
             yield recorder.own
+        recorder.own.faults += [[f"rank {rank} never waits for {call}"] for call in recorder.pending]
+    except Exception as error:  # it may be the effect of a fault, because later values are wrong
+        recorder.own.error = error
+        raise
     finally:
+        records.append(recorder.own)
         if dist.is_initialized():
             dist.destroy_process_group()
-    recorder.own.faults += [[f"rank {rank} never waits for {call}"] for call in recorder.pending]
-    records.append(recorder.own)
