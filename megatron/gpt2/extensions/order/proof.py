@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from itertools import pairwise, zip_longest
 from typing import Any
 
+from megatron.gpt2.config import require
 from megatron.gpt2.extensions.order.recording import Call, Record
 
 BACKENDS = ("nccl", "gloo")
@@ -27,7 +28,9 @@ BACKENDS = ("nccl", "gloo")
 
 def prove(records: Sequence[Record], backends: Sequence[str] = BACKENDS) -> list[str]:
     """Return the shortest story of a fault, or an empty list if there is none. backends: the rules to apply to groups
-    for which the program names no backend."""
+    for which the program names no backend. Raises ValueError if a rank is missing."""
+    ranks = [record.rank for record in records]
+    require(ranks == [*range(len(ranks))] == [*range(records[0].world_size)], "prove needs each rank, in their order")
     stories = [story for record in records for story in record.faults]
     stories += [story for backend in backends if not stories and (story := Playback(records, backend).run())]
     return min(stories, key=len, default=[])
@@ -80,13 +83,12 @@ class Playback:
                 return []
 
     def _issue(self, rank: int, call: Call) -> None:
-        backend, is_message = call.backend or self._backend, call.name in ("send", "recv")
-        channel = call.channel[:3] if backend == "nccl" else call.channel  # without the tag
+        is_nccl = "nccl" in (call.backend or self._backend)
+        channel = call.channel[:4] if is_nccl else call.channel  # without the tag
         self._meeting[call] = *channel, self._counts[rank][channel]
         self._counts[rank][channel] += 1
-        key = "nccl" if backend == "nccl" else call if is_message else call.channel
-        queue = self._queues[rank][key]
-        if queue and call.batch and backend == "nccl" and queue[-1][0].batch == call.batch:
+        queue = self._queues[rank]["nccl" if is_nccl else call if "message" in channel else channel]
+        if queue and is_nccl and call.batch and queue[-1][0].batch == call.batch:
             queue[-1].append(call)
         else:
             queue.append([call])
@@ -107,17 +109,11 @@ class Playback:
     def _compare(self, met: list[tuple[int, Call]]) -> list[str]:
         """Return a story if calls that meet do not match."""
         rank, call = met[0]
-        for number, (other, its) in enumerate(met):
+        for other, its in met[1:]:
             is_message = (call.name, its.name) == ("send", "recv")
             if call.arguments != its.arguments or call.name != its.name and not is_message:
                 lines = [f"rank {rank} calls {call}", f"rank {other} calls {its}", "they meet and are not the same"]
                 return lines + self._first_difference(rank, other, call)
-            for place, (sender, from_it) in enumerate(met) if its.parts else ():
-                if (sent := from_it.parts[0][number]) != (received := its.parts[1][place]):
-                    return [
-                        f"rank {sender} sends {sent} elements to rank {other} in {from_it}",
-                        f"rank {other} receives {received} elements from rank {sender} in {its}",
-                    ]
         return []
 
     def _first_difference(self, rank: int, other: int, call: Call) -> list[str]:

@@ -50,7 +50,7 @@ class Call:
     channel: calls of one channel meet in their order: the first of each member, the second, and so on. members: the
     global ranks that must call. arguments: shapes, dtypes and options, which must be equal on all members. place: lines
     of the program, from the innermost. backend: that the program asked for; "" for that of the world. batch: the number
-    of its `batch_isend_irecv`. parts: in an all-to-all, the elements to each member, and those from each member.
+    of its `batch_isend_irecv`.
     """
 
     name: str
@@ -60,7 +60,6 @@ class Call:
     place: Sequence[str]
     backend: str = ""
     batch: int = 0
-    parts: Sequence[Sequence[int]] = ()
 
     def __str__(self) -> str:
         ranks = ", ".join(map(str, self.members)) if len(self.members) < 9 else f"{self.members[0]}, …"
@@ -228,7 +227,7 @@ class Recorder(TorchDispatchMode):
         has_two = len(arguments) > 1 and isinstance(arguments[1], list | Tensor)
         written, read = first, _tensors(arguments[1]) if has_two else first
         compared, options = [*read, *(written if has_two else [])], list[str]()
-        members, key, parts = ranks, tuple[Any, ...](), list[list[int]]()
+        members, key = ranks, tuple[Any, ...]()
         for option in arguments:
             if hasattr(option, "reduceOp"):
                 options.append(option.reduceOp.__getstate__()[0].name)
@@ -238,18 +237,16 @@ class Recorder(TorchDispatchMode):
                     written, read = ([], first) if option.rootRank == rank else (first, [])
         if name in ("send", "recv"):
             pair = (rank, arguments[1]) if name == "send" else (arguments[1], rank)
-            members, key = tuple(ranks[member] for member in pair), arguments[2:]
+            members, key = tuple(ranks[member] for member in pair), ("message", arguments[2])
             written, read = ([], first) if name == "send" else (first, [])
         elif name in ("gather", "scatter"):  # only the root has the other list
             compared = read if name == "gather" else written
-        elif name in ("alltoall", "alltoall_base", "all_to_all_single"):
-            compared, options = [], [str(read[0].dtype)]
-            rows = ((), ()) if name == "alltoall" else arguments[2:4]
-            parts = [_parts(read, rows[1], len(ranks)), _parts(written, rows[0], len(ranks))]
+        elif "to" in name and any(arguments[2:4]):  # an all-to-all of unequal parts
+            compared, options = [], [f"{read[0].dtype}"]
         shapes = Counter(f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in compared)
         options += [shape if count == 1 else f"{count} x {shape}" for shape, count in shapes.items()]
-        channel = ranks, group.number, members, key
-        call = Call(name, channel, members, ", ".join(options), _place(), group.backend, self._batch, parts)
+        channel = ranks, group.number, members, *key
+        call = Call(name, channel, members, ", ".join(options), _place(), group.backend, self._batch)
         spans = _spans(read, False) + _spans(written, True)
         self._check(spans, name)
         with torch._C._DisableTorchDispatch():
@@ -293,13 +290,6 @@ class Recorder(TorchDispatchMode):
                         story = [touch, f"it did not wait for {call}"]
                         if story not in self.own.faults:
                             self.own.faults.append(story)
-
-
-def _parts(tensors: Sequence[Tensor], rows: Sequence[int], ranks: int) -> list[int]:
-    """Return the elements of an all-to-all for each rank. rows: of one tensor for each rank; empty for equal parts."""
-    if len(tensors) > 1:
-        return [x.numel() for x in tensors]
-    return [count * tensors[0][0].numel() for count in rows] or [tensors[0].numel() // ranks] * ranks
 
 
 @contextlib.contextmanager
