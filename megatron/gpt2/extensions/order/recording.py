@@ -68,9 +68,9 @@ class Call:
 
 @dataclass
 class Record:
-    """What one rank did. events: (True, call) for a call and (False, call) for the first wait for it, in order. faults:
-    uses of memory that was on its way, and calls that nobody waited for. values: results of collectives for later
-    ranks, by channel and number. error: what ended the rank."""
+    """The communication of one rank. events: (True, call) for a call and (False, call) for the first wait for it, in
+    order. faults: uses of memory that was on its way, and calls that nobody waited for. values: results of collectives
+    for later ranks, by channel and number. error: what ended the rank."""
 
     rank: int
     world_size: int
