@@ -37,8 +37,8 @@ KEPT = (
 DEPTH = 3  # lines of the program for each call, from the innermost
 # The methods of a process group. torch 2.13 renamed some.
 OPERATIONS = (
-    "allreduce allreduce_coalesced broadcast reduce allgather _allgather_base all_gather_single reduce_scatter "
-    "_reduce_scatter_base reduce_scatter_single alltoall alltoall_base all_to_all_single gather scatter barrier send recv"
+    "allreduce allreduce_coalesced broadcast reduce allgather _allgather_base all_gather_single reduce_scatter send "
+    "recv _reduce_scatter_base reduce_scatter_single alltoall alltoall_base all_to_all_single gather scatter barrier"
 )
 Span = tuple[int, int, bool]  # first address of memory, the address after the last, and whether it is written
 
