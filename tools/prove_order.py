@@ -7,4 +7,4 @@ if __name__ == "__main__":
     sys.path.insert(0, sys.path[0].removesuffix("tools"))
     from megatron.gpt2.__main__ import run
 
-    run("prove_order")
+    run("prove-order")
