@@ -27,7 +27,7 @@ from data_utils.indexed_dataset import IndexedDatasetBuilder, TokenFile, open_to
 from data_utils.preprocessing.inputs import cut_into_shards, records, whole_file
 from data_utils.tokenizers import build_tokenizer, load_tokenizer
 from data_utils.tokenizers.base import ByteTokenizer, Tokenizer, read_characters, train_sentencepiece
-from data_utils.tokenizers.gpt2 import BUILTIN_FILE, builtin_tokenizer
+from data_utils.tokenizers.gpt2 import BUILTIN_FILE, END_OF_TEXT, builtin_tokenizer
 from megatron.gpt2.checkpoint.base import BaseCheckpoint
 from megatron.gpt2.checkpoint.reader import MANIFEST, Checkpoint
 from megatron.gpt2.checkpoint.writer import manifest_bytes
@@ -54,6 +54,7 @@ from tests.data_utils.data_files import write_lines
 from tests.data_utils.test_preprocessing import run, some_texts
 from tests.fuzz.fuzzing import Files, Target
 from tests.megatron.gpt2.checkpoint.saved_states import find, save
+from tests.megatron.gpt2.config.test_compat import WHOLE
 from tests.megatron.gpt2.formats.crafted import with_index
 from tests.megatron.gpt2.formats.sample_checkpoints import (
     SHAPE,
@@ -327,21 +328,15 @@ def check_tokenizer(tokenizer: Tokenizer, *, lossless: bool = True) -> None:
     assert not lossless or (text == SAMPLE and tokenizer.eod not in ids)
 
 
-def small_bpe() -> dict[str, bytes]:
+def gpt2_files(folder: Path) -> None:
+    """A vocabulary of bytes and six merges."""
     files, problem = tokenizer_files(build_tokenizer("bytes"), 1024)
     assert not problem
     vocabulary, pairs = json.loads(files["vocab.json"]), ["t h", "th e", "\u0120 t", "\u0120t h", "i n", "e r"]
     for merge in pairs:
         vocabulary[merge.replace(" ", "")] = len(vocabulary)
-    return {
-        "vocab.json": json.dumps(vocabulary).encode(),
-        "merges.txt": "\n".join(["#version: 0.2", *pairs, ""]).encode(),
-    }
-
-
-def gpt2_files(folder: Path) -> None:
-    for name, data in small_bpe().items():
-        (folder / name).write_bytes(data)
+    (folder / "vocab.json").write_text(json.dumps(vocabulary))
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *pairs, ""]))
 
 
 def read_gpt2(folder: Path) -> None:
@@ -353,25 +348,12 @@ def read_gpt2(folder: Path) -> None:
 
 
 def huggingface_tokenizer(folder: Path) -> None:
-    files = small_bpe()
-    vocabulary = json.loads(files["vocab.json"])
-    eod = vocabulary.pop("<|endoftext|>")
-    model = {
-        "type": "BPE",
-        "dropout": None,
-        "vocab": vocabulary,
-        "merges": [line.split() for line in files["merges.txt"].decode().splitlines()[1:]],
-    }
-    (folder / "tokenizer.json").write_text(
-        json.dumps(
-            {
-                "added_tokens": [{"id": eod, "content": "<|endoftext|>", "special": True}],
-                "normalizer": None,
-                "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
-                "model": model,
-            }
-        )
-    )
+    from tokenizers import ByteLevelBPETokenizer
+
+    gpt2_files(folder)
+    tokenizer = ByteLevelBPETokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def sentencepiece_model(folder: Path) -> None:
@@ -400,6 +382,7 @@ TARGETS += [
         "tokenizer.json",
         huggingface_tokenizer,
         lambda folder: check_tokenizer(open_tokenizer({"tokenizer.json": str(folder / "tokenizer.json")})),
+        "tokenizer.json",
     ),
     Target(
         "builtin_bpe.json",
@@ -434,22 +417,15 @@ def run_folder(folder: Path) -> None:
     config = Config.from_dict({"checkpoint": {"save": "checkpoints/a"}})
     run_values = {"global_batch_size": 8, "train_iters": 100, "environment": {"torch": "2"}}
     write_config(folder, config, run_values, continues=False)
-    metrics = [
-        {
-            "iteration": i,
-            "lm_loss": 5.0 / i,
-            "learning_rate": 1e-3,
-            "consumed_samples": 8 * i,
-            "ms_per_iteration": 10.0,
-            "tokens_per_second": 1e4,
-            "grad_norm": 1.0,
-            "memory_bytes": 10**9,
-        }
-        for i in range(1, 6)
-    ] + [{"iteration": 5, "split": "valid", "lm_loss": 2.0, "bits_per_byte": 1.0}]
-    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in metrics))
-    (folder / "samples.jsonl").write_text('{"iteration": 5, "text": "[Once] upon"}\n')
-    (folder / "history.jsonl").write_text('{"iteration": 0, "time": "2026-01-01T00:00:00+00:00", "text": "started"}\n')
+    line = """{"iteration": %d, "lm_loss": 5.0, "learning_rate": 1e-3, "consumed_samples": 8, "ms_per_iteration": 10.0,
+        "tokens_per_second": 1e4, "grad_norm": 1.0, "memory_bytes": 1000000000}""".replace("\n", "")
+    evaluated = '{"iteration": 5, "split": "valid", "lm_loss": 2.0, "bits_per_byte": 1.0}'
+    for name, lines in {
+        "metrics": [*(line % number for number in range(1, 6)), evaluated],
+        "samples": ['{"iteration": 5, "text": "[Once] upon"}'],
+        "history": ['{"iteration": 0, "time": "2026-01-01T00:00:00+00:00", "text": "started"}'],
+    }.items():
+        (folder / f"{name}.jsonl").write_text("".join(f"{one}\n" for one in lines))
     IncidentLog(folder, rank_file_name(0)).note("start", "2 ranks", iteration=0)
     IncidentLog(folder, "launcher_a").note("rank ended", "rank 1 was ended by SIGKILL", rank=1, signal=9)
 
@@ -462,28 +438,7 @@ def read_run(folder: Path) -> None:
 
 
 def deepspeed_file(folder: Path) -> None:
-    (folder / "ds.json").write_text(
-        json.dumps(
-            {
-                "train_batch_size": 64,
-                "train_micro_batch_size_per_gpu": 4,
-                "gradient_clipping": 1.0,
-                "fp16": {
-                    "enabled": True,
-                    "loss_scale": 0,
-                    "initial_scale_power": 16,
-                    "hysteresis": 2,
-                    "loss_scale_window": 500,
-                },
-                "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none"}, "reduce_bucket_size": 5e8},
-                "optimizer": {
-                    "type": "AdamW",
-                    "params": {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
-                },
-                "activation_checkpointing": {"partition_activations": False},
-            }
-        )
-    )
+    (folder / "ds.json").write_text(json.dumps(WHOLE))
 
 
 def read_deepspeed(folder: Path) -> None:

@@ -27,10 +27,7 @@ from megatron.gpt2.formats.megatron import flatten_state_dict
 from megatron.gpt2.formats.megatron import write_megatron as export_megatron
 from megatron.gpt2.formats.megatron_model import FUSED, MegatronLayout, native_name
 from megatron.gpt2.model.gpt2 import GPT2Model, parameter_specs
-from megatron.gpt2.optimizer.bucket_reducer import ParamAllGather
 from megatron.gpt2.optimizer.learning_rates import LRSchedule
-from megatron.gpt2.optimizer.optimizer import AdamWOptimizer, LossScaler
-from megatron.gpt2.optimizer.param_and_grad_buffer import ParamAndGradBuffer
 from mpu.partition import TensorSlice
 
 SHAPE = ModelConfig(
@@ -305,43 +302,7 @@ def compute_logits(source: BaseCheckpoint, tokens: Tensor) -> Tensor:
     return logits[..., : source.metadata["vocab_size"]].transpose(0, 1)
 
 
-def check_step(source: BaseCheckpoint, scaler: LossScaler, rank: int = 0, size: int = 1) -> float:
-    """Check that a step of our optimizer, on one of `size` model-parallel ranks, is equal to a step of torch's AdamW
-    with the same state, gradients and learning rate. Returns the learning rate."""
-    config = OptimizerConfig(**{**source.metadata["config"]["optimizer"], "clip_grad": 0.0})
-    model = build_model(source)
-    buffer = ParamAndGradBuffer(model, source.tensors["model.word_embeddings.weight"].dtype, bucket_size=10_000)
-    table = torch.from_numpy(LRSchedule(config, 100, 1).table(np.arange(101.0)))
-    optimizer = AdamWOptimizer(buffer, ParamAllGather(buffer, model, None), config, scaler, table)
-    specs = mpu.partition_specs(model)
-    load_sharded_state_dict(optimizer.state_shards(), specs, source, mp_rank=rank, mp_size=size)
-    optimizer.load_state_dict(source.metadata["optimizer"])
-    assert optimizer.state_dict() == source.metadata["optimizer"]
-    rate = optimizer.learning_rate.item()
-    parameters = {name: torch.nn.Parameter(source.read(f"master.{name}")) for name in specs}
-    theirs = torch.optim.AdamW(
-        [
-            {"params": [x for x in parameters.values() if (x.dim() > 1) == decays], "weight_decay": decay}
-            for decays, decay in ((True, config.weight_decay), (False, 0.0))
-        ],
-        lr=rate,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_eps,
-    )
-    step = torch.tensor(float(source.metadata["optimizer"]["adam_steps"]))
-    for name, x in parameters.items():
-        seed = torch.Generator().manual_seed(len(name) + sum(map(ord, name)))
-        x.grad = 1e-3 * torch.randn(x.shape, generator=seed)
-        theirs.state[x] = {"step": step.clone(), **{kind: source.read(f"{kind}.{name}") for kind in KINDS[2:]}}
-        buffer.grad(name).copy_(specs[name].split(x.grad, rank, size) * optimizer.scaler.scale)
-    optimizer.step()
-    theirs.step()
-    masters = torch.zeros(buffer.params.numel())
-    for segment, master in zip(buffer.local_shards, buffer.masters, strict=True):
-        masters[segment.range] = master
-    for name, x in parameters.items():
-        after = specs[name].without_padding(buffer.view(masters, name), rank, size)
-        part = specs[name].local_slice(rank, size).slices()
-        assert (after - x[part]).abs().max() < 1e-6, name
-        assert (after - source.read(f"master.{name}")[part]).abs().max() > 1e-4, "the step moved it"
-    return rate
+def next_learning_rate(source: BaseCheckpoint) -> float:
+    """The learning rate of the next step, in a run of 100 steps."""
+    config = OptimizerConfig(**source.metadata["config"]["optimizer"])
+    return float(LRSchedule(config, 100, 1).table(np.arange(101.0))[source.metadata["optimizer"]["good_steps"]])

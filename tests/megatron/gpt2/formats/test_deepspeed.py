@@ -1,4 +1,5 @@
-"""DeepSpeed's checkpoints with an optimizer that ZeRO sharded. `deepspeed/make.py` wrote the files with DeepSpeed."""
+"""DeepSpeed's checkpoints with an optimizer that ZeRO sharded. DeepSpeed 0.17.5 wrote the files, in
+`7c1f71a:tests/megatron/gpt2/formats/deepspeed/make.py`."""
 
 from __future__ import annotations
 

@@ -20,7 +20,6 @@ from data_utils.files.restricted_pickle import PickledObject
 from megatron.gpt2.formats import open_checkpoint
 from megatron.gpt2.formats.torch_files import DCP_METADATA, load_torch_file, read_dcp_metadata
 from megatron.gpt2.formats.torch_files import DTYPES as NAMED_DTYPES
-from tests.conftest import TEST_DATA
 from tests.fuzz.fuzzing import refusal
 from tests.megatron.gpt2.formats import crafted
 from tests.megatron.gpt2.formats.sample_checkpoints import (
@@ -35,75 +34,36 @@ from tests.megatron.gpt2.formats.sample_checkpoints import (
 def same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor):
         return torch.equal(a, b) and a.dtype == b.dtype and a.stride() == b.stride()
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
-    return isinstance(b, PickledObject) or (type(a) is type(b) and a == b)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b) and (isinstance(a, dict) or type(a) is type(b))
 
 
 @pytest.mark.parametrize("legacy", [False, True])
 def test_what_torch_saves_comes_back(tmp_path: Path, legacy: bool):
     base = torch.randn(6, 8)
-    saved: dict[Any, Any] = {
+    marked = [torch.nn.Parameter(base), base.clone()]
+    for x in marked:
+        x.tensor_model_parallel = True  # type: ignore[attr-defined]  # an attribute that Megatron sets on its masters
+    plain = [None, True, 1, -1, 255, 65535, 2**31, -(2**40), 10**30, 1.5, math.inf, "é\n", (), (1,), (1, 2, 3)]
+    saved = {
         "tensors": [torch.arange(5).to(dtype) for dtype in NAMED_DTYPES.values()],
-        "views": (base, base.t(), base[2:4, 1:3], base[5], torch.empty(0, 3), torch.tensor(3.5)),
-        "parameter": torch.nn.Parameter(base),
-        "marked": base.clone(),
-        "plain": [None, True, 1, -1, 255, 65535, 2**31, -(2**40), 10**30, 1.5, math.inf, "é\n", (), (1,), (1, 2, 3)],
-        "args": argparse.Namespace(lr=1.0, dtype=torch.float16),
-        "ordered": collections.OrderedDict(a=1),
-        "numpy": np.random.RandomState(0).get_state(),
-        "signal": signal.SIGTERM,
-        "set": {1, 2},
-        5: {0.5: None},
-        "shared": [base, base],
+        "views": [base, base.t(), base[2:4, 1:3], base[5], torch.empty(0, 3), torch.tensor(3.5)],
+        "plain": [*plain, collections.OrderedDict(a=1), {5: {0.5: None}}],
     }
-    for name in ("parameter", "marked"):
-        saved[name].tensor_model_parallel = True  # an attribute that Megatron sets on its masters
+    objects = {"args": argparse.Namespace(lr=1.0, dtype=torch.float16), "set": {1, 2}, "numpy": np.arange(3)}
     path = tmp_path / "file with a space.pt"
-    torch.save(saved, path, _use_new_zipfile_serialization=not legacy)
+    more = {"signal": signal.SIGTERM, "marked": marked, "shared": [base, base]}
+    torch.save({**saved, **objects, **more}, path, _use_new_zipfile_serialization=not legacy)
     read = load_torch_file(path)
     for key, value in saved.items():
-        if key == "parameter":
-            assert torch.equal(read[key], value)
-        elif key not in ("args", "set", "signal", "numpy"):
-            assert same(value, read[key]), key
-    assert read["args"].name == "argparse.Namespace"
-    assert read["args"].attributes() == {"lr": 1.0, "dtype": torch.float16}
-    assert isinstance(read["set"], PickledObject) and isinstance(read["numpy"][1], PickledObject)
+        assert same(value, read[key]), key
+    assert all(torch.equal(x, base) for x in read["marked"])
+    assert all(isinstance(read[key], PickledObject) for key in objects)
+    assert (read["args"].name, read["args"].attributes()) == ("argparse.Namespace", vars(objects["args"]))
     assert read["shared"][0].data_ptr() == read["shared"][1].data_ptr(), "a view of the file"
     read["shared"][0].zero_()
     assert torch.equal(load_torch_file(path)["shared"][0], base), "the file itself stays as it is"
-
-
-def test_genuine_files_come_back():
-    files = sorted(TEST_DATA.glob("megatron-*/tp*/checkpoint/*/*/model_optim_rng.pt"))
-    if not files:
-        pytest.skip(f"{TEST_DATA} has no genuine checkpoints")
-    reconstruct: Any = np.zeros(1).__reduce__()[0]
-    for path in files:
-        loss_scaler = type("DynamicLossScaler", (), {})
-        with torch.serialization.safe_globals(
-            [
-                (loss_scaler, "fp16.loss_scaler.DynamicLossScaler"),
-                argparse.Namespace,
-                np.ndarray,
-                np.dtype,
-                (reconstruct, "numpy.core.multiarray._reconstruct"),
-                type(np.dtype("u4")),
-            ]
-        ):
-            theirs = torch.load(path, map_location="cpu", weights_only=True)
-        ours = load_torch_file(path)
-        assert same(
-            {key: value for key, value in theirs.items() if key not in ("args", "np_rng_state")},
-            {key: value for key, value in ours.items() if key not in ("args", "np_rng_state")},
-        ), path
-        if "args" in theirs:
-            assert ours["args"].attributes() == vars(theirs["args"])
-        if "optimizer" in theirs:
-            assert ours["optimizer"]["loss_scaler"].attributes() == vars(theirs["optimizer"]["loss_scaler"])
 
 
 @pytest.fixture
