@@ -1,21 +1,31 @@
 """A rank is cut off, is stopped, or has a full disk: the run reports it in one line, and every checkpoint stays
-complete."""
+complete. Runs whose ranks or machines are killed continue automatically with equal bits. A run that cannot continue
+gives the reason."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import signal
+import time
+from collections import Counter
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 
+from data_utils.command_line import how_to_call
 from megatron.gpt2.checkpoint.folder import find_checkpoint
 from megatron.gpt2.dist import run_program
+from megatron.gpt2.dist.run_program import CRASH_LOOP_FAILURES
 from megatron.gpt2.extensions.post_mortem.command import report
-from tests.faults.injector import Fault, cut, full, plant, stop
-from tests.megatron.gpt2.dist.started_ranks import StartedRank, losses
+from megatron.gpt2.monitor.incidents import read_incidents
+from tests.faults import injector
+from tests.faults.injector import Fault, cut, full, hold, kill, plant, stop
+from tests.megatron.gpt2.dist.started_ranks import StartedRank, free_port, losses
 from tests.megatron.gpt2.train.training_runs import write_text
 
 FLAGS = (
@@ -42,9 +52,9 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     folder = tmp_path_factory.mktemp("faults")
     os.utime(write_text(folder, 1000), (1e9, 1e9))
     runs = {}
-    for fault in (cut, full, stop):
+    for fault, more in ((cut, []), (full, ["--async-save"]), (stop, [])):
         before, save = partial(plant_and_hurry, Fault(fault, rank=1, step=3)), folder / fault.__name__
-        runs[save] = StartedRank(folder, ["--save", str(save), *FLAGS], {}, before=before)
+        runs[save] = StartedRank(folder, ["--save", str(save), *FLAGS, *more], {}, before=before)
     ended = {save: run.end() for save, run in runs.items()}
     return {save.name: (code, output.splitlines(), save) for save, (code, output) in ended.items()}
 
@@ -107,3 +117,170 @@ def test_stop(ended: Ended) -> None:
         "hang",
         "rank 1 did not reach a collective that the others had entered at iteration 3",
     )
+
+
+MP2 = "--model-parallel-size 2 --nproc-per-node 2 --save-interval 2 --exit-interval 7"
+ELASTIC = "--exact-layouts 2 --save-interval 2 --exit-interval 9"
+MEET_AGAIN = "restart: a machine has joined or restarted its ranks: all ranks restart\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("kills")
+    os.utime(write_text(folder, 1000), (1e9, 1e9))
+    return folder
+
+
+def started(save: Path, words: str, *faults: Fault, **environ: str) -> StartedRank:
+    return StartedRank(save.parent, ["--save", str(save), *words.split()], environ, before=partial(plant, *faults))
+
+
+def undisturbed(save: Path, words: str) -> list[float]:
+    """The losses of a run without faults."""
+    code, output = started(save, words).end()
+    assert code == 0, output
+    return losses(save)
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> list[float]:
+    assert len(found := undisturbed(folder / "alone", MP2)) == 7
+    return found
+
+
+def noted(save: Path) -> Counter[tuple[str, str, int]]:
+    return Counter((one["who"].partition("_")[0], one["kind"], one["attempt"]) for one in read_incidents(save))
+
+
+def test_kills_at_a_step_and_inside_a_save(folder: Path, alone: list[float]) -> None:
+    """The run restarts twice from its newest checkpoint, which is a local one, and ends with the same losses."""
+    save = folder / "killed"
+    near = f"--local-checkpoint-dir {folder}/memory --local-checkpoint-interval 1 --max-restarts 3"
+    faults = Fault(kill, rank=1, step=3), Fault(kill, rank=0, step=4, attempt=1, in_save=3)
+    code, output = started(save, f"{MP2} {near}", *faults).end()
+    assert code == 0, output
+    assert losses(save) == alone
+    assert "restart: rank 1 was ended by SIGKILL: restart 1 of 3, from iteration 3\n" in output
+    assert "restart: rank 0 was ended by SIGKILL: restart 2 of 3, from iteration 3\n" in output
+    ended = json.loads((save / "ended.json").read_text())
+    assert (ended["reason"], ended["iteration"], ended["exit_code"]) == ("--exit-interval", 7, 0)
+    expected = {("launcher", "rank ended", 0): 2, ("launcher", "rank ended", 1): 2, ("launcher", "rank ended", 2): 0}
+    expected |= {("launcher", "restart", attempt): 1 for attempt in range(2)}
+    expected |= {("rank", "start", 0): 2, ("rank", "start", 2): 2, ("rank", "end", 2): 2}
+    expected |= {("rank", "lost", attempt): 1 for attempt in range(2)}
+    assert {what: noted(save)[what] for what in expected} == expected
+    lost = next(one for one in read_incidents(save) if one["kind"] == "lost")
+    assert (lost["iteration"], lost["ranks"]) == (3, [1])
+
+
+def test_a_crash_loop_ends(folder: Path) -> None:
+    """A single rank, which runs in a child process under --max-restarts, is killed at the same step in each attempt."""
+    save = folder / "loop"
+    fault = Fault(kill, rank=0, step=3, attempt=None)
+    code, output = started(save, "--nproc-per-node 1 --max-restarts 10 --save-interval 2", fault).end()
+    assert code == 1, output
+    assert output.count("restart: ") == CRASH_LOOP_FAILURES - 1
+    assert output.splitlines()[-1] == (
+        "error: crash loop: rank 0 was ended by SIGKILL; the ranks have failed at iteration 3 3 times in a row; "
+        f"{how_to_call('post_mortem')} {save} prints what failed first"
+    )
+    assert not (save / "ended.json").exists()
+
+
+def test_bad_input_is_not_started_again(folder: Path) -> None:
+    save = folder / "bad"
+    (save / "incidents").mkdir(parents=True)  # as after an earlier run
+    code, output = started(save, f"{MP2} --max-restarts 3 --train-data nothing.txt").end()
+    assert code == 2 and "restart" not in output and output.count("error") == 1, output
+    assert noted(save) == {("rank", "refused", 0): 2}
+    failure, _ = report(save)
+    assert failure.kind == "bad input" and "nothing.txt" in failure.cause
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_signal_stops_the_run_in_order(folder: Path, alone: list[float], name: str) -> None:
+    """The signal arrives while --async-save writes. The launcher does not restart the run, and the run can be resumed
+    with equal bits."""
+    save = folder / name
+    rank = started(save, f"{MP2} --async-save --max-restarts 3")
+    end = time.monotonic() + 240
+    while "iteration        2/" not in rank.output.read_text():
+        assert time.monotonic() < end and rank.process.is_alive(), rank.end()
+        time.sleep(0.01)
+    assert rank.process.pid is not None
+    os.kill(rank.process.pid, signal.Signals[name])
+    code, output = rank.end()
+    assert code == 0 and "restart" not in output, output
+    ended = json.loads((save / "ended.json").read_text())
+    assert ended["reason"] in (name, "--exit-interval"), ended  # the signal may arrive in the last step
+    if ended["iteration"] < 7:
+        assert f"stopped by {name} at iteration {ended['iteration']}: the same command continues" in output
+        undisturbed(save, MP2)
+    assert losses(save) == alone
+
+
+def test_machines_restart_their_ranks(folder: Path, alone: list[float]) -> None:
+    """Two launchers run one rank each. The launcher of the killed rank restarts it, and the other launcher joins again.
+    The first kill is inside a save, before the rank has written its files. Rank 0 has written its own and must not wait
+    ten minutes for the missing ones."""
+    save = folder / "nodes"
+    words = (
+        "--model-parallel-size 2 --nproc-per-node 1 --nnodes 2 --save-interval 2 --exit-interval 7 --max-restarts 2 "
+        f"--init-method tcp://localhost:{free_port()} --node-rank"
+    )
+    faults = Fault(kill, rank=1, step=4, in_save=2), Fault(kill, rank=0, step=5, attempt=1)
+    nodes = [started(save, f"{words} {node}", *faults, SLURMD_NODENAME=f"node{node}") for node in range(2)]
+    ended = [node.end() for node in nodes]
+    assert [code for code, _ in ended] == [0, 0], ended
+    assert losses(save) == alone
+    first, second = (said for _, said in ended)
+    assert "rank 1 was ended by SIGKILL: restart 1 of 2, from iteration 2" in second and MEET_AGAIN in second
+    assert "rank 0 was ended by SIGKILL: restart 1 of 2, from iteration " in first and MEET_AGAIN in first
+    assert "error (node0): rank 1 (node1) sent no heartbeat for " in first
+    assert {one["who"] for one in read_incidents(save)} == {
+        *(f"rank_0000{rank}" for rank in range(2)),
+        *(f"launcher_node{node}" for node in range(2)),
+    }
+
+
+def machine(save: Path, number: int, place: str, *faults: Fault) -> StartedRank:
+    """Start the launcher of one of two machines of an elastic run. It starts one rank."""
+    flags = f"--nproc-per-node 1 --nnodes 2 --node-rank {number} --init-method {place} --elastic --max-restarts 2"
+    words = f"{ELASTIC} {flags} --init-timeout 8"
+    return started(save, words, *faults, SLURMD_NODENAME=f"127.0.0.{number + 1}")
+
+
+@pytest.mark.wide
+def test_a_machine_is_lost_and_comes_back(folder: Path) -> None:
+    """The run continues on the other machine, and restarts on both when the lost machine is back."""
+    save, place = folder / "lost", f"file://{folder}/place"
+
+    def starts() -> list[dict[str, Any]]:
+        return [one for one in read_incidents(save) if (one["kind"], one["who"]) == ("start", "rank_00000")]
+
+    stays = machine(save, 0, place, Fault(hold, rank=0, step=4, attempt=1))
+    gone = machine(save, 1, place, Fault(injector.machine, rank=1, step=5))
+    assert gone.end()[0] == -signal.SIGKILL
+    while len(starts()) < 2:  # a machine that returns within --init-timeout does not count as lost
+        assert stays.process.is_alive(), stays.end()
+        time.sleep(0.05)
+    back = machine(save, 1, place)
+    ended = [stays.end(), back.end()]
+    assert [code for code, _ in ended] == [0, 0], ended
+    assert losses(save) == undisturbed(folder / "alone_elastic", ELASTIC)
+    said = ended[0][1]
+    assert "restart: rank 0 ended with exit code 1: restart 1 of 2, from iteration 4\n" in said and MEET_AGAIN in said
+    assert "stopped by new ranks (--elastic) at iteration" in said
+    assert [one["layout"]["data"] for one in starts()] == [2, 1, 2]
+    assert json.loads((save / "ended.json").read_text())["reason"] == "--exit-interval"
+    assert any("rank 1 on 127.0.0.2 stopped responding at iteration 5" in line for line in report(save)[1])
+
+
+def test_the_machine_where_all_meet_is_lost(folder: Path) -> None:
+    """The other machine names it and ends immediately."""
+    save, place = folder / "lost_first", f"tcp://127.0.0.1:{free_port()}"
+    nodes = [machine(save, number, place, Fault(injector.machine, rank=0, step=3)) for number in range(2)]
+    (first, _), (code, output) = [node.end(60) for node in nodes]
+    assert (first, code) == (-signal.SIGKILL, 1), output
+    assert "error (127.0.0.2): rank 0 (127.0.0.1) sent no heartbeat for " in output
+    assert output.splitlines()[-1] == "error: the machine of rank 0, which serves the rendezvous, does not answer"

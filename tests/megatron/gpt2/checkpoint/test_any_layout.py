@@ -19,9 +19,8 @@ from torch import Tensor
 import mpu
 from megatron.gpt2.checkpoint.folder import find_checkpoint
 from megatron.gpt2.checkpoint.reader import Checkpoint
-from megatron.gpt2.checkpoint.sharded_state import load_sharded_state_dict, parameter_states
 from megatron.gpt2.config import CheckpointConfig, Config, DataConfig, ModelConfig, OptimizerConfig
-from megatron.gpt2.model.gpt2 import TIED_WEIGHT, GPT2Model, parameter_specs
+from megatron.gpt2.model.gpt2 import TIED_WEIGHT, GPT2Model
 from megatron.gpt2.optimizer.optimizer import AdamWOptimizer, build_loss_scaler
 from megatron.gpt2.optimizer.param_and_grad_buffer import ParamAndGradBuffer
 from megatron.gpt2.pipeline.schedule import layers_of_stages
@@ -211,18 +210,6 @@ def assert_loads(checkpoint: Checkpoint, rank: Any, state: dict[tuple[str, str],
         index, part, _ = rank.buffer.local_shard_of(name)
         rounded = rank.buffer.params[rank.buffer.local_shards[index].range][part]
         assert torch.equal(rounded, rank.buffer.masters[index][part].to(rounded.dtype)), name
-    # The model weights in the same checkpoint, which generation and fine-tuning without an optimizer read.
-    rank.buffer.params.fill_(torch.nan)
-    load_sharded_state_dict(
-        parameter_states(rank.model.named_parameters()),
-        parameter_specs(SHAPE, place[1]),
-        checkpoint,
-        mp_rank=place[0],
-        mp_size=place[1],
-    )
-    for name, parameter in rank.model.named_parameters():
-        expected = own_part(name, state["master", name], *place, 0.0)
-        assert torch.equal(parameter, expected.to(parameter.dtype)), name
     return owned
 
 
@@ -252,7 +239,7 @@ def test_opens_every_other_layout(saved: Any, target: ParallelLayout, monkeypatc
     assert len(folders) == 22
     sources = BESIDE_EIGHT if target in EIGHT else LAYOUTS + PIPELINES + EIGHT * (target in BESIDE_EIGHT)
     if dtype != torch.float32:  # float32 tests every pair, in the wide set
-        sources = sources[ALL.index(target) % 4 :: 4]
+        sources = sources[ALL.index(target) % 7 :: 7]
     in_memory = sum(
         parameter.numel()
         for rank in ranks
@@ -264,21 +251,3 @@ def test_opens_every_other_layout(saved: Any, target: ParallelLayout, monkeypatc
         assert checkpoint is not None
         owned = sum(assert_loads(checkpoint, rank, state) for rank in ranks)
         assert owned == in_memory * (1 if target.sharded else target.data_parallel), source
-
-
-def test_the_matrix_is_about_different_things(saved: Any) -> None:
-    """Sharded layouts save parts that other layouts cut differently, and no file has padding."""
-    folders, state, dtype = saved
-    for layout, folder in folders.items():
-        checkpoint = Checkpoint(folder / "iter_0000003")
-        assert checkpoint.tensors["master.word_embeddings.weight"].shape == (VOCAB, WIDTH)
-        masters = [name for name in checkpoint.files if "/master" in name]
-        split = layout.sharded and layout.data_parallel > 1
-        assert len(masters) == layout.model_parallel * layout.pipeline * (layout.data_parallel if split else 1)
-        assert split == any("#1" in key for info in checkpoint.files.values() for key in info.slices), (
-            "rows and part of a row"
-        )
-        expected = torch.float32 if dtype == torch.float32 else torch.bfloat16
-        assert checkpoint.read("model.word_embeddings.weight").dtype == expected
-        for (kind, name), whole in state.items():
-            assert torch.equal(checkpoint.read(f"{kind}.{name}"), whole), (layout, kind, name)

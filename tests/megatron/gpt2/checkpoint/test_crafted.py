@@ -14,9 +14,7 @@ import json
 import operator
 import os
 import pickle
-import resource
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,7 +33,9 @@ from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.generate.load_model import load_for_inference
 from megatron.gpt2.train.setup import build_context
+from tests.fuzz.fuzzing import refusal
 from tests.megatron.gpt2.checkpoint.saved_states import write
+from tests.megatron.gpt2.formats.crafted import Evil
 from tests.megatron.gpt2.train.training_runs import finish, start, steps, write_text
 
 FILES = [f"mp_rank_0{rank}/model.safetensors" for rank in (0, 1)]
@@ -100,24 +100,15 @@ def test_a_layout_with_the_key_until_0_3(newest: Path) -> None:
 
 
 def refused(folder: Path) -> str:
-    """Open, hash and read the checkpoint as a load does, with at most half a gigabyte of additional memory. Returns the
-    error message."""
-    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    began = time.process_time()
-    resource.setrlimit(resource.RLIMIT_AS, (now + (1 << 29), hard))
-    try:
-        with pytest.raises(ValueError) as caught:
-            checkpoint = find_checkpoint(folder.parent, log=lambda line: None)
-            assert checkpoint is not None
-            for name in checkpoint.tensors:
-                checkpoint.read(name)
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-    assert time.process_time() - began < 1
-    message = str(caught.value)
-    assert str(folder) in message and "\n" not in message and len(message) < 1000, message
-    return message
+    """Open, hash and read the checkpoint as a load does. Returns the line of the error."""
+
+    def read() -> None:
+        checkpoint = find_checkpoint(folder.parent, log=lambda line: None)
+        assert checkpoint is not None
+        for name in checkpoint.tensors:
+            checkpoint.read(name)
+
+    return refusal(read, 40_000_000, str(folder))
 
 
 @pytest.mark.parametrize("version", ["newest", "oldest"])
@@ -153,12 +144,6 @@ TEXTS: dict[str, Callable[[], str]] = {  # some have megabytes, so they are buil
     "great dimensions": lambda: text(f'"x": {{"dtype": "F32", "shape": [{f"{10**4000}," * 3000}1]}}'),
     "white space": lambda: " " * (17 << 20),
 }
-
-
-@pytest.mark.parametrize("name", TEXTS)
-def test_texts(oldest: Path, name: str) -> None:
-    (oldest / MANIFEST).write_bytes(append_checksum(TEXTS[name]().encode()))
-    refused(oldest)
 
 
 # ------------------------------------------------------------------------------------------- values and types
@@ -220,10 +205,14 @@ SLICES: dict[str, list[Change]] = {
 }
 
 
-@pytest.mark.parametrize("name", SLICES)
-def test_boxes(oldest: Path, name: str) -> None:
-    change(oldest, *SLICES[name])
-    refused(oldest)
+def test_texts_and_slices(oldest: Path) -> None:
+    true = contents(oldest)
+    for changes in SLICES.values():
+        change(oldest, *changes, base=true)
+        refused(oldest)
+    for text in TEXTS.values():
+        (oldest / MANIFEST).write_bytes(append_checksum(text().encode()))
+        refused(oldest)
 
 
 PATHS = """/etc/passwd /dev/zero .. ../../secret ../iter_0000002/mp_rank_00/model.safetensors . manifest.json
@@ -323,12 +312,13 @@ IN_PLACE: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.timeout(120, method="thread")
-@pytest.mark.parametrize("name", IN_PLACE)
 @pytest.mark.parametrize("file", [MANIFEST, FILES[1], table_path(1)])
-def test_what_is_no_file(newest: Path, file: str, name: str) -> None:
+def test_what_is_no_file(newest: Path, file: str) -> None:
     (newest / file).unlink()
-    IN_PLACE[name](newest / file)
-    refused(newest)
+    for make in IN_PLACE.values():
+        make(newest / file)
+        refused(newest)
+        (newest / file).rmdir() if make is Path.mkdir else (newest / file).unlink()
 
 
 @pytest.mark.timeout(120, method="thread")
@@ -340,25 +330,17 @@ def test_what_has_no_size(oldest: Path, name: str) -> None:
     refused(oldest)
 
 
-class Payload:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.path,)
-
-
 def put_first_file(folder: Path, data: bytes) -> None:
     """Write the first file, and put its sha256 and size into the manifest."""
     (folder / FILES[0]).write_bytes(data)
     change(folder, (f"{FILE} bytes", len(data)), (f"{FILE} sha256", hashlib.sha256(data).hexdigest()))
 
 
-def test_pickles_are_not_executed(oldest: Path) -> None:
-    done = oldest.parent / "executed"
-    payload = pickle.dumps(Payload(done))
+def test_pickles_are_not_executed(oldest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(oldest)
+    payload = pickle.dumps(Evil())
     pickle.loads(payload)
-    done.unlink()  # the payload would have worked
+    Path("executed").unlink()  # the payload would have worked
     tracker = (oldest.parent / TRACKER).read_bytes()
     (oldest.parent / TRACKER).write_bytes(payload)
     checkpoint = find_checkpoint(oldest.parent, log=lambda line: None)
@@ -368,7 +350,7 @@ def test_pickles_are_not_executed(oldest: Path) -> None:
     refused(oldest)
     (oldest / MANIFEST).write_bytes(append_checksum(payload))
     refused(oldest)
-    assert not done.exists()
+    assert not Path("executed").exists()
 
 
 def headers(header: bytes) -> Iterator[bytes]:
@@ -464,11 +446,7 @@ def test_invalid_metadata(trained: Checkpoint, place: str) -> None:
         if value not in PLACES[place] and type(value) is type(at[last]):
             continue
         at[last] = value
-        began = time.process_time()
-        with pytest.raises(ValueError) as caught:
-            check_metadata(with_metadata(trained, metadata))
-        assert time.process_time() - began < 1
-        assert "\n" not in str(caught.value) and len(str(caught.value)) < 4000
+        refusal(lambda metadata=metadata: check_metadata(with_metadata(trained, metadata)), 0, str(trained.path))  # type: ignore[misc]
 
 
 def test_training_and_generation_check_the_metadata(trained: Checkpoint) -> None:
