@@ -60,18 +60,18 @@ def test_a_megatron_command_line(tmp_path: Path, test_data: Path) -> None:
 
 
 def test_killed_at_any_moment_and_started_again(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", 60_000)  # about 60 MB: seven shards
+    path = write(tmp_path / "a.jsonl", 40_000)  # about 42 MB: five shards
     assert run("preprocess_data", flags(path, tmp_path / "whole")).returncode == 0
     line = f"{sys.executable} {ROOT}/tools/preprocess_data.py {flags(path, tmp_path / 'out')} --workers 2"
     kept = 0
-    for _ in range(3):  # each time after one more complete shard
+    for _ in range(2):  # each time after one more complete shard
         process = subprocess.Popen(line.split(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         while process.poll() is None and len(list(tmp_path.glob("out.shards/?????.json"))) <= kept:
             time.sleep(0.002)
         process.send_signal(signal.SIGKILL)
         process.communicate()
         kept = len(list(tmp_path.glob("out.shards/?????.json")))
-    assert 3 <= kept < 7
+    assert 2 <= kept < 5
     again = run("preprocess_data", flags(path, tmp_path / "out"))
     assert again.returncode == 0, again.stderr
     names = [[f"{name}_text_document{suffix}" for suffix in (".bin", ".idx", ".json")] for name in ("out", "whole")]
@@ -148,7 +148,7 @@ def test_every_flipped_bit_is_found(prefix: str, capsys: pytest.CaptureFixture[s
     for suffix in (".bin", ".idx", ".json"):
         path = Path(f"{prefix}{suffix}")
         whole = path.read_bytes()
-        for place in draw.sample(range(8 * len(whole)), 150):
+        for place in draw.sample(range(8 * len(whole)), 40):
             flipped = bytearray(whole)
             flipped[place // 8] ^= 1 << place % 8
             path.write_bytes(flipped)
