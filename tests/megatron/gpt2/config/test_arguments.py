@@ -1,5 +1,5 @@
-"""The command line: presets, aliases, flags of other programs, errors, batch size schedules, and merging with a
-checkpoint."""
+"""The command line: presets, aliases, flags of other programs, errors, batch size schedules, merging with a checkpoint,
+and config.json of a run, which --config repeats."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from data_utils import BatchSchedule
+from megatron.gpt2.commands import pretrain_gpt2
 from megatron.gpt2.config import (
     SECTIONS,
-    Config,
     TrainConfig,
     config_fields,
     flag,
     flatten_sections,
     non_default_values,
+    read_config,
 )
 from megatron.gpt2.config.arguments import Arguments, merge_checkpoint, parse
-from megatron.gpt2.config.flags import flag_table
 from megatron.gpt2.config.presets import PRESETS, SHAPES
-from mpu.kernels import dropout
+from tests.test_command_line import FLAGS, metrics, work  # noqa: F401
 
 QUICKSTART_ITERS = PRESETS["quickstart"]["train.train_iters"]
 
@@ -268,17 +267,6 @@ def test_the_last_of_repeated_flags_wins_also_with_several_values():
     assert schedules.config.train.step_batch_size_schedule == ("0:8",)
 
 
-def test_the_flags_of_document_boundaries():
-    data = read("--reset-position-ids --reset_attention_mask --eod-mask-loss").config.data
-    assert data.reset_position_ids and data.reset_attention_mask and data.eod_mask_loss
-    assert not read("").config.data.reset_attention_mask
-
-
-def test_the_largest_allowed_dropout_runs():
-    p = read("--hidden-dropout .9999999").config.model.hidden_dropout
-    assert set(dropout(torch.ones(1000), p).tolist()) <= {0.0, 65536.0}
-
-
 def test_help_groups_the_flags_and_shows_aliases(capsys):
     with pytest.raises(SystemExit) as stop:
         read("--help")
@@ -288,28 +276,11 @@ def test_help_groups_the_flags_and_shows_aliases(capsys):
     assert all(f"\n{section}:" in text for section in SECTIONS) and "--lazy-loader" in text
 
 
-def test_every_flag_is_one_row_of_the_table():
-    names = [row[0] for row in flag_table()]
-    assert len(names) == len(set(names)) and {row[1] for row in flag_table()} == {
-        "supported",
-        "translated",
-        "ignored",
-        "refused",
-    }
-
-
 def test_tokenizer_files_imply_the_tokenizer():
     assert read("--vocab-file v --merge-file m").config.data.tokenizer_type == "GPT2BPETokenizer"
     assert read("--model 345m --tokenizer-path t").config.data.tokenizer_type == "SentencePieceTokenizer"
     assert read("--vocab-file v --tokenizer-type bytes").config.data.tokenizer_type == "bytes"
     assert read("").config.data.tokenizer_type is None
-
-
-def test_config_survives_json():
-    config = read("--model 345m --train-data a b").config
-    assert Config.from_dict(json.loads(json.dumps(config.as_dict()))) == config
-    with pytest.raises(ValueError, match="unknown in the configuration: model.nonsense"):
-        Config.from_dict({"model": {"nonsense": 1}})
 
 
 @pytest.mark.parametrize(
@@ -448,12 +419,6 @@ def test_a_schedule_in_samples():
             merged(line)
 
 
-def test_a_warmup_in_iterations_and_one_as_a_fraction_differ():
-    for line, before in (("--warmup .1", "--lr-warmup-iters 5"), ("--lr-warmup-iters 5", "--warmup .1")):
-        with pytest.raises(ValueError, match="--lr-warmup-iters: here (None, checkpoint 5|5, checkpoint None)"):
-            schedule(line, SMALL + before)
-
-
 def test_train_iters_is_enough_to_extend_a_finished_run():
     arguments = merge_checkpoint(read(SMALL + "--train-iters 40"), saved(SMALL))
     assert arguments.config.train.train_iters == 40 and arguments.config.optimizer.lr_decay_iters is None
@@ -543,3 +508,86 @@ def test_a_flag_replaces_the_batch_size_schedule_of_a_config_file(tmp_path: Path
     assert stages("--micro-batch-size 1 --global-batch-size 12") == ((0, 4), (5, 8), (9, 12))
     assert stages("--step-batch-size-schedule 0:16") == ((0, 16),)
     assert stages("--rampup-batch-size") == ((0, 8),)
+
+
+def test_config_repeats_a_run(work: Path, capfd: pytest.CaptureFixture[str]):  # noqa: F811
+    flags = [*FLAGS, *"--train-data text.txt --eval-iters 0 --log-interval 1 --save a".split()]
+    assert pretrain_gpt2.main([*flags, *"--train-iters 3 --hidden-dropout 0.2".split()]) == 0
+    before = [record["lm_loss"] for record in metrics(work / "a")]
+
+    assert pretrain_gpt2.main(["--config", "a/config.json"]) == 0
+    assert "a is finished" in capfd.readouterr().out
+    assert pretrain_gpt2.main("--config a/config.json --save b".split()) == 0
+    assert [record["lm_loss"] for record in metrics(work / "b")] == before
+    assert (
+        pretrain_gpt2.main("--config a/config.json --save c --micro-batch-size 2 --seed 7 --train-iters 2".split()) == 0
+    )
+    said = capfd.readouterr().out
+    assert "2 samples × 1 data-parallel ranks × 2 accumulated = 4 a step" in said
+    assert len(metrics(work / "c")) == 2 and metrics(work / "c")[0]["lm_loss"] != before[0]
+
+    # config.json of a fine-tuned run keeps --load and --finetune after the run was continued.
+    tune = "--finetune --load a --train-data text.txt --save d --eval-iters 0 --log-interval 1".split()
+    assert pretrain_gpt2.main([*tune, "--train-iters", "2"]) == 0
+    first = metrics(work / "d")[0]["lm_loss"]
+    assert pretrain_gpt2.main("--load d --train-iters 3 --exit-interval 3".split()) == 0
+    assert pretrain_gpt2.main("--config d/config.json --save e --exit-interval 1".split()) == 0
+    assert metrics(work / "e")[0]["lm_loss"] == first
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    line = "--num-layers 2 --lr 1e-3 --train-data a --load s --save s --vocab-size 9"
+    settings = {"version": 1, "global_batch_size": 8, "config": parse(line.split()).config.as_dict()}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(settings))
+    return path
+
+
+def test_only_non_default_values_are_read(config: Path):
+    assert read_config(str(config)) == {
+        "model.num_layers": 2,
+        "optimizer.lr": 1e-3,
+        "data.train_data": ("a",),
+        "train.train_iters": 1_000_000,
+        "train.global_batch_size": 8,
+        "checkpoint.save": "s",
+    }
+
+
+def test_flags_win_over_the_file(config: Path):
+    arguments = parse(["--config", str(config), *"--lr 2e-3 --data-path p --train-samples 9".split()])
+    config_ = arguments.config
+    assert (config_.optimizer.lr, config_.data.train_data, config_.data.data_path) == (2e-3, (), ("p",))
+    assert (config_.train.train_iters, config_.train.train_samples, config_.model.num_layers) == (None, 9, 2)
+    assert "model.num_layers" in arguments.given and arguments.preset is None
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"version": 2}, "it has version 2, and this program reads version 1"),
+        ({"config": {"model": {"depth": 3}}}, "unknown in the configuration: model.depth"),
+        ({"config": {"modell": {"a": 1}}}, "unknown in the configuration: modell.a"),
+        ({"config": {"model": {"num_layers": "two"}}}, "is not the config.json of a run"),
+        ({"config": {"model": {"num_layers": 0}}}, "--num-layers must be positive"),
+        ({"config": None}, "is not the config.json of a run"),
+        ({"global_batch_size": None}, "is not the config.json of a run"),
+    ],
+)
+def test_errors_of_a_config_file(config: Path, change: dict[str, Any], message: str):
+    config.write_text(json.dumps({**json.loads(config.read_text()), **change}))
+    with pytest.raises(ValueError) as error:
+        parse(["--config", str(config)])
+    assert str(error.value).startswith(f"--config {config}") and message in str(error.value)
+
+
+def test_a_missing_file_bad_json_and_a_given_model(config: Path):
+    with pytest.raises(FileNotFoundError, match="--config nowhere: No such file"):
+        parse(["--config", "nowhere"])
+    with pytest.raises(ValueError, match="give --model or --config, not both"):
+        parse(["--config", str(config), "--model", "345m"])
+    for text in ("{", "[]", "\xff"):
+        config.write_bytes(text.encode("latin-1"))
+        with pytest.raises(ValueError, match="--config "):
+            parse(["--config", str(config)])
