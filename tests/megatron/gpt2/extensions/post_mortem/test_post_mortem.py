@@ -1,15 +1,19 @@
-"""tools/post_mortem.py on folders of runs."""
+"""tools/post_mortem.py on folders of runs. The first cause of each kind of failure is found in incidents that are
+written by hand."""
 
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron.gpt2.config import Config, write_config
 from megatron.gpt2.extensions.post_mortem.command import main
+from megatron.gpt2.extensions.post_mortem.failure_analysis import first_cause, last_attempt
 from megatron.gpt2.monitor.incidents import IncidentLog, rank_file_name
 from tests.megatron.gpt2.checkpoint.saved_states import save
 
@@ -96,3 +100,246 @@ def test_a_run_that_ended_well(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_a_folder_of_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="is not the folder of a run: give its --save folder"):
         main([str(tmp_path)])
+
+
+HOSTS = {0: "node001", 1: "node001", 2: "node002", 3: "node002"}
+Line = dict[str, Any]
+
+
+def rank_incident(rank: int, when: float, kind: str, text: str = "", /, **details: Any) -> Line:
+    return {
+        "time": 1000.0 + when,
+        "who": f"rank_{rank:05d}",
+        "host": HOSTS[rank],
+        "attempt": 0,
+        "iteration": 634,
+        "kind": kind,
+        "text": text,
+        **details,
+    }
+
+
+def launcher_incident(host: str, when: float, kind: str, text: str = "", /, **details: Any) -> Line:
+    return rank_incident(0, when, kind, text, iteration=-1, **details) | {"who": f"launcher_{host}", "host": host}
+
+
+def rank_ended(when: float, rank: int, how: str | int, first: bool = True) -> Line:
+    """Return a launcher's incident. how: a signal or an exit code."""
+    key = "signal" if isinstance(how, str) else "exit_code"
+    return launcher_incident(HOSTS[rank], when, "rank ended", rank=rank, first=first, **{key: how})
+
+
+def ranks_lost(rank: int, when: float, ranks: list[int], seconds: float | None = None) -> Line:
+    return rank_incident(rank, when, "lost", ranks=ranks, silences={str(other): seconds for other in ranks})
+
+
+def ranks_started(attempt: int = 0, at: float = 0.0) -> list[Line]:
+    return [
+        rank_incident(rank, at, "start", iteration=600, command=["python", "pretrain_gpt2.py"]) | {"attempt": attempt}
+        for rank in HOSTS
+    ]
+
+
+CLOSED = "Connection closed by peer [10.0.0.3]:41052"
+STACK_OF_DATA = ["megatron/gpt2/train/data.py:88 (next)", "data_utils/samplers.py:150 (batch)", "/x/np.py:3 (f)"]
+STACK_OF_STEP = ["megatron/gpt2/train/train_step.py:30 (train_step)"]
+
+# name: (incidents after the start, kind, pattern of the cause)
+FAILURES: dict[str, tuple[list[Line], str, str]] = {
+    "a killed rank": (
+        [
+            rank_incident(0, 9.9, "error", f"RuntimeError: {CLOSED}", cause="another rank"),
+            rank_ended(10, 3, "SIGKILL"),
+            ranks_lost(0, 13, [3], 3.2),
+            rank_ended(14, 0, 1),
+        ],
+        "killed rank",
+        r"^rank 3 \(node002\) was ended by SIGKILL at iteration 634",
+    ),
+    "a crash in a library": (
+        [rank_ended(10, 0, "SIGSEGV"), ranks_lost(2, 13, [0])],
+        "crashed rank",
+        "rank 0 .node001. was ended by SIGSEGV",
+    ),
+    "a killed node": (
+        [
+            ranks_lost(0, 12, [2, 3], 4.0),
+            ranks_lost(1, 12, [2, 3], 4.0),
+            rank_ended(14, 0, 1),
+        ],
+        "lost node",
+        r"^ranks 2-3 on node002 stopped responding",
+    ),
+    "a node whose ranks are all killed, and whose launcher lives": (
+        [
+            rank_ended(10, 2, "SIGKILL", first=False),
+            rank_ended(10, 3, "SIGKILL"),
+            ranks_lost(0, 14, [2, 3], 4.0),
+            rank_ended(15, 0, 1),
+        ],
+        "killed node",
+        r"^ranks 2-3, all of node002, were ended by SIGKILL at once at iteration 634$",
+    ),
+    "a stopped rank": (
+        [
+            ranks_lost(0, 31, [3], 31.0),
+            ranks_lost(2, 31, [3]),
+            rank_ended(40, 2, 1),
+        ],
+        "silent rank",
+        r"^rank 3 sent no heartbeat for 31 s at iteration 634",
+    ),
+    "a hang in data loading": (
+        [
+            rank_incident(0, 30, "hang", "waits in broadcast (mpu/data.py:3)", stack=STACK_OF_STEP),
+            rank_incident(2, 30.1, "hang", "is at data_utils/samplers.py:150 (batch)", stack=STACK_OF_DATA),
+            rank_incident(0, 30.2, "hang", "ranks 0, 1 and 3 wait for rank 2", ranks=[2], found_by=0),
+            rank_incident(0, 33, "error", "RuntimeError: Timed out waiting 30000ms for recv", cause="another rank"),
+            rank_ended(34, 0, 1),
+        ],
+        "hang in data loading",
+        r"^rank 2 did not reach .* at data_utils/samplers.py:150",
+    ),
+    "a hang in a collective": (
+        [
+            rank_incident(0, 30, "hang", "is at megatron/gpt2/train/train_step.py:30", stack=STACK_OF_STEP),
+            rank_incident(1, 30, "hang", "waits in all_reduce", stack=[]),
+            rank_incident(1, 31, "hang", "ranks 1 and 3 wait for ranks 0 and 2", ranks=[0, 2], found_by=1),
+        ],
+        "hang",
+        r"^ranks 0 and 2 did not reach .* at megatron/gpt2/train/train_step.py:30",
+    ),
+    "NaN in the gradients": (
+        [
+            rank_incident(0, 9, "not finite", "the step is skipped", iteration=640),
+            rank_incident(0, 10, "error", "FloatingPointError: 10 steps in a row", iteration=640, cause="not finite"),
+            rank_ended(11, 0, 1),
+        ],
+        "not finite",
+        r"^rank 0 \(node001\), iteration 640: FloatingPointError: 10 steps",
+    ),
+    "out of memory": (
+        [
+            rank_incident(
+                2, 5, "error", "out of memory on rank 2: expected 9,000 MB in backward", cause="out of memory"
+            ),
+            ranks_lost(0, 8, [2]),
+            rank_ended(9, 2, 2),
+        ],
+        "out of memory",
+        "^rank 2 .node002., iteration 634: out of memory on rank 2",
+    ),
+    "a bug": (
+        [
+            rank_incident(3, 5, "error", "KeyError: 'learning_rate'", at="megatron/gpt2/train/loop.py:31"),
+            rank_incident(0, 5.1, "error", f"RuntimeError: {CLOSED}", cause="another rank"),
+            ranks_lost(0, 8, [3]),
+        ],
+        "an error of the program",
+        r"^rank 3 .*KeyError: 'learning_rate', at megatron/gpt2/train/loop.py:31$",
+    ),
+    "a refused start": (
+        [rank_incident(0, 1, "refused", "--train-data x.txt: no such file", exit_code=2)],
+        "bad input",
+        r"^rank 0 .*: --train-data x\.txt: no such file$",
+    ),
+    "a killed node, and a restart without it": (
+        [
+            ranks_lost(0, 12, [2, 3], 4.0),
+            {**rank_incident(0, 140, "refused", "ranks 2-3 of 4 did not join within 120 s", exit_code=2), "attempt": 1},
+        ],
+        "lost node",
+        r"^ranks 2-3 on node002 stopped responding",
+    ),
+    "a lost link": (
+        [
+            ranks_lost(0, 30, [2, 3], 30.0),
+            ranks_lost(1, 30, [2, 3], 30.0),
+            ranks_lost(2, 30, [0, 1], 30.0),
+            ranks_lost(3, 30, [0, 1], 30.0),
+        ],
+        "lost link",
+        "^ranks 0-3 lost each other",
+    ),
+    "a rank that is cut off from the others and the store": (
+        [
+            ranks_lost(1, 30, [0], 4.0),
+            ranks_lost(0, 30, [0], 4.0),
+        ],
+        "lost link",
+        "^rank 0 lost the others at iteration 634",
+    ),
+    "a job that the scheduler kills": (
+        [rank_ended(10 + rank / 10, rank, "SIGKILL") for rank in HOSTS],
+        "killed job",
+        "^4 ranks were ended by SIGKILL at once",
+    ),
+    "SIGTERM before the first step": (
+        [rank_ended(3, 0, "SIGTERM")],
+        "SIGTERM",
+        "^rank 0 .* was ended by SIGTERM with exit code 143",
+    ),
+    "Ctrl-C twice": (
+        [rank_ended(3, 0, "SIGINT")],
+        "Ctrl-C",
+        "^rank 0 .* was ended by SIGINT",
+    ),
+    "a crash loop": (
+        [
+            rank_ended(10, 1, "SIGSEGV"),
+            launcher_incident("node001", 11, "crash loop", "the same step, 635, failed three times"),
+        ],
+        "crash loop: crashed rank",
+        "rank 1 .node001. was ended by SIGSEGV",
+    ),
+    # The cause that the error itself has.
+    **{
+        cause: (
+            [rank_incident(1, 9, kind, f"an error: {cause}", cause=cause)],
+            cause,
+            f"^rank 1 .*: an error: {cause}$",
+        )
+        for kind, causes in (
+            ("error", ("full disk", "replica drift", "damaged checkpoint", "damaged data", "bad input")),
+            ("refused", ("missing ranks",)),
+        )
+        for cause in causes
+    },
+    "no power": ([], "silent end", "last message is from rank 3"),
+    "an exit code and nothing else": (
+        [rank_ended(3, 2, 7)],
+        "exit code 7",
+        "^rank 2 .* ended with exit code 7",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_the_first_cause_is_named(name: str) -> None:
+    noted, kind, said = FAILURES[name]
+    failure = first_cause([*ranks_started(), *noted], None)
+    assert failure.kind == kind and re.search(said, failure.cause), failure
+    assert not failure.is_success and all(text and "\n" not in text and len(text) < 400 for text in failure)
+
+
+def test_ended_json_has_priority() -> None:
+    noted = [*ranks_started(), rank_incident(0, 9, "end", "SIGTERM", exit_code=0)]
+    failure = first_cause(noted, {"reason": "SIGTERM", "iteration": 640, "exit_code": 0, "time": 1009.0})
+    assert failure.is_success and failure.cause == "nothing: SIGTERM, at iteration 640"
+    assert first_cause(noted, {"exit_code": 1}).kind == "exit code 1"
+    assert first_cause([], None).kind == "silent end"
+
+
+def test_earlier_attempts_are_ignored() -> None:
+    """Only the last start counts, even if earlier runs in this folder failed."""
+    killed = rank_ended(10, 1, "SIGKILL")
+    again = [*ranks_started(attempt=1, at=20), rank_incident(2, 30, "error", "KeyError: 'x'") | {"attempt": 1}]
+    restart = launcher_incident("node001", 15, "restart")
+    assert first_cause([*ranks_started(), killed, restart, *again], None).kind == "an error of the program"
+    refused = rank_incident(0, 40, "refused", "--lr -1", exit_code=2)
+    assert last_attempt([*ranks_started(), killed, restart, *again, refused]) == [refused]
+    by_hand = [*ranks_started(at=5000), rank_incident(2, 5030, "error", "KeyError: 'x'")]
+    assert last_attempt([*ranks_started(), killed, *by_hand]) == by_hand
+    # An elastic run continues without rank 3, which never starts again.
+    fewer = [line for line in again if line["who"] != "rank_00003"]
+    assert last_attempt([*ranks_started(), killed, restart, *fewer]) == fewer

@@ -187,20 +187,12 @@ def test_findings_of_many_ranks_are_compared() -> None:
     everywhere = dict.fromkeys(hosts, well)
     assert combine_findings("versions", everywhere, hosts) == [CheckResult("versions", "torch 2, numpy 1")]
     wrong = well._replace(problem="is broken")
-    for odd, host in hosts.items():
-        old = everywhere | {odd: well._replace(must_match={"torch": "3", "numpy": "0"})}
-        expected = [f"{key} on rank {odd} ({host}), different from the others" for key in ("torch 3", "numpy 0")]
-        assert combine_findings("v", old, hosts) == [CheckResult("v", text, "install", "FIX") for text in expected]
-        bad = everywhere | {odd: wrong}
-        assert [row.text for row in combine_findings("v", bad, hosts)] == [f"rank {odd} ({host}): is broken"]
-    two = {0: well, 1: well._replace(must_match={"torch": "3", "numpy": "1"})}
-    assert "on rank 1 (a)" in combine_findings("v", two, hosts)[0].text
+    old = everywhere | {2: well._replace(must_match={"torch": "3", "numpy": "0"})}
+    expected = [f"{key} on rank 2 (b), different from the others" for key in ("torch 3", "numpy 0")]
+    assert combine_findings("v", old, hosts) == [CheckResult("v", text, "install", "FIX") for text in expected]
     assert combine_findings("v", dict.fromkeys(hosts, wrong), hosts) == [
         CheckResult("v", "is broken", "install", "FIX")
     ]
-    three = everywhere | {1: wrong, 2: wrong._replace(problem="is slow"), 3: well._replace(must_match={"torch": "2"})}
-    texts = ["rank 1 (a): is broken", "rank 2 (b): is slow", "numpy none on rank 3 (b), different from the others"]
-    assert [row.text for row in combine_findings("v", three, hosts)] == texts
     rows = [CheckResult("a", "well"), CheckResult("long name", "not well", "correct it", "FIX")]
     assert list(result_table(rows)) == [
         "  a          ok    well",

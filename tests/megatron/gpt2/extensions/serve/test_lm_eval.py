@@ -51,11 +51,10 @@ def scores(folder: Path, model: Any, **settings: Any) -> Scores:  # noqa: F811
     }
 
 
-@pytest.mark.parametrize("more", ["", ",num_concurrent=3,batch_size=4"])
-def test_the_same_scores_over_http(folder: Path, loaded: LoadedModel, served: RunningServer, more: str) -> None:  # noqa: F811
+def test_the_same_scores_over_http(folder: Path, loaded: LoadedModel, served: RunningServer) -> None:  # noqa: F811
     """With the settings of the manual. Texts that are too long for the model lose the same tokens."""
     text = (ROOT / "docs" / "how-to" / "evaluation.md").read_text()
-    arguments = re.search(r"--model local-completions --model_args (\S+)", text)[1] + more
+    arguments = re.search(r"--model local-completions --model_args (\S+)", text)[1] + ",num_concurrent=3,batch_size=4"
     for printed, own in (
         ("http://127.0.0.1:5000/", f"http://127.0.0.1:{served.port}/"),
         ("model=gpt2_345m", "model=tiny"),

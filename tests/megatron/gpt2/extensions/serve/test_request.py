@@ -13,14 +13,11 @@ import pytest
 from data_utils import build_tokenizer
 from megatron.gpt2.extensions.serve.request import (
     ApiError,
-    CompletionChoice,
     CompletionRequest,
     ServedModel,
-    merge_chunks,
     read_megatron_request,
     read_request,
 )
-from megatron.gpt2.generate.generation import Continuation, GeneratedToken
 from megatron.gpt2.generate.sampling import Sampling
 
 TOKENIZER = build_tokenizer("bytes")
@@ -120,61 +117,9 @@ def sampling(request: CompletionRequest) -> Sampling:
 def test_prompts_and_seeds() -> None:
     assert prompts(read({})) == [([], "")] == prompts(read({"prompt": ""}))
     assert prompts(read({"prompt": "N\0"})) == [([78, 0], "N\0")] == prompts(read({"prompt": [78, 0]}))
-    assert [ids for ids, _ in prompts(read({"prompt": [[1], [2, 3]]}))] == [[1], [2, 3]]
-    scored = read({"prompt": ["a", "é"], "echo": True, "logprobs": 0})
-    assert [text.c.score_prompt for text in scored.texts] == [True, True]
     made = read({"prompt": ["a", "a"], "n": 2, "seed": 2**63 - 1, "user": "me", "best_of": 1, "suffix": None})
     assert seeds(made) == [2**63 - 1, -(2**63)] * 2
     assert len(set(seeds(read({"prompt": ["a", "a"], "n": 2})))) == 4
     assert sampling(read({"top_p": 0, "top_k": 9})).top_k == 1, "only the likeliest"
     least = read_request(b"{}", dataclasses.replace(SERVED, max_tokens=8))
     assert sampling(least).max_new_tokens == 8, "the default must be within the limits"
-
-
-def test_megatrons_fields() -> None:
-    nothing = {
-        "beam_width": None,
-        "top_p_decay": 0.0,
-        "length_penalty": 1.0,
-        "prevent_newline_after_colon": False,
-        "stop_token": 256,
-        "no_log": True,
-        "stop_on_eol": False,
-    }
-    asked = read_megatron({"prompts": ["ab", ""], "add_BOS": True, "top_p": 0.5, "top_p_bound": 0.5, **nothing})
-    assert prompts(asked) == [([256, 97, 98], "ab"), ([256], "")] and not asked.logprobs
-    drawn = sampling(asked)
-    assert (drawn.top_p, drawn.max_new_tokens, drawn.stop) == (0.5, 64, ())
-    assert sampling(read_megatron({"prompts": ["a"], "stop_on_eol": True})).stop == ("\n",)
-    asked = read_megatron({"prompts": ["a"], "stop_on_eol": True, "stop_on_double_eol": True, "random_seed": 3})
-    assert sampling(asked).stop == ("\n\n",) and seeds(asked) == [3]
-    asked = read_megatron({"prompts": ["a"], "tokens_to_generate": 0, "logprobs": True, "top_k": 7})
-    assert asked.texts[0].c.score_prompt and sampling(asked).top_k == 7
-
-
-def test_a_token_comes_with_its_text() -> None:
-    """Parts of a character wait for its last part. Tokens that are only in a stop string are omitted."""
-    choice = CompletionChoice(0, TOKENIZER, logprobs=True)
-    text = [(b"a", ""), (b"\xc3", "a"), (b"\xa9", "é"), (b"S", ""), (b"T", "")]
-    chunks = [choice.add(GeneratedToken(0, data[0], 0.5, certain, ((data[0], 0.5),))) for data, certain in text]
-    last = choice.add(GeneratedToken(0, ord("O"), 0.0, "", (), "stop"))
-    assert [chunk["text"] for chunk in (*chunks, last)] == ["", "a", "é", "", "", ""]
-    whole = merge_chunks([*chunks, last])
-    assert whole["text"] == "aé" and whole["finish_reason"] == "stop"
-    assert whole["logprobs"]["tokens"] == ["a", "bytes:\\xc3", "bytes:\\xa9"]
-    assert whole["logprobs"]["text_offset"] == [0, 1, 1]
-    assert whole["logprobs"]["top_logprobs"][0] == {"a": math.log(0.5)}
-
-
-def test_no_token_is_missing_without_a_stop_string() -> None:
-    """Clients expect as many log-probabilities as tokens, including the end of a document."""
-    choice = CompletionChoice(0, TOKENIZER, logprobs=True)
-    c = Continuation([TOKENIZER.eod, *"é".encode()], Sampling(), score_prompt=True)
-    c.prompt_tokens = [GeneratedToken(0, i, 0.5, "", ((97, 0.25),)) for i in c.prompt[1:]]
-    ended = GeneratedToken(0, TOKENIZER.eod, 0.5, "", (), "end")
-    whole = merge_chunks([choice.echo("é", c), choice.add(GeneratedToken(0, 97, 0.5, "a")), choice.add(ended)])
-    assert whole["text"] == "éa" and whole["finish_reason"] == "stop"
-    assert whole["logprobs"]["tokens"] == ["<|endoftext|>", "bytes:\\xc3", "bytes:\\xa9", "a", "<|endoftext|>"]
-    assert whole["logprobs"]["text_offset"] == [0, 0, 0, 1, 2]
-    assert whole["logprobs"]["token_logprobs"] == [None, *[math.log(0.5)] * 4]
-    assert whole["logprobs"]["top_logprobs"][:2] == [None, {"a": math.log(0.25), "bytes:\\xc3": math.log(0.5)}]

@@ -11,15 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_utils import build_tokenizer
 from megatron.gpt2.extensions.webtext.filters import (
     SUSPECT,
     WORDS,
-    detect_language,
     duplicate_key,
     evaluation_ngrams,
     fix_text,
-    has_min_tokens,
     make_url_filter,
     normalize_url,
     split,
@@ -79,32 +76,10 @@ def test_fixed_text_is_ftfys(text: str):
     assert SUSPECT.search(text) or fix_text(text) is text
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.text(max_size=400), st.integers(1, 60))
-def test_token_counts(text: str, least: int):
-    tokenizer = build_tokenizer("builtin")
-    assert has_min_tokens(tokenizer, text, least) == (len(tokenizer.encode(text)) >= least)
-
-
-@pytest.mark.parametrize(
-    ("code", "text"),
-    [
-        ("en", "The quick brown fox jumps over the lazy dog, and nobody knows why it does so every morning."),
-        ("de", "Der Fuchs springt jeden Morgen über den faulen Hund, und niemand weiß, warum er das tut."),
-        ("fr", "Le renard saute chaque matin par-dessus le chien paresseux et personne ne sait pourquoi."),
-    ],
-)
-def test_languages(code: str, text: str):
-    assert detect_language(text) == code
-
-
 def test_runs_of_the_evaluation_sets(tmp_path: Path):
     text = "It was, he said, the best of times -- and the worst of times, too, in 1859."
     words = "it was he said the best of times and the worst of times too in 1859".split()
     assert list(word_ngrams(text)) == [tuple(words[start : start + WORDS]) for start in range(4)]
-    assert list(word_ngrams("so\n" + text.upper().replace(",", " ;").replace("--", "\n")))[1:] == list(
-        word_ngrams(text)
-    )
     path = tmp_path / "sets.jsonl"
     path.write_bytes(json_line({"text": text}) + json_line({"text": "too short"}))
     assert evaluation_ngrams((path,), "text") == (set(word_ngrams(text)), 1)
@@ -130,6 +105,6 @@ def test_the_split_is_stable_and_near_its_shares(tmp_path: Path):
 
     once = where(texts, "once")
     assert where(["another", *reversed(texts)], "grown") == {**once, "another": where(["another"], "one")["another"]}
-    for name, share in (("train", 0.9), ("valid", 0.08), ("test", 0.02)):
-        assert abs(sum(part == name for part in once.values()) / 2000 - share) < 0.02
+    for name, count in (("train", 1800), ("valid", 160), ("test", 40)):
+        assert abs([*once.values()].count(name) - count) < 40
     assert set(where(texts, "all", str(Fraction(1, 3)), "0", "0").values()) == {"train"}

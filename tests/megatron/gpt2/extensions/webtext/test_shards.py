@@ -3,7 +3,6 @@ input."""
 
 from __future__ import annotations
 
-import gzip
 import json
 from argparse import Namespace
 from collections.abc import Sequence
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 
 from data_utils.files import read_checksummed_json, write_checksummed_json
-from megatron.gpt2.extensions.webtext.near_duplicates import is_seekable
 from megatron.gpt2.extensions.webtext.shards import Document, ShardRun, WebtextStage, find_shards, json_line, read_at
 from megatron.gpt2.extensions.webtext.stages import run_stage, stage_parser
 
@@ -184,15 +182,6 @@ def test_json_lines_with_bad_ones(tmp_path: Path):
         assert read_at(path, offset, "text") == document
     (tmp_path / "b.json").write_text(json.dumps({"text": "no", "body": "yes"}))
     assert read(tmp_path / "b.json", "body")[0] == [(0, {"text": "yes"})]
-
-
-def test_compressed_files(tmp_path: Path):
-    content = gzip.compress(json_line({"text": "packed"}) * 3)
-    (tmp_path / "b.jsonl.gz").write_bytes(content)
-    found, dropped = read(tmp_path)
-    assert [document["text"] for _, document in found] == ["packed"] * 3 and not dropped
-    (shard,) = find_shards(str(tmp_path))
-    assert (shard.name, shard.bytes, is_seekable(shard)) == ("b", len(content), False)
 
 
 def test_a_folder_of_scraped_text(tmp_path: Path):

@@ -1,0 +1,233 @@
+"""Flipped bits, bad batches and slow ranks: a bit that flips in weights, masters or moments is found before the next
+update, with its rank and tensor. After a bad batch the run loads the checkpoint before it, and skips the samples since
+then in any layout. The warning names a slow rank and the slow part of its step, and not the ranks that wait for it."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import mpu
+from megatron.gpt2.checkpoint.folder import TRACKER
+from megatron.gpt2.extensions.watch.replicas import ROW, StateCorrupted, hash_ranges
+from megatron.gpt2.extensions.watch.spikes import MAX_REWINDS, WINDOW, SpikeDetector
+from megatron.gpt2.extensions.watch.stragglers import StragglerDetector
+from megatron.gpt2.monitor.incidents import read_incidents
+from megatron.gpt2.monitor.timers import TIMER_ORDER
+from megatron.gpt2.train.loop import train
+from megatron.gpt2.train.train_step import train_step
+from tests.distributed import run_ranks
+from tests.faults.injector import Fault, flip, plant, slow, spike
+from tests.megatron.gpt2.train.training_runs import finish, start, write_text
+
+FLAGS = (
+    "--num-layers 1 --hidden-size 32 --micro-batch-size 1 --global-batch-size 6 --check-replicas-interval 2"
+).split()
+UP, NORM = "transformer.layers.0.mlp.dense_h_to_4h.weight", "transformer.final_layernorm.weight"
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.float32, torch.int32), (torch.bfloat16, torch.int16)])
+def test_each_bit_changes_only_the_hash_of_its_range(dtype: torch.dtype, bits: torch.dtype) -> None:
+    buffer, parts = torch.randn(4 * ROW).to(dtype), [(0, 70), (2 * ROW, 2 * ROW), (2 * ROW, 4 * ROW)]
+    before = hash_ranges(buffer, parts)
+    for place, part in ((0, 0), (69, 0), (2 * ROW, 2), (4 * ROW - 1, 2)):
+        for bit in range(8 * dtype.itemsize):
+            buffer.view(bits)[place] ^= -1 << bit  # this bit and all above it
+            assert (hash_ranges(buffer, parts) != before).nonzero().view(-1).tolist() == [part]
+            buffer.view(bits)[place] ^= -1 << bit
+
+
+def step(trainer: Any) -> None:
+    train_step(trainer)
+    trainer.progress.count_step(trainer.current_global_batch_size)
+    for hook in trainer.hooks:
+        hook.after_step(trainer)
+
+
+def errors_of_flips(
+    rank: int, world: int, folder: str, flags: list[str], cases: list[tuple[int, int, str, str]]
+) -> list[str]:
+    """Return the error of each case (rank, iteration after which a bit flips, kind, name)."""
+    lines = []
+    for number, (bad, iteration, kind, name) in enumerate(cases):
+        trainer = start(rank, world, folder, [*FLAGS, "--save", f"{folder}/save-{world}-{number}", *flags])
+        line = ""
+        try:
+            for done in range(6):
+                if rank == bad and done == iteration:
+                    flip(trainer, kind, name)
+                step(trainer)
+        except StateCorrupted as error:
+            line = f"{trainer.progress.iteration}: {error}"
+        lines.append(line)
+        finish(trainer)
+    return lines
+
+
+def test_one_process_names_the_tensor(tmp_path: Path) -> None:
+    write_text(tmp_path, 1000)
+    lines = errors_of_flips(
+        0,
+        1,
+        str(tmp_path),
+        ["--precision", "bf16"],
+        [(0, 2, kind, UP) for kind in ("weight", "master", "exp_avg", "exp_avg_sq")] + [(9, 0, "", "")],
+    )
+    for line, kind in zip(lines, ("weight", "master", "exp_avg", "exp_avg_sq"), strict=False):
+        assert line.startswith(
+            f"2: rank 0 holds a different {kind} of {UP} than the update of iteration 2 left, the last "
+            "clean hash: the memory of a rank has changed by itself"
+        ), lines
+    assert lines[4] == ""  # no bit flipped
+
+
+def test_replicas_name_the_rank(tmp_path: Path) -> None:
+    """The replicas find a bit that flips while the rank's own state is not hashed."""
+    write_text(tmp_path, 1000)
+    three = run_ranks(errors_of_flips, 3, str(tmp_path), [], [(1, 3, "exp_avg", UP), (2, 2, "weight", NORM)])
+    assert three[0] == three[1] == three[2]
+    of_others, of_itself = three[0]
+    assert of_others.startswith(
+        f"4: rank 1 holds a different weight of {UP} and 1 other than the other replicas, since "
+        "iteration 2, the last clean hash: "
+    ), of_others  # the update of iteration 4 used the flipped moment
+    assert of_itself.startswith(f"2: rank 2 holds a different weight of {NORM} than the update of iteration 2"), (
+        of_itself
+    )
+
+
+def errors_of_layouts(rank: int, world: int, folder: str) -> list[str]:
+    tensor = ["--model-parallel-size", "2", "--sequence-parallel"]
+    lines = errors_of_flips(rank, world, f"{folder}", tensor, [(1, 3, "weight", NORM), (1, 2, "exp_avg", UP)])
+    sharded = [*"--use-distributed-optimizer --precision bf16 --save".split(), f"{folder}/sharded"]
+    lines += errors_of_flips(rank, world, folder, sharded, [(1, 2, "master", ""), (0, 3, "weight", "")])
+    stages = [*"--num-layers 2 --pipeline-model-parallel-size 2 --save".split(), f"{folder}/stages"]
+    return lines + errors_of_flips(rank, world, folder, stages, [(1, 2, "exp_avg_sq", NORM)])
+
+
+def test_split_sharded_and_staged_state(tmp_path: Path) -> None:
+    write_text(tmp_path, 1000)
+    first, second = run_ranks(errors_of_layouts, 2, str(tmp_path))
+    assert first == second
+    norm_apart, up, master, weight, staged = first
+    assert norm_apart.startswith(f"4: ranks 0-1 hold a different weight of {NORM}"), norm_apart
+    assert " than each other, since iteration 2" in norm_apart
+    assert up.startswith(f"2: rank 1 holds a different exp_avg of {UP} than the update"), up
+    assert re.match(r"2: rank 1 holds a different master of \S+ than the update", master), master
+    assert weight == "", weight  # the update of iteration 4 has rounded it from its master again
+    assert staged.startswith(f"2: rank 1 holds a different exp_avg_sq of {NORM} than the update"), staged
+
+
+SPIKE_FLAGS = (
+    "--num-layers 1 --hidden-size 32 --micro-batch-size 1 --global-batch-size 4 --log-interval 1 "
+    "--save-interval 3 --rewind-on-spike 1.2 --lr 1e-2 --check-replicas-interval 1"
+).split()
+
+
+def test_spike_threshold() -> None:
+    spikes = SpikeDetector(1.5)
+    assert [spikes.median_if_spike(loss) for loss in (9.0, 3.0, None, 3.1, 3.2, 4.6)] == [
+        None
+    ] * 6  # 9.0 is in the median
+    assert spikes.median_if_spike(4.9) == 3.2 and spikes.median_if_spike(4.9) == 3.2  # it is not among them afterwards
+    for _ in range(WINDOW):
+        spikes.median_if_spike(2.0)
+    assert spikes.median_if_spike(3.1) == 2.0
+    spikes.rewinds = MAX_REWINDS
+    assert spikes.median_if_spike(99.0) is None
+
+
+def samples_read(rank: int, world: int, folder: str, flags: list[str], until: int) -> dict[int, list[int]]:
+    """Return the samples that this rank read, by iteration. A repeated iteration has the samples of its last time."""
+    trainer = start(rank, world, folder, [*SPIKE_FLAGS, *flags, "--exit-interval", str(until)])
+    seen: dict[int, list[int]] = {}
+    read = trainer.data.to_device
+
+    def recording(text, samples=None):  # type: ignore[no-untyped-def]
+        seen[trainer.progress.iteration + 1] = samples.tolist()
+        return read(text, samples)
+
+    with mock.patch.object(trainer.data, "to_device", recording):
+        train(trainer)
+    trainer.save()
+    finish(trainer)
+    return seen
+
+
+def samples_read_with_spike(rank: int, world: int, folder: str) -> dict[int, list[int]]:
+    plant(Fault(spike, rank, 16))  # each rank reads noise in the step after 16
+    return samples_read(rank, world, folder, ["--use-distributed-optimizer"], 20)
+
+
+def test_the_run_rewinds_and_skips_samples(tmp_path: Path) -> None:
+    write_text(tmp_path, 4000)
+    seen = run_ranks(samples_read_with_spike, 2, str(tmp_path))
+    save = tmp_path / "save"
+    (said,) = {record["text"] for record in read_incidents(save) if record["kind"] == "spike"}
+    assert said.startswith("WARNING: at iteration 17 the loss is ") and said.endswith(
+        ": the run is back at iteration 15 and skips 8 samples (--rewind-on-spike; 2 more rewinds, then none)"
+    ), said
+    assert said in [json.loads(line)["text"] for line in (save / "history.jsonl").read_text().splitlines()]
+
+    def read(iteration: int) -> list[int]:
+        return sorted(sum((of_rank[iteration] for of_rank in seen), []))
+
+    assert read(15) == [56, 57, 58, 59]
+    assert read(16) == [68, 69, 70, 71] and read(20) == [84, 85, 86, 87]  # 60 to 67 were in the window
+    logged = [json.loads(line)["iteration"] for line in (save / "metrics.jsonl").read_text().splitlines()]
+    assert logged == list(range(1, 21))
+    assert (save / TRACKER).read_text() == "20\n"
+
+    on_one = samples_read(
+        0, 1, str(tmp_path), ["--model-parallel-size", "1"], 22
+    )  # a different layout continues the run
+    assert on_one == {21: [88, 89, 90, 91], 22: [92, 93, 94, 95]}
+
+
+def test_a_warning_is_logged_once_after_two_lines() -> None:
+    times = {"forward": [100, 100, 160, 101], "data loader": [0, 0, 0, 2], "batch generator": [1, 1, 1, 3]}
+    parallel = mpu.ParallelState(data_parallel_size=2, tensor_model_parallel_size=2)
+    slow = StragglerDetector(parallel, {rank: "ab"[rank // 2] for rank in range(4)})
+
+    def lines(slow: StragglerDetector = slow) -> list[str]:
+        return slow.warnings([[times.get(name, [0] * 4)[rank] for name in TIMER_ORDER] for rank in range(4)], 200.0)
+
+    assert lines() == []
+    assert lines() == [
+        'WARNING: rank 2 (b) takes 60 ms longer in "forward" than the other ranks of its stage, 160 ms per step '
+        "instead of 100, for 2 log lines: check its machine"
+    ]
+    assert lines() == []
+    stages = StragglerDetector(mpu.ParallelState(pipeline_model_parallel_size=4), {})
+    assert lines(stages) == lines(stages) == [], "each stage has different work"
+
+
+def slow_optimizer(rank: int, world: int, folder: str) -> list[str]:
+    plant(Fault(partial(slow, part="optimizer", seconds=0.2), rank=1, step=0))
+    trainer = start(
+        rank,
+        world,
+        folder,
+        (
+            "--num-layers 1 --hidden-size 32 --micro-batch-size 1 --global-batch-size 3 --log-straggler "
+            "--log-interval 2 --train-iters 6"
+        ).split(),
+    )
+    train(trainer)
+    finish(trainer)
+    return [record["text"] for record in read_incidents(f"{folder}/save") if record["kind"] == "slow"]
+
+
+def test_the_slow_rank_is_named(tmp_path: Path) -> None:
+    write_text(tmp_path, 1000)
+    texts = run_ranks(slow_optimizer, 3, str(tmp_path))[0]
+    of_one = [text for text in texts if "rank 1 takes" in text and 'longer in "optimizer"' in text]
+    assert of_one and 190 < int(of_one[0].split(" takes ")[1].split(" ms")[0]) < 2000, texts
+    assert "WARNING: rank 1 takes" in (tmp_path / "save" / "history.jsonl").read_text()
