@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from data_utils.tokenizers.gpt2 import END_OF_TEXT, bytes_to_unicode
 from tests.conftest import ROOT, TEST_DATA, made_once
+from tests.data_utils.data_files import write_byte_vocabulary
 from tests.megatron.gpt2.train.training_runs import write_text
 from tests.warm_python import WarmPython
 
@@ -124,14 +124,10 @@ def write_gpt2(folder: Path) -> None:
     """Write a tiny byte-level model in Hugging Face's format, instead of a download."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    tokens = [*bytes_to_unicode(), END_OF_TEXT]
     GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=len(tokens), n_positions=64, n_embd=32, n_layer=2, n_head=2, bos_token_id=256, eos_token_id=256
-        )
+        GPT2Config(vocab_size=257, n_positions=64, n_embd=32, n_layer=2, n_head=2, bos_token_id=256, eos_token_id=256)
     ).save_pretrained(folder)
-    (folder / "vocab.json").write_text(json.dumps({token: number for number, token in enumerate(tokens)}))
-    (folder / "merges.txt").write_text("#version: 0.2\n")
+    write_byte_vocabulary(folder / "vocab.json", folder / "merges.txt")
 
 
 def run(line: str, folder: Path, python: WarmPython) -> str:

@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 
 from data_utils.indexed_dataset import IndexedDatasetBuilder, token_dtype
-from data_utils.tokenizers.gpt2 import END_OF_TEXT, bytes_to_unicode
 from megatron.gpt2.config import Config
 from megatron.gpt2.config.arguments import parse
+from tests.data_utils.data_files import write_byte_vocabulary
 from tests.megatron.gpt2.dist.started_ranks import free_port
 from tests.megatron.gpt2.train.training_runs import write_text
 from tests.warm_python import WarmPython
@@ -129,9 +129,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / "data" / corpus).write_text("\n".join(lines) + "\n")
     for cache in (folder / "cache", folder / "users_cache" / "gpt2-model-parallel"):
         cache.mkdir(parents=True)
-        vocabulary = {token: number for number, token in enumerate([*bytes_to_unicode(), END_OF_TEXT])}
-        (cache / "gpt2-vocab.json").write_text(json.dumps(vocabulary))
-        (cache / "gpt2-merges.txt").write_text("#version: 0.2\n")
+        write_byte_vocabulary(cache / "gpt2-vocab.json", cache / "gpt2-merges.txt")
     for name in ("gpt2-vocab.json", "gpt2-merges.txt"):
         for place in (folder, folder / "data"):
             shutil.copy(folder / "cache" / name, place)

@@ -159,14 +159,12 @@ NEWEST = "--load 'checkpoints/the newest'"
     [
         ("pretrain_gpt2.sh --train-data 'my file' --lr 1", "PROJECT/pretrain_gpt2.py --train-data 'my file' --lr 1"),
         ("python.sh tools/generate_text.py --load 'a b'", "tools/generate_text.py --load 'a b'"),
-        (f"{DISTRIBUTED} --lr 1e-3", f"{training()} --lr 1e-3"),
         (f"NNODES=2 NODE_RANK=1 GPUS_PER_NODE=8 {DISTRIBUTED}", training(8, 2, 1)),
         (f"MP_SIZE=7 GPUS_PER_NODE=1 {DISTRIBUTED}", training(1)),  # not this script's variable
         (f"PROGRAM=other.py {DISTRIBUTED}", training()),  # nor is this
         # A flag of the user follows and overrides this one.
         (f"{MODEL_PARALLEL} --model-parallel-size 1", f"{training(size=2)} --model-parallel-size 1"),
         (f"MP_SIZE=4 {MODEL_PARALLEL}", training(size=4)),
-        (f"MPSIZE=4 {MODEL_PARALLEL}", training(size=4)),
         (f"MP_SIZE=8 MPSIZE=4 {MODEL_PARALLEL}", training(size=8)),
         (f"MP_SIZE=4 NNODES=02 GPUS_PER_NODE=08 {MODEL_PARALLEL}", training(8, 2, size=4)),
         ("generate_text.sh --prompt 'a b'", f"{GENERATE} --nproc-per-node 1 {NEWEST} --prompt 'a b'"),
@@ -175,7 +173,6 @@ NEWEST = "--load 'checkpoints/the newest'"
             f"{GENERATE} --nproc-per-node 1 --load 'my run' --temperature 0.9 --top-k 5 --top-p 0.5 --max-new-tokens "
             "64",
         ),
-        ("MPSIZE=1 generate_text.sh --load=x", f"{GENERATE} --nproc-per-node 1 --load=x"),
         (
             "MPSIZE=4 CHECKPOINT_PATH=x generate_text.sh --greedy",
             f"{GENERATE} --nproc-per-node 4 --load x --greedy",
@@ -184,7 +181,6 @@ NEWEST = "--load 'checkpoints/the newest'"
             "MPSIZE=02 CHECKPOINT_PATH='my run' run_text_generation_server.sh --port 0",
             f"{SERVE} --nproc-per-node 2 --load 'my run' --port 0",
         ),
-        ("run_text_generation_server.sh --load=x", f"{SERVE} --nproc-per-node 1 --load=x"),
         (
             "GPUS_PER_NODE=4 MPSIZE=2 evaluate_gpt2.sh --valid-data 'my file.txt'",
             f"{EVALUATE.format(4)} 2 {NEWEST} --valid-data 'my file.txt'",
@@ -193,7 +189,6 @@ NEWEST = "--load 'checkpoints/the newest'"
             "CHECKPOINT_PATH='else where' evaluate_gpt2.sh --valid-data a",
             f"{EVALUATE.format(0)} 1 --load 'else where' --valid-data a",
         ),
-        ("CHECKPOINT_PATH='else where' evaluate_gpt2.sh --load=mine", f"{EVALUATE.format(0)} 1 --load=mine"),
     ],
 )
 def test_what_a_script_starts(project: Project, line: str, started: str) -> None:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from data_utils.tokenizers.gpt2 import END_OF_TEXT, bytes_to_unicode
 from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.formats import open_checkpoint
 from megatron.gpt2.train.setup import build_context
 from tests.conftest import ROOT, tool
+from tests.data_utils.data_files import write_byte_vocabulary
 from tests.megatron.gpt2.formats.sample_checkpoints import random_weights, write_megatron
 from tests.megatron.gpt2.train.training_runs import SMALL
 from tests.test_import_rules import imported
@@ -77,9 +76,7 @@ def test_the_launchers_local_rank_changes_nothing(words: list[str]):
 def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Return flags for files in GPT-2's format with 256 bytes and an end of document."""
     folder = tmp_path_factory.mktemp("vocabulary")
-    tokens = [*bytes_to_unicode(), END_OF_TEXT]
-    (folder / "vocab.json").write_text(json.dumps({token: number for number, token in enumerate(tokens)}))
-    (folder / "merges.txt").write_text("#version: 0.2\n")
+    write_byte_vocabulary(folder / "vocab.json", folder / "merges.txt")
     return ["--vocab-file", f"{folder}/vocab.json", "--merge-file", f"{folder}/merges.txt"]
 
 

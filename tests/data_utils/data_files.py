@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from data_utils import IndexedDatasetBuilder, build_tokenizer
+from data_utils.tokenizers.gpt2 import END_OF_TEXT, bytes_to_unicode
 
 BYTES = build_tokenizer("bytes")
 BAD_LINES = [
@@ -45,3 +46,10 @@ def write_pair(prefix: str | Path, documents: Iterable[Any], dtype: Any = "<u2")
             builder.add(document)
             builder.end_document()
     return str(prefix)
+
+
+def write_byte_vocabulary(vocab: Path, merges: Path) -> None:
+    """Write files in GPT-2's format with 256 bytes and an end of document."""
+    tokens = [*bytes_to_unicode(), END_OF_TEXT]
+    vocab.write_text(json.dumps({token: number for number, token in enumerate(tokens)}))
+    merges.write_text("#version: 0.2\n")

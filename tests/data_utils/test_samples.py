@@ -369,15 +369,12 @@ def test_the_command_line_of_a_blend(tmp_path: Path) -> None:
     dataset, order = made.training_samples(seed=1, num_samples=10)
     rows = dataset.rows(order(np.arange(BLOCK)))
     assert [(rows == value).any(axis=1).sum() for value in (1, 2)] == [7000, 3000]
-    held = made.valid.rows(np.arange(len(made.valid)))
-    assert (held == 1).any() and (held == 2).any()
 
     by_size = splits(data_path=[a, b])
     assert "33.22 % of the samples" in by_size.description[0]  # 99 of 298
-    one = splits(data_path=[a])
-    assert one.fingerprint == splits(data_path=["5", a]).fingerprint and isinstance(one.train, GPT2Dataset)
-    others = [splits(data_path=[*words]) for words in (("0.3", a, "0.7", b), ("0.3", b, "0.7", a))]
-    assert len({each.fingerprint for each in (one, made, by_size, *others)}) == 5
+    one, other = splits(data_path=[a]), splits(data_path=["0.3", a, "0.7", b])
+    assert one.fingerprint == splits(data_path=["5", a]).fingerprint
+    assert len({each.fingerprint for each in (one, made, by_size, other)}) == 4
 
     separate = splits(data_path=[a], valid_data_path=["1", b, "1", c], test_data_path=[c], split="1")
     assert len(separate.train) == 124 and separate.test.num_tokens == 200 and len(separate.valid.components) == 2

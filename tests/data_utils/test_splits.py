@@ -163,12 +163,6 @@ def test_a_prepared_pair_of_a_different_tokenizer(tmp_path: Path) -> None:
         splits(tmp_path, data_path=[prefix])
 
 
-def test_the_builtin_corpus_fills_all_splits(tmp_path: Path) -> None:
-    made = splits(tmp_path, split="969,30,1", seq_length=64)
-    assert min(len(made.train), len(made.valid), len(made.test)) > 1
-    assert len(made.description) == 4 and "builtin" in made.description[0]
-
-
 def test_unigram_entropy() -> None:
     train = np.array([0] * 7 + [1] * 3 + [2] * 1)  # with 1 added to each count: 8, 4, 2, 1 of 15
     valid = np.array([0, 1, 2, 3], dtype=np.uint16)

@@ -22,6 +22,7 @@ from mpu.attention import document_attention
 from mpu.kernels import seeded_dropout
 from tests.megatron.gpt2.train.test_single_rank_group import RUNS, check_single_rank_group
 from tests.megatron.gpt2.train.training_runs import SHAPE, finish, start, steps, write_text
+from tests.mpu.kernels.test_attention import formula
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -133,10 +134,8 @@ def test_the_attention_kernel_is_measured(dropout_p: float):
 def test_attention_kernels_agree_with_the_formula(name: str):
     choose_attention(name, torch.device("cuda", 0), torch.bfloat16, b=2, s=256, n=4, d=64, dropout_p=0.0)
     qkv = torch.randn(3, 2, 4, 256, 64, device="cuda", dtype=torch.bfloat16)
-    q, k, v = qkv.float().unbind(0)
-    scores = (q @ k.transpose(-1, -2) / 8).masked_fill(torch.ones(256, 256, device="cuda").triu(1).bool(), -torch.inf)
-    expected = torch.softmax(scores, -1) @ v
-    got = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=True).float()
+    expected = formula(qkv.float().permute(3, 1, 2, 0, 4), 1.0)
+    got = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=True).float().permute(2, 0, 1, 3).flatten(2)
     assert (got - expected).norm() < 1e-2 * expected.norm()
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import mpu
-from mpu.kernels import causal_attention
 
 LAYERS, ROWS, CAPACITY = 2, 3, 8
 
@@ -20,48 +19,6 @@ def new_cache() -> mpu.KeyValueCache:
 
 def attend(cache: mpu.KeyValueCache, qkv: torch.Tensor) -> list[torch.Tensor]:
     return [cache.attend(layer, qkv) for layer in range(LAYERS)]
-
-
-def test_texts_start_move_and_end() -> None:
-    """Each output equals that of its text computed without a cache, after moves and in a row that held NaN."""
-    texts = torch.randn(CAPACITY, 6, 2, 3, 4)
-    whole = causal_attention(texts, 0.0)  # [s, text, n·d]
-    cache = new_cache()
-    now: dict[int, list[int]] = {}  # for each row: its text and the number of tokens read so far
-
-    def read(rows: list[int], numbers: list[int], length: int) -> None:
-        cache.set_prompts(rows, length)
-        for y in attend(cache, texts[:length, numbers]):
-            torch.testing.assert_close(y, whole[:length, numbers])
-        now.update({row: [number, length] for row, number in zip(rows, numbers, strict=True)})
-
-    def step() -> None:
-        numbers, lengths = zip(*(now[row] for row in range(len(now))), strict=True)
-        cache.set_positions(lengths)
-        for y in attend(cache, texts[lengths, numbers].unsqueeze(0)):
-            torch.testing.assert_close(y[0], whole[lengths, numbers])
-        for row in now:
-            now[row][1] += 1
-
-    read([0, 1, 2], [0, 1, 2], 2)
-    step()
-    del now[0]
-    cache.move(2, 0)
-    now[0] = now.pop(2)
-    step()
-    cache.set_prompts([2], CAPACITY)
-    attend(cache, torch.full((CAPACITY, 1, 2, 3, 4), torch.nan))
-    read([2], [3], 1)
-    step()
-    read([1, 0], [4, 5], 3)
-    step()
-    cache.set_prompts([0], CAPACITY)
-    attend(cache, torch.full((CAPACITY, 1, 2, 3, 4), torch.nan))
-    cache.move(2, 0)
-    now = {0: now[2]}
-    step()
-    assert now == {0: [3, 4]}
-    assert cache.num_bytes == LAYERS * ROWS * 2 * 2 * CAPACITY * 4 * 4
 
 
 def test_the_positions_of_tokens_must_be_set() -> None:

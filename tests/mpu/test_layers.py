@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import mpu
 from mpu import TransformerConfig
 from tests.distributed import run_ranks
+from tests.mpu.kernels.test_attention import formula
 
 IN, OUT, VOCAB, HEADS = 8, 24, 17, 4
 
@@ -69,11 +70,7 @@ class PlainAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         s, b, h = x.shape
-        q, k, v = self.qkv(x).view(s, b, HEADS, 3, h // HEADS).permute(3, 1, 2, 0, 4)
-        scores = (q @ k.transpose(-1, -2) / (h // HEADS) ** 0.5).masked_fill(
-            torch.ones(s, s, dtype=torch.bool).triu(1), -torch.inf
-        )
-        return self.out((scores.softmax(-1) @ v).permute(2, 0, 1, 3).reshape(s, b, h))
+        return self.out(formula(self.qkv(x).view(s, b, HEADS, 3, h // HEADS), 1.0))
 
 
 def check_layers(rank: int, world_size: int) -> None:

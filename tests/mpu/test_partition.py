@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 
-from mpu.partition import PartitionSpec, TensorSlice, check_ids, padded_vocab_size
+from mpu.partition import PartitionSpec, check_ids, padded_vocab_size
 
 
 def test_vocabulary_padding_does_not_depend_on_the_layout():
@@ -38,13 +38,6 @@ def test_split_and_merge_are_inverse(spec: PartitionSpec, world_size: int):
             counted[spec.local_slice(rank, world_size).slices()] += 1
         assert torch.equal(counted, torch.ones_like(counted))
         assert sum(shard.abs().sum().item() for shard in shards) == pytest.approx(full.abs().sum().item())
-
-
-def test_slices_of_a_padded_vocabulary():
-    spec = PartitionSpec((50257, 8), 0, 50304)
-    assert spec.local_slice(1, 2) == TensorSlice((25152, 0), (25105, 8))
-    assert spec.local_shape(2) == (25152, 8)
-    assert spec.local_slice(0, 1).numel == 50257 * 8
 
 
 @pytest.mark.parametrize("bad", [-100, -1, 10])

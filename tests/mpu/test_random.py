@@ -41,15 +41,6 @@ def test_which_random_numbers_ranks_share():
     assert (d0, t0, t1) == (d2, t2, t3), "data-parallel ranks with the same seed draw the same numbers, as in 2019"
 
 
-def test_seeds_of_rank_0_are_those_of_megatron():
-    mpu.initialize_model_parallel(1)
-    mpu.model_parallel_cuda_manual_seed(1234)
-    assert torch.initial_seed() == 1234
-    with mpu.get_cuda_rng_tracker().fork():
-        own = torch.rand(3)
-    assert torch.equal(own, torch.rand(3, generator=torch.Generator().manual_seed(1234 + 2718)))
-
-
 def test_a_cpu_model_uses_the_cpu_generator_if_the_process_has_used_a_gpu(monkeypatch: pytest.MonkeyPatch):
     mpu.initialize_model_parallel(1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

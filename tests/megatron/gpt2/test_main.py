@@ -58,9 +58,3 @@ def test_all_ways_to_call_a_program(
     assert capsys.readouterr().out.startswith("usage: gpt2 flag_table")
     assert end(monkeypatch, "gpt2", "trian") == 2
     assert capsys.readouterr().err == "error: gpt2 trian: unknown program; gpt2 --help lists all programs\n"
-
-
-def test_the_installed_commands_name_programs() -> None:
-    scripts = re.findall(r'^(gpt2\S*) = "(.*)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
-    assert {target for _, target in scripts} == {"megatron.gpt2.__main__:main"} and len(scripts) > 15
-    assert {name.removeprefix("gpt2-") for name, _ in scripts} - {"gpt2"} <= PROGRAMS.keys()

@@ -26,7 +26,7 @@ def formula(qkv: Tensor, keep: Tensor | float) -> Tensor:
     """[s, b, n, 3, d] -> [s, b, n·d]. keep: factor of the probabilities [b, n, s, s]."""
     q, k, v = qkv.permute(3, 1, 2, 0, 4)
     scores = q @ k.transpose(-1, -2) / qkv.size(-1) ** 0.5
-    later = torch.ones(qkv.size(0), qkv.size(0), dtype=torch.bool).triu(1)
+    later = torch.ones(qkv.size(0), qkv.size(0), dtype=torch.bool, device=qkv.device).triu(1)
     y = torch.softmax(scores.masked_fill(later, -torch.inf), dim=-1).mul(keep) @ v
     return y.permute(2, 0, 1, 3).flatten(2)
 

@@ -1,18 +1,16 @@
 """DeepSpeed's activation checkpointing instead of mpu's, installed as DeepSpeedExamples does: exact, also with dropout.
 
 `FakeDeepSpeedCheckpointing` handles random states and arguments like deepspeed.checkpointing (DeepSpeed 0.19,
-runtime/activation_checkpointing/checkpointing.py). If DeepSpeed is installed, the tests run with it, too.
+runtime/activation_checkpointing/checkpointing.py).
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -104,18 +102,6 @@ def fake_deepspeed(partition: bool) -> dict[str, Any]:
     return {"checkpoint": replacement.checkpoint, "get_cuda_rng_tracker": lambda: replacement.tracker}
 
 
-def deepspeed(partition: bool) -> dict[str, Any]:
-    """The functions that DeepSpeedExamples' set_deepspeed_activation_checkpointing replaces."""
-    import deepspeed
-
-    deepspeed.init_distributed(dist_backend="gloo")
-    deepspeed.checkpointing.configure(mpu, partition_activations=partition)
-    return {
-        name: getattr(deepspeed.checkpointing, name)
-        for name in ("checkpoint", "get_cuda_rng_tracker", "model_parallel_cuda_manual_seed")
-    }
-
-
 def gradients(dtype: torch.dtype, recompute: str, of_documents: bool, sequence_parallel: bool) -> dict[str, Tensor]:
     mpu.model_parallel_cuda_manual_seed(5)
     model = (
@@ -134,7 +120,7 @@ def gradients(dtype: torch.dtype, recompute: str, of_documents: bool, sequence_p
     return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
 
 
-def largest_differences(rank: int, world_size: int, replacement: Callable[[bool], dict[str, Any]]) -> dict[str, float]:
+def largest_differences(rank: int, world_size: int) -> dict[str, float]:
     """For each configuration, the greatest difference between a gradient with and without checkpointing, relative to
     the greatest entry of its tensor."""
     mpu.initialize_model_parallel(world_size)
@@ -145,7 +131,7 @@ def largest_differences(rank: int, world_size: int, replacement: Callable[[bool]
                 how = dtype, of_documents, sequence_parallel
                 expected = gradients(dtype, "none", of_documents, sequence_parallel)
                 for partition in (False, True):
-                    with mock.patch.multiple(mpu, **replacement(partition)):
+                    with mock.patch.multiple(mpu, **fake_deepspeed(partition)):
                         got = gradients(dtype, "full", of_documents, sequence_parallel)
                     found[f"{how}, partition {partition}"] = max(
                         ((got[name] - expected[name]).abs().max() / expected[name].abs().max()).item()
@@ -154,11 +140,7 @@ def largest_differences(rank: int, world_size: int, replacement: Callable[[bool]
     return found
 
 
-with_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
-
-
-@pytest.mark.parametrize("replacement", [fake_deepspeed, pytest.param(deepspeed, marks=with_deepspeed)])
-def test_deepspeeds_checkpointing_repeats_all_dropout_masks(replacement: Callable[[bool], dict[str, Any]]):
-    for found in run_ranks(largest_differences, 2, replacement):
+def test_deepspeeds_checkpointing_repeats_all_dropout_masks():
+    for found in run_ranks(largest_differences, 2):
         assert len(found) == 16
         assert max(found.values()) == 0, found

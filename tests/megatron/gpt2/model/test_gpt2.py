@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,10 +15,8 @@ from torch import Tensor
 import mpu
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.formats.openai import from_openai, openai_name
-from megatron.gpt2.generate.scoring import score_windows, sliding_windows
 from megatron.gpt2.model.gpt2 import GPT2Model, count_parameters, parameter_specs, seeded_normal
 from tests.distributed import run_ranks
-from tests.megatron.gpt2.generate.test_generation import CONFIG
 
 SMALL = ModelConfig(
     num_layers=3,
@@ -164,24 +161,3 @@ def test_flops_per_token_is_megatrons_formula():
     h, layers = config.hidden_size, config.num_layers
     assert config.flops_per_token(s) == 72 * layers * h * h * (1 + s / (6 * h)) + 6 * h * 50257
     assert config.flops_per_token(s) == pytest.approx(2.423e9, rel=1e-3)
-
-
-def test_inference_disables_cudnns_attention(monkeypatch: pytest.MonkeyPatch):
-    """The setting that training has chosen is restored afterwards."""
-    mpu.initialize_model_parallel(1)
-    model = GPT2Model(CONFIG).train()
-    seen: set[tuple[bool, bool, bool]] = set()
-
-    def hidden_states(*args: Any) -> Tensor:
-        seen.add((torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled(), model.training))
-        return GPT2Model.hidden_states(model, *args)
-
-    monkeypatch.setattr(model, "hidden_states", hidden_states)
-    torch.backends.cuda.enable_cudnn_sdp(True)  # an earlier test may have disabled it
-    torch.backends.cuda.enable_flash_sdp(False)
-    try:
-        score_windows(model, sliding_windows(np.arange(20), 8, 8), batch_size=2)
-        assert torch.backends.cuda.cudnn_sdp_enabled() and not torch.backends.cuda.flash_sdp_enabled()
-    finally:
-        torch.backends.cuda.enable_flash_sdp(True)
-    assert seen == {(False, True, False)} and model.training

@@ -148,18 +148,6 @@ def test_a_new_run_in_an_old_folder_renames_the_old_records(tmp_path: Path) -> N
         assert [line["text"] for line in read(tmp_path / f"samples.jsonl{end}")] == [name]
 
 
-def test_only_the_active_rank_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log = RunLog(tmp_path / "run", train_iters=10, active=False)
-    log.info("hello")
-    log.record(record())
-    log.count_iteration()
-    log.rewind(0)
-    log.report()
-    assert log.close() == ""
-    assert not (tmp_path / "run").exists()
-    assert capsys.readouterr().out == ""
-
-
 def test_progress_bar_only_on_a_terminal_with_tqdm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from dataclasses import asdict
@@ -238,9 +237,3 @@ def test_the_report_takes_little_time_and_cannot_end_a_run(
     now[0] += 100
     log.report()
     assert "WARNING: report.html was not written: No space left on device" in capsys.readouterr().out
-
-
-def test_a_pipe_instead_of_config_json_is_refused(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "config.json")
-    with pytest.raises(ValueError, match="config.json: is not a file"):
-        write_report(tmp_path)

@@ -54,19 +54,12 @@ def late_results(group: str, operation: str) -> Iterator[list[tuple[str, str]]]:
         groups = {"tensor": state.tensor_model_parallel_group, "data": state.data_parallel_group}
         return next((name for name, one in groups.items() if one is process_group), "pipeline")
 
-    def all_reduce(x: Tensor, group: Any = None, async_op: bool = False, **options: Any) -> Any:
-        if not async_op:
-            return real["all_reduce"](x, group=group, **options)
-        private = x.clone()
-        work = real["all_reduce"](private, group=group, async_op=True, **options)
-        return late(work, [(x, private)], group_name(group), "all_reduce")
-
     def collective(name: str) -> Callable[..., Any]:
-        def call(output: Tensor, given: Tensor, group: Any = None, async_op: bool = False) -> Any:
+        def call(output: Tensor, *given: Tensor, group: Any = None, async_op: bool = False, **options: Any) -> Any:
             if not async_op:
-                return real[name](output, given, group=group)
-            private = torch.empty_like(output)
-            work = real[name](private, given.clone(), group=group, async_op=True)
+                return real[name](output, *given, group=group, **options)
+            private = output.clone()
+            work = real[name](private, *(x.clone() for x in given), group=group, async_op=True, **options)
             return late(work, [(output, private)], group_name(group), name)
 
         return call
@@ -89,7 +82,7 @@ def late_results(group: str, operation: str) -> Iterator[list[tuple[str, str]]]:
         "batch_isend_irecv": dist.batch_isend_irecv,
     }
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(dist, "all_reduce", all_reduce))
+        stack.enter_context(mock.patch.object(dist, "all_reduce", collective("all_reduce")))
         stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", batch_isend_irecv))
         for module in (mappings, bucket_reducer):
             for name in ("all_gather", "reduce_scatter"):
