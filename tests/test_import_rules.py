@@ -244,12 +244,6 @@ def test_no_pickle(package: str) -> None:
         assert not bad_keywords, f"{path.relative_to(ROOT)} passes {bad_keywords}"
 
 
-def test_megatron_shares_its_name() -> None:
-    """NVIDIA's megatron.core lives in the same namespace: see test_packaging.py."""
-    lines = (ROOT / "megatron" / "__init__.py").read_text(encoding="utf-8").splitlines()
-    assert lines == ['__path__ = __import__("pkgutil").extend_path(__path__, __name__)']
-
-
 def test_entry_points_only_open_a_program() -> None:
     """`tasks/` only has the one name that Megatron v1 and v2 had."""
     assert [path.name for path in (ROOT / "tasks").iterdir() if path.name != "__pycache__"] == ["main.py"]

@@ -233,10 +233,6 @@ def test_2019_on_one_device_and_what_follows_it_then_and_in_v1_and_v2(work: Path
     assert refused.startswith("error: --task: invalid choice: 'RACE' (choose from ")
 
 
-def test_without_a_gpu_nccl_is_an_error_that_names_gloo(run: Run):
-    assert "--distributed-backend gloo" in run(words("pretrain_gpt2.sh", SMALL), code=2)[1]
-
-
 def test_2019_on_two_data_parallel_ranks(python: WarmPython, work: Path):
     done = launched(
         python, work, "pretrain_gpt2_distributed.sh", SMALL + GLOO + "--save checkpoints/dp --load checkpoints/dp"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron.gpt2.extensions.plan.cluster import read_cluster
-from megatron.gpt2.extensions.plan.step_time import Layouts, Software, step_parts
+from megatron.gpt2.extensions.plan.step_time import Layouts
 
 ROOT = Path(__file__).resolve().parents[2]
 ONE = Layouts(16, 2, 1024, 16, 24, 1024, 2, 2, 2)
@@ -40,21 +40,6 @@ def test_published_tables_are_met_with_the_same_constants_of_the_gpu() -> None:
     assert sum(map(len, tables.values())) == 26
     for title, rows in tables.items():
         assert max(abs(row["error"]) for row in rows) < (0.05 if "2020" in title else 0.07), title
-
-
-def test_parts_of_a_step_grow_with_what_causes_them() -> None:
-    cluster, _ = read_cluster("a100")
-    software = Software(kernels=65, traffic=1)
-
-    def part(name: str, **changes: int) -> float:
-        return float(step_parts(cluster, software, replace(ONE, **changes))[name])
-
-    assert part("bubble", pipeline_parallel=1) == part("tensor_parallel", tensor_parallel=1) == 0
-    assert part("data_parallel", data_parallel=1, pipeline_parallel=1) == 0
-    assert part("bubble", virtual_stages=2) == pytest.approx(part("bubble") / 2)
-    assert part("layers", layers=48) == pytest.approx(2 * part("layers"))
-    assert part("tensor_parallel", tensor_parallel=16) > 1.1 * part("tensor_parallel", tensor_parallel=8)  # two nodes
-    assert part("data_parallel", data_parallel=16) > 2 * part("data_parallel", data_parallel=2)
 
 
 @pytest.mark.parametrize(

@@ -65,12 +65,6 @@ def test_exit_codes_and_errors() -> None:
     assert code == 1 and "Traceback" in err
 
 
-@pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "ascii"])
-def test_output_that_is_not_utf8(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONIOENCODING", encoding)
-    assert end("print('a \u2581 b'); return 0") == (0, "a ? b\n", "")
-
-
 def test_how_to_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A checkout has files for bash; an installed package only has the command gpt2."""
     monkeypatch.chdir(ROOT / "docs")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from data_utils.corpora import check_exists, default_key, expand_paths, find_corpora, read_corpora, read_documents
+from data_utils.corpora import default_key, expand_paths, find_corpora, read_corpora, read_documents
 from data_utils.corpora.builtin import builtin_documents, is_prose, prose, texts_of
 from tests.conftest import ROOT
 from tests.data_utils.data_files import BAD_LINES, write
@@ -119,14 +119,6 @@ def test_damaged_compression(tmp_path: Path, pack: Callable[[bytes], bytes]) -> 
     for content in (whole[:-1], whole[:200], whole + whole[:100], damaged):
         with pytest.raises(ValueError, match=r"a\.jsonl is damaged"):
             read(write(tmp_path / "a.jsonl", content))
-
-
-def test_missing_files_and_folders(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="--valid-data: no such file: nowhere"):
-        check_exists("nowhere", "--valid-data")
-    with pytest.raises(ValueError, match="is not a file"):
-        check_exists(str(tmp_path), "--sample-input-file")
-    check_exists("builtin", "--train-data")
 
 
 def test_a_folder_expands_to_its_files(tmp_path: Path) -> None:

@@ -43,15 +43,6 @@ def test_bytes_of_the_format(tmp_path: Path) -> None:
     assert documents_of(dataset) == DOCUMENTS and list(dataset.document_starts) == [0, 3, 3, 4, 11]
 
 
-def test_several_sequences_per_document_modes_and_an_empty_pair(tmp_path: Path) -> None:
-    header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 4, 3, 3)
-    arrays = struct.pack("<3i", 1, 2, 1) + struct.pack("<3q", 0, 4, 12) + struct.pack("<3q", 0, 2, 3) + b"\0\1\0"
-    write(tmp_path / "a.idx", header + arrays)
-    write(tmp_path / "a.bin", struct.pack("<4i", 5, 6, 7, 8))
-    assert documents_of(IndexedDataset(tmp_path / "a")) == [[5, 6, 7], [8]]
-    assert len(IndexedDataset(write_pair(tmp_path / "empty", []))) == 0
-
-
 # --- megatron-core
 
 

@@ -306,13 +306,6 @@ def test_characters_without_their_file(tmp_path: Path) -> None:
 # --- libraries
 
 
-def test_the_shipped_bpe_is_small_and_fits_its_corpus() -> None:
-    tokenizer = build_tokenizer("builtin")
-    assert tokenizer.vocab_size == 4096 and tokenizer.eod == 4095
-    text = "".join(builtin_documents()[:50])
-    assert len(text.encode()) / len(tokenizer.encode(text)) > 3.0
-
-
 def test_missing_libraries_are_named_and_bytes_need_none(tmp_path: Path) -> None:
     code = """
 import sys

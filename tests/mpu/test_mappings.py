@@ -38,13 +38,6 @@ def test_neighbours_share_layers():
     assert by_rank[2][3:6] == [(2, 3), (0, 2), (0, 1)]
 
 
-def test_one_process_needs_no_group():
-    state = mpu.initialize_model_parallel(1)
-    assert (state.rank, state.world_size, mpu.get_model_parallel_group()) == (0, 1, None)
-    with pytest.raises(ValueError, match="1 ranks is not divisible"):
-        mpu.initialize_model_parallel(2)
-
-
 def check_mappings(rank: int, world_size: int) -> None:
     mine = torch.arange(6.0).view(2, 3) + 10 * rank
     everyone = [torch.arange(6.0).view(2, 3) + 10 * r for r in range(world_size)]

@@ -75,14 +75,6 @@ def test_a_sum_of_products_equals_the_formula(dtype: torch.dtype, bound: float, 
     )
 
 
-def test_gelu_for_the_compiler_is_gelu(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = torch.linspace(-9, 9, 1001, dtype=torch.float64)
-    expected = F.gelu(x, approximate="tanh")
-    assert torch.equal(kernels.gelu_tanh(x), expected)
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    torch.testing.assert_close(kernels.gelu_tanh(x), expected, rtol=1e-12, atol=1e-12)
-
-
 WITH_AMX = ("", "ALL", "default", "AVX512_CORE_AMX", "AVX10_1_512_AMX")
 
 

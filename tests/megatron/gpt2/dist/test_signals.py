@@ -88,17 +88,6 @@ def test_a_rank_that_starts_obeys_sigterm(tmp_path: Path) -> None:
     assert rank.exitcode == 2
 
 
-def test_a_single_rank() -> None:
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    with StopSignal() as stop:
-        assert stop.agreed() == ""
-        assert stop.agreed(OUT_OF_TIME) == "--exit-duration-in-mins"
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.agreed() == "SIGTERM"
-    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
-
-
 def run_until_stopped(out: Connection, err: Connection, stubborn: bool, in_call: bool) -> None:
     """Run steps until a signal. stubborn: ignore the first signal. in_call: run one long call instead of steps."""
     os.dup2(out.fileno(), 1)

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -19,9 +18,8 @@ import mpu
 from data_utils.corpora.detokenizers import ptb_detokenizer, wikitext_detokenizer
 from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.dist.run_program import Log, run_program
-from megatron.gpt2.generate.evaluation import EvaluationTask, evaluate_task, guess_task, plausibility_warning, read_task
+from megatron.gpt2.generate.evaluation import evaluate_task, guess_task, plausibility_warning, read_task
 from megatron.gpt2.generate.load_model import load_for_inference
-from megatron.gpt2.generate.scoring import Window, sliding_windows
 from tests.conftest import ROOT, tool
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.generate.word_model import ITERATIONS, LENGTH, SHAPE, word_model
@@ -246,32 +244,6 @@ def test_warning_for_the_wrong_tokenizer(folder: Path) -> None:
         assert said is not None and "does not belong to the checkpoint" in said
     finally:
         mpu.destroy_model_parallel()
-
-
-@pytest.mark.parametrize(("targets", "v"), [([0, 1, 2, 1], 3), ([5, 5, 5, 5, 5, 5], 40), ([0, 1, 2, 3, 4, 5], 6)])
-def test_warning_for_scores_no_better_than_counting(targets: list[int], v: int) -> None:
-    """Compare with counting the targets one by one, in the order of the text."""
-    seen, nats = dict.fromkeys(range(v), 1), 0.0
-    for target in targets:
-        nats -= math.log(seen[target] / sum(seen.values()))
-        seen[target] += 1
-    least = min(nats / len(targets), math.log(v))
-    task = EvaluationTask("TEXT", [Window(np.array([0, *targets]), len(targets))], {})
-    assert plausibility_warning(task, {"loss": least - 1e-6}, v) is None
-    assert plausibility_warning(task, {"loss": least + 1e-6}, v) and plausibility_warning(task, {"loss": math.nan}, v)
-
-
-@pytest.mark.parametrize(
-    ("count", "length", "stride"),
-    [(0, 4, 2), (1, 4, 4), (2, 4, 4), (6, 4, 4), (9, 4, 4), (3, 4, 1), (9, 4, 1), (31, 8, 3), (33, 8, 8)],
-)
-def test_sliding_windows(count: int, length: int, stride: int) -> None:
-    windows = sliding_windows(np.arange(count), length, stride)
-    assert [int(i) for window in windows for i in window.ids[-window.num_targets :]] == list(range(1, count))
-    assert all(len(window.ids) <= length + 1 for window in windows)
-    # Megatron's windows begin every `stride` ids, and each uses its whole context.
-    assert [int(window.ids[0]) for window in windows] == list(range(0, stride * len(windows), stride))
-    assert all(window.num_targets == stride for window in windows[1:-1])
 
 
 def test_ctrl_c_ends_a_program_without_a_traceback() -> None:

@@ -12,7 +12,6 @@ from xml.etree import ElementTree
 import pytest
 
 from megatron.gpt2.pipeline.analysis import (
-    Span,
     draw_timetable,
     max_in_flight,
     published_length,
@@ -119,19 +118,6 @@ def test_all_run_without_a_deadlock(p: int):
     check_all(schedules((p,), range(1, 5), range(1, 21)))
 
 
-def test_messages_of_two_ranks():
-    for schedule in (one_forward_one_backward(1, 3), interleaved(1, 2, 3), zero_bubble(1, 3)):
-        assert build_p2p_schedule(schedule) == [
-            [CommStep(action) for action in schedule.ranks[0]]
-        ]  # one rank exchanges nothing
-    schedule = interleaved(2, 2, 3)
-    steps = build_p2p_schedule(schedule)
-    sent = [message for own in steps for step in own for message in step.sends]
-    assert len(sent) == len(set(sent)) == 2 * 3 * 3  # forwards and backwards, 3 borders, 3 micro-batches
-    assert {message.kind for message in sent if message.destination == 0} == {"activation", "gradient"}
-    assert steps[0][-1].action is not None  # stage 0 sends no gradient, so rank 0 has nothing left to send
-
-
 RATIOS: dict[str, list[tuple[float, float, float]]] = {
     "1f1b": [(1, 1, 1), (1, 2, 3), (3, 1, 1), (1, 2, 0)],
     "interleaved": [(1, 1, 1), (2, 3, 1), (2, 1, 3)],
@@ -156,16 +142,6 @@ def test_a_step_is_as_long_as_published(p: int, m: int):
         if schedule.name == "interleaved":
             costs, steps = uniform_costs(schedule, 1, 2, 1), build_p2p_schedule(schedule, RECOMPUTE_TICKS)
             assert step_length(schedule, steps, costs) == pytest.approx(published_length(schedule, 1, 2, 1)), schedule
-
-
-def test_when_each_action_runs():
-    table = timetable(one_forward_one_backward(2, 2), [StageCosts(1, 1, 1), StageCosts(2, 1, 1)])
-    assert table.ranks == (
-        (Span(0, 1), Span(1, 2), Span(5, 7), Span(9, 11)),
-        (Span(1, 3), Span(3, 5), Span(5, 7), Span(7, 9)),
-    )
-    assert table.length == 11
-    assert table.bubble == pytest.approx(1 - (6 + 8) / 22)
 
 
 @pytest.mark.parametrize("p", [1, 2, 4])

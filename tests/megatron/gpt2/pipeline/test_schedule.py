@@ -158,9 +158,3 @@ def test_limits_are_one_line_that_names_the_flag(name: str, p: int, v: int, m: i
     with pytest.raises(ValueError, match=message) as caught:
         build_schedule(name, p, v, m)
     assert "\n" not in str(caught.value)
-
-
-def test_a_schedule_is_built_by_name():
-    assert build_schedule("1f1b", 2, 1, 3) == one_forward_one_backward(2, 3)
-    assert build_schedule("interleaved", 2, 2, 3) == interleaved(2, 2, 3)
-    assert build_schedule("zero-bubble", 2, 1, 3) == zero_bubble(2, 3)

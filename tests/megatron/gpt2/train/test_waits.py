@@ -5,20 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
-from megatron.gpt2.optimizer.optimizer import READ_DELAY, AsyncScalar
+from megatron.gpt2.optimizer.optimizer import READ_DELAY
 from megatron.gpt2.train.loop import train
 from tests.megatron.gpt2.train.training_runs import finish, start, write_text
-
-
-def test_async_scalar() -> None:
-    late, value = AsyncScalar(torch.device("cpu")), torch.zeros((), dtype=torch.int64)
-    read = []
-    for step in range(1, 3 * READ_DELAY):
-        value.fill_(10 * step)
-        read.append(late(value))
-    assert read == [0] * READ_DELAY + [10 * step for step in range(1, 2 * READ_DELAY)]
 
 
 def test_too_many_skipped_steps_end_the_run_between_log_lines(tmp_path: Path) -> None:
