@@ -251,15 +251,11 @@ def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def plot_bars(path: Path, title: str, panels: Sequence[tuple[str, Sequence[tuple[str, float, float, float]]]]) -> str:
     """Draw horizontal bars, one panel next to the other: (label of the axis, [(arm, value, low, high)]), with low and
-    high for the error bar. Return a line with the name of the file, or that matplotlib is missing."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return f"no plot: matplotlib is not installed ({path.name} was not written)"
+    high for the error bar. Return a line with the name of the file."""
+    from matplotlib.figure import Figure
+
     rows = max((len(bars) for _, bars in panels), default=1)
     figure = Figure(figsize=(5.5 * len(panels), 1.2 + 0.42 * rows), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=10)
     for axes, (label, bars) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         names, values, lows, highs = zip(*bars, strict=True)

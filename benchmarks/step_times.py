@@ -357,16 +357,9 @@ def compare_published() -> dict[str, list[dict[str, float]]]:
         x, measured = table.rows
         cluster, program = constants.clusters[table.cluster], constants.programs[table.program]
         seconds = predict(cluster, program, x, any_micro_batch=table.any_micro_batch)
-        found[table.title] = [
-            {
-                "hidden_size": h,
-                "layers": depth,
-                "measured_s": was,
-                "modelled_s": made,
-                "error": made / was - 1,
-            }
-            for h, depth, was, made in np.stack([x.hidden_size, x.layers, measured, seconds], axis=1).tolist()
-        ]
+        columns = [x.hidden_size, x.layers, measured, seconds, seconds / measured - 1]
+        names = ("hidden_size", "layers", "measured_s", "modelled_s", "error")
+        found[table.title] = [dict(zip(names, row, strict=True)) for row in np.stack(columns, axis=1).tolist()]
     return found
 
 
