@@ -84,5 +84,14 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the longest tests first, so that no worker is idle at the end."""
-    items.sort(key=lambda item: not item.name.startswith("test_commands_run_in_the_order_of_each_page"))
+    """Give each test process a share of the longest tests, so that none is idle at the end. xdist hands out the tests in
+    equal contiguous parts. The first process begins with its long ones, which need the fixture `reader`, and the others
+    reach theirs when it exists."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    long = [item for item in items if item.name.startswith("test_commands_run_in_the_order_of_each_page")]
+    others = [item for item in items if item not in long]
+    items.clear()
+    for worker in range(workers):
+        first, last = (len(others) * number // workers for number in (worker, worker + 1))
+        begin = first + (last - first) // 4 * bool(worker)
+        items += [*others[first:begin], *long[worker::workers], *others[begin:last]]
