@@ -84,7 +84,7 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give each test process a share of the longest tests, so that none is idle at the end. xdist hands out the tests in
+    """Give each test process a share of the longest tests, so that none is idle at the end. xdist hands out tests in
     equal contiguous parts. The first process begins with its long ones, which need the fixture `reader`, and the others
     reach theirs when it exists."""
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
