@@ -32,22 +32,6 @@ def read(path: str, text_key: str | None = None) -> tuple[list[str], list[str]]:
     return list(read_documents(path, text_key, said.append)), said
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("a.jsonl", lines(3)),
-        ("a.json", lines(3).rstrip()),
-        ("b.json", json.dumps([{"text": text} for text in TEXTS], indent=1)),
-        ("c.jsonl", "\ufeff\n" + lines(3) + "\n\n"),
-        ("d.json", lines(3, "sentence")),
-        pytest.param("e.jsonl.gz", gzip.compress(lines(3).encode(), mtime=0), id="gzip"),  # no time in the id
-    ],
-)
-def test_formats_of_json(tmp_path: Path, name: str, content: str | bytes) -> None:
-    found, said = read(write(tmp_path / name, content))
-    assert found == TEXTS and any("'sentence'" in line for line in said) == (name == "d.json")
-
-
 def test_zstd_with_several_frames_and_a_text_key(tmp_path: Path) -> None:
     content = lines(3, "body").encode()
     skipped = b"\x50\x2a\x4d\x18\x03\0\0\0abc"

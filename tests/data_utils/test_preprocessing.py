@@ -112,14 +112,6 @@ def test_plain_text_folders_and_patterns(tmp_path: Path) -> None:
         assert texts_of(tmp_path / f"out{number}") == expected
 
 
-def test_a_document_longer_than_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_lines(tmp_path / "a.jsonl", ["word and <|endoftext|> " * 5000, "b"])
-    run(path, tmp_path / "whole", "builtin")
-    monkeypatch.setattr(preprocessing, "PART_CHARACTERS", 1000)
-    run(path, tmp_path / "parts", "builtin")
-    assert pair(tmp_path / "whole") == pair(tmp_path / "parts")
-
-
 def test_several_keys(tmp_path: Path) -> None:
     lines = [{"title": f"t{number}", "body": "" if number == 3 else f"b{number}"} for number in range(10)]
     path = write(tmp_path / "a.jsonl", "".join(json.dumps(line) + "\n" for line in lines))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-import threading
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +24,7 @@ from data_utils import (
     build_splits,
     evaluation_batches,
 )
-from data_utils.gpt2_dataset import BLOCK, MegatronOrderDataset, block_counts, parse_blend
+from data_utils.gpt2_dataset import BLOCK, MegatronOrderDataset, parse_blend
 from data_utils.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from tests.data_utils.data_files import BYTES, write_pair
 
@@ -167,47 +166,6 @@ def test_errors_of_the_thread_reach_the_caller() -> None:
     loader.close()
 
 
-class Gated(Numbered):
-    """Waits for permission before each read."""
-
-    def __init__(self) -> None:
-        self.may_read, self.has_read = threading.Semaphore(0), threading.Semaphore(0)
-        self.readers: list[threading.Thread] = []
-
-    def let_read(self, times: int) -> None:
-        """Allow `times` reads and wait until they are done."""
-        for _ in range(times):
-            self.may_read.release()
-        for _ in range(times):
-            assert self.has_read.acquire(timeout=240)
-
-    def rows(self, indices: np.ndarray) -> np.ndarray:
-        assert self.may_read.acquire(timeout=240)
-        self.readers.append(threading.current_thread())
-        self.has_read.release()
-        return super().rows(indices)
-
-
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
-def test_the_thread_works_ahead_and_ends(prefetch: int) -> None:
-    """The thread reads `prefetch` steps ahead, and one more after each step that is taken."""
-    data = Gated()
-    given: dict[str, Any] = {"schedule": BatchSchedule.constant(1), "prefetch": prefetch, **ONE_RANK}
-    loader = BatchLoader(data, IN_ORDER, micro_batch_size=1, **given)
-    data.let_read(prefetch)
-    for step in range(1, 6):
-        if prefetch == 0:
-            data.may_read.release()
-        next(loader)
-        if prefetch > 0:
-            data.let_read(1)
-        assert len(data.readers) == prefetch + step
-    (reader,) = set(data.readers)
-    assert (reader is threading.current_thread()) == (prefetch == 0) and reader.is_alive()
-    loader.close()
-    assert reader.is_alive() == (prefetch == 0)
-
-
 @pytest.mark.parametrize("max_samples", [None, 1, 8, 9, 30, 1000])
 def test_evaluation_reads_each_sample_once(max_samples: int | None) -> None:
     count = min(3000, max_samples or 3000)
@@ -297,15 +255,6 @@ def test_parse_blend_like_megatron(line: str, prefixes: list[str], weights: Any)
 def test_invalid_weights_are_refused(line: str) -> None:
     with pytest.raises(ValueError, match="--data-path .*a weight above 0 before each"):
         parse_blend(line.split(), "--data-path")
-
-
-def test_counts_of_a_block_are_within_one_of_the_weights() -> None:
-    for parts in (1, 2, 3, 7, 40):
-        weights = np.random.default_rng(parts).random(parts) + 0.01
-        counts = block_counts(list(weights), ["x"] * parts, "--data-path")
-        assert counts.sum() == BLOCK and (abs(counts - BLOCK * weights / weights.sum()) < 1).all()
-    with pytest.raises(ValueError, match=r"--data-path: the weight 1e-05 of b is too small: it gets none of 10,000"):
-        block_counts([1.0, 1e-5], ["a", "b"], "--data-path")
 
 
 class Component(Numbered):

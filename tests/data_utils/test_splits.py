@@ -69,16 +69,6 @@ def test_few_documents_are_split_by_position(lengths: list[int], split: str, clo
     assert split_borders(np.cumsum([0, *lengths]), shares_of(split), closed) == borders
 
 
-def test_description_gives_the_requested_share(tmp_path: Path) -> None:
-    files = [write(tmp_path / f"{number}.txt", "x" * size) for number, size in enumerate((1600, 1600, 800))]
-    made = splits(tmp_path, *files, split="90,8,2")
-    assert "train: 3,601 tokens" in made.description[0]
-    for line, asked in zip(made.description, ("90.00", "8.00", "2.00"), strict=False):
-        assert line.endswith(f"(asked: {asked} %, cut by position, not between documents)")
-    between = splits(tmp_path, *files, split="80,20", valid_data=files[:1], test_data=files[:1])
-    assert between.description[0].endswith("(asked: 100.00 %)") and "asked" not in between.description[1]
-
-
 def test_one_text_file_is_split_by_position(tmp_path: Path) -> None:
     text = "".join(chr(97 + number % 26) for number in range(1234))
     made = splits(tmp_path, write(tmp_path / "a.txt", text))

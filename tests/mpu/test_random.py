@@ -4,7 +4,6 @@ offloaded to host memory: less device memory, equal results."""
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import mpu
 from megatron.gpt2.model.gpt2 import GPT2Model, layer_config
-from mpu.random import MODEL_PARALLEL_RNG, checkpoint_without_output
+from mpu.random import MODEL_PARALLEL_RNG
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import SHAPE
 from tests.mpu.test_cross_entropy import MemoryCounter
@@ -102,30 +101,6 @@ def test_checkpoint_repeats_both_random_streams():
     plain, again = run(block), run(lambda x: mpu.checkpoint(block, x))
     for a, b in zip(plain, again, strict=True):
         assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("function", [F.gelu, nn.LayerNorm(16)])
-def test_checkpoint_without_output(function: Callable[[Tensor], Tensor]) -> None:
-    """The results are bitwise equal to those of the plain call, and the output is freed before backward."""
-    linear, outputs = nn.Linear(16, 8), list[weakref.ref[torch.UntypedStorage]]()
-
-    def watched(x: Tensor) -> Tensor:
-        y = function(x)
-        outputs.append(weakref.ref(y.untyped_storage()))
-        return y
-
-    def results(call: Callable[[Tensor], Tensor], *, kept: bool) -> tuple[Tensor, ...]:
-        outputs.clear()
-        x = torch.randn(5, 3, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
-        y = call(x)
-        assert [output() is not None for output in outputs] == [kept]
-        gradients = torch.autograd.grad(y, (x, *linear.parameters()), torch.ones_like(y))
-        assert len(outputs) == 1 + (not kept)
-        return y, *gradients
-
-    plain = results(lambda x: linear(watched(x)), kept=True)
-    again = results(lambda x: checkpoint_without_output(watched, linear, x), kept=False)
-    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
 
 ELEMENTS = 10_007  # a prime, so no number of ranks divides it

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from data_utils.command_line import NoProgressBar, progress_bar
 from megatron.gpt2.monitor import plots, reporting
 from megatron.gpt2.monitor.incidents import FOLDER, IncidentLog, rank_file_name, read_incidents, read_records
 from megatron.gpt2.monitor.reporting import EvaluationRecord, IterationRecord
@@ -146,21 +145,6 @@ def test_a_new_run_in_an_old_folder_renames_the_old_records(tmp_path: Path) -> N
         assert [line["iteration"] for line in read(tmp_path / f"metrics.jsonl{end}")] == [number]
         assert [line["text"] for line in read(tmp_path / f"history.jsonl{end}")] == [f"WARNING: {name}"]
         assert [line["text"] for line in read(tmp_path / f"samples.jsonl{end}")] == [name]
-
-
-def test_progress_bar_only_on_a_terminal_with_tqdm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert isinstance(progress_bar(total=10), NoProgressBar)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    log = RunLog(tmp_path, train_iters=10, start_iteration=4)
-    log.count_iteration()
-    assert log.progress.n == 5
-    log.info("a line")
-    log.close()
-    assert capsys.readouterr().out == "a line\n"  # the bar itself is on standard error
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    assert isinstance(progress_bar(total=10), NoProgressBar)
 
 
 def test_loss_curve_is_a_png(tmp_path: Path) -> None:

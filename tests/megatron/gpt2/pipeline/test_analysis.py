@@ -15,7 +15,6 @@ from megatron.gpt2.pipeline.analysis import (
     draw_timetable,
     max_in_flight,
     published_length,
-    render_text,
     timetable,
     uniform_costs,
 )
@@ -160,23 +159,6 @@ def test_micro_batches_in_flight_with_chunks():
 
 
 SVG = "{http://www.w3.org/2000/svg}"
-
-
-def test_text_lines_up_in_time():
-    schedule = one_forward_one_backward(2, 3)
-    assert render_text(schedule, timetable(schedule, uniform_costs(schedule, 1, 1, 1))) == [
-        "rank 0  F0|F1|......B0===|F2|B1===|...B2===|",
-        "rank 1  ...F0|B0===|F1|B1===|F2|B2===|......",
-    ]
-    schedule = zero_bubble(2, 2)
-    assert render_text(schedule, timetable(schedule, uniform_costs(schedule, 2, 2, 1))) == [
-        "rank 0  F0===|F1===|......B0===|W0|...B1===|W1|",
-        "rank 1  ......F0===|B0===|F1===|B1===|W0|W1|...",
-    ]
-    schedule = interleaved(1, 2, 1)
-    assert render_text(schedule, timetable(schedule, uniform_costs(schedule, 2, 2, 2))) == [
-        "rank 0  F0a|F0b|B0b====|B0a====|",
-    ]
 
 
 def test_a_schedule_is_drawn(tmp_path: Path):

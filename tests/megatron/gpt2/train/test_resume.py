@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import data_utils.tokenizers
 import mpu
-from data_utils import build_tokenizer
-from data_utils.tokenizers.gpt2 import BUILTIN_FILE, builtin_tokenizer, bytes_to_unicode
 from megatron.gpt2.train.train_step import train_step
 from megatron.gpt2.train.trainer import Trainer
 from mpu import kernels
@@ -148,27 +143,3 @@ def test_a_fresh_optimizer_resumes_bit_identically(tmp_path: Path):
     assert seen + steps(resumed, 3)["loss"] == expected
     assert torch.equal(torch.cat(resumed.state.buffer.masters), torch.cat(straight.state.buffer.masters))
     finish(resumed)
-
-
-def test_a_checkpoint_of_an_older_shipped_vocabulary_keeps_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The built-in vocabulary may change. A run with the old one keeps it."""
-    write_text(tmp_path)
-    flags = f"--tokenizer-type builtin --load {tmp_path}/save"
-    old = tmp_path / "old.json"
-    old.write_text(json.dumps([*bytes_to_unicode(), "in", "th"]))
-    with monkeypatch.context() as then:
-        then.setattr(data_utils.tokenizers, "builtin_tokenizer", lambda path=None: builtin_tokenizer(path or old))
-        trainer = start(0, 1, tmp_path, "--tokenizer-type builtin")
-        before = trainer.data.tokenizer
-        steps(trainer, 1)
-        trainer.save()
-        finish(trainer)
-    trainer = start(0, 1, tmp_path, flags)
-    assert trainer.progress.iteration == 1
-    assert (trainer.data.tokenizer.fingerprint, trainer.data.tokenizer.vocab_size) == (before.fingerprint, 259)
-    assert before.fingerprint != build_tokenizer("builtin").fingerprint
-    finish(trainer)
-    shipped = resources.files("data_utils.tokenizers").joinpath(BUILTIN_FILE).read_bytes()
-    (tmp_path / "save" / "tokenizer" / BUILTIN_FILE).write_bytes(shipped)
-    with pytest.raises(ValueError, match="the tokenizer's files are not those that were saved there"):
-        start(0, 1, tmp_path, flags)
