@@ -53,6 +53,11 @@ def configure_output(*, line_buffering: bool | None = None) -> None:
             stream.reconfigure(errors="replace", line_buffering=line_buffering)
 
 
+def plural(number: int, noun: str) -> str:
+    """Return a number with its noun: 1 rank, 2,000 ranks."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def align_columns(rows: Sequence[Sequence[str]], alignments: str) -> list[str]:
     """Format `rows` as lines with aligned columns. alignments: a "<" (left) or ">" (right) for each column."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -109,8 +114,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(description=described, **{"prog": called, **options})
 
     def error(self, message: str) -> NoReturn:
-        """Raise ValueError with argparse's message, without the word "argument" at its beginning."""
-        raise ValueError(message.removeprefix("argument "))
+        """Raise ValueError with argparse's message, in words that say what to do."""
+        raise ValueError(message.removeprefix("argument ").replace("ignored explicit argument", "leave out the value"))
 
 
 def positive_int(text: str) -> int:
@@ -119,6 +124,14 @@ def positive_int(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
     return number
+
+
+def error_line(error: Exception) -> str:
+    """Return the text of `error` in one line. A name that the locale cannot encode is shown with escapes."""
+    text = str(error)
+    if isinstance(error, UnicodeEncodeError):
+        text = f"the locale's encoding, {error.encoding}, cannot write {error.object!a}: set LC_ALL=C.UTF-8"
+    return " ".join(text.split())
 
 
 def as_command(main: Callable[[], int | None]) -> Callable[[], NoReturn]:
@@ -138,7 +151,7 @@ def as_command(main: Callable[[], int | None]) -> Callable[[], NoReturn]:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes at its end
             code = 141
         except (ValueError, OSError) as error:
-            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+            print(f"error: {error_line(error)}", file=sys.stderr)
             code = 2
         sys.exit(code)
 

@@ -22,6 +22,7 @@ large `.bin`, and show where a file is damaged. The last entry is the sha256 of 
 """
 
 import contextlib
+import glob
 import os
 import struct
 from array import array
@@ -227,7 +228,9 @@ class IndexedDataset(TokenFile):
 
         for suffix in (".idx", ".bin"):
             if not Path(f"{prefix}{suffix}").is_file():
-                raise FileNotFoundError(f"no such file: {prefix}{suffix}")
+                longer = sorted(Path(prefix).parent.glob(f"{glob.escape(Path(prefix).name)}_*{suffix}"))
+                hint = f": did you mean {longer[0].with_suffix('')}?" if longer else ""
+                raise FileNotFoundError(f"no such file: {prefix}{suffix}{hint}")
         name, bin_size = f"{prefix}.idx", os.path.getsize(f"{prefix}.bin")
         size = os.path.getsize(name)
         with open(name, "rb") as file:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data_utils.command_line import plural
 from data_utils.corpora import BUILTIN, MAX_BAD_FRACTION, Log, expand_paths
 from data_utils.files import fingerprint_of
 from data_utils.gpt2_dataset import (
@@ -214,7 +215,7 @@ def build_splits(
         counts = block_counts(weights or list(map(len, components)), names, flag)
         for (part, start, stop), component, count in zip(parts, components, counts, strict=True):
             mixed = f"{100 * count / BLOCK:.2f} % of the samples out of " if len(parts) > 1 else ""
-            starts, line = part.data.document_starts, f"{stop - start:,} tokens, {len(component):,} samples, "
+            starts, line = part.data.document_starts, f"{stop - start:,} tokens, {plural(len(component), 'sample')}, "
             line += f"{100 * (stop - start) / len(part.data.tokens):.2f} % of {part.name}"
             if share:
                 between = (starts[np.searchsorted(starts, (start, stop))] == (start, stop)).all()

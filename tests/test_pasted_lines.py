@@ -257,7 +257,7 @@ def test_2019_model_parallel_with_deepspeed(python: WarmPython, work: Path):
     done = launched(python, work, "pretrain_gpt2_model_parallel.sh", SMALL + GLOO + "--deepspeed_config ds_config.json")
     assert done.returncode == 0, done.stdout
     assert re.search(r"2 ranks: model-parallel 2 × data-parallel 1", done.stdout)
-    assert "8 samples × 1 data-parallel ranks × 2 accumulated = 16 a step" in done.stdout
+    assert "8 samples × 1 data-parallel rank × 2 accumulated = 16 a step" in done.stdout
     assert (
         "ignored: the keys of --deepspeed-config are translated instead" in done.stdout
         and "steps_per_print 5" in done.stdout

@@ -28,7 +28,7 @@ import safetensors
 import torch
 import torch.distributed as dist
 
-from data_utils.command_line import ROOT
+from data_utils.command_line import ROOT, plural
 from megatron.gpt2.config import require
 from megatron.gpt2.dist.launch import in_slurm_step
 from megatron.gpt2.dist.ranks import RankInfo, format_ranks
@@ -92,19 +92,19 @@ def refuse_shared_gpus(gpus: Sequence[str], hosts: Mapping[int, str]) -> None:
 def _choose_own_device(requested: str, rank_info: RankInfo, environ: Mapping[str, str]) -> tuple[torch.device, str]:
     cpu = torch.device("cpu")
     if requested == "cpu":
-        return cpu, "cpu: --device cpu"
+        return cpu, "device: cpu (--device cpu)"
     with warnings.catch_warnings(record=True) as caught:  # torch's warning contains the reason if CUDA fails
         warnings.simplefilter("always")
         visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if visible == 1 and rank_info.local_world_size > 1:  # a separate GPU per rank, or one for all: compare UUIDs later
-        return torch.device("cuda", 0), f"cuda: {torch.cuda.get_device_name(0)}, the only GPU that this rank sees"
+        return torch.device("cuda", 0), f"device: {torch.cuda.get_device_name(0)}, the only GPU that this rank sees"
     if visible:
         require(
             rank_info.local_world_size <= visible,
-            f"{rank_info.local_world_size} ranks on this machine but {visible} visible GPUs: start "
+            f"{plural(rank_info.local_world_size, 'rank')} on this machine but {plural(visible, 'visible GPU')}: start "
             f"at most {visible}, or train on the CPU with --device cpu --distributed-backend gloo",
         )
-        return torch.device("cuda", rank_info.local_rank), f"cuda: {torch.cuda.get_device_name(rank_info.local_rank)}"
+        return torch.device("cuda", rank_info.local_rank), f"device: {torch.cuda.get_device_name(rank_info.local_rank)}"
     problem = ""  # also "" if the GPU is hidden on purpose
     if gpu_present() and environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
         detail = f" ({' '.join(str(caught[0].message).split())})" if caught else ""
@@ -121,8 +121,8 @@ def _choose_own_device(requested: str, rank_info: RankInfo, environ: Mapping[str
             "purpose"
         )
     if torch.backends.mps.is_available():
-        return cpu, "cpu: Apple's GPU (MPS) is not supported"
-    return cpu, "cpu: this machine has no GPU"
+        return cpu, "device: cpu (Apple's GPU, MPS, is not supported)"
+    return cpu, "device: cpu (this machine has no GPU)"
 
 
 def gpu_present(root: str = "/") -> bool:
@@ -137,7 +137,7 @@ def choose_precision(requested: str, device: torch.device) -> tuple[torch.dtype,
     if a different precision would be better, and with "notice" if the dtype is not that of the flag."""
     if requested == "fp16-on-gpu" and device.type == "cpu":
         dtype, why = choose_precision("auto", device)
-        return dtype, f"notice: --fp16 on a CPU means --precision auto: {why}"
+        return dtype, f"notice: --fp16 on a CPU means --precision auto; {why}"
     if requested == "fp16" and device.type == "cpu":
         return torch.float16, (
             "WARNING: --precision fp16 on a CPU: most CPUs have no fp16 arithmetic, and a step can "
@@ -145,15 +145,15 @@ def choose_precision(requested: str, device: torch.device) -> tuple[torch.dtype,
         )
     if requested != "auto":
         name = requested.removesuffix("-on-gpu")
-        return DTYPES[name], f"{name}: --precision {requested}"
+        return DTYPES[name], f"precision: {name} (--precision {requested})"
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         if major >= 8:
-            return torch.bfloat16, f"bf16: native on sm{major}{minor}"
-        return torch.float16, f"fp16: sm{major}{minor} has no bf16, which starts with sm80"
+            return torch.bfloat16, f"precision: bf16 (native on sm{major}{minor})"
+        return torch.float16, f"precision: fp16 (sm{major}{minor} has no bf16, which starts with sm80)"
     if native := cpu_bf16_feature():
-        return torch.bfloat16, f"bf16: this CPU has {native}"
-    return torch.float32, "fp32: this CPU has no bf16 arithmetic (AMX, avx512_bf16)"
+        return torch.bfloat16, f"precision: bf16 (this CPU has {native})"
+    return torch.float32, "precision: fp32 (this CPU has no bf16 arithmetic: AMX, avx512_bf16)"
 
 
 def cpu_bf16_feature(cpuinfo: str = "/proc/cpuinfo") -> str:
@@ -172,7 +172,7 @@ def choose_backend(requested: str | None, device: torch.device) -> tuple[str, st
     on_gpu = device.type == "cuda"
     if requested is None:
         backend = "nccl" if on_gpu and dist.is_nccl_available() else "gloo"
-        return backend, f"{backend}: the ranks are on {'GPUs' if on_gpu else 'CPUs'}"
+        return backend, f"backend: {backend} (the ranks are on {'GPUs' if on_gpu else 'CPUs'})"
     require(
         requested != "nccl" or on_gpu,
         "--distributed-backend nccl needs a GPU for each rank and this run is on the "
@@ -182,7 +182,7 @@ def choose_backend(requested: str | None, device: torch.device) -> tuple[str, st
         dist.is_backend_available(requested),
         f"--distributed-backend {requested}: this torch is built without it; use gloo, or nccl on GPUs",
     )
-    return requested, f"{requested}: --distributed-backend {requested}"
+    return requested, f"backend: {requested} (--distributed-backend {requested})"
 
 
 def set_threads(rank_info: RankInfo, environ: Mapping[str, str] = os.environ) -> None:
@@ -331,7 +331,7 @@ def set_allocator(device: torch.device, environ: Mapping[str, str] = os.environ)
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     """Return the peak FLOP/s for the MFU, and a text that describes the figure. It is the datasheet's value for a known
     GPU, and otherwise the fastest of some large matrix products, measured for about 0.3 s."""
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else plural(torch.get_num_threads(), "thread")
     if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
         teraflops = datasheet_tflops(where)
         if teraflops and (dtype == torch.float16 or torch.cuda.get_device_capability(device) >= (8, 0)):
@@ -384,7 +384,7 @@ def library_versions(device: torch.device) -> dict[str, str]:
 def describe_environment(device: torch.device, *, world_size: int, local_world_size: int) -> dict[str, str]:
     """Return a description of hardware and software, name to text, for config.json and report.html. local_world_size:
     the number of ranks on this machine."""
-    devices = f"{os.cpu_count()} CPU cores per host, {torch.get_num_threads()} threads per rank"
+    devices = f"{os.cpu_count()} CPU cores per host, {plural(torch.get_num_threads(), 'thread')} per rank"
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
         devices = f"{torch.cuda.get_device_name(device)}, {memory / 2**30:.0f} GiB"

@@ -61,6 +61,8 @@ def test_a_broken_pipe_is_not_an_error(main: str) -> None:
 def test_exit_codes_and_errors() -> None:
     assert end("print('done'); return 1") == (1, "done\n", "")
     assert end("raise ValueError('--a:\\n  no')") == (2, "", "error: --a: no\n")
+    unwritable = "error: the locale's encoding, utf-8, cannot write '\\ud800': set LC_ALL=C.UTF-8\n"
+    assert end("open('\\ud800')") == (2, "", unwritable)
     code, _, err = end("raise ZeroDivisionError")  # a bug has a traceback
     assert code == 1 and "Traceback" in err
 

@@ -30,6 +30,10 @@ def bytes_of(prefix: Path) -> list[bytes]:
 
 
 def test_bytes_of_the_format(tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "a_text_document", token_dtype(50_257)):
+        pass
+    with pytest.raises(FileNotFoundError, match=r"no such file: .*a\.idx: did you mean .*/a_text_document\?$"):
+        IndexedDataset(tmp_path / "a")
     with IndexedDatasetBuilder(tmp_path / "a", token_dtype(50_257)) as builder:
         for document in DOCUMENTS:
             builder.add(document[:2])

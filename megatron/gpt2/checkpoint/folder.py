@@ -237,12 +237,18 @@ def _candidates(path: Path, iteration: int | None) -> Iterator[Path]:
 def require_native_format(
     load: str | Path, *, num_attention_heads: int | None = None, with_tokenizer: bool = False
 ) -> None:
-    """Raise ValueError, with the command that converts it, if `load` is a checkpoint of another program.
+    """Raise ValueError, with the command that converts it, if `load` is a checkpoint of another program, or if it is an
+    iteration's folder.
 
     with_tokenizer: the command asks for the tokenizer's files, because the caller has no flag for them.
     """
-    format, _ = detect_format(load) or ("native", None)
+    format, found = detect_format(load) or ("native", None)
     if format == "native":
+        if found == Path(load):
+            raise ValueError(
+                f"--load {load} is the folder of an iteration: give --load {found.parent}, whose {TRACKER} names the "
+                "iteration"
+            )
         return
     flags = ""
     if format in ("megatron", "deepspeed", "dcp"):  # these may lack the number of heads
@@ -251,6 +257,6 @@ def require_native_format(
         flags += " --vocab-file FILE --merge-file FILE"
     folder = shlex.quote(str(load).rstrip("/"))
     raise ValueError(
-        f"--load {load} is a checkpoint in the format {format}: {how_to_call('checkpoint')} convert "
-        f"{folder} {folder}_native --to native{flags} converts it; then --load {folder}_native"
+        f"--load {load}: convert it first: {how_to_call('checkpoint')} convert {folder} {folder}_native --to native"
+        f"{flags}; then --load {folder}_native (it is in the format {format})"
     )

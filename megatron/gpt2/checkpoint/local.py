@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from data_utils.command_line import plural
 from data_utils.files import fsync_path
 from megatron.gpt2.checkpoint.folder import TRACKER, Log, list_iterations
 from megatron.gpt2.checkpoint.reader import MANIFEST, Checkpoint, table_path
@@ -219,7 +220,7 @@ def _fetch(path: Path, by_rank: Sequence[LocalInventory | None], rank_info: Rank
         with temporary_group(rank_info) as group:
             transfer_files(path, transfers, files, rank_info.rank, group)
         log(
-            f"copied {len(transfers)} missing files of a local checkpoint from other machines in "
+            f"copied {plural(len(transfers), 'missing file')} of a local checkpoint from other machines in "
             f"{time.monotonic() - began:.1f} s"
         )
 

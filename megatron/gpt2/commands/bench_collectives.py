@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import mpu
-from data_utils.command_line import Parser, how_to_call, positive_int
+from data_utils.command_line import Parser, how_to_call, plural, positive_int
 from megatron.gpt2.config import require
 from megatron.gpt2.device import DTYPES, choose_backend, choose_device, set_threads
 from megatron.gpt2.dist.ranks import RankInfo
@@ -402,7 +402,7 @@ def measure_all(args: argparse.Namespace, device: torch.device, where: str) -> i
     rank, hosts, groups = dist.get_rank(), gather_objects(os.uname().nodename), make_groups()
     log = functools.partial(print, flush=True) if rank == 0 else lambda line: None
     count = len(set(hosts))
-    what = f"{len(hosts)} ranks on {count} host{'s' * (count > 1)}; {where}; {args.dtype}"
+    what = f"{plural(len(hosts), 'rank')} on {plural(count, 'host')}; {where}; {args.dtype}"
     log(f"{what}; torch {torch.__version__}\n\n{HEADER}")
     rows, missing, lines, pairs = list[BandwidthRow](), dict[str, str](), list[str](), None
     names = [name for name in [*OPERATIONS, "pairs"] if name in args.operations]

@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 
 from data_utils import Tokenizer, build_tokenizer, kind_of_vocabulary, load_tokenizer
-from data_utils.command_line import Parser
+from data_utils.command_line import Parser, plural
 from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.config import require
 from megatron.gpt2.formats import BaseCheckpoint, Hints, open_checkpoint
@@ -37,7 +37,7 @@ from megatron.gpt2.formats.gguf import write_gguf
 from megatron.gpt2.formats.huggingface import EXPORT_DTYPES, write_huggingface
 from megatron.gpt2.formats.megatron import write_megatron
 from megatron.gpt2.formats.megatron_model import PIPELINE_FLAG, VIRTUAL_FLAG, MegatronLayout
-from megatron.gpt2.formats.native import write_native
+from megatron.gpt2.formats.native import require_new_folder, write_native
 from megatron.gpt2.formats.openai import export_kind, write_dcp, write_nanogpt
 from megatron.gpt2.formats.openai_tokenizer import open_tokenizer
 from megatron.gpt2.formats.torch_dist import write_torch_dist
@@ -46,6 +46,7 @@ from megatron.gpt2.pipeline.schedule import FIRST_LAYERS_FLAG, LAST_LAYERS_FLAG
 MEGATRON = ("megatron-2019", "megatron-v2", "megatron-v3", "megatron-core", "torch_dist")
 OTHERS = ("huggingface", "gguf", "nanogpt", "dcp")
 TARGETS = ("native", *OTHERS, *MEGATRON)
+TENSOR_FLAGS = ("--model-parallel-size", "--tensor-model-parallel-size", "--target-tensor-model-parallel-size")
 CHECK_LIMIT = 1e-4  # difference of a logit; a correct conversion gives 0, other kernels give 1e-6
 
 
@@ -89,6 +90,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         )
         made.add_argument("--merge-file", metavar="FILE")
         made.add_argument("--tokenizer-model", metavar="FILE", help="likewise, a SentencePiece model")
+        made.add_argument("--tokenizer-type", choices=("bytes", "builtin"), help="likewise, a tokenizer without files")
 
     def pipelined(made: argparse.ArgumentParser) -> None:
         made.add_argument(
@@ -110,14 +112,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     command("verify", "read and check every byte", "DIR")
     writes(command("merge", "write the files of one model-parallel rank", "DIR", "OUT"))
     split = command("split", "write the files of N model-parallel ranks", "DIR", "OUT")
-    split.add_argument("--model-parallel-size", type=int, required=True, metavar="N")
+    split.add_argument(*TENSOR_FLAGS, type=int, required=True, metavar="N")
     pipelined(split)
     writes(split)
     convert = command("convert", "to another format", "IN", "OUT")
     convert.add_argument("--to", choices=TARGETS, required=True)
-    convert.add_argument(
-        "--model-parallel-size", type=int, default=1, metavar="N", help="ranks to write for (default: 1)"
-    )
+    convert.add_argument(*TENSOR_FLAGS, type=int, default=1, metavar="N", help="ranks to write for (default: 1)")
     pipelined(convert)
     convert.add_argument(
         "--dtype",
@@ -159,6 +159,8 @@ def open_pair(args: argparse.Namespace) -> list[BaseCheckpoint]:
 
 def find_tokenizer(args: argparse.Namespace, source: BaseCheckpoint) -> Tokenizer | None:
     """Return the tokenizer that the flags name, or that of the source, or None."""
+    if args.tokenizer_type:
+        return build_tokenizer(args.tokenizer_type)
     if args.tokenizer_model:
         return build_tokenizer("SentencePieceTokenizer", model_file=args.tokenizer_model)
     if args.vocab_file or args.merge_file:
@@ -169,7 +171,8 @@ def find_tokenizer(args: argparse.Namespace, source: BaseCheckpoint) -> Tokenize
         return open_tokenizer(files)
     if source.metadata.get("tokenizer") is None:
         print_stderr(
-            "the source has no tokenizer: give --vocab-file and --merge-file, or --tokenizer-model, to add one"
+            "the source has no tokenizer: give --vocab-file and --merge-file, --tokenizer-model, or --tokenizer-type, "
+            "to add one"
         )
         return None
     return load_tokenizer(source.path.parent / "tokenizer")
@@ -230,6 +233,8 @@ def write_format(args: argparse.Namespace, source: BaseCheckpoint, to: str, layo
 def main(argv: list[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's); returns the exit code."""
     args = parse_args(argv)
+    if hasattr(args, "out"):
+        require_new_folder(args.out)
     if args.command == "inspect":
         found = describe(open_from_args(args, args.dir))
         print(json.dumps(found, indent=1) if args.json else "\n".join(format_description(found)))
@@ -247,7 +252,7 @@ def main(argv: list[str] | None = None) -> int:
     path = write_format(args, source, to, layout)
     what = to
     if to not in OTHERS:
-        what += f", {layout.tensor} model-parallel rank{'s' * (layout.tensor > 1)}"
+        what += f", {plural(layout.tensor, 'model-parallel rank')}"
     what += f" of {layout.pipeline} pipeline stages" * (layout.pipeline > 1)
     print(f"{source.path} ({source.format}) is now {path} ({what})")
     if args.command == "convert" and args.check:
@@ -276,13 +281,16 @@ def verify(args: argparse.Namespace) -> int:
             return 1
         whole = "" if known is None else ", the tokenizer is that of the run"
         print(
-            f"{source.path}: {len(source.files)} files, all hashes match; the shards of "
-            f"{len(source.tensors)} tensors are complete{whole}"
+            f"{source.path}: {plural(len(source.files), 'file')}, all hashes match; the shards of "
+            f"{plural(len(source.tensors), 'tensor')} are complete{whole}"
         )
         return 0
     for name in source.tensors:
         source.read(name)
-    print(f"{source.path}: {len(source.tensors)} tensors can be read; {source.format} files have no hashes to check")
+    print(
+        f"{source.path}: {plural(len(source.tensors), 'tensor')} can be read; {source.format} files have no "
+        "hashes to check"
+    )
     return 0
 
 

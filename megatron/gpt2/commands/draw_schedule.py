@@ -14,7 +14,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from data_utils.command_line import Parser
+from data_utils.command_line import Parser, plural
 from megatron.gpt2.config import require
 from megatron.gpt2.pipeline.analysis import (
     draw_timetable,
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     table = timetable(schedule, costs)
     m, has_chunks = schedule.num_microbatches, schedule.num_chunks > 1
     what = (
-        f"{schedule.name}: {p} rank{'s' * (p > 1)}{f' of {schedule.num_chunks} chunks' * has_chunks}, "
+        f"{schedule.name}: {plural(p, 'rank')}{f' of {schedule.num_chunks} chunks' * has_chunks}, "
         f"{m} micro-batch{'es' * (m > 1)}; F, B, W take {_listed(args.times)}"
     )
     work, bubble = m * sum(args.times), f"a bubble of {table.bubble:.1%}"

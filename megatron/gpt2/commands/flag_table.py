@@ -58,7 +58,7 @@ def flags_page() -> str:
             "# Every flag",
             "",
             "`tools/flag_table.py` generates this page. In a flag, `_` may replace `-`. Defaults are in brackets; a",
-            "preset (`--model`) and the quickstart, which runs without a shape, change some. `--moe-*` stands for all",
+            "preset (`--model`) and the quickstart, which runs without a shape, change some. `--bert-*` stands for all",
             "flags with this beginning. Flags of Megatron-LM, Megatron-DeepSpeed and BigScience that are not here have",
             "no effect on GPT-2.",
             "Each run prints its translated and ignored flags, with the reason; `--help` lists all.",

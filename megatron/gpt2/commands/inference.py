@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import mpu
-from data_utils.command_line import Parser, positive_int
+from data_utils.command_line import Parser, plural, positive_int
 from data_utils.files import atomic_write_text
 from megatron.gpt2.config import PRECISION_CHOICES, LaunchConfig, ParallelConfig, flag
 from megatron.gpt2.config.arguments import Arguments, parse
@@ -88,7 +88,7 @@ def check_world_size(args: argparse.Namespace, rank_info: RankInfo) -> None:
         args.model_parallel_size = rank_info.world_size // stages or 1
     if args.model_parallel_size * stages != rank_info.world_size:
         raise ValueError(
-            f"{_layout(args)}, but {rank_info.world_size} ranks were started, and all of them must hold the model: "
+            f"{_layout(args)}, but {plural(rank_info.world_size, 'rank')} started, and all ranks must hold the model: "
             "omit --model-parallel-size; --nproc-per-node starts ranks"
         )
 
@@ -119,7 +119,7 @@ def open_model_from_flags(args: argparse.Namespace, rank_info: RankInfo, log: Lo
     )
     size, stages = args.model_parallel_size, args.pipeline_model_parallel_size
     if rank_info.world_size % (size * stages):
-        raise ValueError(f"the world of {rank_info.world_size} ranks is not divisible by {_layout(args)}")
+        raise ValueError(f"the world size {rank_info.world_size} is not divisible by {_layout(args)}")
     mpu.initialize_model_parallel(size, stages)
     return load_for_inference(args.load, device, dtype, log=log)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from data_utils.command_line import Parser, missing_package
+from data_utils.command_line import Parser, missing_package, plural
 from data_utils.files import find_damaged_chunks
 from data_utils.indexed_dataset import TokenFile, open_token_file
 from data_utils.tokenizers import build_tokenizer
@@ -99,9 +99,9 @@ def main(argv: list[str] | None = None) -> int:
         if not 0 <= number < len(data):
             raise ValueError(f"--documents {number}: there are documents 0 to {len(data) - 1:,}")
         assert tokenizer is not None
-        print(f"--- document {number:,}: {len(data[number]):,} tokens\n{tokenizer.decode(data[number])}")
+        print(f"--- document {number:,}: {plural(len(data[number]), 'token')}\n{tokenizer.decode(data[number])}")
     if args.plot:
-        title = f"{Path(data.prefix).name}: {len(data):,} documents, {len(data.tokens):,} tokens"
+        title = f"{Path(data.prefix).name}: {plural(len(data), 'document')}, {plural(len(data.tokens), 'token')}"
         plot_lengths(np.diff(data.document_starts), args.plot, title)
         print(f"wrote {args.plot}")
     return 0

@@ -7,7 +7,7 @@ A folder means all pairs in it, sorted by name, as in Megatron. Files of nanoGPT
 
 from pathlib import Path
 
-from data_utils.command_line import Parser
+from data_utils.command_line import Parser, plural
 from data_utils.preprocessing import merge_datasets
 
 GPT2_EOD = 50256
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     names = expand_folders(args.input)
     manifest = merge_datasets(names, args.output_prefix, args.eod)
     print(
-        f"{args.output_prefix}.bin, .idx, .json: {manifest['documents']:,} documents and {manifest['tokens']:,} "
-        f"tokens ({manifest['dtype']}) of {len(names)} files"
+        f"{args.output_prefix}.bin, .idx, .json: {plural(manifest['documents'], 'document')} and "
+        f"{manifest['tokens']:,} tokens ({manifest['dtype']}) of {plural(len(names), 'file')}"
     )
     return 0

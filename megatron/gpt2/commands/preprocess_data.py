@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from data_utils import IndexedDataset
-from data_utils.command_line import Parser
+from data_utils.command_line import Parser, plural
 from data_utils.corpora import MAX_BAD_FRACTION
 from data_utils.indexed_dataset import TokenFile
 from data_utils.preprocessing import PreprocessingJob, preprocess
@@ -63,14 +63,14 @@ def length_histogram(lengths: np.ndarray) -> list[str]:
 def describe_tokens(data: TokenFile, manifest: dict[str, Any] | None) -> list[str]:
     """Describe the content of the files, in lines."""
     lines = [
-        f"{data.prefix}: {data.kind}, {len(data):,} documents, {len(data.tokens):,} tokens ({data.dtype.name}), "
-        f"{data.tokens.nbytes:,} bytes"
+        f"{data.prefix}: {data.kind}, {plural(len(data), 'document')}, {len(data.tokens):,} tokens "
+        f"({data.dtype.name}), {data.tokens.nbytes:,} bytes"
     ]
     if manifest:
         made_by, names = manifest["tokenizer"], [entry["file"] for entry in manifest["inputs"]]
         known = f"{made_by['kind']} of {made_by['vocab_size']:,} ids, {made_by['fingerprint'][:16]}" if made_by else ""
         lines.append(f"tokenizer: {known or 'unknown'}")
-        lines.append(f"made of {len(names)} files: {', '.join(names[:3])}" + ", ..." * (len(names) > 3))
+        lines.append(f"made of {plural(len(names), 'file')}: {', '.join(names[:3])}" + ", ..." * (len(names) > 3))
         if manifest.get("text_bytes"):
             plain = manifest["tokens"] - manifest["documents"] * manifest["append_eod"]
             lines.append(

@@ -24,6 +24,7 @@ from typing import Any
 from data_utils import BatchSchedule, kind_of_vocabulary
 from megatron.gpt2.config.compat import (
     MEGATRON_RULES,
+    OTHER_VALUES,
     apply_rules,
     find_rule,
     iterations_to_profile,
@@ -156,7 +157,11 @@ def parse(argv: Sequence[str] | None = None) -> Arguments:
     other, problems = _other_flags(rest)
     for key, value in command_line.items():
         if (choices := config_fields()[key].metadata["choices"]) and value not in choices:
-            problems.append(f"{flag(key)}: invalid choice: {value!r} (choose from {', '.join(choices)})")
+            problems.append(
+                f"{flag(key)} {value} is not supported: {OTHER_VALUES[value]}"
+                if value in OTHER_VALUES
+                else f"{flag(key)}: invalid choice: {value!r} (choose from {', '.join(choices)})"
+            )
     values, _, notes, refused = apply_rules(MEGATRON_RULES, other, command_line)
     problems += refused
     command_line |= values

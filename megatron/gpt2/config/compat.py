@@ -29,7 +29,8 @@ Fields = dict[str, Any]  # "section.field" -> value
 class CompatRule:
     """One rule for one or more flags or keys.
 
-    names: each name, and if it takes values. A name that ends in `*` stands for all names with this beginning.
+    names: each name, and if it takes values. A name that ends in `*` stands for the names in `known` with this
+    beginning, or for all if `known` is empty.
     accepts: the allowed values; empty: all.
     sets: (value, the fields that the command line gives) -> fields, or ValueError for a bad value.
     unless: the rule does not apply if this flag is given.
@@ -43,6 +44,7 @@ class CompatRule:
     sets: Callable[[Any, Mapping[str, Any]], Fields] = lambda value, given: {}
     unless: str = ""
     explicit_values: tuple[Any, ...] = ()
+    known: frozenset[str] = frozenset()
 
     @property
     def help_text(self) -> str:
@@ -56,9 +58,14 @@ class CompatRule:
 
 
 def _rule(status: str, names: str, text: str, *accepts: Any, **others: Any) -> CompatRule:
-    """Return a rule. names: separated by spaces; `--a=` and `--a-*` take values, `--a` takes none."""
-    takes_values = {name.removesuffix("="): name.endswith(("=", "*")) for name in names.split()}
-    return CompatRule(takes_values, status, text, accepts, **others)
+    """Return a rule. names: separated by spaces; `--a=` and `--a-*` take values, `--a` takes none. `--a-{b,c}` is
+    `--a-*` for the names --a-b and --a-c only."""
+    takes_values, known = {}, set[str]()
+    for name in names.split():
+        beginning, brace, endings = name.removesuffix("}").partition("{")
+        takes_values[f"{beginning}*" if brace else name.removesuffix("=")] = bool(brace) or name.endswith(("=", "*"))
+        known |= {beginning + ending for ending in endings.split(",") if brace}
+    return CompatRule(takes_values, status, text, accepts, known=frozenset(known), **others)
 
 
 def ignored(names: str, text: str, *accepts: Any) -> CompatRule:
@@ -151,9 +158,11 @@ def by_name(*rules: CompatRule) -> dict[str, CompatRule]:
 def find_rule(rules: Mapping[str, CompatRule], name: str) -> CompatRule | None:
     """Return the rule that has `name`, else that with its longest beginning. `--no-x` and `--disable-x` have no effect
     if `--x` has none."""
-    for known in (name, *(f"{name[:end]}*" for end in range(len(name), 0, -1))):
-        if known in rules:
-            return rules[known]
+    if name in rules:
+        return rules[name]
+    for end in range(len(name), 0, -1):
+        if (rule := rules.get(f"{name[:end]}*")) and (not rule.known or name in rule.known):
+            return rule
     for opposite in ("--no-", "--disable-"):
         if name.startswith(opposite):
             rule = find_rule(rules, "--" + name.removeprefix(opposite))
@@ -185,6 +194,14 @@ RECOMPUTES = "there is one implementation of activation checkpointing"
 PINNED = "host memory for copies to and from a GPU is always pinned"
 NOT_GPT2 = "not part of GPT-2; leave it out"
 ADAMW = "the optimizer is AdamW"
+# Values that a flag has in Megatron only, and what to give instead.
+GPT2_FILES = "give --vocab-file vocab.json and --merge-file merges.txt"
+OTHER_VALUES = {
+    "HuggingFaceTokenizer": f"{GPT2_FILES} of the tokenizer's folder",
+    "TikTokenizer": f"{GPT2_FILES} of GPT-2, which tiktoken reads here",
+    "NullTokenizer": f"{GPT2_FILES}, or --tokenizer-model, of the tokenizer that made the .bin files",
+    "inverse-square-root": "give --lr-decay-style cosine, linear or WSD",
+}
 
 MEGATRON_RULES = by_name(
     # Precision
@@ -196,7 +213,9 @@ MEGATRON_RULES = by_name(
         "fp8 and fp4 are not implemented; give --precision bf16",
     ),
     ignored(
-        "--fp8-* --fp4-* --kitchen-* --keep-fp8-* --first-last-layers-bf16 --num-layers-at-* "
+        "--fp8-{amax-compute-algo,amax-history-len,interval,margin,output-proj,param-gather,quantizer-factory,recipe,"
+        "wgrad} --fp4-{param-gather,quantizer-factory,recipe} --kitchen-{attention-backend} "
+        "--keep-fp8-{transpose-cache} --first-last-layers-bf16 --num-layers-at-{end-in-bf16,start-in-bf16} "
         "--reuse-grad-buf-for-mxfp8-param-ag",
         "a setting of fp8",
     ),
@@ -249,8 +268,9 @@ MEGATRON_RULES = by_name(
         "give --cpu-offloading-num-layers, or --recompute-granularity full --checkpoint-in-cpu",
     ),
     ignored(
-        "--offload-modules= --min-offloaded-tensor-size= --fine-grained-offloading-* --delay-offload-* "
-        "--delta-offload-* --activation-offload-* --cpu-offloading-retain-pinned-cpu-buffers",
+        "--offload-modules= --min-offloaded-tensor-size= --fine-grained-offloading-{max-inflight-offloads} "
+        "--delay-offload-{until-cuda-graph} --delta-offload-{bytes-across-pp-ranks} --activation-offload-{fraction} "
+        "--cpu-offloading-retain-pinned-cpu-buffers",
         "a setting of --fine-grained-activation-offloading",
     ),
     ignored(
@@ -269,12 +289,13 @@ MEGATRON_RULES = by_name(
         unless="--openai-gelu",
     ),
     ignored(
-        "--use-mcore-models --use-legacy-models --use-flash-attn* --flash-attention-version= --masked-softmax-fusion "
-        "--bias-dropout-fusion --scaled-masked-softmax-fusion --bias-swiglu-fusion --rope-fusion --persist-layer-norm "
-        "--gradient-accumulation-fusion --scaled-upper-triang-masked-softmax-fusion --transformer-impl= "
-        "--onnx-safe= --cross-entropy-loss-fusion --cross-entropy-fusion-impl= --use-te-activation-func "
-        "--use-transformer-engine-op-fuser --use-grouped-gemm-for-dense-mlp --mem-efficient-ln --jit-fuser "
-        "--cuda-graph-* --enable-cuda-graph --external-cuda-graph --optimizer-cuda-graph --te-rng-tracker "
+        "--use-mcore-models --use-legacy-models --use-flash-attn{,-builder,-triton,-v1,-v2} "
+        "--flash-attention-version= --masked-softmax-fusion --bias-dropout-fusion --scaled-masked-softmax-fusion "
+        "--bias-swiglu-fusion --rope-fusion --persist-layer-norm --gradient-accumulation-fusion "
+        "--scaled-upper-triang-masked-softmax-fusion --transformer-impl= --onnx-safe= --cross-entropy-loss-fusion "
+        "--cross-entropy-fusion-impl= --use-te-activation-func --use-transformer-engine-op-fuser "
+        "--use-grouped-gemm-for-dense-mlp --mem-efficient-ln --jit-fuser --cuda-graph-{impl,modules,scope,"
+        "warmup-steps} --enable-cuda-graph --external-cuda-graph --optimizer-cuda-graph --te-rng-tracker "
         "--mlp-chunks-for-training= --ds-fused-adam --gradient-reduce-div-fusion --enable-experimental "
         "--use-precision-aware-optimizer --abort-on-unmet-fused-kernel-constraints",
         "there is one implementation",
@@ -284,7 +305,7 @@ MEGATRON_RULES = by_name(
     ignored("--position-embedding-type=", "positions are learned embeddings", "learned_absolute"),
     ignored("--normalization=", "GPT-2 has layer norms", "LayerNorm"),
     ignored("--softmax-type=", "attention has the usual softmax", "vanilla"),
-    translated("--kv-channels=", "only --hidden-size / --num-attention-heads", _size_of_a_head),
+    translated("--kv-channels=", "it is --hidden-size / --num-attention-heads, the only size", _size_of_a_head),
     ignored("--num-experts=", "GPT-2 has no experts", "1"),
     ignored("--mlp-type=", "GPT-2 has no experts", "standard"),
     ignored(
@@ -304,24 +325,55 @@ MEGATRON_RULES = by_name(
         NOT_GPT2,
     ),
     ignored(
-        "--moe-* --overlap-moe-* --topk= --expert-interval= --create-moe-param-group --use-tutel "
-        "--enable-expert-* --overlap-dispatch-* --delay-wgrad-compute --ep-overlap-* "
-        "--num-experts-switch= --use-grouped-gemm-for-shared-expert --high-priority-a2a-comm-stream",
+        "--moe-{apply-probs-on-input,aux-loss-coeff,combine-bwd-dtype,deepep-num-sms,dispatch-fwd-dtype,"
+        "enable-deepep,enable-routing-replay,eval-capacity-factor,expert-capacity-factor,expert-parallel-size,"
+        "expert-rank-capacity-factor,extended-tp,ffn-hidden-size,flex-dispatcher-backend,flex-dispatcher-num-sms,"
+        "grouped-gemm,hybridep-num-blocks-permute,hybridep-num-blocks-unpermute,hybridep-num-sms,"
+        "hybridep-num-sms-preprocessing,hybridep-pad-uneven-dispatch-inputs,input-jitter-eps,latent-size,layer-freq,"
+        "layer-recompute,loss-coeff,min-capacity,mlp-glu-interleave-size,ncclep-static-shape,ncclep-zero-copy,"
+        "pad-expert-input-to-capacity,pad-experts-for-cuda-graph-inference,paged-stash,"
+        "paged-stash-buffer-size-factor-cpu,paged-stash-buffer-size-factor-cuda,paged-stash-page-size,"
+        "per-layer-logging,permute-fusion,permute-fusion-into-hybridep,router-bias-update-rate,router-dtype,"
+        "router-enable-expert-bias,router-force-biased,router-force-load-balancing,router-fusion,router-group-topk,"
+        "router-load-balancing-type,router-num-groups,router-padding-for-fp8,router-padding-for-quantization,"
+        "router-pre-softmax,router-quantile-balancing-ema,router-score-function,router-topk,"
+        "router-topk-scaling-factor,routing-trace-capture-hidden-states,routing-trace-capture-logits,"
+        "routing-trace-dump-weights,routing-trace-max-training-iters,routing-trace-path,shared-expert-gate,"
+        "shared-expert-glu-interleave-size,shared-expert-intermediate-size,shared-expert-overlap,single-grouped-bias,"
+        "single-grouped-weight,token-dispatcher-type,token-drop-policy,token-dropping,top2-2nd-expert-sampling,"
+        "train-capacity-factor,upcycling-granularity,use-grouped-tensor,use-legacy-grouped-gemm,z-loss-coeff} "
+        "--overlap-moe-{expert-parallel-comm} --topk= --expert-interval= --create-moe-param-group --use-tutel "
+        "--enable-expert-{tensor-parallelism} --overlap-dispatch-{backward-with-experts-wgrad} --delay-wgrad-compute "
+        "--ep-overlap-{early-attn-memory-release} --num-experts-switch= --use-grouped-gemm-for-shared-expert "
+        "--high-priority-a2a-comm-stream",
         "a setting of --num-experts",
     ),
     ignored(
-        "--rotary-* --rope-* --use-rope-scaling --no-rope-freq= --mrope-* --yarn-* --mscale* --relative-attention-*",
+        "--rotary-{base,interleaved,percent,position-embeddings-theta,scaling-factor,seq-len-interpolation-factor} "
+        "--rope-{scaling-factor,type} --use-rope-scaling --no-rope-freq= --mrope-{section} --yarn-{beta-fast,"
+        "beta-slow,correction-range-round-to-int,original-max-position-embeddings} --mscale{,-all-dim} "
+        "--relative-attention-{max-distance,num-buckets}",
         "a setting of --position-embedding-type",
     ),
     ignored(
-        "--q-lora-rank= --kv-lora-rank= --qk-head-dim= --qk-pos-emb-head-dim= --v-head-dim= --mla-* "
+        "--q-lora-rank= --kv-lora-rank= --qk-head-dim= --qk-pos-emb-head-dim= --v-head-dim= --mla-{down-proj-fusion} "
         "--cache-mla-latents",
         "a setting of --multi-latent-attention",
     ),
     ignored(
-        "--mtp-* --mup-* --mhc-* --mamba-* --dsa-* --gdp-* --linear-* --qk-clip-* --window-attn-* --glu-linear-offset= "
-        "--activation-func-* --use-fused-weighted-squared-relu --fused-residual-rmsnorm --apply-wd-to-qk-layernorm "
-        "--retro-*",
+        "--mtp-{detach-heads,hsm,hybrid-override-pattern,loss-scaling-factor,standalone,use-repeated-layer} "
+        "--mup-{attn-scale-power,base-head-dim,base-hidden-size,embedding-mult,output-mult,width-mult} "
+        "--mhc-{init-gating-factor,num-residual-streams,recompute-layer-num,sinkhorn-iterations} --mamba-{head-dim,"
+        "inference-conv-states-dtype,inference-ssm-states-dtype,mem-eff-path,num-groups,num-heads,state-dim,"
+        "training-ssm-states-dtype} --dsa-{indexer-head-dim,indexer-k-norm-epsilon,indexer-k-norm-fp32,"
+        "indexer-loss-coeff,indexer-n-heads,indexer-rope-interleaved,indexer-rotate-activation,indexer-scoring-relu,"
+        "indexer-skip-topk-offset,indexer-topk,indexer-topk-freq,indexer-use-sparse-loss,kernel-backend} "
+        "--gdp-{cutedsl-kernel,num-chunk-states-to-recompute,num-householder} --linear-{conv-kernel-dim,key-head-dim,"
+        "num-key-heads,num-value-heads,value-head-dim} --qk-clip-{alpha,threshold} --window-attn-{skip-freq} "
+        "--glu-linear-offset= --activation-func-{clamp-value} --use-fused-weighted-squared-relu "
+        "--fused-residual-rmsnorm --apply-wd-to-qk-layernorm --retro-{attention-gate,cyclic-train-iters,"
+        "encoder-attention-dropout,encoder-hidden-dropout,encoder-layers,no-verify-neighbor-count,num-neighbors,"
+        "num-retrieved-chunks,project-dir,return-doc-ids,workdir}",
         "a setting of a model that is not GPT-2",
     ),
     ignored("--use-cpu-initialization --no-initialization", "every device gets the same initial weights"),
@@ -338,7 +390,8 @@ MEGATRON_RULES = by_name(
         "give --sequence-parallel with --model-parallel-size",
     ),
     ignored(
-        "--cp-comm-type= --hierarchical-context-parallel-sizes= --max-seqlen-per-dp-cp-rank= --ds-sequence-parallel-*",
+        "--cp-comm-type= --hierarchical-context-parallel-sizes= --max-seqlen-per-dp-cp-rank= "
+        "--ds-sequence-parallel-{fpdt-chunk-size,fpdt-offloading}",
         "a setting of context parallelism",
     ),
     refused(
@@ -346,9 +399,12 @@ MEGATRON_RULES = by_name(
         "give --use-distributed-optimizer --shard-gradients, and --model-parallel-size to split the weights",
     ),
     ignored(
-        "--fsdp-* --megatron-fsdp-* --torch-fsdp2-* --strict-fsdp-* --data-parallel-sharding-strategy= "
-        "--outer-dp-* --enable-full-sharding-in-hsdp --suggested-communication-unit-size= "
-        "--init-model-with-meta-device --gtp-*",
+        "--fsdp-{db-use-persist-buf-on-alloc-fail,double-buffer,manual-registration} "
+        "--megatron-fsdp-{enable-fine-grained-param-gather,grad-comm-dtype,main-grads-dtype,main-params-dtype,"
+        "max-pool-double-buffer,version} --torch-fsdp2-{no-reshard-after-forward} --strict-fsdp-{dtensor-load} "
+        "--data-parallel-sharding-strategy= --outer-dp-{sharding-strategy} --enable-full-sharding-in-hsdp "
+        "--suggested-communication-unit-size= --init-model-with-meta-device --gtp-{expert-remat-nccl-ub,"
+        "remat-nccl-ub,remat-opt-in-modules,remat-reduce-scatter-with-fp32-accumulation}",
         "a setting of FSDP",
     ),
     translated("--pipe-parallel-size=", "read as --pipeline-model-parallel-size; 0 means 1", _pipeline_stages),
@@ -363,8 +419,10 @@ MEGATRON_RULES = by_name(
         "give --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers for other stages",
     ),
     ignored(
-        "--overlap-grad-reduce --overlap-param-gather* --overlap-p2p-* --async-tensor-model-parallel-allreduce "
-        "--tp-comm-* --contiguous-buffers-in-local-ddp --use-contiguous-buffers-in-ddp --use-ring-exchange-p2p "
+        "--overlap-grad-reduce --overlap-param-gather{,-with-optimizer-step} --overlap-p2p-{communication,"
+        "communication-warmup-flush} --async-tensor-model-parallel-allreduce --tp-comm-{bootstrap-backend,bulk-dgrad,"
+        "bulk-wgrad,overlap,overlap-ag,overlap-cfg,overlap-rs,overlap-rs-dgrad,split-ag,split-rs} "
+        "--contiguous-buffers-in-local-ddp --use-contiguous-buffers-in-ddp --use-ring-exchange-p2p "
         "--scatter-gather-tensors-in-pipeline --align-grad-reduce --align-param-gather "
         "--defer-embedding-wgrad-compute --wgrad-deferral-limit= --enable-zbh1-exact-semantics "
         "--microbatch-group-size-per-virtual-pipeline-stage= --clone-scatter-output-in-embedding",
@@ -373,9 +431,9 @@ MEGATRON_RULES = by_name(
     ignored(
         "--ddp-num-buckets= --ddp-pad-buckets-for-high-nccl-busbw --ddp-average-in-collective --use-nccl-ub "
         "--use-sharp --sharp-enabled-group= --nccl-communicator-config-path= --high-priority-stream-groups= "
-        "--symmetric-* --pipeline-model-parallel-comm-backend= --create-all-gather-group --gloo-process-groups "
-        "--use-tp-pp-dp-mapping --num-distributed-optimizer-instances= --use-layer-wise-param-layout "
-        "--sync-tp-duplicated-parameters --distributed-timeout-seconds-after-init=",
+        "--symmetric-{ar-type,registration} --pipeline-model-parallel-comm-backend= --create-all-gather-group "
+        "--gloo-process-groups --use-tp-pp-dp-mapping --num-distributed-optimizer-instances= "
+        "--use-layer-wise-param-layout --sync-tp-duplicated-parameters --distributed-timeout-seconds-after-init=",
         "process groups and buffers are fixed",
     ),
     refused("--lazy-mpu-init= --fake-process-group", "process groups are made at the start; leave it out"),
@@ -390,7 +448,7 @@ MEGATRON_RULES = by_name(
         "--dataloader-fast-cache-load --dataloader-defer-npy-index-mmap --per-dataset-sequences-path= "
         "--s3-cache-path= --object-storage-cache-path= --enable-msc --disable-msc --aml-data-download-path= "
         "--valid-num-workers= --data-sharding",
-        "text is tokenised once and memory-mapped",
+        "token files (.bin) are always memory-mapped, and text is tokenised to such a file once",
     ),
     ignored("--shuffle", "training samples are always shuffled, by --seed"),
     ignored("--resume-dataloader --repeated-dataloader", "data always continues from the checkpoint, over all epochs"),
@@ -401,8 +459,10 @@ MEGATRON_RULES = by_name(
         *(f"bert-{size}-{case}" for size in ("base", "large") for case in ("uncased", "cased")),
     ),
     ignored(
-        "--legacy-tokenizer --trust-remote-code --tokenizer-hf-* --tokenizer-sentencepiece-* --tiktoken-* "
-        "--tokenizer-special-tokens= --null-tokenizer-* --use-gigatoken --allow-ambiguous-pad-tokens --chat-template=",
+        "--legacy-tokenizer --trust-remote-code --tokenizer-hf-{include-special-tokens,no-include-special-tokens,"
+        "no-use-fast,use-fast} --tokenizer-sentencepiece-{ignore-extra-whitespaces,legacy} "
+        "--tiktoken-{num-special-tokens,pattern,special-tokens} --tokenizer-special-tokens= --null-tokenizer-{eod-id,"
+        "pad-id} --use-gigatoken --allow-ambiguous-pad-tokens --chat-template=",
         "a setting of a tokenizer that --tokenizer-type does not have",
     ),
     refused(
@@ -446,7 +506,11 @@ MEGATRON_RULES = by_name(
         "--decrease-batch-size-if-needed",
         "give batch sizes that are divisible by --micro-batch-size × data-parallel ranks",
     ),
-    ignored("--fim-* --sft-*", "a setting of --fim-data or --sft"),
+    ignored(
+        "--fim-{eod-token,fragment-rate,middle-token,no-prefix,pad-token,prefix-token,rate,split-sample,spm-rate,"
+        "suffix-token} --sft-{tokenizer-prompt-format}",
+        "a setting of --fim-data or --sft",
+    ),
     refused(
         "--pretrained-bert --presplit-sentences --bert-* --biencoder-* --faiss-* --retriever-* --train-with-neg "
         "--use-one-sent-docs --max-preds-per-seq= --eval-max-preds-per-seq= --mask-* --short-seq-prob= "
@@ -468,7 +532,11 @@ MEGATRON_RULES = by_name(
     ignored("--lr-warmup-init=", "warmup starts at 0", "0", "0.0"),
     refused("--decoupled-lr= --decoupled-min-lr= --freeze-all-layers", "all weights have the rate --lr; leave it out"),
     ignored("--optimizer=", ADAMW, "adam"),
-    ignored("--sgd-momentum= --muon-* --lion-*", "a setting of another optimizer"),
+    ignored(
+        "--sgd-momentum= --muon-{coefficient-type,extra-scale-factor,fp32-matmul-prec,momentum,nesterov,no-split-qkv,"
+        "num-ns-steps,scalar-optimizer,scale-mode,tp-mode,use-nesterov,use-syrk} --lion-{beta1,beta2}",
+        "a setting of another optimizer",
+    ),
     refused("--use-bnb-optimizer", "give --cpu-offload-optimizer or --use-distributed-optimizer"),
     ignored("--weight-decay-incr-style=", "weight decay is constant", "constant"),
     refused("--start-weight-decay= --end-weight-decay= --weight-decay-cond-type=", "give --weight-decay"),
@@ -479,8 +547,22 @@ MEGATRON_RULES = by_name(
         "the loss is that of the next token; leave it out",
     ),
     ignored(
-        "--rl-* --grpo-* --langrl-* --refit-method= --kd-* --num-layers-teacher= --num-experts-teacher= "
-        "--hidden-size-teacher= --num-attention-heads-teacher=",
+        "--rl-{calculate-intra-group-similarity,consumption-granularity,default-temperature,default-top-k,"
+        "default-top-p,durable-rollout-bank,generation-batch-size,generation-lag,importance-sampling-truncation-coef,"
+        "inference-expert-model-parallel-size,inference-expert-tensor-model-parallel-size,"
+        "inference-logprobs-is-correction,inference-model-unified-memory-level,inference-parsers,"
+        "inference-pipeline-model-parallel-size,inference-tensor-model-parallel-size,kv-cache-management-mode,"
+        "max-inflight-requests,num-parallel-generation-batches,num-parallel-generations,"
+        "offload-inference-model-weights-when-idle,offload-kv-cache-during-training,"
+        "offload-optimizer-during-inference,parallel-generation-tasks,partial-rollouts,persist-cuda-graphs,profile,"
+        "profile-dir,prompts-per-eval,remove-kv-cache-during-training,reset-cuda-graphs,rollout-bank-dir,"
+        "rollout-bank-max-bytes,sequence-packing-algo,sequence-packing-bin-size,"
+        "sequence-packing-max-sequences-per-bin,skip-bos-token,submission-granularity,training-cuda-graphs,"
+        "use-sequence-packing,verify-model-weights-swap} --grpo-{clamp-eps-lower,clamp-eps-upper,default-temperature,"
+        "default-top-p,entropy-term-weight,filter-groups-with-same-reward,group-size,iterations,kl-beta,"
+        "prompts-per-step} --langrl-{env-config,external-server,inference-server-conversation-template,"
+        "inference-server-type} --refit-method= --kd-{alpha-ce,beta-ce,temp} --num-layers-teacher= "
+        "--num-experts-teacher= --hidden-size-teacher= --num-attention-heads-teacher=",
         "a setting of --perform-rl-step, --kd or --mos",
     ),
     refused("--skip-train --eval-only= --no-train= --inference", f"not for pretraining; use {EVALUATE}"),
@@ -497,7 +579,8 @@ MEGATRON_RULES = by_name(
     ),
     # Checkpoints
     ignored(
-        "--adlr-autoresume* --exit-signal-* --kill-switch-*",
+        "--adlr-autoresume{,-interval} --exit-signal-{handler,handler-for-dataloader,handler-for-training} "
+        "--kill-switch-{file,path}",
         "on SIGTERM the run saves and exits; the same command continues it",
     ),
     ignored("--exit-signal=", "the run saves and exits on SIGTERM", "SIGTERM", "15"),
@@ -511,14 +594,21 @@ MEGATRON_RULES = by_name(
         "write the iteration into latest_checkpointed_iteration.txt of a copy of --load",
     ),
     ignored(
-        "--use-dist-ckpt --auto-detect-ckpt-format --ckpt-* --dist-ckpt-* --distrib-optim-* "
-        "--use-persistent-ckpt-worker --async-strategy= --async-ckpt-* --verify-integrity --save-tokenizer-assets "
+        "--use-dist-ckpt --auto-detect-ckpt-format --ckpt-{assume-constant-structure,drop-redundant-extra-state,"
+        "format,fully-parallel-load,fully-parallel-load-exchange-algo,fully-parallel-load-per-rank-objects,"
+        "fully-parallel-load-process-group,fully-parallel-save,fully-parallel-save-process-group,"
+        "load-validate-sharding-integrity,pg-tensors-cache-create,pg-tensors-cache-path} --dist-ckpt-{format,"
+        "optim-fully-reshardable,save-pre-mcore-014,strictness,workers} "
+        "--distrib-optim-{fully-reshardable-mem-efficient} --use-persistent-ckpt-worker --async-strategy= "
+        "--async-ckpt-{cpu-priority,io-priority,use-cpu-shm} --verify-integrity --save-tokenizer-assets "
         "--universal-checkpoint --load-main-params-from-ckpt --stream-ckpt-dequant --load-model-opt-format",
         f"saves have one format with hashes, which every layout opens; {CONVERT} --to torch_dist exports it",
     ),
     ignored("--save-retain-interval=", "all checkpoints are kept without --keep-last"),
     ignored("--non-persistent-ckpt-type=", "--local-checkpoint-dir is local", "local"),
-    ignored("--non-persistent-local-ckpt-algo= --replication-*", "every rank saves its part to its own disk"),
+    ignored(
+        "--non-persistent-local-ckpt-algo= --replication-{factor,jump}", "every rank saves its part to its own disk"
+    ),
     refused(
         "--non-persistent-global-ckpt-dir= --replication", "give --local-checkpoint-dir and a small --save-interval"
     ),
@@ -526,17 +616,29 @@ MEGATRON_RULES = by_name(
     refused("--reset-iteration", "give --finetune"),
     # Logs and failures
     ignored(
-        "--log-* --logging-level= --timing-* --tensorboard-* --barrier-with-level-1-timing --one-logger* "
-        "--app-tag-run-* --straggler-* --run-workload-inspector-server --otel-* --config-logger-dir= --codecarbon-dir= "
-        "--record-* --memory-snapshot-path= --nvtx-ranges --pytorch-profiler-* --flight-recorder-* "
+        "--log-{batch-size-to-tensorboard,device-memory-used,energy,learnig-rate-to-tensorboard,level,level-replica,"
+        "loss-scale-to-tensorboard,max-attention-logit,memory-interval,memory-to-tensorboard,num-zeros-in-grad,"
+        "optimizer-states-to-tensorboard,params-norm,path,progress,throughput,timers-to-tensorboard,"
+        "validation-ppl-to-tensorboard,world-size-to-tensorboard} --logging-level= --timing-{log-level,log-option} "
+        "--tensorboard-{log-interval,queue-size} --barrier-with-level-1-timing --one-logger{,-async,-project,"
+        "-run-name} --app-tag-run-{name,version} --straggler-{ctrlr-port,minmax-count,on-startup} "
+        "--run-workload-inspector-server --otel-{enabled,service-name,span-groups} --config-logger-dir= "
+        "--codecarbon-dir= --record-{memory-history,shapes} --memory-snapshot-path= --nvtx-ranges "
+        "--pytorch-profiler-{collect-callstack,collect-chakra,collect-shapes} --flight-recorder-{dump-on-timeout,"
+        "dump-path,extra-dump-on-exec,include-only-active,include-stack-trace,trace-buffer-size} "
         "--save-wgrads-interval= --save-dgrads-interval= --save-params-interval= --save-activations-interval= "
-        "--save-tokens-per-expert-interval= --dump-param-to-param-group-map= --manual-gc* --empty-unused-memory-level= "
-        "--train-sync-interval= --test-mode",
+        "--save-tokens-per-expert-interval= --dump-param-to-param-group-map= --manual-gc{,-eval,-interval} "
+        "--empty-unused-memory-level= --train-sync-interval= --test-mode",
         "logging and garbage collection are fixed",
     ),
     ignored(
-        "--enable-ft-package --calc-ft-timeouts --ft-* --inprocess-* --rerun-mode= --result-rejected-tracker-filename= "
-        "--error-injection-* --fault-injector-* --check-for-* --gpu-sniff-test-interval=",
+        "--enable-ft-package --calc-ft-timeouts --ft-{num-warmup-iters} --inprocess-{active-world-size,"
+        "barrier-timeout,completion-timeout,empty-cuda-cache,granularity,hard-timeout,heartbeat-interval,"
+        "heartbeat-timeout,last-call-wait,max-iterations,monitor-process-interval,monitor-thread-interval,"
+        "progress-watchdog-interval,restart,soft-timeout,termination-grace-time} --rerun-mode= "
+        "--result-rejected-tracker-filename= --error-injection-{rate,type} --fault-injector-{delay-start-iteration,"
+        "fault-delay,fault-probabilities,fault-types,mtti-seconds,num-ranks,offset-seconds,ranks,seed} "
+        "--check-for-{large-grads,nan-in-loss-and-grad,spiky-loss} --gpu-sniff-test-interval=",
         "a step with a non-finite gradient is skipped, and a failed run continues from its checkpoint",
     ),
     translated(
@@ -547,6 +649,10 @@ MEGATRON_RULES = by_name(
     refused("--profile-steps=", "give --profile START END"),
     ignored("--use-pytorch-profiler", "--profile always uses torch's profiler"),
     refused("--yaml-cfg=", "give the flags, or --config with the config.json of a run"),
+    refused(
+        "--n-layer= --n-head= --n-embd= --block-size= --max-iters= --init-from= --out-dir=",
+        "nanoGPT's; give --num-layers, --num-attention-heads, --hidden-size, --seq-length, --train-iters, --save",
+    ),
     # DeepSpeed; --deepspeed-config is read below
     ignored("--deepspeed --deepscale --deepspeed-mpi", "the keys of --deepspeed-config are translated instead"),
     translated("--zero-stage=", STAGE, _zero_stage),
@@ -558,11 +664,26 @@ MEGATRON_RULES = by_name(
     translated("--deepspeed-config= --deepscale-config=", "each key is translated, ignored or refused", lambda *_: {}),
     # Generation
     ignored(
-        "--temperature= --top-k= --top-p= --out-seq-length= --sample-input-file= --sample-output-file= "
-        "--num-samples= --genfile= --greedy --recompute --inference-* --max-tokens-to-oom= --flash-decode "
-        "--decode-only-cuda-graphs --chunked-prefill --enable-chunked-prefill --nccl-all-reduce-for-prefill "
-        "--mlp-chunks-for-prefill= --use-legacy-static-engine --num-speculative-tokens= "
-        "--use-same-sampling-seed-across-dp-ranks --batch-invariant-backend= --ds-inference",
+        "--temperature= --top-k= --top-p= --out-seq-length= --sample-input-file= --sample-output-file= --num-samples="
+        " --genfile= --greedy --recompute --inference-{batch-times-seqlen-threshold,coordinator-port,"
+        "cuda-graph-all-prefills,cuda-graph-max-tokens,cuda-graph-scope,disable-ep-consensus,"
+        "disable-triton-nvls-kernels,dynamic-batching,dynamic-batching-async-sched-mode,dynamic-batching-block-size,"
+        "dynamic-batching-buffer-guaranteed-fraction,dynamic-batching-buffer-overflow-factor,"
+        "dynamic-batching-buffer-size-gb,dynamic-batching-cuda-graph-max-tokens,"
+        "dynamic-batching-cuda-graph-mixed-prefill-count,dynamic-batching-cuda-graph-sizing-distribution,"
+        "dynamic-batching-logprobs-mode,dynamic-batching-mamba-memory-ratio,dynamic-batching-max-requests,"
+        "dynamic-batching-max-requests-override,dynamic-batching-max-tokens,dynamic-batching-max-tokens-override,"
+        "dynamic-batching-num-cuda-graphs,dynamic-batching-paused-buffer-size-gb,dynamic-batching-prefix-caching,"
+        "dynamic-batching-prefix-caching-coordinator-policy,dynamic-batching-prefix-caching-eviction-policy,"
+        "dynamic-batching-prefix-caching-mamba-gb,dynamic-batching-prefix-caching-routing-alpha,"
+        "dynamic-batching-sampling-backend,dynamic-batching-track-generated-token-events,"
+        "dynamic-batching-track-paused-request-events,dynamic-batching-unified-memory-level,fuse-tp-communication,"
+        "grouped-gemm-backend,logging-step-interval,max-batch-size,max-requests,max-seq-length,"
+        "moe-disable-fused-quant-kernels,moe-token-dispatcher-type,rng-tracker,shards,text-gen-server-logging,"
+        "use-synchronous-zmq-collectives,wandb-logging} --max-tokens-to-oom= --flash-decode --decode-only-cuda-graphs"
+        " --chunked-prefill --enable-chunked-prefill --nccl-all-reduce-for-prefill --mlp-chunks-for-prefill= "
+        "--use-legacy-static-engine --num-speculative-tokens= --use-same-sampling-seed-across-dp-ranks "
+        "--batch-invariant-backend= --ds-inference",
         "for generation, not for pretraining",
     ),
 )

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from data_utils.command_line import plural
 from data_utils.samplers import BatchSchedule
 from megatron.gpt2.pipeline.schedule import (
     SCHEDULES,
@@ -785,7 +786,7 @@ class Config:
         require(
             steps is None or schedule.final == samples_per_pass * steps,
             f"--global-batch-size {schedule.final} is not --micro-batch-size {train.micro_batch_size} × "
-            f"{ranks} data-parallel ranks × --gradient-accumulation-steps {steps}: leave one of them out",
+            f"{plural(ranks, 'data-parallel rank')} × --gradient-accumulation-steps {steps}: leave one of them out",
         )
         for span in schedule.spans(consumed_samples):
             named = (
@@ -796,7 +797,7 @@ class Config:
             require(
                 span.step % samples_per_pass == 0,
                 f"{named} is not divisible by --micro-batch-size "
-                f"{train.micro_batch_size} × {ranks} data-parallel ranks",
+                f"{train.micro_batch_size} × {plural(ranks, 'data-parallel rank')}",
             )
         return schedule
 

@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore  # type: ignore[attr-defined]
 
+from data_utils.command_line import plural
 from data_utils.files import atomic_write_text
 from megatron.gpt2.config import require
 from megatron.gpt2.dist.launch import Launch, host_port
@@ -313,7 +314,7 @@ def initialize_distributed(rank_info: RankInfo, backend: str, device: torch.devi
         return
     rendezvous = rank_info.rendezvous
     threads = torch.get_num_threads()
-    kind = f"{threads} thread{'s' * (threads != 1)} each"
+    kind = f"{plural(threads, 'thread')} each"
     if device.type == "cuda":
         kind = torch.cuda.get_device_name(device)
     devices = rendezvous.gather("device", rank_info.rank, f"{device}\t{kind}")

@@ -37,7 +37,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
 import mpu
-from data_utils.command_line import configure_output, how_to_call
+from data_utils.command_line import configure_output, error_line, how_to_call
 from megatron.gpt2.config import require
 from megatron.gpt2.dist.launch import Launch, read_launch
 from megatron.gpt2.dist.ranks import (
@@ -138,7 +138,7 @@ def exit_with_error(error: Exception, rank_info: RankInfo) -> int:
     code, prints = getattr(error, "exit_code", BAD_INPUT), _is_first_error(rank_info)
     if prints:
         where = f" ({os.uname().nodename})" if rank_info.rank else ""
-        print(f"error{where}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        print(f"error{where}: {error_line(error)}", file=sys.stderr, flush=True)
     if rank_info.world_size > 1:
         if prints:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)

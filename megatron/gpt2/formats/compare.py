@@ -147,10 +147,20 @@ def _row(a: BaseCheckpoint, b: BaseCheckpoint, name: str) -> TensorComparison:
         return TensorComparison(
             name, first.shape, None, f"different shape: {_format_shape(second.shape)} in the second"
         )
-    max_difference = max_abs_difference(a.read(name), b.read(name))
+    kinds = [_stored_weight(a, name, second), _stored_weight(b, name, first)]
+    max_difference = max_abs_difference(a.read(kinds[0]), b.read(kinds[1]))
     notes = [f"{_dtype_name(first)} and {_dtype_name(second)}"] * (first.dtype != second.dtype)
+    notes += ["the master is compared"] * (kinds != [name, name])
     notes += ["NaN in only one"] * math.isnan(max_difference)
     return TensorComparison(name, first.shape, max_difference, ", ".join(notes))
+
+
+def _stored_weight(source: BaseCheckpoint, name: str, other: TensorInfo) -> str:
+    """The tensor of `source` to compare with the tensor `name` of the other checkpoint: the fp32 master of a 16-bit
+    weight if the other one is fp32, because an export in fp32 has the masters as its weights."""
+    master = name.replace("model.", "master.", 1)
+    is_rounded = source.tensors[name].dtype != other.dtype == torch.float32
+    return master if is_rounded and master in source.tensors else name
 
 
 def max_abs_difference(x: Tensor, y: Tensor) -> float:

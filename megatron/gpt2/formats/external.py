@@ -21,6 +21,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from data_utils.command_line import plural
 from megatron.gpt2.checkpoint.base import BaseCheckpoint, TensorInfo, check_inside
 from megatron.gpt2.config import Config, ModelConfig, OptimizerConfig, require
 from megatron.gpt2.model.gpt2 import parameter_specs
@@ -169,7 +170,7 @@ class ExternalCheckpoint(BaseCheckpoint):
             "tokenizer": None,
             **metadata,
             **saved,
-            "config": {**saved.get("config", {}), "model": dataclasses.asdict(model)},
+            "config": {**metadata.get("config", {}), **saved.get("config", {}), "model": dataclasses.asdict(model)},
             "vocab_size": model.vocab_size,
             "iteration": self.iteration,
         }
@@ -231,7 +232,8 @@ def infer_num_heads(hidden_size: int, tp_size: int, saved: Any, hints: Hints) ->
     if heads is None:
         raise UnknownHeadsError(f"does not contain its number of attention heads: {advice}")
     raise ValueError(
-        f"{heads} attention heads do not divide its hidden size of {hidden_size} over {tp_size} ranks: {advice}"
+        f"{heads} attention heads do not divide its hidden size of {hidden_size} over {plural(tp_size, 'rank')}: "
+        f"{advice}"
     )
 
 

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from data_utils.command_line import plural
 from megatron.gpt2.checkpoint.base import BaseCheckpoint
 from megatron.gpt2.checkpoint.folder import TRACKER
 from megatron.gpt2.config import require
@@ -163,7 +164,7 @@ def open_megatron(path: Path, format: str, hints: Hints, *, log: Callable[[str],
     if any(name.endswith("rng_state") or name == "rng_tracker_states" for name in top):
         left_out.append("random states: of another program's generators")
     if others := sorted(file.name for pattern in SHARDED_OPTIMIZER for file in path.glob(pattern)):
-        left_out.append(f"{len(others)} files of a sharded optimizer ({others[0]} ...)")
+        left_out.append(f"{plural(len(others), 'file')} of a sharded optimizer ({others[0]} ...)")
     return ExternalCheckpoint(
         path,
         format,
@@ -203,8 +204,8 @@ def _open_files(path: Path) -> tuple[list[RankFile], int]:
             name = f"mp_rank_{rank:02d}" + f"_{stage:03d}" * (first.parent.name.count("_") == 3 or pp_size > 1)
             missing = f"{name}_model_states.pt" if first.parent == path else f"{name}/{first.name}"
             raise ValueError(
-                f"{missing} is missing; all files of {tp_size} model-parallel ranks and {pp_size} pipeline stages are "
-                "needed"
+                f"{missing} is missing; all files of {plural(tp_size, 'model-parallel rank')} and "
+                f"{plural(pp_size, 'pipeline stage')} are needed"
             )
     files = [
         RankFile(paths[rank, stage], _load(paths[rank, stage]), {})

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data_utils.command_line import plural
 from data_utils.files.restricted_pickle import PickledObject
 from megatron.gpt2.checkpoint.base import BaseCheckpoint, check_metadata
 from megatron.gpt2.config import ModelConfig, require
@@ -74,6 +75,7 @@ UNSUPPORTED_ARGS = (
     "qk_layernorm",
 )
 MODEL_FLOATS = ("attention_dropout", "hidden_dropout", "init_method_std", "layernorm_epsilon")
+TRAIN_ARGS = ("micro_batch_size", "seed")
 PIPELINE_FLAG, VIRTUAL_FLAG = "--pipeline-model-parallel-size", "--num-layers-per-virtual-pipeline-stage"
 WITH_PIPELINE = ("megatron-v2", "megatron-v3", "megatron-core")
 Specs = Mapping[str, PartitionSpec]
@@ -194,7 +196,9 @@ def merge_ranks(
         for name, spec in specs.items():
             shards = [(file, states[kind][name]) for file, states in ranks if name in states[kind]]
             if len(shards) != tp_size:
-                raise ValueError(f"{kind}.{name} is in {len(shards)} files instead of {tp_size}: are two runs mixed?")
+                raise ValueError(
+                    f"{kind}.{name} is in {plural(len(shards), 'file')} instead of {tp_size}: are two runs mixed?"
+                )
             (origin, first), shape = shards[0], spec.local_shape(tp_size)
             for file, part in shards:
                 label = f"{file}: {kind}.{name}"
@@ -338,7 +342,8 @@ def megatron_args(
     """Return the `args` of a checkpoint. Megatron compares them with its flags, or uses them instead of flags."""
     metadata, tp_size, vpp_size = source.metadata, layout.tensor, layout.virtual(model.num_layers)
     sizes = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
-    optimizer = metadata["config"].get("optimizer", {})
+    flags = {**metadata["config"].get("optimizer", {}), **metadata["config"].get("train", {})}
+    kind = (metadata.get("tokenizer") or {}).get("kind")
     args: dict[str, Any] = {
         **{name: getattr(model, name) for name in (*sizes, *MODEL_FLOATS)},
         "ffn_hidden_size": model.ffn_size,
@@ -353,7 +358,7 @@ def megatron_args(
         "openai_gelu": False,
         "bias_gelu_fusion": model.gelu == "tanh",
         "untie_embeddings_and_output_weights": False,
-        "tokenizer_type": "GPT2BPETokenizer",
+        "tokenizer_type": kind if kind == "SentencePieceTokenizer" else "GPT2BPETokenizer",
         "make_vocab_size_divisible_by": model.make_vocab_size_divisible_by // tp_size,
         "padded_vocab_size": parameter_specs(model, tp_size)[WORD_EMBEDDINGS].padded_size,
         "tensor_model_parallel_size": tp_size,
@@ -364,7 +369,7 @@ def megatron_args(
         "iteration": source.iteration,
         "consumed_train_samples": metadata.get("consumed_samples") or 0,
         **{name: metadata[name] for name in ("global_batch_size", "train_iters") if metadata.get(name)},
-        **{name: optimizer[name] for name in ("clip_grad",) if name in optimizer},
+        **{name: flags[name] for name in ("clip_grad", *TRAIN_ARGS) if name in flags},
     }
     if format == "megatron-core":
         args |= {"decoder_first_pipeline_num_layers": layout.first, "decoder_last_pipeline_num_layers": layout.last}

@@ -31,7 +31,7 @@ from megatron.gpt2.formats.external import (
     optimizer_config,
     short_repr,
 )
-from megatron.gpt2.formats.megatron_model import namespace_dict, native_name
+from megatron.gpt2.formats.megatron_model import TRAIN_ARGS, namespace_dict, native_name
 from megatron.gpt2.formats.torch_files import load_torch_file
 from megatron.gpt2.optimizer.optimizer import MOMENTS
 
@@ -63,8 +63,10 @@ PROGRESS = {"consumed_samples": "consumed_train_samples"} | {n: n for n in ("tra
 
 
 def progress_metadata(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the run's progress from Megatron's arguments, under our manifest's names."""
-    return {name: args[theirs] for name, theirs in PROGRESS.items() if type(args.get(theirs)) is int}
+    """Return the run's progress and its flags from Megatron's arguments, under our manifest's names."""
+    train = {name: args[name] for name in TRAIN_ARGS if type(args.get(name)) is int}
+    progress = {name: args[theirs] for name, theirs in PROGRESS.items() if type(args.get(theirs)) is int}
+    return {**progress, "config": {"train": train}}
 
 
 def _names_by_group(weights: LazyTensors) -> list[list[str]]:

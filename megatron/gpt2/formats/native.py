@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from data_utils import Tokenizer
+from data_utils.command_line import plural
 from data_utils.files import fsync_path
 from megatron.gpt2.checkpoint.base import BaseCheckpoint, check_metadata
 from megatron.gpt2.checkpoint.saver import PendingSave, Saver
@@ -21,14 +22,20 @@ from megatron.gpt2.formats.external import OPTIMIZER_KINDS, has_optimizer
 from megatron.gpt2.model.gpt2 import parameter_specs
 
 
+def require_new_folder(out: str | Path) -> None:
+    """Raise ValueError if `out` exists and is not an empty folder."""
+    out = Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out}: exists already and is not empty: give a new folder")
+
+
 @contextlib.contextmanager
 def new_folder(out: str | Path) -> Iterator[Path]:
     """Yield a temporary folder next to `out`. At the end of the block, its files are synced to disk and it
     is renamed to `out`. After an error in the block, it is removed. Raises ValueError if `out` exists and
     is not an empty folder."""
+    require_new_folder(out)
     out = Path(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out}: exists already and is not empty: give a new folder")
     folder = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
     folder.mkdir(parents=True)
     try:
@@ -83,7 +90,7 @@ def write_native(
         path = saver.write(source.iteration, files, metadata, PendingSave())
     taken = {f"{kind}.{name}" for kind in kinds for name in specs}
     if left := [name for name in source.tensors if name not in taken and not name.startswith("rng.")]:
-        log(f"left out: {len(left)} tensors, {left[0]} among them")
+        log(f"left out: {plural(len(left), 'tensor')}, {left[0]} among them")
     return Path(out) / path.name
 
 
@@ -101,13 +108,13 @@ def native_metadata(source: BaseCheckpoint, model_parallel_size: int, tokenizer:
     check_tokenizer(source, tokenizer)
     if tokenizer is not None:
         given["tokenizer"] = {name: getattr(tokenizer, name) for name in ("kind", "fingerprint", "vocab_size")}
+    Config.from_dict(sections)  # raises ValueError for values that a run cannot use
     return {
-        "train_iters": source.iteration,
         "consumed_samples": 0,
         "optimizer": {"good_steps": source.iteration, "skipped_steps": 0, "adam_steps": 0, "loss_scaler": {}},
         "converted_from": source.format,
         **given,
-        "config": Config.from_dict(sections).as_dict(),
+        "config": sections,
         "iteration": source.iteration,
         "torch": torch.__version__,
         "layout": {**layout, "data_parallel_size": 1, "optimizer_is_sharded": False},

@@ -45,7 +45,7 @@ def load_for_inference(
     if checkpoint.metadata.get("tokenizer") is None:
         raise ValueError(
             f"{checkpoint.path} was converted without a tokenizer: convert it again with --vocab-file and "
-            "--merge-file, or --tokenizer-model"
+            "--merge-file, --tokenizer-model or --tokenizer-type"
         )
     tokenizer = load_tokenizer(Path(directory) / "tokenizer")
     if tokenizer.fingerprint != checkpoint.metadata["tokenizer"]["fingerprint"]:

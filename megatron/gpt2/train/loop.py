@@ -4,6 +4,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 
+from data_utils.command_line import plural
 from megatron.gpt2.dist.gathering import all_reduce_over_data_and_pipeline
 from megatron.gpt2.dist.signals import FOLDER_LOST, MORE_RANKS, OUT_OF_TIME
 from megatron.gpt2.hooks import first_not_none
@@ -56,8 +57,8 @@ def train(trainer: Trainer) -> str:
             break  # a stop that is requested in the last step changes nothing: the run saves and evaluates anyway
         if trainer.current_global_batch_size != samples:
             trainer.log.info(
-                f"the batch grows: {trainer.current_global_batch_size} samples a step from iteration "
-                f"{progress.iteration + 1} on"
+                f"the batch grows: {plural(trainer.current_global_batch_size, 'sample')} a step from "
+                f"iteration {progress.iteration + 1} on"
             )
         if progress.iteration % config.eval_interval == 0:
             with training_log.paused():
@@ -97,7 +98,7 @@ def check_skipped_steps(trainer: Trainer, in_a_row: int) -> None:
     if in_a_row >= trainer.config.train.max_skipped_steps:
         where, optimizer = find_first_not_finite(trainer), trainer.state.optimizer
         raise FloatingPointError(
-            f"{in_a_row} step{'s' * (in_a_row > 1)} in a row had a gradient that is not finite (loss scale "
+            f"{plural(in_a_row, 'step')} in a row had a gradient that is not finite (loss scale "
             f"{optimizer.scaler.scale.item():g}, learning rate {optimizer.learning_rate.item():.3g}): "
             f"{where}lower --lr, or look at the data of samples before {trainer.progress.consumed_samples}; "
             "--max-skipped-steps sets the limit"

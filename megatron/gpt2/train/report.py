@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data_utils import GPT2Dataset, unigram_bits_per_byte, xz_bits_per_byte
-from data_utils.command_line import how_to_call
+from data_utils.command_line import how_to_call, plural
 from megatron.gpt2.checkpoint.folder import find_checkpoint
 from megatron.gpt2.checkpoint.local import newest_local_iteration
 from megatron.gpt2.checkpoint.reader import Checkpoint
@@ -32,7 +32,7 @@ def log_start(trainer: Trainer, warnings: Sequence[str]) -> None:
     t, stages, d = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.data_parallel_size
     trainer.incidents.note(
         "start",
-        f"on {p.world_size} ranks from iteration {progress.iteration}",
+        f"on {plural(p.world_size, 'rank')} from iteration {progress.iteration}",
         command=[sys.executable, *sys.argv],
         layout={"world_size": p.world_size, "tensor": t, "pipeline": stages, "data": d},
     )
@@ -48,15 +48,17 @@ def log_start(trainer: Trainer, warnings: Sequence[str]) -> None:
     (_, smallest), *growth = batches.stages
     layers = ", ".join(f"{stage.start}-{stage.stop - 1}" for stage in config.layers_of_stages())
     interval = config.checkpoint.save_interval
-    layout = f"{p.world_size} ranks: model-parallel {t} × {f'pipeline {stages} × ' * (stages > 1)}data-parallel {d}"
+    sizes = f"model-parallel {t} × {f'pipeline {stages} × ' * (stages > 1)}data-parallel {d}"
+    layout = f"{plural(p.world_size, 'rank')}: {sizes}"
     begins = f"weights of {context.source}" if context.source else "random weights"
     if progress.iteration:
         begins = f"iteration {progress.iteration} of {context.source}"
     rows = [
         (
             "model",
-            f"GPT-2, {model.num_layers} layers, hidden size {model.hidden_size}, {model.num_attention_heads} heads, "
-            f"vocabulary {model.vocab_size:,}, sequence {data.seq_length:,}"
+            f"GPT-2, {plural(model.num_layers, 'layer')}, hidden size {model.hidden_size}, "
+            f"{plural(model.num_attention_heads, 'head')}, vocabulary {model.vocab_size:,}, "
+            f"sequence {data.seq_length:,}"
             + (f" (--model {context.arguments.preset})" if context.arguments.preset else ""),
         ),
         (
@@ -67,9 +69,9 @@ def log_start(trainer: Trainer, warnings: Sequence[str]) -> None:
         ("precision", f"{PRECISIONS[context.dtype]} on {trainer.device}; MFU is of {trainer.peak_flops[1]}"),
         (
             "batch",
-            f"{train.micro_batch_size} samples × {d} data-parallel ranks × {context.num_microbatches} accumulated = "
-            f"{batch} a step, {batch * data.seq_length:,} tokens"
-            + (f"; it grows from {smallest} to this size over {growth[-1][0]:,} samples" if growth else ""),
+            f"{plural(train.micro_batch_size, 'sample')} × {plural(d, 'data-parallel rank')} × "
+            f"{context.num_microbatches} accumulated = {batch} a step, {batch * data.seq_length:,} tokens"
+            + (f"; it grows from {smallest} to this size over {plural(growth[-1][0], 'sample')}" if growth else ""),
         ),
         *([("schedule", f"{config.pipeline_schedule(1).name}; layers {layers}")] if stages > 1 else []),
         *(row for hook in trainer.hooks for row in hook.start_rows(trainer)),
@@ -81,7 +83,11 @@ def log_start(trainer: Trainer, warnings: Sequence[str]) -> None:
             f"{padded})",
         ),
         *(("data", line) for line in splits.description),
-        ("length", f"{context.train_iters:,} iterations, {needed:,} samples of {samples:,}: {epochs:.2f} epochs"),
+        (
+            "length",
+            f"{plural(context.train_iters, 'iteration')}, {plural(needed, 'sample')} of {samples:,}: "
+            f"{epochs:.2f} epochs",
+        ),
         ("from", begins),
         (
             "saved in",

@@ -124,14 +124,16 @@ def _changed_keys(
     keys: Iterable[str], saved: Mapping[str, Any], current: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any, Any]]:
     """Yield (key, saved value, current value) of each key that both have with different values. A flag that is missing
-    in a section of the checkpoint did not exist yet, so it had its default."""
+    in a section of the checkpoint did not exist yet, so it had its default. In a checkpoint of another program it is
+    unknown."""
+    is_converted = saved.get("converted_from", "native") != "native"
     for key in keys:
         *path, name = key.split(".")
         before, now = saved, current
         for section in path:
             inner = before.get(section)
             before, now = inner if isinstance(inner, Mapping) else {}, now.get(section, {})
-        if before and path[:1] == ["config"]:
+        if before and path[:1] == ["config"] and not is_converted:
             before = _DEFAULTS[path[1]] | {**before}
         if name in before and name in now and before[name] != now[name]:
             yield key, before[name], now[name]

@@ -200,6 +200,18 @@ def build_context(arguments: Arguments, rank_info: RankInfo, log: Log) -> RunCon
     )
     for line in changed_settings(start, context.metadata()):
         log(line)
+    decay = config.optimizer.warmup_and_decay(context.decay_iters, context.global_batch_size)[1]
+    if (
+        start
+        and not context.is_finished
+        and config.optimizer.lr_decay_style != "constant"
+        and not arguments.given & {"optimizer.lr_decay_iters", "optimizer.lr_decay_samples"}
+        and context.batch_schedule.samples_after_steps(iteration) >= decay * context.global_batch_size
+    ):
+        log(
+            f"WARNING: the learning rate stays at --min-lr {config.optimizer.min_lr:g}: the checkpoint's schedule ends "
+            f"at iteration {decay:g}; --override-opt-param-scheduler with --lr and --lr-decay-iters gives a new one"
+        )
     return context
 
 

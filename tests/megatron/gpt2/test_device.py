@@ -47,12 +47,12 @@ def test_an_unusable_gpu_is_reported(monkeypatch, tmp_path):
         assert "--device cpu" in reason and "\n" not in reason
         with pytest.raises(ValueError, match=f"--device cuda: .*{problem}.*--device cpu"):
             on.choose_device("cuda", RankInfo(), {})
-    alone = (CPU, "cpu: this machine has no GPU")
+    alone = (CPU, "device: cpu (this machine has no GPU)")
     assert on.choose_device("auto", RankInfo(), {"CUDA_VISIBLE_DEVICES": ""}) == alone
     monkeypatch.setattr(on, "gpu_present", lambda: False)
     assert on.choose_device("auto", RankInfo(), {}) == alone
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    assert on.choose_device("auto", RankInfo(), {}) == (CPU, "cpu: Apple's GPU (MPS) is not supported")
+    assert on.choose_device("auto", RankInfo(), {}) == (CPU, "device: cpu (Apple's GPU, MPS, is not supported)")
 
 
 def test_gpu_present(tmp_path):
@@ -71,12 +71,12 @@ def test_precision(monkeypatch, native, of_cpu):
     dtype, why = chosen("fp16", CPU)
     assert dtype == torch.float16 and why.startswith("WARNING: --precision fp16 on a CPU")
     dtype, why = chosen("fp16-on-gpu", CPU)
-    assert dtype == of_cpu and why.startswith("notice: --fp16 on a CPU means --precision auto: ")
+    assert dtype == of_cpu and why.startswith("notice: --fp16 on a CPU means --precision auto; precision: ")
     gpus(monkeypatch, 1, (8, 0))
     assert chosen("auto", GPU)[0] == torch.bfloat16
     gpus(monkeypatch, 1, (7, 5))
-    assert chosen("auto", GPU) == (torch.float16, "fp16: sm75 has no bf16, which starts with sm80")
-    assert chosen("fp16-on-gpu", GPU) == (torch.float16, "fp16: --precision fp16-on-gpu")
+    assert chosen("auto", GPU) == (torch.float16, "precision: fp16 (sm75 has no bf16, which starts with sm80)")
+    assert chosen("fp16-on-gpu", GPU) == (torch.float16, "precision: fp16 (--precision fp16-on-gpu)")
 
 
 @pytest.mark.parametrize(

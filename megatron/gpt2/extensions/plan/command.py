@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from data_utils import build_tokenizer, default_tokenizer_kind
-from data_utils.command_line import Parser
+from data_utils.command_line import Parser, plural
 from megatron.gpt2 import device as devices
 from megatron.gpt2.checkpoint.base import decay_iters
 from megatron.gpt2.checkpoint.folder import find_checkpoint
@@ -233,15 +233,16 @@ def plan_table(config: Config, found: dict[str, Any]) -> list[str]:
     rows = [
         (
             "model",
-            f"{model.num_layers} layers, hidden size {model.hidden_size}, {model.num_attention_heads} heads, "
-            f"vocabulary {model.vocab_size:,}, sequence {config.data.seq_length:,}",
+            f"{plural(model.num_layers, 'layer')}, hidden size {model.hidden_size}, "
+            f"{plural(model.num_attention_heads, 'head')}, vocabulary {model.vocab_size:,}, "
+            f"sequence {config.data.seq_length:,}",
         )
     ]
     on, at_most = f"Megatron-LM of 2019, model-parallel {p}, fp16 on a GPU", ""
     if of_2019 is None:
         stages = f"pipeline {len(pipeline['stages'])} × " if pipeline else ""
         on = (
-            f"{found['ranks']} rank{'s' * (found['ranks'] > 1)}, model-parallel {p} × {stages}"
+            f"{plural(found['ranks'], 'rank')}, model-parallel {p} × {stages}"
             f"data-parallel {found['data_parallel']}, {found['precision']} on {found['device']}"
         )
     rows.append(("layout", f"{on}, micro-batch {train.micro_batch_size}, recompute {train.recompute_granularity}"))

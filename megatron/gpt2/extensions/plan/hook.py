@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from data_utils.command_line import plural
 from data_utils.files import machine_memory
 from megatron.gpt2.config import Config
 from megatron.gpt2.device import cgroup_folders
@@ -111,7 +112,7 @@ def suggest_changes(inputs: MemoryInputs, budget: int) -> str:
     if found := cheapest(inputs, int(MARGIN * budget), 3):
         return "cheapest changes: " + "; ".join(map(offer, found))
     return (
-        f"no layout on {inputs.world_size} rank{'s' * (inputs.world_size > 1)} fits; the smallest: "
+        f"no layout on {plural(inputs.world_size, 'rank')} fits; the smallest: "
         f"{offer(smallest(inputs))}; use more ranks per model, or a smaller model"
     )
 

@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from data_utils.command_line import Parser
+from data_utils.command_line import Parser, plural
 from data_utils.files import MAX_CONFIG_BYTES, read_json_object
 from megatron.gpt2.checkpoint.folder import find_checkpoint
 from megatron.gpt2.checkpoint.local import newest_local_iteration
@@ -63,7 +63,7 @@ def report(folder: Path, *, verify: bool = False) -> tuple[Failure, list[str]]:
     length, starts = settings.get("train_iters"), max((incident.get("attempt", 0) for incident in found), default=0)
     run = f"{folder}, {'ended well' if failure.is_success else 'died'}, after iteration {reached:,}"
     run += f" of {length:,}" if isinstance(length, int) else ""
-    run += f", started again {starts} time{'s' * (starts != 1)}" if starts else ""
+    run += f", started again {plural(starts, 'time')}" if starts else ""
     rows = [("run", run), ("first", failure.cause)]
     rows += [("before", cause) for cause in earlier_causes(incidents)[-MAX_NOTED:]]
     if not failure.is_success:
@@ -105,7 +105,7 @@ def _continuation(
     if not iteration:
         text += ": the run starts from the beginning"
     elif again > 0:
-        text += f"; {again:,} iteration{'s' * (again != 1)} will be repeated"
+        text += f"; {plural(again, 'iteration')} will be repeated"
     rows = [("checkpoint", text), *(("", line.removeprefix("WARNING: ")) for line in warnings[:1])]
     return [*rows, *(("continue", command) for command in _commands(settings, found)[:1])]
 

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import mpu
-from data_utils.command_line import Parser
+from data_utils.command_line import Parser, plural
 from data_utils.files import flush_to_disk
 from megatron.gpt2 import device as devices
 from megatron.gpt2.checkpoint.folder import make_save_folder
@@ -176,7 +176,7 @@ def check_flags(arguments: Arguments, rank_info: RankInfo) -> tuple[RunContext |
     iteration = context.resume_metadata.get("iteration", 0)
     start = f"continues iteration {iteration:,}" if iteration else "from random weights"
     finished = ", which is finished: give a larger --train-iters" if context.is_finished else ""
-    text = f"{context.train_iters:,} iterations in {devices.PRECISIONS[context.dtype]}, {start}{finished}"
+    text = f"{plural(context.train_iters, 'iteration')} in {devices.PRECISIONS[context.dtype]}, {start}{finished}"
     fix = f"start every rank with the same command line, and {SAME_FILES}"
     return context, Finding(text, fix, must_match=must_match(context))
 
@@ -303,11 +303,11 @@ def check_run(context: RunContext, rank_info: RankInfo) -> Findings:
     start, samples, batch = context.resume_metadata, len(context.splits.train), context.batch_schedule.final
     steps = context.train_iters - start.get("iteration", 0)
     used = context.batch_schedule.samples_after_steps(steps, start.get("consumed_samples", 0))
-    length = Finding(f"{samples:,} samples, the run uses {used:,}: each {used / max(samples, 1):.2f} times")
+    length = Finding(f"{plural(samples, 'sample')}, the run uses {used:,}: each {used / max(samples, 1):.2f} times")
     problem, _, fix = repetition_warning(used / max(samples, 1), context.config.data).partition("; ")
     length = length._replace(problem=problem, fix=fix, is_warning=True)
     if samples < batch:
-        problem = f"{samples:,} samples, fewer than a batch of {batch:,}"
+        problem = f"{plural(samples, 'sample')}, fewer than a batch of {batch:,}"
         fix = "use more text, a smaller --global-batch-size or a shorter --seq-length"
         length = Finding(problem=problem, fix=fix)
     available, limit = available_memory(context.device, rank_info.local_world_size)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from data_utils.command_line import missing_package, positive_int
+from data_utils.command_line import missing_package, plural, positive_int
 
 try:
     from megatron.gpt2.extensions.serve.app import Service
@@ -152,7 +152,7 @@ def print_start(args: argparse.Namespace, loaded: LoadedModel, listener: socket.
                 "model",
                 f"{args.load}, iteration {loaded.checkpoint.iteration:,}, "
                 f"{count_parameters(loaded.model.config)[0]:,} parameters, {PRECISIONS[loaded.dtype]} on "
-                f"{loaded.device.type}, {ranks} rank{'s' * (ranks > 1)}",
+                f"{loaded.device.type}, {plural(ranks, 'rank')}",
             ),
             ("page", f"{url}/"),
             ("OpenAI's base_url", f"{url}/v1"),

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data_utils.command_line import align_columns
+from data_utils.command_line import align_columns, plural
 from megatron.gpt2.config import flag, flatten_sections
 from megatron.gpt2.dist.ranks import format_ranks
 from megatron.gpt2.extensions.verify.compare import Comparison, Difference
@@ -129,8 +129,8 @@ def reference_lines(reference: str, trace: Trace) -> list[str]:
     size, steps = sum(entry.dtype.itemsize * math.prod(entry.shape) for entry in entries), facts["steps"]
     skipped = ", ".join(str(entry.key.step) for entry in entries if entry.key.name == "skipped" and entry.rms > 0)
     lines = [
-        f"compared with {reference}: {steps} step{'s' * (steps > 1)} of {facts['global_batch_size']} samples, "
-        f"{facts['precision']} on {facts['device']}, {len(entries):,} tensors, {size / 2**20:,.1f} MiB"
+        f"compared with {reference}: {plural(steps, 'step')} of {plural(facts['global_batch_size'], 'sample')}, "
+        f"{facts['precision']} on {facts['device']}, {plural(len(entries), 'tensor')}, {size / 2**20:,.1f} MiB"
     ]
     if skipped:
         lines.append(

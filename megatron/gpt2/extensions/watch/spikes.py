@@ -10,6 +10,7 @@ import dataclasses
 import statistics
 from collections import deque
 
+from data_utils.command_line import plural
 from megatron.gpt2.checkpoint.writer import rename_newer_checkpoints
 from megatron.gpt2.config import Config
 from megatron.gpt2.dist.gathering import gather_ints
@@ -110,7 +111,7 @@ class RewindOnSpike(Hook):
         log_spike(
             trainer,
             f"WARNING: at iteration {at} {spike}: the run is back at iteration {iteration} and skips "
-            f"{end - consumed} samples (--rewind-on-spike; {left} more rewind{'s' * (left != 1)}, then none)",
+            f"{plural(end - consumed, 'sample')} (--rewind-on-spike; {plural(left, 'more rewind')}, then none)",
         )
         return True
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from data_utils.command_line import ROOT, Parser, missing_package, progress_bar
+from data_utils.command_line import ROOT, Parser, missing_package, plural, progress_bar
 from data_utils.corpora import COMPRESSED_SUFFIXES, JSON_SUFFIXES, MAX_BAD_FRACTION, TEXT_SUFFIX
 from data_utils.files import file_lock
 from data_utils.shards import Manifest, map_in_processes
@@ -200,7 +200,7 @@ def summarize_stage(name: str, manifests: Sequence[Manifest]) -> Iterator[str]:
     entered, left = total(manifests, "entered"), total(manifests, "left")
     kept = f" ({left / entered:.1%})" if entered else ""
     size = sum(part["bytes"] for manifest in manifests for parts in manifest["outputs"].values() for part in parts)
-    shards = f"{len(manifests)} shard{'s' * (len(manifests) != 1)}"
+    shards = f"{plural(len(manifests), 'shard')}"
     yield f"{name}: {entered:,} in, {left:,} out{kept}; {shards}, {size / 1e6:,.1f} MB"
     reasons: dict[str, tuple[int, str]] = {}
     for manifest in manifests:
@@ -221,7 +221,7 @@ class ShardStep:
         self.stage, self.shards, self.output = stage, shards, output
 
     def __repr__(self) -> str:
-        return f"{self.stage.name} of {len(self.shards)} shards"
+        return f"{self.stage.name} of {plural(len(self.shards), 'shard')}"
 
     def __call__(self, data: object, rank: int = 0, world_size: int = 1) -> None:
         for shard in self.shards[rank::world_size]:

@@ -100,7 +100,7 @@ def test_verify_finds_another_tokenizer(runs: Path, tmp_path: Path, capsys: pyte
 
 def test_split_merge_diff(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     save, split, merged = (str(path) for path in (runs / "save", tmp_path / "split", tmp_path / "merged"))
-    assert main(["split", save, split, "--model-parallel-size", "4"]) == 0
+    assert main(["split", save, split, "--target-tensor-model-parallel-size", "4"]) == 0
     assert len(list(Path(split).glob("iter_*/mp_rank_*"))) == 4
     assert main(["merge", split, merged]) == 0
     capsys.readouterr()
@@ -137,6 +137,7 @@ def test_convert_and_check(runs: Path, tmp_path: Path, words: str, capsys: pytes
     )
     with pytest.raises(ValueError, match="not empty"):
         main(convert)
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize("to", ["megatron-2019", "megatron-core", "dcp"])
@@ -147,7 +148,7 @@ def test_diff_takes_the_heads_from_the_side_that_states_them(
     assert main(["convert", save, out, "--to", to]) == 0
     for pair in ((save, out), (out, save)):
         capsys.readouterr()
-        main(["diff", *pair])
+        assert main(["diff", *pair]) == 0
         said = capsys.readouterr()
         kind = "model" if to == "megatron-core" else "exp_avg"
         assert re.search(rf"^{kind}\.\S+query_key_value.weight .* 0$", said.out, re.MULTILINE) and not said.err
@@ -172,16 +173,20 @@ def test_a_run_goes_on_through_other_files(runs: Path, tmp_path: Path, form: str
     assert main(["convert", str(runs / "save"), old, "--to", form, "--model-parallel-size", "2"]) == 0
     with pytest.raises(ValueError) as assert_refused:
         build_context(parse([*SMALL, "--load", old]), RankInfo(0, 1, 0, 1), lambda line: None)
+    with pytest.raises(ValueError, match=f"is the folder of an iteration: give --load {runs / 'save'}, "):
+        build_context(parse([*SMALL, "--load", f"{runs}/save/iter_0000002"]), RankInfo(0, 1, 0, 1), lambda line: None)
     command = re.search(
-        r": bash \S+ \S*tools/checkpoint.py (.*) converts it; then --load (.*)$", str(assert_refused.value)
+        r": convert it first: bash \S+ \S*tools/checkpoint.py (.*); then --load (.*) \(", str(assert_refused.value)
     )
-    assert main([*shlex.split(command[1]), "--vocab-size", "257"]) == 0
+    assert main([*shlex.split(command[1]), "--vocab-size", "257", "--tokenizer-type", "bytes"]) == 0
     assert "random states" in capsys.readouterr().err
+    converted = read(Path(shlex.split(command[2])[0])).metadata
+    assert "train_iters" not in converted and "train" not in converted["config"], "no defaults: the files hold none"
     losses: list[list[float]] = []
     batches: list[tuple[torch.Tensor, torch.Tensor]] = []
     for load in (str(runs / "save"), shlex.split(command[2])[0]):
         trainer = start(0, 1, str(runs), ["--load", load, "--save", f"{load}_on", "--precision", "bf16"])
-        assert trainer.progress.iteration == 2
+        assert trainer.progress.iteration == 2 and trainer.context.tokenizer.kind == "bytes"
         batches = batches or [next(trainer.data.loader) for _ in range(3)]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(trainer.data, "loader", iter(batches))

@@ -523,7 +523,7 @@ def test_config_repeats_a_run(work: Path, capfd: pytest.CaptureFixture[str]):  #
         pretrain_gpt2.main("--config a/config.json --save c --micro-batch-size 2 --seed 7 --train-iters 2".split()) == 0
     )
     said = capfd.readouterr().out
-    assert "2 samples × 1 data-parallel ranks × 2 accumulated = 4 a step" in said
+    assert "2 samples × 1 data-parallel rank × 2 accumulated = 4 a step" in said
     assert len(metrics(work / "c")) == 2 and metrics(work / "c")[0]["lm_loss"] != before[0]
 
     # config.json of a fine-tuned run keeps --load and --finetune after the run was continued.

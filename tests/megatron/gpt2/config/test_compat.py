@@ -71,9 +71,12 @@ def test_all_errors_are_in_one_line():
     "name, meant",
     [
         ("--ckpt-fuly-parallel-save", None),
+        ("--moe-nonsense", None),
+        ("--log-nonsense", None),
+        ("--disable-log-anything", None),
         ("--no-sequence-parallel", None),
         ("--learning-rate", None),
-        ("--log-intervall", "--log-interval"),  # `--log-*` has a rule
+        ("--log-intervall", "--log-interval"),
         ("--tensorboard-dri", "--tensorboard-dir"),
         ("-num-layers", "--num-layers"),
     ],
@@ -81,14 +84,12 @@ def test_all_errors_are_in_one_line():
 def test_a_hint_is_a_typing_error_away(name: str, meant: str | None):
     if meant:
         assert error_of([name, "3"]) == f"unknown flag {name}: did you mean {meant}?"
-    elif find_rule(MEGATRON_RULES, name):
-        assert parse([name]).notes
     else:
         assert error_of([name]) == f"unknown flag {name}: --help lists the flags"
 
 
 def test_beginnings_and_opposites():
-    notes = parse("--moe-router-topk 2 --no-tp-comm-overlap-ag --disable-log-anything --fp8-recipe x".split()).notes
+    notes = parse("--moe-router-topk 2 --no-tp-comm-overlap-ag --disable-log-energy --fp8-recipe x".split()).notes
     assert len(notes) == 4 and all(": ignored: " in note for note in notes)
     assert find_rule(MEGATRON_RULES, "--no-bf16") is find_rule(MEGATRON_RULES, "--no-swiglu") is None
 
@@ -111,6 +112,15 @@ def test_beginnings_and_opposites():
         ("--no-pipeline-parallel --pipeline-model-parallel-size 2", "contradicts --pipeline-model-parallel-size 2"),
         ("--tokenizer-model-type unigram", "only bpe or bert"),
         ("--no-bias-gelu-fusion --gelu tanh", "--no-bias-gelu-fusion contradicts --gelu tanh"),
+        (
+            "--tokenizer-type HuggingFaceTokenizer",
+            "Tokenizer is not supported: give --vocab-file vocab.json and --merge-f",
+        ),
+        ("--n-layer 4 --block-size 64", "--n-layer 4, --block-size 64 are not supported: nanoGPT's; give --num-layers"),
+        ("--compile=False", "--compile: leave out the value 'False'"),
+        ("--tokenizer-type TikTokenizer", "TikTokenizer is not supported: give --vocab-file"),
+        ("--tokenizer-type NullTokenizer", "or --tokenizer-model, of the tokenizer that made the .bin files"),
+        ("--lr-decay-style inverse-square-root", "give --lr-decay-style cosine"),
     ],
 )
 def test_refused(line: str, message: str):
@@ -137,7 +147,12 @@ def test_translated():
     tokens = parse("--seq-length 16 --lr-decay-tokens 1_600 --lr-warmup-tokens 1.6e2 --num-layers 2".split())
     assert (tokens.config.optimizer.lr_decay_samples, tokens.config.optimizer.lr_warmup_samples) == (100, 10)
     assert parse(["--padded-vocab-size", "50304"]).config.model.make_vocab_size_divisible_by == 50304
-    assert parse("--num-layers 2 --hidden-size 64 --num-attention-heads 4 --kv-channels 16".split()).notes
+    line = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --kv-channels 16 --no-mmap-bin-files"
+    assert parse(line.split()).notes == (
+        "--kv-channels 16: it is --hidden-size / --num-attention-heads, the only size",
+        "--no-mmap-bin-files: ignored: token files (.bin) are always memory-mapped, and text is tokenised to such a "
+        "file once",
+    )
 
 
 def test_the_page_of_flags_is_up_to_date(capsys: pytest.CaptureFixture[str]):

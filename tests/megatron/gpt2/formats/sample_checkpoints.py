@@ -237,7 +237,7 @@ def in_memory_checkpoint(num_layers: int, dtype: torch.dtype) -> BaseCheckpoint:
         "global_batch_size": 4,
         "train_iters": 100,
         "optimizer": {"good_steps": 6, "skipped_steps": 1, "adam_steps": 6, "loss_scaler": scaler},
-        "config": {"optimizer": {**schedule, "weight_decay": 0.1}},
+        "config": {"optimizer": {**schedule, "weight_decay": 0.1}, "train": {"micro_batch_size": 2, "seed": 7}},
     }
     return InMemoryCheckpoint(tensors, shape, metadata, 7)
 

@@ -15,7 +15,9 @@ from megatron.gpt2.train.resume_equivalence import changed_settings, resume_equi
 from tests.megatron.gpt2.train.training_runs import finish, make_context, start, steps, write_text
 
 BEFORE = "--hidden-dropout 0.1 --attention-dropout 0.1 --seed 7 --global-batch-size 8".split()
+BEFORE += "--lr-decay-style cosine --min-lr 1e-5".split()
 ALIKE = [*BEFORE, "--precision", "fp32"]
+DECAY = ["--lr-decay-iters", "1"]
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1 --global-batch-size 4".split()
 
 
@@ -104,17 +106,22 @@ def checkpoint_lines(folder: Path, flags: list[str]) -> list[str]:
 
 def test_each_changed_setting_has_a_line(tmp_path: Path) -> None:
     write_text(tmp_path)
-    trainer = start(0, 1, str(tmp_path), BEFORE)
+    trainer = start(0, 1, str(tmp_path), [*BEFORE, *DECAY])
     steps(trainer, 1)
     assert trainer.save() is not None
     finish(trainer)
 
-    assert checkpoint_lines(tmp_path, ALIKE) == []
+    assert checkpoint_lines(tmp_path, [*ALIKE, *DECAY]) == []
+    assert checkpoint_lines(tmp_path, ALIKE)[1:] == [
+        "WARNING: the learning rate stays at --min-lr 1e-05: the checkpoint's schedule ends at iteration 1; "
+        "--override-opt-param-scheduler with --lr and --lr-decay-iters gives a new one"
+    ]
     assert checkpoint_lines(tmp_path, ["--load", f"{tmp_path}/save", "--finetune", "--save", f"{tmp_path}/tuned"]) == []
     assert checkpoint_lines(
         tmp_path,
         [
             *BEFORE,
+            *DECAY,
             *"--seed 1 --hidden-dropout 0 --attention-dropout 0.2 --micro-batch-size 2 --precision bf16".split(),
         ],
     ) == [
@@ -130,8 +137,11 @@ def test_each_changed_setting_has_a_line(tmp_path: Path) -> None:
     ]
     assert [
         line.partition(":")[0]
-        for line in checkpoint_lines(tmp_path, [*ALIKE, *"--global-batch-size 4 --split 80,20".split()])
+        for line in checkpoint_lines(tmp_path, [*ALIKE, *DECAY, *"--global-batch-size 4 --split 80,20".split()])
     ] == ["WARNING"] * 2
-    assert checkpoint_lines(tmp_path, [*ALIKE, *"--rampup-batch-size 4 4 24".split()]) == [
+    assert checkpoint_lines(tmp_path, [*ALIKE, *DECAY, *"--rampup-batch-size 4 4 24".split()]) == [
         "WARNING: the batch grows differently than in the checkpoint: --rampup-batch-size 4 4 24 here, not at all there"
     ]
+    # A file of another program without a seed does not have the default seed.
+    converted = {"converted_from": "torch_dist", "config": {"train": {"micro_batch_size": 4}}}
+    assert not [*changed_settings(converted, {"config": {"train": {"seed": 1, "micro_batch_size": 4}}})]
