@@ -55,16 +55,11 @@ from megatron.gpt2.train.trainer import build_trainer
 
 # Left out of the recorded run: what decides lengths, the user's files, and output in addition to the log.
 LEFT_OUT = (
-    *LENGTH_KEYS,
-    *WARMUP_KEYS,
-    *DECAY_KEYS,
-    "model.ffn_hidden_size",
-    "model.vocab_size",
-    "checkpoint.finetune",
-    "checkpoint.local_checkpoint_dir",
-    "checkpoint.local_checkpoint_interval",
-    *(f"train.{name}" for name in "rampup_batch_size step_batch_size_schedule exit_interval".split()),
-    *(f"train.{name}" for name in "exit_duration_in_mins compile profile tensorboard_dir wandb_project".split()),
+    *(*LENGTH_KEYS, *WARMUP_KEYS, *DECAY_KEYS),
+    *"model.ffn_hidden_size model.vocab_size checkpoint.finetune checkpoint.local_checkpoint_dir".split(),
+    *"checkpoint.local_checkpoint_interval train.rampup_batch_size train.step_batch_size_schedule".split(),
+    *"train.exit_interval train.exit_duration_in_mins train.compile train.profile train.tensorboard_dir".split(),
+    "train.wandb_project",
 )
 DATA_FLAGS = ("data.eod_mask_loss", "data.reset_position_ids", "data.reset_attention_mask")
 HEAD_SIZE, LEAST_TOKENS, NEW_TOKENS = 8, 16, 3

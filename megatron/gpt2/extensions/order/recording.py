@@ -127,7 +127,7 @@ def _accesses(operator: Any) -> list[tuple[int, str, bool]]:
     schema = operator._schema
     name = schema.name.split("::")[1]
     is_view = any(value.alias_info is not None and not value.alias_info.is_write for value in schema.returns)
-    if is_view or name.endswith("_like") or name.startswith("new_") or "c10d" in operator.namespace:
+    if is_view or name.endswith("_like") or name.startswith(("new_", "_unsafe_view")) or "c10d" in operator.namespace:
         return []
     return [
         (number, argument.name, argument.alias_info is not None and argument.alias_info.is_write)

@@ -18,7 +18,7 @@ import mpu
 from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.dist.gathering import gather_rows, gather_strings
 from megatron.gpt2.dist.signals import StopSignal
-from megatron.gpt2.extensions.order import command, prove
+from megatron.gpt2.extensions.order import Record, command, prove, record
 from megatron.gpt2.optimizer import bucket_reducer
 from megatron.gpt2.optimizer.bucket_reducer import BucketReducer
 from megatron.gpt2.train import checkpointing, data, loop
@@ -125,6 +125,33 @@ def test_a_layout_is_proven(flags: str, world_size: int):
 def test_the_layouts_are_many():
     sizes = [layout.world_size for layout in covering_layouts()]
     assert len(sizes) >= 60 and max(sizes) == 64
+
+
+def test_a_program_of_the_user(monkeypatch: Patch, capsys: pytest.CaptureFixture[str]):
+    """Without a batch, gloo starts both directions at once, and NCCL one after the other."""
+    records: list[Record] = []
+    for rank in range(2):
+        with record(rank, 2, records):
+            dist.init_process_group("nccl")
+            texts = [""] * 2
+            dist.all_gather_object(texts, f"from rank {rank}")
+            assert texts == ["from rank 0"] * 2
+            works = [dist.isend(torch.zeros(2), 1 - rank), dist.irecv(torch.zeros(2), 1 - rank)]  # not a batch
+            for work in works:
+                assert work is not None
+                work.wait()
+    assert prove(records, ["gloo"]) == []
+    monkeypatch.setattr(command, "record_layout", lambda *_: records)
+    assert command.main(["--nproc-per-node", "2", "--global-batch-size", "4"]) == 1
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("rank 0 waits in send") and first.endswith("rank 1 does not come")
+    assert second.startswith("rank 1 waits in send") and f"{HERE}:{line_numbers(HERE, '# not a batch')[0]}" in second
+    with pytest.raises(ValueError, match="each rank"):
+        prove(records[:1])
+
+
+def line_numbers(file: str, text: str) -> list[int]:
+    return [number for number, line in enumerate((ROOT / file).read_text().splitlines(), 1) if text in line]
 
 
 # --- faults
@@ -348,6 +375,5 @@ IN_DEFAULT_RUN = ("missed wait for gradients", "collective in a save", "two grou
 )
 def test_a_fault_is_found(fault: Fault):
     story = story_of(f"{fault.flags} --global-batch-size 4", fault.world_size, fault.plant, fault.ranks)
-    lines = (ROOT / fault.file).read_text().splitlines()
-    numbers = [number for number, line in enumerate(lines, 1) if fault.line in line]
-    assert any(f"{fault.file}:{number}" in story for number in numbers), story
+    lines = [f"{fault.file}:{number}" for number in line_numbers(fault.file, fault.line)]
+    assert any(line in story for line in lines), story
