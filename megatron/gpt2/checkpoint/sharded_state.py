@@ -54,7 +54,9 @@ def load_sharded_state_dict(
         kinds.add(kind)
         saved = checkpoint.tensors.get(full_name)
         if saved is None:
-            hint = "the model has a different shape" if kind == "model" else "give --no-load-optim if it was not saved"
+            hint = "the model has a different shape"
+            if kind != "model":
+                hint = "give the --optimizer that saved it, or --no-load-optim"
             raise ValueError(f"{checkpoint.path}: holds no {full_name}: {hint}")
         if saved.shape != spec.global_shape:
             raise ValueError(

@@ -31,7 +31,7 @@ from megatron.gpt2.formats.compare import (
     format_description,
     format_difference,
 )
-from megatron.gpt2.formats.external import UnknownHeadsError
+from megatron.gpt2.formats.external import UnknownHeadsError, has_optimizer
 from megatron.gpt2.formats.gguf import TYPES as GGUF_TYPES
 from megatron.gpt2.formats.gguf import write_gguf
 from megatron.gpt2.formats.huggingface import EXPORT_DTYPES, write_huggingface
@@ -208,7 +208,8 @@ def write_format(args: argparse.Namespace, source: BaseCheckpoint, to: str, layo
     left_out = list(source.left_out)
     if "rng" in kinds:
         left_out.append("the random states, which belong to a layout")
-    if "master" in kinds and to in ("huggingface", "gguf", "megatron-core"):
+    takes_state = to == "native" or to not in ("huggingface", "gguf", "megatron-core") and has_optimizer(source)
+    if "master" in kinds and not takes_state:
         left_out.append("the optimizer's state, which this format does not hold")
     if source.metadata.get("tokenizer") and to in (*MEGATRON, "dcp"):
         left_out.append("the tokenizer, which this format does not hold")

@@ -531,12 +531,14 @@ MEGATRON_RULES = by_name(
     ignored("--lr-wsd-decay-style=", "the decay of WSD is exponential", "exponential"),
     ignored("--lr-warmup-init=", "warmup starts at 0", "0", "0.0"),
     refused("--decoupled-lr= --decoupled-min-lr= --freeze-all-layers", "all weights have the rate --lr; leave it out"),
-    ignored("--optimizer=", ADAMW, "adam"),
+    ignored("--sgd-momentum= --lion-{beta1,beta2}", "a setting of another optimizer"),
+    ignored("--muon-nesterov --muon-use-nesterov --muon-fp32-matmul-prec= --muon-use-syrk", "Muon always does it"),
     ignored(
-        "--sgd-momentum= --muon-{coefficient-type,extra-scale-factor,fp32-matmul-prec,momentum,nesterov,no-split-qkv,"
-        "num-ns-steps,scalar-optimizer,scale-mode,tp-mode,use-nesterov,use-syrk} --lion-{beta1,beta2}",
-        "a setting of another optimizer",
+        "--muon-{scale-mode,coefficient-type,tp-mode,scalar-optimizer}",
+        "Muon's form",
+        *("spectral", "quintic", "duplicated", "distributed", "adam"),
     ),
+    refused("--muon-no-split-qkv", "Muon splits QKV; leave it out"),
     refused("--use-bnb-optimizer", "give --cpu-offload-optimizer or --use-distributed-optimizer"),
     ignored("--weight-decay-incr-style=", "weight decay is constant", "constant"),
     refused("--start-weight-decay= --end-weight-decay= --weight-decay-cond-type=", "give --weight-decay"),

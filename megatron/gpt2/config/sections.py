@@ -166,14 +166,12 @@ class DataConfig(ConfigSection):
     )
     data_order: str = option(
         "shuffled",
-        "order of the samples: shuffled by seed and epoch, or megatron, the order of today's Megatron for a prefix",
+        "order of samples: shuffled by seed and epoch, or that of today's Megatron for a prefix",
         choices=("shuffled", "megatron"),
     )
     split: str = option("969,30,1", "proportions of training, validation and test")
     text_key: str | None = option(None, "the JSON field that holds the text (default: text, else sentence)")
-    max_bad_fraction: float = option(
-        0.001, "largest share of unusable lines in a text file; above it the run is refused", bound=SHARE
-    )
+    max_bad_fraction: float = option(0.001, "largest share of unusable lines in a text file", bound=SHARE)
     data_cache_path: str | None = option(None, "folder for tokenised files (default: in the user's cache folder)")
     tokenizer_type: str | None = option(
         None,
@@ -192,15 +190,16 @@ class DataConfig(ConfigSection):
     reset_attention_mask: bool = option(False, "attend only to tokens of the same document")
     num_workers: int = option(
         2,
-        "steps that one thread reads ahead; 0: the training thread reads each batch itself",
+        "steps that a thread reads ahead; 0: no thread",
         bound=NOT_NEGATIVE,
     )
 
 
 @dataclass(frozen=True)
 class OptimizerConfig(ConfigSection):
-    """AdamW, learning rate schedule and loss scale."""
+    """AdamW or Muon, learning rate schedule and loss scale."""
 
+    optimizer: str = option("adam", "AdamW, or Muon for layers' matrices", choices=("adam", "muon"))
     lr: float = option(1e-4, "peak learning rate")
     min_lr: float = option(0.0, "minimum learning rate", bound=NOT_NEGATIVE)
     lr_decay_style: str = option(
@@ -219,12 +218,13 @@ class OptimizerConfig(ConfigSection):
     lr_warmup_iters: int | None = option(None, "warmup in iterations", "--warmup-iters", bound=NOT_NEGATIVE)
     lr_warmup_samples: int | None = option(None, "warmup in samples", bound=NOT_NEGATIVE)
     lr_wsd_decay_iters: int | None = option(None, "iterations of the final decay of WSD (default: a tenth)")
-    weight_decay: float = option(
-        0.01, "weight decay of AdamW, not applied to biases and layer norms", bound=NOT_NEGATIVE
-    )
+    weight_decay: float = option(0.01, "weight decay, not of biases and layer norms", bound=NOT_NEGATIVE)
     adam_beta1: float = option(0.9, "AdamW's beta1", bound=FRACTION)
     adam_beta2: float = option(0.999, "AdamW's beta2", bound=FRACTION)
     adam_eps: float = option(1e-8, "AdamW's epsilon")
+    muon_momentum: float = option(0.95, "Nesterov momentum", bound=FRACTION)
+    muon_num_ns_steps: int = option(5, "Newton-Schulz steps")
+    muon_extra_scale_factor: float = option(0.2, "factor of updates; 0.2: like AdamW's")
     clip_grad: float = option(1.0, "clip gradients to this global norm; 0: no clipping", bound=NOT_NEGATIVE)
     loss_scale: float | None = option(None, "static fp16 loss scale (default: dynamic)")
     initial_loss_scale: float = option(2.0**32, "initial dynamic loss scale")
@@ -265,7 +265,7 @@ class ParallelConfig(ConfigSection):
         choices=SCHEDULES,
     )
     num_layers_per_virtual_pipeline_stage: int | None = option(
-        None, "layers of a virtual stage; each rank then has several, which shortens the pipeline bubble"
+        None, "layers of a virtual stage; several per rank shorten the bubble"
     )
     num_virtual_stages_per_pipeline_rank: int | None = option(None, "virtual stages per rank, instead of their layers")
     decoder_first_pipeline_num_layers: int | None = option(
@@ -376,7 +376,7 @@ class TrainConfig(ConfigSection):
     )
     dropout_rng: str = option(
         "counter",
-        "source of dropout masks: counter, the same in every layout, or torch, a random stream per rank as in Megatron",
+        "dropout masks: counter, equal in every layout, or torch, a random stream per rank as in Megatron",
         choices=("counter", "torch"),
     )
     precision: str = option(
@@ -402,7 +402,7 @@ class TrainConfig(ConfigSection):
     )
     deterministic: bool = option(
         False,
-        "use slower kernels that give bit-identical results on every run of the same command",
+        "use slower kernels that give the same bits in every run",
         "--deterministic-mode",
     )
     attention_backend: str = option(
@@ -433,11 +433,11 @@ class TrainConfig(ConfigSection):
     )
     log_straggler: bool = option(
         False,
-        "at log lines: warn if one rank is slower than the others, and name the slow part of its step",
+        "at log lines: name a slow rank and the slow part of its step",
     )
     check_replicas_interval: int | None = option(
         None,
-        "every N steps, check weights and optimizer state for flipped bits, on each rank and between replicas",
+        "every N steps, look for flipped bits in weights and optimizer state",
         "--check-weight-hash-across-dp-replicas-interval",
     )
     tensorboard_dir: str | None = option(None, "folder for TensorBoard event files")
@@ -449,7 +449,7 @@ class TrainConfig(ConfigSection):
     )
     profile: tuple[int, ...] = option(
         (),
-        "START END: profile these iterations with torch's profiler; write a trace to the --save folder",
+        "START END: write torch's trace of these iterations to --save",
         metavar="N",
     )
     profile_ranks: tuple[int, ...] = option((0,), "ranks to profile", metavar="RANK")
@@ -546,7 +546,7 @@ class CheckpointConfig(ConfigSection):
     )
     local_checkpoint_dir: str | None = option(
         None,
-        "folder on a local disk or RAM disk of each machine for extra checkpoints, used after a crash",
+        "folder on each machine's disk or RAM disk for extra checkpoints, used after a crash",
         "--non-persistent-local-ckpt-dir",
     )
     local_checkpoint_interval: int | None = option(
@@ -555,7 +555,7 @@ class CheckpointConfig(ConfigSection):
     keep_last: int | None = option(None, "number of newest checkpoints to keep (default: all)")
     keep_best: bool = option(False, "also keep the checkpoint with the lowest validation loss, in the folder best")
     no_verify: bool = option(
-        False, "skip the hash check of checkpoint files when loading; sizes and headers are still checked"
+        False, "load checkpoint files without checking their hashes; sizes and headers are checked"
     )
     finetune: bool = option(False, "load only the weights from --load and start at iteration 0")
     exit_on_missing_checkpoint: bool = option(False, "stop with an error if --load has no checkpoint")
@@ -668,6 +668,10 @@ class Config:
         require(
             offloaded <= model.num_layers,
             f"--cpu-offloading-num-layers {offloaded} is more than --num-layers {model.num_layers}",
+        )
+        require(
+            self.optimizer.optimizer == "adam" or not parallel.cpu_offload_optimizer,
+            "--optimizer muon and --cpu-offload-optimizer: only AdamW runs in host memory; leave one out",
         )
         if parallel.exact_layouts is not None:
             self._check_exact_layouts(parallel.exact_layouts)

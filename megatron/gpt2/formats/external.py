@@ -282,8 +282,9 @@ def adam_metadata(step: int, groups: Sequence[Any], flags: Mapping[str, Any], **
 
 
 def has_optimizer(source: BaseCheckpoint) -> bool:
-    """True if `source` holds masters and moments."""
-    return all(f"{kind}.{WORD_EMBEDDINGS}" in source.tensors for kind in OPTIMIZER_KINDS)
+    """True if `source` holds masters and AdamW's moments. A run with Muon has no second moments of matrices."""
+    names = [name.removeprefix("model.") for name in source.tensors if name.startswith("model.")]
+    return all(f"{kind}.{name}" in source.tensors for kind in OPTIMIZER_KINDS for name in names)
 
 
 def optimizer_config(source: BaseCheckpoint) -> OptimizerConfig:

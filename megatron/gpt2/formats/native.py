@@ -18,7 +18,7 @@ from megatron.gpt2.checkpoint.base import BaseCheckpoint, check_metadata
 from megatron.gpt2.checkpoint.saver import PendingSave, Saver
 from megatron.gpt2.checkpoint.writer import ShardedTensor
 from megatron.gpt2.config import Config
-from megatron.gpt2.formats.external import OPTIMIZER_KINDS, has_optimizer
+from megatron.gpt2.formats.external import OPTIMIZER_KINDS, WORD_EMBEDDINGS
 from megatron.gpt2.model.gpt2 import parameter_specs
 
 
@@ -67,7 +67,7 @@ def write_native(
     Raises ValueError, in one line, for a size that does not fit, and OSError if the disk is full.
     """
     metadata = native_metadata(source, model_parallel_size, tokenizer)
-    kinds = ("model", *OPTIMIZER_KINDS) if has_optimizer(source) else ("model",)
+    kinds = [kind for kind in ("model", *OPTIMIZER_KINDS) if f"{kind}.{WORD_EMBEDDINGS}" in source.tensors]
     specs = parameter_specs(check_metadata(source), model_parallel_size)
     files: dict[str, dict[str, ShardedTensor]] = {}
     for rank in range(model_parallel_size):
@@ -75,8 +75,8 @@ def write_native(
             file = "model" if kind == "model" else f"{kind}_dp_00"
             shards = files[f"mp_rank_{rank:02d}/{file}.safetensors"] = {}
             for name, spec in specs.items():
-                if spec.dim is not None or rank == 0:
-                    full_name, tensor_slice = f"{kind}.{name}", spec.local_slice(rank, model_parallel_size)
+                full_name, tensor_slice = f"{kind}.{name}", spec.local_slice(rank, model_parallel_size)
+                if full_name in source.tensors and (spec.dim is not None or rank == 0):
                     shards[full_name] = ShardedTensor(
                         torch.empty(tensor_slice.shape, dtype=source.tensors[full_name].dtype, device="meta"),
                         spec.global_shape,

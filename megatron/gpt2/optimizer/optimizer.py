@@ -10,12 +10,14 @@ arXiv:1910.02054) one shard of every bucket. In this case the ranks then gather 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim.adamw import adamw
 
 import mpu
-from megatron.gpt2.config import OptimizerConfig
+from megatron.gpt2.config import OptimizerConfig, require
 from megatron.gpt2.optimizer.bucket_reducer import ParamAllGather
 from megatron.gpt2.optimizer.param_and_grad_buffer import ParamAndGradBuffer, ParamShard
 
@@ -126,6 +128,67 @@ def build_loss_scaler(config: OptimizerConfig, dtype: torch.dtype, device: torch
     )
 
 
+class LRSchedule:
+    """The learning rate schedule of a run of `train_iters` iterations with the final batch size `batch`, in samples.
+    Raises ValueError if warm-up and decay do not fit. The rate is a function of n, the number of steps so far that
+    were not skipped. If the batch size grows, a step counts as its fraction of the final batch. Megatron counts
+    samples, which is equivalent.
+
+    With peak p, floor f, w warm-up and N decay iterations, the rate is p·n/w up to w; after that, with
+    r = (n − w) / (N − w), which runs from 0 to 1:
+
+        constant     p
+        linear       f + (p − f)·(1 − r)
+        cosine       f + (p − f)·(cos πr + 1) / 2
+        exponential  max(f, p·2^−r)
+        WSD          p until D iterations before N, then f + (p − f)·(2·2^−q − 1), q running from 0 to 1 over those D
+
+    After N the rate is constant. cosine-2019 continues runs of Megatron from 2019: max(f, p/2·(cos(π(n − w)/N) + 1))
+    with n at most N − w, so that it ends above the floor. An update uses n = the number of earlier updates, so the
+    first one has the rate 0 under a warm-up. A log line shows the rate after its update is counted.
+    """
+
+    def __init__(self, config: OptimizerConfig, train_iters: int, batch: int) -> None:
+        self.peak, self.floor, self.style = config.lr, config.min_lr, config.lr_decay_style
+        self.warmup_iters, self.decay_iters = config.warmup_and_decay(train_iters, batch)
+        self.wsd_iters = config.lr_wsd_decay_iters or max(1, int(self.decay_iters) // 10)
+        require(
+            self.warmup_iters <= self.decay_iters,
+            f"the warm-up of {self.warmup_iters:g} iterations (--lr-warmup-iters) is more than the "
+            f"{self.decay_iters:g} of the decay (--lr-decay-iters, else the length of the run)",
+        )
+        require(
+            self.style != "WSD" or self.wsd_iters <= self.decay_iters - self.warmup_iters,
+            f"--lr-wsd-decay-iters {self.wsd_iters} does not fit between the warm-up of {self.warmup_iters:g} and "
+            f"the end of the decay at {self.decay_iters:g}",
+        )
+
+    def __call__(self, n: float) -> float:
+        """Return the rate after n steps that were not skipped."""
+        return float(self.table(np.array([float(n)]))[0])
+
+    def table(self, n: NDArray[np.float64]) -> NDArray[np.float64]:
+        """n: float64 [k], ascending -> [k], the rate after each n."""
+        p, f, w, end = self.peak, self.floor, self.warmup_iters, self.decay_iters
+        late = np.minimum(n, end)
+        r = (late - w) / (end - w) if end > w else np.ones_like(n)
+        if self.style == "constant":
+            rates = np.full_like(n, p)
+        elif self.style == "linear":
+            rates = f + (p - f) * (1 - r)
+        elif self.style == "cosine":
+            rates = f + (p - f) * (np.cos(np.pi * r) + 1) / 2
+        elif self.style == "cosine-2019":
+            rates = np.maximum(f, p / 2 * (np.cos(np.pi * (np.minimum(n, end - w) - w) / end) + 1))
+        elif self.style == "exponential":
+            rates = np.maximum(f, p * 0.5**r)
+        else:
+            assert self.style == "WSD"
+            q = np.maximum(0.0, (late - (end - self.wsd_iters)) / self.wsd_iters)
+            rates = f + (p - f) * (2 * 0.5**q - 1)
+        return np.where(n <= w, p * n / w, rates) if w else rates
+
+
 class AdamWOptimizer:
     """Norm → skip if it is not finite → unscale, clip, AdamW on the masters → round into the model → learning rate.
 
@@ -167,7 +230,7 @@ class AdamWOptimizer:
 
         self._host_grads = buffer.zeros_like_shards(pinned=True) if buffer.offloaded else None
         self._config = config
-        self.moments = {name: buffer.zeros_like_shards() for name in MOMENTS}
+        self.moments = {name: buffer.zeros_like_shards(matrices=name == "exp_avg") for name in MOMENTS}
         self._adam_steps = [torch.zeros((), dtype=torch.float32, device=master.device) for master in buffer.masters]
 
     def step(self) -> None:
@@ -181,7 +244,7 @@ class AdamWOptimizer:
         grads = self._to_masters(grads)
         # With an offloaded optimizer, this copy to the host waits, also for the copies of the gradients before it.
         scalars = torch.stack([self.learning_rate, grad_scale, self.found_inf]).to(self.buffer.masters[0].device)
-        self._adamw(grads, *scalars.unbind())
+        self._update(grads, *scalars.unbind())
         del grads
         self.buffer.free_grads()
         self.copy_masters_to_model()
@@ -226,12 +289,16 @@ class AdamWOptimizer:
         place = self.good_steps.clamp_max(len(self._rates) - 1)
         self.learning_rate.copy_(self._rates.index_select(0, place.view(1)).view(()))
 
-    def _adamw(self, grads: Sequence[Tensor], rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
-        """Call torch's fused AdamW function. The class torch.optim.AdamW would import the compiler, which takes 0.9
-        s."""
+    def _update(self, grads: Sequence[Tensor], rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
+        """Update the masters. Call torch's fused AdamW function. The class torch.optim.AdamW would import the compiler,
+        which takes 0.9 s."""
         config = self._config
         for decays, weight_decay in ((True, config.weight_decay), (False, 0.0)):
-            chosen = [index for index, shard in enumerate(self.buffer.local_shards) if shard.traits.decays == decays]
+            chosen = [
+                index
+                for index, shard in enumerate(self.buffer.local_shards)
+                if shard.traits.decays == decays and not shard.traits.is_matrix
+            ]
             masters, gradients, exp_avgs, exp_avg_sqs, steps = (
                 [tensors[index] for index in chosen]
                 for tensors in (self.buffer.masters, grads, *self.moments.values(), self._adam_steps)
@@ -266,7 +333,7 @@ class AdamWOptimizer:
         for name in self.buffer.ranges:
             index, part, start = self.buffer.local_shard_of(name)
             yield ParamShard("master", name, self.buffer.masters[index][part], start)
-            for moment in MOMENTS:
+            for moment in MOMENTS[:1] if name in self.buffer.matrices else MOMENTS:
                 yield ParamShard(moment, name, self.moments[moment][index][part], start)
 
     def state_dict(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ the sums are bit-identical.
 """
 
 import itertools
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
@@ -32,6 +33,7 @@ class ShardTraits(NamedTuple):
     is_split: bool
     is_partial: bool  # the gradient of each tensor-parallel rank is a partial sum
     decays: bool  # false for biases and layer norms
+    is_matrix: bool  # Muon updates it
     is_duplicate: bool  # another pipeline stage has the same parameter and counts it in the norm
 
 
@@ -75,9 +77,11 @@ class ParamAndGradBuffer:
         shared: a parameter that another pipeline stage has, too. It has a separate bucket, so that both stages shard it
             alike.
         is_duplicate: whether the other stage counts the shared parameter in the norm.
+        matrices: the parameters that Muon updates.
 
     Attributes:
         params: [numel] of dtype. The parameters of the module are views of it.
+        shard_rank: this rank's number among those that share the optimizer's work.
         local_shards: the ranges that this rank's optimizer updates.
         masters: for each local shard, the float32 weights before they are rounded to `dtype`. In fp32 they are views of
             `params`, unless the optimizer is offloaded.
@@ -99,13 +103,14 @@ class ParamAndGradBuffer:
         offloaded: bool = False,
         shared: str | None = None,
         is_duplicate: bool = False,
+        matrices: Collection[str] = (),
     ) -> None:
-        self._shard_rank, self._num_shards = (data_parallel_rank, data_parallel_size) if sharded else (0, 1)
+        self.shard_rank, self._num_shards = (data_parallel_rank, data_parallel_size) if sharded else (0, 1)
         self.is_sharded, self.offloaded = self._num_shards > 1, offloaded
 
         parameters = dict(module.named_parameters())
         self.shared = shared if shared in parameters else None
-        self._shared_is_duplicate = is_duplicate
+        self._shared_is_duplicate, self.matrices = is_duplicate, matrices
         # `sorted` keeps the order of equals, so the last layers are first.
         self.parameters = dict(sorted(reversed(parameters.items()), key=lambda item: self._sort_key(*item)))
         self._build_buckets(bucket_size, data_parallel_size)
@@ -135,6 +140,7 @@ class ParamAndGradBuffer:
             is_split=getattr(parameter, "model_parallel", False),
             is_partial=is_sequence_parallel(parameter),
             decays=parameter.dim() >= 2,
+            is_matrix=name in self.matrices,
             is_duplicate=name == self.shared and self._shared_is_duplicate,
         )
 
@@ -233,7 +239,7 @@ class ParamAndGradBuffer:
     def bucket_shard(self, bucket: Bucket) -> slice:
         """Return the range of a bucket that this rank's optimizer updates. It is the whole bucket without sharding."""
         length = (bucket.range.stop - bucket.range.start) // self._num_shards
-        start = bucket.range.start + self._shard_rank * length
+        start = bucket.range.start + self.shard_rank * length
         return slice(start, start + length)
 
     def local_shard_of(self, name: str) -> tuple[int, slice, int]:
@@ -245,10 +251,23 @@ class ParamAndGradBuffer:
             return index, slice_within(common, shard), common.start - whole.start
         return 0, slice(0, 0), 0
 
-    def zeros_like_shards(self, dtype: torch.dtype = torch.float32, *, pinned: bool = False) -> list[Tensor]:
+    def shard_sizes(self, name: str) -> list[int]:
+        """Return how many elements of a parameter the optimizer of each data-parallel rank updates. It is one number
+        without sharding. The parts are in the order of the ranks."""
+        whole, bucket = self.ranges[name], self.buckets[self.bucket_of[name]].range
+        length = (bucket.stop - bucket.start) // self._num_shards
+        starts = range(bucket.start, bucket.stop, length)
+        return [max(min(whole.stop, start + length) - max(whole.start, start), 0) for start in starts]
+
+    def zeros_like_shards(
+        self, dtype: torch.dtype = torch.float32, *, pinned: bool = False, matrices: bool = True
+    ) -> list[Tensor]:
         """Return a tensor of zeros for each range in `local_shards`, on the device of the optimizer's state. pinned:
-        whether memory on the host is pinned."""
-        sizes = [shard.range.stop - shard.range.start for shard in self.local_shards]
+        whether memory on the host is pinned. matrices: false makes the tensors of `self.matrices` empty."""
+        sizes = [
+            shard.range.stop - shard.range.start if matrices or not shard.traits.is_matrix else 0
+            for shard in self.local_shards
+        ]
         device = self.params.device
         on_host = {"device": "cpu", "pin_memory": pinned and device.type == "cuda"}
         together = torch.zeros(sum(sizes), dtype=dtype, **(on_host if self.offloaded else {"device": device}))

@@ -224,7 +224,7 @@ def load_checkpoint(
             return 0, 0, 0
         if not wanted.no_load_optim:
             log(f"WARNING: {checkpoint.path} holds no optimizer (--no-save-optim): its moments start at zero")
-        not_restored.append("AdamW's moments start at zero")
+        not_restored.append("the optimizer's moments start at zero")
         state.optimizer.set_good_steps(int(checkpoint.metadata["optimizer"]["good_steps"]))
     else:
         load_sharded_state_dict(state.optimizer.state_shards(), specs, checkpoint, **layout)

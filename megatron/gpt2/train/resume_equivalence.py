@@ -31,6 +31,10 @@ TRAINING_KEYS = (
     "config.optimizer.adam_beta1",
     "config.optimizer.adam_beta2",
     "config.optimizer.adam_eps",
+    "config.optimizer.optimizer",
+    "config.optimizer.muon_momentum",
+    "config.optimizer.muon_num_ns_steps",
+    "config.optimizer.muon_extra_scale_factor",
     "config.optimizer.clip_grad",
 )
 # A change of one of these keys changes the order of sums, except under --exact-layouts.

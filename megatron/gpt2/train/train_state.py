@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from dataclasses import dataclass, field
 
@@ -21,8 +22,8 @@ from megatron.gpt2.optimizer.bucket_reducer import (
     TorchDDPReducer,
     choose_bucket_size,
 )
-from megatron.gpt2.optimizer.learning_rates import LRSchedule
-from megatron.gpt2.optimizer.optimizer import AdamWOptimizer, build_loss_scaler
+from megatron.gpt2.optimizer.muon import MuonOptimizer, layer_matrices
+from megatron.gpt2.optimizer.optimizer import AdamWOptimizer, LRSchedule, build_loss_scaler
 from megatron.gpt2.optimizer.param_and_grad_buffer import ParamAndGradBuffer
 from megatron.gpt2.train.setup import Log, RunContext
 from mpu import kernels
@@ -131,12 +132,14 @@ def build_train_state(context: RunContext, parallel: mpu.ParallelState, log: Log
         offloaded=layout.cpu_offload_optimizer,
         shared=TIED_WEIGHT if is_shared else None,
         is_duplicate=not model.has_embeddings,
+        matrices=layer_matrices(model) if config.optimizer.optimizer == "muon" else (),
     )
     reducer, forward = build_reducer(context, buffer, model, parallel)
     param_gather = ParamAllGather(buffer, model, parallel.data_parallel_group)
     batch = context.global_batch_size
     before = context.batch_schedule.samples_before_steps(context.train_iters) / batch
-    optimizer = AdamWOptimizer(
+    kind = functools.partial(MuonOptimizer, model) if buffer.matrices else AdamWOptimizer
+    optimizer = kind(
         buffer,
         param_gather,
         config.optimizer,

@@ -110,7 +110,7 @@ class TensorSizes:
     shards: of gradients.
     waiting_sums: stored partial sums with --exact-layouts.
     second_tied_gradient: the embedding's gradient of the tied matrix.
-    state: masters (if they are not the weights) and two moments, on any device.
+    state: masters (if they are not the weights) and two moments, with Muon one for matrices, on any device.
     optimizer: the part of `state` on this device. Offloading adds masters, their rounded copy and a copy of the
         gradients.
     checkpoint: the copy that --async-save writes during training, on the first data-parallel rank.
@@ -208,11 +208,14 @@ class TensorSizes:
         self.weights = e * self.parameters
         self.waiting_sums = max_waiting_sums(inputs.num_microbatches, ranks) if is_exact else 0
         self.second_tied_gradient = self.embedding_gradient if is_exact and both_ends else 0
-        owned = -(-self.parameters // (ranks if parallel.use_distributed_optimizer else 1))
+        shared_by = ranks if parallel.use_distributed_optimizer else 1
+        owned = -(-self.parameters // shared_by)
         master, rounded = (0, 0) if e == 4 else (4, e)
-        self.state = (8 + (8 + rounded if parallel.cpu_offload_optimizer else master)) * owned
+        matrices = sum(map(len, layers)) * (4 * h // p + 2 * f) * h if config.optimizer.optimizer == "muon" else 0
+        saved = 4 * matrices // shared_by  # a matrix has one moment
+        self.state = (8 + (8 + rounded if parallel.cpu_offload_optimizer else master)) * owned - saved
         self.optimizer = 0 if parallel.cpu_offload_optimizer and on_gpu else self.state
-        copied = self.weights + (0 if config.checkpoint.no_save_optim else 12 * owned)
+        copied = self.weights + (0 if config.checkpoint.no_save_optim else 12 * owned - saved)
         self.checkpoint = copied if config.checkpoint.async_save else 0
 
     def communication(self, gradients: int) -> int:

@@ -22,9 +22,11 @@ a   From the second step on, the error that AdamW adds. AdamW divides a gradient
 
 The gradient norm is one sum over N parameters, so n = N. Clipping passes its error on to the moments.
 
-Parameters and masters may differ by Σ 2 · rate · min(1, bound of the gradient / √v) more, where v is the bias-corrected
-second moment of the element in each step. The bias of a key has the true gradient 0, so it may differ by all updates
-together. Before the first step, parameters must be equal.
+Parameters and masters may differ by Σ 2 · rate · min(1, bound of the gradient / √v) more, where v is the
+bias-corrected second moment of the element in each step. For a matrix [m, n] that Muon updates, √v is r · √min(m, n)
+/ (c · g^k): r is the root mean square of the gradient, c the extra scale factor, and g^k the growth of the smallest
+singular values, which hold most of the noise, in k Newton-Schulz steps. The bias of a key has the true gradient 0, so
+it may differ by all updates together. Before the first step, parameters must be equal.
 
 In a skipped step the gradients have overflowed, possibly at different elements, so any difference is accepted.
 
@@ -49,9 +51,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.gpt2.config import require
+from megatron.gpt2.config import Config, require
 from megatron.gpt2.device import DTYPES
 from megatron.gpt2.extensions.verify.trace import SECOND_MOMENT, TensorKey, TensorShard, Trace, TraceEntry, measured
+from megatron.gpt2.optimizer.muon import NEWTON_SCHULZ
 
 MAX_ROUNDINGS = 8.0
 LONGEST_16_BIT_SUM = 64
@@ -189,7 +192,7 @@ class TraceComparer:
         self._roundoff = max(roundoff(DTYPES[of["precision"]]) for of in both)
         in_bf16 = any(of["config"]["parallel"]["grad_reduce_in_bf16"] for of in both)
         self._gradient_roundoff = roundoff(torch.bfloat16) if in_bf16 else self._roundoff
-        self._layers, self._beta2 = model["num_layers"], config["optimizer"]["adam_beta2"]
+        self._layers, self._optimizer = model["num_layers"], Config.from_dict(config).optimizer
         self._forward = max(model["ffn_hidden_size"] or 4 * h, s)
         self._backward = max(self._forward, s * trace.facts["global_batch_size"], v)
         self._norm_bound = (
@@ -224,7 +227,7 @@ class TraceComparer:
                     unit=unit,
                     rms=entry.rms,
                     bound=bound,
-                    allowed=self.allowed_by_adam(entry, chunk.slices),
+                    allowed=self.allowed_by_update(entry, chunk.slices),
                 )
             )
 
@@ -237,7 +240,7 @@ class TraceComparer:
         return [(key.step, key.name, vars(found)) for key, found in self._found.items()]
 
     def unit_and_bound(self, entry: TraceEntry) -> tuple[float, float]:
-        """Return the unit roundoff for a tensor, and its bound in units, beyond `allowed_by_adam`."""
+        """Return the unit roundoff for a tensor, and its bound in units, beyond `allowed_by_update`."""
         step, kind, _, name = entry.key
         if kind == "input":
             return self._roundoff, 0.0
@@ -267,21 +270,25 @@ class TraceComparer:
             quantile, moved = 0.5, self._rate_sums[entry.key.step] / (unit * entry.rms) if entry.rms else math.inf
         return found.excess <= bound and (found.count < MIN_BULK or found.quantile(quantile) <= (bound + moved) / 4)
 
-    def allowed_by_adam(self, entry: TraceEntry, slices: tuple[slice, ...]) -> Tensor | float:
-        """Return the difference of each element of a parameter's slice that AdamW can make of gradient noise."""
+    def allowed_by_update(self, entry: TraceEntry, slices: tuple[slice, ...]) -> Tensor | float:
+        """Return the difference of each element of a parameter's slice that an update can make of gradient noise."""
         allowed: Tensor | float = 0.0
         if entry.key.kind not in PARAMETERS:
             return allowed
         scalar, name = self._trace.scalar, entry.key.name.removeprefix("master of ")
         for step in range(1, entry.key.step + 1):
             moment = self._trace.entries.get((step, SECOND_MOMENT + name))
-            if moment is None:
+            gradient = self._trace.entries.get((step, f"gradient of {name}"))
+            noise = math.prod(self.unit_and_bound(gradient)) * gradient.rms if gradient else math.inf
+            if moment:
+                updates = max(scalar(step, "steps of the optimizer", 1.0), 1.0)
+                size = (self._trace.read(moment, slices) / (1 - self._optimizer.adam_beta2**updates)).sqrt_()
+            elif gradient and self._optimizer.optimizer == "muon":
+                growth = NEWTON_SCHULZ[0] ** self._optimizer.muon_num_ns_steps
+                scale = growth * self._optimizer.muon_extra_scale_factor / math.sqrt(min(entry.shape))
+                size = torch.tensor(gradient.rms / scale)
+            else:
                 continue
-            updates = max(scalar(step, "steps of the optimizer", 1.0), 1.0)
-            size = (self._trace.read(moment, slices) / (1 - self._beta2**updates)).sqrt_()
-            noise = math.inf
-            if gradient := self._trace.entries.get((step, f"gradient of {name}")):
-                noise = math.prod(self.unit_and_bound(gradient)) * gradient.rms
             rate = scalar(step, "learning rate", 0.0)
             allowed = allowed + (noise / size).clamp_(max=1.0).nan_to_num_(1.0).mul_(2 * rate)
         return allowed

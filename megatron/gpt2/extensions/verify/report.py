@@ -86,9 +86,9 @@ def producing_operation(key: TensorKey, facts: Mapping[str, Any]) -> str:
     if key.step == 0:
         return f"the initialisation of {module}, or its part of the checkpoint"
     if key.kind == "moment":
-        return f"AdamW's update of its moments of {module}: the gradient after clipping"
+        return f"the optimizer's update of its moments of {module}: the gradient after clipping"
     gathered = f", or the all-gather that brings it to the other {dp - 1} data-parallel ranks"
-    return f"AdamW's update of {module}" + (gathered if sharded and key.kind == "parameter" else "")
+    return f"the optimizer's update of {module}" + (gathered if sharded and key.kind == "parameter" else "")
 
 
 class LayoutSpec(NamedTuple):

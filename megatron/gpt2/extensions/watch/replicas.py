@@ -135,18 +135,16 @@ def state_buffers(optimizer: AdamWOptimizer) -> Iterator[tuple[str, Tensor, Elem
     """Yield the kind of each 1-D state buffer of this rank, the buffer, and the element range of each parameter."""
     buffer = optimizer.buffer
     yield "weight", buffer.params, [(elements.start, elements.stop) for elements in buffer.ranges.values()]
-    starts = [0, *itertools.accumulate(shard.range.stop - shard.range.start for shard in buffer.local_shards)]
-    owned = [
-        (starts[index] + part.start, starts[index] + part.stop)
-        for index, part, _ in map(buffer.local_shard_of, buffer.ranges)
-    ]
     has_masters = buffer.params.dtype != torch.float32 or buffer.offloaded
     for kind, parts in (*([("master", buffer.masters)] if has_masters else []), *optimizer.moments.items()):
-        yield (
-            kind,
-            parts[0].as_strided((starts[-1],), (1,)),
-            owned,
-        )  # `ParamAndGradBuffer.zeros_like_shards` makes them neighbours
+        starts = [0, *itertools.accumulate(part.numel() for part in parts)]
+        owned = [
+            # Muon's matrices have no second moment.
+            (starts[index] + part.start, starts[index] + part.stop) if parts[index].numel() else (0, 0)
+            for index, part, _ in map(buffer.local_shard_of, buffer.ranges)
+        ]
+        # `ParamAndGradBuffer.zeros_like_shards` makes them neighbours.
+        yield kind, parts[0].as_strided((starts[-1],), (1,)), owned
 
 
 def hash_ranges(buffer: Tensor, ranges: ElementRanges) -> Tensor:

@@ -21,6 +21,7 @@ from megatron.gpt2.checkpoint.folder import find_checkpoint
 from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.config import CheckpointConfig, Config, DataConfig, ModelConfig, OptimizerConfig
 from megatron.gpt2.model.gpt2 import TIED_WEIGHT, GPT2Model
+from megatron.gpt2.optimizer.muon import layer_matrices
 from megatron.gpt2.optimizer.optimizer import AdamWOptimizer, build_loss_scaler
 from megatron.gpt2.optimizer.param_and_grad_buffer import ParamAndGradBuffer
 from megatron.gpt2.pipeline.schedule import layers_of_stages
@@ -96,7 +97,7 @@ class OneRankWork:
     def launch(self) -> None: ...
 
 
-def make_rank(layout: ParallelLayout, mp_rank: int, pp_rank: int, dp_rank: int, dtype: torch.dtype) -> Any:
+def make_rank(layout: ParallelLayout, mp_rank: int, pp_rank: int, dp_rank: int, dtype: torch.dtype, muon: bool) -> Any:
     """The attributes of a trainer that `checkpoint_files` and `load_checkpoint` use, for one rank of `layout`."""
     group: Any = FakeGroup(mp_rank, layout.model_parallel)
     parallel = mpu.ParallelState(
@@ -121,6 +122,7 @@ def make_rank(layout: ParallelLayout, mp_rank: int, pp_rank: int, dp_rank: int, 
         data_parallel_size=layout.data_parallel,
         shared=TIED_WEIGHT if layout.pipeline > 1 else None,
         is_duplicate=pp_rank > 0,
+        matrices=layer_matrices(model) if muon else (),
     )
     param_gather: Any = OneRankWork()
     adam = OptimizerConfig()
@@ -130,22 +132,28 @@ def make_rank(layout: ParallelLayout, mp_rank: int, pp_rank: int, dp_rank: int, 
     )
 
 
-def ranks_of(layout: ParallelLayout, dtype: torch.dtype) -> list[Any]:
+def ranks_of(layout: ParallelLayout, dtype: torch.dtype, muon: bool = False) -> list[Any]:
     return [
-        make_rank(layout, mp, pp, dp, dtype)
+        make_rank(layout, mp, pp, dp, dtype, muon)
         for pp in range(layout.pipeline)
         for dp in range(layout.data_parallel)
         for mp in range(layout.model_parallel)
     ]
 
 
-def global_state() -> dict[tuple[str, str], Tensor]:
-    """Random global tensors without padding in float32, by kind and name."""
+def global_state(muon: bool = False) -> dict[tuple[str, str], Tensor]:
+    """Random global tensors without padding in float32, by kind and name. Muon's matrices have one moment."""
     draw = torch.Generator().manual_seed(1)
     (rank,) = ranks_of(ParallelLayout(1, 1), torch.float32)
     shapes = {name: spec.global_shape for name, spec in mpu.partition_specs(rank.model).items()}
     assert len(shapes) == 2 + 12 * SHAPE.num_layers + 2
-    return {(kind, name): torch.randn(shape, generator=draw) for kind in STATE for name, shape in shapes.items()}
+    without = set(layer_matrices(rank.model)) if muon else set()
+    return {
+        (kind, name): torch.randn(shape, generator=draw)
+        for kind in STATE
+        for name, shape in shapes.items()
+        if kind != "exp_avg_sq" or name not in without
+    }
 
 
 def own_part(name: str, whole: Tensor, rank: int, size: int, padding: float) -> Tensor:
@@ -214,28 +222,34 @@ def assert_loads(checkpoint: Checkpoint, rank: Any, state: dict[tuple[str, str],
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(torch.float32, marks=pytest.mark.wide), torch.bfloat16], ids=["fp32", "bf16"]
+    scope="module",
+    params=[
+        pytest.param((torch.float32, False), marks=pytest.mark.wide),
+        pytest.param((torch.float32, True), marks=pytest.mark.wide),
+        (torch.bfloat16, False),
+    ],
+    ids=["fp32", "muon", "bf16"],
 )
 def saved(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[dict[ParallelLayout, Path], Any, torch.dtype]]:
+) -> Iterator[tuple[dict[ParallelLayout, Path], Any, torch.dtype, bool]]:
     """The same state, saved under every layout."""
-    state, folders = global_state(), {}
+    state, folders = global_state(request.param[1]), {}
     for layout in ALL:
-        ranks = ranks_of(layout, request.param)
+        ranks = ranks_of(layout, *request.param)
         for rank in ranks:
             fill(rank, state, padding=torch.nan)  # the values in the padding must not be saved
         folders[layout] = tmp_path_factory.mktemp("layout")
         save(folders[layout], ranks)
-    yield folders, state, request.param
+    yield folders, state, *request.param
 
 
 @pytest.mark.parametrize("target", ALL, ids=str)
 def test_opens_every_other_layout(saved: Any, target: ParallelLayout, monkeypatch: pytest.MonkeyPatch) -> None:
     # Starting threads would take longer than copying these small tensors.
     monkeypatch.setattr("megatron.gpt2.checkpoint.sharded_state.in_threads", lambda work, items: [*map(work, items)])
-    folders, state, dtype = saved
-    ranks = ranks_of(target, dtype)
+    folders, state, dtype, muon = saved
+    ranks = ranks_of(target, dtype, muon)
     assert len(folders) == 22
     sources = BESIDE_EIGHT if target in EIGHT else LAYOUTS + PIPELINES + EIGHT * (target in BESIDE_EIGHT)
     if dtype != torch.float32:  # float32 tests every pair, in the wide set

@@ -27,7 +27,7 @@ from megatron.gpt2.formats.megatron import flatten_state_dict
 from megatron.gpt2.formats.megatron import write_megatron as export_megatron
 from megatron.gpt2.formats.megatron_model import FUSED, MegatronLayout, native_name
 from megatron.gpt2.model.gpt2 import GPT2Model, parameter_specs
-from megatron.gpt2.optimizer.learning_rates import LRSchedule
+from megatron.gpt2.optimizer.optimizer import LRSchedule
 from mpu.partition import TensorSlice
 
 SHAPE = ModelConfig(

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from megatron.gpt2.config import OptimizerConfig
-from megatron.gpt2.optimizer.learning_rates import LRSchedule
-from megatron.gpt2.optimizer.optimizer import LossScaler
+from megatron.gpt2.optimizer.optimizer import LossScaler, LRSchedule
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_the_line_names_each_change(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert said("--micro-batch-size", "2") == "the same training within rounding (--micro-batch-size 2, was 4)"
     assert said("--dropout-rng", "torch") == "a different training from here on (dropout draws other masks)"
     assert said("--no-load-optim", "--hidden-dropout", "0", "--attention-dropout", "0") == (
-        "a different training from here on (AdamW's moments start at zero; --hidden-dropout 0.0, was 0.1; "
+        "a different training from here on (the optimizer's moments start at zero; --hidden-dropout 0.0, was 0.1; "
         "--attention-dropout 0.0, was 0.1)"
     )
     trainer = start(0, 1, str(tmp_path), ["--dropout-rng", "torch", *DROPOUT, "--save", f"{tmp_path}/torch"])

@@ -1,0 +1,176 @@
+"""Muon: its update, equal training in every layout, its state in checkpoints and in the plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.gpt2.checkpoint.folder import find_checkpoint
+from megatron.gpt2.config.arguments import parse
+from megatron.gpt2.extensions.plan.sizes import MemoryInputs, TensorSizes
+from megatron.gpt2.formats.native import write_native
+from megatron.gpt2.model.gpt2 import GPT2Model
+from megatron.gpt2.optimizer.muon import NEWTON_SCHULZ, layer_matrices, orthogonalize
+from megatron.gpt2.optimizer.param_and_grad_buffer import ParamAndGradBuffer
+from megatron.gpt2.train.trainer import Trainer
+from tests.distributed import run_ranks
+from tests.megatron.gpt2.train import test_exact_layouts as exact
+from tests.megatron.gpt2.train import test_layouts as layouts
+from tests.megatron.gpt2.train.test_layouts import SEQUENCE, SHARDED, ZERO_2, ZERO_BUBBLE, LayoutCase
+from tests.megatron.gpt2.train.training_runs import SHAPE, SMALL, finish, snapshot, start, write_text
+
+MUON = "--optimizer muon --lr 1e-3"
+QUICK = [LayoutCase(2, 1, 1, 4, SEQUENCE), LayoutCase(1, 1, 2, 4, ZERO_2), LayoutCase(2, 1, 2, 2, SHARDED)]
+MOVES = [exact.ExactCase(data=2, flags=SHARDED), exact.ExactCase(pipeline=2, flags=ZERO_BUBBLE), exact.ExactCase(2)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("muon")
+    write_text(folder)
+    return folder
+
+
+@pytest.mark.parametrize("shape", [(3, 24, 24), (1, 16, 40), (1, 40, 16)])
+def test_iteration_is_a_polynomial_of_singular_values(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    u, sigma, vh = torch.linalg.svd(x.double(), full_matrices=False)
+    sigma /= torch.linalg.vector_norm(sigma, dim=-1, keepdim=True)
+    for _ in range(5):
+        sigma = sum(factor * sigma ** (2 * i + 1) for i, factor in enumerate(NEWTON_SCHULZ))
+    assert 0.5 < sigma.median() < 1.3
+    assert torch.allclose(orthogonalize(x, 5, torch.float32).double(), u * sigma.unsqueeze(-2) @ vh, atol=1e-4)
+
+
+def give_gradients(trainer: Trainer, draw: torch.Generator, factor: float = 1.0) -> None:
+    for name, parameter in trainer.state.buffer.parameters.items():
+        trainer.state.buffer.grad(name).copy_(factor * torch.randn(parameter.shape, generator=draw))
+
+
+def split_qkv(name: str, x: Tensor) -> list[Tensor]:
+    """[n 3 d, h] -> Q, K and V, with their heads in another order than in the model."""
+    return [x.view(4, 3, -1, 128)[:, i].flip(0).flatten(0, 1) for i in range(3)] if "query_key_value" in name else [x]
+
+
+def test_update_is_that_of_torch(folder: Path) -> None:
+    """torch.optim.Muon rounds to bf16 before it normalizes. A skipped step changes nothing."""
+    trainer = start(0, 1, folder, f"{MUON} --precision bf16 --weight-decay 0.3 --clip-grad 0 --save {folder}/torch")
+    before, draw = snapshot(trainer), torch.Generator().manual_seed(0)
+    names = trainer.state.buffer.matrices
+    assert len(names) == 8
+    theirs = {
+        name: [x.clone().requires_grad_() for x in split_qkv(name, before[f"master.{name}"].view(before[name].shape))]
+        for name in names
+    }
+    torch_muon = torch.optim.Muon(
+        [x for each in theirs.values() for x in each], lr=1e-3, weight_decay=0.3, adjust_lr_fn="match_rms_adamw"
+    )
+    for _ in range(3):
+        give_gradients(trainer, draw)
+        for name in names:
+            for x, grad in zip(theirs[name], split_qkv(name, trainer.state.buffer.grad(name)), strict=True):
+                x.grad = grad.clone()
+        torch_muon.step()
+        trainer.state.optimizer.step()
+    after = snapshot(trainer)
+    for name in names:
+        ours = split_qkv(name, after[f"master.{name}"].view(before[name].shape))
+        start_values = split_qkv(name, before[f"master.{name}"].view(before[name].shape))
+        for x, own, first in zip(theirs[name], ours, start_values, strict=True):
+            assert (own - x.detach()).norm() < 0.02 * (x.detach() - first).norm(), name
+    give_gradients(trainer, draw, torch.inf)
+    trainer.state.optimizer.step()
+    assert all(torch.equal(values, after[name]) for name, values in snapshot(trainer).items())
+    finish(trainer)
+
+
+def with_muon(cases: list[LayoutCase]) -> list[LayoutCase]:
+    return [case._replace(flags=f"{case.flags} {MUON}") for case in cases]
+
+
+@pytest.fixture(scope="module")
+def references(folder: Path) -> dict[int, dict[str, Any]]:
+    """Return results of a single process, by the number of layers."""
+    return {
+        layers: run_ranks(layouts.train, 1, str(folder), with_muon([LayoutCase(1, 1, 1, 8, layers=layers)]), 30)[0][0]
+        for layers in (4, 6)
+    }
+
+
+@pytest.mark.parametrize(
+    ("cases", "count"),
+    [(QUICK, 10), pytest.param([*layouts.QUICK, *layouts.WIDE], 30, marks=pytest.mark.wide)],
+    ids=["quick", "wide"],
+)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_losses_do_not_depend_on_the_layout(
+    folder: Path, references: dict[int, Any], world_size: int, cases: list[LayoutCase], count: int
+) -> None:
+    here = [case for case in cases if case.world_size == world_size]
+    layouts.assert_same(folder, with_muon(here), references, count)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_no_bit_depends_on_the_layout(tmp_path: Path, precision: str) -> None:
+    exact.assert_equal(tmp_path, [*exact.QUICK, *exact.WIDE], f"--precision {precision} {MUON}", 5)
+
+
+def test_a_run_that_changes_its_layout_stays_bit_identical(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    flags = f"--precision bf16 --global-batch-size 4 --num-layers 2 {MUON}"
+    (one,) = run_ranks(exact.train, 1, str(tmp_path), [exact.ExactCase()], flags, 4)[0]
+    seen: list[float] = []
+    for case, count in zip(MOVES, (2, 1, 1), strict=True):
+        seen += run_ranks(exact.continue_run, 2, str(tmp_path), case, flags, count, bool(seen))[0]
+    assert seen == one["loss"]
+    exact.assert_same_state(tmp_path, "moved")
+
+
+def test_conversion_keeps_the_state(folder: Path, tmp_path: Path) -> None:
+    """AdamW does not continue it, because the matrices have no second moment."""
+    flags = f"--save {folder}/converted --precision bf16"
+    trainer = start(0, 1, folder, f"{flags} {MUON}")
+    give_gradients(trainer, torch.Generator().manual_seed(0))
+    trainer.state.optimizer.step()
+    trainer.save()
+    finish(trainer)
+    source = find_checkpoint(folder / "converted", log=print)
+    assert source is not None
+    write_native(source, tmp_path / "two", model_parallel_size=2)
+    copy = find_checkpoint(tmp_path / "two", log=print)
+    assert copy is not None and copy.tensors == {name: x for name, x in source.tensors.items() if "rng." not in name}
+    assert all(torch.equal(copy.read(name), source.read(name)) for name in copy.tensors)
+    with pytest.raises(ValueError, match="holds no exp_avg_sq.* give the --optimizer that saved it"):
+        start(0, 1, folder, f"{flags} --lr 1e-3 --load {folder}/converted")
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_state_has_the_planned_size(ranks: int) -> None:
+    """The plan is the mean of the ranks, without padding."""
+    flags = [*SMALL, *f"{MUON} {SHARDED} --vocab-size 97".split()]
+    model, size = GPT2Model(SHAPE), 0
+    planned = TensorSizes(MemoryInputs(parse(flags).config, ranks, "cpu", torch.float32, 0)).state
+    for rank in range(ranks):
+        buffer = ParamAndGradBuffer(
+            model,
+            torch.float32,
+            bucket_size=100_000,
+            data_parallel_rank=rank,
+            data_parallel_size=ranks,
+            sharded=True,
+            matrices=layer_matrices(model),
+        )
+        moments = (buffer.zeros_like_shards(matrices=matrices) for matrices in (True, False))
+        size += sum(x.nbytes for each in moments for x in each)
+    assert size / ranks == pytest.approx(planned, rel=0.02)
+
+
+def test_offloading_is_refused() -> None:
+    with pytest.raises(ValueError, match="^--optimizer muon and --cpu-offload-optimizer: .*") as error:
+        _ = parse(["--optimizer", "muon", "--cpu-offload-optimizer"]).config
+    assert "\n" not in str(error.value)
