@@ -105,7 +105,7 @@ class GPT2Dataset:
         """Convert integer `rows` to int64. Raises DamagedData, which names the file, if an id is outside the
         vocabulary."""
         size = self.tokenizer.vocab_size
-        # As an unsigned integer a negative id is large, so that one pass finds both errors.
+        # A negative id is large as an unsigned integer, so one pass finds both errors.
         if rows.size and int(rows.view(f"u{rows.dtype.itemsize}").max()) >= size:
             wrong = rows[(rows < 0) | (rows >= size)][0]
             raise DamagedData(

@@ -80,7 +80,9 @@ def clip_grad_norm(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_
     state = get_parallel_state()
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [(p.grad, getattr(p, "model_parallel", False)) for p in parameters if p.grad is not None]
-    device = parameters[0].device if parameters else torch.device("cpu")  # also correct on ranks without any gradient
+    device = (
+        parameters[0].device if parameters else torch.device("cpu")
+    )  # this is also correct on ranks without a gradient
     if norm_type == 2:
         split, replicated = ([grad for grad, is_split in grads if is_split == wanted] for wanted in (True, False))
         total = squared_norm(split, replicated, device).sqrt()

@@ -31,7 +31,7 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
 def checkpoint(
     function: Callable[..., Any], *args: Any, distribute_saved_activations: bool | None = None, **options: Any
 ) -> Any:
-    """`mpu.random.checkpoint`. distribute_saved_activations: see there (default: the value that
+    """Call `mpu.random.checkpoint`. distribute_saved_activations: an argument of that function (default: the value that
     `partition_activations_in_checkpoint` has set, or False)."""
     if "host_memory" in options:  # the name until 0.3
         options["activation_offload"] = options.pop("host_memory")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""`gpt2 evaluate-harness`, also in a clone that is not installed."""
+"""Run `gpt2 evaluate-harness`. This also works in a clone that is not installed."""
 
 import sys
 

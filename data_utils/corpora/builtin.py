@@ -82,7 +82,7 @@ def builtin_versions() -> list[str]:
 
 
 def _is_new(paragraph: str, seen: set[int]) -> bool:
-    """Whether no run of RUN words is in `seen`. If so, the paragraph's runs are added to it."""
+    """Return True if no run of RUN words is in `seen`. In this case the paragraph's runs are added to it."""
     words = paragraph.split(" ")
     runs = {hash(" ".join(words[first : first + RUN])) for first in range(max(1, len(words) - RUN + 1))}
     if runs & seen:
@@ -134,7 +134,7 @@ def prose(text: str) -> Iterator[str]:
 
 
 def is_prose(paragraph: str) -> bool:
-    """Whether a paragraph, given as one line, reads as English."""
+    """Return True if a paragraph, given as one line, reads as English."""
     if not BEGINS.match(paragraph) or not ENDS.search(paragraph) or FOREIGN.search(paragraph):
         return False
     words = paragraph.split(" ")

@@ -138,7 +138,7 @@ def atomic_write_text(path: str | Path, text: str) -> None:
 
 def append_line(path: str | Path, line: str) -> None:
     """Append `line` to a file of lines, in one write, so that no reader sees half of it. If a crash has cut off the
-    last line, the new one still begins a line of its own. OSError if `path` is a symbolic link."""
+    last line, the new one still begins on a separate line. Raises OSError if `path` is a symbolic link."""
     with open(path, "a+b", buffering=0, opener=no_follow) as file:
         size = file.seek(0, os.SEEK_END)
         is_cut = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"

@@ -66,7 +66,7 @@ DATASHEET_TFLOPS = (
 def choose_device(
     requested: str, rank_info: RankInfo, environ: Mapping[str, str] = os.environ
 ) -> tuple[torch.device, str]:
-    """Return the device for --device auto|cpu|cuda, and the reason. Every rank calls it. Raises ValueError on all
+    """Return the device for --device auto|cpu|cuda, and the reason. Every rank must call it. Raises ValueError on all
     ranks if two ranks use the same GPU. An unusable GPU is not an error with `auto`, so that the first run on a new
     machine works. Then the line starts with WARNING and names two solutions."""
     device, why = _choose_own_device(requested, rank_info, environ)

@@ -1,7 +1,7 @@
 """Linear layers on a CPU: xAᵀ + b without a gradient, for the few rows of x in generation and for processors without
 bf16 products; and the gradient of a weight.
 
-All times are in ms; the first is that of F.linear or of one whole product. Source: docs/explanation/performance.md.
+All times are in ms. They are compared with F.linear or with one whole product. Source: docs/explanation/performance.md.
 
 Legend: r rows of x, t tokens, i input features, o output features.
 """
@@ -15,7 +15,8 @@ _ELEMENTS = 1 << 19  # elements of the weight that exist in float32 at once: 2 M
 def matrix_vector_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """For one row: [..., i] -> [..., o].
 
-    2 cores with AMX, bf16: 15 and 7. In bf16 without AMX F.linear is faster. AMX does not change float32.
+    On 2 cores with AMX it takes 7 ms in bf16, and F.linear 15. In bf16 without AMX, F.linear is faster. AMX does not
+    change float32.
     """
     row = x.reshape(-1)  # [..., i] -> [i]
     y = torch.mv(weight, row) if bias is None else torch.addmv(bias, weight, row)
@@ -25,7 +26,8 @@ def matrix_vector_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Ten
 def transposed_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """(A xᵀ)ᵀ + b: [..., i] -> [..., o], contiguous, because attention is slow for a result stored by column.
 
-    2 cores with AMX, 8 rows: 15 and 10 in bf16; 41 and 33 in float32, where F.linear takes 23 if A is stored by column.
+    For 8 rows on 2 cores with AMX it takes 10 ms in bf16 (F.linear: 15) and 33 ms in float32 (F.linear: 41, or 23 if A
+    is stored by column).
     In bf16 without AMX, F.linear or blocks in float32 are faster. AMX does not change float32.
     """
     y = torch.mm(weight, x.reshape(-1, x.size(-1)).t()).t()  # [..., i] -> [r, i]; [o, r] -> [r, o]
@@ -37,8 +39,9 @@ def transposed_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 def linear_in_float32_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """[..., i], [o, i], [o] in 16 bits -> [..., o] of the same dtype, computed in float32 and rounded once at the end.
 
-    Two threads, no bf16 products: 4 rows 61 and 44, 8 rows 84 and 54, 16 rows 124 and 95. F.linear is faster for one
-    row (18 and 37), and for any number of rows if AVX-512 has bf16 products.
+    With two threads and without bf16 products it takes 44 ms for 4 rows (F.linear: 61), 54 for 8 rows (84) and 95 for
+    16 rows (124). F.linear is faster for one row (18 instead of 37), and for any number of rows if AVX-512 has bf16
+    products.
     """
     rows = x.reshape(-1, x.size(-1)).float()  # [..., i] -> [r, i]
     y = x.new_empty(rows.size(0), weight.size(0))

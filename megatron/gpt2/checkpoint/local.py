@@ -44,8 +44,8 @@ CHECKPOINTS_KEPT = 2  # on each machine
 MESSAGE_BYTES = 64 << 20
 Transfer = tuple[str, int, int]  # a file, the sending rank, the receiving rank
 T = TypeVar("T")
-# Of a checkpoint: the manifest's "digest", all "files" with their sizes, and the list "present"
-# of files on this machine.
+# A checkpoint on this machine: the "digest" of its manifest, all its "files" with their sizes, and the list "present"
+# of those files that are here.
 LocalInventory = dict[str, Any]
 
 

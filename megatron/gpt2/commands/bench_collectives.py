@@ -248,7 +248,7 @@ class BandwidthRow(NamedTuple):
 def measure_sizes(
     name: str, groups: dict[str, ProcessGroup], device: torch.device, args: argparse.Namespace, deadline: float
 ) -> Iterator[BandwidthRow]:
-    """Try, check, then time one operation at every size. Every rank calls it; rank 0's clock
+    """Try, check, then time one operation at every size. Every rank must call it; rank 0's clock
     decides about the deadline.
 
     Raises SkipOperation if the operation, or a larger size, cannot be measured: the backend lacks it if all ranks fail
@@ -388,7 +388,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def make_groups() -> dict[str, ProcessGroup]:
     """Make the groups to measure: the world as "", and for an even world of at least four ranks "halves", and "across",
-    which holds each rank and its partner in the other half. Every rank calls it."""
+    which holds each rank and its partner in the other half. Every rank must call it."""
     groups = {"": dist.group.WORLD}
     if (size := dist.get_world_size()) >= 4 and size % 2 == 0:
         state = mpu.initialize_model_parallel(size // 2)

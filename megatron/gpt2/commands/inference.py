@@ -101,7 +101,7 @@ def _layout(args: argparse.Namespace) -> str:
 def open_model_from_flags(args: argparse.Namespace, rank_info: RankInfo, log: Log) -> LoadedModel:
     """Make the process group and the groups of mpu, and load the model that the flags of `ModelParser` name.
 
-    Every rank calls it. Raises the errors of `load_for_inference`, and ValueError for an invalid device or layout.
+    Every rank must call it. Raises the errors of `load_for_inference`, and ValueError for an invalid device or layout.
     """
     set_threads(rank_info)
     device, why = choose_device(args.device, rank_info)

@@ -134,7 +134,7 @@ class StopSignal:
             os.write(2, f"\n{line}\n".encode())  # not print(): the main thread may be inside print()
 
     def agreed(self, reason: str = "") -> str:
-        """Return the reason to stop now, or "". All ranks call it once per step and get the same result.
+        """Return the reason to stop now, or "". All ranks must call it once per step and get the same result.
 
         reason: a reason of this rank in addition to signals, such as OUT_OF_TIME. It may differ between ranks.
         """

@@ -83,7 +83,7 @@ class CheckpointManager:
 
     @property
     def is_lost(self) -> bool:
-        """Whether another run has taken the --save folder, as far as rank 0 has seen."""
+        """True if rank 0 has seen that another run has taken the --save folder."""
         return self._lease is not None and self._lease.is_lost
 
     def restore_folder(self) -> None:

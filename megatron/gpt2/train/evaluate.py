@@ -73,7 +73,7 @@ def evaluate_and_log(trainer: Trainer, split: str, *, final: bool = False) -> Ev
 
 def sample_text(trainer: Trainer, count: int = 1) -> str:
     """Generate `count` samples: the first words of held-out text, in brackets, and the model's continuation. Log them.
-    Every rank calls it. Only the first rank of each model-parallel group gets the continuations."""
+    Every rank must call it. Only the first rank of each model-parallel group gets the continuations."""
     tokenizer, prompts = trainer.data.tokenizer, prompts_from_split(trainer, count)
     sampling = replace(SAMPLING, seed=trainer.config.train.seed)
     samples = [Continuation([tokenizer.bos, *tokenizer.encode(prompt)], sampling) for prompt in prompts]

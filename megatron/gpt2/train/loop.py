@@ -139,7 +139,7 @@ class IterationLogger:
         self._time += time.perf_counter() - start
 
     def log(self) -> None:
-        """Write the log line and the metrics of this iteration. Every rank calls it. It waits for the device."""
+        """Write the log line and the metrics of this iteration. Every rank must call it. It waits for the device."""
         trainer, progress, optimizer = self._trainer, self._trainer.progress, self._trainer.state.optimizer
         iterations, samples = progress.iteration - self._iteration, progress.consumed_samples - self._consumed
         skipped_in_all = int(optimizer.skipped_steps)  # waits for the device

@@ -77,7 +77,7 @@ class Progress:
 
 
 def build_train_state(context: RunContext, parallel: mpu.ParallelState, log: Log) -> TrainState:
-    """Build the model with random weights, and its optimizer. Every rank calls it."""
+    """Build the model with random weights, and its optimizer. Every rank must call it."""
     config, device, hooks = context.config, context.device, context.hooks
     shape, train, layout = config.model, config.train, config.parallel
     seed_random_streams(train.seed, parallel, device)

@@ -127,7 +127,7 @@ class Trainer:
 
 
 def build_trainer(context: RunContext, log: Log) -> Trainer:
-    """Make the process groups, the model and its optimizer, and load the checkpoint. Every rank calls it.
+    """Make the process groups, the model and its optimizer, and load the checkpoint. Every rank must call it.
 
     log: receives lines until the run has its own log. Raises ValueError on every rank if the ranks cannot train
     together.

@@ -68,7 +68,7 @@ class Cluster:
         return size / self.memory_bandwidth
 
     def host(self, kernels: Any, tensor_parallel: Any) -> Any:
-        """Return the time in which the host launches so many kernels."""
+        """Return the time in which the host launches `kernels` kernels."""
         return kernels * self.launch * (1 + self.launch_growth * np.log2(tensor_parallel))
 
     def all_reduce(self, size: Any, ranks: Any, stride: Any = 1, *, link: float) -> Any:

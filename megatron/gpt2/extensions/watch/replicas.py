@@ -23,7 +23,7 @@ from megatron.gpt2.hooks import Hook, StopRun
 from megatron.gpt2.optimizer.optimizer import AdamWOptimizer
 from megatron.gpt2.train.trainer import Trainer
 
-ROW = 64  # elements: every parameter and every owned range starts at a multiple of it
+ROW = 64  # elements; each parameter and each range that a rank owns starts at a multiple of ROW
 
 ElementRanges = Sequence[tuple[int, int]]  # (start, stop) of each range of elements
 
