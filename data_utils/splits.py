@@ -70,7 +70,7 @@ class Splits:
 class _TokenSource:
     """An open token file.
 
-    name: for messages.
+    name: used in messages.
     key: a hash of the content.
     """
 

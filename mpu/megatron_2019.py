@@ -74,7 +74,7 @@ def broadcast_data(
 
     keys: the same on every rank.
     data: read on the first rank only; may be None on other ranks.
-    dtype: of all tensors.
+    dtype: the dtype of all tensors.
     device: the device of the result (default: the current GPU if the process uses one, else the CPU).
 
     Raises ValueError on every rank of the group if a key is missing or a tensor has a different dtype.

@@ -162,7 +162,7 @@ def hidden_dropout(
     dropout_seeds: int64 [b, 3], one layer of `dropout_seeds`. Without them the mask is drawn from the default
         generator, because all ranks hold the same activations and must drop the same elements. With sequence_parallel,
         each rank holds a different part, and the mask is drawn from the tracker.
-    rank: in the tensor-parallel group.
+    rank: this rank's number in the tensor-parallel group.
     """
     if p == 0:
         return x

@@ -63,7 +63,7 @@ class TransformerConfig:
     sequence_parallel: shard activations along the sequence between the split layers; the group's size must divide the
         sequence.
     group: the ranks over which the layer is split (default: the default tensor-parallel group).
-    device: of the parameters.
+    device: the device of the parameters.
     """
 
     hidden_size: int

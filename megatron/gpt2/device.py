@@ -196,7 +196,7 @@ def set_threads(rank_info: RankInfo, environ: Mapping[str, str] = os.environ) ->
 
 def usable_cores(root: str = "/") -> int:
     """Return the number of physical cores that this process may use, by its affinity and the quota of its cgroup.
-    Hyperthreads of one core count once. root: of the file system."""
+    Hyperthreads of one core count once. root: the root of the file system."""
     if not hasattr(os, "sched_getaffinity"):  # not Linux
         return os.cpu_count() or 1
     cores = set()

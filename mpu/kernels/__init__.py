@@ -138,7 +138,7 @@ def causal_attention(qkv: Tensor, dropout_p: float) -> Tensor:
 def varlen_causal_attention(qkv: Tensor, dropout_p: float, lengths: Sequence[int], cu_seqlens: Tensor) -> Tensor:
     """`causal_attention` within each document: [t, 1, n, 3, d] -> [t, 1, n·d].
 
-    lengths: of successive documents, t in total.
+    lengths: the lengths of successive documents, t in total.
     cu_seqlens: int32, 0 and the cumulative lengths, on the device.
     """
     if dropout_p == 0 and has_varlen_kernel(qkv):

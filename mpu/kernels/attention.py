@@ -94,7 +94,7 @@ def seeded_attention(
     dropout_seeds: int64 [b, 3], as in `seeded_dropout`.
     location: which dropout of the layer.
     first_head: number of this rank's first head.
-    first_position: of a document in its sample; the masks of its queries and keys count from there.
+    first_position: the position of a document in its sample; the masks of its queries and keys count from there.
 
     Backward computes the masks of a block again, and the scores of long sequences. So no mask is saved, and above
     SAVED_UP_TO tokens nothing of size [s, s]. bf16 is computed in float32 if the processor has no AMX. CPU time of

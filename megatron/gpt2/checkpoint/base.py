@@ -88,8 +88,8 @@ class BaseCheckpoint:
 
     path: the iteration's folder, or the file.
     format: one of `formats.FORMATS`.
-    tensors: by our names, "model.<parameter>" and, if the checkpoint holds them, "master.", "exp_avg." and
-        "exp_avg_sq.".
+    tensors: the saved tensors by our names, "model.<parameter>" and, if the checkpoint holds them, "master.",
+        "exp_avg." and "exp_avg_sq.".
     metadata: the values that our manifest has about a run, as far as this format saves them. It always has "config" (at
         least {"model": {field of ModelConfig: value}}), "vocab_size" and "iteration".
     left_out: one line for each thing that the files hold and this object does not.

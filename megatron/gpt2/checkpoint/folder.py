@@ -53,7 +53,7 @@ class NoValidCheckpoint(ValueError):
 
 
 class FolderInUse(ValueError):
-    """Another process uses the folder. exit_code: of the process."""
+    """Another process uses the folder. exit_code: the exit code of the process."""
 
     exit_code = 2
 

@@ -78,8 +78,8 @@ def run_on_all_ranks(work: Callable[[], T], group: ProcessGroup | None) -> list[
 def transfer_files(
     path: Path, transfers: Sequence[Transfer], sizes: Mapping[str, int], rank: int, group: ProcessGroup | None
 ) -> None:
-    """Send files of the folder `path` between ranks. sizes: in bytes. If the disk of one rank is full, every rank
-    raises OSError before anything is sent."""
+    """Send files of the folder `path` between ranks. sizes: their sizes in bytes. If the disk of one rank is full,
+    every rank raises OSError before anything is sent."""
 
     def make_room() -> None:
         for file, _, to in transfers:

@@ -199,7 +199,8 @@ def _integers(values: Any, at_most: int = 2) -> tuple[int, ...]:
 
 
 class Checkpoint(BaseCheckpoint):
-    """A checkpoint in the native format, opened for reading. digest: sha256 of the manifest. tables: by path.
+    """A checkpoint in the native format, opened for reading. digest: sha256 of the manifest.
+    tables: `TableInfo` by path.
 
     The constructor reads and checks the manifest. A table is read, and checked against the manifest, when a read needs
     one of its shards. `find_damage` checks the sizes and hashes of the files. All errors are ValueErrors in one line.

@@ -113,7 +113,7 @@ class Saver:
         """Start saving a checkpoint. Returns its folder if the save is committed, and None if it failed with a warning
         or if the thread is still writing (--async-save).
 
-        metadata: for the manifest, in JSON types, taken from rank 0.
+        metadata: values of JSON types for the manifest; those of rank 0 are written.
         into: save into this folder instead, and replace the checkpoint there (for `best/`).
         """
         self.finish()

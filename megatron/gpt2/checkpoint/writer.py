@@ -182,7 +182,7 @@ def manifest_bytes(iteration: int, metadata: Mapping[str, Any], tables: Iterable
     """Return the manifest with its hash.
 
     metadata: about the run, in JSON types.
-    tables: by rank. Only one table is in memory at a time, and only its first line is parsed.
+    tables: the tables by rank. Only one table is in memory at a time, and only its first line is parsed.
     """
     tensors: dict[str, Any] = {}
     held: dict[str, list[tuple[int, ...]]] = {}

@@ -40,7 +40,8 @@ from megatron.gpt2.monitor.reporting import align_rows
 
 
 def parse_args(argv: Sequence[str], log: Log) -> tuple[argparse.Namespace, Arguments]:
-    """Parse the flags of this program, and flags of training. Raises ValueError if one is invalid. log: for notices."""
+    """Parse the flags of this program, and flags of training. Raises ValueError if one is invalid.
+    log: called with notices."""
     parser = ModelParser(__doc__, precision="fp32")  # so that scores do not depend on the device
     parser.add_argument("--valid-data", required=True, nargs="+", metavar="FILE", help="files to score the model on")
     parser.add_argument("--task", type=str.upper, choices=TASKS, help="kind of the files (default: by their names)")
@@ -108,7 +109,7 @@ def score_file(task: EvaluationTask, path: str, loaded: LoadedModel, batch_size:
 
 
 def format_results(facts: dict[str, Any], results: list[dict[str, Any]]) -> str:
-    """Format the results as text. facts: from `score_metadata`."""
+    """Format the results as text. facts: the result of `score_metadata`."""
     layout = f"model-parallel {facts['model_parallel_size']} × data-parallel {facts['data_parallel_size']}"
     rows = [
         ("checkpoint", f"{facts['checkpoint']}, manifest {facts['manifest_sha256'][:12]}"),

@@ -38,7 +38,8 @@ LostRanks = Mapping[int, float | None]
 
 
 class MissingRanksError(ValueError):
-    """Some ranks did not join. exit_code: of the process; 1 with --elastic, so that launchers try again."""
+    """Some ranks did not join. exit_code: the exit code of the process; 1 with --elastic, so
+    that launchers try again."""
 
     cause = "missing ranks"  # in the incident log
     exit_code = 2
@@ -84,7 +85,7 @@ class TimedStore:
 class Heartbeat(threading.Thread):
     """A thread that writes this rank's heartbeat to the store and reads those of other ranks.
 
-    store: with a separate connection, because the training thread may block on its own.
+    store: a store with a separate connection, because the training thread may block on its connection.
     hosts: the hosts of all ranks.
     is_first_on_node: the first rank of a machine reads all heartbeats. Other ranks read them only while `reads_all` is
         set: if all ranks always did, the load of the store would be quadratic.

@@ -220,7 +220,7 @@ def _wait_for_all_ranks(store: Store, launch: Launch, address: str, *, is_server
 
 
 def describe_missing(hosts: Mapping[int, str], world_size: int, launch: Launch) -> str:
-    """Describe the missing ranks. hosts: of the joined ranks."""
+    """Describe the missing ranks. hosts: the machines of the ranks that joined."""
     missing = [rank for rank in range(world_size) if rank not in hosts]
     listed = dict(enumerate(launch.hosts))
     # Slurm lists the hosts by blocks of ranks unless srun has another --distribution.
@@ -306,7 +306,7 @@ def addresses_of(interface: str) -> list[str]:
 def initialize_distributed(rank_info: RankInfo, backend: str, device: torch.device, timeout_minutes: float) -> None:
     """Create torch's process group, if there is more than one rank.
 
-    backend: from `device.choose_backend`.
+    backend: the result of `device.choose_backend`.
     timeout_minutes: time limit of a collective; torch's default is 30 minutes.
     """
     if rank_info.rendezvous is None:

@@ -196,7 +196,7 @@ def start_ranks(
 
     program: a top-level function of a module, which the ranks import. The ranks get torchrun's variables and flags for
         `read_launch`.
-    save_folder: for training programs.
+    save_folder: the --save folder of a training program.
     """
     logging.disable(logging.CRITICAL)  # no tracebacks of torch for a killed rank
     # One store for all rounds; torch's own store may move to a different machine in each round.

@@ -104,7 +104,7 @@ def format_value(value: Any) -> str:
 class TensorComparison(NamedTuple):
     """The difference of a tensor.
 
-    shape: in the first checkpoint.
+    shape: the shape in the first checkpoint.
     max_difference: the largest absolute difference; NaN if only one of the tensors has a NaN, None if the shapes differ
         or if only one checkpoint has the tensor.
     """

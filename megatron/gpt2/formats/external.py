@@ -112,9 +112,9 @@ class ExternalCheckpoint(BaseCheckpoint):
     """A checkpoint of another program. It keeps no tensor in memory.
 
     iteration: default, the optimizer's steps.
-    model: with the true vocabulary size.
+    model: the model's configuration, with the true vocabulary size.
     metadata: other values, with the names of our manifest.
-    weights: by our names, with the model's shapes.
+    weights: the weights by our names, with the model's shapes.
     left_out: one line for each thing that the files hold and this object does not.
     read_optimizer: returns moments, metadata, and masters if they are not the weights. None: the files hold no state.
         If it fails, or if a master, rounded to the dtype of the weights, is not the weight, the state is left out, with

@@ -49,9 +49,9 @@ def write_gguf(
     """Write `source` as model.gguf into the new folder `out`, and return the folder. Only one tensor is in memory at a
     time.
 
-    dtype: of matrices, one of TYPES, converted from the fp32 masters if there are any; "source" keeps that of the
-    weights. Raises ValueError, in one line, if llama.cpp cannot compute the model, if `out` exists, or if the tokenizer
-    does not fit the model.
+    dtype: the type of matrices, one of TYPES, converted from the fp32 masters if there are any; "source" keeps that of
+    the weights. Raises ValueError, in one line, if llama.cpp cannot compute the model, if `out` exists, or if the
+    tokenizer does not fit the model.
     """
     try:
         import gguf

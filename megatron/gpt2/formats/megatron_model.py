@@ -268,7 +268,7 @@ def infer_model_config(
     line if the true size is unknown; then the padded size is used.
 
     top: the file's other entries, such as "args".
-    shapes: by our names, of one of `tp_size` ranks.
+    shapes: the shapes by our names, of one of `tp_size` ranks.
     found: values of arguments that follow from the files.
     padded_for: the number of ranks for which the vocabulary was padded.
 

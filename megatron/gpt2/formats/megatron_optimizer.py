@@ -81,8 +81,8 @@ def same_step(steps: Iterable[Any]) -> int:
 
 
 def read_rank_optimizer(optimizer: Any, weights: LazyTensors) -> RankOptimizer:
-    """Read the optimizer of a rank. weights: of the same file, in its order. Raises ValueError, LookupError or another
-    error of parsing if the state does not belong to them."""
+    """Read the optimizer of a rank. weights: the weights of the same file, in its order. Raises ValueError, LookupError
+    or another error of parsing if the state does not belong to them."""
     # The keys of 2019, and those since v2. For fp32 weights, `optimizer` is Adam's state and has no masters.
     adam = optimizer.get("optimizer_state_dict", optimizer.get("optimizer", optimizer))
     masters = optimizer.get("fp32_from_fp16", optimizer.get("fp32_from_fp16_params"))
@@ -104,8 +104,8 @@ def read_rank_optimizer(optimizer: Any, weights: LazyTensors) -> RankOptimizer:
 def read_zero_optimizer(files: Sequence[Path], top: Mapping[str, Any], weights: LazyTensors) -> RankOptimizer:
     """Read the optimizer of a rank that DeepSpeed sharded.
 
-    files: by data-parallel rank.
-    top, weights: of the model's file.
+    files: the files by data-parallel rank.
+    top, weights: the contents of the model's file.
 
     Raises ValueError, LookupError or another error of parsing if the files do not belong together.
     """

@@ -199,7 +199,7 @@ def build_checkpoint(
     gets a line if the vocabulary may be padded: nanoGPT pads that of GPT-2 without saving the true size.
 
     read: returns the optimizer state, given the weights and a function that converts tensors to our names.
-    heads, gelu: from the file.
+    heads, gelu: values from the file.
     sizes: fields of ModelConfig from the file, which must fit the tensors.
     tied: True if the file may lack a head.
     iteration: default, the optimizer's steps.

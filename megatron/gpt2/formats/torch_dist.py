@@ -228,8 +228,8 @@ def _bucket_states(
 ) -> dict[str, dict[str, LazyTensor]]:
     """Read masters and moments, fp32, from flat buckets.
 
-    args: of the run, with its layout.
-    model: with the padded vocabulary.
+    args: the arguments of the run, with its layout.
+    model: the model's configuration with the padded vocabulary.
 
     Raises ValueError, in one line, if the buckets do not fit the model in any known order of modules.
     """

@@ -241,7 +241,7 @@ SavedSlices = list[tuple[TensorSlice, FileRegion]]
 class DcpCheckpoint(BaseCheckpoint):
     """A DCP folder, opened for reading.
 
-    tensors: by the names in `.metadata`.
+    tensors: the tensors by their names in `.metadata`.
     objects: regions by name.
 
     Raises ValueError, in one line, if a file is missing or too short, or if the slices of a tensor do not cover it.

@@ -95,7 +95,7 @@ class GeneratedToken:
     text: the characters that this token completes; may be empty, and may include characters of earlier tokens.
     probability: the model's probability, before penalty, temperature, top-k and top-p.
     likeliest: the `Sampling.alternatives` likeliest ids with their probabilities.
-    finish: as in `Continuation`.
+    finish: see `Continuation.finish`.
     """
 
     row: int

@@ -187,7 +187,7 @@ class GPT2Model(nn.Module):
     """GPT-2 over a tensor-parallel group, in float32. The optimizer or `.to(dtype)` lowers the precision.
 
     config: its vocab_size is the true size; None raises ValueError.
-    layer: from `layer_config` (default: `layer_config(config)`).
+    layer: a result of `layer_config` (default: `layer_config(config)`).
     chunks: the layers of this pipeline rank, as ranges (default: all layers in one chunk).
     dropout_seed: makes dropout masks that do not depend on the layout, if `forward` gets `samples`; None draws masks
         from torch's generators.
@@ -311,7 +311,7 @@ class GPT2Model(nn.Module):
         gradient. Every rank of the pipeline must call it.
 
         cache: gives and stores keys and values.
-        positions: of the tokens in the cache's rows, [b, s] int64.
+        positions: the positions of the tokens in the cache's rows, [b, s] int64.
         """
         for chunk in self.chunks:
             if chunk.start == 0:

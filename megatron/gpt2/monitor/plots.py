@@ -29,7 +29,7 @@ class Curve:
     """A line of a plot.
 
     points: (iteration, value), sorted.
-    colour: for matplotlib.
+    colour: a colour of matplotlib.
     dots: mark each point.
     """
 

@@ -165,7 +165,7 @@ def closing_report(
     """Return the final report: baselines, a text sample, the paths of the files and commands to run next.
 
     validation_losses: {iteration: loss, or None if not finite}.
-    bits_per_byte: of the model on the validation split, None without an evaluation.
+    bits_per_byte: the model's bits per byte on the validation split; None without an evaluation.
     baselines: {description: bits per byte, or None if not computed}.
     plot: the path of the PNG, a text plot, or "".
     next_commands: (description, command).

@@ -95,7 +95,7 @@ class TrainingData:
 
     def to_device(self, text: Tensor, samples: Tensor | None = None) -> Batch:
         """Build the batch from text [n, s + 1] int64 and sample indices [n], both on the host. An entry of -1 is
-        padding: as a label it has no weight. The copy from pinned memory is asynchronous."""
+        padding: a token that has no weight as a label. The copy from pinned memory is asynchronous."""
         config, device, eod = self._context.config, self._context.device, self.tokenizer.eod
         if self._parallel.model_parallel_size > 1:
             self._digest = zlib.crc32(text.numpy().tobytes(), self._digest)

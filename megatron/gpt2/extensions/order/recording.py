@@ -256,7 +256,7 @@ class Recorder(TorchDispatchMode):
         return RecordedWork(self, call, written)
 
     def _fill(self, call: Call, rank: int, read: list[Tensor], results: list[Tensor]) -> None:
-        """Give the results of a call values. rank: in the group."""
+        """Give the results of a call values. rank: this rank's number in the group."""
         key = call.channel, self._count(call.channel)
         given = torch.cat([x.detach().reshape(-1) for x in read]) if read else torch.zeros(1)
         for x in results:  # a result is the input, a part of it, or repeats it for all ranks

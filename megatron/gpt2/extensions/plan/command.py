@@ -226,7 +226,7 @@ def find_fitting(plan: MemoryInputs, budget: int) -> dict[str, Any]:
 
 
 def plan_table(config: Config, found: dict[str, Any]) -> list[str]:
-    """Return the lines of the plan. found: from `plan_facts`."""
+    """Return the lines of the plan. found: the result of `plan_facts`."""
     model, train, p = config.model, config.train, config.parallel.model_parallel_size
     counted, memory = found["parameters"], found["memory"]
     pipeline, of_2019 = found.get("pipeline"), found.get("megatron_2019")
@@ -275,7 +275,7 @@ def plan_table(config: Config, found: dict[str, Any]) -> list[str]:
 
 
 def fitting_table(fits: dict[str, Any]) -> list[str]:
-    """Return the lines about --memory-gb. fits: from `find_fitting`."""
+    """Return the lines about --memory-gb. fits: the result of `find_fitting`."""
     lines = [
         "",
         f"  in {in_mb(fits['budget'])} MB: {'fits' if fits['as_asked'] else 'does not fit'} with these flags",

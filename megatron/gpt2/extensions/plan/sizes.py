@@ -80,7 +80,7 @@ class ChunkSizes:
     tied: parameters of the tied matrix if the head has a separate gradient.
 
     kept: bytes that a micro-batch stores between forward and backward.
-    mask: of the embeddings' dropout.
+    mask: the mask of the embeddings' dropout.
     offloaded_layers, offloaded: layers and bytes in host memory during that time.
     recomputed_layers: layers that full recomputation recomputes together.
     recomputed: the bytes that they store then.
@@ -107,7 +107,7 @@ class TensorSizes:
     gathered: those of all sequence shards, for the head.
     bucket: bytes of gradients that are allocated together.
     head: the head's gradient [v/p, h] in the model's precision.
-    shards: of gradients.
+    shards: this rank's shards of gradients.
     waiting_sums: stored partial sums with --exact-layouts.
     second_tied_gradient: the embedding's gradient of the tied matrix.
     state: masters (if they are not the weights) and two moments, with Muon one for matrices, on any device.

@@ -32,7 +32,7 @@ class Software:
     softmax_heads: the fused softmax runs only if this number divides the samples × heads of a rank; otherwise
         `unfused_kernels` more are launched.
     backward_kernels: relative to forward.
-    head_kernels: of embedding, head and loss.
+    head_kernels: the kernels of embedding, head and loss.
     loss_bytes: per logit.
     gradient_bytes: per parameter and micro-batch, for the sum of gradients.
     split_sends: the ranks of a tensor-parallel group share the transfer between stages.

@@ -82,7 +82,7 @@ class Service:
     max_texts: limit of running and waiting texts.
     max_seconds: time limit for an answer.
     log: called with a line for each request.
-    allowed_hosts: for `is_allowed_host`.
+    allowed_hosts: the host names that `is_allowed_host` accepts.
     """
 
     served: ServedModel

@@ -216,7 +216,7 @@ class RankReport(NamedTuple):
     """A rank's result, sent as JSON.
 
     facts: see `run_metadata`.
-    findings: of its `TraceWriter` or `TraceComparer`.
+    findings: the findings of its `TraceWriter` or `TraceComparer`.
     """
 
     facts: dict[str, Any]

@@ -115,7 +115,7 @@ class Difference:
         """Compare `own` with `reference`, a slice of the same shape that starts at `offset` of the global tensor.
 
         unit: the unit roundoff.
-        rms: of the global reference.
+        rms: the root mean square of the global reference.
         allowed: an absolute difference that is always accepted, one for all elements or one for each. Different
             integers have an infinite difference.
         """
@@ -179,7 +179,8 @@ class Difference:
 
 
 class TraceComparer:
-    """Compares the shards of rank `rank` with `trace` while they are computed. facts: of its run, see `run_metadata`.
+    """Compares the shards of rank `rank` with `trace` while they are computed. facts: the metadata of
+    its run, see `run_metadata`.
 
     Uses the lower of the two precisions, and bf16 for gradients if either run reduces them in bf16.
     """

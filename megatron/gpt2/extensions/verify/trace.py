@@ -39,7 +39,7 @@ KINDS = ("input", "activation", "loss", "activation gradient", "gradient", "scal
 class TensorKey(NamedTuple):
     """Identifies a tensor of a run.
 
-    step: from 1 on, or 0 before the first step.
+    step: the number of the step, from 1 on, or 0 before the first step.
     position: its index within its kind.
     """
 
@@ -58,9 +58,9 @@ class TensorShard(NamedTuple):
     """A rank's shard of the global tensor `key`.
 
     values: the shard, with any strides and device.
-    offset: of the shard in the global tensor.
-    shape: of the global tensor. Activations are [n, s, w] with the samples in the order of the global batch; parameters
-        have no padding; a scalar is [1].
+    offset: the first index of the shard in the global tensor.
+    shape: the shape of the global tensor. Activations are [n, s, w] with the samples in the order of the global batch;
+        parameters have no padding; a scalar is [1].
     writes: True on one of the ranks that hold the same shard, so that each element counts once.
     """
 
@@ -156,8 +156,8 @@ def write_index(folder: Path, facts: Mapping[str, Any], found: Sequence[Sequence
 
 
 class Trace:
-    """The trace in `folder`; its tensors stay on disk. entries: by (step, name). Raises ValueError if `folder` is not a
-    trace of this version."""
+    """The trace in `folder`; its tensors stay on disk. entries: the entries by (step, name). Raises ValueError if
+    `folder` is not a trace of this version."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -237,7 +237,7 @@ class ShardRun:
             entry["samples"].append(what if isinstance(what, str) else document_label(what))
 
     def write(self, document: Document, name: str = "") -> None:
-        """Write and count a document. name: of the output (default: that of the shard)."""
+        """Write and count a document. name: the name of the output (default: that of the shard)."""
         self.left += 1
         self.file(name or f"{self.shard.name}.jsonl").write(json_line(document))
 
