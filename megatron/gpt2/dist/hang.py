@@ -9,19 +9,16 @@ torch's flight recorder also records gloo's collectives and names the rank that 
 program. It is only used for NCCL, whose kernels Python does not see.
 """
 
-import contextlib
 import json
 import linecache
 import os
 import re
-import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Mapping, MutableMapping, Sequence
 from datetime import timedelta
-from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -39,7 +36,7 @@ from megatron.gpt2.dist.ranks import (
     describe_lost,
     format_ranks,
 )
-from megatron.gpt2.dist.rendezvous import CONTINUE_HINT
+from megatron.gpt2.dist.rendezvous import CONTINUE_HINT, find_cut_link
 from megatron.gpt2.hooks import Hook
 from megatron.gpt2.monitor.incidents import FOLDER, IncidentLog
 
@@ -47,7 +44,6 @@ SOURCE_FOLDERS = ("mpu/", "data_utils/", "megatron/")
 # Calls in our source lines that wait for other ranks, or for a device that waits for them.
 WAITING_CALL = re.compile(r"\.(wait|synchronize|item|tolist)\(")
 TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)  # gloo: "Timed out waiting 6000ms", "Application timeout caused"
-LINK_TIMEOUT = 8.0  # seconds for the machines to test the connections between them
 PEER_FAILURE_SECONDS = 0.5  # seconds from a rank's timeout until the connections of the other ranks to it fail
 
 Frames = Sequence[tuple[FrameType, int]]  # frames with their line numbers, the innermost last
@@ -110,7 +106,6 @@ class HangDetector(Hook):
             rank_info.rendezvous.heartbeat,
             rank_info.rendezvous.heartbeat.store,
         )
-        self._addresses = rank_info.rendezvous.addresses
         self._watches_steps, self._step_started = watches_steps, float("inf")  # start of the step
         self._published, self._main_thread_exits = threading.Lock(), False
         self._heartbeat.on_beat = self._check
@@ -177,39 +172,13 @@ class HangDetector(Hook):
         locations, gone = self._collect_locations()
         host = self._hosts[self._rank_info.rank]
         late = [*gone, *(rank for rank, location in locations.items() if not location.is_waiting)]
-        cut = [] if late else self._find_cut_link()
+        cut = [] if late else find_cut_link(self._rank_info, "hang")
         if self._store.add(f"reported/{host}", 1) == 1:
             first = int(self._store.get("hang"))
             line = f"{describe_hang(locations, gone, self._hosts, first, self._seconds, cut)}: {CONTINUE_HINT}"
             print(f"error ({host}): {line}", file=sys.stderr, flush=True)
             self._incidents.note("hang", line, ranks=late, cut=cut, found_by=self._rank_info.rank)
         return gone
-
-    def _find_cut_link(self) -> list[str]:
-        """Return the names of two machines that cannot connect to each other, or []. The first rank of each machine
-        listens on a port and tries to connect to the others. The machine of the store needs no test."""
-        firsts = {host: rank for rank, host in reversed(self._hosts.items())}
-        addresses = {host: self._addresses.get(rank, "") for host, rank in firsts.items()}
-        tested = {host: at for host, at in addresses.items() if at and not ip_address(at).is_loopback}
-        own, end = self._hosts[self._rank_info.rank], time.monotonic() + LINK_TIMEOUT
-        with contextlib.ExitStack() as stack:
-            if own in tested and firsts[own] == self._rank_info.rank:
-                family = socket.AF_INET6 if ":" in tested[own] else socket.AF_INET
-                server = stack.enter_context(socket.create_server(("", 0), family=family))
-                self._store.set(f"port/{own}", str(server.getsockname()[1]))
-                for host in tested.keys() - {own}:
-                    try:
-                        while not self._store.check([f"port/{host}"]) and time.monotonic() < end:
-                            time.sleep(POLL_INTERVAL)
-                        port = int(self._store.get(f"port/{host}"))
-                        socket.create_connection((tested[host], port), timeout=LINK_TIMEOUT / 4).close()
-                    except OSError:
-                        self._store.compare_set("cut", "", json.dumps([own, host]))
-                self._store.add("links", 1)
-            while self._store.add("links", 0) < len(tested) and time.monotonic() < end:
-                time.sleep(POLL_INTERVAL)
-        cut: list[str] = json.loads(self._store.get("cut")) if self._store.check(["cut"]) else []
-        return cut
 
     def _collect_locations(self) -> tuple[dict[int, RankLocation], LostRanks]:
         """Return the locations of the live ranks, and the other ranks with the seconds since their last heartbeat."""

@@ -55,7 +55,9 @@ from megatron.gpt2.dist.ranks import (
 )
 
 CONTINUE_HINT = "the run ends here; the same command continues from the last checkpoint"
+OPEN_PORTS = "open all ports between the machines, or name the interface in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
 ALL_JOINED = "all ranks have joined"
+LINK_TIMEOUT = 8.0  # seconds for the machines to test the connections between them
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 UsableRanks = Callable[[int], int]  # number of joined ranks -> number of ranks that the run can use
@@ -322,17 +324,22 @@ def initialize_distributed(rank_info: RankInfo, backend: str, device: torch.devi
         host = rendezvous.hosts[rank_info.rank]
         of_ranks = {rank: devices[rank] for rank in rendezvous.hosts if rendezvous.hosts[rank] == host}
         print(node_line(host, of_ranks, rank_info.world_size), flush=True, file=sys.stderr)
+    if cut := find_cut_link(rank_info, "start"):
+        raise MissingRanksError(f"{' and '.join(cut)} cannot connect to each other: {OPEN_PORTS}")
     timeout = timedelta(minutes=timeout_minutes)
     rendezvous.store.set_timeout(timeout)
-    dist.init_process_group(
-        backend,
-        store=PrefixStore("group", rendezvous.store),
-        rank=rank_info.rank,
-        world_size=rank_info.world_size,
-        timeout=timeout,
-        device_id=device if backend == "nccl" else None,
-    )
     threading.Thread(target=end_if_rank_lost, args=(rank_info, backend), name="lost ranks", daemon=True).start()
+    try:
+        dist.init_process_group(
+            backend,
+            store=PrefixStore("group", rendezvous.store),
+            rank=rank_info.rank,
+            world_size=rank_info.world_size,
+            timeout=timeout,
+            device_id=device if backend == "nccl" else None,
+        )
+    except RuntimeError as error:
+        raise dist.DistNetworkError(f"this rank cannot connect to others ({error}): {OPEN_PORTS}") from error
 
 
 def node_line(host: str, devices: Mapping[int, str], world_size: int) -> str:
@@ -341,6 +348,37 @@ def node_line(host: str, devices: Mapping[int, str], world_size: int) -> str:
     pairs = [text.split("\t") for text in devices.values()]
     places, kinds = (", ".join(dict.fromkeys(part)) for part in zip(*pairs, strict=True))
     return f"host {host}: {format_ranks(devices, {})} of {world_size} on {places} ({kinds})"
+
+
+def find_cut_link(rank_info: RankInfo, name: str) -> list[str]:
+    """Return the names of two machines that cannot connect to each other, or []. All ranks call it, with one `name`
+    that is used once. The first rank of each machine listens on a port and tries to connect to the others.
+    """
+    rendezvous = rank_info.rendezvous
+    assert rendezvous is not None
+    store, hosts = PrefixStore(f"links/{name}", rendezvous.store), rendezvous.hosts
+    firsts = {host: rank for rank, host in reversed(hosts.items())}
+    addresses = {host: rendezvous.addresses.get(rank, "") for host, rank in firsts.items()}
+    tested = {host: at for host, at in addresses.items() if at and not ipaddress.ip_address(at).is_loopback}
+    own, end = hosts[rank_info.rank], time.monotonic() + LINK_TIMEOUT
+    with contextlib.ExitStack() as stack:
+        if own in tested and firsts[own] == rank_info.rank:
+            family = socket.AF_INET6 if ":" in tested[own] else socket.AF_INET
+            server = stack.enter_context(socket.create_server(("", 0), family=family))
+            store.set(f"port/{own}", str(server.getsockname()[1]))
+            for host in tested.keys() - {own}:
+                try:
+                    while not store.check([f"port/{host}"]) and time.monotonic() < end:
+                        time.sleep(POLL_INTERVAL)
+                    port = int(store.get(f"port/{host}"))
+                    socket.create_connection((tested[host], port), timeout=LINK_TIMEOUT / 4).close()
+                except OSError:
+                    store.compare_set("cut", "", json.dumps([own, host]))
+            store.add("tested", 1)
+        while store.add("tested", 0) < len(tested) and time.monotonic() < end:
+            time.sleep(POLL_INTERVAL)
+    cut: list[str] = json.loads(store.get("cut")) if store.check(["cut"]) else []
+    return cut
 
 
 def end_if_rank_lost(rank_info: RankInfo, backend: str) -> None:
@@ -354,14 +392,16 @@ def end_if_rank_lost(rank_info: RankInfo, backend: str) -> None:
     heartbeat = rank_info.rendezvous.heartbeat
     while not heartbeat.is_stopped:
         time.sleep(HEARTBEAT_INTERVAL)
-        is_lost = any(silence is not None for silence in heartbeat.lost_ranks(SILENCE_TIMEOUT).values())
-        if (is_lost or heartbeat.published_lost is not None) and backend == "gloo":
-            heartbeat.wait_for_lost_ranks()  # the other ranks learn it before their collectives fail
+        has_group = dist.is_initialized()  # no rank may leave before that
+        gone = heartbeat.lost_ranks(SILENCE_TIMEOUT).values()
+        if heartbeat.published_lost is None and not any(not has_group or silence is not None for silence in gone):
+            continue
+        if has_group and backend == "gloo":
+            heartbeat.wait_for_lost_ranks()  # publishes them, before the collectives fail
             return close_connections(rank_info.rendezvous.store.underlying_store.port)  # type: ignore[attr-defined]
-        if is_lost or heartbeat.published_lost is not None:
-            time.sleep(LOST_TIMEOUT)  # if a gloo collective has failed, the training thread ends the run
-            if report_lost_ranks(rank_info):
-                os._exit(1)  # the only way to end a thread that waits for a GPU
+        time.sleep(LOST_TIMEOUT)  # if a gloo collective has failed, the training thread ends the run
+        if report_lost_ranks(rank_info):
+            os._exit(1)  # the only way to end a thread that waits for a GPU or for a connection
 
 
 def close_connections(store_port: int) -> None:

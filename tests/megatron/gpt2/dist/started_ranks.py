@@ -1,10 +1,9 @@
 """Start ranks like a launcher, but faster: they are forked from a process that has imported torch and the program. Each
-rank has its own environment and output, and with `machine` its own network namespace and host name."""
+rank has its own environment and output."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import random
@@ -19,7 +18,6 @@ from megatron.gpt2.commands.pretrain_gpt2 import main
 from tests.distributed import CONTEXT
 from tests.megatron.gpt2.train.training_runs import SMALL
 
-CLONE_NEWNET, CLONE_NEWUTS = 0x40000000, 0x04000000
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM", "PMI", "OMPI", "GLOO", "TORCHELASTIC", "PBS", "LSB")
 
 
@@ -28,39 +26,37 @@ def clean_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
 
 
-def _run_main(
-    argv: Sequence[str], environ: Mapping[str, str], output: str, machine: str, before: Callable[[], object]
+def _run(
+    program: Callable[[Sequence[str]], int],
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    output: str,
+    before: Callable[[], object],
 ) -> None:
     os.environ.clear()
     os.environ.update({**clean_environment(), **environ, "OMP_NUM_THREADS": "1"})
     with open(output, "wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    if machine:  # before there are threads, which would stay in the old namespace
-        libc = ctypes.CDLL(None, use_errno=True)
-        with open(f"/run/netns/{machine}") as namespace:
-            assert libc.setns(namespace.fileno(), CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
-        assert libc.unshare(CLONE_NEWUTS) == 0, os.strerror(ctypes.get_errno())
-        socket.sethostname(machine)
     before()
-    sys.exit(main(argv))
+    sys.exit(program(argv))
 
 
 class StartedRank:
-    """A running process of `main`."""
+    """A running process of `program`. before: called in it first, while it has no threads."""
 
     def __init__(
         self,
         folder: Path,
         argv: Sequence[str],
         environ: Mapping[str, str],
-        machine: str = "",
         before: Callable[[], object] = int,
+        program: Callable[[Sequence[str]], int] = main,
     ) -> None:
         self.output = folder / f"output_{time.monotonic_ns()}"
         self.output.touch()
         self.process: ForkServerProcess = CONTEXT.Process(
-            target=_run_main, args=([*flags(folder), *argv], dict(environ), str(self.output), machine, before)
+            target=_run, args=(program, [*flags(folder), *argv], dict(environ), str(self.output), before)
         )
         self.process.start()
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,11 +18,10 @@ from megatron.gpt2.checkpoint import writer
 from megatron.gpt2.checkpoint.writer import write_safetensors
 from megatron.gpt2.dist import ranks
 from megatron.gpt2.dist.hang import RankLocation, describe_hang, set_flight_recorder
-from megatron.gpt2.extensions.post_mortem.command import report
 from megatron.gpt2.monitor.incidents import read_incidents
 from megatron.gpt2.train.trainer import Trainer
 from tests.faults.injector import Fault, hang, plant, stop
-from tests.megatron.gpt2.dist.started_ranks import StartedRank, free_port, losses, wait_until
+from tests.megatron.gpt2.dist.started_ranks import StartedRank, free_port, wait_until
 from tests.megatron.gpt2.train.training_runs import write_text
 
 HOST = os.uname().nodename
@@ -145,55 +142,3 @@ def test_the_flight_recorder_writes_next_to_the_incidents(tmp_path: Path) -> Non
     own = {"TORCH_FR_BUFFER_SIZE": "7", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/x"}
     set_flight_recorder(tmp_path, environ := dict(own))
     assert environ == own | {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
-
-
-def ip(*words: str) -> None:
-    try:
-        subprocess.run(["ip", *words], check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    except FileNotFoundError:
-        pytest.skip("the program ip is not installed")
-
-
-@pytest.fixture
-def machines() -> Iterator[list[str]]:
-    """Names of three network namespaces, each with a host name and an address, connected by a switch in a fourth."""
-    names = [f"{name}{os.getpid()}" for name in ("left", "right", "third")]
-    switch = f"switch{os.getpid()}"
-    try:
-        try:
-            for name in (switch, *names):
-                ip("netns", "add", name)
-            ip("-n", switch, "link", "add", "switch", "type", "bridge")
-            for number, name in enumerate(names):
-                ip(*f"link add cable0 netns {name} type veth peer name cable{number} netns {switch}".split())
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"network namespaces are not available: {error.stdout.strip()}")
-        ip("-n", switch, "link", "set", "switch", "up")
-        for number, name in enumerate(names):
-            ip(*f"-n {switch} link set cable{number} master switch up".split())
-            ip(*f"-n {name} address add 10.77.0.{number + 1}/24 dev cable0".split())
-            for device in ("lo", "cable0"):
-                ip("-n", name, "link", "set", device, "up")
-        yield names
-    finally:
-        for name in (switch, *names):
-            subprocess.run(["ip", "netns", "delete", name], stderr=subprocess.DEVNULL, check=False)
-
-
-def test_a_cut_link_between_two_other_machines(tmp_path: Path, machines: list[str]) -> None:
-    """The link from the second machine to the third is cut. Both still reach the first one, which serves the store."""
-    write_text(tmp_path, 1000)
-    save, endless = tmp_path / "link", "--exit-interval 100000 --train-iters 100000 --global-batch-size 3"
-    place = "--distributed-timeout-minutes 0.1 --world-size 3 --init-method tcp://10.77.0.1:29500 --rank"
-    words = f"--save {save} {endless} {place}".split()
-    ranks = [StartedRank(tmp_path, [*words, str(rank)], {}, name) for rank, name in enumerate(machines)]
-    wait_until(lambda: not ranks[0].process.is_alive() or (save / "metrics.jsonl").exists() and len(losses(save)) >= 3)
-    ip("-n", machines[1], "route", "add", "blackhole", "10.77.0.3/32")
-    ended = [rank.end(90) for rank in ranks]
-    assert [code for code, _ in ended] == [1, 1, 1], ended
-    pair = rf"({machines[1]} and {machines[2]}|{machines[2]} and {machines[1]})"
-    for name, (_, output) in zip(machines, ended, strict=True):
-        line = rf"error \({name}\): a collective took longer .*: {pair} cannot connect to each other, check the network"
-        assert re.search(line, output) and "Traceback" not in output, output
-    failure, _ = report(save)
-    assert failure.kind == "lost link" and re.match(f"{pair} could not connect to each other at ", failure.cause)
