@@ -39,7 +39,7 @@ class ActivationOffload:
 
     def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
-        self.allocated_bytes = 0  # of host memory
+        self.allocated_bytes = 0  # host memory
         self._free_buffers: defaultdict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
         self._copy_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._offloading: list[OffloadGroup] = []

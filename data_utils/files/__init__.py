@@ -51,8 +51,8 @@ STAGE_MANIFEST_VERSION = 2
 
 CHECKSUM_ENTRY = ',\n "sha256": "'
 END = b'"}\n'  # the end of the layout with a line for each entry
-MAX_CONFIG_BYTES = 2 << 20  # of a run's config.json, which takes some KB
-MAX_MANIFEST_BYTES = 1 << 30  # of a manifest, which takes about 100 bytes for each GB of tokens and each input file
+MAX_CONFIG_BYTES = 2 << 20  # limit of a run's config.json, which takes some KB
+MAX_MANIFEST_BYTES = 1 << 30  # limit of a manifest: about 100 bytes for each GB of tokens and each input file
 CHUNK_BYTES = 1 << 30
 BLOCK = 1 << 18  # small enough for the processor's cache
 SAFETENSORS_ALIGNMENT = 8

@@ -26,7 +26,7 @@ METADATA_FILE = "tokenizer_facts.json"
 OLD_METADATA_FILE = "tokenizer.json"  # renamed, because HF tokenizers uses this name for a different file
 CHARACTERS_FILE = "characters.json"
 MODEL_FILE = "sentencepiece.model"
-MAX_FILE_BYTES = 256 << 20  # of a tokenizer's file; GPT-2's have 1 MB
+MAX_FILE_BYTES = 256 << 20  # limit of a tokenizer's file; GPT-2's have 1 MB
 NO_EOD = -1  # the value of `Tokenizer.eod` without an end-of-document id
 PART_CHARACTERS = 1 << 20
 SINGLE_SPACE = re.compile(r" (?=\S)(?<=\S )")

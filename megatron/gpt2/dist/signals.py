@@ -33,7 +33,7 @@ _REASON_OF = {
     signal.SIGINT: "Ctrl-C",
 }
 # A repeated signal within this time is ignored. Slurm sends SIGTERM to the launcher and to its ranks, and the launcher
-# forwards it to them. Ctrl-C is only repeated on purpose.
+# forwards it to them. A user repeats Ctrl-C only on purpose, so it always counts.
 REPEAT_SECONDS = {signal.SIGUSR1: 5.0, signal.SIGHUP: 5.0, signal.SIGTERM: 5.0, signal.SIGINT: 0.0}
 
 

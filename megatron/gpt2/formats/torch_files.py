@@ -35,7 +35,7 @@ from megatron.gpt2.formats.external import LazyTensor, file_errors
 from mpu.partition import TensorSlice
 
 ZIP = b"PK\x03\x04"
-MAX_DIRECTORY_BYTES = 2 << 20  # of a zip file, enough for 20,000 records
+MAX_DIRECTORY_BYTES = 2 << 20  # limit for the directory of a zip file: enough for 20,000 records
 MAGIC = 0x1950A86A20F9469CFC6C  # a legacy stream starts with this number, then with version 1001
 BUDGET = 1_250_000  # twice the need of a 72-layer model with Adam's state; takes less than half a second
 STORAGE_DTYPES = {

@@ -27,7 +27,7 @@ from megatron.gpt2.monitor.reporting import perplexity
 
 TASKS = ("WIKITEXT103", "PTB", "LAMBADA", "HELLASWAG", "TEXT")
 DETOKENIZERS = {"WIKITEXT103": wikitext_detokenizer, "PTB": ptb_detokenizer}
-ENDINGS = 4  # of a question of HellaSwag
+ENDINGS = 4  # the endings of a question of HellaSwag
 OVERLAPPING_EVAL = 32  # Megatron's default for its tasks
 _BY_NAME = ((r"wikitext|wiki\.(train|valid|test)", "WIKITEXT103"), (r"ptb", "PTB"))
 

@@ -17,7 +17,7 @@ from megatron.gpt2.monitor.incidents import read_records
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-POINTS = 320  # of a curve; more points are averaged, with a band from minimum to maximum
+POINTS = 320  # points of a curve; if there are more, they are averaged, with a band from minimum to maximum
 GREY = "#7d8793"  # readable on a light and on a dark page
 BLUE, ORANGE, GREEN = "#3568a8", "#d1642e", "#5b7f3b"
 

@@ -260,7 +260,7 @@ class ParamAllGather:
 
     def __init__(self, buffer: ParamAndGradBuffer, model: GPT2Model, group: ProcessGroup | None) -> None:
         self._buffer, self._group = buffer, group
-        self._works: dict[int, dist.Work] = {}  # by bucket: all-gathers that were not waited for yet
+        self._works: dict[int, dist.Work] = {}  # all-gathers by bucket, until something waits for them
         if not buffer.is_sharded:
             return
         needed: defaultdict[int | None, list[int]] = defaultdict(list)  # by layer; None: outside the layers

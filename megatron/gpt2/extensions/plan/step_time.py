@@ -18,7 +18,7 @@ from megatron.gpt2.extensions.plan.cluster import Cluster
 
 VOCAB_SIZE = 50257
 HALF = 2  # bytes of a 16-bit number
-SHARPNESS = 8  # of the maximum of two times that overlap
+SHARPNESS = 8  # sharpness of the smooth maximum of two times that overlap
 
 
 @dataclass(frozen=True)

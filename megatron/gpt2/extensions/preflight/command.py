@@ -47,7 +47,7 @@ from megatron.gpt2.model.gpt2 import count_parameters
 from megatron.gpt2.train.report import repetition_warning
 from megatron.gpt2.train.setup import RunContext, build_context, must_match
 
-TIMEOUT_MINUTES = 1.0  # of a collective
+TIMEOUT_MINUTES = 1.0  # time limit of a collective
 MAX_CLOCK_SKEW = 2.0  # seconds between clocks: the incidents of a failure are sorted by time
 CLOCK_ROUNDS = 5
 SLOW_SAVE = 600.0  # seconds of a save above which the disk is too slow
@@ -57,7 +57,7 @@ OPTIMIZER_BYTES = 12  # bytes of a parameter: master and two moments in fp32
 PRODUCT_COUNT = 4
 INNER_SIZE = 256  # of the product: sums of 256 products of -1, 0 and 1 are exact in every precision
 COLLECTIVES = ("all_reduce_sum", "all_gather", "reduce_scatter", "broadcast")
-COLLECTIVE_BYTES = 1 << 18  # of a message, all blocks together
+COLLECTIVE_BYTES = 1 << 18  # size of a message, all blocks together
 COLLECTIVE_RUNS = 3
 
 

@@ -30,7 +30,7 @@ def straight_twice_and_resumed(rank: int, world_size: int, folder: str, flags: s
     trainer = start(rank, world_size, folder, f"--save {folder}/resumed {flags}")
     first = steps(trainer, 4)
     trainer.save()
-    steps(trainer, 1)  # while --async-save writes; a step after the save must not matter
+    steps(trainer, 1)  # --async-save is still writing; this step must not change what it saves
     trainer.checkpoints.saver.finish()
     assert trainer.checkpoints.saver.saved_iteration == 4
     finish(trainer)
