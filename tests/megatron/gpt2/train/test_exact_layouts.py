@@ -63,12 +63,12 @@ WIDE = [
 
 
 def train(
-    rank: int, world_size: int, folder: str, layouts: list[ExactCase], precision: str, count: int
+    rank: int, world_size: int, folder: str, name: str, layouts: list[ExactCase], precision: str, count: int
 ) -> list[dict[str, Any]]:
     """Return for each layout the losses, norms and validation loss. Each run is saved in a folder of its own."""
     found = []
     for number, layout in enumerate(layouts):
-        trainer = start(rank, world_size, folder, f"{layout.command(precision)} --save {folder}/{world_size}_{number}")
+        trainer = start(rank, world_size, folder, f"{layout.command(precision)} --save {folder}/{name}_{number}")
         seen = steps(trainer, count)
         seen["evaluation"] = evaluate(trainer, trainer.data.splits.train, "train", 12).lm_loss
         found.append(seen)
@@ -91,7 +91,7 @@ def continue_run(
 
 def assert_same_state(folder: Path, name: str) -> None:
     """Weights, masters and Adam's moments equal those of one process to the last bit."""
-    found = compare_tensors(open_checkpoint(folder / "1_0"), open_checkpoint(folder / name))
+    found = compare_tensors(open_checkpoint(folder / "one_0"), open_checkpoint(folder / name))
     assert not found.not_compared and {row.name.partition(".")[0] for row in found.rows} == {
         "model",
         "master",
@@ -102,13 +102,13 @@ def assert_same_state(folder: Path, name: str) -> None:
 
 def assert_equal(folder: Path, layouts: list[ExactCase], precision: str, count: int) -> None:
     write_text(folder)
-    (one,) = run_ranks(train, 1, str(folder), [ExactCase()], precision, count)[0]
+    (one,) = run_ranks(train, 1, str(folder), "one", [ExactCase()], precision, count)[0]
     learned = [loss for loss, skipped in zip(one["loss"], one["skipped"], strict=True) if not skipped]
     assert learned[0] > learned[-1] + 0.02, "the run must learn something, or equality shows nothing"
     assert (len(learned) < count) == (precision is FP16), "an overflow is a part of what must be equal"
     for world_size in sorted({layout.world_size for layout in layouts}):
         here = [layout for layout in layouts if layout.world_size == world_size]
-        by_rank = run_ranks(train, world_size, str(folder), here, precision, count, timeout=480)
+        by_rank = run_ranks(train, world_size, str(folder), f"{world_size}", here, precision, count, timeout=480)
         for number, (layout, *results) in enumerate(zip(here, *by_rank, strict=True)):
             assert all(repr(result) == repr(one) for result in results), layout  # NaN is not equal to itself
             assert_same_state(folder, f"{world_size}_{number}")
@@ -130,7 +130,7 @@ def test_a_run_that_changes_its_layout_stays_bit_identical(tmp_path: Path) -> No
     """The run is saved in one layout and continued in another, while the batch size grows."""
     write_text(tmp_path)
     precision = "--precision bf16 --rampup-batch-size 4 8 12"
-    (one,) = run_ranks(train, 1, str(tmp_path), [ExactCase()], precision, 9)[0]
+    (one,) = run_ranks(train, 1, str(tmp_path), "one", [ExactCase()], precision, 9)[0]
     seen: list[float] = []
     for layout, count in ((QUICK[3], 2), (QUICK[1], 3), (QUICK[2], 1), (ExactCase(flags=FULL), 3)):
         seen += run_ranks(continue_run, layout.world_size, str(tmp_path), layout, precision, count, bool(seen))[0]
