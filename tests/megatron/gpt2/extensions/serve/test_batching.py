@@ -3,7 +3,6 @@ size."""
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -58,32 +57,3 @@ def test_64_clients(watched: CountingGenerator) -> None:
     for number, step in begun.items():  # while a text waits, earlier texts fill all rows
         assert step * ROWS <= sum(max(1, length - 1) for length in lengths[:number]), number
     assert watched.cache_bytes == {2 * ROWS * 2 * 32 * 32 * 4}  # l · rows · 2 · S · h
-
-
-def test_every_waiting_client_gets_server_stopping(watched: CountingGenerator) -> None:
-    """A running, a waiting and a late request get `ServerStopping`. A complete request does not."""
-    batcher = Batcher(1)
-    told: list[tuple[str, object]] = []
-    asleep = threading.Event()
-
-    def submit(name: str, count: int) -> None:
-        def deliver(number: int, event: Event | ServerStopping) -> None:
-            told.append((name, getattr(event, "finish", "") or type(event).__name__))
-            if name == "second" and not asleep.is_set():
-                asleep.set()
-                submit("third", 3)
-                batcher.stop()
-
-        batcher.submit([Continuation([65], Sampling(max_new_tokens=count))], deliver)
-
-    submit("first", 1)
-    submit("second", 9)
-    batcher.run(watched.generator)
-    submit("last", 1)
-    assert told == [
-        ("first", "length"),
-        ("second", "GeneratedToken"),
-        ("second", ServerStopping.__name__),
-        ("third", ServerStopping.__name__),
-        ("last", ServerStopping.__name__),
-    ]

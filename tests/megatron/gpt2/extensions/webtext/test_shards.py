@@ -142,11 +142,6 @@ def test_results_that_are_errors(shards: ThreeShards):
     shards.run("--max-bad-fraction", "1", exclusive=False)
 
 
-@pytest.mark.parametrize(("limit", "entered"), [(1, [1]), (4, [4]), (6, [4, 2]), (99, [4, 4, 4])])
-def test_limit(shards: ThreeShards, limit: int, entered: list[int]):
-    assert [manifest["entered"] for manifest in shards.run("--limit", str(limit), least=1)] == entered
-
-
 def read(path: Path, text_key: str = "text") -> tuple[list[tuple[int, Document]], dict[str, dict[str, Any]]]:
     """Return the documents with their offsets, and the dropped entries."""
     found: list[tuple[int, Document]] = []
