@@ -4,7 +4,8 @@
 
 The flags are those of pretrain_gpt2. Each rank runs the program with a narrow model and short samples: it loads a
 checkpoint, trains two steps, evaluates, saves and generates text. Layers, micro-batches and schedule are those of the
-command line. Nothing is sent, and the user's files are not read or written. The proof covers:
+command line. Left out are --compile, local checkpoints and a batch that grows. Nothing is sent, and your data and
+checkpoints are not read or written. The proof covers:
 
 - No order in time lets ranks wait for each other, under the rules of NCCL and of gloo.
 - All ranks of a group call the same operations with the same shapes, dtypes and options, in the same order.
