@@ -8,8 +8,8 @@ The program needs values to go on. A receive gives zeros. A collective gives the
 every rank, if they are small, and otherwise the rank's own data. So the values are wrong but equal, and decisions that
 depend on them are equal on all ranks. Therefore the ranks must be recorded in their order.
 
-Not seen: communication in other threads, memory that NumPy reads, the end of a call that is only polled, and the sizes of
-the parts of an uneven all-to-all. The future of a call (torch's DDP uses it) counts as a wait.
+Not seen: communication in other threads, memory that NumPy reads, the end of a call that is only polled, and the sizes
+of the parts of an uneven all-to-all. The future of a call (torch's DDP uses it) counts as a wait.
 """
 
 from __future__ import annotations
