@@ -142,7 +142,7 @@ def test_a_program_of_the_user(monkeypatch: Patch, capsys: pytest.CaptureFixture
                 work.wait()
     assert prove(records, ["gloo"]) == []
     monkeypatch.setattr(command, "record_layout", lambda *_: records)
-    assert command.main(["--nproc-per-node", "2", "--global-batch-size", "4"]) == 1
+    assert command.main(["--nproc-per-node", "2"]) == 1
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("rank 0 waits in send") and first.endswith("rank 1 does not come")
     assert second.startswith("rank 1 waits in send") and f"{HERE}:{line_numbers(HERE, '# not a batch')[0]}" in second
