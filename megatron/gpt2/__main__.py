@@ -31,6 +31,7 @@ PROGRAMS = {
     "verify": "extensions.verify.command:main",
     "prove-order": "extensions.order.command:main",
     "report": "commands.report:main",
+    "reproduce": "commands.reproduce:main",
     "post-mortem": "extensions.post_mortem.command:main",
     "flag-table": "commands.flag_table:main",
     "blacklist-urls": "extensions.webtext.commands:blacklist_urls",
