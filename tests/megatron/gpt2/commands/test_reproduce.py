@@ -52,10 +52,21 @@ def grammar() -> ModuleType:
     return module
 
 
-def test_the_entropy_is_that_of_the_text(grammar: ModuleType) -> None:
-    choose = random.Random(0)
-    sentences = [grammar.draw("SENTENCE", choose).rstrip() + grammar.END for _ in range(50_000)]
-    counts, size = Counter(sentences), sum(map(len, sentences))
-    observed = -sum(count * math.log(count / len(sentences)) for count in counts.values()) / size
-    bias = (len(counts) - 1) / 2 / size  # of this estimate, by Miller and Madow
-    assert observed + bias == pytest.approx(grammar.entropy_per_byte(), rel=3e-3)
+def test_the_entropy_is_that_of_all_sentences(grammar: ModuleType) -> None:
+    def texts(symbol: str) -> Counter[str]:
+        """Return the probability of each text that `symbol` derives."""
+        found, rules = Counter[str](), grammar.GRAMMAR[symbol]
+        for weight, rule in rules:
+            made = {"": weight / sum(other for other, _ in rules)}
+            for word in rule.split():
+                nexts = texts(word) if word in grammar.GRAMMAR else {f"{word} ": 1.0}
+                made = {text + more: p * q for text, p in made.items() for more, q in nexts.items()}
+            found.update(made)  # adds the probabilities of a text with several derivations
+        return found
+
+    sentences = texts("SENTENCE")
+    assert sum(sentences.values()) == pytest.approx(1)
+    nats = -sum(p * math.log(p) for p in sentences.values())
+    size = sum(p * len(text.rstrip() + grammar.END) for text, p in sentences.items())
+    assert nats / size == pytest.approx(grammar.entropy_per_byte(), rel=1e-9)
+    assert {grammar.draw("SENTENCE", random.Random(seed)) for seed in range(200)} <= sentences.keys()
