@@ -37,21 +37,21 @@ def draw(symbol: str, choose: random.Random) -> str:
 
 
 def entropy_per_byte() -> float:
-    """Return the entropy of the text, in nats per byte: the nats of a sentence over its expected bytes."""
+    """Return the entropy of the text, in bits per byte: the bits of a sentence over its expected length."""
     symbols = list(GRAMMAR)
     uses = np.zeros((len(symbols), len(symbols)))  # expected symbols of a rule
-    nats, size = np.zeros(len(symbols)), np.zeros(len(symbols))
+    bits, size = np.zeros(len(symbols)), np.zeros(len(symbols))
     for row, rules in enumerate(GRAMMAR.values()):
         total = sum(weight for weight, _ in rules)
         for weight, rule in rules:
             p = weight / total
-            nats[row] -= p * math.log(p)
+            bits[row] -= p * math.log2(p)
             for word in rule.split():
                 if word in GRAMMAR:
                     uses[row, symbols.index(word)] += p
                 else:
                     size[row] += p * len(f"{word} ")
-    per_sentence, length = np.linalg.solve(np.eye(len(symbols)) - uses, np.stack([nats, size], axis=1))[0]
+    per_sentence, length = np.linalg.solve(np.eye(len(symbols)) - uses, np.stack([bits, size], axis=1))[0]
     return float(per_sentence / (length + len(END) - 1))  # END replaces the last space
 
 
@@ -64,7 +64,7 @@ def main() -> None:
     choose = random.Random(args.seed)
     with open(args.file, "w", encoding="ascii") as file:
         file.writelines(draw("SENTENCE", choose).rstrip() + END for _ in range(args.sentences))
-    print(f"{args.file}: {entropy_per_byte():.4f} nats per byte")
+    print(f"{args.file}: {entropy_per_byte():.4f} bits per byte")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,10 @@ ROOT = Path(__file__).resolve().parents[4]
 
 
 def save_losses(folder: Path, losses: dict[int, float]) -> str:
-    lines = [{"iteration": iteration, "split": "valid", "lm_loss": loss} for iteration, loss in losses.items()]
+    lines = [
+        {"iteration": iteration, "split": "valid", "lm_loss": loss, "bits_per_byte": loss}
+        for iteration, loss in losses.items()
+    ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [{"iteration": 1}, *lines]))
     return str(folder)
 
@@ -38,9 +41,9 @@ def test_published_losses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_loss_near_the_entropy(tmp_path: Path) -> None:
-    assert main([save_losses(tmp_path, {100: 0.9, 400: 0.28}), "--entropy", "0.2764"]) == 0
-    for wrong in (0.26, 0.31):  # below the entropy, the model has seen its targets
-        assert main([save_losses(tmp_path, {400: wrong}), "--entropy", "0.2764"]) == 1
+    assert main([save_losses(tmp_path, {100: 0.9, 400: 0.42}), "--entropy", "0.3988"]) == 0
+    for wrong in (0.39, 0.45):  # below the entropy, the model has seen its targets
+        assert main([save_losses(tmp_path, {400: wrong}), "--entropy", "0.3988"]) == 1
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +69,7 @@ def test_the_entropy_is_that_of_all_sentences(grammar: ModuleType) -> None:
 
     sentences = texts("SENTENCE")
     assert sum(sentences.values()) == pytest.approx(1)
-    nats = -sum(p * math.log(p) for p in sentences.values())
+    bits = -sum(p * math.log2(p) for p in sentences.values())
     size = sum(p * len(text.rstrip() + grammar.END) for text, p in sentences.items())
-    assert nats / size == pytest.approx(grammar.entropy_per_byte(), rel=1e-9)
+    assert bits / size == pytest.approx(grammar.entropy_per_byte(), rel=1e-9)
     assert {grammar.draw("SENTENCE", random.Random(seed)) for seed in range(200)} <= sentences.keys()
