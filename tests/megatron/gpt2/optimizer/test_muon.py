@@ -121,14 +121,8 @@ def test_no_bit_depends_on_the_layout(tmp_path: Path, precision: str) -> None:
 
 
 def test_a_run_that_changes_its_layout_stays_bit_identical(tmp_path: Path) -> None:
-    write_text(tmp_path)
-    flags = f"--precision bf16 --global-batch-size 4 --num-layers 2 {MUON}"
-    (one,) = run_ranks(exact.train, 1, str(tmp_path), [exact.ExactCase()], flags, 4)[0]
-    seen: list[float] = []
-    for case, count in zip(MOVES, (2, 1, 1), strict=True):
-        seen += run_ranks(exact.continue_run, 2, str(tmp_path), case, flags, count, bool(seen))[0]
-    assert seen == one["loss"]
-    exact.assert_same_state(tmp_path, "moved")
+    moves = list(zip(MOVES, (2, 1, 1), strict=True))
+    exact.assert_moves(tmp_path, moves, f"--precision bf16 --global-batch-size 4 --num-layers 2 {MUON}")
 
 
 def test_conversion_keeps_the_state(folder: Path, tmp_path: Path) -> None:

@@ -125,14 +125,19 @@ def test_no_bit_depends_on_more_layouts(tmp_path: Path, precision: str, layouts:
     assert_equal(tmp_path, layouts, precision, 5)
 
 
+def assert_moves(folder: Path, moves: list[tuple[ExactCase, int]], flags: str) -> None:
+    """A run that does each number of steps in another layout is equal to a run of one process."""
+    write_text(folder)
+    (one,) = run_ranks(train, 1, str(folder), "one", [ExactCase()], flags, sum(count for _, count in moves))[0]
+    seen: list[float] = []
+    for layout, count in moves:
+        seen += run_ranks(continue_run, layout.world_size, str(folder), layout, flags, count, bool(seen))[0]
+    assert seen == one["loss"]
+    assert_same_state(folder, "moved")
+
+
 @pytest.mark.wide
 def test_a_run_that_changes_its_layout_stays_bit_identical(tmp_path: Path) -> None:
-    """The run is saved in one layout and continued in another, while the batch size grows."""
-    write_text(tmp_path)
-    precision = "--precision bf16 --rampup-batch-size 4 8 12"
-    (one,) = run_ranks(train, 1, str(tmp_path), "one", [ExactCase()], precision, 9)[0]
-    seen: list[float] = []
-    for layout, count in ((QUICK[3], 2), (QUICK[1], 3), (QUICK[2], 1), (ExactCase(flags=FULL), 3)):
-        seen += run_ranks(continue_run, layout.world_size, str(tmp_path), layout, precision, count, bool(seen))[0]
-    assert seen == one["loss"]
-    assert_same_state(tmp_path, "moved")
+    """The batch size grows meanwhile."""
+    moves = [(QUICK[3], 2), (QUICK[1], 3), (QUICK[2], 1), (ExactCase(flags=FULL), 3)]
+    assert_moves(tmp_path, moves, "--precision bf16 --rampup-batch-size 4 8 12")
