@@ -42,6 +42,7 @@ from data_utils.files import (
     find_damaged_chunks,
     fingerprint_of,
     fsync_path,
+    make_folder,
 )
 from data_utils.indexed_dataset import (
     IndexedDataset,
@@ -135,7 +136,7 @@ def preprocess(job: PreprocessingJob, *, log: Log) -> dict[str, Manifest]:
         raise ValueError(f"another process is writing into {folder}: wait for it, or choose another --output-prefix")
 
     with disk_full_errors(job.output_prefix):
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         with file_lock(folder / "lock", refuse):
             _check_disk_space(job, files)
             shard_manifests = _make_shards(job, shards)
@@ -367,10 +368,10 @@ def _merged_prefix(job: PreprocessingJob, key: str) -> str:
 
 
 def _rename_pair(temporary: str, prefix: str) -> None:
-    """Rename a complete pair and its manifest. The `.idx` is last, because readers look for it."""
+    """Rename a complete pair and its manifest. The `.idx` is last on the disk, because readers look for it."""
     for suffix in (".bin", ".json", ".idx"):
         os.replace(f"{temporary}{suffix}", f"{prefix}{suffix}")
-    fsync_path(Path(prefix).parent)
+        fsync_path(Path(prefix).parent)
 
 
 def merge_datasets(sources: Sequence[str], output_prefix: str, eod: int) -> Manifest:
@@ -391,7 +392,7 @@ def merge_datasets(sources: Sequence[str], output_prefix: str, eod: int) -> Mani
     tokenizers = [manifest["tokenizer"] for manifest in manifests if manifest and manifest["tokenizer"]]
     if any(tokenizer != tokenizers[0] for tokenizer in tokenizers):
         raise ValueError("the manifests name different tokenizers: the files can't be merged")
-    Path(output_prefix).parent.mkdir(parents=True, exist_ok=True)
+    make_folder(Path(output_prefix).parent)
     temporary = f"{output_prefix}.{os.getpid()}.tmp"
     with IndexedDatasetBuilder(temporary, files[0].dtype) as builder:
         for file, manifest in zip(files, manifests, strict=True):

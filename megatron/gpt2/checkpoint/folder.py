@@ -79,7 +79,8 @@ def find_checkpoint(
 
     All ranks call this function and get the same result. Rank 0 proposes a checkpoint, every rank opens it, and each
     rank hashes its share of the files (`verify`). The checkpoint is used if it is valid on all ranks. Folders renamed
-    to `.old-N` are tried last. Nothing on the disk changes. Every rank logs the warnings.
+    to `.old-N` are tried last, except that of the tracker's iteration if this is missing. Nothing on the disk changes.
+    Every rank logs the warnings.
 
     Returns None if the folder does not exist or has no checkpoint. Raises ValueError if all its checkpoints are
     damaged.
@@ -129,8 +130,10 @@ def _load_order(directory: Path) -> tuple[Any, ...]:
                 raise ValueError(f"holds {text!r} instead of the number of an iteration")
     except ValueError as error:
         return None, names, str(error)
-    tracked = f"iter_{int(text):07d}"
-    return int(text), [tracked, *(name for name in names if name != tracked)]
+    first = [f"iter_{int(text):07d}"]
+    if first[0] not in names:  # after a crash between the two renames of a commit, it has another name
+        first += [name for name in names if name.startswith(f"{first[0]}.")][:1]
+    return int(text), [*first, *(name for name in names if name not in first)]
 
 
 def _read_start(path: Path) -> bytes:

@@ -26,12 +26,13 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from data_utils.command_line import plural
-from data_utils.files import fsync_path
+from data_utils.files import fsync_path, make_folder
 from megatron.gpt2.checkpoint.folder import TRACKER, Log, list_iterations
 from megatron.gpt2.checkpoint.reader import MANIFEST, Checkpoint, table_path
 from megatron.gpt2.checkpoint.writer import (
     ShardedFiles,
     manifest_bytes,
+    sync_folders,
     temporary_folder,
     write_atomically,
     write_rank_files,
@@ -98,6 +99,9 @@ def transfer_files(
         for work in under_way:
             assert work is not None
             work.wait()
+        for file, _, to in transfers:
+            if to == rank:
+                fsync_path(path / file)
 
     run_on_all_ranks(make_room, group)
     run_on_all_ranks(exchange, group)
@@ -163,6 +167,8 @@ class LocalCheckpoints:
             for rank, table in enumerate(tables):
                 write_atomically(folder / table_path(rank), table)
             write_atomically(folder / MANIFEST, manifest)
+            sync_folders(folder)
+            make_folder(self._folder)  # puts its name on the disk
 
     def remove(self) -> None:
         """Remove all local checkpoints of the run."""

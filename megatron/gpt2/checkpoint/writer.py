@@ -222,8 +222,7 @@ def commit(
         Checkpoint(folder)  # do not commit a checkpoint that cannot be opened
     except ValueError as error:
         raise OSError(f"the files were not written correctly: {error}") from error
-    for parent in (*(path for path in folder.iterdir() if path.is_dir()), folder):
-        fsync_path(parent)
+    sync_folders(folder)
     tracker, number = final.parent / TRACKER, f"{iteration}\n".encode()
     # The tracker is replaced last. After a crash before that, it still names the earlier checkpoint.
     successor_path = tracker.with_name(f"{TRACKER}.tmp-{folder.name}")  # of this run only
@@ -236,6 +235,12 @@ def commit(
         folder.rename(final)
         fsync_path(final.parent)
         # Leaving this block renames the new tracker into place.
+
+
+def sync_folders(folder: Path) -> None:
+    """Fsync `folder` and the folders in it, so that the names of their files are on the disk."""
+    for path in (*(path for path in folder.iterdir() if path.is_dir()), folder):
+        fsync_path(path)
 
 
 def remove_old_checkpoints(directory: Path, iteration: int, keep_last: int | None, log: Log) -> None:
@@ -260,8 +265,9 @@ def rename_newer_checkpoints(directory: str | Path, iteration: int, log: Log) ->
     found = list_iterations(Path(directory))
     newest = next((number for number, _ in found if number <= iteration), -1)
     if newest >= 0:
-        # The tracker is first, so that it is right even after a crash in the next lines.
+        # The tracker is first on the disk, so that it is right even after a crash in the next lines.
         write_atomically(Path(directory) / TRACKER, f"{newest}\n".encode())
+        fsync_path(directory)
         for number, folder in reversed(found):
             if number > iteration:
                 log(f"{folder} is now {rename_old(folder)}")

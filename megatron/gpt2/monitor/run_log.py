@@ -190,7 +190,7 @@ class RunLog:
 
     def sync(self) -> None:
         """Put the records on the disk. Call it before a save: a checkpoint then never has more iterations than they."""
-        for name in (METRICS, SAMPLES, HISTORY) if self.active else ():
+        for name in (METRICS, SAMPLES, HISTORY, "") if self.active else ():  # "" is the folder with these names
             with contextlib.suppress(OSError):  # no record yet, or a disk of which `_append` warns
                 fsync_path(self.directory / name)
 
