@@ -30,13 +30,16 @@ _NUMBERS = itertools.count()
 
 
 def tool(*words: str) -> str:
-    """Run a program of the system and return its output. Skip the test if it is not installed or not allowed."""
+    """Run a program of the system and return its output. Skip the test if it is not installed or not permitted."""
     try:
         return subprocess.run(words, check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT).stdout
     except FileNotFoundError:
         pytest.skip(f"the program {words[0]} is not installed")
     except subprocess.CalledProcessError as error:
-        pytest.skip(f"{' '.join(words)}: {error.stdout.strip()}")
+        message = f"{' '.join(words)}: {error.stdout.strip()}"
+        if "not permitted" in message or "not supported" in message.lower():
+            pytest.skip(message)  # not root, or a kernel without it
+        raise RuntimeError(message) from None
 
 
 def enter(namespace: str, name: str, names: str, prepare: Callable[[], object]) -> None:
