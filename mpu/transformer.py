@@ -119,8 +119,8 @@ class LayerNorm(nn.LayerNorm):
 
 class ParallelSelfAttention(nn.Module):
     """Causal self-attention; its heads are split over the ranks. [s, b, h] -> [s, b, h], or [s/tp, b, h] ->
-    [s/tp, b, h] with sequence_parallel. Forward: one all-reduce; backward: one all-reduce. With sequence parallelism
-    each becomes a reduce-scatter and an all-gather.
+    [s/tp, b, h] with sequence_parallel. Forward: one all-reduce; backward: one all-reduce. With sequence parallelism,
+    forward: an all-gather and a reduce-scatter; backward: two all-gathers and a reduce-scatter.
 
     The rows of the fused query-key-value weight are ordered [n, 3, d] (head first), so that each rank's shard is
     contiguous. column, row: constructors of the linear layers. Raises ValueError if tp does not divide n.
@@ -184,8 +184,8 @@ class ParallelSelfAttention(nn.Module):
 
 class ParallelMLP(nn.Module):
     """gelu(xAᵀ + a)Bᵀ + b; A and a are split by output features, B by input features.
-    [s, b, h] -> [s, b, h], or [s/tp, b, h] -> [s/tp, b, h] with sequence_parallel. Forward: one all-reduce; backward:
-    one all-reduce.
+    [s, b, h] -> [s, b, h], or [s/tp, b, h] -> [s/tp, b, h] with sequence_parallel. Collectives: as in
+    `ParallelSelfAttention`.
 
     With selective recomputation, backward computes the output of GELU again; it is a quarter of a layer's activations.
     column, row: constructors of the linear layers.

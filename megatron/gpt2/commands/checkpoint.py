@@ -210,7 +210,10 @@ def write_format(args: argparse.Namespace, source: BaseCheckpoint, to: str, layo
         left_out.append("the random states, which belong to a layout")
     takes_state = to == "native" or to not in ("huggingface", "gguf", "megatron-core") and has_optimizer(source)
     if "master" in kinds and not takes_state:
-        left_out.append("the optimizer's state, which this format does not hold")
+        why = (
+            "which this format does not hold" if has_optimizer(source) else "which has no second moment of each weight"
+        )
+        left_out.append(f"the optimizer's state, {why}")
     if source.metadata.get("tokenizer") and to in (*MEGATRON, "dcp"):
         left_out.append("the tokenizer, which this format does not hold")
     for line in left_out:

@@ -32,8 +32,8 @@ def section_lines(kind: type) -> list[str]:
 
 
 def rule_lines(rules: Mapping[str, CompatRule], heading: str) -> list[str]:
-    """Return a list for each status. Names with the same text share a line. Flags without effect are left out: there
-    are hundreds, and a run prints the reason of each."""
+    """Return the Markdown lines: a list for each status, such as "refused". Names with the same text share a line.
+    Flags without effect are left out: there are hundreds, and a run prints the reason of each."""
     names = collections.defaultdict[tuple[str, str], list[str]](list)
     for name, rule in rules.items():
         if rule.status == "ignored" and not rule.accepts and name.startswith("--"):
@@ -61,8 +61,6 @@ def flags_page() -> str:
             "preset (`--model`) and the quickstart, which runs without a shape, change some. `--bert-*` stands for all",
             "flags with this beginning. Flags of Megatron-LM, Megatron-DeepSpeed and BigScience that are not here have",
             "no effect on GPT-2.",
-            "Each run prints its translated and ignored flags, with the reason; `--help` lists all.",
-            "[from-megatron.md](../how-to/from-megatron.md) compares files and habits.",
             "",
             f"- `--model`: {MODEL_HELP}",
             f"- `--config`: {CONFIG_HELP}",

@@ -168,7 +168,11 @@ def finish_run(trainer: Trainer, reason: str) -> int:
     missing = "" if saver.saved_iteration == iteration else f"iteration {iteration} is not saved"
     code = 1 if missing else 0
     if reason:
-        goes_on = f"{missing}: the same command restarts before it" if missing else "the same command continues"
+        goes_on = (
+            f"{missing}: the same command continues from an earlier checkpoint"
+            if missing
+            else "the same command continues"
+        )
         trainer.log.info(f"stopped by {reason} at iteration {iteration}: {goes_on}")
     else:
         valid = evaluate_and_log(trainer, "valid", final=True)

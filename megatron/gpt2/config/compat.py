@@ -229,7 +229,7 @@ MEGATRON_RULES = by_name(
         "--attention-softmax-in-fp32 --no-query-key-layer-scaling --apply-query-key-layer-scaling",
         "attention accumulates in fp32, but some bf16 kernels on a CPU hold scores in bf16",
     ),
-    ignored("--fp32-embedding --fp32-layernorm --fp32-tokentypes --deep-init", "no effect on GPT-2 in 2019 either"),
+    ignored("--fp32-embedding --fp32-layernorm --fp32-tokentypes --deep-init", "had no effect on GPT-2 in 2019"),
     ignored("--fp16-lm-cross-entropy --disable-bf16-reduced-precision-matmul", "the loss and sums are in fp32"),
     ignored(
         "--main-grads-dtype= --main-params-dtype= --exp-avg-dtype= --exp-avg-sq-dtype=",
@@ -532,11 +532,12 @@ MEGATRON_RULES = by_name(
     ignored("--lr-warmup-init=", "warmup starts at 0", "0", "0.0"),
     refused("--decoupled-lr= --decoupled-min-lr= --freeze-all-layers", "all weights have the rate --lr; leave it out"),
     ignored("--sgd-momentum= --lion-{beta1,beta2}", "a setting of another optimizer"),
-    ignored("--muon-nesterov --muon-use-nesterov --muon-fp32-matmul-prec= --muon-use-syrk", "Muon always does it"),
-    ignored("--muon-scale-mode=", "Muon's form", "spectral"),
-    ignored("--muon-coefficient-type=", "Muon's form", "quintic"),
-    ignored("--muon-tp-mode=", "Muon's form", "duplicated", "distributed"),
-    ignored("--muon-scalar-optimizer=", "Muon's form", "adam"),
+    ignored("--muon-nesterov --muon-use-nesterov", "Muon always uses Nesterov's momentum"),
+    ignored("--muon-fp32-matmul-prec= --muon-use-syrk", "Newton-Schulz runs in the precision of the model"),
+    ignored("--muon-scale-mode=", "as here", "spectral"),
+    ignored("--muon-coefficient-type=", "as here", "simple"),
+    ignored("--muon-tp-mode=", "as here", "duplicated", "distributed"),
+    ignored("--muon-scalar-optimizer=", "as here", "adam"),
     refused("--muon-no-split-qkv", "Muon splits QKV; leave it out"),
     refused("--use-bnb-optimizer", "give --cpu-offload-optimizer or --use-distributed-optimizer"),
     ignored("--weight-decay-incr-style=", "weight decay is constant", "constant"),
@@ -569,7 +570,9 @@ MEGATRON_RULES = by_name(
     refused("--skip-train --eval-only= --no-train= --inference", f"not for pretraining; use {EVALUATE}"),
     refused("--cloze-eval --strict-lambada --overlapping-eval= --task=", f"not for pretraining; give it to {EVALUATE}"),
     refused("--full-validation", "give a large --eval-iters: a smaller split is read once"),
-    ignored("--start-eval-at-iter=", "evaluations are every --eval-interval iterations from the start on"),
+    ignored(
+        "--start-eval-at-iter=", "the first evaluation is after --eval-interval iterations; its start cannot be set"
+    ),
     refused(
         "--epochs= --pretrained-checkpoint=",
         "for tasks that fine-tune a classifier; --finetune --load FOLDER trains GPT-2 on new text",

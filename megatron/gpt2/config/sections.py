@@ -224,7 +224,7 @@ class OptimizerConfig(ConfigSection):
     adam_eps: float = option(1e-8, "AdamW's epsilon")
     muon_momentum: float = option(0.95, "Nesterov momentum", bound=FRACTION)
     muon_num_ns_steps: int = option(5, "Newton-Schulz steps")
-    muon_extra_scale_factor: float = option(0.2, "factor of updates; 0.2: like AdamW's")
+    muon_extra_scale_factor: float = option(0.2, "scale of Muon's update; 0.2: the RMS of AdamW's")
     clip_grad: float = option(1.0, "clip gradients to this global norm; 0: no clipping", bound=NOT_NEGATIVE)
     loss_scale: float | None = option(None, "static fp16 loss scale (default: dynamic)")
     initial_loss_scale: float = option(2.0**32, "initial dynamic loss scale")

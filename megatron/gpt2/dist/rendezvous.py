@@ -167,7 +167,7 @@ def join_rendezvous(launch: Launch, usable: UsableRanks | None = None) -> RankIn
         timed = TimedStore(store, launch.timeout)
         try:
             wait = functools.partial(_wait_for_all_ranks, store, launch, address, is_server=server is not None)
-            silence = f"rank 0 stopped to answer (--init-timeout {launch.timeout:g})"
+            silence = f"rank 0 stopped answering (--init-timeout {launch.timeout:g})"
             run_in_thread(wait, launch.timeout + 2 * LEAVE_TIMEOUT, silence)
             keys = [f"joined/{rank}" for rank in range(launch.world_size)]
             joined = [json.loads(text) for text in timed.multi_get(keys)]

@@ -87,8 +87,8 @@ class CheckpointManager:
         return self._lease is not None and self._lease.is_lost
 
     def restore_folder(self) -> None:
-        """If the --save folder was removed or moved, make it again with all that a checkpoint needs. StopRun, on every
-        rank, if another run has it now."""
+        """If the --save folder was removed or moved, make it again with all that a checkpoint needs. Raises
+        StopRun on every rank if another run has taken the folder."""
         folder, problem = self._context.save_directory, ""
         try:
             if self._lease is not None:

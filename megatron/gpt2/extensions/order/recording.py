@@ -190,7 +190,7 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # True imports torch's compiler, and takes longer for each operator
+        return False  # True would import torch's compiler and slow down each operator
 
     def make_group(self, store: Any, rank: int, size: int, timeout: Any) -> RecordedGroup:
         """Make a group, when torch asks its backend for one."""

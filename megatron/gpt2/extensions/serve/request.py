@@ -145,8 +145,10 @@ def check_rules(*rules: tuple[str, object, str]) -> None:
 
 @dataclass(frozen=True)
 class GeneratedText:
-    """A continuation, the text of its prompt, and its events: its tokens, including an end-of-document token, or
-    Finished."""
+    """A continuation and the text of its prompt.
+
+    events: its tokens so far, also an end-of-document token; or Finished, if it ended without one.
+    """
 
     c: Continuation
     prompt: str
