@@ -22,7 +22,7 @@ DATA = "the data loader: the order of the samples, or their assignment to ranks"
 STATE_KINDS = ("gradient", "moment", "master", "parameter")  # kinds of tensors that belong to a parameter
 FORWARD_OPERATIONS = {
     "input_layernorm": "the layer norm {module}",
-    "post_attention_layernorm": "the layer norm {module}",
+    "post_attention_layernorm": "the layer norm {module}, or the residual sum and the dropout before it",
     "attention.query_key_value": "the product of {module}{gathered}",
     "attention.core": "attention of {layer}: softmax(QKᵀ/√d)V, or its dropout",
     "attention.dense": "{total_of}{module}, with its bias",

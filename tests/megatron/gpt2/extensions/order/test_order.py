@@ -180,8 +180,11 @@ def changed(owner: Any, name: str, new: Callable[..., Any]) -> Callable[[Patch],
     """Replace `owner.name` by new(original, ...)."""
 
     def plant(patch: Patch) -> None:
-        original = getattr(owner, name)
-        patch.setattr(owner, name, functools.partial(new, original))
+        replacement = functools.partial(new, getattr(owner, name))
+        is_method = isinstance(owner, type)  # a partial object is not bound to the instance
+        patch.setattr(
+            owner, name, (lambda *args, **options: replacement(*args, **options)) if is_method else replacement
+        )
 
     return plant
 

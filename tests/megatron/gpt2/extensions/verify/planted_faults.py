@@ -123,7 +123,7 @@ def lost_micro_batch(trainer: Trainer, patch: Patch) -> None:
     """Rank 1 uses its first micro-batch twice."""
     if trainer.parallel.rank == 1:
         original = Batch.split
-        patch.setattr(Batch, "split", lambda self, size, weight: original(self, size, weight)[:1] * 2)
+        patch.setattr(Batch, "split", lambda *args: (parts := original(*args))[:1] * len(parts))
 
 
 def swapped_shards(trainer: Trainer, patch: Patch) -> None:

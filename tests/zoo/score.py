@@ -1,0 +1,126 @@
+"""Score the tools on the zoo, and print the table: python -m tests.zoo.score
+
+The proof of order runs in this process. `verify` and `preflight` run on two ranks, if the ranks would not wait forever.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron.gpt2.config.arguments import parse
+from megatron.gpt2.dist.ranks import RankInfo
+from megatron.gpt2.extensions.preflight.command import run_checks
+from megatron.gpt2.extensions.verify.command import RankReport, RankTask, capture_steps
+from megatron.gpt2.extensions.verify.compare import Comparison
+from megatron.gpt2.extensions.verify.report import LayoutResult, LayoutSpec, explain_mismatch
+from megatron.gpt2.extensions.verify.trace import Trace, write_index
+from tests.distributed import run_ranks
+from tests.megatron.gpt2.extensions.order.test_order import story_of
+from tests.megatron.gpt2.train.training_runs import SMALL, finish, start, write_text
+from tests.zoo.bugs import BUGS, EOD_MASK, HARMLESS, Change, Patch
+
+CHANGES = BUGS | HARMLESS
+SETTING = (
+    "--hidden-size 32 --seq-length 16 --global-batch-size 4 --hidden-dropout 0.1 --attention-dropout 0.1 "
+    "--lr-decay-style linear --lr-decay-iters 20"
+).split()
+STEPS = 2
+
+
+class Score(NamedTuple):
+    """What a tool prints about a change, empty if it finds nothing, and the seconds that it takes."""
+
+    tool: str
+    finding: str
+    seconds: float
+
+
+def run_flags(folder: Path, flags: Sequence[str]) -> list[str]:
+    return [*SETTING, *flags, "--train-data", f"{folder}/text.jsonl", "--save", f"{folder}/run"]
+
+
+def trace_of(folder: Path, flags: Sequence[str]) -> Path:
+    """Return the folder of the trace with which a run with these flags is compared."""
+    return folder / ("trace_eod" if EOD_MASK in flags else "trace")
+
+
+def capture(rank: int, world_size: int, folder: Path, flags: Sequence[str], *, records: bool = False) -> RankReport:
+    trainer = start(rank, world_size, folder, run_flags(folder, flags))
+    try:
+        return capture_steps(trainer, RankTask(trace_of(folder, flags), folder, STEPS, records))
+    finally:
+        finish(trainer)
+
+
+def check_ranks(
+    rank: int, world_size: int, folder: Path, names: Sequence[str]
+) -> dict[str, tuple[Score, RankReport, float]]:
+    """Return what `preflight` prints about each change, and this rank's report of `verify` with its seconds."""
+    found = {}
+    for name in names:
+        change = CHANGES[name]
+        with Patch.context() as patch:
+            if rank in change.ranks:
+                change.plant(patch)
+            begin = time.perf_counter()
+            arguments = parse([*SMALL, "--data-cache-path", f"{folder}/cache", *run_flags(folder, change.flags)])
+            rows = run_checks(arguments, RankInfo(rank, world_size, rank, world_size))
+            middle = time.perf_counter()
+            report = capture(rank, world_size, folder, change.flags)
+        text = "\n".join(f"{row.name}: {row.text}" for row in rows if row.mark == "FIX")
+        found[name] = Score("preflight", text, middle - begin), report, time.perf_counter() - middle
+    return found
+
+
+def prove(change: Change) -> Score:
+    begin = time.perf_counter()
+    flags = " ".join((*change.flags, "--global-batch-size", "4"))
+    story = story_of(flags, change.world_size, change.plant, change.ranks)
+    return Score("prove-order", story, time.perf_counter() - begin)
+
+
+def score(names: Sequence[str], folder: Path) -> dict[str, list[Score]]:
+    """Return what the tools print about each change."""
+    scores = {name: [prove(CHANGES[name])] for name in names}
+    started = [name for name in names if not scores[name][0].finding]
+    words = write_text(folder).read_text().split()
+    texts = (" ".join(words[first : first + first // 40 % 40 + 1]) for first in range(0, len(words), 40))
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    for mask in ((), (EOD_MASK,)):
+        report = capture(0, 1, folder, ("--micro-batch-size", "4", *mask), records=True)
+        write_index(trace_of(folder, mask), report.facts, [report.findings])
+    ranks = run_ranks(check_ranks, 2, folder, started, timeout=1800) if started else []
+    for name in started:
+        flags = CHANGES[name].flags
+        preflight, report, seconds = ranks[0][name]
+        comparison = Comparison([rank[name][1].findings for rank in ranks], Trace(trace_of(folder, flags)))
+        result = LayoutResult(LayoutSpec(" ".join(flags), (), 2, 4), report.facts, comparison)
+        text = "\n".join(explain_mismatch(result)) if comparison.mismatches else ""
+        scores[name] += [Score("verify", text, seconds), preflight]
+    return scores
+
+
+def tools_that_name(name: str, scores: Sequence[Score]) -> list[str]:
+    """Return the tools that print what is wrong; for a harmless change, those that print anything."""
+    return [each.tool for each in scores if each.finding and CHANGES[name].named in each.finding]
+
+
+def main() -> None:
+    """Print the table in Markdown, and below it what the tools print."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = score([*CHANGES], Path(folder))
+    print("|bug|source|found by|\n|---|---|---|")
+    for name, scores in found.items():
+        print(f"|{name}|{CHANGES[name].source}|{', '.join(tools_that_name(name, scores))}|")
+    for name, scores in found.items():
+        for tool, finding, seconds in scores:
+            print(f"\n{name}: {tool}, {seconds:.1f} s\n{finding}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""The tools name each bug of the zoo, and report none of the harmless changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.zoo.bugs import BUGS, HARMLESS
+from tests.zoo.score import CHANGES, score, tools_that_name
+
+SOME = ("mean of the ranks' means", "all-reduce leaves elements out", "both stages send first", "small buckets")
+
+
+def test_the_page_lists_the_bugs():
+    page = (ROOT / "docs/how-to/bug-zoo.md").read_text()
+    assert [name for name, change in BUGS.items() if f"|{name}|{change.source}|" not in page] == []
+    assert len(BUGS) >= 30 and len(HARMLESS) >= 30 and all(change.named for change in BUGS.values())
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("names", [SOME, pytest.param([*CHANGES], marks=pytest.mark.wide)], ids=["some", "all"])
+def test_bugs_are_named_and_harmless_changes_are_not(names: Sequence[str], tmp_path: Path):
+    scores = score(names, tmp_path)
+    by = {name: tools_that_name(name, scores[name]) for name in names}
+    assert [name for name in names if bool(by[name]) != (name in BUGS)] == []
