@@ -3,12 +3,14 @@ damaged ones."""
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -29,11 +31,14 @@ def save_lose_and_assemble(rank: int, world_size: int, folder: str) -> dict[str,
     logged: list[str] = []
     own = Path(folder) / HOSTS[rank]  # represents the memory of this machine
     local = LocalCheckpoints(own / "abc", HOSTS, rank, dist.group.WORLD, "word", logged.append)
-    saved = []
+    saved, synced = [], list[str]()
+    patch = pytest.MonkeyPatch()
+    patch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
     for iteration in (1, 2, 3):
         shard = ShardedTensor(ROWS[2 * rank : 2 * rank + 2] * iteration, (8, 4), (2 * rank, 0))
         saved.append(local.save(iteration, {f"mp_rank_{rank:02d}/model.safetensors": {"w": shard}}, {"at": iteration}))
-    found: dict[str, Any] = {"saved": saved}
+    patch.undo()
+    found: dict[str, Any] = {"saved": saved, "synced": sum(path.endswith(".safetensors") for path in synced)}
     dist.barrier()
     found["files"] = sorted(str(path.relative_to(own / "abc")) for path in own.rglob("*.safetensors"))
     dist.barrier()
@@ -70,6 +75,7 @@ def save_lose_and_assemble(rank: int, world_size: int, folder: str) -> dict[str,
 def test_a_machine_that_is_lost_gets_everything_from_the_others(tmp_path: Path) -> None:
     found = run_ranks(save_lose_and_assemble, 4, str(tmp_path))
     assert all(one["saved"] == [True] * 3 and one["older"] is None for one in found)
+    assert sum(one["synced"] for one in found) == 3 * (4 + 4), "the files of four ranks, and a copy of each"
     # The last two checkpoints. Each machine has the files of its ranks and of the previous machine.
     by_machine = {"a": (0, 2, 3), "b": (1, 0), "c": (2, 3, 1)}
     for host, one in zip(HOSTS, found, strict=True):
