@@ -6,12 +6,10 @@ import contextlib
 import errno
 import json
 import os
-import random
 import re
 import shutil
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +30,6 @@ from tests.megatron.gpt2.checkpoint.saved_states import (
     save,
     write,
 )
-from tests.warm_python import WarmPython
 
 
 def test_rank_0_names_the_rank_that_is_missing(tmp_path: Path) -> None:
@@ -89,46 +86,6 @@ def test_what_a_crashed_attempt_left_takes_no_part(tmp_path: Path) -> None:
     save(tmp_path, 200, attempt="third")
     assert find(tmp_path) == (200, "")
     assert not list(tmp_path.glob("*.tmp*"))
-
-
-WRITER = """
-import sys
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
-from megatron.gpt2.checkpoint.saver import Saver
-from tests.megatron.gpt2.checkpoint.saved_states import full_state, rank_files
-folder, attempt, way = sys.argv[1:]
-saver = Saver(folder=Path(folder), attempt=attempt, asynchronous=way == "async", log=lambda line: None)
-for count in range(10_000):
-    iteration = count % 7 + 1
-    saver.save(iteration, rank_files(full_state(iteration), 0, 1), {})
-    print(saver.saved_iteration or 0, flush=True)
-"""
-
-
-def test_kill_9_leaves_the_last_one_loadable(python: WarmPython, tmp_path: Path) -> None:
-    """Kill the process at random moments around saves, with and without a thread. Iterations are saved again, so that a
-    kill can also interrupt the renaming of old folders."""
-    chance, inside = random.Random(1), 0
-    for kill in range(8):
-        writer = subprocess.Popen(
-            [python.python, "-c", WRITER, str(tmp_path), str(kill), ("now", "async")[kill % 2]],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert writer.stdout is not None
-        first = writer.stdout.readline()
-        time.sleep(chance.uniform(0.0, 0.2))
-        writer.kill()
-        committed = [int(line) for line in (first + writer.stdout.read()).splitlines() if line.strip("0")]
-        writer.wait()
-        inside += any(tmp_path.glob("*.tmp*"))
-        iteration, _ = find(tmp_path)
-        # The commit that was interrupted may have succeeded.
-        assert not committed or iteration in (committed[-1], committed[-1] % 7 + 1)
-    assert inside
 
 
 def save_until_it_fits(folder: str) -> None:

@@ -312,28 +312,6 @@ def test_the_second_run_is_refused_on_all_its_ranks(tmp_path: Path):
     Lease(tmp_path).release()
 
 
-def test_what_a_checkpoint_needs_is_on_the_disk_before_it_is_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    write_text(tmp_path)
-    synced: list[str] = []
-    fsync, replace = os.fsync, os.replace
-
-    def recorded_fsync(descriptor: int) -> None:
-        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-        fsync(descriptor)
-
-    def recorded_replace(old: Path, new: Path) -> None:
-        synced.append(Path(new).name)
-        replace(old, new)
-
-    monkeypatch.setattr(os, "fsync", recorded_fsync)
-    monkeypatch.setattr(os, "replace", recorded_replace)
-    assert train(str(tmp_path), "--log-interval", "1") == 0
-    before = synced[: synced.index(TRACKER)]
-    assert "tokenizer_facts.json" in before
-    for path in ("", "/save", "/save/tokenizer", "/save/metrics.jsonl", "/save/history.jsonl"):
-        assert f"{tmp_path}{path}" in before
-
-
 def test_a_folder_that_is_moved_during_a_run_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
