@@ -168,7 +168,8 @@ class LocalCheckpoints:
                 write_atomically(folder / table_path(rank), table)
             write_atomically(folder / MANIFEST, manifest)
             sync_folders(folder)
-            make_folder(self._folder)  # puts its name on the disk
+            if not list_iterations(self._folder):
+                make_folder(self._folder)  # puts its name on the disk
 
     def remove(self) -> None:
         """Remove all local checkpoints of the run."""
