@@ -77,7 +77,7 @@ def flat_states(state: State) -> list[ParamShard]:
 
 def checkpoint_files(state: State, smoke: bool) -> dict[str, dict[str, ShardedTensor]]:
     """Return the files that a run of one rank saves."""
-    shards = sharded_state_dict(flat_states(state), parameter_specs(SHAPES[smoke], 1), mp_rank=0, mp_size=1)
+    shards = sharded_state_dict(flat_states(state), parameter_specs(SHAPES[smoke], 1), tp_rank=0, tp_size=1)
     return {
         f"mp_rank_00/{kind if kind == 'model' else kind + '_dp_00'}.safetensors": {
             key: shard for key, shard in shards.items() if key.startswith(f"{kind}.")
@@ -87,13 +87,13 @@ def checkpoint_files(state: State, smoke: bool) -> dict[str, dict[str, ShardedTe
 
 
 def save_ours(state: State, folder: Path, smoke: bool) -> None:
-    Saver(folder=folder, attempt="a", log=print).write(1, checkpoint_files(state, smoke), {}, PendingSave())
+    Saver(folder=folder, start_id="a", log=print).write(1, checkpoint_files(state, smoke), {}, PendingSave())
 
 
 def load_ours(state: State, folder: Path, smoke: bool, verify: bool) -> None:
     checkpoint = find_checkpoint(folder, log=print, verify=verify)
     assert checkpoint is not None
-    load_sharded_state_dict(flat_states(state), parameter_specs(SHAPES[smoke], 1), checkpoint, mp_rank=0, mp_size=1)
+    load_sharded_state_dict(flat_states(state), parameter_specs(SHAPES[smoke], 1), checkpoint, tp_rank=0, tp_size=1)
 
 
 def save_dcp(state: State, folder: Path, smoke: bool) -> None:
@@ -138,7 +138,7 @@ def set_page_cache(folder: Path, warm: bool) -> None:
 
 def time_blocked(state: State, scratch: Path, smoke: bool, count: int) -> list[dict[str, float]]:
     """Time --async-save: how long a save blocks training, and when it is committed."""
-    saver = Saver(folder=scratch / "async", attempt="a", asynchronous=True, keep_last=1, log=lambda line: None)
+    saver = Saver(folder=scratch / "async", start_id="a", asynchronous=True, keep_last=1, log=lambda line: None)
     saver.prepare(checkpoint_files(state, smoke))  # as a run does before its first step
     visits = []
     for iteration in range(1, count + 1):

@@ -55,7 +55,7 @@ def generate_ours(model: GPT2Model, prompts: torch.Tensor, new: int) -> tuple[li
     made = [Continuation(prompt, Sampling(temperature=0, max_new_tokens=new)) for prompt in prompts.tolist()]
     ends = [time.perf_counter()]
     for generated in Generator(model, IdOnlyTokenizer(model.vocab_size)).stream(made):  # type: ignore[arg-type]
-        if generated.row == len(made) - 1:
+        if generated.number == len(made) - 1:
             ends.append(time.perf_counter())
     return [c.ids for c in made], ends
 

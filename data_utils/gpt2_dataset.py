@@ -59,16 +59,16 @@ class GPT2Dataset:
         self.seq_length, self.tokenizer, self.source = seq_length, tokenizer, source
         self._tokens = tokens[start:stop]
         self.num_tokens = stop - start
-        own = tokens[start if training else max(start - 1, 0) : stop]
-        assert len(own) > 1, "a split of fewer than two tokens has no labels"
-        if training and len(own) <= seq_length:
-            own = np.resize(own, seq_length + 1)
+        readable = tokens[start if training else max(start - 1, 0) : stop]
+        assert len(readable) > 1, "a split of fewer than two tokens has no labels"
+        if training and len(readable) <= seq_length:
+            readable = np.resize(readable, seq_length + 1)
         # A view with a row for each window. Indexing it with an array copies the rows without a Python loop.
-        whole, step = (len(own) - 1) // seq_length, own.strides[0]
+        whole, step = (len(readable) - 1) // seq_length, readable.strides[0]
         self._windows = np.lib.stride_tricks.as_strided(
-            own, (whole, seq_length + 1), (seq_length * step, step), writeable=False
+            readable, (whole, seq_length + 1), (seq_length * step, step), writeable=False
         )
-        self._rest = own[whole * seq_length :]  # one token, or the incomplete last window
+        self._rest = readable[whole * seq_length :]  # one token, or the incomplete last window
         self._len = whole + (not training and len(self._rest) > 1)
 
     def __len__(self) -> int:
@@ -139,13 +139,13 @@ def parse_blend(words: Sequence[str], flag: str) -> tuple[list[str], list[float]
     # Like Megatron: there are no weights if the number of words is odd, or if no pair of words begins with a number.
     if len(words) % 2 or all(weight is None for weight in weights):
         return list(words), None
-    found = [weight for weight in weights if weight is not None and 0 < weight < math.inf]
-    if len(found) < len(weights):
+    valid_weights = [weight for weight in weights if weight is not None and 0 < weight < math.inf]
+    if len(valid_weights) < len(weights):
         raise ValueError(
             f"{flag} {' '.join(words)}: give only prefixes, or a weight above 0 before each of them, "
             "such as 0.7 a 0.3 b"
         )
-    return list(words[1::2]), found
+    return list(words[1::2]), valid_weights
 
 
 def block_counts(weights: Sequence[float], names: Sequence[str], flag: str) -> np.ndarray:
@@ -205,8 +205,8 @@ class BlendedDataset:
         own_numbers = blocks * self._counts[which] + self._before[places]  # the sample numbers within each component
         rows = np.empty((len(numbers), self.seq_length + 1), dtype=np.int64)
         for number, (component, order) in enumerate(zip(self.components, self._orders, strict=True)):
-            own = which == number
-            rows[own] = component.rows(order(own_numbers[own]))
+            from_component = which == number
+            rows[from_component] = component.rows(order(own_numbers[from_component]))
         return rows
 
 

@@ -197,12 +197,12 @@ class TokenFile:
 
     def _file_states(self) -> dict[tuple[str, int], tuple[int, int]]:
         """Return size and mtime of each file, by name and inode."""
-        found = {}
+        states = {}
         for path in (f"{self.prefix}.bin", f"{self.prefix}.idx"):
             with contextlib.suppress(FileNotFoundError):
                 status = os.stat(path)
-                found[path, status.st_ino] = status.st_size, status.st_mtime_ns
-        return found
+                states[path, status.st_ino] = status.st_size, status.st_mtime_ns
+        return states
 
     def changed_file(self) -> str:
         """Return the name of a file that was changed in place after it was opened, or "". A file that was removed or

@@ -2,5 +2,5 @@
 
 from megatron.gpt2.__main__ import run
 
-if __name__ == "__main__":  # not in the ranks of --nproc-per-node, which import this file
+if __name__ == "__main__":  # false in child processes, which import this file
     run("pretrain")

@@ -79,7 +79,8 @@ class ParallelLayer(nn.Module):
 
 
 class _Linear(torch.autograd.Function):
-    """Y = XAᵀ + b. With a group, the layer begins with the paper's f, and A and b are split by output features.
+    """Y = XAᵀ + b. With a group, every rank has the whole X, so backward sums dX over the ranks (*f* in
+    arXiv:1909.08053); A and b are split by output features.
 
     In backward, the all-reduce of dX overlaps the computation of dA. With sequence parallelism, backward gathers X
     again instead of saving the gathered X.

@@ -132,8 +132,8 @@ def partition_specs(module: nn.Module) -> dict[str, PartitionSpec]:
     """
     specs: dict[str, PartitionSpec] = {}
     for prefix, child in module.named_modules():
-        own = child.partition_specs() if hasattr(child, "partition_specs") else {}
+        child_specs = child.partition_specs() if hasattr(child, "partition_specs") else {}
         for name, parameter in child.named_parameters(recurse=False):
             full_name = f"{prefix}.{name}" if prefix else name
-            specs[full_name] = own.get(name, PartitionSpec(tuple(parameter.shape)))
+            specs[full_name] = child_specs.get(name, PartitionSpec(tuple(parameter.shape)))
     return specs

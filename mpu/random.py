@@ -1,5 +1,8 @@
 """Random number streams, dropout, and activation checkpointing that repeats the same random numbers.
 
+GPT-2 uses `dropout_seeds` by default (`--dropout-rng counter`), see below, except for attention on a GPU. All other
+dropout draws from two streams:
+
     default generator   equal on all ranks of a model-parallel group. Used for the dropout of embeddings and hidden
                         states, which are replicated
     tracker             different on each rank of a model-parallel group. Used for the dropout of attention, whose heads
@@ -198,8 +201,8 @@ def checkpoint(
     """`function(*args)`: autograd saves only the arguments; backward computes everything else again.
 
     torch's non-reentrant checkpoint restores the default generator. This function also restores the tracker, so that
-    dropout drops the same elements both times. The recomputation stops at the last tensor that backward needs, so a
-    final all-reduce is not repeated.
+    dropout drops the same elements both times. The recomputation stops at the last tensor that backward needs: an
+    all-reduce at the end of `function` is repeated only if dropout follows it.
 
     distribute_saved_activations: each rank of `group` (default: the default tensor-parallel group) saves only its shard
         of each argument. The arguments must be equal on all these ranks. Backward gathers the shards.

@@ -57,8 +57,10 @@ class TransformerConfig:
     distribute_saved_activations: with "full", each rank saves only its shard of these inputs. It has no effect with
         sequence_parallel, which shards them already.
     checkpoint_in_cpu: with "full", these inputs are saved in host memory.
-    cpu_offloading_num_layers: with "none", the activations of the first N layers are saved in host memory. On a CPU the
-        last two have no effect. The stack of layers implements these three, not the layer.
+    cpu_offloading_num_layers: with "none", the activations of the first N layers are saved in host memory.
+        `checkpoint_in_cpu` and `cpu_offloading_num_layers` have no effect on a CPU. `Transformer` in
+        megatron/gpt2/model/gpt2.py implements these two and `distribute_saved_activations`; a single layer ignores
+        them.
 
     sequence_parallel: shard activations along the sequence between the split layers; the group's size must divide the
         sequence.
@@ -295,8 +297,8 @@ class ParallelTransformerLayer(nn.Module):
         attention_fn: AttentionFn | None = None,
         dropout_seeds: Tensor | None = None,
     ) -> Tensor:
-        """`forward`. A compiled layer runs in the tracker's stream if its attention draws numbers. Nothing else in the
-        layer does, because other dropout uses `dropout_seeds`."""
+        """`forward`. A compiled layer runs in the tracker's stream if its attention draws random numbers from a
+        generator. The other dropout of this layer draws none: its masks are computed from `dropout_seeds`."""
         draws = (
             self.training and self.attention.attention_dropout > 0 and not kernels.has_seeded_attention(x.device.type)
         )

@@ -5,7 +5,7 @@
 A network that is cut can leave two halves of a run that both go on. Each start takes the next number, which only one
 process can create, and removes the file of the owner before it. Before each commit, the owner checks that its file is
 still there. The check is not sufficient: the process may stop between the check and the commit. So a new owner also
-takes away what an earlier owner has not yet committed. The commit is a rename of these files, which then fails.
+removes what an earlier owner has not yet committed. The commit is a rename of these files, which then fails.
 
 The owner locks its file and sets the file's time every two seconds; a time of 0 ends the lease. A start is
 refused if the newest file is locked. Otherwise it waits LIFETIME seconds to see whether the owner still sets the
@@ -66,7 +66,7 @@ class Lease:
                 earlier.unlink(missing_ok=True)
         fsync_path(self._folder)
         self._file, self._path, self._text = file, path, text
-        self._take_away_uncommitted()
+        self._remove_uncommitted()
 
     def check(self) -> None:
         """Call this before each commit. Raises LeaseLostError if this run is no longer the owner of the folder."""
@@ -105,8 +105,8 @@ class Lease:
                 self.check()
                 os.utime(self._file.fileno())
 
-    def _take_away_uncommitted(self) -> None:
-        """Take away what an earlier owner may be about to commit. The next save removes the renamed folders."""
+    def _remove_uncommitted(self) -> None:
+        """Remove what an earlier owner may be about to commit. The next save removes the renamed folders."""
         for folder in (self._folder, self._folder / BEST):
             with contextlib.suppress(OSError):
                 for path in folder.glob(f"{TRACKER}.tmp*"):

@@ -113,13 +113,13 @@ class LocalCheckpoints:
     folder: the run's folder on this machine.
     hosts: the machine of each rank.
     group: all ranks, gloo; None for one rank.
-    attempt: a text that is equal on all ranks and different in every start of a run.
+    start_id: a random text, equal on all ranks, new in every start of a run.
     """
 
     def __init__(
-        self, folder: Path, hosts: Sequence[str], rank: int, group: ProcessGroup | None, attempt: str, log: Log
+        self, folder: Path, hosts: Sequence[str], rank: int, group: ProcessGroup | None, start_id: str, log: Log
     ) -> None:
-        self._folder, self._rank, self._group, self._attempt, self._log = folder, rank, group, attempt, log
+        self._folder, self._rank, self._group, self._start_id, self._log = folder, rank, group, start_id, log
         machines = [[other for other, host in enumerate(hosts) if host == name] for name in dict.fromkeys(hosts)]
         self._is_first_on_machine = any(ranks[0] == rank for ranks in machines)
         # For each rank, the rank of the next machine that receives a copy of its files. If the next machine has fewer
@@ -137,7 +137,7 @@ class LocalCheckpoints:
         manifest, taken from rank 0.
         """
         final = self._folder / f"iter_{iteration:07d}"
-        folder = temporary_folder(final, self._attempt)
+        folder = temporary_folder(final, self._start_id)
         try:
             own_metadata = metadata if self._rank == 0 else {}
             parts = run_on_all_ranks(
@@ -178,10 +178,10 @@ class LocalCheckpoints:
 
     def _remove_others(self, newest: Path) -> None:
         """Keep `newest` and the CHECKPOINTS_KEPT - 1 checkpoints before it. Later iterations were written before a
-        rollback. Temporary folders of this attempt stay, because another rank may already write the next checkpoint."""
+        rollback. Temporary folders of this start stay, because another rank may already write the next checkpoint."""
         before = [path for _, path in list_iterations(self._folder) if path.name < newest.name]
         for path in set(self._folder.glob("iter_*")) - {newest, *before[: CHECKPOINTS_KEPT - 1]}:
-            if not path.name.endswith(f".tmp-{self._attempt}"):
+            if not path.name.endswith(f".tmp-{self._start_id}"):
                 shutil.rmtree(path, ignore_errors=True)
 
 

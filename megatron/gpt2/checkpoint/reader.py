@@ -186,8 +186,8 @@ def check_file_size(path: Path, expected: int) -> None:
     with wrap_errors(path):
         if not path.is_file():  # opening a pipe would wait for a writer
             raise ValueError("missing")
-        if (found := path.stat().st_size) != expected:
-            raise ValueError(f"has {found:,} bytes instead of {expected:,}")
+        if (size := path.stat().st_size) != expected:
+            raise ValueError(f"has {size:,} bytes instead of {expected:,}")
 
 
 def _integers(values: Any, at_most: int = 2) -> tuple[int, ...]:
@@ -267,9 +267,9 @@ class Checkpoint(BaseCheckpoint):
                 self._held[name] = lists[place]
         entries = {id(held): sum(count for _, _, count in held.values()) for held in self._held.values()}
         for name, tensor in self.tensors.items():
-            found = entries[id(self._held[name])] if name in self._held else 0
-            if found != math.prod(tensor.shape):
-                raise ValueError(f"{name}: its slices hold {found} entries of {math.prod(tensor.shape)}")
+            held_entries = entries[id(self._held[name])] if name in self._held else 0
+            if held_entries != math.prod(tensor.shape):
+                raise ValueError(f"{name}: its slices hold {held_entries} entries of {math.prod(tensor.shape)}")
 
     def _add_table(self, number: int, table: RankTable) -> None:
         if twice := self._file_infos.keys() & table.files.keys():

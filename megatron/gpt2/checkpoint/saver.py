@@ -65,7 +65,7 @@ class PendingSave:
 class Saver:
     """Writes the checkpoints of a run into `folder`. Every rank has a saver and calls its methods at the same steps.
 
-    attempt: a text that is equal on all ranks and different in every run.
+    start_id: a random text, equal on all ranks, new in every start of a run.
     keep_last: the number of iterations to keep after a save, with the new one (default: all).
     timeout_s: how long rank 0 waits until it sees the files of other ranks.
     storage_timeout_s: how long each rank waits for its own files.
@@ -77,7 +77,7 @@ class Saver:
     """
 
     folder: Path
-    attempt: str
+    start_id: str
     log: Log
     asynchronous: bool = False
     keep_last: int | None = None
@@ -142,7 +142,7 @@ class Saver:
         """
         directory, keep_last = (into, 1) if into else (self.folder, self.keep_last)
         final = directory / f"iter_{iteration:07d}"
-        folder = temporary_folder(final, f"{self.attempt}-{self._saves}")
+        folder = temporary_folder(final, f"{self.start_id}-{self._saves}")
         self._saves += 1
         try:
             if self.rank == 0:
@@ -157,7 +157,7 @@ class Saver:
                 try:
                     commit(folder, final, metadata, self.world_size, self.log, self.check_owner)
                 except OSError:
-                    self.check_owner()  # has the reason, if another run has taken the files away
+                    self.check_owner()  # has the reason, if another run has removed the files
                     raise
                 remove_old_checkpoints(directory, iteration, keep_last, self.log)
         except BaseException as error:
@@ -263,8 +263,8 @@ def _copy_to_host(files: ShardedFiles, buffer: Tensor) -> ShardedFiles:
 
     def copied(shard: ShardedTensor) -> ShardedTensor:
         tensor = shard.data
-        own = next(parts)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        return dataclasses.replace(shard, data=own.copy_(tensor, non_blocking=True))
+        copy = next(parts)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        return dataclasses.replace(shard, data=copy.copy_(tensor, non_blocking=True))
 
     copies = {file: {key: copied(shard) for key, shard in shards.items()} for file, shards in files.items()}
     if torch.cuda.is_initialized():

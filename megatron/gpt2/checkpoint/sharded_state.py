@@ -19,15 +19,15 @@ from mpu import PartitionSpec, TensorSlice
 
 
 def sharded_state_dict(
-    states: Iterable[ParamShard], specs: Mapping[str, PartitionSpec], *, mp_rank: int, mp_size: int
+    states: Iterable[ParamShard], specs: Mapping[str, PartitionSpec], *, tp_rank: int, tp_size: int
 ) -> dict[str, ShardedTensor]:
-    """Return the sharded tensors of `states` that this rank saves, by key, without padding. Only model-parallel rank 0
-    saves replicated parameters."""
+    """Return the sharded tensors of `states` that this rank saves, by key, without padding. Only tensor-parallel rank 0
+    of each pipeline stage saves replicated parameters."""
     shards = {}
     for kind, name, values, start in states:
         spec = specs[name]
-        if spec.dim is not None or mp_rank == 0:
-            for number, (tensor_slice, part) in enumerate(_shard_slices(spec, mp_rank, mp_size, start, values)):
+        if spec.dim is not None or tp_rank == 0:
+            for number, (tensor_slice, part) in enumerate(_shard_slices(spec, tp_rank, tp_size, start, values)):
                 key = f"{kind}.{name}" + (f"#{number}" if number else "")
                 shards[key] = ShardedTensor(part, spec.global_shape, tensor_slice.offset)
     return shards
@@ -39,8 +39,8 @@ def load_sharded_state_dict(
     specs: Mapping[str, PartitionSpec],
     checkpoint: BaseCheckpoint,
     *,
-    mp_rank: int,
-    mp_size: int,
+    tp_rank: int,
+    tp_size: int,
 ) -> None:
     """Load `states` from a checkpoint of any layout: the inverse of `sharded_state_dict`. Padding becomes 0.
 
@@ -66,7 +66,7 @@ def load_sharded_state_dict(
         values.zero_()
         parts += [
             (part, full_name, tensor_slice.offset)
-            for tensor_slice, part in _shard_slices(spec, mp_rank, mp_size, start, values)
+            for tensor_slice, part in _shard_slices(spec, tp_rank, tp_size, start, values)
         ]
     for full_name in checkpoint.tensors:
         kind, _, name = full_name.partition(".")
@@ -79,12 +79,12 @@ def load_sharded_state_dict(
 
 
 def _shard_slices(
-    spec: PartitionSpec, mp_rank: int, mp_size: int, start: int, values: Tensor
+    spec: PartitionSpec, tp_rank: int, tp_size: int, start: int, values: Tensor
 ) -> Iterator[tuple[TensorSlice, Tensor]]:
     """Split `values`, a flat range of a rank's tensor that begins at element `start`, into slices of the global
     tensor, each with its view. There are up to three slices: a partial first row, whole rows, and a partial last
     row. Padding is left out."""
-    owned, shape = spec.local_slice(mp_rank, mp_size), spec.local_shape(mp_size)
+    owned, shape = spec.local_slice(tp_rank, tp_size), spec.local_shape(tp_size)
     assert owned.shape[1:] == shape[1:], "padding must be whole rows at the end"
     row = math.prod(shape[1:])
     at, stop = start, min(start + values.numel(), owned.numel)

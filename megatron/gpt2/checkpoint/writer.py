@@ -4,11 +4,11 @@
       latest_checkpointed_iteration.txt     the tracker: the iteration to load
       iter_0000300/manifest.json, boxes/rank_00000.jsonl, mp_rank_00/model.safetensors, master_dp_00.safetensors, ...
 
-Every rank writes its files into `iter_0000300.tmp-<attempt>/`. Its table, with the slices and hashes of these files, is
+Every rank writes its files into `iter_0000300.tmp-<save_id>/`. Its table, with the slices and hashes of these files, is
 last. Rank 0 waits for all tables (saver.py), writes the manifest, renames the folder and replaces the tracker. No step
 is a collective operation. A crash at any moment leaves the earlier checkpoints and their tracker unchanged.
 
-`attempt` is equal on all ranks and different in every save: a random number of the run, and a count of its saves. A
+`save_id` is equal on all ranks and different in every save: `start_id` (saver.py) and the number of the save. A
 crashed save used a different folder name, so its files cannot mix with those of a new one. Rank 0 removes such
 folders in the next save.
 """
@@ -81,9 +81,9 @@ class ShardedTensor:
 ShardedFiles = Mapping[str, Mapping[str, ShardedTensor]]  # {path in the iteration's folder: {key: shard}}
 
 
-def temporary_folder(final: Path, attempt: str) -> Path:
+def temporary_folder(final: Path, save_id: str) -> Path:
     """Return the folder into which the ranks write the checkpoint `final` before the commit."""
-    return final.with_name(f"{final.name}.tmp-{attempt}")
+    return final.with_name(f"{final.name}.tmp-{save_id}")
 
 
 def write_rank_files(folder: Path, iteration: int, files: ShardedFiles, rank: int) -> bytes:
@@ -132,7 +132,7 @@ def write_safetensors(folder: Path, file: str, iteration: int, shards: Mapping[s
     sha256 = hashlib.sha256(header)
     if not slices:
         return FileInfo(0, "", slices)
-    # "x": a slow writer must not overwrite a file that a different attempt has committed.
+    # "x": a slow writer must not overwrite a file that a different save has committed.
     with _write_errors(folder / file, size), open(folder / file, "xb") as stream:
         stream.write(header)
         started = 0
@@ -189,10 +189,10 @@ def manifest_bytes(iteration: int, metadata: Mapping[str, Any], tables: Iterable
     listed: dict[str, Any] = {}
     for rank, table in enumerate(tables):
         first = json.loads(table.partition(b"\n")[0])
-        for name, (dtype, shape, *found) in first["tensors"].items():
+        for name, (dtype, shape, *held_extent) in first["tensors"].items():
             info = {"dtype": dtype, "shape": shape}
             assert tensors.setdefault(name, info) == info, (name, tensors[name], info)
-            held.setdefault(name, []).append((rank, *found))
+            held.setdefault(name, []).append((rank, *held_extent))
         sha256 = hashlib.sha256(table).hexdigest()
         listed[table_path(rank)] = {"bytes": len(table), "sha256": sha256, "files": first["files"]}
     places: dict[tuple[tuple[int, ...], ...], int] = {}
@@ -212,8 +212,8 @@ def commit(
 ) -> None:
     """Write the manifest of `folder`, whose other files are complete, and rename the folder to `final`.
 
-    check_owner: raises OSError if another run has the folder of `final`. A run that takes this folder later takes away
-    `folder` and the new tracker, so that the renames fail.
+    check_owner: raises OSError if another run has the folder of `final`. If another run takes over this folder after
+        the check, it removes `folder` and the new tracker, so the renames here fail.
     """
     iteration = int(final.name.removeprefix("iter_"))
     tables = ((folder / table_path(rank)).read_bytes() for rank in range(world_size))
@@ -262,13 +262,13 @@ def remove_old_checkpoints(directory: Path, iteration: int, keep_last: int | Non
 def rename_newer_checkpoints(directory: str | Path, iteration: int, log: Log) -> int:
     """Rename checkpoints after `iteration` to `.old-N`, and let the tracker name the newest remaining one. Returns its
     iteration. Without a remaining one, nothing changes and the result is -1. Only rank 0 calls this, between saves."""
-    found = list_iterations(Path(directory))
-    newest = next((number for number, _ in found if number <= iteration), -1)
+    iterations = list_iterations(Path(directory))
+    newest = next((number for number, _ in iterations if number <= iteration), -1)
     if newest >= 0:
         # The tracker is first on the disk, so that it is right even after a crash in the next lines.
         write_atomically(Path(directory) / TRACKER, f"{newest}\n".encode())
         fsync_path(directory)
-        for number, folder in reversed(found):
+        for number, folder in reversed(iterations):
             if number > iteration:
                 log(f"{folder} is now {rename_old(folder)}")
         fsync_path(directory)

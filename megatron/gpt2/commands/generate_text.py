@@ -153,7 +153,7 @@ def generate_entries(
         }
         texts = dict.fromkeys(made, "")
         for generated in generator.stream(list(made.values())) if made else ():
-            texts[list(made)[generated.row]] += generated.text
+            texts[list(made)[generated.number]] += generated.text
         for number, prompt in batch:
             if number in made:
                 c = made[number]

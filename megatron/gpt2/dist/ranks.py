@@ -122,7 +122,9 @@ class Heartbeat(threading.Thread):
         # Read after the heartbeats, but used first: a rank that publishes lost ranks and exits is not lost itself.
         if self.store.check(["lost"]):
             self.published_lost = dict(json.loads(self.store.get("lost")))
-        if time.monotonic() - self._last_read > SILENCE_TIMEOUT / 2:  # this process was stopped, maybe with the others
+        if (
+            time.monotonic() - self._last_read > SILENCE_TIMEOUT / 2
+        ):  # this process was suspended, maybe with the others
             self._last_beats.clear()
         self._waiting_since, self._last_read = math.inf, time.monotonic()
         for rank, beat in zip(ranks, beats, strict=True):
@@ -138,7 +140,9 @@ class Heartbeat(threading.Thread):
         now = time.monotonic()
         if not self.store_answers(seconds):
             return {0: now - self._waiting_since}
-        if now - self._last_read > 2 * HEARTBEAT_INTERVAL:  # this process itself was stopped
+        if (
+            now - self._last_read > 2 * HEARTBEAT_INTERVAL
+        ):  # this process itself was suspended, so it read no heartbeats
             return {}
         heard = list(self._last_beats.items())
         silences = {rank: None if beat == LEFT else now - new for rank, (beat, new) in heard}

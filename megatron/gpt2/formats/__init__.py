@@ -26,8 +26,8 @@ FORMATS = ("native", *OF_RANKS, *OPENERS)
 
 
 def detect_format(path: str | Path, iteration: int | None = None) -> tuple[str, Path] | None:
-    """Extend `checkpoint.folder.detect_format` by Megatron's version, which this function reads from the files. It
-    reads no tensor. Raises ValueError if such a file cannot be read."""
+    """Like `checkpoint.folder.detect_format`, but also tells Megatron's versions apart, by reading the files. It reads
+    no tensor. Raises ValueError if such a file cannot be read."""
     found = detect_by_file_names(path, iteration)
     if found is None or found[0] not in ("megatron", "deepspeed"):
         return found

@@ -222,7 +222,7 @@ def compute_logits(
     model = GPT2Model(config, layer_config(config, device="meta"))
     model.to_empty(device="cpu").eval()  # skips the random initialisation
     weights = [ParamShard(kind, name, parameter.detach().view(-1)) for name, parameter in model.named_parameters()]
-    load_sharded_state_dict(weights, parameter_specs(config), source, mp_rank=0, mp_size=1)
+    load_sharded_state_dict(weights, parameter_specs(config), source, tp_rank=0, tp_size=1)
     for weight in weights:
         weight.values.copy_(weight.values.to(dtype))
     return model(tokens)[..., : config.vocab_size]  # type: ignore[no-any-return]

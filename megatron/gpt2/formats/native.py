@@ -86,7 +86,7 @@ def write_native(
     with new_folder(out) as folder:
         if tokenizer is not None:
             tokenizer.save(folder / "tokenizer")
-        saver = Saver(folder=folder, attempt=secrets.token_hex(8), log=lambda line: None)
+        saver = Saver(folder=folder, start_id=secrets.token_hex(8), log=lambda line: None)
         path = saver.write(source.iteration, files, metadata, PendingSave())
     taken = {f"{kind}.{name}" for kind in kinds for name in specs}
     if left := [name for name in source.tensors if name not in taken and not name.startswith("rng.")]:

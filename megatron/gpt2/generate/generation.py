@@ -90,7 +90,7 @@ class Continuation:
 
 @dataclass(frozen=True)
 class GeneratedToken:
-    """One new token of continuation number `row`.
+    """One new token of continuation `number`.
 
     text: the characters that this token completes; may be empty, and may include characters of earlier tokens.
     probability: the model's probability, before penalty, temperature, top-k and top-p.
@@ -98,7 +98,7 @@ class GeneratedToken:
     finish: see `Continuation.finish`.
     """
 
-    row: int
+    number: int
     id: int
     probability: float
     text: str
@@ -108,10 +108,10 @@ class GeneratedToken:
 
 @dataclass(frozen=True)
 class Finished:
-    """Continuation number `row` ended without a new token: it was cancelled, or `max_new_tokens` is 0 and its prompt
+    """Continuation `number` ended without a new token: it was cancelled, or `max_new_tokens` is 0 and its prompt
     was read (finish "length")."""
 
-    row: int
+    number: int
     finish: str
     text: str = ""  # the attribute that every Event has
 
@@ -187,7 +187,8 @@ class ContinuousBatch:
         self._rows: dict[int, Continuation] = {}  # by their row in the cache
 
     def add(self, c: Continuation) -> int:
-        """Add a continuation, also while `events` runs. Returns the number for `row` of its events: 0, 1, 2, …"""
+        """Add a continuation, also while `events` runs. Returns the number of the continuation (0, 1, 2, …); its events
+        carry it."""
         if len(c.prompt) > self._limit:
             self._generator.log(
                 f"notice: of a prompt of {len(c.prompt):,} tokens the last {self._limit:,} are read, "

@@ -68,8 +68,8 @@ def load_for_inference(
         parameter_states(model.named_parameters()),
         parameter_specs(config, ranks),
         checkpoint,
-        mp_rank=parallel.tensor_model_parallel_rank,
-        mp_size=ranks,
+        tp_rank=parallel.tensor_model_parallel_rank,
+        tp_size=ranks,
     )
     model = model.to(dtype).eval()
     store_column_major(model)

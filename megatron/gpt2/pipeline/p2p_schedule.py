@@ -6,9 +6,10 @@ the sender waits, and whether there is a deadlock.
 
 The positions are found by a simulation of the schedule in ticks. A message is exchanged at the first tick at which both
 of its ranks are between two actions, and both post it at this position. The receiver keeps it until an action needs it.
-A rank starts its next action as soon as it can, with one exception: if a busy partner needs a message of this rank
-next, and would wait longer for it than this rank for the partner, this rank waits. Because all messages are exchanged
-in the order of the ticks, no deadlock is possible.
+A rank starts its next action as soon as it can, with one exception. Suppose a partner is busy and needs a message of
+this rank for its next action. This rank then waits for the partner, if that takes less time than the partner would wait
+for this rank's next action to end. Because all messages are exchanged in the order of the ticks, no deadlock is
+possible.
 
 For example, 1F1B with two ranks and two micro-batches gives these steps (F0: forward of micro-batch 0, > send its
 result, < receive it):
@@ -38,11 +39,11 @@ class StageCosts:
 
 
 # With these ticks a step takes no longer than the schedule without communication: 1F1B for all times, ZB-H1 if a W
-# takes no longer than an F or a B, and interleaved 1F1B if a backward takes twice as long as a forward, or three times
-# with RECOMPUTE_TICKS (tests/megatron/gpt2/pipeline/test_analysis.py). With a different ratio, and if a group of
+# takes no longer than an F or a B, and interleaved 1F1B if a backward takes twice as long as a forward
+# (tests/megatron/gpt2/pipeline/test_analysis.py). With a different ratio, and if a group of
 # micro-batches is not full, an interleaved step takes a few percent longer. The odd tick prevents accidental
 # simultaneous ends.
-DEFAULT_TICKS, RECOMPUTE_TICKS, SPLIT_BACKWARD_TICKS = StageCosts(10, 10, 11), StageCosts(1, 2, 1), StageCosts(2, 2, 1)
+DEFAULT_TICKS, SPLIT_BACKWARD_TICKS = StageCosts(10, 10, 11), StageCosts(2, 2, 1)
 
 
 @dataclass(frozen=True)

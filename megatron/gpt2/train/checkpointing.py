@@ -51,14 +51,14 @@ class CheckpointManager:
         self._context, self._parallel, self._state = context, parallel, state
         self._lease, self._log = lease, log
         config, ranks = context.config.checkpoint, context.rank_info
-        attempt = gather_strings(secrets.token_hex(8))[0]
+        start_id = gather_strings(secrets.token_hex(8))[0]
         storage_timeout = timedelta(minutes=config.save_timeout_minutes)
         saving_group = None
         if parallel.world_size > 1:
             saving_group = dist.new_group(backend="gloo", timeout=context.timeout + storage_timeout)
         self.saver = Saver(
             folder=context.save_directory,
-            attempt=attempt,
+            start_id=start_id,
             asynchronous=config.async_save,
             log=log,
             keep_last=config.keep_last,
@@ -75,11 +75,11 @@ class CheckpointManager:
         self.local: LocalCheckpoints | None = None
         if config.local_checkpoint_dir is not None:
             if parallel.rank == 0 and not (context.resume_metadata and run_name(context.save_directory)):
-                atomic_write_text(context.save_directory / RUN_NAME_FILE, attempt)  # a new run gets a new name
+                atomic_write_text(context.save_directory / RUN_NAME_FILE, start_id)  # a new run gets a new name
             folder = Path(config.local_checkpoint_dir) / gather_strings(run_name(context.save_directory))[0]
             hosts = list(ranks.hosts.values()) or [""] * parallel.world_size
             group = dist.new_group(backend="gloo", timeout=context.timeout) if parallel.world_size > 1 else None
-            self.local = LocalCheckpoints(folder, hosts, parallel.rank, group, attempt, log)
+            self.local = LocalCheckpoints(folder, hosts, parallel.rank, group, start_id, log)
 
     @property
     def is_lost(self) -> bool:
@@ -173,10 +173,10 @@ def checkpoint_files(
         specs.pop(TIED_WEIGHT, None)  # the first stage saves it
     files: dict[str, dict[str, ShardedTensor]] = {}
     folder, replica = f"mp_rank_{model_rank_name(parallel)}", f"dp_{parallel.data_parallel_rank:02d}.safetensors"
-    layout = {"mp_rank": parallel.tensor_model_parallel_rank, "mp_size": parallel.tensor_model_parallel_size}
+    layout = {"tp_rank": parallel.tensor_model_parallel_rank, "tp_size": parallel.tensor_model_parallel_size}
     if parallel.data_parallel_rank == 0:
-        own = [(name, parameter) for name, parameter in state.model.named_parameters() if name in specs]
-        files[f"{folder}/model.safetensors"] = sharded_state_dict(parameter_states(own), specs, **layout)
+        saved_parameters = [(name, parameter) for name, parameter in state.model.named_parameters() if name in specs]
+        files[f"{folder}/model.safetensors"] = sharded_state_dict(parameter_states(saved_parameters), specs, **layout)
     # Each data-parallel rank holds the whole state of the optimizer, or its shard.
     if not config.no_save_optim and (parallel.data_parallel_rank == 0 or state.buffer.is_sharded):
         states = (shard for shard in state.optimizer.state_shards() if shard.name in specs)
@@ -208,7 +208,7 @@ def load_checkpoint(
     if checkpoint is None:
         raise ValueError(f"--load {context.source}: the checkpoint was removed while the run was starting")
     specs = parameter_specs(context.config.model, parallel.tensor_model_parallel_size)
-    layout = {"mp_rank": parallel.tensor_model_parallel_rank, "mp_size": parallel.tensor_model_parallel_size}
+    layout = {"tp_rank": parallel.tensor_model_parallel_rank, "tp_size": parallel.tensor_model_parallel_size}
     not_restored: list[str] = []
     has_optimizer = any(name.startswith("master.") for name in checkpoint.tensors)
     if wanted.finetune or wanted.no_load_optim or not has_optimizer:
@@ -231,7 +231,7 @@ def load_checkpoint(
         state.optimizer.load_state_dict(checkpoint.metadata["optimizer"])
     has_streams = not wanted.no_load_rng and load_rng_state(checkpoint, parallel, context.device)
     if not wanted.no_load_rng and not has_streams:
-        # Only the seed would repeat the dropout masks of the first steps, so the iteration is added.
+        # With only the seed, the dropout masks of the first steps would repeat, so the iteration is added.
         seed_random_streams(context.config.train.seed + checkpoint.iteration, parallel, context.device)
         if context.config.model.has_dropout:
             log(

@@ -46,13 +46,13 @@ class Batch:
             "samples": self.samples,
             "positions": self.positions,
         }
-        found: list[dict[str, Tensor | mpu.PackedSeqParams | None]] = []
+        micro_batches: list[dict[str, Tensor | mpu.PackedSeqParams | None]] = []
         for number, start in enumerate(range(0, len(self.tokens), size)):
             part = {name: None if column is None else column[start : start + size] for name, column in columns.items()}
-            found.append(
+            micro_batches.append(
                 {**part, "packed_seq_params": self.packed_seq_params[number] if self.packed_seq_params else None}
             )
-        return found
+        return micro_batches
 
 
 class TrainingData:

@@ -86,8 +86,8 @@ def stop_reason(trainer: Trainer) -> str:
     config, iteration = trainer.config.train, trainer.progress.iteration
     minutes = (time.monotonic() - trainer.progress.started) / 60
     out_of_time = config.exit_duration_in_mins is not None and minutes > config.exit_duration_in_mins
-    own = FOLDER_LOST if trainer.checkpoints.is_lost else OUT_OF_TIME if out_of_time else ""
-    reason = trainer.stop_signal.agreed(own)
+    own_reason = FOLDER_LOST if trainer.checkpoints.is_lost else OUT_OF_TIME if out_of_time else ""
+    reason = trainer.stop_signal.agreed(own_reason)
     if reason in ("", MORE_RANKS) and config.exit_interval and iteration % config.exit_interval == 0:
         return "--exit-interval"
     return reason

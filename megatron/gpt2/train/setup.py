@@ -276,28 +276,29 @@ def _resolve_checkpoint(
             where.load, num_attention_heads=arguments.values[heads] if heads in arguments.given else None
         )
     checkpoint = _open_checkpoint(source)
-    begun, holder = None, save  # the checkpoint that an earlier start of this command has saved
+    # what an earlier start of this command saved, and the folder that holds it
+    own_checkpoint, own_folder = None, save
     if source != save:
-        begun = _open_checkpoint(save)
+        own_checkpoint = _open_checkpoint(save)
     elif not where.finetune:
-        begun = checkpoint
+        own_checkpoint = checkpoint
     if where.local_checkpoint_dir is not None:
-        newest = begun.iteration if begun is not None else 0
-        if near := assemble_local_checkpoint(save, where.local_checkpoint_dir, newest, rank_info, log):
-            begun, holder = _open_checkpoint(near), str(near)
+        newest = own_checkpoint.iteration if own_checkpoint is not None else 0
+        if local_folder := assemble_local_checkpoint(save, where.local_checkpoint_dir, newest, rank_info, log):
+            own_checkpoint, own_folder = _open_checkpoint(local_folder), str(local_folder)
     if (
-        begun is not None
-        and (holder, source) != (save, save)
-        and (where.finetune or checkpoint is None or begun.iteration > checkpoint.iteration)
+        own_checkpoint is not None
+        and (own_folder, source) != (save, save)
+        and (where.finetune or checkpoint is None or own_checkpoint.iteration > checkpoint.iteration)
     ):
         values = {**arguments.values, "checkpoint.finetune": False}
         if source != save:
             log(
-                f"--save {save} already holds iteration {begun.iteration} of this run, which is continued; "
+                f"--save {save} already holds iteration {own_checkpoint.iteration} of this run, which is continued; "
                 f"a different --save starts from {source} again"
             )
             values["checkpoint.load"] = save
-        return dataclasses.replace(arguments, values=values), begun, holder
+        return dataclasses.replace(arguments, values=values), own_checkpoint, own_folder
     if checkpoint is None and where.load is not None:
         require(
             source == save and not where.finetune and not where.exit_on_missing_checkpoint,
@@ -411,10 +412,12 @@ MAY_DIFFER = {
 def check_ranks_agree(context: RunContext, log: Log) -> None:
     """Raise ValueError on every rank, with the name of the first decision that differs. Log a warning if the ranks run
     different programs. A collective over all ranks."""
-    own, program = must_match(context), devices.code_hash() if context.rank_info.world_size > 1 else ""
-    everyone = [json.loads(text) for text in gather_strings(json.dumps([own, context.splits.fingerprint, program]))]
+    settings, program = must_match(context), devices.code_hash() if context.rank_info.world_size > 1 else ""
+    everyone = [
+        json.loads(text) for text in gather_strings(json.dumps([settings, context.splits.fingerprint, program]))
+    ]
     (first, data, first_program), *_ = everyone
-    for name, value in own.items():
+    for name, value in settings.items():
         for rank, (theirs, *_) in enumerate(everyone):
             require(
                 theirs.get(name) == first.get(name),

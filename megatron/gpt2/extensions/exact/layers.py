@@ -31,7 +31,7 @@ def _tokens(x: Tensor) -> Tensor:
 
 
 class _ColumnParallelLinear(torch.autograd.Function):
-    """Y = XAᵀ + b in shards of the output features, after *f* of the paper."""
+    """Y = XAᵀ + b in shards of the output features, after *f* of arXiv:1909.08053."""
 
     @staticmethod
     def forward(

@@ -48,9 +48,9 @@ class Batcher:
                 while not self._stopping:
                     self._admit(batch)
                     for event in batch.events():
-                        number, deliver = self._texts[event.row]
+                        number, deliver = self._texts[event.number]
                         if event.finish:
-                            del self._texts[event.row]
+                            del self._texts[event.number]
                         deliver(number, event)
                         while not self._incoming.empty():
                             self._admit(batch)

@@ -225,7 +225,7 @@ class Capture(Hook):
         rank = self._rank if self._specs[name].dim is not None else 0  # replicated: every rank has the tensor of rank 0
         writes = rank == self._rank and not is_copy and (is_shard or self._trainer.parallel.data_parallel_rank == 0)
         for shard in sharded_state_dict(
-            [state], self._specs, mp_rank=rank, mp_size=self._tensor_parallel_size
+            [state], self._specs, tp_rank=rank, tp_size=self._tensor_parallel_size
         ).values():
             if shard.data.numel():
                 self._take(TensorShard(key, shard.data, shard.global_offset, shard.global_shape, writes))

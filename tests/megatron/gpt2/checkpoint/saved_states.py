@@ -41,15 +41,15 @@ def full_state(seed: int) -> dict[tuple[str, str], Tensor]:
     }
 
 
-def rank_files(state: dict[tuple[str, str], Tensor], mp_rank: int, mp_size: int) -> dict[str, dict[str, ShardedTensor]]:
-    local = [(kind, name, SPECS[name].split(full, mp_rank, mp_size)) for (kind, name), full in state.items()]
-    folder = f"mp_rank_{mp_rank:02d}"
+def rank_files(state: dict[tuple[str, str], Tensor], tp_rank: int, tp_size: int) -> dict[str, dict[str, ShardedTensor]]:
+    local = [(kind, name, SPECS[name].split(full, tp_rank, tp_size)) for (kind, name), full in state.items()]
+    folder = f"mp_rank_{tp_rank:02d}"
     return {
         f"{folder}/model.safetensors": sharded_state_dict(
-            parameter_states((n, t) for k, n, t in local if k == "model"), SPECS, mp_rank=mp_rank, mp_size=mp_size
+            parameter_states((n, t) for k, n, t in local if k == "model"), SPECS, tp_rank=tp_rank, tp_size=tp_size
         ),
         f"{folder}/optim_dp_00.safetensors": sharded_state_dict(
-            [ParamShard(k, n, t.view(-1)) for k, n, t in local if k != "model"], SPECS, mp_rank=mp_rank, mp_size=mp_size
+            [ParamShard(k, n, t.view(-1)) for k, n, t in local if k != "model"], SPECS, tp_rank=tp_rank, tp_size=tp_size
         ),
     }
 
@@ -65,23 +65,23 @@ def write(
     **more: Any,
 ) -> Path:
     """Call `Saver.write` without a thread, by default as the only rank."""
-    saver = Saver(folder=folder, **{"attempt": "a", "log": print, **more})
+    saver = Saver(folder=folder, **{"start_id": "a", "log": print, **more})
     return saver.write(
         iteration, files, metadata or {}, PendingSave(deadline=time.monotonic() + timeout_s, problem=problem)
     )
 
 
-def save(folder: Path, iteration: int, mp_size: int = 2, seed: int | None = None, **options: Any) -> list[str]:
-    """Save a checkpoint with `mp_size` ranks, which are threads. Returns the log lines."""
+def save(folder: Path, iteration: int, tp_size: int = 2, seed: int | None = None, **options: Any) -> list[str]:
+    """Save a checkpoint with `tp_size` ranks, which are threads. Returns the log lines."""
     state = full_state(iteration if seed is None else seed)
     logged: list[str] = []
     chosen: dict[str, Any] = {"metadata": {"consumed_samples": iteration}, "log": logged.append, **options}
 
     def write_rank(rank: int) -> Path:
-        return write(folder, iteration, rank_files(state, rank, mp_size), rank=rank, world_size=mp_size, **chosen)
+        return write(folder, iteration, rank_files(state, rank, tp_size), rank=rank, world_size=tp_size, **chosen)
 
-    with ThreadPoolExecutor(mp_size) as ranks:
-        assert set(ranks.map(write_rank, range(mp_size))) == {folder / f"iter_{iteration:07d}"}
+    with ThreadPoolExecutor(tp_size) as ranks:
+        assert set(ranks.map(write_rank, range(tp_size))) == {folder / f"iter_{iteration:07d}"}
     return logged
 
 

@@ -32,7 +32,7 @@ from tests.warm_python import WarmPython
 
 def saving(folder: Path, logged: list[str], **options: Any) -> Saver:
     """A saver, by default of the only rank."""
-    return Saver(folder=folder, attempt="a", asynchronous=True, log=logged.append, **options)
+    return Saver(folder=folder, start_id="a", asynchronous=True, log=logged.append, **options)
 
 
 def test_what_changes_after_the_save_began_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

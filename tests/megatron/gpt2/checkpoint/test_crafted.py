@@ -1,8 +1,8 @@
 """Crafted checkpoints with correct hashes, as an attacker could make them. Each must cause an error in one line,
 quickly and with little memory, and no code in it may run.
 
-In version 1, the manifest lists the files and their slices, and the reader treats it as a table. The tests craft the
-content of tables there. They craft parts that only version 2 has in its manifest and tables.
+A manifest of version 1 lists files and slices itself, and the reader parses it like a table of version 2. So the tests
+change table contents in version 1, and use version 2 only for what version 1 lacks.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def test_rank_0_names_the_rank_that_is_missing(tmp_path: Path) -> None:
     files = rank_files(full_state(200), 0, 2)
     for problem, expected in (("", r"rank 1 within [\d.]+ s"), ("rank 1 has no room", "rank 1 has no room")):
         with pytest.raises(OSError, match=expected):
-            write(tmp_path, 200, files, world_size=2, attempt="b", timeout_s=0.2, problem=problem, keep_last=1)
+            write(tmp_path, 200, files, world_size=2, start_id="b", timeout_s=0.2, problem=problem, keep_last=1)
         assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000100"]
         assert find(tmp_path) == (100, "")
 
@@ -77,13 +77,13 @@ def test_a_disk_without_inodes_is_named(tmp_path: Path, monkeypatch: pytest.Monk
             make_save_folder(tmp_path / "new")
 
 
-def test_what_a_crashed_attempt_left_takes_no_part(tmp_path: Path) -> None:
-    """Rank 1 had written its files before the crash. The new attempt must not use its table."""
+def test_files_of_a_crashed_start_take_no_part(tmp_path: Path) -> None:
+    """Rank 1 had written its files before the crash. The next start must not use its table."""
     save(tmp_path, 100)
-    write(tmp_path, 200, rank_files(full_state(666), 1, 2), rank=1, world_size=2, attempt="crashed")
+    write(tmp_path, 200, rank_files(full_state(666), 1, 2), rank=1, world_size=2, start_id="crashed")
     with pytest.raises(TimeoutError, match="rank 1"):
-        write(tmp_path, 200, rank_files(full_state(200), 0, 2), world_size=2, attempt="second", timeout_s=0.1)
-    save(tmp_path, 200, attempt="third")
+        write(tmp_path, 200, rank_files(full_state(200), 0, 2), world_size=2, start_id="second", timeout_s=0.1)
+    save(tmp_path, 200, start_id="third")
     assert find(tmp_path) == (200, "")
     assert not list(tmp_path.glob("*.tmp*"))
 

@@ -44,7 +44,7 @@ def without_locks() -> Iterator[None]:
 def save(owner: Lease, iteration: int) -> list[str]:
     """Save a checkpoint, and return the warnings."""
     lines: list[str] = []
-    made = Saver(folder=owner._folder, attempt=f"{id(owner)}", log=lines.append, check_owner=owner.check)
+    made = Saver(folder=owner._folder, start_id=f"{id(owner)}", log=lines.append, check_owner=owner.check)
     files = {"mp_rank_00/model.safetensors": {"w": ShardedTensor(torch.zeros(2), (2,), (0,))}}
     made.save(iteration, files, {"vocab_size": 2, "owner": id(owner)})
     made.close()

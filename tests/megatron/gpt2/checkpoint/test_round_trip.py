@@ -63,8 +63,8 @@ def test_another_model_is_refused_with_both_shapes(tmp_path: Path) -> None:
             [ParamShard(kind, name, torch.zeros(spec.local_shape(1)).view(-1)) for name, spec in specs.items()],
             specs,
             checkpoint,
-            mp_rank=0,
-            mp_size=1,
+            tp_rank=0,
+            tp_size=1,
         )
 
     with pytest.raises(ValueError, match=r"model.row has shape \(8, 16\) in the checkpoint and \(8, 32\)"):
@@ -77,9 +77,9 @@ def test_another_model_is_refused_with_both_shapes(tmp_path: Path) -> None:
         load(SPECS, "exp_avg_cubed")
 
 
-def place(mp_rank: int, mp_size: int, dp_size: int) -> mpu.ParallelState:
+def place(tp_rank: int, tp_size: int, dp_size: int) -> mpu.ParallelState:
     return mpu.ParallelState(
-        tensor_model_parallel_rank=mp_rank, tensor_model_parallel_size=mp_size, data_parallel_size=dp_size
+        tensor_model_parallel_rank=tp_rank, tensor_model_parallel_size=tp_size, data_parallel_size=dp_size
     )
 
 
@@ -106,8 +106,8 @@ def test_random_generators_come_back(tmp_path: Path) -> None:
         assert load_rng_state(checkpoint, place(1, 2, 1), cpu)
         assert torch.equal(drawn(), first)
         state = torch.get_rng_state()
-        for mp_size, dp_size in ((1, 1), (1, 2), (2, 2)):
-            assert not load_rng_state(checkpoint, place(0, mp_size, dp_size), cpu)
+        for tp_size, dp_size in ((1, 1), (1, 2), (2, 2)):
+            assert not load_rng_state(checkpoint, place(0, tp_size, dp_size), cpu)
         assert not load_rng_state(checkpoint, place(0, 2, 1), torch.device("cuda"))
         assert torch.equal(torch.get_rng_state(), state)
     finally:

@@ -291,7 +291,7 @@ def build_model(source: BaseCheckpoint) -> GPT2Model:
     model = GPT2Model(ModelConfig(**source.metadata["config"]["model"])).eval()
     rank, size = mpu.get_model_parallel_rank(), mpu.get_model_parallel_world_size()
     weights = parameter_states(model.named_parameters())
-    load_sharded_state_dict(weights, mpu.partition_specs(model), source, mp_rank=rank, mp_size=size)
+    load_sharded_state_dict(weights, mpu.partition_specs(model), source, tp_rank=rank, tp_size=size)
     return model
 
 

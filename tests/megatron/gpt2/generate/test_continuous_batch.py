@@ -84,8 +84,8 @@ def served(batch: ContinuousBatch, arriving: list[tuple[int, Continuation]]) -> 
         for event in batch.events():
             now += 1
             if not isinstance(event, Finished) and event.id != TOKENIZER.eod:
-                ids[event.row].append(event.id)
-            assert event.finish == arriving[event.row][1].finish
+                ids[event.number].append(event.id)
+            assert event.finish == arriving[event.number][1].finish
             while waiting and waiting[0][0] <= now:
                 batch.add(waiting.pop(0)[1])
     assert all(c.finish and c.ids == mine for (_, c), mine in zip(arriving, ids, strict=True))
@@ -124,8 +124,8 @@ def test_a_request_next_to_a_long_text_begins_within_two_steps() -> None:
         with watched.generator.batch(8) as batch:
             batch.add(Continuation([1, 2, 3], greedy))
             for event in batch.events():
-                begun.setdefault(event.row, watched.steps)
-                if event.row == 0 and watched.steps in (3, 100, 321) and watched.steps not in asked.values():
+                begun.setdefault(event.number, watched.steps)
+                if event.number == 0 and watched.steps in (3, 100, 321) and watched.steps not in asked.values():
                     for size in (600, 1, 20) if watched.steps == 100 else (200,) * 3:
                         number = batch.add(Continuation([7] * size, dataclasses.replace(greedy, max_new_tokens=30)))
                         asked[number] = watched.steps
@@ -143,7 +143,7 @@ def test_ends_without_a_token(model: GPT2Model) -> None:
             batch.add(c)
         seen = []
         for event in batch.events():
-            seen.append((event.row, event.finish))
+            seen.append((event.number, event.finish))
             if len(seen) == 3:
                 made[0].cancel()
                 made[1].cancel()

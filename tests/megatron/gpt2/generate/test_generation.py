@@ -251,7 +251,7 @@ def test_finish_reasons_and_text(model: GPT2Model) -> None:
     c = Continuation(list(b"Once"), Sampling(temperature=0, stop=(stop,), max_new_tokens=50))
     shards = [shard for shard in generator.stream([c]) if isinstance(shard, GeneratedToken)]
     assert "".join(generated.text for generated in shards) == text[: text.index(stop)] and c.finish == "stop"
-    assert all(0 < generated.probability <= 1 and generated.row == 0 for generated in shards)
+    assert all(0 < generated.probability <= 1 and generated.number == 0 for generated in shards)
     c = Continuation(list(b"Once"), Sampling(temperature=0, max_new_tokens=3))
     assert len(list(generator.stream([c]))) == 3 and c.finish == "length" and c.ids == wanted[:3]
     with torch.no_grad():
@@ -291,7 +291,7 @@ def hugging_face(model: GPT2Model, folder: Path) -> Any:
 
 def save(model: GPT2Model, folder: Path) -> None:
     shards = sharded_state_dict(
-        parameter_states(model.named_parameters()), mpu.partition_specs(model), mp_rank=0, mp_size=1
+        parameter_states(model.named_parameters()), mpu.partition_specs(model), tp_rank=0, tp_size=1
     )
     metadata = {
         "config": {"model": dataclasses.asdict(model.config)},

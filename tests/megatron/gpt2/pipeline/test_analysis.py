@@ -19,7 +19,6 @@ from megatron.gpt2.pipeline.analysis import (
     uniform_costs,
 )
 from megatron.gpt2.pipeline.p2p_schedule import (
-    RECOMPUTE_TICKS,
     CommStep,
     P2PMessage,
     StageCosts,
@@ -139,7 +138,7 @@ def test_a_step_is_as_long_as_published(p: int, m: int):
             assert published_length(schedule, forward, backward, weight) == pytest.approx(expected), schedule
             assert step_length(schedule, build_p2p_schedule(schedule), costs) == pytest.approx(expected), schedule
         if schedule.name == "interleaved":
-            costs, steps = uniform_costs(schedule, 1, 2, 1), build_p2p_schedule(schedule, RECOMPUTE_TICKS)
+            costs, steps = uniform_costs(schedule, 1, 2, 1), build_p2p_schedule(schedule, StageCosts(1, 2, 1))
             assert step_length(schedule, steps, costs) == pytest.approx(published_length(schedule, 1, 2, 1)), schedule
 
 
