@@ -214,13 +214,13 @@ class Checkpoint(BaseCheckpoint):
         self._file_infos: dict[str, FileInfo] = {}  # by path, from all tables in `_parsed`
         self._mapped: dict[str, tuple[Any, dict[str, int]]] = {}
         self._lock = threading.Lock()
-        where = self.path / MANIFEST
-        with wrap_errors(where), without_garbage_collection():
-            if not where.is_file():
+        manifest = self.path / MANIFEST
+        with wrap_errors(manifest), without_garbage_collection():
+            if not manifest.is_file():
                 raise ValueError("missing: the folder is not a checkpoint, or an incomplete one")
-            if where.stat().st_size > MAX_MANIFEST_BYTES:
+            if manifest.stat().st_size > MAX_MANIFEST_BYTES:
                 raise ValueError(f"larger than {MAX_MANIFEST_BYTES:,} bytes")
-            self._parse(where.read_bytes())
+            self._parse(manifest.read_bytes())
             if not self.path.name.startswith(f"iter_{self.iteration:07d}"):
                 raise ValueError(f"belongs to iteration {self.iteration}")
 
@@ -367,15 +367,15 @@ class Checkpoint(BaseCheckpoint):
     def _map_shard(self, shard: SavedShard) -> Tensor:
         """Return the values of a saved shard, memory-mapped from its file."""
         if shard.file not in self._mapped:
-            where, info = self.path / shard.file, self._file_infos[shard.file]
+            file, info = self.path / shard.file, self._file_infos[shard.file]
             slices = {
                 key: (self.tensors[tensor_name(key)].dtype, tensor_slice) for key, tensor_slice in info.slices.items()
             }
             header, starts, size = file_header(shard.file, self.iteration, slices)
-            check_file_size(where, info.bytes)
-            with wrap_errors(where):
+            check_file_size(file, info.bytes)
+            with wrap_errors(file):
                 # "c" is a private, writable mapping, because torch warns about read-only memory.
-                mapped = np.memmap(where, np.uint8, "c")
+                mapped = np.memmap(file, np.uint8, "c")
                 if len(mapped) != size or mapped[: len(header)].tobytes() != header:
                     raise ValueError("its header does not match the slices that its table lists")
             self._mapped[shard.file] = mapped, starts

@@ -197,13 +197,13 @@ def load_checkpoint(
     iteration, consumed samples and skipped samples, or zeros. Raises ValueError if the checkpoint does not fit."""
     if context.source is None:
         return 0, 0, 0
-    wanted = context.config.checkpoint
+    options = context.config.checkpoint
     checkpoint = find_checkpoint(
         context.source,
         log=log,
         rank=parallel.rank,
         gather=gather_strings,
-        verify=not wanted.no_verify,
+        verify=not options.no_verify,
     )
     if checkpoint is None:
         raise ValueError(f"--load {context.source}: the checkpoint was removed while the run was starting")
@@ -211,7 +211,7 @@ def load_checkpoint(
     layout = {"tp_rank": parallel.tensor_model_parallel_rank, "tp_size": parallel.tensor_model_parallel_size}
     not_restored: list[str] = []
     has_optimizer = any(name.startswith("master.") for name in checkpoint.tensors)
-    if wanted.finetune or wanted.no_load_optim or not has_optimizer:
+    if options.finetune or options.no_load_optim or not has_optimizer:
         if has_optimizer:  # the masters are the weights before rounding
             masters = (shard for shard in state.optimizer.state_shards() if shard.kind == "master")
             load_sharded_state_dict(masters, specs, checkpoint, **layout)
@@ -219,18 +219,18 @@ def load_checkpoint(
         else:
             load_sharded_state_dict(parameter_states(state.model.named_parameters()), specs, checkpoint, **layout)
             state.buffer.copy_params_to_masters()
-        if wanted.finetune:
+        if options.finetune:
             log(f"weights from {checkpoint.path}: fine-tuning starts at iteration 0")
             return 0, 0, 0
-        if not wanted.no_load_optim:
+        if not options.no_load_optim:
             log(f"WARNING: {checkpoint.path} holds no optimizer (--no-save-optim): its moments start at zero")
         not_restored.append("the optimizer's moments start at zero")
         state.optimizer.set_good_steps(int(checkpoint.metadata["optimizer"]["good_steps"]))
     else:
         load_sharded_state_dict(state.optimizer.state_shards(), specs, checkpoint, **layout)
         state.optimizer.load_state_dict(checkpoint.metadata["optimizer"])
-    has_streams = not wanted.no_load_rng and load_rng_state(checkpoint, parallel, context.device)
-    if not wanted.no_load_rng and not has_streams:
+    has_streams = not options.no_load_rng and load_rng_state(checkpoint, parallel, context.device)
+    if not options.no_load_rng and not has_streams:
         # With only the seed, the dropout masks of the first steps would repeat, so the iteration is added.
         seed_random_streams(context.config.train.seed + checkpoint.iteration, parallel, context.device)
         if context.config.model.has_dropout:
@@ -238,10 +238,10 @@ def load_checkpoint(
                 f"random streams start from a new seed: {checkpoint.path} has no states for this layout and device; "
                 "dropout masks change"
             )
-    here = run_metadata(context, parallel, sharded=state.buffer.is_sharded)
+    metadata = run_metadata(context, parallel, sharded=state.buffer.is_sharded)
     if dropout_changes(context, checkpoint.metadata, has_streams=has_streams):
         not_restored.append("dropout draws other masks")
-    log(f"continuing {checkpoint.path}: {resume_equivalence(checkpoint.metadata, here, not_restored=not_restored)}")
+    log(f"continuing {checkpoint.path}: {resume_equivalence(checkpoint.metadata, metadata, not_restored=not_restored)}")
     return (
         checkpoint.iteration,
         int(checkpoint.metadata["consumed_samples"]),
@@ -256,16 +256,16 @@ def dropout_changes(context: RunContext, metadata: Mapping[str, Any], *, has_str
     has_streams: whether the random streams were restored.
     """
     shape, train = context.config.model, context.config.train
-    then = metadata.get("config", {}).get("train", {})
+    saved_train = metadata.get("config", {}).get("train", {})
     if not shape.has_dropout:
         return False
-    if train.dropout_rng != then.get("dropout_rng", "torch"):  # an older checkpoint has no choice
+    if train.dropout_rng != saved_train.get("dropout_rng", "torch"):  # an older checkpoint has no choice
         return True
     by_counter = train.dropout_rng == "counter" and (
         shape.attention_dropout == 0 or kernels.has_seeded_attention(context.device.type)
     )
     # A stream draws the masks of a whole micro-batch, so they depend on the micro-batch size.
-    return not by_counter and not (has_streams and then.get("micro_batch_size") == train.micro_batch_size)
+    return not by_counter and not (has_streams and saved_train.get("micro_batch_size") == train.micro_batch_size)
 
 
 def write_config_and_tokenizer(context: RunContext) -> None:

@@ -96,11 +96,11 @@ def stop_reason(trainer: Trainer) -> str:
 def check_skipped_steps(trainer: Trainer, in_a_row: int) -> None:
     """Raise FloatingPointError if --max-skipped-steps steps in a row were skipped."""
     if in_a_row >= trainer.config.train.max_skipped_steps:
-        where, optimizer = find_first_not_finite(trainer), trainer.state.optimizer
+        location, optimizer = find_first_not_finite(trainer), trainer.state.optimizer
         raise FloatingPointError(
             f"{plural(in_a_row, 'step')} in a row had a gradient that is not finite (loss scale "
             f"{optimizer.scaler.scale.item():g}, learning rate {optimizer.learning_rate.item():.3g}): "
-            f"{where}lower --lr, or look at the data of samples before {trainer.progress.consumed_samples}; "
+            f"{location}lower --lr, or look at the data of samples before {trainer.progress.consumed_samples}; "
             "--max-skipped-steps sets the limit"
         )
 

@@ -268,28 +268,28 @@ def _resolve_checkpoint(
 ) -> tuple[Arguments, Checkpoint | None, str | None]:
     """Find the checkpoint that the run starts from, in --load, --save or the local folder. Return the arguments, which
     may now continue --save instead of --load; the checkpoint, opened without reading its tensors; and its folder."""
-    where = arguments.checkpoint
-    save, source = str(where.save), where.load or str(where.save)
-    if where.load is not None:
+    options = arguments.checkpoint
+    save, source = str(options.save), options.load or str(options.save)
+    if options.load is not None:
         heads = "model.num_attention_heads"
         require_native_format(
-            where.load, num_attention_heads=arguments.values[heads] if heads in arguments.given else None
+            options.load, num_attention_heads=arguments.values[heads] if heads in arguments.given else None
         )
     checkpoint = _open_checkpoint(source)
     # what an earlier start of this command saved, and the folder that holds it
     own_checkpoint, own_folder = None, save
     if source != save:
         own_checkpoint = _open_checkpoint(save)
-    elif not where.finetune:
+    elif not options.finetune:
         own_checkpoint = checkpoint
-    if where.local_checkpoint_dir is not None:
+    if options.local_checkpoint_dir is not None:
         newest = own_checkpoint.iteration if own_checkpoint is not None else 0
-        if local_folder := assemble_local_checkpoint(save, where.local_checkpoint_dir, newest, rank_info, log):
+        if local_folder := assemble_local_checkpoint(save, options.local_checkpoint_dir, newest, rank_info, log):
             own_checkpoint, own_folder = _open_checkpoint(local_folder), str(local_folder)
     if (
         own_checkpoint is not None
         and (own_folder, source) != (save, save)
-        and (where.finetune or checkpoint is None or own_checkpoint.iteration > checkpoint.iteration)
+        and (options.finetune or checkpoint is None or own_checkpoint.iteration > checkpoint.iteration)
     ):
         values = {**arguments.values, "checkpoint.finetune": False}
         if source != save:
@@ -299,9 +299,9 @@ def _resolve_checkpoint(
             )
             values["checkpoint.load"] = save
         return dataclasses.replace(arguments, values=values), own_checkpoint, own_folder
-    if checkpoint is None and where.load is not None:
+    if checkpoint is None and options.load is not None:
         require(
-            source == save and not where.finetune and not where.exit_on_missing_checkpoint,
+            source == save and not options.finetune and not options.exit_on_missing_checkpoint,
             f"--load {source} holds no checkpoint: give the --save folder of another run, or leave it out to start "
             "from random weights",
         )
@@ -317,23 +317,24 @@ def _open_checkpoint(folder: str | Path) -> Checkpoint | None:
 def _build_tokenizer(data: DataConfig, arguments: Arguments, checkpoint: Checkpoint | None, log: Log) -> Tokenizer:
     """Load the tokenizer of the checkpoint, or build the tokenizer that the flags name. Flags that name files have
     priority. data: file paths instead of corpus names."""
-    where, metadata = arguments.checkpoint, checkpoint.metadata if checkpoint is not None else {}
+    options, metadata = arguments.checkpoint, checkpoint.metadata if checkpoint is not None else {}
     files_given = any(f"data.{name}" in arguments.given for name in ("vocab_file", "merge_file", "tokenizer_model"))
-    known, size, named = metadata.get("tokenizer"), metadata.get("vocab_size", 0), checkpoint.path if checkpoint else ""
+    saved_tokenizer, vocab_size = metadata.get("tokenizer"), metadata.get("vocab_size", 0)
+    path = checkpoint.path if checkpoint is not None else ""
     require(
-        checkpoint is None or bool(known) or files_given or "data.tokenizer_type" in arguments.given,
-        f"{named} has no tokenizer: give --vocab-file and --merge-file, --tokenizer-model, or the --tokenizer-type of "
-        f"a tokenizer without files; it must have {size:,} tokens",
+        checkpoint is None or bool(saved_tokenizer) or files_given or "data.tokenizer_type" in arguments.given,
+        f"{path} has no tokenizer: give --vocab-file and --merge-file, --tokenizer-model, or the --tokenizer-type of "
+        f"a tokenizer without files; it must have {vocab_size:,} tokens",
     )
-    if known and not files_given:
+    if saved_tokenizer and not files_given:
         # If a local checkpoint is loaded, its tokenizer is in the --save folder, too.
-        tokenizer = load_tokenizer(Path(str(where.load or where.save)) / "tokenizer")
+        tokenizer = load_tokenizer(Path(str(options.load or options.save)) / "tokenizer")
     else:
         kind, model_file = data.tokenizer_type or default_tokenizer_kind(), data.tokenizer_model
         if kind == "bytes" and data.tokenizer_type is None:
             log("tokenizer: bytes, since neither tiktoken nor tokenizers is installed (pip install tiktoken)")
         if kind == "SentencePieceTokenizer":
-            model_file = model_file or f"{where.save}/sentencepiece.model"
+            model_file = model_file or f"{options.save}/sentencepiece.model"
             ensure_sentencepiece_model(
                 model_file,
                 train_data=data.train_data,
@@ -354,17 +355,17 @@ def _build_tokenizer(data: DataConfig, arguments: Arguments, checkpoint: Checkpo
             tokenizer.has_eod or not getattr(data, name),
             f"{flag(name)}: the tokenizer {tokenizer.kind} has no end of document; leave the flag out",
         )
-    if known:
+    if saved_tokenizer:
         require(
-            tokenizer.fingerprint == known["fingerprint"],
-            f"the tokenizer's files are not those of {named}: leave out --vocab-file, --merge-file and "
+            tokenizer.fingerprint == saved_tokenizer["fingerprint"],
+            f"the tokenizer's files are not those of {path}: leave out --vocab-file, --merge-file and "
             "--tokenizer-model to use the checkpoint's tokenizer",
         )
     else:
         require(
-            size in (0, tokenizer.vocab_size),
-            f"{named} has {size:,} tokens and the tokenizer {tokenizer.vocab_size:,}: give the files that the model "
-            "was trained with",
+            vocab_size in (0, tokenizer.vocab_size),
+            f"{path} has {vocab_size:,} tokens and the tokenizer {tokenizer.vocab_size:,}: give the files that the "
+            "model was trained with",
         )
     return tokenizer
 
