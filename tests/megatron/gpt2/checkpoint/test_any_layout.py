@@ -97,12 +97,12 @@ class OneRankWork:
     def launch(self) -> None: ...
 
 
-def make_rank(layout: ParallelLayout, mp_rank: int, pp_rank: int, dp_rank: int, dtype: torch.dtype, muon: bool) -> Any:
+def make_rank(layout: ParallelLayout, tp_rank: int, pp_rank: int, dp_rank: int, dtype: torch.dtype, muon: bool) -> Any:
     """The attributes of a trainer that `checkpoint_files` and `load_checkpoint` use, for one rank of `layout`."""
-    group: Any = FakeGroup(mp_rank, layout.model_parallel)
+    group: Any = FakeGroup(tp_rank, layout.model_parallel)
     parallel = mpu.ParallelState(
         tensor_model_parallel_group=group,
-        tensor_model_parallel_rank=mp_rank,
+        tensor_model_parallel_rank=tp_rank,
         tensor_model_parallel_size=layout.model_parallel,
         pipeline_model_parallel_rank=pp_rank,
         pipeline_model_parallel_size=layout.pipeline,
