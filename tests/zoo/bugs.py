@@ -171,7 +171,7 @@ BUGS = {
         replaced(layers, "mark_sequence_parallel", lambda parameters: None),
         SEQUENCE_PARALLEL,
         "NVIDIA/Megatron-LM#619",
-        "dense_4h_to_h.bias",
+        "gradient of transformer.layers.1.mlp.dense_4h_to_h.bias",
     ),
     "wrong gradient of attention": Change(
         in_trainer(lambda trainer, patch: faults.patch_attention(trainer, patch, 1, WrongGradient.apply)),
@@ -194,7 +194,7 @@ BUGS = {
     "weights depend on the tensor-parallel rank": Change(
         changed(gpt2, "seeded_normal", lambda original, seed, name, std: original(seed + 1, name, std)),
         TENSOR_PARALLEL,
-        "pytorch/torchtitan#1750",
+        "pytorch/torchtitan#1750, NVIDIA/Megatron-LM#1736",
         "word_embeddings.weight",
         (1,),
     ),
@@ -261,7 +261,7 @@ BUGS = {
         replaced(train_step, "tokens_in_global_batch", lambda trainer, batch: 2 * batch.mask.sum()),
         (*DATA_PARALLEL, EOD_MASK),
         "huggingface/transformers#24725",
-        "loss",
+        "token_weight",
     ),
     "gradients added to stale memory": Change(
         extra(
@@ -301,7 +301,7 @@ BUGS = {
     ),
     "stale parameters after a step": verified("stale parameter after a gather", "NVIDIA/Megatron-LM#950"),
     "query, key and value in another order": verified("wrong QKV order", "awslabs/slapo#46"),
-    "padding in the softmax": verified("padding in the softmax", "unslothai/unsloth#10616"),
+    "padding in the softmax": verified("padding in the softmax", "NVIDIA/Megatron-LM#1754"),
     "positions start at 0 on every rank": verified("position by local index", "NVIDIA/Megatron-LM#5243"),
     "head's gradient not summed": Change(
         replaced(cross_entropy, "copy_to_model_parallel_region", lambda x, group: x),

@@ -107,7 +107,10 @@ def score(names: Sequence[str], folder: Path) -> dict[str, list[Score]]:
 
 def tools_that_name(name: str, scores: Sequence[Score]) -> list[str]:
     """Return the tools that print what is wrong; for a harmless change, those that print anything."""
-    return [each.tool for each in scores if each.finding and CHANGES[name].named in each.finding]
+    named = CHANGES[name].named
+    return [
+        tool for tool, text, _ in scores if text and (f", {named} (" if named and tool == "verify" else named) in text
+    ]
 
 
 def main() -> None:

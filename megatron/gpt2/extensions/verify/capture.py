@@ -153,9 +153,11 @@ class Capture(Hook):
         self._first_sample = int(starts[self._micro_batch_counts[self._first_layer]])
         self._micro_batch_counts[self._first_layer] += 1
         self._is_forward = True
-        for index, name in enumerate(("samples", "tokens", "labels")):
-            if self._first_layer == 0 and kwargs.get(name) is not None:
-                self._take_samples("input", name, index, kwargs[name], self._first_sample)
+        for index, name in enumerate(("samples", "tokens", "labels", "token_weight")):
+            value = kwargs.get(name)
+            if self._first_layer == 0 and value is not None:
+                value = self._unscale(value) if value.is_floating_point() else value
+                self._take_samples("input", name, index, value, self._first_sample)
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
         self._is_forward = False

@@ -40,6 +40,7 @@ FORWARD_OPERATIONS = {
     "samples": DATA,
     "tokens": DATA,
     "labels": DATA,
+    "token_weight": "the mask of the loss, or the number of tokens in the global batch",
 }
 # The operation that computes the gradient of a tensor in backward.
 BACKWARD_OPERATIONS = {

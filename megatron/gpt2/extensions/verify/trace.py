@@ -29,7 +29,7 @@ from data_utils.files import safetensors_header
 from megatron.gpt2.checkpoint.reader import DTYPE_CODES, DTYPES
 from mpu.partition import TensorSlice
 
-FORMAT = 1
+FORMAT = 2
 INDEX = "trace.json"
 SECOND_MOMENT = "exp_avg_sq of "  # followed by the name of a parameter
 # The kinds of tensors, in the order in which a step computes them.
