@@ -342,11 +342,32 @@ def compare(rows: Rows, cluster: str) -> dict[str, Any]:
         "mean_absolute_relative_error": float(errors.mean()),
         "percentiles": {str(q): float(np.percentile(errors, q)) for q in (50, 90, 95, 99, 100)},
         "interval": {"share_asked": INTERVAL, "share_inside": float(inside.mean())},
+        "first_choice": first_choices(rows, seconds),
         "worst": [
             {name: int(column[i]) for name, column in described.items()}
             | {"measured_ms": round(1e3 * float(measured[i]), 1), "modelled_ms": round(1e3 * float(seconds[i]), 1)}
             for i in worst
         ],
+    }
+
+
+def first_choices(rows: Rows, seconds: np.ndarray) -> dict[str, Any]:
+    """Return how much slower the layouts are that the model chooses than the best measured ones. There is one for each
+    model, number of GPUs and global batch with several layouts; without one, the result is empty."""
+    x, measured = rows
+    gpus = x.tensor_parallel * x.data_parallel * x.pipeline_parallel
+    keys = np.stack([shapes(rows), x.sequence_length, gpus, x.global_batch], axis=1)
+    _, group = np.unique(keys, axis=0, return_inverse=True)
+    members = [np.flatnonzero(group == number) for number in range(group.max() + 1)]
+    slower = np.array([measured[m[np.argmin(seconds[m])]] / measured[m].min() - 1 for m in members if len(m) > 1])
+    if not len(slower):
+        return {}
+    return {
+        "groups": len(slower),
+        "share_best": float((slower == 0).mean()),
+        "share_within_5_percent": float((slower <= 0.05).mean()),
+        "mean_slower": float(slower.mean()),
+        "worst_slower": float(slower.max()),
     }
 
 
@@ -399,6 +420,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     print(", ".join(f"{q}: {value:.1%}" for q, value in found["percentiles"].items()))
     print(f"{found['interval']['share_inside']:.0%} of the rows are inside of intervals made for {INTERVAL:.0%}")
+    if choice := found["first_choice"]:
+        print(
+            f"fastest layout by the model, for {choice['groups']} models, GPU counts and batches: the best measured "
+            f"in {choice['share_best']:.0%}, within 5 % of it in {choice['share_within_5_percent']:.0%}, "
+            f"{choice['mean_slower']:.1%} slower on average"
+        )
     print(f"the worst {WORST:.0%} of the rows:")
     cells = [tuple(found["worst"][0]), *(tuple(map(str, row.values())) for row in found["worst"])]
     print("\n".join(align_columns(cells, ">" * len(cells[0]))))

@@ -31,6 +31,7 @@ def test_errors_on_measured_rows_stay_within_their_limits(test_data: Path) -> No
         assert found["mean_absolute_relative_error"] < mean
         assert found["percentiles"]["50"] < median
         assert 0.7 < found["interval"]["share_inside"] < 0.9
+        assert found["first_choice"]["share_within_5_percent"] > 0.6
 
 
 def test_published_tables_are_met_with_the_same_constants_of_the_gpu() -> None:
