@@ -1,8 +1,21 @@
 """Two properties of the CPU that select kernels: its instructions for bf16 matrix products.
 
 Measurements in bf16 with AMX, with AVX-512's bf16 products and with neither, and in float32 on all three, showed that
-these properties decide every choice (docs/explanation/performance.md). So nothing is timed at start: the choice does
-not depend on the machine's load, and runs and ranks on the same kind of processor agree to the bit.
+these properties decide every choice. So nothing is timed at start: the choice does not depend on the machine's load,
+and runs and ranks on the same kind of processor agree to the bit.
+
+Times of GPT-2 124M in ms, one thread of an Intel Xeon, the fastest run, 2026-11-22. "Without AMX" is the same processor
+with ONEDNN_MAX_CPU_ISA=AVX512_CORE.
+
+    operation                                               first, second kernel   with AMX       without AMX
+    layers, one row, bf16          F.linear, matrix-vector product                 21.5, 13.3     10.7, 12.0
+    layers, 8 rows, bf16           F.linear, (A xᵀ)ᵀ                               18.7, 14.5     73.5, 143.4
+    head, 8 rows, fp32             F.linear, (A xᵀ)ᵀ                               46.8, 27.6     44.4, 25.2
+    attention backward, bf16       fused, by blocks (4 heads, 1,024 tokens)        80, 72         129, 151
+    attention with dropout         scores in bf16, in float32 (2 heads, 512)       10.3, 22.2     43.4, 22.3
+    weight gradient, bf16          whole, in parts (2,048 tokens, 3,072 × 768)     103, 71        559, 603
+
+Without both properties, bf16 linear layers of 4 and more rows multiply blocks in float32: 44 ms instead of 61.
 """
 
 import os
