@@ -29,13 +29,12 @@ from megatron.gpt2.checkpoint.folder import find_checkpoint
 from megatron.gpt2.config import Config, require
 from megatron.gpt2.config.arguments import Arguments, merge_checkpoint, parse
 from megatron.gpt2.config.flags import parse_launch_flags
-from megatron.gpt2.extensions.plan.fit import Candidate, cheapest, cost, largest_micro_batch, smallest
-from megatron.gpt2.extensions.plan.pipelines import bubble
-from megatron.gpt2.extensions.plan.sizes import MemoryInputs, TensorSizes
-from megatron.gpt2.extensions.plan.step import (
+from megatron.gpt2.extensions.plan.fit import Candidate, bubble, cheapest, cost, largest_micro_batch, smallest
+from megatron.gpt2.extensions.plan.memory import (
     CUDA_CONTEXT,
     PARTS,
     MemoryEstimate,
+    MemoryInputs,
     estimate_memory,
     estimate_stages,
     in_mb,
@@ -45,7 +44,7 @@ from megatron.gpt2.monitor.reporting import align_rows, resident_memory
 from mpu.partition import padded_vocab_size
 
 GPT2_VOCABULARY = 50257
-GB = 2**30
+MB, GB = 2**20, 2**30
 BYTES_PER_PARAMETER = 20  # in 2019
 
 
@@ -176,8 +175,8 @@ def plan_facts(config: Config, plan: MemoryInputs | None) -> dict[str, Any]:
         memory, more["megatron_2019"] = megatron_2019(config)
         own = memory.parts["weights"] // 2  # in 2019 the vocabulary was padded differently
     else:
-        sizes, memories = [TensorSizes(plan, stage) for stage in range(plan.stages)], estimate_stages(plan)
-        memory, own = max(memories, key=lambda memory: memory.total), max(size.parameters for size in sizes)
+        memories = estimate_stages(plan)
+        memory, own = max(memories, key=lambda memory: memory.total), max(each.parameters for each in memories)
         more = {
             "ranks": plan.world_size,
             "data_parallel": plan.data_parallel_size,
@@ -185,18 +184,19 @@ def plan_facts(config: Config, plan: MemoryInputs | None) -> dict[str, Any]:
             "precision": devices.PRECISIONS[plan.dtype],
         }
         if plan.stages > 1:  # the schedule, its bubble, and each stage
+            chunks = config.layers_of_stages()
             more["pipeline"] = {
                 "schedule": config.pipeline_schedule(1).name,
                 "micro_batches": plan.num_microbatches,
                 "bubble": round(bubble(config, plan.num_microbatches), 4),
                 "stages": [
                     {
-                        "layers": [[chunk.layers.start, chunk.layers.stop - 1] for chunk in size.chunks],
-                        "parameters": size.parameters,
+                        "layers": [[chunk.start, chunk.stop - 1] for chunk in chunks[stage :: plan.stages]],
+                        "parameters": of_stage.parameters,
                         "total": of_stage.total,
                         "moment": of_stage.moment,
                     }
-                    for size, of_stage in zip(sizes, memories, strict=True)
+                    for stage, of_stage in enumerate(memories)
                 ],
             }
     total, matrices = count_parameters(model, p)[0], layer_matrices(model.num_layers, model.hidden_size)
@@ -267,9 +267,9 @@ def plan_table(config: Config, found: dict[str, Any]) -> list[str]:
             lines.append(f"  {stage:<8}{layers:<24}{row['parameters']:>14,}{in_mb(row['total']):>10}")
     total = memory["total"]
     lines += ["", f"  of a rank, largest in {memory['moment']}:", f"  {'part':<17}{'MB':>10}{'share':>8}"]
-    sizes = [(part, memory[part]) for part in PARTS if memory[part]]
+    sizes = [(part, memory[part]) for part in PARTS if memory[part] >= MB // 2]
     lines += [f"  {part:<17}{in_mb(size):>10}{size / total:>8.1%}" for part, size in [*sizes, ("all", total)]]
-    if memory["on_host"]:
+    if memory["on_host"] >= MB // 2:
         lines += [f"  and {in_mb(memory['on_host'])} MB of host memory"]
     return lines
 

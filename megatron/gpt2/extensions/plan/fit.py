@@ -25,10 +25,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.gpt2.config import flag
-from megatron.gpt2.extensions.plan.pipelines import bubble
-from megatron.gpt2.extensions.plan.sizes import MemoryInputs, TensorSizes
-from megatron.gpt2.extensions.plan.step import MemoryEstimate, estimate_memory, min_memory
+from megatron.gpt2.config import Config, flag
+from megatron.gpt2.extensions.plan.memory import (
+    MemoryEstimate,
+    MemoryInputs,
+    estimate_memory,
+    with_batch_size,
+)
+from megatron.gpt2.model.gpt2 import count_parameters
+from megatron.gpt2.pipeline.analysis import timetable
+from megatron.gpt2.pipeline.p2p_schedule import StageCosts
+from megatron.gpt2.pipeline.schedule import build_schedule
+from mpu.partition import padded_vocab_size
 
 _SELECTIVE, _HALF_BATCH, _PARTITIONED, _OFFLOADED = 0.02, 0.03, 0.01, 0.01
 _MODEL_PARALLEL = {1: 0.0, 2: 1 / 0.95 - 1, 4: 1 / 0.82 - 1, 8: 1 / 0.77 - 1}
@@ -44,7 +52,7 @@ class Candidate:
     inputs: MemoryInputs
     cost: float
     flags: tuple[str, ...]  # to add to the command line
-    min_bytes: int  # lower bound of its memory, without activations
+    min_bytes: int  # lower bound of its memory: the state of the first stage
 
     @functools.cached_property
     def memory(self) -> MemoryEstimate:
@@ -62,8 +70,10 @@ def cost(inputs: MemoryInputs, *, batch: int) -> float:
     whole = model.flops_per_token(config.data.seq_length)
     assert model.vocab_size is not None
     layers = whole - 6 * model.hidden_size * model.vocab_size
-    parallel, sizes = config.parallel, TensorSizes(inputs)
-    p = parallel.model_parallel_size
+    parallel, p = config.parallel, config.parallel.model_parallel_size
+    parameters, on_gpu = stage_parameters(config), inputs.device == "cuda"
+    hidden = inputs.dtype.itemsize * config.train.micro_batch_size * config.data.seq_length * model.hidden_size
+    own = hidden // p if parallel.sequence_parallel else hidden  # of a rank between two layers
     more = {"none": 0.0, "selective": _SELECTIVE, "full": layers / 3 / whole}[config.train.recompute_granularity]
     size = config.train.micro_batch_size
     while size < batch:
@@ -71,20 +81,66 @@ def cost(inputs: MemoryInputs, *, batch: int) -> float:
     more += _MODEL_PARALLEL.get(p, 1.0)
     tokens = inputs.num_microbatches * config.train.micro_batch_size * config.data.seq_length
     step = tokens * whole / (p * inputs.stages) / _FLOPS
-    if parallel.cpu_offload_optimizer and sizes.on_gpu:
-        owned = sizes.parameters / (inputs.data_parallel_size if parallel.use_distributed_optimizer else 1)
+    if parallel.cpu_offload_optimizer and on_gpu:
+        owned = parameters / (inputs.data_parallel_size if parallel.use_distributed_optimizer else 1)
         # Bytes per parameter: 4 to the host and 2 back over PCIe; AdamW reads 16 and writes 12 in host memory.
         more += (6 * owned / _PCIE + 28 * owned / _HOST_MEMORY) / step
     if parallel.shard_gradients and inputs.data_parallel_size > 1:
-        more += (inputs.num_microbatches - 1) * 4 * sizes.parameters / _BETWEEN_GPUS / 2 / step
+        more += (inputs.num_microbatches - 1) * 4 * parameters / _BETWEEN_GPUS / 2 / step
     if parallel.partition_activations:
         more += _PARTITIONED
-    if offloaded := sum(chunk.offloaded for chunk in sizes.chunks):
+    layers_here = -(-model.num_layers // inputs.stages)
+    offloaded = min(parallel.cpu_offloading_num_layers, layers_here) * 16 * own  # bytes of a layer: 16 hidden states
+    if parallel.checkpoint_in_cpu:
+        offloaded = (
+            -(-layers_here // config.train.recompute_num_layers) * own // (p if parallel.partition_activations else 1)
+        )
+    if offloaded and on_gpu:
         more += _OFFLOADED + max(0.0, inputs.num_microbatches * 2 * offloaded / _PCIE / step - 1)
     if inputs.stages > 1:  # each chunk sends hidden states forward and gradients back
-        more += inputs.num_microbatches * len(sizes.chunks) * 2 * sizes.residual / _BETWEEN_GPUS / step
+        more += inputs.num_microbatches * config.virtual_stages * 2 * own / _BETWEEN_GPUS / step
         more = (1 + more) / (1 - bubble(config, inputs.num_microbatches)) - 1
     return more
+
+
+def bubble(config: Config, num_microbatches: int) -> float:
+    """Return the fraction of time in which the ranks wait, if F, B and W of each layer take the same time."""
+    schedule, layers = config.pipeline_schedule(1), tuple(len(layers) for layers in config.layers_of_stages())
+    return _bubble(schedule.name, schedule.num_ranks, schedule.num_chunks, num_microbatches, layers)
+
+
+@functools.lru_cache(maxsize=256)
+def _bubble(name: str, p: int, v: int, m: int, layers: tuple[int, ...]) -> float:
+    of_layer = p / sum(layers)  # a rank with the mean number of layers takes 1 for each of F, B and W
+    costs = [StageCosts(*[number * of_layer] * 3) for number in layers]
+    fewer = m if m <= 3 * p else 2 * p + m % p  # the schedule repeats
+    slowest = 3 * of_layer * max(sum(layers[rank::p]) for rank in range(p))
+    length = timetable(build_schedule(name, p, v, fewer), costs).length + (m - fewer) * slowest
+    return 1 - 3 * m / length
+
+
+def stage_parameters(config: Config) -> int:
+    """Return the number of parameters of a rank of the first stage."""
+    model, p, stages = config.model, config.parallel.model_parallel_size, config.parallel.pipeline_model_parallel_size
+    assert model.vocab_size is not None
+    rows = padded_vocab_size(model.vocab_size, model.make_vocab_size_divisible_by, p) // p
+    whole = _count_parameters(model, p)[1]
+    of_layers = whole - (rows + model.max_position_embeddings + 2) * model.hidden_size
+    layers = sum(map(len, config.layers_of_stages()[::stages]))
+    return whole - of_layers + of_layers * layers // model.num_layers
+
+
+_count_parameters = functools.lru_cache(maxsize=64)(count_parameters)
+
+
+def min_memory(inputs: MemoryInputs) -> int:
+    """Return a lower bound for the first stage: weights, gradients and the optimizer."""
+    parallel, e = inputs.config.parallel, inputs.dtype.itemsize
+    ranks, parameters = inputs.data_parallel_size, stage_parameters(inputs.config)
+    on_host = parallel.cpu_offload_optimizer and inputs.device == "cuda"
+    state = 0 if on_host else 8 if e == 4 else 12
+    owned = parameters // (ranks if parallel.use_distributed_optimizer else 1)
+    return e * parameters + state * owned + 4 * parameters // (ranks if parallel.shard_gradients else 1) + inputs.fixed
 
 
 def layouts(inputs: MemoryInputs) -> Iterator[Candidate]:
@@ -181,16 +237,12 @@ def cheapest(inputs: MemoryInputs, budget: int, count: int) -> list[Candidate]:
     def sort_key(candidate: Candidate) -> tuple[float, int]:
         return candidate.cost, len(candidate.flags)
 
-    order = sorted(layouts(inputs), key=sort_key)
+    order = [candidate for candidate in sorted(layouts(inputs), key=sort_key) if candidate.min_bytes <= budget]
     found: list[Candidate] = []
     for flags_of in (_techniques, _flags_of):
 
         def is_new(candidate: Candidate, flags_of: Callable[[Candidate], set[str]] = flags_of) -> bool:
-            return (
-                len(found) < count
-                and candidate.min_bytes <= budget
-                and not any(flags_of(other) <= flags_of(candidate) for other in found)
-            )
+            return len(found) < count and not any(flags_of(other) <= flags_of(candidate) for other in found)
 
         for _, equal_cost in itertools.groupby(order, sort_key):
             # Estimate the memory only of layouts that can be returned.
@@ -209,15 +261,20 @@ def _techniques(candidate: Candidate) -> set[str]:
 
 
 def smallest(inputs: MemoryInputs) -> Candidate:
-    """Return the layout that needs the least memory."""
-    order = sorted(layouts(inputs), key=lambda c: c.min_bytes)
+    """Return the layout that needs the least memory. For each way to split the model, it has all techniques that save
+    memory."""
+    most: dict[tuple[Any, ...], tuple[tuple[int, int], Candidate]] = {}
+    for candidate in layouts(inputs):
+        config = candidate.inputs.config
+        split, batch = config.parallel, config.train.micro_batch_size
+        key = split.model_parallel_size, split.pipeline_model_parallel_size, config.pipeline_schedule(1).name
+        if key not in most or (len(candidate.flags), -batch) > most[key][0]:
+            most[key] = (len(candidate.flags), -batch), candidate
+    order = sorted((candidate for _, candidate in most.values()), key=lambda c: c.min_bytes)
     least = order[0]
     for candidate in order:
-        if candidate.min_bytes <= least.memory.total and (candidate.memory.total, candidate.cost) < (
-            least.memory.total,
-            least.cost,
-        ):
-            least = candidate
+        if candidate.min_bytes <= least.memory.total:
+            least = min(least, candidate, key=lambda c: (c.memory.total, c.cost))
     return least
 
 
@@ -226,20 +283,14 @@ def largest_micro_batch(inputs: MemoryInputs, budget: int) -> int:
     all other flags unchanged; 0 if not even one sample fits."""
 
     def fits(b: int) -> bool:
-        train = dataclasses.replace(
-            inputs.config.train,
-            micro_batch_size=b,
-            global_batch_size=None,
-            gradient_accumulation_steps=None,
-            rampup_batch_size=(),
-            step_batch_size_schedule=(),
-        )
-        return (
-            estimate_memory(dataclasses.replace(inputs, config=dataclasses.replace(inputs.config, train=train))).total
-            <= budget
-        )
+        config = with_batch_size(inputs.config, b * inputs.data_parallel_size)
+        config = dataclasses.replace(config, train=dataclasses.replace(config.train, micro_batch_size=b))
+        return estimate_memory(dataclasses.replace(inputs, config=config)).total <= budget
 
-    return bisect.bisect_left(range(1, 1 << 20), True, key=lambda b: not fits(b))
+    high = 1
+    while fits(high):
+        high *= 2
+    return bisect.bisect_left(range(high // 2 + 1, high), True, key=lambda b: not fits(b)) + high // 2
 
 
 def _flags(section: str, asked: object, values: dict[str, Any]) -> Iterator[str]:

@@ -2,8 +2,11 @@
 Sizes are in MB of 2^20 bytes, like in the log.
 """
 
+import functools
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,10 +14,15 @@ from data_utils.command_line import plural
 from data_utils.files import machine_memory
 from megatron.gpt2.config import Config
 from megatron.gpt2.device import cgroup_folders
-from megatron.gpt2.extensions.plan.fit import Candidate, cheapest, cost, smallest
-from megatron.gpt2.extensions.plan.pipelines import bubble
-from megatron.gpt2.extensions.plan.sizes import MemoryInputs
-from megatron.gpt2.extensions.plan.step import CUDA_CONTEXT, MemoryEstimate, estimate_memory, estimate_stages, in_mb
+from megatron.gpt2.extensions.plan.fit import Candidate, bubble, cheapest, cost, smallest
+from megatron.gpt2.extensions.plan.memory import (
+    CUDA_CONTEXT,
+    MemoryEstimate,
+    MemoryInputs,
+    estimate_memory,
+    estimate_stages,
+    in_mb,
+)
 from megatron.gpt2.hooks import Hook
 from megatron.gpt2.monitor.reporting import resident_memory
 from megatron.gpt2.train.setup import RunContext
@@ -37,12 +45,32 @@ def memory_inputs(context: RunContext) -> MemoryInputs:
     )
 
 
+def unless_failed(default: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator of `MemoryPlan`'s methods. They return `default` if the plan fails: a run goes on."""
+
+    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def returning(self: "MemoryPlan", *arguments: Any) -> Any:
+            if not self.failure:
+                try:
+                    return method(self, *arguments)
+                except Exception as error:
+                    self.failure = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            return default
+
+        return returning
+
+    return decorate
+
+
 class MemoryPlan(Hook):
-    """Prints the estimated memory of a run, and compares it with the available memory."""
+    """Prints the estimated memory of a run, and compares it with the available memory. failure: why there is no
+    estimate, or ""."""
 
     def __init__(self, config: Config) -> None:
-        pass
+        self.failure = ""
 
+    @unless_failed([])
     def start_rows(self, trainer: Trainer) -> list[tuple[str, str]]:
         """Return the estimate by part and, for a pipeline, its bubble and stages."""
         inputs = memory_inputs(trainer.context)
@@ -51,7 +79,7 @@ class MemoryPlan(Hook):
             ("expected memory", f"{in_mb(memory.total)} MB per rank, largest in {memory.moment}"),
             ("", format_parts(memory)),
         ]
-        if memory.on_host:
+        if memory.on_host >= 2**20:
             rows.append(("", f"{in_mb(memory.on_host)} MB of host memory in addition"))
         if inputs.stages > 1:
             idle = bubble(trainer.config, trainer.context.num_microbatches)
@@ -61,16 +89,23 @@ class MemoryPlan(Hook):
         return rows
 
     def start_lines(self, trainer: Trainer) -> list[str]:
-        """Return a warning if the run will not fit."""
-        line = memory_shortage(trainer.context, trainer.context.rank_info.local_world_size)
-        return [f"WARNING: {line}"] if line else []
+        """Return a warning if the run will not fit, or why there is no estimate."""
+        line = self._shortage(trainer.context)
+        failed = f"no memory plan ({self.failure}); the run does not need it"
+        return [failed] if self.failure else [f"WARNING: {line}"] if line else []
 
+    @unless_failed("")
+    def _shortage(self, context: RunContext) -> str:
+        return memory_shortage(context, context.rank_info.local_world_size)
+
+    @unless_failed(None)
     def expected_memory(self, trainer: Trainer) -> int:
         """Return the estimate of rank 0, which writes the log: of torch's allocator on a GPU, otherwise of the
         process."""
         memory = estimate_memory(memory_inputs(trainer.context), 0)
         return memory.allocated if trainer.device.type == "cuda" else memory.total
 
+    @unless_failed(None)
     def explain_out_of_memory(self, context: RunContext) -> str:
         """Return the error: the estimate, the available memory, and the cheapest changes. If the estimate did fit, the
         changes need clearly less than the estimate."""

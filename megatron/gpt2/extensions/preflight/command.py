@@ -42,7 +42,7 @@ from megatron.gpt2.dist.ranks import RankInfo, format_ranks
 from megatron.gpt2.dist.rendezvous import initialize_distributed
 from megatron.gpt2.dist.run_program import Log, run_program
 from megatron.gpt2.extensions.plan.hook import available_memory, memory_inputs, memory_shortage
-from megatron.gpt2.extensions.plan.step import estimate_memory, in_mb
+from megatron.gpt2.extensions.plan.memory import estimate_memory, in_mb
 from megatron.gpt2.model.gpt2 import count_parameters
 from megatron.gpt2.train.report import repetition_warning
 from megatron.gpt2.train.setup import RunContext, build_context, must_match

@@ -10,17 +10,14 @@ from torch import Tensor
 
 from megatron.gpt2.checkpoint.folder import find_checkpoint
 from megatron.gpt2.config.arguments import parse
-from megatron.gpt2.extensions.plan.sizes import MemoryInputs, TensorSizes
 from megatron.gpt2.formats.native import write_native
-from megatron.gpt2.model.gpt2 import GPT2Model
-from megatron.gpt2.optimizer.muon import NEWTON_SCHULZ, layer_matrices, orthogonalize
-from megatron.gpt2.optimizer.param_and_grad_buffer import ParamAndGradBuffer
+from megatron.gpt2.optimizer.muon import NEWTON_SCHULZ, orthogonalize
 from megatron.gpt2.train.trainer import Trainer
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train import test_exact_layouts as exact
 from tests.megatron.gpt2.train import test_layouts as layouts
 from tests.megatron.gpt2.train.test_layouts import SEQUENCE, SHARDED, ZERO_2, ZERO_BUBBLE, LayoutCase
-from tests.megatron.gpt2.train.training_runs import SHAPE, SMALL, finish, snapshot, start, write_text
+from tests.megatron.gpt2.train.training_runs import finish, snapshot, start, write_text
 
 MUON = "--optimizer muon --lr 1e-3"
 QUICK = [LayoutCase(2, 1, 1, 4, SEQUENCE), LayoutCase(1, 1, 2, 4, ZERO_2), LayoutCase(2, 1, 2, 2, SHARDED)]
@@ -132,27 +129,6 @@ def test_conversion_keeps_the_state(folder: Path, tmp_path: Path) -> None:
     assert all(torch.equal(copy.read(name), source.read(name)) for name in copy.tensors)
     with pytest.raises(ValueError, match="holds no exp_avg_sq.* give the --optimizer that saved it"):
         start(0, 1, folder, f"{flags} --lr 1e-3 --load {folder}/converted")
-
-
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_state_has_the_planned_size(ranks: int) -> None:
-    """The plan is the mean of the ranks, without padding."""
-    flags = [*SMALL, *f"{MUON} {SHARDED} --vocab-size 97".split()]
-    model, size = GPT2Model(SHAPE), 0
-    planned = TensorSizes(MemoryInputs(parse(flags).config, ranks, "cpu", torch.float32, 0)).state
-    for rank in range(ranks):
-        buffer = ParamAndGradBuffer(
-            model,
-            torch.float32,
-            bucket_size=100_000,
-            data_parallel_rank=rank,
-            data_parallel_size=ranks,
-            sharded=True,
-            matrices=layer_matrices(model),
-        )
-        moments = (buffer.zeros_like_shards(matrices=matrices) for matrices in (True, False))
-        size += sum(x.nbytes for each in moments for x in each)
-    assert size / ranks == pytest.approx(planned, rel=0.02)
 
 
 def test_offloading_is_refused() -> None:

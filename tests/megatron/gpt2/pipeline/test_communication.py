@@ -1,56 +1,37 @@
 """The bytes that a rank sends in a step of GPT-2 345M on 512 ranks equal the formulas in
-docs/explanation/parallelism.md.
-
-One process runs one rank after the other. torch's fake process group sends nothing, and tensors have only shapes.
+docs/explanation/parallelism.md. `trace_step` runs one rank after the other.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-import mpu
-from data_utils import BatchSchedule
 from megatron.gpt2.config import Config
 from megatron.gpt2.config.arguments import parse
-from megatron.gpt2.monitor.timers import Timers
-from megatron.gpt2.train.forward_backward import ForwardBackward
-from megatron.gpt2.train.train_state import build_train_state
+from megatron.gpt2.extensions.plan.process_group import Wait
+from megatron.gpt2.extensions.plan.trace import Communication, trace_step
 
 PAGE = Path(__file__).parents[4] / "docs" / "explanation" / "parallelism.md"
-T, P, D, M, B = 8, 4, 16, 3, 2  # sizes of the groups, micro-batches per step, micro-batch size
-MODEL = [
-    *(
-        "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 "
-        "--max-position-embeddings 1024 --micro-batch-size"
-    ).split(),
-    str(B),
-    *"--train-data none --train-iters 1 --tensor-model-parallel-size".split(),
-    str(T),
-    "--pipeline-model-parallel-size",
-    str(P),
-]
-META = torch.device("meta")
+T, P, D, M, B = 8, 8, 8, 3, 2  # sizes of the groups, micro-batches per step, micro-batch size
+MODEL = (
+    "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --max-position-embeddings 1024 "
+    f"--attention-dropout 0 --hidden-dropout 0 --micro-batch-size {B} --global-batch-size {M * B * D} "
+    f"--tensor-model-parallel-size {T} --pipeline-model-parallel-size {P}"
+)
 LAYOUTS = {
-    "plain": ["--precision", "bf16"],
-    "sequence, zero-bubble": "--precision fp32 --sequence-parallel --pipeline-schedule zero-bubble".split(),
+    "plain": "--precision bf16",
+    "sequence, zero-bubble": "--precision fp32 --sequence-parallel --pipeline-schedule zero-bubble",
     "sequence, sharded, interleaved": (
-        "--precision bf16 --sequence-parallel --use-distributed-optimizer --num-layers-per-virtual-pipeline-stage 3"
-    ).split(),
+        "--precision bf16 --sequence-parallel --use-distributed-optimizer --num-layers-per-virtual-pipeline-stage 1"
+    ),
 }
 STAGES = {"first": 0, "middle": 1, "last": P - 1}
 
@@ -64,87 +45,41 @@ class BytesRow(NamedTuple):
     with_flag: str
 
 
-class BytesSent(TorchDispatchMode):
-    """Counts the bytes that this rank sends, by group, if collectives use rings."""
-
-    def __init__(self, parallel: mpu.ParallelState) -> None:
-        super().__init__()
-        self.sent: defaultdict[str, float] = defaultdict(float)
-        groups = {
-            "tensor": parallel.tensor_model_parallel_group,
-            "pipeline": parallel.pipeline_model_parallel_group,
-            "data": parallel.data_parallel_group,
-            "embedding": parallel.embedding_group,
-            "model": parallel.model_parallel_group,
-            "all ranks": dist.group.WORLD,
-        }
-        self._names = {
-            frozenset(dist.get_process_group_ranks(group)): name for name, group in groups.items() if group is not None
-        }
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.name().partition("::")[2].partition(".")[0].strip("_")
-        if name == "fused_adamw":
-            return None  # it works in place and has no meta kernel
-        if func.namespace == "c10d":
-            group = next(dist.ProcessGroup.unbox(x) for x in args if isinstance(x, torch.ScriptObject))
-            whole = args[1] if name == "reduce_scatter_base" else args[0]
-            size = sum(x.numel() * x.element_size() for x in tree_leaves(whole) if isinstance(x, torch.Tensor))
-            in_a_ring = (group.size() - 1) / group.size()
-            times = {
-                "allreduce": 2 * in_a_ring,
-                "allgather": in_a_ring,
-                "allgather_base": in_a_ring,
-                "reduce_scatter_base": in_a_ring,
-                "alltoall_base": in_a_ring,
-                "send": 1.0,
-                "recv": 0.0,
-            }[name]
-            self.sent[self._names[frozenset(dist.get_process_group_ranks(group))]] += times * size
-        return func(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def fake_groups(stage: int, replica: int) -> Iterator[mpu.ParallelState]:
-    """Create the groups of one of 512 ranks, which is the first rank of its tensor-parallel group."""
-    dist.init_process_group(
-        "cpu:fake,meta:fake", rank=(stage * D + replica) * T, world_size=T * P * D, store=FakeStore()
-    )
-    try:
-        yield mpu.initialize_model_parallel(T, P)
-    finally:
-        mpu.destroy_model_parallel()
-        dist.destroy_process_group()
-
-
-def config_of(flags: Sequence[str]) -> Config:
-    config = parse([*MODEL, *"--attention-dropout 0 --hidden-dropout 0".split(), *flags]).config
+def config_of(flags: str) -> Config:
+    config = parse(f"{MODEL} {flags}".split()).config
     return replace(config, model=replace(config.model, vocab_size=50257))
 
 
-def bytes_of_a_step(config: Config, parallel: mpu.ParallelState) -> dict[str, float]:
-    """Return the bytes that this rank sends in a training step, by group."""
+def bytes_of_a_step(config: Config, stage: int, replica: int) -> dict[str, float]:
+    """Return the bytes that a rank sends in a training step, by group, if collectives use rings. The rank is the first
+    one of its tensor-parallel group."""
     dtype = torch.float32 if config.train.precision == "fp32" else torch.bfloat16
-    context: Any = SimpleNamespace(
-        config=config,
-        device=META,
-        dtype=dtype,
-        train_iters=1,
-        decay_iters=1,
-        hooks=(),
-        batch_schedule=BatchSchedule.constant(1),
-        global_batch_size=1,
-    )
-    state = build_train_state(context, parallel, lambda line: None)
-    state.model.train()
-    run_schedule = ForwardBackward(config.pipeline_schedule, state, parallel, Timers(torch.device("cpu")))
-    tokens = torch.zeros(B, 1024, dtype=torch.int64, device=META)
-    micro_batch = {"tokens": tokens, "labels": tokens, "token_weight": tokens.float()}
-    with BytesSent(parallel) as counted:
-        run_schedule([micro_batch] * M)
-        state.reducer.finish()
-        state.optimizer.step()
-    return dict(counted.sent)
+    rank = (stage * D + replica) * T
+    whole = range(replica * T, T * P * D, T * D)  # the first ranks of the stages
+    groups = {
+        "tensor": range(rank, rank + T),
+        "pipeline": whole,
+        "data": range(stage * D * T, (stage + 1) * D * T, T),
+        "embedding": (whole[0], whole[-1]),
+        "model": sorted(first + number for first in whole for number in range(T)),
+        "all ranks": range(T * P * D),
+    }
+    names = {tuple(ranks): name for name, ranks in groups.items()}
+    sent: defaultdict[str, float] = defaultdict(float)
+    pending = dict[int, str]()
+    for event in trace_step(config, rank=rank, world_size=T * P * D, device="cuda", dtype=dtype).events:
+        if isinstance(event, Wait):
+            del pending[event.number]  # each call is waited for once
+        if isinstance(event, Communication):
+            pending[event.number] = event.name
+            if event.name in ("send", "recv"):
+                sent["pipeline"] += event.size * (event.name == "send")
+                continue
+            in_a_ring = (len(event.ranks) - 1) / len(event.ranks)
+            sent[names[event.ranks]] += event.size * in_a_ring * (2 if event.name == "all_reduce" else 1)
+    # The next step waits for the parameters.
+    assert set(pending.values()) == ({"all_gather"} if config.parallel.use_distributed_optimizer else set())
+    return dict(sent)
 
 
 def rows_of_page() -> list[BytesRow]:
@@ -214,8 +149,7 @@ def documented_bytes(config: Config, stage: int, replica: int) -> dict[str, floa
 )
 def test_a_step_sends_the_documented_bytes(layout: str, rank: str):
     config, stage, replica = config_of(LAYOUTS[layout]), STAGES[rank], D - 1
-    with fake_groups(stage, replica) as parallel:
-        counted = bytes_of_a_step(config, parallel)
+    counted = bytes_of_a_step(config, stage, replica)
     assert counted == pytest.approx(documented_bytes(config, stage, replica), rel=1e-12)
     assert set(counted) >= {"tensor", "pipeline", "data"}
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,11 +20,18 @@ import torch
 from data_utils.command_line import as_command
 from megatron.gpt2.config import Config
 from megatron.gpt2.config.arguments import parse
+from megatron.gpt2.dist.ranks import RankInfo
+from megatron.gpt2.extensions.plan import hook
 from megatron.gpt2.extensions.plan.command import main
-from megatron.gpt2.extensions.plan.hook import available_memory
-from megatron.gpt2.extensions.plan.pipelines import bubble
-from megatron.gpt2.extensions.plan.sizes import MemoryInputs
-from megatron.gpt2.extensions.plan.step import estimate_memory
+from megatron.gpt2.extensions.plan.fit import bubble
+from megatron.gpt2.extensions.plan.memory import (
+    BATCH_BYTES_PER_TOKEN,
+    MemoryInputs,
+    estimate_memory,
+    held_bytes,
+    stage_memory,
+    traced_memory,
+)
 from megatron.gpt2.pipeline.analysis import timetable, uniform_costs
 from megatron.gpt2.train.train_step import train_step
 from tests.distributed import run_ranks
@@ -78,6 +86,7 @@ ONE_RANK = (
     "--precision bf16 --micro-batch-size 4 --make-vocab-size-divisible-by 20000",
     "--precision fp32 --global-batch-size 6 --hidden-dropout 0.1",
     "--precision fp32 --attention-dropout 0.1",
+    "--precision fp32 --optimizer muon",
     "--precision bf16 --attention-dropout 0.1 --micro-batch-size 4",
     "--precision bf16 --exact-layouts 4 --global-batch-size 4 --make-vocab-size-divisible-by 20000",
 )
@@ -107,16 +116,16 @@ def estimates_and_peaks(rank: int, world_size: int, folder: str, runs: Sequence[
 
 
 @pytest.mark.parametrize(
-    ("ranks", "runs", "tolerance"),
+    ("ranks", "runs"),
     [
-        (1, ONE_RANK, 0.06),
-        (2, TWO_RANKS, 0.06),
-        (2, TWO_STAGES, 0.08),
-        pytest.param(2, MORE_STAGES, 0.08, marks=pytest.mark.wide),
+        (1, ONE_RANK),
+        (2, TWO_RANKS),
+        (2, TWO_STAGES),
+        pytest.param(2, MORE_STAGES, marks=pytest.mark.wide),
     ],
     ids=["one rank", "two ranks", "two stages", "more stages"],
 )
-def test_estimate_matches_torch_allocations(folder: Path, ranks: int, runs: Sequence[str], tolerance: float):
+def test_estimate_matches_torch_allocations(folder: Path, ranks: int, runs: Sequence[str]):
     found = (
         run_ranks(estimates_and_peaks, 2, str(folder), runs)
         if ranks > 1
@@ -125,7 +134,7 @@ def test_estimate_matches_torch_allocations(folder: Path, ranks: int, runs: Sequ
     for rank, of_rank in enumerate(found):
         for flags, (computed, allocated) in zip(runs, of_rank, strict=True):
             said = f"rank {rank} of {flags}: {computed / MB:.1f} / {allocated / MB:.1f} MB"
-            assert computed == pytest.approx(allocated, rel=tolerance), said
+            assert computed == pytest.approx(allocated, rel=0.01), said
 
 
 @pytest.mark.parametrize(
@@ -166,6 +175,31 @@ def test_estimate_matches_resident_memory(tmp_path: Path, flags: str):
     assert computed / measured == pytest.approx(1, abs=0.1)
 
 
+@pytest.mark.parametrize(
+    ("flags", "ranks"),
+    [
+        ("--num-layers 12", 1),
+        ("--num-layers 12 --recompute-granularity full --recompute-num-layers 2 --use-distributed-optimizer", 4),
+        ("--num-layers 16 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2", 4),
+        ("--num-layers 12 --model-parallel-size 2 --sequence-parallel --zero-stage 2 --global-batch-size 32", 4),
+    ],
+)
+def test_few_layers_are_extrapolated_to_all(flags: str, ranks: int):
+    inputs = gpu_inputs(f"--hidden-size 512 --num-attention-heads 8 --micro-batch-size 4 {flags}", ranks)
+    for stage in range(inputs.stages):
+        rough, exact = (max(map(held_bytes, found(inputs, stage).values())) for found in (stage_memory, traced_memory))
+        assert rough == pytest.approx(exact, rel=0.002)
+
+
+def test_micro_batches_that_are_left_out_repeat():
+    """The trace of a long step has fewer micro-batches, and the same memory except for the tokens of the step."""
+    flags = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --pipeline-model-parallel-size 2"
+    few, many = (gpu_inputs(f"{flags} --micro-batch-size 1 --global-batch-size {m}", ranks=2) for m in (6, 24))
+    for stage in range(2):
+        more = 18 * 1024 * BATCH_BYTES_PER_TOKEN
+        assert estimate_memory(many, stage).total == pytest.approx(estimate_memory(few, stage).total + more, rel=0.001)
+
+
 @pytest.mark.parametrize("flags", ["", "--pipeline-schedule zero-bubble", "--num-virtual-stages-per-pipeline-rank 2"])
 def test_bubble_matches_the_timetable(flags: str):
     made = config(f"--num-layers 8 --pipeline-model-parallel-size 4 {flags}")
@@ -175,8 +209,8 @@ def test_bubble_matches_the_timetable(flags: str):
 
 
 def test_ranks_share_the_memory_of_a_machine():
-    unshared, where = available_memory(torch.device("cpu"))
-    assert available_memory(torch.device("cpu"), 4) == (unshared // 4, f"{where}, shared by 4 ranks")
+    unshared, where = hook.available_memory(torch.device("cpu"))
+    assert hook.available_memory(torch.device("cpu"), 4) == (unshared // 4, f"{where}, shared by 4 ranks")
 
 
 def test_each_technique_saves_memory():
@@ -198,8 +232,21 @@ def test_each_technique_saves_memory():
     ):
         assert total(less) < total(more), (less, more)
     offloaded = estimate_memory(gpu_inputs(f"--model 345m {full} --checkpoint-in-cpu", ranks=2))
-    assert offloaded.on_host == 24 * 64 * 1024 * 1024 * 2
-    assert estimate_memory(gpu_inputs("--model 345m --async-save")).on_host == 14 * 354_871_296
+    saved = estimate_memory(gpu_inputs("--model 345m --async-save"))
+    for memory, size in ((offloaded, 24 * 64 * 1024 * 1024 * 2), (saved, 14 * 354_871_296)):
+        assert 0 <= memory.on_host - size < MB  # the tokens of the batch, too
+
+
+def test_a_plan_that_fails_ends_no_run(monkeypatch: pytest.MonkeyPatch):
+    def fail(context: object) -> MemoryInputs:
+        raise KeyError("no such operator")
+
+    monkeypatch.setattr(hook, "memory_inputs", fail)
+    plan = hook.MemoryPlan(config(""))
+    trainer: Any = SimpleNamespace(context=SimpleNamespace(rank_info=RankInfo(0, 1, 0, 1)))
+    assert plan.start_rows(trainer) == [] and plan.expected_memory(trainer) is None
+    assert plan.start_lines(trainer) == ["no memory plan (KeyError: 'no such operator'); the run does not need it"]
+    assert plan.explain_out_of_memory(trainer.context) is None
 
 
 # The program under a limit like `ulimit -v`. The limit is added to the address space that the imported libraries use
@@ -265,7 +312,7 @@ def test_published_memory_of_megatron_2019(
 
 
 def test_table_and_json_agree(capsys: pytest.CaptureFixture[str]):
-    flags = "--model 1.5b --device cuda --ranks 8 --memory-gb 20"
+    flags = "--model 345m --device cuda --ranks 2 --memory-gb 8"
     found = plan_as_json(capsys, flags)
     assert main(flags.split()) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -273,7 +320,9 @@ def test_table_and_json_agree(capsys: pytest.CaptureFixture[str]):
     assert len({len(line) for line in rows}) == 1, "the rows line up"
     assert any(line.split()[:2] == ["all", f"{found['memory']['total'] / MB:,.0f}"] for line in rows)
     parts = {key: value for key, value in found["memory"].items() if key not in ("total", "moment", "on_host")}
-    assert sum(parts.values()) == found["memory"]["total"] and len(rows) == 1 + sum(size > 0 for size in parts.values())
+    assert sum(parts.values()) == found["memory"]["total"] and len(rows) == 1 + sum(
+        size >= MB // 2 for size in parts.values()
+    )
     fits = found["fits"]
     assert not fits["as_asked"] and len(fits["cheapest"]) == 3
     assert any(line.endswith(fits["cheapest"][0]["flags"]) for line in lines)
@@ -325,7 +374,7 @@ def test_bad_flags_end_in_one_line(capsys: pytest.CaptureFixture[str], flags: st
 
 
 def test_smallest_layout_is_printed_if_none_fits(capsys: pytest.CaptureFixture[str]):
-    flags = "--model 1.5b --device cuda --memory-gb 4"
+    flags = "--model 345m --device cuda --memory-gb 1"
     assert plan_as_json(capsys, flags, code=1)["fits"]["cheapest"] == []
     assert main(flags.split()) == 1
     assert "the smallest needs" in capsys.readouterr().out

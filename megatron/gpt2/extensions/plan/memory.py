@@ -1,0 +1,307 @@
+"""The memory of one rank in a training step, by part, from a trace of the program.
+
+Memory is largest at some line of the program. An allocation belongs to the gradients, to the logits and the loss, or to
+communication by the file that makes it. Of the others, those that exist after their forward pass are activations, and
+the rest are temporary.
+
+A trace has fewer micro-batches than the step if there are many, because after two for each pipeline stage the memory
+repeats. It also has few layers: at each line of the program, memory is a linear function of the number of layers.
+"""
+
+import dataclasses
+import functools
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from megatron.gpt2.config import Config
+from megatron.gpt2.extensions.plan.trace import Allocation, Communication, Mark, Release, Trace, trace_step
+
+NEAR = 4  # allocations of a line at the start and the end of a phase, which traces of few layers keep apart
+PARTS = (
+    "weights",
+    "gradients",
+    "optimizer",
+    "activations",
+    "temporary",
+    "logits and loss",
+    "communication",
+    "--async-save",
+    "heap",
+    "fixed",
+)
+PART_OF_FILE = {
+    "megatron/gpt2/optimizer/param_and_grad_buffer.py": "gradients",
+    "megatron/gpt2/optimizer/bucket_reducer.py": "communication",
+    "megatron/gpt2/extensions/exact/reducer.py": "gradients",
+    "mpu/cross_entropy.py": "logits and loss",
+    "mpu/kernels/cross_entropy.py": "logits and loss",
+    "megatron/gpt2/extensions/exact/cross_entropy.py": "logits and loss",
+}
+MOMENTS = {
+    "forward": "the forward pass",
+    "backward": "the backward pass",
+    "allreduce": "the reduction of gradients",
+    "optimizer": "the optimizer",
+}
+# Per token of a step: text, tokens and labels in int64, mask and weight in float32.
+BATCH_BYTES_PER_TOKEN = 40
+# Resident memory that a process on a CPU needs in addition to the memory before the model exists, without file pages
+# (torch 2.13): buffers of the matrix libraries; and the compiler's Python objects, which torch's checkpoint needs, too.
+LIBRARY_BYTES, COMPILER_BYTES = 24 << 20, 45 << 20
+# CUDA's context and the kernels of torch, NCCL and cuBLAS: 0.4 to 0.8 GB.
+CUDA_CONTEXT = 600 << 20
+# Fragmentation of glibc's heap, as a share of stored activations, of gradients, and of temporary tensors. Fitted to
+# runs, see docs/explanation/memory.md.
+FRAGMENTATION = {
+    "activations": 0.2,
+    "gradients": 0.4,
+    "temporary": 1.2,
+    "logits and loss": 1.2,
+    "communication": 1.2,
+}
+
+
+@dataclass(frozen=True)
+class MemoryInputs:
+    """The inputs of an estimate. config: must have the vocabulary size. fixed: bytes in use before the model exists.
+    keeps_freed: glibc keeps freed memory (`megatron.gpt2.device.set_allocator`). consumed_samples: before the first
+    step, for batch sizes that grow."""
+
+    config: Config
+    world_size: int
+    device: str  # cpu or cuda
+    dtype: torch.dtype
+    fixed: int
+    keeps_freed: bool = False
+    consumed_samples: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.config.model.vocab_size is not None
+        assert self.num_microbatches  # raises ValueError if the ranks cannot share the batch
+
+    @property
+    def stages(self) -> int:
+        """Ranks of a pipeline. Each holds a stage, which has several chunks if the schedule is interleaved."""
+        return self.config.parallel.pipeline_model_parallel_size
+
+    def stage_of(self, rank: int) -> int:
+        """Return the stage of `rank`."""
+        return rank // (self.world_size // self.stages)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """The number of data-parallel ranks."""
+        return self.config.data_parallel_size(self.world_size)
+
+    @cached_property
+    def num_microbatches(self) -> int:
+        """Micro-batches of each rank in a step of the final batch, which needs the most memory."""
+        return self.config.num_microbatches(self.world_size, self.consumed_samples)
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """The memory of a rank at its largest moment. parts: bytes by part. on_host: host memory, with a GPU.
+    parameters: their number on the rank."""
+
+    moment: str
+    parts: Mapping[str, int]
+    on_host: int = 0
+    parameters: int = 0
+
+    @property
+    def total(self) -> int:
+        """The bytes of all parts."""
+        return sum(self.parts.values())
+
+    @property
+    def allocated(self) -> int:
+        """The bytes that torch's allocator counts: the total without `fixed`."""
+        return self.total - self.parts["fixed"]
+
+
+def in_mb(size: float) -> str:
+    """Format bytes in whole MB of 2^20 bytes: "12,760"."""
+    return f"{size / 2**20:,.0f}"
+
+
+# What a rank holds at one time: bytes by part, and numbers that are not in the sum: "host", "saved" (of a checkpoint)
+# "parameters" and "total", the sum of the parts.
+Held = dict[str, int]
+
+
+class Moment(NamedTuple):
+    """An allocation or a communication. order: its number among those of the same line in the same phase: 0, 1, … for
+    the first ones, …, -2, -1 for the last ones, None between. What a rank holds at the first and the last ones is a
+    linear function of the number of layers."""
+
+    phase: str
+    place: str
+    order: int | None
+
+
+def held_bytes(held: Held) -> int:
+    """Return the sum of all parts."""
+    return held["total"]
+
+
+def with_batch_size(config: Config, global_batch_size: int) -> Config:
+    """Return `config` with a batch size that does not grow."""
+    train = dataclasses.replace(
+        config.train,
+        global_batch_size=global_batch_size,
+        gradient_accumulation_steps=None,
+        rampup_batch_size=(),
+        step_batch_size_schedule=(),
+    )
+    return dataclasses.replace(config, train=train)
+
+
+@functools.lru_cache(maxsize=4096)
+def stage_memory(inputs: MemoryInputs, stage: int) -> dict[Moment, Held]:
+    """`traced_memory`, from traces of few layers if all chunks of the model have equally many layers."""
+    config, parallel = inputs.config, inputs.config.parallel
+    layers = config.layers_of_stages()
+    length, group = len(layers[0]), config.train.recompute_num_layers
+    counts = 3 * group, 4 * group
+    is_regular = len(set(map(len, layers))) == 1
+    is_regular = is_regular and not (parallel.cpu_offloading_num_layers or parallel.checkpoint_in_cpu)
+    if not is_regular or length <= counts[1]:
+        return traced_memory(inputs, stage)
+
+    def with_layers(count: int) -> MemoryInputs:
+        model = dataclasses.replace(config.model, num_layers=count * len(layers))
+        of_chunk = count if parallel.num_layers_per_virtual_pipeline_stage else None
+        split = dataclasses.replace(parallel, num_layers_per_virtual_pipeline_stage=of_chunk)
+        return dataclasses.replace(inputs, config=dataclasses.replace(config, model=model, parallel=split))
+
+    few, more = (traced_memory(with_layers(count), stage) for count in counts)
+    steps = (length - counts[1]) / group
+    return {
+        key: {name: int(size + steps * (size - few[key][name])) for name, size in held.items()}
+        for key, held in more.items()
+        if key in few and key.order is not None
+    }
+
+
+def traced_memory(inputs: MemoryInputs, stage: int) -> dict[Moment, Held]:
+    """Trace a step of the first rank of `stage`. Return what it holds by phase and line of the program, each when it is
+    most."""
+    config, m, p = inputs.config, inputs.num_microbatches, inputs.stages
+    traced = m if m <= 3 * p or config.parallel.exact_layouts is not None else 2 * p + m % p
+    samples = config.train.micro_batch_size * inputs.data_parallel_size
+    trace = trace_step(
+        with_batch_size(config, samples * traced),
+        rank=stage * (inputs.world_size // p),
+        world_size=inputs.world_size,
+        device=inputs.device,
+        dtype=inputs.dtype,
+    )
+    left_out = (m - traced) * config.train.micro_batch_size * config.data.seq_length * BATCH_BYTES_PER_TOKEN
+    now = dict.fromkeys((*PARTS, "host"), 0) | {
+        "weights": trace.weights,
+        "optimizer": trace.held[inputs.device] - trace.weights,
+        "temporary": left_out,
+    }
+    if config.parallel.DDP_impl == "torch" and inputs.data_parallel_size > 1:
+        now["gradients"] = 2 * trace.weights  # DDP's gradients and buckets, in the model's precision
+    now["host"] = most_on_host = trace.held["cpu"] if inputs.device == "cuda" else 0
+    now["total"] = sum(now[part] for part in PARTS)
+    moments, of_phase = dict[Moment, Held](), defaultdict[str, list[Held]](list)
+    kept, blocks, copies = _kept_blocks(trace), dict[int, tuple[str, int]](), 0
+
+    def allocate(part: str, size: int) -> None:
+        now[part] += size
+        now["total"] += size if part in PARTS else 0
+
+    for event in trace.events:
+        if isinstance(event, Allocation):
+            blocks[event.block] = _part(event, event.block in kept, inputs.device), event.size
+            allocate(*blocks[event.block])
+        elif isinstance(event, Release) and event.block in blocks:
+            part, size = blocks.pop(event.block)
+            allocate(part, -size)
+        elif isinstance(event, Communication) and inputs.device == "cpu" and _is_scattered(event):
+            # gloo reduces a copy of the bucket, and frees it when the result is received.
+            more = event.size - (copies if config.parallel.shard_gradients else 0)
+            copies += more
+            allocate("communication", more)
+        elif isinstance(event, Mark):
+            for place, row in of_phase.items():
+                near = min(NEAR, (len(row) + 1) // 2)
+                for number, held in enumerate(row):
+                    last = number - len(row)
+                    order = number if number < near else last if last >= -near else None
+                    moment = Moment(event.phase, place, order)
+                    moments[moment] = max(moments.get(moment, held), held, key=held_bytes)
+            of_phase.clear()
+            if event.phase == "allreduce" and event.ends:
+                allocate("communication", -copies)
+                copies = 0
+        most_on_host = max(most_on_host, now["host"])
+        if isinstance(event, Allocation) or (copies and isinstance(event, Communication)):
+            of_phase[event.place].append(now.copy())
+    saved = trace.weights + (0 if config.checkpoint.no_save_optim else trace.saved)
+    for held in moments.values():
+        held.update({"parameters": trace.parameters, "saved": saved, "host": most_on_host})
+    return moments
+
+
+def _kept_blocks(trace: Trace) -> set[int]:
+    """Return the blocks that exist after the forward pass in which they were allocated, or outside passes."""
+    kept, alive, fresh = set[int](), set[int](), set[int]()
+    for event in trace.events:
+        if isinstance(event, Allocation):
+            (fresh if event.phase == "forward" else kept if event.phase != "backward" else alive).add(event.block)
+        elif isinstance(event, Release):
+            fresh.discard(event.block)
+        elif isinstance(event, Mark) and event.phase == "forward" and event.ends:
+            kept |= fresh
+            fresh.clear()
+    return kept
+
+
+def _part(event: Allocation, is_kept: bool, device: str) -> str:
+    if event.device != device:
+        return "host"
+    return PART_OF_FILE.get(event.place.split(":")[0]) or ("activations" if is_kept else "temporary")
+
+
+def _is_scattered(event: Communication) -> bool:
+    return "reduce_scatter" in event.name and event.place.startswith("megatron/gpt2/optimizer/")
+
+
+def estimate_memory(inputs: MemoryInputs, stage: int | None = None) -> MemoryEstimate:
+    """Estimate the largest memory of a training step on `stage` of the pipeline (default: the stage with the most)."""
+    if stage is None:
+        return max(estimate_stages(inputs), key=lambda memory: memory.total)
+    return _largest(inputs, stage, stage_memory(inputs, stage))
+
+
+def estimate_stages(inputs: MemoryInputs) -> list[MemoryEstimate]:
+    """Estimate each stage of the pipeline."""
+    return [estimate_memory(inputs, stage) for stage in range(inputs.stages)]
+
+
+def _largest(inputs: MemoryInputs, stage: int, moments: Mapping[Moment, Held]) -> MemoryEstimate:
+    config = inputs.config
+    at, held = max(moments.items(), key=lambda item: held_bytes(item[1]))
+    of_loss = at.phase == "forward" and PART_OF_FILE.get(at.place.split(":")[0]) == "logits and loss"
+    moment = "the loss" if of_loss else MOMENTS.get(at.phase, at.phase)
+    parts = {part: held[part] for part in PARTS} | {"fixed": inputs.fixed}
+    saved, on_host = held["saved"] if config.checkpoint.async_save else 0, held["host"]
+    if inputs.device == "cuda":
+        on_host += saved
+    else:
+        parts["--async-save"] = saved
+        if inputs.keeps_freed:
+            parts["heap"] = int(sum(share * parts[part] for part, share in FRAGMENTATION.items()))
+        needs_compiler = config.train.recompute_granularity == "full" or config.train.compile
+        parts["fixed"] += LIBRARY_BYTES + (COMPILER_BYTES if needs_compiler else 0)
+    name = moment + (f" of stage {stage}" if inputs.stages > 1 else "")
+    return MemoryEstimate(name, parts, on_host, held["parameters"])

@@ -1,0 +1,554 @@
+"""A trace of one training step of one rank: the program itself runs on tensors without data.
+
+`trace_step` builds the model, the reducer and the optimizer of a rank, and calls `train_step` once, in one process,
+with torch's fake process group at the full world size. Every tensor is on torch's device "meta": it has a shape, a
+dtype and a storage, but no memory. Python code sees the device of the run ("cuda" or "cpu"), so it takes the branches
+that it takes there. A dispatch mode records operators, collectives, allocations and releases in their order.
+
+torch's FakeTensorMode would do the same, but its first operator imports sympy and the compiler (1.3 s, 80 MB), which
+each training run would pay at its start. For CUDA tensors it also needs a CUDA build of torch.
+
+Traced in a shorter form: the softmax of the loss on a CPU covers its first block of rows, because all blocks are equal.
+Left out: torch.compile, documents within a sample (they need no more memory), and the choice of the attention kernel.
+"""
+
+import contextlib
+import dataclasses
+import sys
+import types
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.gpt2.config import Config
+from megatron.gpt2.dist.ranks import RankInfo
+from megatron.gpt2.extensions.plan.process_group import Call, Wait, fake_groups
+from megatron.gpt2.hooks import load_hooks
+from megatron.gpt2.train import train_state
+from megatron.gpt2.train.data import TrainingData
+from megatron.gpt2.train.forward_backward import ForwardBackward
+from megatron.gpt2.train.setup import RunContext
+from megatron.gpt2.train.train_state import Progress, build_train_state
+from megatron.gpt2.train.train_step import train_step
+from mpu import kernels, random
+from mpu.kernels import attention
+
+ROOT, ROOM = str(Path(__file__).resolve().parents[4]), str(Path(__file__).resolve().parent)
+ROUNDING = {"cuda": 512, "cpu": 64}  # bytes: the size of an allocation is a multiple
+META = torch.device("meta")
+
+
+class Operation(NamedTuple):
+    """An operator that starts a kernel. name: of torch, "mm". shapes: of its tensors. read, written: bytes. phase: a
+    timer of the program ("forward"), or "". place: file and line of the program, or "autograd"."""
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+    read: int
+    written: int
+    phase: str
+    place: str
+
+
+class Communication(NamedTuple):
+    """A collective or message starts: the fields of `Call`, then phase and place."""
+
+    number: int
+    name: str
+    ranks: tuple[int, ...]
+    size: int
+    phase: str
+    place: str
+
+
+class Allocation(NamedTuple):
+    """Memory of `size` bytes is allocated. block: its number. device: cuda or cpu."""
+
+    block: int
+    size: int
+    device: str
+    phase: str
+    place: str
+
+
+class Release(NamedTuple):
+    """The memory of `block` is freed."""
+
+    block: int
+
+
+class Mark(NamedTuple):
+    """A phase begins, or ends if `ends`."""
+
+    phase: str
+    ends: bool
+
+
+Event = Operation | Communication | Wait | Allocation | Release | Mark
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """A step of one rank.
+
+    events: of the step, in order. parameters: their number on this rank. weights: bytes of the model. held: bytes that
+    exist before the step by device: weights, masters and moments. saved: bytes of masters and moments in a
+    checkpoint."""
+
+    events: list[Event]
+    parameters: int
+    weights: int
+    held: Counter[str]
+    saved: int
+
+
+def _new(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.empty(shape, dtype=dtype or like.dtype, device=META)
+
+
+def _elementwise(*args: Any, dtype: torch.dtype | None = None, memory_format: Any = None, **_: Any) -> Tensor:
+    """Return a tensor whose dimensions have the order in memory of those of the first argument with its shape."""
+    given = _tensors(args)
+    shape = tuple(np.broadcast_shapes(*(x.shape for x in given)))
+    like = next((x for x in given if x.shape == shape), None)
+    order = list(range(len(shape)))
+    if like is not None and memory_format != torch.contiguous_format:
+        order.sort(key=lambda dim: -like.stride()[dim])
+    dtype = dtype or torch.result_type(given[0], given[-1])
+    return torch.empty_permuted(shape, order, dtype=dtype, device=META)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    return _new(a, *a.shape[:-1], b.size(-1))
+
+
+def _reduce(x: Tensor, dims: Any = None, keep: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    reduced = {dim % x.dim() for dim in (dims or range(x.dim()))} if x.dim() else set()
+    shape = [1 if dim in reduced else size for dim, size in enumerate(x.shape) if keep or dim not in reduced]
+    return _new(x, *shape, dtype=dtype)
+
+
+def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    shape = list(tensors[0].shape)
+    shape[dim] = sum(x.size(dim) for x in tensors)
+    return _new(tensors[0], *shape)
+
+
+def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    return _cat([x.unsqueeze(dim) for x in tensors], dim)
+
+
+def _row_sums(x: Tensor) -> Tensor:
+    return _new(x, *x.shape[:-1], dtype=torch.float32)
+
+
+def _flash_attention(q: Tensor, *_: Any, **__: Any) -> tuple[Any, ...]:
+    random_state = _new(q, 2, dtype=torch.int64)
+    return _elementwise(q), _row_sums(q), None, None, q.size(2), q.size(2), *[random_state] * 3
+
+
+def _layer_norm(x: Tensor, shape: Sequence[int], *_: Any) -> tuple[Tensor, ...]:
+    return _elementwise(x), *(_row_sums(x).unsqueeze(-1) for _ in range(2))
+
+
+# The outputs of operators whose shapes torch computes in Python with the compiler's libraries.
+OUTPUTS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(
+        "ge gt lt le eq ne isfinite logical_and logical_not".split(),
+        lambda *args: _elementwise(*args, dtype=torch.bool),
+    ),
+    **dict.fromkeys(
+        "abs add bitwise_and bitwise_not clamp_max clamp_min clone div empty_like exp gelu gelu_backward log "
+        "masked_fill mul nan_to_num neg ones_like pow reciprocal remainder round rsub sqrt sub trunc where "
+        "zeros_like".split(),
+        _elementwise,
+    ),
+    **dict.fromkeys(
+        "full_like tril triu _softmax _safe_softmax _softmax_backward_data".split(), lambda x, *_, **__: _elementwise(x)
+    ),
+    **dict.fromkeys(["mm", "bmm"], _product),
+    **dict.fromkeys(["amax", "max", "sum"], _reduce),
+    "addmm": lambda bias, a, b: _product(a, b),
+    "all": lambda x: _reduce(x, dtype=torch.bool),
+    "aminmax": lambda x: (_reduce(x), _reduce(x)),
+    "arange": lambda *ends, **_: torch.empty(ends[-1] - sum(ends[:-1]), dtype=torch.int64, device=META),
+    "cat": _cat,
+    "dot": lambda a, b: _new(a),
+    "embedding": lambda weight, ids, *_: _new(weight, *ids.shape, weight.size(-1)),
+    "frexp": lambda x: (_elementwise(x), _elementwise(x, dtype=torch.int32)),
+    "gather": lambda x, dim, index: _new(x, *index.shape),
+    "index_select": lambda x, dim, index: _new(x, *x.shape[:dim], len(index), *x.shape[dim + 1 :]),
+    "linalg_vector_norm": lambda x, order=2, *args, **options: _reduce(x, *args, **options),
+    "native_layer_norm": _layer_norm,
+    "native_layer_norm_backward": lambda dy, x, shape, mean, rstd, weight, *_: tuple(
+        map(_elementwise, (x, weight, weight))
+    ),
+    "slice_backward": lambda dy, sizes, *_: _new(dy, *sizes),
+    "stack": _stack,
+    "_scaled_dot_product_flash_attention": _flash_attention,
+    "_scaled_dot_product_flash_attention_backward": lambda dy, *qkv: tuple(map(_elementwise, qkv[:3])),
+    "_scaled_dot_product_flash_attention_for_cpu": lambda q, *_, **__: (_elementwise(q), _row_sums(q)),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": lambda dy, *qkv, **_: tuple(
+        _elementwise(x.transpose(1, 2).contiguous()).transpose(1, 2) for x in qkv[:3]
+    ),
+}
+# Operators that no kernel runs: allocations, and views whose schema does not say so.
+NO_KERNEL = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_unsafe_view", "lift_fresh"}
+
+
+class _Layout(NamedTuple):
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, x: Tensor) -> "_Layout":
+        return cls(tuple(x.shape), x.stride(), x.dtype)
+
+    def empty(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=META)
+
+
+def _map(kind: type, function: Callable[[Any], Any], value: Any) -> Any:
+    """Apply `function` to each object of type `kind` in nested lists, which become tuples."""
+    if isinstance(value, kind):
+        return function(value)
+    return tuple(_map(kind, function, item) for item in value) if isinstance(value, list | tuple) else value
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    _map(Tensor, found.append, value)
+    return found
+
+
+class Recorder(TorchDispatchMode):
+    """Runs operators on the meta device and records them. device: the type of the run's device."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device, self.events, self.phase = device, list[Event](), ""
+        self._blocks: dict[int, tuple[int, str]] = {}  # by storage: number and device
+        self._shapes: dict[Any, Any] = {}
+        self._count = 0
+        self._inside = False  # an operator runs, which must see the device "meta"
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the compiler is not loaded
+
+    def device_of(self, x: Tensor) -> torch.device:
+        """The device of a tensor as the program sees it."""
+        real: torch.device = torch._C.TensorBase.device.__get__(x)  # type: ignore[attr-defined]
+        if real.type != "meta" or self._inside:
+            return real
+        _, device = self._blocks.get(x.untyped_storage()._cdata, (0, self.device))
+        return torch.device(device, 0)
+
+    @contextlib.contextmanager
+    def timer(self, phase: str) -> Iterator[None]:
+        """A timer of the program: the name of a phase."""
+        before, self.phase = self.phase, phase
+        self.events.append(Mark(phase, ends=False))
+        yield
+        self.events.append(Mark(phase, ends=True))
+        self.phase = before
+
+    def add(self, x: Tensor, device: str) -> None:
+        """Record the memory of `x`, if it is new."""
+        storage = x.untyped_storage()
+        if storage._cdata in self._blocks:
+            return
+        self._count += 1
+        size = -(-storage.nbytes() // ROUNDING[device]) * ROUNDING[device]
+        self._blocks[storage._cdata] = self._count, device
+        self.events.append(Allocation(self._count, size, device, self.phase, place()))
+        weakref.finalize(storage, self._free, storage._cdata)
+
+    def _free(self, key: int) -> None:
+        self.events.append(Release(self._blocks.pop(key)[0]))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = func._schema.name.split("::")[1]
+        given = _tensors((*args, *kwargs.values()))
+        asked = kwargs.get("device")
+        if given and not any(map(_is_meta, given)) and (asked is None or asked.type != self.device):
+            return func(*args, **kwargs)  # a state of a random generator, or a table
+        if name in ("_local_scalar_dense", "is_nonzero"):
+            return 1
+        device = (
+            asked.type
+            if asked is not None and asked.type != "meta"
+            else self.device_of(given[0]).type
+            if given
+            else "cpu"
+        )
+        is_there = asked is not None and device == self.device_of(args[0]).type if name == "_to_copy" else False
+        if is_there and kwargs.get("dtype") in (None, args[0].dtype):
+            return args[0].detach()  # x.to(device): torch sees the device "meta"
+        kwargs.pop("pin_memory", None)
+        if asked is not None:
+            kwargs["device"] = META
+        if not all(map(_is_meta, given)):
+            args = _map(Tensor, _to_meta, args)
+            kwargs = {key: _map(Tensor, _to_meta, value) for key, value in kwargs.items()}
+        returns = func._schema.returns
+        written = _written(func, args, kwargs)
+        if written and name not in ("set_", "resize_"):
+            out = None if not returns else written[0] if len(returns) == 1 else tuple(written)
+        elif any(value.alias_info is not None for value in returns):
+            out = self._run(func, args, kwargs)
+        else:
+            out = self._infer(name, func, args, kwargs)
+        made = _tensors(out) if not written else []
+        for x in made:
+            self.add(x, device)
+        is_view = not written and any(value.alias_info is not None for value in returns)
+        if not is_view and name not in NO_KERNEL:
+            tensors = [*given, *made]
+            self.events.append(
+                Operation(
+                    name,
+                    tuple(tuple(x.shape) for x in given),
+                    tensors[0].dtype if tensors else torch.float32,
+                    sum(x.nbytes for x in given),
+                    sum(x.nbytes for x in (written or made)),
+                    self.phase,
+                    place(),
+                )
+            )
+        return out
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self._inside = True
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._inside = False
+
+    def _infer(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return new tensors with the shapes and dtypes of the outputs. Equal arguments are computed once."""
+        if name in OUTPUTS:
+            return self._run(OUTPUTS[name], args, kwargs)
+        key = func, _map(Tensor, _Layout.of, args), _map(Tensor, _Layout.of, tuple(kwargs.items()))
+        if key not in self._shapes:
+            out = self._run(func, args, kwargs)
+            self._shapes[key] = _map(Tensor, _Layout.of, out)
+            return out
+        return _map(_Layout, _Layout.empty, self._shapes[key])
+
+    def report(self, call: Call | Wait) -> None:
+        """Record a call or a wait of the process groups."""
+        self.events.append(Communication(*call, self.phase, place()) if isinstance(call, Call) else call)
+
+
+def _is_meta(x: Tensor) -> bool:
+    return bool(torch._C.TensorBase.is_meta.__get__(x))  # type: ignore[attr-defined]
+
+
+def _to_meta(x: Tensor) -> Tensor:
+    return x if _is_meta(x) else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=META)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the arguments that the operator writes to."""
+    if not func._schema.is_mutable:
+        return []
+    named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    return [
+        x
+        for argument in func._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for x in _tensors(named.get(argument.name))
+    ]
+
+
+def place() -> str:
+    """Return the innermost line of the program on the stack, or "autograd"."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(ROOT) and not file.startswith(ROOM):
+            return f"{file[len(ROOT) + 1 :]}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "autograd"
+
+
+# --- the surroundings of a step ---------------------------------------------------------------------------------------
+
+
+def _attention(config: Config, device: str) -> Callable[..., Tensor]:
+    """Return what replaces F.scaled_dot_product_attention, which chooses a kernel by the device of the tensors."""
+
+    def chosen(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+    ) -> Tensor:
+        ops = torch.ops.aten
+        y: Tensor
+        if device == "cpu" and dropout_p == 0:
+            y = ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal)[0]
+        elif device == "cpu" or config.train.attention_backend == "unfused":
+            y = ops._scaled_dot_product_attention_math(q, k, v, None, dropout_p, is_causal)[0]
+        elif q.dtype == torch.float32:
+            y = ops._scaled_dot_product_efficient_attention(q, k, v, None, True, dropout_p, is_causal)[0]
+        else:
+            y = ops._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False)[0]
+        return y
+
+    return chosen
+
+
+def _softmax_of_first_rows(logits: Tensor, targets: Any, weight: Tensor | None, combine: Any) -> Tensor:
+    """`vocab_parallel_softmax` on a CPU for the first of many equal blocks of rows."""
+    stats = logits.new_empty(3, len(logits), dtype=torch.float32)
+    rows = slice(0, kernels.rows_in_cache(logits.size(1)))
+    softmax(logits[rows], targets[rows], weight[rows] if weight is not None else None, None)
+    return stats if combine is None else combine(stats)
+
+
+softmax, blocks = kernels.vocab_parallel_softmax, attention._blocks
+
+
+def _largest_block(s: int, heads: int, block: int, at_once: int) -> Any:
+    """The largest of many blocks of attention, unless each leaves something for backward."""
+    found = list(blocks(s, heads, block, at_once))
+    return found if s <= attention.SAVED_UP_TO else [max(found, key=lambda each: each[3] - each[0])]
+
+
+def _no_draws(mask: Any, first_block: int, count: int) -> Tensor:
+    return torch.empty(16 * count, dtype=torch.int16)
+
+
+@contextlib.contextmanager
+def patched(recorder: Recorder, config: Config) -> Iterator[None]:
+    """Replace what needs values or a real device."""
+
+    def of_type(kind: str) -> property:
+        return property(lambda x: recorder.device_of(x).type == kind)
+
+    def for_meta(real: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda x: instead(x) if _is_meta(x) else real(x)  # other threads use tensors with data
+
+    def tensor(data: Any, *, device: Any = "cpu", real: Callable[..., Tensor] = torch.tensor, **options: Any) -> Tensor:
+        on_host = torch.device(device).type == "cpu"
+        return real(data, **options) if on_host else torch.empty(np.shape(data), device=device, **options)
+
+    replaced: list[tuple[Any, dict[str, Any]]] = [
+        (
+            Tensor,
+            {
+                "device": property(recorder.device_of),
+                **{f"is_{kind}": of_type(kind) for kind in ("cpu", "cuda", "meta")},
+                "data_ptr": lambda x: x.untyped_storage()._cdata + x.storage_offset() * x.element_size(),
+                "numpy": for_meta(Tensor.numpy, lambda x: np.zeros(0)),
+                "tolist": for_meta(Tensor.tolist, lambda x: np.zeros(x.shape, dtype=np.int64).tolist()),
+            },
+        ),
+        (torch, {"tensor": tensor}),
+        (F, {"scaled_dot_product_attention": _attention(config, recorder.device)}),
+        (random, {"_device": "cpu", "_tracker": random.RNGStatesTracker()}),
+        (train_state, {"seed_random_streams": lambda *_: None, "choose_attention": lambda *_, **__: ""}),
+        (sys.modules["mpu.kernels.dropout"], {"_call_seeded_dropout": lambda x, *_: x.clone()}),
+        (attention, {"random_draws": _no_draws, "_blocks": _largest_block}),
+    ]
+    if recorder.device == "cpu":
+        replaced.append((kernels, {"vocab_parallel_softmax": _softmax_of_first_rows}))
+    else:
+        stream = mock.MagicMock()
+        names = ("Event", "Stream", "current_stream", "stream", "synchronize", "_lazy_init")
+        replaced.append((torch.cuda, {**dict.fromkeys(names, stream), "_initialized": False}))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        for target, values in replaced:
+            for name, value in values.items():
+                stack.enter_context(mock.patch.object(target, name, value))
+        random.get_cuda_rng_tracker().add(random.MODEL_PARALLEL_RNG, 1)
+        yield
+
+
+def trace_step(
+    config: Config, *, rank: int, world_size: int, device: str, dtype: torch.dtype, consumed_samples: int = 0
+) -> Trace:
+    """Run one step of `rank` and return what it did. config: must have the vocabulary size."""
+    config = dataclasses.replace(
+        config,
+        train=dataclasses.replace(config.train, compile=False),
+        data=dataclasses.replace(config.data, reset_attention_mask=False),
+        parallel=dataclasses.replace(config.parallel, DDP_impl="local"),
+    )
+    hooks = [hook for hook in load_hooks(config) if type(hook).__name__ == "ExactLayouts"]
+    context = RunContext(
+        arguments=None,  # type: ignore[arg-type]
+        config=config,
+        rank_info=RankInfo(rank, world_size, 0, 1),
+        device=torch.device(device, 0),
+        dtype=dtype,
+        backend="fake",
+        tokenizer=types.SimpleNamespace(eod=0),  # type: ignore[arg-type]
+        splits=None,  # type: ignore[arg-type]
+        source=None,
+        train_iters=1,
+        resume_metadata={"consumed_samples": consumed_samples},
+        hooks=hooks,
+    )
+    recorder = Recorder(device)
+    sizes = config.parallel.model_parallel_size, config.parallel.pipeline_model_parallel_size
+    with fake_groups(rank, world_size, *sizes, recorder.report) as parallel, patched(recorder, config), recorder:
+        state = build_train_state(context, parallel, lambda line: None)
+        data = TrainingData.__new__(TrainingData)
+        data._context, data._parallel, data.tokenizer, data._digest = context, parallel, context.tokenizer, 0
+        own = context.num_microbatches * config.train.micro_batch_size
+        data.loader = iter(
+            [(torch.empty(own, config.data.seq_length + 1, dtype=torch.int64), torch.empty(own, dtype=torch.int64))]
+        )  # type: ignore[assignment]
+        trainer: Any = types.SimpleNamespace(
+            config=config,
+            context=context,
+            parallel=parallel,
+            state=state,
+            data=data,
+            timers=recorder.timer,
+            hooks=[],
+            progress=Progress(0, 0, 0, torch.zeros((), dtype=torch.float64, device=device)),
+            current_global_batch_size=context.global_batch_size,
+            forward_backward=ForwardBackward(config.pipeline_schedule, state, parallel, recorder.timer),  # type: ignore[arg-type]
+        )
+        state.model.train()
+        before = recorder.events.copy()
+        recorder.events.clear()
+        train_step(trainer)
+        for parameter in state.model.parameters():  # a circle of references through C++, which Python does not free
+            parameter._post_accumulate_grad_hooks.clear()  # type: ignore[attr-defined]
+        return Trace(
+            recorder.events,
+            sum(parameter.numel() for parameter in state.model.parameters()),
+            state.buffer.params.nbytes,
+            _held_bytes(before),
+            sum(x.nbytes for name in ("exp_avg", *state.optimizer.moments) for x in state.optimizer.moments[name]),
+        )
+
+
+def _held_bytes(events: Sequence[Event]) -> Counter[str]:
+    """Return the bytes that exist after `events`, by device."""
+    freed = {event.block for event in events if isinstance(event, Release)}
+    held = Counter[str]()
+    for event in events:
+        if isinstance(event, Allocation) and event.block not in freed:
+            held[event.device] += event.size
+    return held
