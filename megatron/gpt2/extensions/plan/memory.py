@@ -279,7 +279,10 @@ def _is_scattered(event: Communication) -> bool:
 def estimate_memory(inputs: MemoryInputs, stage: int | None = None) -> MemoryEstimate:
     """Estimate the largest memory of a training step on `stage` of the pipeline (default: the stage with the most)."""
     if stage is None:
-        return max(estimate_stages(inputs), key=lambda memory: memory.total)
+        layers = [len(layers) for layers in inputs.config.layers_of_stages()[: inputs.stages]]
+        # Of stages with equally many layers, the first one keeps the most micro-batches. The last one has the loss.
+        largest = {layers.index(max(layers)), 0, inputs.stages - 1}
+        return max((estimate_memory(inputs, each) for each in largest), key=lambda memory: memory.total)
     return _largest(inputs, stage, stage_memory(inputs, stage))
 
 
