@@ -5,6 +5,11 @@
     python tools/plan.py --model 345m --recompute-granularity full --accounting megatron-2019
     python tools/plan.py --model 1.5b --device cuda --pipeline-model-parallel-size 4   # a row for each stage
     python tools/plan.py --model 345m --json
+    python tools/plan.py --model 345m --device cuda --cluster a100 --perfetto step.json   # the modelled time of a step
+    python tools/plan.py --model 8.3b --device cuda --global-batch-size 512 --ranks 512 --cluster a100 --search
+
+--search prints the ten fastest layouts that fit, of all tensor-, pipeline- and data-parallel sizes, schedules,
+micro-batches, recomputation and sharding. All times are modelled, see megatron/gpt2/extensions/plan/simulate.py.
 
 --device cuda plans for a GPU on any machine, in bf16 unless a precision is given. docs/explanation/memory.md explains
 the parts.
@@ -29,6 +34,7 @@ from megatron.gpt2.checkpoint.folder import find_checkpoint
 from megatron.gpt2.config import Config, require
 from megatron.gpt2.config.arguments import Arguments, merge_checkpoint, parse
 from megatron.gpt2.config.flags import parse_launch_flags
+from megatron.gpt2.extensions.plan.cluster import Cluster, read_cluster
 from megatron.gpt2.extensions.plan.fit import Candidate, bubble, cheapest, cost, largest_micro_batch, smallest
 from megatron.gpt2.extensions.plan.memory import (
     CUDA_CONTEXT,
@@ -39,6 +45,8 @@ from megatron.gpt2.extensions.plan.memory import (
     estimate_stages,
     in_mb,
 )
+from megatron.gpt2.extensions.plan.search import search, training_cost
+from megatron.gpt2.extensions.plan.simulate import StepTime, simulate, write_perfetto
 from megatron.gpt2.model.gpt2 import count_parameters
 from megatron.gpt2.monitor.reporting import align_rows, resident_memory
 from mpu.partition import padded_vocab_size
@@ -46,6 +54,10 @@ from mpu.partition import padded_vocab_size
 GPT2_VOCABULARY = 50257
 MB, GB = 2**20, 2**30
 BYTES_PER_PARAMETER = 20  # in 2019
+SUFFIXES = {"M": 1e6, "B": 1e9, "T": 1e12}
+FAILURES = 0.0038  # of a node and day: 419 in 54 days of 2,048 nodes of H100 (arXiv:2407.21783, section 3.3.4)
+RESTART = 600  # seconds from a failure to the first new step
+SEARCHED_SHARE = 0.9  # of the memory that a layout may use
 
 
 def parse_options(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
@@ -70,13 +82,40 @@ def parse_options(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[
         default="this",
         help="count the memory of this program, or of Megatron-LM's first release in fp16 on a GPU",
     )
+    parser.add_argument("--cluster", metavar="NAME", help="a file of clusters/: model the time of a step there")
+    parser.add_argument("--perfetto", type=Path, metavar="FILE.json", help="write a step for https://ui.perfetto.dev")
+    parser.add_argument("--search", action="store_true", help="print the fastest layouts of --ranks on --cluster")
+    parser.add_argument(
+        "--tokens", type=token_count, metavar="N", help="tokens of the whole training (300B): print days and GPU-hours"
+    )
+    parser.add_argument(
+        "--failures", type=float, default=FAILURES, metavar="X", help="of a node and day (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--checkpoint-seconds",
+        type=float,
+        default=60,
+        metavar="X",
+        help="that a checkpoint stops training (default: 60)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
     chosen, rest = parser.parse_known_args(argv)
     require(chosen.ranks is None or chosen.ranks >= 1, f"--ranks must be positive, not {chosen.ranks}")
     require(chosen.memory_gb is None or chosen.memory_gb > 0, f"--memory-gb must be positive, not {chosen.memory_gb}")
     if chosen.memory_gb is not None and chosen.accounting != "this":
         raise ValueError("--memory-gb finds layouts of this program only: leave --accounting out")
+    if chosen.cluster is None and (chosen.search or chosen.perfetto or chosen.tokens):
+        raise ValueError("--search, --perfetto and --tokens need a --cluster")
+    require(
+        chosen.failures > 0 and chosen.checkpoint_seconds > 0, "--failures and --checkpoint-seconds must be positive"
+    )
     return chosen, rest
+
+
+def token_count(text: str) -> float:
+    """Return a number with an optional suffix M, B or T. Raises ValueError, as argparse expects."""
+    number, scale = (text[:-1], SUFFIXES[text[-1]]) if text[-1:] in SUFFIXES else (text, 1.0)
+    return float(number) * scale
 
 
 def planned_config(words: Sequence[str]) -> Config:
@@ -274,6 +313,53 @@ def plan_table(config: Config, found: dict[str, Any]) -> list[str]:
     return lines
 
 
+def time_facts(inputs: MemoryInputs, cluster: Cluster, chosen: argparse.Namespace, step: StepTime) -> dict[str, Any]:
+    """Return the modelled numbers of a step, and of the whole training if --tokens is given."""
+    config, ranks = inputs.config, inputs.world_size
+    samples = config.train.micro_batch_size * inputs.data_parallel_size * inputs.num_microbatches
+    rate = samples * config.data.seq_length / step.seconds
+    flops = config.model.flops_per_token(config.data.seq_length)
+    shares = {name: seconds / step.seconds for name, seconds in step.parts.items()}
+    facts = {"seconds": step.seconds, "tokens_per_second": rate, "mfu": rate * flops / ranks / cluster.peak_flops}
+    if chosen.tokens is None:
+        return {**facts, "shares": shares}
+    nodes = -(-ranks // cluster.gpus_per_node)
+    cost = training_cost(chosen.tokens, rate, ranks, nodes, chosen.failures, chosen.checkpoint_seconds, RESTART)
+    return {**facts, "shares": shares, "training": cost._asdict()}
+
+
+def time_lines(facts: dict[str, Any]) -> list[str]:
+    """Return the lines about the modelled time. facts: the result of `time_facts`."""
+    step = f"{facts['seconds']:.4g} s, {facts['tokens_per_second']:,.0f} tokens/s, {facts['mfu']:.1%} MFU (modelled)"
+    shares = ", ".join(f"{name} {share:.1%}" for name, share in facts["shares"].items() if share >= 0.0005)
+    rows = [("step", step), ("", shares)]
+    if training := facts.get("training"):
+        lost = f"{training['lost']:.1%} lost by failures, a checkpoint every {training['interval'] / 60:.0f} minutes"
+        rows.append(("training", f"{training['days']:,.1f} days, {training['gpu_hours']:,.0f} GPU-hours; {lost}"))
+    return ["", *align_rows(rows)]
+
+
+def print_search(config: Config, cluster: Cluster, chosen: argparse.Namespace, ranks: int) -> int:
+    """Print the fastest layouts. Return the exit code."""
+    require(config.train.global_batch_size is not None, "--search needs a --global-batch-size")
+    budget = int(chosen.memory_gb * GB) if chosen.memory_gb else int(SEARCHED_SHARE * cluster.memory)
+    found = search(lambda made: planned_inputs(made, ranks), config, ranks, cluster, budget, 10)
+    rows: list[dict[str, Any]] = [
+        {"flags": " ".join(each.flags), "bytes": each.memory.total}
+        | time_facts(each.inputs, cluster, chosen, each.step)
+        for each in found
+    ]
+    if chosen.json:
+        print(json.dumps({"budget": budget, "found": rows}, indent=2))
+    elif not rows:
+        print(f"  no layout on {plural(ranks, 'rank')} fits into {in_mb(budget)} MB")
+    else:
+        for number, row in enumerate(rows, start=1):
+            print(f"\n{number:>2}. {row['flags'] or '(no flags)'}")
+            print("\n".join([f"  memory    {in_mb(row['bytes'])} MB", *time_lines(row)[1:]]))
+    return 0 if rows else 1
+
+
 def fitting_table(fits: dict[str, Any]) -> list[str]:
     """Return the lines about --memory-gb. fits: the result of `find_fitting`."""
     lines = [
@@ -302,14 +388,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = planned_config(rest)
     model_ranks = config.parallel.model_parallel_size * config.parallel.pipeline_model_parallel_size
     ranks = chosen.ranks or launch.world_size or launch.nproc_per_node or model_ranks
+    cluster = read_cluster(chosen.cluster)[0] if chosen.cluster else None
+    if cluster and chosen.search:
+        return print_search(config, cluster, chosen, ranks)
     plan = planned_inputs(config, ranks) if chosen.accounting == "this" else None
     found, fits = plan_facts(config, plan), None
     if plan is not None and chosen.memory_gb is not None:
         fits = found["fits"] = find_fitting(plan, int(chosen.memory_gb * GB))
+    if plan is not None and cluster is not None:
+        step = simulate(plan, cluster, record=chosen.perfetto is not None)
+        found["time"] = time_facts(plan, cluster, chosen, step)
+        if chosen.perfetto:
+            write_perfetto(step, chosen.perfetto)
     lines = (
         [json.dumps(found, indent=2)]
         if chosen.json
-        else plan_table(config, found) + (fitting_table(fits) if fits else [])
+        else plan_table(config, found)
+        + (time_lines(found["time"]) if "time" in found else [])
+        + (fitting_table(fits) if fits else [])
     )
     print("\n".join(lines))
     return 1 if fits and not fits["cheapest"] else 0

@@ -197,7 +197,10 @@ def layouts(inputs: MemoryInputs) -> Iterator[Candidate]:
             yield Candidate(
                 candidate,
                 cost(candidate, batch=batch),
-                (*_flags("parallel", asked.parallel, {**split, **changed}), *_flags("train", asked.train, train)),
+                (
+                    *changed_flags("parallel", asked.parallel, {**split, **changed}),
+                    *changed_flags("train", asked.train, train),
+                ),
                 min_memory(candidate),
             )
 
@@ -293,7 +296,7 @@ def largest_micro_batch(inputs: MemoryInputs, budget: int) -> int:
     return bisect.bisect_left(range(high // 2 + 1, high), True, key=lambda b: not fits(b)) + high // 2
 
 
-def _flags(section: str, asked: object, values: dict[str, Any]) -> Iterator[str]:
+def changed_flags(section: str, asked: object, values: dict[str, Any]) -> Iterator[str]:
     """Yield the flags for the values that differ from `asked`."""
     for name, value in values.items():
         if value != getattr(asked, name):

@@ -162,9 +162,9 @@ def with_batch_size(config: Config, global_batch_size: int) -> Config:
     return dataclasses.replace(config, train=train)
 
 
-@functools.lru_cache(maxsize=4096)
-def stage_memory(inputs: MemoryInputs, stage: int) -> dict[Moment, Held]:
-    """`traced_memory`, from traces of few layers if all chunks of the model have equally many layers."""
+def with_layers(inputs: MemoryInputs) -> tuple[MemoryInputs, MemoryInputs, float] | None:
+    """Return two models with few layers, and by how many times their difference the model is larger than the second
+    one. Return None if the model itself must be traced: if its chunks have few layers, or not equally many."""
     config, parallel = inputs.config, inputs.config.parallel
     layers = config.layers_of_stages()
     length, group = len(layers[0]), config.train.recompute_num_layers
@@ -172,16 +172,25 @@ def stage_memory(inputs: MemoryInputs, stage: int) -> dict[Moment, Held]:
     is_regular = len(set(map(len, layers))) == 1
     is_regular = is_regular and not (parallel.cpu_offloading_num_layers or parallel.checkpoint_in_cpu)
     if not is_regular or length <= counts[1]:
-        return traced_memory(inputs, stage)
+        return None
 
-    def with_layers(count: int) -> MemoryInputs:
+    def of(count: int) -> MemoryInputs:
         model = dataclasses.replace(config.model, num_layers=count * len(layers))
         of_chunk = count if parallel.num_layers_per_virtual_pipeline_stage else None
         split = dataclasses.replace(parallel, num_layers_per_virtual_pipeline_stage=of_chunk)
         return dataclasses.replace(inputs, config=dataclasses.replace(config, model=model, parallel=split))
 
-    few, more = (traced_memory(with_layers(count), stage) for count in counts)
-    steps = (length - counts[1]) / group
+    return of(counts[0]), of(counts[1]), (length - counts[1]) / group
+
+
+@functools.lru_cache(maxsize=4096)
+def stage_memory(inputs: MemoryInputs, stage: int) -> dict[Moment, Held]:
+    """`traced_memory`, from traces of few layers if all chunks of the model have equally many layers."""
+    counts = with_layers(inputs)
+    if counts is None:
+        return traced_memory(inputs, stage)
+    few_layers, more_layers, steps = counts
+    few, more = traced_memory(few_layers, stage), traced_memory(more_layers, stage)
     return {
         key: {name: int(size + steps * (size - few[key][name])) for name, size in held.items()}
         for key, held in more.items()

@@ -27,7 +27,7 @@ class Software:
 
     kernels, traffic: constants of a generation of the program: kernels that the host launches in the forward pass of a
         layer, and bytes of element-wise kernels relative to the list in `layer_bytes`.
-    recompute: "full" or "selective".
+    recompute: "full", "selective" (attention, or with fused attention GELU and norms) or "none".
     sequence_parallel: norms and dropout are split.
     softmax_heads: the fused softmax runs only if this number divides the samples × heads of a rank; otherwise
         `unfused_kernels` more are launched.
@@ -36,6 +36,10 @@ class Software:
     loss_bytes: per logit.
     gradient_bytes: per parameter and micro-batch, for the sum of gradients.
     split_sends: the ranks of a tensor-parallel group share the transfer between stages.
+    fused_attention: attention stores no scores.
+    overlap: gradients are summed under the backward pass of the last micro-batch.
+    sum_bytes: bytes per parameter of the sum of gradients over data-parallel ranks.
+    sharded_optimizer: the ranks of a data-parallel group share the optimizer.
     """
 
     kernels: float
@@ -49,6 +53,10 @@ class Software:
     loss_bytes: float = 90.0
     gradient_bytes: float = 8.0
     split_sends: bool = False
+    fused_attention: bool = False
+    overlap: bool = False
+    sum_bytes: float = HALF
+    sharded_optimizer: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,7 +102,7 @@ def step_parts(cluster: Cluster, software: Software, x: Layouts) -> dict[str, An
     backward = sum(matmul(tokens, inner, out) + matmul(out, inner, tokens) for out, inner in sizes)
     head_size = h / x.attention_heads
     attention = matmul(s, s, head_size, heads) + matmul(s, head_size, s, heads)
-    score_bytes, row_bytes = heads * s * s * HALF, tokens * h * HALF
+    score_bytes, row_bytes = 0 if software.fused_attention else heads * s * s * HALF, tokens * h * HALF
     split = t if software.sequence_parallel else 1  # of norms, dropout and residual sums
     scores = cluster.move(software.traffic * 8 * score_bytes)
     forward = forward + attention + scores + cluster.move(software.traffic * row_bytes * (14 / split + 14 / t))
@@ -109,7 +117,12 @@ def step_parts(cluster: Cluster, software: Software, x: Layouts) -> dict[str, An
     host = cluster.host(kernels, t)
     full = longer(forward + reduce, host)
     back = longer(backward + reduce, software.backward_kernels * host)
-    again = full if software.recompute == "full" else attention + scores
+    elementwise = cluster.move(software.traffic * row_bytes * (4 / split + 8 / t))
+    again = {
+        "full": full,
+        "selective": elementwise if software.fused_attention else attention + scores,
+        "none": 0.0,
+    }[software.recompute]
     layers_of_stage = x.layers / p
     stage = layers_of_stage * (full + back + again)
     passes = 3 if software.recompute == "full" else 2
@@ -130,8 +143,11 @@ def step_parts(cluster: Cluster, software: Software, x: Layouts) -> dict[str, An
     send = np.where(p > 1, 2 * cluster.point_to_point(message, crosses_nodes), 0.0)
     ends = np.where(p > 1, np.maximum(head, embedding), head + embedding)
     parameters = layers_of_stage * 12 * h * h / t + vocab * h / t
-    gradients = HALF * parameters
+    gradients = software.sum_bytes * parameters
     data_parallel = np.where(d > 1, cluster.all_reduce(gradients, d, t, link=cluster.data_link), 0.0)
+    if software.overlap:
+        data_parallel = np.maximum(data_parallel - layers_of_stage * back, data_parallel / micro_batches / 10)
+    owned = parameters / (d if software.sharded_optimizer else 1)
     tied = HALF * vocab * h / t / np.where(multi_node, cluster.network, cluster.data_link)
     return {
         "layers": micro_batches * layers_of_stage * (full + back + again - passes * reduce),
@@ -140,7 +156,7 @@ def step_parts(cluster: Cluster, software: Software, x: Layouts) -> dict[str, An
         "bubble": (p - 1) * (stage / x.virtual_stages),
         "send": send * (micro_batches * x.virtual_stages + p - 1),
         "data_parallel": data_parallel + np.where(p > 1, tied, 0.0),
-        "optimizer": cluster.step + cluster.adam * parameters,
+        "optimizer": cluster.step + cluster.adam * owned,
     }
 
 

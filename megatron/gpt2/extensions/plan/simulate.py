@@ -1,0 +1,341 @@
+"""The modelled time of a training step on a described cluster, from traces of the program.
+
+One rank of each kind of pipeline stage is traced: first, middle and last. The events of a trace are cut into the
+actions of the pipeline schedule, and each stage repeats them in the order of its schedule, with its messages. A stage
+has these queues:
+
+- the host, which launches kernels and collectives one after the other
+- compute, which runs kernels in order, each after its launch
+- one for each communicator. A collective starts after the kernels before it. A wait in the program stops compute until
+  its collective has ended.
+
+On a CPU the host computes, so it has no launches. All ranks of a stage are equally fast.
+
+Left out: torch.compile; the slower kernels while a collective runs; contention of groups for the network; differences
+between ranks; loading of data; waits of the collectives that ranks of several stages share, since these come at the end
+of the step.
+
+Times are in seconds.
+"""
+
+import functools
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron.gpt2.extensions.plan.cluster import Cluster
+from megatron.gpt2.extensions.plan.memory import MemoryInputs, with_batch_size, with_layers
+from megatron.gpt2.extensions.plan.process_group import Wait
+from megatron.gpt2.extensions.plan.trace import Communication, Event, Mark, Operation, trace_step
+from megatron.gpt2.pipeline.p2p_schedule import P2PMessage, build_p2p_schedule, input_message
+from megatron.gpt2.pipeline.schedule import Action, Kind
+
+PARTS = ("compute", "launch", "tensor", "data", "other", "pipeline")
+FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5  # matrix products of fused attention, which recomputes the scores
+CAUSAL = 0.5  # the share of the scores that causal attention computes
+READS_ROWS = ("embedding", "index_select", "gather")  # operators that read a part of their first tensor
+ActionKey = tuple[Kind, int, int]  # kind, chunk, and micro-batch of the trace: 0 for the first ones, 1 for the last
+
+
+class Span(NamedTuple):
+    """A kernel, a collective, a message or a wait of the first rank of `stage`. queue: "compute" or a kind of
+    communication. text: shapes or bytes, and the line of the program."""
+
+    stage: int
+    queue: str
+    name: str
+    start: float
+    end: float
+    text: str
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A step. parts: the mean over stages of what compute does or waits for, which add up to `seconds`: "compute",
+    "launch" (waits for the host), "tensor", "data", "other" (waits for collectives of these groups) and "pipeline"
+    (waits for other stages: bubble and messages). spans: if asked for."""
+
+    seconds: float
+    parts: Mapping[str, float]
+    spans: Sequence[Span] = ()
+
+    def extended(self, fewer: "StepTime", steps: float) -> "StepTime":
+        """Return the step that is longer by `steps` times the difference to `fewer`."""
+        parts = {name: value + steps * (value - fewer.parts[name]) for name, value in self.parts.items()}
+        return StepTime(self.seconds + steps * (self.seconds - fewer.seconds), parts)
+
+
+class Job(NamedTuple):
+    """An event of a trace with its time. queue: "compute", a kind of communication, or "" for a wait. number: of the
+    call. group: of its communicator."""
+
+    queue: str
+    name: str
+    seconds: float
+    number: int
+    group: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True)
+class StageJobs:
+    """The jobs of a stage: before the first action, of each action, and after the last one."""
+
+    before: list[Job]
+    actions: dict[ActionKey, list[Job]]
+    after: list[Job]
+
+
+def kernel_seconds(cluster: Cluster, event: Operation) -> float:
+    """Return the time of a kernel: of matrix products by their sizes, of others by their bytes."""
+    name, shapes = event.name, event.shapes
+    if name in ("mm", "bmm", "addmm"):
+        a, b = shapes[-2:]
+        return float(cluster.matmul(a[-2], b[-1], a[-1], math.prod(a[:-2])))
+    if "_attention" in name:
+        is_backward = "backward" in name
+        *outer, s, head_size = shapes[1 if is_backward else 0]
+        product = cluster.matmul(s, s, head_size, math.prod(outer))
+        return float(CAUSAL * (BACKWARD_PRODUCTS if is_backward else FORWARD_PRODUCTS) * product)
+    size = 2 * event.written if name in READS_ROWS else event.read + event.written
+    return float(cluster.move(size) + cluster.kernel)
+
+
+class Groups(NamedTuple):
+    """The layout of the ranks: tensor-parallel size, data-parallel size, and ranks of a stage."""
+
+    tensor: int
+    data: int
+
+    def kind(self, ranks: Sequence[int]) -> str:
+        """Return the kind of a communicator."""
+        stride = ranks[1] - ranks[0]
+        if len(ranks) == self.tensor and stride == 1:
+            return "tensor"
+        return "data" if len(ranks) == self.data and stride == self.tensor else "other"
+
+
+def collective_seconds(cluster: Cluster, event: Communication, kind: str) -> float:
+    """Return the time of a collective."""
+    ranks = event.ranks
+    link = cluster.link if kind == "tensor" else cluster.data_link
+    whole = float(cluster.all_reduce(event.size, len(ranks), ranks[1] - ranks[0], link=link))
+    return whole if event.name == "all_reduce" else whole / 2
+
+
+def _jobs(cluster: Cluster, groups: Groups, events: Sequence[Event]) -> list[Job]:
+    seconds = functools.lru_cache(maxsize=None)(lambda event: kernel_seconds(cluster, event))
+    jobs = []
+    for event in events:
+        if isinstance(event, Operation):
+            shapes = " × ".join(map(str, map(list, event.shapes[:3])))
+            jobs.append(Job("compute", event.name, seconds(event), -1, (), f"{shapes} {event.place}"))
+        elif isinstance(event, Communication) and event.name not in ("send", "recv") and len(event.ranks) > 1:
+            kind = groups.kind(event.ranks)
+            text = f"{event.size:,} bytes, {len(event.ranks)} ranks {event.place}"
+            time = collective_seconds(cluster, event, kind)
+            jobs.append(Job(kind, event.name, time, event.number, event.ranks, text))
+        elif isinstance(event, Wait):
+            jobs.append(Job("", "", 0.0, event.number, (), ""))
+    return jobs
+
+
+def stage_jobs(inputs: MemoryInputs, cluster: Cluster, stage: int) -> StageJobs:
+    """Trace one or two micro-batches of the first rank of `stage`, and cut the trace into actions."""
+    config, p = inputs.config, inputs.stages
+    count = min(2, inputs.num_microbatches)
+    samples = config.train.micro_batch_size * inputs.data_parallel_size * count
+    trace = trace_step(
+        with_batch_size(config, samples),
+        rank=stage * (inputs.world_size // p),
+        world_size=inputs.world_size,
+        device=inputs.device,
+        dtype=inputs.dtype,
+    )
+    pieces: list[list[Event]] = [[]]
+    for event in trace.events:
+        if isinstance(event, Mark) and event.phase in ("forward", "backward") and not event.ends:
+            pieces.append([])
+        pieces[-1].append(event)
+    last = max(
+        number for number, event in enumerate(pieces[-1]) if isinstance(event, Mark) and event.phase == "backward"
+    )
+    pieces[-1:] = pieces[-1][:last], pieces[-1][last:]
+    groups = Groups(config.parallel.model_parallel_size, inputs.data_parallel_size)
+    before, *actions, after = (_jobs(cluster, groups, piece) for piece in pieces)
+    schedule = config.pipeline_schedule(count)
+    return StageJobs(
+        before,
+        {
+            (action.kind, action.chunk, action.micro_batch): jobs
+            for action, jobs in zip(schedule.ranks[stage], actions, strict=True)
+        },
+        after,
+    )
+
+
+class Lane:
+    """The queues of one stage. now: when compute is free. launch: seconds of the host per kernel; 0 on a CPU."""
+
+    def __init__(self, stage: int, launch: float, spans: list[Span] | None) -> None:
+        self.stage, self.now, self.launch = stage, 0.0, launch
+        self.parts = dict.fromkeys(PARTS, 0.0)
+        self._host, self._spans = 0.0, spans
+        self._queues = defaultdict[tuple[int, ...], float](float)
+        self._running: dict[int, tuple[float, str]] = {}  # by call: its end and kind
+
+    def wait(self, end: float, part: str) -> None:
+        """Let compute wait until `end`."""
+        if end > self.now:
+            self.parts[part] += end - self.now
+            self.now = end
+
+    def record(self, queue: str, name: str, start: float, end: float, text: str) -> None:
+        """Add a span, if they are recorded."""
+        if self._spans is not None:
+            self._spans.append(Span(self.stage, queue, name, start, end, text))
+
+    def run(self, jobs: Sequence[Job]) -> None:
+        """Add jobs to the queues."""
+        for job in jobs:
+            if not job.queue:
+                if job.number in self._running:
+                    self.wait(*self._running.pop(job.number))
+                continue
+            self._host += self.launch
+            if job.queue == "compute":
+                self.wait(self._host, "launch")
+                start, self.now = self.now, self.now + job.seconds
+                self.parts["compute"] += job.seconds
+                end = self.now
+            else:
+                start = max(self._queues[job.group], self.now, self._host)
+                end = self._queues[job.group] = start + job.seconds
+                self._running[job.number] = end, job.queue
+            self.record(job.queue, job.name, start, end, job.text)
+
+    def finish(self, first_forward: float) -> None:
+        """Wait as the next step does for collectives that still run, which gather parameters under its first forward:
+        for the first before the forward, for the last before its last layer."""
+        ends = sorted(end for end, _ in self._running.values())
+        if ends:
+            self.wait(max(ends[0], ends[-1] - first_forward), "data")
+
+
+def simulate(inputs: MemoryInputs, cluster: Cluster, *, record: bool = False) -> StepTime:
+    """Return the modelled time of a step. record: keep the spans of all stages, of all layers and micro-batches.
+
+    Otherwise few layers and few micro-batches are simulated if there are many, since the time of a step is a linear
+    function of both. Raises ValueError if the ranks cannot share the batch."""
+    counts = None if record else with_layers(inputs)
+    if counts is None:
+        return _simulate(inputs, cluster, record)
+    few, more, steps = counts
+    return _simulate(more, cluster, False).extended(_simulate(few, cluster, False), steps)
+
+
+def _simulate(inputs: MemoryInputs, cluster: Cluster, record: bool) -> StepTime:
+    p, m, layers = inputs.stages, inputs.num_microbatches, inputs.config.layers_of_stages()
+
+    kinds: dict[tuple[object, ...], StageJobs] = {}
+    jobs = []
+    for stage in range(p):
+        kind = stage == 0, stage == p - 1, *map(len, layers[stage::p])
+        if kind not in kinds:
+            kinds[kind] = stage_jobs(inputs, cluster, stage)
+        jobs.append(kinds[kind])
+    if record or m <= 3 * p + 1:
+        return _run_stages(inputs, cluster, jobs, m, record)
+    first = 2 * p + m % p
+    fewer, more = (_run_stages(inputs, cluster, jobs, count, False) for count in (first, first + p))
+    return more.extended(fewer, (m - first - p) / p)
+
+
+def _run_stages(
+    inputs: MemoryInputs, cluster: Cluster, jobs: Sequence[StageJobs], num_microbatches: int, record: bool
+) -> StepTime:
+    config, p, of_stage = inputs.config, inputs.stages, inputs.world_size // inputs.stages
+    t = config.parallel.model_parallel_size
+    schedule = config.pipeline_schedule(num_microbatches)
+    steps = build_p2p_schedule(schedule)
+    tokens = config.train.micro_batch_size * config.data.seq_length
+    size = inputs.dtype.itemsize * tokens * config.model.hidden_size // (t if config.parallel.sequence_parallel else 1)
+    posted: dict[tuple[P2PMessage, int], float] = {}  # by message and rank: when the rank is ready
+    spans: list[Span] = []
+    launch = float(cluster.host(1, t)) if inputs.device == "cuda" else 0.0
+    lanes = [Lane(stage, launch, spans if record else None) for stage in range(p)]
+
+    @functools.cache
+    def exchanged(message: P2PMessage) -> float:
+        """Return the end of a message, which starts when both ranks are ready."""
+        ends = ends_of(message)
+        nodes = {rank * of_stage // cluster.gpus_per_node for rank in ends}
+        start = max(posted[message, rank] for rank in ends)
+        end = start + float(cluster.point_to_point(size, len(nodes) > 1))
+        lanes[message.destination].record("pipeline", message.kind, start, end, f"{size:,} bytes, {message}")
+        return end
+
+    def run(stage: int) -> Iterator[None]:
+        lane, own, sent = lanes[stage], jobs[stage], list[P2PMessage]()
+        batch_of: dict[P2PMessage, list[P2PMessage]] = {}
+
+        def wait(batch: list[P2PMessage]) -> Iterator[None]:
+            while any((message, rank) not in posted for message in batch for rank in ends_of(message)):
+                yield
+            lane.wait(max(map(exchanged, batch), default=0.0), "pipeline")
+
+        lane.run(own.before)
+        for step in steps[stage]:
+            if batch := [*step.sends, *step.receives]:
+                yield from wait(sent)
+                sent = batch if step.sends else []
+                posted.update({(message, stage): lane.now for message in batch})
+                batch_of.update(dict.fromkeys(step.receives, batch))
+            if (action := step.action) is not None:
+                if message := input_message(schedule, stage, action):
+                    yield from wait(batch_of.pop(message))
+                lane.run(own.actions[_traced(action, num_microbatches)])
+        yield from wait(sent)
+        lane.run(own.after)
+        lane.finish(sum(job.seconds for job in own.actions["F", 0, 0] if job.queue == "compute"))
+
+    running = [run(stage) for stage in range(p)]
+    while running:
+        running = [each for each in running if next(each, running) is None]
+    seconds = max(lane.now for lane in lanes)
+    for lane in lanes:
+        lane.wait(seconds, "pipeline")
+    parts = {name: sum(lane.parts[name] for lane in lanes) / p for name in PARTS}
+    return StepTime(seconds, parts, spans)
+
+
+def ends_of(message: P2PMessage) -> tuple[int, int]:
+    """Return the sender and the receiver of a message."""
+    return message.source, message.destination
+
+
+def _traced(action: Action, num_microbatches: int) -> ActionKey:
+    is_last = num_microbatches > 1 and action.micro_batch == num_microbatches - 1
+    return action.kind, action.chunk, int(is_last)
+
+
+def write_perfetto(step: StepTime, path: Path) -> None:
+    """Write a trace that https://ui.perfetto.dev and chrome://tracing show: a process for each stage, a thread for each
+    queue, times in microseconds."""
+    events = [
+        {
+            "name": span.name,
+            "ph": "X",
+            "pid": span.stage,
+            "tid": span.queue,
+            "ts": 1e6 * span.start,
+            "dur": 1e6 * (span.end - span.start),
+            "args": {"details": span.text},
+        }
+        for span in step.spans
+    ]
+    path.write_text(json.dumps({"traceEvents": events}), encoding="utf-8")

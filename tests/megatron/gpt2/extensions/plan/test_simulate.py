@@ -1,0 +1,122 @@
+"""The modelled time of a step, and the search for layouts. Modelled steps are compared with sums and formulas."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.gpt2.extensions.plan.cluster import Cluster, read_cluster
+from megatron.gpt2.extensions.plan.command import main
+from megatron.gpt2.extensions.plan.search import DAY, training_cost
+from megatron.gpt2.extensions.plan.simulate import StepTime, simulate, stage_jobs
+from megatron.gpt2.pipeline.analysis import timetable
+from megatron.gpt2.pipeline.p2p_schedule import StageCosts
+from megatron.gpt2.pipeline.schedule import Kind
+from tests.megatron.gpt2.extensions.plan.test_memory import gpu_inputs
+
+SHAPE = "--hidden-size 512 --num-attention-heads 8 --seq-length 256 --max-position-embeddings 256 --num-layers"
+PIPELINE = f"{SHAPE} 12 --pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 16"
+
+
+def cluster(**changes: Any) -> Cluster:
+    return dataclasses.replace(read_cluster("a100")[0], **changes)
+
+
+def seconds_of(step: StepTime, queue: str) -> float:
+    return sum(span.end - span.start for span in step.spans if span.queue == queue)
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks"),
+    [
+        (f"{SHAPE} 6 --micro-batch-size 4 --global-batch-size 24", 1),
+        (f"{PIPELINE} --use-distributed-optimizer", 4),
+        (f"{PIPELINE} --num-layers 10 --model-parallel-size 2 --sequence-parallel", 4),
+        pytest.param(
+            f"{PIPELINE} --num-layers 20 --num-layers-per-virtual-pipeline-stage 5", 2, marks=pytest.mark.wide
+        ),
+        pytest.param(f"{PIPELINE} --pipeline-schedule zero-bubble", 2, marks=pytest.mark.wide),
+    ],
+)
+def test_parts_add_up_and_few_layers_stand_for_all(flags: str, ranks: int) -> None:
+    inputs = gpu_inputs(flags, ranks)
+    whole, extended = (simulate(inputs, cluster(), record=record) for record in (True, False))
+    assert extended.seconds == pytest.approx(whole.seconds, rel=0.01)
+    for step in (whole, extended):
+        assert sum(step.parts.values()) == pytest.approx(step.seconds)
+    assert whole.parts["compute"] == pytest.approx(seconds_of(whole, "compute") / inputs.stages)
+    queues = itertools.groupby(sorted(whole.spans, key=lambda s: (s.stage, s.start)), lambda s: s.stage)
+    for _, spans in queues:
+        ends = [(span.start, span.end) for span in spans if span.queue == "compute"]
+        assert all(end <= start + 1e-12 for (_, end), (start, _) in itertools.pairwise(ends))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        pytest.param("--num-layers-per-virtual-pipeline-stage 1", marks=pytest.mark.wide),
+        pytest.param("--pipeline-schedule zero-bubble", marks=pytest.mark.wide),
+    ],
+)
+def test_pipeline_takes_as_long_as_its_timetable(flags: str) -> None:
+    """Every kernel takes a second, and launches and messages take no time."""
+    free = dict.fromkeys(("matmul_flops", "memory_bandwidth", "send", "network_send"), 1e30)
+    machine = cluster(**free, launch=1e-30, send_latency=1e-30, kernel=1.0)
+    inputs = gpu_inputs(f"{PIPELINE} --num-layers 8 {flags}", 2)
+    schedule = inputs.config.pipeline_schedule(16)
+    jobs = [stage_jobs(inputs, machine, stage) for stage in range(2)]
+
+    def seconds(stage: int, kind: Kind) -> float:
+        return sum(job.seconds for job in jobs[stage % 2].actions.get((kind, stage // 2, 0), ()))
+
+    costs = [StageCosts(*(seconds(stage, kind) for kind in ("F", "B", "W"))) for stage in range(schedule.num_stages)]
+    ends = sum(job.seconds for job in (*jobs[0].before, *jobs[0].after) if job.queue == "compute")
+    assert simulate(inputs, machine, record=True).seconds == pytest.approx(
+        timetable(schedule, costs).length + ends, rel=0.03
+    )
+
+
+def test_gradients_are_summed_under_backward() -> None:
+    inputs = gpu_inputs(f"{SHAPE} 6 --micro-batch-size 8 --use-distributed-optimizer --ddp-bucket-size 1000000", 8)
+    fast = simulate(inputs, cluster(), record=True)
+    assert 0 < fast.parts["data"] < seconds_of(fast, "data")
+    slow = simulate(inputs, cluster(data_link=1e9), record=True)
+    assert slow.seconds > seconds_of(slow, "data") > 10 * seconds_of(fast, "data")
+    sent = sum(int(s.text.split()[0].replace(",", "")) for s in fast.spans if s.queue == "data")
+    parameters = inputs.config.model.num_layers * 12 * 512**2 + 50304 * 512
+    assert sent == pytest.approx(6 * parameters, rel=0.02)  # float32 gradients, bf16 parameters
+
+
+def test_interval_between_checkpoints_is_the_best() -> None:
+    cost = training_cost(3e11, 1e6, 512, 64, 0.004, 60, 600)
+    intervals, mean = np.geomspace(600, 1e5, 2000), DAY / (0.004 * 64)
+    lost = 60 / intervals + (intervals / 2 + 600) / mean
+    assert cost.interval == pytest.approx(intervals[np.argmin(lost)], rel=0.01)
+    assert cost.days == pytest.approx(3e5 / DAY * (1 + lost.min()), rel=1e-4)
+    assert cost.gpu_hours == pytest.approx(cost.days * 24 * 512)
+
+
+def test_search_finds_layouts_that_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = f"{SHAPE} 4 --device cuda --cluster a100 --ranks 4 --global-batch-size 8".split()
+    before = time.process_time()
+    assert main([*flags, "--search", "--tokens", "1B", "--memory-gb", "1.1", "--json"]) == 0
+    assert time.process_time() - before < 30
+    found = json.loads(capsys.readouterr().out)["found"]
+    assert len(found) >= 5
+    assert [row["seconds"] for row in found] == sorted(row["seconds"] for row in found)
+    # The plan of the printed command agrees.
+    path = tmp_path / "step.json"
+    assert main([*flags, *found[0]["flags"].split(), "--perfetto", str(path), "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["memory"]["total"] == found[0]["bytes"] <= 1.1 * 2**30
+    assert plan["time"]["seconds"] == pytest.approx(found[0]["seconds"], rel=0.01)
+    events = json.loads(path.read_text())["traceEvents"]
+    assert max(event["ts"] + event["dur"] for event in events) <= 1e6 * plan["time"]["seconds"] * 1.001
