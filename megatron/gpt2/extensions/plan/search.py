@@ -125,9 +125,9 @@ def quick_bytes(config: Config, x: Layout) -> float:
     h, layers = model.hidden_size, model.num_layers / x.pipeline
     parameters = (layers * (4 * h + 2 * model.ffn_size) + model.vocab_size) * h / x.tensor
     split = x.tensor if x.sequence_parallel else 1
-    whole, divided = {"none": (4, 12), "selective": (2, 8), "full": (1, 0)}[x.recompute]  # hidden states of a layer
+    whole, divided = {"none": (8, 24), "selective": (4, 16), "full": (2, 0)}[x.recompute]  # bytes per token and h
     in_flight = min(x.pipeline + (x.pipeline - 1) * (x.chunks > 1) / x.chunks, config_micro_batches(config, x))
-    activations = 2 * tokens * h * layers * in_flight * (whole * 2 / split + divided / x.tensor) / 2
+    activations = tokens * h * layers * in_flight * (whole / split + divided / x.tensor)
     state = 2 + 4 / (x.data if x.sharding == 2 else 1) + 12 / (x.data if x.sharding else 1)
     return state * parameters + activations
 
