@@ -75,6 +75,7 @@ SHORTENED = [
         "--pipeline-model-parallel-size 1",
         "the small model has one layer, for one stage",
     ),
+    (r"--search", f"{SHAPE} --ranks 2 --global-batch-size 2", "a minute for 512 ranks"),
 ]
 
 
@@ -101,7 +102,18 @@ def reader(shared_folder: Path, python: WarmPython) -> Path:
 
 
 def make_project(folder: Path) -> None:
-    for name in ("mpu", "data_utils", "megatron", "scripts", "tools", "tasks", "benchmarks", "data", "examples"):
+    for name in (
+        "clusters",
+        "mpu",
+        "data_utils",
+        "megatron",
+        "scripts",
+        "tools",
+        "tasks",
+        "benchmarks",
+        "data",
+        "examples",
+    ):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in (
         "pretrain_gpt2.py",

@@ -183,9 +183,9 @@ def search(
             train=dataclasses.replace(config.train, gradient_accumulation_steps=None, **values["train"]),
         )
         inputs = inputs_of(made)
-        memory = max(
-            (estimate_memory(inputs, stage) for stage in {0, x.pipeline - 1}), key=lambda estimate: estimate.total
-        )
+        memory = estimate_memory(inputs, 0)
+        if memory.total <= budget:
+            memory = max(memory, estimate_memory(inputs, x.pipeline - 1), key=lambda estimate: estimate.total)
         if memory.total > budget:
             continue
         flags = [changed_flags(section, getattr(config, section), values[section]) for section in values]
