@@ -26,6 +26,7 @@ PROGRAMS = {
     "inspect-data": "commands.inspect_data:main",
     "preflight": "extensions.preflight.command:main",
     "plan": "extensions.plan.command:main",
+    "show-step": "extensions.plan.show_step:main",
     "bench-collectives": "commands.bench_collectives:main",
     "draw-schedule": "commands.draw_schedule:main",
     "verify": "extensions.verify.command:main",

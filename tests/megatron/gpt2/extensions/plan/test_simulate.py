@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -15,11 +16,13 @@ import pytest
 from megatron.gpt2.extensions.plan.cluster import Cluster, read_cluster
 from megatron.gpt2.extensions.plan.command import main
 from megatron.gpt2.extensions.plan.search import DAY, training_cost
+from megatron.gpt2.extensions.plan.show_step import main as show_step
 from megatron.gpt2.extensions.plan.simulate import StepTime, simulate, stage_jobs
 from megatron.gpt2.pipeline.analysis import timetable
 from megatron.gpt2.pipeline.p2p_schedule import StageCosts
 from megatron.gpt2.pipeline.schedule import Kind
 from tests.megatron.gpt2.extensions.plan.test_memory import gpu_inputs
+from tests.megatron.gpt2.extensions.serve.test_server_process import start_browser
 
 SHAPE = "--hidden-size 512 --num-attention-heads 8 --seq-length 256 --max-position-embeddings 256 --num-layers"
 PIPELINE = f"{SHAPE} 12 --pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 16"
@@ -120,3 +123,31 @@ def test_search_finds_layouts_that_fit(tmp_path: Path, capsys: pytest.CaptureFix
     assert plan["time"]["seconds"] == pytest.approx(found[0]["seconds"], rel=0.01)
     events = json.loads(path.read_text())["traceEvents"]
     assert max(event["ts"] + event["dur"] for event in events) <= 1e6 * plan["time"]["seconds"] * 1.001
+
+
+def test_the_page_of_a_step_in_a_browser(tmp_path: Path) -> None:
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: the extra [dev] brings it")
+    path = tmp_path / "step.html"
+    flags = f"{SHAPE} 2 --device cuda --cluster a100 --ranks 4 --pipeline-model-parallel-size 2"
+    show_step([*flags.split(), "--model-parallel-size", "2", "--global-batch-size", "16", "--output", str(path)])
+    with api.sync_playwright() as playwright, contextlib.closing(start_browser(playwright)) as chromium:
+        page = chromium.new_page()
+        errors: list[str] = []
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("console", lambda message: errors.append(message.text))
+        page.goto(path.as_uri())
+        running, slider = page.locator("#running"), page.locator("#moment")
+        pictures = [page.locator("#lanes").screenshot()]
+        first = running.inner_text()
+        page.get_by_role("button", name="Next").click()
+        assert running.inner_text() != first
+        page.locator("#zoom").select_option("0.1")
+        spans = page.evaluate("spans")
+        starts = sorted({span[3] for span in spans})
+        for queue in ("tensor", "pipeline"):
+            span = next(span for span in spans if span[1] == queue)
+            slider.fill(str(starts.index(span[3])))
+            api.expect(running).to_contain_text(span[2])
+            api.expect(running).to_contain_text(span[5])
+            pictures.append(page.locator("#lanes").screenshot())
+        assert len(set(pictures)) == 3 and errors == []
