@@ -26,7 +26,7 @@ def page(inputs: MemoryInputs, step: StepTime, cluster: str) -> str:
     parallel, of_stage = inputs.config.parallel, inputs.world_size // inputs.stages
     about = (
         f"{plural(inputs.world_size, 'rank')} of {cluster}: tensor {parallel.model_parallel_size} × pipeline "
-        f"{inputs.stages} × data {inputs.data_parallel_size}, {plural(inputs.num_microbatches, 'micro-batch')}. The "
+        f"{inputs.stages} × data {inputs.data_parallel_size}, {inputs.num_microbatches} micro-batches. The "
         "lanes are those of the first rank of each stage; the other ranks of a stage do the same."
     )
     spans = [
