@@ -13,7 +13,7 @@ from megatron.gpt2.hooks import EXTENSIONS, MEMORY_PLAN, Hook, first_not_none, l
 from megatron.gpt2.train.loop import train
 from tests.megatron.gpt2.train.training_runs import finish, make_context, start, write_text
 
-FLAGS = "--exact-layouts 2 --check-replicas-interval 1 --log-straggler --rewind-on-spike".split()
+FLAGS = "--exact-layouts 2 --check-replicas-interval 1 --eval-tasks lambada --log-straggler --rewind-on-spike".split()
 
 
 def names(*flags: str) -> list[str]:
