@@ -40,6 +40,7 @@ import torch
 import mpu
 from data_utils.command_line import Parser
 from megatron.gpt2 import device as devices
+from megatron.gpt2 import hooks
 from megatron.gpt2.checkpoint.saver import PendingSave, Saver
 from megatron.gpt2.commands.pretrain_gpt2 import finish_run
 from megatron.gpt2.config import require
@@ -127,6 +128,7 @@ def record_layout(arguments: Arguments, world_size: int) -> list[Record]:
         for owner, name, replacement in (
             (devices, "_measure_gemm_flops", lambda *_: 1.0),  # takes 0.3 s
             (RunLog, "_write", lambda *_: ""),  # the report and the plot
+            (hooks, "MEMORY_PLAN", "absent:absent"),  # it traces a step with groups of its own
             (evaluate, "SAMPLING", dataclasses.replace(evaluate.SAMPLING, max_new_tokens=NEW_TOKENS)),
         ):
             stack.enter_context(mock.patch.object(owner, name, replacement))
