@@ -23,6 +23,7 @@ from data_utils import Tokenizer, build_tokenizer, kind_of_vocabulary, load_toke
 from data_utils.command_line import Parser, plural
 from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.config import require
+from megatron.gpt2.device import DTYPES
 from megatron.gpt2.formats import BaseCheckpoint, Hints, open_checkpoint
 from megatron.gpt2.formats.compare import (
     compare_logits,
@@ -34,7 +35,7 @@ from megatron.gpt2.formats.compare import (
 from megatron.gpt2.formats.external import UnknownHeadsError, has_optimizer
 from megatron.gpt2.formats.gguf import TYPES as GGUF_TYPES
 from megatron.gpt2.formats.gguf import write_gguf
-from megatron.gpt2.formats.huggingface import EXPORT_DTYPES, write_huggingface
+from megatron.gpt2.formats.huggingface import write_huggingface
 from megatron.gpt2.formats.megatron import write_megatron
 from megatron.gpt2.formats.megatron_model import PIPELINE_FLAG, VIRTUAL_FLAG, MegatronLayout
 from megatron.gpt2.formats.native import require_new_folder, write_native
@@ -197,7 +198,7 @@ def write_format(args: argparse.Namespace, source: BaseCheckpoint, to: str, layo
         f"and this writes {to}" + ", which loads under any of them" * (to == "native"),
     )
     if args.command == "convert":
-        dtypes = {"gguf": tuple(GGUF_TYPES), "huggingface": tuple(EXPORT_DTYPES)}
+        dtypes = {"gguf": tuple(GGUF_TYPES), "huggingface": tuple(DTYPES)}
         allowed = dtypes.get(to, ())
         require(
             args.dtype == "source" or args.dtype in allowed,

@@ -14,6 +14,7 @@ import numpy as np
 from data_utils.command_line import Parser, align_columns
 from megatron.gpt2.config import require
 from megatron.gpt2.monitor.incidents import read_records
+from megatron.gpt2.monitor.plots import curve_points
 from megatron.gpt2.monitor.run_report import METRICS
 
 # Iteration -> validation loss, in nats per token, of llm.c's GPT-2 124M on FineWeb 10B: the log of 2024-10-13 in
@@ -74,8 +75,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     require(args.entropy is None or args.entropy > 0, f"--entropy must be positive, not {args.entropy}")
     key = "bits_per_byte" if args.entropy else "lm_loss"
-    records = read_records(Path(args.save) / METRICS)
-    losses = {one["iteration"]: one[key] for one in records if one.get("split") == "valid" and one.get(key)}
+    losses = dict(curve_points(read_records(Path(args.save) / METRICS), key, "valid"))
     require(bool(losses), f"{args.save}: {METRICS} has no validation loss; train with --eval-interval")
     rows = compare_with_entropy(losses, args.entropy) if args.entropy else compare_with_published(losses)
     require(

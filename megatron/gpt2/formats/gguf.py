@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from data_utils import Tokenizer
 from data_utils.command_line import missing_package
@@ -19,6 +18,7 @@ from data_utils.tokenizers.base import MODEL_FILE, SentencePieceTokenizer
 from data_utils.tokenizers.gpt2 import END_OF_TEXT
 from megatron.gpt2.checkpoint.base import BaseCheckpoint, check_metadata
 from megatron.gpt2.config import require
+from megatron.gpt2.device import PRECISIONS
 from megatron.gpt2.formats.external import WORD_EMBEDDINGS
 from megatron.gpt2.formats.native import check_tokenizer, new_folder
 from megatron.gpt2.formats.openai import export_kind, openai_name, to_openai
@@ -33,7 +33,6 @@ TYPES = {
     "bf16": ("BF16", "MOSTLY_BF16"),
     "q8_0": ("Q8_0", "MOSTLY_Q8_0"),
 }
-SOURCE_TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 SPACES = "  a  b "
 NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # llama.cpp's types of tokens
 
@@ -66,7 +65,7 @@ def write_gguf(
     )
     kind = export_kind(source, dtype)
     if dtype == "source":
-        dtype = SOURCE_TYPES[source.tensors[f"model.{WORD_EMBEDDINGS}"].dtype]
+        dtype = PRECISIONS[source.tensors[f"model.{WORD_EMBEDDINGS}"].dtype]
     matrix_type, file_type = TYPES[dtype]
     types, specs = gguf.GGMLQuantizationType, parameter_specs(model)
     names: Any = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, model.num_layers)

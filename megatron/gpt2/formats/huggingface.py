@@ -21,6 +21,7 @@ from data_utils.files import read_json_object, read_safetensors_header
 from megatron.gpt2.checkpoint.base import BaseCheckpoint, TensorInfo, check_metadata
 from megatron.gpt2.checkpoint.reader import DTYPES
 from megatron.gpt2.config import require
+from megatron.gpt2.device import DTYPES as PRECISION_DTYPES
 from megatron.gpt2.formats.compare import describe, format_description
 from megatron.gpt2.formats.external import (
     MAX_JSON_BYTES,
@@ -58,7 +59,6 @@ REQUIRED_VALUES = {
 }
 # Files of a tokenizer: transformers 4 writes both sets, transformers 5 only the second.
 TOKENIZER_FILES = (("vocab.json", "merges.txt"), ("tokenizer.json",))
-EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHARD_BYTES = 5 * 10**9
 
 
@@ -170,7 +170,7 @@ def write_huggingface(
     """
     model = check_metadata(source)
     check_tokenizer(source, tokenizer)
-    wanted = EXPORT_DTYPES.get(dtype, source.tensors[f"model.{WORD_EMBEDDINGS}"].dtype)
+    wanted = PRECISION_DTYPES.get(dtype, source.tensors[f"model.{WORD_EMBEDDINGS}"].dtype)
     kind = export_kind(source, dtype)
     eod = tokenizer.eod if tokenizer and tokenizer.has_eod else None
     ends = {} if eod is None else {"bos_token_id": eod, "eos_token_id": eod}

@@ -31,9 +31,8 @@ from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
 BACKEND = "recorded"  # the name of the backend in torch.distributed
-KEPT = (
-    1 << 14
-)  # elements up to which a result is the same on all ranks; bytes are always kept, because they are objects
+# Elements up to which a result is the same on all ranks. Bytes are always kept, because they are objects.
+KEPT = 1 << 14
 DEPTH = 3  # lines of the program for each call, from the innermost
 # The methods of a process group. torch 2.13 renamed some.
 OPERATIONS = (

@@ -45,6 +45,11 @@ def memory_inputs(context: RunContext) -> MemoryInputs:
     )
 
 
+def describe_failure(error: Exception) -> str:
+    """Describe in one line why the trace of a program's own step failed. Neither a run nor preflight needs the plan."""
+    return f"no memory plan ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+
+
 def unless_failed(default: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator of `MemoryPlan`'s methods. They return `default` if the plan fails: a run goes on."""
 
@@ -55,7 +60,7 @@ def unless_failed(default: Any) -> Callable[[Callable[..., Any]], Callable[..., 
                 try:
                     return method(self, *arguments)
                 except Exception as error:
-                    self.failure = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                    self.failure = describe_failure(error)
             return default
 
         return returning
@@ -91,7 +96,7 @@ class MemoryPlan(Hook):
     def start_lines(self, trainer: Trainer) -> list[str]:
         """Return a warning if the run will not fit, or why there is no estimate."""
         line = self._shortage(trainer.context)
-        failed = f"no memory plan ({self.failure}); the run does not need it"
+        failed = f"{self.failure}; the run does not need it"
         return [failed] if self.failure else [f"WARNING: {line}"] if line else []
 
     @unless_failed("")

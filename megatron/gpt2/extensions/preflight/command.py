@@ -41,7 +41,7 @@ from megatron.gpt2.dist.gathering import gather_rows, gather_strings
 from megatron.gpt2.dist.ranks import RankInfo, format_ranks
 from megatron.gpt2.dist.rendezvous import initialize_distributed
 from megatron.gpt2.dist.run_program import Log, run_program
-from megatron.gpt2.extensions.plan.hook import available_memory, memory_inputs, memory_shortage
+from megatron.gpt2.extensions.plan.hook import available_memory, describe_failure, memory_inputs, memory_shortage
 from megatron.gpt2.extensions.plan.memory import estimate_memory, in_mb
 from megatron.gpt2.model.gpt2 import count_parameters
 from megatron.gpt2.train.report import repetition_warning
@@ -315,8 +315,8 @@ def check_run(context: RunContext, rank_info: RankInfo) -> Findings:
         total = in_mb(estimate_memory(memory_inputs(context)).total)
         short, _, ways = memory_shortage(context, rank_info.local_world_size).partition(": ")
         memory = f"{total} MB of {in_mb(available)} MB ({limit})"
-    except Exception as error:  # the plan runs the program's step; the other checks do not need it
-        memory, short, ways = f"no memory plan ({type(error).__name__}: {' '.join(str(error).split())[:200]})", "", ""
+    except Exception as error:
+        memory, short, ways = describe_failure(error), "", ""
     data = context.splits.fingerprint[:12]
     return {
         "data": Finding(f"{data} on every rank", SAME_FILES, must_match={"training data": data}),
