@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import mpu
-from tests.megatron.gpt2.formats.sample_checkpoints import CASES, unpack
+from tests.megatron.gpt2.formats.sample_checkpoints import CASES, FIXTURES, unpack
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +19,5 @@ def one_rank() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The checkpoints that megatron-core wrote, unpacked, by name."""
-    base = tmp_path_factory.mktemp("torch_dist")
-    for name in CASES:
-        unpack(name, base / name)
+    base = unpack(FIXTURES / "checkpoints.tar.xz", tmp_path_factory.mktemp("torch_dist"))
     return {name: base / name for name in CASES}

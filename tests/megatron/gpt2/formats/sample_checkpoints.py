@@ -245,14 +245,23 @@ def in_memory_checkpoint(num_layers: int, dtype: torch.dtype) -> BaseCheckpoint:
 # --- checkpoints of megatron-core
 
 FIXTURES = Path(__file__).parent / "torch_dist"
-CASES = {path.name.removesuffix(".tar.xz"): path for path in sorted(FIXTURES.glob("*.tar.xz"))}
 VOCABULARY = 29
 
 
-def unpack(name: str, folder: Path) -> None:
-    """Unpack the checkpoint `name` into `folder`."""
-    with tarfile.open(CASES[name]) as archive:
-        archive.extractall(folder, filter="data")
+def cases(archive: Path) -> list[str]:
+    """The checkpoints of an archive: its top folders."""
+    with tarfile.open(archive) as members:
+        return sorted({name.split("/")[0] for name in members.getnames()})
+
+
+def unpack(archive: Path, folder: Path) -> Path:
+    """Unpack an archive into `folder`."""
+    with tarfile.open(archive) as members:
+        members.extractall(folder, filter="data")
+    return folder
+
+
+CASES = cases(FIXTURES / "checkpoints.tar.xz")
 
 
 def opened(folder: Path) -> BaseCheckpoint:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -14,18 +13,17 @@ import torch
 
 from megatron.gpt2.commands import checkpoint
 from megatron.gpt2.formats.torch_files import load_torch_file
-from tests.megatron.gpt2.formats.sample_checkpoints import KINDS, opened
+from tests.megatron.gpt2.formats.sample_checkpoints import KINDS, cases, opened, unpack
 
 FIXTURES = Path(__file__).parent / "deepspeed"
-CASES = {path.name.removesuffix(".tar.xz"): path for path in sorted(FIXTURES.glob("*.tar.xz"))}
+ARCHIVE = FIXTURES / "checkpoints.tar.xz"
+CASES = cases(ARCHIVE)
 FP32 = "zero1_fp32_dp3-0.17.5"
 
 
 @pytest.fixture
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    with tarfile.open(CASES[request.param]) as archive:
-        archive.extractall(tmp_path, filter="data")
-    return tmp_path
+    return unpack(ARCHIVE, tmp_path) / str(request.param)
 
 
 @pytest.mark.parametrize("folder", CASES, indirect=True)
