@@ -254,8 +254,8 @@ def require_native_format(
             )
         return
     flags = ""
-    if format in ("megatron", "deepspeed", "dcp"):  # these may lack the number of heads
-        flags = f" --num-attention-heads {num_attention_heads or 'N'}"
+    if num_attention_heads and format in ("megatron", "deepspeed", "dcp"):  # these may lack the number of heads
+        flags = f" --num-attention-heads {num_attention_heads}"
     if with_tokenizer and format != "huggingface":
         flags += " --vocab-file FILE --merge-file FILE"
     folder = shlex.quote(str(load).rstrip("/"))

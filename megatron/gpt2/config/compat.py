@@ -187,7 +187,8 @@ NO_STAGE_3 = (
     "--model-parallel-size splits the weights, and --cpu-offload-optimizer moves the optimizer to the host"
 )
 STAGE = "1 is read as --use-distributed-optimizer, 2 adds --shard-gradients, 3 is refused"
-OVERLAPS = "not implemented, or always on; results are the same"
+ALWAYS_ON = "always on"
+NO_OVERLAP = "this overlap is not implemented; results are the same"
 EVALUATE = how_to_call("evaluate_gpt2")
 CONVERT = f"{how_to_call('checkpoint')} convert"
 RECOMPUTES = "there is one implementation of activation checkpointing"
@@ -419,14 +420,17 @@ MEGATRON_RULES = by_name(
         "give --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers for other stages",
     ),
     ignored(
-        "--overlap-grad-reduce --overlap-param-gather{,-with-optimizer-step} --overlap-p2p-{communication,"
-        "communication-warmup-flush} --async-tensor-model-parallel-allreduce --tp-comm-{bootstrap-backend,bulk-dgrad,"
-        "bulk-wgrad,overlap,overlap-ag,overlap-cfg,overlap-rs,overlap-rs-dgrad,split-ag,split-rs} "
-        "--contiguous-buffers-in-local-ddp --use-contiguous-buffers-in-ddp --use-ring-exchange-p2p "
-        "--scatter-gather-tensors-in-pipeline --align-grad-reduce --align-param-gather "
-        "--defer-embedding-wgrad-compute --wgrad-deferral-limit= --enable-zbh1-exact-semantics "
+        "--overlap-grad-reduce --overlap-param-gather --async-tensor-model-parallel-allreduce "
+        "--contiguous-buffers-in-local-ddp --use-contiguous-buffers-in-ddp",
+        ALWAYS_ON,
+    ),
+    ignored(
+        "--overlap-param-gather-{with-optimizer-step} --overlap-p2p-{communication,communication-warmup-flush} "
+        "--tp-comm-{bootstrap-backend,bulk-dgrad,bulk-wgrad,overlap,overlap-ag,overlap-cfg,overlap-rs,overlap-rs-dgrad,"
+        "split-ag,split-rs} --use-ring-exchange-p2p --scatter-gather-tensors-in-pipeline --align-grad-reduce "
+        "--align-param-gather --defer-embedding-wgrad-compute --wgrad-deferral-limit= --enable-zbh1-exact-semantics "
         "--microbatch-group-size-per-virtual-pipeline-stage= --clone-scatter-output-in-embedding",
-        OVERLAPS,
+        NO_OVERLAP,
     ),
     ignored(
         "--ddp-num-buckets= --ddp-pad-buckets-for-high-nccl-busbw --ddp-average-in-collective --use-nccl-ub "
@@ -750,9 +754,12 @@ DEEPSPEED_RULES = by_name(
     numeric("zero_optimization.reduce_bucket_size", "parallel.ddp_bucket_size"),
     ignored(
         "zero_optimization.overlap_comm zero_optimization.allgather_partitions zero_optimization.reduce_scatter "
-        "zero_optimization.allgather_bucket_size zero_optimization.contiguous_gradients "
-        "zero_optimization.round_robin_gradients",
-        OVERLAPS,
+        "zero_optimization.contiguous_gradients",
+        ALWAYS_ON,
+    ),
+    ignored(
+        "zero_optimization.allgather_bucket_size zero_optimization.round_robin_gradients",
+        "not implemented; results are the same",
     ),
     ignored(
         "zero_optimization.load_from_fp32_weights zero_optimization.elastic_checkpoint",
