@@ -57,6 +57,7 @@ from tests.megatron.gpt2.checkpoint.saved_states import find, save
 from tests.megatron.gpt2.config.test_compat import WHOLE
 from tests.megatron.gpt2.formats.crafted import with_index
 from tests.megatron.gpt2.formats.sample_checkpoints import (
+    ARCHIVE,
     SHAPE,
     nanogpt_checkpoint,
     openai_state,
@@ -203,10 +204,10 @@ TARGETS = [
     Target("Megatron, flat", megatron("flat", 0), read_external, model=True),
     Target("Megatron v2, legacy .pt", megatron("v2", 3, legacy=True), read_external, model=True),
     Target("Megatron Core", megatron("fused", 3), read_external, model=True),
-    Target("torch_dist", functools.partial(unpack, "plain-0.16.1"), read_external, model=True),
+    Target("torch_dist", functools.partial(unpack, ARCHIVE, "plain-0.16.1"), read_external, model=True),
     Target(
         "torch_dist: .metadata",
-        functools.partial(unpack, "fully_reshardable_dp2-0.16.1"),
+        functools.partial(unpack, ARCHIVE, "fully_reshardable_dp2-0.16.1"),
         read_external,
         "**/.metadata",
         model=True,

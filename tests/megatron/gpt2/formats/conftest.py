@@ -1,12 +1,13 @@
 """The tests of formats run on one rank, unless they start more."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import mpu
-from tests.megatron.gpt2.formats.sample_checkpoints import CASES, FIXTURES, unpack
+from tests.megatron.gpt2.formats.sample_checkpoints import ARCHIVE, CASES
 
 
 @pytest.fixture(autouse=True)
@@ -19,5 +20,6 @@ def one_rank() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The checkpoints that megatron-core wrote, unpacked, by name."""
-    base = unpack(FIXTURES / "checkpoints.tar.xz", tmp_path_factory.mktemp("torch_dist"))
+    base = tmp_path_factory.mktemp("torch_dist")
+    shutil.unpack_archive(ARCHIVE, base, filter="data")
     return {name: base / name for name in CASES}

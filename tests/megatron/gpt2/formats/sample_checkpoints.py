@@ -254,14 +254,20 @@ def cases(archive: Path) -> list[str]:
         return sorted({name.split("/")[0] for name in members.getnames()})
 
 
-def unpack(archive: Path, folder: Path) -> Path:
-    """Unpack an archive into `folder`."""
+def unpack(archive: Path, case: str, folder: Path) -> Path:
+    """Unpack one checkpoint of an archive into `folder`."""
+
+    def select(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
+        top, _, name = member.name.partition("/")
+        return tarfile.data_filter(member.replace(name=name), path) if top == case else None
+
     with tarfile.open(archive) as members:
-        members.extractall(folder, filter="data")
+        members.extractall(folder, filter=select)
     return folder
 
 
-CASES = cases(FIXTURES / "checkpoints.tar.xz")
+ARCHIVE = FIXTURES / "checkpoints.tar.xz"
+CASES = cases(ARCHIVE)
 
 
 def opened(folder: Path) -> BaseCheckpoint:

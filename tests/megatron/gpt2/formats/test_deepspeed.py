@@ -23,7 +23,7 @@ FP32 = "zero1_fp32_dp3-0.17.5"
 
 @pytest.fixture
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    return unpack(ARCHIVE, tmp_path) / str(request.param)
+    return unpack(ARCHIVE, request.param, tmp_path)
 
 
 @pytest.mark.parametrize("folder", CASES, indirect=True)
