@@ -58,6 +58,19 @@ def sources(package: str) -> list[Path]:
     return found
 
 
+def for_types(node: ast.AST) -> bool:
+    """Return whether the node is an `if TYPE_CHECKING:`."""
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def walk(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield all nodes below `node`, without those under TYPE_CHECKING, which never run."""
+    for child in ast.iter_child_nodes(node):
+        if not for_types(child):
+            yield child
+            yield from walk(child)
+
+
 def imports(nodes: Iterable[ast.AST], path: Path) -> Iterator[str]:
     """Yield full dotted names. `from a import b` gives a.b, because b may be a module."""
     for node in nodes:
@@ -79,7 +92,7 @@ def tree_of(path: Path) -> ast.Module:
 
 @functools.cache
 def imported(path: Path) -> set[str]:
-    return set(imports(ast.walk(tree_of(path)), path))
+    return set(imports(walk(tree_of(path)), path))
 
 
 def roots(names: set[str]) -> set[str]:
@@ -89,8 +102,7 @@ def roots(names: set[str]) -> set[str]:
 def at_load(node: ast.AST) -> Iterator[ast.AST]:
     """Yield the nodes that run when the module is loaded: not those inside functions or under TYPE_CHECKING."""
     for child in ast.iter_child_nodes(node):
-        unused = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
-        if not unused and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+        if not for_types(child) and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             yield child
             yield from at_load(child)
 

@@ -1,7 +1,7 @@
-"""Extensions of training: an extension is a subclass of `Hook`, which is loaded if its flag is given.
+"""Extensions of training: an extension is a subclass of `Hook`, as a `TrainerCallback` of Hugging Face.
 
-A run has a list of hooks. The program calls the methods of `Hook` at fixed points of a run; by default they do nothing.
-So the program imports no extension, and a run without an extension's flag loads none of its modules.
+The program calls the methods of `Hook` at fixed points of a run; by default they do nothing. So the program imports no
+extension. An extension is loaded if its flag is given; only the memory plan is always loaded.
 
     class Grumbler(Hook):                                  # extensions/grumble.py
         def on_log(self, trainer, record):
@@ -13,13 +13,21 @@ So the program imports no extension, and a run without an extension's flag loads
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import torch
 
 import mpu
 from megatron.gpt2.config import Config, flag
+
+if TYPE_CHECKING:
+    from megatron.gpt2.model.gpt2 import GPT2Model
+    from megatron.gpt2.monitor.reporting import IterationRecord
+    from megatron.gpt2.optimizer.bucket_reducer import BucketReducer
+    from megatron.gpt2.optimizer.param_and_grad_buffer import ParamAndGradBuffer
+    from megatron.gpt2.train.setup import RunContext
+    from megatron.gpt2.train.trainer import Trainer
 
 # Key of the flag -> "module:class" in megatron/gpt2/extensions. The constructor takes the configuration.
 EXTENSIONS = {
@@ -29,12 +37,11 @@ EXTENSIONS = {
     "train.log_straggler": "watch.stragglers:LogStraggler",
     "train.rewind_on_spike": "watch.spikes:RewindOnSpike",
 }
-# This extension is always loaded if it is installed. Without it, a run does not print its expected memory.
+# It is always loaded if it is installed. Without it, a run does not print its expected memory.
 MEMORY_PLAN = "plan.hook:MemoryPlan"
 
 T = TypeVar("T")
-RunContext = Any  # megatron.gpt2.train.setup.RunContext
-Trainer = Any  # megatron.gpt2.train.trainer.Trainer
+P = ParamSpec("P")
 
 
 class StopRun(Exception):
@@ -53,26 +60,28 @@ class Hook:
 
     # Before the process group exists, and while the run is built:
 
-    def check(self, config: Config, device: torch.device) -> None:
+    def validate(self, config: Config, device: torch.device) -> None:
         """Raise ValueError with a one-line message if this extension cannot work with the flags or the device."""
 
-    def must_match(self, context: RunContext) -> dict[str, str]:
+    def settings_equal_on_all_ranks(self, context: RunContext) -> dict[str, str]:
         """Return settings that must be equal on all ranks, by the name that an error message uses."""
         return {}
 
     def submodules(self) -> mpu.TransformerLayerSubmodules | None:
         """Return the layer, head and loss classes of the model, which replace `mpu.DEFAULT_SUBMODULES`, or None."""
 
-    def reducer(self, buffer: Any, model: Any, parallel: mpu.ParallelState) -> Any:
-        """Return a `BucketReducer` that replaces the default one, or None. It must also set `model.tied_grad_hook`."""
+    def reducer(
+        self, buffer: ParamAndGradBuffer, model: GPT2Model, parallel: mpu.ParallelState
+    ) -> BucketReducer | None:
+        """Return a reducer that replaces the default one, or None. It must also set `model.tied_grad_hook`."""
 
     def squared_norm(self, device: torch.device) -> Callable[..., torch.Tensor] | None:
         """Return a function that replaces `mpu.squared_norm` for the norm of all gradients, or None."""
 
     # While it runs:
 
-    def begin(self, trainer: Trainer) -> None:
-        """Called when the run is built or resumed, before the first step."""
+    def on_train_begin(self, trainer: Trainer) -> None:
+        """Called when the run is built, resumed or rewound, before the next step."""
 
     def start_rows(self, trainer: Trainer) -> list[tuple[str, str]]:
         """Return rows (name, text) of the start table."""
@@ -82,28 +91,27 @@ class Hook:
         """Return lines to print after the start table."""
         return []
 
-    def before_step(self, trainer: Trainer) -> None:
+    def on_step_begin(self, trainer: Trainer) -> None:
         """Called before a step."""
 
-    def before_update(self, trainer: Trainer) -> None:
+    def on_pre_optimizer_step(self, trainer: Trainer) -> None:
         """Called when the gradients are summed over all ranks, before the optimizer uses them."""
 
-    def after_step(self, trainer: Trainer) -> None:
+    def on_step_end(self, trainer: Trainer) -> None:
         """Called after a step. `trainer.progress.iteration` already counts it."""
 
-    def on_evaluation(self, trainer: Trainer) -> None:
+    def on_evaluate(self, trainer: Trainer) -> None:
         """Called when the validation loss is due: every --eval-interval iterations, and at the end of training."""
 
-    def before_save(self, trainer: Trainer) -> None:
+    def on_save(self, trainer: Trainer) -> None:
         """Called before a checkpoint is saved."""
 
-    def on_log(self, trainer: Trainer, record: Any) -> list[str]:
-        """Return lines to print after a log line. record: the `IterationRecord` of the log line."""
+    def on_log(self, trainer: Trainer, record: IterationRecord) -> list[str]:
+        """Return lines to print after a log line. record: the numbers of the log line."""
         return []
 
-    def rewound(self, trainer: Trainer) -> bool:
-        """Called after each step. Return whether this hook has rewound the run to an earlier iteration. The hook then
-        also calls `begin` of every hook."""
+    def maybe_rewind(self, trainer: Trainer) -> bool:
+        """Called after each step. Return whether this hook has called `Trainer.rewind`."""
         return False
 
     def expected_memory(self, trainer: Trainer) -> int | None:
@@ -117,39 +125,47 @@ class Hook:
         the process group."""
         return False
 
-    def close(self, trainer: Trainer) -> None:
+    def on_train_end(self, trainer: Trainer) -> None:
         """Called when the run ends or has failed. It must not wait for other ranks."""
 
 
-def load_hooks(config: Config) -> list[Hook]:
+class Hooks(list[Hook]):
+    """The hooks of a run."""
+
+    def call(self, method: Callable[Concatenate[Hook, P], T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
+        """Call a method, for example `Hook.on_log`, of every hook. Return the results."""
+        return [getattr(hook, method.__name__)(*args, **kwargs) for hook in self]
+
+    def first(self, method: Callable[Concatenate[Hook, P], T | None], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """Call a method of every hook. Return the first result that is not None, or None."""
+        return next((result for result in self.call(method, *args, **kwargs) if result is not None), None)
+
+
+def load_hooks(config: Config) -> Hooks:
     """Load the extensions that the flags choose. Raises ValueError with a one-line message if one is not installed."""
-    hooks = []
-    for key, place in EXTENSIONS.items():
+    hooks = Hooks()
+    for key, target in EXTENSIONS.items():
         section, name = key.split(".")
         if getattr(getattr(config, section), name):
-            if (extension := _load(place)) is None:
+            if (extension := _load(target)) is None:
                 raise ValueError(
-                    f"{flag(key)} needs megatron.gpt2.extensions.{place.split(':')[0]}, which is not installed: "
+                    f"{flag(key)} needs megatron.gpt2.extensions.{target.split(':')[0]}, which is not installed: "
                     "install it, or leave the flag out"
                 )
             hooks.append(extension(config))
-    planner = _load(MEMORY_PLAN)
-    return [*hooks, planner(config)] if planner is not None else hooks
+    if (memory_plan := _load(MEMORY_PLAN)) is not None:
+        hooks.append(memory_plan(config))
+    return hooks
 
 
-def _load(place: str) -> type | None:
+def _load(target: str) -> Callable[[Config], Hook] | None:
     """Return the class "module:class", or None if the module is not installed."""
-    module, name = place.split(":")
+    module, name = target.split(":")
     path = f"megatron.gpt2.extensions.{module}"
     try:
-        found: type = getattr(importlib.import_module(path), name)
+        extension: Callable[[Config], Hook] = getattr(importlib.import_module(path), name)
     except ModuleNotFoundError as error:
         if error.name is None or not path.startswith(error.name):
             raise  # a library of the extension is missing
         return None
-    return found
-
-
-def first_not_none(offers: Iterable[T | None]) -> T | None:
-    """Return the first value that is not None, or None."""
-    return next((offer for offer in offers if offer is not None), None)
+    return extension

@@ -94,7 +94,7 @@ def test_save_and_load(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with running(text, tmp_path, DROPOUT) as (trainer, gpu):
         steps(trainer, gpu)
         trainer.progress.count_step(trainer.current_global_batch_size)
-        assert trainer.save() is not None
+        assert trainer.checkpoints.save() is not None
     with running(text, tmp_path, DROPOUT) as (trainer, gpu):
         assert trainer.progress.iteration == 1
         check_step(trainer, gpu)

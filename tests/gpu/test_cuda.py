@@ -144,7 +144,7 @@ def test_a_resume_goes_on_as_before(folder: Path):
     flags = "--precision bf16 --attention-dropout 0.1 --hidden-dropout 0.1"
     whole = on_gpu(folder, flags)
     steps(whole, 5)
-    whole.save()
+    whole.checkpoints.save()
     expected = steps(whole, 5)["loss"]
     finish(whole)
     resumed = on_gpu(folder, f"{flags} --load {folder}/save")

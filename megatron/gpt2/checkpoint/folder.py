@@ -207,7 +207,7 @@ def make_save_folder(folder: Path) -> None:
         raise ValueError(f"--save {folder}: cannot be written: {error.strerror}") from error
 
 
-def detect_format(path: str | Path, iteration: int | None = None) -> tuple[str, Path] | None:
+def detect_format_by_file_names(path: str | Path, iteration: int | None = None) -> tuple[str, Path] | None:
     """Return the format of the checkpoint at `path`, and the iteration's folder or the file to open. None if the format
     is unknown. The function reads only file names and the tracker.
 
@@ -245,7 +245,7 @@ def require_native_format(
 
     with_tokenizer: the command asks for the tokenizer's files, because the caller has no flag for them.
     """
-    format, found = detect_format(load) or ("native", None)
+    format, found = detect_format_by_file_names(load) or ("native", None)
     if format == "native":
         if found == Path(load):
             raise ValueError(

@@ -23,7 +23,7 @@ from megatron.gpt2.dist.ranks import MissingRanksError, RankInfo
 from megatron.gpt2.dist.rendezvous import StandbyExit, join_rendezvous, report_lost_ranks, shutdown_distributed
 from megatron.gpt2.dist.run_program import SaveFolder, exit_with_error, handle_error, report_out_of_memory, start_ranks
 from megatron.gpt2.dist.signals import exit_on_sigterm
-from megatron.gpt2.hooks import StopRun, first_not_none
+from megatron.gpt2.hooks import Hook, StopRun
 from megatron.gpt2.monitor.incidents import FINISHED, IncidentLog, is_out_of_memory, rank_file_name, write_ended
 from megatron.gpt2.train.evaluate import evaluate_and_log, sample_text
 from megatron.gpt2.train.loop import train
@@ -124,13 +124,13 @@ class ProcessState:
             if isinstance(error, FloatingPointError | StopRun):
                 trainer.log.info(f"stopped: {error}")  # on every rank after the same step
                 with contextlib.suppress(StopRun):  # the storage is too slow for a pending save
-                    trainer.checkpoints.saver.finish()
+                    trainer.checkpoints.finish()
                 return 1
             trainer.log.note("stopped: " + " ".join(str(error).split())[:300])
         if self.context is not None and is_out_of_memory(error):
             if trainer is None:
                 self.context.incidents.refused(error)
-            line = first_not_none(hook.explain_out_of_memory(self.context) for hook in self.context.hooks)
+            line = self.context.hooks.first(Hook.explain_out_of_memory, self.context)
             code = report_out_of_memory(line or f"out of memory on rank {rank_info.rank}: {error}", rank_info)
             shutdown_distributed(rank_info)
             return code
@@ -139,7 +139,7 @@ class ProcessState:
         if isinstance(error, DamagedData):
             return exit_with_error(error, rank_info)
         if trainer is not None and isinstance(error, RuntimeError):
-            explained = any(hook.handle_error(trainer, error) for hook in trainer.hooks)
+            explained = any(trainer.hooks.call(Hook.handle_error, trainer, error))
             if explained or report_lost_ranks(rank_info):
                 return 1
         raise error
@@ -159,13 +159,13 @@ def report_finished(context: RunContext, log: Log) -> int:
 def finish_run(trainer: Trainer, reason: str) -> int:
     """Save, evaluate and report after the last step. reason: why the run stopped, or "" at the end. Return the exit
     code, which is 1 if the last iteration is not saved."""
-    iteration, saver, rank_info = trainer.progress.iteration, trainer.checkpoints.saver, trainer.context.rank_info
+    iteration, checkpoints, rank_info = trainer.progress.iteration, trainer.checkpoints, trainer.context.rank_info
     valid, sample = None, ""
-    saver.finish()
-    if saver.saved_iteration != iteration:
-        trainer.save()  # before the evaluations, which can take long: a second Ctrl-C must not lose the last steps
-        saver.finish()
-    missing = "" if saver.saved_iteration == iteration else f"iteration {iteration} is not saved"
+    checkpoints.finish()
+    if checkpoints.saved_iteration != iteration:
+        checkpoints.save()  # before the evaluations, which can take long: a second Ctrl-C must not lose the last steps
+        checkpoints.finish()
+    missing = "" if checkpoints.saved_iteration == iteration else f"iteration {iteration} is not saved"
     code = 1 if missing else 0
     if reason:
         goes_on = (
@@ -178,13 +178,13 @@ def finish_run(trainer: Trainer, reason: str) -> int:
         valid = evaluate_and_log(trainer, "valid", final=True)
         evaluate_and_log(trainer, "test", final=True)
         sample = sample_text(trainer, count=3)
-        saver.finish()  # --keep-best may have started an asynchronous save
+        checkpoints.finish()  # --keep-best may have started an asynchronous save
         trainer.log.note(f"finished, but {missing}" if missing else "finished")
     if missing:
-        trainer.incidents.note("error", f"{missing}: {saver.problem}", cause="full disk")
+        trainer.incidents.note("error", f"{missing}: {checkpoints.problem}", cause="full disk")
     trainer.incidents.note("end", reason or FINISHED, exit_code=code)
     if not missing:
-        trainer.checkpoints.remove_local()
+        checkpoints.remove_local()
         if rank_info.rank == 0:
             write_ended(trainer.context.save_directory, reason or FINISHED, iteration, code)
     trainer.data.loader.close()
@@ -197,5 +197,5 @@ def finish_run(trainer: Trainer, reason: str) -> int:
         if not reason:
             print(final_report(trainer, valid, sample, plot, missing))
         if missing:
-            print(f"error: {missing}: {saver.problem}", file=sys.stderr, flush=True)
+            print(f"error: {missing}: {checkpoints.problem}", file=sys.stderr, flush=True)
     return code

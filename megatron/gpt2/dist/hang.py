@@ -110,11 +110,11 @@ class HangDetector(Hook):
         self._published, self._main_thread_exits = threading.Lock(), False
         self._heartbeat.on_beat = self._check
 
-    def before_step(self, trainer: Any) -> None:
+    def on_step_begin(self, trainer: Any) -> None:
         """Start the time of a step."""
         self._step_started = time.monotonic()
 
-    def after_step(self, trainer: Any) -> None:
+    def on_step_end(self, trainer: Any) -> None:
         """Stop the time of a step. The time between steps is not limited."""
         self._step_started = float("inf")
 

@@ -23,7 +23,7 @@ class EvalTasks(Hook):
         self._names = [name for text in config.train.eval_tasks for name in text.split(",")]
         self._folder, self._tasks = config.train.eval_tasks_folder, dict[str, EvaluationTask]()
 
-    def check(self, config: Config, device: torch.device) -> None:
+    def validate(self, config: Config, device: torch.device) -> None:
         """Raise ValueError if a name is unknown, or FileNotFoundError if it has no file."""
         if unknown := [name for name in self._names if name not in NAMES]:
             raise ValueError(f"--eval-tasks {unknown[0]}: one of {', '.join(NAMES)}")
@@ -42,7 +42,7 @@ class EvalTasks(Hook):
             )
         return str(files[0])
 
-    def begin(self, trainer: Trainer) -> None:
+    def on_train_begin(self, trainer: Trainer) -> None:
         """Read the files."""
         data, length = trainer.data, trainer.config.model.max_position_embeddings
         for name in self._names:
@@ -50,7 +50,7 @@ class EvalTasks(Hook):
                 name.upper(), self._file(name), data.tokenizer, length=length, strict_lambada=True, log=trainer.log.info
             )
 
-    def on_evaluation(self, trainer: Trainer) -> None:
+    def on_evaluate(self, trainer: Trainer) -> None:
         """Score the files and log a line for each."""
         model, iteration = trainer.state.model, trainer.progress.iteration
         trainer.state.param_gather.wait()  # the scorer bypasses the model's forward, whose hooks would wait

@@ -5,8 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron.gpt2.checkpoint.base import BaseCheckpoint
-from megatron.gpt2.checkpoint.folder import detect_format as detect_by_file_names
-from megatron.gpt2.checkpoint.folder import find_checkpoint
+from megatron.gpt2.checkpoint.folder import detect_format_by_file_names, find_checkpoint
 from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.formats import huggingface, megatron, openai, torch_dist
 from megatron.gpt2.formats.external import Hints, file_errors
@@ -26,9 +25,9 @@ FORMATS = ("native", *OF_RANKS, *OPENERS)
 
 
 def detect_format(path: str | Path, iteration: int | None = None) -> tuple[str, Path] | None:
-    """Like `checkpoint.folder.detect_format`, but also tells Megatron's versions apart, by reading the files. It reads
-    no tensor. Raises ValueError if such a file cannot be read."""
-    found = detect_by_file_names(path, iteration)
+    """Like `detect_format_by_file_names`, but also tells Megatron's versions apart, by reading the files. It reads no
+    tensor. Raises ValueError if such a file cannot be read."""
+    found = detect_format_by_file_names(path, iteration)
     if found is None or found[0] not in ("megatron", "deepspeed"):
         return found
     files = megatron.rank_files(found[1])

@@ -2,7 +2,7 @@
 
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from megatron.gpt2.device import describe_environment
 from megatron.gpt2.dist.gathering import gather_strings
 from megatron.gpt2.hooks import StopRun
 from megatron.gpt2.model.gpt2 import TIED_WEIGHT, parameter_specs
+from megatron.gpt2.monitor.run_log import RunLog
 from megatron.gpt2.optimizer.optimizer import MOMENTS
 from megatron.gpt2.train.resume_equivalence import resume_equivalence
 from megatron.gpt2.train.setup import Log, RunContext, run_metadata
@@ -42,25 +43,33 @@ class CheckpointManager:
     """Saves a run in its --save folder. Every rank calls its methods at the same steps.
 
     lease: the lease of the folder, on rank 0.
-    saver: writes the files, in a thread with --async-save.
+    on_save: called before each save.
     """
 
     def __init__(
-        self, context: RunContext, parallel: mpu.ParallelState, state: TrainState, *, lease: Lease | None, log: Log
+        self,
+        context: RunContext,
+        parallel: mpu.ParallelState,
+        state: TrainState,
+        progress: Progress,
+        *,
+        lease: Lease | None,
+        log: RunLog,
+        on_save: Callable[[], object],
     ) -> None:
-        self._context, self._parallel, self._state = context, parallel, state
-        self._lease, self._log = lease, log
+        self._context, self._parallel, self._state, self._progress = context, parallel, state, progress
+        self._lease, self._log, self._on_save = lease, log, on_save
         config, ranks = context.config.checkpoint, context.rank_info
         start_id = gather_strings(secrets.token_hex(8))[0]
         storage_timeout = timedelta(minutes=config.save_timeout_minutes)
         saving_group = None
         if parallel.world_size > 1:
             saving_group = dist.new_group(backend="gloo", timeout=context.timeout + storage_timeout)
-        self.saver = Saver(
+        self._saver = Saver(
             folder=context.save_directory,
             start_id=start_id,
             asynchronous=config.async_save,
-            log=log,
+            log=log.info,
             keep_last=config.keep_last,
             timeout_s=context.timeout.total_seconds(),
             rank=parallel.rank,
@@ -71,22 +80,77 @@ class CheckpointManager:
             check_owner=lease.check if lease is not None else lambda: None,
         )
         self._files = partial(checkpoint_files, state, parallel, config, context.device)
-        self.saver.prepare(self._files())
-        self.local: LocalCheckpoints | None = None
+        self._saver.prepare(self._files())
+        self._local: LocalCheckpoints | None = None
         if config.local_checkpoint_dir is not None:
             if parallel.rank == 0 and not (context.resume_metadata and run_name(context.save_directory)):
                 atomic_write_text(context.save_directory / RUN_NAME_FILE, start_id)  # a new run gets a new name
             folder = Path(config.local_checkpoint_dir) / gather_strings(run_name(context.save_directory))[0]
             hosts = list(ranks.hosts.values()) or [""] * parallel.world_size
             group = dist.new_group(backend="gloo", timeout=context.timeout) if parallel.world_size > 1 else None
-            self.local = LocalCheckpoints(folder, hosts, parallel.rank, group, start_id, log)
+            self._local = LocalCheckpoints(folder, hosts, parallel.rank, group, start_id, log.info)
 
     @property
     def is_lost(self) -> bool:
         """True if rank 0 has seen that another run has taken the --save folder."""
         return self._lease is not None and self._lease.is_lost
 
-    def restore_folder(self) -> None:
+    @property
+    def saved_iteration(self) -> int | None:
+        """Return the last iteration that all ranks report as saved."""
+        return self._saver.saved_iteration
+
+    @property
+    def problem(self) -> str:
+        """Return the last error of a save on this rank, or ""."""
+        return self._saver.problem
+
+    def save(self) -> Path | None:
+        """Write a checkpoint of this iteration. Return its folder, or None with a warning if it failed on any rank.
+        With --async-save, only start to write and return None; `finish` waits for the result."""
+        self._prepare()
+        return self._saver.save(*self._contents())
+
+    def save_locally(self) -> None:
+        """Write a local checkpoint of this iteration, if one is due."""
+        interval = self._context.config.checkpoint.local_checkpoint_interval
+        if self._local is not None and interval is not None and self._progress.iteration % interval == 0:
+            self._prepare()
+            self._local.save(*self._contents())
+
+    def save_if_best(self, valid_loss: float) -> None:
+        """Write a checkpoint of this iteration into the folder `best` if `valid_loss`, in nats per token, is the lowest
+        so far."""
+        self._prepare()
+        folder, data = self._context.save_directory / BEST, self._context.splits.fingerprint
+        self.finish()  # a thread may still write the previous best checkpoint
+        lower = self._parallel.rank == 0 and valid_loss < best_loss(folder, data, self._log.info)
+        if any(gather_strings("lower" if lower else "")):
+            iteration, files, metadata = self._contents()
+            self._saver.save(iteration, files, metadata | {"valid_loss": valid_loss}, into=folder)
+
+    def finish(self) -> None:
+        """Wait for a save that --async-save has started. Raises StopRun on every rank if the storage is too slow."""
+        self._saver.finish()
+
+    def remove_local(self) -> None:
+        """Remove the local checkpoints, which are older than the last checkpoint or no longer belong to the run."""
+        if self._local is not None:
+            self._local.remove()
+
+    def close(self) -> None:
+        """Wait for a pending save without a collective, and let other runs use the --save folder."""
+        self._saver.close()
+        if self._lease is not None:
+            self._lease.release()
+
+    def _prepare(self) -> None:
+        self._restore_folder()
+        self._log.sync()
+        self._context.incidents.sync()
+        self._on_save()
+
+    def _restore_folder(self) -> None:
         """If the --save folder was removed or moved, make it again with all that a checkpoint needs. Raises
         StopRun on every rank if another run has taken the folder."""
         folder, problem = self._context.save_directory, ""
@@ -96,30 +160,20 @@ class CheckpointManager:
                 if self._lease.is_gone():
                     self._lease.take()
                     write_config_and_tokenizer(self._context)
-                    self._log(
+                    self._log.info(
                         f"WARNING: --save {folder} was removed or moved during the run: it is made again and holds "
                         "what the run saves from now on"
                     )
         except (FolderInUse, LeaseLostError) as error:
             problem = str(error)
         except (ValueError, OSError) as error:
-            self._log(f"WARNING: --save {folder} was removed or moved during the run: {error}")
+            self._log.info(f"WARNING: --save {folder} was removed or moved during the run: {error}")
         if problem := gather_strings(problem)[0]:
             raise StopRun(problem)
 
-    def save_if_best(self, progress: Progress, valid_loss: float) -> None:
-        """Write a checkpoint of this iteration into the folder `best` if `valid_loss`, in nats per token, is the lowest
-        so far."""
-        folder, data = self._context.save_directory / BEST, self._context.splits.fingerprint
-        self.saver.finish()  # a thread may still write the previous best checkpoint
-        lower = self._parallel.rank == 0 and valid_loss < best_loss(folder, data, self._log)
-        if any(gather_strings("lower" if lower else "")):
-            iteration, files, metadata = self.contents(progress)
-            self.saver.save(iteration, files, metadata | {"valid_loss": valid_loss}, into=folder)
-
-    def contents(self, progress: Progress) -> tuple[int, dict[str, dict[str, ShardedTensor]], dict[str, Any]]:
+    def _contents(self) -> tuple[int, dict[str, dict[str, ShardedTensor]], dict[str, Any]]:
         """Return the iteration, the files that this rank writes, and the metadata of the manifest (JSON)."""
-        context, state, tokenizer = self._context, self._state, self._context.tokenizer
+        context, state, progress, tokenizer = self._context, self._state, self._progress, self._context.tokenizer
         state.param_gather.wait()
         metadata = {
             **run_metadata(context, self._parallel, sharded=state.buffer.is_sharded),
@@ -136,16 +190,6 @@ class CheckpointManager:
             "torch": torch.__version__,
         }
         return progress.iteration, self._files(), metadata
-
-    def remove_local(self) -> None:
-        """Remove the local checkpoints, which are older than the last checkpoint or no longer belong to the run."""
-        if self.local is not None:
-            self.local.remove()
-
-    def unlock(self) -> None:
-        """Let other runs use the --save folder."""
-        if self._lease is not None:
-            self._lease.release()
 
 
 def lease_save_folder(context: RunContext, rank: int) -> Lease | None:

@@ -113,7 +113,7 @@ class TrainingData:
         numbers = None if samples is None else samples.to(device, non_blocking=True)
         return Batch(tokens.clamp_min(0), labels.clamp_min(0), mask.float(), numbers, positions, packed_seq_params)
 
-    def check_ranks_agree(self, iteration: int) -> None:
+    def check_batches_match(self, iteration: int) -> None:
         """Raise DamagedData on every rank if ranks of one model-parallel group have read different text so far. Every
         rank calls it at the same iteration."""
         parallel = self._parallel

@@ -11,6 +11,7 @@ from data_utils.samplers import SampleDataset
 from megatron.gpt2.dist.gathering import all_reduce_over_data_and_pipeline, sum_losses
 from megatron.gpt2.generate.generation import Continuation, generate
 from megatron.gpt2.generate.sampling import Sampling
+from megatron.gpt2.hooks import Hook
 from megatron.gpt2.monitor.reporting import EvaluationRecord, evaluation_line
 from megatron.gpt2.train.trainer import Trainer
 
@@ -44,7 +45,7 @@ def evaluate(trainer: Trainer, dataset: SampleDataset, split: str, max_samples: 
             tokens += batch.mask.sum()
             size += (byte_lengths[batch.labels] * batch.mask).sum()
     model.train()
-    data.check_ranks_agree(trainer.progress.iteration)
+    data.check_batches_match(trainer.progress.iteration)
     nats_all, tokens_all, size_all = all_reduce_over_data_and_pipeline((nats, tokens, size), parallel).tolist()
     return EvaluationRecord(
         trainer.progress.iteration,
@@ -58,8 +59,8 @@ def evaluate_and_log(trainer: Trainer, split: str, *, final: bool = False) -> Ev
     """Evaluate "valid" or "test" over --eval-iters global batches and log the result. With --keep-best, save a
     checkpoint if it is the best. Return None if the split has no samples or --eval-iters is 0. final: at the end of
     training."""
-    for hook in trainer.hooks if split == "valid" else ():
-        hook.on_evaluation(trainer)
+    if split == "valid":
+        trainer.hooks.call(Hook.on_evaluate, trainer)
     dataset = {"valid": trainer.data.splits.valid, "test": trainer.data.splits.test}[split]
     if dataset is None or trainer.config.train.eval_iters == 0:
         return None
@@ -67,7 +68,7 @@ def evaluate_and_log(trainer: Trainer, split: str, *, final: bool = False) -> Ev
     trainer.log.record(record)
     trainer.log.info(evaluation_line(record, final=final))
     if split == "valid" and trainer.config.checkpoint.keep_best:
-        trainer.save_if_best(record.lm_loss)
+        trainer.checkpoints.save_if_best(record.lm_loss)
     return record
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from data_utils.command_line import plural
 from megatron.gpt2.dist.gathering import all_reduce_over_data_and_pipeline
 from megatron.gpt2.dist.signals import FOLDER_LOST, MORE_RANKS, OUT_OF_TIME
-from megatron.gpt2.hooks import first_not_none
+from megatron.gpt2.hooks import Hook
 from megatron.gpt2.monitor.reporting import IterationRecord, iteration_line, memory_line, peak_memory
 from megatron.gpt2.monitor.timers import start_profiler
 from megatron.gpt2.optimizer.optimizer import AsyncScalar
@@ -37,20 +37,18 @@ def train(trainer: Trainer) -> str:
         log=trainer.log.info,
     )
     while progress.iteration < train_iters:
-        for hook in trainer.hooks:
-            hook.before_step(trainer)
+        trainer.hooks.call(Hook.on_step_begin, trainer)
         train_step(trainer)
         if profiler is not None:
             profiler.step()
         samples = trainer.current_global_batch_size
         progress.count_step(samples)
         trainer.incidents.iteration = progress.iteration
-        for hook in trainer.hooks:
-            hook.after_step(trainer)
+        trainer.hooks.call(Hook.on_step_end, trainer)
         trainer.log.count_iteration()
         skipped_in_a_row = training_log.log_if_due()
         check_skipped_steps(trainer, skipped_in_a_row)
-        if any(hook.rewound(trainer) for hook in trainer.hooks):
+        if any(trainer.hooks.call(Hook.maybe_rewind, trainer)):
             training_log = IterationLogger(trainer)
             continue
         if progress.iteration == train_iters:
@@ -72,10 +70,10 @@ def train(trainer: Trainer) -> str:
         save_interval = trainer.config.checkpoint.save_interval
         if reason or (save_interval and progress.iteration % save_interval == 0):
             with training_log.paused():
-                trainer.save()
+                trainer.checkpoints.save()
                 trainer.log.report()
         elif not reason:
-            trainer.save_locally()
+            trainer.checkpoints.save_locally()
         if reason:
             return reason
     return ""
@@ -126,7 +124,7 @@ class IterationLogger:
         trainer, optimizer, iteration = self._trainer, self._trainer.state.optimizer, self._trainer.progress.iteration
         in_a_row = self._skipped_in_a_row(optimizer.skipped_in_a_row)
         if iteration % trainer.config.train.log_interval == 0 or iteration == trainer.context.train_iters:
-            trainer.data.check_ranks_agree(iteration)
+            trainer.data.check_batches_match(iteration)
             self.log()
             in_a_row = max(in_a_row, int(optimizer.skipped_in_a_row))  # no extra wait: the log line has waited
         return in_a_row
@@ -169,12 +167,10 @@ class IterationLogger:
         trainer.log.record(record)
         trainer.log.info(iteration_line(record, train_iters=train_iters, skipped=skipped, seconds_to_go=to_go))
         trainer.log.info(trainer.timers.line(iterations))
-        for hook in trainer.hooks:
-            for line in hook.on_log(trainer, record):
+        for lines in trainer.hooks.call(Hook.on_log, trainer, record):
+            for line in lines:
                 trainer.log.info(line)
         if not self._has_shown_memory:
-            trainer.log.info(
-                memory_line(trainer.device, first_not_none(hook.expected_memory(trainer) for hook in trainer.hooks))
-            )
+            trainer.log.info(memory_line(trainer.device, trainer.hooks.first(Hook.expected_memory, trainer)))
             self._has_shown_memory = True
         self._begin_line(skipped_in_all, now)

@@ -13,6 +13,7 @@ from megatron.gpt2.checkpoint.local import newest_local_iteration
 from megatron.gpt2.checkpoint.reader import Checkpoint
 from megatron.gpt2.config import CheckpointConfig, DataConfig, flag, non_default_values
 from megatron.gpt2.device import PRECISIONS
+from megatron.gpt2.hooks import Hook
 from megatron.gpt2.model.gpt2 import count_parameters
 from megatron.gpt2.monitor.incidents import ENDED, read_records
 from megatron.gpt2.monitor.reporting import UNIGRAM, EvaluationRecord, closing_report, start_table
@@ -74,7 +75,7 @@ def log_start(trainer: Trainer, warnings: Sequence[str]) -> None:
             + (f"; it grows from {smallest} to this size over {plural(growth[-1][0], 'sample')}" if growth else ""),
         ),
         *([("schedule", f"{config.pipeline_schedule(1).name}; layers {layers}")] if stages > 1 else []),
-        *(row for hook in trainer.hooks for row in hook.start_rows(trainer)),
+        *(row for rows in trainer.hooks.call(Hook.start_rows, trainer) for row in rows),
         ("FLOPs per token", f"{model.flops_per_token(data.seq_length):,}"),
         (
             "tokenizer",
@@ -100,8 +101,8 @@ def log_start(trainer: Trainer, warnings: Sequence[str]) -> None:
         for key, value in non_default_values(context.arguments.config).items()
     ]
     trainer.log.info(start_table(rows, flags))
-    for hook in trainer.hooks:
-        for line in hook.start_lines(trainer):
+    for lines in trainer.hooks.call(Hook.start_lines, trainer):
+        for line in lines:
             trainer.log.info(line)
     if repeated := repetition_warning(epochs, data):
         trainer.log.info(f"WARNING: {repeated}")

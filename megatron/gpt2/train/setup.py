@@ -8,7 +8,7 @@ differently, it would silently train a different model, or wait for a collective
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -39,7 +39,7 @@ from megatron.gpt2.config.arguments import Arguments, merge_checkpoint
 from megatron.gpt2.dist.gathering import gather_strings
 from megatron.gpt2.dist.hang import set_flight_recorder
 from megatron.gpt2.dist.ranks import RankInfo, format_ranks
-from megatron.gpt2.hooks import Hook, load_hooks
+from megatron.gpt2.hooks import Hook, Hooks, load_hooks
 from megatron.gpt2.monitor.incidents import IncidentLog, rank_file_name
 from megatron.gpt2.monitor.reporting import resident_memory
 from megatron.gpt2.train.resume_equivalence import changed_settings, compute_environment
@@ -70,7 +70,7 @@ class RunContext:
     source: str | None
     train_iters: int
     resume_metadata: dict[str, Any]
-    hooks: Sequence[Hook] = ()
+    hooks: Hooks = field(default_factory=Hooks)
     keeps_freed_memory: bool = False
     resident: int = field(default_factory=lambda: resident_memory().get("resident", 0))
 
@@ -216,14 +216,13 @@ def build_context(arguments: Arguments, rank_info: RankInfo, log: Log) -> RunCon
 
 
 def _choose_hardware(
-    config: Config, rank_info: RankInfo, hooks: Sequence[Hook], log: Log
+    config: Config, rank_info: RankInfo, hooks: Hooks, log: Log
 ) -> tuple[torch.device, torch.dtype, str, bool]:
     """Choose device, dtype, backend, and whether the allocator keeps freed memory. Log each choice with its reason."""
     # This must run before anything initialises CUDA.
     devices.set_cuda_variables(config.parallel.model_parallel_size, deterministic=config.is_deterministic)
     device, why_device = devices.choose_device(config.train.device, rank_info)
-    for hook in hooks:
-        hook.check(config, device)
+    hooks.call(Hook.validate, config, device)
     require(
         not config.is_deterministic or device.type != "cuda" or config.train.attention_backend != "fused",
         f"--{'deterministic' if config.parallel.exact_layouts is None else 'exact-layouts'} and --attention-backend "
@@ -410,10 +409,11 @@ MAY_DIFFER = {
 }
 
 
-def check_ranks_agree(context: RunContext, log: Log) -> None:
+def check_settings_match(context: RunContext, log: Log) -> None:
     """Raise ValueError on every rank, with the name of the first decision that differs. Log a warning if the ranks run
     different programs. A collective over all ranks."""
-    settings, program = must_match(context), devices.code_hash() if context.rank_info.world_size > 1 else ""
+    settings = settings_equal_on_all_ranks(context)
+    program = devices.code_hash() if context.rank_info.world_size > 1 else ""
     everyone = [
         json.loads(text) for text in gather_strings(json.dumps([settings, context.splits.fingerprint, program]))
     ]
@@ -437,10 +437,10 @@ def check_ranks_agree(context: RunContext, log: Log) -> None:
         )
 
 
-def must_match(context: RunContext) -> dict[str, str]:
+def settings_equal_on_all_ranks(context: RunContext) -> dict[str, str]:
     """Return the decisions that must be equal on all ranks, by the name that an error message uses."""
     values = flatten_sections(context.config.as_dict())
-    return {
+    settings = {
         **{flag(key): repr(value) for key, value in values.items() if key not in MAY_DIFFER},
         "precision": str(context.dtype),
         "kind of device": context.device.type,
@@ -450,5 +450,7 @@ def must_match(context: RunContext) -> dict[str, str]:
         "length in iterations": str(context.train_iters),
         "tokenizer": context.tokenizer.fingerprint,
         "version of torch": torch.__version__,
-        **{name: text for hook in context.hooks for name, text in hook.must_match(context).items()},
     }
+    for others in context.hooks.call(Hook.settings_equal_on_all_ranks, context):
+        settings |= others
+    return settings

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import mpu
 from megatron.gpt2.config import ignored_flags
-from megatron.gpt2.hooks import first_not_none
+from megatron.gpt2.hooks import Hook
 from megatron.gpt2.model.attention_backend import choose_attention
 from megatron.gpt2.model.gpt2 import TIED_WEIGHT, GPT2Model, layer_config
 from megatron.gpt2.optimizer.bucket_reducer import (
@@ -117,7 +117,7 @@ def build_train_state(context: RunContext, parallel: mpu.ParallelState, log: Log
         seed=train.seed,
         chunks=config.layers_of_stages()[stage::stages],
         dropout_seed=train.seed if draws_by_counter else None,
-        submodules=first_not_none(hook.submodules() for hook in hooks) or mpu.DEFAULT_SUBMODULES,
+        submodules=hooks.first(Hook.submodules) or mpu.DEFAULT_SUBMODULES,
     )
     if train.compile:
         model.compile_layers(by_document=config.data.reset_attention_mask)
@@ -145,7 +145,7 @@ def build_train_state(context: RunContext, parallel: mpu.ParallelState, log: Log
         config.optimizer,
         build_loss_scaler(config.optimizer, context.dtype, device),
         torch.from_numpy(LRSchedule(config.optimizer, context.decay_iters, batch).table(before)),
-        first_not_none(hook.squared_norm(device) for hook in hooks) or mpu.squared_norm,
+        hooks.first(Hook.squared_norm, device) or mpu.squared_norm,
     )
     return TrainState(
         model=model, forward=forward, buffer=buffer, reducer=reducer, param_gather=param_gather, optimizer=optimizer
@@ -161,7 +161,7 @@ def build_reducer(
         ddp = TorchDDPReducer(buffer, model, group, bucket_size=config.ddp_bucket_size)
         return ddp, ddp.module
     is_whole = model.has_embeddings and model.has_head
-    if (extended := first_not_none(hook.reducer(buffer, model, parallel) for hook in context.hooks)) is not None:
+    if (extended := context.hooks.first(Hook.reducer, buffer, model, parallel)) is not None:
         return extended, model
     kind = ShardedBucketReducer if config.shard_gradients and buffer.is_sharded else BucketReducer
     reducer = kind(buffer, group, in_bf16=config.grad_reduce_in_bf16, embedding_group=parallel.embedding_group)

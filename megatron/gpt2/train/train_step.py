@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from megatron.gpt2.dist.gathering import all_reduce_scalars, sum_losses
+from megatron.gpt2.hooks import Hook
 from megatron.gpt2.train.data import Batch
 from megatron.gpt2.train.trainer import Trainer
 
@@ -24,8 +25,7 @@ def train_step(trainer: Trainer) -> None:
     losses = trainer.forward_backward(micro_batches) / optimizer.scaler.scale
     with timers("allreduce"):
         state.reducer.finish()
-    for hook in trainer.hooks:
-        hook.before_update(trainer)
+    trainer.hooks.call(Hook.on_pre_optimizer_step, trainer)
     with timers("optimizer"):
         optimizer.step()  # computes the norm, skips or clips, updates the weights and the learning rate
     # The loss of a skipped step may not be finite, so the mean does not include it.

@@ -1,8 +1,7 @@
 """`Trainer` holds everything that a training run has on one rank. `build_trainer` makes it."""
 
 import contextlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,7 +15,7 @@ from megatron.gpt2.config import Config
 from megatron.gpt2.dist.hang import HangDetector
 from megatron.gpt2.dist.rendezvous import initialize_distributed
 from megatron.gpt2.dist.signals import StopSignal
-from megatron.gpt2.hooks import Hook
+from megatron.gpt2.hooks import Hook, Hooks
 from megatron.gpt2.monitor.incidents import IncidentLog
 from megatron.gpt2.monitor.run_log import RunLog, open_trackers
 from megatron.gpt2.monitor.timers import Timers
@@ -28,7 +27,7 @@ from megatron.gpt2.train.checkpointing import (
 )
 from megatron.gpt2.train.data import TrainingData
 from megatron.gpt2.train.forward_backward import ForwardBackward
-from megatron.gpt2.train.setup import Log, RunContext, check_ranks_agree
+from megatron.gpt2.train.setup import Log, RunContext, check_settings_match
 from megatron.gpt2.train.train_state import Progress, TrainState, build_train_state
 
 
@@ -56,7 +55,7 @@ class Trainer:
     progress: Progress
     peak_flops: tuple[float, str]
     torch_settings: contextlib.ExitStack
-    hooks: Sequence[Hook]
+    hooks: Hooks
 
     @property
     def config(self) -> Config:
@@ -88,40 +87,37 @@ class Trainer:
         flops = self.config.model.flops_per_token(self.config.data.seq_length)
         return tokens_per_second * flops / (self.peak_flops[0] * self.parallel.world_size)
 
-    def save(self) -> Path | None:
-        """Write a checkpoint of this iteration. Return its folder, or None with a warning if it failed on any rank.
-        With --async-save, only start to write and return None; `checkpoints.saver.finish` waits for the result."""
-        self._before_save()
-        return self.checkpoints.saver.save(*self.checkpoints.contents(self.progress))
-
-    def save_locally(self) -> None:
-        """Write a local checkpoint of this iteration, if one is due."""
-        local, interval = self.checkpoints.local, self.config.checkpoint.local_checkpoint_interval
-        if local is not None and interval is not None and self.progress.iteration % interval == 0:
-            self._before_save()
-            local.save(*self.checkpoints.contents(self.progress))
-
-    def save_if_best(self, valid_loss: float) -> None:
-        """Write a checkpoint of this iteration into the folder `best` if `valid_loss` is the lowest so far."""
-        self._before_save()
-        self.checkpoints.save_if_best(self.progress, valid_loss)
-
-    def _before_save(self) -> None:
-        self.checkpoints.restore_folder()
-        self.log.sync()
-        self.incidents.sync()
-        for hook in self.hooks:
-            hook.before_save(self)
+    def rewind(self, folder: Path) -> int:
+        """Load the newest checkpoint in `folder`, and skip the samples that the run has read since that iteration.
+        Return the number of these samples. Every rank must call it."""
+        progress, end = self.progress, self.progress.consumed_samples
+        self.checkpoints.finish()
+        self.state.param_gather.wait()
+        # Load the whole state: these flags apply only to the checkpoint that the run started from.
+        own = replace(self.config.checkpoint, finetune=False, no_load_optim=False, no_load_rng=False)
+        source = replace(self.context, source=str(folder), config=replace(self.config, checkpoint=own))
+        progress.iteration, progress.consumed_samples, _ = load_checkpoint(
+            source, self.parallel, self.state, self.log.info
+        )
+        progress.skipped_samples += end - progress.consumed_samples
+        progress.loss_sum.zero_()
+        self.checkpoints.remove_local()
+        self.state.optimizer.skipped_in_a_row.zero_()
+        self.data.rewind(progress.consumed_samples, progress.skipped_samples)
+        self.log.rewind(progress.iteration)
+        self.incidents.iteration = progress.iteration
+        if self.timers.last_ms:
+            self.timers.take_ms(1)
+        self.hooks.call(Hook.on_train_begin, self)
+        return end - progress.consumed_samples
 
     def close(self) -> None:
         """End the run after the last step or an error. Stop the threads, unlock the --save folder, and restore signal
         handlers and torch's settings. It does not wait for other ranks."""
-        for hook in self.hooks:
-            hook.close(self)
+        self.hooks.call(Hook.on_train_end, self)
         self.data.loader.close()
-        self.checkpoints.saver.close()
+        self.checkpoints.close()
         self.log.close()
-        self.checkpoints.unlock()
         self.stop_signal.restore()
         self.torch_settings.close()
 
@@ -143,27 +139,35 @@ def build_trainer(context: RunContext, log: Log) -> Trainer:
         context.incidents.iteration = iteration
         run_log = open_log(context, iteration, lease)
         timers = Timers(device)
-        hooks = list(context.hooks)
+        hooks = Hooks(context.hooks)
         if context.rank_info.rendezvous is not None:
             nccl = context.backend == "nccl"
             hooks.append(HangDetector(context.rank_info, context.timeout, context.incidents, watches_steps=nccl))
+        progress = Progress(iteration, consumed, skipped, torch.zeros((), dtype=torch.float64, device=device))
         trainer = Trainer(
             context=context,
             parallel=parallel,
             state=state,
             forward_backward=ForwardBackward(config.pipeline_schedule, state, parallel, timers),
             data=TrainingData(context, parallel, consumed, skipped),
-            checkpoints=CheckpointManager(context, parallel, state, lease=lease, log=run_log.info),
+            checkpoints=CheckpointManager(
+                context,
+                parallel,
+                state,
+                progress,
+                lease=lease,
+                log=run_log,
+                on_save=lambda: hooks.call(Hook.on_save, trainer),
+            ),
             log=run_log,
             timers=timers,
             stop_signal=StopSignal(context.timeout),
-            progress=Progress(iteration, consumed, skipped, torch.zeros((), dtype=torch.float64, device=device)),
+            progress=progress,
             peak_flops=devices.peak_flops(device, context.dtype),
             torch_settings=settings.pop_all(),
             hooks=hooks,
         )
-        for hook in hooks:
-            hook.begin(trainer)
+        hooks.call(Hook.on_train_begin, trainer)
         return trainer
 
 
@@ -175,7 +179,7 @@ def initialize_groups(context: RunContext, log: Log) -> mpu.ParallelState:
     parallel = context.config.parallel
     if not dist.is_initialized():
         initialize_distributed(context.rank_info, context.backend, context.device, parallel.distributed_timeout_minutes)
-    check_ranks_agree(context, log)
+    check_settings_match(context, log)
     return mpu.initialize_model_parallel(
         parallel.model_parallel_size, parallel.pipeline_model_parallel_size, timeout=context.timeout
     )

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.dist.ranks import RankInfo
-from megatron.gpt2.hooks import EXTENSIONS, MEMORY_PLAN, Hook, first_not_none, load_hooks
+from megatron.gpt2.hooks import EXTENSIONS, MEMORY_PLAN, Hook, Hooks, load_hooks
 from megatron.gpt2.train.loop import train
 from tests.megatron.gpt2.train.training_runs import finish, make_context, start, write_text
 
@@ -23,15 +23,14 @@ def names(*flags: str) -> list[str]:
 def test_a_flag_loads_its_extension() -> None:
     planner = MEMORY_PLAN.split(":")[1]
     assert names() == [planner]
-    assert names(*FLAGS) == [*(place.split(":")[1] for place in EXTENSIONS.values()), planner]
-    assert first_not_none([None, 0, 1]) == 0 and first_not_none([None]) is None
+    assert names(*FLAGS) == [*(target.split(":")[1] for target in EXTENSIONS.values()), planner]
 
 
 def test_a_run_without_extensions_trains_and_a_flag_of_one_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for place in (*EXTENSIONS.values(), MEMORY_PLAN):
-        monkeypatch.setitem(sys.modules, f"megatron.gpt2.extensions.{place.split(':')[0]}", None)
+    for target in (*EXTENSIONS.values(), MEMORY_PLAN):
+        monkeypatch.setitem(sys.modules, f"megatron.gpt2.extensions.{target.split(':')[0]}", None)
     write_text(tmp_path)
     with pytest.raises(
         ValueError, match=r"^--log-straggler needs megatron\.gpt2\.extensions\.watch\.stragglers, which"
@@ -41,6 +40,15 @@ def test_a_run_without_extensions_trains_and_a_flag_of_one_is_refused(
     assert trainer.hooks == []
     assert train(trainer) == ""
     finish(trainer)
+
+
+def test_the_first_result_that_is_not_none() -> None:
+    class Answering(Hook):
+        def expected_memory(self, trainer: object) -> int:
+            return 0
+
+    assert Hooks([Hook(), Answering(), Hook()]).first(Hook.expected_memory, None) == 0  # type: ignore[arg-type]
+    assert Hooks([Hook()]).first(Hook.submodules) is None
 
 
 def test_the_order_of_hook_calls(tmp_path: Path) -> None:
@@ -53,8 +61,8 @@ def test_the_order_of_hook_calls(tmp_path: Path) -> None:
             seen.append(name)
             return super().__getattribute__(name)
 
-    trainer.hooks[:] = [Seeing()]  # type: ignore[index]
+    trainer.hooks[:] = [Seeing()]
     train(trainer)
     finish(trainer)
-    step = ["before_step", "before_update", "after_step", "on_log"]
-    assert seen == [*step, "expected_memory", "rewound", "before_save", *step, "rewound", "close"]
+    step = ["on_step_begin", "on_pre_optimizer_step", "on_step_end", "on_log"]
+    assert seen == [*step, "expected_memory", "maybe_rewind", "on_save", *step, "maybe_rewind", "on_train_end"]

@@ -29,7 +29,7 @@ class ExactLayouts(Hook):
         assert config.parallel.exact_layouts is not None
         self._virtual_ranks, self._shape = config.parallel.exact_layouts, config.model
 
-    def check(self, config: Config, device: torch.device) -> None:
+    def validate(self, config: Config, device: torch.device) -> None:
         """Raise ValueError if attention on this GPU is not reproducible across layouts or runs."""
         dropout = config.model.attention_dropout
         require(
@@ -38,7 +38,7 @@ class ExactLayouts(Hook):
             "layout; give --attention-dropout 0, or train on the CPU with --device cpu",
         )
 
-    def must_match(self, context: RunContext) -> dict[str, str]:
+    def settings_equal_on_all_ranks(self, context: RunContext) -> dict[str, str]:
         """On a CPU the number of threads decides the order of a sum, so it must be the same on all ranks."""
         if context.device.type != "cpu":
             return {}

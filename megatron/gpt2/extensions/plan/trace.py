@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.gpt2.config import Config
 from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.extensions.plan.process_group import Call, Wait, fake_groups
-from megatron.gpt2.hooks import load_hooks
+from megatron.gpt2.hooks import Hooks, load_hooks
 from megatron.gpt2.train import train_state
 from megatron.gpt2.train.data import TrainingData
 from megatron.gpt2.train.forward_backward import ForwardBackward
@@ -492,7 +492,7 @@ def trace_step(
         data=dataclasses.replace(config.data, reset_attention_mask=False),
         parallel=dataclasses.replace(config.parallel, DDP_impl="local"),
     )
-    hooks = [hook for hook in load_hooks(config) if type(hook).__name__ == "ExactLayouts"]
+    hooks = Hooks(hook for hook in load_hooks(config) if type(hook).__name__ == "ExactLayouts")
     context = RunContext(
         arguments=None,  # type: ignore[arg-type]
         config=config,
@@ -524,7 +524,7 @@ def trace_step(
             state=state,
             data=data,
             timers=recorder.timer,
-            hooks=[],
+            hooks=Hooks(),
             progress=Progress(0, 0, 0, torch.zeros((), dtype=torch.float64, device=device)),
             current_global_batch_size=context.global_batch_size,
             forward_backward=ForwardBackward(config.pipeline_schedule, state, parallel, recorder.timer),  # type: ignore[arg-type]

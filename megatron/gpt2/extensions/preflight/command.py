@@ -45,7 +45,7 @@ from megatron.gpt2.extensions.plan.hook import available_memory, describe_failur
 from megatron.gpt2.extensions.plan.memory import estimate_memory, in_mb
 from megatron.gpt2.model.gpt2 import count_parameters
 from megatron.gpt2.train.report import repetition_warning
-from megatron.gpt2.train.setup import RunContext, build_context, must_match
+from megatron.gpt2.train.setup import RunContext, build_context, settings_equal_on_all_ranks
 
 TIMEOUT_MINUTES = 1.0  # time limit of a collective
 MAX_CLOCK_SKEW = 2.0  # seconds between clocks: the incidents of a failure are sorted by time
@@ -178,7 +178,7 @@ def check_flags(arguments: Arguments, rank_info: RankInfo) -> tuple[RunContext |
     finished = ", which is finished: give a larger --train-iters" if context.is_finished else ""
     text = f"{plural(context.train_iters, 'iteration')} in {devices.PRECISIONS[context.dtype]}, {start}{finished}"
     fix = f"start every rank with the same command line, and {SAME_FILES}"
-    return context, Finding(text, fix, must_match=must_match(context))
+    return context, Finding(text, fix, must_match=settings_equal_on_all_ranks(context))
 
 
 def product_problem(device: torch.device, dtype: torch.dtype, multiply: Callable[..., Tensor] = torch.matmul) -> str:

@@ -24,7 +24,7 @@ from megatron.gpt2.config import require
 from megatron.gpt2.dist.gathering import all_reduce_over_data_and_pipeline, sum_losses
 from megatron.gpt2.extensions.verify.trace import TensorKey, TensorShard
 from megatron.gpt2.formats.openai import openai_name, to_openai
-from megatron.gpt2.hooks import Hook
+from megatron.gpt2.hooks import Hook, Hooks
 from megatron.gpt2.model.gpt2 import TIED_WEIGHT, parameter_specs
 from megatron.gpt2.optimizer.optimizer import MOMENTS
 from megatron.gpt2.optimizer.param_and_grad_buffer import ParamShard
@@ -85,7 +85,7 @@ class Capture(Hook):
 
     def steps(self, count: int) -> None:
         """Capture the weights, and then `count` training steps."""
-        trainer, optimizer = dataclasses.replace(self._trainer, hooks=[self]), self._trainer.state.optimizer
+        trainer, optimizer = dataclasses.replace(self._trainer, hooks=Hooks([self])), self._trainer.state.optimizer
         self._model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         self._model.register_forward_hook(self._after_forward)
         self._hook_model()
@@ -196,7 +196,7 @@ class Capture(Hook):
             TensorShard(TensorKey(self._step, kind, index, name), number, (0,), (1,), self._trainer.parallel.rank == 0)
         )
 
-    def before_update(self, trainer: Trainer) -> None:
+    def on_pre_optimizer_step(self, trainer: Trainer) -> None:
         """Capture the loss and the gradients, after their reduction and before clipping."""
         losses = torch.stack(self._losses or [torch.zeros((), device=self._trainer.device)]) / self._scale
         self._take_scalar(

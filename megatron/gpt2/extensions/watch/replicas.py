@@ -41,7 +41,7 @@ class ReplicaCheck(Hook):
         assert config.train.check_replicas_interval is not None
         self._interval = config.train.check_replicas_interval
 
-    def begin(self, trainer: Trainer) -> None:
+    def on_train_begin(self, trainer: Trainer) -> None:
         """Start from the state of a new model or of a checkpoint."""
         self._optimizer, self._parallel, self._hosts = trainer.state.optimizer, trainer.parallel, trainer.hosts
         self._buffers = list(state_buffers(self._optimizer))
@@ -53,14 +53,14 @@ class ReplicaCheck(Hook):
         self._iteration = trainer.progress.iteration  # of the last update
         self._last_match = f"iteration {self._iteration}, the start"  # when all replicas were last equal
 
-    def after_step(self, trainer: Trainer) -> None:
+    def on_step_end(self, trainer: Trainer) -> None:
         """Hash the updated state, every `interval` steps."""
         self._iteration = trainer.progress.iteration
         if self._iteration % self._interval == 0:
             self._optimizer.param_gather.wait()
             self._hashes_after_update = self.hashes()
 
-    def before_update(self, trainer: Trainer) -> None:
+    def on_pre_optimizer_step(self, trainer: Trainer) -> None:
         """Compare the state with its hashes after the last update, if there are any. Waits for the device.
 
         Raises StateCorrupted on every rank if the state of any rank has changed or differs from its replicas."""
@@ -68,7 +68,7 @@ class ReplicaCheck(Hook):
             self._verify()
             self._hashes_after_update = None
 
-    def before_save(self, trainer: Trainer) -> None:
+    def on_save(self, trainer: Trainer) -> None:
         """Check the state before each save, so that no corrupted state is saved."""
         self._optimizer.param_gather.wait()
         self._verify()

@@ -6,7 +6,6 @@ OPT (arXiv:2205.01068, section 2.5) restarted when the loss had diverged. Neithe
 of 1.5 times the median is far above the usual differences between log lines (some percent), and below a diverged loss.
 """
 
-import dataclasses
 import statistics
 from collections import deque
 
@@ -16,7 +15,6 @@ from megatron.gpt2.config import Config
 from megatron.gpt2.dist.gathering import gather_ints
 from megatron.gpt2.hooks import Hook
 from megatron.gpt2.monitor.reporting import IterationRecord
-from megatron.gpt2.train.checkpointing import load_checkpoint
 from megatron.gpt2.train.trainer import Trainer
 
 WINDOW = 10  # log lines in the median
@@ -50,7 +48,7 @@ class RewindOnSpike(Hook):
         self._detector = SpikeDetector(config.train.rewind_on_spike)
         self._last_clean, self._spike = 0, ""
 
-    def begin(self, trainer: Trainer) -> None:
+    def on_train_begin(self, trainer: Trainer) -> None:
         """Take the loss as normal until a log line shows a spike."""
         self._last_clean = trainer.progress.iteration
 
@@ -66,22 +64,18 @@ class RewindOnSpike(Hook):
             )
         return []
 
-    def rewound(self, trainer: Trainer) -> bool:
+    def maybe_rewind(self, trainer: Trainer) -> bool:
         """Reload the last checkpoint before the spike, if there was one, and skip the samples since then."""
         if not self._spike:
             return False
         spike, self._spike = self._spike, ""
-        progress, context = trainer.progress, trainer.context
-        trainer.checkpoints.saver.finish()
-        trainer.state.param_gather.wait()
+        folder, at = trainer.context.save_directory, trainer.progress.iteration
         self._detector.rewinds += 1
-        at, end = progress.iteration, progress.consumed_samples
-        found = (
-            rename_newer_checkpoints(context.save_directory, self._last_clean, trainer.log.info)
-            if trainer.parallel.rank == 0
-            else -1
+        trainer.checkpoints.finish()
+        newest = (
+            rename_newer_checkpoints(folder, self._last_clean, trainer.log.info) if trainer.parallel.rank == 0 else -1
         )
-        if max(gather_ints(found, trainer.device)) < 0:
+        if max(gather_ints(newest, trainer.device)) < 0:
             self._detector.rewinds = MAX_REWINDS
             log_spike(
                 trainer,
@@ -89,29 +83,12 @@ class RewindOnSpike(Hook):
                 "further spikes are ignored",
             )
             return False
-        # Load the whole state: these flags apply only to the checkpoint that the run started from.
-        own = dataclasses.replace(context.config.checkpoint, finetune=False, no_load_optim=False, no_load_rng=False)
-        source = dataclasses.replace(
-            context, source=str(context.save_directory), config=dataclasses.replace(context.config, checkpoint=own)
-        )
-        iteration, consumed, _ = load_checkpoint(source, trainer.parallel, trainer.state, trainer.log.info)
-        trainer.checkpoints.remove_local()
-        trainer.state.optimizer.skipped_in_a_row.zero_()
-        progress.iteration, progress.consumed_samples = iteration, consumed
-        progress.skipped_samples += end - consumed
-        progress.loss_sum.zero_()
-        trainer.data.rewind(consumed, progress.skipped_samples)
-        trainer.log.rewind(iteration)
-        trainer.incidents.iteration = iteration
-        if trainer.timers.last_ms:
-            trainer.timers.take_ms(1)
-        for hook in trainer.hooks:
-            hook.begin(trainer)
+        skipped = trainer.rewind(folder)
         left = MAX_REWINDS - self._detector.rewinds
         log_spike(
             trainer,
-            f"WARNING: at iteration {at} {spike}: the run is back at iteration {iteration} and skips "
-            f"{plural(end - consumed, 'sample')} (--rewind-on-spike; {plural(left, 'more rewind')}, then none)",
+            f"WARNING: at iteration {at} {spike}: the run is back at iteration {trainer.progress.iteration} and "
+            f"skips {plural(skipped, 'sample')} (--rewind-on-spike; {plural(left, 'more rewind')}, then none)",
         )
         return True
 

@@ -40,7 +40,7 @@ class LogStraggler(Hook):
         self._wait_sampler: WaitSampler | None = None
         self._iteration = 0
 
-    def begin(self, trainer: Trainer) -> None:
+    def on_train_begin(self, trainer: Trainer) -> None:
         """Start the detector, if there are other ranks."""
         self._iteration = trainer.progress.iteration
         if trainer.parallel.world_size > 1 and self._detector is None:
@@ -63,7 +63,7 @@ class LogStraggler(Hook):
             trainer.incidents.note("slow", line)
         return lines
 
-    def close(self, trainer: Trainer) -> None:
+    def on_train_end(self, trainer: Trainer) -> None:
         """Stop the sampling thread."""
         if self._wait_sampler:
             self._wait_sampler.stop()

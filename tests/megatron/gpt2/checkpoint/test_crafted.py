@@ -420,7 +420,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     write_text(folder, 300)
     trainer = start(0, 1, str(folder), ["--hidden-size", "16", "--num-attention-heads", "2", "--num-layers", "1"])
     steps(trainer, 1)
-    path = trainer.save()
+    path = trainer.checkpoints.save()
     finish(trainer)
     assert path is not None
     return Checkpoint(path)

@@ -217,12 +217,12 @@ def losses(rank: int, world_size: int, folder: str) -> list[tuple[int, float, li
         assert trainer.progress.iteration == len(seen)
         for loss in of_start:
             steps(trainer, 1)
-            trainer.save_if_best(loss if rank == 0 else math.inf)
-            trainer.checkpoints.saver.finish()
+            trainer.checkpoints.save_if_best(loss if rank == 0 else math.inf)
+            trainer.checkpoints.finish()
             seen.append((0, 0.0, list[str]()) if math.isnan(loss) else best(folder))
-        assert trainer.checkpoints.saver.saved_iteration is None  # only best/ was saved
-        trainer.save()
-        trainer.checkpoints.saver.finish()  # on all ranks
+        assert trainer.checkpoints.saved_iteration is None  # only best/ was saved
+        trainer.checkpoints.save()
+        trainer.checkpoints.finish()  # on all ranks
         finish(trainer)
     data, logged = trainer.data.splits.fingerprint, list[str]()
     assert best_loss(Path(folder, "save/best"), data, logged.append) == 2.4

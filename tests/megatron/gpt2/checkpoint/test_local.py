@@ -111,9 +111,9 @@ def test_a_run_goes_on_from_the_newest_and_from_none_that_is_damaged(tmp_path: P
     expected: list[float] = []
     for _ in range(5):
         expected += steps(trainer, 1)["loss"]
-        trainer.save_locally()
+        trainer.checkpoints.save_locally()
         if trainer.progress.iteration == 1:
-            trainer.save()
+            trainer.checkpoints.save()
     finish(trainer)
 
     trainer = start(0, 1, str(tmp_path), flags)

@@ -35,7 +35,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_text(folder)
     trainer = start(0, 1, str(folder), ["--precision", "bf16"])
     steps(trainer, 2)
-    assert trainer.save() is not None
+    assert trainer.checkpoints.save() is not None
     finish(trainer)
     return folder
 
@@ -111,7 +111,7 @@ def test_split_merge_diff(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     trainer = start(0, 1, str(runs), ["--load", merged, "--save", str(other)])  # also copies the tokenizer
     assert trainer.progress.iteration == 2
     steps(trainer, 1)
-    trainer.save()
+    trainer.checkpoints.save()
     finish(trainer)
     assert main(["diff", save, str(other)]) == 1
     assert capsys.readouterr().out.endswith("NOT EQUAL\n")

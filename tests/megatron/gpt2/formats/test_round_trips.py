@@ -45,7 +45,7 @@ def save(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trainer = start(0, 1, str(folder), ["--precision", "bf16", "--tokenizer-type", "builtin", "--seed", "3"])
     steps(trainer, 3)
     trainer.progress.iteration = 3
-    assert trainer.save() is not None
+    assert trainer.checkpoints.save() is not None
     finish(trainer)
     return folder / "save"
 

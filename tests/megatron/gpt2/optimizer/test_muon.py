@@ -119,7 +119,7 @@ def test_conversion_keeps_the_state(folder: Path, tmp_path: Path) -> None:
     trainer = start(0, 1, folder, f"{flags} {MUON}")
     give_gradients(trainer, torch.Generator().manual_seed(0))
     trainer.state.optimizer.step()
-    trainer.save()
+    trainer.checkpoints.save()
     finish(trainer)
     source = find_checkpoint(folder / "converted", log=print)
     assert source is not None

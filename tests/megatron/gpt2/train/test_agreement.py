@@ -14,7 +14,7 @@ from data_utils import DamagedData
 from megatron.gpt2 import device as devices
 from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.train.loop import train
-from megatron.gpt2.train.setup import RunContext, check_ranks_agree
+from megatron.gpt2.train.setup import RunContext, check_settings_match
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import finish, make_context, start, write_text
 
@@ -40,14 +40,14 @@ def errors_of_different_ranks(rank: int, world_size: int, folder: str) -> list[s
     said = []
     lines: list[str] = []
     with mock.patch.object(devices, "code_hash", lambda: str(rank)):
-        check_ranks_agree(same, lines.append)
+        check_settings_match(same, lines.append)
     assert lines == [
         "WARNING: the source files of rank 1 are not those of rank 0: install the same version on every machine"
     ]
     for threads, case in [*((1, case) for case in cases), (1, exact), (1 + rank, exact), (1 + rank, same)]:
         torch.set_num_threads(threads)
         try:
-            check_ranks_agree(case, print)
+            check_settings_match(case, print)
             said.append("")
         except ValueError as error:
             said.append(str(error))

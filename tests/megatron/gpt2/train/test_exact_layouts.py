@@ -72,7 +72,7 @@ def train(
         seen = steps(trainer, count)
         seen["evaluation"] = evaluate(trainer, trainer.data.splits.train, "train", 12).lm_loss
         found.append(seen)
-        assert trainer.save() is not None
+        assert trainer.checkpoints.save() is not None
         finish(trainer)
     return found
 
@@ -84,7 +84,7 @@ def continue_run(
     save = f"--save {folder}/moved" + (f" --load {folder}/moved" if continues else "")
     trainer = start(rank, world_size, folder, f"{layout.command(precision)} {save}")
     losses: list[float] = steps(trainer, count)["loss"]
-    trainer.save()
+    trainer.checkpoints.save()
     finish(trainer)
     return losses
 

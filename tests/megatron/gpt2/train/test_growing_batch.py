@@ -38,7 +38,7 @@ def losses_after_resume(rank: int, world_size: int, folder: str, layouts: Sequen
         progress = trainer.progress
         assert (progress.iteration, progress.consumed_samples, trainer.current_global_batch_size) == (6, 28, 8)
         first = steps(trainer, 2)["loss"]
-        assert trainer.save() is not None
+        assert trainer.checkpoints.save() is not None
         losses.append([*first, *steps(trainer, 2)["loss"]])
         assert progress.consumed_samples == 72
         finish(trainer)
@@ -51,7 +51,7 @@ def test_a_growing_batch_equals_constant_runs_and_resumes_in_other_layouts(tmp_p
     trainer = start(0, 1, tmp_path, f"{GROWING} --save {tmp_path}/growing")
     assert (trainer.context.global_batch_size, trainer.context.num_microbatches) == (12, 6)
     seen = steps(trainer, 6)
-    assert trainer.save() is not None
+    assert trainer.checkpoints.save() is not None
     seen = {key: seen[key] + after for key, after in steps(trainer, 4).items()}
     assert trainer.progress.consumed_samples == 5 * 4 + 2 * 8 + 3 * 12
     finish(trainer)
@@ -63,7 +63,7 @@ def test_a_growing_batch_equals_constant_runs_and_resumes_in_other_layouts(tmp_p
         flags = f"{COMMON} --global-batch-size {size} --lr {lr} --lr-decay-iters {end} --save {tmp_path}/{number}"
         trainer = start(0, 1, tmp_path, flags + (f" --load {tmp_path}/{number - 1}" if number else ""))
         by_hand += steps(trainer, count)["loss"]
-        assert trainer.save() is not None
+        assert trainer.checkpoints.save() is not None
         finish(trainer)
     assert seen["loss"] == pytest.approx(by_hand, rel=0, abs=1e-6)
     assert seen["loss"][-1] < seen["loss"][0] - 0.1

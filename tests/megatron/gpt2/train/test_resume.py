@@ -29,10 +29,10 @@ def straight_twice_and_resumed(rank: int, world_size: int, folder: str, flags: s
 
     trainer = start(rank, world_size, folder, f"--save {folder}/resumed {flags}")
     first = steps(trainer, 4)
-    trainer.save()
+    trainer.checkpoints.save()
     steps(trainer, 1)  # --async-save is still writing; this step must not change what it saves
-    trainer.checkpoints.saver.finish()
-    assert trainer.checkpoints.saver.saved_iteration == 4
+    trainer.checkpoints.finish()
+    assert trainer.checkpoints.saved_iteration == 4
     finish(trainer)
     torch.manual_seed(99)  # changes of the generators before the resume must not matter
     trainer = start(rank, world_size, folder, f"--save {folder}/resumed --load {folder}/resumed {flags}")
@@ -123,7 +123,7 @@ def test_a_fresh_optimizer_resumes_bit_identically(tmp_path: Path):
     trainer = start(0, 1, tmp_path, f"--precision bf16 --save {tmp_path}/first")
     steps(trainer, 5)
     masters = torch.cat(trainer.state.buffer.masters)
-    trainer.save()
+    trainer.checkpoints.save()
     finish(trainer)
 
     def second(save: str, more: str = "") -> Trainer:
@@ -136,7 +136,7 @@ def test_a_fresh_optimizer_resumes_bit_identically(tmp_path: Path):
     finish(straight)
     stopped = second("stopped", fresh)
     seen = steps(stopped, 3)["loss"]
-    stopped.save()
+    stopped.checkpoints.save()
     finish(stopped)
     resumed = second("stopped")
     assert resumed.progress.iteration == 8

@@ -25,7 +25,7 @@ def test_the_line_names_each_change(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     write_text(tmp_path)
     trainer = start(0, 1, str(tmp_path), DROPOUT)
     steps(trainer, 1)
-    saved = trainer.save()
+    saved = trainer.checkpoints.save()
     finish(trainer)
     lines: list[str] = []
     monkeypatch.setattr(
@@ -54,7 +54,7 @@ def test_the_line_names_each_change(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     )
     trainer = start(0, 1, str(tmp_path), ["--dropout-rng", "torch", *DROPOUT, "--save", f"{tmp_path}/torch"])
     steps(trainer, 1)
-    saved = trainer.save()
+    saved = trainer.checkpoints.save()
     finish(trainer)
     drawn = ["--dropout-rng", "torch", "--save", f"{tmp_path}/torch"]
     assert said(*drawn) == "bit-identical to the run that wrote it"
@@ -108,7 +108,7 @@ def test_each_changed_setting_has_a_line(tmp_path: Path) -> None:
     write_text(tmp_path)
     trainer = start(0, 1, str(tmp_path), [*BEFORE, *DECAY])
     steps(trainer, 1)
-    assert trainer.save() is not None
+    assert trainer.checkpoints.save() is not None
     finish(trainer)
 
     assert checkpoint_lines(tmp_path, [*ALIKE, *DECAY]) == []

@@ -159,7 +159,7 @@ def test_each_planted_defect_is_found(tmp_path: Path) -> None:
     index[-1] = 9
     (tmp_path / "damaged.idx").write_bytes(index)
     trainer = start(0, 1, str(tmp_path), ["--save", f"{tmp_path}/stale"])
-    trainer.save()
+    trainer.checkpoints.save()
     finish(trainer)
     (tmp_path / "taken").mkdir()
     before = {path.name for path in tmp_path.iterdir()}

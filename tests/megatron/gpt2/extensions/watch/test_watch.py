@@ -19,6 +19,7 @@ from megatron.gpt2.checkpoint.folder import TRACKER
 from megatron.gpt2.extensions.watch.replicas import ROW, StateCorrupted, hash_ranges
 from megatron.gpt2.extensions.watch.spikes import MAX_REWINDS, WINDOW, SpikeDetector
 from megatron.gpt2.extensions.watch.stragglers import StragglerDetector
+from megatron.gpt2.hooks import Hook
 from megatron.gpt2.monitor.incidents import read_incidents
 from megatron.gpt2.monitor.timers import TIMER_ORDER
 from megatron.gpt2.train.loop import train
@@ -47,8 +48,7 @@ def test_each_bit_changes_only_the_hash_of_its_range(dtype: torch.dtype, bits: t
 def step(trainer: Any) -> None:
     train_step(trainer)
     trainer.progress.count_step(trainer.current_global_batch_size)
-    for hook in trainer.hooks:
-        hook.after_step(trainer)
+    trainer.hooks.call(Hook.on_step_end, trainer)
 
 
 def errors_of_flips(
@@ -156,7 +156,7 @@ def samples_read(rank: int, world: int, folder: str, flags: list[str], until: in
 
     with mock.patch.object(trainer.data, "to_device", recording):
         train(trainer)
-    trainer.save()
+    trainer.checkpoints.save()
     finish(trainer)
     return seen
 
