@@ -15,10 +15,13 @@ Legend: b batch, s positions, h hidden.
 
 import functools
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from mpu.kernels.triton_kernel import TritonKernel, example_tensor
 
 ELEMENTS = 16  # in a block
 WORD = 1 << 64
@@ -103,18 +106,14 @@ class _SeededDropout(torch.autograd.Function):
 
 
 def _call_seeded_dropout(x: Tensor, seeds: Tensor, p: float, location: int, first_position: int) -> Tensor:
-    # A call of the operator loads torch's compiler: 1 s and 70 MB.
-    function = _operator if torch.compiler.is_compiling() or x.device.type == "cuda" else _seeded_dropout
-    out: Tensor = function(x, p, seeds, location, first_position)
-    return out
+    if torch.compiler.is_compiling():  # the generator of a CPU cannot be traced
+        out: Tensor = DROPOUT.operator(x, p, seeds, location, first_position)
+        return out
+    return DROPOUT(x, p, seeds, location, first_position)
 
 
 def _seeded_dropout(x: Tensor, p: float, seeds: Tensor, location: int, first_position: int) -> Tensor:
     x = x.contiguous()
-    if x.device.type == "cuda":
-        from mpu.kernels.dropout_triton import dropout_on_gpu
-
-        return dropout_on_gpu(x, seeds, location, first_position, drop_threshold(p), keep_scale(p))
     s, _, h = x.shape
     blocks, rows = -(-h // ELEMENTS), max(_AT_ONCE // h, 1)  # blocks for each position
     out = x * keep_scale(p)
@@ -122,14 +121,23 @@ def _seeded_dropout(x: Tensor, p: float, seeds: Tensor, location: int, first_pos
         for first in range(0, s, rows):
             part = out[first : first + rows, number]  # [rows, h]
             drawn = random_draws(mask, (first_position + first) * blocks, len(part) * blocks).view(len(part), -1)
-            zero_dropped(part, drawn[:, :h], p, out=part)
+            zero_dropped(part, drawn[:, :h].to(x.device), p, out=part)
     return out
 
 
-# A custom operator, which torch.compile does not trace into.
-_operator = torch.library.custom_op("mpu::seeded_dropout", _seeded_dropout, mutates_args=())
+def _in_triton(x: Tensor, p: float, seeds: Tensor, location: int, first_position: int) -> Tensor:
+    from mpu.kernels.dropout_triton import dropout_on_gpu
+
+    return dropout_on_gpu(x.contiguous(), seeds, location, first_position, drop_threshold(p), keep_scale(p))
 
 
-@_operator.register_fake
-def _(x: Tensor, p: float, seeds: Tensor, location: int, first_position: int) -> Tensor:
+def _examples(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    seeds = torch.tensor([[2**31 - 5, 2**40, 3], [7, 1, 0]], device=device)
+    yield example_tensor(3, 2, 1100, dtype=dtype, device=device), 0.3, seeds, 2, 7
+
+
+def _fake(x: Tensor, p: float, seeds: Tensor, location: int, first_position: int) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+DROPOUT = TritonKernel("seeded_dropout", _seeded_dropout, _in_triton, _examples, fake=_fake)
