@@ -33,7 +33,7 @@ import torch.distributed.checkpoint
 from torch import Tensor
 
 from benchmarks import harness
-from megatron.gpt2.checkpoint.folder import find_checkpoint
+from megatron.gpt2.checkpoint.save_folder import find_checkpoint
 from megatron.gpt2.checkpoint.saver import PendingSave, Saver
 from megatron.gpt2.checkpoint.sharded_state import load_sharded_state_dict, sharded_state_dict
 from megatron.gpt2.checkpoint.writer import ShardedTensor

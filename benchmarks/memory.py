@@ -116,7 +116,7 @@ def measure_stage(rank: int, world_size: int, words: list[str]) -> dict[str, flo
     from megatron.gpt2.dist.ranks import RankInfo
     from megatron.gpt2.extensions.plan.hook import memory_inputs
     from megatron.gpt2.extensions.plan.memory import estimate_memory
-    from megatron.gpt2.monitor.reporting import resident_memory
+    from megatron.gpt2.monitor.log_lines import resident_memory
     from megatron.gpt2.train.setup import build_context
     from megatron.gpt2.train.train_step import train_step
     from megatron.gpt2.train.trainer import build_trainer

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import mpu
 from benchmarks.workload import BETAS, LR, WEIGHT_DECAY
 from megatron.gpt2.config import ModelConfig
-from megatron.gpt2.formats.openai import openai_name, to_openai
+from megatron.gpt2.formats.nanogpt_and_dcp import openai_name, to_openai
 from megatron.gpt2.model.gpt2 import GPT2Model
 
 NANOGPT_VOCAB = 50304  # nanoGPT's padded size for 50,257 words

@@ -13,7 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; ranks
 
 import pytest
 
-from tests.warm_python import WarmPython
+from tests.fork_server import WarmPython
 
 ROOT = Path(__file__).resolve().parents[1]
 

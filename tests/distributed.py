@@ -18,7 +18,7 @@ import torch.multiprocessing as mp
 CONTEXT = mp.get_context("forkserver")
 # The server imports these once. A rank then starts in 0.05 s instead of 2 s. TorchDispatchMode imports torch's
 # compiler, which takes 2 s more.
-CONTEXT.set_forkserver_preload(["pytest", "megatron.gpt2.commands.pretrain_gpt2", "torch._dynamo", "tests.freeze"])
+CONTEXT.set_forkserver_preload(["pytest", "megatron.gpt2.commands.pretrain_gpt2", "torch._dynamo", "tests.gc_freeze"])
 
 
 def _worker(

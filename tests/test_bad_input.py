@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.distributed import run_ranks
+from tests.fork_server import WarmPython
 from tests.megatron.gpt2.train.training_runs import write_text
-from tests.warm_python import WarmPython
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = (

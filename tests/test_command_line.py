@@ -22,12 +22,12 @@ from data_utils import command_line
 from megatron.gpt2.commands import pretrain_gpt2
 from megatron.gpt2.monitor.incidents import read_incidents
 from megatron.gpt2.train import loop
-from megatron.gpt2.train.report import next_commands
+from megatron.gpt2.train.start_and_end import next_commands
 from megatron.gpt2.train.train_step import train_step
 from megatron.gpt2.train.trainer import Trainer
+from tests.fork_server import WarmPython
 from tests.megatron.gpt2.train.training_runs import write_text
 from tests.test_bad_input import torchrun
-from tests.warm_python import WarmPython
 
 # A run of a few seconds.
 SHORT = (

@@ -18,8 +18,8 @@ import pytest
 
 from tests.conftest import ROOT, TEST_DATA, made_once
 from tests.data_utils.data_files import write_byte_vocabulary
+from tests.fork_server import WarmPython
 from tests.megatron.gpt2.train.training_runs import write_text
-from tests.warm_python import WarmPython
 
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")))

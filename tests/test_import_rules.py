@@ -252,7 +252,7 @@ def test_no_pickle(package: str) -> None:
         assert "pickle" not in roots(imported(path)), f"{path.relative_to(ROOT)} imports pickle"
         called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
         bad = called & {"torch.load", "torch.save", "eval", "exec"}
-        if path.name in ("megatron.py", "openai.py", "torch_dist.py"):
+        if path.name in ("megatron.py", "nanogpt_and_dcp.py", "torch_dist.py"):
             bad -= {"torch.save"}  # the format that it writes is a pickle
         assert not bad, f"{path.relative_to(ROOT)} calls {bad}"
         keywords = {(node.arg, ast.unparse(node.value)) for node in ast.walk(tree) if isinstance(node, ast.keyword)}

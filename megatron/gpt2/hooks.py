@@ -23,7 +23,7 @@ from megatron.gpt2.config import Config, flag
 
 if TYPE_CHECKING:
     from megatron.gpt2.model.gpt2 import GPT2Model
-    from megatron.gpt2.monitor.reporting import IterationRecord
+    from megatron.gpt2.monitor.log_lines import IterationRecord
     from megatron.gpt2.optimizer.bucket_reducer import BucketReducer
     from megatron.gpt2.optimizer.param_and_grad_buffer import ParamAndGradBuffer
     from megatron.gpt2.train.setup import RunContext

@@ -19,10 +19,10 @@ import pytest
 import torch.distributed as dist
 
 from megatron.gpt2.checkpoint import lease, saver, writer
-from megatron.gpt2.checkpoint.folder import find_checkpoint
+from megatron.gpt2.checkpoint.save_folder import find_checkpoint
 from megatron.gpt2.commands.pretrain_gpt2 import main
+from megatron.gpt2.monitor.html_report import METRICS
 from megatron.gpt2.monitor.incidents import read_records
-from megatron.gpt2.monitor.run_report import METRICS
 from tests.cluster.hosts import Hosts, torchrun
 from tests.megatron.gpt2.dist.started_ranks import StartedRank, losses
 from tests.megatron.gpt2.train.training_runs import write_text

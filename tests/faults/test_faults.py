@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 
 from data_utils.command_line import how_to_call
-from megatron.gpt2.checkpoint.folder import find_checkpoint
+from megatron.gpt2.checkpoint.save_folder import find_checkpoint
 from megatron.gpt2.dist import run_program
 from megatron.gpt2.dist.run_program import CRASH_LOOP_FAILURES
 from megatron.gpt2.extensions.post_mortem.command import report

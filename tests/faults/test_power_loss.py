@@ -28,13 +28,13 @@ from data_utils.files import append_line, make_folder
 from data_utils.indexed_dataset import IndexedDataset, read_manifest
 from data_utils.preprocessing import PreprocessingJob, preprocess
 from data_utils.tokenizers import load_tokenizer
-from megatron.gpt2.checkpoint.folder import find_checkpoint
 from megatron.gpt2.checkpoint.local import LocalCheckpoints, assemble_local_checkpoint
+from megatron.gpt2.checkpoint.save_folder import find_checkpoint
 from megatron.gpt2.checkpoint.saver import Saver
 from megatron.gpt2.commands import pretrain_gpt2
 from megatron.gpt2.dist.ranks import RankInfo
+from megatron.gpt2.monitor.html_report import HISTORY, METRICS
 from megatron.gpt2.monitor.incidents import read_records
-from megatron.gpt2.monitor.run_report import HISTORY, METRICS
 from tests.conftest import ROOT
 from tests.megatron.gpt2.checkpoint.saved_states import find, save
 from tests.megatron.gpt2.train.training_runs import SMALL, write_text

@@ -28,8 +28,8 @@ from data_utils.preprocessing.inputs import cut_into_shards, records, whole_file
 from data_utils.tokenizers import build_tokenizer, load_tokenizer
 from data_utils.tokenizers.base import ByteTokenizer, Tokenizer, read_characters, train_sentencepiece
 from data_utils.tokenizers.gpt2 import BUILTIN_FILE, END_OF_TEXT, builtin_tokenizer
-from megatron.gpt2.checkpoint.base import BaseCheckpoint
-from megatron.gpt2.checkpoint.reader import MANIFEST, Checkpoint
+from megatron.gpt2.checkpoint.interface import BaseCheckpoint
+from megatron.gpt2.checkpoint.reader import MANIFEST, NativeCheckpoint
 from megatron.gpt2.checkpoint.writer import manifest_bytes
 from megatron.gpt2.commands import inspect_data
 from megatron.gpt2.config import Config, ModelConfig, compat, read_config, write_config
@@ -48,8 +48,8 @@ from megatron.gpt2.formats.torch_files import load_torch_file
 from megatron.gpt2.generate.generation import GeneratedToken
 from megatron.gpt2.generate.sampling import Sampler
 from megatron.gpt2.model.gpt2 import parameter_specs
+from megatron.gpt2.monitor.html_report import render_page
 from megatron.gpt2.monitor.incidents import IncidentLog, rank_file_name, read_incidents
-from megatron.gpt2.monitor.run_report import render_page
 from tests.data_utils.data_files import write_lines
 from tests.data_utils.test_preprocessing import run, some_texts
 from tests.fuzz.fuzzing import Files, Target
@@ -89,7 +89,7 @@ def read_saved(folder: Path) -> None:
 def read_any(folder: Path) -> None:
     """Read the newest iteration without checking hashes. Each tensor is refused or has its shape, and no tensor is
     larger than all files."""
-    checkpoint = Checkpoint(next(folder.glob("iter_*")))
+    checkpoint = NativeCheckpoint(next(folder.glob("iter_*")))
     if problem := checkpoint.find_damage(check_hashes=False):
         raise ValueError(problem)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 from data_utils.files import add_path, fsync_path, no_follow, try_lock
-from megatron.gpt2.checkpoint.folder import BEST, TRACKER, FolderInUse, make_save_folder
+from megatron.gpt2.checkpoint.save_folder import BEST, TRACKER, FolderInUse, make_save_folder
 
 PATTERN = "lease_" + 10 * "[0-9]"
 RENEWAL_INTERVAL = 2.0  # seconds

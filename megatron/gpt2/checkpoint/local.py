@@ -27,8 +27,8 @@ from torch.distributed import ProcessGroup
 
 from data_utils.command_line import plural
 from data_utils.files import fsync_path, make_folder
-from megatron.gpt2.checkpoint.folder import TRACKER, Log, list_iterations
-from megatron.gpt2.checkpoint.reader import MANIFEST, Checkpoint, table_path
+from megatron.gpt2.checkpoint.reader import MANIFEST, NativeCheckpoint, table_path
+from megatron.gpt2.checkpoint.save_folder import TRACKER, Log, list_iterations
 from megatron.gpt2.checkpoint.writer import (
     ShardedFiles,
     manifest_bytes,
@@ -203,7 +203,7 @@ def assemble_local_checkpoint(save: str, directory: str, newest: int, rank_info:
         _fetch(path, [one.get(str(number)) for one in everywhere], rank_info, log)
         if rank_info.local_rank == 0:
             write_atomically(folder / TRACKER, f"{number}\n".encode())
-        problem = Checkpoint(path).find_damage(rank_info.local_rank, rank_info.local_world_size)
+        problem = NativeCheckpoint(path).find_damage(rank_info.local_rank, rank_info.local_world_size)
     except (OSError, ValueError) as error:
         problem = str(error)
     problem = next(filter(None, gather("local damage", rank_info.rank, problem)), "")
@@ -237,7 +237,7 @@ def local_inventory(folder: Path) -> dict[str, LocalInventory]:
     found = {}
     for number, path in list_iterations(folder):
         with contextlib.suppress(ValueError):
-            checkpoint = Checkpoint(path)
+            checkpoint = NativeCheckpoint(path)
             infos = checkpoint.files | checkpoint.tables
             files = {file: info.bytes for file, info in infos.items()} | {MANIFEST: (path / MANIFEST).stat().st_size}
             present = [

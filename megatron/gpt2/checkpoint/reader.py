@@ -51,7 +51,7 @@ from data_utils.files import (
     verify_checksum,
     wrap_errors,
 )
-from megatron.gpt2.checkpoint.base import (
+from megatron.gpt2.checkpoint.interface import (
     BaseCheckpoint,
     TensorInfo,
     check_coverage,
@@ -198,7 +198,7 @@ def _integers(values: Any, at_most: int = 2) -> tuple[int, ...]:
     return tuple(values)
 
 
-class Checkpoint(BaseCheckpoint):
+class NativeCheckpoint(BaseCheckpoint):
     """A checkpoint in the native format, opened for reading. digest: sha256 of the manifest.
     tables: `TableInfo` by path.
 

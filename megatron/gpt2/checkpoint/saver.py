@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from data_utils.files import machine_memory, run_future
-from megatron.gpt2.checkpoint.folder import Gather, Log, gather_alone
 from megatron.gpt2.checkpoint.reader import table_path
+from megatron.gpt2.checkpoint.save_folder import Gather, Log, gather_alone
 from megatron.gpt2.checkpoint.writer import (
     ShardedFiles,
     ShardedTensor,

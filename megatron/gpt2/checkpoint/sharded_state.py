@@ -12,7 +12,7 @@ from torch import Tensor
 
 import mpu
 from data_utils.files import in_threads
-from megatron.gpt2.checkpoint.base import BaseCheckpoint
+from megatron.gpt2.checkpoint.interface import BaseCheckpoint
 from megatron.gpt2.checkpoint.writer import ShardedTensor
 from megatron.gpt2.optimizer.param_and_grad_buffer import ParamShard
 from mpu import PartitionSpec, TensorSlice

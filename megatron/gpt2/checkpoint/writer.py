@@ -36,13 +36,12 @@ from data_utils.files import (
     fsync_path,
     in_threads,
 )
-from megatron.gpt2.checkpoint.base import TensorInfo
-from megatron.gpt2.checkpoint.folder import TRACKER, Log, list_iterations
+from megatron.gpt2.checkpoint.interface import TensorInfo
 from megatron.gpt2.checkpoint.reader import (
     DTYPE_CODES,
     MANIFEST,
-    Checkpoint,
     FileInfo,
+    NativeCheckpoint,
     check_file_size,
     extent,
     file_header,
@@ -50,6 +49,7 @@ from megatron.gpt2.checkpoint.reader import (
     table_path,
     tensor_name,
 )
+from megatron.gpt2.checkpoint.save_folder import TRACKER, Log, list_iterations
 from megatron.gpt2.monitor.run_log import rename_old
 from mpu.partition import TensorSlice
 
@@ -219,7 +219,7 @@ def commit(
     tables = ((folder / table_path(rank)).read_bytes() for rank in range(world_size))
     write_atomically(folder / MANIFEST, manifest_bytes(iteration, metadata, tables))
     try:
-        Checkpoint(folder)  # do not commit a checkpoint that cannot be opened
+        NativeCheckpoint(folder)  # do not commit a checkpoint that cannot be opened
     except ValueError as error:
         raise OSError(f"the files were not written correctly: {error}") from error
     sync_folders(folder)

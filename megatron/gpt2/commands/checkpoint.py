@@ -21,7 +21,7 @@ from pathlib import Path
 
 from data_utils import Tokenizer, build_tokenizer, kind_of_vocabulary, load_tokenizer
 from data_utils.command_line import Parser, plural
-from megatron.gpt2.checkpoint.reader import Checkpoint
+from megatron.gpt2.checkpoint.reader import NativeCheckpoint
 from megatron.gpt2.config import require
 from megatron.gpt2.device import DTYPES
 from megatron.gpt2.formats import BaseCheckpoint, Hints, open_checkpoint
@@ -32,14 +32,14 @@ from megatron.gpt2.formats.compare import (
     format_description,
     format_difference,
 )
-from megatron.gpt2.formats.external import UnknownHeadsError, has_optimizer
+from megatron.gpt2.formats.foreign_checkpoint import UnknownHeadsError, has_optimizer
 from megatron.gpt2.formats.gguf import TYPES as GGUF_TYPES
 from megatron.gpt2.formats.gguf import write_gguf
 from megatron.gpt2.formats.huggingface import write_huggingface
 from megatron.gpt2.formats.megatron import write_megatron
 from megatron.gpt2.formats.megatron_model import PIPELINE_FLAG, VIRTUAL_FLAG, MegatronLayout
+from megatron.gpt2.formats.nanogpt_and_dcp import export_kind, write_dcp, write_nanogpt
 from megatron.gpt2.formats.native import require_new_folder, write_native
-from megatron.gpt2.formats.openai import export_kind, write_dcp, write_nanogpt
 from megatron.gpt2.formats.openai_tokenizer import open_tokenizer
 from megatron.gpt2.formats.torch_dist import write_torch_dist
 from megatron.gpt2.pipeline.schedule import FIRST_LAYERS_FLAG, LAST_LAYERS_FLAG
@@ -142,7 +142,7 @@ def open_from_args(args: argparse.Namespace, path: str) -> BaseCheckpoint:
 def open_verified(args: argparse.Namespace, path: str) -> BaseCheckpoint:
     """Open the source at `path`, and verify every byte if it has hashes, unless --no-verify is given."""
     source = open_from_args(args, path)
-    if isinstance(source, Checkpoint) and not args.no_verify and (problem := source.find_damage()):
+    if isinstance(source, NativeCheckpoint) and not args.no_verify and (problem := source.find_damage()):
         raise ValueError(f"{problem}; use --iteration N for a different one, or --no-verify to read it as it is")
     return source
 
@@ -277,7 +277,7 @@ def main(argv: list[str] | None = None) -> int:
 def verify(args: argparse.Namespace) -> int:
     """Read every byte of the checkpoint and compare it with its hashes; return 1 if it is damaged."""
     source = open_from_args(args, args.dir)
-    if isinstance(source, Checkpoint):
+    if isinstance(source, NativeCheckpoint):
         known = source.metadata.get("tokenizer")
         if problem := source.verify() or (
             "" if known is None else tokenizer_mismatch(source.path, known["fingerprint"])

@@ -15,7 +15,7 @@ from typing import Any
 from data_utils.command_line import positive_int
 from data_utils.corpora import BUILTIN, expand_paths
 from data_utils.files import hash_file
-from megatron.gpt2.checkpoint.reader import Checkpoint
+from megatron.gpt2.checkpoint.reader import NativeCheckpoint
 from megatron.gpt2.commands.inference import (
     ModelParser,
     check_output,
@@ -36,7 +36,7 @@ from megatron.gpt2.generate.evaluation import (
     read_task,
 )
 from megatron.gpt2.generate.load_model import LoadedModel
-from megatron.gpt2.monitor.reporting import align_rows
+from megatron.gpt2.monitor.log_lines import align_rows
 
 
 def parse_args(argv: Sequence[str], log: Log) -> tuple[argparse.Namespace, Arguments]:
@@ -81,7 +81,7 @@ def parse_args(argv: Sequence[str], log: Log) -> tuple[argparse.Namespace, Argum
     return args, training
 
 
-def check_model_flags(training: Arguments, checkpoint: Checkpoint) -> None:
+def check_model_flags(training: Arguments, checkpoint: NativeCheckpoint) -> None:
     """Raise ValueError if a flag describes a different model than the checkpoint's."""
     model, differing = checkpoint.metadata["config"]["model"], []
     for key in filter(training.given.__contains__, CHECKPOINT_KEYS):

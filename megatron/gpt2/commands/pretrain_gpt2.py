@@ -15,7 +15,7 @@ from pathlib import Path
 from data_utils import DamagedData
 from data_utils.command_line import configure_output
 from megatron.gpt2 import device as devices
-from megatron.gpt2.checkpoint.folder import FolderInUse
+from megatron.gpt2.checkpoint.save_folder import FolderInUse
 from megatron.gpt2.config import require
 from megatron.gpt2.config.arguments import Arguments, parse
 from megatron.gpt2.dist.launch import Launch, read_launch
@@ -27,8 +27,8 @@ from megatron.gpt2.hooks import Hook, StopRun
 from megatron.gpt2.monitor.incidents import FINISHED, IncidentLog, is_out_of_memory, rank_file_name, write_ended
 from megatron.gpt2.train.evaluate import evaluate_and_log, sample_text
 from megatron.gpt2.train.loop import train
-from megatron.gpt2.train.report import final_report, finished_message, log_start, newest_iteration
 from megatron.gpt2.train.setup import Log, RunContext, build_context
+from megatron.gpt2.train.start_and_end import final_report, finished_message, log_start, newest_iteration
 from megatron.gpt2.train.trainer import Trainer, build_trainer
 
 

@@ -8,7 +8,7 @@ Training writes it automatically. Exit codes: 0; 2 for bad input.
 from pathlib import Path
 
 from data_utils.command_line import Parser
-from megatron.gpt2.monitor.run_report import METRICS, write_report
+from megatron.gpt2.monitor.html_report import METRICS, write_report
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -13,9 +13,9 @@ import numpy as np
 
 from data_utils.command_line import Parser, align_columns
 from megatron.gpt2.config import require
+from megatron.gpt2.monitor.html_report import METRICS
 from megatron.gpt2.monitor.incidents import read_records
 from megatron.gpt2.monitor.plots import curve_points
-from megatron.gpt2.monitor.run_report import METRICS
 
 # Iteration -> validation loss, in nats per token, of llm.c's GPT-2 124M on FineWeb 10B: the log of 2024-10-13 in
 # github.com/KellerJordan/modded-nanogpt, records/track_1_short/2024-10-13_llmc/main.log.

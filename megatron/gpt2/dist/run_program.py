@@ -57,8 +57,8 @@ from megatron.gpt2.dist.rendezvous import (
     shutdown_distributed,
 )
 from megatron.gpt2.dist.signals import SignalThread, exit_on_sigterm
+from megatron.gpt2.monitor.html_report import METRICS
 from megatron.gpt2.monitor.incidents import IncidentLog, read_incidents, read_records
-from megatron.gpt2.monitor.run_report import METRICS
 
 Log = Callable[[str], None]
 Program = Callable[[Sequence[str], RankInfo, Log], int | None]

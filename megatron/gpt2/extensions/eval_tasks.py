@@ -10,7 +10,7 @@ import torch
 from megatron.gpt2.config import Config
 from megatron.gpt2.generate.evaluation import EvaluationTask, evaluate_task, read_task
 from megatron.gpt2.hooks import Hook
-from megatron.gpt2.monitor.reporting import TaskRecord
+from megatron.gpt2.monitor.log_lines import TaskRecord
 from megatron.gpt2.train.trainer import Trainer
 
 NAMES = ("hellaswag", "lambada")

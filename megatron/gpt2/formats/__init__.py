@@ -4,11 +4,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from megatron.gpt2.checkpoint.base import BaseCheckpoint
-from megatron.gpt2.checkpoint.folder import detect_format_by_file_names, find_checkpoint
-from megatron.gpt2.checkpoint.reader import Checkpoint
-from megatron.gpt2.formats import huggingface, megatron, openai, torch_dist
-from megatron.gpt2.formats.external import Hints, file_errors
+from megatron.gpt2.checkpoint.interface import BaseCheckpoint
+from megatron.gpt2.checkpoint.reader import NativeCheckpoint
+from megatron.gpt2.checkpoint.save_folder import detect_format_by_file_names, find_checkpoint
+from megatron.gpt2.formats import huggingface, megatron, nanogpt_and_dcp, torch_dist
+from megatron.gpt2.formats.foreign_checkpoint import Hints, file_errors
 
 __all__ = ["FORMATS", "Hints", "BaseCheckpoint", "open_checkpoint", "recognise"]
 
@@ -18,8 +18,8 @@ OF_RANKS = ("megatron-2019", "megatron-v1", "megatron-v2", "megatron-v3", "megat
 OPENERS = {
     "huggingface": huggingface.open_huggingface,
     "torch_dist": torch_dist.open_torch_dist,
-    "nanogpt": openai.open_nanogpt,
-    "dcp": openai.open_dcp,
+    "nanogpt": nanogpt_and_dcp.open_nanogpt,
+    "dcp": nanogpt_and_dcp.open_dcp,
 }
 FORMATS = ("native", *OF_RANKS, *OPENERS)
 
@@ -74,7 +74,7 @@ def _open_native(path: Path, where: Path, hints: Hints, log: Callable[[str], Non
         checkpoint = find_checkpoint(path, log=log, verify=False)  # skips damaged ones with a warning
         if checkpoint is not None:
             return checkpoint
-    checkpoint = Checkpoint(where)
+    checkpoint = NativeCheckpoint(where)
     if problem := checkpoint.find_damage(check_hashes=False):
         raise ValueError(problem)
     return checkpoint

@@ -11,10 +11,10 @@ from torch import Tensor
 
 import mpu
 from data_utils.command_line import align_columns
-from megatron.gpt2.checkpoint.base import BaseCheckpoint, TensorInfo, check_metadata
-from megatron.gpt2.checkpoint.reader import Checkpoint
+from megatron.gpt2.checkpoint.interface import BaseCheckpoint, TensorInfo, check_metadata
+from megatron.gpt2.checkpoint.reader import NativeCheckpoint
 from megatron.gpt2.checkpoint.sharded_state import load_sharded_state_dict
-from megatron.gpt2.formats.external import WORD_EMBEDDINGS
+from megatron.gpt2.formats.foreign_checkpoint import WORD_EMBEDDINGS
 from megatron.gpt2.model.gpt2 import GPT2Model, layer_config, parameter_specs
 from megatron.gpt2.optimizer.param_and_grad_buffer import ParamShard
 
@@ -57,7 +57,7 @@ def describe(source: BaseCheckpoint) -> dict[str, Any]:
         "tensors": tensors,
         "left_out": list(source.left_out),
     }
-    if isinstance(source, Checkpoint):
+    if isinstance(source, NativeCheckpoint):
         found["manifest_sha256"] = source.digest
         found["files"] = {
             file: {"bytes": info.bytes, "boxes": len(info.slices), "sha256": info.sha256}

@@ -18,15 +18,15 @@ from safetensors.torch import save_file
 
 from data_utils import Tokenizer
 from data_utils.files import read_json_object, read_safetensors_header
-from megatron.gpt2.checkpoint.base import BaseCheckpoint, TensorInfo, check_metadata
+from megatron.gpt2.checkpoint.interface import BaseCheckpoint, TensorInfo, check_metadata
 from megatron.gpt2.checkpoint.reader import DTYPES
 from megatron.gpt2.config import require
 from megatron.gpt2.device import DTYPES as PRECISION_DTYPES
 from megatron.gpt2.formats.compare import describe, format_description
-from megatron.gpt2.formats.external import (
+from megatron.gpt2.formats.foreign_checkpoint import (
     MAX_JSON_BYTES,
     WORD_EMBEDDINGS,
-    ExternalCheckpoint,
+    ForeignCheckpoint,
     Hints,
     LazyTensor,
     LazyTensors,
@@ -34,8 +34,8 @@ from megatron.gpt2.formats.external import (
     file_errors,
     short_repr,
 )
+from megatron.gpt2.formats.nanogpt_and_dcp import CONFIG_SIZES, build_checkpoint, export_kind, export_tensors
 from megatron.gpt2.formats.native import check_tokenizer, new_folder
-from megatron.gpt2.formats.openai import CONFIG_SIZES, build_checkpoint, export_kind, export_tensors
 from megatron.gpt2.formats.openai_tokenizer import tokenizer_files
 from megatron.gpt2.formats.torch_files import load_torch_file
 
@@ -62,7 +62,7 @@ TOKENIZER_FILES = (("vocab.json", "merges.txt"), ("tokenizer.json",))
 SHARD_BYTES = 5 * 10**9
 
 
-def open_huggingface(folder: Path, hints: Hints, *, log: Callable[[str], None]) -> ExternalCheckpoint:
+def open_huggingface(folder: Path, hints: Hints, *, log: Callable[[str], None]) -> ForeignCheckpoint:
     """Open the model in `folder`. Raises ValueError, in one line, if a file is not valid or if the model is not a plain
     GPT-2."""
     weights = next(folder / name for name in WEIGHTS if (folder / name).is_file())

@@ -8,8 +8,8 @@ mp_rank_TT_model_states.pt. A file holds one chunk of layers, `model`, or severa
 With ZeRO 1 or 2, each data-parallel rank D of a model-parallel rank has a file
 zero_pp_rank_D_mp_rank_TT_optim_states.pt.
 
-This module, openai.py and torch_dist.py call torch.save, because these formats are pickles. torch.save needs all
-tensors of a rank at once, so the tensors are memory-mapped from temporary files.
+This module, nanogpt_and_dcp.py and torch_dist.py call torch.save, because these formats are pickles. torch.save needs
+all tensors of a rank at once, so the tensors are memory-mapped from temporary files.
 """
 
 import itertools
@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from data_utils.command_line import plural
-from megatron.gpt2.checkpoint.base import BaseCheckpoint
-from megatron.gpt2.checkpoint.folder import TRACKER
+from megatron.gpt2.checkpoint.interface import BaseCheckpoint
+from megatron.gpt2.checkpoint.save_folder import TRACKER
 from megatron.gpt2.config import require
-from megatron.gpt2.formats.external import (
+from megatron.gpt2.formats.foreign_checkpoint import (
     OPTIMIZER_KINDS,
-    ExternalCheckpoint,
+    ForeignCheckpoint,
     Hints,
     LazyTensor,
     OptimizerState,
@@ -119,7 +119,7 @@ def _load(path: Path) -> dict[str, Any]:
     return top
 
 
-def open_megatron(path: Path, format: str, hints: Hints, *, log: Callable[[str], None]) -> ExternalCheckpoint:
+def open_megatron(path: Path, format: str, hints: Hints, *, log: Callable[[str], None]) -> ForeignCheckpoint:
     """Open the checkpoint in `path`, the folder of an iteration. `log` gets a line if the true vocabulary size is only
     assumed. Raises ValueError, in one line, if the checkpoint is not valid."""
     files, tp_size = _open_files(path)
@@ -165,7 +165,7 @@ def open_megatron(path: Path, format: str, hints: Hints, *, log: Callable[[str],
         left_out.append("random states: of another program's generators")
     if others := sorted(file.name for pattern in SHARDED_OPTIMIZER for file in path.glob(pattern)):
         left_out.append(f"{plural(len(others), 'file')} of a sharded optimizer ({others[0]} ...)")
-    return ExternalCheckpoint(
+    return ForeignCheckpoint(
         path,
         format,
         saved_iteration(top),

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from data_utils.command_line import plural
 from data_utils.files.restricted_pickle import PickledObject
-from megatron.gpt2.checkpoint.base import BaseCheckpoint, check_metadata
+from megatron.gpt2.checkpoint.interface import BaseCheckpoint, check_metadata
 from megatron.gpt2.config import ModelConfig, require
-from megatron.gpt2.formats.external import (
+from megatron.gpt2.formats.foreign_checkpoint import (
     GPT2_VOCAB_SIZE,
     WORD_EMBEDDINGS,
     Hints,

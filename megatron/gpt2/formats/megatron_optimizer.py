@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.gpt2.checkpoint.base import BaseCheckpoint, TensorInfo
+from megatron.gpt2.checkpoint.interface import BaseCheckpoint, TensorInfo
 from megatron.gpt2.config import OptimizerConfig, require
-from megatron.gpt2.formats.external import (
+from megatron.gpt2.formats.foreign_checkpoint import (
     OPTIMIZER_KINDS,
     WORD_EMBEDDINGS,
     LazyTensor,

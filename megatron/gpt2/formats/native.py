@@ -14,11 +14,11 @@ import torch
 from data_utils import Tokenizer
 from data_utils.command_line import plural
 from data_utils.files import fsync_path
-from megatron.gpt2.checkpoint.base import BaseCheckpoint, check_metadata
+from megatron.gpt2.checkpoint.interface import BaseCheckpoint, check_metadata
 from megatron.gpt2.checkpoint.saver import PendingSave, Saver
 from megatron.gpt2.checkpoint.writer import ShardedTensor
 from megatron.gpt2.config import Config
-from megatron.gpt2.formats.external import OPTIMIZER_KINDS, WORD_EMBEDDINGS
+from megatron.gpt2.formats.foreign_checkpoint import OPTIMIZER_KINDS, WORD_EMBEDDINGS
 from megatron.gpt2.model.gpt2 import parameter_specs
 
 

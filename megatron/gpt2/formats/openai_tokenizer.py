@@ -12,7 +12,7 @@ from typing import Any
 from data_utils import Tokenizer
 from data_utils.files import one_line, read_json_object
 from data_utils.tokenizers.gpt2 import END_OF_TEXT, bytes_to_unicode, find_merge, gpt2_tokenizer
-from megatron.gpt2.formats.external import short_repr
+from megatron.gpt2.formats.foreign_checkpoint import short_repr
 
 MAX_TOKENIZER_BYTES = 64 << 20  # GPT-2's takes 3.5 MB
 # Settings that change the ids of a text, and their allowed values. ABSENT: files of older versions lack the setting.

@@ -13,7 +13,7 @@ checkpoint contains the length of each bucket, but not the positions of the para
 order of Megatron Core's modules.
 
 Megatron Core 0.16 writes some values of `fully_reshardable` to a wrong place if it pads a bucket that is not the last
-in its buffer. `ExternalCheckpoint` finds them, and a wrong order of parameters, because a master, rounded to the dtype
+in its buffer. `ForeignCheckpoint` finds them, and a wrong order of parameters, because a master, rounded to the dtype
 of the weights, is then not the weight. Exports have the form `fully_reshardable`, which Megatron Core's distributed
 optimizer loads in every layout, and torch's DCP writer writes them. The stacked layers are memory-mapped from temporary
 files, so that only one layer must be in memory.
@@ -31,13 +31,13 @@ import torch
 from torch import Tensor
 
 from data_utils.files import read_json_object
-from megatron.gpt2.checkpoint.base import BaseCheckpoint, TensorInfo
-from megatron.gpt2.checkpoint.folder import TRACKER
+from megatron.gpt2.checkpoint.interface import BaseCheckpoint, TensorInfo
+from megatron.gpt2.checkpoint.save_folder import TRACKER
 from megatron.gpt2.config import ModelConfig, require
-from megatron.gpt2.formats.external import (
+from megatron.gpt2.formats.foreign_checkpoint import (
     MAX_JSON_BYTES,
     WORD_EMBEDDINGS,
-    ExternalCheckpoint,
+    ForeignCheckpoint,
     Hints,
     LazyTensor,
     LazyTensors,
@@ -108,7 +108,7 @@ WITH_EXTRA_STATE = (
 )
 
 
-def open_torch_dist(path: Path, hints: Hints, *, log: Callable[[str], None]) -> ExternalCheckpoint:
+def open_torch_dist(path: Path, hints: Hints, *, log: Callable[[str], None]) -> ForeignCheckpoint:
     """Open the checkpoint in `path`, the folder of an iteration. Raises ValueError, in one line, if it is not valid."""
     backend = read_json_object(path / CONFIG, MAX_JSON_BYTES).get("sharded_backend")
     if backend != "torch_dist":
@@ -144,7 +144,7 @@ def open_torch_dist(path: Path, hints: Hints, *, log: Callable[[str], None]) -> 
         "model_parallel_size": tp_size,
         "pipeline_model_parallel_size": args.get("pipeline_model_parallel_size") or 1,
     }
-    return ExternalCheckpoint(
+    return ForeignCheckpoint(
         path,
         "torch_dist",
         saved_iteration(top),

@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 
 from data_utils.files.restricted_pickle import PickledObject, read_pickle
-from megatron.gpt2.checkpoint.base import BaseCheckpoint, TensorInfo, check_coverage, intersection, relative_slice
+from megatron.gpt2.checkpoint.interface import BaseCheckpoint, TensorInfo, check_coverage, intersection, relative_slice
 from megatron.gpt2.checkpoint.reader import without_garbage_collection
 from megatron.gpt2.config import require
-from megatron.gpt2.formats.external import LazyTensor, file_errors
+from megatron.gpt2.formats.foreign_checkpoint import LazyTensor, file_errors
 from mpu.partition import TensorSlice
 
 ZIP = b"PK\x03\x04"

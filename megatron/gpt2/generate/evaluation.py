@@ -23,7 +23,7 @@ from data_utils.corpora import Log, error_reason, is_json, json_object, open_byt
 from data_utils.corpora.detokenizers import ptb_detokenizer, wikitext_detokenizer
 from megatron.gpt2.generate.scoring import Window, score_windows, sliding_windows
 from megatron.gpt2.model.gpt2 import GPT2Model
-from megatron.gpt2.monitor.reporting import perplexity
+from megatron.gpt2.monitor.log_lines import perplexity
 
 TASKS = ("WIKITEXT103", "PTB", "LAMBADA", "HELLASWAG", "TEXT")
 DETOKENIZERS = {"WIKITEXT103": wikitext_detokenizer, "PTB": ptb_detokenizer}

@@ -8,9 +8,9 @@ import torch
 
 import mpu
 from data_utils import Tokenizer, load_tokenizer
-from megatron.gpt2.checkpoint.base import check_metadata
-from megatron.gpt2.checkpoint.folder import find_checkpoint, require_native_format
-from megatron.gpt2.checkpoint.reader import Checkpoint
+from megatron.gpt2.checkpoint.interface import check_metadata
+from megatron.gpt2.checkpoint.reader import NativeCheckpoint
+from megatron.gpt2.checkpoint.save_folder import find_checkpoint, require_native_format
 from megatron.gpt2.checkpoint.sharded_state import load_sharded_state_dict, parameter_states
 from megatron.gpt2.model.gpt2 import GPT2Model, layer_config, parameter_specs
 from megatron.gpt2.pipeline.schedule import layers_of_stages
@@ -23,7 +23,7 @@ class LoadedModel:
 
     model: GPT2Model
     tokenizer: Tokenizer
-    checkpoint: Checkpoint
+    checkpoint: NativeCheckpoint
     device: torch.device
     dtype: torch.dtype
 

@@ -18,10 +18,10 @@ from typing import Any
 from data_utils.command_line import progress_bar
 from data_utils.files import append_line, atomic_write_text, fsync_path
 from megatron.gpt2.config import Config
+from megatron.gpt2.monitor.html_report import HISTORY, METRICS, REPORT, SAMPLES, write_report
 from megatron.gpt2.monitor.incidents import read_records
+from megatron.gpt2.monitor.log_lines import EvaluationRecord, IterationRecord, TaskRecord
 from megatron.gpt2.monitor.plots import plot_loss
-from megatron.gpt2.monitor.reporting import EvaluationRecord, IterationRecord, TaskRecord
-from megatron.gpt2.monitor.run_report import HISTORY, METRICS, REPORT, SAMPLES, write_report
 
 WANDB_ID = "wandb_run_id.txt"
 REPORT_TIME_SHARE = 0.01  # largest share of a run's time for writing report.html

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 import mpu
 from data_utils.files import atomic_write_text
-from megatron.gpt2.checkpoint.folder import BEST, FolderInUse, best_loss, find_checkpoint
 from megatron.gpt2.checkpoint.lease import Lease, LeaseLostError
 from megatron.gpt2.checkpoint.local import RUN_NAME_FILE, LocalCheckpoints, run_name
+from megatron.gpt2.checkpoint.save_folder import BEST, FolderInUse, best_loss, find_checkpoint
 from megatron.gpt2.checkpoint.saver import Saver
 from megatron.gpt2.checkpoint.sharded_state import (
     load_rng_state,

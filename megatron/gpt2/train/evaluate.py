@@ -12,7 +12,7 @@ from megatron.gpt2.dist.gathering import all_reduce_over_data_and_pipeline, sum_
 from megatron.gpt2.generate.generation import Continuation, generate
 from megatron.gpt2.generate.sampling import Sampling
 from megatron.gpt2.hooks import Hook
-from megatron.gpt2.monitor.reporting import EvaluationRecord, evaluation_line
+from megatron.gpt2.monitor.log_lines import EvaluationRecord, evaluation_line
 from megatron.gpt2.train.trainer import Trainer
 
 # The temperature is low because the unlikely words of a small model are often wrong. The penalty prevents repetitions

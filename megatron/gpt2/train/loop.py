@@ -8,7 +8,7 @@ from data_utils.command_line import plural
 from megatron.gpt2.dist.gathering import all_reduce_over_data_and_pipeline
 from megatron.gpt2.dist.signals import FOLDER_LOST, MORE_RANKS, OUT_OF_TIME
 from megatron.gpt2.hooks import Hook
-from megatron.gpt2.monitor.reporting import IterationRecord, iteration_line, memory_line, peak_memory
+from megatron.gpt2.monitor.log_lines import IterationRecord, iteration_line, memory_line, peak_memory
 from megatron.gpt2.monitor.timers import start_profiler
 from megatron.gpt2.optimizer.optimizer import AsyncScalar
 from megatron.gpt2.train.evaluate import evaluate_and_log, sample_text

@@ -30,10 +30,10 @@ from data_utils import (
 )
 from data_utils.corpora import find_corpora
 from megatron.gpt2 import device as devices
-from megatron.gpt2.checkpoint.base import check_metadata, decay_iters
-from megatron.gpt2.checkpoint.folder import find_checkpoint, require_native_format
+from megatron.gpt2.checkpoint.interface import check_metadata, decay_iters
 from megatron.gpt2.checkpoint.local import assemble_local_checkpoint
-from megatron.gpt2.checkpoint.reader import Checkpoint
+from megatron.gpt2.checkpoint.reader import NativeCheckpoint
+from megatron.gpt2.checkpoint.save_folder import find_checkpoint, require_native_format
 from megatron.gpt2.config import Config, DataConfig, flag, flatten_sections, require
 from megatron.gpt2.config.arguments import Arguments, merge_checkpoint
 from megatron.gpt2.dist.gathering import gather_strings
@@ -41,7 +41,7 @@ from megatron.gpt2.dist.hang import set_flight_recorder
 from megatron.gpt2.dist.ranks import RankInfo, format_ranks
 from megatron.gpt2.hooks import Hook, Hooks, load_hooks
 from megatron.gpt2.monitor.incidents import IncidentLog, rank_file_name
-from megatron.gpt2.monitor.reporting import resident_memory
+from megatron.gpt2.monitor.log_lines import resident_memory
 from megatron.gpt2.train.resume_equivalence import changed_settings, compute_environment
 
 Log = Callable[[str], None]
@@ -264,7 +264,7 @@ def _build_splits(data: DataConfig, tokenizer: Tokenizer, *, evaluates: bool) ->
 
 def _resolve_checkpoint(
     arguments: Arguments, rank_info: RankInfo, log: Log
-) -> tuple[Arguments, Checkpoint | None, str | None]:
+) -> tuple[Arguments, NativeCheckpoint | None, str | None]:
     """Find the checkpoint that the run starts from, in --load, --save or the local folder. Return the arguments, which
     may now continue --save instead of --load; the checkpoint, opened without reading its tensors; and its folder."""
     options = arguments.checkpoint
@@ -308,12 +308,14 @@ def _resolve_checkpoint(
     return arguments, checkpoint, source if checkpoint is not None else None
 
 
-def _open_checkpoint(folder: str | Path) -> Checkpoint | None:
+def _open_checkpoint(folder: str | Path) -> NativeCheckpoint | None:
     """Open the checkpoint to load. Warnings are suppressed here; loading prints them."""
     return find_checkpoint(folder, log=lambda warning: None, verify=False)
 
 
-def _build_tokenizer(data: DataConfig, arguments: Arguments, checkpoint: Checkpoint | None, log: Log) -> Tokenizer:
+def _build_tokenizer(
+    data: DataConfig, arguments: Arguments, checkpoint: NativeCheckpoint | None, log: Log
+) -> Tokenizer:
     """Load the tokenizer of the checkpoint, or build the tokenizer that the flags name. Flags that name files have
     priority. data: file paths instead of corpus names."""
     options, metadata = arguments.checkpoint, checkpoint.metadata if checkpoint is not None else {}

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 import mpu
 from megatron.gpt2 import device as devices
-from megatron.gpt2.checkpoint.folder import rename_old_best
 from megatron.gpt2.checkpoint.lease import Lease
+from megatron.gpt2.checkpoint.save_folder import rename_old_best
 from megatron.gpt2.config import Config
 from megatron.gpt2.dist.hang import HangDetector
 from megatron.gpt2.dist.rendezvous import initialize_distributed

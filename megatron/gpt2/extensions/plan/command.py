@@ -29,8 +29,8 @@ import torch
 from data_utils import build_tokenizer, default_tokenizer_kind
 from data_utils.command_line import Parser, plural
 from megatron.gpt2 import device as devices
-from megatron.gpt2.checkpoint.base import decay_iters
-from megatron.gpt2.checkpoint.folder import find_checkpoint
+from megatron.gpt2.checkpoint.interface import decay_iters
+from megatron.gpt2.checkpoint.save_folder import find_checkpoint
 from megatron.gpt2.config import Config, require
 from megatron.gpt2.config.arguments import Arguments, merge_checkpoint, parse
 from megatron.gpt2.config.flags import parse_launch_flags
@@ -48,7 +48,7 @@ from megatron.gpt2.extensions.plan.memory import (
 from megatron.gpt2.extensions.plan.search import search, training_cost
 from megatron.gpt2.extensions.plan.simulate import StepTime, simulate, write_perfetto
 from megatron.gpt2.model.gpt2 import count_parameters
-from megatron.gpt2.monitor.reporting import align_rows, resident_memory
+from megatron.gpt2.monitor.log_lines import align_rows, resident_memory
 from mpu.partition import padded_vocab_size
 
 GPT2_VOCABULARY = 50257

@@ -24,7 +24,7 @@ from megatron.gpt2.extensions.plan.memory import (
     in_mb,
 )
 from megatron.gpt2.hooks import Hook
-from megatron.gpt2.monitor.reporting import resident_memory
+from megatron.gpt2.monitor.log_lines import resident_memory
 from megatron.gpt2.train.setup import RunContext
 from megatron.gpt2.train.trainer import Trainer
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from data_utils.command_line import Parser, plural
 from data_utils.files import MAX_CONFIG_BYTES, read_json_object
-from megatron.gpt2.checkpoint.folder import find_checkpoint
 from megatron.gpt2.checkpoint.local import newest_local_iteration
+from megatron.gpt2.checkpoint.save_folder import find_checkpoint
 from megatron.gpt2.config.presets import CONFIG_FILE
 from megatron.gpt2.extensions.post_mortem.failure_analysis import (
     Failure,
@@ -27,9 +27,9 @@ from megatron.gpt2.extensions.post_mortem.failure_analysis import (
     origin,
     reporting_rank,
 )
+from megatron.gpt2.monitor.html_report import HISTORY, METRICS
 from megatron.gpt2.monitor.incidents import ENDED, FOLDER, read_incidents, read_records
-from megatron.gpt2.monitor.reporting import align_rows
-from megatron.gpt2.monitor.run_report import HISTORY, METRICS
+from megatron.gpt2.monitor.log_lines import align_rows
 
 MAX_NOTED = 3  # incidents that are shown
 LINE = 160  # characters of each

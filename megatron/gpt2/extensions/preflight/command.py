@@ -31,8 +31,8 @@ import mpu
 from data_utils.command_line import Parser, plural
 from data_utils.files import flush_to_disk
 from megatron.gpt2 import device as devices
-from megatron.gpt2.checkpoint.folder import make_save_folder
 from megatron.gpt2.checkpoint.lease import check_not_in_use
+from megatron.gpt2.checkpoint.save_folder import make_save_folder
 from megatron.gpt2.commands.bench_collectives import OPERATIONS, run_and_check
 from megatron.gpt2.config import ParallelConfig
 from megatron.gpt2.config.arguments import Arguments, parse
@@ -44,8 +44,8 @@ from megatron.gpt2.dist.run_program import Log, run_program
 from megatron.gpt2.extensions.plan.hook import available_memory, describe_failure, memory_inputs, memory_shortage
 from megatron.gpt2.extensions.plan.memory import estimate_memory, in_mb
 from megatron.gpt2.model.gpt2 import count_parameters
-from megatron.gpt2.train.report import repetition_warning
 from megatron.gpt2.train.setup import RunContext, build_context, settings_equal_on_all_ranks
+from megatron.gpt2.train.start_and_end import repetition_warning
 
 TIMEOUT_MINUTES = 1.0  # time limit of a collective
 MAX_CLOCK_SKEW = 2.0  # seconds between clocks: the incidents of a failure are sorted by time

@@ -38,7 +38,7 @@ from megatron.gpt2.generate.generation import Generator
 from megatron.gpt2.generate.load_model import LoadedModel
 from megatron.gpt2.generate.model_runner import new_command_group
 from megatron.gpt2.model.gpt2 import count_parameters
-from megatron.gpt2.monitor.reporting import align_rows
+from megatron.gpt2.monitor.log_lines import align_rows
 
 
 def parse_args(argv: Sequence[str], rank_info: RankInfo) -> argparse.Namespace:

@@ -23,7 +23,7 @@ from megatron.gpt2.checkpoint.sharded_state import sharded_state_dict
 from megatron.gpt2.config import require
 from megatron.gpt2.dist.gathering import all_reduce_over_data_and_pipeline, sum_losses
 from megatron.gpt2.extensions.verify.trace import TensorKey, TensorShard
-from megatron.gpt2.formats.openai import openai_name, to_openai
+from megatron.gpt2.formats.nanogpt_and_dcp import openai_name, to_openai
 from megatron.gpt2.hooks import Hook, Hooks
 from megatron.gpt2.model.gpt2 import TIED_WEIGHT, parameter_specs
 from megatron.gpt2.optimizer.optimizer import MOMENTS

@@ -29,8 +29,8 @@ import torch
 from data_utils.command_line import Parser, configure_output, positive_int
 from data_utils.files import atomic_write_text
 from megatron.gpt2 import device as devices
-from megatron.gpt2.checkpoint.base import check_metadata, decay_iters
-from megatron.gpt2.checkpoint.folder import find_checkpoint
+from megatron.gpt2.checkpoint.interface import check_metadata, decay_iters
+from megatron.gpt2.checkpoint.save_folder import find_checkpoint
 from megatron.gpt2.config import flag, flatten_sections, require
 from megatron.gpt2.config.arguments import merge_checkpoint
 from megatron.gpt2.config.arguments import parse as parse_run

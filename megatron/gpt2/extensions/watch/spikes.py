@@ -14,7 +14,7 @@ from megatron.gpt2.checkpoint.writer import rename_newer_checkpoints
 from megatron.gpt2.config import Config
 from megatron.gpt2.dist.gathering import gather_ints
 from megatron.gpt2.hooks import Hook
-from megatron.gpt2.monitor.reporting import IterationRecord
+from megatron.gpt2.monitor.log_lines import IterationRecord
 from megatron.gpt2.train.trainer import Trainer
 
 WINDOW = 10  # log lines in the median

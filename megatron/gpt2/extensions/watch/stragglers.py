@@ -22,7 +22,7 @@ from megatron.gpt2.config import Config
 from megatron.gpt2.dist.gathering import gather_rows
 from megatron.gpt2.dist.ranks import format_ranks
 from megatron.gpt2.hooks import Hook
-from megatron.gpt2.monitor.reporting import IterationRecord
+from megatron.gpt2.monitor.log_lines import IterationRecord
 from megatron.gpt2.monitor.timers import TIMER_ORDER, Timers
 from megatron.gpt2.train.trainer import Trainer
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.gpt2.checkpoint.folder import find_checkpoint
-from megatron.gpt2.checkpoint.reader import Checkpoint
+from megatron.gpt2.checkpoint.reader import NativeCheckpoint
+from megatron.gpt2.checkpoint.save_folder import find_checkpoint
 from megatron.gpt2.checkpoint.saver import PendingSave, Saver
 from megatron.gpt2.checkpoint.sharded_state import parameter_states, sharded_state_dict
 from megatron.gpt2.checkpoint.writer import ShardedTensor
@@ -85,7 +85,7 @@ def save(folder: Path, iteration: int, tp_size: int = 2, seed: int | None = None
     return logged
 
 
-def assert_holds(checkpoint: Checkpoint, seed: int) -> None:
+def assert_holds(checkpoint: NativeCheckpoint, seed: int) -> None:
     for (kind, name), full in full_state(seed).items():
         assert torch.equal(checkpoint.read(f"{kind}.{name}"), full), (kind, name)
 

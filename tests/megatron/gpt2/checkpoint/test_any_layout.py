@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 import mpu
-from megatron.gpt2.checkpoint.folder import find_checkpoint
-from megatron.gpt2.checkpoint.reader import Checkpoint
+from megatron.gpt2.checkpoint.reader import NativeCheckpoint
+from megatron.gpt2.checkpoint.save_folder import find_checkpoint
 from megatron.gpt2.config import CheckpointConfig, Config, DataConfig, ModelConfig, OptimizerConfig
 from megatron.gpt2.model.gpt2 import TIED_WEIGHT, GPT2Model
 from megatron.gpt2.optimizer.muon import layer_matrices
@@ -195,7 +195,7 @@ def save(folder: Path, ranks: Iterable[Any]) -> None:
     write(folder, 3, files, metadata=metadata)
 
 
-def assert_loads(checkpoint: Checkpoint, rank: Any, state: dict[tuple[str, str], Tensor]) -> int:
+def assert_loads(checkpoint: NativeCheckpoint, rank: Any, state: dict[tuple[str, str], Tensor]) -> int:
     """Load into memory that is filled with NaN. Returns the number of master elements that the rank owns."""
     place = rank.parallel.tensor_model_parallel_rank, rank.parallel.tensor_model_parallel_size
     for values in (rank.buffer.params, *(s.values for s in rank.optimizer.state_shards())):

@@ -15,8 +15,8 @@ import pytest
 from data_utils.files import machine_memory
 from megatron.gpt2.checkpoint import saver
 from megatron.gpt2.checkpoint import writer as checkpointing
-from megatron.gpt2.checkpoint.folder import find_checkpoint
-from megatron.gpt2.checkpoint.reader import Checkpoint, FileInfo
+from megatron.gpt2.checkpoint.reader import FileInfo, NativeCheckpoint
+from megatron.gpt2.checkpoint.save_folder import find_checkpoint
 from megatron.gpt2.checkpoint.saver import Saver
 from megatron.gpt2.checkpoint.writer import write_safetensors
 from megatron.gpt2.commands import pretrain_gpt2
@@ -25,9 +25,9 @@ from megatron.gpt2.train import loop
 from megatron.gpt2.train.train_step import train_step
 from megatron.gpt2.train.trainer import Trainer
 from tests.conftest import ROOT
+from tests.fork_server import WarmPython
 from tests.megatron.gpt2.checkpoint.saved_states import assert_holds, full_state, rank_files
 from tests.megatron.gpt2.train.training_runs import SMALL, write_text
-from tests.warm_python import WarmPython
 
 
 def saving(folder: Path, logged: list[str], **options: Any) -> Saver:
@@ -58,7 +58,7 @@ def test_what_changes_after_the_save_began_is_not_saved(tmp_path: Path, monkeypa
     assert s._host_buffer.data_ptr() == room, "made once"
     s.close()
     for iteration in (1, 2):
-        assert_holds(Checkpoint(tmp_path / f"iter_000000{iteration}"), iteration)
+        assert_holds(NativeCheckpoint(tmp_path / f"iter_000000{iteration}"), iteration)
 
 
 def test_too_little_memory_is_said_and_the_save_made_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -24,9 +24,9 @@ import pytest
 import torch
 
 from data_utils.files import append_checksum, checksummed_lines
-from megatron.gpt2.checkpoint.base import check_metadata
-from megatron.gpt2.checkpoint.folder import TRACKER, find_checkpoint
-from megatron.gpt2.checkpoint.reader import MANIFEST, Checkpoint, table_path
+from megatron.gpt2.checkpoint.interface import check_metadata
+from megatron.gpt2.checkpoint.reader import MANIFEST, NativeCheckpoint, table_path
+from megatron.gpt2.checkpoint.save_folder import TRACKER, find_checkpoint
 from megatron.gpt2.checkpoint.writer import ShardedTensor
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.config.arguments import parse
@@ -96,7 +96,7 @@ def change(folder: Path, *changes: Change, base: dict[str, Any] | None = None) -
 
 def test_a_layout_with_the_key_until_0_3(newest: Path) -> None:
     change(newest, ("facts layout", {"pipeline_parallel_size": 2}))
-    assert Checkpoint(newest).metadata["layout"] == {"pipeline_model_parallel_size": 2}
+    assert NativeCheckpoint(newest).metadata["layout"] == {"pipeline_model_parallel_size": 2}
 
 
 def refused(folder: Path) -> str:
@@ -115,8 +115,8 @@ def refused(folder: Path) -> str:
 def test_the_checkpoint_is_good_before(request: pytest.FixtureRequest, version: str) -> None:
     folder = request.getfixturevalue(version)
     change(folder)
-    assert torch.equal(Checkpoint(folder).read("x"), WHOLE)
-    assert Checkpoint(folder).verify() == ""
+    assert torch.equal(NativeCheckpoint(folder).read("x"), WHOLE)
+    assert NativeCheckpoint(folder).verify() == ""
 
 
 # ------------------------------------------------------------------------------------------- manifests as text
@@ -415,7 +415,7 @@ PLACES: dict[str, list[Any]] = {
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> NativeCheckpoint:
     folder = tmp_path_factory.mktemp("metadata")
     write_text(folder, 300)
     trainer = start(0, 1, str(folder), ["--hidden-size", "16", "--num-attention-heads", "2", "--num-layers", "1"])
@@ -423,14 +423,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     path = trainer.checkpoints.save()
     finish(trainer)
     assert path is not None
-    return Checkpoint(path)
+    return NativeCheckpoint(path)
 
 
-def with_metadata(trained: Checkpoint, metadata: dict[str, Any]) -> Any:
+def with_metadata(trained: NativeCheckpoint, metadata: dict[str, Any]) -> Any:
     return SimpleNamespace(path=trained.path, tensors=trained.tensors, metadata=metadata)
 
 
-def test_a_run_wrote_what_is_asked_for(trained: Checkpoint) -> None:
+def test_a_run_wrote_what_is_asked_for(trained: NativeCheckpoint) -> None:
     assert check_metadata(trained) == ModelConfig(**trained.metadata["config"]["model"])
     known = copy.deepcopy(trained.metadata)
     known["config"]["model"]["of a later version"] = known["config"]["later"] = {}
@@ -438,7 +438,7 @@ def test_a_run_wrote_what_is_asked_for(trained: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_invalid_metadata(trained: Checkpoint, place: str) -> None:
+def test_invalid_metadata(trained: NativeCheckpoint, place: str) -> None:
     *keys, last = place.split()
     for value in ["a word", [[]], {"x": None}, True, float("nan"), *PLACES[place]]:
         metadata = copy.deepcopy(trained.metadata)
@@ -449,7 +449,7 @@ def test_invalid_metadata(trained: Checkpoint, place: str) -> None:
         refusal(lambda metadata=metadata: check_metadata(with_metadata(trained, metadata)), 0, str(trained.path))  # type: ignore[misc]
 
 
-def test_training_and_generation_check_the_metadata(trained: Checkpoint) -> None:
+def test_training_and_generation_check_the_metadata(trained: NativeCheckpoint) -> None:
     change(trained.path, (f"facts {MODEL} num_layers", GREAT))
     folder, message = trained.path.parent, f"has {GREAT:,} layers, but"
     with pytest.raises(ValueError, match=message):

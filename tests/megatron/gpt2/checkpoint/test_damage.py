@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.gpt2.checkpoint.folder import TRACKER, find_checkpoint
+from megatron.gpt2.checkpoint.save_folder import TRACKER, find_checkpoint
 from tests.megatron.gpt2.checkpoint.saved_states import find, save
 
 OLDER, NEWER = 1, 3  # a flipped bit in the tracker changes one into the other

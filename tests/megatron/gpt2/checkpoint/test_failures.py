@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from data_utils.files import atomic_write_text
-from megatron.gpt2.checkpoint.folder import TRACKER, find_checkpoint, make_save_folder
 from megatron.gpt2.checkpoint.reader import MANIFEST
+from megatron.gpt2.checkpoint.save_folder import TRACKER, find_checkpoint, make_save_folder
 from megatron.gpt2.checkpoint.writer import ShardedTensor, write_atomically
 from tests.conftest import ROOT
 from tests.megatron.gpt2.checkpoint.saved_states import (

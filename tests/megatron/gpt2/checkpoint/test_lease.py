@@ -17,8 +17,8 @@ import torch
 
 from data_utils.files import fsync_path
 from megatron.gpt2.checkpoint import lease, writer
-from megatron.gpt2.checkpoint.folder import TRACKER, FolderInUse, find_checkpoint, list_iterations
 from megatron.gpt2.checkpoint.lease import Lease, LeaseLostError
+from megatron.gpt2.checkpoint.save_folder import TRACKER, FolderInUse, find_checkpoint, list_iterations
 from megatron.gpt2.checkpoint.saver import Saver
 from megatron.gpt2.checkpoint.writer import ShardedTensor
 from tests.megatron.gpt2.dist.started_ranks import StartedRank

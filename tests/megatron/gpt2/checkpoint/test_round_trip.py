@@ -14,9 +14,9 @@ from torch import Tensor
 
 import mpu
 from megatron.gpt2.checkpoint import reader
-from megatron.gpt2.checkpoint.base import check_coverage
-from megatron.gpt2.checkpoint.folder import TRACKER, find_checkpoint
-from megatron.gpt2.checkpoint.reader import MANIFEST, Checkpoint
+from megatron.gpt2.checkpoint.interface import check_coverage
+from megatron.gpt2.checkpoint.reader import MANIFEST, NativeCheckpoint
+from megatron.gpt2.checkpoint.save_folder import TRACKER, find_checkpoint
 from megatron.gpt2.checkpoint.sharded_state import load_rng_state, load_sharded_state_dict, rng_state_dict
 from megatron.gpt2.checkpoint.writer import ShardedTensor
 from megatron.gpt2.generate.load_model import load_for_inference
@@ -56,7 +56,7 @@ def test_what_is_on_the_disk(tmp_path: Path) -> None:
 
 def test_another_model_is_refused_with_both_shapes(tmp_path: Path) -> None:
     save(tmp_path, 1, 1)
-    checkpoint = Checkpoint(tmp_path / "iter_0000001")
+    checkpoint = NativeCheckpoint(tmp_path / "iter_0000001")
 
     def load(specs: dict[str, PartitionSpec], kind: str = "model") -> None:
         load_sharded_state_dict(
@@ -102,7 +102,7 @@ def test_random_generators_come_back(tmp_path: Path) -> None:
         for mp in (1, 0):
             files = {f"mp_rank_0{mp}/rng_dp_00.safetensors": shards[mp]}
             write(tmp_path, 1, files, metadata={"layout": layout}, rank=mp, world_size=2)
-        checkpoint = Checkpoint(tmp_path / "iter_0000001")
+        checkpoint = NativeCheckpoint(tmp_path / "iter_0000001")
         assert load_rng_state(checkpoint, place(1, 2, 1), cpu)
         assert torch.equal(drawn(), first)
         state = torch.get_rng_state()
@@ -129,7 +129,7 @@ def test_a_load_opens_no_table_that_it_does_not_need(tmp_path: Path) -> None:
     for rank in (3, 2, 1, 0):
         shard = ShardedTensor(whole[2 * rank : 2 * rank + 2], (8, 4), (2 * rank, 0))
         write(tmp_path, 1, {f"mp_rank_00/x_dp_{rank:02d}.safetensors": {"x": shard}}, rank=rank, world_size=4)
-    checkpoint = Checkpoint(tmp_path / "iter_0000001")
+    checkpoint = NativeCheckpoint(tmp_path / "iter_0000001")
     assert torch.equal(checkpoint.read("x", (3, 1), (2, 2)), whole[3:5, 1:3])
     with pytest.raises(ValueError, match="does not contain"):
         checkpoint.read("x", (7, 0), (2, 4))
@@ -150,12 +150,12 @@ def test_boxes_of_more_than_one_manifest_holds(tmp_path: Path, monkeypatch: pyte
         shard = ShardedTensor(torch.full((1, 2), float(rank)), (16, 2), (rank, 0))
         shards = {f"{kind}.{number}": shard for kind in kinds for number in range(30)}
         write(tmp_path, 1, {f"mp_rank_00/all_dp_{rank:02d}.safetensors": shards}, rank=rank, world_size=16)
-    checkpoint = Checkpoint(tmp_path / "iter_0000001")
+    checkpoint = NativeCheckpoint(tmp_path / "iter_0000001")
     assert not checkpoint.find_damage(check_hashes=False) and len(checkpoint.tensors) == 90
     logged = (checkpoint.path / MANIFEST).read_bytes()
     assert len(logged) < limit < sum(table.stat().st_size for table in (checkpoint.path / "boxes").iterdir())
     assert json.loads(logged)["held"] == [[[rank, rank, rank + 1, 2] for rank in range(16)]]
-    again = Checkpoint(checkpoint.path)
+    again = NativeCheckpoint(checkpoint.path)
     assert torch.equal(again.read("exp_avg.7", (5, 0), (2, 2)), torch.tensor([[5.0, 5.0], [6.0, 6.0]]))
 
 
@@ -183,7 +183,7 @@ def test_version_1_has_every_value_that_it_had(version_1: Path) -> None:
     victim = checkpoint.path / "mp_rank_01/master_dp_00.safetensors"
     data = victim.read_bytes()
     victim.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    assert Checkpoint(checkpoint.path).find_damage() == f"{victim}: damaged: its sha256 differs from {MANIFEST}"
+    assert NativeCheckpoint(checkpoint.path).find_damage() == f"{victim}: damaged: its sha256 differs from {MANIFEST}"
 
 
 def test_the_tools_read_version_1(version_1: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,8 +17,8 @@ from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.formats import Hints, open_checkpoint
 from megatron.gpt2.train.setup import build_context
 from tests.conftest import ROOT, TEST_DATA, tool
+from tests.fork_server import WarmPython
 from tests.megatron.gpt2.train.training_runs import SMALL, finish, start, steps, write_text
-from tests.warm_python import WarmPython
 
 OLD = TEST_DATA / "megatron-2019"
 genuine = pytest.mark.skipif(not OLD.is_dir(), reason=f"{OLD} is not there: no genuine checkpoints")

@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
+from tests.fork_server import WarmPython
 from tests.megatron.gpt2.dist.started_ranks import StartedRank, clean_environment, flags, free_port, losses
 from tests.megatron.gpt2.train.training_runs import write_text
-from tests.warm_python import WarmPython
 
 ROOT = Path(__file__).resolve().parents[4]
 SRUN = r"""#!/usr/bin/env bash

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import mpu
-from megatron.gpt2.checkpoint.base import TensorInfo
+from megatron.gpt2.checkpoint.interface import TensorInfo
 from megatron.gpt2.checkpoint.sharded_state import load_sharded_state_dict, parameter_states
 from megatron.gpt2.config import ModelConfig, OptimizerConfig
 from megatron.gpt2.formats import BaseCheckpoint, Hints, open_checkpoint

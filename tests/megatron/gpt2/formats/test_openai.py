@@ -20,11 +20,11 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 import mpu
 from data_utils import load_tokenizer
 from data_utils.tokenizers.base import CharacterTokenizer
-from megatron.gpt2.checkpoint.folder import require_native_format
+from megatron.gpt2.checkpoint.save_folder import require_native_format
 from megatron.gpt2.commands import checkpoint, generate_text, pretrain_gpt2
 from megatron.gpt2.formats import BaseCheckpoint, Hints, detect_format, open_checkpoint
+from megatron.gpt2.formats.nanogpt_and_dcp import write_nanogpt
 from megatron.gpt2.formats.native import write_native
-from megatron.gpt2.formats.openai import write_nanogpt
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.formats.sample_checkpoints import (
     SHAPE,

@@ -22,8 +22,8 @@ from megatron.gpt2.generate.evaluation import evaluate_task, guess_task, plausib
 from megatron.gpt2.generate.load_model import load_for_inference
 from tests.conftest import ROOT, tool
 from tests.distributed import run_ranks
+from tests.fork_server import WarmPython
 from tests.megatron.gpt2.generate.word_model import ITERATIONS, LENGTH, SHAPE, word_model
-from tests.warm_python import WarmPython
 
 main = tool("evaluate_gpt2").main
 PROSE = (ROOT / "LICENSE").read_text()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from data_utils import load_tokenizer
-from megatron.gpt2.checkpoint.folder import find_checkpoint
+from megatron.gpt2.checkpoint.save_folder import find_checkpoint
 from megatron.gpt2.commands.pretrain_gpt2 import main as pretrain
 from megatron.gpt2.formats.huggingface import write_huggingface
 from tests.conftest import made_once

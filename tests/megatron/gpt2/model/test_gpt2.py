@@ -14,7 +14,7 @@ from torch import Tensor
 
 import mpu
 from megatron.gpt2.config import ModelConfig
-from megatron.gpt2.formats.openai import from_openai, openai_name
+from megatron.gpt2.formats.nanogpt_and_dcp import from_openai, openai_name
 from megatron.gpt2.model.gpt2 import GPT2Model, count_parameters, parameter_specs, seeded_normal
 from tests.distributed import run_ranks
 

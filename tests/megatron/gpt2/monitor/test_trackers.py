@@ -13,9 +13,9 @@ from unittest import mock
 import pytest
 
 from megatron.gpt2.config import CheckpointConfig, Config, TrainConfig
-from megatron.gpt2.monitor.reporting import EvaluationRecord
+from megatron.gpt2.monitor.log_lines import EvaluationRecord
 from megatron.gpt2.monitor.run_log import RunLog, open_trackers
-from tests.megatron.gpt2.monitor.test_reporting import record
+from tests.megatron.gpt2.monitor.test_log_lines import record
 
 
 def config(folder: Path, **train: Any) -> Config:

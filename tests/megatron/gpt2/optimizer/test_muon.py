@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.gpt2.checkpoint.folder import find_checkpoint
+from megatron.gpt2.checkpoint.save_folder import find_checkpoint
 from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.formats.native import write_native
 from megatron.gpt2.optimizer.muon import NEWTON_SCHULZ, orthogonalize

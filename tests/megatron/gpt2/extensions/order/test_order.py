@@ -289,7 +289,7 @@ FAULTS = {
         changed(
             checkpointing, "find_checkpoint", lambda original, *args, gather, **options: original(*args, **options)
         ),
-        "megatron/gpt2/checkpoint/folder.py",
+        "megatron/gpt2/checkpoint/save_folder.py",
         "tracked, names, *problems = json.loads(gather(",
     ),
     "no evaluation": Fault(

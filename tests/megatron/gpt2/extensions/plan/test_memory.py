@@ -35,9 +35,9 @@ from megatron.gpt2.extensions.plan.memory import (
 from megatron.gpt2.pipeline.analysis import timetable, uniform_costs
 from megatron.gpt2.train.train_step import train_step
 from tests.distributed import run_ranks
+from tests.fork_server import WarmPython
 from tests.megatron.gpt2.train.training_runs import finish, start, write_text
 from tests.mpu.test_cross_entropy import MemoryCounter
-from tests.warm_python import WarmPython
 
 ROOT = Path(__file__).resolve().parents[4]
 MB = 2**20

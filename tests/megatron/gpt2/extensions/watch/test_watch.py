@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import mpu
-from megatron.gpt2.checkpoint.folder import TRACKER
+from megatron.gpt2.checkpoint.save_folder import TRACKER
 from megatron.gpt2.extensions.watch.replicas import ROW, StateCorrupted, hash_ranges
 from megatron.gpt2.extensions.watch.spikes import MAX_REWINDS, WINDOW, SpikeDetector
 from megatron.gpt2.extensions.watch.stragglers import StragglerDetector

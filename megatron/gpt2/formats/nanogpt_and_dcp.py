@@ -27,12 +27,12 @@ from data_utils import Tokenizer
 from data_utils.files import flush_to_disk
 from data_utils.files.restricted_pickle import plain_pickle
 from data_utils.tokenizers.base import CharacterTokenizer
-from megatron.gpt2.checkpoint.base import BaseCheckpoint, TensorInfo, check_metadata
+from megatron.gpt2.checkpoint.interface import BaseCheckpoint, TensorInfo, check_metadata
 from megatron.gpt2.config import ModelConfig, require
-from megatron.gpt2.formats.external import (
+from megatron.gpt2.formats.foreign_checkpoint import (
     GPT2_VOCAB_SIZE,
     WORD_EMBEDDINGS,
-    ExternalCheckpoint,
+    ForeignCheckpoint,
     Hints,
     LazyTensor,
     LazyTensors,
@@ -194,7 +194,7 @@ def build_checkpoint(
     iteration: int | None = None,
     metadata: Mapping[str, Any] | None = None,
     **more: Any,
-) -> ExternalCheckpoint:
+) -> ForeignCheckpoint:
     """Build the checkpoint of a model from its tensors, which give its shape except heads and the form of GELU. `log`
     gets a line if the vocabulary may be padded: nanoGPT pads that of GPT-2 without saving the true size.
 
@@ -231,7 +231,7 @@ def build_checkpoint(
     )
     ours = partial(to_native_tensors, model, transposed=transposed, biases="ln_f.bias" in found)
     optimizer = partial(read, found, ours) if read else None
-    return ExternalCheckpoint(path, format, iteration, model, metadata or {}, ours(found), left_out, optimizer)
+    return ForeignCheckpoint(path, format, iteration, model, metadata or {}, ours(found), left_out, optimizer)
 
 
 def export_kind(source: BaseCheckpoint, dtype: str) -> str:
@@ -268,7 +268,7 @@ def adamw_param_groups(source: BaseCheckpoint, weights: Mapping[str, Tensor]) ->
 # --- nanoGPT
 
 
-def open_nanogpt(path: Path, hints: Hints, *, log: Callable[[str], None]) -> ExternalCheckpoint:
+def open_nanogpt(path: Path, hints: Hints, *, log: Callable[[str], None]) -> ForeignCheckpoint:
     """Open nanoGPT's checkpoint `path`. Raises ValueError, in one line, if it is not valid."""
     top = load_torch_file(path)
     if not isinstance(top, dict) or not all(isinstance(top.get(name), dict) for name in ("model", "model_args")):
@@ -366,7 +366,7 @@ def write_nanogpt(
 # --- folders of DCP
 
 
-def open_dcp(path: Path, hints: Hints, *, log: Callable[[str], None]) -> ExternalCheckpoint:
+def open_dcp(path: Path, hints: Hints, *, log: Callable[[str], None]) -> ForeignCheckpoint:
     """Open the model in the DCP folder `path`. Raises ValueError, in one line, if it is not valid or not a GPT-2."""
     folder = DcpCheckpoint(path)
     states = {name: match for name in folder.tensors if (match := OPTIMIZER_STATE.fullmatch(name))}

@@ -1,4 +1,4 @@
-"""`ExternalCheckpoint`: tensors of another program's checkpoint are converted to ours one at a time, when they are
+"""`ForeignCheckpoint`: tensors of another program's checkpoint are converted to ours one at a time, when they are
 read.
 
 Legend: n heads, d head size.
@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from data_utils.command_line import plural
-from megatron.gpt2.checkpoint.base import BaseCheckpoint, TensorInfo, check_inside
+from megatron.gpt2.checkpoint.interface import BaseCheckpoint, TensorInfo, check_inside
 from megatron.gpt2.config import Config, ModelConfig, OptimizerConfig, require
 from megatron.gpt2.model.gpt2 import parameter_specs
 from megatron.gpt2.optimizer.optimizer import MOMENTS
@@ -108,7 +108,7 @@ LazyTensors = Mapping[str, LazyTensor]
 OptimizerState = tuple[Mapping[str, LazyTensors], dict[str, Any]]  # the tensors by kind and name, and metadata
 
 
-class ExternalCheckpoint(BaseCheckpoint):
+class ForeignCheckpoint(BaseCheckpoint):
     """A checkpoint of another program. It keeps no tensor in memory.
 
     iteration: default, the optimizer's steps.

@@ -1,7 +1,7 @@
 """Command lines of Megatron's and DeepSpeed's scripts run on the CPU, changed only by flags at their end.
 
-`tests/pasted_lines.sh` has the lines. They run in this process through the file that they name. Two lines that start a
-launcher run unchanged on 2 ranks; GPUS_PER_NODE sets the number.
+`tests/megatron_commands.sh` has the lines. They run in this process through the file that they name. Two lines that
+start a launcher run unchanged on 2 ranks; GPUS_PER_NODE sets the number.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from data_utils.indexed_dataset import IndexedDatasetBuilder, token_dtype
 from megatron.gpt2.config import Config
 from megatron.gpt2.config.arguments import parse
 from tests.data_utils.data_files import write_byte_vocabulary
+from tests.fork_server import WarmPython
 from tests.megatron.gpt2.dist.started_ranks import free_port
 from tests.megatron.gpt2.train.training_runs import write_text
-from tests.warm_python import WarmPython
 
 ROOT = Path(__file__).resolve().parent.parent
-LINES = (ROOT / "tests" / "pasted_lines.sh").read_text()
+LINES = (ROOT / "tests" / "megatron_commands.sh").read_text()
 PASTED = dict(re.findall(r"^## (\S+)\n(.*?\n)(?=\n## |\Z)", LINES, re.MULTILINE | re.DOTALL))
 # name -> (the flags and keys that it asks for, its DeepSpeed file, its words)
 PUBLIC = {

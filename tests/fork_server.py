@@ -85,7 +85,7 @@ class WarmPython:
             while not self._hold(address):
                 environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
                 started = subprocess.Popen(
-                    [sys.executable, "-m", "tests.warm_python", address],
+                    [sys.executable, "-m", "tests.fork_server", address],
                     cwd=ROOT,
                     text=True,
                     env=environment,

@@ -21,10 +21,10 @@ from typing import Any
 
 from data_utils.command_line import how_to_call
 from data_utils.files import add_path, make_folder, wrap_errors
-from megatron.gpt2.checkpoint.reader import MANIFEST, Checkpoint
+from megatron.gpt2.checkpoint.reader import MANIFEST, NativeCheckpoint
+from megatron.gpt2.monitor.html_report import METRICS
 from megatron.gpt2.monitor.incidents import FOLDER as INCIDENTS
 from megatron.gpt2.monitor.run_log import rename_old
-from megatron.gpt2.monitor.run_report import METRICS
 
 TRACKER = "latest_checkpointed_iteration.txt"
 BEST = "best"
@@ -74,7 +74,7 @@ def list_iterations(directory: Path, *, include_old: bool = False) -> list[tuple
 
 def find_checkpoint(
     directory: str | Path, *, log: Log, rank: int = 0, gather: Gather = gather_alone, verify: bool = True
-) -> Checkpoint | None:
+) -> NativeCheckpoint | None:
     """Open the checkpoint that the tracker names. If it is damaged or missing, open the newest valid one and warn.
 
     All ranks call this function and get the same result. Rank 0 proposes a checkpoint, every rank opens it, and each
@@ -141,13 +141,13 @@ def _read_start(path: Path) -> bytes:
         return stream.read(80)
 
 
-def _open_on_all_ranks(path: Path, rank: int, gather: Gather, verify: bool) -> Checkpoint:
+def _open_on_all_ranks(path: Path, rank: int, gather: Gather, verify: bool) -> NativeCheckpoint:
     """Open the checkpoint at `path`. Raises ValueError on every rank if it is not valid on one of them."""
     checkpoint = None
     try:
         if not path.is_dir():
             raise ValueError(f"{path}: missing, but {TRACKER} names it")
-        checkpoint = Checkpoint(path)
+        checkpoint = NativeCheckpoint(path)
         seen = checkpoint.digest
     except ValueError as error:
         seen = str(error)

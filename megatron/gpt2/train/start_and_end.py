@@ -8,16 +8,16 @@ from pathlib import Path
 
 from data_utils import GPT2Dataset, unigram_bits_per_byte, xz_bits_per_byte
 from data_utils.command_line import how_to_call, plural
-from megatron.gpt2.checkpoint.folder import find_checkpoint
 from megatron.gpt2.checkpoint.local import newest_local_iteration
-from megatron.gpt2.checkpoint.reader import Checkpoint
+from megatron.gpt2.checkpoint.reader import NativeCheckpoint
+from megatron.gpt2.checkpoint.save_folder import find_checkpoint
 from megatron.gpt2.config import CheckpointConfig, DataConfig, flag, non_default_values
 from megatron.gpt2.device import PRECISIONS
 from megatron.gpt2.hooks import Hook
 from megatron.gpt2.model.gpt2 import count_parameters
+from megatron.gpt2.monitor.html_report import METRICS
 from megatron.gpt2.monitor.incidents import ENDED, read_records
-from megatron.gpt2.monitor.reporting import UNIGRAM, EvaluationRecord, closing_report, start_table
-from megatron.gpt2.monitor.run_report import METRICS
+from megatron.gpt2.monitor.log_lines import UNIGRAM, EvaluationRecord, closing_report, start_table
 from megatron.gpt2.train.trainer import Trainer
 
 # xz compresses about 2 MB/s. For a larger corpus the wait at the end of a run would be too long.
@@ -173,7 +173,7 @@ def next_commands(
     return commands
 
 
-def loadable_checkpoint(folder: Path) -> Checkpoint | None:
+def loadable_checkpoint(folder: Path) -> NativeCheckpoint | None:
     """Return the checkpoint that a program would load from the --save folder, or None if no complete one exists."""
     try:
         return find_checkpoint(folder, log=lambda warning: None, verify=False)

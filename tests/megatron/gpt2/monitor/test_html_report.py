@@ -17,14 +17,14 @@ from data_utils import GPT2Dataset
 from megatron.gpt2.commands import pretrain_gpt2
 from megatron.gpt2.config import Config
 from megatron.gpt2.monitor import plots, run_log
+from megatron.gpt2.monitor.html_report import MOST_SAMPLES, write_report
 from megatron.gpt2.monitor.incidents import read_records
+from megatron.gpt2.monitor.log_lines import EvaluationRecord
 from megatron.gpt2.monitor.plots import BLUE, Curve, loss_curves
-from megatron.gpt2.monitor.reporting import EvaluationRecord
 from megatron.gpt2.monitor.run_log import RunLog
-from megatron.gpt2.monitor.run_report import MOST_SAMPLES, write_report
 from megatron.gpt2.train.evaluate import PROMPT_CHARACTERS, PROMPT_WORDS, evaluate_and_log, sample_text
 from tests.conftest import tool
-from tests.megatron.gpt2.monitor.test_reporting import record
+from tests.megatron.gpt2.monitor.test_log_lines import record
 from tests.megatron.gpt2.train.training_runs import finish, snapshot, start, steps, write_text
 from tests.test_command_line import FLAGS, work  # noqa: F401
 

@@ -19,9 +19,16 @@ from typing import Any
 import pytest
 
 from data_utils.files import atomic_write
-from megatron.gpt2.checkpoint.folder import TRACKER, FolderInUse, Gather, best_loss, find_checkpoint, make_save_folder
 from megatron.gpt2.checkpoint.lease import Lease
-from megatron.gpt2.checkpoint.reader import MANIFEST, Checkpoint
+from megatron.gpt2.checkpoint.reader import MANIFEST, NativeCheckpoint
+from megatron.gpt2.checkpoint.save_folder import (
+    TRACKER,
+    FolderInUse,
+    Gather,
+    best_loss,
+    find_checkpoint,
+    make_save_folder,
+)
 from megatron.gpt2.commands import pretrain_gpt2
 from megatron.gpt2.dist import run_program
 from megatron.gpt2.train import loop
@@ -49,8 +56,8 @@ def test_the_tracker_decides_and_a_newer_one_is_reported(tmp_path: Path) -> None
     assert iteration == 100
     assert "iter_0000200 is newer" in logged
     assert "the existing one is now" in "".join(save(tmp_path, 200, seed=5))
-    assert_holds(Checkpoint(tmp_path / "iter_0000200"), 5)
-    assert_holds(Checkpoint(tmp_path / "iter_0000200.old-1"), 200)
+    assert_holds(NativeCheckpoint(tmp_path / "iter_0000200"), 5)
+    assert_holds(NativeCheckpoint(tmp_path / "iter_0000200.old-1"), 200)
 
 
 def test_falls_back_to_the_newest_valid_one(tmp_path: Path) -> None:
@@ -125,7 +132,7 @@ def test_all_ranks_come_to_the_same_answer(tmp_path: Path) -> None:
     assert [found[0] for found in ThreadRanks(3).run(load)] == [200] * 3
     # If the share of one rank is damaged, all ranks report the same file.
     tables = [f"boxes/rank_0000{rank}.jsonl" for rank in (0, 1)]
-    for file in [*sorted(Checkpoint(tmp_path / "iter_0000200").files), *tables]:
+    for file in [*sorted(NativeCheckpoint(tmp_path / "iter_0000200").files), *tables]:
         victim = tmp_path / "iter_0000200" / file
         data = victim.read_bytes()
         victim.write_bytes(data[:-1] + bytes([data[-1] ^ 4]))

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.gpt2.monitor import plots, reporting
+from megatron.gpt2.monitor import log_lines, plots
 from megatron.gpt2.monitor.incidents import FOLDER, IncidentLog, rank_file_name, read_incidents, read_records
-from megatron.gpt2.monitor.reporting import EvaluationRecord, IterationRecord
+from megatron.gpt2.monitor.log_lines import EvaluationRecord, IterationRecord
 from megatron.gpt2.monitor.run_log import RunLog
 
 
@@ -52,7 +52,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 )
 def test_iteration_line(changes: dict[str, Any], skipped: int, parts: tuple[str, str, str, str]) -> None:
     loss, norm, mfu, end = parts
-    line = reporting.iteration_line(record(**changes), train_iters=320000, seconds_to_go=4983.2, skipped=skipped)
+    line = log_lines.iteration_line(record(**changes), train_iters=320000, seconds_to_go=4983.2, skipped=skipped)
     assert line == (
         "iteration      100/  320000 | elapsed time per iteration (ms): 920.7 | learning rate: 3.937E-06 | "
         f"{loss} | loss scale: 131072.0 | {norm} | tokens/s: 12,345 |{mfu} time to go: 1:23:03 |{end}"
@@ -61,14 +61,14 @@ def test_iteration_line(changes: dict[str, Any], skipped: int, parts: tuple[str,
 
 def test_evaluation_line() -> None:
     evaluation = EvaluationRecord(1000, "valid", math.log(20.0), 1.5)
-    frame, line, same = reporting.evaluation_line(evaluation).split("\n")
+    frame, line, same = log_lines.evaluation_line(evaluation).split("\n")
     assert line == (
         "validation loss at iteration 1000 | LM loss: 2.995732E+00 | LM PPL: 2.000000E+01 | bits per byte: 1.5000"
     )
     assert frame == same == "-" * len(line)
-    final = reporting.evaluation_line(EvaluationRecord(1000, "test", 3.0), final=True)
+    final = log_lines.evaluation_line(EvaluationRecord(1000, "test", 3.0), final=True)
     assert "validation loss at the end of training for test data | LM loss: 3.000000E+00 |" in final
-    assert "the end of training for val data" in reporting.evaluation_line(evaluation, final=True)
+    assert "the end of training for val data" in log_lines.evaluation_line(evaluation, final=True)
     assert EvaluationRecord(1, "valid", 1e6).ppl == math.inf  # a diverged run
 
 
@@ -190,14 +190,14 @@ def closing(**changes: Any) -> list[str]:
         "checkpoint": "x",
         "plot": "",
     }
-    return reporting.closing_report(**{**nothing, "next_commands": [], **changes}).split("\n")
+    return log_lines.closing_report(**{**nothing, "next_commands": [], **changes}).split("\n")
 
 
 def test_closing_report() -> None:
     report = closing(
         validation_losses={200: 5.5, 400: math.nan, 600: 5.125},
         bits_per_byte=2.1,
-        baselines={reporting.UNIGRAM: 4.5, "xz -9": None},
+        baselines={log_lines.UNIGRAM: 4.5, "xz -9": None},
         sample="[To be] or\nnot " + 30 * "word ",
         checkpoint="checkpoints/iter_0000300",
         plot="checkpoints/loss.png",
@@ -218,7 +218,7 @@ def test_closing_report() -> None:
         assert line in report
     advice = "  The model is not better than token frequencies: train with more --train-iters or a higher --lr."
     assert advice not in report
-    assert advice in closing(bits_per_byte=4.6, baselines={reporting.UNIGRAM: 4.5})
+    assert advice in closing(bits_per_byte=4.6, baselines={log_lines.UNIGRAM: 4.5})
     assert " 1 |*" in closing(plot="curve\n 1 |*")
     assert not any("curve" in line for line in closing())
 

@@ -1,4 +1,4 @@
-# Command lines of other projects, as their scripts have them. tests/test_pasted_lines.py runs each with a few flags
+# Command lines of other projects, as their scripts have them. tests/test_megatron_commands.py runs each with a few flags
 # appended. Variables are kept, comments and the last `set +x` are not. Of scripts that build the line from switches,
 # only the line is kept.
 
