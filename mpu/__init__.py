@@ -22,10 +22,17 @@ Functions and classes of Megatron's `mpu` of 2019 keep their meaning and the ord
 were added later are keyword-only.
 """
 
+from torch.nn.functional import dropout as dropout  # the name until 0.3
+
 from mpu.activation_offload import ActivationOffload
 from mpu.attention import PackedSeqParams
 from mpu.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
-from mpu.grads import all_reduce_sequence_parallel_grads, clip_grad_norm, mark_sequence_parallel, squared_norm
+from mpu.grads import (
+    all_reduce_sequence_parallel_grads,
+    all_reduced_squared_norm,
+    clip_grad_norm,
+    mark_sequence_parallel,
+)
 from mpu.initialize import (
     ParallelState,
     destroy_model_parallel,
@@ -50,14 +57,9 @@ from mpu.initialize import (
     is_pipeline_last_stage,
     model_parallel_is_initialized,
 )
-from mpu.kernels import dropout, linear_without_gradient
+from mpu.kernels import linear_without_gradient
 from mpu.kv_cache import KeyValueCache
-from mpu.layers import (
-    ColumnParallelLinear,
-    PositionEmbedding,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-)
+from mpu.layers import PositionEmbedding, VocabParallelEmbedding
 from mpu.mappings import (
     copy_to_model_parallel_region,
     gather_from_model_parallel_region,
@@ -67,34 +69,40 @@ from mpu.mappings import (
     scatter_to_model_parallel_region,
 )
 from mpu.megatron_2019 import (
+    ColumnParallelLinear,
     ParallelEmbedding,
+    RowParallelLinear,
     broadcast_data,
     checkpoint,
     partition_activations_in_checkpoint,
 )
 from mpu.p2p_communication import (
     Transfer,
+    batched_p2p_ops,
     broadcast_from_last_stage,
-    exchange,
-    receive_from_previous_stage,
-    send_to_next_stage,
+    recv_forward,
+    send_forward,
 )
 from mpu.partition import PartitionSpec, TensorSlice, divide, padded_vocab_size, partition_specs
-from mpu.random import dropout_seeds, get_cuda_rng_tracker, hidden_dropout, model_parallel_cuda_manual_seed
+from mpu.random import (
+    apply_hidden_dropout,
+    get_cuda_rng_tracker,
+    make_dropout_seeds,
+    model_parallel_cuda_manual_seed,
+)
 from mpu.transformer import (
     DEFAULT_SUBMODULES,
     LayerNorm,
+    ModelSubmodules,
     ParallelMLP,
     ParallelSelfAttention,
     ParallelTransformerLayer,
     TransformerConfig,
-    TransformerLayerSubmodules,
 )
 
 # Names until 0.3.
-sum_sequence_parallel_grads = all_reduce_sequence_parallel_grads
-Box, Documents, HostMemory = TensorSlice, PackedSeqParams, ActivationOffload
-Modules, PLAIN_MODULES, dropout_keys = TransformerLayerSubmodules, DEFAULT_SUBMODULES, dropout_seeds
+squared_norm, hidden_dropout = all_reduced_squared_norm, apply_hidden_dropout
+exchange, send_to_next_stage, receive_from_previous_stage = batched_p2p_ops, send_forward, recv_forward
 
 __all__ = [
     "ActivationOffload",
@@ -102,6 +110,7 @@ __all__ = [
     "DEFAULT_SUBMODULES",
     "KeyValueCache",
     "LayerNorm",
+    "ModelSubmodules",
     "PackedSeqParams",
     "ParallelEmbedding",
     "ParallelMLP",
@@ -114,9 +123,11 @@ __all__ = [
     "TensorSlice",
     "Transfer",
     "TransformerConfig",
-    "TransformerLayerSubmodules",
     "VocabParallelEmbedding",
     "all_reduce_sequence_parallel_grads",
+    "all_reduced_squared_norm",
+    "apply_hidden_dropout",
+    "batched_p2p_ops",
     "broadcast_data",
     "broadcast_from_last_stage",
     "checkpoint",
@@ -124,9 +135,6 @@ __all__ = [
     "copy_to_model_parallel_region",
     "destroy_model_parallel",
     "divide",
-    "dropout",
-    "dropout_seeds",
-    "exchange",
     "gather_from_model_parallel_region",
     "gather_from_sequence_parallel_region",
     "get_cuda_rng_tracker",
@@ -146,23 +154,22 @@ __all__ = [
     "get_tensor_model_parallel_rank",
     "get_tensor_model_parallel_src_rank",
     "get_tensor_model_parallel_world_size",
-    "hidden_dropout",
     "initialize_model_parallel",
     "is_pipeline_first_stage",
     "is_pipeline_last_stage",
     "linear_without_gradient",
+    "make_dropout_seeds",
     "mark_sequence_parallel",
     "model_parallel_cuda_manual_seed",
     "model_parallel_is_initialized",
     "padded_vocab_size",
     "partition_activations_in_checkpoint",
     "partition_specs",
-    "receive_from_previous_stage",
+    "recv_forward",
     "reduce_from_model_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",
     "scatter_to_model_parallel_region",
-    "send_to_next_stage",
-    "squared_norm",
+    "send_forward",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_linear_cross_entropy",
 ]

@@ -5,6 +5,8 @@
 Legend: b batch, s sequence, n heads, d head size, t = b · s tokens, sample after sample.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,24 +15,29 @@ from mpu import kernels
 from mpu.random import ATTENTION_DROPOUT, current_rng_tracker
 
 
+@dataclass(frozen=True)
 class PackedSeqParams:
     """The lengths of the documents in a micro-batch. Attention uses them so that no token attends to another document.
+    megatron.core has a class of this name for the same purpose.
 
     lengths: the number of tokens of each document. A document that continues in the next sample counts as two. The sum
         is t.
-    cu_seqlens: int32 [len(lengths) + 1], 0 and the cumulative lengths, on the model's device. The class has the role of
-        megatron.core's PackedSeqParams.
+    cu_seqlens_q: int32 [len(lengths) + 1], 0 and the cumulative lengths, on the model's device.
     """
 
-    def __init__(self, tokens: Tensor, eod: int, device: torch.device | str) -> None:
+    lengths: list[int]
+    cu_seqlens_q: Tensor
+
+    @classmethod
+    def from_tokens(cls, tokens: Tensor, eod: int, device: torch.device | str) -> "PackedSeqParams":
         """tokens: int64 [b, s] on the host. A document ends with the token `eod` or at the end of a sample."""
         last = tokens == eod
         last[:, -1] = True
         ends = F.pad(last.flatten().nonzero().flatten() + 1, (1, 0))  # [b, s] -> [t] -> [len(lengths) + 1]
-        self.lengths: list[int] = ends.diff().tolist()
+        lengths: list[int] = ends.diff().tolist()
         ends = ends.int()
         on_gpu = torch.device(device).type == "cuda"
-        self.cu_seqlens = ends.pin_memory().to(device, non_blocking=True) if on_gpu else ends
+        return cls(lengths, ends.pin_memory().to(device, non_blocking=True) if on_gpu else ends)
 
 
 def document_attention(
@@ -44,7 +51,7 @@ def document_attention(
     whole samples, and no more memory.
 
     packed_seq_params: None if each sample is one document.
-    dropout_seeds: int64 [b, 3], see `mpu.dropout_seeds`; None draws the masks from torch's generator.
+    dropout_seeds: int64 [b, 3], see `mpu.make_dropout_seeds`; None draws the masks from torch's generator.
     first_head: number of this rank's first head.
     """
     s, b, n, _, d = qkv.shape
@@ -54,7 +61,9 @@ def document_attention(
         return kernels.causal_attention(qkv, dropout_p)
     tokens = qkv.transpose(0, 1).reshape(b * s, 1, n, 3, d)  # [s, b, n, 3, d] -> [b, s, n, 3, d] -> [t, 1, n, 3, d]
     if dropout_seeds is None:
-        y = kernels.varlen_causal_attention(tokens, dropout_p, packed_seq_params.lengths, packed_seq_params.cu_seqlens)
+        y = kernels.varlen_causal_attention(
+            tokens, dropout_p, packed_seq_params.lengths, packed_seq_params.cu_seqlens_q
+        )
     else:
         parts, start = [], 0
         for part in tokens.split(packed_seq_params.lengths):

@@ -48,7 +48,7 @@ def all_reduce_coalesced(tensors: Sequence[Tensor], group: ProcessGroup | None =
         tensor.copy_(total.view(tensor.shape))
 
 
-def squared_norm(
+def all_reduced_squared_norm(
     split: Iterable[Tensor], replicated: Iterable[Tensor], device: torch.device, *, sharded: bool = False
 ) -> Tensor:
     """Σ g² over the model-parallel group, as a float32 scalar on `device`. The host does not wait for the device.
@@ -80,12 +80,11 @@ def clip_grad_norm(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_
     state = get_parallel_state()
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [(p.grad, getattr(p, "model_parallel", False)) for p in parameters if p.grad is not None]
-    device = (
-        parameters[0].device if parameters else torch.device("cpu")
-    )  # this is also correct on ranks without a gradient
+    # Also correct on ranks without a gradient.
+    device = parameters[0].device if parameters else torch.device("cpu")
     if norm_type == 2:
         split, replicated = ([grad for grad, is_split in grads if is_split == wanted] for wanted in (True, False))
-        total = squared_norm(split, replicated, device).sqrt()
+        total = all_reduced_squared_norm(split, replicated, device).sqrt()
     elif norm_type == torch.inf:
         total = torch.zeros((), device=device)
         for grad, _ in grads:

@@ -12,13 +12,17 @@ neighbours. Example: 16 ranks with tensor size 2 and pipeline size 4:
 Without a pipeline, the model-parallel group is the tensor group, as in 2019.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +110,7 @@ def initialize_model_parallel(
         )
     dp = world_size // (tp * pp)
     ranks = torch.arange(world_size).view(pp, dp, tp)  # [pipeline, data, tensor]
-    columns = ranks.permute(1, 2, 0).reshape(-1, pp)  # each row is a pipeline
+    pipelines = ranks.permute(1, 2, 0).reshape(-1, pp)
 
     def own_group(groups: Tensor) -> ProcessGroup | None:
         """Create all groups of `groups`, a row each, and return this rank's group. All ranks must create all groups in
@@ -120,8 +124,8 @@ def initialize_model_parallel(
     pipeline = embedding = None
     if pp > 1:
         model = own_group(ranks.transpose(0, 1).reshape(dp, -1))
-        pipeline = own_group(columns)
-        embedding = own_group(columns[:, [0, -1]])
+        pipeline = own_group(pipelines)
+        embedding = own_group(pipelines[:, [0, -1]])
     _default = ParallelState(
         tensor_model_parallel_group=tensor,
         pipeline_model_parallel_group=pipeline,
@@ -155,91 +159,29 @@ def get_parallel_state() -> ParallelState:
     return _default
 
 
-def get_model_parallel_group() -> ProcessGroup | None:
-    """Return the ranks that together with this rank hold one whole model (tensor x pipeline). None
-    without torch.distributed."""
-    return get_parallel_state().model_parallel_group
+def _getter(read: Callable[[ParallelState], Value]) -> Callable[[], Value]:
+    """Return a function that reads a value of the default state."""
+    return lambda: read(get_parallel_state())
 
 
-def get_model_parallel_rank() -> int:
-    """Return this rank's number in its model-parallel group."""
-    return get_parallel_state().model_parallel_rank
-
-
-def get_model_parallel_world_size() -> int:
-    """Return the number of ranks over which the model is split."""
-    return get_parallel_state().model_parallel_size
-
-
-def get_model_parallel_src_rank() -> int:
-    """Return the global rank of the first member of this rank's model-parallel group."""
-    return get_parallel_state().model_parallel_src_rank
-
-
-def get_tensor_model_parallel_group() -> ProcessGroup | None:
-    """Return the ranks that hold the other shards of this rank's layers. None without torch.distributed."""
-    return get_parallel_state().tensor_model_parallel_group
-
-
-def get_tensor_model_parallel_rank() -> int:
-    """Return this rank's number in its tensor-parallel group."""
-    return get_parallel_state().tensor_model_parallel_rank
-
-
-def get_tensor_model_parallel_world_size() -> int:
-    """Return the number of ranks over which each layer is split."""
-    return get_parallel_state().tensor_model_parallel_size
-
-
-def get_tensor_model_parallel_src_rank() -> int:
-    """Return the global rank of the first member of this rank's tensor-parallel group."""
-    return get_parallel_state().tensor_model_parallel_src_rank
-
-
-def get_pipeline_model_parallel_group() -> ProcessGroup | None:
-    """Return the ranks that hold the layers before and after this rank's layers. None without a pipeline."""
-    return get_parallel_state().pipeline_model_parallel_group
-
-
-def get_pipeline_model_parallel_rank() -> int:
-    """Return this rank's number in its pipeline."""
-    return get_parallel_state().pipeline_model_parallel_rank
-
-
-def get_pipeline_model_parallel_world_size() -> int:
-    """Return the number of pipeline stages."""
-    return get_parallel_state().pipeline_model_parallel_size
-
-
-def is_pipeline_first_stage() -> bool:
-    """True if this rank embeds the tokens."""
-    return get_parallel_state().is_pipeline_first_stage
-
-
-def is_pipeline_last_stage() -> bool:
-    """True if this rank computes the loss."""
-    return get_parallel_state().is_pipeline_last_stage
-
-
-def get_embedding_group() -> ProcessGroup | None:
-    """Return the first and the last rank of this rank's pipeline, which both hold the tied word embeddings. None on
-    middle stages and without a pipeline."""
-    return get_parallel_state().embedding_group
-
-
-def get_data_parallel_group() -> ProcessGroup | None:
-    """Return the ranks that hold the same shards as this rank. None without torch.distributed."""
-    return get_parallel_state().data_parallel_group
-
-
-def get_data_parallel_rank() -> int:
-    """Return this rank's number in its data-parallel group."""
-    return get_parallel_state().data_parallel_rank
-
-
-def get_data_parallel_world_size() -> int:
-    """Return the number of ranks that hold the same shards."""
-    return get_parallel_state().data_parallel_size
+# Megatron's functions. `ParallelState` describes the values.
+get_model_parallel_group = _getter(lambda state: state.model_parallel_group)
+get_model_parallel_rank = _getter(lambda state: state.model_parallel_rank)
+get_model_parallel_world_size = _getter(lambda state: state.model_parallel_size)
+get_model_parallel_src_rank = _getter(lambda state: state.model_parallel_src_rank)
+get_tensor_model_parallel_group = _getter(lambda state: state.tensor_model_parallel_group)
+get_tensor_model_parallel_rank = _getter(lambda state: state.tensor_model_parallel_rank)
+get_tensor_model_parallel_world_size = _getter(lambda state: state.tensor_model_parallel_size)
+get_tensor_model_parallel_src_rank = _getter(lambda state: state.tensor_model_parallel_src_rank)
+get_pipeline_model_parallel_group = _getter(lambda state: state.pipeline_model_parallel_group)
+get_pipeline_model_parallel_rank = _getter(lambda state: state.pipeline_model_parallel_rank)
+get_pipeline_model_parallel_world_size = _getter(lambda state: state.pipeline_model_parallel_size)
+is_pipeline_first_stage = _getter(lambda state: state.is_pipeline_first_stage)
+is_pipeline_last_stage = _getter(lambda state: state.is_pipeline_last_stage)
+get_embedding_group = _getter(lambda state: state.embedding_group)
+get_data_parallel_group = _getter(lambda state: state.data_parallel_group)
+get_data_parallel_rank = _getter(lambda state: state.data_parallel_rank)
+get_data_parallel_world_size = _getter(lambda state: state.data_parallel_size)
 
 
 def group_rank_and_size(group: ProcessGroup | None) -> tuple[int, int]:

@@ -29,11 +29,6 @@ class KeyValueCache:
         self._all_rows = torch.arange(rows, device=device)
         self._next_layer = num_layers
 
-    @property
-    def num_bytes(self) -> int:
-        """Return the memory of all layers in bytes. It is constant."""
-        return self._store.numel() * self._store.element_size()
-
     def set_prompts(self, rows: Sequence[int], s: int) -> None:
         """Let the next forward pass read whole prompts, padded to s tokens, into these rows. The rows' former texts are
         discarded. Raises ValueError if the cache does not have these rows or s positions."""

@@ -35,9 +35,9 @@ from mpu.partition import PartitionSpec, check_ids, local_ids
 
 InitMethod = Callable[[Tensor], object]
 Device = torch.device | str | None
-# Computes dYᵀX [o, i] from dY [t, o] and X [t, i]; each may be a list of parts. Returns None if the gradient is
-# written to a buffer or computed later.
-WeightGradFn = Callable[[Any, Any], Tensor | None]
+# Computes dYᵀX [o, i] from dY [t, o] and X [t, i]. Returns None if the gradient is written to a buffer or computed
+# later.
+WeightGradFn = Callable[[Tensor, Tensor], Tensor | None]
 
 
 class ParallelLayer(nn.Module):
@@ -154,43 +154,34 @@ def linear(
     return _Linear.apply(x, weight, bias, weight_grad_fn, group, sequence_parallel)  # type: ignore[no-any-return]
 
 
-class _ParallelLinear(ParallelLayer):
+class ParallelLinear(ParallelLayer):
     """A linear layer with weight A [output_size, input_size], split along dimension `dim`, and bias b, split if the
     outputs are."""
 
     weight: Tensor
     bias: Tensor | None
 
-    def _make_weights(
-        self, shape: tuple[int, int], dim: int, bias: bool, init_method: InitMethod, stride: int, keep_master: bool
-    ) -> None:
-        if stride != 1:  # in 2019 each rank had a part of each of `stride` blocks
-            raise ValueError(
-                f"stride={stride}: each rank holds a contiguous part of a weight, so stride must be 1; "
-                "order a fused query-key-value weight [heads, 3, head size] as ParallelSelfAttention does"
-            )
-        full = self.make_parameter("weight", PartitionSpec(shape, dim), init_method)
-        self.master_weight = full if keep_master else None
+    def _make_weights(self, shape: tuple[int, int], dim: int, bias: bool, init_method: InitMethod) -> None:
+        self.make_parameter("weight", PartitionSpec(shape, dim), init_method)
         # Set by pipeline schedules that compute weight gradients later.
         self.weight_grad_fn: WeightGradFn | None = None
         self.register_parameter("bias", None)
         if bias:
             self.make_parameter("bias", PartitionSpec(shape[:1], 0 if dim == 0 else None), nn.init.zeros_)
 
-    def weight_gradient(self, dy: Any, x: Any) -> Tensor:
+    def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
         """dYᵀX [output_size, input_size] of this rank, from the arguments of `weight_grad_fn`:
         [t, output_size], [t, input_size]."""
         return kernels.weight_gradient(dy, x)
 
 
-class ColumnParallelLinear(_ParallelLinear):
+class ColumnParallelLinear(ParallelLinear):
     """Y = XAᵀ + b; A and b are split by output features. Forward: no communication (an all-gather of Y with
     gather_output); backward: all-reduce of dX. With sequence_parallel: all-gather of X; backward: all-gather of X,
     reduce-scatter of dX.
 
     Shapes: [s, ..., input_size] -> [s, ..., output_size/tp], or [s, ..., output_size] with gather_output. With
-    sequence_parallel the input is [s/tp, ..., input_size]. Positional arguments are those of Megatron in 2019. Raises
-    ValueError if output_size is not divisible by tp, or if stride is not 1.
+    sequence_parallel the input is [s/tp, ..., input_size]. Raises ValueError if output_size is not divisible by tp.
     """
 
     def __init__(
@@ -200,8 +191,6 @@ class ColumnParallelLinear(_ParallelLinear):
         bias: bool = True,
         gather_output: bool = True,
         init_method: InitMethod = nn.init.xavier_normal_,
-        stride: int = 1,
-        keep_master_weight_for_test: bool = False,
         *,
         sequence_parallel: bool = False,
         group: ProcessGroup | None = None,
@@ -209,7 +198,7 @@ class ColumnParallelLinear(_ParallelLinear):
     ) -> None:
         super().__init__(group, device, sequence_parallel)
         self.gather_output = gather_output
-        self._make_weights((output_size, input_size), 0, bias, init_method, stride, keep_master_weight_for_test)
+        self._make_weights((output_size, input_size), 0, bias, init_method)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., input_size] -> [..., output_size/tp], or [..., output_size] with gather_output."""
@@ -219,13 +208,13 @@ class ColumnParallelLinear(_ParallelLinear):
         return gather_from_model_parallel_region(y, self.group) if self.gather_output else y
 
 
-class RowParallelLinear(_ParallelLinear):
+class RowParallelLinear(ParallelLinear):
     """Y = XAᵀ + b; A is split by input features, b is replicated and added once, after the sum. Forward: all-reduce of
     Y; backward: no communication. With sequence_parallel: reduce-scatter of Y; backward: all-gather of dY.
 
     Shapes: [s, ..., input_size/tp] -> [s, ..., output_size]. Without input_is_parallel the input is
-    [s, ..., input_size]. With sequence_parallel the output is [s/tp, ..., output_size]. Positional arguments are those
-    of Megatron in 2019. Raises ValueError if input_size is not divisible by tp, or if stride is not 1.
+    [s, ..., input_size]. With sequence_parallel the output is [s/tp, ..., output_size]. Raises ValueError if input_size
+    is not divisible by tp.
     """
 
     def __init__(
@@ -235,8 +224,6 @@ class RowParallelLinear(_ParallelLinear):
         bias: bool = True,
         input_is_parallel: bool = False,
         init_method: InitMethod = nn.init.xavier_normal_,
-        stride: int = 1,
-        keep_master_weight_for_test: bool = False,
         *,
         sequence_parallel: bool = False,
         group: ProcessGroup | None = None,
@@ -244,7 +231,7 @@ class RowParallelLinear(_ParallelLinear):
     ) -> None:
         super().__init__(group, device, sequence_parallel)
         self.input_is_parallel = input_is_parallel
-        self._make_weights((output_size, input_size), 1, bias, init_method, stride, keep_master_weight_for_test)
+        self._make_weights((output_size, input_size), 1, bias, init_method)
         if bias and sequence_parallel:
             mark_sequence_parallel([self.get_parameter("bias")])
 

@@ -83,7 +83,7 @@ def _reduce_scatter_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
     return reduce_scatter_first_dim(x, group)[0]
 
 
-class _Communicate(torch.autograd.Function):
+class _ApplyCollective(torch.autograd.Function):
     """Apply one function of (tensor, group) to the input in forward, and a second one to the gradient in backward."""
 
     @staticmethod
@@ -96,42 +96,42 @@ class _Communicate(torch.autograd.Function):
         return ctx.backward_op(grad, ctx.group), None, None, None
 
 
-def communicate(x: Tensor, group: ProcessGroup | None, *, forward: Collective, backward: Collective) -> Tensor:
+def apply_collective(x: Tensor, group: ProcessGroup | None, *, forward: Collective, backward: Collective) -> Tensor:
     """`forward` of x over the group; its gradient is `backward`. Returns x itself if there is only one rank."""
     group = group if group is not None else get_tensor_model_parallel_group()
     if group is None or group.size() == 1:
         return x
-    return _Communicate.apply(x, group, forward, backward)  # type: ignore[no-any-return]
+    return _ApplyCollective.apply(x, group, forward, backward)  # type: ignore[no-any-return]
 
 
 def copy_to_model_parallel_region(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """x on every rank. Backward sums the ranks' gradients. Any shape."""
-    return communicate(x, group, forward=_identity, backward=_all_reduce)
+    return apply_collective(x, group, forward=_identity, backward=_all_reduce)
 
 
 def reduce_from_model_parallel_region(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Return the sum of x over the ranks. Backward returns the gradient unchanged. Any shape."""
-    return communicate(x, group, forward=_all_reduce, backward=_identity)
+    return apply_collective(x, group, forward=_all_reduce, backward=_identity)
 
 
 def scatter_to_model_parallel_region(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """[..., n] -> [..., n/tp]: this rank's slice of the last dimension. Backward gathers the slices. Raises ValueError
     if n is not divisible by tp."""
-    return communicate(x, group, forward=_own_slice_of_last_dim, backward=_all_gather_last_dim)
+    return apply_collective(x, group, forward=_own_slice_of_last_dim, backward=_all_gather_last_dim)
 
 
 def gather_from_model_parallel_region(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """[..., n/tp] -> [..., n]: the slices of all ranks, in rank order. Backward keeps this rank's slice."""
-    return communicate(x, group, forward=_all_gather_last_dim, backward=_own_slice_of_last_dim)
+    return apply_collective(x, group, forward=_all_gather_last_dim, backward=_own_slice_of_last_dim)
 
 
 def gather_from_sequence_parallel_region(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """[s/tp, ...] -> [s, ...], before a computation that is split over the ranks. Backward sums the ranks' gradients
     and keeps this rank's part."""
-    return communicate(x, group, forward=_all_gather_sequence, backward=_reduce_scatter_sequence)
+    return apply_collective(x, group, forward=_all_gather_sequence, backward=_reduce_scatter_sequence)
 
 
 def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """[s, ...] -> [s/tp, ...]: this rank's part of the sum over the ranks. Backward gathers the parts. Raises
     ValueError if s is not divisible by tp."""
-    return communicate(x, group, forward=_reduce_scatter_sequence, backward=_all_gather_sequence)
+    return apply_collective(x, group, forward=_reduce_scatter_sequence, backward=_all_gather_sequence)

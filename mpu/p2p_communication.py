@@ -1,8 +1,8 @@
 """Point-to-point communication between pipeline stages: hidden states to the next stage, gradients to the previous one.
 
-Training schedules use `exchange`, which starts several transfers at once. The other functions serve a single forward
-pass through the whole pipeline, as in generation. Peers are ranks in the pipeline group (default: the default pipeline
-group). Without a group, or with one rank, nothing is sent.
+Training schedules use `batched_p2p_ops`, which starts several transfers at once. The other functions serve a single
+forward pass through the whole pipeline, as in generation. Peers are ranks in the pipeline group (default: the default
+pipeline group). Without a group, or with one rank, nothing is sent.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class Transfer:
         return self.tensor
 
 
-def exchange(
+def batched_p2p_ops(
     sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], group: ProcessGroup
 ) -> tuple[list[Transfer], list[Transfer]]:
     """Start to send and receive contiguous tensors, each with its peer. Returns the transfers of the sends and of the
@@ -61,14 +61,14 @@ def _pipeline(group: ProcessGroup | None) -> tuple[ProcessGroup | None, int, int
     return group if size > 1 else None, rank, size
 
 
-def send_to_next_stage(x: Tensor, group: ProcessGroup | None = None) -> None:
+def send_forward(x: Tensor, group: ProcessGroup | None = None) -> None:
     """Send x to the next rank of the pipeline; the last rank sends to the first. Any shape. Returns when it is sent."""
     group, rank, size = _pipeline(group)
     if group is not None:
         dist.send(x.contiguous(), group=group, group_dst=(rank + 1) % size)
 
 
-def receive_from_previous_stage(into: Tensor, group: ProcessGroup | None = None) -> Tensor:
+def recv_forward(into: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Receive from the previous rank of the pipeline into `into`, a contiguous tensor, and return it."""
     group, rank, size = _pipeline(group)
     if group is not None:

@@ -102,8 +102,6 @@ class PartitionSpec:
             offset[self.dim], shape[self.dim] = start, min(start + part, whole) - start
         return TensorSlice(tuple(offset), tuple(shape))
 
-    box = local_slice  # the name until 0.3
-
     def without_padding(self, local: Tensor, rank: int, world_size: int) -> Tensor:
         """Return the tensor of `rank` without its padding, as a view of `local`."""
         if self.dim is None:

@@ -1,7 +1,7 @@
 """Random number streams, dropout, and activation checkpointing that repeats the same random numbers.
 
-GPT-2 uses `dropout_seeds` by default (`--dropout-rng counter`), see below, except for attention on a GPU. All other
-dropout draws from two streams:
+GPT-2 uses `make_dropout_seeds` by default (`--dropout-rng counter`), see below, except for attention on a GPU. All
+other dropout draws from two streams:
 
     default generator   equal on all ranks of a model-parallel group. Used for the dropout of embeddings and hidden
                         states, which are replicated
@@ -12,8 +12,8 @@ Both depend only on the seed and the model-parallel rank, as in 2019. A program 
 data-parallel rank must pass a different seed there. All functions work on CPU and GPU; "cuda" in some names is from
 2019.
 
-Dropout with `dropout_seeds` does not use these streams, and its masks do not depend on the layout. A mask is a function
-of the seed, the sample's global number, the layer, the location in the layer, and the position and channel (in
+Dropout with `make_dropout_seeds` does not use these streams, and its masks do not depend on the layout. A mask is a
+function of the seed, the sample's global number, the layer, the location in the layer, and the position and channel (in
 attention: head, query and key). So it is equal for any number of ranks, in any micro-batch, and when a layer is
 recomputed. No mask is saved. `kernels/dropout.py` has the function.
 
@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -137,7 +138,7 @@ def model_parallel_cuda_manual_seed(seed: int, device: torch.device | str | None
     tracker.add(MODEL_PARALLEL_RNG, seed + _TRACKER_OFFSET + get_tensor_model_parallel_rank())
 
 
-def dropout_seeds(seed: int, samples: Tensor, num_layers: int) -> Tensor:
+def make_dropout_seeds(seed: int, samples: Tensor, num_layers: int) -> Tensor:
     """Return the seeds of a micro-batch's dropout masks, int64 [l, b, 3]: the seed, the sample's
     number, and the layer's number.
 
@@ -151,7 +152,13 @@ def dropout_seeds(seed: int, samples: Tensor, num_layers: int) -> Tensor:
     return seeds
 
 
-def hidden_dropout(
+def rank_local_dropout(x: Tensor, p: float) -> Tensor:
+    """Dropout whose mask is drawn from the tracker and differs between ranks. Any shape."""
+    with current_rng_tracker().fork():
+        return F.dropout(x, p)
+
+
+def apply_hidden_dropout(
     x: Tensor,
     p: float,
     sequence_parallel: bool,
@@ -159,25 +166,21 @@ def hidden_dropout(
     dropout_seeds: Tensor | None = None,
     location: int = EMBEDDING_DROPOUT,
     rank: int = 0,
+    rank_local_dropout: Callable[[Tensor, float], Tensor] = rank_local_dropout,
 ) -> Tensor:
     """Dropout of hidden states [s, b, h], or [s/tp, b, h] with sequence_parallel.
 
-    dropout_seeds: int64 [b, 3], one layer of `dropout_seeds`. Without them the mask is drawn from the default
+    dropout_seeds: int64 [b, 3], one layer of `make_dropout_seeds`. Without them the mask is drawn from the default
         generator, because all ranks hold the same activations and must drop the same elements. With sequence_parallel,
         each rank holds a different part, and the mask is drawn from the tracker.
     rank: this rank's number in the tensor-parallel group.
+    rank_local_dropout: draws a mask from the tracker. A compiled layer passes a function outside its graph.
     """
     if p == 0:
         return x
     if dropout_seeds is not None:
         return kernels.seeded_dropout(x, p, dropout_seeds, location, rank * x.size(0) if sequence_parallel else 0)
-    return rank_local_dropout(x, p) if sequence_parallel else kernels.dropout(x, p)
-
-
-def rank_local_dropout(x: Tensor, p: float) -> Tensor:
-    """Dropout whose mask is drawn from the tracker and differs between ranks. Any shape."""
-    with current_rng_tracker().fork():
-        return kernels.dropout(x, p)
+    return rank_local_dropout(x, p) if sequence_parallel else F.dropout(x, p)
 
 
 @contextlib.contextmanager

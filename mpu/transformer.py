@@ -27,9 +27,9 @@ from mpu.partition import divide
 from mpu.random import (
     POST_ATTENTION_DROPOUT,
     POST_MLP_DROPOUT,
+    apply_hidden_dropout,
     checkpoint_without_output,
     current_rng_tracker,
-    hidden_dropout,
     rank_local_dropout,
 )
 
@@ -40,8 +40,8 @@ AttentionFn = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """The configuration of a layer and its parts, with the names that megatron.core has for the same options. Raises
-    ValueError if values are inconsistent.
+    """The configuration of a layer and its parts. Fields that megatron.core also has keep its names. Raises ValueError
+    if values are inconsistent.
 
     hidden_size: h.
     num_attention_heads: n, must divide h.
@@ -125,7 +125,8 @@ class ParallelSelfAttention(nn.Module):
     forward: an all-gather and a reduce-scatter; backward: two all-gathers and a reduce-scatter.
 
     The rows of the fused query-key-value weight are ordered [n, 3, d] (head first), so that each rank's shard is
-    contiguous. column, row: constructors of the linear layers. Raises ValueError if tp does not divide n.
+    contiguous. column_parallel_linear, row_parallel_linear: constructors of the linear layers. Raises ValueError if tp
+    does not divide n.
     """
 
     def __init__(
@@ -134,14 +135,18 @@ class ParallelSelfAttention(nn.Module):
         *,
         init_method: InitMethod,
         output_init_method: InitMethod,
-        column: Callable[..., ColumnParallelLinear] = ColumnParallelLinear,
-        row: Callable[..., RowParallelLinear] = RowParallelLinear,
+        column_parallel_linear: Callable[..., ColumnParallelLinear] = ColumnParallelLinear,
+        row_parallel_linear: Callable[..., RowParallelLinear] = RowParallelLinear,
     ) -> None:
         super().__init__()
         h = config.hidden_size
         self.head_size, self.attention_dropout = config.head_size, config.attention_dropout
-        self.query_key_value = column(h, 3 * h, gather_output=False, init_method=init_method, **config.layer_kwargs)
-        self.dense = row(h, h, input_is_parallel=True, init_method=output_init_method, **config.layer_kwargs)
+        self.query_key_value = column_parallel_linear(
+            h, 3 * h, gather_output=False, init_method=init_method, **config.layer_kwargs
+        )
+        self.dense = row_parallel_linear(
+            h, h, input_is_parallel=True, init_method=output_init_method, **config.layer_kwargs
+        )
         divide(config.num_attention_heads, self.dense.world_size)
         # For documents, and for masks from torch's generators. The layer's `compile` moves it out of the graph.
         self.dynamic_attention = core_attention
@@ -158,7 +163,7 @@ class ParallelSelfAttention(nn.Module):
         packed_seq_params: lengths of the documents; None lets each token attend to all tokens before it.
         attention_fn: replaces causal attention, [s, b, n/tp, 3, d] -> [s, b, h/tp], for example by
             `KeyValueCache.attend`.
-        dropout_seeds: this layer's part of `mpu.dropout_seeds`; None draws the masks from torch's generators.
+        dropout_seeds: this layer's part of `mpu.make_dropout_seeds`; None draws the masks from torch's generators.
         """
         qkv = self.split_heads(self.query_key_value(x))
         out: Tensor = self.dense(
@@ -190,7 +195,7 @@ class ParallelMLP(nn.Module):
     `ParallelSelfAttention`.
 
     With selective recomputation, backward computes the output of GELU again; it is a quarter of a layer's activations.
-    column, row: constructors of the linear layers.
+    column_parallel_linear, row_parallel_linear: constructors of the linear layers.
     """
 
     def __init__(
@@ -199,15 +204,19 @@ class ParallelMLP(nn.Module):
         *,
         init_method: InitMethod,
         output_init_method: InitMethod,
-        column: Callable[..., ColumnParallelLinear] = ColumnParallelLinear,
-        row: Callable[..., RowParallelLinear] = RowParallelLinear,
+        column_parallel_linear: Callable[..., ColumnParallelLinear] = ColumnParallelLinear,
+        row_parallel_linear: Callable[..., RowParallelLinear] = RowParallelLinear,
     ) -> None:
         super().__init__()
         h, f = config.hidden_size, config.ffn_hidden_size
         self.gelu: Callable[[Tensor], Tensor] = kernels.gelu_tanh if config.gelu == "tanh" else F.gelu
         self.recompute = config.recompute_granularity == "selective"
-        self.dense_h_to_4h = column(h, f, gather_output=False, init_method=init_method, **config.layer_kwargs)
-        self.dense_4h_to_h = row(f, h, input_is_parallel=True, init_method=output_init_method, **config.layer_kwargs)
+        self.dense_h_to_4h = column_parallel_linear(
+            h, f, gather_output=False, init_method=init_method, **config.layer_kwargs
+        )
+        self.dense_4h_to_h = row_parallel_linear(
+            f, h, input_is_parallel=True, init_method=output_init_method, **config.layer_kwargs
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         inside = self.dense_h_to_4h(x)  # [s, b, f/tp]
@@ -220,20 +229,20 @@ class ParallelMLP(nn.Module):
 
 
 @dataclass(frozen=True)
-class TransformerLayerSubmodules:
-    """The implementations of a model's parts, like megatron.core's class of this name. Each is a class or function with
-    the signature of the default."""
+class ModelSubmodules:
+    """The implementations of a model's parts, like the `...Submodules` of megatron.core. Each is a class or function
+    with the signature of the default."""
 
-    attention: Callable[..., ParallelSelfAttention] = ParallelSelfAttention
+    self_attention: Callable[..., ParallelSelfAttention] = ParallelSelfAttention
     mlp: Callable[..., ParallelMLP] = ParallelMLP
-    column: Callable[..., ColumnParallelLinear] = ColumnParallelLinear
-    row: Callable[..., RowParallelLinear] = RowParallelLinear
+    column_parallel_linear: Callable[..., ColumnParallelLinear] = ColumnParallelLinear
+    row_parallel_linear: Callable[..., RowParallelLinear] = RowParallelLinear
     layer_norm: Callable[..., LayerNorm] = LayerNorm
     position_embedding: Callable[..., PositionEmbedding] = PositionEmbedding
     linear_cross_entropy: Callable[..., Tensor] = vocab_parallel_linear_cross_entropy
 
 
-DEFAULT_SUBMODULES = TransformerLayerSubmodules()
+DEFAULT_SUBMODULES = ModelSubmodules()
 
 
 class ParallelTransformerLayer(nn.Module):
@@ -249,7 +258,7 @@ class ParallelTransformerLayer(nn.Module):
         config: TransformerConfig,
         *,
         init_method_for: Callable[[str], InitMethod],
-        submodules: TransformerLayerSubmodules = DEFAULT_SUBMODULES,
+        submodules: ModelSubmodules = DEFAULT_SUBMODULES,
     ) -> None:
         super().__init__()
         self.hidden_dropout, self.sequence_parallel = config.hidden_dropout, config.sequence_parallel
@@ -261,9 +270,12 @@ class ParallelTransformerLayer(nn.Module):
             sequence_parallel=config.sequence_parallel,
             device=config.device,
         )
-        linears = {"column": submodules.column, "row": submodules.row}
+        linears = {
+            "column_parallel_linear": submodules.column_parallel_linear,
+            "row_parallel_linear": submodules.row_parallel_linear,
+        }
         self.input_layernorm = norm()
-        self.attention = submodules.attention(
+        self.attention = submodules.self_attention(
             config,
             init_method=init_method_for("attention.query_key_value.weight"),
             output_init_method=init_method_for("attention.dense.weight"),
@@ -316,15 +328,11 @@ class ParallelTransformerLayer(nn.Module):
     ) -> Tensor:
         """[s, b, h] -> [s, b, h]. packed_seq_params, attention_fn, dropout_seeds: see
         `ParallelSelfAttention.forward`."""
-        attention = (
-            self.attention
-            if packed_seq_params is None and attention_fn is None and dropout_seeds is None
-            else functools.partial(
-                self.attention,
-                packed_seq_params=packed_seq_params,
-                attention_fn=attention_fn,
-                dropout_seeds=dropout_seeds,
-            )
+        attention = functools.partial(
+            self.attention,
+            packed_seq_params=packed_seq_params,
+            attention_fn=attention_fn,
+            dropout_seeds=dropout_seeds,
         )
         # No loop or `with` around the branches: a graph break inside one makes torch.compile skip the whole layer.
         norm = self.input_layernorm
@@ -335,11 +343,14 @@ class ParallelTransformerLayer(nn.Module):
         return x + self._dropout(branch, dropout_seeds, POST_MLP_DROPOUT)
 
     def _dropout(self, x: Tensor, dropout_seeds: Tensor | None, location: int) -> Tensor:
-        p = self.hidden_dropout if self.training else 0.0
-        if dropout_seeds is None and self.sequence_parallel and p > 0:
-            return self.rank_local_dropout(x, p)
-        return hidden_dropout(
-            x, p, self.sequence_parallel, dropout_seeds=dropout_seeds, location=location, rank=self.attention.dense.rank
+        return apply_hidden_dropout(
+            x,
+            self.hidden_dropout if self.training else 0.0,
+            self.sequence_parallel,
+            dropout_seeds=dropout_seeds,
+            location=location,
+            rank=self.attention.dense.rank,
+            rank_local_dropout=self.rank_local_dropout,
         )
 
 

@@ -134,7 +134,7 @@ def optimizer_step(cfg: StageConfig, name: str) -> dict[str, Any]:
     with mock.patch.object(buffer, "free_grads"):  # keep them for every step
         step_ms = milliseconds(optimizer.step, device, cfg.repeats)
     works: Arms = {
-        "norm_ms": lambda: mpu.squared_norm(split, whole, device),
+        "norm_ms": lambda: mpu.all_reduced_squared_norm(split, whole, device),
         "norm_by_foreach_ms": lambda: torch.stack(torch._foreach_norm(grads)).norm(),
         "write_back_ms": optimizer.copy_masters_to_model,
     }

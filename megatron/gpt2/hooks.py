@@ -67,7 +67,7 @@ class Hook:
         """Return settings that must be equal on all ranks, by the name that an error message uses."""
         return {}
 
-    def submodules(self) -> mpu.TransformerLayerSubmodules | None:
+    def submodules(self) -> mpu.ModelSubmodules | None:
         """Return the layer, head and loss classes of the model, which replace `mpu.DEFAULT_SUBMODULES`, or None."""
 
     def reducer(
@@ -76,7 +76,7 @@ class Hook:
         """Return a reducer that replaces the default one, or None. It must also set `model.tied_grad_hook`."""
 
     def squared_norm(self, device: torch.device) -> Callable[..., torch.Tensor] | None:
-        """Return a function that replaces `mpu.squared_norm` for the norm of all gradients, or None."""
+        """Return a function that replaces `mpu.all_reduced_squared_norm` for the norm of all gradients, or None."""
 
     # While it runs:
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpu.kernels import processor
+from mpu.kernels import cpu_features
 from mpu.kernels.attention import (
     attention_with_blockwise_backward,
     fused_attention,
@@ -44,7 +44,6 @@ __all__ = [
     "VocabParallelTargets",
     "cast_for_autocast",
     "causal_attention",
-    "dropout",
     "gelu_tanh",
     "has_seeded_attention",
     "linear_without_gradient",
@@ -80,8 +79,8 @@ def linear_without_gradient(x: Tensor, weight: Tensor, bias: Tensor | None = Non
     """xAᵀ + b: [..., i], [o, i], [o] -> [..., o], without support for gradients."""
     x, weight, bias = cast_for_autocast(x, weight, bias)
     rows = x.numel() // x.size(-1)
-    if x.is_cpu and x.dtype == torch.bfloat16 and not processor.HAS_AMX:
-        if rows >= FLOAT32_ROWS and not processor.HAS_BF16_PRODUCTS:
+    if x.is_cpu and x.dtype == torch.bfloat16 and not cpu_features.HAS_AMX:
+        if rows >= FLOAT32_ROWS and not cpu_features.HAS_BF16_PRODUCTS:
             return linear_in_float32_blocks(x, weight, bias)
     elif x.is_cpu and rows < MANY_ROWS:
         if rows == 1:
@@ -94,7 +93,7 @@ def linear_without_gradient(x: Tensor, weight: Tensor, bias: Tensor | None = Non
 def weight_gradient_kernel(x: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
     """Return the function that computes `weight_gradient` for the device and dtype of x; None for
     the plain matrix product."""
-    is_slow = processor.HAS_AMX and x.is_cpu and x.dtype == torch.bfloat16
+    is_slow = cpu_features.HAS_AMX and x.is_cpu and x.dtype == torch.bfloat16
     return weight_gradient_in_parts if is_slow else None
 
 
@@ -102,12 +101,6 @@ def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
     """dyᵀx: [t, o], [t, i] -> [o, i]."""
     kernel = weight_gradient_kernel(dy)
     return dy.t() @ x if kernel is None else kernel(dy, x)
-
-
-def dropout(x: Tensor, p: float) -> Tensor:
-    """x with each element zeroed with probability p and the other elements scaled by 1 / (1 - p). The mask is drawn
-    from torch's generator. Any shape."""
-    return F.dropout(x, p)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -129,9 +122,9 @@ def causal_attention(qkv: Tensor, dropout_p: float) -> Tensor:
 
     qkv: [s, b, n, 3, d]; each head has its query, key and value side by side. Returns [s, b, n·d].
     """
-    is_slow = processor.HAS_AMX and qkv.is_cpu and qkv.dtype == torch.bfloat16
+    is_slow = cpu_features.HAS_AMX and qkv.is_cpu and qkv.dtype == torch.bfloat16
     if is_slow and dropout_p == 0 and torch.is_grad_enabled():
-        return attention_with_blockwise_backward(qkv, dropout_p)
+        return attention_with_blockwise_backward(qkv)
     return fused_attention(qkv, dropout_p)
 
 

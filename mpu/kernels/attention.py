@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpu.kernels import processor
+from mpu.kernels import cpu_features
 from mpu.kernels.dropout import ELEMENTS, keep_scale, random_draws, sample_masks, zero_dropped
 
 # Queries in a block of the blockwise backward. Smaller blocks mean smaller matrix products; larger blocks compute more
@@ -65,11 +65,11 @@ def varlen_attention(qkv: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of our own scores: `dtype` itself if the processor computes in it, else float32."""
-    return dtype if dtype.itemsize > 2 or (dtype == torch.bfloat16 and processor.HAS_AMX) else torch.float32
+    return dtype if dtype.itemsize > 2 or (dtype == torch.bfloat16 and cpu_features.HAS_AMX) else torch.float32
 
 
-def attention_with_blockwise_backward(qkv: Tensor, dropout_p: float) -> Tensor:
-    """softmax(QKᵀ/√d, keys up to the query's position) V: [s, b, n, 3, d] -> [s, b, n·d]. dropout_p must be 0.
+def attention_with_blockwise_backward(qkv: Tensor) -> Tensor:
+    """softmax(QKᵀ/√d, keys up to the query's position) V: [s, b, n, 3, d] -> [s, b, n·d].
 
     For a CPU with AMX in bf16. Backward runs over blocks of queries and recomputes the scores, as FlashAttention does
     (arXiv:2205.14135). Unlike FlashAttention it holds the scores of a block in bf16, so the rounding error grows with
@@ -80,7 +80,6 @@ def attention_with_blockwise_backward(qkv: Tensor, dropout_p: float) -> Tensor:
     1,024). Without AMX the fused kernel is faster: 129 ms instead of 151 (one thread, 4 heads, s = 1,024). Source:
     docs/explanation/performance.md.
     """
-    assert dropout_p == 0
     out: Tensor = _BlockwiseAttention.apply(qkv, 0.0, None, 0, 0, 0)
     return out
 
@@ -258,13 +257,6 @@ def seeded_heads_at_once(s: int) -> int:
     """`heads_at_once` for seeded dropout: twice as many, which takes 4 % less time (8 samples of 256 tokens, 4 heads,
     bf16, one thread)."""
     return heads_at_once(s, SEEDED_BLOCK // 2)
-
-
-def saved_probabilities(s: int) -> int:
-    """How many probabilities a head saves for the backward pass of seeded dropout."""
-    if s > SAVED_UP_TO:
-        return 0
-    return sum((end - start) * end for _, _, start, end in _blocks(s, 1, SEEDED_BLOCK, 1))
 
 
 def _heads(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -42,7 +42,7 @@ def keep_scale(p: float) -> float:
 
 
 def sample_masks(seeds: Tensor, location: int, first_position: int = 0) -> list[MaskId]:
-    """Return the mask of each sample. seeds: int64 [b, 3], see `mpu.dropout_seeds`."""
+    """Return the mask of each sample. seeds: int64 [b, 3], see `mpu.make_dropout_seeds`."""
     return [(seed, sample, layer << 8 | location, first_position) for seed, sample, layer in seeds.tolist()]
 
 

@@ -29,7 +29,7 @@ def test_its_own_check_finds_nothing(kernel: TritonKernel[Any, Any], dtype: torc
 @pytest.mark.parametrize("h", [96, 100, 1500])
 def test_dropout_drops_what_the_cpu_drops(h: int, dtype: torch.dtype):
     x = torch.randn(5, 3, h).to(dtype)
-    seeds = mpu.dropout_seeds(2**31 - 5, 2**40 + torch.arange(3), 4)[3]
+    seeds = mpu.make_dropout_seeds(2**31 - 5, 2**40 + torch.arange(3), 4)[3]
     here, there = (of(x, 0.3, seeds, 2, 7) for of in (DROPOUT.reference, DROPOUT.kernel))
     assert torch.equal(here == 0, there == 0) and 0.2 < (here == 0).float().mean() < 0.4
     assert torch.allclose(here.float(), there.float(), rtol=2**-7 if dtype == torch.bfloat16 else 2**-10)

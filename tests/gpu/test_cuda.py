@@ -160,8 +160,8 @@ def test_attention_by_document_equals_the_cpu(dtype: torch.dtype, dropout_p: flo
     tokens[1, 100], tokens[2, [0, 5, 6, 511]] = 0, 0
     reference = torch.randn(512, 4, 2, 3, 64, requires_grad=True)
     qkv = reference.detach().to("cuda", dtype).requires_grad_()
-    expected = document_attention(reference, 0.0, mpu.PackedSeqParams(tokens, 0, "cpu"))
-    got = document_attention(qkv, dropout_p, mpu.PackedSeqParams(tokens, 0, "cuda"))
+    expected = document_attention(reference, 0.0, mpu.PackedSeqParams.from_tokens(tokens, 0, "cpu"))
+    got = document_attention(qkv, dropout_p, mpu.PackedSeqParams.from_tokens(tokens, 0, "cuda"))
     for y in (expected, got):
         y.float().square().sum().backward()
     assert (got.detach().float().cpu() - expected).norm() <= 1e-2 * expected.norm()
@@ -222,9 +222,9 @@ def test_dropout_draws_anew():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_mask_that_follows_from_keys_is_that_of_the_cpu(dtype: torch.dtype):
     x = torch.randn(37, 3, 100, dtype=dtype).requires_grad_()
-    y = seeded_dropout(x, 0.3, mpu.dropout_seeds(7, torch.arange(3), 2)[1], 2, first_position=5)
+    y = seeded_dropout(x, 0.3, mpu.make_dropout_seeds(7, torch.arange(3), 2)[1], 2, first_position=5)
     x_gpu = x.detach().cuda().requires_grad_()
-    seeds = mpu.dropout_seeds(7, torch.arange(3, device="cuda"), 2)[1]
+    seeds = mpu.make_dropout_seeds(7, torch.arange(3, device="cuda"), 2)[1]
     got = seeded_dropout(x_gpu, 0.3, seeds, 2, first_position=5)
     got.float().sum().backward()
     y.float().sum().backward()

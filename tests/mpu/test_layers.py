@@ -94,7 +94,7 @@ def check_layers(rank: int, world_size: int) -> None:
 def check_autocast(rank: int, world_size: int) -> None:
     """Float32 weights and bf16 products, with each processor's kernels."""
     for amx in (True, False):
-        with torch.autocast("cpu", torch.bfloat16), mock.patch("mpu.kernels.processor.HAS_AMX", amx):
+        with torch.autocast("cpu", torch.bfloat16), mock.patch("mpu.kernels.cpu_features.HAS_AMX", amx):
             check_layers(rank, world_size)
             plain = nn.Linear(IN, OUT)
             for rows in (1, 8, 32):  # each has a different kernel without gradients

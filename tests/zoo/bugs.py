@@ -207,7 +207,9 @@ BUGS = {
         (1,),
     ),
     "hidden dropout equal on all ranks": Change(
-        changed(transformer, "hidden_dropout", lambda original, *args, rank, **options: original(*args, **options)),
+        changed(
+            transformer, "apply_hidden_dropout", lambda original, *args, rank, **options: original(*args, **options)
+        ),
         SEQUENCE_PARALLEL,
         "PaddlePaddle/PaddleFleetX#1005",
         "transformer.layers.0.post_attention_layernorm",
@@ -374,7 +376,7 @@ def counted(change: Callable[[list[Tensor]], list[Tensor]]) -> Plant:
         patch.setattr(
             trainer.state.optimizer,
             "squared_norm",
-            lambda split, replicated, *args, **options: mpu.squared_norm(
+            lambda split, replicated, *args, **options: mpu.all_reduced_squared_norm(
                 change(list(split)), change(list(replicated)), *args, **options
             ),
         )
@@ -390,11 +392,13 @@ HARMLESS = {
         extra(ParamAllGather, "launch", lambda _, self: self.wait(), after=True), SHARDED
     ),
     "messages waited for at once": Change(
-        extra(mpu, "exchange", lambda moved, *_: [transfer.wait() for transfer in moved[1]], after=True), STAGES
+        extra(mpu, "batched_p2p_ops", lambda moved, *_: [transfer.wait() for transfer in moved[1]], after=True), STAGES
     ),
     "copies are sent": Change(
         changed(
-            mpu, "exchange", lambda original, sends, *others: original([(x.clone(), to) for x, to in sends], *others)
+            mpu,
+            "batched_p2p_ops",
+            lambda original, sends, *others: original([(x.clone(), to) for x, to in sends], *others),
         ),
         STAGES,
     ),
@@ -429,7 +433,7 @@ HARMLESS = {
         changed(BucketReducer, "add", lambda original, self, name, x: original(self, name, x.double())), ACCUMULATED
     ),
     "copied seeds of dropout": Change(
-        changed(mpu, "dropout_seeds", lambda original, *args: original(*args).clone()), RECOMPUTED
+        changed(mpu, "make_dropout_seeds", lambda original, *args: original(*args).clone()), RECOMPUTED
     ),
     "barrier in a step": Change(extra(AdamWOptimizer, "step", lambda self: dist.barrier()), SHARDED),
     "metric that all ranks log": Change(extra(IterationLogger, "log", lambda *_: dist.all_reduce(torch.zeros(2)))),

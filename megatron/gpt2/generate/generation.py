@@ -302,11 +302,9 @@ class TextStream:
         return held[:sure]
 
 
-def generate(
-    model: GPT2Model, tokenizer: Tokenizer, continuations: Sequence[Continuation], *, recompute: bool = False
-) -> None:
+def generate(model: GPT2Model, tokenizer: Tokenizer, continuations: Sequence[Continuation]) -> None:
     """Generate all continuations. Every rank of the model-parallel group calls this; the driver gets the results."""
-    generator = Generator(model, tokenizer, recompute=recompute)
+    generator = Generator(model, tokenizer)
     if not generator.is_driver:
         return generator.execute_commands()
     with generator.driving():

@@ -50,7 +50,7 @@ class ModelRunner:
     call `execute_commands`."""
 
     def __init__(self, model: GPT2Model, group: dist.ProcessGroup | None = None) -> None:
-        """group: the group through which the leader gives orders (default: the model-parallel one)."""
+        """group: the group through which the driver sends commands (default: the model-parallel group)."""
         self.model = model
         self.is_driver = mpu.get_model_parallel_rank() == 0
         self.device = next(model.parameters()).device

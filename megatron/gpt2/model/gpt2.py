@@ -58,7 +58,7 @@ class Transformer(nn.Module):
         layer_numbers: Sequence[int],
         config: mpu.TransformerConfig,
         init_method_for: Callable[[str], InitMethod],
-        submodules: mpu.TransformerLayerSubmodules,
+        submodules: mpu.ModelSubmodules,
     ) -> None:
         super().__init__()
         self.config, self._layer_numbers = config, layer_numbers
@@ -98,7 +98,7 @@ class Transformer(nn.Module):
 
         packed_seq_params: the documents of this micro-batch.
         cache: gives and stores keys and values.
-        dropout_seeds: see `mpu.dropout_seeds`.
+        dropout_seeds: see `mpu.make_dropout_seeds`.
         chunk: the layers to compute (default: all).
         """
         chunk = chunk if chunk is not None else range(len(self.layers))
@@ -205,7 +205,7 @@ class GPT2Model(nn.Module):
         chunks: Sequence[range] | None = None,
         seed: int = 1234,
         dropout_seed: int | None = None,
-        submodules: mpu.TransformerLayerSubmodules = mpu.DEFAULT_SUBMODULES,
+        submodules: mpu.ModelSubmodules = mpu.DEFAULT_SUBMODULES,
     ) -> None:
         super().__init__()
         if config.vocab_size is None:
@@ -280,7 +280,7 @@ class GPT2Model(nn.Module):
         tied = self.tied_grad_hook if labels is not None else None
         dropout_seeds = None
         if self.training and samples is not None and self.dropout_seed is not None and self.config.has_dropout:
-            dropout_seeds = mpu.dropout_seeds(self.dropout_seed, samples, self.config.num_layers)
+            dropout_seeds = mpu.make_dropout_seeds(self.dropout_seed, samples, self.config.num_layers)
         x = self._embed(tokens, positions, tied.add_rows if tied else None, dropout_seeds) if hidden is None else hidden
         x = self.transformer(x, packed_seq_params, dropout_seeds=dropout_seeds, chunk=chunk)
         if chunk.stop < self.config.num_layers:
@@ -317,10 +317,10 @@ class GPT2Model(nn.Module):
             if chunk.start == 0:
                 x = self._embed(tokens, positions)
             else:
-                x = mpu.receive_from_previous_stage(self.empty_hidden(*tokens.shape))
+                x = mpu.recv_forward(self.empty_hidden(*tokens.shape))
             x = self.transformer(x, cache=cache, chunk=chunk)
             if chunk.stop < self.config.num_layers:
-                mpu.send_to_next_stage(x)
+                mpu.send_forward(x)
         return mpu.gather_from_sequence_parallel_region(x, self.group) if self.sequence_parallel else x
 
     def empty_hidden(self, b: int, s: int) -> Tensor:
@@ -350,7 +350,7 @@ class GPT2Model(nn.Module):
         """[b, s] -> [s, b, h], or [s/tp, b, h]."""
         x = self.position_embeddings(self.word_embeddings(tokens.t(), grad_hook), positions)
         p = self.config.hidden_dropout if self.training else 0.0
-        return mpu.hidden_dropout(
+        return mpu.apply_hidden_dropout(
             x,
             p,
             self.sequence_parallel,

@@ -163,10 +163,6 @@ class LRSchedule:
             f"the end of the decay at {self.decay_iters:g}",
         )
 
-    def __call__(self, n: float) -> float:
-        """Return the rate after n steps that were not skipped."""
-        return float(self.table(np.array([float(n)]))[0])
-
     def table(self, n: NDArray[np.float64]) -> NDArray[np.float64]:
         """n: float64 [k], ascending -> [k], the rate after each n."""
         p, f, w, end = self.peak, self.floor, self.warmup_iters, self.decay_iters
@@ -198,7 +194,7 @@ class AdamWOptimizer:
     Arguments:
         rates: [iterations + 1], the learning rate after n steps that were not skipped. After the end the last one is
             used.
-        squared_norm: a function with the signature of `mpu.squared_norm`.
+        squared_norm: a function with the signature of `mpu.all_reduced_squared_norm`.
 
     Attributes, all scalars on the device:
         good_steps, skipped_steps, skipped_in_a_row: int64 counts.
@@ -218,7 +214,7 @@ class AdamWOptimizer:
         config: OptimizerConfig,
         scaler: LossScaler,
         rates: Tensor,
-        squared_norm: Callable[..., Tensor] = mpu.squared_norm,
+        squared_norm: Callable[..., Tensor] = mpu.all_reduced_squared_norm,
     ) -> None:
         device = buffer.params.device
         self.buffer, self.param_gather, self.scaler, self.squared_norm = buffer, param_gather, scaler, squared_norm

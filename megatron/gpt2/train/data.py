@@ -102,7 +102,7 @@ class TrainingData:
         packed_seq_params = positions = None
         if config.data.reset_attention_mask:
             parts = text[:, :-1].split(config.train.micro_batch_size)
-            packed_seq_params = [mpu.PackedSeqParams(part, eod, device) for part in parts]
+            packed_seq_params = [mpu.PackedSeqParams.from_tokens(part, eod, device) for part in parts]
         sent = text.to(device, non_blocking=True)
         tokens, labels = sent[:, :-1], sent[:, 1:]
         mask = labels >= 0

@@ -18,6 +18,7 @@ from megatron.gpt2.optimizer.bucket_reducer import BucketReducer
 from megatron.gpt2.pipeline.p2p_schedule import CommStep, P2PMessage, build_p2p_schedule
 from megatron.gpt2.pipeline.schedule import Action, PipelineSchedule
 from megatron.gpt2.train.train_state import TrainState
+from mpu.layers import ParallelLinear
 
 MicroBatch = Mapping[str, Any]  # the arguments of the model
 PassKey = tuple[int, int]  # chunk and micro-batch
@@ -76,10 +77,10 @@ class ForwardBackward:
         for chunk in model.chunks:
             hidden = None
             if chunk.start > 0:
-                hidden = mpu.receive_from_previous_stage(model.empty_hidden(*micro_batch["tokens"].shape), self._group)
+                hidden = mpu.recv_forward(model.empty_hidden(*micro_batch["tokens"].shape), self._group)
             out = model(**micro_batch, chunk=chunk, hidden=hidden)
             if chunk.stop < model.config.num_layers:
-                mpu.send_to_next_stage(out, self._group)
+                mpu.send_forward(out, self._group)
         return out if model.has_head else torch.zeros((), device=out.device)
 
     def _communicate(self, step: CommStep) -> None:
@@ -92,7 +93,7 @@ class ForwardBackward:
         shape = self.micro_batches[0]["tokens"].shape
         sends = [(self._to_send.pop(_tensor_key(message)), message.destination) for message in step.sends]
         receives = [(self._state.model.empty_hidden(*shape), message.source) for message in step.receives]
-        self._sent, received = mpu.exchange(sends, receives, self._group)
+        self._sent, received = mpu.batched_p2p_ops(sends, receives, self._group)
         self._received.update(zip(map(_tensor_key, step.receives), received, strict=True))
 
     def _wait_for_sends(self) -> None:
@@ -166,13 +167,11 @@ class WeightGradStore:
         self._new: list[tuple[str, Callable[[], Tensor]]] = []
         self._kept: dict[PassKey, list[tuple[str, Callable[[], Tensor]]]] = {}
 
-        def weight_grad_fn_of(
-            name: str, module: mpu.ColumnParallelLinear | mpu.RowParallelLinear
-        ) -> Callable[..., None]:
+        def weight_grad_fn_of(name: str, module: ParallelLinear) -> Callable[..., None]:
             return lambda dy, x: self._new.append((name, functools.partial(module.weight_gradient, dy, x)))
 
         for name, module in state.model.named_modules():
-            if isinstance(module, mpu.ColumnParallelLinear | mpu.RowParallelLinear):
+            if isinstance(module, ParallelLinear):
                 module.weight_grad_fn = weight_grad_fn_of(f"{name}.weight", module)
 
     def flush(self, key: PassKey) -> None:

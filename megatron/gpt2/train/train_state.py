@@ -145,7 +145,7 @@ def build_train_state(context: RunContext, parallel: mpu.ParallelState, log: Log
         config.optimizer,
         build_loss_scaler(config.optimizer, context.dtype, device),
         torch.from_numpy(LRSchedule(config.optimizer, context.decay_iters, batch).table(before)),
-        hooks.first(Hook.squared_norm, device) or mpu.squared_norm,
+        hooks.first(Hook.squared_norm, device) or mpu.all_reduced_squared_norm,
     )
     return TrainState(
         model=model, forward=forward, buffer=buffer, reducer=reducer, param_gather=param_gather, optimizer=optimizer

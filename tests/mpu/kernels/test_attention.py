@@ -19,7 +19,7 @@ from tests.mpu.kernels.test_dropout import seeds_of
 @pytest.fixture(params=[True, False], ids=["amx", "no amx"])
 def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the test as on a processor with AMX, and as on one without."""
-    monkeypatch.setattr("mpu.kernels.processor.HAS_AMX", request.param)
+    monkeypatch.setattr("mpu.kernels.cpu_features.HAS_AMX", request.param)
 
 
 def formula(qkv: Tensor, keep: Tensor | float) -> Tensor:
@@ -90,9 +90,9 @@ def test_attention_within_documents_does_not_depend_on_the_micro_batch():
     tokens = torch.ones(3, 60, dtype=torch.int64)
     tokens[0, 20], tokens[1, [0, 5, 58]] = 0, 0
     qkv, seeds = torch.randn(60, 3, 2, 3, 16), seeds_of([4, 8, 6])
-    whole = document_attention(qkv, 0.3, mpu.PackedSeqParams(tokens, 0, "cpu"), seeds)
+    whole = document_attention(qkv, 0.3, mpu.PackedSeqParams.from_tokens(tokens, 0, "cpu"), seeds)
     for first, last in itertools.pairwise((0, 1, 3)):
-        documents = mpu.PackedSeqParams(tokens[first:last], 0, "cpu")
+        documents = mpu.PackedSeqParams.from_tokens(tokens[first:last], 0, "cpu")
         part = document_attention(qkv[:, first:last], 0.3, documents, seeds[first:last])
         assert torch.equal(part, whole[:, first:last])
     assert torch.equal(document_attention(qkv, 0.3, None, seeds)[:, 2], whole[:, 2]), "a sample that is one document"

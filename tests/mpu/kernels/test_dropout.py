@@ -60,7 +60,7 @@ def test_dropped_elements_are_zero_in_every_dtype():
 
 
 def seeds_of(samples: list[int], *, seed: int = 1, layer: int = 0) -> Tensor:
-    return mpu.dropout_seeds(seed, torch.tensor(samples), layer + 1)[layer]
+    return mpu.make_dropout_seeds(seed, torch.tensor(samples), layer + 1)[layer]
 
 
 def mask(

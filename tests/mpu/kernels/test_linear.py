@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from mpu import kernels
+from mpu.kernels import cpu_features
 from mpu.kernels import cross_entropy as kernel
-from mpu.kernels import processor
 from mpu.layers import linear
 
 
@@ -19,7 +19,7 @@ from mpu.layers import linear
 def on_each_processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the test with AMX, with bf16 products, and with neither."""
     for name, has in zip(("HAS_AMX", "HAS_BF16_PRODUCTS"), request.param, strict=True):
-        monkeypatch.setattr(processor, name, has)
+        monkeypatch.setattr(cpu_features, name, has)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -87,4 +87,4 @@ def test_amx(limit: str, there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, other in itertools.permutations(("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")):
         monkeypatch.delenv(other, raising=False)
         monkeypatch.setenv(name, limit)
-        assert processor._has_amx() is (there and left)
+        assert cpu_features._has_amx() is (there and left)

@@ -44,7 +44,7 @@ class ExactLayouts(Hook):
             return {}
         return {"number of threads (OMP_NUM_THREADS)": str(torch.get_num_threads())}
 
-    def submodules(self) -> mpu.TransformerLayerSubmodules:
+    def submodules(self) -> mpu.ModelSubmodules:
         """See `exact_submodules`."""
         return exact_submodules(self._virtual_ranks)
 

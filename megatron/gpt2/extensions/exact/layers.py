@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megatron.gpt2.extensions.exact.sums import VirtualRanks, sum_over_sequence
 from mpu import kernels
-from mpu.layers import ColumnParallelLinear, PositionEmbedding, RowParallelLinear, WeightGradFn
-from mpu.mappings import communicate
+from mpu.layers import ColumnParallelLinear, PositionEmbedding, RowParallelLinear
+from mpu.mappings import apply_collective
 from mpu.transformer import LayerNorm
 
 
@@ -41,7 +41,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
         bias: Tensor | None,
         virtual: VirtualRanks,
         sequence_parallel: bool,
-        weight_grad_fn: WeightGradFn,
+        weight_grad_fn: Callable[..., Tensor | None],
     ) -> tuple[Tensor, ...]:
         ctx.virtual, ctx.weight_grad_fn = virtual, weight_grad_fn
         ctx.sequence_parallel = sequence_parallel and virtual.group is not None
@@ -87,7 +87,7 @@ class ExactColumnParallelLinear(ColumnParallelLinear):
             self.weight_grad_fn or self.weight_gradient,
         )
 
-    def weight_gradient(self, dy: Sequence[Tensor], x: Tensor) -> Tensor:
+    def weight_gradient(self, dy: Sequence[Tensor], x: Tensor) -> Tensor:  # type: ignore[override]
         """Return dYᵀX [o/p, i]. dy: [t, o/V] of each virtual rank."""
         out = torch.empty_like(self.weight, dtype=x.dtype)
         for rows, part in zip(out.chunk(self.virtual.per_rank), dy, strict=True):
@@ -100,7 +100,9 @@ class _RowParallelLinear(torch.autograd.Function):
     `VirtualRanks.partial_sums`."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, virtual: VirtualRanks, weight_grad_fn: WeightGradFn, *xs: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, weight: Tensor, virtual: VirtualRanks, weight_grad_fn: Callable[..., Tensor | None], *xs: Tensor
+    ) -> Tensor:
         ctx.weight_grad_fn = weight_grad_fn
         ctx.save_for_backward(weight, *xs)
         weights = [part.t() for part in _columns(weight, virtual.per_rank)]
@@ -155,7 +157,7 @@ class ExactRowParallelLinear(RowParallelLinear):
             y: Tensor = sums.squeeze(0)
         else:
             k = len(sums)
-            y = communicate(  # saves no tensor, so recomputation does not repeat it
+            y = apply_collective(  # saves no tensor, so recomputation does not repeat it
                 sums,
                 self.group,
                 forward=lambda own, _: self.virtual.reduce(own, x[0].dtype, self.sequence_parallel),
@@ -170,7 +172,7 @@ class ExactRowParallelLinear(RowParallelLinear):
             y, self.bias, self.sequence_ranks, lambda bias: bias, lambda dy, _: _tokens(dy).sum(dim=0)
         )
 
-    def weight_gradient(self, dy: Tensor, x: Sequence[Tensor]) -> Tensor:
+    def weight_gradient(self, dy: Tensor, x: Sequence[Tensor]) -> Tensor:  # type: ignore[override]
         """Return dYᵀX [o, i/p]. x: [t, i/V] of each virtual rank."""
         out = torch.empty_like(self.weight, dtype=dy.dtype)
         for columns, part in zip(out.chunk(self.virtual.per_rank, dim=1), x, strict=True):

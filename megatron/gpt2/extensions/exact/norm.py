@@ -30,7 +30,7 @@ def exact_squared_norm(
     sharded: bool = False,
     block: int = 1,
 ) -> Tensor:
-    """`mpu.squared_norm` as a float64 scalar. It sums integers, so the order of the terms does not matter.
+    """`mpu.all_reduced_squared_norm` as a float64 scalar. It sums integers, so the order of the terms does not matter.
 
     1. Compute the float32 norm of each block of `block` successive gradients. No block is split between two ranks.
     2. Divide the norms by a power of two that is larger than all of them, and square them in float32.

@@ -65,14 +65,6 @@ def sums_of_rank(rank: int, num_microbatches: int, ranks: int) -> list[list[Leaf
     return merge_sums(((leaf, leaf + 1) for leaf in leaves), odd_factor(num_microbatches * ranks))
 
 
-def max_waiting_sums(num_microbatches: int, ranks: int = 1) -> int:
-    """Return the maximum number of finished partial sums that a rank stores in addition to the growing one."""
-    block = odd_factor(num_microbatches * ranks)
-    different = range(ranks if ranks & (ranks - 1) else 1)  # 2^j ranks all do the same
-    states = [sums for rank in different for sums in sums_of_rank(rank, num_microbatches, ranks)[1:-1]]
-    return max((len(sums) - takes_next_leaf(sums[-1], block) for sums in states), default=0)
-
-
 class ExactBucketReducer(BucketReducer):
     """The same sums as `BucketReducer`, in an order that does not depend on the layout.
 

@@ -23,7 +23,7 @@ from megatron.gpt2.extensions.exact.sums import VirtualRanks
 from mpu.attention import PackedSeqParams
 from mpu.initialize import get_tensor_model_parallel_group
 from mpu.random import checkpoint_without_output
-from mpu.transformer import AttentionFn, ParallelMLP, ParallelSelfAttention, TransformerLayerSubmodules
+from mpu.transformer import AttentionFn, ModelSubmodules, ParallelMLP, ParallelSelfAttention
 
 
 class ExactSelfAttention(ParallelSelfAttention):
@@ -61,7 +61,7 @@ class ExactMLP(ParallelMLP):
         return out
 
 
-def exact_submodules(virtual_ranks: int, group: ProcessGroup | None = None) -> TransformerLayerSubmodules:
+def exact_submodules(virtual_ranks: int, group: ProcessGroup | None = None) -> ModelSubmodules:
     """Return the layers of a model with the same bits at every tensor-parallel size that divides `virtual_ranks`.
 
     `virtual_ranks` must divide the heads, the width inside the MLP, the padded vocabulary and the sequence length.
@@ -73,11 +73,11 @@ def exact_submodules(virtual_ranks: int, group: ProcessGroup | None = None) -> T
             *args, virtual=VirtualRanks(virtual_ranks, group if sequence_parallel else None), **kwargs
         )
 
-    return TransformerLayerSubmodules(
-        attention=ExactSelfAttention,
+    return ModelSubmodules(
+        self_attention=ExactSelfAttention,
         mlp=ExactMLP,
-        column=functools.partial(ExactColumnParallelLinear, virtual_ranks=virtual_ranks),
-        row=functools.partial(ExactRowParallelLinear, virtual_ranks=virtual_ranks),
+        column_parallel_linear=functools.partial(ExactColumnParallelLinear, virtual_ranks=virtual_ranks),
+        row_parallel_linear=functools.partial(ExactRowParallelLinear, virtual_ranks=virtual_ranks),
         layer_norm=layer_norm,
         position_embedding=functools.partial(ExactPositionEmbedding, virtual_ranks=virtual_ranks),
         linear_cross_entropy=functools.partial(exact_linear_cross_entropy, virtual_ranks=virtual_ranks),

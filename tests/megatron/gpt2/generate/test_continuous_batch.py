@@ -49,7 +49,7 @@ class CountingGenerator:
         def watched_step(*arguments: Any) -> Any:
             self.steps += 1
             if model.cache is not None:
-                self.cache_bytes.add(model.cache.num_bytes)
+                self.cache_bytes.add(model.cache._store.nbytes)
             return step(*arguments)
 
         model.prefill, model.decode = watched_read, watched_step  # type: ignore[method-assign, assignment]

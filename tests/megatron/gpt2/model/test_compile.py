@@ -88,7 +88,7 @@ def test_masks_of_random_streams_break_the_graph():
 @pytest.mark.parametrize("amx", [True, False])
 def test_a_compiled_layer_uses_the_kernels_of_its_processor(amx: bool, monkeypatch: pytest.MonkeyPatch):
     """In bf16, where the kernels depend on the processor."""
-    monkeypatch.setattr("mpu.kernels.processor.HAS_AMX", amx)
+    monkeypatch.setattr("mpu.kernels.cpu_features.HAS_AMX", amx)
     mpu.initialize_model_parallel(1)
     eager, compiled = (
         GPT2Model(replace(SHAPE, attention_dropout=0.0, hidden_dropout=0.0, num_layers=1)).bfloat16().train()

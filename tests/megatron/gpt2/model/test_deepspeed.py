@@ -113,7 +113,7 @@ def gradients(dtype: torch.dtype, recompute: str, of_documents: bool, sequence_p
         .train()
     )
     tokens = torch.arange(4 * 32).view(4, 32) % 97
-    documents = mpu.PackedSeqParams(tokens, 11, "cpu") if of_documents else None
+    documents = mpu.PackedSeqParams.from_tokens(tokens, 11, "cpu") if of_documents else None
     for _ in range(2):  # the second pass starts from later random states
         loss = model(tokens, tokens, torch.full((4, 32), 1 / 128), packed_seq_params=documents)
         loss.backward()

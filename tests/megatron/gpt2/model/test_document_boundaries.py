@@ -70,14 +70,16 @@ def loss_and_gradients(model: GPT2Model, b: int, *, dense: bool = False) -> tupl
         with mock.patch("mpu.kernels.causal_attention", dense_attention(seen)):
             loss = model(tokens, labels, weight, positions)
     else:
-        loss = model(tokens, labels, weight, document_positions(tokens, EOD), PackedSeqParams(tokens, EOD, "cpu"))
+        loss = model(
+            tokens, labels, weight, document_positions(tokens, EOD), PackedSeqParams.from_tokens(tokens, EOD, "cpu")
+        )
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def test_the_test_data_has_several_documents() -> None:
-    documents = PackedSeqParams(texts(4)[0], EOD, "cpu")
-    assert documents.lengths == [32, 11, 21, 1, 5, 1, 25, 32] and documents.cu_seqlens.dtype == torch.int32
+    documents = PackedSeqParams.from_tokens(texts(4)[0], EOD, "cpu")
+    assert documents.lengths == [32, 11, 21, 1, 5, 1, 25, 32] and documents.cu_seqlens_q.dtype == torch.int32
     assert torch.equal(document_positions(texts(4)[0], EOD), masks_and_positions(texts(4)[0])[2])
 
 
@@ -131,7 +133,7 @@ def test_the_varlen_kernel_gets_the_right_arguments() -> None:
         ]
         return torch.cat(parts, dim=1).transpose(0, 1)
 
-    documents, qkv = PackedSeqParams(texts(4)[0], EOD, "cpu"), torch.randn(32, 4, 2, 3, 16)
+    documents, qkv = PackedSeqParams.from_tokens(texts(4)[0], EOD, "cpu"), torch.randn(32, 4, 2, 3, 16)
     expected = document_attention(qkv, 0.0, documents)
     from torch.nn.attention import varlen  # imports torch's compiler
 
@@ -150,7 +152,7 @@ def test_memory_does_not_grow_with_the_square_of_the_sequence() -> None:
     tokens = texts(1, 4096)[0]
     qkv = torch.randn(4096, 1, 1, 3, 8, requires_grad=True)
     with MemoryCounter() as counter:
-        document_attention(qkv, 0.0, PackedSeqParams(tokens, EOD, "cpu")).sum().backward()
+        document_attention(qkv, 0.0, PackedSeqParams.from_tokens(tokens, EOD, "cpu")).sum().backward()
     assert 0 < counter.peak < 8 * qkv.nbytes < 4096 * 4096
 
 
@@ -199,5 +201,5 @@ def test_compiled_layers_skip_document_attention_and_compile_once() -> None:
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for shift in range(1, 5):  # different documents each time
         tokens, labels = (text.roll(shift, 0).roll(shift, 1) for text in texts(4))
-        compiled(tokens, labels, torch.ones(4, 32), None, PackedSeqParams(tokens, EOD, "cpu"))
+        compiled(tokens, labels, torch.ones(4, 32), None, PackedSeqParams.from_tokens(tokens, EOD, "cpu"))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from megatron.gpt2.optimizer.optimizer import LossScaler, LRSchedule
 )
 def test_published_runs(iterations, final_scale, skipped, logged):
     """Megatron's 345M in fp16. Every step overflows until the scale is small enough. Skipped steps do not count."""
-    rate = LRSchedule(OptimizerConfig(lr=1.5e-4, lr_decay_style="cosine-2019", warmup=0.01), iterations, 1)
+    rates = LRSchedule(OptimizerConfig(lr=1.5e-4, lr_decay_style="cosine-2019", warmup=0.01), iterations, 1)
     scaler = LossScaler(2.0**32, dynamic=True)
     n, shown = 0, []
     for iteration in range(1, 100 * len(logged) + 1):
@@ -31,14 +32,15 @@ def test_published_runs(iterations, final_scale, skipped, logged):
         scaler.update(torch.tensor(float(overflow)))
         n += not overflow
         if iteration % 100 == 0:
-            shown.append(f"{rate(n):.3E}")
+            shown.append(f"{rates.table(np.array([float(n)]))[0]:.3E}")
     assert scaler.scale.item() == final_scale and iteration - n == skipped
     assert shown == logged
 
 
-def make_schedule(style: str, **changes: Any) -> LRSchedule:
+def make_schedule(style: str, **changes: Any) -> Callable[[float], float]:
     config = OptimizerConfig(lr=1.0, min_lr=0.1, lr_decay_style=style, warmup=0.1)
-    return LRSchedule(dataclasses.replace(config, **changes), 100, 8)
+    schedule = LRSchedule(dataclasses.replace(config, **changes), 100, 8)
+    return lambda n: float(schedule.table(np.array([float(n)]))[0])
 
 
 @pytest.mark.parametrize(
@@ -57,7 +59,8 @@ def test_styles(style, half_way, end):
     assert [rate(n) for n in (0, 5, 10)] == [0.0, 0.5, 1.0]  # the rate is below the floor during the warm-up
     assert rate(55) == pytest.approx(half_way, rel=1e-12)
     assert rate(100) == pytest.approx(end, rel=1e-12) and rate(1000) == rate(100)
-    table = rate.table(np.arange(121.0))
+    config = OptimizerConfig(lr=1.0, min_lr=0.1, lr_decay_style=style, warmup=0.1)
+    table = LRSchedule(config, 100, 8).table(np.arange(121.0))
     assert table.dtype == np.float64 and table.tolist() == [rate(n) for n in range(121)]
     assert np.all(np.diff(table[10:]) <= 0)
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import mpu
 from megatron.gpt2.train.train_step import train_step
 from megatron.gpt2.train.trainer import Trainer
-from mpu import kernels
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import finish, snapshot, start, steps, write_text
 
@@ -92,18 +92,18 @@ def masks(rank: int, world_size: int, folder: str) -> tuple[list[bool], list[boo
     tracked = torch.Generator().manual_seed(own_seed + 2718 + trainer.parallel.tensor_model_parallel_rank).get_state()
     assert torch.equal(mpu.get_cuda_rng_tracker().get_states()["model-parallel-rng"], tracked)
     drawn: list[torch.Tensor] = []
-    dropout = kernels.dropout
+    dropout = F.dropout
 
     def spy(x: torch.Tensor, p: float) -> torch.Tensor:
         y = dropout(x, p)
         drawn.append((y == 0) & (x != 0))
         return y
 
-    kernels.dropout = spy  # type: ignore[assignment]
+    F.dropout = spy  # type: ignore[assignment]
     try:
         train_step(trainer)
     finally:
-        kernels.dropout = dropout
+        F.dropout = dropout
     finish(trainer)
     return drawn[0].flatten().tolist()[:400], drawn[1].flatten().tolist()[:400]
 

@@ -53,7 +53,7 @@ def gradients(
         more: dict[str, Any] = {}
         if by_document:
             more = {
-                "packed_seq_params": mpu.PackedSeqParams(tokens, int(tokens[0, 11]), "cpu"),
+                "packed_seq_params": mpu.PackedSeqParams.from_tokens(tokens, int(tokens[0, 11]), "cpu"),
                 "positions": torch.randint(0, s, (3, s), generator=torch.Generator().manual_seed(4)),
             }
         loss = model(tokens, labels, torch.full((3, s), 1 / (3 * s)), samples=torch.arange(3), **more)

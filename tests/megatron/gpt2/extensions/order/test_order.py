@@ -266,7 +266,7 @@ FAULTS = {
         "self._buffer.bucket_grads(index).zero_()",
     ),
     "sent tensor overwritten": Fault(
-        extra(mpu, "exchange", lambda _, sends, *rest: [x.zero_() for x, _ in sends], after=True),
+        extra(mpu, "batched_p2p_ops", lambda _, sends, *rest: [x.zero_() for x, _ in sends], after=True),
         HERE,
         "[x.zero_() for x, _ in sends]",
         PIPELINE,
@@ -353,13 +353,13 @@ FAULTS = {
         4,
     ),
     "send without a receive": Fault(
-        extra(*END, lambda _: mpu.send_to_next_stage(torch.zeros(3))),
+        extra(*END, lambda _: mpu.send_forward(torch.zeros(3))),
         HERE,
         "send_to_next_stage(torch.zeros(3))",
         PIPELINE,
     ),
     "receive without a send": Fault(
-        extra(*END, lambda _: mpu.receive_from_previous_stage(torch.zeros(3))),
+        extra(*END, lambda _: mpu.recv_forward(torch.zeros(3))),
         HERE,
         "receive_from_previous_stage(torch.zeros(3))",
         PIPELINE,

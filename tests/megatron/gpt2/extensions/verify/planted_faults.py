@@ -106,7 +106,7 @@ def missing_scale(trainer: Trainer, patch: Patch) -> None:
 
 def norm_counted_twice(trainer: Trainer, patch: Patch) -> None:
     """Each model-parallel rank counts the replicated gradients."""
-    optimizer, original = trainer.state.optimizer, mpu.squared_norm
+    optimizer, original = trainer.state.optimizer, mpu.all_reduced_squared_norm
     patch.setattr(
         optimizer,
         "squared_norm",
