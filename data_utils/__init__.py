@@ -1,4 +1,4 @@
-"""Text to batches: tokenizers, the indexed dataset, corpora, splits, the order of samples. Needs numpy only."""
+"""Convert text to batches: tokenizers, the indexed dataset, corpora, splits, the order of samples. Needs only numpy."""
 
 from data_utils.gpt2_dataset import BlendedDataset, DamagedData, GPT2Dataset
 from data_utils.indexed_dataset import IndexedDataset, IndexedDatasetBuilder

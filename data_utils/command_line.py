@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 ROOT = Path(__file__).resolve().parents[1]
-# The subcommand of "gpt2", where it differs from the name of the file in tools/ or scripts/.
+# The names of `gpt2`'s subcommands that differ from the file's name in tools/ or scripts/.
 COMMANDS = {
     "evaluate_gpt2": "evaluate",
     "pretrain_gpt2": "pretrain",
@@ -68,7 +68,7 @@ def align_columns(rows: Sequence[Sequence[str]], alignments: str) -> list[str]:
 
 
 class NoProgressBar:
-    """Has the methods of tqdm's bar that this project uses, but draws nothing."""
+    """A replacement of tqdm's bar. It has the methods that this project uses, and draws nothing."""
 
     def __init__(self, iterable: Iterable[Any] | None = None) -> None:
         self._iterable = iterable or ()
@@ -85,7 +85,7 @@ class NoProgressBar:
     close = __exit__ = update
 
     def write(self, text: str, file: TextIO) -> None:
-        """Print `text` as tqdm does, but without a bar to hide."""
+        """Print `text` as tqdm does. There is no bar to hide."""
         print(text, file=file)
 
 
@@ -119,7 +119,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def positive_int(text: str) -> int:
-    """argparse type: an integer of at least 1."""
+    """Convert an argument of the command line to an integer of at least 1, as a type for argparse."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
@@ -146,9 +146,10 @@ def as_command(main: Callable[[], int | None]) -> Callable[[], NoReturn]:
         configure_output()
         try:
             code = main()
-            sys.stdout.flush()  # a broken pipe can still be caught here
+            sys.stdout.flush()  # Here the program can still catch the error of a broken pipe.
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes at its end
+            # The interpreter flushes this file when it ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = 141
         except (ValueError, OSError) as error:
             print(f"error: {error_line(error)}", file=sys.stderr)

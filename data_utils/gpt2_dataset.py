@@ -23,7 +23,7 @@ from data_utils.samplers import MISSING, SampleOrder, permutation_key, permute
 from data_utils.tokenizers.base import Tokenizer
 
 BLOCK = 10_000
-SEPARATE_BELOW = 0.80  # of an epoch
+SEPARATE_BELOW = 0.80  # a share of an epoch
 
 
 class DamagedData(ValueError):
@@ -68,7 +68,7 @@ class GPT2Dataset:
         self._windows = np.lib.stride_tricks.as_strided(
             readable, (whole, seq_length + 1), (seq_length * step, step), writeable=False
         )
-        self._rest = readable[whole * seq_length :]  # one token, or the incomplete last window
+        self._rest = readable[whole * seq_length :]  # The rest is one token, or the incomplete last window.
         self._len = whole + (not training and len(self._rest) > 1)
 
     def __len__(self) -> int:
@@ -116,7 +116,7 @@ class GPT2Dataset:
 
     def text(self, max_bytes: int = 64 << 20) -> bytes | None:
         """Return the split as text, without EODs; None if the text is longer than `max_bytes`."""
-        if self.num_tokens > max_bytes:  # an id other than EOD is at least a byte
+        if self.num_tokens > max_bytes:  # Each id except EOD stands for at least one byte.
             return None
         text = self.tokenizer.decode_bytes(self.tokens)
         return text if len(text) <= max_bytes else None
@@ -136,7 +136,7 @@ def parse_blend(words: Sequence[str], flag: str) -> tuple[list[str], list[float]
             return None
 
     weights = [number(word) for word in words[::2]]
-    # Like Megatron: there are no weights if the number of words is odd, or if no pair of words begins with a number.
+    # As in Megatron, there are no weights if the number of words is odd, or if no pair of words begins with a number.
     if len(words) % 2 or all(weight is None for weight in weights):
         return list(words), None
     valid_weights = [weight for weight in weights if weight is not None and 0 < weight < math.inf]
@@ -178,7 +178,7 @@ class BlendedDataset:
         self.num_tokens = sum(component.num_tokens for component in components)
         sizes = np.array(list(map(len, components)))
         self._orders = [SampleOrder(int(size), seed + number, training) for number, size in enumerate(sizes)]
-        # For each position in a block: its component, and the number of samples of this component before it.
+        # These give, for each position in a block, its component and the number of earlier samples of this component.
         self._component = np.searchsorted(
             np.cumsum(counts), permute(np.arange(BLOCK), BLOCK, permutation_key(seed)), "right"
         )
@@ -186,7 +186,7 @@ class BlendedDataset:
         for number, count in enumerate(counts):
             self._before[self._component == number] = np.arange(count)
         self._len = int(sizes.sum())
-        if not training:  # where each component's second epoch would begin
+        if not training:  # These are the positions at which each component's second epoch would begin.
             blocks, left = np.divmod(sizes, counts)
             places = [np.flatnonzero(self._component == number)[rest] for number, rest in enumerate(left)]
             self._len = int((blocks * BLOCK + places).min())
@@ -202,7 +202,8 @@ class BlendedDataset:
         """Return the samples of `numbers` [k] as int64 [k, seq_length + 1]."""
         blocks, places = np.divmod(numbers, BLOCK)
         which = self._component[places]
-        own_numbers = blocks * self._counts[which] + self._before[places]  # the sample numbers within each component
+        # These are the sample numbers within each component.
+        own_numbers = blocks * self._counts[which] + self._before[places]
         rows = np.empty((len(numbers), self.seq_length + 1), dtype=np.int64)
         for number, (component, order) in enumerate(zip(self.components, self._orders, strict=True)):
             from_component = which == number
@@ -214,7 +215,7 @@ class BlendedDataset:
 
 
 def megatron_split_borders(documents: int, shares: Sequence[Fraction]) -> list[int]:
-    """Return the len(shares) + 1 borders of the splits, in documents, with Megatron's rounding."""
+    """Return the borders of the splits, in documents, with Megatron's rounding. There are len(shares) + 1 borders."""
     proportions = np.array([float(share) for share in shares])
     ends = itertools.accumulate((proportions / proportions.sum()).tolist(), initial=0.0)
     return [round(end * documents) for end in ends]

@@ -52,9 +52,9 @@ DTYPES: dict[int, np.dtype] = {
     for code, name in {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "f8", 7: "f4", 8: "u2"}.items()
 }
 LLM_C_MAGIC = 20240520
-LLM_C_HEADER = 1024  # bytes
+LLM_C_HEADER = 1024  # number of bytes
 
-BUFFERED = 1 << 20  # bytes
+BUFFERED = 1 << 20  # number of bytes
 EOD_SEARCH_TOKENS = 1 << 24
 
 
@@ -75,9 +75,9 @@ class IndexedDatasetBuilder:
         self._bin: BinaryIO = open(f"{prefix}.bin", "wb", BUFFERED)  # noqa: SIM115  closed by `finish` or `abandon`
         self._chunk = HashingWriter(self._bin)
         self._dtype = np.dtype(dtype)
-        self._open_length = 0  # tokens of the open document
-        self._lengths = array("i")  # tokens of each sequence
-        self._ends = array("q")  # end of each document, in sequences
+        self._open_length = 0  # number of tokens of the open document
+        self._lengths = array("i")  # number of tokens of each sequence
+        self._ends = array("q")  # end of each document, counted in sequences
         self.num_tokens = 0
         self.hashes: dict[str, list[ChunkHash]] = {".bin": [], ".idx": []}
 
@@ -92,7 +92,7 @@ class IndexedDatasetBuilder:
                 undo.pop_all()
 
     def __len__(self) -> int:
-        """Documents."""
+        """The number of documents."""
         return len(self._ends)
 
     def add(self, tokens: Sequence[int] | np.ndarray) -> None:
@@ -154,7 +154,7 @@ class IndexedDatasetBuilder:
 
     def abandon(self) -> None:
         """Close and remove both files."""
-        with contextlib.suppress(OSError):  # the disk may be full
+        with contextlib.suppress(OSError):  # The disk may be full.
             self._bin.close()
         for suffix in (".bin", ".idx"):
             Path(self.prefix + suffix).unlink(missing_ok=True)
@@ -183,7 +183,7 @@ class TokenFile:
             self.tokens = np.asarray(np.memmap(path, dtype=dtype, mode="r", offset=offset)).view(np.ndarray)
 
     def __len__(self) -> int:
-        """Documents."""
+        """The number of documents."""
         return len(self.document_starts) - 1
 
     def __getitem__(self, index: int) -> np.ndarray:
@@ -196,7 +196,7 @@ class TokenFile:
         return self.tokens.dtype
 
     def _file_states(self) -> dict[tuple[str, int], tuple[int, int]]:
-        """Return size and mtime of each file, by name and inode."""
+        """Return the size and mtime of each file, keyed by name and inode."""
         states = {}
         for path in (f"{self.prefix}.bin", f"{self.prefix}.idx"):
             with contextlib.suppress(FileNotFoundError):
@@ -240,7 +240,7 @@ class IndexedDataset(TokenFile):
             check(magic == MAGIC, "it does not begin with the magic of an index")
             check(version == INDEX_VERSION, f"version {version}, not {INDEX_VERSION}")
             check(code in DTYPES and DTYPES[code].kind in "iu", f"dtype code {code} is not an integer dtype")
-            # Check the sizes, as Python integers, before allocating memory.
+            # Check the sizes with Python's integers before memory is allocated.
             plain = HEADER.size + 12 * sequences + 8 * documents
             check(size in (plain, plain + sequences), f"{size} bytes, not the {plain} of {sequences} sequences")
             lengths = np.frombuffer(file.read(4 * sequences), dtype="<i4")
@@ -288,7 +288,8 @@ class RawTokenFile(TokenFile):
 
     @cached_property
     def document_starts(self) -> np.ndarray:  # type: ignore[override]
-        """int64 [documents + 1], from 0 to `len(tokens)`. The first access reads all tokens."""
+        """The start of each document, int64 [documents + 1], from 0 to `len(tokens)`. The first access reads all
+        tokens."""
         blocks = [
             np.flatnonzero(self.tokens[first : first + EOD_SEARCH_TOKENS] == self._eod) + first + 1
             for first in range(0, len(self.tokens), EOD_SEARCH_TOKENS)
@@ -297,12 +298,12 @@ class RawTokenFile(TokenFile):
 
     @property
     def sequence_lengths(self) -> np.ndarray:  # type: ignore[override]
-        """int64 [documents]."""
+        """The number of tokens of each sequence, int64 [sequences]."""
         return np.diff(self.document_starts)
 
     @property
     def document_indices(self) -> np.ndarray:  # type: ignore[override]
-        """int64 [documents + 1], from 0 to documents."""
+        """The first sequence of each document, int64 [documents + 1], from 0 to the number of sequences."""
         return np.arange(len(self) + 1)
 
 
@@ -327,7 +328,7 @@ def read_manifest(prefix: str | Path) -> dict[str, Any] | None:
         return None
     with wrap_errors(path):
         parts, made_by = [*manifest[".bin"], *manifest[".idx"]], manifest["tokenizer"]
-        # A merged pair has no entries about text.
+        # The manifest of a merged pair has no entries about text.
         of_text = ("text_bytes", "append_eod", "bad_lines", "empty_documents") * ("text_bytes" in manifest)
         counts = [manifest[name] for name in ("documents", "tokens", *of_text)] + [part["bytes"] for part in parts]
         texts = [part["sha256"] for part in parts] + [entry["file"] for entry in manifest["inputs"]]

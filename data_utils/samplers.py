@@ -23,13 +23,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-MISSING = -1  # pads a window after the split's last token; the loss ignores it as a label
+MISSING = -1  # This id pads a window after the split's last token. The loss ignores it as a label.
 ROUNDS = 6
-# Samples that are permuted in one call: numpy's cost is per call, not per sample.
+# This number of samples is permuted in one call, because numpy's cost is per call and not per sample.
 PERMUTED_AT_ONCE = 1024
-NEVER = 1 << 62  # more samples than any run consumes
+NEVER = 1 << 62  # No run consumes this number of samples.
 
-Order = Callable[[np.ndarray], np.ndarray]  # global sample numbers, int64 [k] -> indices in a dataset, int64 [k]
+# It maps global sample numbers, int64 [k], to indices in a dataset, int64 [k].
+Order = Callable[[np.ndarray], np.ndarray]
 
 
 class SampleDataset(Protocol):
@@ -53,7 +54,7 @@ def splitmix64(values: np.ndarray) -> np.ndarray:
 
 
 def permutation_key(seed: int) -> np.ndarray:
-    """Return the key of `permute` for a seed, uint64 [1]."""
+    """Return the key of `permute` for a seed, as uint64 [1]."""
     return splitmix64(np.array([seed]))
 
 
@@ -104,7 +105,7 @@ class SampleOrder:
         epochs, indices = np.divmod(numbers, self.size)
         if not self.shuffle:
             return indices
-        if len(epochs) and epochs[0] == epochs[-1]:  # the numbers are in ascending order
+        if len(epochs) and epochs[0] == epochs[-1]:  # The numbers are in ascending order.
             epochs = epochs[:1]
         return permute(indices, self.size, self._key ^ epochs.astype(np.uint64))
 
@@ -136,15 +137,16 @@ class BatchSchedule:
 
     @property
     def final(self) -> int:
-        """The size after the ramp-up."""
+        """The batch size after the ramp-up."""
         return self.stages[-1][1]
 
     def size(self, consumed: int) -> int:
-        """Return the size of the next step after `consumed` samples."""
+        """Return the batch size of the next step after `consumed` samples."""
         return self.stages[bisect.bisect_right(self.stages, (consumed, NEVER)) - 1][1]
 
     def spans(self, consumed: int = 0) -> Iterator[range]:
-        """Yield a range for each size: the samples consumed before each of its steps. The last range has no end."""
+        """Yield a range for each batch size: the samples consumed before each of its steps. The last range has no
+        end."""
         ends = [first for first, _ in self.stages[1:]] + [NEVER]
         for (_, size), end in zip(self.stages, ends, strict=True):
             if consumed < end:
@@ -152,7 +154,7 @@ class BatchSchedule:
                 consumed = span[-1] + size
 
     def samples_after_steps(self, steps: int, consumed: int = 0) -> int:
-        """Return the consumed samples after `steps` more steps."""
+        """Return the number of consumed samples after `steps` more steps."""
         for span in self.spans(consumed):
             if steps < len(span):
                 break
@@ -160,11 +162,12 @@ class BatchSchedule:
         return span[steps]
 
     def samples_before_steps(self, steps: int) -> np.ndarray:
-        """Return the consumed samples before each of the first `steps` steps and after the last, int64 [steps + 1]."""
+        """Return the consumed samples before each of the first `steps` steps and after the last one, int64 [steps +
+        1]."""
         return np.fromiter(itertools.chain.from_iterable(self.spans()), np.int64, steps + 1)
 
     def steps_until(self, samples: int, consumed: int = 0) -> int:
-        """Return the fewest steps after which at least `samples` samples are consumed."""
+        """Return the smallest number of steps after which at least `samples` samples are consumed."""
         steps = 0
         for span in self.spans(consumed):
             needed = max(0, -(-(samples - span.start) // span.step))
@@ -215,7 +218,7 @@ class BatchLoader:
         self._schedule, self._next = schedule, consumed_samples
         self._micro_batch_size, self._rank, self._ranks = micro_batch_size, data_parallel_rank, data_parallel_size
         self._contiguous = contiguous
-        self._ordered: deque[np.ndarray] = deque()  # the indices of the next steps
+        self._ordered: deque[np.ndarray] = deque()  # the indices of the samples of the next steps
         self._thread = ThreadPoolExecutor(1, "data loader") if prefetch else None
         self._ready: deque[Callable[[], Any]] = deque()
         self.wait_seconds = 0.0
@@ -233,12 +236,12 @@ class BatchLoader:
         return batch
 
     def close(self) -> None:
-        """End the thread and drop its prepared batches."""
+        """End the thread and drop the batches that it has prepared."""
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
 
     def _begin(self) -> None:
-        """Submit one more step to the thread; without a thread, `next` prepares it."""
+        """Submit one more step to the thread. Without a thread, `next` prepares the step."""
         prepare = functools.partial(self._batch, self._next)
         self._ready.append(prepare if self._thread is None else self._thread.submit(prepare).result)
         self._next += self._schedule.size(self._next)
@@ -246,8 +249,8 @@ class BatchLoader:
     def _batch(self, first: int) -> Any:
         size, micro = self._schedule.size(first), self._micro_batch_size
         begins = micro_batch_starts(size, micro, self._rank, self._ranks, contiguous=self._contiguous)
-        offsets = (begins[:, None] + np.arange(micro)).ravel()  # of this rank's samples within the step
-        if not self._ordered:  # permute the samples of many steps of this size
+        offsets = (begins[:, None] + np.arange(micro)).ravel()  # the offsets of this rank's samples within the step
+        if not self._ordered:  # Permute the samples of many steps of this size at once.
             steps = next(self._schedule.spans(first))[: -(-PERMUTED_AT_ONCE // len(offsets))]
             numbers = (np.array(steps)[:, None] + offsets).ravel()
             self._ordered.extend(self._order(numbers).reshape(len(steps), -1))

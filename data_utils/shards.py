@@ -37,8 +37,9 @@ def make_shard(path: Path, folder: Path, expected: Mapping[str, Any], write: Cal
         damaged = any(find_damaged_chunks(folder / name, parts) for name, parts in outputs.items())
         if expected.items() <= found.items() and not damaged:
             return found
-        for name in outputs:  # made from other input or with other parameters, which may give other names
-            if folder.resolve() in (folder / name).resolve().parents:  # a folder from someone else may name any file
+        # These files were made from other input or with other parameters, which may give other names.
+        for name in outputs:
+            if folder.resolve() in (folder / name).resolve().parents:  # A folder from someone else may name any file.
                 (folder / name).unlink(missing_ok=True)
     path.unlink(missing_ok=True)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,7 +50,7 @@ def make_shard(path: Path, folder: Path, expected: Mapping[str, Any], write: Cal
 
 @contextlib.contextmanager
 def disk_full_errors(output: object) -> Iterator[None]:
-    """Let the error of a full disk say how to continue."""
+    """Add to the error of a full disk how to continue."""
     try:
         yield
     except OSError as error:
@@ -95,7 +96,7 @@ def map_in_processes(
         try:
             futures = {pool.submit(work, *item): item for item in items}
             for future in as_completed(futures):
-                future.result()  # raises the worker's error
+                future.result()  # This raises the worker's error.
                 finished(*futures[future])
             return [future.result() for future in futures]
         except BrokenProcessPool:

@@ -29,8 +29,8 @@ from data_utils.token_cache import tokenise
 from data_utils.tokenizers.base import Tokenizer
 
 SPLIT_NAMES = ("train", "valid", "test")
-MIN_TOKENS = 2  # a split needs an input and its label
-# Only the first tokens of a prepared file are checked, and only its ends are hashed: it may have terabytes.
+MIN_TOKENS = 2  # A split needs an input and its label.
+# A prepared file may have terabytes. So only its first tokens are checked, and only its ends are hashed.
 CHECKED_TOKENS = 1 << 24
 HASHED_BYTES = 1 << 20
 
@@ -56,7 +56,7 @@ class Splits:
     train_documents: np.ndarray | None = None
 
     def training_samples(self, seed: int, num_samples: int) -> tuple[SampleDataset, Order]:
-        """Return dataset and order for a `BatchLoader` that trains on `num_samples` samples in total."""
+        """Return the dataset and the order for a `BatchLoader` that trains on `num_samples` samples in total."""
         if isinstance(self.train, BlendedDataset):
             return self.train.shuffled(seed), np.asarray
         if self.train_documents is not None:
@@ -79,7 +79,7 @@ class _TokenSource:
     key: str
 
 
-_TokenRange = tuple[_TokenSource, int, int]  # a file, the first token, the end
+_TokenRange = tuple[_TokenSource, int, int]  # a file, its first token, and the end
 
 
 def parse_split(split: str) -> tuple[Fraction, Fraction, Fraction]:
@@ -114,7 +114,7 @@ def split_borders(document_starts: np.ndarray, shares: Sequence[Fraction], close
     parts_left = sum(share > 0 for share in shares)
     if count < parts_left:
         return anywhere
-    borders = [0]  # in documents
+    borders = [0]  # The borders are counted in documents.
     for share, end in zip(shares, ends, strict=False):
         border = borders[-1]
         if share:
@@ -307,11 +307,11 @@ def unigram_bits_per_byte(
 def xz_bits_per_byte(train_text: bytes, valid_text: bytes) -> float:
     """Return how many bits `xz -9` needs per byte of the validation text after it has read the training text:
     |xz(train + valid)| - |xz(train)|."""
-    # The preset's window is 64 MiB. A window of the size of the text has the same output and needs a tenth of the
+    # The preset's window is 64 MiB. A window as large as the text gives the same output and needs a tenth of the
     # memory.
     window = min(64 << 20, max(1 << 16, 1 << (len(train_text) + len(valid_text)).bit_length()))
     filters = [{"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": window}]
-    with ThreadPoolExecutor(2) as threads:  # lzma releases the GIL
+    with ThreadPoolExecutor(2) as threads:  # lzma releases the GIL, so threads run at the same time.
         with_held, without = threads.map(
             lambda text: len(lzma.compress(text, filters=filters)), (train_text + valid_text, train_text)
         )

@@ -47,7 +47,7 @@ from data_utils.tokenizers.base import Tokenizer, split_text
 MIN_AGE_NS = 2_000_000_000
 
 Identity = list[str | int]
-Content = tuple[str, str | None]  # sha256, and the default text field
+Content = tuple[str, str | None]  # the sha256 of the content, and the default text field
 
 
 def tokenise(
@@ -74,7 +74,7 @@ def tokenise(
             for path, (_, field) in zip(paths, contents, strict=True)
         ]
         entries = json.dumps([fields, [sha256 for sha256, _ in contents]])
-        # Empty for the default, so that keys of existing caches and checkpoints stay valid.
+        # The key is empty for the default, so that keys of existing caches and checkpoints stay valid.
         lenient = str(max_bad_fraction) if max_bad_fraction > MAX_BAD_FRACTION else ""
         return fingerprint_of(str(TOKEN_CACHE_VERSION), entries, lenient, tokenizer.fingerprint)[:32]
 
@@ -100,7 +100,7 @@ def tokenise(
         with file_lock(folder / "locks" / name, lambda: log(waiting)):
             before = [_identity(path) for path in paths]
             contents = [_recorded_content(folder, path) or _hash_and_record(folder, path) for path in paths]
-            if found := find(contents):  # another process may have made it
+            if found := find(contents):  # Another process may have made the pair.
                 return found
             key = key_of(contents)
             log(f"tokenising {', '.join(paths)} into {folder / key}.bin")
@@ -161,7 +161,7 @@ def _check_pair(prefix: Path) -> None:
 
 
 def _identity(path: str) -> Identity:
-    """Return path, size in bytes and mtime in ns. Files with the same values are assumed to have the same content."""
+    """Return the path, size in bytes and mtime in ns. Files with equal values are assumed to have the same content."""
     if path == BUILTIN:
         return [BUILTIN, *builtin_versions()]
     status = os.stat(path)
@@ -184,7 +184,8 @@ def _recorded_content(folder: Path, path: str) -> Content | None:
 
 
 def _hash_and_record(folder: Path, path: str) -> Content:
-    """Hash the file and record the hash, unless the file is very new: it might change again with the same mtime."""
+    """Hash the file and record the hash. A very new file is not recorded, because it might change with the same
+    mtime."""
     begun, identity = time.time_ns(), _identity(path)
     if path == BUILTIN:
         sha256 = hashlib.sha256("".join(map(fingerprint_of, builtin_documents())).encode()).hexdigest()

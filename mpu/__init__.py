@@ -100,7 +100,7 @@ from mpu.transformer import (
     TransformerConfig,
 )
 
-# Names until 0.3.
+# These names are those of version 0.2 and before.
 squared_norm, hidden_dropout = all_reduced_squared_norm, apply_hidden_dropout
 exchange, send_to_next_stage, receive_from_previous_stage = batched_p2p_ops, send_forward, recv_forward
 

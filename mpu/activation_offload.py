@@ -24,9 +24,9 @@ from torch.distributed import ProcessGroup
 
 from mpu.mappings import all_gather_first_dim
 
-MIN_BYTES = 1 << 20  # a layer's smaller tensors stay on the device
+MIN_BYTES = 1 << 20  # Smaller tensors of a layer stay on the device.
 
-Reload = Callable[[], Tensor]  # returns the tensor on the device
+Reload = Callable[[], Tensor]  # It returns the tensor on the device.
 
 
 class ActivationOffload:
@@ -39,7 +39,7 @@ class ActivationOffload:
 
     def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
-        self.allocated_bytes = 0  # host memory
+        self.allocated_bytes = 0  # bytes of host memory
         self._free_buffers: defaultdict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
         self._copy_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._offloading: list[OffloadGroup] = []
@@ -80,7 +80,7 @@ class ActivationOffload:
             self._offloading.pop(0).free()
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a host buffer [numel], not initialised."""
+        """Return a host buffer [numel] whose values are not initialised."""
         if free := self._free_buffers[numel, dtype]:
             return free.pop()
         self.allocated_bytes += numel * dtype.itemsize
@@ -151,10 +151,10 @@ class _OffloadedStorage:
 
     def __init__(self, memory: ActivationOffload, group: OffloadGroup, whole: Tensor) -> None:
         self._memory, self._group = memory, group
-        self.id = _storage_id(whole)  # other tensors cannot have it before `free`
+        self.id = _storage_id(whole)  # No other tensor can have this address before `free`.
         self._host = memory.allocate(whole.numel(), whole.dtype)
         self._on_device: Tensor | None = whole
-        self._copied = memory.copy(self._host, whole)  # the event of the last copy
+        self._copied = memory.copy(self._host, whole)  # the event that follows the last copy
 
     def free(self) -> None:
         """Wait for the copy to the host, then free the device memory."""
@@ -162,13 +162,13 @@ class _OffloadedStorage:
         self._on_device = None
 
     def fetch(self) -> None:
-        """Start to copy it to the device."""
+        """Start to copy the storage to the device."""
         if self._on_device is None:
             self._on_device = torch.empty_like(self._host, device=self._memory.device)
             self._copied = self._memory.copy(self._on_device, self._host)
 
     def get(self) -> Tensor:
-        """Return it on the device."""
+        """Return the storage on the device."""
         self._group.fetch()
         assert self._on_device is not None
         self._wait()
@@ -179,7 +179,7 @@ class _OffloadedStorage:
         self._copied = None
 
     def __del__(self) -> None:
-        self._wait()  # else the device memory could be reused during the copy
+        self._wait()  # Without this wait, the device memory could be reused during the copy.
         self._memory.release(self._host)
 
 

@@ -39,7 +39,7 @@ def _combine_over(group: ProcessGroup | None) -> Callable[[Tensor], Tensor] | No
 
     def combine(local: Tensor) -> Tensor:
         everyone = local.new_empty((group.size(), *local.shape))
-        dist.all_gather(list(everyone), local.contiguous(), group=group)  # one collective instead of three
+        dist.all_gather(list(everyone), local.contiguous(), group=group)  # One collective replaces three.
         max_logits, totals, target_logits = everyone.unbind(1)  # [tp, 3, ...] -> three of [tp, ...]
         max_logit = max_logits.amax(dim=0)
         return torch.stack((max_logit, (totals * (max_logits - max_logit).exp()).sum(dim=0), target_logits.sum(dim=0)))
@@ -87,7 +87,7 @@ def vocab_parallel_cross_entropy(
     group = group if group is not None else get_tensor_model_parallel_group()
     vocab_size = vocab_size or logits.size(-1) * group_rank_and_size(group)[1]
     check_ids(target, vocab_size, "target")
-    # Inside `forward` gradients are always disabled, and needs_input_grad ignores no_grad. So the flag is passed.
+    # Gradients are always disabled inside `forward`, and needs_input_grad ignores no_grad. So the flag is passed.
     return _VocabParallelCrossEntropy.apply(  # type: ignore[no-any-return]
         logits, target, group, vocab_size, torch.is_grad_enabled()
     )
@@ -120,17 +120,17 @@ class LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden.size(0), chunk_size):
             rows = slice(start, start + chunk_size)
             logits = hidden[rows] @ weight.t()  # [chunk, v/tp]
-            # token_weight (with the loss scale and 1 / tokens) is applied before any rounding.
+            # Multiply by token_weight (which includes the loss scale and 1 / tokens) before any rounding.
             stats = kernels.vocab_parallel_softmax(
                 logits, targets[rows], token_weight[rows] if needs_grad else None, combine
             )
             loss += torch.dot(loss_from_stats(stats), token_weight[rows])
             if needs_grad:
-                d_logits = logits  # the softmax has overwritten the logits
+                d_logits = logits  # The softmax has overwritten the logits.
                 torch.mm(d_logits, weight, out=d_hidden[rows])
                 d_weight.add(d_logits, hidden[rows])  # += d logitsᵀ · hidden
                 del d_logits
-            del logits  # before those of the next chunk
+            del logits  # Free the logits before those of the next chunk exist.
         if needs_grad:
             # Round now, as autograd would do later: this halves the memory until backward.
             ctx.gradients = d_hidden, d_weight.total().to(weight.dtype)
@@ -140,8 +140,8 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         d_hidden, d_weight = ctx.gradients
-        del ctx.gradients  # scaled in place below, so a second backward is impossible
-        if not (grad.is_cpu and grad == 1):  # reading a GPU's value would make the host wait
+        del ctx.gradients  # The gradients are scaled in place below, so a second backward is impossible.
+        if not (grad.is_cpu and grad == 1):  # Reading a value on a GPU would make the host wait.
             d_hidden, d_weight = d_hidden.mul_(grad), d_weight.mul_(grad)
         if ctx.weight_grad_hook is not None:
             ctx.weight_grad_hook(d_weight)

@@ -78,12 +78,12 @@ class ParallelState:
 
     @property
     def is_pipeline_first_stage(self) -> bool:
-        """True if this rank embeds the tokens."""
+        """Whether this rank embeds the tokens."""
         return self.pipeline_model_parallel_rank == 0
 
     @property
     def is_pipeline_last_stage(self) -> bool:
-        """True if this rank computes the loss."""
+        """Whether this rank computes the loss."""
         return self.pipeline_model_parallel_rank == self.pipeline_model_parallel_size - 1
 
 
@@ -143,7 +143,7 @@ def initialize_model_parallel(
 
 
 def model_parallel_is_initialized() -> bool:
-    """Return True if there is a default state."""
+    """Return True if `initialize_model_parallel` has set the default state."""
     return _default is not None
 
 
@@ -185,5 +185,5 @@ get_data_parallel_world_size = _getter(lambda state: state.data_parallel_size)
 
 
 def group_rank_and_size(group: ProcessGroup | None) -> tuple[int, int]:
-    """This process's rank in `group`, and the size of the group. Returns (0, 1) if group is None."""
+    """Return this process's rank in `group` and the size of the group, or (0, 1) if group is None."""
     return (group.rank(), group.size()) if group is not None else (0, 1)

@@ -23,7 +23,7 @@ class KeyValueCache:
     def __init__(
         self, num_layers: int, rows: int, n: int, capacity: int, d: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        # Zeros: a masked position has weight 0, and 0 · NaN would be NaN.
+        # The cache begins with zeros: a masked position has weight 0, and 0 · NaN would be NaN.
         self._store = torch.zeros(num_layers, rows, n, 2, capacity, d, dtype=dtype, device=device)
         self._layers = self._store.unbind(0)
         self._all_rows = torch.arange(rows, device=device)
@@ -34,7 +34,7 @@ class KeyValueCache:
         discarded. Raises ValueError if the cache does not have these rows or s positions."""
         if not 0 < s <= self._store.size(4) or not set(rows) <= set(range(len(self._all_rows))):
             raise ValueError(f"prompts of {s} tokens for the rows {list(rows)} in a cache of {self._size}")
-        self._store[:, list(rows)] = 0  # else NaN of an earlier text would reach this one
+        self._store[:, list(rows)] = 0  # Without this, NaN of an earlier text would reach the new one.
         self._positions: Tensor | None = None
         self._rows, self._longest, self._next_layer = self._all_rows[list(rows)], s, 0
 

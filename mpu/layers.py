@@ -163,7 +163,7 @@ class ParallelLinear(ParallelLayer):
 
     def _make_weights(self, shape: tuple[int, int], dim: int, bias: bool, init_method: InitMethod) -> None:
         self.make_parameter("weight", PartitionSpec(shape, dim), init_method)
-        # Set by pipeline schedules that compute weight gradients later.
+        # Pipeline schedules that compute weight gradients later set this function.
         self.weight_grad_fn: WeightGradFn | None = None
         self.register_parameter("bias", None)
         if bias:
@@ -242,11 +242,11 @@ class RowParallelLinear(ParallelLinear):
         if self.world_size == 1:
             return linear(x, self.weight, self.bias, self.weight_grad_fn)  # XAᵀ + b
         y = self.reduce(linear(x, self.weight, None, self.weight_grad_fn))
-        return y if self.bias is None else y + self.bias.to(y.dtype)  # y has a lower precision under torch.autocast
+        return y if self.bias is None else y + self.bias.to(y.dtype)  # y has a lower precision under torch.autocast.
 
 
 class _EmbeddingWithGradHook(torch.autograd.Function):
-    """weight[ids]; backward passes the gradient of the rows to a hook."""
+    """Return weight[ids]. Backward passes the gradient of the rows to a hook."""
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, grad_hook: Callable[[Tensor, Tensor], object]) -> Tensor:

@@ -40,7 +40,8 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 def all_gather_first_dim(x: Tensor, group: ProcessGroup, *, async_op: bool = False) -> tuple[Tensor, dist.Work | None]:
-    """[s/tp, ...] of every rank -> [s, ...], and the work handle if async_op. Without a gradient."""
+    """Gather [s/tp, ...] of every rank to [s, ...]. Return it, and the work handle if async_op. No gradient flows
+    back."""
     whole = x.new_empty((x.size(0) * group.size(), *x.shape[1:]))
     return whole, all_gather_single(whole, x.contiguous(), group=group, async_op=async_op)
 
@@ -84,7 +85,8 @@ def _reduce_scatter_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 class _ApplyCollective(torch.autograd.Function):
-    """Apply one function of (tensor, group) to the input in forward, and a second one to the gradient in backward."""
+    """Apply one function of (tensor, group) to the input in forward, and another function to the gradient in
+    backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, forward: Collective, backward: Collective) -> Tensor:
@@ -97,7 +99,7 @@ class _ApplyCollective(torch.autograd.Function):
 
 
 def apply_collective(x: Tensor, group: ProcessGroup | None, *, forward: Collective, backward: Collective) -> Tensor:
-    """`forward` of x over the group; its gradient is `backward`. Returns x itself if there is only one rank."""
+    """Apply `forward` to x over the group. The gradient is `backward`. Returns x itself if there is only one rank."""
     group = group if group is not None else get_tensor_model_parallel_group()
     if group is None or group.size() == 1:
         return x
@@ -105,7 +107,7 @@ def apply_collective(x: Tensor, group: ProcessGroup | None, *, forward: Collecti
 
 
 def copy_to_model_parallel_region(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """x on every rank. Backward sums the ranks' gradients. Any shape."""
+    """Return x on every rank. Backward sums the ranks' gradients. Any shape."""
     return apply_collective(x, group, forward=_identity, backward=_all_reduce)
 
 

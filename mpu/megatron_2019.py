@@ -149,7 +149,7 @@ def broadcast_data(
     if size == 1:
         return {key: own[key].to(device, non_blocking=True) for key in keys}
     lengths = [torch.Size(shape).numel() for shape in shapes]
-    flat = torch.empty(sum(lengths), dtype=dtype, device=device)  # the elements of all tensors
+    flat = torch.empty(sum(lengths), dtype=dtype, device=device)  # number of elements of all tensors
     if first:
         torch.cat([own[key].to(device, non_blocking=True).reshape(-1) for key in keys], out=flat)
     dist.broadcast(flat, src, group=group)
@@ -157,7 +157,7 @@ def broadcast_data(
 
 
 def _find_problem(keys: Sequence[str], data: Mapping[str, Tensor], dtype: torch.dtype) -> str:
-    """Return the reason why the first rank cannot send its data, or ""."""
+    """Return the reason why the first rank cannot send its data, or "" if it can."""
     for key in keys:
         if key not in data:
             return f"the first rank has no {key!r}"

@@ -46,7 +46,8 @@ def batched_p2p_ops(
     if not operations:
         return [], []
     works = dist.batch_isend_irecv(operations)
-    one_each = len(works) == len(operations)  # true for gloo; NCCL returns one work for all
+    # gloo returns one work for each operation; NCCL returns one work for all of them.
+    one_each = len(works) == len(operations)
     transfers = [
         Transfer(tensor, [works[number]] if one_each else list(works))
         for number, (tensor, _) in enumerate((*sends, *receives))
@@ -55,7 +56,7 @@ def batched_p2p_ops(
 
 
 def _pipeline(group: ProcessGroup | None) -> tuple[ProcessGroup | None, int, int]:
-    """Return the group (None if it has one rank), this rank in it, and its size."""
+    """Return the group (None if it has one rank), this rank's number in it, and its size."""
     group = group if group is not None else get_pipeline_model_parallel_group()
     rank, size = group_rank_and_size(group)
     return group if size > 1 else None, rank, size

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 def divide(numerator: int, denominator: int) -> int:
-    """`numerator / denominator` as an integer. Raises ValueError if there is a remainder."""
+    """Return `numerator / denominator` as an integer. Raises ValueError if there is a remainder."""
     if numerator % denominator:
         raise ValueError(f"{numerator} is not divisible by {denominator}")
     return numerator // denominator
@@ -116,7 +116,7 @@ class PartitionSpec:
         return local
 
     def merge(self, shards: list[Tensor]) -> Tensor:
-        """Return the global tensor, without padding, from the tensors of all ranks. The inverse of `split`."""
+        """Return the global tensor, without padding, from the tensors of all ranks. This is the inverse of `split`."""
         if self.dim is None:
             return shards[0].clone()
         return torch.cat([self.without_padding(s, r, len(shards)) for r, s in enumerate(shards)], dim=self.dim)

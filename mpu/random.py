@@ -37,10 +37,10 @@ from mpu.initialize import get_tensor_model_parallel_group, get_tensor_model_par
 
 MODEL_PARALLEL_RNG = "model-parallel-rng"
 _TRACKER_OFFSET = 2718
-# The locations of dropout in a layer. The dropout of the embeddings counts as part of the first layer.
+# These are the operations in a layer that use dropout. The dropout of the embeddings counts as part of the first layer.
 EMBEDDING_DROPOUT, ATTENTION_DROPOUT, POST_ATTENTION_DROPOUT, POST_MLP_DROPOUT = range(4)
 
-_device: str | None = None  # "cpu" or "cuda": the generator of dropout; None: not set
+_device: str | None = None  # "cpu" or "cuda", the device of dropout's generator; None if it is not set
 
 
 def _on_gpu() -> bool:
@@ -153,7 +153,7 @@ def make_dropout_seeds(seed: int, samples: Tensor, num_layers: int) -> Tensor:
 
 
 def rank_local_dropout(x: Tensor, p: float) -> Tensor:
-    """Dropout whose mask is drawn from the tracker and differs between ranks. Any shape."""
+    """Apply dropout whose mask is drawn from the tracker and differs between ranks. Any shape."""
     with current_rng_tracker().fork():
         return F.dropout(x, p)
 
@@ -237,7 +237,7 @@ def checkpoint_without_output(
     ys = [function(x) for x in xs]
     if torch.compiler.is_compiling():
         return consumer(*ys)
-    # By address: a reference to y would keep it alive as long as the hook.
+    # Compare addresses, because a reference to y would keep it alive as long as the hook.
     inputs = {(y.data_ptr(), y.nbytes, y.dtype): x for x, y in zip(xs, ys, strict=True)}
 
     def pack(saved: Tensor) -> Tensor | tuple[torch.Size, Tensor]:

@@ -97,7 +97,7 @@ class TransformerConfig:
 
     @property
     def layer_kwargs(self) -> dict[str, Any]:
-        """Arguments for the constructors of the parallel layers."""
+        """Return the arguments for the constructors of the parallel layers."""
         return {"sequence_parallel": self.sequence_parallel, "group": self.group, "device": self.device}
 
 
@@ -174,13 +174,13 @@ class ParallelSelfAttention(nn.Module):
         return out
 
     def split_heads(self, qkv: Tensor) -> Tensor:
-        """[s, b, 3h/tp] -> [s, b, n/tp, 3, d]."""
+        """Reshape [s, b, 3h/tp] to [s, b, n/tp, 3, d]."""
         return qkv.view(*qkv.shape[:2], -1, 3, self.head_size)
 
     def compute_attention(
         self, qkv: Tensor, packed_seq_params: PackedSeqParams | None, dropout_seeds: Tensor | None, first_head: int
     ) -> Tensor:
-        """Attention of some heads, starting at head `first_head`: [s, b, n/tp, 3, d] -> [s, b, h/tp]."""
+        """Compute attention of some heads, starting at head `first_head`: [s, b, n/tp, 3, d] -> [s, b, h/tp]."""
         dropout_p = self.attention_dropout if self.training else 0.0
         if dropout_p == 0 and packed_seq_params is None:
             return kernels.causal_attention(qkv, 0.0)
@@ -288,7 +288,7 @@ class ParallelTransformerLayer(nn.Module):
             output_init_method=init_method_for("mlp.dense_4h_to_h.weight"),
             **linears,
         )
-        # An attribute because `compile` replaces it.
+        # This is an attribute because `compile` replaces it.
         self.rank_local_dropout = rank_local_dropout
         self._is_compiled = False
 

@@ -32,22 +32,22 @@ BUILTIN = "builtin"
 JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 TEXT_SUFFIX = ".txt"
 COMPRESSED_SUFFIXES = (".gz", ".zst")
-MANIFESTS = "manifests"  # the folder of manifests in the output of a stage of tools/openwebtext/
+MANIFESTS = "manifests"  # A stage of tools/openwebtext/ writes its manifests into this folder of its output.
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
-ZSTD_SKIPPABLE = b"\x2a\x4d\x18"  # after a first byte of 0x50 to 0x5f; pzstd writes it
+ZSTD_SKIPPABLE = b"\x2a\x4d\x18"  # pzstd writes these bytes after a first byte of 0x50 to 0x5f.
 BLOCK = 1 << 18
 BOM = b"\xef\xbb\xbf"
 
 DEFAULT_KEYS = ("text", "sentence")
 MAX_BAD_FRACTION = 0.001
 MAX_LOGGED_BAD_LINES = 5
-MAX_LEADING_BAD_LINES = 1000  # a file or shard that begins with this many bad lines is refused
+MAX_LEADING_BAD_LINES = 1000  # A file or shard that begins with this number of bad lines is refused.
 
 SHIPPED_CORPORA = Path("data", "corpora.json")
 CORPORA_VARIABLE = "MEGATRON_CORPORA"
 
 Log = Callable[[str], None]
-Corpus = tuple[tuple[str, ...], str | None]  # files, text key
+Corpus = tuple[tuple[str, ...], str | None]  # the files, and the key of the text field
 
 
 # --- find files
@@ -95,7 +95,7 @@ def find_corpora(flags: Mapping[str, Sequence[str]], text_key: str | None) -> tu
 
 
 def _corpora_file() -> Path:
-    """Return the path of the file of named corpora, which may not exist."""
+    """Return the path of the file that lists named corpora. The file may not exist."""
     if CORPORA_VARIABLE in os.environ:
         return Path(os.environ[CORPORA_VARIABLE])
     shipped = Path(__file__).resolve().parents[2] / SHIPPED_CORPORA
@@ -182,7 +182,7 @@ def is_json(path: str) -> bool:
 
 
 def detect_compression(path: str | Path) -> str | None:
-    """Return "gzip", "zstd" or None, by the first bytes of a file."""
+    """Return the compression of a file, by its first bytes: "gzip", "zstd" or None."""
     with open(path, "rb") as file:
         magic = file.read(4)
     if magic == ZSTD or (magic[1:] == ZSTD_SKIPPABLE and magic[0] >> 4 == 5):
@@ -199,7 +199,8 @@ def open_bytes(path: str | Path) -> Iterator[BinaryIO]:
         with _zstd(path) if kind == "zstd" else gzip.open(path) if kind else open(path, "rb", buffering=BLOCK) as file:
             yield cast(BinaryIO, file)
     except (OSError, EOFError, zlib.error) as error:
-        if isinstance(error, OSError) and error.errno:  # of the system, not of the content
+        # The operating system failed to read the file; the content is not damaged.
+        if isinstance(error, OSError) and error.errno:
             raise
         raise ValueError(f"{path} is damaged: {error}") from None
 
@@ -248,7 +249,7 @@ def read_documents(
                 if bad <= MAX_LOGGED_BAD_LINES:
                     log(f"{path}:{number}: skipped: {error_reason(error)}")
                 if bad == MAX_LEADING_BAD_LINES and not good:
-                    break  # fail now instead of after hours
+                    break  # Fail now instead of after hours.
                 continue
             if text:
                 good += 1 if as_json else number - bad
@@ -340,7 +341,7 @@ def _fields(item: dict[str, Any]) -> str:
 
 
 def error_reason(error: Exception) -> str:
-    """Describe the error of `json_object` or `get_text`."""
+    """Describe the error that `json_object` or `get_text` raised."""
     return "nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 

@@ -19,12 +19,12 @@ from pathlib import Path
 
 PACKAGES = ("torch", "sympy", "networkx", "numpy", "setuptools", "jinja2", "fsspec")
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-RUN = 13  # words, as in the decontamination of GPT-3 (arXiv:2005.14165, appendix C)
+RUN = 13  # number of words, as in the decontamination of GPT-3 (arXiv:2005.14165, appendix C)
 LEAST_WORDS = 12
-PLAIN_SHARE = 0.85  # of a paragraph's words
+PLAIN_SHARE = 0.85  # This share of a paragraph's words must be plain words.
 
-# Every string and comment of a source, so that none begins inside another. Kept are long strings with which a line
-# begins: docstrings, and texts for users.
+# The pattern matches every string and comment of a source, so that none begins inside another one. It keeps long
+# strings with which a line begins: docstrings, and texts for users.
 TEXTS = re.compile(r'''(?xms)
     (?: \#[^\n]* | ^[ \t]*[rRuU]?(?: """(?P<double>[^"\\]*(?:(?:\\.|"(?!""))[^"\\]*)*)"""
                         | \'\'\'(?P<single>[^'\\]*(?:(?:\\.|'(?!''))[^'\\]*)*)\'\'\' )
@@ -32,7 +32,7 @@ TEXTS = re.compile(r'''(?xms)
       | \'\'\'[^'\\]*(?:(?:\\.|'(?!''))[^'\\]*)*\'\'\'
       | "[^"\\\n]*(?:\\.[^"\\\n]*)*" | '[^'\\\n]*(?:\\.[^'\\\n]*)*' )''')
 
-# A blank line ends a paragraph; so does the beginning of a list's next item.
+# A paragraph ends at a blank line, or where the next item of a list begins.
 BORDER = re.compile(r"\n[ \t]*\n\s*|\n(?=[ \t]*(?:[-*+•]|\(?\d+[.)])[ \t])")
 BULLET = re.compile(r"^(?:[-*+•]|\(?\d+[.)])[ \t]+")
 MARKS = tuple(
@@ -41,16 +41,17 @@ MARKS = tuple(
         # :role:`name`, ``literal``, `text <link>`_
         (r"(?::[a-zA-Z:+-]+:)?`+~?([^`]+?)(?:\s+<[^`>]*>)?`+_{0,2}", r"\1"),
         (r"(?<![\w*])(\*\*?)([^\s*](?:[^*]*[^\s*])?)\1(?![\w*])", r"\2"),  # *emphasis*, **strong**
-        (r"::(?=\s|$)", ":"),  # before a literal block
+        (r"::(?=\s|$)", ":"),  # The colons introduce a literal block.
     )
 )
 BEGINS = re.compile(r"""["'“‘(]?[A-Z]""")
 ENDS = re.compile(r"""[.!?:]["'”’)]*$""")
-FOREIGN = re.compile(r"[\\|{}<>=~^$@#`*+]|--|\.\.|X{3}")  # code, tables, grammar, remarks marked with XXX
+# These characters show that a line is not prose: code, tables, grammars, or an XXX remark.
+FOREIGN = re.compile(r"[\\|{}<>=~^$@#`*+]|--|\.\.|X{3}")
 PLAIN_WORD = re.compile(r"""["'“‘(\[]*[A-Za-z]+(?:['’-][A-Za-z]+)*["'”’)\]]*[.,;:!?]*["'”’)\]]*$""")
 
 
-@functools.lru_cache(maxsize=1)  # it takes seconds, and is read once for its hash and once for its tokens
+@functools.lru_cache(maxsize=1)  # The reading takes seconds, and is needed once for the hash and once for the tokens.
 def builtin_documents() -> tuple[str, ...]:
     """Return the documents: one per module and one per topic, with a paragraph on each line.
 
@@ -72,7 +73,7 @@ def builtin_documents() -> tuple[str, ...]:
 
 
 def builtin_versions() -> list[str]:
-    """Return the versions of Python and of the packages, on which the text depends, and where the library is."""
+    """Return the versions of Python and of the packages on which the text depends, and the folder of the library."""
     found = [name for name in PACKAGES if importlib.util.find_spec(name)]
     return [
         sys.version,
@@ -92,7 +93,7 @@ def _is_new(paragraph: str, seen: set[int]) -> bool:
 
 
 def _sources() -> Iterator[tuple[str, list[str]]]:
-    """Return the name of each module or topic, and its docstrings or text."""
+    """Yield (module, its docstrings), and for Python's help topics (topic, [text])."""
     library = Path(sysconfig.get_path("stdlib"))
     specs = map(importlib.util.find_spec, PACKAGES)
     installed = [Path(spec.origin).parent for spec in specs if spec and spec.origin]
@@ -106,7 +107,7 @@ def _sources() -> Iterator[tuple[str, list[str]]]:
             except (OSError, ValueError):
                 continue
             if relative.as_posix() == "pydoc_data/topics.py":
-                # The values of the one dictionary of literals there.
+                # Return the values of the file's only dictionary of literals.
                 for topics in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Dict)):
                     yield from ((f"topic {name}", [str(text)]) for name, text in ast.literal_eval(topics).items())
             else:
@@ -114,7 +115,7 @@ def _sources() -> Iterator[tuple[str, list[str]]]:
 
 
 def texts_of(source: str) -> Iterator[str]:
-    """Return the docstrings of a module, in their order."""
+    """Return the docstrings of a module in the order of the file."""
     return (match[match.lastgroup] for match in TEXTS.finditer(source) if match.lastgroup)
 
 
@@ -125,7 +126,7 @@ def prose(text: str) -> Iterator[str]:
     """
     for paragraph in BORDER.split(text):
         if paragraph.count(" ") + paragraph.count("\n") < LEAST_WORDS - 1:
-            continue  # the quick way out of most
+            continue  # This rejects most strings quickly.
         words = BULLET.sub("", " ".join(paragraph.split()))
         for pattern, plain in MARKS:
             words = pattern.sub(plain, words)
@@ -134,7 +135,7 @@ def prose(text: str) -> Iterator[str]:
 
 
 def is_prose(paragraph: str) -> bool:
-    """Return True if a paragraph, given as one line, reads as English."""
+    """Return True if a paragraph, given as one line, is English prose."""
     if not BEGINS.match(paragraph) or not ENDS.search(paragraph) or FOREIGN.search(paragraph):
         return False
     words = paragraph.split(" ")

@@ -8,21 +8,21 @@ import re
 from collections.abc import Iterable
 from functools import partial
 
-# (pattern, replacement), one after the other.
+# These pairs (pattern, replacement) are applied one after the other.
 _WIKITEXT = (
     ("s '", "s'"),
-    # numbers and punctuation, which WikiText sets apart
+    # These restore numbers and punctuation, which WikiText sets apart.
     (" @-@ ", "-"),
     (" @,@ ", ","),
     (r" @\.@ ", "."),
     *((f" {re.escape(mark)} ", f"{mark} ") for mark in ":;.!?,"),
-    # the space inside of brackets and quotation marks
+    # These remove spaces inside brackets and quotation marks.
     (r"\(\s*([^\)]*?)\s*\)", r"(\1)"),
     (r"\[\s*([^\]]*?)\s*\]", r"[\1]"),
     (r"{\s*([^}]*?)\s*}", r"{\1}"),
     (r'"\s*([^"]*?)\s*"', r'"\1"'),
     (r"'\s*([^']*?)\s*'", r"'\1'"),
-    # headings, degrees, lines, numbers that were replaced, and the genitive
+    # These restore headings, degrees, lines, numbers that were replaced, and the genitive.
     ("= = = =", "===="),
     ("= = =", "==="),
     ("= =", "=="),

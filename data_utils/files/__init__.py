@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO, TypeVar
 
 CHECKPOINT_VERSION = 2
-OLDEST_CHECKPOINT_VERSION = 1  # the oldest that is still read
+OLDEST_CHECKPOINT_VERSION = 1  # Older checkpoints are not read.
 RUN_SETTINGS_VERSION = 1
 INDEX_VERSION = 1
 PAIR_MANIFEST_VERSION = 1
@@ -50,11 +50,12 @@ TOKEN_CACHE_VERSION = 1
 STAGE_MANIFEST_VERSION = 2
 
 CHECKSUM_ENTRY = ',\n "sha256": "'
-END = b'"}\n'  # the end of the layout with a line for each entry
-MAX_CONFIG_BYTES = 2 << 20  # limit of a run's config.json, which takes some KB
-MAX_MANIFEST_BYTES = 1 << 30  # limit of a manifest: about 100 bytes for each GB of tokens and each input file
+END = b'"}\n'  # the end of a manifest that has one line per entry
+MAX_CONFIG_BYTES = 2 << 20  # A run's config.json has at most this size. It usually takes some KB.
+# A manifest has at most this size. It takes about 100 bytes for each GB of tokens and each input file.
+MAX_MANIFEST_BYTES = 1 << 30
 CHUNK_BYTES = 1 << 30
-BLOCK = 1 << 18  # small enough for the processor's cache
+BLOCK = 1 << 18  # A block of this size fits into the processor's cache.
 SAFETENSORS_ALIGNMENT = 8
 IO_THREADS = 4
 
@@ -86,12 +87,12 @@ def add_path(error: BaseException, path: str | Path) -> None:
     disk say what is missing."""
     if isinstance(error, OSError) and error.errno:
         error.filename = error.filename or str(path)
-        if error.errno == errno.ENOSPC and not str(error.strerror).endswith(")"):  # once
+        if error.errno == errno.ENOSPC and not str(error.strerror).endswith(")"):  # The message is added only once.
             error.strerror = f"{error.strerror} ({free_space(path)})"
 
 
 def free_space(path: str | Path) -> str:
-    """Return what is free on the disk of the file `path`."""
+    """Return the free bytes on the disk of the file `path`."""
     disk = os.statvfs(next(folder for folder in Path(path).absolute().parents if folder.exists()))
     if disk.f_files and not disk.f_favail:
         return "no inodes are free there: remove files, however small"
@@ -110,7 +111,7 @@ def atomic_write(path: str | Path, temporary: Path | None = None) -> Iterator[Bi
     new = temporary or path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         new.unlink(missing_ok=True)
-        with new.open("xb") as file:  # never through a link
+        with new.open("xb") as file:  # Mode "x" never writes through a link.
             yield file
             flush_to_disk(file)
         os.replace(new, path)
@@ -183,7 +184,7 @@ def file_lock(path: Path, waiting: Callable[[], object]) -> Iterator[None]:
 
 
 def write_checksummed_json(path: Path, entries: Mapping[str, Any]) -> None:
-    """Write `entries` to `path`, atomically, in the indented layout."""
+    """Write `entries` to `path`, atomically, as indented JSON."""
     text = json.dumps(entries, indent=1, ensure_ascii=False).removesuffix("\n}")
     atomic_write_text(path, f'{text}{CHECKSUM_ENTRY}{hashlib.sha256(text.encode()).hexdigest()}"\n}}\n')
 
@@ -200,13 +201,14 @@ def read_checksummed_json(path: Path) -> dict[str, Any] | None:
         raise ValueError(f"{path} is damaged, or was not written by these tools")
     with wrap_errors(path):
         entries = parse_json_object(data)
-        json.dumps(entries, ensure_ascii=False).encode()  # raises for "\\ud800", which is JSON but cannot be printed
+        # This raises an error for "\\ud800", which is JSON but cannot be printed.
+        json.dumps(entries, ensure_ascii=False).encode()
     del entries["sha256"]
     return entries
 
 
 def checksummed_lines(entries: Mapping[str, Any]) -> bytes:
-    """Return `entries` as checksummed JSON with a line for each entry."""
+    """Return `entries` as checksummed JSON that has one line per entry."""
     lines = "".join(f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in entries.items())
     return append_checksum(f'{{{lines}"sha256": "'.encode())
 
@@ -318,7 +320,7 @@ class HashingWriter:
 
     @property
     def size(self) -> int:
-        """The bytes so far."""
+        """The number of bytes written so far."""
         return self._written + len(self._block)
 
     def write(self, data: bytes | memoryview) -> None:
@@ -337,7 +339,7 @@ class HashingWriter:
         self._block.clear()
 
     def chunk(self) -> ChunkHash:
-        """Return size and sha256 of everything that was written."""
+        """Return the size and the sha256 of everything that was written."""
         self._flush()
         return {"bytes": self._written, "sha256": self._sha256.hexdigest()}
 
@@ -418,13 +420,13 @@ def in_threads(work: Callable[[T], R], items: Iterable[T], threads: int = IO_THR
     first error, in the order of the items, is raised after all threads have ended. The threads are daemons: storage
     that does not answer does not keep a process from ending."""
     jobs = [(item, Future[R]()) for item in items]
-    queue = iter(jobs)  # each thread takes the next job
+    queue = iter(jobs)  # Each thread takes the next job.
 
     def run() -> None:
         for item, result in queue:
             run_future(result, work, item)
 
-    # Not multiprocessing's ThreadPool, which writes to /dev/shm.
+    # multiprocessing's ThreadPool is not used, because it writes to /dev/shm.
     workers = [threading.Thread(target=run, daemon=True) for _ in range(min(threads, len(jobs)))]
     for worker in workers:
         worker.start()
@@ -434,7 +436,7 @@ def in_threads(work: Callable[[T], R], items: Iterable[T], threads: int = IO_THR
 
 
 def run_future(result: Future[R], work: Callable[..., R], *args: Any) -> None:
-    """Call `work`, and set `result` to what it returns or raises."""
+    """Call `work`. Set `result` to its return value or its error."""
     try:
         result.set_result(work(*args))
     except BaseException as error:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_BYTES = 16 << 20
-# Instructions that only use the memo cost 1, all others 5. A `.metadata` file of a 72-layer model with Adam's state at
-# tensor-parallel size 8 has 1.1 million instructions, half of them of the first kind.
+# An instruction that only uses the memo costs 1, and any other one costs 5. A `.metadata` file of a 72-layer model with
+# Adam's state at tensor-parallel size 8 has 1.1 million instructions, half of them of the first kind.
 BUDGET = 3_450_000
 CHEAP = frozenset(b"\x94hjKqr")
 MAX_NAMES = 200
@@ -32,7 +32,7 @@ class PickledObject:
     state: Any = None
 
     def attributes(self) -> dict[str, Any]:
-        """Return the object's attributes by name; an empty dictionary if its state is not a dictionary."""
+        """Return the object's attributes by name, or an empty dictionary if its state is not a dictionary."""
         return self.state if isinstance(self.state, dict) else {}
 
 
@@ -182,7 +182,7 @@ def read_pickle(
 
 
 def _update(held: Any, items: Sequence[Any]) -> None:
-    """Set items of a dictionary. Tuples are refused as keys, because hashing nested tuples can take years."""
+    """Set items of a dictionary. A tuple is refused as a key, because hashing nested tuples can take years."""
     if type(held) is not dict or len(items) % 2:
         raise TypeError("sets items of something that is not a dictionary")
     for key, value in zip(items[::2], items[1::2], strict=True):

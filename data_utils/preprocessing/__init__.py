@@ -66,14 +66,14 @@ from data_utils.tokenizers import build_tokenizer
 from data_utils.tokenizers.base import PART_CHARACTERS, Tokenizer, split_text
 
 SAMPLE_CHARACTERS = 1 << 16
-COMPRESSION_RATIO = 4  # an estimate: bytes of text for each byte of a compressed file
+COMPRESSION_RATIO = 4  # An estimate: each byte of a compressed file gives this number of bytes of text.
 
-Progress = Callable[[int], object]  # is called with the bytes of input that were read since its last call
+Progress = Callable[[int], object]  # It is called with the number of input bytes that were read since its last call.
 
 
 @dataclass(frozen=True)
 class PreprocessingJob:
-    """The options of `preprocess`. tokenizer: the arguments of `build_tokenizer`. A ValueError names the flag."""
+    """The options of `preprocess`. tokenizer: arguments of `build_tokenizer`. A ValueError names the flag."""
 
     inputs: tuple[str, ...]
     output_prefix: str
@@ -96,7 +96,7 @@ class PreprocessingJob:
                 raise ValueError(f"--output-prefix {self.output_prefix} is inside the input folder {name}")
 
     def output(self, key: str) -> str:
-        """Return the prefix of a key's pair, with Megatron's name."""
+        """Return the prefix of a key's pair of files, with Megatron's name."""
         return f"{self.output_prefix}_{key}_document"
 
     @property
@@ -110,9 +110,9 @@ class PreprocessingJob:
         return fingerprint_of(str(PREPROCESSING_SHARD_VERSION), entries, tokenizer_of(self).fingerprint)
 
 
-@functools.lru_cache(1)  # a worker makes many shards
+@functools.lru_cache(1)  # A worker makes many shards.
 def tokenizer_of(job: PreprocessingJob) -> Tokenizer:
-    """Build the tokenizer of a job, once in each process."""
+    """Build the tokenizer of a job once in each process."""
     return build_tokenizer(**dict(job.tokenizer))
 
 
@@ -142,7 +142,7 @@ def preprocess(job: PreprocessingJob, *, log: Log) -> dict[str, Manifest]:
             shard_manifests = _make_shards(job, shards)
             _check_bad_lines(job, shard_manifests, log)
             manifests = {key: _merge_shards(job, key, shard_manifests) for key in job.keys}
-            for key in job.keys:  # all pairs are complete before the first one is renamed
+            for key in job.keys:  # All pairs are complete before the first one is renamed.
                 _rename_pair(_merged_prefix(job, key), job.output(key))
     shutil.rmtree(folder)
     return manifests
@@ -201,7 +201,7 @@ def _make_shards(job: PreprocessingJob, shards: Sequence[Shard]) -> list[Manifes
     with progress_bar(total=sum(map(size, shards)), unit="B", unit_scale=True, desc="tokenising") as bar:
         items = list(enumerate(shards))
         if job.workers > 1 and len(shards) > 1:
-            # Spawn, because the tokenizers' libraries start threads, which a fork would break.
+            # Spawn the workers: a fork would break the threads that the tokenizers' libraries start.
             work, workers = functools.partial(preprocess_shard, job), job.workers
             return map_in_processes(
                 work, items, workers=workers, finished=lambda number, shard: bar.update(size(shard)), start="spawn"
@@ -222,7 +222,7 @@ def preprocess_shard(
 
 
 def _write_shard(job: PreprocessingJob, stem: str, shard: Shard, progress: Progress) -> Manifest:
-    """Write the pairs and the unusable lines. Returns the manifest's counts and hashes."""
+    """Write the pairs and the unusable lines. Return the manifest's counts and hashes."""
     before = [os.stat(span.path).st_mtime_ns for span in shard]
     tokenizer = tokenizer_of(job)
     dtype, eod = token_dtype(tokenizer.vocab_size), tokenizer.eod if job.append_eod else None
@@ -244,7 +244,7 @@ def _write_shard(job: PreprocessingJob, stem: str, shard: Shard, progress: Progr
                     texts = _parse_texts(record, job.keys)
                 except (ValueError, RecursionError) as error:
                     bad += 1
-                    if bad == MAX_LEADING_BAD_LINES and not usable:  # fail now instead of after hours
+                    if bad == MAX_LEADING_BAD_LINES and not usable:  # Fail now instead of after hours.
                         raise ValueError(
                             f"{span.path}: {error_reason(error)}; none of {MAX_LEADING_BAD_LINES} lines is usable: "
                             "name the text fields with --json-keys"
@@ -260,7 +260,7 @@ def _write_shard(job: PreprocessingJob, stem: str, shard: Shard, progress: Progr
                     counts[key]["text_bytes"] += len(text)
             progress(left)
             lines.append(number)
-            if span.kind == "text":  # one document, but bad lines are counted
+            if span.kind == "text":  # The file is one document, but bad lines are counted.
                 usable += number - 1 - (bad - bad_before)
         if [os.stat(span.path).st_mtime_ns for span in shard] != before:
             raise ValueError(f"{shard[0].path} changed while it was read: start again")
@@ -273,7 +273,7 @@ def _write_shard(job: PreprocessingJob, stem: str, shard: Shard, progress: Progr
 
 def _add_document(pair: IndexedDatasetBuilder, text: bytes, tokenizer: Tokenizer, eod: int | None) -> None:
     """Append a document, unless the text is empty."""
-    if len(text) > PART_CHARACTERS:  # in parts, because the ids of a very long text need much memory
+    if len(text) > PART_CHARACTERS:  # Encode in parts, because the ids of a very long text need much memory.
         for part in split_text(text.decode()):
             pair.add(tokenizer.encode_utf8(part.encode()))
     elif text:
@@ -287,7 +287,7 @@ def _parse_texts(record: Record, keys: tuple[str, ...]) -> list[bytes]:
     try:
         item = json_parser()(record)
         return [item[key].encode() for key in keys]
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):  # try the slow parser
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):  # Try the slow parser.
         item = json_object(record)
         return [get_text(item, key).encode() for key in keys]
 
@@ -311,9 +311,9 @@ def _check_bad_lines(job: PreprocessingJob, shard_manifests: Sequence[Manifest],
     """Collect the unusable lines of all shards. Raises ValueError if there are too many, or if there is no text."""
     bad, usable = (sum(shard[name] for shard in shard_manifests) for name in ("bad", "records"))
     path, first = Path(f"{job.output_prefix}.bad.jsonl"), ""
-    path.unlink(missing_ok=True)  # from an earlier run
+    path.unlink(missing_ok=True)  # Remove the file of an earlier run.
     if bad:
-        lines_before: Counter[str] = Counter()  # lines of each file in earlier shards
+        lines_before: Counter[str] = Counter()  # number of lines of each file in earlier shards
         with atomic_write(path, job.folder / "bad_lines") as out:
             for number, shard in enumerate(shard_manifests):
                 for line in (job.folder / f"{number:05d}.bad.jsonl").read_bytes().splitlines():
@@ -368,7 +368,7 @@ def _merged_prefix(job: PreprocessingJob, key: str) -> str:
 
 
 def _rename_pair(temporary: str, prefix: str) -> None:
-    """Rename a complete pair and its manifest. The `.idx` is last on the disk, because readers look for it."""
+    """Rename a complete pair and its manifest. The `.idx` file is renamed last, because readers look for it."""
     for suffix in (".bin", ".json", ".idx"):
         os.replace(f"{temporary}{suffix}", f"{prefix}{suffix}")
         fsync_path(Path(prefix).parent)

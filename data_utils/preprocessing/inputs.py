@@ -23,9 +23,9 @@ from data_utils.corpora import (
 )
 
 MIN_SHARD_BYTES = 1 << 23
-MAX_SHARDS = 1024  # about: `cut_into_shards` makes larger shards of a larger input
+MAX_SHARDS = 1024  # This is an approximate number: `cut_into_shards` makes larger shards of a larger input.
 
-Record = Any  # a line's bytes, or an object
+Record = Any  # A record is the bytes of a line, or an object.
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class FileRange:
 
     @property
     def place(self) -> tuple[str, int, int]:
-        """Path, start and stop."""
+        """The path, the start and the end of the span."""
         return self.path, self.start, self.stop
 
     @property
     def size(self) -> int:
-        """The size in bytes."""
+        """The number of bytes of the span."""
         return self.stop - self.start
 
 
@@ -89,7 +89,7 @@ def cut_into_shards(spans: Sequence[FileRange]) -> list[Shard]:
     """Make shards of about equal size: cut large files of JSON lines between lines, and join small files."""
     least = max(MIN_SHARD_BYTES, -(-sum(span.size for span in spans) // MAX_SHARDS))
     shards: list[list[FileRange]] = [[]]
-    size = 0  # of the last shard
+    size = 0  # number of bytes of the last shard
     for span in (part for whole in spans for part in _parts(whole, least)):
         if size >= least:
             shards.append([])
@@ -107,7 +107,7 @@ def _parts(span: FileRange, least: int) -> Iterator[FileRange]:
     with open(span.path, "rb") as file:
         while start < span.stop:
             file.seek(min(start + least, span.stop) - 1)
-            file.readline()  # to the end of this line
+            file.readline()  # Read to the end of this line.
             stop = min(file.tell(), span.stop)
             yield FileRange(span.path, span.kind, start, stop)
             start = stop

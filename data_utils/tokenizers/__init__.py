@@ -73,7 +73,7 @@ def _read(path: Path) -> bytes:
 
 
 def kind_of_vocabulary(vocab_file: str) -> str:
-    """Return the kind, one of KINDS, for a vocabulary file of this name."""
+    """Return the kind of tokenizer, one of KINDS, for a vocabulary file of this name."""
     return "characters" if vocab_file.endswith(".pkl") else "GPT2BPETokenizer"
 
 
@@ -90,7 +90,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         raise ValueError(f"{named} is damaged: {type(error).__name__}: {one_line(error)}") from None
     if kind not in KINDS:
         raise ValueError(f"{named} is damaged: {reprlib.repr(kind)} is not a kind of tokenizer")
-    if kind == "builtin":  # the saved copy, because this version may ship a different one
+    if kind == "builtin":  # Use the saved copy, because this version may ship a different vocabulary.
         tokenizer: Tokenizer = builtin_tokenizer(directory / BUILTIN_FILE)
     else:
         tokenizer = build_tokenizer(
@@ -110,7 +110,7 @@ def default_tokenizer_kind() -> str:
 
 
 def find_gpt2_files(vocab_file: str | None, merge_file: str | None, cache_dir: str | None) -> tuple[Path, Path]:
-    """Find GPT-2's vocabulary and merges: the given files, or a pair in `cache_dir`, or a pair in the user's cache."""
+    """Find GPT-2's vocabulary and merges: the given files, or a pair in `cache_dir`, or one in the user's cache."""
     named = {"--vocab-file": vocab_file, "--merge-file": merge_file}
     if any(named.values()):
         for flag, name in named.items():

@@ -23,16 +23,17 @@ from data_utils.files import atomic_write, file_lock, fingerprint_of, make_folde
 from data_utils.files.restricted_pickle import read_pickle
 
 METADATA_FILE = "tokenizer_facts.json"
-OLD_METADATA_FILE = "tokenizer.json"  # renamed, because HF tokenizers uses this name for a different file
+# The file's name in old checkpoints; HF tokenizers uses that name for another file.
+OLD_METADATA_FILE = "tokenizer.json"
 CHARACTERS_FILE = "characters.json"
 MODEL_FILE = "sentencepiece.model"
-MAX_FILE_BYTES = 256 << 20  # limit of a tokenizer's file; GPT-2's have 1 MB
-NO_EOD = -1  # the value of `Tokenizer.eod` without an end-of-document id
+MAX_FILE_BYTES = 256 << 20  # A tokenizer's file has at most this size. Those of GPT-2 have 1 MB.
+NO_EOD = -1  # The value of `Tokenizer.eod` if there is no end-of-document id.
 PART_CHARACTERS = 1 << 20
 SINGLE_SPACE = re.compile(r" (?=\S)(?<=\S )")
-SPACE = "\u2581"  # stands for a space in SentencePiece's vocabulary
+SPACE = "\u2581"  # This character stands for a space in SentencePiece's vocabulary.
 SPACE_IN_BYTES = [f"<0x{value:02X}>" for value in SPACE.encode()]
-TRAINING_CHARACTERS = 100_000_000  # a SentencePiece model is trained on at most about this much text
+TRAINING_CHARACTERS = 100_000_000  # A SentencePiece model is trained on at most about this number of characters.
 
 
 def split_text(text: str, limit: int = PART_CHARACTERS) -> Iterator[str]:
@@ -43,7 +44,8 @@ def split_text(text: str, limit: int = PART_CHARACTERS) -> Iterator[str]:
     """
     start = 0
     while len(text) - start > 2 * limit:
-        space = SINGLE_SPACE.search(text, start + limit, start + 2 * limit + 1)  # + 1: the character after the space
+        # One is added for the character after the space.
+        space = SINGLE_SPACE.search(text, start + limit, start + 2 * limit + 1)
         cut = space.start() if space else start + 2 * limit
         yield text[start:cut]
         start = cut
@@ -71,7 +73,7 @@ class Tokenizer(ABC):
 
     @property
     def has_eod(self) -> bool:
-        """True if the tokenizer has an end-of-document id."""
+        """Whether the tokenizer has an end-of-document id."""
         return self.eod != NO_EOD
 
     @property
@@ -86,7 +88,7 @@ class Tokenizer(ABC):
         """Return the ids of a text in valid UTF-8, integers [tokens], never `eod`. Raises ValueError if it has none."""
 
     def encode(self, text: str) -> np.ndarray | list[int]:
-        """Return the ids of `text`. Raises ValueError if it holds a lone surrogate, or has no ids."""
+        """Return the ids of `text`. Raises ValueError if the text has a lone surrogate, or gives no ids."""
         return self.encode_utf8(utf8(text))
 
     def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
@@ -101,7 +103,8 @@ class Tokenizer(ABC):
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def save(self, directory: str | Path) -> None:
-        """Write the files for `load_tokenizer` into `directory`. A file that differs is replaced atomically."""
+        """Write the files for `load_tokenizer` into `directory`. A different file of that name is replaced
+        atomically."""
         directory = Path(directory)
         make_folder(directory)
         metadata = {name: getattr(self, name) for name in ("kind", "fingerprint", "vocab_size")}
@@ -115,14 +118,15 @@ class Tokenizer(ABC):
 
 
 class ByteTokenizer(Tokenizer):
-    """Ids 0 to 255 are the bytes of UTF-8, and 256 ends a document. Needs neither a library nor a file."""
+    """A tokenizer whose ids 0 to 255 are the bytes of UTF-8; id 256 ends a document. It needs no library and no
+    file."""
 
     def __init__(self) -> None:
         token_bytes = [bytes([value]) for value in range(256)] + [b""]
         super().__init__("bytes", token_bytes, 256, fingerprint_of("bytes"), {})
 
     def encode_utf8(self, data: bytes) -> np.ndarray:
-        """Return the bytes as uint8 [bytes of data]."""
+        """Return the bytes as ids, uint8 [bytes of data]."""
         return np.frombuffer(data, dtype=np.uint8)
 
 
@@ -146,11 +150,13 @@ class CharacterTokenizer(Tokenizer):
         super().__init__("characters", [utf8(c) for c in characters], NO_EOD, fingerprint, {CHARACTERS_FILE: content})
         self.characters = tuple(characters)
         codes = [ord(c) for c in characters]
-        self._ids = np.full(max(codes) + 2, -1, dtype=np.int32)  # by code point; the last entry is for all higher ones
+        # The index is the code point; the last entry is for all higher ones.
+        self._ids = np.full(max(codes) + 2, -1, dtype=np.int32)
         self._ids[codes] = np.arange(len(codes))
 
     def encode_utf8(self, data: bytes) -> np.ndarray:
-        """Return int32 [characters of the text]. Raises ValueError, which names the character, if it has no id."""
+        """Return the ids, int32 [characters of the text]. Raises ValueError, which names the character, if it has no
+        id."""
         codes = np.frombuffer(data.decode().encode("utf-32-le"), dtype="<u4")
         ids: np.ndarray = self._ids[np.minimum(codes, len(self._ids) - 1)]
         if (ids < 0).any():

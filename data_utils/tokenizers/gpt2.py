@@ -119,7 +119,7 @@ class Gigatoken:
     def __call__(self, data: bytes) -> np.ndarray | None:
         if not data.isascii():
             for first, pattern in NEW_LETTER_BYTES.items():
-                if first in data and pattern.search(data):  # finding a byte is ten times faster than the pattern
+                if first in data and pattern.search(data):  # Finding a byte is ten times faster than the pattern.
                     return None
         self._left -= len(data)
         if self._left < 0:
@@ -130,11 +130,11 @@ class Gigatoken:
 def gigatoken(ranked: Sequence[bytes]) -> Gigatoken | None:
     """Return the engine, or None if the package is missing, has a different release, or panics. It panics if a token is
     not the result of merges."""
-    from importlib import metadata  # not at the top: it takes 7 ms, and many programs read no text
+    from importlib import metadata  # This import takes 7 ms, and many programs read no text.
 
     try:
         return Gigatoken(ranked) if metadata.version("gigatoken").startswith(GIGATOKEN_RELEASE) else None
-    except BaseException as error:  # a panic is not an Exception
+    except BaseException as error:  # A panic of the library is not an Exception.
         if not isinstance(error, ImportError) and type(error).__name__ != "PanicException":
             raise
         return None
@@ -170,11 +170,11 @@ class BytePairTokenizer(Tokenizer):
 
     @functools.cached_property
     def _faster(self) -> Gigatoken | None:
-        """gigatoken, or None. It is created for the first text, because many programs have none."""
+        """Return gigatoken, or None. It is created for the first text, because many programs have none."""
         return gigatoken(self._ranked)
 
     def encode_utf8(self, data: bytes) -> np.ndarray:
-        """Return int32 or uint32 [tokens] of valid UTF-8, in which long runs of whitespace are split first."""
+        """Return the ids of valid UTF-8, int32 or uint32 [tokens]. Long runs of whitespace are split first."""
         if len(data) < 2 * MAX_WHITESPACE_RUN:
             ranks = self._ranks(data)
         else:
@@ -255,7 +255,7 @@ def gpt2_tokenizer(
     missing = next((token for token in tokens if token not in vocabulary), None)
     if missing is not None:
         raise ValueError(f"{vocab_name} lacks the token {reprlib.repr(missing)} of {merge_name}")
-    tokens[:256] = sorted(alphabet, key=vocabulary.__getitem__)  # so that GPT-2's ids are equal to its ranks
+    tokens[:256] = sorted(alphabet, key=vocabulary.__getitem__)  # This order makes GPT-2's ids equal to its ranks.
     ranked = _byte_strings(tokens, merge_name)
     ids = [vocabulary[token] for token in tokens]
     files = {"encoder.json": vocab_data, "vocab.bpe": merge_data}

@@ -57,8 +57,8 @@ __all__ = [
     "weight_gradient_kernel",
 ]
 
-MANY_ROWS = 17  # F.linear is the fastest from here on, in float32 and on processors with AMX
-FLOAT32_ROWS = 4  # blocks in float32 are faster from here on, on processors without bf16 products
+MANY_ROWS = 17  # From this number of rows on, F.linear is the fastest in float32 and on processors with AMX.
+FLOAT32_ROWS = 4  # From this number of rows on, blocks in float32 are faster on processors without bf16 products.
 
 
 def cast_for_autocast(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -71,7 +71,7 @@ def cast_for_autocast(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
     if x.is_meta or not torch.is_autocast_enabled(x.device.type):
         return x, weight, bias
     dtype = torch.get_autocast_dtype(x.device.type)
-    x, weight = (t if t.dtype == torch.float64 else t.to(dtype) for t in (x, weight))  # torch does not cast float64
+    x, weight = (t if t.dtype == torch.float64 else t.to(dtype) for t in (x, weight))  # torch does not cast float64.
     return x, weight, None if bias is None else bias.to(weight.dtype)
 
 
@@ -85,7 +85,7 @@ def linear_without_gradient(x: Tensor, weight: Tensor, bias: Tensor | None = Non
     elif x.is_cpu and rows < MANY_ROWS:
         if rows == 1:
             return matrix_vector_product(x, weight, bias)
-        if weight.stride(0) != 1 and (x.dtype != torch.float32 or rows > 4):  # a weight stored by row
+        if weight.stride(0) != 1 and (x.dtype != torch.float32 or rows > 4):  # These weights are stored by row.
             return transposed_product(x, weight, bias)
     return F.linear(x, weight, bias)
 

@@ -14,15 +14,15 @@ from torch import Tensor
 from mpu.kernels import cpu_features
 from mpu.kernels.dropout import ELEMENTS, keep_scale, random_draws, sample_masks, zero_dropped
 
-# Queries in a block of the blockwise backward. Smaller blocks mean smaller matrix products; larger blocks compute more
-# scores that the causal mask discards. Only the scores of one block exist at a time.
+# The number of queries in a block of the blockwise backward. Smaller blocks mean smaller matrix products; larger blocks
+# compute more scores that the causal mask discards. Only the scores of one block exist at a time.
 BLOCK = 256
-# Queries in a block with seeded dropout. The masks depend on it: a different number gives different masks.
+# The number of queries in a block with seeded dropout. A different number gives different masks.
 SEEDED_BLOCK = 128
-# Scores that a core computes at once, in elements. They stay in its cache: 10 % less time than all heads at once
-# (b·n = 24, s = 1,024).
+# The number of scores that a core computes at once. They stay in its cache, which takes 10 % less time than all heads
+# at once (b·n = 24, s = 1,024).
 SCORES = 3 << 18
-# Tokens of a sequence. For longer sequences, saved probabilities of seeded dropout need too much memory.
+# The longest sequence whose dropout probabilities are saved. Those of longer sequences need too much memory.
 SAVED_UP_TO = 512
 
 
@@ -37,7 +37,7 @@ def fused_attention(qkv: Tensor, dropout_p: float) -> Tensor:
 
 
 def has_varlen_kernel(qkv: Tensor) -> bool:
-    """True if `varlen_attention` supports this device, dtype and head size (the last dimension)."""
+    """Return True if `varlen_attention` supports this device, dtype and head size (the last dimension)."""
     return (
         qkv.device.type == "cuda"
         and qkv.dtype in (torch.float16, torch.bfloat16)
@@ -59,12 +59,12 @@ def varlen_attention(qkv: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
 
     q, k, v = qkv.squeeze(1).unbind(2)  # [t, 1, n, 3, d] -> three of [t, n, d]
     y = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, window_size=(-1, 0))
-    assert isinstance(y, Tensor)  # and not a tuple with the log-sum-exp
+    assert isinstance(y, Tensor)  # The result is not a tuple with the log-sum-exp.
     return y.flatten(1).unsqueeze(1)  # [t, n, d] -> [t, 1, n·d]
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of our own scores: `dtype` itself if the processor computes in it, else float32."""
+    """Return the dtype in which we compute scores: `dtype` itself if the processor computes in it, else float32."""
     return dtype if dtype.itemsize > 2 or (dtype == torch.bfloat16 and cpu_features.HAS_AMX) else torch.float32
 
 
@@ -140,7 +140,7 @@ class _AttentionMasks:
         on.
         """
         heads, rows, end = like.shape
-        head_blocks = rows * -(-min(start + SEEDED_BLOCK, self._s) // ELEMENTS)  # counter blocks of a head
+        head_blocks = rows * -(-min(start + SEEDED_BLOCK, self._s) // ELEMENTS)  # number of counter blocks of a head
         done = 0
         while done < heads:
             sample, head = divmod(first + done, self._n)
@@ -154,7 +154,7 @@ class _AttentionMasks:
 def _forward(
     qkv: Tensor, p: float, dropout_seeds: Tensor, location: int, first_head: int, first_position: int
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return the output of `seeded_attention`, and the probabilities of each block if the sequence is short."""
+    """Return the output of `seeded_attention`, and each block's probabilities if the sequence is short."""
     s, b, n, _, d = qkv.shape
     kept = []
     masks = _AttentionMasks(qkv, p, dropout_seeds, location, first_head, first_position)
@@ -219,7 +219,7 @@ def _backward(
     return d_qkv
 
 
-# Custom operators, which torch.compile does not trace into.
+# torch.compile does not trace into these custom operators.
 _OPERATORS = {
     _forward: torch.library.custom_op("mpu::seeded_attention", _forward, mutates_args=()),
     _backward: torch.library.custom_op("mpu::blockwise_attention_backward", _backward, mutates_args=()),
@@ -249,7 +249,7 @@ def _(qkv: Tensor, *arguments: object) -> Tensor:
 
 
 def heads_at_once(s: int, block: int = BLOCK) -> int:
-    """How many heads, over all samples, are computed together if a block has `block` queries."""
+    """Return how many heads, over all samples, are computed together if a block has `block` queries."""
     return max(torch.get_num_threads() * SCORES // (block * s), 1)
 
 
@@ -260,14 +260,15 @@ def seeded_heads_at_once(s: int) -> int:
 
 
 def _heads(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[s, b, n, 3, d] -> queries, keys and values, each [b·n, s, d]: views if qkv is contiguous."""
+    """Return queries, keys and values, each [b·n, s, d], of [s, b, n, 3, d]. They are views if qkv is contiguous."""
     s, b, n, _, d = qkv.shape
     q, k, v = qkv.reshape(s, b * n, 3, d).permute(2, 1, 0, 3).unbind(0)
     return q, k, v
 
 
 def _operands(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values, each [b·n, s, d]. Keys and values are contiguous because many blocks read them."""
+    """Return queries, keys and values, each [b·n, s, d]. Keys and values are contiguous because many blocks read
+    them."""
     q, k, v = _heads(qkv.to(compute_dtype(qkv.dtype)))
     return q, k.contiguous(), v.contiguous()
 
@@ -280,7 +281,7 @@ def _blocks(s: int, heads: int, block: int, at_once: int) -> Iterator[tuple[int,
 
 
 def _probabilities(q: Tensor, k: Tensor, start: int) -> Tensor:
-    """softmax of [heads, block, d] times [heads, end, d]ᵀ: [heads, block, end]."""
+    """Return the softmax of [heads, block, d] times [heads, end, d]ᵀ: [heads, block, end]."""
     scores = torch.bmm(q, k.transpose(1, 2))
     rows = q.size(1)
     scores[:, :, start:] += torch.full((rows, rows), -torch.inf, dtype=scores.dtype).triu_(1)

@@ -39,7 +39,7 @@ class VocabParallelTargets:
         logits[..., self.columns :] = -torch.inf
         target_logit = logits.gather(-1, self.target.unsqueeze(-1)).squeeze(-1)  # [...] -> [..., 1] -> [...]
         target_logit = target_logit.masked_fill(~self.is_local, 0.0)
-        # In a shard with only padding all logits are -inf; with the clamp its sum is 0 instead of NaN.
+        # If a shard has only padding, all its logits are -inf. With the clamp its sum is 0 instead of NaN.
         max_logit = logits.amax(dim=-1).clamp_min(torch.finfo(torch.float32).min)
         return torch.stack((max_logit, logits.sub_(max_logit.unsqueeze(-1)).exp_().sum(dim=-1), target_logit))
 
@@ -130,7 +130,8 @@ def softmax_by_rows(
     if weight is not None:
         for block in blocks:
             if len(blocks) > 1:
-                fill_exp(block)  # again, because all rows in float32 do not fit into the cache
+                # The exponentials are computed again, because all rows in float32 do not fit into the cache.
+                fill_exp(block)
             to_gradient(block, weight)
     return stats
 

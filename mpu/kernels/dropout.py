@@ -23,16 +23,16 @@ from torch import Tensor
 
 from mpu.kernels.triton_kernel import TritonKernel, example_tensor
 
-ELEMENTS = 16  # in a block
+ELEMENTS = 16  # number of elements in a block
 WORD = 1 << 64
-_AT_ONCE = 1 << 18  # elements; their draws fit into a core's cache
+_AT_ONCE = 1 << 18  # The draws of this number of elements fit into a core's cache.
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-MaskId = tuple[int, int, int, int]  # the seed, and three words of the counter
+MaskId = tuple[int, int, int, int]  # The mask's id consists of the seed and three words of the counter.
 
 
 def drop_threshold(p: float) -> int:
-    """How many of the 65,536 possible draws drop an element: p rounded to a multiple of 1/65536 below 1."""
+    """Return how many of the 65,536 possible draws drop an element: p rounded to a multiple of 1/65536 below 1."""
     return min(round(p * 65536), 65535)
 
 
@@ -49,7 +49,7 @@ def sample_masks(seeds: Tensor, location: int, first_position: int = 0) -> list[
 @functools.lru_cache(maxsize=8)
 def _generator(seed: int, thread: int) -> tuple[Any, Any]:
     """Return a generator and its state, one for each thread. Creating one takes 16 µs."""
-    import numpy as np  # torch has no such generator for a CPU
+    import numpy as np  # torch has no such generator for a CPU.
 
     generator = np.random.Philox(key=np.array([seed % WORD, 0], dtype=np.uint64))
     return generator, generator.state
@@ -71,7 +71,7 @@ def zero_dropped(x: Tensor, drawn: Tensor, p: float, out: Tensor) -> None:
     passes, and the whole dropout in bf16 would take 4 % longer.
     """
     bits = _INTEGERS[x.element_size()]
-    if threshold := drop_threshold(p):  # 0: nothing is dropped
+    if threshold := drop_threshold(p):  # If the threshold is 0, nothing is dropped.
         torch.ops.aten.threshold_backward.grad_input(
             x.view(bits), drawn.to(bits), threshold - 32769, grad_input=out.view(bits)
         )
@@ -106,7 +106,7 @@ class _SeededDropout(torch.autograd.Function):
 
 
 def _call_seeded_dropout(x: Tensor, seeds: Tensor, p: float, location: int, first_position: int) -> Tensor:
-    if torch.compiler.is_compiling():  # the generator of a CPU cannot be traced
+    if torch.compiler.is_compiling():  # torch.compile cannot trace the generator of a CPU.
         out: Tensor = DROPOUT.operator(x, p, seeds, location, first_position)
         return out
     return DROPOUT(x, p, seeds, location, first_position)
@@ -115,7 +115,7 @@ def _call_seeded_dropout(x: Tensor, seeds: Tensor, p: float, location: int, firs
 def _seeded_dropout(x: Tensor, p: float, seeds: Tensor, location: int, first_position: int) -> Tensor:
     x = x.contiguous()
     s, _, h = x.shape
-    blocks, rows = -(-h // ELEMENTS), max(_AT_ONCE // h, 1)  # blocks for each position
+    blocks, rows = -(-h // ELEMENTS), max(_AT_ONCE // h, 1)  # number of blocks for each position
     out = x * keep_scale(p)
     for number, mask in enumerate(sample_masks(seeds, location)):
         for first in range(0, s, rows):

@@ -11,13 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCKS = 64  # counter blocks of one Triton program: 1,024 elements
-WARPS = 2  # one block for each thread
+BLOCKS = 64  # One Triton program computes this number of counter blocks: 1,024 elements.
+WARPS = 2  # Each thread computes one block.
 
 
 @triton.jit
 def philox_4x64(c0, c1, c2, c3, k0, k1):
-    """Four uint64 words from a counter and a key, in ten rounds."""
+    """Return four random uint64 words from a counter and a key, in ten rounds."""
     for _ in tl.static_range(10):
         high0, low0 = tl.umulhi(c0, 0xD2E7470EE14C6C93), c0 * 0xD2E7470EE14C6C93
         high1, low1 = tl.umulhi(c2, 0xCA5A826395121157), c2 * 0xCA5A826395121157
@@ -47,7 +47,7 @@ def dropout_kernel(
         same + seed.to(tl.uint64),
         same,
     )
-    word = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(BLOCKS * 4)  # w0, w1, w2, w3 of each block
+    word = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(BLOCKS * 4)  # Each block has the words w0, w1, w2, w3.
     draw = tl.join(
         tl.join(word.to(tl.int16), (word >> 32).to(tl.int16)),
         tl.join((word >> 16).to(tl.int16), (word >> 48).to(tl.int16)),

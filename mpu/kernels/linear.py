@@ -9,7 +9,7 @@ Legend: r rows of x, t tokens, i input features, o output features.
 import torch
 from torch import Tensor
 
-_ELEMENTS = 1 << 19  # elements of the weight that exist in float32 at once: 2 MB
+_ELEMENTS = 1 << 19  # At most this number of the weight's elements exist in float32 at once: 2 MB.
 
 
 def matrix_vector_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -53,7 +53,7 @@ def linear_in_float32_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> 
 
 
 PARTS = 4
-LEAST_TOKENS = 512  # in a part
+LEAST_TOKENS = 512  # A part has at least this number of tokens.
 
 
 def weight_gradient_in_parts(dy: Tensor, x: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ class TritonKernel(Generic[P, R]):
         self.operator.register_fake(fake or reference)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        # A call of an operator loads torch's compiler: 1 s and 70 MB. So a CPU calls the function.
+        # Calling an operator loads torch's compiler, which takes 1 s and 70 MB. So a CPU calls the function.
         function: Callable[P, R] = self.operator if _first_tensor(args).is_cuda else self.reference
         return function(*args, **kwargs)
 
@@ -100,17 +100,17 @@ class TritonKernel(Generic[P, R]):
         return self._chosen[dtype](*args, **kwargs)
 
     def compare(self, device: torch.device, dtype: torch.dtype) -> str:
-        """Return how the kernel differs from its reference on the examples; "" if it does not."""
+        """Return how the kernel differs from its reference on the examples, or "" if they agree."""
         for example in self._examples(device, dtype):
             expected = _results(self.reference, example)
             try:
                 found = _results(self.kernel, example)
-            except Exception as error:  # the reference can replace a kernel that fails in any way
+            except Exception as error:  # If the kernel fails in any way, the reference replaces it.
                 reason = " ".join(str(error).split())
                 return f"it raised {type(error).__name__}: {reason[:200]}"
             for a, b in zip(expected, found, strict=True):
                 difference = (b.double() - a.double()).abs().max() / a.double().abs().max().clamp_min(1e-30)
-                if not difference <= tolerance(a.dtype):  # also if it is NaN
+                if not difference <= tolerance(a.dtype):  # This is also true if the difference is NaN.
                     return f"it differs from its reference by {difference:.1e} of the largest value {tuple(a.shape)}"
         return ""
 
@@ -121,7 +121,7 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 def example_tensor(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the same normally distributed numbers in each call, without a use of torch's default generator."""
+    """Return normally distributed numbers, the same in each call. This does not use torch's default generator."""
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randn(shape, generator=generator).to(device=device, dtype=dtype)
 
@@ -132,7 +132,7 @@ def _first_tensor(args: Sequence[Any]) -> Tensor:
 
 
 def _results(function: Callable[..., Any], example: Sequence[Any]) -> list[Tensor]:
-    """Return the results of a function, and its arguments after the call, without a change of `example`."""
+    """Call a function with copies of the arguments. Return its results and the changed copies."""
     args = [
         value.clone()
         if isinstance(value, Tensor)
