@@ -1,4 +1,4 @@
-"""Every program: `gpt2 NAME [flags]`, in a checkout also `python -m megatron.gpt2 NAME [flags]`."""
+"""Start any program of the project: `gpt2 NAME [flags]`, in a checkout also `python -m megatron.gpt2 NAME [flags]`."""
 
 import ast
 import importlib
@@ -11,7 +11,8 @@ from typing import NoReturn
 
 from data_utils.command_line import as_command, configure_output
 
-# Program name -> "module:function". Only the called program is imported, so it needs no other program's packages.
+# This maps a program's name to "module:function". Only the called program is imported, so it needs no other program's
+# packages.
 PROGRAMS = {
     "pretrain": "commands.pretrain_gpt2:main",
     "generate-text": "commands.generate_text:main",
@@ -74,7 +75,7 @@ def about(target: str) -> str:
 
 
 def main() -> NoReturn:
-    """The entry point of the installed commands: `gpt2 NAME`, `gpt2-NAME`, and `gpt2`, which lists all names."""
+    """Run the installed commands: `gpt2 NAME`, `gpt2-NAME`, and `gpt2`, which lists all names."""
     called, words = Path(sys.argv[0]).stem, sys.argv[1:]
     if called.startswith("gpt2-"):
         run(called.removeprefix("gpt2-"))

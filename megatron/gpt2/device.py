@@ -36,10 +36,10 @@ from megatron.gpt2.dist.ranks import RankInfo, format_ranks
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
 
-# Values that make cuBLAS deterministic with several streams (cuBLAS documentation, "Results Reproducibility").
+# These values make cuBLAS deterministic with several streams (cuBLAS documentation, "Results Reproducibility").
 CUBLAS_WORKSPACES = (":4096:8", ":16:8")
 
-# Dense 16-bit TFLOP/s from the datasheets, by a pattern of the device name. The first match is used.
+# These are dense 16-bit TFLOP/s of datasheets. The key is a pattern of the device name; the first match is used.
 DATASHEET_TFLOPS = (
     ("B200", 2250),
     ("GB200", 2500),
@@ -93,10 +93,11 @@ def _choose_own_device(requested: str, rank_info: RankInfo, environ: Mapping[str
     cpu = torch.device("cpu")
     if requested == "cpu":
         return cpu, "device: cpu (--device cpu)"
-    with warnings.catch_warnings(record=True) as caught:  # torch's warning contains the reason if CUDA fails
+    with warnings.catch_warnings(record=True) as caught:  # If CUDA fails, torch's warning contains the reason.
         warnings.simplefilter("always")
         visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if visible == 1 and rank_info.local_world_size > 1:  # a separate GPU per rank, or one for all: compare UUIDs later
+    # Each rank has a separate GPU, or all share one: the UUIDs are compared later.
+    if visible == 1 and rank_info.local_world_size > 1:
         return torch.device("cuda", 0), f"device: {torch.cuda.get_device_name(0)}, the only GPU that this rank sees"
     if visible:
         require(
@@ -105,7 +106,7 @@ def _choose_own_device(requested: str, rank_info: RankInfo, environ: Mapping[str
             f"at most {visible}, or train on the CPU with --device cpu --distributed-backend gloo",
         )
         return torch.device("cuda", rank_info.local_rank), f"device: {torch.cuda.get_device_name(rank_info.local_rank)}"
-    problem = ""  # also "" if the GPU is hidden on purpose
+    problem = ""  # It is also "" if the GPU is hidden on purpose.
     if gpu_present() and environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
         detail = f" ({' '.join(str(caught[0].message).split())})" if caught else ""
         problem = (
@@ -157,11 +158,11 @@ def choose_precision(requested: str, device: torch.device) -> tuple[torch.dtype,
 
 
 def cpu_bf16_feature(cpuinfo: str = "/proc/cpuinfo") -> str:
-    """Return the name of the CPU feature for bf16 products, or "". cpuinfo: the file that lists the features."""
+    """Return the name of the CPU's feature for bf16 products, or "". cpuinfo: the file that lists the features."""
     text = ""
     with contextlib.suppress(OSError):
         text = Path(cpuinfo).read_text()
-    line = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)  # x86 and ARM
+    line = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)  # x86 has the first name, ARM the second.
     features = line[1].split() if line else []
     return next((name for name in ("amx_bf16", "avx512_bf16", "bf16") if name in features), "")
 
@@ -197,7 +198,7 @@ def set_threads(rank_info: RankInfo, environ: Mapping[str, str] = os.environ) ->
 def usable_cores(root: str = "/") -> int:
     """Return the number of physical cores that this process may use, by its affinity and the quota of its cgroup.
     Hyperthreads of one core count once. root: the root of the file system."""
-    if not hasattr(os, "sched_getaffinity"):  # not Linux
+    if not hasattr(os, "sched_getaffinity"):  # Only Linux has this function.
         return os.cpu_count() or 1
     cores = set()
     for cpu in os.sched_getaffinity(0):
@@ -207,7 +208,7 @@ def usable_cores(root: str = "/") -> int:
 
 
 def cgroup_cpus(root: str = "/") -> float:
-    """Return the smallest CPU quota of this process's cgroup and its parents (version 2 or 1), in CPUs, or inf."""
+    """Return the smallest CPU quota, in CPUs, of this process's cgroup and its parents (version 2 or 1), or inf."""
     quotas = [float("inf")]
     for folder in cgroup_folders("cpu", root):
         # The file is missing in the root cgroup, and in cgroups that are not visible in this container.
@@ -261,7 +262,7 @@ def set_cuda_variables(
     order, and with a high-priority communication stream the product does not occupy all processors first (as in
     Megatron).
     """
-    if "PYTORCH_CUDA_ALLOC_CONF" not in environ:  # its older name
+    if "PYTORCH_CUDA_ALLOC_CONF" not in environ:  # This is the variable's older name.
         environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     if model_parallel_size > 1:
         environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -286,7 +287,7 @@ def deterministic_algorithms() -> Iterator[None]:
     `torch.use_deterministic_algorithms` does the same, but imports torch's compiler, which takes a second.
     """
     blas = torch.backends.cuda.matmul
-    fill: Any = torch.utils.deterministic  # a module with a property
+    fill: Any = torch.utils.deterministic  # It is a module with a property.
     before = (
         torch.get_deterministic_debug_mode(),
         fill.fill_uninitialized_memory,
@@ -321,8 +322,8 @@ def set_allocator(device: torch.device, environ: Mapping[str, str] = os.environ)
     if device.type != "cpu" or own or "LD_PRELOAD" in environ or platform.libc_ver()[0] != "glibc":
         return ""
     mallopt = ctypes.CDLL(None).mallopt
-    mmap_threshold, trim_threshold, top_pad = -3, -1, -2  # malloc.h
-    kept = next((size for size in (256, 32) if mallopt(mmap_threshold, size << 20)), 0)  # an old glibc allows only 32
+    mmap_threshold, trim_threshold, top_pad = -3, -1, -2  # The numbers are those of malloc.h.
+    kept = next((size for size in (256, 32) if mallopt(mmap_threshold, size << 20)), 0)  # An old glibc allows only 32.
     if not kept or not mallopt(trim_threshold, -1) or not mallopt(top_pad, 64 << 20):
         return ""
     return f"allocator: glibc keeps freed blocks of up to {kept} MB for the next step"
@@ -355,14 +356,14 @@ def _measure_gemm_flops(device: torch.device, dtype: torch.dtype, seconds: float
         is_new = took < seconds / 20 and size < 8192
         if is_new:
             size *= 2
-            # Use different numbers: with ones, an H200 needs less power and is 13 % faster.
+            # The numbers differ, because with ones an H200 needs less power and is 13 % faster.
             numbers = torch.arange(size * size, device=device, dtype=torch.float32).sin().view(size, size).to(dtype)
         start = time.perf_counter()
         torch.nn.functional.linear(numbers, numbers)  # [size, size] x [size, size]
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         took = time.perf_counter() - start
-        if not is_new:  # the first product of a size is a warm-up
+        if not is_new:  # The first product of a size is a warm-up.
             best = max(best, 2 * size**3 / took)
     return best
 

@@ -26,8 +26,8 @@ from megatron.gpt2.model.gpt2 import parameter_specs
 from mpu.partition import TensorSlice
 
 _NATURAL = range(1 << 62)
-_PADDING = 1 << 16  # the most padding rows of the vocabulary that are accepted
-_MAX_CELLS = 1 << 26  # the most cells of the grid in `check_coverage`
+_PADDING = 1 << 16  # At most this number of padding rows of the vocabulary is accepted.
+_MAX_CELLS = 1 << 26  # The grid in `check_coverage` has at most this number of cells.
 _COUNTS = ("vocab_size", "iteration", "train_iters", "decay_iters", "consumed_samples", "global_batch_size")
 _STEPS = ("optimizer.good_steps", "optimizer.skipped_steps", "optimizer.adam_steps")
 _SCALER = [f"optimizer.loss_scaler.{name}" for name in ("scale", "clean_steps", "hysteresis_left")]
@@ -40,7 +40,7 @@ def intersection(a: TensorSlice, b: TensorSlice) -> TensorSlice:
 
 
 def relative_slice(part: TensorSlice, outer: TensorSlice) -> TensorSlice:
-    """`part` with its offset counted from the start of `outer`."""
+    """Return `part` with its offset counted from the start of `outer`."""
     return TensorSlice(tuple(p - o for p, o in zip(part.offset, outer.offset, strict=True)), part.shape)
 
 
@@ -61,7 +61,8 @@ def check_coverage(name: str, shape: tuple[int, ...], slices: Sequence[TensorSli
     if (covered := sum(tensor_slice.numel for tensor_slice in slices)) != math.prod(shape):
         raise ValueError(f"{name}: its slices hold {covered} entries of {math.prod(shape)}")
     edges: list[list[int]] = []
-    for parts in zip(*(tensor_slice.slices() for tensor_slice in slices), strict=True):  # along each dimension
+    # Each step takes one dimension.
+    for parts in zip(*(tensor_slice.slices() for tensor_slice in slices), strict=True):
         edges.append(sorted({*(part.start for part in parts), *(part.stop for part in parts)}))
     if math.prod(map(len, edges)) > _MAX_CELLS:
         raise ValueError(f"{name}: has too many slices at different positions")
@@ -80,7 +81,7 @@ class TensorInfo(NamedTuple):
     """The dtype and the shape of a tensor."""
 
     dtype: torch.dtype
-    shape: tuple[int, ...]  # global, without padding
+    shape: tuple[int, ...]  # the global shape, without padding
 
 
 class BaseCheckpoint:
@@ -113,7 +114,8 @@ class BaseCheckpoint:
         return out
 
     def read_into(self, out: Tensor, name: str, offset: tuple[int, ...]) -> None:
-        """Fill `out`, of any dtype and device, with the slice of `name` at `offset` that has the shape of `out`."""
+        """Fill `out`, of any dtype and device, with a slice of `name`. The slice begins at `offset` and has the shape
+        of `out`."""
         raise NotImplementedError
 
 
@@ -159,7 +161,7 @@ def _flatten(values: Mapping[str, Any], before: str = "", depth: int = 3) -> Ite
 
 
 def _metadata_types() -> dict[str, Any]:
-    """Return the type, or the range of numbers, of each value that a run uses, by the names of `_flatten`."""
+    """Return the type, or the range of numbers, of each value that a run uses. The keys are the names of `_flatten`."""
     hints: dict[str, Any] = dict.fromkeys(("config", "layout", "optimizer", "optimizer.loss_scaler"), dict)
     hints |= dict.fromkeys((*_COUNTS, *_STEPS), _NATURAL) | dict.fromkeys(_SCALER, float)
     hints |= {"tokenizer": dict | None, "tokenizer.fingerprint": str}
@@ -170,7 +172,7 @@ def _metadata_types() -> dict[str, Any]:
 
 
 def _has_type(value: Any, hint: Any) -> bool:
-    """Return True if the JSON `value` has the annotated type `hint` of a config's field, or is in the range `hint`."""
+    """Return True if the JSON `value` has the type `hint` of a config's field, or is in the range `hint`."""
     if isinstance(hint, types.UnionType):
         return any(_has_type(value, member) for member in typing.get_args(hint))
     if typing.get_origin(hint) is tuple:

@@ -25,12 +25,12 @@ from data_utils.files import add_path, fsync_path, no_follow, try_lock
 from megatron.gpt2.checkpoint.save_folder import BEST, TRACKER, FolderInUse, make_save_folder
 
 PATTERN = "lease_" + 10 * "[0-9]"
-RENEWAL_INTERVAL = 2.0  # seconds
-LIFETIME = 10.0  # seconds without a renewal after which a lease has ended
+RENEWAL_INTERVAL = 2.0  # seconds between two renewals
+LIFETIME = 10.0  # A lease ends after this number of seconds without a renewal.
 
 
 class LeaseLostError(OSError):
-    """A later run has taken the folder. The message is one line."""
+    """This error says that a later run has taken the folder. Its message is one line."""
 
 
 class Lease:
@@ -54,11 +54,11 @@ class Lease:
                 file = open(path, "x+b", buffering=0, opener=no_follow)  # noqa: SIM115
                 break
             except FileExistsError:
-                pass  # another start has taken this number
+                pass  # Another start has taken this number.
             except OSError as error:
                 add_path(error, path)
                 raise ValueError(f"--save {self._folder}: cannot be written: {error.strerror}") from error
-        with contextlib.suppress(OSError):  # a file system without locks
+        with contextlib.suppress(OSError):  # The file system may have no locks.
             try_lock(file)
         file.write(text.encode())
         for earlier in self._folder.glob(PATTERN):
@@ -71,7 +71,7 @@ class Lease:
     def check(self) -> None:
         """Call this before each commit. Raises LeaseLostError if this run is no longer the owner of the folder."""
         later = [path for path in self._folder.glob(PATTERN) if path.name != self._path.name]
-        # Without any lease, the folder was removed or moved, and no other run has it.
+        # If there is no lease, the folder was removed or moved, and no other run has it.
         if _read(self._path) != self._text and (self._path.exists() or later):
             self.is_lost = True
             owner = _read(max(later, default=self._path)).partition(",")[0] or "a later run"
@@ -88,13 +88,13 @@ class Lease:
         """Return whether the folder was removed, moved or replaced. Call it after `check`."""
         try:
             return not os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno()))
-        except OSError as error:  # another error may pass
+        except OSError as error:  # Another error may be temporary.
             return isinstance(error, FileNotFoundError | NotADirectoryError)
 
     def release(self) -> None:
-        """End the lease. Its file stays, so that the next number is higher."""
+        """End the lease. Its file stays, so that the next lease has a higher number."""
         self._released.set()
-        self._renewal.join(RENEWAL_INTERVAL)  # storage that does not answer must not keep the process
+        self._renewal.join(RENEWAL_INTERVAL)  # Storage that does not answer must not keep the process from ending.
         with contextlib.suppress(OSError):
             os.utime(self._file.fileno(), (0, 0))
         self._file.close()
@@ -106,7 +106,7 @@ class Lease:
                 os.utime(self._file.fileno())
 
     def _remove_uncommitted(self) -> None:
-        """Remove what an earlier owner may be about to commit. The next save removes the renamed folders."""
+        """Remove what an earlier owner may be about to commit. The next save deletes the renamed folders."""
         for folder in (self._folder, self._folder / BEST):
             with contextlib.suppress(OSError):
                 for path in folder.glob(f"{TRACKER}.tmp*"):
@@ -131,7 +131,7 @@ def check_not_in_use(folder: Path) -> int:
 
 
 def _is_owned(path: Path) -> bool:
-    """Return whether the lease `path` has a live owner, after LIFETIME seconds if necessary."""
+    """Return whether the lease `path` has a live owner. This may wait for LIFETIME seconds."""
     renewed = _renewed_at(path)
     with contextlib.suppress(OSError), open(path, "r+b", opener=no_follow) as file:
         if not try_lock(file):
@@ -155,7 +155,7 @@ def _read(path: Path) -> str:
 
 
 def _renewed_at(path: Path) -> int:
-    """Return the time of the last renewal, in ns; 0 if the lease has ended."""
+    """Return the time of the last renewal, in ns, or 0 if the lease has ended."""
     with contextlib.suppress(OSError), open(path, "rb", opener=no_follow) as file:
         return os.fstat(file.fileno()).st_mtime_ns
     return 0

@@ -40,18 +40,18 @@ from megatron.gpt2.checkpoint.writer import (
 from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.dist.rendezvous import temporary_group
 
-RUN_NAME_FILE = "local_checkpoints"  # the file in the --save folder that names the run
-CHECKPOINTS_KEPT = 2  # on each machine
+RUN_NAME_FILE = "local_checkpoints"  # This file in the --save folder names the run.
+CHECKPOINTS_KEPT = 2  # Each machine keeps this number of checkpoints.
 MESSAGE_BYTES = 64 << 20
 Transfer = tuple[str, int, int]  # a file, the sending rank, the receiving rank
 T = TypeVar("T")
-# A checkpoint on this machine: the "digest" of its manifest, all its "files" with their sizes, and the list "present"
-# of those files that are here.
+# An inventory of a checkpoint on this machine: the "digest" of its manifest, all its "files" with their sizes, and the
+# list "present" of those files that this machine has.
 LocalInventory = dict[str, Any]
 
 
 def run_name(save: str | Path) -> str:
-    """Return the name of the folder for local checkpoints of the run in `save`; "" if the run has no such name."""
+    """Return the name of the folder for local checkpoints of the run in `save`, or "" if the run has no such name."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
         if re.fullmatch(r"[0-9a-f]{1,16}", name := (Path(save) / RUN_NAME_FILE).read_text(encoding="ascii")):
             return name
@@ -122,8 +122,8 @@ class LocalCheckpoints:
         self._folder, self._rank, self._group, self._start_id, self._log = folder, rank, group, start_id, log
         machines = [[other for other, host in enumerate(hosts) if host == name] for name in dict.fromkeys(hosts)]
         self._is_first_on_machine = any(ranks[0] == rank for ranks in machines)
-        # For each rank, the rank of the next machine that receives a copy of its files. If the next machine has fewer
-        # ranks, one of them receives the files of several.
+        # For each rank, this gives the rank of the next machine that receives a copy of its files. If the next machine
+        # has fewer ranks, one of them receives the files of several ranks.
         self._receivers = {
             other: after[place % len(after)]
             for own, after in zip(machines, machines[1:] + machines[:1], strict=True)
@@ -169,7 +169,7 @@ class LocalCheckpoints:
             write_atomically(folder / MANIFEST, manifest)
             sync_folders(folder)
             if not list_iterations(self._folder):
-                make_folder(self._folder)  # puts its name on the disk
+                make_folder(self._folder)  # This makes the folder's name durable.
 
     def remove(self) -> None:
         """Remove all local checkpoints of the run."""
@@ -217,7 +217,8 @@ def _fetch(path: Path, by_rank: Sequence[LocalInventory | None], rank_info: Rank
     machine reports for the machine."""
     files: dict[str, int] = next(one["files"] for one in by_rank if one)
     hosts = rank_info.hosts or {0: ""}
-    firsts = {host: rank for rank, host in reversed(hosts.items())}.values()  # the first rank of each machine
+    # These are the first ranks of each machine.
+    firsts = {host: rank for rank, host in reversed(hosts.items())}.values()
     transfers: list[Transfer] = []
     for file in files:
         having = [rank for rank in firsts if (one := by_rank[rank]) and file in one["present"]]
@@ -233,7 +234,7 @@ def _fetch(path: Path, by_rank: Sequence[LocalInventory | None], rank_info: Rank
 
 
 def local_inventory(folder: Path) -> dict[str, LocalInventory]:
-    """Return the local checkpoints on this machine, by iteration."""
+    """Return the local checkpoints on this machine. The keys are iterations."""
     found = {}
     for number, path in list_iterations(folder):
         with contextlib.suppress(ValueError):
@@ -255,7 +256,7 @@ def newest_local_iteration(save: str, directory: str, *, one_machine: bool) -> i
 
 
 def newest_complete_iteration(everywhere: Sequence[Mapping[str, LocalInventory]]) -> int:
-    """Return the newest iteration whose files all exist on at least one machine; 0 without one."""
+    """Return the newest iteration whose files all exist on at least one machine, or 0 if there is none."""
     for number in sorted({number for one in everywhere for number in one}, key=int, reverse=True):
         inventories = [one[number] for one in everywhere if number in one]
         present = {file for one in inventories for file in one["present"]}

@@ -62,7 +62,7 @@ from megatron.gpt2.checkpoint.interface import (
 from mpu.partition import TensorSlice
 
 MANIFEST = "manifest.json"
-MAX_MANIFEST_BYTES = 16 << 20  # limit for the manifest and for each table, 1,000 times the size in a small run
+MAX_MANIFEST_BYTES = 16 << 20  # This limits the manifest and each table, to 1,000 times their size in a small run.
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -73,7 +73,7 @@ DTYPES = {
     "U8": torch.uint8,
 }
 DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
-# This form excludes absolute paths and "..".
+# This pattern excludes absolute paths and "..".
 _FILE_NAME = re.compile(r"mp_rank_\d{2,5}(_\d{3})?/[a-z]\w*\.safetensors", re.ASCII)
 
 
@@ -86,7 +86,7 @@ class FileInfo(NamedTuple):
 
 
 class SavedShard(NamedTuple):
-    """A saved slice of a tensor, with its file and its key there."""
+    """A saved slice of a tensor, with the name of its file and its key in that file."""
 
     tensor_slice: TensorSlice
     file: str
@@ -108,7 +108,7 @@ class TableInfo(NamedTuple):
 
 
 def table_path(rank: int) -> str:
-    """Return the path of a rank's table, relative to the iteration's folder."""
+    """Return the path of a rank's table, relative to the folder of the iteration."""
     return f"boxes/rank_{rank:05d}.jsonl"
 
 
@@ -131,12 +131,12 @@ def without_garbage_collection() -> Iterator[None]:
 
 
 def row_range(tensor_slice: TensorSlice) -> tuple[int, int]:
-    """Return the first row of a slice, and one past the last. A scalar has one row."""
+    """Return the first row of a slice, and the row after its last one. A scalar has one row."""
     return (tensor_slice.offset[0], tensor_slice.offset[0] + tensor_slice.shape[0]) if tensor_slice.shape else (0, 1)
 
 
 def extent(shards: Sequence[SavedShard]) -> tuple[int, int, int]:
-    """Return the first row, one past the last row, and the number of entries of some shards of a tensor."""
+    """Return the first row of some shards of a tensor, the row after their last one, and the number of shards."""
     tops, bottoms = zip(*(row_range(shard.tensor_slice) for shard in shards), strict=True)
     return min(tops), max(bottoms), sum(shard.tensor_slice.numel for shard in shards)
 
@@ -184,7 +184,7 @@ def parse_table(files: Any, tensors: Mapping[str, TensorInfo]) -> RankTable:
 def check_file_size(path: Path, expected: int) -> None:
     """Raise ValueError unless the file `path` exists and has `expected` bytes."""
     with wrap_errors(path):
-        if not path.is_file():  # opening a pipe would wait for a writer
+        if not path.is_file():  # Opening a pipe would wait for a writer.
             raise ValueError("missing")
         if (size := path.stat().st_size) != expected:
             raise ValueError(f"has {size:,} bytes instead of {expected:,}")
@@ -211,7 +211,7 @@ class NativeCheckpoint(BaseCheckpoint):
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._parsed: dict[int, RankTable] = {}
-        self._file_infos: dict[str, FileInfo] = {}  # by path, from all tables in `_parsed`
+        self._file_infos: dict[str, FileInfo] = {}  # Each path in the tables of `_parsed` has an entry.
         self._mapped: dict[str, tuple[Any, dict[str, int]]] = {}
         self._lock = threading.Lock()
         manifest = self.path / MANIFEST
@@ -239,13 +239,15 @@ class NativeCheckpoint(BaseCheckpoint):
             raise ValueError(f"format version {version} does not exist")
         self.metadata = dict(manifest["facts"])
         if isinstance(layout := self.metadata.get("layout"), dict) and "pipeline_parallel_size" in layout:
-            layout["pipeline_model_parallel_size"] = layout.pop("pipeline_parallel_size")  # the name until 0.3
+            # This was the key's name until version 0.3.
+            layout["pipeline_model_parallel_size"] = layout.pop("pipeline_parallel_size")
         self.tensors = {
             name: TensorInfo(DTYPES[info["dtype"]], _integers(info["shape"]))
             for name, info in manifest["tensors"].items()
         }
         self.tables: dict[str, TableInfo] = {}
-        # By tensor and index of a table: the first row, one past the last row, and the number of entries in the table.
+        # For each tensor and table, this gives the first row, the row after the last one, and the number of entries in
+        # the table.
         self._held: dict[str, dict[int, tuple[int, int, int]]] = {}
         if version == 1:
             self.tables[MANIFEST] = TableInfo(len(data), self.digest)
@@ -278,7 +280,7 @@ class NativeCheckpoint(BaseCheckpoint):
         self._parsed[number] = table
 
     def _table(self, number: int) -> RankTable:
-        """Return a table. The first call for it reads the file."""
+        """Return a table. The first call for a table reads its file."""
         with self._lock:
             if number not in self._parsed:
                 path, info = list(self.tables.items())[number]
@@ -317,7 +319,8 @@ class NativeCheckpoint(BaseCheckpoint):
         paths = list(self.tables)
         tables = max(len(paths), 1)
         try:
-            # Each rank checks whole tables. If there are more ranks than tables, several ranks share a table's files.
+            # Each rank checks whole tables. If there are more ranks than tables, several ranks share the files of a
+            # table.
             for number in range(rank % tables, len(paths), world_size):
                 sharing = max(len(range(number, world_size, tables)), 1)
                 files = list(self._table(number).files)[rank // tables :: sharing]
@@ -374,7 +377,7 @@ class NativeCheckpoint(BaseCheckpoint):
             header, starts, size = file_header(shard.file, self.iteration, slices)
             check_file_size(file, info.bytes)
             with wrap_errors(file):
-                # "c" is a private, writable mapping, because torch warns about read-only memory.
+                # "c" makes a private, writable mapping, because torch warns about read-only memory.
                 mapped = np.memmap(file, np.uint8, "c")
                 if len(mapped) != size or mapped[: len(header)].tobytes() != header:
                     raise ValueError("its header does not match the slices that its table lists")

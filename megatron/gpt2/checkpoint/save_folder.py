@@ -28,9 +28,10 @@ from megatron.gpt2.monitor.run_log import rename_old
 
 TRACKER = "latest_checkpointed_iteration.txt"
 BEST = "best"
-WRITTEN = ("", INCIDENTS, "tokenizer", BEST, f"{BEST}/tokenizer")  # folders in which a run writes by name
+# A run writes into these folders of the --save folder by name.
+WRITTEN = ("", INCIDENTS, "tokenizer", BEST, f"{BEST}/tokenizer")
 _ITERATION = re.compile(r"iter_(\d{7,12})(?:\.old-(\d{1,3}))?", re.ASCII)
-# A format, and patterns of files that its iteration's folder has. "megatron" stands for all versions.
+# These are the formats, each with patterns of files in the folder of its iteration. "megatron" stands for all versions.
 FORMAT_FILES = (
     ("native", MANIFEST),
     ("torch_dist", ".metadata", "metadata.json"),
@@ -41,25 +42,26 @@ FORMAT_FILES = (
     ("huggingface", "config.json", "pytorch_model.bin*"),
     ("nanogpt", "ckpt.pt"),
 )
-FOLDER_FILES = re.compile(r"model(_optim)?_rng\.pt|common\.pt|mp_rank_.*")  # .pt files that are not nanoGPT's
+FOLDER_FILES = re.compile(r"model(_optim)?_rng\.pt|common\.pt|mp_rank_.*")  # These .pt files are not nanoGPT's.
 Log = Callable[[str], None]
-Gather = Callable[[str], list[str]]  # a collective: each rank passes a text and gets the texts of all ranks, by rank
+# It is a collective: each rank passes a text and gets the texts of all ranks, in the order of the ranks.
+Gather = Callable[[str], list[str]]
 
 
 class NoValidCheckpoint(ValueError):
-    """All checkpoints of a folder are damaged."""
+    """This error says that all checkpoints of a folder are damaged."""
 
     cause = "damaged checkpoint"
 
 
 class FolderInUse(ValueError):
-    """Another process uses the folder. exit_code: the exit code of the process."""
+    """This error says that another process uses the folder. exit_code: the exit code of this process."""
 
     exit_code = 2
 
 
 def gather_alone(text: str) -> list[str]:
-    """`Gather` for one rank."""
+    """Return what `Gather` returns if there is only one rank."""
     return [text]
 
 
@@ -123,7 +125,7 @@ def _load_order(directory: Path) -> tuple[Any, ...]:
         return None, names
     try:
         with wrap_errors(tracker):
-            if not tracker.is_file():  # opening a pipe would wait for a writer
+            if not tracker.is_file():  # Opening a pipe would wait for a writer.
                 raise ValueError("is not a file" if os.path.lexists(tracker) else "missing")
             text = _read_start(tracker)
             if not re.fullmatch(rb"\s*\d{1,12}\s*", text):
@@ -131,7 +133,7 @@ def _load_order(directory: Path) -> tuple[Any, ...]:
     except ValueError as error:
         return None, names, str(error)
     first = [f"iter_{int(text):07d}"]
-    if first[0] not in names:  # after a crash between the two renames of a commit, it has another name
+    if first[0] not in names:  # A crash between the two renames of a commit leaves it under another name.
         first += [name for name in names if name.startswith(f"{first[0]}.")][:1]
     return int(text), [*first, *(name for name in names if name not in first)]
 
@@ -177,7 +179,7 @@ def best_loss(folder: Path, data_fingerprint: str, log: Log) -> float:
 
 
 def rename_old_best(save: Path, log: Log) -> None:
-    """Rename `best/` of an earlier run in `save`. A run that starts at iteration 0 calls this."""
+    """Rename `best/` of an earlier run in `save`. A run that starts at iteration 0 calls this function."""
     if (save / BEST / TRACKER).exists():
         log(f"WARNING: {save / BEST} is of an earlier run: it is now {rename_old(save / BEST)}")
 
@@ -196,7 +198,7 @@ def make_save_folder(folder: Path) -> None:
     for path in (path for place in WRITTEN for path in (folder / place).glob("*")):
         what = f"a symbolic link to {os.readlink(path)}" if path.is_symlink() else "a pipe or a device"
         is_usual = (path.is_file() or path.is_dir()) and not path.is_symlink()
-        if not is_usual and not path.name.startswith("iter_"):  # checkpoints are only read
+        if not is_usual and not path.name.startswith("iter_"):  # Checkpoints are only read.
             raise ValueError(
                 f"--save {folder}: {path} is {what}, where the run writes: remove it, or give another --save"
             )
@@ -224,14 +226,15 @@ def detect_format_by_file_names(path: str | Path, iteration: int | None = None) 
 
 
 def _candidates(path: Path, iteration: int | None) -> Iterator[Path]:
-    """Yield `path` and the folders in it that may hold the iteration, the most likely first."""
+    """Yield `path` and the folders in it that may have the iteration. The most likely folder is first."""
     yield path
     names = [str(iteration), f"global_step{iteration}"]
     if iteration is None:
-        trackers = (path / TRACKER, path / "latest")  # Megatron's and ours; DeepSpeed's
+        # Megatron and this project use the first name, DeepSpeed the second.
+        trackers = (path / TRACKER, path / "latest")
         names = [_read_start(file).decode("ascii", "replace").strip() for file in trackers if file.is_file()]
     for name in names:
-        if re.fullmatch(r"\w[\w.-]*", name, re.ASCII):  # not a path that leads out of the folder
+        if re.fullmatch(r"\w[\w.-]*", name, re.ASCII):  # The name is not a path that leads out of the folder.
             yield from (path / f"iter_{int(name):07d}", path / name) if name.isdigit() else (path / name,)
     if iteration is None:
         yield from (folder for _, folder in list_iterations(path))
@@ -254,7 +257,8 @@ def require_native_format(
             )
         return
     flags = ""
-    if num_attention_heads and format in ("megatron", "deepspeed", "dcp"):  # these may lack the number of heads
+    # These formats may not have the number of heads.
+    if num_attention_heads and format in ("megatron", "deepspeed", "dcp"):
         flags = f" --num-attention-heads {num_attention_heads}"
     if with_tokenizer and format != "huggingface":
         flags += " --vocab-file FILE --merge-file FILE"

@@ -39,10 +39,10 @@ from megatron.gpt2.checkpoint.writer import (
 from megatron.gpt2.dist.ranks import format_ranks
 from megatron.gpt2.hooks import StopRun
 
-GRACE_SECONDS = 5.0  # at the end of a run, rank 0 waits this long for files of ranks that may be dead
+GRACE_SECONDS = 5.0  # At the end of a run, rank 0 waits for this time for files of ranks that may be dead.
 _POLL_SECONDS = 0.02
 _TOO_SLOW = "too slow"
-_ALIGNMENT = 64  # bytes, of every tensor in the host buffer
+_ALIGNMENT = 64  # Every tensor in the host buffer starts at a multiple of this number of bytes.
 
 
 @dataclass
@@ -90,7 +90,7 @@ class Saver:
     check_owner: Callable[[], object] = lambda: None
     saved_iteration: int | None = None
     problem: str = ""
-    _host_buffer: Tensor | None = None  # for --async-save
+    _host_buffer: Tensor | None = None  # --async-save uses this buffer.
     _saves: int = 0
     _pending: PendingSave | None = None
 
@@ -122,7 +122,7 @@ class Saver:
             files = _copy_to_host(files, self._host_buffer)
         self._pending = pending = PendingSave()
         job = (pending.committed, self.write, iteration, files, metadata, pending, into)
-        # A daemon: storage that does not answer does not keep the process from ending.
+        # The thread is a daemon, so storage that does not answer does not keep the process from ending.
         threading.Thread(target=run_future, args=job, name="saver", daemon=True).start()
         return None if self.asynchronous else self.finish()
 
@@ -148,7 +148,7 @@ class Saver:
             if self.rank == 0:
                 for stale in set(directory.glob("iter_*.tmp-*")) - {
                     folder
-                }:  # other ranks may already write into `folder`
+                }:  # Other ranks may already write into `folder`.
                     shutil.rmtree(stale, ignore_errors=True)
             write_rank_files(folder, iteration, files, self.rank)
             pending.own.set_result(None)
@@ -157,7 +157,7 @@ class Saver:
                 try:
                     commit(folder, final, metadata, self.world_size, self.log, self.check_owner)
                 except OSError:
-                    self.check_owner()  # has the reason, if another run has removed the files
+                    self.check_owner()  # If another run has removed the files, this call raises the reason.
                     raise
                 remove_old_checkpoints(directory, iteration, keep_last, self.log)
         except BaseException as error:
@@ -175,7 +175,7 @@ class Saver:
     def _wait_for_tables(self, folder: Path, pending: PendingSave) -> None:
         tables = {Path(table_path(rank)).name: rank for rank in range(self.world_size)}
         began = time.monotonic()
-        # One listing for all ranks. With thousands of ranks, a query for each file would load the file system.
+        # One listing serves all ranks. With thousands of ranks, a query for each file would load the file system.
         while missing := tables.keys() - set(os.listdir((folder / table_path(0)).parent)):
             if pending.problem:
                 raise OSError(pending.problem)
@@ -204,12 +204,12 @@ class Saver:
         path = pending.committed.result()
         if failed:
             return None
-        if path.parent == self.folder:  # not best/
+        if path.parent == self.folder:  # The checkpoint is not in best/.
             self.saved_iteration = int(path.name.removeprefix("iter_"))
         return path
 
     def _gather_errors(self, result: Future[Any], pending: PendingSave) -> list[str]:
-        """Wait for `result`, and return the OSError of each rank, "" without one."""
+        """Wait for `result`, and return the OSError of each rank as text, "" if it has none."""
         done, _ = wait([result], self.storage_timeout_s)
         error = result.exception() if done else OSError(_TOO_SLOW)
         texts = self.gather((str(error) or repr(error)) if isinstance(error, OSError) else "")
@@ -232,7 +232,7 @@ class Saver:
 
 
 def _sizes(files: ShardedFiles) -> list[int]:
-    """Return the bytes of each tensor in the host buffer."""
+    """Return the number of bytes of each tensor in the host buffer."""
     return [-(-shard.data.nbytes // _ALIGNMENT) * _ALIGNMENT for shards in files.values() for shard in shards.values()]
 
 
@@ -245,9 +245,9 @@ def _allocate_host_buffer(files: ShardedFiles, local_world_size: int) -> tuple[T
     try:
         buffer = torch.empty(
             size, dtype=torch.uint8
-        ).zero_()  # zero_ maps the pages; else the first copy takes 10 x longer
+        ).zero_()  # zero_ maps the pages; otherwise the first copy takes 10 times as long.
         if any(shard.data.is_cuda for shards in files.values() for shard in shards.values()):
-            # Pin by hand: pin_memory=True allocates the next power of two.
+            # Pin the memory by hand, because pin_memory=True allocates the next power of two.
             cudart = torch.cuda.cudart()
             torch.cuda.check_error(cudart.cudaHostRegister(buffer.data_ptr(), size, 0))
             weakref.finalize(buffer, cudart.cudaHostUnregister, buffer.data_ptr())

@@ -53,7 +53,7 @@ from megatron.gpt2.checkpoint.save_folder import TRACKER, Log, list_iterations
 from megatron.gpt2.monitor.run_log import rename_old
 from mpu.partition import TensorSlice
 
-_CHUNK = 1 << 20  # bytes; small enough to be hashed from the processor's cache
+_CHUNK = 1 << 20  # A chunk of this number of bytes is hashed from the processor's cache.
 _WRITE_BACK = 16 << 20
 
 
@@ -89,7 +89,7 @@ def temporary_folder(final: Path, save_id: str) -> Path:
 def write_rank_files(folder: Path, iteration: int, files: ShardedFiles, rank: int) -> bytes:
     """Write this rank's `files` into `folder`, then its table, and return the table. Raises OSError if a file cannot be
     written, or if a reader would refuse the table."""
-    # Tensors that `load` returns may be as large as memory, so such files are written one at a time.
+    # Tensors that `load` returns may need all memory, so such files are written one at a time.
     streamed = any(shard.load for shards in files.values() for shard in shards.values())
     infos = in_threads(
         lambda file: write_safetensors(folder, file, iteration, files[file]), files, 1 if streamed else IO_THREADS
@@ -132,7 +132,7 @@ def write_safetensors(folder: Path, file: str, iteration: int, shards: Mapping[s
     sha256 = hashlib.sha256(header)
     if not slices:
         return FileInfo(0, "", slices)
-    # "x": a slow writer must not overwrite a file that a different save has committed.
+    # Mode "x" keeps a slow writer from overwriting a file that a different save has committed.
     with _write_errors(folder / file, size), open(folder / file, "xb") as stream:
         stream.write(header)
         started = 0
@@ -143,7 +143,7 @@ def write_safetensors(folder: Path, file: str, iteration: int, shards: Mapping[s
                 chunk = data[start : start + _CHUNK]
                 stream.write(chunk)
                 sha256.update(chunk)
-                # Start writing the data to the disk now, so that the fsync at the end takes little time.
+                # The data goes to the disk from now on, so that the fsync at the end takes little time.
                 if (end := stream.tell()) - started >= _WRITE_BACK and hasattr(os, "posix_fadvise"):
                     os.posix_fadvise(stream.fileno(), started, end - started, os.POSIX_FADV_DONTNEED)
                     started = end
@@ -219,22 +219,23 @@ def commit(
     tables = ((folder / table_path(rank)).read_bytes() for rank in range(world_size))
     write_atomically(folder / MANIFEST, manifest_bytes(iteration, metadata, tables))
     try:
-        NativeCheckpoint(folder)  # do not commit a checkpoint that cannot be opened
+        NativeCheckpoint(folder)  # A checkpoint that cannot be opened is not committed.
     except ValueError as error:
         raise OSError(f"the files were not written correctly: {error}") from error
     sync_folders(folder)
     tracker, number = final.parent / TRACKER, f"{iteration}\n".encode()
-    # The tracker is replaced last. After a crash before that, it still names the earlier checkpoint.
-    successor_path = tracker.with_name(f"{TRACKER}.tmp-{folder.name}")  # of this run only
+    # The tracker file is replaced last. After a crash before that, it still names the earlier checkpoint.
+    successor_path = tracker.with_name(f"{TRACKER}.tmp-{folder.name}")  # Only this run uses this name.
     with _write_errors(tracker, len(number)), atomic_write(tracker, successor_path) as successor:
         successor.write(number)
-        flush_to_disk(successor)  # before the renames, so that a full disk cannot stop the commit between them
+        # The file is flushed before the renames, so that a full disk cannot stop the commit between them.
+        flush_to_disk(successor)
         check_owner()
         if final.exists() and folder.exists():
             log(f"WARNING: {final} exists already and is saved again: the existing one is now {rename_old(final)}")
         folder.rename(final)
         fsync_path(final.parent)
-        # Leaving this block renames the new tracker into place.
+        # The end of this block renames the new tracker file into place.
 
 
 def sync_folders(folder: Path) -> None:
@@ -265,7 +266,7 @@ def rename_newer_checkpoints(directory: str | Path, iteration: int, log: Log) ->
     iterations = list_iterations(Path(directory))
     newest = next((number for number, _ in iterations if number <= iteration), -1)
     if newest >= 0:
-        # The tracker is first on the disk, so that it is right even after a crash in the next lines.
+        # The tracker file is written to the disk first, so that it is right even after a crash in the next lines.
         write_atomically(Path(directory) / TRACKER, f"{newest}\n".encode())
         fsync_path(directory)
         for number, folder in reversed(iterations):

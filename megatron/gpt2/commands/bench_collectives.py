@@ -32,13 +32,15 @@ from megatron.gpt2.dist.rendezvous import initialize_distributed
 from megatron.gpt2.dist.run_program import Log, run_program
 from mpu.mappings import all_gather_single, reduce_scatter_single
 
-PERIOD = 375  # elements after which the test values repeat
-TOLERANCE = {torch.float32: 1e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # relative; for the order of summation
-TIMEOUT_MINUTES = 5  # of the process group; one operation takes far less
-MIN_RUNS, MAX_RUNS, RUNS_SECONDS = 5, 1000, 0.2  # of an operation at a size, without --iters
-UNITS = {"G": 30, "M": 20, "K": 10, "": 0}  # powers of two
-PAIRS_BYTES, PAIRS_RUNS, MAX_PAIR_RANKS = 1 << 20, 9, 16  # below 1 MB, noise looks like a slow pair
-LINE = "{:<18} {:>9} {:>5} {:>11} {:>23} {:>10} {:>9}  {}"  # of the table
+PERIOD = 375  # The test values repeat after this number of elements.
+# The tolerances are relative and allow any order of summation.
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+TIMEOUT_MINUTES = 5  # This limits the process group; one operation takes much less time.
+# Without --iters, an operation runs this often, or for this number of seconds, at each size.
+MIN_RUNS, MAX_RUNS, RUNS_SECONDS = 5, 1000, 0.2
+UNITS = {"G": 30, "M": 20, "K": 10, "": 0}  # The numbers are the powers of two.
+PAIRS_BYTES, PAIRS_RUNS, MAX_PAIR_RANKS = 1 << 20, 9, 16  # Below 1 MB, noise looks like a slow pair.
+LINE = "{:<18} {:>9} {:>5} {:>11} {:>23} {:>10} {:>9}  {}"  # This formats a line of the table.
 HEADER = LINE.format("operation", "bytes", "runs", "median µs", "p10 – p90 µs", "algorithm", "bus GB/s", "result")
 
 
@@ -77,20 +79,21 @@ def ring_all_reduce(tensor: Tensor) -> None:
 
 
 def partner_of(group: ProcessGroup) -> int:
-    """Return the counterpart of this rank in the other half of the group; the last of an odd number has itself."""
+    """Return the counterpart of this rank in the other half of the group. The last of an odd number of ranks has
+    itself."""
     rank, half = group.rank(), group.size() // 2
     return rank if rank == 2 * half else (rank + half) % (2 * half)
 
 
 def send_recv(group: ProcessGroup, x: Tensor, y: Tensor) -> None:
-    """Send messages between partners, one after the other."""
+    """Send a message to the partner and receive one, one after the other."""
     rank, partner = group.rank(), partner_of(group)
     for sends in (rank < partner, rank > partner) if rank != partner else ():
         dist.send(x, partner) if sends else dist.recv(y, partner)
 
 
 def isend_irecv(group: ProcessGroup, x: Tensor, y: Tensor) -> None:
-    """Send messages between partners, both at once."""
+    """Send a message to the partner and receive one at the same time."""
     if (partner := partner_of(group)) != group.rank():
         exchange(partner, x, partner, y)
 
@@ -115,18 +118,18 @@ class Operation(NamedTuple):
 
 
 def all_reduce(kind: Any, combine: Callable[[Tensor], Tensor] = lambda x: x.sum(0), over: str = "") -> Operation:
-    """An all-reduce. combine(x): its result over the first dimension of x."""
+    """Run an all-reduce. combine(x): its result over the first dimension of x."""
     return Operation(lambda g, x, y: dist.all_reduce(y, kind, group=g), lambda x, g: combine(x), ring_factor, over=over)
 
 
 def ring_factor(n: int) -> float:
-    """Each element is summed over n ranks and sent back to them."""
+    """Return the bus factor of a ring, in which each element is summed over n ranks and sent back to them."""
     return 2 * (n - 1) / n
 
 
-# A rank keeps its own block of n, and its link carries the others.
+# A rank keeps its own one of n blocks, and its link carries the other blocks.
 block_operation = functools.partial(Operation, bus=lambda n: (n - 1) / n, has_blocks=True)
-# In the order of the table.
+# The operations have the order of the table.
 OPERATIONS = {
     "broadcast": Operation(lambda g, x, y: dist.broadcast(y, group=g, group_src=0), lambda x, g: x[0]),
     "all_reduce_sum": all_reduce(dist.ReduceOp.SUM),
@@ -183,12 +186,12 @@ def run_and_check(
     everything = torch.stack([sample_values(rank, blocks) for rank in dist.get_process_group_ranks(group)])
     expected = operation.expected(everything, group)
     right = expected is None or torch.allclose(y[: len(expected)], repeated(expected), rtol=TOLERANCE[dtype], atol=0)
-    y.zero_()  # a hundred sums in place would leave any range
+    y.zero_()  # After a hundred sums in place, the values would overflow.
     return run, x.nbytes, seconds, right
 
 
 def time_run(run: Callable[[], object], device: torch.device, group: ProcessGroup | None = None) -> float:
-    """Return the seconds of one run on this rank, after a barrier and until the device has the result."""
+    """Return the seconds of one run on this rank, from a barrier until the device has the result."""
     wait = functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     dist.barrier(group)
     wait()
@@ -199,14 +202,14 @@ def time_run(run: Callable[[], object], device: torch.device, group: ProcessGrou
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """Return the `value` of every rank of the world, by rank."""
+    """Return the `value` of every rank of the world, in the order of the ranks."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def time_runs(run: Callable[[], object], device: torch.device, runs: int) -> Tensor:
-    """[runs] seconds, each of the slowest rank of a run."""
+    """Return [runs] seconds: for each run, the time of the slowest rank."""
     return torch.tensor(gather_objects([time_run(run, device) for _ in range(runs)]), dtype=torch.float64).amax(0)
 
 
@@ -230,7 +233,7 @@ class BandwidthRow(NamedTuple):
     operation: str
     bytes: int
     iterations: int
-    seconds: float  # the median
+    seconds: float  # the median of the runs
     seconds_p10: float
     seconds_p90: float
     algorithm_bandwidth: float | None
@@ -303,13 +306,13 @@ def measure_pairs(device: torch.device, dtype: torch.dtype, deadline: float) -> 
                 elif rank == receiver:
                     dist.recv(data, sender)
 
-        round_trip()  # connects them
+        round_trip()  # The first message connects the two ranks.
         bandwidth[pair] = PAIRS_BYTES / time_runs(round_trip, device, PAIRS_RUNS).median() / 1e9
     return bandwidth
 
 
 def pairs_table(bandwidth: Tensor) -> str:
-    """Format the matrix of all pairs."""
+    """Format the matrix of the times of all pairs."""
     rows = [range(len(bandwidth)), *bandwidth.tolist()]
     cells = [[f"{x:>9.3f}" if number else f"{x:>9}" for x in row] for number, row in enumerate(rows)]
     names = [f"{name:>8}" for name in ("", *rows[0])]
@@ -350,12 +353,12 @@ def plot_bandwidth(rows: list[BandwidthRow], path: Path, title: str) -> str:
 
 
 def format_size(size: int) -> str:
-    """1024 -> 1K; a size that no unit divides stays a number of bytes."""
+    """Format a number of bytes: 1024 becomes 1K. A size that no unit divides stays a number of bytes."""
     return next(f"{size >> bits}{unit}" for unit, bits in UNITS.items() if size % (1 << bits) == 0)
 
 
 def parse_size(text: str) -> int:
-    """ "64K" -> 65536: a number of bytes, or of K, M or G (powers of 1024)."""
+    """Parse a number of bytes, or of K, M or G (powers of 1024): "64K" becomes 65536."""
     found = re.fullmatch(r"0*([1-9]\d*)([KMG]?)(I?B)?", text.upper())
     if not found:
         raise argparse.ArgumentTypeError(f"{text} is not a size: write 1024, 64K, 256M or 1G")
@@ -447,7 +450,7 @@ def measure_all(args: argparse.Namespace, device: torch.device, where: str) -> i
 
 
 def bench_collectives(argv: Sequence[str], rank_info: RankInfo, log: Log) -> int:
-    """Start the process group and measure; returns the exit code."""
+    """Start the process group and measure. Return the exit code."""
     args = parse_args(argv)
     call = f"{how_to_call('bench_collectives')} --nproc-per-node 2"
     require(rank_info.world_size > 1, f"this needs at least two ranks: {call}")
@@ -463,5 +466,5 @@ def bench_collectives(argv: Sequence[str], rank_info: RankInfo, log: Log) -> int
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: this process's); returns the exit code."""
+    """Run the command line `argv` (default: this process's). Return the exit code."""
     return run_program(bench_collectives, argv)

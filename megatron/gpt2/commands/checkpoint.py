@@ -48,7 +48,7 @@ MEGATRON = ("megatron-2019", "megatron-v2", "megatron-v3", "megatron-core", "tor
 OTHERS = ("huggingface", "gguf", "nanogpt", "dcp")
 TARGETS = ("native", *OTHERS, *MEGATRON)
 TENSOR_FLAGS = ("--model-parallel-size", "--tensor-model-parallel-size", "--target-tensor-model-parallel-size")
-CHECK_LIMIT = 1e-4  # difference of a logit; a correct conversion gives 0, other kernels give 1e-6
+CHECK_LIMIT = 1e-4  # This limits the difference of a logit. A correct conversion gives 0, and other kernels give 1e-6.
 
 
 def return_freed_memory() -> None:
@@ -57,7 +57,7 @@ def return_freed_memory() -> None:
     By default it keeps blocks of up to 32 MB in its heap, which fragments: 1.4 GB are lost for a 345M model.
     """
     if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
+        ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD is -3 in malloc.h.
 
 
 def print_stderr(line: str) -> None:
@@ -133,7 +133,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def open_from_args(args: argparse.Namespace, path: str) -> BaseCheckpoint:
-    """Open the source at `path`. The flags add what its files do not store."""
+    """Open the source at `path`. The flags add what its files do not contain."""
     return open_checkpoint(
         path, Hints(args.num_attention_heads, args.vocab_size, args.gelu, args.iteration), log=print_stderr
     )
@@ -148,7 +148,7 @@ def open_verified(args: argparse.Namespace, path: str) -> BaseCheckpoint:
 
 
 def open_pair(args: argparse.Namespace) -> list[BaseCheckpoint]:
-    """Open the sources of `diff`. If one does not store its number of heads, it has that of the other."""
+    """Open the two sources of `diff`. If one does not contain its number of heads, the other one's number is used."""
     opened: dict[str, BaseCheckpoint] = {}
     for path in (args.a, args.b):
         with contextlib.suppress(UnknownHeadsError):
@@ -159,7 +159,7 @@ def open_pair(args: argparse.Namespace) -> list[BaseCheckpoint]:
 
 
 def find_tokenizer(args: argparse.Namespace, source: BaseCheckpoint) -> Tokenizer | None:
-    """Return the tokenizer that the flags name, or that of the source, or None."""
+    """Return the tokenizer that the flags name, or the source's tokenizer, or None."""
     if args.tokenizer_type:
         return build_tokenizer(args.tokenizer_type)
     if args.tokenizer_model:
@@ -180,7 +180,7 @@ def find_tokenizer(args: argparse.Namespace, source: BaseCheckpoint) -> Tokenize
 
 
 def layout_from_args(args: argparse.Namespace) -> MegatronLayout:
-    """Return the layout to write, from the flags; `merge` writes for one rank."""
+    """Return the layout in which to write, from the flags. `merge` writes for one rank."""
     if args.command == "merge":
         return MegatronLayout()
     return MegatronLayout(args.model_parallel_size, args.pipeline, args.virtual_layers, args.first, args.last)
@@ -236,7 +236,7 @@ def write_format(args: argparse.Namespace, source: BaseCheckpoint, to: str, layo
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line `argv` (default: this process's); returns the exit code."""
+    """Run the command line `argv` (default: this process's). Return the exit code."""
     args = parse_args(argv)
     if hasattr(args, "out"):
         require_new_folder(args.out)
@@ -261,7 +261,8 @@ def main(argv: list[str] | None = None) -> int:
     what += f" of {layout.pipeline} pipeline stages" * (layout.pipeline > 1)
     print(f"{source.path} ({source.format}) is now {path} ({what})")
     if args.command == "convert" and args.check:
-        # Megatron's files of 2019 do not say their heads, those of DCP neither heads nor formula.
+        # Megatron's files of 2019 do not contain the number of heads; DCP files contain neither this number nor the
+        # formula.
         model = source.metadata["config"]["model"]
         heads = model["num_attention_heads"] if to in ("megatron-2019", "dcp") else None
         hints = Hints(heads, gelu=model["gelu"] if to == "dcp" else None)
@@ -275,7 +276,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def verify(args: argparse.Namespace) -> int:
-    """Read every byte of the checkpoint and compare it with its hashes; return 1 if it is damaged."""
+    """Read every byte of the checkpoint and compare it with its hashes. Return 1 if the checkpoint is damaged."""
     source = open_from_args(args, args.dir)
     if isinstance(source, NativeCheckpoint):
         known = source.metadata.get("tokenizer")
@@ -300,7 +301,7 @@ def verify(args: argparse.Namespace) -> int:
 
 
 def tokenizer_mismatch(iteration: Path, fingerprint: str) -> str:
-    """Return one line if the tokenizer next to the folder `iteration` is not that of its run, else ""."""
+    """Return one line if the tokenizer next to the folder `iteration` is not the tokenizer of its run, else ""."""
     folder = iteration.parent / "tokenizer"
     try:
         found = load_tokenizer(folder).fingerprint
@@ -310,6 +311,6 @@ def tokenizer_mismatch(iteration: Path, fingerprint: str) -> str:
 
 
 def main_returning_memory(argv: list[str] | None = None) -> int:
-    """Set the memory allocator of this process, then run `main`."""
+    """Configure the memory allocator of this process, then run `main`."""
     return_freed_memory()
     return main(argv)

@@ -42,7 +42,7 @@ from megatron.gpt2.monitor.log_lines import align_rows
 def parse_args(argv: Sequence[str], log: Log) -> tuple[argparse.Namespace, Arguments]:
     """Parse the flags of this program, and flags of training. Raises ValueError if one is invalid.
     log: called with notices."""
-    parser = ModelParser(__doc__, precision="fp32")  # so that scores do not depend on the device
+    parser = ModelParser(__doc__, precision="fp32")  # With this default, scores do not depend on the device.
     parser.add_argument("--valid-data", required=True, nargs="+", metavar="FILE", help="files to score the model on")
     parser.add_argument("--task", type=str.upper, choices=TASKS, help="kind of the files (default: by their names)")
     parser.add_argument(
@@ -92,7 +92,7 @@ def check_model_flags(training: Arguments, checkpoint: NativeCheckpoint) -> None
 
 
 def score_file(task: EvaluationTask, path: str, loaded: LoadedModel, batch_size: int, log: Log) -> dict[str, Any]:
-    """Score the file `path`. Return its entry of the JSON."""
+    """Score the file `path`. Return its entry for the JSON file."""
     metrics = evaluate_task(loaded.model, task, loaded.tokenizer, batch_size=batch_size)
     warning = plausibility_warning(task, metrics, loaded.tokenizer.vocab_size)
     if warning:
@@ -137,7 +137,7 @@ def evaluate(argv: Sequence[str], rank_info: RankInfo, log: Log) -> None:
     positions = loaded.model.config.max_position_embeddings
     length = positions if args.seq_length is None else args.seq_length
     require(length <= positions, f"--seq-length {length}: the model has {positions} positions")
-    tasks = [  # read all files before scoring the first one, to find a bad file early
+    tasks = [  # All files are read before the first one is scored, so that a bad file is found early.
         read_task(
             args.task or guess_task(path),
             path,
@@ -162,5 +162,5 @@ def evaluate(argv: Sequence[str], rank_info: RankInfo, log: Log) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: this process's); returns the exit code."""
+    """Run the command line `argv` (default: this process's). Return the exit code."""
     return run_program(evaluate, argv)

@@ -69,13 +69,13 @@ class HarnessLM(TemplateLM):  # type: ignore[misc]
     ) -> list[tuple[float, bool]]:
         windows = []
         for _what, context, continuation in requests:
-            ids = np.array((context + continuation)[-self.max_length - 1 :])  # cut the beginning of long contexts
+            ids = np.array((context + continuation)[-self.max_length - 1 :])  # A long context loses its beginning.
             windows.append(Window(ids, min(len(continuation), self.max_length)))
         scores = score_windows(self.model, windows, batch_size=self.batch_size)
         return list(zip((-scores.nats).tolist(), scores.greedy.tolist(), strict=True))
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return ln p of each whole text, in nats, scored in windows of the model's length."""
+        """Return ln p of each whole text, in nats. Texts are scored in windows of the model's length."""
         pairs: list[LoglikelihoodRequest] = []
         for number, request in enumerate(requests):
             rolling = get_rolling_token_windows(
@@ -95,7 +95,8 @@ class HarnessLM(TemplateLM):  # type: ignore[misc]
         answers = []
         for start in range(0, len(requests), self.batch_size):
             batch = [self._make_continuation(*request.args) for request in requests[start : start + self.batch_size]]
-            generate(self.model, self.own_tokenizer, batch)  # only the first of a model-parallel group gets the text
+            # Only the first rank of each model-parallel group receives the text.
+            generate(self.model, self.own_tokenizer, batch)
             answers += [
                 postprocess_generated_text(self.own_tokenizer.decode(c.ids), [*c.sampling.stop], None) for c in batch
             ]
@@ -137,7 +138,7 @@ def evaluate(argv: Sequence[str], rank_info: RankInfo, log: Log) -> None:
     """Run the tasks that the flags name. Rank 0 prints lm-eval's table and writes its results."""
     args = parse_args(argv)
     manager = TaskManager(include_path=args.include_path)
-    found = {name: manager.match_tasks([name]) for name in args.tasks.split(",")}  # a name may be a pattern
+    found = {name: manager.match_tasks([name]) for name in args.tasks.split(",")}  # A name may be a pattern.
     if unknown := [name for name, tasks in found.items() if not tasks]:
         raise ValueError(f"--tasks: lm-eval has no task {', '.join(unknown)}")
     loaded = open_model_from_flags(args, rank_info, log)
@@ -163,5 +164,5 @@ def evaluate(argv: Sequence[str], rank_info: RankInfo, log: Log) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: this process's); returns the exit code."""
+    """Run the command line `argv` (default: this process's). Return the exit code."""
     return run_program(evaluate, argv)

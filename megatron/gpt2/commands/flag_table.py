@@ -18,7 +18,7 @@ TITLES = {
     "ignored": "Ignored with these values",
     "refused": "Refused: give the flag after the colon, or leave the flag out",
 }
-# Words that the title or the head of the page says once for all flags.
+# The title or the head of the page says these words once for all flags.
 REPEATED = re.compile(r"^(read as|give) |[;:]? ?(leave|take) it out$|bash scripts/python\.sh ")
 
 
@@ -47,7 +47,7 @@ def rule_lines(rules: Mapping[str, CompatRule], heading: str) -> list[str]:
 
 
 def flags_page() -> str:
-    """Return docs/reference/flags.md."""
+    """Return the text of docs/reference/flags.md."""
     sections = [
         line
         for section, kind in {**SECTIONS, "launch": LaunchConfig}.items()

@@ -30,7 +30,7 @@ from megatron.gpt2.generate.generation import Continuation, Generator
 from megatron.gpt2.generate.model_runner import new_command_group
 from megatron.gpt2.generate.sampling import Sampling
 
-# Fields of `Sampling`: (metavar, help) of the flag.
+# These fields of `Sampling` become flags, each with its (metavar, help).
 SAMPLING_FLAGS = {
     "temperature": ("T", "below 1, likely tokens become likelier; 0 takes the likeliest token"),
     "top_k": ("K", "sample from the K likeliest tokens; 0: from all"),
@@ -41,7 +41,8 @@ SAMPLING_FLAGS = {
 
 
 def parse_args(argv: Sequence[str], rank_info: RankInfo, log: Log) -> argparse.Namespace:
-    """Parse and check the flags. Raises ValueError or FileNotFoundError if one is invalid. log: called with notices."""
+    """Parse and check the flags. Raises ValueError or FileNotFoundError if one is invalid. log: a function for
+    notices."""
     parser = ModelParser(__doc__, precision="auto", model_parallel_size=None)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", help="text to continue; empty: a new document (default: ask for prompts)")
@@ -110,8 +111,8 @@ def stream_text(generator: Generator, prompt: str, sampling: Sampling) -> None:
 
 
 def run_interactive(generator: Generator, sampling: Sampling, log: Log) -> None:
-    """Ask for prompts until `stop`, Ctrl-D or Ctrl-C."""
-    with contextlib.suppress(ImportError):  # not available everywhere; input() uses it if it is loaded
+    """Ask for prompts until the user types `stop`, Ctrl-D or Ctrl-C."""
+    with contextlib.suppress(ImportError):  # This module is not available everywhere; input() uses it if it is loaded.
         import readline  # noqa: F401
     sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]  # stream_text() refuses invalid text
     log("Type a prompt. To end, type `stop`, Ctrl-D or Ctrl-C. Ctrl-C during a text ends only the text.")
@@ -163,12 +164,13 @@ def generate_entries(
 
 
 def generate_text(argv: Sequence[str], rank_info: RankInfo, log: Log) -> None:
-    """Load the model and continue the prompts that the flags name. The first rank writes, and the others follow it."""
+    """Load the model and continue the prompts that the flags name. The first rank writes, and the other ranks follow
+    it."""
     args = parse_args(argv, rank_info, log)
     loaded = open_model_from_flags(args, rank_info, log)
     generator = Generator(loaded.model, loaded.tokenizer, recompute=args.recompute, group=new_command_group(), log=log)
     if not generator.is_driver:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first rank gets it too, and handles it
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # The first rank also gets Ctrl-C, and handles it.
         return generator.execute_commands()
     with generator.driving():
         if args.num_samples or args.sample_input_file:
@@ -176,7 +178,7 @@ def generate_text(argv: Sequence[str], rank_info: RankInfo, log: Log) -> None:
             entries = generate_entries(generator, prompts, args.sampling, args.batch_size)
             path = args.sample_output_file
             with open(path, "w", encoding="utf-8") if path else contextlib.nullcontext(sys.stdout) as file:
-                escapes = str(file.encoding).lower() != "utf-8"  # a different encoding would lose characters
+                escapes = str(file.encoding).lower() != "utf-8"  # A different encoding would lose characters.
                 for entry in progress_bar(entries, total=args.num_samples, unit="text"):
                     print(json.dumps(entry, ensure_ascii=escapes), file=file, flush=True)
         elif args.prompt is not None:
@@ -186,5 +188,5 @@ def generate_text(argv: Sequence[str], rank_info: RankInfo, log: Log) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: this process's); returns the exit code."""
+    """Run the command line `argv` (default: this process's). Return the exit code."""
     return run_program(generate_text, argv)

@@ -53,7 +53,7 @@ class ModelParser(Parser):
         for name, meant in (("fp16", "fp16-on-gpu"), ("bf16", "bf16")):
             self.add_argument(f"--{name}", dest="precision", action="store_const", const=meant, help=argparse.SUPPRESS)
         self.add_argument("--distributed-backend", choices=("nccl", "gloo"), help="default: by the device")
-        add_section(self, "launch", LaunchConfig)  # `run_program` has parsed them
+        add_section(self, "launch", LaunchConfig)  # `run_program` has parsed these flags.
 
     def add_scoring_flags(self, *batch_names: str) -> None:
         """Add the flags of a program that scores texts; `check_output` checks them. batch_names: further names
@@ -82,7 +82,7 @@ class ModelParser(Parser):
 
 
 def check_world_size(args: argparse.Namespace, rank_info: RankInfo) -> None:
-    """Raise ValueError unless all ranks together hold one model, as programs that generate text need it."""
+    """Raise ValueError unless all ranks together hold one model. Programs that generate text need this."""
     stages = args.pipeline_model_parallel_size
     if args.model_parallel_size is None:
         args.model_parallel_size = rank_info.world_size // stages or 1
@@ -136,7 +136,7 @@ def score_metadata(loaded: LoadedModel, micro_batch_size: int) -> dict[str, Any]
     return {
         "checkpoint": str(checkpoint.path),
         "iteration": checkpoint.iteration,
-        "manifest_sha256": checkpoint.digest,  # covers every file
+        "manifest_sha256": checkpoint.digest,  # This hash covers every file.
         "tokenizer": tokenizer.kind,
         "tokenizer_fingerprint": tokenizer.fingerprint,
         "vocab_size": tokenizer.vocab_size,

@@ -21,11 +21,11 @@ from data_utils.tokenizers import build_tokenizer
 from megatron.gpt2.commands.merge_datasets import GPT2_EOD
 from megatron.gpt2.commands.preprocess_data import add_tokenizer_flags, describe_tokens, tokenizer_arguments
 
-BLOCK = 1 << 24  # tokens
+BLOCK = 1 << 24  # number of tokens
 
 
 def verify(data: TokenFile, manifest: dict[str, Any] | None, vocab_size: int | None) -> list[str]:
-    """Return one line for each damage. Raises FileNotFoundError if there is nothing to compare with."""
+    """Return one line for each damaged part. Raises FileNotFoundError if there is nothing to compare with."""
     if manifest is None and vocab_size is None:
         raise FileNotFoundError(
             f"{data.prefix}.json is missing, which has the hashes to compare with; give --tokenizer-type "
@@ -70,7 +70,7 @@ def plot_lengths(lengths: np.ndarray, path: Path, title: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line `argv` (default: this process's); returns the exit code."""
+    """Run the command line `argv` (default: this process's). Return the exit code."""
     parser = Parser(description=__doc__)
     parser.add_argument("path", metavar="PATH", help="the prefix of a pair, or a .bin file")
     parser.add_argument("--verify", action="store_true", help="read every byte: hashes of the manifest, range of ids")

@@ -14,7 +14,7 @@ GPT2_EOD = 50256
 
 
 def expand_folders(inputs: list[str]) -> list[str]:
-    """Replace each folder in `inputs` by the prefixes of the pairs in it. Raises FileNotFoundError if it has none."""
+    """Replace each folder in `inputs` by the prefixes of its pairs. Raises FileNotFoundError if a folder has none."""
     found = []
     for name in inputs:
         if not Path(name).is_dir():
@@ -28,7 +28,7 @@ def expand_folders(inputs: list[str]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line `argv` (default: this process's); returns the exit code."""
+    """Run the command line `argv` (default: this process's). Return the exit code."""
     parser = Parser(description=__doc__)
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="prefixes, .bin files or folders")
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX")

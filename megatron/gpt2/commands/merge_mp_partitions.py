@@ -18,12 +18,12 @@ from megatron.gpt2.formats import Hints, open_checkpoint
 
 COMPARED = ("num_layers", "hidden_size", "ffn_hidden_size", "max_position_embeddings")
 PASSED_ON = ("num_attention_heads", "vocab_size", "vocab_file", "merge_file", "tokenizer_model", "iteration")
-# Flags of Megatron's command lines on which the files do not depend.
+# The files do not depend on these flags of Megatron's command lines.
 WITHOUT_MEANING = ("--seq-length", "--tokenizer-type", "--make-vocab-size-divisible-by", "--micro-batch-size")
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the flags, with `-` or `_`, as in Megatron."""
+    """Parse the flags, which may contain `-` or `_`, as in Megatron."""
     parser = Parser(description=__doc__)
     parser.add_argument("--load", required=True, metavar="DIR", help="what Megatron, or this project, saved")
     parser.add_argument("--save", metavar="DIR", help="a new folder (default: `merged` inside --load)")
@@ -62,7 +62,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line `argv` (default: this process's); returns the exit code."""
+    """Run the command line `argv` (default: this process's). Return the exit code."""
     args = parse_args(argv)
     if args.model_type not in ("GPT", "GPT2"):
         raise ValueError(f"--model-type {args.model_type}: only GPT-2 is supported")

@@ -23,7 +23,7 @@ from data_utils.indexed_dataset import TokenFile
 from data_utils.preprocessing import PreprocessingJob, preprocess
 from data_utils.tokenizers import KINDS
 
-BAR = 40  # characters
+BAR = 40  # number of characters
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser, **options: Any) -> None:
@@ -35,7 +35,7 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser, **options: Any) -> None
 
 
 def tokenizer_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of `build_tokenizer` from those flags."""
+    """Return the arguments of `build_tokenizer` from the tokenizer flags."""
     files = {"vocab_file": args.vocab_file, "merge_file": args.merge_file, "model_file": args.tokenizer_model}
     return {"kind": args.tokenizer_type, **files}
 
@@ -46,7 +46,8 @@ def length_histogram(lengths: np.ndarray) -> list[str]:
     if not len(lengths):
         return []
     p10, median, p90, p99 = np.percentile(lengths, [10, 50, 90, 99])
-    counts = np.bincount(np.frexp(lengths.astype(np.float64))[1]).tolist()  # by number of binary digits; 0 has none
+    # The index is the number of binary digits; 0 has none.
+    counts = np.bincount(np.frexp(lengths.astype(np.float64))[1]).tolist()
     first = next(number for number, count in enumerate(counts) if count)
     labels = ["0", "1", *(f"{1 << number:,}-{(2 << number) - 1:,}" for number in range(1, len(counts) - 1))]
     width = len(labels[len(counts) - 1])
@@ -61,7 +62,7 @@ def length_histogram(lengths: np.ndarray) -> list[str]:
 
 
 def describe_tokens(data: TokenFile, manifest: dict[str, Any] | None) -> list[str]:
-    """Describe the content of the files, in lines."""
+    """Describe the content of the files, in several lines."""
     lines = [
         f"{data.prefix}: {data.kind}, {plural(len(data), 'document')}, {len(data.tokens):,} tokens "
         f"({data.dtype.name}), {data.tokens.nbytes:,} bytes"
@@ -81,7 +82,7 @@ def describe_tokens(data: TokenFile, manifest: dict[str, Any] | None) -> list[st
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line `argv` (default: this process's); returns the exit code."""
+    """Run the command line `argv` (default: this process's). Return the exit code."""
     parser = Parser(description=__doc__)
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, glob patterns or folders")
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX")

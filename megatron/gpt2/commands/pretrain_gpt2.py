@@ -33,7 +33,8 @@ from megatron.gpt2.train.trainer import Trainer, build_trainer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse the command line `argv` (default: this process's) -> set up -> train -> report. Return the exit code."""
+    """Parse the command line `argv` (default: this process's), set up the run, train and report. Return the exit
+    code."""
     configure_output(line_buffering=True)
     process = ProcessState()
     try:
@@ -69,7 +70,7 @@ def start_all_ranks(launch: Launch, words: Sequence[str]) -> int:
 
 @dataclass
 class ProcessState:
-    """The state of this process that error handling needs. warnings: lines from before the run has a log."""
+    """The state of this process that error handling needs. warnings: lines from the time before the run has a log."""
 
     rank_info: RankInfo = field(default_factory=RankInfo)
     context: RunContext | None = None
@@ -88,7 +89,7 @@ class ProcessState:
         """Parse the command line and join the other ranks."""
         self.rank_info = launch.rank_info()
         if self.rank_info.world_size > 1:
-            exit_on_sigterm(2)  # until the run can save
+            exit_on_sigterm(2)  # Until the run can save, SIGTERM ends the process.
         arguments = parse(words)
         save, usable = str(arguments.checkpoint.save), None
 
@@ -109,7 +110,7 @@ class ProcessState:
                 "before a checkpoint is read",
             )
             usable = arguments.config.usable_ranks
-        self.rank_info = with_incident_log(join_rendezvous(launch, usable))  # this may change the rank's number
+        self.rank_info = with_incident_log(join_rendezvous(launch, usable))  # This call may change the rank's number.
         devices.set_threads(self.rank_info)
         self.log(launch.notice)
         return arguments
@@ -118,12 +119,12 @@ class ProcessState:
         """Print a line with the reason and return the exit code. Raise `error` again if it is a bug of the program."""
         trainer, rank_info = self.trainer, self.rank_info
         if self.elastic and isinstance(error, MissingRanksError | FolderInUse):
-            error.exit_code = 1  # a machine or a network that is gone may come back: launchers try again
+            error.exit_code = 1  # A lost machine or network may return, so launchers try again.
         if trainer is not None:
             trainer.incidents.error(error)
             if isinstance(error, FloatingPointError | StopRun):
-                trainer.log.info(f"stopped: {error}")  # on every rank after the same step
-                with contextlib.suppress(StopRun):  # the storage is too slow for a pending save
+                trainer.log.info(f"stopped: {error}")  # All ranks stop after the same step.
+                with contextlib.suppress(StopRun):  # The storage may be too slow for a pending save.
                     trainer.checkpoints.finish()
                 return 1
             trainer.log.note("stopped: " + " ".join(str(error).split())[:300])
@@ -146,7 +147,7 @@ class ProcessState:
 
 
 def report_finished(context: RunContext, log: Log) -> int:
-    """Print that the run is finished already. Return the exit code."""
+    """Print that the run is already finished. Return the exit code."""
     iteration = context.resume_metadata["iteration"]
     log(finished_message(context.arguments.checkpoint, context.source, iteration, context.train_iters))
     if context.rank_info.rank == 0:
@@ -163,7 +164,8 @@ def finish_run(trainer: Trainer, reason: str) -> int:
     valid, sample = None, ""
     checkpoints.finish()
     if checkpoints.saved_iteration != iteration:
-        checkpoints.save()  # before the evaluations, which can take long: a second Ctrl-C must not lose the last steps
+        # Evaluations can take long. A save before them protects the last steps against a second Ctrl-C.
+        checkpoints.save()
         checkpoints.finish()
     missing = "" if checkpoints.saved_iteration == iteration else f"iteration {iteration} is not saved"
     code = 1 if missing else 0
@@ -178,7 +180,7 @@ def finish_run(trainer: Trainer, reason: str) -> int:
         valid = evaluate_and_log(trainer, "valid", final=True)
         evaluate_and_log(trainer, "test", final=True)
         sample = sample_text(trainer, count=3)
-        checkpoints.finish()  # --keep-best may have started an asynchronous save
+        checkpoints.finish()  # --keep-best may have started an asynchronous save.
         trainer.log.note(f"finished, but {missing}" if missing else "finished")
     if missing:
         trainer.incidents.note("error", f"{missing}: {checkpoints.problem}", cause="full disk")
@@ -190,8 +192,9 @@ def finish_run(trainer: Trainer, reason: str) -> int:
     trainer.data.loader.close()
     trainer.stop_signal.close()
     rank_info.end(code)
-    shutdown_distributed(rank_info)  # the report can take a while and needs no other ranks
-    name = os.fsencode(trainer.context.save_directory.name).decode(errors="replace")  # not UTF-8 in some locales
+    shutdown_distributed(rank_info)  # The report can take a while and does not need the other ranks.
+    # The name is not UTF-8 in some locales.
+    name = os.fsencode(trainer.context.save_directory.name).decode(errors="replace")
     plot = trainer.log.close(title=name)
     if rank_info.rank == 0:
         if not reason:

@@ -17,8 +17,8 @@ from megatron.gpt2.monitor.html_report import METRICS
 from megatron.gpt2.monitor.incidents import read_records
 from megatron.gpt2.monitor.plots import curve_points
 
-# Iteration -> validation loss, in nats per token, of llm.c's GPT-2 124M on FineWeb 10B: the log of 2024-10-13 in
-# github.com/KellerJordan/modded-nanogpt, records/track_1_short/2024-10-13_llmc/main.log.
+# This maps iterations to validation losses, in nats per token, of llm.c's GPT-2 124M on FineWeb 10B: the log of
+# 2024-10-13 in github.com/KellerJordan/modded-nanogpt, records/track_1_short/2024-10-13_llmc/main.log.
 FINEWEB_124M = {
     250: 6.1710,
     500: 5.3743,
@@ -39,8 +39,8 @@ FINEWEB_124M = {
 # The same recipe ended at 3.29 in May 2024 (github.com/karpathy/llm.c/discussions/481) and at 3.2722 in this log. Early
 # losses differ more, because they fall by 1 within 300 iterations.
 LATE_BAND, EARLY_BAND, LATE = 0.03, 0.25, 2000
-# A model is above the entropy of its text, because it never sees enough of it, and because the first tokens of a sample
-# lack context. It can only be below by chance, in a small validation split.
+# A model's loss is above the entropy of its text, because it never sees enough text, and because the first tokens of a
+# sample lack context. It can only be below the entropy by chance, in a small validation split.
 ABOVE, BELOW = 0.1, 0.01
 
 
@@ -66,7 +66,7 @@ def compare_with_entropy(bits: dict[int, float], entropy: float) -> list[tuple[s
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line `argv` (default: this process's); returns the exit code."""
+    """Run the command line `argv` (default: this process's). Return the exit code."""
     parser = Parser(description=__doc__)
     parser.add_argument("save", metavar="SAVE", help="the --save folder of a run")
     parser.add_argument(

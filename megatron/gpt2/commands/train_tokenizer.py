@@ -55,8 +55,8 @@ def train_bpe(vocab_file: Path, merge_file: Path, vocab_size: int, texts: Iterab
 def train_builtin(output: Path, vocab_size: int) -> None:
     """Learn `vocab_size` - 1 tokens and write them in the order of learning. EOD gets the last id."""
     texts = builtin_documents()
-    texts = texts[: len(texts) * 17 // 20]  # without those that a run holds out
-    tokens = list(learn_bpe(texts, vocab_size)["vocab"])  # by id
+    texts = texts[: len(texts) * 17 // 20]  # The rest is the text that a run holds out.
+    tokens = list(learn_bpe(texts, vocab_size)["vocab"])  # The order is that of the ids.
     lines = [json.dumps(tokens[first : first + 16])[1:-1] for first in range(0, len(tokens), 16)]
     output.write_text("[" + ",\n ".join(lines) + "]\n", encoding="ascii")
     print(f"{output}: {len(tokens)} tokens and EOD")

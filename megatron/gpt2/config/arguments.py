@@ -46,7 +46,8 @@ LENGTH_KEYS = ("train.train_iters", "train.train_samples", "train.train_tokens",
 WARMUP_KEYS = ("optimizer.warmup", "optimizer.lr_warmup_iters", "optimizer.lr_warmup_samples")
 DECAY_KEYS = ("optimizer.lr_decay_iters", "optimizer.lr_decay_samples", "optimizer.lr_wsd_decay_iters")
 SCHEDULER_KEYS = ("optimizer.override_opt_param_scheduler", "optimizer.use_checkpoint_opt_param_scheduler")
-# Taken from the checkpoint unless a flag gives them. The other fields of ModelConfig do not change the weights.
+# The checkpoint decides these values unless a flag gives them. The other fields of ModelConfig do not change the
+# weights.
 CHECKPOINT_KEYS = (
     *SHAPE_KEYS,
     "model.ffn_hidden_size",
@@ -58,7 +59,7 @@ CHECKPOINT_KEYS = (
 )
 SCHEDULE_KEYS = ("optimizer.lr", "optimizer.min_lr", "optimizer.lr_decay_style", *DECAY_KEYS, *WARMUP_KEYS)
 
-# At most one flag of each group can be given.
+# The command line can have at most one flag of each group.
 MUTUALLY_EXCLUSIVE = (
     WARMUP_KEYS,
     DECAY_KEYS[:2],
@@ -76,7 +77,7 @@ REPLACED_TOGETHER = (
     ("train.global_batch_size", "train.gradient_accumulation_steps", "train.step_batch_size_schedule"),
     sum(MUTUALLY_EXCLUSIVE[-3:], ()),
 )
-# A run that continues a checkpoint never takes these from it.
+# A run that continues a checkpoint never takes these values from it.
 NEVER_FROM_CHECKPOINT = (
     "train.device",
     "train.exit_interval",
@@ -121,7 +122,7 @@ class Arguments:
 
     @contextlib.contextmanager
     def _naming_sources(self) -> Iterator[None]:
-        """In errors, replace the flags that a DeepSpeed file sets by its keys."""
+        """Replace flags in error messages by the keys of the DeepSpeed file that sets them."""
         try:
             yield
         except ValueError as error:
@@ -130,7 +131,7 @@ class Arguments:
 
     @property
     def checkpoint(self) -> CheckpointConfig:
-        """This section, which is needed to find the checkpoint."""
+        """The checkpoint section. It is needed to find the checkpoint."""
         return CheckpointConfig(**self._values_of("checkpoint"))
 
     def _values_of(self, section: str) -> dict[str, Any]:
@@ -242,13 +243,13 @@ def similar_flag(name: str) -> str | None:
 
 
 def _alias_notes(words: Sequence[str]) -> list[str]:
-    names = dict.fromkeys(word.partition("=")[0] for word in words)  # in order, once
+    names = dict.fromkeys(word.partition("=")[0] for word in words)  # Each name occurs once, in the order of the words.
     meant = {alias: flag(key) for key, f in config_fields().items() for alias in f.metadata["aliases"]}
     return [f"{name} is read as {meant[name]}" for name in names if name in meant]
 
 
 def _override_preset(preset: Mapping[str, Any], command_line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the preset without the values that the command line replaces. Its min_lr is scaled with a given --lr."""
+    """Return the preset without values that the command line replaces. Its min_lr is scaled if --lr is given."""
     replaced = {key for group in REPLACED_TOGETHER if any(key in command_line for key in group) for key in group}
     values = {key: value for key, value in preset.items() if key not in replaced}
     if "optimizer.lr" in command_line and values.get("optimizer.min_lr"):
@@ -270,7 +271,7 @@ def _implied_tokenizer(command_line: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _default_save(values: Mapping[str, Any], preset: str | None) -> str:
-    """Return the default --save: the --load folder, or a new folder for --finetune or without --load."""
+    """Return the default of --save: the --load folder, or a new folder for --finetune or without --load."""
     if load := values.get("checkpoint.load"):
         return load.rstrip("/") + "_finetuned" if values.get("checkpoint.finetune") else load
     if preset:
@@ -326,7 +327,7 @@ def merge_checkpoint(
 def _take_from_checkpoint(
     then: Mapping[str, Any], values: dict[str, Any], given: frozenset[str], way_out: str
 ) -> tuple[list[str], str]:
-    """Update `values` with those of the checkpoint, `then`. Returns the changes and an error about `given` flags."""
+    """Update `values` with those of the checkpoint, `then`. Return the changes and an error about `given` flags."""
     now = {key: values.get(key, config_fields()[key].default) for key in then}
     changed = {key: value for key, value in then.items() if value != now[key]}
     values |= changed
@@ -336,7 +337,7 @@ def _take_from_checkpoint(
 
 
 def _continued_values(arguments: Arguments, old: Mapping[str, Any], keeps_schedule: bool) -> dict[str, Any]:
-    """Return the values of the checkpoint's run, overridden by the command line."""
+    """Return the values of the checkpoint's run. The command line overrides them."""
     left = NEVER_FROM_CHECKPOINT + (DECAY_KEYS if keeps_schedule else ())
     if arguments.values.get("checkpoint.finetune"):
         left += LENGTH_KEYS
@@ -353,7 +354,7 @@ def _continued_values(arguments: Arguments, old: Mapping[str, Any], keeps_schedu
 def _merge_schedule(
     values: dict[str, Any], given: frozenset[str], old: Mapping[str, Any], saved_iterations: int | None
 ) -> tuple[list[str], str]:
-    """Update `values` with the schedule of the checkpoint, see `merge_checkpoint`. Returns notes and an error."""
+    """Update `values` with the schedule of the checkpoint, see `merge_checkpoint`. Return notes and an error."""
     # An older checkpoint may not have all keys.
     then = {key: old.get(key, config_fields()[key].default) for key in SCHEDULE_KEYS}
     horizon = then["optimizer.lr_decay_iters"] or (None if then["optimizer.lr_decay_samples"] else saved_iterations)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from data_utils.command_line import how_to_call
 from megatron.gpt2.config.sections import config_fields, flag, require
 
-Fields = dict[str, Any]  # "section.field" -> value
+Fields = dict[str, Any]  # The keys have the form "section.field".
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class CompatRule:
 
     @property
     def allowed(self) -> str:
-        """The allowed values, for a message."""
+        """The allowed values, as an error message lists them."""
         return " or ".join(map(_format_value, self.accepts))
 
 
@@ -69,24 +69,24 @@ def _rule(status: str, names: str, text: str, *accepts: Any, **others: Any) -> C
 
 
 def ignored(names: str, text: str, *accepts: Any) -> CompatRule:
-    """Return a rule for names without effect. text: the reason."""
+    """Return a rule for flags without effect. text: the reason."""
     return _rule("ignored", names, text, *accepts)
 
 
 def refused(names: str, text: str) -> CompatRule:
-    """Return a rule for names that are an error. text: the reason and the alternative."""
+    """Return a rule for flags that are an error. text: the reason and the alternative."""
     return _rule("refused", names, text)
 
 
 def translated(
     names: str, text: str, sets: Callable[[Any, Mapping[str, Any]], Fields], *accepts: Any, **others: Any
 ) -> CompatRule:
-    """Return a rule for names that set fields. The arguments are those of `CompatRule`."""
+    """Return a rule for flags that set fields. The arguments are those of `CompatRule`."""
     return _rule("translated", names, text, *accepts, sets=sets, **others)
 
 
 def read_as(names: str, key: str, value: Any, *accepts: Any, note: str = "", **others: Any) -> CompatRule:
-    """Return a rule for names that set the field `key` to `value`. note: is appended to the text."""
+    """Return a rule for flags that set the field `key` to `value`. note: is appended to the text."""
     text = f"read as {flag(key)}{'' if value is True else f' {value}'}{note}"
     return translated(names, text, lambda *_: {key: value}, *accepts, **others)
 
@@ -109,7 +109,7 @@ def _number(value: Any, kind: Any = float) -> Any:
 
 
 def _count(word: str) -> int:
-    """Parse a whole number of a command line, which may be written as 300_000 or 3e8."""
+    """Parse a whole number of a command line. It may be written as 300_000 or 3e8."""
     try:
         return _number(float(word.replace("_", "")), int)
     except ValueError:
@@ -151,7 +151,7 @@ def _size_of_a_head(word: str, given: Mapping[str, Any]) -> Fields:
 
 
 def by_name(*rules: CompatRule) -> dict[str, CompatRule]:
-    """Return {name: rule} for all names of `rules`."""
+    """Return a dictionary that has the rule of each name in `rules`."""
     return {name: rule for rule in rules for name in rule.names}
 
 
@@ -181,7 +181,7 @@ def iterations_to_profile(read: Mapping[str, Any]) -> tuple[int, int]:
     return int(start) + 1, int(end)
 
 
-GPU_FP16 = "fp16-on-gpu"  # published command lines are for GPUs; few CPUs can multiply in fp16
+GPU_FP16 = "fp16-on-gpu"  # Published command lines are for GPUs; few CPUs can multiply in fp16.
 NO_STAGE_3 = (
     "every data-parallel rank keeps all weights; stage 2 gives the same losses and shards optimizer and gradients, "
     "--model-parallel-size splits the weights, and --cpu-offload-optimizer moves the optimizer to the host"
@@ -195,7 +195,7 @@ RECOMPUTES = "there is one implementation of activation checkpointing"
 PINNED = "host memory for copies to and from a GPU is always pinned"
 NOT_GPT2 = "not part of GPT-2; leave it out"
 ADAMW = "the optimizer is AdamW"
-# Values that a flag has in Megatron only, and what to give instead.
+# Only Megatron has these values of a flag. The text says what to give instead.
 GPT2_FILES = "give --vocab-file vocab.json and --merge-file merges.txt"
 OTHER_VALUES = {
     "HuggingFaceTokenizer": f"{GPT2_FILES} of the tokenizer's folder",
@@ -547,7 +547,7 @@ MEGATRON_RULES = by_name(
     ignored("--weight-decay-incr-style=", "weight decay is constant", "constant"),
     refused("--start-weight-decay= --end-weight-decay= --weight-decay-cond-type=", "give --weight-decay"),
     ignored("--no-weight-decay-cond-type=", "there are no norms of queries and keys", "apply_wd_to_qk_layernorm"),
-    # Other training, and teachers
+    # Other trainings, and teachers
     refused(
         "--perform-rl-step --kd --mos --load-teacher= --export-* --logits-*",
         "the loss is that of the next token; leave it out",
@@ -661,7 +661,7 @@ MEGATRON_RULES = by_name(
         "--n-layer= --n-head= --n-embd= --block-size= --max-iters= --init-from= --out-dir=",
         "nanoGPT's; give --num-layers, --num-attention-heads, --hidden-size, --seq-length, --train-iters, --save",
     ),
-    # DeepSpeed; --deepspeed-config is read below
+    # These are flags of DeepSpeed. --deepspeed-config is read below.
     ignored("--deepspeed --deepscale --deepspeed-mpi", "the keys of --deepspeed-config are translated instead"),
     translated("--zero-stage=", STAGE, _zero_stage),
     ignored(
@@ -791,7 +791,7 @@ DEEPSPEED_RULES = by_name(
         True,
     ),
     refused("scheduler", "give --lr-decay-style, --lr-decay-iters, --lr-warmup-iters and --min-lr"),
-    # Settings that would change the run
+    # These settings would change the run.
     refused("sparse_gradients sparse_attention", "gradients and attention are always dense; take it out"),
     refused(
         "progressive_layer_drop curriculum_learning data_efficiency compression_training quantize_training "
@@ -869,13 +869,13 @@ def read_deepspeed_config(path: str, given: Mapping[str, Any]) -> Applied:
             content = json.load(file)
         require(isinstance(content, dict), "it is not a JSON object")
         if content.get("zero_optimization") is True:
-            content["zero_optimization"] = {"stage": 1}  # as written in early 2020
+            content["zero_optimization"] = {"stage": 1}  # Files of early 2020 have this form.
         read = dict(_flatten_keys(content))
         unknown = sorted(_format_value(key) for key in read if find_rule(DEEPSPEED_RULES, key) is None)
         known = {key: value for key, value in read.items() if find_rule(DEEPSPEED_RULES, key)}
         values, set_by, notes, problems = apply_rules(DEEPSPEED_RULES, known, given, given_wins=True)
         # DeepSpeed needs two of micro-batch size, accumulation steps and batch size, and computes the third from the
-        # number of ranks. That number is not known here.
+        # number of ranks, which is not known here.
         sets_batch = "train.global_batch_size" in values
         if sets_batch and "train.micro_batch_size" not in {*values, *given}:
             problems.append(
@@ -897,7 +897,7 @@ def read_deepspeed_config(path: str, given: Mapping[str, Any]) -> Applied:
 
 
 def _flatten_keys(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the keys of the rules with their values, joined by dots, without values that mean "not set"."""
+    """Yield the keys of the rules, joined by dots, with their values. Values that mean "not set" are left out."""
     for name, value in section.items():
         key = prefix + name
         if key not in DEFAULT_TRUE_KEYS and (value is None or value is False or value == "auto" or value == {}):
@@ -913,6 +913,6 @@ def _flatten_keys(section: Mapping[str, Any], prefix: str = "") -> Iterator[tupl
 
 
 def _format_value(value: Any) -> str:
-    """Format a value or key for a message: one line of at most 80 characters."""
+    """Format a value or key for a message, in one line of at most 80 characters."""
     text = value if isinstance(value, str) and value.isprintable() else json.dumps(value)
     return text if len(text) <= 80 else f"{text[:76]}...{text[-1]}"

@@ -1,4 +1,5 @@
-"""The command-line parser: a flag for each field in `sections.py`, and the flags of other programs in `compat.py`."""
+"""The command-line parser. It has a flag for each field in `sections.py`, and the flags of other programs in
+`compat.py`."""
 
 import argparse
 import dataclasses
@@ -18,20 +19,21 @@ CONFIG_HELP = "config.json of an earlier run: use its flags; flags on the comman
 
 
 def with_dashes(word: str) -> str:
-    """Return a word of a command line with `--a_b` as `--a-b`. A value after "=" and other words stay as they are."""
+    """Return a word of a command line with `--a_b` written as `--a-b`. A value after "=" and other words do not
+    change."""
     name, equals, value = word.partition("=")
     return name.replace("_", "-") + equals + value if name.startswith("--") else word
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Help formatter that does not break lines inside a flag."""
+    """A help formatter that does not break lines inside a flag."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(text, width, break_on_hyphens=False)
 
 
 def _integer(text: str) -> int:
-    """Parse an int, which may be written as 300_000 or 3e8."""
+    """Parse an integer, which may be written as 300_000 or 3e8."""
     try:
         return int(text)
     except ValueError:
@@ -48,15 +50,15 @@ def _finite_float(text: str) -> float:
     return value
 
 
-_integer.__name__, _finite_float.__name__ = "int", "float"  # argparse names the type in its errors
+_integer.__name__, _finite_float.__name__ = "int", "float"  # argparse names the type in its errors.
 
-# Keywords of `add_argument` for each field type.
+# These are the keywords of `add_argument` for each field type.
 ARGPARSE_KEYWORDS: dict[Any, dict[str, Any]] = {
     bool: {"action": "store_true"},
     int: {"type": _integer, "metavar": "N"},
     float: {"type": _finite_float, "metavar": "X"},
     str: {"metavar": "TEXT"},
-    tuple[int, ...]: {"nargs": "*", "type": _integer},  # today's --profile has no value
+    tuple[int, ...]: {"nargs": "*", "type": _integer},  # Today's --profile has no value.
     tuple[str, ...]: {"nargs": "+"},
 }
 ARGPARSE_KEYWORDS |= {kind | None: ARGPARSE_KEYWORDS[kind] for kind in (int, float, str)}
@@ -112,7 +114,7 @@ def add_section(parser: argparse.ArgumentParser, section: str, kind: Any) -> Non
 def help_of_field(f: dataclasses.Field[Any]) -> str:
     """Return the help text of a flag with its default."""
     default = " ".join(map(str, f.default)) if isinstance(f.default, tuple) else f.default
-    has_none = default is None or default is False or default == ""  # 0 is shown
+    has_none = default is None or default is False or default == ""  # The number 0 is shown.
     return f.metadata["help"] + ("" if has_none else f" (default: {default})")
 
 

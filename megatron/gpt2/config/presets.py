@@ -14,7 +14,7 @@ from data_utils.files import MAX_CONFIG_BYTES, RUN_SETTINGS_VERSION, atomic_writ
 from megatron.gpt2.config.sections import Config, non_default_values, require
 
 CONFIG_FILE = "config.json"
-SHAPES = {  # layers, hidden size, heads
+SHAPES = {  # number of layers, hidden size, number of heads
     "117m": (12, 768, 12),
     "345m": (24, 1024, 16),
     "774m": (36, 1280, 20),
@@ -23,7 +23,7 @@ SHAPES = {  # layers, hidden size, heads
     "4.2b": (64, 2304, 24),
     "8.3b": (72, 3072, 32),
 }
-# If the command line has one of these, the quickstart does not apply.
+# If the command line has one of these flags, the quickstart does not apply.
 SHAPE_KEYS = ("model.num_layers", "model.hidden_size", "model.num_attention_heads")
 
 PUBLISHED: dict[str, Any] = {
@@ -53,9 +53,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     name: {**dict(zip(SHAPE_KEYS, shape, strict=True)), **PUBLISHED} for name, shape in SHAPES.items()
 }
 
-# 1.5 epochs of the built-in corpus, in minutes on two cores. With the same number of tokens (seed 1, bf16, bits per
-# byte of held-out text): 1.76 with these values, 1.78 with lr 1.2e-3, and 1.80 with 8 samples per step and lr 1.2e-3. A
-# narrow model learns faster from larger weights than 0.02, which suits widths above 1,000.
+# The quickstart trains for 1.5 epochs of the built-in corpus, which takes minutes on two cores. With the same number of
+# tokens (seed 1, bf16, bits per byte of held-out text), the result is 1.76 with these values, 1.78 with lr 1.2e-3, and
+# 1.80 with 8 samples per step and lr 1.2e-3. A narrow model learns faster from larger weights than 0.02, which suits
+# widths above 1,000.
 PRESETS["quickstart"] = {
     "model.num_layers": 4,
     "model.hidden_size": 256,
@@ -79,7 +80,7 @@ PRESETS["quickstart"] = {
     "train.log_interval": 100,
 }
 
-DEFAULT_TRAIN_ITERS = 1_000_000  # of a run with its own shape, as in 2019
+DEFAULT_TRAIN_ITERS = 1_000_000  # A run with its own shape has this number of iterations, as in 2019.
 
 
 def write_config(folder: Path, config: Config, facts: dict[str, Any], *, continues: bool) -> None:
@@ -89,7 +90,7 @@ def write_config(folder: Path, config: Config, facts: dict[str, Any], *, continu
     which the run began. Raises OSError if the file cannot be written."""
     sections = config.as_dict()
     if continues:
-        # A missing or damaged file is replaced: only --config reads it.
+        # A missing or damaged file is replaced, because only --config reads it.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             before = read_json_object(folder / CONFIG_FILE, MAX_CONFIG_BYTES)["config"]["checkpoint"]
             sections["checkpoint"] |= {name: before[name] for name in ("load", "finetune")}
@@ -119,9 +120,10 @@ def read_config(path: str) -> dict[str, Any]:
         ) from None
     except ValueError as error:
         raise ValueError(f"--config {path}: {one_line(error)}") from None
-    values = non_default_values(config) | {"train.global_batch_size": batch}  # for any number of ranks
+    # The batch size is given for any number of ranks.
+    values = non_default_values(config) | {"train.global_batch_size": batch}
     values.pop("train.gradient_accumulation_steps", None)
-    values.pop("model.vocab_size", None)  # it is read from the tokenizer
+    values.pop("model.vocab_size", None)  # The run reads it from the tokenizer.
     if config.checkpoint.load == config.checkpoint.save:
-        values.pop("checkpoint.load", None)  # only right for the same --save
+        values.pop("checkpoint.load", None)  # This value is only right for the same --save.
     return values

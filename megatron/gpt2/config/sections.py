@@ -61,7 +61,7 @@ def option(
 
 
 def flag(key: str) -> str:
-    """Return the flag of a field: "num_layers" or "model.num_layers" -> "--num-layers"."""
+    """Return the flag of a field: "--num-layers" for "num_layers" or "model.num_layers"."""
     return "--" + key.rpartition(".")[2].replace("_", "-")
 
 
@@ -73,7 +73,7 @@ def require(condition: bool, message: str) -> None:
 
 @dataclass(frozen=True)
 class ConfigSection:
-    """Base class of the sections: it checks each number against its bound. None is always allowed."""
+    """Base class of the sections. It checks each number against its bound. None is always allowed."""
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
@@ -109,7 +109,7 @@ class ModelConfig(ConfigSection):
             self.hidden_size % self.num_attention_heads == 0,
             f"--hidden-size {self.hidden_size} is not divisible by --num-attention-heads {self.num_attention_heads}",
         )
-        # The values may be from a damaged file. torch's own error would not name the flag.
+        # A damaged file may give these values. torch's own error would not name the flag.
         for name in ("hidden_size", "ffn_hidden_size", "max_position_embeddings", "vocab_size"):
             width = getattr(self, name)
             require(
@@ -119,12 +119,12 @@ class ModelConfig(ConfigSection):
 
     @property
     def ffn_size(self) -> int:
-        """Hidden size of the MLP: --ffn-hidden-size, or 4h."""
+        """The hidden size of the MLP: --ffn-hidden-size, or 4h."""
         return 4 * self.hidden_size if self.ffn_hidden_size is None else self.ffn_hidden_size
 
     @property
     def has_dropout(self) -> bool:
-        """True if training uses dropout."""
+        """Whether training uses dropout."""
         return self.attention_dropout > 0 or self.hidden_dropout > 0
 
     def flops_per_token(self, seq_length: int) -> int:
@@ -468,7 +468,7 @@ class TrainConfig(ConfigSection):
 
     @property
     def growth_flag(self) -> str:
-        """Return the flag that grows the batch with its values, as on the command line, or ""."""
+        """Return the flag and its values that make the batch grow, as on the command line, or ""."""
         for name in ("rampup_batch_size", "step_batch_size_schedule"):
             if words := getattr(self, name):
                 return f"{flag(name)} {' '.join(map(str, words))}"
@@ -520,7 +520,7 @@ def _parse_batch_size_schedule(words: tuple[str, ...], seq_length: int, flag: st
 
 
 def _parse_count(number: str) -> int:
-    """Parse a number with an optional suffix, as Megatron does: 1.5K is 1500."""
+    """Parse a number with an optional suffix, as Megatron does: "1.5K" is 1500."""
     thousands = "KMBT".find(number[-1:].upper()) + 1 if number else 0
     return int(float(number[:-1] if thousands else number) * 1000**thousands)
 
@@ -720,12 +720,12 @@ class Config:
 
     @property
     def is_deterministic(self) -> bool:
-        """True if every operation must sum in a fixed order (--deterministic, --exact-layouts)."""
+        """Whether every operation must sum in a fixed order (--deterministic, --exact-layouts)."""
         return self.train.deterministic or self.parallel.exact_layouts is not None
 
     @property
     def virtual_stages(self) -> int:
-        """Number of virtual stages of each pipeline rank; 1 without a pipeline."""
+        """The number of virtual stages of each pipeline rank. It is 1 without a pipeline."""
         parallel = self.parallel
         if parallel.pipeline_model_parallel_size == 1:
             return 1
@@ -806,12 +806,13 @@ class Config:
         return schedule
 
     def num_microbatches(self, world_size: int, consumed_samples: int = 0) -> int:
-        """Return the micro-batches of each rank in a step with the final batch size."""
+        """Return the number of micro-batches of each rank in a step with the final batch size."""
         samples_per_pass = self.train.micro_batch_size * self.data_parallel_size(world_size)
         return self.batch_schedule(world_size, consumed_samples).final // samples_per_pass
 
     def usable_ranks(self, ranks: int) -> int:
-        """Return the largest world size up to `ranks` that fits the layout and divides the batches; 0 if none does."""
+        """Return the largest world size up to `ranks` that fits the layout and divides the batches, or 0 if there is
+        none."""
         for world_size in range(ranks, 0, -1):
             with contextlib.suppress(ValueError):
                 self.batch_schedule(world_size)
@@ -824,7 +825,8 @@ class Config:
 
     @staticmethod
     def from_dict(values: Mapping[str, Mapping[str, Any]]) -> "Config":
-        """Invert `as_dict`, also after JSON has turned tuples into lists. Missing fields take their defaults."""
+        """Return the configuration that `as_dict` converted. JSON may have turned tuples into lists. Missing fields get
+        defaults."""
         unknown = flatten_sections(values).keys() - config_fields().keys()
         require(
             not unknown,
@@ -857,7 +859,8 @@ def non_default_values(config: Config) -> dict[str, Any]:
 
 
 def ignored_flags(config: Config, device: str) -> Iterator[str]:
-    """Yield a line for each flag about saved activations or stages without effect in this run. device: cpu or cuda."""
+    """Yield a line for each flag about saved activations or stages that has no effect in this run. device: cpu or
+    cuda."""
     parallel = config.parallel
     recomputes = config.train.recompute_granularity == "full"
     kept = "" if recomputes else "it needs --recompute-granularity full"

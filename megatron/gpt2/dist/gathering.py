@@ -48,7 +48,7 @@ def all_reduce_scalars(values: Iterable[Tensor], group: ProcessGroup | None) -> 
 
 
 def all_reduce_over_data_and_pipeline(values: Iterable[Tensor], parallel: mpu.ParallelState) -> Tensor:
-    """Apply `all_reduce_scalars` over data-parallel ranks and pipeline stages. All stages but one pass zeros."""
+    """Apply `all_reduce_scalars` over data-parallel ranks and pipeline stages. All stages except one pass zeros."""
     total = all_reduce_scalars(values, parallel.data_parallel_group)
     return all_reduce_scalars(total, parallel.pipeline_model_parallel_group)
 

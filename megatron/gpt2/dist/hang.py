@@ -41,12 +41,14 @@ from megatron.gpt2.hooks import Hook
 from megatron.gpt2.monitor.incidents import FOLDER, IncidentLog
 
 SOURCE_FOLDERS = ("mpu/", "data_utils/", "megatron/")
-# Calls in our source lines that wait for other ranks, or for a device that waits for them.
+# These calls in our source lines wait for other ranks, or for a device that waits for other ranks.
 WAITING_CALL = re.compile(r"\.(wait|synchronize|item|tolist)\(")
-TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)  # gloo: "Timed out waiting 6000ms", "Application timeout caused"
-PEER_FAILURE_SECONDS = 0.5  # seconds from a rank's timeout until the connections of the other ranks to it fail
+# gloo writes "Timed out waiting 6000ms" or "Application timeout caused".
+TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
+# After a rank's timeout, the connections of other ranks to it fail within this number of seconds.
+PEER_FAILURE_SECONDS = 0.5
 
-Frames = Sequence[tuple[FrameType, int]]  # frames with their line numbers, the innermost last
+Frames = Sequence[tuple[FrameType, int]]  # stack frames with their line numbers, the innermost one last
 
 
 class RankLocation(NamedTuple):
@@ -72,7 +74,7 @@ def find_location(frames: Frames, *, has_failed: bool = False) -> tuple[RankLoca
             if function != "wrapper" and function[0] != "_":
                 waits = function
         elif "torch/" not in file:
-            waits = ""  # inside another library
+            waits = ""  # The program waits inside another library.
     waits = waits or "a collective" * has_failed
     if waits:
         return RankLocation(True, f"{waits} ({', called at '.join(name for name, _ in ours[:-3:-1])})"), stack
@@ -106,23 +108,24 @@ class HangDetector(Hook):
             rank_info.rendezvous.heartbeat,
             rank_info.rendezvous.heartbeat.store,
         )
-        self._watches_steps, self._step_started = watches_steps, float("inf")  # start of the step
+        # The second value is the start of the current step.
+        self._watches_steps, self._step_started = watches_steps, float("inf")
         self._published, self._main_thread_exits = threading.Lock(), False
         self._heartbeat.on_beat = self._check
 
     def on_step_begin(self, trainer: Any) -> None:
-        """Start the time of a step."""
+        """Store the start time of a step."""
         self._step_started = time.monotonic()
 
     def on_step_end(self, trainer: Any) -> None:
-        """Stop the time of a step. The time between steps is not limited."""
+        """Remove the start time of the step. The time between steps is not limited."""
         self._step_started = float("inf")
 
     def handle_error(self, trainer: Any, error: BaseException) -> bool:
         """After a collective has failed with `error`, return True if ranks waited for a late rank. In this case one
         rank of each machine has printed it, and this process has left the rendezvous. Runs in the main thread."""
         if self._heartbeat.is_stopped or not self._heartbeat.store_answers(LOST_TIMEOUT):
-            return False  # reading an unreachable store would block for --init-timeout seconds
+            return False  # Reading from an unreachable store would block for --init-timeout seconds.
         self._main_thread_exits = True
         frames = list(traceback.walk_tb(error.__traceback__))
         try:
@@ -136,7 +139,7 @@ class HangDetector(Hook):
                 time.sleep(POLL_INTERVAL)
             self._publish_location(frames, has_failed=True)
             gone = self._report()
-        except dist.DistError:  # the store is gone
+        except dist.DistError:  # The store no longer exists.
             return False
         self._rank_info.leave(len(gone))
         return True
@@ -145,14 +148,14 @@ class HangDetector(Hook):
         self._store.compare_set("hang", "", f"{self._rank_info.rank}")
 
     def _check(self, store: Store) -> None:
-        """Check for a hang; called in the heartbeat's thread."""
+        """Check for a hang. The heartbeat's thread calls this."""
         if self._watches_steps and time.monotonic() - self._step_started > self._seconds:
             self._publish_hang()
         if store.check(["hang"]) and self._publish_location(frames_of_main_thread()):
             threading.Thread(target=self._exit, name="hang", daemon=True).start()
 
     def _publish_location(self, frames: Frames, *, has_failed: bool = False) -> bool:
-        """Write this rank's location to the store, once. Returns True for the first call."""
+        """Write this rank's location to the store, once. Return True for the first call."""
         if not self._published.acquire(blocking=False):
             return False
         location, stack = find_location(frames, has_failed=has_failed)
@@ -161,14 +164,14 @@ class HangDetector(Hook):
         return True
 
     def _exit(self) -> None:
-        """Report the hang and exit the process, because its main thread hangs."""
+        """Report the hang and end the process, because its main thread hangs."""
         self._report()
         time.sleep(LOST_TIMEOUT)
-        if not self._main_thread_exits:  # otherwise it may still finish a checkpoint
+        if not self._main_thread_exits:  # Otherwise the main thread may still finish a checkpoint.
             os._exit(1)
 
     def _report(self) -> LostRanks:
-        """Print the locations of all ranks, on one rank of each machine. Returns the lost ranks."""
+        """Print the locations of all ranks, on one rank of each machine. Return the lost ranks."""
         locations, gone = self._collect_locations()
         host = self._hosts[self._rank_info.rank]
         late = [*gone, *(rank for rank, location in locations.items() if not location.is_waiting)]
@@ -230,7 +233,7 @@ def describe_hang(
         wait = f"{format_ranks(ranks, hosts)} wait{'s' * (len(ranks) == 1)}"
         missing += f", where {wait}" if at == where else f", {wait} in {at}"
     facts = [describe_lost(gone, hosts)] if gone else []
-    if gone and not elsewhere:  # begins like the line of `report_lost_ranks`
+    if gone and not elsewhere:  # This line begins like the line of `report_lost_ranks`.
         return f"{facts[0]} and {missing}"
     facts += [f"{format_ranks([rank], {})} is at {locations[rank].text}" for rank in elsewhere]
     return f"{format_ranks(late, hosts)} {missing}: {', '.join(facts)}"
@@ -244,5 +247,5 @@ def set_flight_recorder(save_directory: str | Path, environ: MutableMapping[str,
     folder.mkdir(parents=True, exist_ok=True)
     environ.setdefault("TORCH_FR_BUFFER_SIZE", environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"))
     environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-    if "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in environ:  # its older name
+    if "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in environ:  # This is the variable's older name.
         environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{folder}/nccl_trace_rank_")

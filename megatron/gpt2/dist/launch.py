@@ -27,19 +27,21 @@ from megatron.gpt2.dist.ranks import RankInfo
 
 Environment = Mapping[str, str]
 
-# Step ids of Slurm's special steps (interactive, batch, extern …) count down from here. `srun` counts up from 0.
+# The step ids of Slurm's special steps (interactive, batch, extern …) count down from this number. `srun` counts up
+# from 0.
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
-OPEN_FILES, OPEN_FILES_FOR_A_RANK = 128, 8  # gloo has a connection between two ranks for each of some groups
-DEFAULT_PORT = "29500"  # torchrun's
-# Rank and world size, globally and on this machine: of torchrun, Open MPI, and PMI (MPICH, Intel MPI …).
+OPEN_FILES, OPEN_FILES_FOR_A_RANK = 128, 8  # gloo has a connection between two ranks for each of some groups.
+DEFAULT_PORT = "29500"  # This is also torchrun's default.
+# These variables give the rank and the world size, globally and on this machine, for torchrun, Open MPI, and PMI
+# (MPICH, Intel MPI …).
 VARIABLES = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
-# Variables with the id of a job, the same on all ranks.
+# These variables have the id of a job, which is the same on all ranks.
 JOBS = ("SLURM_JOB_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "PBS_JOBID", "LSB_JOBID")
-# Variables with the id of an allocation, and the program that starts ranks in it.
+# These variables have the id of an allocation. The second name is the program that starts ranks in it.
 ALLOCATIONS = {"SLURM_JOB_ID": "srun", "PBS_JOBID": "mpirun", "LSB_JOBID": "mpirun"}
 
 
@@ -49,23 +51,25 @@ class Launch:
 
     rank: int = 0
     world_size: int = 1
-    local: tuple[int, int] | None = None  # local rank and local world size; None if unknown before the rendezvous
+    # local rank and local world size, or None if they are unknown before the rendezvous
+    local: tuple[int, int] | None = None
     init_method: str = ""  # the rendezvous address, as for --init-method
-    use_agent_store: bool = False  # the launcher serves the store, not rank 0
+    use_agent_store: bool = False  # The launcher, and not rank 0, serves the store.
     host: str = ""  # this machine's name
-    hosts: tuple[str, ...] = ()  # host of each rank, if the launcher lists them
+    hosts: tuple[str, ...] = ()  # the host of each rank, if the launcher lists the hosts
     timeout: float = LaunchConfig.init_timeout
-    ranks_to_start: int = 0  # number of ranks that this process starts, from `rank` on
+    ranks_to_start: int = 0  # number of ranks that this process starts; the first one is `rank`
     max_restarts: int = 0
-    elastic: bool = False  # train with the ranks that join
-    restart_count: int = 0  # how often the launcher has restarted the ranks
-    notice: str = ""  # a line for the user
+    elastic: bool = False  # The run trains with the ranks that join.
+    restart_count: int = 0  # number of times that the launcher has restarted the ranks
+    notice: str = ""  # a line to show to the user
 
     def __post_init__(self) -> None:
-        self.rank_info()  # raises ValueError if the numbers contradict each other
+        self.rank_info()  # This raises ValueError if the numbers contradict each other.
 
     def rank_info(self) -> RankInfo:
-        """Return rank and world size, as far as known. Without `local`, the process is the only one on its machine."""
+        """Return rank and world size, if they are known. Without `local`, the process counts as the only one on its
+        machine."""
         return RankInfo(self.rank, self.world_size, *(self.local or (0, 1)))
 
 
@@ -94,7 +98,7 @@ def read_launch(argv: Sequence[str], environ: Environment = os.environ) -> tuple
     )
     if found.world_size > 1:
         raise_open_file_limit(found.world_size)
-    if found.world_size > max(found.ranks_to_start, 1):  # there are ranks on other machines
+    if found.world_size > max(found.ranks_to_start, 1):  # Some ranks are on other machines.
         _check_init_method(found)
     elif found.world_size == 1 and said is None:
         require(flags.init_method is None, "--init-method needs --rank and --world-size, or a launcher that sets them")
@@ -157,7 +161,7 @@ def _from_slurm(environ: Environment) -> Launch | None:
     tasks = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     counts = [
         int(count) for count, times in tasks for _ in range(int(times or 1))
-    ]  # "4(x2),3": nodes with 4, 4 and 3 ranks
+    ]  # "4(x2),3" means nodes with 4, 4 and 3 ranks.
     require(
         bool(counts) or "SLURM_NTASKS" in environ,
         "srun started this process, but neither SLURM_NTASKS nor SLURM_STEP_TASKS_PER_NODE gives the number of tasks",
@@ -206,7 +210,7 @@ def _number(environ: Environment, name: str) -> int:
 
 
 def _tcp_address(environ: Environment, host: str, port: str) -> str:
-    """Return tcp://HOST:PORT. MASTER_ADDR and MASTER_PORT win over `host` and `port`. "" if either is unknown."""
+    """Return tcp://HOST:PORT, or "" if either is unknown. MASTER_ADDR and MASTER_PORT replace `host` and `port`."""
     host, port = environ.get("MASTER_ADDR", host), environ.get("MASTER_PORT", port)
     return f"tcp://{host_port(host, port)}" if host and port else ""
 
@@ -227,7 +231,7 @@ def _check_init_method(launch: Launch) -> None:
     try:
         place = urlsplit(launch.init_method)
         is_tcp = place.scheme == "tcp" and place.hostname and place.port
-    except ValueError:  # the port is not a number, or a bracket is missing
+    except ValueError:  # The port is not a number, or a bracket is missing.
         is_tcp = False
     require(
         bool(is_tcp) or launch.init_method.startswith("file:///"),
@@ -237,7 +241,8 @@ def _check_init_method(launch: Launch) -> None:
 
 
 def _job_port(environ: Environment) -> str:
-    """Return a port below the ephemeral ones, the same on all ranks of a job. Jobs on one node get different ports."""
+    """Return a port below the ephemeral ones. All ranks of a job get the same port, and jobs on one node different
+    ones."""
     job = next((environ[name] for name in JOBS if name in environ), None)
     if job is None:
         return DEFAULT_PORT
@@ -255,14 +260,14 @@ def expand_hosts(text: str) -> list[str]:
     Slurm's own tool for this, scontrol, may not be installed.
     """
     hosts: list[str] = []
-    for item in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", text):  # split at the commas outside brackets
+    for item in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", text):  # This splits at the commas outside brackets.
         parts = [_expand_ranges(part) if part[0] == "[" else [part] for part in re.findall(r"\[[^\]]*\]|[^\[]+", item)]
         hosts += map("".join, itertools.product(*parts))
     return hosts
 
 
 def _expand_ranges(text: str) -> list[str]:
-    """[002-004,7] -> 002, 003, 004, 7."""
+    """Expand ranges: "[002-004,7]" becomes 002, 003, 004, 7."""
     numbers: list[str] = []
     for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]

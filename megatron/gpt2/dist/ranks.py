@@ -25,15 +25,15 @@ from megatron.gpt2.config import require
 from megatron.gpt2.monitor.incidents import IncidentLog
 
 POLL_INTERVAL = 0.05  # seconds between two reads of the store
-HEARTBEAT_INTERVAL = 1.0  # seconds
-LOST_TIMEOUT = 3.0  # seconds without a heartbeat after which a rank is lost, if a collective has failed
-SILENCE_TIMEOUT = 20.0  # seconds without a heartbeat after which a rank is lost in any case
-LEAVE_TIMEOUT = 5.0  # seconds that the store's server waits for the other ranks at the end
+HEARTBEAT_INTERVAL = 1.0  # seconds between two heartbeats
+LOST_TIMEOUT = 3.0  # If a collective has failed, a rank without a heartbeat for this number of seconds is lost.
+SILENCE_TIMEOUT = 20.0  # A rank without a heartbeat for this number of seconds is lost in any case.
+LEAVE_TIMEOUT = 5.0  # At the end, the store's server waits this number of seconds for the other ranks.
 LEFT = b"left"
 
 T = TypeVar("T")
 
-# Lost ranks, with the seconds since their last heartbeat; None: the rank has left.
+# The lost ranks, with the seconds since their last heartbeat. None means that the rank has left.
 LostRanks = Mapping[int, float | None]
 
 
@@ -41,12 +41,12 @@ class MissingRanksError(ValueError):
     """Some ranks did not join. exit_code: the exit code of the process; 1 with --elastic, so
     that launchers try again."""
 
-    cause = "missing ranks"  # in the incident log
+    cause = "missing ranks"  # This is the error's name in the incident log.
     exit_code = 2
 
 
 class LostRanksError(MissingRanksError):
-    """Some ranks joined and left before training. The exit code is that of ranks that are lost later."""
+    """Some ranks joined and left before training. The exit code is the same as for ranks that are lost later."""
 
     exit_code = 1
 
@@ -94,37 +94,40 @@ class Heartbeat(threading.Thread):
     def __init__(self, store: Store, rank: int, hosts: Mapping[int, str], *, is_first_on_node: bool) -> None:
         super().__init__(name="heartbeat", daemon=True)
         self.store, self.reads_all = store, False
-        self.published_lost: LostRanks | None = None  # published in the store by the first rank that noticed
-        self.on_beat: Callable[[Store], None] = lambda store: None  # called in this thread after each heartbeat
+        # The first rank that noticed the loss has published it in the store.
+        self.published_lost: LostRanks | None = None
+        self.on_beat: Callable[[Store], None] = lambda store: None  # This thread calls it after each heartbeat.
         self._hosts, self._key, self._is_first, self._beats = hosts, f"beat/{rank}", is_first_on_node, 0
-        self._last_beats: dict[int, tuple[bytes, float]] = {}  # last heartbeat of each rank and when it changed
-        self._last_read = -math.inf  # time of the last read
-        self._waiting_since = math.inf  # start of an unanswered request to the store
+        # each rank's last heartbeat and the time at which it changed
+        self._last_beats: dict[int, tuple[bytes, float]] = {}
+        self._last_read = -math.inf  # the time of the last read
+        self._waiting_since = math.inf  # the start of a request to the store that has no answer yet
         self._stopped = threading.Event()
         self.start()
 
     def run(self) -> None:
-        """Write heartbeats until `stop`."""
+        """Write heartbeats until `stop` is called."""
         try:
             while not self._stopped.wait(HEARTBEAT_INTERVAL):
                 self.beat()
             self.store.set(self._key, LEFT.decode())
         except dist.DistError:
-            pass  # the store is gone: `lost_ranks` reports it
+            pass  # The store no longer exists; `lost_ranks` reports it.
 
     def beat(self) -> None:
-        """Write this rank's heartbeat and read those of other ranks."""
+        """Write this rank's heartbeat and read the heartbeats of other ranks."""
         self._beats += 1
         self._waiting_since = time.monotonic()
         self.store.set(self._key, str(self._beats))
         ranks = list(self._hosts) if self._is_first or self.reads_all else []
         beats = self.store.multi_get([f"beat/{rank}" for rank in ranks]) if ranks else []
-        # Read after the heartbeats, but used first: a rank that publishes lost ranks and exits is not lost itself.
+        # This is read after the heartbeats but used first, so that a rank that publishes lost ranks and exits is not
+        # lost itself.
         if self.store.check(["lost"]):
             self.published_lost = dict(json.loads(self.store.get("lost")))
         if (
             time.monotonic() - self._last_read > SILENCE_TIMEOUT / 2
-        ):  # this process was suspended, maybe with the others
+        ):  # This process was suspended, maybe together with the others.
             self._last_beats.clear()
         self._waiting_since, self._last_read = math.inf, time.monotonic()
         for rank, beat in zip(ranks, beats, strict=True):
@@ -142,7 +145,7 @@ class Heartbeat(threading.Thread):
             return {0: now - self._waiting_since}
         if (
             now - self._last_read > 2 * HEARTBEAT_INTERVAL
-        ):  # this process itself was suspended, so it read no heartbeats
+        ):  # This process itself was suspended, so it read no heartbeats.
             return {}
         heard = list(self._last_beats.items())
         silences = {rank: None if beat == LEFT else now - new for rank, (beat, new) in heard}
@@ -155,8 +158,8 @@ class Heartbeat(threading.Thread):
         it as lost.
         """
         self.reads_all = True
-        # A rank that has just died is silent for LOST_TIMEOUT at the end of this loop. If a rank is silent already, it
-        # is the cause: do not wait.
+        # A rank that has just died is silent for LOST_TIMEOUT at the end of this loop. A rank that is already silent is
+        # the cause, so the loop ends.
         end = time.monotonic() + LOST_TIMEOUT + HEARTBEAT_INTERVAL
         while (
             time.monotonic() < end
@@ -170,16 +173,16 @@ class Heartbeat(threading.Thread):
         return gone if self.published_lost is None else self.published_lost
 
     def store_answers(self, seconds: float) -> bool:
-        """True if no request to the store has waited for `seconds`."""
+        """Return True if no request to the store has waited for `seconds`."""
         return time.monotonic() - self._waiting_since < seconds
 
     @property
     def is_stopped(self) -> bool:
-        """True if this rank has left the rendezvous."""
+        """Whether this rank has left the rendezvous."""
         return self._stopped.is_set()
 
     def stop(self) -> None:
-        """Stop the thread, which tells the other ranks. Waits at most HEARTBEAT_INTERVAL seconds."""
+        """Stop the thread, which tells the other ranks. This waits at most HEARTBEAT_INTERVAL seconds."""
         self._stopped.set()
         self.join(HEARTBEAT_INTERVAL)
 
@@ -189,10 +192,10 @@ class Rendezvous:
     """The store, hosts and heartbeats that all ranks share."""
 
     store: Store
-    server: Store | None  # the server of the store, if it is in this process
+    server: Store | None  # the server of the store, if this process runs it
     hosts: dict[int, str]  # the host name of each rank
     heartbeat: Heartbeat
-    addresses: Mapping[int, str] = field(default_factory=dict)  # of each rank, towards rank 0
+    addresses: Mapping[int, str] = field(default_factory=dict)  # the address of each rank, towards rank 0
 
     def gather(self, name: str, rank: int, value: str) -> list[str]:
         """Gather the `value` of each rank, ordered by rank. Each `name` can be used once.
@@ -215,14 +218,14 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Rank and world size of this process, globally and on its machine."""
+    """The rank and the world size of this process, globally and on its machine."""
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
-    rendezvous: Rendezvous | None = field(default=None, compare=False, repr=False)  # after `join_rendezvous`
-    incidents: IncidentLog | None = field(default=None, compare=False, repr=False)  # of a training program
+    rendezvous: Rendezvous | None = field(default=None, compare=False, repr=False)  # `join_rendezvous` sets it.
+    incidents: IncidentLog | None = field(default=None, compare=False, repr=False)  # Only a training program has it.
 
     def __post_init__(self) -> None:
         require(
@@ -242,7 +245,7 @@ class RankInfo:
             self.incidents.note(kind, text, **details)
 
     def end(self, code: int) -> None:
-        """On rank 0, tell the ranks on standby (--elastic) the exit code of the run."""
+        """On rank 0, send the exit code of the run to the ranks on standby (--elastic)."""
         if self.rendezvous is not None and self.rank == 0 and not self.rendezvous.heartbeat.is_stopped:
             self.rendezvous.store.set("over", str(code))
 
@@ -253,7 +256,7 @@ class RankInfo:
         if rendezvous is None or rendezvous.heartbeat.is_stopped:
             return
         rendezvous.heartbeat.stop()
-        if not rendezvous.heartbeat.is_alive():  # otherwise the store does not answer
+        if not rendezvous.heartbeat.is_alive():  # Otherwise the store does not answer.
             with contextlib.suppress(dist.DistError):
                 stand_by = int(rendezvous.store.add("standing by", 0))
                 wait_for_others(rendezvous.store, "left", self.world_size - gone + stand_by if rendezvous.server else 0)

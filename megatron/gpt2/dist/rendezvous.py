@@ -57,10 +57,10 @@ from megatron.gpt2.dist.ranks import (
 CONTINUE_HINT = "the run ends here; the same command continues from the last checkpoint"
 OPEN_PORTS = "open all ports between the machines, or name the interface in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
 ALL_JOINED = "all ranks have joined"
-LINK_TIMEOUT = 8.0  # seconds for the machines to test the connections between them
-SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+LINK_TIMEOUT = 8.0  # The machines have this number of seconds to test the connections between them.
+SIOCGIFADDR = 0x8915  # This number asks Linux for the IPv4 address of an interface.
 
-UsableRanks = Callable[[int], int]  # number of joined ranks -> number of ranks that the run can use
+UsableRanks = Callable[[int], int]  # It returns the number of ranks that the run can use, for a number of joined ranks.
 
 
 class StandbyExit(Exception):
@@ -87,7 +87,7 @@ def open_store(launch: Launch, *, is_server: bool) -> Iterator[tuple[TCPStore, T
             at = "localhost" if path else at[0], server.port
         if server and path:
             atomic_write_text(path, f"{launch.host} {server.port}\n")
-        while True:  # with Python's sockets, for short error messages
+        while True:  # Python's sockets give short error messages.
             try:
                 if path and not server:
                     host, _, port = path.read_text(encoding="utf-8").partition(" ")
@@ -126,7 +126,7 @@ def start_store_server(host: str, port: int) -> TCPStore:
         families = {found[0] for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
     both = socket.AF_INET6 in families and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
-    try:  # with Python's socket, for a one-line message
+    try:  # A Python socket gives a one-line message.
         listener = socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=2048)
     except OSError as error:
         raise ValueError(
@@ -225,7 +225,7 @@ def describe_missing(hosts: Mapping[int, str], world_size: int, launch: Launch) 
     """Describe the missing ranks. hosts: the machines of the ranks that joined."""
     missing = [rank for rank in range(world_size) if rank not in hosts]
     listed = dict(enumerate(launch.hosts))
-    # Slurm lists the hosts by blocks of ranks unless srun has another --distribution.
+    # Slurm lists the hosts by blocks of ranks, unless srun has another --distribution.
     fits = all(listed.get(rank) == host for rank, host in hosts.items())
     return (
         f"{format_ranks(missing, listed if fits else {})} of {world_size} did not join within {launch.timeout:g} s "
@@ -247,7 +247,7 @@ def stand_by(store: Store, launch: Launch) -> int:
             time.sleep(HEARTBEAT_INTERVAL)
         store.add("left", 1)
         return int(store.get("over"))
-    except dist.DistError:  # rank 0 is gone; give a launcher time to restart all ranks
+    except dist.DistError:  # Rank 0 is lost; a launcher gets time to restart all ranks.
         time.sleep(LOST_TIMEOUT + HEARTBEAT_INTERVAL)
         return 1
 
@@ -271,19 +271,19 @@ def set_gloo_interface(own: str, elsewhere: Sequence[str], environ: MutableMappi
             f"{', '.join(interfaces)}: correct the variable or unset it",
         )
         return
-    if elsewhere and own and ipaddress.ip_address(own).is_loopback:  # this machine is rank 0's
+    if elsewhere and own and ipaddress.ip_address(own).is_loopback:  # This machine is rank 0's machine.
         own = next(filter(None, map(address_towards, elsewhere)), "")
     if elsewhere:
-        address = own.partition("%")[0]  # without the scope of an IPv6 address
+        address = own.partition("%")[0]  # The scope of an IPv6 address is removed.
         name = next((name for name in interfaces if address in addresses_of(name)), "")
-    else:  # the loopback interface: in many containers, looking up the host name fails or warns
+    else:  # Use the loopback interface: in many containers, looking up the host name fails or warns.
         name = next((name for name in interfaces if name in ("lo", "lo0")), "")
     if name:
         environ["GLOO_SOCKET_IFNAME"] = name
 
 
 def address_towards(host: str) -> str:
-    """Return this machine's address towards `host`, or "" without a route. Sends nothing."""
+    """Return this machine's address towards `host`, or "" without a route. This sends nothing."""
     with contextlib.suppress(OSError):
         for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
@@ -293,14 +293,15 @@ def address_towards(host: str) -> str:
 
 
 def addresses_of(interface: str) -> list[str]:
-    """Return the IPv4 and IPv6 addresses of a network interface (Linux only)."""
+    """Return the IPv4 and IPv6 addresses of a network interface. This works only on Linux."""
     found = []
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         answer = fcntl.ioctl(any_socket.fileno(), SIOCGIFADDR, struct.pack("256s", interface.encode()))
         found.append(socket.inet_ntoa(answer[20:24]))
     with contextlib.suppress(OSError):
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            digits, *_, name = line.split()  # address, number, length of the prefix, scope, flags, name
+            # The line has address, number, length of the prefix, scope, flags and name.
+            digits, *_, name = line.split()
             found += [str(ipaddress.IPv6Address(int(digits, 16)))] if name == interface else []
     return found
 
@@ -392,22 +393,22 @@ def end_if_rank_lost(rank_info: RankInfo, backend: str) -> None:
     heartbeat = rank_info.rendezvous.heartbeat
     while not heartbeat.is_stopped:
         time.sleep(HEARTBEAT_INTERVAL)
-        has_group = dist.is_initialized()  # no rank may leave before that
+        has_group = dist.is_initialized()  # No rank may leave before the group exists.
         gone = heartbeat.lost_ranks(SILENCE_TIMEOUT).values()
         if heartbeat.published_lost is None and not any(not has_group or silence is not None for silence in gone):
             continue
         if has_group and backend == "gloo":
-            heartbeat.wait_for_lost_ranks()  # publishes them, before the collectives fail
+            heartbeat.wait_for_lost_ranks()  # This publishes the lost ranks before the collectives fail.
             return close_connections(rank_info.rendezvous.store.underlying_store.port)  # type: ignore[attr-defined]
-        time.sleep(LOST_TIMEOUT)  # if a gloo collective has failed, the training thread ends the run
+        time.sleep(LOST_TIMEOUT)  # If a gloo collective has failed, the training thread ends the run in this time.
         if report_lost_ranks(rank_info):
-            os._exit(1)  # the only way to end a thread that waits for a GPU or for a connection
+            os._exit(1)  # Nothing else ends a thread that waits for a GPU or for a connection.
 
 
 def close_connections(store_port: int) -> None:
     """Shut down the TCP connections of this process, except those to the store."""
     for descriptor in map(int, os.listdir("/dev/fd")):
-        with contextlib.suppress(OSError):  # not a connection
+        with contextlib.suppress(OSError):  # The file is not a connection.
             connection = socket.socket(fileno=descriptor)
             try:
                 ports = connection.getsockname()[1:2] + connection.getpeername()[1:2]
@@ -446,7 +447,7 @@ def shutdown_distributed(rank_info: RankInfo) -> None:
 
 @contextlib.contextmanager
 def temporary_group(rank_info: RankInfo) -> Iterator[ProcessGroup]:
-    """Create a gloo process group of all ranks before that of the run exists. It ends with the context."""
+    """Create a gloo process group of all ranks, before the run has its own. It ends with the context."""
     assert rank_info.rendezvous is not None and dist.group.WORLD is None
     store = PrefixStore("temporary group", rank_info.rendezvous.store)
     dist.init_process_group("gloo", store=store, rank=rank_info.rank, world_size=rank_info.world_size)

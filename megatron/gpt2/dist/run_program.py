@@ -66,17 +66,18 @@ RankProgram = Callable[[Sequence[str]], int]
 
 BAD_INPUT = 2
 INTERRUPTED = 128 + signal.SIGINT
-NO_RESTART = (BAD_INPUT, INTERRUPTED)  # exit codes after which ranks are not started again
-CRASH_LOOP_FAILURES = 3  # after this many failures at one iteration, do not restart
-EXIT_TIMEOUT = 6.0  # seconds for the other ranks to name a failed rank, or to save
-STOP_TIMEOUT = 2.0  # seconds until a launcher that does not run its signal handler ends
-SAVE_TIMEOUT = 600  # seconds for the ranks to finish their step and save, when a machine joins
-RESTART_SIGNAL = signal.SIGUSR2  # asks the ranks to finish their step and save
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)  # the launcher forwards all but Ctrl-C
-# Other launchers kill all ranks when the first one ends. So the rank that prints an error waits before it exits, until
-# the other ranks have found the same error. The other ranks wait for SIGTERM, or longer.
-LAUNCHER_GRACE = 2.0  # seconds
-FIRST_GRACE = 0.5  # for the first rank of a machine, to print its error before other ranks do
+NO_RESTART = (BAD_INPUT, INTERRUPTED)  # After these exit codes, ranks are not started again.
+CRASH_LOOP_FAILURES = 3  # After this number of failures at one iteration, ranks are not restarted.
+EXIT_TIMEOUT = 6.0  # The other ranks have this number of seconds to name a failed rank, or to save.
+STOP_TIMEOUT = 2.0  # A launcher that does not run its signal handler ends after this number of seconds.
+SAVE_TIMEOUT = 600  # The ranks have this number of seconds to finish their step and save when a machine joins.
+RESTART_SIGNAL = signal.SIGUSR2  # This signal asks the ranks to finish their step and save.
+# The launcher forwards all of these except Ctrl-C.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
+# Other launchers kill all ranks when the first one ends. So a rank that prints an error waits before it exits, until
+# the other ranks have found the same error. Those ranks wait for SIGTERM, or longer.
+LAUNCHER_GRACE = 2.0  # number of seconds
+FIRST_GRACE = 0.5  # The first rank of a machine has this number of seconds to print its error before other ranks do.
 SILENT_GRACE = 10.0
 
 
@@ -91,7 +92,7 @@ def run_program(program: Program, argv: Sequence[str] | None) -> int:
     """
     try:
         return _run(program, sys.argv[1:] if argv is None else argv)
-    except KeyboardInterrupt:  # also during the shutdown
+    except KeyboardInterrupt:  # Ctrl-C may also be pressed during the shutdown.
         return INTERRUPTED
 
 
@@ -143,7 +144,7 @@ def exit_with_error(error: Exception, rank_info: RankInfo) -> int:
         if prints:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             time.sleep(LAUNCHER_GRACE)
-        else:  # first leave, because the store ends with rank 0
+        else:  # The first rank leaves first, because the store ends with rank 0.
             exit_on_sigterm(code)
             rank_info.leave()
             time.sleep(SILENT_GRACE)
@@ -153,7 +154,7 @@ def exit_with_error(error: Exception, rank_info: RankInfo) -> int:
 
 
 def _is_first_error(rank_info: RankInfo) -> bool:
-    """Return True on one of the ranks of a machine that have an error, if possible on the first one."""
+    """Return True on one of the ranks of a machine that have an error, if possible on the first of them."""
     rendezvous = rank_info.rendezvous
     if rendezvous is None or rendezvous.heartbeat.is_stopped:
         return rank_info.local_rank == 0
@@ -163,7 +164,7 @@ def _is_first_error(rank_info: RankInfo) -> bool:
         while time.monotonic() < end and not store.check([key]):
             time.sleep(POLL_INTERVAL)
         return bool(store.add(key, 1) == 1)
-    except (dist.DistError, MissingRanksError):  # the store is gone
+    except (dist.DistError, MissingRanksError):  # The store no longer exists.
         return rank_info.local_rank == 0
 
 
@@ -179,7 +180,7 @@ def report_out_of_memory(line: str, rank_info: RankInfo) -> int:
 
 @dataclass(frozen=True)
 class SaveFolder:
-    """The --save folder of a run. newest_iteration: returns the iteration of its newest checkpoint, 0 without one."""
+    """The --save folder of a run. newest_iteration: returns the iteration of its newest checkpoint, or 0."""
 
     path: Path
     newest_iteration: Callable[[], int]
@@ -198,8 +199,8 @@ def start_ranks(
         `read_launch`.
     save_folder: the --save folder of a training program.
     """
-    logging.disable(logging.CRITICAL)  # no tracebacks of torch for a killed rank
-    # One store for all rounds; torch's own store may move to a different machine in each round.
+    logging.disable(logging.CRITICAL)  # torch prints no tracebacks for a killed rank.
+    # All rounds use one store, because torch's own store may move to a different machine in each round.
     os.environ |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCHELASTIC_SIGNALS_TO_HANDLE": ""}
     place = replace(launch, init_method=launch.init_method or "tcp://127.0.0.1:0")
     with open_store(place, is_server=launch.rank == 0) as (store, _server):
@@ -211,11 +212,12 @@ def start_ranks(
         except RendezvousError:
             print_status("the machine of rank 0, which serves the rendezvous, does not answer")
             agent.code = 1
-        except SystemExit:  # a stop request between two rounds
+        except SystemExit:  # The program was asked to stop between two rounds.
             pass
         finally:
             logging.disable(logging.NOTSET)
-            for process in set(multiprocessing.active_children()) - others:  # ranks that torch has lost by an error
+            # torch has lost these ranks because of an error.
+            for process in set(multiprocessing.active_children()) - others:
                 process.terminate()
                 process.join(EXIT_TIMEOUT)
                 process.kill()
@@ -224,14 +226,14 @@ def start_ranks(
 
 
 class NodeRendezvous(DynamicRendezvousHandler):
-    """torch's rendezvous of the agents, one for each machine (node)."""
+    """torch's rendezvous of the agents. Each machine (node) has one agent."""
 
-    use_agent_store = True  # for the ranks, too
+    use_agent_store = True  # The ranks use it, too.
 
     _waiting = 0
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Start a round."""
+        """Start a round of the rendezvous."""
         self._waiting = 0
         return super().next_rendezvous()
 
@@ -240,7 +242,8 @@ class NodeRendezvous(DynamicRendezvousHandler):
         self._waiting = len(self._state_holder.state.wait_list)
 
     def num_nodes_waiting(self) -> int:
-        """Return the number at the last heartbeat. torch's own method blocks if the store is unreachable."""
+        """Return the number of waiting machines at the last heartbeat. torch's method blocks if the store is
+        unreachable."""
         return self._waiting
 
 
@@ -253,14 +256,14 @@ class NodeAgent(LocalElasticAgent):
         self.launch, self.save_folder, self.code = launch, save_folder, 0
         self._attempt, self._restarts, self._failed_iterations = -1, 0, list[int]()
         self._stop_requested, self._store_address = False, (store.host, store.port)
-        self._failed: int | None = None  # local rank that failed first in this round
+        self._failed: int | None = None  # the local rank that failed first in this round
         machines = NodeRendezvous.from_backend(
             "ranks",
             store,
             C10dRendezvousBackend(TimedStore(store, launch.timeout), "ranks"),  # type: ignore[arg-type]
-            1,  # a round starts with any number of machines, so that they can name the missing ones
+            1,  # A round starts with any number of machines, so that they can name the missing ones.
             launch.world_size // launch.ranks_to_start,
-            f"{launch.rank // launch.ranks_to_start:05}",  # torch orders machines by name
+            f"{launch.rank // launch.ranks_to_start:05}",  # torch orders machines by name.
             RendezvousTimeout(
                 join=timedelta(seconds=launch.timeout + SAVE_TIMEOUT), last_call=timedelta(seconds=launch.timeout)
             ),
@@ -273,19 +276,19 @@ class NodeAgent(LocalElasticAgent):
             entrypoint=_run_rank,
             args=(program, words, signal.getsignal(signal.SIGINT)),
             rdzv_handler=machines,
-            max_restarts=sys.maxsize,  # `_should_restart` counts the restarts
+            max_restarts=sys.maxsize,  # `_should_restart` counts the restarts.
             monitor_interval=0.1,
         )
-        # A forked rank imports nothing, which saves half the time of a short run. Forking does not work on macOS, nor
-        # with CUDA if there is a GPU.
+        # A forked rank imports nothing, which saves half of the time of a short run. Forking does not work on macOS,
+        # and not with CUDA if there is a GPU.
         method = "fork" if sys.platform == "linux" and torch.cuda.device_count() == 0 else "spawn"
         super().__init__(spec, DefaultLogsSpecs(os.devnull), method, exit_barrier_timeout=30.0)
 
     def request_stop(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal to this process: the ranks save and end, and are not restarted."""
+        """Handle a signal to this process: the ranks save and end, and they are not restarted."""
         self._stop_requested = True
         if not any(process.is_alive() for process in self._processes()):
-            raise SystemExit  # also while this machine waits for others
+            raise SystemExit  # This also works while this machine waits for others.
         if number != signal.SIGINT:
             self._send(number)
 
@@ -326,7 +329,7 @@ class NodeAgent(LocalElasticAgent):
         )
 
     def _poll_ranks(self, group: WorkerGroup) -> RunResult:
-        """Return the state of the ranks. If one has failed, first end all others."""
+        """Return the state of the ranks. If one has failed, this first ends all other ranks."""
         processes = self._processes()
         failed = next((process for process in processes if process.exitcode), None)
         if failed is not None and self._failed is None:
@@ -371,7 +374,7 @@ class NodeAgent(LocalElasticAgent):
         if self._stop_requested or self._restarts == limit:
             if limit and not self._stop_requested:
                 print_status(f"{why}; no restart is left (--max-restarts {limit})")
-            elif code < 0:  # otherwise the rank has printed the reason
+            elif code < 0:  # Otherwise the rank has printed the reason.
                 print_status(why)
             return False
         where = ""
@@ -404,7 +407,7 @@ class NodeAgent(LocalElasticAgent):
 
 
 def _end_after_launcher() -> None:
-    """Ask this rank to save and end if its launcher has ended, and end it after SAVE_TIMEOUT seconds."""
+    """Ask this rank to save and end if its launcher has ended. End it after SAVE_TIMEOUT seconds."""
     launcher = multiprocessing.parent_process()
     assert launcher is not None
     while os.getppid() == launcher.pid:
@@ -415,19 +418,19 @@ def _end_after_launcher() -> None:
 
 
 def _run_rank(program: RankProgram, argv: Sequence[str], interrupt: Any) -> None:
-    signal.set_wakeup_fd(-1)  # a forked rank has that of the launcher
+    signal.set_wakeup_fd(-1)  # A forked rank inherits the launcher's descriptor.
     threading.Thread(target=_end_after_launcher, name="launcher", daemon=True).start()
     for number in STOP_SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, interrupt if number == signal.SIGINT else signal.SIG_DFL)
     logging.disable(logging.NOTSET)
-    if os.environ["RANK"] == "0":  # may read a prompt; multiprocessing has replaced standard input
+    if os.environ["RANK"] == "0":  # Rank 0 may read a prompt; multiprocessing has replaced standard input.
         sys.stdin = os.fdopen(0, closefd=False)
     try:
         code = program(argv)
     except KeyboardInterrupt:
         code = INTERRUPTED
-    except Exception:  # a bug in the program
+    except Exception:  # This is a bug in the program.
         traceback.print_exc()
         code = 1
     sys.exit(code)
@@ -439,6 +442,6 @@ def print_status(line: str, kind: str = "error") -> None:
 
 
 def describe_exit(rank: int, code: int) -> str:
-    """Describe the end of a rank. code: -N if signal N ended it."""
+    """Describe how a rank ended. code: -N if signal N ended it."""
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     return f"rank {rank} {how}"

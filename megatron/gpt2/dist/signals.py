@@ -23,17 +23,17 @@ import torch.distributed as dist
 OUT_OF_TIME = "--exit-duration-in-mins"
 MORE_RANKS = "new ranks (--elastic)"
 FOLDER_LOST = "another run in the --save folder"
-# Reasons to stop, by priority. The highest index of all ranks wins.
+# These are the reasons to stop, by priority. The highest index of all ranks is used.
 _REASONS = ("", MORE_RANKS, OUT_OF_TIME, "SIGUSR1", "SIGHUP", "SIGTERM", "Ctrl-C", FOLDER_LOST)
 _REASON_OF = {
-    signal.SIGUSR2: MORE_RANKS,  # from the launcher
+    signal.SIGUSR2: MORE_RANKS,  # The launcher sends this signal.
     signal.SIGUSR1: "SIGUSR1",
     signal.SIGHUP: "SIGHUP",
     signal.SIGTERM: "SIGTERM",
     signal.SIGINT: "Ctrl-C",
 }
 # A repeated signal within this time is ignored. Slurm sends SIGTERM to the launcher and to its ranks, and the launcher
-# forwards it to them. A user repeats Ctrl-C only on purpose, so it always counts.
+# forwards it to them. A repeated Ctrl-C always counts, because a user presses it on purpose.
 REPEAT_SECONDS = {signal.SIGUSR1: 5.0, signal.SIGHUP: 5.0, signal.SIGTERM: 5.0, signal.SIGINT: 0.0}
 
 
@@ -55,7 +55,7 @@ class SignalThread:
         self._before = {
             number: signal.signal(number, in_main)
             for number in numbers
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN  # of nohup
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN  # nohup ignores this signal.
         }
         # Python's C-level handler writes the signal number to this socket at once.
         self._fd_before = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
@@ -107,16 +107,16 @@ class StopSignal:
         self._signals = SignalThread(_REASON_OF, self._report, self._request)
 
     def _request(self, number: int, frame: FrameType | None) -> None:
-        """Store a stop request. Runs in the main thread."""
+        """Store a stop request. This runs in the main thread."""
         if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C also ends a process that hangs in a library
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # A second Ctrl-C also ends a process that hangs in a library.
         self._requested = max(self._requested, _REASONS.index(_REASON_OF[signal.Signals(number)]))
 
     def _report(self, number: signal.Signals) -> None:
-        """Print the first signal, and exit on the second one. Runs in the thread."""
+        """Print the first signal, and exit on the second one. This runs in the thread."""
         if number not in REPEAT_SECONDS:
             return
-        if number == signal.SIGHUP:  # writing to a terminal that is gone would be an error
+        if number == signal.SIGHUP:  # Writing to a terminal that no longer exists would be an error.
             for descriptor in self._terminals:
                 if not os.isatty(descriptor):
                     os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
@@ -131,7 +131,8 @@ class StopSignal:
 
     def _print(self, line: str) -> None:
         if self._rank == 0:
-            os.write(2, f"\n{line}\n".encode())  # not print(): the main thread may be inside print()
+            # print() is not possible here, because the main thread may be inside print().
+            os.write(2, f"\n{line}\n".encode())
 
     def agreed(self, reason: str = "") -> str:
         """Return the reason to stop now, or "". All ranks must call it once per step and get the same result.
@@ -158,7 +159,7 @@ class StopSignal:
         self.restore()
 
     def restore(self) -> None:
-        """Restore the previous handlers without the last all-reduce, which other ranks may not reach after an error."""
+        """Restore the previous handlers without the last all-reduce. Other ranks may not reach it after an error."""
         self._signals.close()
 
     def __enter__(self) -> StopSignal:

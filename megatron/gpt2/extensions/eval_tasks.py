@@ -17,7 +17,7 @@ NAMES = ("hellaswag", "lambada")
 
 
 class EvalTasks(Hook):
-    """Scores each file at each evaluation, and logs its accuracy."""
+    """Scores each file at each evaluation, and logs the accuracy."""
 
     def __init__(self, config: Config) -> None:
         self._names = [name for text in config.train.eval_tasks for name in text.split(",")]
@@ -53,7 +53,7 @@ class EvalTasks(Hook):
     def on_evaluate(self, trainer: Trainer) -> None:
         """Score the files and log a line for each."""
         model, iteration = trainer.state.model, trainer.progress.iteration
-        trainer.state.param_gather.wait()  # the scorer bypasses the model's forward, whose hooks would wait
+        trainer.state.param_gather.wait()  # The scorer does not call the model's forward, whose hooks would wait.
         for name, task in self._tasks.items():
             metrics = evaluate_task(
                 model, task, trainer.data.tokenizer, batch_size=trainer.config.train.micro_batch_size

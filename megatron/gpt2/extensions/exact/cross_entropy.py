@@ -28,7 +28,7 @@ def _combine(local: Tensor) -> Tensor:
 
 
 class _ExactLinearCrossEntropy(LinearCrossEntropy):
-    """Inherits the backward of `LinearCrossEntropy`."""
+    """A loss that inherits the backward of `LinearCrossEntropy`."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -43,7 +43,7 @@ class _ExactLinearCrossEntropy(LinearCrossEntropy):
         weight_grad_hook: Callable[[Tensor], object] | None,
         grad_enabled: bool,
     ) -> Tensor:
-        """is_split: hidden is this rank's shard [t/p, h] of the sequence."""
+        """Compute the loss. is_split: hidden is this rank's shard [t/p, h] of the sequence."""
         needs_grad = grad_enabled and any(ctx.needs_input_grad)
         hidden = virtual.all_gather(hidden) if is_split else hidden
         weights = weight.chunk(virtual.per_rank)
@@ -65,12 +65,12 @@ class _ExactLinearCrossEntropy(LinearCrossEntropy):
                 own,
                 token_weight[rows] if needs_grad else None,
                 lambda local: _combine(virtual.all_gather(local)),
-                # Every layout processes the same number of rows at once.
+                # Every layout processes the same number of rows at the same time.
                 rows=kernels.rows_in_cache(weights[0].size(0) * virtual.size) if hidden.is_cpu else chunk_size,
                 by_block=virtual.group is None,
             )
             loss += torch.dot(loss_from_stats(stats), token_weight[rows])
-            if needs_grad:  # the softmax has overwritten the logits with their gradients
+            if needs_grad:  # The softmax has overwritten the logits with their gradients.
                 d_hidden[:, rows] = virtual.sum_of_products(logits, weights, hidden.dtype)
                 for number, d_weight in enumerate(d_weights):
                     d_weight.add(logits[number], hidden[rows])

@@ -39,13 +39,13 @@ class ExactLayouts(Hook):
         )
 
     def settings_equal_on_all_ranks(self, context: RunContext) -> dict[str, str]:
-        """On a CPU the number of threads decides the order of a sum, so it must be the same on all ranks."""
+        """Return the number of threads on a CPU. It decides the order of a sum, so it must be equal on all ranks."""
         if context.device.type != "cpu":
             return {}
         return {"number of threads (OMP_NUM_THREADS)": str(torch.get_num_threads())}
 
     def submodules(self) -> mpu.ModelSubmodules:
-        """See `exact_submodules`."""
+        """Return the result of `exact_submodules`."""
         return exact_submodules(self._virtual_ranks)
 
     def reducer(self, buffer: ParamAndGradBuffer, model: GPT2Model, parallel: mpu.ParallelState) -> ExactBucketReducer:
@@ -56,6 +56,6 @@ class ExactLayouts(Hook):
         return reducer
 
     def squared_norm(self, device: torch.device) -> Callable[..., Tensor]:
-        """See `exact_squared_norm`."""
+        """Return `exact_squared_norm`."""
         block = norm_block_size(self._virtual_ranks, self._shape.hidden_size, self._shape.ffn_size, device=device)
         return functools.partial(exact_squared_norm, block=block)

@@ -31,7 +31,7 @@ def _tokens(x: Tensor) -> Tensor:
 
 
 class _ColumnParallelLinear(torch.autograd.Function):
-    """Y = XAᵀ + b in shards of the output features, after *f* of arXiv:1909.08053."""
+    """Y = XAᵀ + b, computed in shards of the output features, after *f* of arXiv:1909.08053."""
 
     @staticmethod
     def forward(
@@ -77,7 +77,7 @@ class ExactColumnParallelLinear(ColumnParallelLinear):
         self.virtual = VirtualRanks(virtual_ranks, self.group)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        """[s, b, i] -> tuple of [s, b, o/V]."""
+        """Compute the outputs: [s, b, i] -> tuple of [s, b, o/V]."""
         return _ColumnParallelLinear.apply(  # type: ignore[no-any-return]
             x,
             self.weight,
@@ -112,7 +112,7 @@ class _RowParallelLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         weight, *xs = ctx.saved_tensors
-        rows = _tokens(dy[0].to(weight.dtype))  # dy has the dtype of the sum, but only bits of `weight.dtype`
+        rows = _tokens(dy[0].to(weight.dtype))  # dy has the dtype of the sum, but its values fit into `weight.dtype`.
         dxs = [(rows @ part).view(x.shape) for part, x in zip(_columns(weight, len(xs)), xs, strict=True)]
         d_weight = ctx.weight_grad_fn(rows, [_tokens(x) for x in xs]) if ctx.needs_input_grad[0] else None
         return d_weight, None, None, *dxs
@@ -145,23 +145,23 @@ class ExactRowParallelLinear(RowParallelLinear):
     sequence_parallel. Forward: tree sum of Y; backward: no communication (all-gather of dY)."""
 
     def __init__(self, *args: Any, virtual_ranks: int, sequence_parallel: bool = False, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)  # without sequence_parallel: the bias gets a complete gradient
+        super().__init__(*args, **kwargs)  # Without sequence_parallel, the bias gets a complete gradient.
         self.sequence_parallel = sequence_parallel
         self.virtual = VirtualRanks(virtual_ranks, self.group)
         self.sequence_ranks = VirtualRanks(virtual_ranks, self.group if sequence_parallel else None)
 
     def forward(self, x: Sequence[Tensor]) -> Tensor:  # type: ignore[override]
-        """Tuple of [s, b, i/V] -> [s, b, o]."""
+        """Compute the output: tuple of [s, b, i/V] -> [s, b, o]."""
         sums = _RowParallelLinear.apply(self.weight, self.virtual, self.weight_grad_fn or self.weight_gradient, *x)
         if self.virtual.group is None:
             y: Tensor = sums.squeeze(0)
         else:
             k = len(sums)
-            y = apply_collective(  # saves no tensor, so recomputation does not repeat it
+            y = apply_collective(  # This saves no tensor, so recomputation does not repeat it.
                 sums,
                 self.group,
                 forward=lambda own, _: self.virtual.reduce(own, x[0].dtype, self.sequence_parallel),
-                # Each partial sum has the same gradient.
+                # Every partial sum has the same gradient.
                 backward=lambda dy, _: (self.virtual.all_gather(dy) if self.sequence_parallel else dy).expand(
                     k, -1, -1, -1
                 ),
@@ -204,7 +204,7 @@ class _LayerNorm(torch.autograd.Function):
 
 
 class ExactLayerNorm(LayerNorm):
-    """`LayerNorm` whose parameters get complete gradients also with sequence parallelism."""
+    """A `LayerNorm` whose parameters get complete gradients, also with sequence parallelism."""
 
     def __init__(self, *args: Any, virtual: VirtualRanks, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -216,7 +216,7 @@ class ExactLayerNorm(LayerNorm):
 
 
 class ExactPositionEmbedding(PositionEmbedding):
-    """`PositionEmbedding` whose weight gets a complete gradient also with sequence parallelism."""
+    """A `PositionEmbedding` whose weight gets a complete gradient, also with sequence parallelism."""
 
     def __init__(self, *args: Any, virtual_ranks: int, sequence_parallel: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

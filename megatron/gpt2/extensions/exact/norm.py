@@ -1,4 +1,4 @@
-"""A gradient norm with the same bits for any sharding of the gradients over ranks."""
+"""Compute a gradient norm that has the same bits for any sharding of the gradients over ranks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from mpu.initialize import get_parallel_state
 
-BLOCK = 64  # elements: each local shard of a flat buffer starts at a multiple of it
-_BITS = 27  # bits of a square in each of the two integer sums; 2^35 of them do not overflow an int64
-_CHUNK = 1 << 24  # elements that are squared at once
+BLOCK = 64  # Each local shard of a flat buffer starts at a multiple of this number of elements.
+_BITS = 27  # Each of the two integer sums has this number of bits of a square; 2^35 of them do not overflow an int64.
+_CHUNK = 1 << 24  # At most this number of elements is squared at the same time.
 
 
 def norm_block_size(virtual_ranks: int, *widths: int, device: torch.device) -> int:
@@ -51,7 +51,7 @@ def exact_squared_norm(
     group = None if everywhere else state.model_parallel_group
     if not is_local:
         dist.all_reduce(greatest, op=dist.ReduceOp.MAX, group=group)
-    shift = torch.frexp(greatest).mantissa / greatest  # a power of two, so scaling does not round
+    shift = torch.frexp(greatest).mantissa / greatest  # It is a power of two, so scaling does not round.
     sums = torch.zeros(2, dtype=torch.int64, device=device)
     for norms in counted:
         for part in norms.split(_CHUNK):

@@ -20,15 +20,16 @@ from megatron.gpt2.optimizer.param_and_grad_buffer import ParamAndGradBuffer, sl
 from mpu import ParallelState
 from mpu.mappings import all_gather_single
 
-# The tied matrix has two gradients: one of the embedding, and one of the head. In a pipeline they are on two stages. So
-# they are reduced separately and then added, also if one rank has both. This name is for the embedding's gradient then.
+# The tied matrix has two gradients, those of the embedding and of the head. In a pipeline they are on two stages. So
+# they are reduced separately and then added, also if one rank has both. This is then the name of the embedding's
+# gradient.
 EMBEDDING_GRADIENT = f"{TIED_WEIGHT}, the embedding's"
 
-LeafRange = tuple[int, int]  # the leaves of a partial sum: (first, last + 1)
+LeafRange = tuple[int, int]  # the leaves of a partial sum: the first leaf, and the leaf after the last one
 
 
 def odd_factor(leaves: int) -> int:
-    """Return the odd factor of the number of leaves: blocks of this size are added from left to right."""
+    """Return the odd factor of the number of leaves. Blocks of this size are added from left to right."""
     return leaves // (leaves & -leaves) if leaves else 1
 
 
@@ -60,7 +61,7 @@ def merge_sums(leaves: Iterable[LeafRange], block: int) -> list[list[LeafRange]]
 
 @functools.lru_cache(maxsize=4096)
 def sums_of_rank(rank: int, num_microbatches: int, ranks: int) -> list[list[LeafRange]]:
-    """Return the partial sums of a rank after each of its `num_microbatches` leaves. It sends the last ones."""
+    """Return the partial sums of a rank after each of its `num_microbatches` leaves. The rank sends the last ones."""
     leaves = range(rank * num_microbatches, (rank + 1) * num_microbatches)
     return merge_sums(((leaf, leaf + 1) for leaf in leaves), odd_factor(num_microbatches * ranks))
 
@@ -80,14 +81,14 @@ class ExactBucketReducer(BucketReducer):
         super().__init__(buffer, parallel.data_parallel_group, embedding_group=parallel.embedding_group)
 
     def begin(self, num_microbatches: int) -> None:
-        """See `BucketReducer.begin`."""
+        """Begin a step, see `BucketReducer.begin`."""
         self._block = odd_factor(num_microbatches * self._ranks)
         self._num_microbatches, self._sums = num_microbatches, sums_of_rank(self._rank, num_microbatches, self._ranks)
         sent = [sums_of_rank(rank, num_microbatches, self._ranks)[-1] for rank in range(self._ranks)]
         self._sums_per_rank = [len(sums) for sums in sent]
         everything = merge_sums((leaves for sums in sent for leaves in sums), self._block)
         self._sums_after_receive = [len(sums) for sums in everything[1:]]
-        self._waiting: defaultdict[str, list[Tensor]] = defaultdict(list)  # finished sums before the one in `_grad`
+        self._waiting: defaultdict[str, list[Tensor]] = defaultdict(list)  # the finished sums before the sum in `_grad`
         super().begin(num_microbatches)
 
     def complete(self, name: str) -> None:
@@ -105,7 +106,7 @@ class ExactBucketReducer(BucketReducer):
         super().complete(name)
 
     def finish(self) -> None:
-        """See `BucketReducer.finish`."""
+        """Finish a step, see `BucketReducer.finish`."""
         if self._group is None:
             self._add_tied_gradient()
         super().finish()
@@ -126,19 +127,19 @@ class ExactBucketReducer(BucketReducer):
         return self._in_bucket(TIED_WEIGHT, self._embedding_grad)
 
     def _in_bucket(self, name: str, bucket: Tensor) -> Tensor:
-        """Return the view of parameter `name` in a tensor of its bucket's length."""
+        """Return the view of parameter `name` in a tensor that is as long as its bucket."""
         own = slice_within(self._buffer.ranges[name], self._buffer.buckets[self._buffer.bucket_of[name]].range)
         return bucket[own].view_as(self._buffer.parameters[name])
 
     def _bucket(self, index: int) -> Tensor:
-        """Return the gradients of a bucket. The index after the last one is the embedding's gradient."""
+        """Return the gradients of a bucket. The index after the last bucket belongs to the embedding's gradient."""
         if index < len(self._buffer.buckets):
             return self._buffer.bucket_grads(index)
         assert self._embedding_grad is not None
         return self._embedding_grad
 
     def _bucket_sums(self, index: int) -> list[Tensor]:
-        """Return the finished partial sums of this rank, each [length of the bucket]."""
+        """Return the finished partial sums of this rank, each as long as the bucket."""
         last, names = self._bucket(index), [name for name, at in self._bucket_of.items() if at == index]
         before = [torch.zeros_like(last) for _ in self._waiting[names[0]]]
         for name in names:
@@ -182,6 +183,6 @@ class ExactBucketReducer(BucketReducer):
         return whole
 
     def _add_tied_gradient(self) -> None:
-        """Add the embedding's gradient of the tied matrix to the head's."""
+        """Add the embedding's gradient of the tied matrix to the head's gradient."""
         if self._embedding_grad is not None:
             self._buffer.bucket_grads(self._buffer.bucket_of[TIED_WEIGHT]).add_(self._embedding_grad)

@@ -16,8 +16,8 @@ from mpu.initialize import group_rank_and_size
 from mpu.mappings import all_gather_first_dim
 from mpu.partition import divide
 
-# Rows of a product that are summed at once on a CPU, so that the terms stay in a core's cache until they are added.
-# A different number could change the bits. A GPU adds all rows at once.
+# On a CPU, this number of rows of a product is summed at the same time, so that the terms stay in a core's cache until
+# they are added. A different number could change the bits. A GPU adds all rows at the same time.
 ROWS = 512
 
 
@@ -46,8 +46,8 @@ class VirtualRanks:
         rank, ranks = group_rank_and_size(group)
         self.size, self.group, self.per_rank = size, group if ranks > 1 else None, divide(size, ranks)
         self.first = rank * self.per_rank
-        # The terms of 2^j ranks form one subtree each, so a rank sends one partial sum. With other numbers of ranks (3
-        # for V = 6) a rank's terms belong to different subtrees, so it sends each of them.
+        # The terms of 2^j ranks form one subtree, so a rank sends one partial sum. With other numbers of ranks (3 for V
+        # = 6), a rank's terms belong to different subtrees, so it sends each of them.
         self.num_partial_sums = 1 if ranks & (ranks - 1) == 0 else self.per_rank
 
     def partial_sums(self, terms: Sequence[Tensor]) -> Tensor:

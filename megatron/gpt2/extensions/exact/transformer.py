@@ -36,9 +36,9 @@ class ExactSelfAttention(ParallelSelfAttention):
         attention_fn: AttentionFn | None = None,
         dropout_seeds: Tensor | None = None,
     ) -> Tensor:
-        """See `ParallelSelfAttention.forward`. [s, b, h] -> [s, b, h]."""
+        """Compute the output, see `ParallelSelfAttention.forward`: [s, b, h] -> [s, b, h]."""
         qkv = [self.split_heads(part) for part in self.query_key_value(x)]
-        if attention_fn is not None:  # the KV cache holds all heads of a rank in one tensor
+        if attention_fn is not None:  # The KV cache keeps all heads of a rank in one tensor.
             outputs = attention_fn(torch.cat(qkv, dim=2)).chunk(len(qkv), dim=-1)
         else:
             first = self.dense.rank * len(qkv)
@@ -51,7 +51,7 @@ class ExactSelfAttention(ParallelSelfAttention):
 
 
 class ExactMLP(ParallelMLP):
-    """gelu(xAᵀ + a)Bᵀ + b, computed f/V columns of A at a time."""
+    """gelu(xAᵀ + a)Bᵀ + b, computed for f/V columns of A at a time."""
 
     def forward(self, x: Tensor) -> Tensor:
         inside = self.dense_h_to_4h(x)  # V/p of [s, b, f/V]
