@@ -25,7 +25,7 @@ from benchmarks.harness import milliseconds
 from megatron.gpt2.config import OptimizerConfig, ParallelConfig
 from megatron.gpt2.model.gpt2 import GPT2Model, layer_config
 from megatron.gpt2.optimizer.bucket_reducer import ParamAllGather, choose_bucket_size
-from megatron.gpt2.optimizer.optimizer import AdamWOptimizer, build_loss_scaler
+from megatron.gpt2.optimizer.optimizer import MixedPrecisionOptimizer, build_loss_scaler
 from megatron.gpt2.optimizer.param_and_grad_buffer import ParamAndGradBuffer
 from mpu import kernels
 
@@ -122,12 +122,12 @@ def optimizer_step(cfg: StageConfig, name: str) -> dict[str, Any]:
     )
     scaler = build_loss_scaler(config, torch.bfloat16, device)
     rates = torch.tensor([1e-4, 1e-4])
-    optimizer = AdamWOptimizer(buffer, ParamAllGather(buffer, model, None), config, scaler, rates)
+    optimizer = MixedPrecisionOptimizer(buffer, ParamAllGather(buffer, model, None), config, scaler, rates)
     for index in range(len(buffer.buckets)):
         buffer.bucket_grads(index).fill_(1e-3)
     grads = buffer.shard_grads()
     split, whole = (
-        [g for g, o in zip(grads, buffer.local_shards, strict=True) if o.traits.is_split is kind]
+        [g for g, o in zip(grads, buffer.local_shards, strict=True) if o.group_key.is_tensor_parallel is kind]
         for kind in (True, False)
     )
     count = buffer.params.numel()
@@ -136,7 +136,7 @@ def optimizer_step(cfg: StageConfig, name: str) -> dict[str, Any]:
     works: Arms = {
         "norm_ms": lambda: mpu.all_reduced_squared_norm(split, whole, device),
         "norm_by_foreach_ms": lambda: torch.stack(torch._foreach_norm(grads)).norm(),
-        "write_back_ms": optimizer.copy_masters_to_model,
+        "write_back_ms": optimizer.copy_masters_and_gather,
     }
     found = {name: milliseconds(work, device, cfg.repeats) for name, work in works.items()}
     # Bytes read and written: 28 by AdamW, 4 for gradients that it writes back, 4 by the norm, 6 by the rounding.

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.gpt2.optimizer.optimizer import AdamWOptimizer
+from megatron.gpt2.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.gpt2.train import data, train_step
 from megatron.gpt2.train.forward_backward import ForwardBackward
 from mpu import transformer
@@ -61,8 +61,8 @@ def instead(owner: Any, name: str, other: Callable[..., object]) -> Plant:
     return lambda patch: patch.setattr(owner, name, other)
 
 
-def before_update(extra: Callable[[AdamWOptimizer], object]) -> Plant:
-    return before(AdamWOptimizer, "step", extra)
+def before_update(extra: Callable[[MixedPrecisionOptimizer], object]) -> Plant:
+    return before(MixedPrecisionOptimizer, "step", extra)
 
 
 def before_counting(extra: Callable[[Tensor], object]) -> Plant:

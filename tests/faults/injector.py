@@ -148,7 +148,7 @@ def flip(trainer: Trainer, kind: str = "weight", name: str = "", element: int = 
     tensors = {"weight": {n: p.detach() for n, p in trainer.state.model.named_parameters()}}.get(kind) or {
         state.name: state.values for state in trainer.state.optimizer.state_shards() if state.kind == kind
     }
-    trainer.state.param_gather.wait()
+    trainer.state.param_gather.finish_param_sync()
     values = tensors[name or max(tensors, key=lambda name: tensors[name].numel())].view(-1)
     bits = values.view(torch.int16 if values.element_size() == 2 else torch.int32)
     bits[element] ^= 1 << bit % (8 * values.element_size() - 1)

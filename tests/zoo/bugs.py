@@ -21,7 +21,7 @@ from megatron.gpt2.model import gpt2
 from megatron.gpt2.model.gpt2 import Transformer
 from megatron.gpt2.optimizer import bucket_reducer
 from megatron.gpt2.optimizer.bucket_reducer import BucketReducer, ParamAllGather
-from megatron.gpt2.optimizer.optimizer import AdamWOptimizer
+from megatron.gpt2.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.gpt2.optimizer.param_and_grad_buffer import ParamAndGradBuffer
 from megatron.gpt2.train import data, train_state, train_step
 from megatron.gpt2.train.data import Batch
@@ -84,7 +84,7 @@ def scaled(factor: float) -> Plant:
     """Multiply the gradients of a step."""
     return extra(
         BucketReducer,
-        "finish",
+        "finish_grad_sync",
         lambda _, self: [gradient.mul_(factor) for gradient in self._buffer.shard_grads()],
         after=True,
     )
@@ -116,7 +116,7 @@ def is_recomputed() -> int:
     return int(torch._C._current_graph_task_id() != -1)
 
 
-def untied(original: Any, self: AdamWOptimizer) -> None:
+def untied(original: Any, self: MixedPrecisionOptimizer) -> None:
     """Do not update this stage's copy of the tied matrix."""
     weight = self.buffer.view(self.buffer.params, gpt2.TIED_WEIGHT)
     before = weight.clone()
@@ -181,7 +181,7 @@ BUGS = {
     ),
     "gradient of the tied matrix lost": verified("tied gradient not summed", "NVIDIA/Megatron-LM#1548"),
     "tied matrices drift apart": Change(
-        changed(AdamWOptimizer, "step", untied), STAGES, "NVIDIA/Megatron-LM#656", gpt2.TIED_WEIGHT, (1,)
+        changed(MixedPrecisionOptimizer, "step", untied), STAGES, "NVIDIA/Megatron-LM#656", gpt2.TIED_WEIGHT, (1,)
     ),
     "gradients divided after each micro-batch": Change(
         extra(BucketReducer, "add", lambda _, self, name, gradient: self._grad(name).div_(2), after=True),
@@ -295,7 +295,7 @@ BUGS = {
     ),
     "a sample used twice": verified("lost micro-batch", "NVIDIA-NeMo/Megatron-Bridge#5944"),
     "schedule stepped once per rank": Change(
-        extra(AdamWOptimizer, "_count_step", lambda self: self.good_steps.add_(1)),
+        extra(MixedPrecisionOptimizer, "_count_step", lambda self: self.num_updates.add_(1)),
         DATA_PARALLEL,
         "huggingface/accelerate#2926",
         "learning rate",
@@ -389,7 +389,7 @@ HARMLESS = {
     "one bucket": Change(replaced(train_state, "choose_bucket_size", lambda *_: 10**9), DATA_PARALLEL),
     "gradients waited for at once": Change(changed(BucketReducer, "_send", waited), DATA_PARALLEL),
     "parameters waited for at once": Change(
-        extra(ParamAllGather, "launch", lambda _, self: self.wait(), after=True), SHARDED
+        extra(ParamAllGather, "start_param_sync", lambda _, self: self.finish_param_sync(), after=True), SHARDED
     ),
     "messages waited for at once": Change(
         extra(mpu, "batched_p2p_ops", lambda moved, *_: [transfer.wait() for transfer in moved[1]], after=True), STAGES
@@ -435,7 +435,7 @@ HARMLESS = {
     "copied seeds of dropout": Change(
         changed(mpu, "make_dropout_seeds", lambda original, *args: original(*args).clone()), RECOMPUTED
     ),
-    "barrier in a step": Change(extra(AdamWOptimizer, "step", lambda self: dist.barrier()), SHARDED),
+    "barrier in a step": Change(extra(MixedPrecisionOptimizer, "step", lambda self: dist.barrier()), SHARDED),
     "metric that all ranks log": Change(extra(IterationLogger, "log", lambda *_: dist.all_reduce(torch.zeros(2)))),
     "one more group": Change(extra(mpu, "initialize_model_parallel", lambda *_, **options: dist.new_group()), STAGES),
     "wrapped layer": Change(changed(transformer.ParallelMLP, "forward", lambda original, self, x: original(self, x))),

@@ -53,7 +53,8 @@ class EvalTasks(Hook):
     def on_evaluate(self, trainer: Trainer) -> None:
         """Score the files and log a line for each."""
         model, iteration = trainer.state.model, trainer.progress.iteration
-        trainer.state.param_gather.wait()  # The scorer does not call the model's forward, whose hooks would wait.
+        # The scorer does not call the model's forward, whose hooks would wait.
+        trainer.state.param_gather.finish_param_sync()
         for name, task in self._tasks.items():
             metrics = evaluate_task(
                 model, task, trainer.data.tokenizer, batch_size=trainer.config.train.micro_batch_size

@@ -267,7 +267,7 @@ def adam_metadata(step: int, groups: Sequence[Any], flags: Mapping[str, Any], **
 
     groups: Adam's `param_groups`; empty if they are unknown.
     flags: other fields of OptimizerConfig.
-    progress: entries of `AdamWOptimizer.state_dict` that differ if a step was skipped or the loss was scaled.
+    progress: entries of `MixedPrecisionOptimizer.state_dict` that differ if a step was skipped or the loss was scaled.
 
     Raises ValueError for invalid flags.
     """

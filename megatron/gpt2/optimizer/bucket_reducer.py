@@ -30,7 +30,7 @@ class BucketReducer:
     Under sequence parallelism, gradients of replicated parameters are also summed over the tensor-parallel group.
 
     in_bf16: whether gradients are rounded to bf16 before they are sent, and summed in bf16.
-    embedding_group: the ranks that have the parameter `buffer.shared`. Its gradient is summed over them at the end.
+    embedding_group: the ranks that have the parameter `buffer.tied_param`. Its gradient is summed over them at the end.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class BucketReducer:
         """Return the context in which forward of micro-batch `index` runs."""
         return contextlib.nullcontext()
 
-    def finish(self) -> None:
+    def finish_grad_sync(self) -> None:
         """Wait until every bucket of the step is reduced."""
         forgotten = [name for name, awaited in self._awaited.items() if awaited]
         assert not forgotten, f"parameters without a gradient: {forgotten}"
@@ -69,8 +69,8 @@ class BucketReducer:
             self._receive(index)
         self._sent.clear()
         all_reduce_partial_grads(self._buffer)
-        if self._embedding_group is not None and self._buffer.shared is not None:
-            dist.all_reduce(self._buffer.shard_grad(self._buffer.shared), group=self._embedding_group)
+        if self._embedding_group is not None and self._buffer.tied_param is not None:
+            dist.all_reduce(self._buffer.shard_grad(self._buffer.tied_param), group=self._embedding_group)
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Add the gradient of a micro-batch for the parameter `name`: a tensor of its shape, in any dtype."""
@@ -86,7 +86,7 @@ class BucketReducer:
             self._grad(name).zero_()
         self._grad(name).index_put_((rows,), gradients.float(), accumulate=True)
 
-    def complete(self, name: str) -> None:
+    def register_grad_ready(self, name: str) -> None:
         """Mark the gradient of one micro-batch for the parameter `name` as complete. Send buckets that are complete."""
         self._awaited[name] -= 1
         if self._awaited[name] == 0:
@@ -113,7 +113,7 @@ class BucketReducer:
                 return  # it was added by `add`
             self.add(name, parameter.grad)
             parameter.grad = None
-            self.complete(name)
+            self.register_grad_ready(name)
 
         return collect
 
@@ -190,7 +190,7 @@ class TorchDDPReducer:
         backward."""
         return contextlib.nullcontext() if index == self._num_microbatches - 1 else self.module.no_sync()
 
-    def finish(self) -> None:
+    def finish_grad_sync(self) -> None:
         """Copy the reduced gradients into `buffer`, in float32."""
         for name, parameter in self._buffer.parameters.items():
             assert parameter.grad is not None, name
@@ -200,7 +200,7 @@ class TorchDDPReducer:
         all_reduce_partial_grads(self._buffer)
 
 
-class TiedGradientReducer:
+class TiedGradReducer:
     """Adds the gradient of the tied matrix to the reducer without autograd. It has two parts, of the head and of the
     embedding.
 
@@ -218,7 +218,7 @@ class TiedGradientReducer:
             self._of_head = gradient  # not converted to float32 yet: memory is fullest at the start of backward
         else:
             self._reducer.add(self._name, gradient)
-            self._reducer.complete(self._name)
+            self._reducer.register_grad_ready(self._name)
 
     def add_rows(self, rows: Tensor, gradients: Tensor) -> None:
         if self._of_embedding is None:
@@ -227,18 +227,18 @@ class TiedGradientReducer:
             self._of_head = None
         name = self._of_embedding or self._name
         self._reducer.add_rows(name, rows, gradients)
-        self._reducer.complete(name)
+        self._reducer.register_grad_ready(name)
 
 
 def all_reduce_partial_grads(buffer: ParamAndGradBuffer) -> None:
     """Sum the gradients that are partial under sequence parallelism over the tensor-parallel group. Each rank sums its
     local shards, which are the same ranges on all ranks of the group."""
-    if any(shard.traits.is_partial for shard in buffer.local_shards):
+    if any(shard.group_key.is_sequence_parallel for shard in buffer.local_shards):
         all_reduce_coalesced(
             [
                 grad
                 for grad, shard in zip(buffer.shard_grads(), buffer.local_shards, strict=True)
-                if shard.traits.is_partial
+                if shard.group_key.is_sequence_parallel
             ]
         )
 
@@ -253,9 +253,10 @@ def choose_bucket_size(requested: int, data_parallel_size: int) -> int:
 class ParamAllGather:
     """Gathers the parameters that other ranks' optimizers have updated, while the next forward runs.
 
-    `launch` starts an all-gather for each bucket, from the end of the buffer, which is the order of forward. The model
-    waits for the parameters outside its layers before it starts, and for the buckets of a layer before the layer. Other
-    code must call `wait` before it reads parameters. Without a sharded optimizer it does nothing.
+    `start_param_sync` starts an all-gather for each bucket, from the end of the buffer, which is the order of forward.
+    The model waits for the parameters outside its layers before it starts, and for the buckets of a layer before the
+    layer. Other code must call `finish_param_sync` before it reads parameters. Without a sharded optimizer it does
+    nothing.
     """
 
     def __init__(self, buffer: ParamAndGradBuffer, model: GPT2Model, group: ProcessGroup | None) -> None:
@@ -267,13 +268,13 @@ class ParamAllGather:
         for index, bucket in reversed(list(enumerate(buffer.buckets))):
             for layer in {_layer_of(name) for name in bucket.names}:
                 needed[layer].append(index)
-        model.register_forward_pre_hook(lambda module, args: self.wait(needed[None]))
+        model.register_forward_pre_hook(lambda module, args: self.finish_param_sync(needed[None]))
         # A hook of the layer itself would be compiled into the layer by torch.compile.
-        model.transformer.layer_pre_hook = lambda layer: self.wait(needed[layer])
+        model.transformer.layer_pre_hook = lambda layer: self.finish_param_sync(needed[layer])
 
-    def launch(self) -> None:
+    def start_param_sync(self) -> None:
         """Start all all-gathers, after `buffer.copy_masters_to_params`. On a GPU the host does not wait for them."""
-        self.wait()
+        self.finish_param_sync()
         if self._buffer.is_sharded:
             for index, bucket in reversed(list(enumerate(self._buffer.buckets))):
                 work = all_gather_single(
@@ -285,7 +286,7 @@ class ParamAllGather:
                 assert work is not None
                 self._works[index] = work
 
-    def wait(self, buckets: Iterable[int] | None = None) -> None:
+    def finish_param_sync(self, buckets: Iterable[int] | None = None) -> None:
         """Wait until these buckets (default: all) are gathered."""
         for index in list(self._works) if buckets is None else buckets:
             if (work := self._works.pop(index, None)) is not None:

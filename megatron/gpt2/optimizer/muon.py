@@ -31,7 +31,7 @@ from torch.distributed import ProcessGroup
 
 import mpu
 from megatron.gpt2.model.gpt2 import GPT2Model
-from megatron.gpt2.optimizer.optimizer import AdamWOptimizer
+from megatron.gpt2.optimizer.optimizer import MixedPrecisionOptimizer
 
 # Keller Jordan's coefficients: singular values end between 0.7 and 1.2 after 5 steps. Smaller ones grow by up to 3.4445
 # in each step.
@@ -59,15 +59,16 @@ def orthogonalize(x: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
     return x.mT if is_tall else x
 
 
-class MuonOptimizer(AdamWOptimizer):
-    """`AdamWOptimizer` with Muon for `buffer.matrices` of `model`. others: the arguments of `AdamWOptimizer`."""
+class MuonOptimizer(MixedPrecisionOptimizer):
+    """Updates `buffer.matrices` of `model` with Muon, and the other parameters with AdamW. others: the arguments of
+    `MixedPrecisionOptimizer`."""
 
     def __init__(self, model: GPT2Model, *others: Any) -> None:
         super().__init__(*others)
         self._specs, self._heads = mpu.partition_specs(model), model.config.num_attention_heads
         self._tensor_group, self._tensor_rank, self._tensor_size = model.group, model.rank, model.world_size
         self._data_group = mpu.get_parallel_state().data_parallel_group
-        self._matrix_shards = [i for i, shard in enumerate(self.buffer.local_shards) if shard.traits.is_matrix]
+        self._matrix_shards = [i for i, shard in enumerate(self.buffer.local_shards) if shard.group_key.is_matrix]
         # Each rank orthogonalizes one matrix of a round. The matrices of a round have similar sizes.
         names = sorted(self.buffer.matrices, key=lambda name: -self.buffer.parameters[name].numel())
         size = len(self.buffer.shard_sizes(names[0])) * self._tensor_size

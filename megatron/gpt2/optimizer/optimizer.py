@@ -25,7 +25,7 @@ READ_DELAY = 4  # steps
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class AsyncScalar:
+class DelayedScalarReader:
     """Reads an integer on `device` without stopping the device: each value is returned READ_DELAY calls later.
 
     A call starts an asynchronous copy of the current value into pinned memory. It returns the value of READ_DELAY calls
@@ -42,14 +42,14 @@ class AsyncScalar:
 
     def __call__(self, value: Tensor) -> int:
         """Submit `value`, an int64 scalar on the device. Return the value of READ_DELAY calls before."""
-        place = self._calls % READ_DELAY
+        slot = self._calls % READ_DELAY
         self._calls += 1
-        if (arrival := self._arrivals[place]) is not None:
+        if (arrival := self._arrivals[slot]) is not None:
             arrival.synchronize()
-        before = int(self._values[place])
-        self._copies[place].copy_(value, non_blocking=True)
+        before = int(self._values[slot])
+        self._copies[slot].copy_(value, non_blocking=True)
         if self._on_gpu:
-            self._arrivals[place] = arrival = torch.cuda.Event()
+            self._arrivals[slot] = arrival = torch.cuda.Event()
             arrival.record()
         return before
 
@@ -185,19 +185,19 @@ class LRSchedule:
         return np.where(n <= w, p * n / w, rates) if w else rates
 
 
-class AdamWOptimizer:
+class MixedPrecisionOptimizer:
     """Norm → skip if it is not finite → unscale, clip, AdamW on the masters → round into the model → learning rate.
 
     It is the same for fp32, bf16 and fp16, except for `buffer` (in fp32 the masters are the parameters) and `scaler`.
     In every precision, a gradient norm that is not finite skips the step, to protect the weights.
 
     Arguments:
-        rates: [iterations + 1], the learning rate after n steps that were not skipped. After the end the last one is
-            used.
+        lr_by_update: [iterations + 1], the learning rate after n updates, that is, steps that were not skipped. After
+            the end the last one is used.
         squared_norm: a function with the signature of `mpu.all_reduced_squared_norm`.
 
     Attributes, all scalars on the device:
-        good_steps, skipped_steps, skipped_in_a_row: int64 counts.
+        num_updates, skipped_steps, skipped_in_a_row: int64 counts.
         found_inf: float32, 1.0 if the last step was skipped.
         grad_norm: float32, of the last step before clipping.
         learning_rate: float32, of the next step.
@@ -213,16 +213,16 @@ class AdamWOptimizer:
         param_gather: ParamAllGather,
         config: OptimizerConfig,
         scaler: LossScaler,
-        rates: Tensor,
+        lr_by_update: Tensor,
         squared_norm: Callable[..., Tensor] = mpu.all_reduced_squared_norm,
     ) -> None:
         device = buffer.params.device
         self.buffer, self.param_gather, self.scaler, self.squared_norm = buffer, param_gather, scaler, squared_norm
-        self._rates = rates.to(device=device, dtype=torch.float32)
+        self._lr_by_update = lr_by_update.to(device=device, dtype=torch.float32)
         counts = torch.zeros(3, dtype=torch.int64, device=device)
-        self.good_steps, self.skipped_steps, self.skipped_in_a_row = counts.unbind()
+        self.num_updates, self.skipped_steps, self.skipped_in_a_row = counts.unbind()
         self.found_inf, self.grad_norm = torch.zeros(2, dtype=torch.float32, device=device).unbind()
-        self.learning_rate = self._rates[0].clone()
+        self.learning_rate = self._lr_by_update[0].clone()
 
         self._host_grads = buffer.zeros_like_shards(pinned=True) if buffer.offloaded else None
         self._config = config
@@ -243,19 +243,19 @@ class AdamWOptimizer:
         self._update(grads, *scalars.unbind())
         del grads
         self.buffer.free_grads()
-        self.copy_masters_to_model()
+        self.copy_masters_and_gather()
         self._count_step()
 
     def _unscaled_norm(self, grads: Sequence[Tensor]) -> Tensor:
         """Return the norm of the gradients of all ranks, without the loss scale."""
         counted = [
-            (grad, shard.traits.is_split)
+            (grad, shard.group_key.is_tensor_parallel)
             for grad, shard in zip(grads, self.buffer.local_shards, strict=True)
-            if not shard.traits.is_duplicate
+            if not shard.group_key.is_duplicate
         ]
         squared = self.squared_norm(
-            (g for g, is_split in counted if is_split),
-            (g for g, is_split in counted if not is_split),
+            (g for g, is_tensor_parallel in counted if is_tensor_parallel),
+            (g for g, is_tensor_parallel in counted if not is_tensor_parallel),
             self.buffer.params.device,
             sharded=self.buffer.is_sharded,
         )
@@ -279,11 +279,11 @@ class AdamWOptimizer:
         skipped = self.found_inf.long()
         self.skipped_steps += skipped
         self.skipped_in_a_row = (self.skipped_in_a_row + skipped) * skipped
-        self.good_steps += 1 - skipped
+        self.num_updates += 1 - skipped
         self.scaler.update(self.found_inf)
         # Indexing with a 0-dimensional tensor would read it on the host.
-        place = self.good_steps.clamp_max(len(self._rates) - 1)
-        self.learning_rate.copy_(self._rates.index_select(0, place.view(1)).view(()))
+        index = self.num_updates.clamp_max(len(self._lr_by_update) - 1)
+        self.learning_rate.copy_(self._lr_by_update.index_select(0, index.view(1)).view(()))
 
     def _update(self, grads: Sequence[Tensor], rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
         """Update the masters. Call torch's fused AdamW function. The class torch.optim.AdamW would import the compiler,
@@ -293,7 +293,7 @@ class AdamWOptimizer:
             chosen = [
                 index
                 for index, shard in enumerate(self.buffer.local_shards)
-                if shard.traits.decays == decays and not shard.traits.is_matrix
+                if shard.group_key.decays == decays and not shard.group_key.is_matrix
             ]
             masters, gradients, exp_avgs, exp_avg_sqs, steps = (
                 [tensors[index] for index in chosen]
@@ -318,11 +318,11 @@ class AdamWOptimizer:
                 maximize=False,
             )
 
-    def copy_masters_to_model(self) -> None:
+    def copy_masters_and_gather(self) -> None:
         """Round this rank's masters into the model, and start to gather the shards of other ranks."""
-        self.param_gather.wait()
+        self.param_gather.finish_param_sync()
         self.buffer.copy_masters_to_params()
-        self.param_gather.launch()
+        self.param_gather.start_param_sync()
 
     def state_shards(self) -> Iterator[ParamShard]:
         """Yield this rank's shards of masters and moments, parameter by parameter, as views. Checkpoints save them."""
@@ -335,7 +335,7 @@ class AdamWOptimizer:
     def state_dict(self) -> dict[str, Any]:
         """Return the scalars that a resume needs in addition to `state_shards`, as JSON. This waits for the device."""
         return {
-            "good_steps": int(self.good_steps),
+            "good_steps": int(self.num_updates),
             "skipped_steps": int(self.skipped_steps),
             "adam_steps": int(self._adam_steps[0]),
             "loss_scaler": self.scaler.state_dict(),
@@ -345,13 +345,13 @@ class AdamWOptimizer:
         """Load the result of `state_dict`, after `state_shards` were filled. Round the masters into the model."""
         self.scaler.load_state_dict(state["loss_scaler"])
         self.skipped_steps.fill_(state["skipped_steps"])
-        self.set_good_steps(state["good_steps"])
+        self.set_num_updates(state["good_steps"])
         for steps in self._adam_steps:
-            # Fewer than good_steps if the moments were reset once (--no-load-optim).
+            # Fewer than `num_updates` if the moments were reset once (--no-load-optim).
             steps.fill_(state["adam_steps"])
-        self.copy_masters_to_model()
+        self.copy_masters_and_gather()
 
-    def set_good_steps(self, good_steps: int) -> None:
-        """Set the learning rate to that after `good_steps` steps that were not skipped."""
-        self.good_steps.fill_(good_steps)
-        self.learning_rate.copy_(self._rates[min(good_steps, len(self._rates) - 1)])
+    def set_num_updates(self, num_updates: int) -> None:
+        """Set the learning rate to that after `num_updates` updates."""
+        self.num_updates.fill_(num_updates)
+        self.learning_rate.copy_(self._lr_by_update[min(num_updates, len(self._lr_by_update) - 1)])

@@ -27,11 +27,11 @@ from mpu.grads import is_sequence_parallel
 _ALIGNMENT = 64
 
 
-class ShardTraits(NamedTuple):
+class ParamGroupKey(NamedTuple):
     """The treatment that all parameters of a `BufferShard` have in common."""
 
-    is_split: bool
-    is_partial: bool  # the gradient of each tensor-parallel rank is a partial sum
+    is_tensor_parallel: bool
+    is_sequence_parallel: bool  # the gradient of each tensor-parallel rank is a partial sum
     decays: bool  # false for biases and layer norms
     is_matrix: bool  # Muon updates it
     is_duplicate: bool  # another pipeline stage has the same parameter and counts it in the norm
@@ -39,11 +39,11 @@ class ShardTraits(NamedTuple):
 
 class BufferShard(NamedTuple):
     """A range of the buffer that this rank's optimizer updates. It lies in one bucket, and its parameters have the same
-    traits."""
+    `group_key`."""
 
     range: slice
     bucket: int
-    traits: ShardTraits
+    group_key: ParamGroupKey
 
 
 class Bucket(NamedTuple):
@@ -74,9 +74,9 @@ class ParamAndGradBuffer:
         data_parallel_rank, data_parallel_size: this rank's place in the data-parallel group, and its size.
         sharded: whether the optimizer of this rank updates only its shard of every bucket.
         offloaded: whether the state of the optimizer is in host memory.
-        shared: a parameter that another pipeline stage has, too. It has a separate bucket, so that both stages shard it
-            alike.
-        is_duplicate: whether the other stage counts the shared parameter in the norm.
+        tied_param: a parameter that another pipeline stage has, too. It has a separate bucket, so that both stages
+            shard it alike.
+        is_duplicate: whether the other stage counts the tied parameter in the norm.
         matrices: the parameters that Muon updates.
 
     Attributes:
@@ -101,7 +101,7 @@ class ParamAndGradBuffer:
         data_parallel_size: int = 1,
         sharded: bool = False,
         offloaded: bool = False,
-        shared: str | None = None,
+        tied_param: str | None = None,
         is_duplicate: bool = False,
         matrices: Collection[str] = (),
     ) -> None:
@@ -109,8 +109,8 @@ class ParamAndGradBuffer:
         self.is_sharded, self.offloaded = self._num_shards > 1, offloaded
 
         parameters = dict(module.named_parameters())
-        self.shared = shared if shared in parameters else None
-        self._shared_is_duplicate, self.matrices = is_duplicate, matrices
+        self.tied_param = tied_param if tied_param in parameters else None
+        self._tied_is_duplicate, self.matrices = is_duplicate, matrices
         # `sorted` keeps the order of equals, so the last layers are first.
         self.parameters = dict(sorted(reversed(parameters.items()), key=lambda item: self._sort_key(*item)))
         self._build_buckets(bucket_size, data_parallel_size)
@@ -135,19 +135,24 @@ class ParamAndGradBuffer:
             self.masters[index][part].copy_(values[start : start + part.stop - part.start])
             parameter.data = self.view(self.params, name)
 
-    def _traits(self, name: str, parameter: nn.Parameter) -> ShardTraits:
-        return ShardTraits(
-            is_split=getattr(parameter, "model_parallel", False),
-            is_partial=is_sequence_parallel(parameter),
+    def _group_key(self, name: str, parameter: nn.Parameter) -> ParamGroupKey:
+        return ParamGroupKey(
+            is_tensor_parallel=getattr(parameter, "model_parallel", False),
+            is_sequence_parallel=is_sequence_parallel(parameter),
             decays=parameter.dim() >= 2,
             is_matrix=name in self.matrices,
-            is_duplicate=name == self.shared and self._shared_is_duplicate,
+            is_duplicate=name == self.tied_param and self._tied_is_duplicate,
         )
 
     def _sort_key(self, name: str, parameter: nn.Parameter) -> tuple[bool, ...]:
         # In the split part decayed parameters are first, in the replicated part last. False sorts before True.
-        traits = self._traits(name, parameter)
-        return not traits.is_split, traits.is_split != traits.decays, traits.is_partial, name == self.shared
+        key = self._group_key(name, parameter)
+        return (
+            not key.is_tensor_parallel,
+            key.is_tensor_parallel != key.decays,
+            key.is_sequence_parallel,
+            name == self.tied_param,
+        )
 
     def _build_buckets(self, bucket_size: int, data_parallel_size: int) -> None:
         """Set `ranges` and `buckets`: the place of each parameter, and the ranges that are sent as a whole."""
@@ -162,23 +167,23 @@ class ParamAndGradBuffer:
             end = _round_up(stop, _ALIGNMENT)
             in_bucket.append(name)
             is_full = following and end + self.parameters[following].numel() - start > bucket_size
-            if not following or is_full or (self.shared and self.shared in (name, following)):
+            if not following or is_full or (self.tied_param and self.tied_param in (name, following)):
                 end = _round_up(end, _ALIGNMENT * data_parallel_size)
                 self.buckets.append(Bucket(slice(start, end), tuple(in_bucket)))
                 start, in_bucket = end, []
 
     def _build_local_shards(self) -> None:
-        """Set `local_shards`: for each bucket, this rank's shard, cut where the traits of the parameters change."""
+        """Set `local_shards`: for each bucket, this rank's shard, cut where the `ParamGroupKey` changes."""
         self.local_shards: list[BufferShard] = []
         self._shard_index_of: dict[str, int] = {}
         for index, bucket in enumerate(self.buckets):
-            by_traits = itertools.groupby(bucket.names, lambda name: self._traits(name, self.parameters[name]))
-            groups = [(traits, list(members)) for traits, members in by_traits]
+            by_key = itertools.groupby(bucket.names, lambda name: self._group_key(name, self.parameters[name]))
+            groups = [(key, list(members)) for key, members in by_key]
             starts = [self.ranges[members[0]].start for _, members in groups]
-            for (traits, members), start, stop in zip(groups, starts, [*starts[1:], bucket.range.stop], strict=True):
+            for (key, members), start, stop in zip(groups, starts, [*starts[1:], bucket.range.stop], strict=True):
                 if common := _overlap(self.bucket_shard(bucket), slice(start, stop)):
                     self._shard_index_of |= dict.fromkeys(members, len(self.local_shards))
-                    self.local_shards.append(BufferShard(common, index, traits))
+                    self.local_shards.append(BufferShard(common, index, key))
 
     def view(self, buffer: Tensor, name: str) -> Tensor:
         """Return the view of `buffer` that belongs to the parameter `name`, in its shape."""
@@ -265,7 +270,7 @@ class ParamAndGradBuffer:
         """Return a tensor of zeros for each range in `local_shards`, on the device of the optimizer's state. pinned:
         whether memory on the host is pinned. matrices: false makes the tensors of `self.matrices` empty."""
         sizes = [
-            shard.range.stop - shard.range.start if matrices or not shard.traits.is_matrix else 0
+            shard.range.stop - shard.range.start if matrices or not shard.group_key.is_matrix else 0
             for shard in self.local_shards
         ]
         device = self.params.device

@@ -174,7 +174,7 @@ class CheckpointManager:
     def _contents(self) -> tuple[int, dict[str, dict[str, ShardedTensor]], dict[str, Any]]:
         """Return the iteration, the files that this rank writes, and the metadata of the manifest (JSON)."""
         context, state, progress, tokenizer = self._context, self._state, self._progress, self._context.tokenizer
-        state.param_gather.wait()
+        state.param_gather.finish_param_sync()
         metadata = {
             **run_metadata(context, self._parallel, sharded=state.buffer.is_sharded),
             "vocab_size": tokenizer.vocab_size,
@@ -259,7 +259,7 @@ def load_checkpoint(
         if has_optimizer:  # the masters are the weights before rounding
             masters = (shard for shard in state.optimizer.state_shards() if shard.kind == "master")
             load_sharded_state_dict(masters, specs, checkpoint, **layout)
-            state.optimizer.copy_masters_to_model()
+            state.optimizer.copy_masters_and_gather()
         else:
             load_sharded_state_dict(parameter_states(state.model.named_parameters()), specs, checkpoint, **layout)
             state.buffer.copy_params_to_masters()
@@ -269,7 +269,7 @@ def load_checkpoint(
         if not options.no_load_optim:
             log(f"WARNING: {checkpoint.path} holds no optimizer (--no-save-optim): its moments start at zero")
         not_restored.append("the optimizer's moments start at zero")
-        state.optimizer.set_good_steps(int(checkpoint.metadata["optimizer"]["good_steps"]))
+        state.optimizer.set_num_updates(int(checkpoint.metadata["optimizer"]["good_steps"]))
     else:
         load_sharded_state_dict(state.optimizer.state_shards(), specs, checkpoint, **layout)
         state.optimizer.load_state_dict(checkpoint.metadata["optimizer"])

@@ -78,7 +78,7 @@ def sample_text(trainer: Trainer, count: int = 1) -> str:
     tokenizer, prompts = trainer.data.tokenizer, prompts_from_split(trainer, count)
     sampling = replace(SAMPLING, seed=trainer.config.train.seed)
     samples = [Continuation([tokenizer.bos, *tokenizer.encode(prompt)], sampling) for prompt in prompts]
-    trainer.state.param_gather.wait()  # generation bypasses the model's forward, whose hooks would wait
+    trainer.state.param_gather.finish_param_sync()  # generation bypasses the model's forward, whose hooks would wait
     generate(trainer.state.model, tokenizer, samples)
     texts = [f"[{prompt}]{tokenizer.decode(one.ids)}" for prompt, one in zip(prompts, samples, strict=True)]
     for text in texts:

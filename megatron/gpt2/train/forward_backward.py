@@ -183,4 +183,4 @@ class WeightGradStore:
         """Compute the weight gradients of `key` and add them to the reducer."""
         for name, product in self._kept.pop(key):
             self._reducer.add(name, product())
-            self._reducer.complete(name)
+            self._reducer.register_grad_ready(name)

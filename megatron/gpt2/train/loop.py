@@ -10,7 +10,7 @@ from megatron.gpt2.dist.signals import FOLDER_LOST, MORE_RANKS, OUT_OF_TIME
 from megatron.gpt2.hooks import Hook
 from megatron.gpt2.monitor.log_lines import IterationRecord, iteration_line, memory_line, peak_memory
 from megatron.gpt2.monitor.timers import start_profiler
-from megatron.gpt2.optimizer.optimizer import AsyncScalar
+from megatron.gpt2.optimizer.optimizer import DelayedScalarReader
 from megatron.gpt2.train.evaluate import evaluate_and_log, sample_text
 from megatron.gpt2.train.not_finite import find_first_not_finite
 from megatron.gpt2.train.train_step import train_step
@@ -110,7 +110,7 @@ class IterationLogger:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._has_shown_memory = False
-        self._skipped_in_a_row = AsyncScalar(trainer.device)
+        self._skipped_in_a_row = DelayedScalarReader(trainer.device)
         self._begin_line(int(trainer.state.optimizer.skipped_steps), time.perf_counter())
 
     def _begin_line(self, skipped: int, now: float) -> None:

@@ -29,7 +29,7 @@ def find_first_not_finite(trainer: Trainer) -> str:
     not finite, or "" if all are finite. Every rank must call it, and writes its state into a file in the
     folder of the incident log."""
     optimizer, buffer, folder = trainer.state.optimizer, trainer.state.buffer, trainer.context.save_directory / FOLDER
-    optimizer.param_gather.wait()
+    optimizer.param_gather.finish_param_sync()
     seen: list[tuple[str, str]] = []  # in order
     all_finite: list[Tensor] = []  # stays on the device
 
@@ -43,7 +43,7 @@ def find_first_not_finite(trainer: Trainer) -> str:
     micro_batches = trainer.forward_backward.micro_batches
     with observe_tensors(trainer, observe):
         trainer.forward_backward(micro_batches)
-        trainer.state.reducer.finish()
+        trainer.state.reducer.finish_grad_sync()
     found = None
     if False in (finite := torch.stack(all_finite).tolist()):
         phase, name = seen[place := finite.index(False)]

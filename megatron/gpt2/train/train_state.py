@@ -18,12 +18,12 @@ from megatron.gpt2.optimizer.bucket_reducer import (
     BucketReducer,
     ParamAllGather,
     ShardedBucketReducer,
-    TiedGradientReducer,
+    TiedGradReducer,
     TorchDDPReducer,
     choose_bucket_size,
 )
 from megatron.gpt2.optimizer.muon import MuonOptimizer, layer_matrices
-from megatron.gpt2.optimizer.optimizer import AdamWOptimizer, LRSchedule, build_loss_scaler
+from megatron.gpt2.optimizer.optimizer import LRSchedule, MixedPrecisionOptimizer, build_loss_scaler
 from megatron.gpt2.optimizer.param_and_grad_buffer import ParamAndGradBuffer
 from megatron.gpt2.train.setup import Log, RunContext
 from mpu import kernels
@@ -40,8 +40,8 @@ class TrainState:
     forward: the module to call in training. It is the model, or torch's DDP around it under --DDP-impl torch.
     buffer: the parameters and gradients of the model in contiguous buffers.
     reducer: sums gradients over micro-batches and data-parallel ranks into `buffer`.
-    param_gather: fetches the parameters that other ranks' optimizers update. Call its `wait` before you read
-        parameters.
+    param_gather: fetches the parameters that other ranks' optimizers update. Call its
+        `finish_param_sync` before you read parameters.
     """
 
     model: GPT2Model
@@ -49,7 +49,7 @@ class TrainState:
     buffer: ParamAndGradBuffer
     reducer: BucketReducer | TorchDDPReducer
     param_gather: ParamAllGather
-    optimizer: AdamWOptimizer
+    optimizer: MixedPrecisionOptimizer
 
 
 @dataclass
@@ -130,7 +130,7 @@ def build_train_state(context: RunContext, parallel: mpu.ParallelState, log: Log
         data_parallel_size=parallel.data_parallel_size,
         sharded=layout.use_distributed_optimizer,
         offloaded=layout.cpu_offload_optimizer,
-        shared=TIED_WEIGHT if is_shared else None,
+        tied_param=TIED_WEIGHT if is_shared else None,
         is_duplicate=not model.has_embeddings,
         matrices=layer_matrices(model) if config.optimizer.optimizer == "muon" else (),
     )
@@ -138,7 +138,7 @@ def build_train_state(context: RunContext, parallel: mpu.ParallelState, log: Log
     param_gather = ParamAllGather(buffer, model, parallel.data_parallel_group)
     batch = context.global_batch_size
     before = context.batch_schedule.samples_before_steps(context.train_iters) / batch
-    kind = functools.partial(MuonOptimizer, model) if buffer.matrices else AdamWOptimizer
+    kind = functools.partial(MuonOptimizer, model) if buffer.matrices else MixedPrecisionOptimizer
     optimizer = kind(
         buffer,
         param_gather,
@@ -165,7 +165,7 @@ def build_reducer(
         return extended, model
     kind = ShardedBucketReducer if config.shard_gradients and buffer.is_sharded else BucketReducer
     reducer = kind(buffer, group, in_bf16=config.grad_reduce_in_bf16, embedding_group=parallel.embedding_group)
-    model.tied_grad_hook = TiedGradientReducer(reducer, TIED_WEIGHT, None if is_whole else TIED_WEIGHT)
+    model.tied_grad_hook = TiedGradReducer(reducer, TIED_WEIGHT, None if is_whole else TIED_WEIGHT)
     return reducer, model
 
 

@@ -24,7 +24,7 @@ def train_step(trainer: Trainer) -> None:
 
     losses = trainer.forward_backward(micro_batches) / optimizer.scaler.scale
     with timers("allreduce"):
-        state.reducer.finish()
+        state.reducer.finish_grad_sync()
     trainer.hooks.call(Hook.on_pre_optimizer_step, trainer)
     with timers("optimizer"):
         optimizer.step()  # computes the norm, skips or clips, updates the weights and the learning rate

@@ -92,7 +92,7 @@ class Trainer:
         Return the number of these samples. Every rank must call it."""
         progress, end = self.progress, self.progress.consumed_samples
         self.checkpoints.finish()
-        self.state.param_gather.wait()
+        self.state.param_gather.finish_param_sync()
         # Load the whole state: these flags apply only to the checkpoint that the run started from.
         own = replace(self.config.checkpoint, finetune=False, no_load_optim=False, no_load_rng=False)
         source = replace(self.context, source=str(folder), config=replace(self.config, checkpoint=own))

@@ -13,7 +13,7 @@ from megatron.gpt2.extensions.exact.reducer import EMBEDDING_GRADIENT, ExactBuck
 from megatron.gpt2.extensions.exact.transformer import exact_submodules
 from megatron.gpt2.hooks import Hook
 from megatron.gpt2.model.gpt2 import TIED_WEIGHT, GPT2Model
-from megatron.gpt2.optimizer.bucket_reducer import TiedGradientReducer
+from megatron.gpt2.optimizer.bucket_reducer import TiedGradReducer
 from megatron.gpt2.optimizer.param_and_grad_buffer import ParamAndGradBuffer
 from megatron.gpt2.train.setup import RunContext
 from mpu import kernels
@@ -52,7 +52,7 @@ class ExactLayouts(Hook):
         """Build the reducer. The tied matrix has separate gradients of the head and of the embedding."""
         embedding_gradient = EMBEDDING_GRADIENT if model.has_embeddings and model.has_head else TIED_WEIGHT
         reducer = ExactBucketReducer(buffer, parallel, by_rows=embedding_gradient if model.has_embeddings else None)
-        model.tied_grad_hook = TiedGradientReducer(reducer, TIED_WEIGHT, embedding_gradient)
+        model.tied_grad_hook = TiedGradReducer(reducer, TIED_WEIGHT, embedding_gradient)
         return reducer
 
     def squared_norm(self, device: torch.device) -> Callable[..., Tensor]:

@@ -91,9 +91,9 @@ class ExactBucketReducer(BucketReducer):
         self._waiting: defaultdict[str, list[Tensor]] = defaultdict(list)  # the finished sums before the sum in `_grad`
         super().begin(num_microbatches)
 
-    def complete(self, name: str) -> None:
-        """See `BucketReducer.complete`. Adds the current partial sum to the stored ones where the tree does. Stores it
-        if the next leaf starts a new sum."""
+    def register_grad_ready(self, name: str) -> None:
+        """See `BucketReducer.register_grad_ready`. Adds the current partial sum to the stored ones where the tree does.
+        Stores it if the next leaf starts a new sum."""
         sums = self._sums[1 + self._num_microbatches - self._awaited[name]]
         grad, waiting = self._grad(name), self._waiting[name]
         while len(waiting) >= len(sums):
@@ -103,13 +103,13 @@ class ExactBucketReducer(BucketReducer):
         if self._awaited[name] > 1 and not grows:
             waiting.append(grad.clone())
             self._begun.discard(name)
-        super().complete(name)
+        super().register_grad_ready(name)
 
-    def finish(self) -> None:
-        """Finish a step, see `BucketReducer.finish`."""
+    def finish_grad_sync(self) -> None:
+        """Finish a step, see `BucketReducer.finish_grad_sync`."""
         if self._group is None:
             self._add_tied_gradient()
-        super().finish()
+        super().finish_grad_sync()
         self._embedding_grad = None
         self._waiting.clear()
 

@@ -209,7 +209,7 @@ class Capture(Hook):
 
     def _take_parameters(self) -> None:
         """Capture the weights of the model."""
-        self._trainer.state.param_gather.wait()
+        self._trainer.state.param_gather.finish_param_sync()
         for name, parameter in self._model.named_parameters():
             self._take_state(ParamShard("parameter", name, parameter.detach().view(-1)))
 

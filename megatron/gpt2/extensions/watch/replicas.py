@@ -20,7 +20,7 @@ from megatron.gpt2.config import Config
 from megatron.gpt2.dist.gathering import gather_ints, gather_rows, gather_strings
 from megatron.gpt2.dist.ranks import format_ranks
 from megatron.gpt2.hooks import Hook, StopRun
-from megatron.gpt2.optimizer.optimizer import AdamWOptimizer
+from megatron.gpt2.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.gpt2.train.trainer import Trainer
 
 ROW = 64  # elements; each parameter and each range that a rank owns starts at a multiple of ROW
@@ -57,7 +57,7 @@ class ReplicaCheck(Hook):
         """Hash the updated state, every `interval` steps."""
         self._iteration = trainer.progress.iteration
         if self._iteration % self._interval == 0:
-            self._optimizer.param_gather.wait()
+            self._optimizer.param_gather.finish_param_sync()
             self._hashes_after_update = self.hashes()
 
     def on_pre_optimizer_step(self, trainer: Trainer) -> None:
@@ -70,7 +70,7 @@ class ReplicaCheck(Hook):
 
     def on_save(self, trainer: Trainer) -> None:
         """Check the state before each save, so that no corrupted state is saved."""
-        self._optimizer.param_gather.wait()
+        self._optimizer.param_gather.finish_param_sync()
         self._verify()
 
     def hashes(self) -> Tensor:
@@ -131,7 +131,7 @@ class ReplicaCheck(Hook):
             yield f"{who} {hold} a different {describe_tensors(tensors)} than {others}, since {self._last_match}"
 
 
-def state_buffers(optimizer: AdamWOptimizer) -> Iterator[tuple[str, Tensor, ElementRanges]]:
+def state_buffers(optimizer: MixedPrecisionOptimizer) -> Iterator[tuple[str, Tensor, ElementRanges]]:
     """Yield the kind of each 1-D state buffer of this rank, the buffer, and the element range of each parameter."""
     buffer = optimizer.buffer
     yield "weight", buffer.params, [(elements.start, elements.stop) for elements in buffer.ranges.values()]

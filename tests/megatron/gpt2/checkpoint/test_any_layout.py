@@ -22,7 +22,7 @@ from megatron.gpt2.checkpoint.save_folder import find_checkpoint
 from megatron.gpt2.config import CheckpointConfig, Config, DataConfig, ModelConfig, OptimizerConfig
 from megatron.gpt2.model.gpt2 import TIED_WEIGHT, GPT2Model
 from megatron.gpt2.optimizer.muon import layer_matrices
-from megatron.gpt2.optimizer.optimizer import AdamWOptimizer, build_loss_scaler
+from megatron.gpt2.optimizer.optimizer import MixedPrecisionOptimizer, build_loss_scaler
 from megatron.gpt2.optimizer.param_and_grad_buffer import ParamAndGradBuffer
 from megatron.gpt2.pipeline.schedule import layers_of_stages
 from megatron.gpt2.train.checkpointing import checkpoint_files, load_checkpoint
@@ -92,9 +92,9 @@ class FakeGroup(NamedTuple):
 class OneRankWork:
     """Replaces `ParamAllGather`, because no other rank exists to gather parameters from."""
 
-    def wait(self) -> None: ...
+    def finish_param_sync(self) -> None: ...
 
-    def launch(self) -> None: ...
+    def start_param_sync(self) -> None: ...
 
 
 def make_rank(layout: ParallelLayout, tp_rank: int, pp_rank: int, dp_rank: int, dtype: torch.dtype, muon: bool) -> Any:
@@ -120,13 +120,13 @@ def make_rank(layout: ParallelLayout, tp_rank: int, pp_rank: int, dp_rank: int, 
         sharded=layout.sharded,
         data_parallel_rank=dp_rank,
         data_parallel_size=layout.data_parallel,
-        shared=TIED_WEIGHT if layout.pipeline > 1 else None,
+        tied_param=TIED_WEIGHT if layout.pipeline > 1 else None,
         is_duplicate=pp_rank > 0,
         matrices=layer_matrices(model) if muon else (),
     )
     param_gather: Any = OneRankWork()
     adam = OptimizerConfig()
-    optimizer = AdamWOptimizer(buffer, param_gather, adam, build_loss_scaler(adam, dtype, CPU), torch.ones(10))
+    optimizer = MixedPrecisionOptimizer(buffer, param_gather, adam, build_loss_scaler(adam, dtype, CPU), torch.ones(10))
     return SimpleNamespace(
         parallel=parallel, model=model, buffer=buffer, param_gather=param_gather, optimizer=optimizer
     )

@@ -38,7 +38,7 @@ def begin(rank: int, world_size: int, folder: str, name: str, flags: str = "") -
 
 
 def weights(trainer: Trainer) -> dict[str, Tensor]:
-    trainer.state.param_gather.wait()
+    trainer.state.param_gather.finish_param_sync()
     return {name: parameter.detach().clone() for name, parameter in trainer.state.model.named_parameters()}
 
 

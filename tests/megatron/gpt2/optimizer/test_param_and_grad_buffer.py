@@ -56,7 +56,7 @@ class EventRecorder:
             train_step(trainer)
             self.events.append(("step", 1))
             train_step(trainer)
-            trainer.state.param_gather.wait()
+            trainer.state.param_gather.finish_param_sync()
 
     def bucket_with_gradients(self, grads: Tensor) -> int:
         return next(
@@ -131,18 +131,21 @@ def replicated_sums(rank: int, world_size: int, folder: str) -> None:
         trainer = begin(rank, world_size, folder, f"tail{len(flags)}", f"{parallel} {flags}")
         buffer, p = trainer.state.buffer, trainer.parallel
         for name, parameter in buffer.parameters.items():
-            is_split = getattr(parameter, "model_parallel", False)
+            is_tensor_parallel = getattr(parameter, "model_parallel", False)
             shard = buffer.local_shards[buffer.local_shard_of(name)[0]]
             assert buffer.local_shard_of(name)[1] == slice(0, 0) or (
-                shard.traits.is_split == is_split and shard.traits.is_partial != is_split
+                shard.group_key.is_tensor_parallel == is_tensor_parallel
+                and shard.group_key.is_sequence_parallel != is_tensor_parallel
             ), name
         for index in range(len(buffer.buckets)):
             buffer.bucket_grads(index).fill_(1.0 + p.model_parallel_rank)
         reducer = BucketReducer(buffer, p.data_parallel_group)
         with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as spy:
-            reducer.finish()
+            reducer.finish_grad_sync()
         replicated = [
-            grad for grad, s in zip(buffer.shard_grads(), buffer.local_shards, strict=True) if not s.traits.is_split
+            grad
+            for grad, s in zip(buffer.shard_grads(), buffer.local_shards, strict=True)
+            if not s.group_key.is_tensor_parallel
         ]
         assert [call.args[0].numel() for call in spy.call_args_list] == [sum(map(torch.numel, replicated))], (
             "one all-reduce"
@@ -151,7 +154,7 @@ def replicated_sums(rank: int, world_size: int, folder: str) -> None:
         assert all(
             (grad == 1.0 + p.model_parallel_rank).all()
             for grad, s in zip(buffer.shard_grads(), buffer.local_shards, strict=True)
-            if s.traits.is_split
+            if s.group_key.is_tensor_parallel
         )
         finish(trainer)
 

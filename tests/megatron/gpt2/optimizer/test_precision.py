@@ -33,7 +33,7 @@ def overflow(rank: int, world_size: int, folder: str, flags: str) -> dict[str, A
     seen = steps(trainer, 10)
     seen["moved"] = [not torch.equal(a, b) for a, b in zip(weights, weights[1:], strict=False)]
     seen["finite"] = all(torch.isfinite(t).all() for t in snapshot(trainer).values())
-    seen["counted"] = int(trainer.state.optimizer.skipped_steps), int(trainer.state.optimizer.good_steps)
+    seen["counted"] = int(trainer.state.optimizer.skipped_steps), int(trainer.state.optimizer.num_updates)
     finish(trainer)
     return seen
 

@@ -195,7 +195,7 @@ def evaluate_and_generate(rank: int, world_size: int, folder: str, layouts: list
         steps(trainer, 2)
         assert trainer.data.splits.valid is not None
         loss = evaluate(trainer, trainer.data.splits.valid, "valid", 12)
-        trainer.state.param_gather.wait()
+        trainer.state.param_gather.finish_param_sync()
         texts = [
             Continuation([5, 6, 7], Sampling(temperature=0, max_new_tokens=9)),
             Continuation([9] * 11, Sampling(temperature=0, max_new_tokens=40)),

@@ -89,20 +89,20 @@ def steps(trainer: Trainer, count: int) -> dict[str, Any]:
 
 
 def finish(trainer: Trainer) -> None:
-    trainer.state.param_gather.wait()
+    trainer.state.param_gather.finish_param_sync()
     trainer.close()
 
 
 def snapshot(trainer: Trainer) -> dict[str, Tensor]:
     """Return copies of this rank's weights and of its shard of the optimizer's state."""
-    trainer.state.param_gather.wait()
+    trainer.state.param_gather.finish_param_sync()
     tensors = {name: p.detach().clone() for name, p in trainer.state.model.named_parameters()}
     return tensors | {f"{s.kind}.{s.name}": s.values.clone() for s in trainer.state.optimizer.state_shards()}
 
 
 def whole_weights(trainer: Trainer) -> dict[str, Tensor]:
     """Return the weights of the model, or of this pipeline stage, merged over the tensor-parallel group."""
-    trainer.state.param_gather.wait()
+    trainer.state.param_gather.finish_param_sync()
     specs, parallel, whole = mpu.partition_specs(trainer.state.model), trainer.parallel, {}
     for name, parameter in trainer.state.model.named_parameters():
         tensor = parameter.detach().contiguous()

@@ -152,12 +152,12 @@ STALE = "transformer.layers.1.mlp.dense_h_to_4h.weight"
 def stale_parameter(trainer: Trainer, patch: Patch) -> None:
     """After the all-gather, rank 1 has the old values of rank 0's shard of a parameter."""
     param_gather, buffer = trainer.state.param_gather, trainer.state.buffer
-    launch = param_gather.launch
+    launch = param_gather.start_param_sync
 
     def launch_and_restore() -> None:
         own = buffer.params[buffer.ranges[STALE]].clone()
         launch()
-        param_gather.wait()
+        param_gather.finish_param_sync()
         if trainer.parallel.rank == 1:
             _, part, start = buffer.local_shard_of(STALE)
             whole = buffer.params[buffer.ranges[STALE]]
@@ -165,14 +165,14 @@ def stale_parameter(trainer: Trainer, patch: Patch) -> None:
             whole.copy_(own)
             whole[start : start + len(mine)] = mine
 
-    patch.setattr(param_gather, "launch", launch_and_restore)
+    patch.setattr(param_gather, "start_param_sync", launch_and_restore)
 
 
 def one_learning_rate(trainer: Trainer, patch: Patch) -> None:
     if trainer.parallel.rank == 1:
         optimizer = trainer.state.optimizer
         optimizer.learning_rate.mul_(1.01)
-        patch.setattr(optimizer, "_rates", optimizer._rates * 1.01)
+        patch.setattr(optimizer, "_lr_by_update", optimizer._lr_by_update * 1.01)
 
 
 def tied_gradient_not_summed(trainer: Trainer, patch: Patch) -> None:
