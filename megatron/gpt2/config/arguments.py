@@ -55,6 +55,7 @@ CHECKPOINT_KEYS = (
     "model.vocab_size",
     "model.layernorm_epsilon",
     "model.gelu",
+    "model.mup_base_width",
     "data.tokenizer_type",
 )
 SCHEDULE_KEYS = ("optimizer.lr", "optimizer.min_lr", "optimizer.lr_decay_style", *DECAY_KEYS, *WARMUP_KEYS)
@@ -305,7 +306,9 @@ def merge_checkpoint(
         for key in ("checkpoint.finetune", "checkpoint.no_load_optim", "optimizer.override_opt_param_scheduler")
     )
     values = _continued_values(arguments, old, keeps_schedule) if continues else dict(arguments.values)
-    shape = {key: old[key] for key in CHECKPOINT_KEYS if old.get(key) is not None}
+    # An older checkpoint may not have all keys.
+    then = {key: old.get(key, config_fields()[key].default) for key in CHECKPOINT_KEYS}
+    shape = {key: value for key, value in then.items() if value is not None}
     if "model.ffn_hidden_size" in given:
         shape.setdefault("model.ffn_hidden_size", 4 * old["model.hidden_size"])
     _, problem = _take_from_checkpoint(
@@ -355,7 +358,6 @@ def _merge_schedule(
     values: dict[str, Any], given: frozenset[str], old: Mapping[str, Any], saved_iterations: int | None
 ) -> tuple[list[str], str]:
     """Update `values` with the schedule of the checkpoint, see `merge_checkpoint`. Return notes and an error."""
-    # An older checkpoint may not have all keys.
     then = {key: old.get(key, config_fields()[key].default) for key in SCHEDULE_KEYS}
     horizon = then["optimizer.lr_decay_iters"] or (None if then["optimizer.lr_decay_samples"] else saved_iterations)
     if values.get("optimizer.use_checkpoint_opt_param_scheduler"):

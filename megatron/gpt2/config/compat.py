@@ -201,6 +201,7 @@ OTHER_VALUES = {
     "HuggingFaceTokenizer": f"{GPT2_FILES} of the tokenizer's folder",
     "TikTokenizer": f"{GPT2_FILES} of GPT-2, which tiktoken reads here",
     "NullTokenizer": f"{GPT2_FILES}, or --tokenizer-model, of the tokenizer that made the .bin files",
+    "dist_muon": "give --optimizer muon --use-distributed-optimizer",
     "inverse-square-root": "give --lr-decay-style cosine, linear or WSD",
 }
 
@@ -306,7 +307,19 @@ MEGATRON_RULES = by_name(
     ignored("--position-embedding-type=", "positions are learned embeddings", "learned_absolute"),
     ignored("--normalization=", "GPT-2 has layer norms", "LayerNorm"),
     ignored("--softmax-type=", "attention has the usual softmax", "vanilla"),
-    translated("--kv-channels=", "it is --hidden-size / --num-attention-heads, the only size", _size_of_a_head),
+    translated(
+        "--kv-channels= --mup-base-head-dim=",
+        "it is --hidden-size / --num-attention-heads, the only size",
+        _size_of_a_head,
+    ),
+    _rule(
+        "refused",
+        "--use-mup",
+        "attention divides by √d: give --mup-base-head-dim d",
+        unless="--mup-base-head-dim",
+    ),
+    ignored("--mup-width-mult=", "it is --hidden-size / --mup-base-width"),
+    ignored("--mup-{attn-scale-power,embedding-mult,output-mult}", "as here", "1", "1.0"),
     ignored("--num-experts=", "GPT-2 has no experts", "1"),
     ignored("--mlp-type=", "GPT-2 has no experts", "standard"),
     ignored(
@@ -317,7 +330,7 @@ MEGATRON_RULES = by_name(
         "--num-key-value-heads= --untie-embeddings-and-output-weights --disable-bias-linear "
         "--apply-residual-connection-post-layernorm --apply-layernorm-1p --embed-layernorm --qk-layernorm --qk-l2-norm "
         "--qk-clip --use-rotary-position-embeddings --no-position-embedding --multi-latent-attention "
-        "--init-method-xavier-uniform --embedding-init-method-std= --use-mup --num-unique-layers= "
+        "--init-method-xavier-uniform --embedding-init-method-std= --num-unique-layers= "
         "--param-sharing-style= --vocab-extra-ids= --window-size= --attention-output-gate --linear-attention-freq= "
         "--experimental-attention-variant= --mtp-num-layers= --enable-mhc-connections --spec= --is-hybrid-model "
         "--hybrid-override-pattern= --hybrid-layer-pattern= --hybrid-attention-ratio= --hybrid-mlp-ratio= "
@@ -363,7 +376,6 @@ MEGATRON_RULES = by_name(
     ),
     ignored(
         "--mtp-{detach-heads,hsm,hybrid-override-pattern,loss-scaling-factor,standalone,use-repeated-layer} "
-        "--mup-{attn-scale-power,base-head-dim,base-hidden-size,embedding-mult,output-mult,width-mult} "
         "--mhc-{init-gating-factor,num-residual-streams,recompute-layer-num,sinkhorn-iterations} --mamba-{head-dim,"
         "inference-conv-states-dtype,inference-ssm-states-dtype,mem-eff-path,num-groups,num-heads,state-dim,"
         "training-ssm-states-dtype} --dsa-{indexer-head-dim,indexer-k-norm-epsilon,indexer-k-norm-fp32,"
@@ -458,7 +470,7 @@ MEGATRON_RULES = by_name(
     ignored("--resume-dataloader --repeated-dataloader", "data always continues from the checkpoint, over all epochs"),
     ignored(
         "--tokenizer-model-type=",
-        "a SentencePiece model file stores its type; a new one is BPE",
+        "the model file stores its type; a new one is BPE",
         "bpe",
         *(f"bert-{size}-{case}" for size in ("base", "large") for case in ("uncased", "cased")),
     ),

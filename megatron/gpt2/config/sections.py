@@ -86,11 +86,11 @@ class ConfigSection:
 class ModelConfig(ConfigSection):
     """The shape of GPT-2. `vocab_size` is the tokenizer's true size; only the model pads it."""
 
-    num_layers: int = option(24, "number of transformer layers")
+    num_layers: int = option(24, "transformer layers")
     hidden_size: int = option(1024, "size h of the hidden states")
-    num_attention_heads: int = option(16, "number of attention heads; must divide --hidden-size")
+    num_attention_heads: int = option(16, "attention heads; must divide --hidden-size")
     ffn_hidden_size: int | None = option(None, "hidden size of the MLP (default: 4h)", "--intermediate-size")
-    max_position_embeddings: int = option(512, "number of learned positions; at least --seq-length")
+    max_position_embeddings: int = option(512, "learned positions; at least --seq-length")
     vocab_size: int | None = option(None, "true vocabulary size (default: the tokenizer's)")
     make_vocab_size_divisible_by: int = option(
         128, "pad the vocabulary to a multiple of this and of the model-parallel size"
@@ -98,10 +98,11 @@ class ModelConfig(ConfigSection):
     attention_dropout: float = option(0.1, "dropout of the attention probabilities", bound=FRACTION)
     hidden_dropout: float = option(0.1, "dropout of the embeddings and of both residual branches", bound=FRACTION)
     layernorm_epsilon: float = option(1e-5, "epsilon of the layer norms", "--norm-epsilon")
-    gelu: str = option(
-        "tanh", "formula of GELU: tanh as in GPT-2, or erf, 4 times faster on a CPU", choices=("tanh", "erf")
-    )
+    gelu: str = option("tanh", "GELU by tanh as in GPT-2, or erf, 4 times faster on a CPU", choices=("tanh", "erf"))
     init_method_std: float = option(0.02, "standard deviation of the initial weights")
+    mup_base_width: int = option(
+        0, "muP: --lr is tuned for this --hidden-size", "--mup-base-hidden-size", bound=NOT_NEGATIVE
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -121,6 +122,11 @@ class ModelConfig(ConfigSection):
     def ffn_size(self) -> int:
         """The hidden size of the MLP: --ffn-hidden-size, or 4h."""
         return 4 * self.hidden_size if self.ffn_hidden_size is None else self.ffn_hidden_size
+
+    @property
+    def mup_scale(self) -> float:
+        """The base width of muP / h, or 1 without muP."""
+        return self.mup_base_width / self.hidden_size if self.mup_base_width else 1.0
 
     @property
     def has_dropout(self) -> bool:
@@ -204,7 +210,7 @@ class OptimizerConfig(ConfigSection):
     min_lr: float = option(0.0, "minimum learning rate", bound=NOT_NEGATIVE)
     lr_decay_style: str = option(
         "linear",
-        "shape of the schedule after warmup; cosine-2019 divides by all iterations, as Megatron did in 2019",
+        "shape of the schedule after warmup; cosine-2019: as in Megatron of 2019",
         choices=("linear", "cosine", "cosine-2019", "constant", "exponential", "WSD"),
     )
     lr_decay_iters: int | None = option(None, "iterations over which the learning rate decays (default: all)")
@@ -230,7 +236,7 @@ class OptimizerConfig(ConfigSection):
     initial_loss_scale: float = option(2.0**32, "initial dynamic loss scale")
     min_loss_scale: float = option(1.0, "minimum dynamic loss scale", "--min-scale")
     loss_scale_window: int = option(1000, "steps without overflow after which the dynamic loss scale doubles")
-    hysteresis: int = option(2, "number of overflows after which the dynamic loss scale is halved")
+    hysteresis: int = option(2, "overflows after which the dynamic loss scale is halved")
     override_opt_param_scheduler: bool = option(
         False, "take the schedule from the flags, not from the checkpoint", "--override-lr-scheduler"
     )
@@ -256,9 +262,9 @@ class ParallelConfig(ConfigSection):
     """Parallelism: how model and data are split over the ranks."""
 
     model_parallel_size: int = option(
-        1, "number of ranks that each layer is split over (tensor parallelism)", "--tensor-model-parallel-size"
+        1, "ranks that each layer is split over (tensor parallelism)", "--tensor-model-parallel-size"
     )
-    pipeline_model_parallel_size: int = option(1, "number of pipeline stages")
+    pipeline_model_parallel_size: int = option(1, "pipeline stages")
     pipeline_schedule: str | None = option(
         None,
         "pipeline schedule (default: 1f1b, or interleaved with virtual stages)",
@@ -283,7 +289,7 @@ class ParallelConfig(ConfigSection):
     DDP_impl: str = option(
         "local", "data parallelism with flat gradient buffers (local) or with torch's DDP", choices=("local", "torch")
     )
-    ddp_bucket_size: int = option(25_000_000, "number of gradient elements in a bucket")
+    ddp_bucket_size: int = option(25_000_000, "gradient elements in a bucket")
     sequence_parallel: bool = option(False, "split activations outside the tensor-parallel layers along the sequence")
     use_distributed_optimizer: bool = option(
         False, "shard fp32 master weights and optimizer state over the data-parallel ranks (ZeRO stage 1)"
@@ -397,9 +403,7 @@ class TrainConfig(ConfigSection):
         "--checkpoint-num-layers",
         "--activations-checkpoint-num-layers",
     )
-    compile: bool = option(
-        False, "compile each transformer layer with torch.compile, which takes a minute at the start"
-    )
+    compile: bool = option(False, "compile the layers with torch.compile, which takes a minute")
     deterministic: bool = option(
         False,
         "use slower kernels that give the same bits in every run",
@@ -553,7 +557,7 @@ class CheckpointConfig(ConfigSection):
         None, "iterations between checkpoints in --local-checkpoint-dir", "--non-persistent-save-interval"
     )
     keep_last: int | None = option(None, "number of newest checkpoints to keep (default: all)")
-    keep_best: bool = option(False, "also keep the checkpoint with the lowest validation loss, in the folder best")
+    keep_best: bool = option(False, "also keep the checkpoint of the lowest validation loss, in best")
     no_verify: bool = option(
         False, "load checkpoint files without checking their hashes; sizes and headers are checked"
     )
@@ -576,10 +580,10 @@ class LaunchConfig(ConfigSection):
 
     nproc_per_node: int | None = option(
         None,
-        "number of ranks to start on this machine; 0: one per visible GPU, or two on a CPU",
+        "ranks to start on this machine; 0: one per visible GPU, or two on a CPU",
         bound=NOT_NEGATIVE,
     )
-    nnodes: int = option(1, "number of machines, each with --nproc-per-node ranks")
+    nnodes: int = option(1, "machines, each with --nproc-per-node ranks")
     node_rank: int = option(0, "index of this machine, from 0", bound=NOT_NEGATIVE)
     rank: int | None = option(None, "rank of this process, if you start each process by hand", bound=NOT_NEGATIVE)
     world_size: int | None = option(None, "total number of processes, with --rank")

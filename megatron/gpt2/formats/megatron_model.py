@@ -73,6 +73,7 @@ UNSUPPORTED_ARGS = (
     "num_experts",
     "multi_latent_attention",
     "qk_layernorm",
+    "use_mup",
 )
 MODEL_FLOATS = ("attention_dropout", "hidden_dropout", "init_method_std", "layernorm_epsilon")
 TRAIN_ARGS = ("micro_batch_size", "seed")
@@ -294,7 +295,7 @@ def infer_model_config(
     for label, vocab_size in ((TRUE_VOCAB_SIZE, true), ("--vocab-size", given)):
         if vocab_size is not None and not (type(vocab_size) is int and 0 < vocab_size <= padded):
             raise ValueError(f"{label} {short_repr(vocab_size)}: it holds {padded} rows, padding included")
-    fields = {name: float(args[name]) for name in MODEL_FLOATS if type(args.get(name)) in (int, float)}
+    fields: dict[str, Any] = {name: float(args[name]) for name in MODEL_FLOATS if type(args.get(name)) in (int, float)}
     if type(args.get("norm_epsilon")) is float:  # of the layer norms since 2023
         fields["layernorm_epsilon"] = args["norm_epsilon"]
     divisor = args.get("make_vocab_size_divisible_by")

@@ -186,6 +186,16 @@ def layer_config(config: ModelConfig, **overrides: Any) -> mpu.TransformerConfig
 class GPT2Model(nn.Module):
     """GPT-2 over a tensor-parallel group, in float32. The optimizer or `.to(dtype)` lowers the precision.
 
+    With muP (`config.mup_base_width`, arXiv:2203.03466, table 8) the best learning rate does not depend on h, for a
+    constant head size d. With r = base width / h:
+
+        matrices of layers   initial standard deviation · √r; AdamW's rate and epsilon · r
+        logits               · r: the final layer norm starts at r, and AdamW's rate of it is multiplied by r
+        other parameters     as without muP, also the tied embeddings
+
+    The factor of the logits is a part of the weights, so everything that reads a checkpoint computes a usual GPT-2.
+    Attention divides by √d, as without muP: for a constant d this differs only by a constant from muP's d.
+
     config: its vocab_size is the true size; None raises ValueError.
     layer: a result of `layer_config` (default: `layer_config(config)`).
     chunks: the layers of this pipeline rank, as ranges (default: all layers in one chunk).
@@ -219,12 +229,16 @@ class GPT2Model(nn.Module):
         self.rank, self.world_size = group_rank_and_size(self.group)
         self.sequence_parallel = layer.sequence_parallel and self.world_size > 1
         layer = dataclasses.replace(layer, group=self.group, sequence_parallel=self.sequence_parallel)
+        std = config.init_method_std * math.sqrt(config.mup_scale)
         # Each layer adds two branches to the residual stream; their output weights start smaller (GPT-2).
-        output_std = config.init_method_std / math.sqrt(2 * config.num_layers)
+        output_std = std / math.sqrt(2 * config.num_layers)
 
         def init_method_for(name: str) -> InitMethod:
             is_output = name.endswith(("attention.dense.weight", "mlp.dense_4h_to_h.weight"))
-            return seeded_normal(seed, name, output_std if is_output else config.init_method_std)
+            is_embedding = not name.startswith("transformer.")
+            return seeded_normal(
+                seed, name, config.init_method_std if is_embedding else output_std if is_output else std
+            )
 
         self.padded_vocab_size = mpu.padded_vocab_size(
             config.vocab_size, config.make_vocab_size_divisible_by, self.world_size
@@ -246,6 +260,8 @@ class GPT2Model(nn.Module):
             )
         layer_numbers = [number for chunk in self.chunks for number in chunk]
         self.transformer = Transformer(config.num_layers, layer_numbers, layer, init_method_for, submodules)
+        if self.has_head:
+            nn.init.constant_(self.transformer.final_layernorm.weight, config.mup_scale)
         self.dropout_seed = dropout_seed
         self._cross_entropy = submodules.linear_cross_entropy
         self.tied_grad_hook: TiedGradHook | None = None  # None: autograd adds the gradients
@@ -322,6 +338,13 @@ class GPT2Model(nn.Module):
             if chunk.stop < self.config.num_layers:
                 mpu.send_forward(x)
         return mpu.gather_from_sequence_parallel_region(x, self.group) if self.sequence_parallel else x
+
+    def lr_multipliers(self) -> dict[str, float]:
+        """Return the factors of AdamW's rate and epsilon by the names of parameters; those of other parameters are
+        1."""
+        named = self.transformer.named_parameters(prefix="transformer")
+        scaled = [name for name, parameter in named if parameter.dim() == 2 or "final_layernorm" in name]
+        return dict.fromkeys(scaled, self.config.mup_scale)
 
     def empty_hidden(self, b: int, s: int) -> Tensor:
         """Return an uninitialised tensor for the hidden states of the previous chunk: [s, b, h], or [s/tp, b, h]."""

@@ -6,6 +6,8 @@ A matrix W [m, n] with the gradient g, unscaled and clipped, the learning rate �
     U = orthogonalize(μ M + (1 − μ) g)               Nesterov's momentum
     W ← (1 − η λ) W − η · c · √max(m, n) · U         c = --muon-extra-scale-factor
 
+With muP, √max(m, n) is that of the base width. An update then has the same spectral norm at every width.
+
 Sources: Keller Jordan's Muon (https://kellerjordan.github.io/posts/muon) for μ = 0.95, Nesterov and the iteration of
 `orthogonalize`. Moonlight (arXiv:2502.16982) for weight decay and c = 0.2: an update then has the root mean square of
 a typical update of AdamW, so both parts share --lr and --weight-decay. This is Megatron's --muon-scale-mode spectral.
@@ -66,6 +68,7 @@ class MuonOptimizer(MixedPrecisionOptimizer):
     def __init__(self, model: GPT2Model, *others: Any) -> None:
         super().__init__(*others)
         self._specs, self._heads = mpu.partition_specs(model), model.config.num_attention_heads
+        self._mup_scale = model.config.mup_scale
         self._tensor_group, self._tensor_rank, self._tensor_size = model.group, model.rank, model.world_size
         self._data_group = mpu.get_parallel_state().data_parallel_group
         self._matrix_shards = [i for i, shard in enumerate(self.buffer.local_shards) if shard.group_key.is_matrix]
@@ -127,11 +130,11 @@ class MuonOptimizer(MixedPrecisionOptimizer):
             parts[name].copy_(result)
 
     def _scaled_update(self, name: str, x: Tensor) -> Tensor:
-        """Return c · √max(m, n) · orthogonalize(x) for a whole matrix x [m, n], in float32."""
+        """Return c · √(r max(m, n)) · orthogonalize(x) for a whole matrix x [m, n], in float32."""
         heads = self._heads if name.endswith("query_key_value.weight") else 0
         # [n 3 d, h] -> [3, n d, h]
         blocks = x.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(1, 2) if heads else x.unsqueeze(0)
-        scale = self._config.muon_extra_scale_factor * max(blocks.shape[1:]) ** 0.5
+        scale = self._config.muon_extra_scale_factor * (self._mup_scale * max(blocks.shape[1:])) ** 0.5
         blocks = orthogonalize(blocks, self._config.muon_num_ns_steps, self.buffer.params.dtype).float() * scale
         # [3, n d, h] -> [n 3 d, h]
         return blocks.unflatten(1, (heads, -1)).transpose(0, 1).flatten(0, 2) if heads else blocks[0]

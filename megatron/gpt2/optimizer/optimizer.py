@@ -7,6 +7,7 @@ Each rank updates the local shards of `buffer`. They are the whole buffer, or wi
 arXiv:1910.02054) one shard of every bucket. In this case the ranks then gather each other's parameters.
 """
 
+import collections
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -289,12 +290,11 @@ class MixedPrecisionOptimizer:
         """Update the masters. Call torch's fused AdamW function. The class torch.optim.AdamW would import the compiler,
         which takes 0.9 s."""
         config = self._config
-        for decays, weight_decay in ((True, config.weight_decay), (False, 0.0)):
-            chosen = [
-                index
-                for index, shard in enumerate(self.buffer.local_shards)
-                if shard.group_key.decays == decays and not shard.group_key.is_matrix
-            ]
+        groups = collections.defaultdict[tuple[bool, float], list[int]](list)
+        for index, shard in enumerate(self.buffer.local_shards):
+            if not shard.group_key.is_matrix:
+                groups[shard.group_key.decays, shard.group_key.lr_multiplier].append(index)
+        for (decays, multiplier), chosen in groups.items():
             masters, gradients, exp_avgs, exp_avg_sqs, steps = (
                 [tensors[index] for index in chosen]
                 for tensors in (self.buffer.masters, grads, *self.moments.values(), self._adam_steps)
@@ -312,9 +312,9 @@ class MixedPrecisionOptimizer:
                 amsgrad=False,
                 beta1=config.adam_beta1,
                 beta2=config.adam_beta2,
-                lr=rate,
-                weight_decay=weight_decay,
-                eps=config.adam_eps,
+                lr=rate if multiplier == 1 else rate * multiplier,
+                weight_decay=config.weight_decay if decays else 0.0,
+                eps=config.adam_eps * multiplier,
                 maximize=False,
             )
 

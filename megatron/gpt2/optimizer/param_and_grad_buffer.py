@@ -14,7 +14,7 @@ the sums are bit-identical.
 """
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import torch
@@ -34,6 +34,7 @@ class ParamGroupKey(NamedTuple):
     is_sequence_parallel: bool  # the gradient of each tensor-parallel rank is a partial sum
     decays: bool  # false for biases and layer norms
     is_matrix: bool  # Muon updates it
+    lr_multiplier: float  # of AdamW's rate and epsilon
     is_duplicate: bool  # another pipeline stage has the same parameter and counts it in the norm
 
 
@@ -78,6 +79,7 @@ class ParamAndGradBuffer:
             shard it alike.
         is_duplicate: whether the other stage counts the tied parameter in the norm.
         matrices: the parameters that Muon updates.
+        lr_multipliers: factors of AdamW's rate and epsilon by the names of parameters (default: 1).
 
     Attributes:
         params: [numel] of dtype. The parameters of the module are views of it.
@@ -104,13 +106,14 @@ class ParamAndGradBuffer:
         tied_param: str | None = None,
         is_duplicate: bool = False,
         matrices: Collection[str] = (),
+        lr_multipliers: Mapping[str, float] | None = None,
     ) -> None:
         self.shard_rank, self._num_shards = (data_parallel_rank, data_parallel_size) if sharded else (0, 1)
         self.is_sharded, self.offloaded = self._num_shards > 1, offloaded
 
         parameters = dict(module.named_parameters())
         self.tied_param = tied_param if tied_param in parameters else None
-        self._tied_is_duplicate, self.matrices = is_duplicate, matrices
+        self._tied_is_duplicate, self.matrices, self._lr_multipliers = is_duplicate, matrices, lr_multipliers or {}
         # `sorted` keeps the order of equals, so the last layers are first.
         self.parameters = dict(sorted(reversed(parameters.items()), key=lambda item: self._sort_key(*item)))
         self._build_buckets(bucket_size, data_parallel_size)
@@ -141,6 +144,7 @@ class ParamAndGradBuffer:
             is_sequence_parallel=is_sequence_parallel(parameter),
             decays=parameter.dim() >= 2,
             is_matrix=name in self.matrices,
+            lr_multiplier=self._lr_multipliers.get(name, 1.0),
             is_duplicate=name == self.tied_param and self._tied_is_duplicate,
         )
 

@@ -133,6 +133,7 @@ def build_train_state(context: RunContext, parallel: mpu.ParallelState, log: Log
         tied_param=TIED_WEIGHT if is_shared else None,
         is_duplicate=not model.has_embeddings,
         matrices=layer_matrices(model) if config.optimizer.optimizer == "muon" else (),
+        lr_multipliers=model.lr_multipliers(),
     )
     reducer, forward = build_reducer(context, buffer, model, parallel)
     param_gather = ParamAllGather(buffer, model, parallel.data_parallel_group)

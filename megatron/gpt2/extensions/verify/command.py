@@ -72,6 +72,7 @@ SAME_FLAGS = (
     "model.vocab_size",
     "model.gelu",
     "model.layernorm_epsilon",
+    "model.mup_base_width",
     "model.attention_dropout",
     "model.hidden_dropout",
     "data.seq_length",

@@ -353,6 +353,7 @@ def test_a_run_may_be_invalid_until_the_checkpoint_is_merged():
         ("--tokenizer-type bytes", "--tokenizer-type: here bytes, checkpoint builtin"),
         ("--vocab-file v", "--tokenizer-type: here GPT2BPETokenizer, checkpoint builtin"),
         ("--ffn-hidden-size 100", "--ffn-hidden-size: here 100, checkpoint 256"),
+        ("--mup-base-width 32", "--mup-base-width: here 32, checkpoint 0"),
         (
             "--model 345m",
             "--num-layers: here 24, checkpoint 2; --hidden-size: here 1024, checkpoint 64; "

@@ -108,6 +108,8 @@ def test_beginnings_and_opposites():
         ("--use-npy-data-loader", "give loose JSON or text with --train-data"),
         ("--load-openai --load x", "tools/checkpoint.py convert"),
         ("--kv-channels 32 --hidden-size 64 --num-attention-heads 4", "--kv-channels 32 is not --hidden-size / "),
+        ("--use-mup --mup-base-hidden-size 64", "--use-mup is not supported: attention divides by √d"),
+        ("--optimizer dist_muon", "--optimizer dist_muon is not supported: give --optimizer muon --use-dist"),
         ("--lr-decay-tokens 100", "--lr-decay-tokens 100 needs --seq-length"),
         ("--no-pipeline-parallel --pipeline-model-parallel-size 2", "contradicts --pipeline-model-parallel-size 2"),
         ("--tokenizer-model-type unigram", "only bpe or bert"),
@@ -147,6 +149,10 @@ def test_translated():
     tokens = parse("--seq-length 16 --lr-decay-tokens 1_600 --lr-warmup-tokens 1.6e2 --num-layers 2".split())
     assert (tokens.config.optimizer.lr_decay_samples, tokens.config.optimizer.lr_warmup_samples) == (100, 10)
     assert parse(["--padded-vocab-size", "50304"]).config.model.make_vocab_size_divisible_by == 50304
+    mup = parse(
+        "--use-mup --mup-base-hidden-size 256 --mup-base-head-dim 64 --mup-output-mult 1 --num-layers 2".split()
+    )
+    assert mup.config.model.mup_scale == 0.25
     line = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --kv-channels 16 --no-mmap-bin-files"
     assert parse(line.split()).notes == (
         "--kv-channels 16: it is --hidden-size / --num-attention-heads, the only size",

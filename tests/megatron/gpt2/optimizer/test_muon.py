@@ -85,7 +85,7 @@ def test_update_is_that_of_torch(folder: Path) -> None:
 
 
 def with_muon(cases: list[LayoutCase]) -> list[LayoutCase]:
-    return [case._replace(flags=f"{case.flags} {MUON}") for case in cases]
+    return [case._replace(flags=f"{case.flags} {MUON} --mup-base-width 32") for case in cases]  # of h = 64
 
 
 @pytest.mark.parametrize(
