@@ -219,8 +219,18 @@ def check_printed(block: str, output: str) -> None:
         ), f"{shown}\nis not in\n{output}"
 
 
-def test_the_notebook_prints_what_it_shows(
-    reader: Path, python: WarmPython, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+# What a cell prints that starts this program.
+CELL_OUTPUT = {
+    "pretrain_gpt2.py": r"saved checkpoints/\w+/iter_00000",
+    "tools/plan.py": r"\n  all +\d",
+    "tools/generate_text.py": r"The \w",
+    "tools/checkpoint.py": r"exports/one_gpu",
+}
+
+
+@pytest.mark.parametrize(("notebook", "checks"), [("distributed", 17), ("one_gpu", 5)])
+def test_the_notebooks_print_what_they_show(
+    reader: Path, python: WarmPython, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notebook: str, checks: int
 ):
     """The cells are plain Python, so that the test runs them without Jupyter."""
     shutil.copytree(reader, tmp_path / "project", ignore=shutil.ignore_patterns("__pycache__"))
@@ -233,7 +243,7 @@ def test_the_notebook_prints_what_it_shows(
     cells: dict[str, object] = {}
     shown = 0
     try:
-        for number, cell in enumerate(json.loads((folder / "distributed.ipynb").read_text())["cells"]):
+        for number, cell in enumerate(json.loads((folder / f"{notebook}.ipynb").read_text())["cells"]):
             source = "".join(cell["source"])
             if cell["cell_type"] == "markdown":
                 for link in re.findall(r"\]\(([^)#:]+)\)", source):
@@ -248,12 +258,13 @@ def test_the_notebook_prints_what_it_shows(
                 assert len("".join(output["text"]).splitlines()) == len(printed.getvalue().splitlines())
                 check_printed("".join(output["text"]), printed.getvalue())
                 shown += 1
-            if "pretrain_gpt2.py" in source:
-                assert "saved checkpoints/notebook/iter_00000" in printed.getvalue(), printed.getvalue()
+            for pattern in (CELL_OUTPUT[program] for program in CELL_OUTPUT if f'"{program}"' in source):
+                assert re.search(pattern, printed.getvalue()), printed.getvalue()
+                shown += 1
     finally:
         for module in ("cells", "ranks"):
             sys.modules.pop(module, None)
-    assert shown > 10
+    assert shown == checks
 
 
 def test_what_is_shortened_is_printed():
