@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from megatron.gpt2.train.setup import RunContext
     from megatron.gpt2.train.trainer import Trainer
 
-# Key of the flag -> "module:class" in megatron/gpt2/extensions. The constructor takes the configuration.
+# This maps the key of a flag to "module:class" in megatron/gpt2/extensions. The constructor takes the configuration.
 EXTENSIONS = {
     "parallel.exact_layouts": "exact.hook:ExactLayouts",
     "train.check_replicas_interval": "watch.replicas:ReplicaCheck",
@@ -37,7 +37,7 @@ EXTENSIONS = {
     "train.log_straggler": "watch.stragglers:LogStraggler",
     "train.rewind_on_spike": "watch.spikes:RewindOnSpike",
 }
-# It is always loaded if it is installed. Without it, a run does not print its expected memory.
+# This hook is always loaded if it is installed. Without it, a run does not print its expected memory.
 MEMORY_PLAN = "plan.hook:MemoryPlan"
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ P = ParamSpec("P")
 
 
 class StopRun(Exception):
-    """Ends the run, on every rank after the same step. The message is one line; the exit code is 1."""
+    """This error ends the run, on every rank after the same step. The message is one line; the exit code is 1."""
 
 
 class Hook:
@@ -58,7 +58,7 @@ class Hook:
     contiguous_samples = False
     splits_tied_gradient = False
 
-    # Before the process group exists, and while the run is built:
+    # These methods are called before the process group exists, and while the run is built:
 
     def validate(self, config: Config, device: torch.device) -> None:
         """Raise ValueError with a one-line message if this extension cannot work with the flags or the device."""
@@ -78,10 +78,10 @@ class Hook:
     def squared_norm(self, device: torch.device) -> Callable[..., torch.Tensor] | None:
         """Return a function that replaces `mpu.all_reduced_squared_norm` for the norm of all gradients, or None."""
 
-    # While it runs:
+    # These methods are called while the run trains:
 
     def on_train_begin(self, trainer: Trainer) -> None:
-        """Called when the run is built, resumed or rewound, before the next step."""
+        """This is called when the run is built, resumed or rewound, before the next step."""
 
     def start_rows(self, trainer: Trainer) -> list[tuple[str, str]]:
         """Return rows (name, text) of the start table."""
@@ -92,26 +92,27 @@ class Hook:
         return []
 
     def on_step_begin(self, trainer: Trainer) -> None:
-        """Called before a step."""
+        """This is called before a step."""
 
     def on_pre_optimizer_step(self, trainer: Trainer) -> None:
-        """Called when the gradients are summed over all ranks, before the optimizer uses them."""
+        """This is called when the gradients are summed over all ranks, before the optimizer uses them."""
 
     def on_step_end(self, trainer: Trainer) -> None:
-        """Called after a step. `trainer.progress.iteration` already counts it."""
+        """This is called after a step. `trainer.progress.iteration` already counts it."""
 
     def on_evaluate(self, trainer: Trainer) -> None:
-        """Called when the validation loss is due: every --eval-interval iterations, and at the end of training."""
+        """This is called when the validation loss is due: every --eval-interval iterations, and at the end of
+        training."""
 
     def on_save(self, trainer: Trainer) -> None:
-        """Called before a checkpoint is saved."""
+        """This is called before a checkpoint is saved."""
 
     def on_log(self, trainer: Trainer, record: IterationRecord) -> list[str]:
         """Return lines to print after a log line. record: the numbers of the log line."""
         return []
 
     def maybe_rewind(self, trainer: Trainer) -> bool:
-        """Called after each step. Return whether this hook has called `Trainer.rewind`."""
+        """This is called after each step. Return whether this hook has called `Trainer.rewind`."""
         return False
 
     def expected_memory(self, trainer: Trainer) -> int | None:
@@ -126,7 +127,7 @@ class Hook:
         return False
 
     def on_train_end(self, trainer: Trainer) -> None:
-        """Called when the run ends or has failed. It must not wait for other ranks."""
+        """This is called when the run ends or has failed. It must not wait for other ranks."""
 
 
 class Hooks(list[Hook]):
@@ -166,6 +167,6 @@ def _load(target: str) -> Callable[[Config], Hook] | None:
         extension: Callable[[Config], Hook] = getattr(importlib.import_module(path), name)
     except ModuleNotFoundError as error:
         if error.name is None or not path.startswith(error.name):
-            raise  # a library of the extension is missing
+            raise  # A library of the extension is missing.
         return None
     return extension

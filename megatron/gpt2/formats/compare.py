@@ -29,14 +29,14 @@ SHAPE_KEYS = (
 )
 PROGRESS_KEYS = ("train_iters", "consumed_samples", "global_batch_size", "precision", "converted_from", "torch")
 LAYOUT_KEYS = ("model_parallel", "pipeline_model_parallel", "virtual_pipeline_model_parallel", "data_parallel")
-# The first key that a tensor's name contains gives its part of the model.
+# The first key that a tensor's name contains gives the part of the model to which the tensor belongs.
 MODEL_PARTS = {"rng.": "random states", ".layers.": "layers", "embeddings": "embeddings", "": "final norm"}
-CHUNK = 1 << 20  # elements that are compared at once
+CHUNK = 1 << 20  # This number of elements is compared at a time.
 SEQUENCES, LENGTH = 2, 32
 
 
 def describe(source: BaseCheckpoint) -> dict[str, Any]:
-    """Describe `source` in JSON types. Reads no tensor."""
+    """Describe `source` in JSON types. This reads no tensor."""
     metadata, model = source.metadata, source.metadata["config"]["model"]
     tensors: dict[str, dict[str, Any]] = {}
     sums: defaultdict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
@@ -97,7 +97,7 @@ def _dtype_name(info: TensorInfo) -> str:
 
 
 def format_value(value: Any) -> str:
-    """Convert `value` to text, an integer with commas."""
+    """Convert `value` to text. An integer gets commas."""
     return f"{value:,}" if type(value) is int else str(value)
 
 
@@ -127,7 +127,7 @@ class CheckpointDifference:
 
     @property
     def equal(self) -> bool:
-        """True if both hold the same tensors with the same values."""
+        """True if both sources hold the same tensors with the same values."""
         return all(row.max_difference == 0 for row in self.rows)
 
 
@@ -170,7 +170,7 @@ def max_abs_difference(x: Tensor, y: Tensor) -> float:
     for some, other in zip(x.flatten().split(CHUNK), y.flatten().split(CHUNK), strict=True):
         some, other = some.double(), other.double()
         same = (some == other) | (some.isnan() & other.isnan())
-        max_difference.append((some - other).abs().masked_fill(same, 0).max())  # max returns NaN if there is a NaN
+        max_difference.append((some - other).abs().masked_fill(same, 0).max())  # max returns NaN if there is a NaN.
     return torch.stack(max_difference).max().item()
 
 
@@ -220,7 +220,7 @@ def compute_logits(
         mpu.initialize_model_parallel(1)
     config = check_metadata(source)
     model = GPT2Model(config, layer_config(config, device="meta"))
-    model.to_empty(device="cpu").eval()  # skips the random initialisation
+    model.to_empty(device="cpu").eval()  # This skips the random initialisation.
     weights = [ParamShard(kind, name, parameter.detach().view(-1)) for name, parameter in model.named_parameters()]
     load_sharded_state_dict(weights, parameter_specs(config), source, tp_rank=0, tp_size=1)
     for weight in weights:

@@ -31,8 +31,8 @@ from mpu.partition import TensorSlice
 WORD_EMBEDDINGS = "word_embeddings.weight"
 OPTIMIZER_KINDS = ("master", *MOMENTS)
 GPT2_VOCAB_SIZE = 50257
-MAX_JSON_BYTES = 2 << 20  # ten times the size of the index of GPT-2's largest model
-# The exceptions of code that reads data of an unexpected form.
+MAX_JSON_BYTES = 2 << 20  # This is ten times the size of the index of GPT-2's largest model.
+# Code that reads data of an unexpected form raises these exceptions.
 PARSE_ERRORS = (
     LookupError,
     TypeError,
@@ -71,12 +71,12 @@ def file_errors(path: str | Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Hints:
-    """Values from flags of tools/checkpoint.py, for checkpoints that do not contain them. None: not given."""
+    """Values from flags of tools/checkpoint.py, for checkpoints that do not contain them. None means "not given"."""
 
     num_attention_heads: int | None = None
-    vocab_size: int | None = None  # true, without padding
+    vocab_size: int | None = None  # the true size, without padding
     gelu: str | None = None
-    iteration: int | None = None  # to open, if a folder has several
+    iteration: int | None = None  # the iteration to open, if a folder has several
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def to_head_major(x: Tensor, heads: int, version: int = 0) -> Tensor:
 
 
 def from_head_major(x: Tensor, heads: int) -> Tensor:
-    """Permute rows from our order, [n, 3, d], to that of Megatron in 2019 and of OpenAI, [3, n, d]."""
+    """Permute rows from our order, [n, 3, d], to the order of Megatron in 2019 and of OpenAI, [3, n, d]."""
     return x.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2)
 
 
@@ -282,7 +282,7 @@ def adam_metadata(step: int, groups: Sequence[Any], flags: Mapping[str, Any], **
 
 
 def has_optimizer(source: BaseCheckpoint) -> bool:
-    """True if `source` holds masters and AdamW's moments. A run with Muon has no second moments of matrices."""
+    """Return True if `source` holds masters and AdamW's moments. A run with Muon has no second moments of matrices."""
     names = [name.removeprefix("model.") for name in source.tensors if name.startswith("model.")]
     return all(f"{kind}.{name}" in source.tensors for kind in OPTIMIZER_KINDS for name in names)
 

@@ -26,7 +26,7 @@ from megatron.gpt2.formats.openai_tokenizer import tokenizer_files
 from megatron.gpt2.model.gpt2 import parameter_specs
 
 GGUF_FILE = "model.gguf"
-# Names of a type: ours, and those of GGMLQuantizationType and LlamaFileType.
+# Each type has two names: ours, and that of GGMLQuantizationType or LlamaFileType.
 TYPES = {
     "fp32": ("F32", "ALL_F32"),
     "fp16": ("F16", "MOSTLY_F16"),
@@ -34,7 +34,7 @@ TYPES = {
     "q8_0": ("Q8_0", "MOSTLY_Q8_0"),
 }
 SPACES = "  a  b "
-NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # llama.cpp's types of tokens
+NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # llama.cpp has these numbers for the types of tokens.
 
 
 def write_gguf(
@@ -74,7 +74,7 @@ def write_gguf(
         shape = specs[name].global_shape
         if len(shape) == 1 or name.startswith("position_embeddings."):
             return types.F32
-        return types.F16 if matrix_type == "Q8_0" and shape[-1] % 32 else types[matrix_type]  # Q8_0 has blocks of 32
+        return types.F16 if matrix_type == "Q8_0" and shape[-1] % 32 else types[matrix_type]  # Q8_0 has blocks of 32.
 
     with new_folder(out) as folder:
         writer = gguf.GGUFWriter(folder / GGUF_FILE, "gpt2")
@@ -106,7 +106,7 @@ def write_gguf(
 
 
 def _add_tokenizer(writer: Any, tokenizer: Tokenizer | None) -> str:
-    """Add the tokenizer to the file, and return "". Return the reason if llama.cpp has no such tokenizer."""
+    """Add the tokenizer to the file, and return "". If llama.cpp has no such tokenizer, return this reason."""
     if tokenizer is None:
         return "the source has none"
     if isinstance(tokenizer, SentencePieceTokenizer):
@@ -135,7 +135,8 @@ def _add_byte_pairs(writer: Any, tokenizer: Tokenizer) -> str:
 
 
 def _add_sentencepiece(writer: Any, tokenizer: SentencePieceTokenizer) -> str:
-    """llama.cpp merges the pair with the highest score first, which is what SentencePiece's BPE does."""
+    """Add a SentencePiece tokenizer. llama.cpp merges the pair with the highest score first, as SentencePiece's BPE
+    does."""
     from sentencepiece import SentencePieceProcessor
 
     model = SentencePieceProcessor(model_proto=tokenizer.files[MODEL_FILE])
@@ -151,7 +152,7 @@ def _add_sentencepiece(writer: Any, tokenizer: SentencePieceTokenizer) -> str:
         return "it is not a BPE of SentencePiece"
     if model.decode(model.encode(SPACES)) != SPACES or model.encode(SPACES) == model.encode(SPACES.strip()):
         return "its SentencePiece model changes spaces"
-    end = [END_OF_TEXT] * (tokenizer.vocab_size - len(numbers))  # an id that the model does not have
+    end = [END_OF_TEXT] * (tokenizer.vocab_size - len(numbers))  # The model does not have this id.
     writer.add_tokenizer_model("llama")
     writer.add_token_list([model.id_to_piece(i) for i in numbers] + end)
     writer.add_token_scores(scores + [0.0] * len(end))

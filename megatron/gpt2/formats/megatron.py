@@ -71,8 +71,8 @@ RANK_FILES = ("model_optim_rng.pt", "model_rng.pt")
 DEEPSPEED_FILE = re.compile(r"mp_rank_(\d{2,3})_model_states\.pt", re.ASCII)
 FOLDER = re.compile(r"mp_rank_(\d{2,3})(?:_(\d{3}))?", re.ASCII)
 ZERO_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,5})_mp_rank_(\d{2,3})_?optim_states\.pt", re.ASCII)
-SHARDED_OPTIMIZER = ("*/distrib_optim.pt", "*/optim.pt")  # of today's Megatron and of v3.0
-MAX_TENSORS = 20_000  # a layer has twelve
+SHARDED_OPTIMIZER = ("*/distrib_optim.pt", "*/optim.pt")  # These are files of today's Megatron and of v3.0.
+MAX_TENSORS = 20_000  # A layer has twelve tensors.
 
 
 class RankFile(NamedTuple):
@@ -84,7 +84,7 @@ class RankFile(NamedTuple):
 
 
 def rank_files(folder: Path) -> dict[tuple[int, int], Path]:
-    """Return the ranks' files in `folder`, by (model-parallel rank, pipeline stage)."""
+    """Return the files of the ranks in `folder`, by (model-parallel rank, pipeline stage)."""
     found = {}
     for path in sorted(folder.glob("mp_rank_*")):
         if match := DEEPSPEED_FILE.fullmatch(path.name):
@@ -107,9 +107,9 @@ def detect_megatron_format(path: Path) -> str:
             return "megatron-core"
         if "language_model" not in model:
             return "megatron-2019"
-        if "transformer_impl" in namespace_dict(top.get("args")):  # a flag since v3.0
+        if "transformer_impl" in namespace_dict(top.get("args")):  # This flag exists since v3.0.
             return "megatron-v3"
-        number = top.get("checkpoint_version", 0)  # 2 since v2.0
+        number = top.get("checkpoint_version", 0)  # The number is 2 since v2.0.
         return "megatron-v2" if type(number) in (int, float) and number >= 2 else "megatron-v1"
 
 
@@ -230,7 +230,7 @@ def _open_files(path: Path) -> tuple[list[RankFile], int]:
         for number, file in enumerate(files, 1):
             with file_errors(file.path):
                 local = _add_chunk(file.top[chunk], file.weights, layers)
-            if number % tp_size == 0:  # the last rank of a stage
+            if number % tp_size == 0:  # This is the last rank of a stage.
                 layers += len(local)
     return files, tp_size
 
@@ -319,7 +319,8 @@ def write_megatron(
                 key = f"model{number}" if len(chunks) > 1 else "model"
                 saved[key] = format_state_dict(format, {theirs: own("model", ours) for theirs, ours in names.items()})
             if with_optimizer:
-                # Without names, in the order of the model: first the group with weight decay, then the other one.
+                # If there are no names, the tensors have the order of the model: first the group with weight decay,
+                # then the other one.
                 groups: list[list[dict[str, Tensor]]] = [[], []]
                 for name in (name for names in chunks for name in names.values()):
                     vector = len(specs[name].global_shape) == 1

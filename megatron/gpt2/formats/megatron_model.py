@@ -33,11 +33,11 @@ from megatron.gpt2.optimizer.optimizer import MOMENTS
 from megatron.gpt2.pipeline.schedule import FIRST_LAYERS_FLAG, LAST_LAYERS_FLAG, layers_of_stages, virtual_stages
 from mpu.partition import PartitionSpec
 
-# The last stage's copy of the tied word embeddings. Megatron Core calls it output_layer.weight.
+# The last stage has a copy of the tied word embeddings. Megatron Core calls it output_layer.weight.
 EMBEDDINGS_FOR_HEAD = "word_embeddings_for_head.weight"
-TRUE_VOCAB_SIZE = "true_vocab_size"  # a key of our exports that Megatron does not read
+TRUE_VOCAB_SIZE = "true_vocab_size"  # Our exports have this key. Megatron does not read it.
 LAYER = re.compile(r"transformer\.layers\.(\d{1,5})\.(.+)", re.ASCII)
-# Parts of our names, which are those of Megatron in 2019, and of Megatron Core's names.
+# These are parts of our names, which are those of Megatron in 2019, and of Megatron Core's names.
 MEGATRON_CORE_WORDS = {
     "word_embeddings": "embedding.word_embeddings",
     "position_embeddings": "embedding.position_embeddings",
@@ -51,18 +51,18 @@ MEGATRON_CORE_WORDS = {
     "word_embeddings_for_head": "output_layer",
 }
 NATIVE_WORDS = {theirs: ours for ours, theirs in MEGATRON_CORE_WORDS.items()} | {
-    "encoder": "transformer",  # from v2.6 on
+    "encoder": "transformer",  # v2.6 and later have this name.
     "input_norm": "input_layernorm",
     "post_attention_norm": "post_attention_layernorm",
     "final_norm": "final_layernorm",
 }
 SKIPPED_WORDS = ("module", "language_model", "embedding")
-# Layer norms of Megatron Core, and their names with Transformer Engine. torch_dist always uses the latter.
+# These are layer norms of Megatron Core, and their names with Transformer Engine. torch_dist always uses the latter.
 FUSED = {
     ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
     ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
 }
-# Arguments that change the model's formula. They are absent, None or False for a GPT-2.
+# These arguments change the model's formula. They are absent, None or False for a GPT-2.
 UNSUPPORTED_ARGS = (
     "apply_residual_connection_post_layernorm",
     "swiglu",
@@ -80,31 +80,31 @@ TRAIN_ARGS = ("micro_batch_size", "seed")
 PIPELINE_FLAG, VIRTUAL_FLAG = "--pipeline-model-parallel-size", "--num-layers-per-virtual-pipeline-stage"
 WITH_PIPELINE = ("megatron-v2", "megatron-v3", "megatron-core")
 Specs = Mapping[str, PartitionSpec]
-RankState = tuple[object, Mapping[str, LazyTensors]]  # of a rank: its file, and its tensors by kind and our name
+RankState = tuple[object, Mapping[str, LazyTensors]]  # a rank's file, and its tensors by kind and our name
 
 
 # --- names
 
 
 def native_name(theirs: str) -> str:
-    """Our name of the parameter `theirs` of any version of Megatron."""
+    """Return our name of the parameter `theirs` of any version of Megatron."""
     for plain, fused in FUSED.items():
         theirs = theirs.replace(fused, plain)
     return ".".join(NATIVE_WORDS.get(word, word) for word in theirs.split(".") if word not in SKIPPED_WORDS)
 
 
 def core_name(name: str) -> str:
-    """transformer.layers.3.attention.dense.bias -> decoder.layers.3.self_attention.linear_proj.bias."""
+    """Return Megatron Core's name of the parameter `name`, such as decoder.layers.3.self_attention.linear_proj.bias."""
     return ".".join(MEGATRON_CORE_WORDS.get(word, word) for word in name.split("."))
 
 
 def format_state_dict(format: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Convert `tensors`, by our names, to the state dict of this format."""
+    """Convert `tensors`, which have our names, to the state dict of this format."""
     if format == "megatron-2019":
         return dict(tensors)
     if format == "megatron-core":
         return {core_name(name): tensor for name, tensor in tensors.items()}
-    # megatron-v2 has the names of v2.0. v2.6 and v3 read them, too, but write different ones.
+    # megatron-v2 has the names of v2.0. v2.6 and v3 also read them, but write different ones.
     body, attention = ("encoder", ".self_attention.") if format == "megatron-v3" else ("transformer", ".attention.")
     model: dict[str, Any] = {}
     for name, tensor in tensors.items():
@@ -162,7 +162,8 @@ def chunks_of_stages(model: ModelConfig, layout: MegatronLayout, format: str) ->
             f"{flag}: all stages of {format} have equally many layers; megatron-core has this flag",
         )
     layers = layers_of_stages(model.num_layers, pp_size, vpp_size, layout.first, layout.last)
-    sizes = [tuple(map(len, layers[stage::pp_size])) for stage in range(pp_size)]  # of the chunks of each stage
+    # the sizes of the chunks of each stage
+    sizes = [tuple(map(len, layers[stage::pp_size])) for stage in range(pp_size)]
     middle = sizes[layout.first is not None : pp_size - (layout.last is not None)]
     if len({*middle}) > 1 or any(len({*of_stage}) > 1 for of_stage in sizes):
         chunked = f" with {vpp_size} chunks of layers each ({VIRTUAL_FLAG})" if vpp_size > 1 else ""
@@ -245,12 +246,12 @@ def read_shard(source: BaseCheckpoint, name: str, spec: PartitionSpec, kind: str
 
 
 def namespace_dict(value: Any) -> dict[str, Any]:
-    """Return the attributes of a namespace or the entries of a dictionary; {} for other values."""
+    """Return the attributes of a namespace or the entries of a dictionary. Return {} for other values."""
     return value if isinstance(value, dict) else value.attributes() if isinstance(value, PickledObject) else {}
 
 
 def saved_iteration(top: Mapping[str, Any]) -> int:
-    """Return the iteration in a file; 0 without one. Raises ValueError if it is not an integer."""
+    """Return the iteration in a file, or 0 if it has none. Raises ValueError if it is not an integer."""
     name = next((name for name in ("iteration", "total_iters", "global_steps") if name in top), "")
     return check_integer(name, top.get(name, 0), 0, 10**12)
 
@@ -296,7 +297,7 @@ def infer_model_config(
         if vocab_size is not None and not (type(vocab_size) is int and 0 < vocab_size <= padded):
             raise ValueError(f"{label} {short_repr(vocab_size)}: it holds {padded} rows, padding included")
     fields: dict[str, Any] = {name: float(args[name]) for name in MODEL_FLOATS if type(args.get(name)) in (int, float)}
-    if type(args.get("norm_epsilon")) is float:  # of the layer norms since 2023
+    if type(args.get("norm_epsilon")) is float:  # Layer norms have this argument since 2023.
         fields["layernorm_epsilon"] = args["norm_epsilon"]
     divisor = args.get("make_vocab_size_divisible_by")
     if true is None and given is None:
@@ -304,7 +305,7 @@ def infer_model_config(
         likely = [f"{n} ({whose})" for n, whose in guesses if type(n) is int and 0 < padded - n <= 128 * padded_for]
         report_padding(padded, likely, log)
         divisor = 1
-    # In 2019 Megatron had only the tanh form. Later versions use it in the fused kernel, and else the erf form.
+    # In 2019 Megatron had only the tanh form. Later versions use it in the fused kernel, and otherwise the erf form.
     tanh = "openai_gelu" not in args or args["openai_gelu"] or args.get("bias_gelu_fusion")
     model = ModelConfig(
         num_layers=num_layers,

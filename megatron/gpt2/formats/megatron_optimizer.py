@@ -35,13 +35,15 @@ from megatron.gpt2.formats.megatron_model import TRAIN_ARGS, namespace_dict, nat
 from megatron.gpt2.formats.torch_files import load_torch_file
 from megatron.gpt2.optimizer.optimizer import MOMENTS
 
-Groups = list[list[dict[str, Tensor]]]  # of each param group, of each parameter: the tensors by kind
-# The tensors by kind and our name, the saved optimizer with the loss scaler, Adam's param groups, and its steps.
+# For each parameter of each param group, there is a dictionary of tensors by kind.
+Groups = list[list[dict[str, Tensor]]]
+# The state consists of the tensors by kind and our name, the saved optimizer with the loss scaler, Adam's param groups,
+# and its steps.
 RankOptimizer = tuple[dict[str, LazyTensors], Mapping[str, Any], list[Any], int]
 
 
 class ScheduleKeys(NamedTuple):
-    """The keys of a version of Megatron for the values of its schedule."""
+    """The keys that a version of Megatron uses for the values of its schedule."""
 
     peak: str
     style: str
@@ -50,12 +52,12 @@ class ScheduleKeys(NamedTuple):
     done: str
 
 
-SCHEDULE_KEYS = {  # 2019 counts iterations, later versions samples
+SCHEDULE_KEYS = {  # The version of 2019 counts iterations, later versions count samples.
     "megatron-2019": ScheduleKeys("start_lr", "decay_style", "warmup_iter", "end_iter", "num_iters"),
     "megatron-v2": ScheduleKeys("max_lr", "decay_style", "warmup_steps", "decay_steps", "num_steps"),
     "megatron-v3": ScheduleKeys("max_lr", "lr_decay_style", "lr_warmup_steps", "lr_decay_steps", "num_steps"),
 }
-DECAY_STYLES = {"cosine": "cosine-2019", "None": "constant"}  # names in 2019, and ours
+DECAY_STYLES = {"cosine": "cosine-2019", "None": "constant"}  # the names of 2019, and ours
 PROGRESS = {"consumed_samples": "consumed_train_samples"} | {n: n for n in ("train_iters", "global_batch_size")}
 
 
@@ -83,7 +85,7 @@ def same_step(steps: Iterable[Any]) -> int:
 def read_rank_optimizer(optimizer: Any, weights: LazyTensors) -> RankOptimizer:
     """Read the optimizer of a rank. weights: the weights of the same file, in its order. Raises ValueError, LookupError
     or another error of parsing if the state does not belong to them."""
-    # The keys of 2019, and those since v2. For fp32 weights, `optimizer` is Adam's state and has no masters.
+    # These are the keys of 2019, and those since v2. For fp32 weights, `optimizer` is Adam's state and has no masters.
     adam = optimizer.get("optimizer_state_dict", optimizer.get("optimizer", optimizer))
     masters = optimizer.get("fp32_from_fp16", optimizer.get("fp32_from_fp16_params"))
     groups, moments = adam["param_groups"], adam["state"]
@@ -114,7 +116,8 @@ def read_zero_optimizer(files: Sequence[Path], top: Mapping[str, Any], weights: 
     count = first["partition_count"]
     count = max(count) if isinstance(count, list) else count
     require(count == len(files), f"{len(files)} of {count} files of data-parallel ranks like {files[0].name} are there")
-    elastic = isinstance(adams[0], list)  # --elastic-checkpoint: the state of each group, without its settings
+    # With --elastic-checkpoint, this is the state of each group, without its settings.
+    elastic = isinstance(adams[0], list)
     moments = [adam if elastic else adam["state"] for adam in adams]
     groups = [] if elastic else adams[0]["param_groups"]
     names = [list(map(native_name, shapes)) for shapes in top.get("param_shapes") or ()] or _names_by_group(weights)
@@ -161,7 +164,7 @@ def megatron_adam_metadata(
     args = namespace_dict(top.get("args"))
     flags: dict[str, Any] = {"clip_grad": args["clip_grad"]} if type(args.get("clip_grad")) is float else {}
     scaler, saved = {"scale": 1.0}, optimizer.get("grad_scaler")
-    if "loss_scaler" in optimizer:  # of 2019 and of DeepSpeed
+    if "loss_scaler" in optimizer:  # Files of 2019 and of DeepSpeed have this key.
         saved = namespace_dict(optimizer["loss_scaler"])
         scaler = {"scale": float(saved["cur_scale"])}
         if optimizer.get("dynamic_loss_scale"):
@@ -174,7 +177,8 @@ def megatron_adam_metadata(
         scaler = {"scale": float(saved["scale"])}
         if "growth_tracker" in saved:
             scaler["clean_steps"] = float(saved["growth_tracker"])
-            # Megatron's tracker goes below 1, and ours stays at 1. Both halve the scale at every overflow from then on.
+            # Megatron's loss-scale tracker goes below 1, and ours stays at 1. Both halve the scale at every overflow
+            # from then on.
             scaler["hysteresis_left"] = float(max(1, saved["hysteresis_tracker"]))
     good, more = _read_scheduler(top, args, step, left_out)
     skipped = max(0, top.get("iteration", top.get("total_iters", good)) - good)
@@ -185,7 +189,8 @@ def megatron_adam_metadata(
 def _read_scheduler(
     top: Mapping[str, Any], args: Mapping[str, Any], step: int, left_out: list[str]
 ) -> tuple[int, dict[str, Any]]:
-    """Return the number of steps that were not skipped, and our flags of the schedule."""
+    """Read the learning rate schedule. Return the number of steps that were not skipped, and our flags of the
+    schedule."""
     saved = top.get("lr_scheduler") or top.get("opt_param_scheduler") or {}
     version = next((version for version, names in SCHEDULE_KEYS.items() if names.end in saved), None)
     old = version == "megatron-2019"
@@ -225,7 +230,7 @@ def optimizer_state_dict(source: BaseCheckpoint, groups: Groups, format: str) ->
     numbered = [{moment: states[moment] for moment in MOMENTS} for group in groups for states in group]
     first, param_groups = len(groups[0]), megatron_param_groups(source)
     param_groups[0]["params"], param_groups[1]["params"] = list(range(first)), list(range(first, len(numbered)))
-    adam = {"state": dict(enumerate(numbered)), "param_groups": param_groups}  # the form of Apex's FusedAdam
+    adam = {"state": dict(enumerate(numbered)), "param_groups": param_groups}  # The form is that of Apex's FusedAdam.
     masters = [[states["master"] for states in group] for group in groups]
     if format != "megatron-2019":
         if source.tensors[f"model.{WORD_EMBEDDINGS}"].dtype == torch.float32:

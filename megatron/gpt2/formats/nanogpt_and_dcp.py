@@ -53,9 +53,9 @@ from megatron.gpt2.formats.torch_files import DcpCheckpoint, load_torch_file, sa
 from megatron.gpt2.model.gpt2 import parameter_specs
 from megatron.gpt2.optimizer.optimizer import MOMENTS
 
-GPT2_PADDED_VOCAB_SIZE = 50304  # GPT-2's, to a multiple of 64
+GPT2_PADDED_VOCAB_SIZE = 50304  # GPT-2's vocabulary is padded to a multiple of 64.
 WTE, LM_HEAD = "wte.weight", "lm_head.weight"
-# Parts of our names, and of OpenAI's.
+# These are parts of our names, and of OpenAI's names.
 OPENAI_WORDS = {
     "word_embeddings": "wte",
     "position_embeddings": "wpe",
@@ -69,18 +69,18 @@ OPENAI_WORDS = {
     "dense_4h_to_h": "c_proj",
     "final_layernorm": "ln_f",
 }
-BUFFERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)", re.ASCII)  # the causal mask
+BUFFERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)", re.ASCII)  # These buffers are the causal mask.
 CONFIG_SIZES = {
     "n_layer": "num_layers",
     "n_embd": "hidden_size",
     "n_head": "num_attention_heads",
     "vocab_size": "vocab_size",
 }
-NANOGPT_EPSILON = 1e-5  # of its layer norms
+NANOGPT_EPSILON = 1e-5  # nanoGPT's layer norms have this epsilon.
 OPTIMIZER_STATE = re.compile(r"(?:.+\.)?optim(?:izer)?\.state\.(.+)\.(exp_avg|exp_avg_sq|step)", re.ASCII)
 PARAM_GROUP = re.compile(r"(?:.+\.)?optim(?:izer)?\.param_groups\.(\d+)\.(weight_decay|betas|eps)", re.ASCII)
 WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.", re.ASCII)
-# Patterns of the names of other architectures.
+# These patterns match names of other architectures.
 OTHER_ARCHITECTURES = (
     (r"self_attn\.q_proj|attention\.wq\.|attn\.wq\.", "Llama or a similar model"),
     (r"gpt_neox\.", "GPT-NeoX"),
@@ -95,12 +95,12 @@ OTHER_ARCHITECTURES = (
 
 
 def openai_name(name: str) -> str:
-    """transformer.layers.3.attention.dense.bias -> h.3.attn.c_proj.bias."""
+    """Return OpenAI's name of our parameter `name`, such as h.3.attn.c_proj.bias."""
     return ".".join(OPENAI_WORDS.get(word, word) for word in name.split(".") if word != "transformer")
 
 
 def is_linear(name: str) -> bool:
-    """True if our parameter `name` is the weight of a linear layer, which Hugging Face stores transposed."""
+    """Return True if our parameter `name` is the weight of a linear layer, which Hugging Face stores transposed."""
     return name.endswith((".query_key_value.weight", ".dense.weight", ".dense_h_to_4h.weight", ".dense_4h_to_h.weight"))
 
 
@@ -111,7 +111,7 @@ def to_openai(x: Tensor, name: str, heads: int, *, transposed: bool = True) -> T
 
 
 def from_openai(x: Tensor, name: str, heads: int, *, transposed: bool = True) -> Tensor:
-    """The inverse of `to_openai`."""
+    """Convert a tensor to our layout. This is the inverse of `to_openai`."""
     x = x.t() if transposed and is_linear(name) else x
     return to_head_major(x, heads) if ".query_key_value." in name else x
 
@@ -144,7 +144,7 @@ def _find_prefix(names: Sequence[str]) -> str:
 
 
 def _strip_prefix(prefix: str, name: str) -> str:
-    """OpenAI's name of the parameter `name`; "" if it belongs to a different model."""
+    """Return OpenAI's name of the parameter `name`, or "" if it belongs to a different model."""
     if name == prefix.removesuffix("transformer.") + LM_HEAD:
         return LM_HEAD
     return WRAPPERS.sub("", name.removeprefix(prefix)) if name.startswith(prefix) else ""
@@ -388,7 +388,7 @@ def _named_state(
         name = _strip_prefix(prefix, match[1])
         if match[2] == "step":
             steps.add(int(folder.read(theirs)))
-        elif name != LM_HEAD:  # tied: a copy of the word embeddings' state
+        elif name != LM_HEAD:  # The tied head has a copy of the word embeddings' state.
             kinds[match[2]][name] = folder.lazy_tensor(theirs)
     groups: dict[str, dict[str, Any]] = {}
     for theirs in folder.objects:

@@ -14,8 +14,9 @@ from data_utils.files import one_line, read_json_object
 from data_utils.tokenizers.gpt2 import END_OF_TEXT, bytes_to_unicode, find_merge, gpt2_tokenizer
 from megatron.gpt2.formats.foreign_checkpoint import short_repr
 
-MAX_TOKENIZER_BYTES = 64 << 20  # GPT-2's takes 3.5 MB
-# Settings that change the ids of a text, and their allowed values. ABSENT: files of older versions lack the setting.
+MAX_TOKENIZER_BYTES = 64 << 20  # GPT-2's tokenizer takes 3.5 MB.
+# These settings change the ids of a text; the values are those that are allowed. ABSENT: files of older versions lack
+# the setting.
 ABSENT = object()
 REQUIRED_SETTINGS: dict[str, dict[str, tuple[Any, ...]]] = {
     "model": {
@@ -94,7 +95,7 @@ def open_tokenizer(files: Mapping[str, str]) -> Tokenizer:
             if token["special"] is not True:
                 raise ValueError(f"{short_repr(token['content'])} is not a special token")
             vocabulary[token["content"]] = token["id"]
-        pairs = found["model"]["merges"]  # older files have "a b" instead of ["a", "b"]
+        pairs = found["model"]["merges"]  # Older files have "a b" instead of ["a", "b"].
         lines = "".join(f"{pair if isinstance(pair, str) else ' '.join(pair)}\n" for pair in pairs)
     except (TypeError, KeyError, AttributeError, ValueError) as error:
         raise ValueError(

@@ -80,14 +80,14 @@ COMMON, COMMON_OBJECT, CONFIG = "common.pt", "common_state/shard_0_1", "metadata
 LAYERS = "decoder.layers."
 STACKED = re.compile(r"decoder\.layers\.(?!\d)(.+)", re.ASCII)
 STATE = re.compile(r"optimizer\.state\.(?:(fp32_)?param|(exp_avg|exp_avg_sq))\.(.+)", re.ASCII)
-BUCKET_PREFIX = "optimizer.distributed.dp_group_idx_"  # then the model-parallel rank, counted stage by stage
-# gbuf_idx: a rank has one buffer for each of its chunks of layers.
+BUCKET_PREFIX = "optimizer.distributed.dp_group_idx_"  # The model-parallel rank follows, counted stage by stage.
+# gbuf_idx is the number of a buffer. A rank has one buffer for each of its chunks of layers.
 BUCKET = re.compile(
     re.escape(BUCKET_PREFIX) + r"(\d{1,6})\.gbuf_idx_(\d{1,3})\.dtype_.{1,80}\.bucket_idx_(\d{1,6})\.param", re.ASCII
 )
 STATE_NAMES = {"master": "param", **{moment: moment for moment in MOMENTS}}
 ALIGNMENT = 64
-# The order of a layer's modules in Megatron Core, with its own layers and with those of Transformer Engine.
+# A layer's modules have this order in Megatron Core, with its own layers and with those of Transformer Engine.
 _LAST_MODULES = ("attention.query_key_value", "post_attention_layernorm", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
 MODULE_ORDERS = (
     ("input_layernorm", "attention.dense", *_LAST_MODULES),
@@ -98,7 +98,7 @@ FLAT_BUCKETS_PROBLEM = (
     "--dist-ckpt-optim-fully-reshardable Megatron saves the state by name"
 )
 SHARDING_TYPE = "fully_reshardable"
-# Megatron's loader needs the FP8 state of these modules of each layer; it is None here.
+# Megatron's loader needs the FP8 state of these modules of each layer. It is None here.
 WITH_EXTRA_STATE = (
     "self_attention.linear_proj",
     "self_attention.linear_qkv",
@@ -134,8 +134,9 @@ def open_torch_dist(path: Path, hints: Hints, *, log: Callable[[str], None]) -> 
             objects = {name: f"{BUCKET_PREFIX}0.{name}/shard_0_1" for name in ("optimizer", "grad_scaler")}
             optimizer = {name: folder.object(key)[0] for name, key in objects.items() if key in folder.objects}
         else:
-            states, optimizer = kinds, top["optimizer"]  # without masters for fp32 weights
-        inner = optimizer.get("optimizer", optimizer)  # inside a dictionary with masters and loss scaler
+            states, optimizer = kinds, top["optimizer"]  # For fp32 weights, this has no masters.
+        # It is inside a dictionary that also has masters and loss scaler.
+        inner = optimizer.get("optimizer", optimizer)
         groups, state = inner["param_groups"], inner.get("state", {})
         step = int(state["common_step"] if "common_step" in state else groups[0]["step"])
         return states, megatron_adam_metadata(top, optimizer, groups, step, left_out)
@@ -158,7 +159,7 @@ def open_torch_dist(path: Path, hints: Hints, *, log: Callable[[str], None]) -> 
 
 
 def _common_state(folder: DcpCheckpoint) -> dict[str, Any]:
-    """Everything but tensors: the file common.pt, or an object of the folder since Megatron Core 0.19."""
+    """Return everything but tensors: the file common.pt, or an object of the folder since Megatron Core 0.19."""
     path = folder.path / COMMON
     if path.is_file():
         top = load_torch_file(path)
@@ -198,7 +199,8 @@ def _split_layers(folder: DcpCheckpoint, theirs: str, name: str) -> dict[str, La
     """Split the tensor `theirs`, which belongs to the parameter `name`, into its layers if it is a stack of layers."""
     require(name in folder.tensors, f"holds {theirs[:120]}, but not its parameter")
     shape, whole = folder.tensors[theirs].shape, folder.tensors[name].shape
-    grid = shape[:-1] if len(shape) == len(whole) + 1 else (1,) * len(whole)  # of ranks, in fully_sharded_model_space
+    # The grid of ranks is part of the shape in fully_sharded_model_space.
+    grid = shape[:-1] if len(shape) == len(whole) + 1 else (1,) * len(whole)
     splits = math.prod(shape) == math.prod(whole) and all(k and n % k == 0 for n, k in zip(whole, grid, strict=True))
     require(shape == whole or splits, f"{theirs[:120]} has shape {shape}, and its parameter {whole}")
     stacked = STACKED.fullmatch(name)
@@ -214,7 +216,7 @@ def _split_layers(folder: DcpCheckpoint, theirs: str, name: str) -> dict[str, La
 
 
 def merge_grid(x: Tensor, grid: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-    """Merge the parts [*grid, values] of a tensor. Returns the tensor of `shape`."""
+    """Merge the parts [*grid, values] of a tensor. Return the tensor of `shape`."""
     part = [n // k for n, k in zip(shape, grid, strict=True)]
     order = [axis for i in range(len(grid)) for axis in (i, len(grid) + i)]
     return x.reshape(*grid, *part).permute(order).reshape(shape)
@@ -241,7 +243,8 @@ def _bucket_states(
         MegatronLayout(tp_size, pipeline, virtual and model.num_layers // (pipeline * virtual), *ends),
         "megatron-core",
     )
-    buffers: dict[tuple[int, int], dict[int, str]] = {}  # a buffer's buckets by number: the name without the kind
+    # For each buffer and bucket, this is the name without the kind.
+    buffers: dict[tuple[int, int], dict[int, str]] = {}
     for name in folder.tensors:
         if match := BUCKET.fullmatch(name):
             buffers.setdefault((int(match[1]), int(match[2])), {})[int(match[3])] = name.removesuffix(".param")
@@ -321,7 +324,7 @@ def write_torch_dist(
     Megatron can load it in every layout; `layout` is saved in the arguments. Raises ValueError for a layout that
     Megatron Core does not support."""
     model = padded_model_config(source, layout.tensor)
-    chunks_of_stages(model, layout, "megatron-core")  # checks the layout
+    chunks_of_stages(model, layout, "megatron-core")  # This checks the layout.
     specs = parameter_specs(model, layout.tensor)
     stacks: dict[str, list[str]] = {}
     for name in specs:
@@ -369,7 +372,7 @@ def write_torch_dist(
 
 
 def torch_dist_name(name: str) -> str:
-    """transformer.layers.3.input_layernorm.bias -> decoder.layers.self_attention.linear_qkv.layer_norm_bias."""
+    """Return the name in torch_dist, such as decoder.layers.self_attention.linear_qkv.layer_norm_bias."""
     theirs = re.sub(r"\.layers\.\d+\.", ".layers.", core_name(name))
     for plain, fused in FUSED.items():
         theirs = theirs.replace(plain, fused)

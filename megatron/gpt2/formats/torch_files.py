@@ -35,9 +35,9 @@ from megatron.gpt2.formats.foreign_checkpoint import LazyTensor, file_errors
 from mpu.partition import TensorSlice
 
 ZIP = b"PK\x03\x04"
-MAX_DIRECTORY_BYTES = 2 << 20  # limit for the directory of a zip file: enough for 20,000 records
-MAGIC = 0x1950A86A20F9469CFC6C  # a legacy stream starts with this number, then with version 1001
-BUDGET = 1_250_000  # twice the need of a 72-layer model with Adam's state; takes less than half a second
+MAX_DIRECTORY_BYTES = 2 << 20  # This limits the directory of a zip file. It is enough for 20,000 records.
+MAGIC = 0x1950A86A20F9469CFC6C  # A legacy stream starts with this number, then with version 1001.
+BUDGET = 1_250_000  # This is twice the need of a 72-layer model with Adam's state. It takes less than half a second.
 STORAGE_DTYPES = {
     "Half": torch.float16,
     "BFloat16": torch.bfloat16,
@@ -54,8 +54,8 @@ STORAGES = {
     f"{module}.{kind}Storage": dtype for module in ("torch", "torch.cuda") for kind, dtype in STORAGE_DTYPES.items()
 }
 DTYPES = {str(dtype): dtype for dtype in STORAGES.values()}
-# Names in files of real programs. The reader builds tensors and ordered dictionaries, reads the attributes of loss
-# scalers and arguments, and ignores other objects.
+# Files of real programs contain these names. The reader builds tensors and ordered dictionaries, reads the attributes
+# of loss scalers and arguments, and ignores other objects.
 ALLOWED_NAMES = re.compile(
     r"collections\.OrderedDict|torch\._utils\._rebuild_(tensor_v2|parameter|parameter_with_state)"
     r"|torch\._tensor\._rebuild_from_type_v2|torch\.(cuda\.)?\w+Storage"
@@ -68,7 +68,7 @@ ALLOWED_NAMES = re.compile(
 )
 DCP_METADATA = ".metadata"
 MAX_METADATA_BYTES = 16 << 20
-# Names in `.metadata` of real programs: torch's classes, and those of Megatron Core.
+# `.metadata` of real programs contains these names: torch's classes, and those of Megatron Core.
 ALLOWED_DCP_NAMES = re.compile(
     r"torch\.distributed\.checkpoint\.metadata\.(Metadata|(Tensor|Bytes|Chunk)StorageMetadata|TensorProperties"
     r"|MetadataIndex|StorageMeta|_MEM_FORMAT_ENCODING)|torch\.distributed\.checkpoint\.filesystem\.(_StorageInfo"
@@ -77,13 +77,14 @@ ALLOWED_DCP_NAMES = re.compile(
     r"|torch\.(Size|device|serialization\._get_layout)|pathlib\.(_local\.)?PosixPath|collections\.OrderedDict",
     re.ASCII,
 )
-FILE = re.compile(r"\w[\w.-]*", re.ASCII)  # not a path that leads out of the folder
-FindStorage = Callable[[torch.dtype, str, int], int]  # (dtype, key, number of elements) -> first byte in the file
+FILE = re.compile(r"\w[\w.-]*", re.ASCII)  # The name is not a path that leads out of the folder.
+# It returns the first byte in the file for (dtype, key, number of elements).
+FindStorage = Callable[[torch.dtype, str, int], int]
 Storage = tuple[torch.dtype, int, int]  # dtype, first byte in the file, number of elements
 
 
 class _BoundedMmap(mmap.mmap):
-    """A memory map that limits the size of a read: zipfile needs minutes for a very long list of records."""
+    """A memory map that limits the size of a read, because zipfile needs minutes for a very long list of records."""
 
     def read(self, size: int | None = None, /) -> bytes:
         left = len(self) - self.tell()
@@ -100,7 +101,7 @@ def load_torch_file(path: str | Path, start: int = 0, length: int | None = None)
     with file_errors(path):
         skip = start % mmap.ALLOCATIONGRANULARITY
         with open(path, "rb") as stream:
-            # A private, writable mapping, because torch warns about read-only memory.
+            # The mapping is private and writable, because torch warns about read-only memory.
             mapped = _BoundedMmap(
                 stream.fileno(), 0 if length is None else skip + length, access=mmap.ACCESS_COPY, offset=start - skip
             )
@@ -262,7 +263,7 @@ class DcpCheckpoint(BaseCheckpoint):
             size = where.stat().st_size
             require(listed <= size, f"{where}: has {size:,} bytes, but {DCP_METADATA} lists {listed:,}")
         with file_errors(path / DCP_METADATA):
-            for name, info in self.tensors.items():  # after the file sizes, which are faster to check
+            for name, info in self.tensors.items():  # The file sizes were checked first, because that is faster.
                 check_coverage(name[:120], info.shape, [tensor_slice for tensor_slice, _ in self._parts[name]])
 
     def read_into(self, out: Tensor, name: str, offset: tuple[int, ...]) -> None:
@@ -298,7 +299,7 @@ def read_dcp_metadata(path: Path) -> tuple[dict[str, TensorInfo], dict[str, Save
     infos: dict[str, TensorInfo] = {}
     parts: dict[str, SavedSlices] = {}
     objects: dict[str, FileRegion] = {}
-    with file_errors(path), without_garbage_collection():  # collection takes a third of the time
+    with file_errors(path), without_garbage_collection():  # Garbage collection would take a third of the time.
         with open(path, "rb") as stream:
             data = stream.read(MAX_METADATA_BYTES + 1)
         require(len(data) <= MAX_METADATA_BYTES, f"is larger than {MAX_METADATA_BYTES:,} bytes")
@@ -362,6 +363,6 @@ def save_dcp(folder: Path, state: Mapping[str, Any]) -> None:
     from torch.distributed.checkpoint.state_dict_saver import save
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about the missing process group
+        warnings.simplefilter("ignore")  # The warning is about the missing process group.
         planner = DefaultSavePlanner(flatten_state_dict=False)
         save(dict(state), checkpoint_id=folder, planner=planner, no_dist=True)

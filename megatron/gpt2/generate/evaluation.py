@@ -27,11 +27,11 @@ from megatron.gpt2.monitor.log_lines import perplexity
 
 TASKS = ("WIKITEXT103", "PTB", "LAMBADA", "HELLASWAG", "TEXT")
 DETOKENIZERS = {"WIKITEXT103": wikitext_detokenizer, "PTB": ptb_detokenizer}
-ENDINGS = 4  # the endings of a question of HellaSwag
-OVERLAPPING_EVAL = 32  # Megatron's default for its tasks
+ENDINGS = 4  # A question of HellaSwag has this number of endings.
+OVERLAPPING_EVAL = 32  # This is Megatron's default for its tasks.
 _BY_NAME = ((r"wikitext|wiki\.(train|valid|test)", "WIKITEXT103"), (r"ptb", "PTB"))
 
-Metrics = dict[str, Any]  # name -> int or float
+Metrics = dict[str, Any]  # Each name has an int or float.
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class EvaluationTask:
 
 
 def guess_task(path: str) -> str:
-    """Guess the task from the name of a file and its folder; TEXT if the name is unknown."""
+    """Guess the task from the name of a file and its folder. An unknown name gives TEXT."""
     name = "/".join(PurePath(path).parts[-2:]).lower()
     if is_json(path):
         return next((task for task in ("LAMBADA", "HELLASWAG") if task.lower() in name), "TEXT")
@@ -113,7 +113,7 @@ def read_task(
         )
     stride = overlapping_eval or (min(OVERLAPPING_EVAL, length) if name in DETOKENIZERS else length)
     settings = {"seq_length": length, "overlapping_eval": stride}
-    if name == "TEXT":  # a document begins after an end-of-document token, as in training
+    if name == "TEXT":  # A document begins after an end-of-document token, as in training.
         windows = [
             window
             for text in texts

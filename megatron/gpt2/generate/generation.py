@@ -42,11 +42,11 @@ class Continuation:
         self.prompt_tokens: list[GeneratedToken] = []
         self.ids: list[int] = []
         self.finish = ""
-        # Its number in a ContinuousBatch, and the ids that the model has read or will read.
+        # These are its number in a ContinuousBatch, and the ids that the model has read or will read.
         self.number = -1
         self.context: list[int] = []
         self._text = TextStream(sampling.stop)
-        self._sampler: Sampler | None = None  # made at the first token, because it may need GPU memory
+        self._sampler: Sampler | None = None  # It is made at the first token, because it may need GPU memory.
 
     def cancel(self) -> None:
         """End the continuation before its next token. Any thread may call this."""
@@ -85,7 +85,7 @@ class Continuation:
             likeliest = [(int(i), math.exp(value)) for i, value in zip(others[:middle], others[middle:], strict=True)]
             wanted = tuple(likeliest[: self.sampling.alternatives])
             self.prompt_tokens.append(GeneratedToken(self.number, token, math.exp(log_probability), "", wanted))
-        self.score_prompt = False  # once
+        self.score_prompt = False  # The prompt is scored only once.
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Finished:
 
     number: int
     finish: str
-    text: str = ""  # the attribute that every Event has
+    text: str = ""  # Every Event has this attribute.
 
 
 Event = GeneratedToken | Finished
@@ -140,7 +140,7 @@ class Generator:
         self.model, self.tokenizer, self.log = ModelRunner(model, group), tokenizer, log
         self.is_driver, self.driving = self.model.is_driver, self.model.driving
         self.execute_commands = self.model.execute_commands
-        # Sequence parallelism splits the sequence over the ranks, and a single token cannot be split.
+        # Sequence parallelism splits the sequence over the ranks. A single token cannot be split.
         self.recompute = recompute or model.sequence_parallel
         self.limit = model.config.max_position_embeddings
 
@@ -184,7 +184,7 @@ class ContinuousBatch:
         self._numbers = itertools.count()
         self._waiting: deque[Continuation] = deque()
         self._size, self._notified = rows, False
-        self._rows: dict[int, Continuation] = {}  # by their row in the cache
+        self._rows: dict[int, Continuation] = {}  # the continuations by their row in the cache
 
     def add(self, c: Continuation) -> int:
         """Add a continuation, also while `events` runs. Returns the number of the continuation (0, 1, 2, …); its events
@@ -199,7 +199,7 @@ class ContinuousBatch:
         return c.number
 
     def events(self) -> EventStream:
-        """Generate until every added continuation has ended. May be called again after more are added."""
+        """Generate until every added continuation has ended. It may be called again after more are added."""
         while self._waiting or self._rows:
             for c in [c for c in self._waiting if c.finish]:
                 self._waiting.remove(c)
@@ -216,7 +216,7 @@ class ContinuousBatch:
                 yield from self._draw(range(len(sources)), self._model.decode(last, places, sources))
 
     def _admit(self) -> list[int]:
-        """Give free cache rows to waiting continuations, first come first served. Returns these rows."""
+        """Give free cache rows to waiting continuations in the order of their arrival. Return these rows."""
         rows: list[int] = []
         width = 0
         for row in sorted(set(range(self._size)) - self._rows.keys())[: len(self._waiting)]:
@@ -228,7 +228,8 @@ class ContinuousBatch:
         return rows
 
     def _compact(self) -> list[int]:
-        """Move the running continuations to the first rows, with the fewest moves. Returns each one's previous row."""
+        """Move the running continuations to the first rows, with as few moves as possible. Return each one's previous
+        row."""
         taken = sorted(self._rows)
         sources = list(range(len(taken)))
         free = [row for row in sources if row not in self._rows]
@@ -271,13 +272,14 @@ class ContinuousBatch:
                     )
                 self._notified = True
                 del c.context[:-half]
-                if not self._generator.recompute:  # its context is read again, before all waiting ones
+                if not self._generator.recompute:  # The continuation is read again, before all waiting ones.
                     self._waiting.appendleft(self._rows.pop(row))
             yield event
 
 
 class TextStream:
-    """Turns the bytes of tokens into text. Holds back unfinished characters and text that may become a stop string."""
+    """Turns the bytes of tokens into text. It keeps back unfinished characters and text that may become a stop
+    string."""
 
     def __init__(self, stop: Sequence[str] = ()) -> None:
         self.stopped = False
@@ -295,7 +297,7 @@ class TextStream:
         if found:
             self.stopped = True
             return held[: min(found)]
-        # Hold back the longest end of the text that is the beginning of a stop string.
+        # The longest end of the text that is the beginning of a stop string is kept back.
         sizes = (size for stop in self._stop for size in range(1, len(stop)) if held.endswith(stop[:size]))
         sure = len(held) - (0 if last else max(sizes, default=0))
         self._held = held[sure:]

@@ -25,8 +25,8 @@ from megatron.gpt2.model.gpt2 import GPT2Model
 
 P = ParamSpec("P")
 R = TypeVar("R")
-ROWS = 1024  # rows of logits that are computed at a time: 200 MB in float32
-# The "end" command sends the index of the driver's error here. RuntimeError stands for every other class.
+ROWS = 1024  # This number of rows of logits is computed at a time: 200 MB in float32.
+# The "end" command sends the index of the driver's error in this list. RuntimeError stands for every other class.
 _ERRORS = (ValueError, OSError, KeyboardInterrupt, RuntimeError)
 
 
@@ -93,7 +93,8 @@ class ModelRunner:
         """Send a command from the driver to all ranks. Every rank gets the driver's command as the result."""
         if self._group is None:
             return command
-        # Two broadcasts, of the length and of JSON: broadcast_object_list takes three to five times as long.
+        # There are two broadcasts, of the length and of JSON, because broadcast_object_list takes three to five times
+        # as long.
         data = torch.frombuffer(bytearray(json.dumps(command, default=list).encode()), dtype=torch.uint8)
         size = self._broadcast_tensor(torch.tensor(data.numel()))
         data = self._broadcast_tensor(data if self.is_driver else torch.empty(int(size), dtype=torch.uint8))
@@ -115,7 +116,7 @@ class ModelRunner:
     def new_cache(self, rows: int, capacity: int) -> None:
         """Replace the key-value cache by an empty one."""
         config = self.model.config
-        self.cache = None  # free the old cache first: memory may not hold both
+        self.cache = None  # The old cache is freed first, because memory may not hold both.
         self.cache = mpu.KeyValueCache(
             sum(map(len, self.model.chunks)),
             rows,
@@ -151,20 +152,22 @@ class ModelRunner:
         width = padded = int(lengths.max())
         if self.cache is not None:
             self.cache.set_prompts(rows, width)
-        elif self.model.sequence_parallel:  # the length must be a multiple of the group size; padding goes to the end
+        elif self.model.sequence_parallel:
+            # The length must be a multiple of the group size; the padding is at the end.
             padded += -width % self.model.world_size
         tokens = torch.tensor([[*context, *[0] * (padded - len(context))] for context in contexts]).to(self.device)
         hidden = self.model.hidden_states(tokens, cache=self.cache)  # [s, b, h]
         scores = torch.empty(0)
         if any(scored):
-            # For each token after the first: its row, and its position - 1.
+            # For each token after the first one, these are its row, and its position - 1.
             to_score = torch.where(torch.tensor(scored), lengths, 1) - 1
             row, place = (torch.arange(width - 1) < to_score.unsqueeze(1)).nonzero().t().to(self.device)
             scores = token_scores(self.model, hidden[place, row], tokens[row, place + 1], alternatives)
         return self._logits(hidden[lengths.to(self.device) - 1, range(len(contexts))]), scores
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [b, h] of the last tokens, on the last pipeline stage. Returns float32 [b, v] on every rank."""
+        """Compute float32 logits [b, v] on every rank from hidden: [b, h] of the last tokens, on the last pipeline
+        stage."""
         logits = mpu.gather_from_model_parallel_region(self.model.logits_on_every_stage(hidden))
         return logits[:, : self.model.vocab_size].float()
 
@@ -190,7 +193,7 @@ def token_scores(model: GPT2Model, hidden: Tensor, targets: Tensor, alternatives
 
 @contextlib.contextmanager
 def _delay_interrupt() -> Iterator[None]:
-    """Delay Ctrl-C to the end of the block. Other threads than the main thread do not receive signals."""
+    """Delay Ctrl-C to the end of the block. Only the main thread receives signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

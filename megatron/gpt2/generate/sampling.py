@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron.gpt2.config import require
 
-# Top-p sorts this many candidates first. They nearly always hold the probability p.
+# Top-p sorts this number of candidates first. They nearly always have the probability p.
 _FIRST_CANDIDATES = 1024
 
 
@@ -20,14 +20,14 @@ class Sampling:
     Raises ValueError, which names the flag, for an impossible value.
     """
 
-    repetition_penalty: float = 1.0  # above 1, tokens that are in the text become less likely
-    temperature: float = 1.0  # 0 takes the likeliest token
-    top_k: int = 0  # the k likeliest tokens; 0: all
-    top_p: float = 0.0  # the fewest tokens whose probabilities sum to p; 0: all
+    repetition_penalty: float = 1.0  # If it is above 1, tokens that are in the text become less likely.
+    temperature: float = 1.0  # The value 0 takes the most likely token.
+    top_k: int = 0  # The k most likely tokens can be drawn; 0 means all.
+    top_p: float = 0.0  # The fewest tokens whose probabilities sum to p can be drawn; 0 means all.
     max_new_tokens: int = 200
-    stop: tuple[str, ...] = ()  # a continuation ends before the first of these texts
+    stop: tuple[str, ...] = ()  # A continuation ends before the first of these texts.
     seed: int = 1234
-    alternatives: int = 0  # the number of likeliest tokens to report with each drawn token
+    alternatives: int = 0  # the number of most likely tokens to report with each drawn token
 
     def __post_init__(self) -> None:
         t = self.temperature
@@ -44,7 +44,7 @@ class Sampling:
 
     @property
     def is_full(self) -> bool:
-        """True if every token can be drawn, even the least likely one."""
+        """Whether every token can be drawn, even the least likely one."""
         return self.temperature > 0 and self.top_k == 0 and self.top_p in (0, 1)
 
 
@@ -73,13 +73,14 @@ class Sampler:
             filtered = filtered - noise.log_().to(logits.device)
         token = filtered.argmax().view(1)
         if self._seen is not None:
-            self._seen.index_fill_(0, token, True)  # indexing with a 0-dimensional tensor would wait for the device
+            self._seen.index_fill_(0, token, True)  # Indexing with a 0-dimensional tensor would wait for the device.
         drawn = logits.index_select(0, token) - total
-        chosen, log_probability = torch.cat([token.double(), drawn.double()]).tolist()  # the one wait for the device
+        # The host waits for the device only here.
+        chosen, log_probability = torch.cat([token.double(), drawn.double()]).tolist()
         return int(chosen), math.exp(log_probability)
 
     def likeliest(self, logits: Tensor) -> tuple[tuple[int, float], ...]:
-        """Return the `alternatives` likeliest ids, each with the model's probability. logits: [v] float32."""
+        """Return the `alternatives` most likely ids, each with the model's probability. logits: [v] float32."""
         if not self.sampling.alternatives:
             return ()
         values, tokens = (logits - logits.logsumexp(0)).topk(min(self.sampling.alternatives, logits.numel()))
@@ -105,7 +106,7 @@ def filter_logits(logits: Tensor, sampling: Sampling, seen: Tensor | None = None
 
 
 def _nucleus_threshold(logits: Tensor, p: float) -> Tensor:
-    """Return the smallest logit of the top-p nucleus: the fewest likeliest tokens whose probabilities sum to p."""
+    """Return the smallest logit of the top-p nucleus: the fewest most likely tokens whose probabilities sum to p."""
     total = logits.logsumexp(0)
     for count in (min(_FIRST_CANDIDATES, logits.numel()), logits.numel()):
         largest = logits.topk(count).values

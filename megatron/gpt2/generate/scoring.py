@@ -21,7 +21,8 @@ from megatron.gpt2.model.gpt2 import GPT2Model
 
 @dataclass(frozen=True)
 class Window:
-    """`ids` [n] int32. The last `num_targets` ids, fewer than n, are scored; the ids before them are the context."""
+    """The ids [n], int32, of a window. The last `num_targets` ids, fewer than n, are scored; the others are the
+    context."""
 
     ids: np.ndarray
     num_targets: int
@@ -66,7 +67,8 @@ def score_windows(model: GPT2Model, windows: Sequence[Window], *, batch_size: in
     do not depend on the number of ranks.
     """
     device = next(model.parameters()).device
-    order = sorted(range(len(windows)), key=lambda i: -len(windows[i].ids))  # longest first: little padding
+    # The longest windows are first, which needs little padding.
+    order = sorted(range(len(windows)), key=lambda i: -len(windows[i].ids))
     starts = range(
         mpu.get_data_parallel_rank() * batch_size, len(order), mpu.get_data_parallel_world_size() * batch_size
     )
@@ -76,10 +78,10 @@ def score_windows(model: GPT2Model, windows: Sequence[Window], *, batch_size: in
         for start in progress_bar(starts, visible=first, desc="scoring", unit="batch", leave=False):
             batch = order[start : start + batch_size]
             texts = [torch.from_numpy(windows[i].ids).long() for i in batch]
-            padded = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)  # padding follows the targets
+            padded = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)  # The padding follows the targets.
             tokens = padded.to(device)
             counts = [windows[i].num_targets for i in batch]
-            # For each target [t]: its row, and the position of the token before it.
+            # For each target [t], these are its row, and the position of the token before it.
             last, at = torch.tensor([[len(text) - 1] for text in texts]), torch.arange(tokens.size(1) - 1)
             rows, places = ((at < last) & (at >= last - torch.tensor(counts)[:, None])).nonzero().t().to(device)
             hidden = model.hidden_states(tokens[:, :-1])
@@ -89,6 +91,6 @@ def score_windows(model: GPT2Model, windows: Sequence[Window], *, batch_size: in
             )
     group = mpu.get_data_parallel_group()
     if group is not None and group.size() > 1:
-        dist.all_reduce(scores, group=group)  # only one rank has a window's score; the others have 0
+        dist.all_reduce(scores, group=group)  # Only one rank has a window's score; the others have 0.
     nats, greedy = scores.cpu().numpy()
     return Scores(nats, greedy == 1)

@@ -15,7 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mpu.kernels import causal_attention
 
-# In order of preference: a later kernel must be faster by MIN_SPEEDUP, so that two runs on one machine agree.
+# The kernels are in order of preference: a later one must be faster by MIN_SPEEDUP, so that two runs on one machine
+# agree.
 BACKENDS: dict[str, Callable[[bool], Any]] = {
     "flash": torch.backends.cuda.enable_flash_sdp,
     "fused": torch.backends.cuda.enable_cudnn_sdp,
@@ -46,7 +47,7 @@ def choose_attention(
         _enable(name, allow_math=False)
         try:
             times[name] = _measure_ms(device, dtype, b, s, n, d, dropout_p)
-        except RuntimeError:  # the kernel does not support this device, dtype or shape
+        except RuntimeError:  # The kernel does not support this device, dtype or shape.
             torch.cuda.synchronize(device)
         if times and deterministic:
             break
@@ -91,7 +92,7 @@ def _enable(chosen: str, *, allow_math: bool = True) -> None:
 
 
 def _measure_ms(device: torch.device, dtype: torch.dtype, b: int, s: int, n: int, d: int, dropout_p: float) -> float:
-    """Return the median time of forward and backward. The default generator's state is unchanged."""
+    """Return the median time of forward and backward. The state of the default generator does not change."""
     times = []
     with torch.random.fork_rng(devices=[device]):
         qkv = torch.randn(s, b, n, 3, d, device=device, dtype=dtype, requires_grad=True)

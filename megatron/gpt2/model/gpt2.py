@@ -26,7 +26,7 @@ from megatron.gpt2.config import ModelConfig
 from mpu.initialize import group_rank_and_size
 from mpu.layers import InitMethod
 
-TIED_WEIGHT = "word_embeddings.weight"  # also the head's weight
+TIED_WEIGHT = "word_embeddings.weight"  # This weight is also the head's weight.
 
 
 def seeded_normal(seed: int, name: str, std: float) -> InitMethod:
@@ -62,7 +62,7 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self._layer_numbers = config, layer_numbers
-        self.layer_pre_hook: Callable[[int], object] = lambda number: None  # called before each layer's forward
+        self.layer_pre_hook: Callable[[int], object] = lambda number: None  # It is called before each layer's forward.
 
         def layer(number: int) -> mpu.ParallelTransformerLayer:
             return mpu.ParallelTransformerLayer(
@@ -115,8 +115,8 @@ class Transformer(nn.Module):
                 self.layer_pre_hook(number)
             run = functools.partial(self._run_layers, layer_numbers, packed_seq_params, cache, layer_seeds)
             if full:
-                # All arguments are tensors: DeepSpeed's replacement of mpu.checkpoint may shard each argument over
-                # the ranks. The attribute marks x as already sharded.
+                # All arguments are tensors, because DeepSpeed's replacement of mpu.checkpoint may shard each argument
+                # over the ranks. The attribute marks x as already sharded.
                 if self.config.sequence_parallel:
                     x.no_checkpointing = True  # type: ignore[attr-defined]
                 x = mpu.checkpoint(run, x, **self._checkpoint_options())
@@ -150,7 +150,7 @@ class Transformer(nn.Module):
         return options if self.activation_offload is None else options | {"activation_offload": self.activation_offload}
 
     def _offload_context(self, number: int) -> AbstractContextManager[None]:
-        """Context manager that offloads the activations of layer `number`, if offloading is enabled for it."""
+        """Return a context that offloads the activations of layer `number`, if offloading is enabled for it."""
         if self.activation_offload is None or number >= self.config.cpu_offloading_num_layers:
             return contextlib.nullcontext()
         return self.activation_offload.offload_layer(self.layers[number])
@@ -204,8 +204,8 @@ class GPT2Model(nn.Module):
     submodules: implementations of layers, position embedding and loss.
     """
 
-    word_embeddings: mpu.VocabParallelEmbedding  # on the first and the last pipeline stage
-    position_embeddings: mpu.PositionEmbedding  # on the first stage
+    word_embeddings: mpu.VocabParallelEmbedding  # The first and the last pipeline stage have it.
+    position_embeddings: mpu.PositionEmbedding  # The first stage has it.
 
     def __init__(
         self,
@@ -230,7 +230,7 @@ class GPT2Model(nn.Module):
         self.sequence_parallel = layer.sequence_parallel and self.world_size > 1
         layer = dataclasses.replace(layer, group=self.group, sequence_parallel=self.sequence_parallel)
         std = config.init_method_std * math.sqrt(config.mup_scale)
-        # Each layer adds two branches to the residual stream; their output weights start smaller (GPT-2).
+        # Each layer adds two branches to the residual stream, so their output weights start smaller (GPT-2).
         output_std = std / math.sqrt(2 * config.num_layers)
 
         def init_method_for(name: str) -> InitMethod:
@@ -264,7 +264,7 @@ class GPT2Model(nn.Module):
             nn.init.constant_(self.transformer.final_layernorm.weight, config.mup_scale)
         self.dropout_seed = dropout_seed
         self._cross_entropy = submodules.linear_cross_entropy
-        self.tied_grad_hook: TiedGradHook | None = None  # None: autograd adds the gradients
+        self.tied_grad_hook: TiedGradHook | None = None  # If it is None, autograd adds the gradients.
         self.is_compiled = False
 
     def forward(
@@ -353,7 +353,7 @@ class GPT2Model(nn.Module):
         return some.new_empty(part, b, self.config.hidden_size)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Hidden states [..., h] -> this rank's logits [..., v/tp]. Without gradient."""
+        """Compute this rank's logits [..., v/tp] of hidden states [..., h]. No gradient flows back."""
         return mpu.linear_without_gradient(x, self.word_embeddings.weight, None)
 
     def logits_on_every_stage(self, x: Tensor) -> Tensor:
@@ -370,7 +370,7 @@ class GPT2Model(nn.Module):
         grad_hook: Callable[[Tensor, Tensor], object] | None = None,
         dropout_seeds: Tensor | None = None,
     ) -> Tensor:
-        """[b, s] -> [s, b, h], or [s/tp, b, h]."""
+        """Embed the tokens: [b, s] -> [s, b, h], or [s/tp, b, h]."""
         x = self.position_embeddings(self.word_embeddings(tokens.t(), grad_hook), positions)
         p = self.config.hidden_dropout if self.training else 0.0
         return mpu.apply_hidden_dropout(
@@ -417,7 +417,8 @@ def parameter_specs(config: ModelConfig, model_parallel_size: int = 1) -> dict[s
     }
     specs: dict[str, mpu.PartitionSpec] = {}
     for name, spec in layer_specs.items():
-        specs.update(layers if name in layers else {name: spec})  # in the order of the model's parameters
+        # The layers have their place in the order of the model's parameters.
+        specs.update(layers if name in layers else {name: spec})
     return specs
 
 

@@ -18,9 +18,9 @@ from megatron.gpt2.monitor.incidents import read_records
 from megatron.gpt2.monitor.plots import GREEN, Curve, as_svg, curve_points, loss_curves
 
 METRICS, SAMPLES, HISTORY, REPORT = "metrics.jsonl", "samples.jsonl", "history.jsonl", "report.html"
-MOST_SAMPLES = 40  # on the page
+MOST_SAMPLES = 40  # The page has at most this number of samples.
 TRAINING_KEYS = {"iteration", "consumed_samples", "ms_per_iteration", "tokens_per_second"}
-MAX_NUMBER = 1e15  # larger numbers are damage
+MAX_NUMBER = 1e15  # Larger numbers are damaged.
 
 Records = list[dict[str, Any]]
 
@@ -68,7 +68,7 @@ def render_page(folder: Path) -> str:
 
 
 def _has_valid_numbers(record: Mapping[str, Any]) -> bool:
-    """True if a record of metrics has only numbers that can be plotted. Damaged records may not."""
+    """Return True if a record of metrics has only numbers that can be plotted. A damaged record may not."""
     return all(
         value is None or isinstance(value, int | float) and abs(value) < MAX_NUMBER
         for name, value in record.items()
@@ -88,7 +88,7 @@ def _settings(path: Path) -> tuple[dict[str, Any], Config]:
 
 
 def summary_rows(metrics: Records, settings: Mapping[str, Any], config: Config) -> list[tuple[str, str, str]]:
-    """Return the most important numbers as (name, value, remark); none before the first log line."""
+    """Return the most important numbers as (name, value, remark). The list is empty before the first log line."""
     trained = [r for r in metrics if "split" not in r and all(r.get(key) is not None for key in TRAINING_KEYS)]
     if not trained:
         return []
@@ -114,13 +114,13 @@ def summary_rows(metrics: Records, settings: Mapping[str, Any], config: Config) 
 
 
 def _format_loss(record: Mapping[str, Any]) -> str:
-    """Format a loss: "" without a record, a dash if the loss is not finite."""
+    """Format a loss. It is "" without a record, and a dash if the loss is not finite."""
     value = record.get("lm_loss")
     return f"{value:.4g}" if value is not None and math.isfinite(value) else "–" * bool(record)
 
 
 def _render_curves(metrics: Records) -> tuple[str, str]:
-    """Return the curves as SVG and "", or "" and why they are missing."""
+    """Return the curves as SVG and "", or "" and the reason why they are missing."""
     others = {
         "learning rate": curve_points(metrics, "learning_rate"),
         "gradient norm, before clipping": curve_points(metrics, "grad_norm"),

@@ -28,7 +28,7 @@ FOLDER = "incidents"
 ENDED = "ended.json"
 FINISHED = "finished"
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
-# gloo raises a plain RuntimeError when a peer is gone.
+# gloo raises a plain RuntimeError when a peer has ended.
 COLLECTIVE = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|closed by peer|socket|gloo|nccl|timed out|timeout",
     re.IGNORECASE,
@@ -62,11 +62,11 @@ class IncidentLog:
         record = {"time": time.time(), **self._always, "iteration": at, "kind": kind, "text": text, **details}
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            if not self._path.parent.is_symlink():  # the run refuses such a folder
+            if not self._path.parent.is_symlink():  # The run refuses a folder that is a link.
                 append_line(self._path, json.dumps(record))
 
     def sync(self) -> None:
-        """Put the lines on the disk."""
+        """Write the lines to the disk."""
         with contextlib.suppress(OSError):
             fsync_path(self._path)
 
@@ -79,7 +79,7 @@ class IncidentLog:
         self.note("error", text, at=at, cause=cause_of_error(error))
 
     def refused(self, error: BaseException) -> None:
-        """Record that bad input ended a start. Writes nothing if the folder has no earlier run."""
+        """Record that bad input ended a start. This writes nothing if the folder has no earlier run."""
         if self._path.parent.is_dir():
             self.note("refused", str(error), exit_code=2, cause=cause_of_error(error))
 
@@ -101,7 +101,7 @@ def cause_of_error(error: BaseException) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True if a GPU's allocator, torch's CPU allocator (RuntimeError) or Python ran out of memory."""
+    """Return True if a GPU's allocator, torch's CPU allocator (RuntimeError) or Python ran out of memory."""
     is_full = isinstance(error, RuntimeError) and bool(OUT_OF_MEMORY.search(str(error)))
     return is_full or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
@@ -111,7 +111,7 @@ def rank_file_name(rank: int) -> str:
     return f"rank_{rank:05d}"
 
 
-# Fields of an incident and their types. Every incident has the first five.
+# An incident has these fields with these types. Every incident has the first five.
 INCIDENT_FIELDS: dict[str, Any] = {"time": int | float, "who": str, "kind": str, "text": str, "iteration": int}
 INCIDENT_FIELDS |= {
     "host": str,
@@ -143,7 +143,7 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
     Damaged lines are skipped, such as a last line that a crash has cut off.
     """
     records = []
-    for line in Path(path).read_bytes().splitlines() if Path(path).is_file() else ():  # not a pipe
+    for line in Path(path).read_bytes().splitlines() if Path(path).is_file() else ():  # The path is not a pipe.
         with contextlib.suppress(ValueError, RecursionError):
             record = json.loads(line.decode("utf-8"))
             if isinstance(record, dict) and isinstance(record.get("iteration"), int):

@@ -13,27 +13,27 @@ from pathlib import Path
 
 import torch
 
-WIDTH = 100  # of the lines around tables and evaluations
+WIDTH = 100  # the width of the lines around tables and evaluations
 RULE = "-" * WIDTH
 SHOWN_LOSSES = 6
-UNIGRAM = "unigram entropy of the tokens"  # a baseline that any model should beat
+UNIGRAM = "unigram entropy of the tokens"  # Any model should have a lower loss than this baseline.
 
 Rows = Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class IterationRecord:
-    """A logged iteration, which is a line of metrics.jsonl. Means are over the iterations since the last log line."""
+    """The numbers of a log line, a line of metrics.jsonl. Means are over the iterations since the last log line."""
 
     iteration: int
     consumed_samples: int
     lm_loss: float | None  # nats per token, mean without skipped steps; None if all steps were skipped
     learning_rate: float
     loss_scale: float
-    grad_norm: float | None  # of the last step, before clipping; None if it was skipped
-    ms_per_iteration: float  # mean
-    tokens_per_second: float  # of all ranks
-    mfu: float | None  # fraction of the devices' peak; None if the peak is unknown
+    grad_norm: float | None  # the norm of the last step, before clipping; None if it was skipped
+    ms_per_iteration: float  # the mean since the last log line
+    tokens_per_second: float  # tokens of all ranks
+    mfu: float | None  # fraction of the peak of the devices; None if the peak is unknown
     memory_bytes: int | None = None  # this rank's peak, see `peak_memory`
 
 
@@ -59,11 +59,11 @@ class TaskRecord:
     iteration: int
     split: str
     accuracy: float
-    accuracy_norm: float | None = None  # by the likelihood per character of an ending
+    accuracy_norm: float | None = None  # the accuracy if endings are ranked by their likelihood per character
 
 
 def perplexity(nats: float) -> float:
-    """Return exp of a mean loss in nats, or inf if it overflows."""
+    """Return exp of a mean loss in nats, or inf if exp overflows."""
     return math.exp(nats) if nats < 700 else math.inf  # math.exp overflows above 709
 
 
@@ -83,7 +83,7 @@ def start_table(rows: Rows, flags: Rows) -> str:
 
 
 def iteration_line(record: IterationRecord, *, train_iters: int, seconds_to_go: float, skipped: int = 0) -> str:
-    """Return Megatron's log line of an iteration. skipped: steps with an overflow since the last line."""
+    """Return Megatron's log line of an iteration. skipped: number of steps with an overflow since the last line."""
     loss = "skipped" if record.lm_loss is None else f"{record.lm_loss:.6E}"
     norm = "skipped" if record.grad_norm is None else f"{record.grad_norm:.3f}"
     parts = [
@@ -102,7 +102,7 @@ def iteration_line(record: IterationRecord, *, train_iters: int, seconds_to_go: 
 
 
 def evaluation_line(record: EvaluationRecord, *, final: bool = False) -> str:
-    """Return Megatron's framed line of an evaluation. final: the evaluation after training."""
+    """Return Megatron's framed line of an evaluation. final: whether it is the evaluation after training."""
     data = {"valid": "val"}.get(record.split, record.split)
     where = f"the end of training for {data} data" if final else f"iteration {record.iteration}"
     line = f"validation loss at {where} | LM loss: {record.lm_loss:.6E} | LM PPL: {record.ppl:.6E}"
@@ -141,14 +141,14 @@ def resident_memory() -> dict[str, int]:
             1024 * int(fields.get(name, "0 kB").split()[0]) for name in ("VmRSS", "VmHWM", "RssFile")
         )
         return {"resident": resident - of_files, "peak resident": peak - of_files}
-    import resource  # does not exist on Windows
+    import resource  # Windows does not have this module.
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"peak resident": peak if sys.platform == "darwin" else 1024 * peak}  # macOS counts bytes
+    return {"peak resident": peak if sys.platform == "darwin" else 1024 * peak}  # macOS counts bytes.
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return this rank's peak memory in bytes: of the GPU's allocator, or of `resident_memory` on a CPU."""
+    """Return this rank's peak memory in bytes: of the GPU's allocator, or `resident_memory` on a CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident_memory()["peak resident"]
 
 

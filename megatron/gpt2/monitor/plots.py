@@ -17,8 +17,9 @@ from megatron.gpt2.monitor.incidents import read_records
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-POINTS = 320  # points of a curve; if there are more, they are averaged, with a band from minimum to maximum
-GREY = "#7d8793"  # readable on a light and on a dark page
+# A curve has at most this number of points. More points are averaged, with a band from minimum to maximum.
+POINTS = 320
+GREY = "#7d8793"  # This colour is readable on a light and on a dark page.
 BLUE, ORANGE, GREEN = "#3568a8", "#d1642e", "#5b7f3b"
 
 Points = Sequence[tuple[int, float]]
@@ -60,12 +61,12 @@ def draw_figure(panels: dict[str, list[Curve]], columns: int = 1) -> Figure:
     """Draw a panel for each title: the first one over the full width, the others below it in `columns`.
 
     Raises ImportError if matplotlib is not installed."""
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # no message about its font cache
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # This suppresses a message about the font cache.
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     first, *others = panels
-    others += ["."] * (-len(others) % columns)  # empty panels
+    others += ["."] * (-len(others) % columns)  # These panels are empty.
     rows: Any = [[first] * columns, *(others[start : start + columns] for start in range(0, len(others), columns))]
     heights = [3.8] + [2.2] * (len(rows) - 1)
     figure = Figure(figsize=(8 if columns == 1 else 10, sum(heights)), dpi=120)
@@ -136,7 +137,7 @@ def plot_loss(metrics_path: str | Path, png_path: str | Path, title: str) -> str
 
 
 def ascii_plot(curve: Points, title: str, width: int = 64, height: int = 12) -> str:
-    """Draw the curve with characters. Each column is the mean of an equal number of points."""
+    """Draw the curve with characters. Each column is the mean of the same number of points."""
     if not curve:
         return f"{title}: no iteration was logged"
     means = [part.mean() for part in np.array_split([value for _, value in curve], min(width, len(curve)))]

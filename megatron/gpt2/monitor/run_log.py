@@ -24,11 +24,11 @@ from megatron.gpt2.monitor.log_lines import EvaluationRecord, IterationRecord, T
 from megatron.gpt2.monitor.plots import plot_loss
 
 WANDB_ID = "wandb_run_id.txt"
-REPORT_TIME_SHARE = 0.01  # largest share of a run's time for writing report.html
+REPORT_TIME_SHARE = 0.01  # Writing report.html takes at most this share of a run's time.
 
 
 class TensorBoard:
-    """Writes TensorBoard event files. Points of an earlier run after `start_iteration` are purged."""
+    """Writes TensorBoard event files. Points of an earlier run after `start_iteration` are removed."""
 
     def __init__(self, config: Config, start_iteration: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -53,7 +53,7 @@ class WeightsAndBiases:
 
         train, save = config.train, Path(str(config.checkpoint.save))
         folder, known = Path(train.wandb_save_dir or save), save / WANDB_ID
-        for path in (folder, save):  # otherwise wandb uses a temporary folder
+        for path in (folder, save):  # Otherwise wandb uses a temporary folder.
             path.mkdir(parents=True, exist_ok=True)
         if not (start_iteration and known.exists()):
             known.write_text(secrets.token_hex(4) + "\n", encoding="ascii")
@@ -75,7 +75,7 @@ class WeightsAndBiases:
 
     def log(self, numbers: Mapping[str, float], iteration: int) -> None:
         """Send the `numbers` of this step."""
-        self._run.log(dict(numbers), step=iteration)  # wandb ignores repeated steps
+        self._run.log(dict(numbers), step=iteration)  # wandb ignores repeated steps.
 
 
 Tracker = TensorBoard | WeightsAndBiases
@@ -121,7 +121,7 @@ class RunLog:
         self.active, self._is_owner = active, is_owner
         self.directory = Path(save_directory)
         self._iteration, self._trackers, self._next_report, self._closed = start_iteration, trackers, 0.0, not active
-        self._has_warned = False  # about lost records
+        self._has_warned = False  # whether it has warned about lost records
         self.progress = progress_bar(total=train_iters, initial=start_iteration, unit="it", leave=False, visible=active)
         if not active:
             return
@@ -130,7 +130,7 @@ class RunLog:
             path = self.directory / name
             if start_iteration == 0 and read_records(path):
                 rename_old(path)
-            elif name != HISTORY:  # the history is never shortened
+            elif name != HISTORY:  # The history is never shortened.
                 drop_records_after(path, start_iteration)
 
     def info(self, text: str) -> None:
@@ -161,7 +161,7 @@ class RunLog:
             metrics["ppl"] = record.ppl
         for name, value in metrics.items():
             if isinstance(value, float) and not math.isfinite(value):
-                metrics[name] = None  # JSON has no NaN
+                metrics[name] = None  # JSON has no NaN.
         self._append(METRICS, metrics)
         prefix = f"{metrics.pop('split')}/" if "split" in metrics else ""
         numbers = {prefix + name: value for name, value in metrics.items() if name != "iteration" and value is not None}
@@ -183,15 +183,17 @@ class RunLog:
         try:
             if self._is_owner():
                 append_line(self.directory / name, json.dumps(record, allow_nan=False))
-        except OSError as error:  # e.g. a full disk, which must not end a run
+        except OSError as error:  # A full disk, for example, must not end a run.
             if not self._has_warned:
-                self._has_warned = True  # before `info`, which also writes a record
+                self._has_warned = True  # This is set before `info`, which also writes a record.
                 self.info(f"WARNING: {name} will lack lines from now on: {error.strerror}")
 
     def sync(self) -> None:
-        """Put the records on the disk. Call it before a save: a checkpoint then never has more iterations than they."""
-        for name in (METRICS, SAMPLES, HISTORY, "") if self.active else ():  # "" is the folder with these names
-            with contextlib.suppress(OSError):  # no record yet, or a disk of which `_append` warns
+        """Write the records to the disk. Call it before a save, so that a checkpoint never has more iterations than the
+        records."""
+        # The name "" stands for the folder of these files.
+        for name in (METRICS, SAMPLES, HISTORY, "") if self.active else ():
+            with contextlib.suppress(OSError):  # There is no record yet, or `_append` has warned about the disk.
                 fsync_path(self.directory / name)
 
     def report(self) -> None:
@@ -228,7 +230,7 @@ class RunLog:
 
 
 def rename_old(path: Path) -> Path:
-    """Rename a file or folder to `NAME.old-N` with the first free N. Returns the new path."""
+    """Rename a file or folder to `NAME.old-N` with the first free N. Return the new path."""
     aside = next(new for n in itertools.count(1) if not (new := path.with_name(f"{path.name}.old-{n}")).exists())
     os.replace(path, aside)
     return aside

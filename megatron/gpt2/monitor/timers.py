@@ -17,13 +17,13 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-# The order in the log line. Other names follow in the order of their first use.
+# The log line has the timers in this order. Other names follow in the order of their first use.
 TIMER_ORDER = ("forward", "backward", "allreduce", "optimizer", "batch generator", "data loader")
-PROFILE_ROWS = 15  # in the profiler's table
+PROFILE_ROWS = 15  # The profiler's table has this number of rows.
 
 
 class HostTimer:
-    """Sums the host's time between enter and exit. Not re-entrant."""
+    """Sums the host's time between enter and exit. It is not re-entrant."""
 
     def __init__(self) -> None:
         self._total = self._started = 0.0
@@ -43,13 +43,14 @@ class HostTimer:
 
 
 class DeviceTimer:
-    """Sums the device's time between enter and exit with events in the current stream. Not re-entrant."""
+    """Sums the device's time between enter and exit, with events in the current stream. It is not re-entrant."""
 
-    is_running = False  # never on the host
+    is_running = False  # A device timer never runs on the host.
 
     def __init__(self) -> None:
-        self._pending: list[list[torch.cuda.Event]] = []  # pairs: start, end
-        self._free: list[list[torch.cuda.Event]] = []  # reused, because creating events is slower than recording
+        self._pending: list[list[torch.cuda.Event]] = []  # pairs of a start and an end
+        # They are reused, because creating events is slower than recording them.
+        self._free: list[list[torch.cuda.Event]] = []
 
     def __enter__(self) -> None:
         pair = self._free.pop() if self._free else [torch.cuda.Event(enable_timing=True) for _ in range(2)]
@@ -61,7 +62,7 @@ class DeviceTimer:
 
     def take_ms(self) -> float:
         """Return the milliseconds of the finished intervals since the last call."""
-        finished = sum(end.query() for _, end in self._pending)  # a stream runs in order, so these are the first ones
+        finished = sum(end.query() for _, end in self._pending)  # A stream runs in order, so these are the first ones.
         done, self._pending = self._pending[:finished], self._pending[finished:]
         self._free += done
         return sum(start.elapsed_time(end) for start, end in done)
@@ -81,7 +82,7 @@ class Timers:
         return self._timers[name]
 
     def running(self) -> list[str]:
-        """Return the names of the host timers that run now. Other threads may call it."""
+        """Return the names of the host timers that are running. Other threads may call this."""
         return [name for name, timer in list(self._timers.items()) if timer.is_running]
 
     def take_ms(self, iterations: int) -> dict[str, float]:
@@ -126,13 +127,13 @@ def start_profiler(
                 f"WARNING: --profile {iterations[0]} {iterations[1]}: this run has only iterations {start + 1} to {end}"
             )
         return None
-    before = first - start - 1  # iterations that are not profiled
+    before = first - start - 1  # These iterations are not profiled.
     trace = folder / f"profile_{first}-{last}_rank_{rank}.json.gz"
 
     def write(profiled: profile) -> None:
         count = min(profiled.step_num, last - start) - before
         if count > 0:
-            new = trace.with_name("tmp-" + trace.name)  # the suffix selects the compression
+            new = trace.with_name("tmp-" + trace.name)  # The suffix decides the compression.
             profiled.export_chrome_trace(str(new))
             os.replace(new, trace)
             table = profiled.key_averages().table(sort_by=f"self_{device.type}_time_total", row_limit=PROFILE_ROWS)

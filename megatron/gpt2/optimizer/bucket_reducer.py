@@ -45,7 +45,8 @@ class BucketReducer:
         self._group = group if group is not None and group.size() > 1 else None
         self._in_bf16, self._embedding_group = in_bf16, embedding_group
         self._bucket_of = self._buckets_of_gradients()
-        # For each bucket that was sent: the collective, and this rank's shard of the sum. None after it was received.
+        # For each bucket that was sent, this has the collective and this rank's shard of the sum. It is None after the
+        # shard was received.
         self._sent: list[tuple[dist.Work, Tensor] | None] = []
         self.begin(0)
         for name, parameter in buffer.parameters.items():
@@ -55,10 +56,10 @@ class BucketReducer:
         """Start a step in which every parameter gets `num_microbatches` gradients."""
         self._awaited = dict.fromkeys(self._bucket_of, num_microbatches)
         self._incomplete = list(Counter(self._bucket_of.values()).values())
-        self._begun: set[str] = set()  # parameters that already have a gradient in this step
+        self._begun: set[str] = set()  # the parameters that already have a gradient in this step
 
     def forward_context(self, index: int) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which forward of micro-batch `index` runs."""
+        """Return the context in which the forward of micro-batch `index` runs."""
         return contextlib.nullcontext()
 
     def finish_grad_sync(self) -> None:
@@ -110,7 +111,7 @@ class BucketReducer:
     def _hook(self, name: str):  # type: ignore[no-untyped-def]
         def collect(parameter: Tensor) -> None:
             if parameter.grad is None:
-                return  # it was added by `add`
+                return  # `add` has already added it.
             self.add(name, parameter.grad)
             parameter.grad = None
             self.register_grad_ready(name)
@@ -140,7 +141,7 @@ class BucketReducer:
 
     def _arrived(self, index: int) -> Tensor:
         """Wait for bucket `index` and return this rank's shard of its sum."""
-        sent, self._sent[index] = self._sent[index], None  # frees the tensor that was sent
+        sent, self._sent[index] = self._sent[index], None  # This frees the tensor that was sent.
         assert sent is not None
         sent[0].wait()
         return sent[1]
@@ -194,7 +195,7 @@ class TorchDDPReducer:
         """Copy the reduced gradients into `buffer`, in float32."""
         for name, parameter in self._buffer.parameters.items():
             assert parameter.grad is not None, name
-            # DDP divides by the number of ranks; the token weights have already done so.
+            # DDP divides by the number of ranks, but the token weights have already done so.
             self._buffer.grad(name).copy_(parameter.grad).mul_(self._size)
             parameter.grad = None
         all_reduce_partial_grads(self._buffer)
@@ -215,7 +216,8 @@ class TiedGradReducer:
 
     def add(self, gradient: Tensor) -> None:
         if self._of_embedding is None:
-            self._of_head = gradient  # not converted to float32 yet: memory is fullest at the start of backward
+            # It is not yet converted to float32, because memory is fullest at the start of backward.
+            self._of_head = gradient
         else:
             self._reducer.add(self._name, gradient)
             self._reducer.register_grad_ready(self._name)
@@ -261,15 +263,16 @@ class ParamAllGather:
 
     def __init__(self, buffer: ParamAndGradBuffer, model: GPT2Model, group: ProcessGroup | None) -> None:
         self._buffer, self._group = buffer, group
-        self._works: dict[int, dist.Work] = {}  # all-gathers by bucket, until something waits for them
+        self._works: dict[int, dist.Work] = {}  # the all-gathers by bucket, until a call waits for them
         if not buffer.is_sharded:
             return
-        needed: defaultdict[int | None, list[int]] = defaultdict(list)  # by layer; None: outside the layers
+        # the buckets of each layer; None stands for parameters outside the layers
+        needed: defaultdict[int | None, list[int]] = defaultdict(list)
         for index, bucket in reversed(list(enumerate(buffer.buckets))):
             for layer in {_layer_of(name) for name in bucket.names}:
                 needed[layer].append(index)
         model.register_forward_pre_hook(lambda module, args: self.finish_param_sync(needed[None]))
-        # A hook of the layer itself would be compiled into the layer by torch.compile.
+        # torch.compile would compile a hook of the layer itself into the layer.
         model.transformer.layer_pre_hook = lambda layer: self.finish_param_sync(needed[layer])
 
     def start_param_sync(self) -> None:

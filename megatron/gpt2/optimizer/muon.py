@@ -35,8 +35,8 @@ import mpu
 from megatron.gpt2.model.gpt2 import GPT2Model
 from megatron.gpt2.optimizer.optimizer import MixedPrecisionOptimizer
 
-# Keller Jordan's coefficients: singular values end between 0.7 and 1.2 after 5 steps. Smaller ones grow by up to 3.4445
-# in each step.
+# With Keller Jordan's coefficients, singular values end between 0.7 and 1.2 after 5 steps. Smaller values grow by up to
+# 3.4445 in each step.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
@@ -54,7 +54,7 @@ def orthogonalize(x: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
     a, b, c = NEWTON_SCHULZ
     is_tall = x.size(1) > x.size(2)
     x = (x / torch.linalg.matrix_norm(x, keepdim=True).clamp_min(1e-7)).to(dtype)
-    x = x.mT if is_tall else x  # X Xᵀ is then the smaller of the two products
+    x = x.mT if is_tall else x  # X Xᵀ is then the smaller one of the two products.
     for _ in range(steps):
         product = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(product, product, product, beta=b, alpha=c), x, beta=a)
@@ -80,7 +80,7 @@ class MuonOptimizer(MixedPrecisionOptimizer):
     def _update(self, grads: Sequence[Tensor], rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
         super()._update(grads, rate, grad_scale, found_inf)
         momentum, skipped = self._config.muon_momentum, found_inf > 0
-        # Each operation rounds once, so that no bit depends on where a kernel starts to vectorise.
+        # Each operation rounds once, so no bit depends on where a kernel starts to vectorise.
         for index in self._matrix_shards:
             grad, exp_avg = grads[index], self.moments["exp_avg"][index]
             grad.masked_fill_(skipped, 0.0).mul_((1 - momentum) / grad_scale)
@@ -101,7 +101,7 @@ class MuonOptimizer(MixedPrecisionOptimizer):
         buffer, t, j = self.buffer, self._tensor_size, self._tensor_rank
         sizes = {name: buffer.shard_sizes(name) for name in names}
         shards = range(len(sizes[names[0]]))
-        names_of = [names[r * t : (r + 1) * t] for r in shards]  # by the data-parallel rank that gathers them
+        names_of = [names[r * t : (r + 1) * t] for r in shards]  # the names by the data-parallel rank that gathers them
         own = names_of[buffer.shard_rank]
         parts = {name: grads[index][part] for name in names for index, part, _ in [buffer.local_shard_of(name)]}
         lengths = [[sum(sizes[name])] for name in own] + [[]] * (t - len(own))
@@ -146,7 +146,7 @@ class MuonOptimizer(MixedPrecisionOptimizer):
         lengths."""
         if len(sent) == 1:
             return sent
-        empty = torch.empty(0, device=self.buffer.params.device)  # torch.cat needs a tensor
+        empty = torch.empty(0, device=self.buffer.params.device)  # torch.cat needs a tensor.
         received = empty.new_empty(sum(map(sum, sizes)))
         dist.all_to_all_single(
             received,

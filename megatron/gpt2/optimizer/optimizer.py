@@ -22,7 +22,7 @@ from megatron.gpt2.config import OptimizerConfig, require
 from megatron.gpt2.optimizer.bucket_reducer import ParamAllGather
 from megatron.gpt2.optimizer.param_and_grad_buffer import ParamAndGradBuffer, ParamShard
 
-READ_DELAY = 4  # steps
+READ_DELAY = 4  # number of steps
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -37,12 +37,13 @@ class DelayedScalarReader:
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._copies = torch.zeros(READ_DELAY, dtype=torch.int64, pin_memory=self._on_gpu)
-        self._values = self._copies.numpy()  # the same memory
+        self._values = self._copies.numpy()  # It uses the same memory.
         self._arrivals: list[torch.cuda.Event | None] = [None] * READ_DELAY
         self._calls = 0
 
     def __call__(self, value: Tensor) -> int:
-        """Submit `value`, an int64 scalar on the device. Return the value of READ_DELAY calls before."""
+        """Submit `value`, an int64 scalar on the device. Return the value that was submitted READ_DELAY calls
+        before."""
         slot = self._calls % READ_DELAY
         self._calls += 1
         if (arrival := self._arrivals[slot]) is not None:
@@ -90,7 +91,7 @@ class LossScaler:
         self._clean_steps = torch.where(overflow, 0.0, self._clean_steps + 1)
         double = ~overflow & (self._clean_steps % self._window == 0)
         factor = torch.where(halve, 0.5, torch.where(double, 2.0, 1.0))
-        # In place, so that all references to `scale` see the new value.
+        # The update is in place, so that all references to `scale` see the new value.
         self.scale.copy_(torch.where(halve, (self.scale * factor).clamp_min(self._minimum), self.scale * factor))
         self._hysteresis_left = torch.where(
             double,
@@ -165,7 +166,7 @@ class LRSchedule:
         )
 
     def table(self, n: NDArray[np.float64]) -> NDArray[np.float64]:
-        """n: float64 [k], ascending -> [k], the rate after each n."""
+        """Return the rates [k] after n steps each. n: float64 [k], ascending."""
         p, f, w, end = self.peak, self.floor, self.warmup_iters, self.decay_iters
         late = np.minimum(n, end)
         r = (late - w) / (end - w) if end > w else np.ones_like(n)
@@ -234,12 +235,12 @@ class MixedPrecisionOptimizer:
         """Update the weights from the summed, scaled gradients in `buffer.shard_grads()`, and free the gradients."""
         grads = self.buffer.shard_grads()
         self.grad_norm = self._unscaled_norm(grads)
-        # The norm is the same on all ranks, so either all ranks skip the step or none.
+        # The norm is the same on all ranks, so either all ranks or none skip the step.
         self.found_inf = (~torch.isfinite(self.grad_norm)).float()
         # AdamW's fused kernel divides gradients by grad_scale. This unscales and clips them in the same pass.
         grad_scale = (self.scaler.scale / self._clip_factor(self.grad_norm)).nan_to_num(1.0)
         grads = self._to_masters(grads)
-        # With an offloaded optimizer, this copy to the host waits, also for the copies of the gradients before it.
+        # With an offloaded optimizer, this copy to the host waits, also for the earlier copies of the gradients.
         scalars = torch.stack([self.learning_rate, grad_scale, self.found_inf]).to(self.buffer.masters[0].device)
         self._update(grads, *scalars.unbind())
         del grads

@@ -31,11 +31,11 @@ class ParamGroupKey(NamedTuple):
     """The treatment that all parameters of a `BufferShard` have in common."""
 
     is_tensor_parallel: bool
-    is_sequence_parallel: bool  # the gradient of each tensor-parallel rank is a partial sum
-    decays: bool  # false for biases and layer norms
-    is_matrix: bool  # Muon updates it
+    is_sequence_parallel: bool  # The gradient of each tensor-parallel rank is a partial sum.
+    decays: bool  # It is false for biases and layer norms.
+    is_matrix: bool  # Muon updates it.
     lr_multiplier: float  # of AdamW's rate and epsilon
-    is_duplicate: bool  # another pipeline stage has the same parameter and counts it in the norm
+    is_duplicate: bool  # Another pipeline stage has the same parameter and counts it in the norm.
 
 
 class BufferShard(NamedTuple):
@@ -114,7 +114,7 @@ class ParamAndGradBuffer:
         parameters = dict(module.named_parameters())
         self.tied_param = tied_param if tied_param in parameters else None
         self._tied_is_duplicate, self.matrices, self._lr_multipliers = is_duplicate, matrices, lr_multipliers or {}
-        # `sorted` keeps the order of equals, so the last layers are first.
+        # `sorted` keeps the order of equal elements, so the last layers are first.
         self.parameters = dict(sorted(reversed(parameters.items()), key=lambda item: self._sort_key(*item)))
         self._build_buckets(bucket_size, data_parallel_size)
         self.bucket_of = {name: index for index, bucket in enumerate(self.buckets) for name in bucket.names}
@@ -149,7 +149,7 @@ class ParamAndGradBuffer:
         )
 
     def _sort_key(self, name: str, parameter: nn.Parameter) -> tuple[bool, ...]:
-        # In the split part decayed parameters are first, in the replicated part last. False sorts before True.
+        # Decayed parameters are first in the split part, and last in the replicated part. False sorts before True.
         key = self._group_key(name, parameter)
         return (
             not key.is_tensor_parallel,
@@ -159,7 +159,7 @@ class ParamAndGradBuffer:
         )
 
     def _build_buckets(self, bucket_size: int, data_parallel_size: int) -> None:
-        """Set `ranges` and `buckets`: the place of each parameter, and the ranges that are sent as a whole."""
+        """Set `ranges` and `buckets`: the position of each parameter, and the ranges that are sent as a whole."""
         self.ranges: dict[str, slice] = {}
         self.buckets: list[Bucket] = []
         names = list(self.parameters)
@@ -194,7 +194,7 @@ class ParamAndGradBuffer:
         return buffer[self.ranges[name]].view(self.parameters[name].shape)
 
     def bucket_grads(self, index: int) -> Tensor:
-        """Return the gradients of bucket `index`, [length of its range] float32. Only the padding is initialised."""
+        """Return the gradients of bucket `index`, float32 [length of its range]. Only the padding is initialised."""
         grads = self._grads[index]
         if grads is None:
             whole, names = self.buckets[index]
@@ -243,10 +243,10 @@ class ParamAndGradBuffer:
     def free_grads(self) -> None:
         """Free all gradients, after the optimizer has used them."""
         self._grads: list[Tensor | None] = [None] * len(self.buckets)
-        self._shard_grads: list[Tensor | None] = [None] * len(self.buckets)  # filled by `keep_shard`
+        self._shard_grads: list[Tensor | None] = [None] * len(self.buckets)  # `keep_shard` fills it.
 
     def bucket_shard(self, bucket: Bucket) -> slice:
-        """Return the range of a bucket that this rank's optimizer updates. It is the whole bucket without sharding."""
+        """Return the range of a bucket that this rank's optimizer updates. Without sharding it is the whole bucket."""
         length = (bucket.range.stop - bucket.range.start) // self._num_shards
         start = bucket.range.start + self.shard_rank * length
         return slice(start, start + length)

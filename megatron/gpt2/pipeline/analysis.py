@@ -15,7 +15,7 @@ ActionKey = tuple[Kind, int, int]  # an action, by its kind, stage and micro-bat
 
 
 class Span(NamedTuple):
-    """Start and end of an action."""
+    """The start and the end of an action."""
 
     start: float
     end: float
@@ -60,7 +60,7 @@ def timetable(schedule: PipelineSchedule, costs: Sequence[StageCosts]) -> Timeta
 
     costs: one per stage. Raises graphlib.CycleError if actions depend on each other in a cycle.
     """
-    before: dict[ActionKey, list[ActionKey]] = {}  # in the order of each rank
+    before: dict[ActionKey, list[ActionKey]] = {}  # The actions are in the order of each rank.
     for rank, actions in enumerate(schedule.ranks):
         previous: list[ActionKey] = []
         for action in actions:
@@ -99,7 +99,7 @@ def render_text(schedule: PipelineSchedule, table: Timetable) -> list[str]:
         for actions in schedule.ranks
     ]
     shortest = min(span.end - span.start for spans in table.ranks for span in spans if span.end > span.start)
-    wide = (1 + max(len(name) for own in names for name in own)) / shortest  # characters per unit of time
+    wide = (1 + max(len(name) for own in names for name in own)) / shortest  # number of characters per unit of time
     lines = []
     for rank, spans in enumerate(table.ranks):
         line = ""
@@ -121,7 +121,7 @@ def draw_timetable(schedule: PipelineSchedule, table: Timetable, title: str, pat
     names = {"F": "forward", "B": "backward", "W": "gradients of the weights"}
     if schedule.splits_backward:
         names["B"] = "gradient of the input"
-    grey = "#7d8793"  # readable on a light and on a dark page
+    grey = "#7d8793"  # This colour is readable on a light and on a dark page.
     style: Any = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), grey)
     with matplotlib.rc_context({**style, "svg.fonttype": "none", "svg.hashsalt": "schedule"}):
         figure = Figure(figsize=(11, 1.4 + 0.4 * schedule.num_ranks), layout="constrained")
@@ -129,7 +129,7 @@ def draw_timetable(schedule: PipelineSchedule, table: Timetable, title: str, pat
         colours: dict[str, Any] = {}
         for rank, (actions, spans) in enumerate(zip(schedule.ranks, table.ranks, strict=True)):
             for action, span in zip(actions, spans, strict=True):
-                lighter = 0.6 * action.chunk / max(schedule.num_chunks - 1, 1)  # later chunks are lighter
+                lighter = 0.6 * action.chunk / max(schedule.num_chunks - 1, 1)  # Later chunks are lighter.
                 base = to_rgb({"F": "#5fa0e1", "B": "#f09646", "W": "#6ebe6e"}[action.kind])
                 colour = tuple(part + (1 - part) * lighter for part in base)
                 label = names[action.kind] + (

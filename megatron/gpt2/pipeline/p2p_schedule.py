@@ -29,8 +29,8 @@ class StageCosts:
     """The time that one stage takes for one micro-batch, in any unit."""
 
     forward: float
-    backward: float  # of the input
-    weight: float  # of the weights
+    backward: float  # the time of the input's gradient
+    weight: float  # the time of the weights' gradients
 
     def duration(self, kind: Kind, splits_backward: bool) -> float:
         """Return the time of an action. A backward that is not split computes both gradients."""
@@ -65,7 +65,8 @@ class P2PMessage:
 
 @dataclass
 class CommStep:
-    """An action of a rank, and the messages that it posts in one batch before. action: None for the final send."""
+    """An action of a rank, and the messages that the rank posts in one batch before it. action: None for the final
+    send."""
 
     action: Action | None
     sends: list[P2PMessage] = field(default_factory=list)
@@ -80,7 +81,8 @@ def build_p2p_schedule(schedule: PipelineSchedule, ticks: StageCosts | None = No
     """
     ticks = ticks or (SPLIT_BACKWARD_TICKS if schedule.splits_backward else DEFAULT_TICKS)
     steps = [[CommStep(action) for action in (*actions, None)] for actions in schedule.ranks]
-    next_step, free_at, now = [0] * schedule.num_ranks, [0.0] * schedule.num_ranks, 0.0  # by rank
+    # Each list has a value for each rank.
+    next_step, free_at, now = [0] * schedule.num_ranks, [0.0] * schedule.num_ranks, 0.0
     pending: list[P2PMessage] = []
     exchanged: set[P2PMessage | None] = {None}
 

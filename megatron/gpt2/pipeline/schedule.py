@@ -50,17 +50,17 @@ class PipelineSchedule:
 
     @property
     def num_ranks(self) -> int:
-        """Return p, the number of ranks of the pipeline."""
+        """The number of ranks of the pipeline, p."""
         return len(self.ranks)
 
     @property
     def num_stages(self) -> int:
-        """Return p·v, the number of stages of the model (Megatron's virtual stages)."""
+        """The number of stages of the model, p·v (Megatron's virtual stages)."""
         return self.num_ranks * self.num_chunks
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Return whether W is a separate action."""
+        """Whether W is a separate action."""
         return any(action.kind == "W" for action in self.ranks[0])
 
     def stage(self, rank: int, chunk: int) -> int:
@@ -110,7 +110,8 @@ def zero_bubble(p: int, m: int) -> PipelineSchedule:
 
 @lru_cache(maxsize=64)
 def build_schedule(name: str, p: int, v: int, m: int) -> PipelineSchedule:
-    """Build the schedule `name` (--pipeline-schedule). Raises ValueError with the name of the flag if it cannot be."""
+    """Build the schedule `name` (--pipeline-schedule). Raises ValueError with the name of the flag if this is
+    impossible."""
     if name not in SCHEDULES:
         raise ValueError(f"--pipeline-schedule must be one of {', '.join(SCHEDULES)}, not {name}")
     if p < 1:
@@ -133,7 +134,7 @@ def build_schedule(name: str, p: int, v: int, m: int) -> PipelineSchedule:
 
 
 def _forwards(p: int, v: int, m: int) -> Iterator[Action]:
-    """Yield forwards: each group of p micro-batches passes chunk by chunk."""
+    """Yield forwards. Each group of p micro-batches passes chunk after chunk."""
     return (
         Action("F", chunk, micro_batch)
         for first in range(0, m, p)
@@ -206,5 +207,6 @@ def _distribute_evenly(sizes: list[int], stages: Sequence[int], layers: int) -> 
     """Distribute `layers` over `stages` as evenly as possible, and write the numbers into `sizes`."""
     for place, stage in enumerate(stages):
         sizes[stage] = layers // len(stages)
-        from_behind = (len(stages) - 2 - place) % len(stages)  # 0 for the second-to-last stage, largest for the last
+        # It is 0 for the second-to-last stage, and largest for the last one.
+        from_behind = (len(stages) - 2 - place) % len(stages)
         sizes[stage] += from_behind < layers % len(stages)

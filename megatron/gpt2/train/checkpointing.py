@@ -84,7 +84,7 @@ class CheckpointManager:
         self._local: LocalCheckpoints | None = None
         if config.local_checkpoint_dir is not None:
             if parallel.rank == 0 and not (context.resume_metadata and run_name(context.save_directory)):
-                atomic_write_text(context.save_directory / RUN_NAME_FILE, start_id)  # a new run gets a new name
+                atomic_write_text(context.save_directory / RUN_NAME_FILE, start_id)  # A new run gets a new name.
             folder = Path(config.local_checkpoint_dir) / gather_strings(run_name(context.save_directory))[0]
             hosts = list(ranks.hosts.values()) or [""] * parallel.world_size
             group = dist.new_group(backend="gloo", timeout=context.timeout) if parallel.world_size > 1 else None
@@ -123,7 +123,7 @@ class CheckpointManager:
         so far."""
         self._prepare()
         folder, data = self._context.save_directory / BEST, self._context.splits.fingerprint
-        self.finish()  # a thread may still write the previous best checkpoint
+        self.finish()  # A thread may still write the previous best checkpoint.
         lower = self._parallel.rank == 0 and valid_loss < best_loss(folder, data, self._log.info)
         if any(gather_strings("lower" if lower else "")):
             iteration, files, metadata = self._contents()
@@ -214,18 +214,19 @@ def checkpoint_files(
     live tensors."""
     specs = mpu.partition_specs(state.model)
     if not state.model.has_embeddings:
-        specs.pop(TIED_WEIGHT, None)  # the first stage saves it
+        specs.pop(TIED_WEIGHT, None)  # The first stage saves it.
     files: dict[str, dict[str, ShardedTensor]] = {}
     folder, replica = f"mp_rank_{model_rank_name(parallel)}", f"dp_{parallel.data_parallel_rank:02d}.safetensors"
     layout = {"tp_rank": parallel.tensor_model_parallel_rank, "tp_size": parallel.tensor_model_parallel_size}
     if parallel.data_parallel_rank == 0:
         saved_parameters = [(name, parameter) for name, parameter in state.model.named_parameters() if name in specs]
         files[f"{folder}/model.safetensors"] = sharded_state_dict(parameter_states(saved_parameters), specs, **layout)
-    # Each data-parallel rank holds the whole state of the optimizer, or its shard.
+    # Each data-parallel rank has the whole state of the optimizer, or its shard.
     if not config.no_save_optim and (parallel.data_parallel_rank == 0 or state.buffer.is_sharded):
         states = (shard for shard in state.optimizer.state_shards() if shard.name in specs)
         shards = sharded_state_dict(states, specs, **layout)
-        for kind in ("master", *MOMENTS):  # one file for each: files are written and hashed in parallel
+        # Each kind has its own file, so that files are written and hashed in parallel.
+        for kind in ("master", *MOMENTS):
             files[f"{folder}/{kind}_{replica}"] = {
                 key: shard for key, shard in shards.items() if key.startswith(f"{kind}.")
             }
@@ -256,7 +257,7 @@ def load_checkpoint(
     not_restored: list[str] = []
     has_optimizer = any(name.startswith("master.") for name in checkpoint.tensors)
     if options.finetune or options.no_load_optim or not has_optimizer:
-        if has_optimizer:  # the masters are the weights before rounding
+        if has_optimizer:  # The masters are the weights before rounding.
             masters = (shard for shard in state.optimizer.state_shards() if shard.kind == "master")
             load_sharded_state_dict(masters, specs, checkpoint, **layout)
             state.optimizer.copy_masters_and_gather()
@@ -275,7 +276,7 @@ def load_checkpoint(
         state.optimizer.load_state_dict(checkpoint.metadata["optimizer"])
     has_streams = not options.no_load_rng and load_rng_state(checkpoint, parallel, context.device)
     if not options.no_load_rng and not has_streams:
-        # With only the seed, the dropout masks of the first steps would repeat, so the iteration is added.
+        # With only the seed, the dropout masks of the first steps would repeat. So the iteration is added.
         seed_random_streams(context.config.train.seed + checkpoint.iteration, parallel, context.device)
         if context.config.model.has_dropout:
             log(
@@ -303,12 +304,12 @@ def dropout_changes(context: RunContext, metadata: Mapping[str, Any], *, has_str
     saved_train = metadata.get("config", {}).get("train", {})
     if not shape.has_dropout:
         return False
-    if train.dropout_rng != saved_train.get("dropout_rng", "torch"):  # an older checkpoint has no choice
+    if train.dropout_rng != saved_train.get("dropout_rng", "torch"):  # An older checkpoint has no value of this flag.
         return True
     by_counter = train.dropout_rng == "counter" and (
         shape.attention_dropout == 0 or kernels.has_seeded_attention(context.device.type)
     )
-    # A stream draws the masks of a whole micro-batch, so they depend on the micro-batch size.
+    # A random stream draws the masks of a whole micro-batch, so they depend on the micro-batch size.
     return not by_counter and not (has_streams and saved_train.get("micro_batch_size") == train.micro_batch_size)
 
 

@@ -144,5 +144,5 @@ def document_positions(tokens: Tensor, eod: int) -> Tensor:
 
 
 def pin_tensor(text: np.ndarray) -> Tensor:
-    """Copy `text` into a tensor in pinned memory. The loader's thread calls it before the step."""
+    """Copy `text` into a tensor in pinned memory. The loader's thread calls this before the step."""
     return torch.from_numpy(text).pin_memory()

@@ -19,7 +19,7 @@ from megatron.gpt2.train.trainer import Trainer
 # ("the class of the class of the class").
 SAMPLING = Sampling(max_new_tokens=60, temperature=0.5, top_k=40, repetition_penalty=1.2)
 PROMPT_WORDS = 4
-PROMPT_CHARACTERS = 40  # at most, for languages without spaces
+PROMPT_CHARACTERS = 40  # This is the maximum, for languages without spaces.
 
 
 @torch.no_grad()
@@ -40,8 +40,9 @@ def evaluate(trainer: Trainer, dataset: SampleDataset, split: str, max_samples: 
     ):
         batch = data.to_device(data.to_host_tensor(text))
         (whole,) = batch.split(micro_batch_size, batch.mask)
-        nats += sum_losses(trainer.forward_backward.evaluate(whole), step=2.0**-20)  # nats of a micro-batch
-        if model.has_head:  # only one pipeline stage counts
+        # The result is in nats of a micro-batch.
+        nats += sum_losses(trainer.forward_backward.evaluate(whole), step=2.0**-20)
+        if model.has_head:  # Only one pipeline stage counts.
             tokens += batch.mask.sum()
             size += (byte_lengths[batch.labels] * batch.mask).sum()
     model.train()
@@ -78,7 +79,8 @@ def sample_text(trainer: Trainer, count: int = 1) -> str:
     tokenizer, prompts = trainer.data.tokenizer, prompts_from_split(trainer, count)
     sampling = replace(SAMPLING, seed=trainer.config.train.seed)
     samples = [Continuation([tokenizer.bos, *tokenizer.encode(prompt)], sampling) for prompt in prompts]
-    trainer.state.param_gather.finish_param_sync()  # generation bypasses the model's forward, whose hooks would wait
+    # Generation does not call the model's forward, whose hooks would wait.
+    trainer.state.param_gather.finish_param_sync()
     generate(trainer.state.model, tokenizer, samples)
     texts = [f"[{prompt}]{tokenizer.decode(one.ids)}" for prompt, one in zip(prompts, samples, strict=True)]
     for text in texts:

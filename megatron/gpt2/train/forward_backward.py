@@ -21,8 +21,8 @@ from megatron.gpt2.train.train_state import TrainState
 from mpu.layers import ParallelLinear
 
 MicroBatch = Mapping[str, Any]  # the arguments of the model
-PassKey = tuple[int, int]  # chunk and micro-batch
-TensorKey = tuple[str, int, int]  # activation or gradient, stage and micro-batch
+PassKey = tuple[int, int]  # the chunk and the micro-batch
+TensorKey = tuple[str, int, int]  # whether it is an activation or a gradient, the stage, and the micro-batch
 
 
 class ForwardBackward:
@@ -47,12 +47,13 @@ class ForwardBackward:
             lambda num_microbatches: build_p2p_schedule(pipeline_schedule(num_microbatches))[self._rank]
         )
         self._weight_grads = WeightGradStore(state) if schedule.splits_backward else None
-        # From a forward until its backward: input, root of the autograd graph, gradient of the output.
+        # From a forward until its backward, this has the input, the root of the autograd graph, and the gradient of the
+        # output.
         self._kept: dict[PassKey, tuple[Tensor | None, Tensor, list[Tensor]]] = {}
         self._received: dict[TensorKey, mpu.Transfer] = {}
         self._to_send: dict[TensorKey, Tensor] = {}
         self._sent: list[mpu.Transfer] = []
-        if self._group is not None:  # NCCL: batched sends and receives must not be the first call in a group
+        if self._group is not None:  # With NCCL, batched sends and receives must not be the first call in a group.
             dist.all_reduce(torch.zeros((), device=state.buffer.params.device), group=self._group)
 
     def __call__(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
@@ -178,7 +179,7 @@ class WeightGradStore:
         """Store the pending weight gradients under `key`."""
         self._kept[key], self._new = self._new, []
 
-    @torch.no_grad()  # as inside backward
+    @torch.no_grad()  # Gradients are also disabled inside backward.
     def pop(self, key: PassKey) -> None:
         """Compute the weight gradients of `key` and add them to the reducer."""
         for name, product in self._kept.pop(key):

@@ -52,7 +52,8 @@ def train(trainer: Trainer) -> str:
             training_log = IterationLogger(trainer)
             continue
         if progress.iteration == train_iters:
-            break  # a stop that is requested in the last step changes nothing: the run saves and evaluates anyway
+            # A stop that is requested in the last step changes nothing, because the run saves and evaluates anyway.
+            break
         if trainer.current_global_batch_size != samples:
             trainer.log.info(
                 f"the batch grows: {plural(trainer.current_global_batch_size, 'sample')} a step from "
@@ -126,7 +127,8 @@ class IterationLogger:
         if iteration % trainer.config.train.log_interval == 0 or iteration == trainer.context.train_iters:
             trainer.data.check_batches_match(iteration)
             self.log()
-            in_a_row = max(in_a_row, int(optimizer.skipped_in_a_row))  # no extra wait: the log line has waited
+            # This needs no extra wait, because the log line has already waited.
+            in_a_row = max(in_a_row, int(optimizer.skipped_in_a_row))
         return in_a_row
 
     @contextlib.contextmanager
@@ -137,10 +139,10 @@ class IterationLogger:
         self._time += time.perf_counter() - start
 
     def log(self) -> None:
-        """Write the log line and the metrics of this iteration. Every rank must call it. It waits for the device."""
+        """Write the log line and the metrics of this iteration. Every rank must call this. It waits for the device."""
         trainer, progress, optimizer = self._trainer, self._trainer.progress, self._trainer.state.optimizer
         iterations, samples = progress.iteration - self._iteration, progress.consumed_samples - self._consumed
-        skipped_in_all = int(optimizer.skipped_steps)  # waits for the device
+        skipped_in_all = int(optimizer.skipped_steps)  # This waits for the device.
         skipped = skipped_in_all - self._skipped
         loss = all_reduce_over_data_and_pipeline([progress.loss_sum], trainer.parallel).item()
         progress.loss_sum.zero_()

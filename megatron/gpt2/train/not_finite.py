@@ -20,8 +20,9 @@ from megatron.gpt2.dist.ranks import format_ranks
 from megatron.gpt2.monitor.incidents import FOLDER, rank_file_name
 from megatron.gpt2.train.trainer import Trainer
 
-PHASES = ("weight", "output", "gradient")  # in the order of a step
-Observer = Callable[[str, str, Any], None]  # arguments: phase, name, and a tensor (other objects are ignored)
+PHASES = ("weight", "output", "gradient")  # The phases have their order in a step.
+# The arguments are the phase, a name, and a tensor (other objects are ignored).
+Observer = Callable[[str, str, Any], None]
 
 
 def find_first_not_finite(trainer: Trainer) -> str:
@@ -30,8 +31,8 @@ def find_first_not_finite(trainer: Trainer) -> str:
     folder of the incident log."""
     optimizer, buffer, folder = trainer.state.optimizer, trainer.state.buffer, trainer.context.save_directory / FOLDER
     optimizer.param_gather.finish_param_sync()
-    seen: list[tuple[str, str]] = []  # in order
-    all_finite: list[Tensor] = []  # stays on the device
+    seen: list[tuple[str, str]] = []  # The names are in the order of the step.
+    all_finite: list[Tensor] = []  # These values stay on the device.
 
     def observe(phase: str, name: str, tensor: Any) -> None:
         if isinstance(tensor, Tensor) and tensor.is_floating_point():
@@ -47,7 +48,7 @@ def find_first_not_finite(trainer: Trainer) -> str:
     found = None
     if False in (finite := torch.stack(all_finite).tolist()):
         phase, name = seen[place := finite.index(False)]
-        stage = trainer.parallel.pipeline_model_parallel_rank  # backward starts at the last stage
+        stage = trainer.parallel.pipeline_model_parallel_rank  # Backward starts at the last stage.
         found = [PHASES.index(phase), -stage if phase == "gradient" else stage, place, phase, name]
     state = {
         "iteration": trainer.progress.iteration,
@@ -62,7 +63,7 @@ def find_first_not_finite(trainer: Trainer) -> str:
     }
     buffer.free_grads()
     path = folder / f"not_finite_{trainer.progress.iteration:07d}_{rank_file_name(trainer.parallel.rank)}.json"
-    with contextlib.suppress(OSError):  # a full disk must not hide the reason
+    with contextlib.suppress(OSError):  # A full disk must not hide the reason.
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(state, indent=1))
     of_ranks = [json.loads(text) for text in gather_strings(json.dumps(found))]
@@ -88,7 +89,7 @@ def observe_tensors(trainer: Trainer, observe: Observer) -> Iterator[None]:
                 hooks.enter_context(module.register_forward_hook(see))
         for method in methods:
             setattr(reducer, method, _wrap(getattr(reducer, method), observe))
-            hooks.callback(delattr, reducer, method)  # restores the method of the class
+            hooks.callback(delattr, reducer, method)  # This restores the method of the class.
         for name, parameter in model.named_parameters() if not methods else ():
             hooks.enter_context(parameter.register_hook(functools.partial(observe, "gradient", name)))
         yield
@@ -107,6 +108,6 @@ def _wrap(method: Callable[..., None], observe: Observer) -> Callable[..., None]
 
 
 def _norm(tensor: Tensor) -> float | str:
-    """Return the norm, as a string if it is not finite, because JSON has no NaN."""
+    """Return the norm. If it is not finite, return it as a string, because JSON has no NaN."""
     norm = tensor.double().norm().item()
     return norm if math.isfinite(norm) else str(norm)

@@ -108,7 +108,7 @@ def resume_equivalence(
         changes += _describe_changes(("train_iters",), saved, current)
     if changes:
         return f"a different training from here on ({'; '.join(changes)})"
-    is_exact = current["config"]["parallel"]["exact_layouts"] is not None  # ROUNDING_KEYS compare the saved value
+    is_exact = current["config"]["parallel"]["exact_layouts"] is not None  # ROUNDING_KEYS compare the saved value.
     if rounding := _describe_changes(ROUNDING_KEYS if is_exact else (*ROUNDING_KEYS, *LAYOUT_KEYS), saved, current):
         return f"the same training within rounding ({'; '.join(rounding)})"
     if saved.get("computed_by") is None:
@@ -144,11 +144,11 @@ def _changed_keys(
 
 
 def _format_value(value: Any) -> Any:
-    """Return `value` as the flag has it, e.g. bf16 for torch's bfloat16."""
+    """Return `value` as the flag has it, such as bf16 for torch's bfloat16."""
     return {None: "not given", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(value, value)
 
 
-# The log line of each changed key of the metadata. A WARNING is about a change that makes a different training. The
+# Each changed key of the metadata has a log line. A WARNING is about a change that makes a different training. The
 # other lines are about changes of rounding and random numbers only.
 CHANGE_MESSAGES = {
     "data_fingerprint": "WARNING: the training data or --split differ from those of the checkpoint: the run continues "

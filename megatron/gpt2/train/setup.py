@@ -76,12 +76,12 @@ class RunContext:
 
     @property
     def is_finished(self) -> bool:
-        """Return whether the checkpoint that would be continued is already at the last iteration."""
+        """Whether the checkpoint that would be continued is already at the last iteration."""
         return self.resume_metadata.get("iteration", 0) >= self.train_iters
 
     @property
     def save_directory(self) -> Path:
-        """Return the --save folder."""
+        """The --save folder."""
         assert self.config.checkpoint.save is not None
         return Path(self.config.checkpoint.save)
 
@@ -94,17 +94,17 @@ class RunContext:
 
     @cached_property
     def batch_schedule(self) -> BatchSchedule:
-        """Return the global batch size of each step."""
+        """The global batch size of each step."""
         return self.config.batch_schedule(self.rank_info.world_size, self.resume_metadata.get("consumed_samples", 0))
 
     @property
     def global_batch_size(self) -> int:
-        """Return the final global batch size, in samples."""
+        """The final global batch size, in samples."""
         return self.batch_schedule.final
 
     @property
     def num_microbatches(self) -> int:
-        """Return the micro-batches of a rank in a step with the final global batch size."""
+        """The number of micro-batches of a rank in a step with the final global batch size."""
         return self.config.num_microbatches(self.rank_info.world_size, self.resume_metadata.get("consumed_samples", 0))
 
     @property
@@ -114,7 +114,7 @@ class RunContext:
 
     @property
     def decay_iters(self) -> int:
-        """Return the length of the learning rate schedule, in iterations of `global_batch_size` samples."""
+        """The length of the learning rate schedule, in iterations of `global_batch_size` samples."""
         return -(-self.batch_schedule.samples_after_steps(self.train_iters) // self.global_batch_size)
 
     def metadata(self) -> dict[str, Any]:
@@ -151,10 +151,10 @@ def build_context(arguments: Arguments, rank_info: RankInfo, log: Log) -> RunCon
     device, dtype, backend, keeps_freed_memory = _choose_hardware(config, rank_info, hooks, log)
     start = checkpoint.metadata if checkpoint is not None and not config.checkpoint.finetune else {}
     iteration, consumed_samples = start.get("iteration", 0), start.get("consumed_samples", 0)
-    # Raises ValueError if the batch size does not fit the ranks.
+    # This raises ValueError if the batch size does not fit the ranks.
     batch_schedule = arguments.batch_schedule(rank_info.world_size, consumed_samples)
 
-    (train, valid, test), text_key = find_corpora(  # replaces names of corpora by files
+    (train, valid, test), text_key = find_corpora(  # This replaces names of corpora by files.
         {f"--{name}-data": getattr(config.data, f"{name}_data") for name in ("train", "valid", "test")},
         config.data.text_key,
     )
@@ -179,7 +179,7 @@ def build_context(arguments: Arguments, rank_info: RankInfo, log: Log) -> RunCon
         consumed_samples=consumed_samples,
     )
     if iteration >= train_iters and source is not None:
-        # Check every byte of the last checkpoint before the run is reported as finished.
+        # Every byte of the last checkpoint is checked before the run is reported as finished.
         checkpoint = find_checkpoint(source, log=log, verify=not config.checkpoint.no_verify)
         assert checkpoint is not None
         start = checkpoint.metadata
@@ -275,7 +275,7 @@ def _resolve_checkpoint(
             options.load, num_attention_heads=arguments.values[heads] if heads in arguments.given else None
         )
     checkpoint = _open_checkpoint(source)
-    # what an earlier start of this command saved, and the folder that holds it
+    # These are what an earlier start of this command saved, and the folder that holds it.
     own_checkpoint, own_folder = None, save
     if source != save:
         own_checkpoint = _open_checkpoint(save)
@@ -309,7 +309,7 @@ def _resolve_checkpoint(
 
 
 def _open_checkpoint(folder: str | Path) -> NativeCheckpoint | None:
-    """Open the checkpoint to load. Warnings are suppressed here; loading prints them."""
+    """Open the checkpoint to load. Warnings are suppressed here, because loading prints them."""
     return find_checkpoint(folder, log=lambda warning: None, verify=False)
 
 
@@ -328,7 +328,7 @@ def _build_tokenizer(
         f"a tokenizer without files; it must have {vocab_size:,} tokens",
     )
     if saved_tokenizer and not files_given:
-        # If a local checkpoint is loaded, its tokenizer is in the --save folder, too.
+        # If a local checkpoint is loaded, its tokenizer is also in the --save folder.
         tokenizer = load_tokenizer(Path(str(options.load or options.save)) / "tokenizer")
     else:
         kind, model_file = data.tokenizer_type or default_tokenizer_kind(), data.tokenizer_model
@@ -382,7 +382,7 @@ def run_metadata(context: RunContext, parallel: mpu.ParallelState, *, sharded: b
     return {"layout": layout, **context.metadata()}
 
 
-# Flags that may differ between ranks: paths, which may differ between machines, and settings of a single rank. The
+# These flags may differ between ranks: paths, which may differ between machines, and settings of a single rank. The
 # fingerprints of data and tokenizer compare the contents of the files.
 MAY_DIFFER = {
     "data.train_data",
@@ -440,7 +440,7 @@ def check_settings_match(context: RunContext, log: Log) -> None:
 
 
 def settings_equal_on_all_ranks(context: RunContext) -> dict[str, str]:
-    """Return the decisions that must be equal on all ranks, by the name that an error message uses."""
+    """Return the decisions that must be equal on all ranks. The keys are the names for an error message."""
     values = flatten_sections(context.config.as_dict())
     settings = {
         **{flag(key): repr(value) for key, value in values.items() if key not in MAY_DIFFER},

@@ -20,8 +20,8 @@ from megatron.gpt2.monitor.incidents import ENDED, read_records
 from megatron.gpt2.monitor.log_lines import UNIGRAM, EvaluationRecord, closing_report, start_table
 from megatron.gpt2.train.trainer import Trainer
 
-# xz compresses about 2 MB/s. For a larger corpus the wait at the end of a run would be too long.
-XZ_LIMIT = 32 << 20  # bytes
+# xz compresses about 2 MB/s. With a larger corpus the wait at the end of a run would be too long.
+XZ_LIMIT = 32 << 20  # number of bytes
 
 
 def log_start(trainer: Trainer, warnings: Sequence[str]) -> None:

@@ -28,7 +28,7 @@ from megatron.gpt2.optimizer.param_and_grad_buffer import ParamAndGradBuffer
 from megatron.gpt2.train.setup import Log, RunContext
 from mpu import kernels
 
-# Seeds of data-parallel ranks differ by more than any model-parallel size, so no two ranks share a random stream.
+# The seeds of data-parallel ranks differ by more than any model-parallel size, so no two ranks share a random stream.
 DATA_PARALLEL_STRIDE = 1 << 16
 PIPELINE_STRIDE = 100
 

@@ -93,7 +93,7 @@ class Trainer:
         progress, end = self.progress, self.progress.consumed_samples
         self.checkpoints.finish()
         self.state.param_gather.finish_param_sync()
-        # Load the whole state: these flags apply only to the checkpoint that the run started from.
+        # The whole state is loaded: these flags apply only to the checkpoint from which the run started.
         own = replace(self.config.checkpoint, finetune=False, no_load_optim=False, no_load_rng=False)
         source = replace(self.context, source=str(folder), config=replace(self.config, checkpoint=own))
         progress.iteration, progress.consumed_samples, _ = load_checkpoint(

@@ -55,7 +55,8 @@ from megatron.gpt2.train.loop import train
 from megatron.gpt2.train.setup import build_context
 from megatron.gpt2.train.trainer import build_trainer
 
-# Left out of the recorded run: what decides lengths, the user's files, and output in addition to the log.
+# The recorded run does without these flags: they decide lengths, name the user's files, or write output in addition to
+# the log.
 LEFT_OUT = (
     *(*LENGTH_KEYS, *WARMUP_KEYS, *DECAY_KEYS),
     *"model.ffn_hidden_size model.vocab_size checkpoint.finetune checkpoint.local_checkpoint_dir".split(),
@@ -68,7 +69,7 @@ HEAD_SIZE, LEAST_TOKENS, NEW_TOKENS = 8, 16, 3
 
 
 def small_run(arguments: Arguments, folder: Path) -> dict[str, Any]:
-    """Return the values of a run with the layout of `arguments`, a narrow model and short samples, in `folder`."""
+    """Return the values of a small run in `folder`: the layout of `arguments`, a narrow model, and short samples."""
     config = arguments.config
     heads = math.lcm(2, config.parallel.model_parallel_size, config.parallel.exact_layouts or 1)
     scale = heads * HEAD_SIZE / config.model.hidden_size
@@ -87,7 +88,8 @@ def small_run(arguments: Arguments, folder: Path) -> dict[str, Any]:
         "data.split": "80,10,10",
         "data.data_cache_path": str(folder / "cache"),
         "data.tokenizer_type": "bytes",
-        "parallel.ddp_bucket_size": max(1, int(config.parallel.ddp_bucket_size * scale**2)),  # as many buckets
+        # The number of buckets is that of the whole run.
+        "parallel.ddp_bucket_size": max(1, int(config.parallel.ddp_bucket_size * scale**2)),
         "train.device": "cpu",
         "train.train_iters": 3,
         "train.eval_iters": min(1, config.train.eval_iters),
@@ -114,21 +116,21 @@ def run(values: dict[str, Any], rank: int, world_size: int) -> None:
 def write_nothing(
     saver: Saver, iteration: int, files: Any, metadata: Any, pending: PendingSave, into: Any = None
 ) -> Path:
-    """Replace `Saver.write`, which calls no collective and waits for the files of other ranks."""
+    """Write nothing. This replaces `Saver.write`, which calls no collective and waits for the files of other ranks."""
     pending.own.set_result(None)
     return Path(into or saver.folder) / f"iter_{iteration:07d}"
 
 
 def record_layout(arguments: Arguments, world_size: int) -> list[Record]:
-    """Record all ranks of a run with the layout of `arguments`."""
+    """Record all ranks of a run that has the layout of `arguments`."""
     records: list[Record] = []
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="order_")))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         for owner, name, replacement in (
-            (devices, "_measure_gemm_flops", lambda *_: 1.0),  # takes 0.3 s
-            (RunLog, "_write", lambda *_: ""),  # the report and the plot
-            (hooks, "MEMORY_PLAN", "absent:absent"),  # it traces a step with groups of its own
+            (devices, "_measure_gemm_flops", lambda *_: 1.0),  # The measurement takes 0.3 s.
+            (RunLog, "_write", lambda *_: ""),  # This leaves out the report and the plot.
+            (hooks, "MEMORY_PLAN", "absent:absent"),  # The memory plan traces a step with separate groups.
             (evaluate, "SAMPLING", dataclasses.replace(evaluate.SAMPLING, max_new_tokens=NEW_TOKENS)),
         ):
             stack.enter_context(mock.patch.object(owner, name, replacement))
@@ -146,7 +148,7 @@ def record_layout(arguments: Arguments, world_size: int) -> list[Record]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: this process's); returns the exit code."""
+    """Run the command line `argv` (default: this process's). Return the exit code."""
     words = sys.argv[1:] if argv is None else list(argv)
     if "--help" in words or "-h" in words:
         Parser(prog="prove_order", usage="prove_order [flags of pretrain_gpt2]", description=__doc__).parse_args(
@@ -156,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(rest)
     world_size = launch.world_size or (launch.nproc_per_node or 1) * launch.nnodes
     require(world_size > 1, "give the number of ranks: --nproc-per-node, with --nnodes for several machines")
-    arguments.batch_schedule(world_size)  # raises ValueError if the layout does not fit
+    arguments.batch_schedule(world_size)  # This raises ValueError if the layout does not fit.
     torch.set_num_threads(1)
     records = record_layout(arguments, world_size)
     story, error = prove(records), next(filter(None, (one.error for one in records)), None)

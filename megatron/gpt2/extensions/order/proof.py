@@ -37,27 +37,28 @@ def prove(records: Sequence[Record], backends: Sequence[str] = BACKENDS) -> list
 
 
 class Playback:
-    """Plays the records back under the rules of a backend."""
+    """Plays the records of all ranks back under the rules of a backend."""
 
     def __init__(self, records: Sequence[Record], backend: str) -> None:
         self._records, self._backend = records, backend
-        self._next = [0] * len(records)  # event of each rank
+        self._next = [0] * len(records)  # the next event of each rank
         self._queues: list[defaultdict[Any, deque[list[Call]]]] = [defaultdict(deque) for _ in records]
-        self._started: dict[Any, dict[int, Call]] = defaultdict(dict)  # by meeting: the calls of the members
+        # the calls that have started, by meeting and member
+        self._started: dict[Any, dict[int, Call]] = defaultdict(dict)
         self._meeting: dict[Call, Any] = {}
         self._complete: set[Call] = set()
         self._counts: list[Counter[Any]] = [Counter() for _ in records]
         self._ready = set(range(len(records)))
 
     def run(self) -> list[str]:
-        """Return the story of the first fault, or an empty list."""
+        """Return the lines that describe the first fault, or an empty list."""
         while self._ready:
             if story := self._advance(self._ready.pop()):
                 return story
         return self._explain()
 
     def _advance(self, rank: int) -> list[str]:
-        """Play events of `rank` until it must wait."""
+        """Play the events of `rank` until the rank must wait."""
         events, queues = self._records[rank].events, self._queues[rank]
         while True:
             progress = False
@@ -84,7 +85,7 @@ class Playback:
 
     def _issue(self, rank: int, call: Call) -> None:
         is_nccl = "nccl" in (call.backend or self._backend)
-        channel = call.channel[:4] if is_nccl else call.channel  # without the tag
+        channel = call.channel[:4] if is_nccl else call.channel  # This leaves the tag out.
         self._meeting[call] = *channel, self._counts[rank][channel]
         self._counts[rank][channel] += 1
         queue = self._queues[rank]["nccl" if is_nccl else call if "message" in channel else channel]
@@ -107,7 +108,7 @@ class Playback:
         return []
 
     def _compare(self, met: list[tuple[int, Call]]) -> list[str]:
-        """Return a story if calls that meet do not match."""
+        """Return the lines that describe calls which meet but do not match."""
         rank, call = met[0]
         for other, its in met[1:]:
             is_message = (call.name, its.name) == ("send", "recv")
@@ -117,7 +118,7 @@ class Playback:
         return []
 
     def _first_difference(self, rank: int, other: int, call: Call) -> list[str]:
-        """Return a line with the first calls of two ranks in a group that are from different lines of the program."""
+        """Return a line about the first calls of two ranks in a group that are on different lines of the program."""
         if call.name in ("send", "recv"):
             return []
         both = [
@@ -131,14 +132,14 @@ class Playback:
         return []
 
     def _explain(self) -> list[str]:
-        """Return the shortest story of ranks that wait, or an empty list if all calls are complete."""
+        """Return the lines about the shortest chain of ranks that wait, or an empty list if all calls are complete."""
         waits = {rank: call for rank in range(len(self._records)) if (call := self._waits_in(rank))}
         absent = {
             rank: [m for m in call.members if m not in self._started[self._meeting[call]]]
             for rank, call in waits.items()
         }
         paths = deque([rank] for rank in waits)
-        while paths:  # breadth first: to a rank that has ended, or back to the start
+        while paths:  # Search breadth first for a path to a rank that has ended, or back to the start.
             path = paths.popleft()
             for rank in absent[path[-1]]:
                 if rank == path[0] or rank not in waits:
@@ -154,7 +155,7 @@ class Playback:
         return []
 
     def _waits_in(self, rank: int) -> Call | None:
-        """Return the call that keeps a rank from going on or ending."""
+        """Return the call that keeps a rank from continuing or ending."""
         events = self._records[rank].events
         wanted = events[self._next[rank]][1] if self._next[rank] < len(events) else None
         for queue in self._queues[rank].values():

@@ -31,15 +31,16 @@ from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
 BACKEND = "recorded"  # the name of the backend in torch.distributed
-# Elements up to which a result is the same on all ranks. Bytes are always kept, because they are objects.
+# A result of at most this number of elements is the same on all ranks. Bytes are always kept, because they are objects.
 KEPT = 1 << 14
-DEPTH = 3  # lines of the program for each call, from the innermost
-# The methods of a process group. torch 2.13 renamed some.
+DEPTH = 3  # A call is described by this number of lines of the program, starting at the innermost one.
+# These are the methods of a process group. torch 2.13 renamed some of them.
 OPERATIONS = (
     "allreduce allreduce_coalesced broadcast reduce allgather _allgather_base all_gather_single reduce_scatter send "
     "recv _reduce_scatter_base reduce_scatter_single alltoall alltoall_base all_to_all_single gather scatter barrier"
 )
-Span = tuple[int, int, bool]  # first address of memory, the address after the last, and whether it is written
+# the first address of memory, the address after the last one, and whether the memory is written
+Span = tuple[int, int, bool]
 
 
 @dataclass(eq=False)
@@ -80,7 +81,7 @@ class Record:
 
 
 def at(place: Sequence[str]) -> str:
-    """Describe a place in the program: the innermost line, and its callers in brackets."""
+    """Describe a location in the program: the innermost line, and its callers in brackets."""
     inner, *callers = place or ("unknown",)
     return inner + (f" (called from {', '.join(callers)})" if callers else "")
 
@@ -96,7 +97,7 @@ def _place() -> list[str]:
 
 @functools.cache
 def _name_in_program(file: str) -> str:
-    """Return a short name of a source file, or "" if it is of Python, torch or this recorder."""
+    """Return a short name of a source file, or "" if the file is part of Python, torch or this recorder."""
     library, of_torch = (os.path.dirname(module.__file__ or "") + os.sep for module in (os, torch))
     is_library = file.startswith(library) and "site-packages" not in file
     if is_library or file.startswith((of_torch, "<")) or file == __file__:
@@ -111,7 +112,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _spans(tensors: Sequence[Tensor], writes: bool) -> list[Span]:
-    """Return the memory of tensors with elements."""
+    """Return the memory ranges of those tensors that have elements."""
     found = []
     for x in filter(Tensor.numel, tensors):
         last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
@@ -135,7 +136,7 @@ def _accesses(operator: Any) -> list[tuple[int, str, bool]]:
 
 
 class RecordedWork(dist.Work):
-    """The handle of a call."""
+    """The handle of a recorded call."""
 
     def __init__(self, recorder: Recorder, call: Call, written: list[Tensor]) -> None:
         super().__init__()
@@ -157,7 +158,8 @@ class RecordedWork(dist.Work):
 
 
 class RecordedGroup(dist.ProcessGroup):
-    """A process group that sends nothing and records its calls. number: among the groups of the same ranks."""
+    """A process group that sends nothing and records its calls. number: its number among the groups of the same
+    ranks."""
 
     def __init__(self, recorder: Recorder, rank: int, ranks: Sequence[int], number: int, backend: str) -> None:
         super().__init__(rank, len(ranks))  # type: ignore[call-arg]
@@ -182,24 +184,25 @@ class Recorder(TorchDispatchMode):
     def __init__(self, own: Record, earlier: Sequence[Record]) -> None:
         super().__init__()
         self.own, self._earlier, self._batch = own, earlier, 0
-        self._counts: Counter[Any] = Counter()  # groups by ranks, calls by channel, batches
-        self._wanted: tuple[Sequence[int], str] = range(own.world_size), ""  # ranks and backend of the next group
-        # Calls without a wait: their tensors, which must stay alive, and the memory.
+        self._counts: Counter[Any] = Counter()  # number of groups by ranks, of calls by channel, and of batches
+        # the ranks and the backend of the next group
+        self._wanted: tuple[Sequence[int], str] = range(own.world_size), ""
+        # These are the calls that no wait has ended: their tensors, which must stay alive, and their memory.
         self.pending: dict[Call, tuple[list[Tensor], list[Span]]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # True would import torch's compiler and slow down each operator
+        return False  # True would import torch's compiler and slow down each operator.
 
     def make_group(self, store: Any, rank: int, size: int, timeout: Any) -> RecordedGroup:
-        """Make a group, when torch asks its backend for one."""
+        """Make a group when torch asks its backend for one."""
         ranks, backend = self._wanted
         return RecordedGroup(self, rank, ranks, self._count(tuple(ranks)), backend)
 
     def new_group(
         self, real: Any, ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **options: Any
     ) -> Any:
-        """Replace torch's function for new groups. All ranks must make all groups in the same order."""
+        """Replace torch's function that makes groups. All ranks must make all groups in the same order."""
         everyone = range(self.own.world_size)
         members = sorted(everyone if ranks is None else ranks)
         arguments = f"ranks {members}" + (f", backend {backend}" if backend else "")
@@ -221,7 +224,7 @@ class Recorder(TorchDispatchMode):
         return self._counts[key]
 
     def call(self, name: str, group: RecordedGroup, arguments: tuple[Any, ...]) -> RecordedWork:
-        """Record a call of a method of `group`, and give the tensors values."""
+        """Record a call of a method of `group`, and fill its results."""
         ranks, rank, first = group.ranks, group.rank(), _tensors(arguments[0])
         has_two = len(arguments) > 1 and isinstance(arguments[1], list | Tensor)
         written, read = first, _tensors(arguments[1]) if has_two else first
@@ -238,9 +241,9 @@ class Recorder(TorchDispatchMode):
             pair = (rank, arguments[1]) if name == "send" else (arguments[1], rank)
             members, key = tuple(ranks[member] for member in pair), ("message", arguments[2])
             written, read = ([], first) if name == "send" else (first, [])
-        elif name in ("gather", "scatter"):  # only the root has the other list
+        elif name in ("gather", "scatter"):  # Only the root has the other list.
             compared = read if name == "gather" else written
-        elif "to" in name and any(arguments[2:4]):  # an all-to-all of unequal parts
+        elif "to" in name and any(arguments[2:4]):  # This is an all-to-all of unequal parts.
             compared, options = [], [f"{read[0].dtype}"]
         shapes = Counter(f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in compared)
         options += [shape if count == 1 else f"{count} x {shape}" for shape, count in shapes.items()]
@@ -255,10 +258,10 @@ class Recorder(TorchDispatchMode):
         return RecordedWork(self, call, written)
 
     def _fill(self, call: Call, rank: int, read: list[Tensor], results: list[Tensor]) -> None:
-        """Give the results of a call values. rank: this rank's number in the group."""
+        """Fill the results of a call with values. rank: this rank's number in the group."""
         key = call.channel, self._count(call.channel)
         given = torch.cat([x.detach().reshape(-1) for x in read]) if read else torch.zeros(1)
-        for x in results:  # a result is the input, a part of it, or repeats it for all ranks
+        for x in results:  # A result is the input, a part of it, or repeats the input for all ranks.
             if not any(x.data_ptr() == y.data_ptr() and x.shape == y.shape for y in read) and len(given):
                 x.copy_(given.repeat(-(-x.numel() // len(given)))[: x.numel()].view(x.shape))
         if call.name == "recv" or any(x.numel() > KEPT and x.dtype != torch.uint8 for x in results):
@@ -279,7 +282,7 @@ class Recorder(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _check(self, spans: Sequence[Span], name: str) -> None:
-        """Report an operator or a call that touches memory on its way."""
+        """Report an operator or a call that touches memory that is being sent or received."""
         for begin, end, writes in spans:
             for call, (_, on_way) in self.pending.items():
                 for first, last, is_received in on_way:
@@ -316,7 +319,7 @@ def record(rank: int, world_size: int, records: list[Record]) -> Iterator[Record
             stack.enter_context(recorder)
             yield recorder.own
         recorder.own.faults += [[f"rank {rank} never waits for {call}"] for call in recorder.pending]
-    except Exception as error:  # it may be the effect of a fault, because later values are wrong
+    except Exception as error:  # The error may be the effect of a fault, because later values are wrong.
         recorder.own.error = error
         raise
     finally:

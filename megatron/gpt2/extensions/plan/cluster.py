@@ -81,7 +81,7 @@ class Cluster:
         return ring + np.where(nodes > 1, between, 0.0)
 
     def point_to_point(self, size: Any, crosses_nodes: Any) -> Any:
-        """Return the time in which a pipeline stage sends `size` bytes to the next."""
+        """Return the time in which a pipeline stage sends `size` bytes to the next stage."""
         return self.send_latency + size / np.where(crosses_nodes, self.network_send, self.send)
 
 

@@ -53,11 +53,11 @@ from mpu.partition import padded_vocab_size
 
 GPT2_VOCABULARY = 50257
 MB, GB = 2**20, 2**30
-BYTES_PER_PARAMETER = 20  # in 2019
+BYTES_PER_PARAMETER = 20  # This was the size in 2019.
 SUFFIXES = {"M": 1e6, "B": 1e9, "T": 1e12}
-FAILURES = 0.0038  # of a node and day: 419 in 54 days of 2,048 nodes of H100 (arXiv:2407.21783, section 3.3.4)
+FAILURES = 0.0038  # failures of a node per day: 419 in 54 days of 2,048 nodes of H100 (arXiv:2407.21783, section 3.3.4)
 RESTART = 600  # seconds from a failure to the first new step
-SEARCHED_SHARE = 0.9  # of the memory that a layout may use
+SEARCHED_SHARE = 0.9  # A layout may use this share of the memory.
 
 
 def parse_options(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
@@ -113,7 +113,7 @@ def parse_options(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[
 
 
 def token_count(text: str) -> float:
-    """Return a number with an optional suffix M, B or T. Raises ValueError, as argparse expects."""
+    """Return a number that may have a suffix M, B or T. Raises ValueError, as argparse expects."""
     number, scale = (text[:-1], SUFFIXES[text[-1]]) if text[-1:] in SUFFIXES else (text, 1.0)
     return float(number) * scale
 
@@ -132,7 +132,7 @@ def planned_config(words: Sequence[str]) -> Config:
 
 
 def vocabulary_size(arguments: Arguments) -> int:
-    """Return the size of the tokenizer's vocabulary, as far as the flags decide it without any text."""
+    """Return the size of the tokenizer's vocabulary, if the flags decide it without any text."""
     data = arguments.config.data
     kind = data.tokenizer_type or default_tokenizer_kind()
     if kind == "GPT2BPETokenizer" and not (data.vocab_file and Path(data.vocab_file).exists()):
@@ -149,13 +149,13 @@ def vocabulary_size(arguments: Arguments) -> int:
 
 
 def planned_inputs(config: Config, ranks: int) -> MemoryInputs:
-    """Return the inputs for the device that the flags name, also if this machine does not have it."""
+    """Return the planner's inputs for the device that the flags name, even if this machine does not have it."""
     train, has_gpu = config.train, torch.cuda.is_available()
     device = train.device if train.device != "auto" else "cuda" if has_gpu else "cpu"
     dtype = torch.bfloat16
     if device == "cpu" or has_gpu or train.precision != "auto":
         dtype, _ = devices.choose_precision(train.precision, torch.device(device))
-    # This process has loaded the same libraries as a run before its model exists.
+    # This process has loaded the same libraries as a run that has no model yet.
     fixed = CUDA_CONTEXT if device == "cuda" else resident_memory().get("resident", 0)
     return MemoryInputs(config, ranks, device, dtype, fixed, bool(devices.set_allocator(torch.device(device))))
 
@@ -183,19 +183,21 @@ def megatron_2019(config: Config) -> tuple[MemoryEstimate, dict[str, int]]:
     """
     model, train, p = config.model, config.train, config.parallel.model_parallel_size
     assert model.vocab_size is not None
-    # It padded the vocabulary to a multiple of the number of ranks, too.
+    # Megatron also padded the vocabulary to a multiple of the number of ranks.
     rows = padded_vocab_size(model.vocab_size, p * model.make_vocab_size_divisible_by, p) // p
     ours = padded_vocab_size(model.vocab_size, model.make_vocab_size_divisible_by, p) // p
     parameters = count_parameters(model, p)[1] + (rows - ours) * model.hidden_size
     s, b, h = config.data.seq_length, train.micro_batch_size, model.hidden_size
     hidden = 2 * s * b * h
     whole = model.num_layers * layer_activations(s=s, b=b, h=h, n=model.num_attention_heads, p=p)
-    inputs = -(-model.num_layers // train.recompute_num_layers) * hidden  # the input of each recomputed group of layers
+    # number of inputs that are kept: one for each recomputed group of layers
+    inputs = -(-model.num_layers // train.recompute_num_layers) * hidden
     parts = dict.fromkeys(PARTS, 0) | {
         "weights": 2 * parameters,
         "gradients": 2 * parameters,
         "optimizer": (BYTES_PER_PARAMETER - 4) * parameters,
-        # The outputs of the last layer and of the norm, and the mask of the embeddings' dropout (1 byte per element).
+        # These are the outputs of the last layer and of the norm, and the mask of the embeddings' dropout (1 byte per
+        # element).
         "activations": (inputs if train.recompute_granularity == "full" else whole) + 2 * hidden + hidden // 2,
         "logits and loss": 3 * 4 * s * b * rows,
     }
@@ -212,7 +214,7 @@ def plan_facts(config: Config, plan: MemoryInputs | None) -> dict[str, Any]:
     more: dict[str, Any] = {}
     if plan is None:
         memory, more["megatron_2019"] = megatron_2019(config)
-        own = memory.parts["weights"] // 2  # in 2019 the vocabulary was padded differently
+        own = memory.parts["weights"] // 2  # In 2019 the vocabulary was padded differently.
     else:
         memories = estimate_stages(plan)
         memory, own = max(memories, key=lambda memory: memory.total), max(each.parameters for each in memories)
@@ -222,7 +224,7 @@ def plan_facts(config: Config, plan: MemoryInputs | None) -> dict[str, Any]:
             "device": plan.device,
             "precision": devices.PRECISIONS[plan.dtype],
         }
-        if plan.stages > 1:  # the schedule, its bubble, and each stage
+        if plan.stages > 1:  # The next lines show the schedule, its bubble, and each stage.
             chunks = config.layers_of_stages()
             more["pipeline"] = {
                 "schedule": config.pipeline_schedule(1).name,
@@ -379,10 +381,10 @@ def fitting_table(fits: dict[str, Any]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: this process's); returns the exit code."""
+    """Run the command line `argv` (default: this process's). Return the exit code."""
     words = sys.argv[1:] if argv is None else argv
     if "--help" in words or "-h" in words:
-        words = ["--help"]  # this program's, not pretrain_gpt2.py's
+        words = ["--help"]  # It prints the help of this program, not of pretrain_gpt2.py.
     chosen, rest = parse_options(words)
     launch, rest = parse_launch_flags(rest)
     config = planned_config(rest)

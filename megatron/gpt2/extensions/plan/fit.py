@@ -41,7 +41,8 @@ from mpu.partition import padded_vocab_size
 _SELECTIVE, _HALF_BATCH, _PARTITIONED, _OFFLOADED = 0.02, 0.03, 0.01, 0.01
 _MODEL_PARALLEL = {1: 0.0, 2: 1 / 0.95 - 1, 4: 1 / 0.82 - 1, 8: 1 / 0.77 - 1}
 RECOMPUTES = ("none", "selective", "full")
-_PCIE, _HOST_MEMORY, _BETWEEN_GPUS, _FLOPS = 25e9, 50e9, 100e9, 0.4 * 989e12  # bytes a second, FLOP/s
+# The first three are bytes per second, the last one FLOP/s.
+_PCIE, _HOST_MEMORY, _BETWEEN_GPUS, _FLOPS = 25e9, 50e9, 100e9, 0.4 * 989e12
 
 
 @dataclass(frozen=True)
@@ -51,16 +52,16 @@ class Candidate:
 
     inputs: MemoryInputs
     cost: float
-    flags: tuple[str, ...]  # to add to the command line
-    min_bytes: int  # lower bound of its memory: the state of the first stage
+    flags: tuple[str, ...]  # These flags are added to the command line.
+    min_bytes: int  # a lower bound of its memory: the state of the first stage
 
     @functools.cached_property
     def memory(self) -> MemoryEstimate:
-        """The estimate of the rank with the most memory."""
+        """The estimate of the rank that needs the most memory."""
         return estimate_memory(self.inputs)
 
     def relative_cost(self, other: float) -> float:
-        """Return the extra time of a step compared with a layout of cost `other`."""
+        """Return the extra time of a step compared with a layout whose cost is `other`."""
         return (1 + self.cost) / (1 + other) - 1
 
 
@@ -73,7 +74,8 @@ def cost(inputs: MemoryInputs, *, batch: int) -> float:
     parallel, p = config.parallel, config.parallel.model_parallel_size
     parameters, on_gpu = stage_parameters(config), inputs.device == "cuda"
     hidden = inputs.dtype.itemsize * config.train.micro_batch_size * config.data.seq_length * model.hidden_size
-    own = hidden // p if parallel.sequence_parallel else hidden  # of a rank between two layers
+    # the width of a hidden state on a rank between two layers
+    own = hidden // p if parallel.sequence_parallel else hidden
     more = {"none": 0.0, "selective": _SELECTIVE, "full": layers / 3 / whole}[config.train.recompute_granularity]
     size = config.train.micro_batch_size
     while size < batch:
@@ -83,21 +85,22 @@ def cost(inputs: MemoryInputs, *, batch: int) -> float:
     step = tokens * whole / (p * inputs.stages) / _FLOPS
     if parallel.cpu_offload_optimizer and on_gpu:
         owned = parameters / (inputs.data_parallel_size if parallel.use_distributed_optimizer else 1)
-        # Bytes per parameter: 4 to the host and 2 back over PCIe; AdamW reads 16 and writes 12 in host memory.
+        # An offloaded parameter sends 4 bytes to the host and 2 back over PCIe; AdamW reads 16 and writes 12 bytes in
+        # host memory.
         more += (6 * owned / _PCIE + 28 * owned / _HOST_MEMORY) / step
     if parallel.shard_gradients and inputs.data_parallel_size > 1:
         more += (inputs.num_microbatches - 1) * 4 * parameters / _BETWEEN_GPUS / 2 / step
     if parallel.partition_activations:
         more += _PARTITIONED
     layers_here = -(-model.num_layers // inputs.stages)
-    offloaded = min(parallel.cpu_offloading_num_layers, layers_here) * 16 * own  # bytes of a layer: 16 hidden states
+    offloaded = min(parallel.cpu_offloading_num_layers, layers_here) * 16 * own  # A layer offloads 16 hidden states.
     if parallel.checkpoint_in_cpu:
         offloaded = (
             -(-layers_here // config.train.recompute_num_layers) * own // (p if parallel.partition_activations else 1)
         )
     if offloaded and on_gpu:
         more += _OFFLOADED + max(0.0, inputs.num_microbatches * 2 * offloaded / _PCIE / step - 1)
-    if inputs.stages > 1:  # each chunk sends hidden states forward and gradients back
+    if inputs.stages > 1:  # Each chunk sends hidden states forward and gradients back.
         more += inputs.num_microbatches * config.virtual_stages * 2 * own / _BETWEEN_GPUS / step
         more = (1 + more) / (1 - bubble(config, inputs.num_microbatches)) - 1
     return more
@@ -111,9 +114,9 @@ def bubble(config: Config, num_microbatches: int) -> float:
 
 @functools.lru_cache(maxsize=256)
 def _bubble(name: str, p: int, v: int, m: int, layers: tuple[int, ...]) -> float:
-    of_layer = p / sum(layers)  # a rank with the mean number of layers takes 1 for each of F, B and W
+    of_layer = p / sum(layers)  # A rank with the mean number of layers takes 1 for each of F, B and W.
     costs = [StageCosts(*[number * of_layer] * 3) for number in layers]
-    fewer = m if m <= 3 * p else 2 * p + m % p  # the schedule repeats
+    fewer = m if m <= 3 * p else 2 * p + m % p  # The schedule repeats after this number.
     slowest = 3 * of_layer * max(sum(layers[rank::p]) for rank in range(p))
     length = timetable(build_schedule(name, p, v, fewer), costs).length + (m - fewer) * slowest
     return 1 - 3 * m / length
@@ -134,7 +137,7 @@ _count_parameters = functools.lru_cache(maxsize=64)(count_parameters)
 
 
 def min_memory(inputs: MemoryInputs) -> int:
-    """Return a lower bound for the first stage: weights, gradients and the optimizer."""
+    """Return a lower bound for the memory of the first stage: weights, gradients and the optimizer."""
     parallel, e = inputs.config.parallel, inputs.dtype.itemsize
     ranks, parameters = inputs.data_parallel_size, stage_parameters(inputs.config)
     on_host = parallel.cpu_offload_optimizer and inputs.device == "cuda"
@@ -190,10 +193,10 @@ def layouts(inputs: MemoryInputs) -> Iterator[Candidate]:
                         parallel=dataclasses.replace(asked.parallel, **split, **changed),
                     ),
                 )
-            except ValueError:  # sizes that do not divide
+            except ValueError:  # These sizes do not divide each other.
                 continue
             if b == batch and data_parallel == inputs.data_parallel_size:
-                del train["global_batch_size"]  # the flag would not change it
+                del train["global_batch_size"]  # The flag would not change it.
             yield Candidate(
                 candidate,
                 cost(candidate, batch=batch),
@@ -248,7 +251,7 @@ def cheapest(inputs: MemoryInputs, budget: int, count: int) -> list[Candidate]:
             return len(found) < count and not any(flags_of(other) <= flags_of(candidate) for other in found)
 
         for _, equal_cost in itertools.groupby(order, sort_key):
-            # Estimate the memory only of layouts that can be returned.
+            # The memory is estimated only for layouts that can be returned.
             for candidate in sorted(filter(is_new, equal_cost), key=lambda c: c.memory.total):
                 if candidate.memory.total <= budget and is_new(candidate):
                     found.append(candidate)

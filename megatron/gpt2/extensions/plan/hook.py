@@ -28,7 +28,7 @@ from megatron.gpt2.monitor.log_lines import resident_memory
 from megatron.gpt2.train.setup import RunContext
 from megatron.gpt2.train.trainer import Trainer
 
-# The share of the memory that a proposed layout may use: estimates are right within 10 % (benchmarks/memory.py).
+# A proposed layout may use this share of the memory, because estimates are right within 10 % (benchmarks/memory.py).
 MARGIN = 0.9
 
 
@@ -51,7 +51,7 @@ def describe_failure(error: Exception) -> str:
 
 
 def unless_failed(default: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator of `MemoryPlan`'s methods. They return `default` if the plan fails: a run goes on."""
+    """Return a decorator of `MemoryPlan`'s methods. They return `default` if the plan fails, so the run continues."""
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -94,7 +94,7 @@ class MemoryPlan(Hook):
         return rows
 
     def start_lines(self, trainer: Trainer) -> list[str]:
-        """Return a warning if the run will not fit, or why there is no estimate."""
+        """Return a warning if the run will not fit, or the reason why there is no estimate."""
         line = self._shortage(trainer.context)
         failed = f"{self.failure}; the run does not need it"
         return [failed] if self.failure else [f"WARNING: {line}"] if line else []
@@ -168,7 +168,7 @@ def available_memory(device: torch.device, local_world_size: int = 1) -> tuple[i
         for name in ("memory.max", "memory.limit_in_bytes"):
             try:
                 limits.append((int((folder / name).read_text()), "the container's limit"))
-            except (OSError, ValueError):  # no such file, or "max"
+            except (OSError, ValueError):  # The file does not exist or contains "max".
                 continue
     by = f", shared by {local_world_size} ranks" if local_world_size > 1 else ""
     shared = [(size // local_world_size, where + by) for size, where in limits if size is not None]
@@ -178,7 +178,7 @@ def available_memory(device: torch.device, local_world_size: int = 1) -> tuple[i
 def _process_limit() -> list[tuple[int, str]]:
     """Return `ulimit -v`, minus the address space that uses no memory."""
     try:
-        import resource  # not on Windows, hence here
+        import resource  # Windows does not have this module.
     except ImportError:
         return []
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]

@@ -21,7 +21,7 @@ import torch
 from megatron.gpt2.config import Config
 from megatron.gpt2.extensions.plan.trace import Allocation, Communication, Mark, Release, Trace, trace_step
 
-NEAR = 4  # allocations of a line at the start and the end of a phase, which traces of few layers keep apart
+NEAR = 4  # A trace of few layers keeps this number of a line's allocations apart, at the start and the end of a phase.
 PARTS = (
     "weights",
     "gradients",
@@ -48,15 +48,16 @@ MOMENTS = {
     "allreduce": "the reduction of gradients",
     "optimizer": "the optimizer",
 }
-# Per token of a step: text, tokens and labels in int64, mask and weight in float32.
+# For each token of a step, the text, tokens and labels take int64, and mask and weight float32.
 BATCH_BYTES_PER_TOKEN = 40
-# Resident memory that a process on a CPU needs in addition to the memory before the model exists, without file pages
-# (torch 2.13): buffers of the matrix libraries; and the compiler's Python objects, which torch's checkpoint needs, too.
+# A process on a CPU needs this resident memory in addition to the memory before the model exists, without file pages
+# (torch 2.13): the buffers of the matrix libraries, and the compiler's Python objects, which torch's checkpoint also
+# needs.
 LIBRARY_BYTES, COMPILER_BYTES = 24 << 20, 45 << 20
-# CUDA's context and the kernels of torch, NCCL and cuBLAS: 0.4 to 0.8 GB.
+# CUDA's context and the kernels of torch, NCCL and cuBLAS take 0.4 to 0.8 GB.
 CUDA_CONTEXT = 600 << 20
-# Fragmentation of glibc's heap, as a share of stored activations, of gradients, and of temporary tensors. Fitted to
-# runs, see docs/explanation/memory.md.
+# The fragmentation of glibc's heap is a share of stored activations, of gradients, and of temporary tensors. The shares
+# are fitted to runs, see docs/explanation/memory.md.
 FRAGMENTATION = {
     "activations": 0.2,
     "gradients": 0.4,
@@ -74,7 +75,7 @@ class MemoryInputs:
 
     config: Config
     world_size: int
-    device: str  # cpu or cuda
+    device: str  # "cpu" or "cuda"
     dtype: torch.dtype
     fixed: int
     keeps_freed: bool = False
@@ -82,11 +83,12 @@ class MemoryInputs:
 
     def __post_init__(self) -> None:
         assert self.config.model.vocab_size is not None
-        assert self.num_microbatches  # raises ValueError if the ranks cannot share the batch
+        assert self.num_microbatches  # This raises ValueError if the ranks cannot share the batch.
 
     @property
     def stages(self) -> int:
-        """Ranks of a pipeline. Each holds a stage, which has several chunks if the schedule is interleaved."""
+        """The number of stages. Each rank of a pipeline holds one, which has several chunks if the schedule is
+        interleaved."""
         return self.config.parallel.pipeline_model_parallel_size
 
     def stage_of(self, rank: int) -> int:
@@ -100,7 +102,7 @@ class MemoryInputs:
 
     @cached_property
     def num_microbatches(self) -> int:
-        """Micro-batches of each rank in a step of the final batch, which needs the most memory."""
+        """The number of micro-batches of each rank in a step of the final batch, which needs the most memory."""
         return self.config.num_microbatches(self.world_size, self.consumed_samples)
 
 
@@ -126,12 +128,12 @@ class MemoryEstimate:
 
 
 def in_mb(size: float) -> str:
-    """Format bytes in whole MB of 2^20 bytes: "12,760"."""
+    """Format bytes in whole MB of 2^20 bytes, such as "12,760"."""
     return f"{size / 2**20:,.0f}"
 
 
-# What a rank holds at one time: bytes by part, and numbers that are not in the sum: "host", "saved" (of a checkpoint)
-# "parameters" and "total", the sum of the parts.
+# The memory of a rank at one time: bytes by part, and numbers that are not in the sum: "host", "saved" (of a
+# checkpoint), "parameters", and "total", the sum of the parts.
 Held = dict[str, int]
 
 
@@ -185,7 +187,8 @@ def with_layers(inputs: MemoryInputs) -> tuple[MemoryInputs, MemoryInputs, float
 
 @functools.lru_cache(maxsize=4096)
 def stage_memory(inputs: MemoryInputs, stage: int) -> dict[Moment, Held]:
-    """`traced_memory`, from traces of few layers if all chunks of the model have equally many layers."""
+    """Return the result of `traced_memory`. If all chunks of the model have equally many layers, few layers are
+    traced."""
     counts = with_layers(inputs)
     if counts is None:
         return traced_memory(inputs, stage)
@@ -218,7 +221,7 @@ def traced_memory(inputs: MemoryInputs, stage: int) -> dict[Moment, Held]:
         "temporary": left_out,
     }
     if config.parallel.DDP_impl == "torch" and inputs.data_parallel_size > 1:
-        now["gradients"] = 2 * trace.weights  # DDP's gradients and buckets, in the model's precision
+        now["gradients"] = 2 * trace.weights  # DDP has gradients and buckets in the model's precision.
     now["host"] = most_on_host = trace.held["cpu"] if inputs.device == "cuda" else 0
     now["total"] = sum(now[part] for part in PARTS)
     moments, of_phase = dict[Moment, Held](), defaultdict[str, list[Held]](list)
@@ -236,7 +239,7 @@ def traced_memory(inputs: MemoryInputs, stage: int) -> dict[Moment, Held]:
             part, size = blocks.pop(event.block)
             allocate(part, -size)
         elif isinstance(event, Communication) and inputs.device == "cpu" and _is_scattered(event):
-            # gloo reduces a copy of the bucket, and frees it when the result is received.
+            # gloo reduces a copy of the bucket, and frees the copy when the result is received.
             more = event.size - (copies if config.parallel.shard_gradients else 0)
             copies += more
             allocate("communication", more)
@@ -286,17 +289,18 @@ def _is_scattered(event: Communication) -> bool:
 
 
 def estimate_memory(inputs: MemoryInputs, stage: int | None = None) -> MemoryEstimate:
-    """Estimate the largest memory of a training step on `stage` of the pipeline (default: the stage with the most)."""
+    """Estimate the largest memory of a training step on `stage` of the pipeline (default: the stage that needs the
+    most)."""
     if stage is None:
         layers = [len(layers) for layers in inputs.config.layers_of_stages()[: inputs.stages]]
-        # Of stages with equally many layers, the first one keeps the most micro-batches. The last one has the loss.
+        # If stages have equally many layers, the first one keeps the most micro-batches. The last one has the loss.
         largest = {layers.index(max(layers)), 0, inputs.stages - 1}
         return max((estimate_memory(inputs, each) for each in largest), key=lambda memory: memory.total)
     return _largest(inputs, stage, stage_memory(inputs, stage))
 
 
 def estimate_stages(inputs: MemoryInputs) -> list[MemoryEstimate]:
-    """Estimate each stage of the pipeline."""
+    """Estimate the memory of each stage of the pipeline."""
     return [estimate_memory(inputs, stage) for stage in range(inputs.stages)]
 
 

@@ -52,7 +52,7 @@ class FakeProcessGroup(dist.ProcessGroup):
 
     def _start(self, name: str, *arguments: Any) -> types.SimpleNamespace:
         ranks = self.ranks
-        if name in ("send", "recv"):  # arguments: tensors, peer, tag
+        if name in ("send", "recv"):  # The arguments are tensors, peer and tag.
             ends = ranks[self.rank()], ranks[arguments[1]]
             ranks = ends if name == "send" else ends[::-1]
         call = Call(next(self._numbers), name, ranks, max(map(_bytes_of, arguments)))
@@ -61,7 +61,7 @@ class FakeProcessGroup(dist.ProcessGroup):
 
     allreduce = functools.partialmethod(_start, "all_reduce")
     allgather = functools.partialmethod(_start, "all_gather")
-    all_gather_single = _allgather_base = allgather  # the name since torch 2.13, and before
+    all_gather_single = _allgather_base = allgather  # torch 2.13 renamed `_allgather_base` to the first name.
     reduce_scatter_single = _reduce_scatter_base = functools.partialmethod(_start, "reduce_scatter")
     all_to_all_single = alltoall_base = functools.partialmethod(_start, "all_to_all")
     broadcast = functools.partialmethod(_start, "broadcast")

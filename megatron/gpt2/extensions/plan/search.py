@@ -21,12 +21,12 @@ from megatron.gpt2.extensions.plan.memory import MemoryEstimate, MemoryInputs, e
 from megatron.gpt2.extensions.plan.simulate import StepTime, simulate
 from megatron.gpt2.extensions.plan.step_time import Layouts, Software, step_parts
 
-# This program for the formulas. It sums gradients in float32 with a reduce-scatter, and gathers parameters in 16 bits:
-# as many bytes as an all-reduce of 3 bytes.
+# This entry describes this project for the formulas. It sums gradients in float32 with a reduce-scatter, and gathers
+# parameters in 16 bits; together these are as many bytes as an all-reduce of 3 bytes.
 PROGRAM = Software(kernels=20, traffic=1.0, loss_bytes=20.0, fused_attention=True, overlap=True, sum_bytes=3)
 MICRO_BATCHES, CHUNKS = (1, 2, 4, 8, 16), (1, 2, 3, 4)
-ZERO_BUBBLE = 1 / 3  # of the bubble remains, if F, B and W take the same time
-TRIES = 4  # estimates of memory for each layout that is returned, at most
+ZERO_BUBBLE = 1 / 3  # This share of the bubble remains, if F, B and W take the same time.
+TRIES = 4  # At most this number of memory estimates is made for each layout that is returned.
 DAY = 86400.0
 
 
@@ -47,7 +47,7 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class Found:
-    """A layout that fits. flags: to add to the command line."""
+    """A layout that fits. flags: the flags to add to the command line."""
 
     layout: Layout
     flags: tuple[str, ...]
@@ -76,7 +76,7 @@ def layouts(config: Config, ranks: int) -> Iterator[Layout]:
 
 
 def quick_seconds(config: Config, cluster: Cluster, candidates: Sequence[Layout]) -> np.ndarray:
-    """Return the time of a step of each layout by the formulas."""
+    """Return the time of a step of each layout, computed with the formulas."""
     seconds = np.zeros(len(candidates))
     for (recompute, sequence, sharding), chosen in _grouped(candidates, lambda x: x[-3:]).items():
         of = [candidates[number] for number in chosen]
@@ -103,7 +103,8 @@ def quick_seconds(config: Config, cluster: Cluster, candidates: Sequence[Layout]
         )
         parts["bubble"] = parts["bubble"] * np.where(columns["zero_bubble"], ZERO_BUBBLE, 1)
         micro_batches = batch // columns["data"] // columns["micro_batch"]
-        missing = -micro_batches % columns["pipeline"] / micro_batches  # interleaved chunks wait for whole groups
+        # Interleaved chunks wait for whole groups of micro-batches.
+        missing = -micro_batches % columns["pipeline"] / micro_batches
         parts["bubble"] += np.where(columns["chunks"] > 1, missing * (parts["layers"] + parts["tensor_parallel"]), 0)
         if sharding == 2:
             parts["data_parallel"] = parts["data_parallel"] * micro_batches

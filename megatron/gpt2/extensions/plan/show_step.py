@@ -22,7 +22,7 @@ PAGE = Path(__file__).with_name("page.html")
 
 
 def page(inputs: MemoryInputs, step: StepTime, cluster: str) -> str:
-    """Return the page of a step, which has its spans."""
+    """Return the HTML page of a step that has recorded its spans."""
     parallel, of_stage = inputs.config.parallel, inputs.world_size // inputs.stages
     about = (
         f"{plural(inputs.world_size, 'rank')} of {cluster}: tensor {parallel.model_parallel_size} × pipeline "

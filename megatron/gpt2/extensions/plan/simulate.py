@@ -35,10 +35,10 @@ from megatron.gpt2.pipeline.p2p_schedule import P2PMessage, build_p2p_schedule, 
 from megatron.gpt2.pipeline.schedule import Action, Kind
 
 PARTS = ("compute", "launch", "tensor", "data", "other", "pipeline")
-FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5  # matrix products of fused attention, which recomputes the scores
-CAUSAL = 0.5  # the share of the scores that causal attention computes
-READS_ROWS = ("embedding", "index_select", "gather")  # operators that read a part of their first tensor
-ActionKey = tuple[Kind, int, int]  # kind, chunk, and micro-batch of the trace: 0 for the first ones, 1 for the last
+FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5  # numbers of matrix products of fused attention, which recomputes the scores
+CAUSAL = 0.5  # Causal attention computes this share of the scores.
+READS_ROWS = ("embedding", "index_select", "gather")  # These operators read a part of their first tensor.
+ActionKey = tuple[Kind, int, int]  # kind, chunk, and micro-batch of the trace: 0 for the first ones, 1 for the last one
 
 
 class Span(NamedTuple):
@@ -91,7 +91,7 @@ class StageJobs:
 
 
 def kernel_seconds(cluster: Cluster, event: Operation) -> float:
-    """Return the time of a kernel: of matrix products by their sizes, of others by their bytes."""
+    """Return the time of a kernel. For matrix products their sizes decide it, for other kernels their bytes."""
     name, shapes = event.name, event.shapes
     if name in ("mm", "bmm", "addmm"):
         a, b = shapes[-2:]
@@ -179,28 +179,28 @@ def stage_jobs(inputs: MemoryInputs, cluster: Cluster, stage: int) -> StageJobs:
 
 
 class Lane:
-    """The queues of one stage. now: when compute is free. launch: seconds of the host per kernel; 0 on a CPU."""
+    """The queues of one stage. now: when compute is free. launch: the host's seconds per kernel; 0 on a CPU."""
 
     def __init__(self, stage: int, launch: float, spans: list[Span] | None) -> None:
         self.stage, self.now, self.launch = stage, 0.0, launch
         self.parts = dict.fromkeys(PARTS, 0.0)
         self._host, self._spans = 0.0, spans
         self._queues = defaultdict[tuple[int, ...], float](float)
-        self._running: dict[int, tuple[float, str]] = {}  # by call: its end and kind
+        self._running: dict[int, tuple[float, str]] = {}  # the end and the kind of each call
 
     def wait(self, end: float, part: str) -> None:
-        """Let compute wait until `end`."""
+        """Let the compute queue wait until `end`."""
         if end > self.now:
             self.parts[part] += end - self.now
             self.now = end
 
     def record(self, queue: str, name: str, start: float, end: float, text: str) -> None:
-        """Add a span, if they are recorded."""
+        """Add a span, if spans are recorded."""
         if self._spans is not None:
             self._spans.append(Span(self.stage, queue, name, start, end, text))
 
     def run(self, jobs: Sequence[Job]) -> None:
-        """Add jobs to the queues."""
+        """Run jobs in the queues."""
         for job in jobs:
             if not job.queue:
                 if job.number in self._running:
@@ -264,7 +264,7 @@ def _run_stages(
     steps = build_p2p_schedule(schedule)
     tokens = config.train.micro_batch_size * config.data.seq_length
     size = inputs.dtype.itemsize * tokens * config.model.hidden_size // (t if config.parallel.sequence_parallel else 1)
-    posted: dict[tuple[P2PMessage, int], float] = {}  # by message and rank: when the rank is ready
+    posted: dict[tuple[P2PMessage, int], float] = {}  # the time at which a rank is ready for a message
     spans: list[Span] = []
     launch = float(cluster.host(1, t)) if inputs.device == "cuda" else 0.0
     lanes = [Lane(stage, launch, spans if record else None) for stage in range(p)]

@@ -96,14 +96,15 @@ def step_parts(cluster: Cluster, software: Software, x: Layouts) -> dict[str, An
     tokens, heads = b * s, b * x.attention_heads / t
     matmul = cluster.matmul
 
-    # One layer: the weights' products, attention's products, and element-wise kernels.
+    # These are the costs of one layer: the weights' products, attention's products, and element-wise kernels.
     sizes = ((3 * h / t, h), (h, h / t), (4 * h / t, h), (h, 4 * h / t))  # [out, in] of qkv, projection, MLP
     forward = sum(matmul(tokens, out, inner) for out, inner in sizes)
     backward = sum(matmul(tokens, inner, out) + matmul(out, inner, tokens) for out, inner in sizes)
     head_size = h / x.attention_heads
     attention = matmul(s, s, head_size, heads) + matmul(s, head_size, s, heads)
     score_bytes, row_bytes = 0 if software.fused_attention else heads * s * s * HALF, tokens * h * HALF
-    split = t if software.sequence_parallel else 1  # of norms, dropout and residual sums
+    # Sequence parallelism splits norms, dropout and residual sums by this number.
+    split = t if software.sequence_parallel else 1
     scores = cluster.move(software.traffic * 8 * score_bytes)
     forward = forward + attention + scores + cluster.move(software.traffic * row_bytes * (14 / split + 14 / t))
     backward = (
@@ -112,7 +113,8 @@ def step_parts(cluster: Cluster, software: Software, x: Layouts) -> dict[str, An
         + cluster.move(software.traffic * (9 * score_bytes + row_bytes * (16 / split + 18 / t)))
         + cluster.move(software.gradient_bytes * 12 * h * h / t)
     )
-    reduce = 2 * np.where(t > 1, cluster.all_reduce(row_bytes, t, link=cluster.link), 0.0)  # two in each pass
+    # Each pass has two all-reduces.
+    reduce = 2 * np.where(t > 1, cluster.all_reduce(row_bytes, t, link=cluster.link), 0.0)
     kernels = software.kernels + np.where(heads % software.softmax_heads, software.unfused_kernels, 0.0)
     host = cluster.host(kernels, t)
     full = longer(forward + reduce, host)
@@ -127,7 +129,7 @@ def step_parts(cluster: Cluster, software: Software, x: Layouts) -> dict[str, An
     stage = layers_of_stage * (full + back + again)
     passes = 3 if software.recompute == "full" else 2
 
-    # Embedding, head and loss.
+    # These are the costs of the embedding, the head and the loss.
     vocab = np.ceil(VOCAB_SIZE / (128 * t)) * 128 * t
     table_gradient = cluster.move(software.gradient_bytes * vocab * h / t)
     head_products = matmul(tokens, vocab / t, h) + matmul(tokens, h, vocab / t) + matmul(vocab / t, h, tokens)
@@ -135,7 +137,8 @@ def step_parts(cluster: Cluster, software: Software, x: Layouts) -> dict[str, An
     head = longer(head_products + loss, cluster.host(software.head_kernels, t)) + table_gradient
     embedding = cluster.move(30 * row_bytes) + table_gradient
 
-    # The schedule 1F1B: the slowest stage works on each micro-batch, and the first one waits for the pipeline to fill.
+    # In the schedule 1F1B, the slowest stage works on each micro-batch, and the first one waits until the pipeline is
+    # full.
     micro_batches = x.global_batch / d / b
     multi_node = t * d * p > cluster.gpus_per_node
     crosses_nodes = multi_node & (t * d >= cluster.gpus_per_node)

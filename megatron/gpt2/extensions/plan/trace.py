@@ -43,7 +43,7 @@ from mpu import kernels, random
 from mpu.kernels import attention
 
 ROOT, ROOM = str(Path(__file__).resolve().parents[4]), str(Path(__file__).resolve().parent)
-ROUNDING = {"cuda": 512, "cpu": 64}  # bytes: the size of an allocation is a multiple
+ROUNDING = {"cuda": 512, "cpu": 64}  # The size of an allocation is a multiple of this number of bytes.
 META = torch.device("meta")
 
 
@@ -61,7 +61,7 @@ class Operation(NamedTuple):
 
 
 class Communication(NamedTuple):
-    """A collective or message starts: the fields of `Call`, then phase and place."""
+    """The start of a collective or of a message: the fields of `Call`, then the phase and the line of the program."""
 
     number: int
     name: str
@@ -72,7 +72,7 @@ class Communication(NamedTuple):
 
 
 class Allocation(NamedTuple):
-    """Memory of `size` bytes is allocated. block: its number. device: cuda or cpu."""
+    """The allocation of `size` bytes. block: the number of the block. device: cuda or cpu."""
 
     block: int
     size: int
@@ -82,13 +82,13 @@ class Allocation(NamedTuple):
 
 
 class Release(NamedTuple):
-    """The memory of `block` is freed."""
+    """The release of the memory of `block`."""
 
     block: int
 
 
 class Mark(NamedTuple):
-    """A phase begins, or ends if `ends`."""
+    """The beginning of a phase, or its end if `ends`."""
 
     phase: str
     ends: bool
@@ -117,7 +117,7 @@ def _new(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _elementwise(*args: Any, dtype: torch.dtype | None = None, memory_format: Any = None, **_: Any) -> Tensor:
-    """Return a tensor whose dimensions have the order in memory of those of the first argument with its shape."""
+    """Return a tensor whose dimensions have the same order in memory as the first argument of this shape."""
     given = _tensors(args)
     shape = tuple(np.broadcast_shapes(*(x.shape for x in given)))
     like = next((x for x in given if x.shape == shape), None)
@@ -161,7 +161,7 @@ def _layer_norm(x: Tensor, shape: Sequence[int], *_: Any) -> tuple[Tensor, ...]:
     return _elementwise(x), *(_row_sums(x).unsqueeze(-1) for _ in range(2))
 
 
-# The outputs of operators whose shapes torch computes in Python with the compiler's libraries.
+# torch computes the output shapes of these operators in Python with the compiler's libraries.
 OUTPUTS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(
         "ge gt lt le eq ne isfinite logical_and logical_not".split(),
@@ -202,7 +202,7 @@ OUTPUTS: dict[str, Callable[..., Any]] = {
         _elementwise(x.transpose(1, 2).contiguous()).transpose(1, 2) for x in qkv[:3]
     ),
 }
-# Operators that no kernel runs: allocations, and views whose schema does not say so.
+# No kernel runs these operators: they are allocations, or views whose schema does not say so.
 NO_KERNEL = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_unsafe_view", "lift_fresh"}
 
 
@@ -238,17 +238,17 @@ class Recorder(TorchDispatchMode):
     def __init__(self, device: str) -> None:
         super().__init__()
         self.device, self.events, self.phase = device, list[Event](), ""
-        self._blocks: dict[int, tuple[int, str]] = {}  # by storage: number and device
+        self._blocks: dict[int, tuple[int, str]] = {}  # the number and the device of each storage
         self._shapes: dict[Any, Any] = {}
         self._count = 0
-        self._inside = False  # an operator runs, which must see the device "meta"
+        self._inside = False  # An operator runs, which must see the device "meta".
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # the compiler is not loaded
+        return False  # The compiler is not loaded.
 
     def device_of(self, x: Tensor) -> torch.device:
-        """The device of a tensor as the program sees it."""
+        """Return the device of a tensor as the program sees it."""
         real: torch.device = torch._C.TensorBase.device.__get__(x)  # type: ignore[attr-defined]
         if real.type != "meta" or self._inside:
             return real
@@ -257,7 +257,7 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def timer(self, phase: str) -> Iterator[None]:
-        """A timer of the program: the name of a phase."""
+        """Return a timer of the program, which marks a phase by its name."""
         before, self.phase = self.phase, phase
         self.events.append(Mark(phase, ends=False))
         yield
@@ -284,7 +284,7 @@ class Recorder(TorchDispatchMode):
         given = _tensors((*args, *kwargs.values()))
         asked = kwargs.get("device")
         if given and not any(map(_is_meta, given)) and (asked is None or asked.type != self.device):
-            return func(*args, **kwargs)  # a state of a random generator, or a table
+            return func(*args, **kwargs)  # A real tensor, such as a generator's state or a lookup table, is not traced.
         if name in ("_local_scalar_dense", "is_nonzero"):
             return 1
         device = (
@@ -296,7 +296,7 @@ class Recorder(TorchDispatchMode):
         )
         is_there = asked is not None and device == self.device_of(args[0]).type if name == "_to_copy" else False
         if is_there and kwargs.get("dtype") in (None, args[0].dtype):
-            return args[0].detach()  # x.to(device): torch sees the device "meta"
+            return args[0].detach()  # The call is x.to(device), and torch sees the device "meta".
         kwargs.pop("pin_memory", None)
         if asked is not None:
             kwargs["device"] = META
@@ -338,7 +338,7 @@ class Recorder(TorchDispatchMode):
             self._inside = False
 
     def _infer(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return new tensors with the shapes and dtypes of the outputs. Equal arguments are computed once."""
+        """Return new tensors with the shapes and dtypes of the outputs. For equal arguments they are computed once."""
         if name in OUTPUTS:
             return self._run(OUTPUTS[name], args, kwargs)
         key = func, _map(Tensor, _Layout.of, args), _map(Tensor, _Layout.of, tuple(kwargs.items()))
@@ -389,7 +389,7 @@ def place() -> str:
 
 
 def _attention(config: Config, device: str) -> Callable[..., Tensor]:
-    """Return what replaces F.scaled_dot_product_attention, which chooses a kernel by the device of the tensors."""
+    """Return a replacement of F.scaled_dot_product_attention, which chooses a kernel by the device of the tensors."""
 
     def chosen(
         q: Tensor,
@@ -415,7 +415,7 @@ def _attention(config: Config, device: str) -> Callable[..., Tensor]:
 
 
 def _softmax_of_first_rows(logits: Tensor, targets: Any, weight: Tensor | None, combine: Any) -> Tensor:
-    """`vocab_parallel_softmax` on a CPU for the first of many equal blocks of rows."""
+    """Compute `vocab_parallel_softmax` on a CPU only for the first of many equal blocks of rows."""
     stats = logits.new_empty(3, len(logits), dtype=torch.float32)
     rows = slice(0, kernels.rows_in_cache(logits.size(1)))
     softmax(logits[rows], targets[rows], weight[rows] if weight is not None else None, None)
@@ -426,7 +426,7 @@ softmax, blocks = kernels.vocab_parallel_softmax, attention._blocks
 
 
 def _largest_block(s: int, heads: int, block: int, at_once: int) -> Any:
-    """The largest of many blocks of attention, unless each leaves something for backward."""
+    """Return the largest of many blocks of attention, unless each block keeps tensors for backward."""
     found = list(blocks(s, heads, block, at_once))
     return found if s <= attention.SAVED_UP_TO else [max(found, key=lambda each: each[3] - each[0])]
 
@@ -437,13 +437,13 @@ def _no_draws(mask: Any, first_block: int, count: int) -> Tensor:
 
 @contextlib.contextmanager
 def patched(recorder: Recorder, config: Config) -> Iterator[None]:
-    """Replace what needs values or a real device."""
+    """Replace the functions that need values or a real device."""
 
     def of_type(kind: str) -> property:
         return property(lambda x: recorder.device_of(x).type == kind)
 
     def for_meta(real: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda x: instead(x) if _is_meta(x) else real(x)  # other threads use tensors with data
+        return lambda x: instead(x) if _is_meta(x) else real(x)  # Other threads use tensors with data.
 
     def tensor(data: Any, *, device: Any = "cpu", real: Callable[..., Tensor] = torch.tensor, **options: Any) -> Tensor:
         on_host = torch.device(device).type == "cpu"
@@ -533,7 +533,8 @@ def trace_step(
         before = recorder.events.copy()
         recorder.events.clear()
         train_step(trainer)
-        for parameter in state.model.parameters():  # a circle of references through C++, which Python does not free
+        # Each parameter is in a circle of references through C++, which Python does not free.
+        for parameter in state.model.parameters():
             parameter._post_accumulate_grad_hooks.clear()  # type: ignore[attr-defined]
         return Trace(
             recorder.events,

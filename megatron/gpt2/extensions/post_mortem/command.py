@@ -31,15 +31,15 @@ from megatron.gpt2.monitor.html_report import HISTORY, METRICS
 from megatron.gpt2.monitor.incidents import ENDED, FOLDER, read_incidents, read_records
 from megatron.gpt2.monitor.log_lines import align_rows
 
-MAX_NOTED = 3  # incidents that are shown
-LINE = 160  # characters of each
+MAX_NOTED = 3  # At most this number of incidents is shown.
+LINE = 160  # number of characters of a line
 SHOWN_KINDS = {"rank ended", "lost", "hang", "not finite", "error", "refused", "crash loop"}
 
-Incidents = Sequence[Incident]  # incidents of the last attempt
+Incidents = Sequence[Incident]  # the incidents of the last attempt
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file, or an empty one if the file is missing or truncated by a crash."""
+    """Return the JSON object in a file, or an empty one if the file is missing or a crash has truncated it."""
     try:
         return read_json_object(path, MAX_CONFIG_BYTES)
     except (OSError, ValueError):
@@ -72,7 +72,7 @@ def report(folder: Path, *, verify: bool = False) -> tuple[Failure, list[str]]:
 
 
 def _noted(found: Incidents) -> list[tuple[str, str]]:
-    """Return rows with the incidents, the earliest first."""
+    """Return rows with the incidents, the earliest one first."""
     lines = [
         f"{datetime.fromtimestamp(incident['time']):%H:%M:%S} {origin(incident)}: {incident['kind']}"
         + f", {incident['text'][:LINE]}" * bool(incident["text"])
@@ -123,7 +123,7 @@ def _commands(settings: Mapping[str, Any], found: Incidents) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: this process's); returns the exit code."""
+    """Run the command line `argv` (default: this process's). Return the exit code."""
     parser = Parser(prog="post_mortem", description=__doc__)
     parser.add_argument("save", metavar="RUN", help="the --save folder of a run")
     parser.add_argument("--verify", action="store_true", help="hash every byte of the checkpoints")

@@ -14,14 +14,15 @@ from megatron.gpt2.dist.ranks import format_ranks
 
 Incident = Mapping[str, Any]
 
-START_WINDOW = 600.0  # seconds in which all ranks of an attempt start
-KILL_WINDOW = 2.0  # seconds in which a scheduler ends all ranks
-LOADING_LINE = re.compile(r"data_utils/|train/data\.py|dataloader|DataLoader")  # a stack line in data loading
+START_WINDOW = 600.0  # All ranks of an attempt start within this number of seconds.
+KILL_WINDOW = 2.0  # A scheduler ends all ranks within this number of seconds.
+# This pattern matches a line of a stack in the data loader.
+LOADING_LINE = re.compile(r"data_utils/|train/data\.py|dataloader|DataLoader")
 STOP_SIGNALS = {"SIGTERM", "SIGHUP", "SIGINT", "SIGUSR1"}
 KILLER = "a user, the scheduler, or the system because of too little memory (see the machine's log) ended"
 
-# The meaning of each kind of failure, and what to do before the run continues. An error's incident has its kind as
-# `cause`.
+# For each kind of failure, this table gives its meaning and what to do before the run continues. An error's incident
+# has its kind as `cause`.
 KINDS = {
     "out of memory": (
         "this layout needs more memory than was available",
@@ -114,12 +115,12 @@ class Failure(NamedTuple):
 
     @property
     def is_success(self) -> bool:
-        """True if the run ended as requested."""
+        """Whether the run ended as requested."""
         return self.kind == "ended well"
 
 
 def make_failure(kind: str, cause: str) -> Failure:
-    """Build a failure of one of the KINDS."""
+    """Make a failure of one of the KINDS."""
     return Failure(kind, cause, *KINDS[kind])
 
 
@@ -166,20 +167,21 @@ def first_cause(incidents: Sequence[Incident], ended: Mapping[str, Any] | None) 
 
 
 def earlier_causes(incidents: Sequence[Incident]) -> list[str]:
-    """Return why the ranks failed before they were restarted for their last attempt, the first failure first."""
+    """Return why the ranks failed before they were restarted for their last attempt. The first failure is first."""
     last = last_attempt(incidents)
     start = min((incident["time"] for incident in last), default=0.0)
     causes = []
     for attempt in range(max((incident.get("attempt", 0) for incident in last), default=0)):
         of_number = [one for one in incidents if one.get("attempt", 0) == attempt and one["time"] < start]
         found = last_attempt(of_number)
-        if found and not any(incident["kind"] == "end" for incident in found):  # ended in order, for new ranks
+        # The ranks ended in order, to make room for new ranks.
+        if found and not any(incident["kind"] == "end" for incident in found):
             causes.append(first_cause(found, None).cause)
     return causes
 
 
 def _root_cause(incident: Incident, found: Sequence[Incident]) -> Failure | None:
-    """Return the failure if this incident is a first cause, or None if it is a consequence of a different incident."""
+    """Return the failure if this incident is a first cause, or None if a different incident caused it."""
     kind = incident["kind"]
     if kind == "error" and incident.get("cause") != "another rank" or kind == "refused" and incident is found[0]:
         cause = str(incident.get("cause") or ("bad input" if incident.get("exit_code") == 2 else ""))
@@ -205,7 +207,8 @@ def _signal_failure(incident: Incident, found: Sequence[Incident]) -> Failure:
     if name != "SIGKILL":
         return make_failure("crashed rank", how)
     killed = [other for other in found if other["kind"] == "rank ended" and other.get("signal") == name]
-    # Were all ranks of the host lost? The launcher also kills healthy ranks after the first one, and nobody lost those.
+    # This checks whether all ranks of the host were lost. The launcher also kills healthy ranks after the first one,
+    # and nobody lost those.
     here = {reporting_rank(other) for other in found if other.get("host") == incident["host"]} - {None}
     accused = {rank for other in found if reporting_rank(other) not in here for rank in lost_ranks(other)}
     if len(here) > 1 and here <= {other["rank"] for other in killed} & accused:
@@ -243,7 +246,7 @@ def _lost_failure(found: Sequence[Incident]) -> Failure | None:
     accusers = {reporting_rank(incident) for incident in witnesses} - {None}
     at, seen_by = at_iteration(found), f"as {origin(witnesses[0])} saw it"
     if accused and accused <= accusers:
-        whom = "each other" if len(accused) > 1 else "the others"  # a rank that loses the store reports rank 0 as lost
+        whom = "each other" if len(accused) > 1 else "the others"  # A rank that loses the store reports rank 0 as lost.
         return make_failure("lost link", f"{_rank_names(accused)} lost {whom}{at}")
     gone = accused - accusers
     hosts = {incident["host"] for incident in found if reporting_rank(incident) in gone}
@@ -285,7 +288,7 @@ def _silent_failure(found: Sequence[Incident]) -> Failure:
 
 
 def origin(incident: Incident) -> str:
-    """Return the process that recorded an incident, for example "rank 3 (node004), iteration 634"."""
+    """Return the process that recorded an incident, such as "rank 3 (node004), iteration 634"."""
     rank, iteration = reporting_rank(incident), incident.get("iteration", -1)
     name = incident["who"].replace("_", " ", 1) if rank is None else f"rank {rank}"
     return f"{name} ({incident.get('host', '?')})" + (f", iteration {iteration:,}" if iteration >= 0 else "")
@@ -303,7 +306,8 @@ def ended_rank(incident: Incident) -> str:
 
 
 def lost_ranks(incident: Incident) -> dict[int, float | None]:
-    """Return the ranks that an incident reports as lost, each with the seconds since its last heartbeat if known."""
+    """Return the ranks that an incident reports as lost, each with the seconds since its last heartbeat if they are
+    recorded."""
     silences = incident.get("silences", {})
     ranks = incident.get("ranks", []) if incident["kind"] == "lost" else []
     return {int(rank): silences.get(str(rank)) for rank in ranks}
@@ -314,6 +318,6 @@ def _rank_names(ranks: Iterable[int | None]) -> str:
 
 
 def at_iteration(found: Sequence[Incident]) -> str:
-    """Return the last known iteration in words. Incidents of the start are left out, and launchers may know none."""
+    """Return the last recorded iteration in words. Incidents of the start and of launchers may have none."""
     known = max((incident.get("iteration", -1) for incident in found if incident["kind"] != "start"), default=-1)
     return f" at iteration {known:,}" if known >= 0 else ""

@@ -1,1 +1,1 @@
-"""tools/preflight.py: checks of machines, flags and data before a run."""
+"""Check machines, flags and data before a run (tools/preflight.py)."""

@@ -47,17 +47,18 @@ from megatron.gpt2.model.gpt2 import count_parameters
 from megatron.gpt2.train.setup import RunContext, build_context, settings_equal_on_all_ranks
 from megatron.gpt2.train.start_and_end import repetition_warning
 
-TIMEOUT_MINUTES = 1.0  # time limit of a collective
-MAX_CLOCK_SKEW = 2.0  # seconds between clocks: the incidents of a failure are sorted by time
+TIMEOUT_MINUTES = 1.0  # This limits the minutes of a collective.
+# The clocks may differ by this number of seconds, because the incidents of a failure are sorted by time.
+MAX_CLOCK_SKEW = 2.0
 CLOCK_ROUNDS = 5
-SLOW_SAVE = 600.0  # seconds of a save above which the disk is too slow
+SLOW_SAVE = 600.0  # If a save takes more seconds, the disk is too slow.
 SAME_FILES = "give all machines the same files"
-WRITE_TEST_BYTES = 16 << 20  # bytes, for the speed of the --save folder
-OPTIMIZER_BYTES = 12  # bytes of a parameter: master and two moments in fp32
+WRITE_TEST_BYTES = 16 << 20  # This number of bytes is written to measure the speed of the --save folder.
+OPTIMIZER_BYTES = 12  # A parameter takes this number of bytes: the master and two moments in fp32.
 PRODUCT_COUNT = 4
-INNER_SIZE = 256  # of the product: sums of 256 products of -1, 0 and 1 are exact in every precision
+INNER_SIZE = 256  # Sums of 256 products of -1, 0 and 1 are exact in every precision.
 COLLECTIVES = ("all_reduce_sum", "all_gather", "reduce_scatter", "broadcast")
-COLLECTIVE_BYTES = 1 << 18  # size of a message, all blocks together
+COLLECTIVE_BYTES = 1 << 18  # the bytes of a message, all blocks together
 COLLECTIVE_RUNS = 3
 
 
@@ -84,10 +85,10 @@ class CheckResult(NamedTuple):
     name: str
     text: str
     fix: str = ""
-    mark: str = "ok"  # or FIX, or WARN
+    mark: str = "ok"  # "ok", "FIX" or "WARN"
 
 
-Findings = dict[str, Finding]  # by the name of the check
+Findings = dict[str, Finding]  # The key is the name of the check.
 
 
 def combine_findings(name: str, found: Mapping[int, Finding], hosts: Mapping[int, str]) -> list[CheckResult]:
@@ -103,7 +104,8 @@ def combine_findings(name: str, found: Mapping[int, Finding], hosts: Mapping[int
     compared = {rank: finding for rank, finding in found.items() if not finding.problem}
     for key in dict.fromkeys(key for finding in compared.values() for key in finding.must_match):
         values = {rank: finding.must_match.get(key, "none") for rank, finding in compared.items()}
-        (common, _), *others = Counter(values.values()).most_common()  # the first rank's value wins a tie
+        # If two values are equally frequent, the first rank's value is used.
+        (common, _), *others = Counter(values.values()).most_common()
         for value, _ in others:
             ranks = [rank for rank in values if values[rank] == value]
             text = f"{key} {value} on {format_ranks(ranks, hosts)}, different from the others"
@@ -130,7 +132,7 @@ def run_checks(arguments: Arguments, rank_info: RankInfo) -> list[CheckResult]:
     if context is not None:
         findings |= check_run(context, rank_info)
     rows = exchange_findings(rank_info, "run", findings)
-    # Ranks with different versions of torch or different backends may be unable to create a process group.
+    # Ranks with different versions of torch or different backends may not be able to create a process group.
     if rank_info.world_size > 1 and not any(row.name == "versions" and row.fix for row in rows):
         if not dist.is_initialized():
             initialize_distributed(rank_info, backend, device, TIMEOUT_MINUTES)
@@ -168,7 +170,7 @@ def check_process(rank_info: RankInfo, device: torch.device, backend: str) -> Fi
 
 
 def check_flags(arguments: Arguments, rank_info: RankInfo) -> tuple[RunContext | None, Finding]:
-    """Prepare the run like the training does. Returns None with a problem if that fails."""
+    """Prepare the run as the training does. Return None and a problem if that fails."""
     try:
         context = build_context(arguments, rank_info, lambda line: None)
     except (ValueError, OSError) as error:
@@ -206,7 +208,8 @@ def check_clocks(rank_info: RankInfo, device: torch.device) -> Finding:
         dist.barrier()
         rounds.append(gather_rows(torch.tensor([time.time()], dtype=torch.float64, device=device))[:, 0])
     times = torch.stack(rounds)  # [rounds, ranks]
-    offsets = (times - times[:, :1]).median(0).values  # seconds ahead of rank 0
+    # This is the number of seconds by which a clock is ahead of rank 0's clock.
+    offsets = (times - times[:, :1]).median(0).values
     own = float(offsets[rank_info.rank] - offsets.median())
     problem = (
         f"that clock is {abs(own):.1f} s {'ahead of' if own > 0 else 'behind'} most others"
@@ -218,7 +221,8 @@ def check_clocks(rank_info: RankInfo, device: torch.device) -> Finding:
 
 
 def check_groups(config: ParallelConfig, rank_info: RankInfo, device: torch.device) -> Findings:
-    """Test the collectives of each group with more than one member. The printed times are those of the slowest rank."""
+    """Test the collectives of each group that has more than one member. The printed times are those of the slowest
+    rank."""
     sizes = config.model_parallel_size, config.pipeline_model_parallel_size
     state = mpu.initialize_model_parallel(*(sizes if rank_info.world_size % math.prod(sizes) == 0 else (1, 1)))
     groups = {
@@ -273,7 +277,8 @@ def check_save_folder(arguments: Arguments, rank_info: RankInfo, context: RunCon
                 flush_to_disk(file)
             speed = WRITE_TEST_BYTES / max(time.perf_counter() - start, 1e-9)
             text += f", {speed / 1e6:.0f} MB/s"
-            seconds = size / speed * rank_info.local_world_size / rank_info.world_size  # each machine writes its part
+            # Each machine writes its part of the checkpoint.
+            seconds = size / speed * rank_info.local_world_size / rank_info.world_size
             if seconds > SLOW_SAVE:
                 fix = "use a faster disk, or --async-save and a larger --save-interval"
                 return Finding(problem=f"{text}: a save takes {seconds:,.0f} s", fix=fix)
@@ -294,7 +299,7 @@ def checkpoint_bytes(context: RunContext) -> tuple[int, int]:
     steps = max(0, context.train_iters - context.resume_metadata.get("iteration", 0))
     saves = math.ceil(steps / config.save_interval) if config.save_interval else 1
     if config.keep_last is not None:
-        saves = min(saves, config.keep_last + 1)  # a new one is written before the oldest is deleted
+        saves = min(saves, config.keep_last + 1)  # A new checkpoint is written before the oldest one is deleted.
     return count_parameters(context.config.model)[0] * bytes_each, saves + 2 * config.keep_best
 
 
@@ -326,7 +331,7 @@ def check_run(context: RunContext, rank_info: RankInfo) -> Findings:
 
 
 def result_table(rows: Sequence[CheckResult]) -> Iterator[str]:
-    """Yield an aligned line for each check and, below a check that fails, how to fix it."""
+    """Yield an aligned line for each check. Below a check that fails, yield how to fix it."""
     width = max(len(row.name) for row in rows)
     for row in rows:
         yield f"  {row.name:<{width}}  {row.mark:<4}  {row.text}"
@@ -335,19 +340,19 @@ def result_table(rows: Sequence[CheckResult]) -> Iterator[str]:
 
 
 def preflight(words: Sequence[str], rank_info: RankInfo, log: Log) -> int:
-    """Run all checks on all ranks, and print the table on rank 0. Returns the exit code."""
+    """Run all checks on all ranks, and print the table on rank 0. Return the exit code."""
     arguments = parse(words)
     devices.set_threads(rank_info)
     rows = run_checks(arguments, rank_info)
     if rank_info.rank == 0:
         print("\n".join(result_table(rows)), flush=True)
-    # Wait until the table is printed: a launcher ends the other ranks when one exits.
+    # All ranks wait until the table is printed, because a launcher ends the other ranks when one exits.
     exchange_findings(rank_info, "end", {})
     return 1 if any(row.mark == "FIX" for row in rows) else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: this process's); returns the exit code."""
+    """Run the command line `argv` (default: this process's). Return the exit code."""
     words = sys.argv[1:] if argv is None else argv
     if "--help" in words or "-h" in words:
         Parser(prog="preflight", usage="preflight [flags of pretrain_gpt2]", description=__doc__).parse_args(["--help"])

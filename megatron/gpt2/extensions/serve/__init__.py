@@ -1,1 +1,1 @@
-"""The text generation server, `tools/run_text_generation_server.py`."""
+"""The text generation server, which `tools/run_text_generation_server.py` starts."""

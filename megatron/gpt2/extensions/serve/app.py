@@ -35,27 +35,27 @@ from megatron.gpt2.extensions.serve.request import (
 )
 from megatron.gpt2.generate.generation import Event
 
-MEGATRON = ("/api", "/generate")  # of Megatron's servers
+MEGATRON = ("/api", "/generate")  # Megatron's servers have these addresses.
 PAGE = Path(__file__).with_name("page.html")
-# The page contains all that it needs, and may not load anything from other hosts.
+# The page contains all files that it needs. It must not load anything from other hosts.
 PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 )
-BODY_SECONDS = 30.0  # limit for the body of a request
-ERROR_SEND_SECONDS = 1.0  # limit for sending a final error, because its client may have stopped reading
+BODY_SECONDS = 30.0  # The body of a request must arrive within this number of seconds.
+ERROR_SEND_SECONDS = 1.0  # This limits the time for sending a final error, because its client may have stopped reading.
 
 
 def json_response(content: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """Make a JSON response in ASCII. An error may quote a client's words, which need not be valid Unicode."""
+    """Make a JSON response in ASCII. An error may quote a client's words, which may not be valid Unicode."""
     return Response(json.dumps(content, allow_nan=False), status, headers, "application/json")
 
 
 def error_response(error: ApiError) -> Response:
     """Make the response to a failed request, in OpenAI's form."""
-    # A request that took too long would do so again. This header tells OpenAI's client not to repeat it.
+    # A request that took too long would do so again. With this header, OpenAI's client does not repeat it.
     headers = {"Retry-After": "1"} if error.status == 503 else {"x-should-retry": "false"}
     if error.status == 408:
-        headers["Connection"] = "close"  # the rest of the body has no meaning
+        headers["Connection"] = "close"  # The rest of the body has no meaning.
     return json_response(error.json(), error.status, headers)
 
 
@@ -92,7 +92,7 @@ class Service:
     log: Callable[[str], None]
     allowed_hosts: Collection[str] = ()
     started: int = field(default_factory=lambda: int(time.time()))
-    admitted: int = 0  # number of running and waiting texts
+    admitted: int = 0  # the number of running and waiting texts
 
     def app(self) -> Starlette:
         """Make the application with all endpoints."""
@@ -113,19 +113,19 @@ class Service:
         )
 
     async def page(self, request: Request) -> Response:
-        """GET /: the web page."""
+        """Answer GET / with the web page."""
         return Response(PAGE.read_bytes(), media_type="text/html", headers={"Content-Security-Policy": PAGE_POLICY})
 
     async def health(self, request: Request) -> Response:
-        """GET /health: the status, and the number of running and waiting texts."""
+        """Answer GET /health with the status and the number of running and waiting texts."""
         return json_response({"status": "ok", "texts": self.admitted})
 
     async def models(self, request: Request) -> Response:
-        """GET /v1/models: a list of the served model, in OpenAI's form."""
+        """Answer GET /v1/models with a list of the served model, in OpenAI's form."""
         return json_response({"object": "list", "data": [self._model()]})
 
     async def model_of_name(self, request: Request) -> Response:
-        """GET /v1/models/NAME: the served model. Raises ApiError for a different name."""
+        """Answer GET /v1/models/NAME with the served model. Raises ApiError for a different name."""
         self.served.check_model(request.path_params["name"])
         return json_response(self._model())
 
@@ -142,7 +142,7 @@ class Service:
     async def complete(self, request: Request, read: Callable[[bytes, ServedModel], CompletionRequest]) -> Response:
         """POST /v1/completions, PUT /api, PUT /generate: texts, at once or streamed. read: parses the body. Raises
         ApiError if the request is invalid."""
-        # Browsers let a page of a different site send a form or plain text, but not this type.
+        # Browsers let a page of a different site send a form or plain text, but not this content type.
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise ApiError("send the header Content-Type: application/json", status=415)
         body = await self._body(request)
@@ -170,7 +170,7 @@ class Service:
 
 
 class CompletionResponse(Response):
-    """The answer to a request, at once or streamed. If the client disconnects, its texts are cancelled."""
+    """The answer to a request, at once or streamed. If the client disconnects, the texts are cancelled."""
 
     def __init__(self, service: Service, request: CompletionRequest, origin: str) -> None:
         self.service, self.request, self.origin = service, request, origin
@@ -209,7 +209,7 @@ class CompletionResponse(Response):
             )
 
     async def _answer(self) -> str:
-        """Return the outcome for the log."""
+        """Send the answer. Return its outcome for the log."""
         request = self.request
         try:
             if request.stream:
@@ -232,7 +232,7 @@ class CompletionResponse(Response):
         return "done"
 
     async def _chunks(self) -> AsyncIterator[dict[str, Any]]:
-        """Yield choices in OpenAI's form, token by token."""
+        """Yield choices in OpenAI's form, one token at a time."""
         request, choices = self.request, dict[int, CompletionChoice]()
         async for number, event in self._events():
             if number not in choices:
@@ -264,14 +264,14 @@ class CompletionResponse(Response):
         await self._write(json.dumps(content, allow_nan=False), more=more)
 
     async def _write(self, data: str, *, more: bool) -> None:
-        """Send a server-sent event; the first one after the headers."""
+        """Send a server-sent event. The headers go before the first one."""
         send = self._client[2]
         if not self._began:
             self._began = True
             headers = [
                 (b"content-type", b"text/event-stream"),
                 (b"cache-control", b"no-store"),
-                (b"x-accel-buffering", b"no"),  # for nginx
+                (b"x-accel-buffering", b"no"),  # nginx reads this header.
             ]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": more})

@@ -1,4 +1,4 @@
-"""A queue that passes the requests of many clients to the thread that generates."""
+"""A queue that passes the requests of many clients to the thread that generates text."""
 
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
@@ -7,13 +7,13 @@ from megatron.gpt2.generate.generation import Continuation, ContinuousBatch, Eve
 
 
 class ServerStopping:
-    """Sent instead of an event, if the server stops before the job is complete."""
+    """This is sent instead of an event if the server stops before the job is complete."""
 
 
-# Called with (number, event) by the thread that generates, with each event of continuation `number` of a request: a
-# GeneratedToken; or Finished, if it ends without one because its `max_new_tokens` is 0 or it was cancelled. Its
-# `prompt_tokens` are complete before its first event. If the server stops before the end, the call is
-# deliver(0, ServerStopping()).
+# The thread that generates calls this with (number, event) for each event of continuation `number` of a request. An
+# event is a GeneratedToken, or Finished if the continuation ends without a token, because its `max_new_tokens` is 0 or
+# it was cancelled. Its `prompt_tokens` are complete before its first event. If the server stops before the end, the
+# call is deliver(0, ServerStopping()).
 Deliver = Callable[[int, Event | ServerStopping], None]
 
 
@@ -23,9 +23,9 @@ class Batcher:
 
     def __init__(self, batch_size: int) -> None:
         self._batch_size = batch_size
-        # A signal handler may call `put` during a `get`, which SimpleQueue allows.
+        # A signal handler may call `put` during a `get`. SimpleQueue allows this.
         self._incoming: SimpleQueue[tuple[Sequence[Continuation], Deliver]] = SimpleQueue()
-        self._texts: dict[int, tuple[int, Deliver]] = {}  # unfinished texts, by their number in the batch
+        self._texts: dict[int, tuple[int, Deliver]] = {}  # the unfinished texts, by their number in the batch
         self._stopping = False
 
     def submit(self, continuations: Sequence[Continuation], deliver: Deliver) -> None:
@@ -36,9 +36,9 @@ class Batcher:
             self._incoming.put((continuations, deliver))
 
     def stop(self) -> None:
-        """Make `run` return after the next token. Any thread and a signal handler may call it."""
+        """Make `run` return after the next token. Any thread and any signal handler may call this."""
         self._stopping = True
-        self._incoming.put(((), lambda number, event: None))  # wakes the thread
+        self._incoming.put(((), lambda number, event: None))  # This wakes the thread.
 
     def run(self, generator: Generator) -> None:
         """Generate until `stop` is called. Every unfinished request is then told that the server stops, also after an
@@ -58,13 +58,13 @@ class Batcher:
                             break
         finally:
             unfinished = dict.fromkeys(deliver for _, deliver in self._texts.values())
-            while not self._incoming.empty():  # no other thread calls get
+            while not self._incoming.empty():  # No other thread calls get.
                 unfinished[self._incoming.get()[1]] = None
             for deliver in unfinished:
                 deliver(0, ServerStopping())
 
     def _admit(self, batch: ContinuousBatch) -> None:
-        """Wait for a request, and add its texts."""
+        """Wait for a request, and add its texts to the batch."""
         continuations, deliver = self._incoming.get()
         for number, c in enumerate(continuations):
             self._texts[batch.add(c)] = number, deliver

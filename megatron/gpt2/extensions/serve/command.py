@@ -82,7 +82,7 @@ def listen(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address, family=family, backlog=CONNECTIONS)
     except OSError as error:
-        reason = (error.strerror or str(error)).partition(" (")[0]  # without the part that Python adds
+        reason = (error.strerror or str(error)).partition(" (")[0]  # The part that Python adds is removed.
         raise ValueError(f"--host {host} --port {port}: {reason}; use --port 0 for a free port") from None
 
 
@@ -92,9 +92,9 @@ def serve(argv: Sequence[str], rank_info: RankInfo, log: Log) -> None:
     listener = listen(args.host, args.port) if rank_info.rank == 0 else None
     loaded = open_model_from_flags(args, rank_info, log)
     if listener is None:
-        for number in (signal.SIGINT, signal.SIGTERM):  # all ranks get the signal, and the first rank ends the others
+        for number in (signal.SIGINT, signal.SIGTERM):  # All ranks get the signal, and the first rank ends the others.
             signal.signal(number, signal.SIG_IGN)
-    generator = Generator(loaded.model, loaded.tokenizer, group=new_command_group())  # which all ranks come to
+    generator = Generator(loaded.model, loaded.tokenizer, group=new_command_group())  # All ranks join this group.
     if listener is None:
         return generator.execute_commands()
     with generator.driving():
@@ -124,7 +124,7 @@ def run_server(
 
     def stop(number: int, frame: object) -> None:
         if number == signal.SIGINT:
-            signal.signal(number, signal.SIG_DFL)  # a second Ctrl-C ends the process at once
+            signal.signal(number, signal.SIG_DFL)  # A second Ctrl-C ends the process immediately.
         batcher.stop()
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -181,5 +181,5 @@ def exposure_notice(host: str, listener: socket.socket) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: this process's); returns the exit code."""
+    """Run the command line `argv` (default: this process's). Return the exit code."""
     return run_program(serve, argv)

@@ -1,4 +1,4 @@
-"""Limits for connections: who may connect, and for how long without a request."""
+"""Limits for connections: who may connect, and how long a connection may wait without a request."""
 
 import asyncio
 import ipaddress
@@ -10,10 +10,11 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-GRACE = 2  # seconds for open connections to end when the server stops
-CONNECTIONS = 512  # limit
-IDLE_SECONDS = 10.0  # limit for the headers of a request, and for a client that does not read its answer
-HOST = re.compile(r"(?:\[([^\[\]]*)\]|([^\[\]:]*))(?::\d*)?")  # [IPv6 address]:port or name:port
+GRACE = 2  # When the server stops, open connections have this number of seconds to end.
+CONNECTIONS = 512  # At most this number of connections is open.
+# This limits the seconds for the headers of a request, and for a client that does not read its answer.
+IDLE_SECONDS = 10.0
+HOST = re.compile(r"(?:\[([^\[\]]*)\]|([^\[\]:]*))(?::\d*)?")  # The form is [IPv6 address]:port or name:port.
 
 
 class ClientConnection(H11Protocol):
@@ -32,23 +33,23 @@ class ClientConnection(H11Protocol):
             oldest.transport.abort()
         self.opened = self.loop.time()
         super().connection_made(transport)
-        transport.set_write_buffer_limits(0)  # so that `pause_writing` is called for each byte that waits
+        transport.set_write_buffer_limits(0)  # With this limit, `pause_writing` is called for each byte that waits.
         self.timeout_keep_alive_task = self.loop.call_later(IDLE_SECONDS, transport.abort)
 
     @property
     def awaits_request(self) -> bool:
-        """True until the client has sent a whole request."""
+        """Whether the client has not yet sent a whole request."""
         return self.conn.their_state is h11.IDLE or self.conn.their_state is h11.SEND_BODY
 
     def data_received(self, data: bytes) -> None:
-        """Read part of a request. The time limit ends with the headers."""
+        """Read a part of a request. The time limit ends with the headers."""
         self.conn.receive_data(data)
         self.handle_events()
         if self.cycle is not None and not self.cycle.response_complete:
             self._unset_keepalive_if_required()
 
     def timeout_keep_alive_handler(self) -> None:
-        """End the connection, also if its client has not read everything."""
+        """End the connection, even if its client has not read everything."""
         self.transport.abort()
 
     def pause_writing(self) -> None:
@@ -63,7 +64,7 @@ class ClientConnection(H11Protocol):
 
 
 def build_server(app: ASGIApp) -> uvicorn.Server:
-    """Make the server, which `run(sockets=...)` starts."""
+    """Make the server. `run(sockets=...)` starts it."""
     return uvicorn.Server(
         uvicorn.Config(
             app,
@@ -72,7 +73,8 @@ def build_server(app: ASGIApp) -> uvicorn.Server:
             log_level="critical",
             timeout_graceful_shutdown=GRACE,
             timeout_keep_alive=IDLE_SECONDS,  # type: ignore[arg-type]  # only used as seconds
-            limit_concurrency=CONNECTIONS + 1,  # beyond this, all connections are being answered: status 503
+            # If all of these connections are being answered, a new one gets status 503.
+            limit_concurrency=CONNECTIONS + 1,
             http=ClientConnection,
             ws="none",
             loop="asyncio",

@@ -22,9 +22,9 @@ from megatron.gpt2.generate.generation import Continuation, Event, GeneratedToke
 from megatron.gpt2.generate.sampling import Sampling
 
 FINISH_REASONS = {"end": "stop", "stop": "stop", "length": "length"}
-MIN_LOGPROB = -9999.0  # the logarithm of 0, as in OpenAI's answers
+MIN_LOGPROB = -9999.0  # It stands for the logarithm of 0, as in OpenAI's answers.
 END_NAME = "<|endoftext|>"
-MAX_STOPS = 16  # OpenAI allows 4, but some tasks of lm-eval need more
+MAX_STOPS = 16  # OpenAI allows 4, but some tasks of lm-eval need more.
 
 
 class ApiError(Exception):
@@ -104,7 +104,7 @@ class MegatronRequestBody(RequestBody):
     temperature: float = Field(1.0, ge=1e-5, le=100)
     add_BOS: bool = False
     stop_token: int | None = None
-    no_log: bool = False  # texts are never logged
+    no_log: bool = False  # Texts are never logged.
     beam_width: Literal[None] = None
     top_p_decay: Literal[0, 1] = 0
     prevent_newline_after_colon: Literal[False] = False
@@ -178,7 +178,7 @@ class ServedModel:
             raise ApiError(message, param="model", code="model_not_found", status=404)
 
     def length(self, name: str, asked: int | None, default: int) -> int:
-        """Return the number of new tokens of a text. Raises ApiError for the field `name` above the limit."""
+        """Return the number of new tokens of a text. Raises ApiError for the field `name` if it is above the limit."""
         number = min(default, self.max_tokens) if asked is None else asked
         wrong = f"it must be at most {self.max_tokens}, not {reprlib.repr(number)}"
         check_rules((name, number > self.max_tokens, wrong))
@@ -247,8 +247,8 @@ class CompletionChoice:
         self.index, self.logprobs = index, logprobs
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._decoded = self._certain = 0  # characters of all tokens, and of the text that was returned
-        self._held: deque[tuple[int, GeneratedToken]] = deque()  # (index of its first character, token)
+        self._decoded = self._certain = 0  # number of characters of all tokens, and of the text that was returned
+        self._held: deque[tuple[int, GeneratedToken]] = deque()  # pairs of a token and the index of its first character
 
     def echo(self, prompt: str, c: Continuation) -> dict[str, Any]:
         """Return the first part of an answer with `echo`, which repeats the prompt.
@@ -304,7 +304,7 @@ class CompletionChoice:
 
 
 def token_name(tokenizer: Tokenizer, token: int) -> str:
-    """Return the text of a token, or OpenAI's form "bytes:\\xe2\\x80" if it is a part of a character."""
+    """Return the text of a token. A token that is a part of a character gets OpenAI's form "bytes:\xe2\x80"."""
     if token == tokenizer.eod:
         return END_NAME
     data = tokenizer.token_bytes[token]
@@ -351,7 +351,7 @@ class CompletionRequest:
         return {**head, "choices": choices, "usage": self.usage()}
 
     def usage(self) -> dict[str, int]:
-        """Count the tokens as OpenAI does, each prompt once."""
+        """Count the tokens as OpenAI does: each prompt counts once."""
         read = sum(len(text.c.prompt) for text in self.texts[:: self.n])
         written = sum(len(text.c.ids) for text in self.texts)
         return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
@@ -393,7 +393,7 @@ def read_request(body: bytes, served: ServedModel) -> CompletionRequest:
     sampling = Sampling(
         repetition_penalty=asked.repetition_penalty,
         temperature=asked.temperature,
-        # top_p 0 means the likeliest token to OpenAI, and all tokens to `Sampling`.
+        # If top_p is 0, OpenAI takes the likeliest token, and `Sampling` takes all tokens.
         top_k=asked.top_k if asked.top_p else 1,
         top_p=asked.top_p,
         max_new_tokens=served.length("max_tokens", asked.max_tokens, 16),
@@ -414,7 +414,7 @@ def read_request(body: bytes, served: ServedModel) -> CompletionRequest:
 
 
 def read_megatron_request(body: bytes, served: ServedModel) -> MegatronRequest:
-    """Parse a request in Megatron's form, like `read_request`. It does not name a model."""
+    """Parse a request in Megatron's form, like `read_request`. Such a request names no model."""
     asked, end = parse_body(MegatronRequestBody, body), served.tokenizer.eod
     length = served.length("tokens_to_generate", asked.tokens_to_generate, 64)
     check_rules(

@@ -46,8 +46,9 @@ class CapturePoint(NamedTuple):
     gradient: bool = False
 
 
-MODULE_OUTPUT = CapturePoint(gradient=True)  # the layer itself, the embeddings, the final norm
-# In the order of a layer.
+# These are the outputs of a whole layer, of the embeddings and of the final norm.
+MODULE_OUTPUT = CapturePoint(gradient=True)
+# The operations have their order in a layer.
 CAPTURE_POINTS = (
     CapturePoint("input_layernorm", gradient=True),
     CapturePoint("attention.query_key_value", split=True),
@@ -79,7 +80,7 @@ class Capture(Hook):
         self._specs = parameter_specs(trainer.config.model, self._tensor_parallel_size)
         self._step = self._first_layer = self._first_sample = 0
         self._scale = 1.0
-        self._micro_batch_counts: Counter[int] = Counter()  # micro-batches by first layer of their chunk
+        self._micro_batch_counts: Counter[int] = Counter()  # number of micro-batches by the first layer of their chunk
         self._losses: list[Tensor] = []
         self._is_forward = False
 
@@ -103,7 +104,7 @@ class Capture(Hook):
             self._take_scalar("scalar", "steps of the optimizer", 3, optimizer.state_dict()["adam_steps"])
             self._take_parameters()
             for state in optimizer.state_shards():
-                # In fp32 the master is the parameter itself.
+                # In fp32 the master and the parameter are the same tensor.
                 if state.kind != "master" or trainer.context.dtype != torch.float32:
                     self._take_state(state)
 
@@ -111,7 +112,7 @@ class Capture(Hook):
         model, body = self._model, self._model.transformer
         body.register_forward_pre_hook(lambda module, args: self._capture("embeddings", 0, args[0]))
         for number, layer in enumerate(body.layers):
-            if layer is not None and model.is_compiled:  # hooks on its modules would be compiled, too
+            if layer is not None and model.is_compiled:  # Hooks on its modules would be compiled, too.
                 layer._compiled_call_impl = self._capture_compiled(layer._compiled_call_impl, number)
             elif layer is not None:
                 self._hook_layer(layer, number)
@@ -161,7 +162,7 @@ class Capture(Hook):
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
         self._is_forward = False
-        if out.dim() == 0:  # not the hidden states of a stage
+        if out.dim() == 0:  # This is a loss, and not the hidden states of a stage.
             self._losses.append(out.detach())
 
     def _capture(
@@ -170,7 +171,7 @@ class Capture(Hook):
         """Capture x, [s, b, w] or a shard of it, and later its gradient if `point` asks for it."""
         if not self._is_forward or (name == "embeddings" and self._first_layer > 0):
             return
-        x = x if isinstance(x, Tensor) else torch.cat(list(x), dim=-1)  # the tuple of an exact layer
+        x = x if isinstance(x, Tensor) else torch.cat(list(x), dim=-1)  # An exact layer returns a tuple.
         cut = 2 if point.split else 1 if self._model.sequence_parallel else None
         self._take_samples("activation", name, index, x.detach().transpose(0, 1), self._first_sample, cut)
         if point.gradient and x.requires_grad:
@@ -219,12 +220,13 @@ class Capture(Hook):
         key = TensorKey(
             self._step,
             "moment" if kind in MOMENTS else kind,
-            -index if kind == "gradient" else index,  # backward computes the last one first
+            -index if kind == "gradient" else index,  # Backward computes the last tensor first.
             name if kind == "parameter" else f"{kind} of {name}",
         )
         is_shard = self._trainer.state.buffer.is_sharded and kind != "parameter"
         is_copy = name == TIED_WEIGHT and not self._model.has_embeddings
-        rank = self._rank if self._specs[name].dim is not None else 0  # replicated: every rank has the tensor of rank 0
+        # A replicated tensor is the same on every rank, so it counts as rank 0's tensor.
+        rank = self._rank if self._specs[name].dim is not None else 0
         writes = rank == self._rank and not is_copy and (is_shard or self._trainer.parallel.data_parallel_rank == 0)
         for shard in sharded_state_dict(
             [state], self._specs, tp_rank=rank, tp_size=self._tensor_parallel_size
@@ -273,7 +275,7 @@ class TransformersCapture(Capture):
             return to_openai(self._specs[name].without_padding(parameter, 0, 1), name, config.num_attention_heads)
 
         def forward(tokens: Tensor, labels: Tensor, token_weight: Tensor, **others: Any) -> Tensor:
-            """See `GPT2Model.forward`. The model's own parameters get the gradients."""
+            """Compute the loss like `GPT2Model.forward`. The model's own parameters get the gradients."""
             weights = {f"transformer.{openai_name(name)}": weight(name, p) for name, p in model.named_parameters()}
             logits = torch.func.functional_call(hf_model, weights, (tokens,)).logits.float()  # [b, s, v]
             losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
@@ -287,7 +289,7 @@ class TransformersCapture(Capture):
         self._hook("transformer.final_layernorm", first_index(len(body.h)), body.ln_f)
 
     def _capture(self, name: str, index: int, x: Any, point: CapturePoint = MODULE_OUTPUT) -> None:
-        x = x[0] if isinstance(x, tuple) else x  # in older versions a layer returns a tuple
+        x = x[0] if isinstance(x, tuple) else x  # In older versions a layer returns a tuple.
         if name.endswith(".query_key_value"):  # [b, s, 3 n d] -> [b, s, n 3 d]
             x = x.unflatten(-1, (3, self._trainer.config.model.num_attention_heads, -1)).transpose(-3, -2).flatten(-3)
         super()._capture(name, index, x.transpose(0, 1), point)

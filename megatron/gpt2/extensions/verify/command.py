@@ -54,7 +54,7 @@ from megatron.gpt2.train.trainer import Trainer, build_trainer
 
 STEPS = 3
 HUGGINGFACE = "huggingface"
-# Flags of output for the user, and of work in addition to the training steps.
+# These flags give output for the user, or do work in addition to the training steps.
 IGNORED_FLAGS = (
     "train.tensorboard_dir",
     "train.wandb_project",
@@ -62,7 +62,7 @@ IGNORED_FLAGS = (
     "checkpoint.async_save",
     "checkpoint.keep_best",
 )
-# Flags that define the training and must be equal in all layouts.
+# These flags define the training and must be equal in all layouts.
 SAME_FLAGS = (
     "model.num_layers",
     "model.hidden_size",
@@ -87,7 +87,7 @@ SAME_FACTS = {
 
 
 class LayoutFailed(Exception):
-    """The ranks of a layout ended with this exit code, after printing an error."""
+    """The ranks of a layout ended with this exit code, after they had printed an error."""
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
@@ -130,7 +130,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     end = argv.index("--") if "--" in argv else len(argv)
     words = list(argv[:end])
     for index, word in enumerate(words):
-        if word == "--layout" and words[index + 1 :]:  # its value may look like a flag of this program
+        if word == "--layout" and words[index + 1 :]:  # The flag's value may look like a flag of this program.
             words[index : index + 2] = [f"--layout={words[index + 1]}"]
     options = parser.parse_args(words)
     options.command = list(argv[end + 1 :])
@@ -279,7 +279,7 @@ def capture_steps(trainer: Trainer, task: RankTask) -> RankReport:
 
 
 def run_metadata(trainer: Trainer, steps: int) -> dict[str, Any]:
-    """Return metadata of a run for its trace: settings that must be equal in a comparison, and the environment."""
+    """Return the run's metadata for its trace: settings that must be equal in a comparison, and the environment."""
     context, parallel = trainer.context, trainer.parallel
     return {
         "config": context.config.as_dict(),
@@ -341,7 +341,7 @@ def compare_layouts(options: argparse.Namespace, scratch: Path) -> tuple[str, Tr
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: this process's); returns the exit code."""
+    """Run the command line `argv` (default: this process's). Return the exit code."""
     configure_output(line_buffering=True)
     options = parse_options(sys.argv[1:] if argv is None else argv)
     try:

@@ -58,17 +58,17 @@ from megatron.gpt2.optimizer.muon import NEWTON_SCHULZ
 
 MAX_ROUNDINGS = 8.0
 LONGEST_16_BIT_SUM = 64
-GRADIENT_NOISE = 32.0  # relative noise of a gradient, in units
-MIN_BULK = 1000  # elements
-ONE_ROUNDING = 2.0  # bound for weights that the two runs have in different precisions
-SCALAR_BOUND = 4.0  # bound for scalars that are not sums over ranks, in units of fp32
+GRADIENT_NOISE = 32.0  # the relative noise of a gradient, in units
+MIN_BULK = 1000  # number of elements
+ONE_ROUNDING = 2.0  # a bound for weights that the two runs have in different precisions
+SCALAR_BOUND = 4.0  # a bound for scalars that are not sums over ranks, in units of fp32
 PARAMETERS = ("parameter", "master")
-# Upper edges of the histogram's bins, in units: 0, then two for each factor of two.
+# These are the upper edges of the histogram's bins, in units: 0, then two edges for each factor of two.
 EDGES = [0.0, *(2.0 ** (half / 2 - 8) for half in range(96)), math.inf]
 
 
 def roundoff(dtype: torch.dtype) -> float:
-    """Return the unit roundoff of a floating-point dtype: half the distance from 1 to the next number."""
+    """Return the unit roundoff of a floating-point dtype: half of the distance from 1 to the next number."""
     return torch.finfo(dtype).eps / 2
 
 
@@ -121,9 +121,9 @@ class Difference:
         """
         a, b = reference.float().contiguous(), own.float().contiguous()
         apart = (a - b).abs() if own.is_floating_point() else math.inf
-        is_equal = (reference == own) | (a.isnan() & b.isnan())  # also equal infinities
+        is_equal = (reference == own) | (a.isnan() & b.isnan())  # Equal infinities count as equal, too.
         apart = torch.where(is_equal, 0.0, apart).nan_to_num_(math.inf, math.inf)
-        # The minimum scale is subnormal, and avoids 0 / 0.
+        # The minimum scale is subnormal. It avoids 0 / 0.
         scale = a.abs().clamp_min_(max(rms, 1e-30)).mul_(unit).clamp_min_(1e-38).nan_to_num_(1.0, posinf=1.0)
         units, excess = (apart / scale).view(-1), (apart - allowed).clamp_min_(0.0).div_(scale).view(-1)
         most = float(excess.max())
@@ -141,7 +141,7 @@ class Difference:
         )
 
     def add(self, other: Difference) -> None:
-        """Merge the difference of different shards of the same tensor."""
+        """Add the difference of another shard of the same tensor."""
         if not self.at or other.excess > self.excess:
             self.excess, self.at, self.reference, self.own = other.excess, other.at, other.reference, other.own
         self.greatest, self.bound = max(self.greatest, other.greatest), other.bound
@@ -166,7 +166,7 @@ class Difference:
 
     @property
     def factor(self) -> float | None:
-        """c if the own tensor is c times the reference, up to a thousandth, otherwise None."""
+        """The number c if the own tensor is c times the reference, within a thousandth, else None."""
         aa, ab, bb = self.squares
         if not (math.isfinite(aa + ab + bb) and aa > 0 and bb > 0):
             return None
@@ -200,8 +200,8 @@ class TraceComparer:
             MAX_ROUNDINGS * math.sqrt(12 * self._layers * h**2 + v * h) * FP32_ROUNDOFF / self._gradient_roundoff
         )
         rates = (trace.scalar(step, "learning rate", 0.0) for step in range(1, trace.facts["steps"] + 1))
-        self._rate_sums = [0.0, *itertools.accumulate(rates)]  # sum of the learning rates up to each step
-        # `a` of the formula above, divided by this sum.
+        self._rate_sums = [0.0, *itertools.accumulate(rates)]  # the sum of the learning rates up to each step
+        # This is `a` of the formula above, divided by this sum.
         weights = [
             entry.rms for entry in trace.entries.values() if entry.key[:2] == (0, "parameter") and len(entry.shape) == 2
         ]
@@ -209,7 +209,7 @@ class TraceComparer:
         self._adam_growth = noise / self._roundoff / min(filter(None, weights), default=math.inf)
 
     def __call__(self, shard: TensorShard) -> None:
-        """Compare the shard. Ignore it if the trace does not have the tensor."""
+        """Compare the shard. If the trace does not have the tensor, ignore the shard."""
         key = shard.key
         entry = self._trace.entries.get((key.step, key.name))
         if entry is None:
@@ -234,14 +234,14 @@ class TraceComparer:
 
     @property
     def findings(self) -> list[Any]:
-        """For `Comparison`: the step and the name of each tensor, and the fields of its `Difference`."""
+        """Return what `Comparison` needs: the step and the name of each tensor, and the fields of its `Difference`."""
         for key, found in self._found.items():
             if not self.is_within_rounding(self._trace.entries[key.step, key.name], found):
                 found.ranks = [self._rank]
         return [(key.step, key.name, vars(found)) for key, found in self._found.items()]
 
     def unit_and_bound(self, entry: TraceEntry) -> tuple[float, float]:
-        """Return the unit roundoff for a tensor, and its bound in units, beyond `allowed_by_update`."""
+        """Return the unit roundoff of a tensor, and its bound in units, without `allowed_by_update`."""
         step, kind, _, name = entry.key
         if kind == "input":
             return self._roundoff, 0.0
@@ -272,7 +272,7 @@ class TraceComparer:
         return found.excess <= bound and (found.count < MIN_BULK or found.quantile(quantile) <= (bound + moved) / 4)
 
     def allowed_by_update(self, entry: TraceEntry, slices: tuple[slice, ...]) -> Tensor | float:
-        """Return the difference of each element of a parameter's slice that an update can make of gradient noise."""
+        """Return how far an update can move each element of a parameter's slice because of gradient noise."""
         allowed: Tensor | float = 0.0
         if entry.key.kind not in PARAMETERS:
             return allowed

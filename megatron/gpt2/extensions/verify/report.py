@@ -17,9 +17,9 @@ from megatron.gpt2.model.gpt2 import TIED_WEIGHT
 from megatron.gpt2.monitor.plots import BLUE, ORANGE, Curve, as_svg
 
 COLUMNS = ("ranks", "verdict", "equal", "median", "99 %", "greatest", "of bound", "layout")
-MAX_TENSORS = 300  # in a table of the page
+MAX_TENSORS = 300  # A table of the page has at most this number of tensors.
 DATA = "the data loader: the order of the samples, or their assignment to ranks"
-STATE_KINDS = ("gradient", "moment", "master", "parameter")  # kinds of tensors that belong to a parameter
+STATE_KINDS = ("gradient", "moment", "master", "parameter")  # These kinds of tensors belong to a parameter.
 FORWARD_OPERATIONS = {
     "input_layernorm": "the layer norm {module}",
     "post_attention_layernorm": "the layer norm {module}, or the residual sum and the dropout before it",
@@ -42,7 +42,7 @@ FORWARD_OPERATIONS = {
     "labels": DATA,
     "token_weight": "the mask of the loss, or the number of tokens in the global batch",
 }
-# The operation that computes the gradient of a tensor in backward.
+# For each tensor, this names the operation that computes its gradient in backward.
 BACKWARD_OPERATIONS = {
     "input_layernorm": "{total_of}the gradient of the input of {layer}'s attention.query_key_value",
     "post_attention_layernorm": "{total_of}the gradient of the input of {layer}'s mlp.dense_h_to_4h",
@@ -153,7 +153,7 @@ def table_rows(results: Sequence[LayoutResult]) -> list[tuple[str, ...]]:
 
 
 def comparison_table(results: Sequence[LayoutResult]) -> list[str]:
-    """Return the lines of the table."""
+    """Return the lines of the table of all results."""
     return align_columns([COLUMNS, *table_rows(results)], "><" + ">" * (len(COLUMNS) - 3) + "<")
 
 

@@ -31,8 +31,8 @@ from mpu.partition import TensorSlice
 
 FORMAT = 2
 INDEX = "trace.json"
-SECOND_MOMENT = "exp_avg_sq of "  # followed by the name of a parameter
-# The kinds of tensors, in the order in which a step computes them.
+SECOND_MOMENT = "exp_avg_sq of "  # The name of a parameter follows.
+# The kinds of tensors have the order in which a step computes them.
 KINDS = ("input", "activation", "loss", "activation gradient", "gradient", "scalar", "moment", "master", "parameter")
 
 
@@ -50,7 +50,7 @@ class TensorKey(NamedTuple):
 
     @property
     def order(self) -> tuple[int, int, int, str]:
-        """A sort key for the order in which a step computes the tensors."""
+        """A sort key, which puts tensors in the order in which a step computes them."""
         return self.step, KINDS.index(self.kind), self.position, self.name
 
 
@@ -99,7 +99,7 @@ def measured(key: TensorKey, values: Tensor) -> Tensor:
 
 
 def tensor_file(folder: Path, key: TensorKey) -> Path:
-    """Return the file of a tensor, the same on every rank."""
+    """Return the file of a tensor. It is the same on every rank."""
     return folder / "tensors" / f"{key.step:04d}_{zlib.crc32(repr((key.kind, key.name)).encode()):08x}.safetensors"
 
 
@@ -129,7 +129,7 @@ class TraceWriter:
 
     @property
     def findings(self) -> list[Any]:
-        """The number of elements of each tensor that this rank has written, for `write_index`."""
+        """Return the number of elements of each tensor that this rank has written, for `write_index`."""
         return list(self._element_counts.items())
 
 

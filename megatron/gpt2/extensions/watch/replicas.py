@@ -23,13 +23,13 @@ from megatron.gpt2.hooks import Hook, StopRun
 from megatron.gpt2.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.gpt2.train.trainer import Trainer
 
-ROW = 64  # elements; each parameter and each range that a rank owns starts at a multiple of ROW
+ROW = 64  # Each parameter and each range that a rank owns starts at a multiple of this number of elements.
 
-ElementRanges = Sequence[tuple[int, int]]  # (start, stop) of each range of elements
+ElementRanges = Sequence[tuple[int, int]]  # the (start, stop) of each range of elements
 
 
 class StateCorrupted(StopRun):
-    """The training state of a rank differs from what its last update left. The message is one line."""
+    """The training state of a rank differs from the state that its last update left. The message is one line."""
 
     cause = "replica drift"
 
@@ -45,16 +45,17 @@ class ReplicaCheck(Hook):
         """Start from the state of a new model or of a checkpoint."""
         self._optimizer, self._parallel, self._hosts = trainer.state.optimizer, trainer.parallel, trainer.hosts
         self._buffers = list(state_buffers(self._optimizer))
-        # (kind, name) of each hash, and the ranks that hold a replica.
+        # Each hash has a (kind, name), and the ranks that hold a replica of the tensor.
         self._tensors = [(kind, name) for kind, _, _ in self._buffers for name in self._optimizer.buffer.ranges]
         self._replicas = [self._replicas_of(kind, name) for kind, name in self._tensors]
-        self._max_tensors = max(gather_ints(len(self._tensors), trainer.device))  # hashes of a rank
-        self._hashes_after_update: Tensor | None = None  # None if it did not hash
-        self._iteration = trainer.progress.iteration  # of the last update
-        self._last_match = f"iteration {self._iteration}, the start"  # when all replicas were last equal
+        # the largest number of hashes of a rank
+        self._max_tensors = max(gather_ints(len(self._tensors), trainer.device))
+        self._hashes_after_update: Tensor | None = None  # It is None if the last update was not hashed.
+        self._iteration = trainer.progress.iteration  # the iteration of the last update
+        self._last_match = f"iteration {self._iteration}, the start"  # the last time that all replicas were equal
 
     def on_step_end(self, trainer: Trainer) -> None:
-        """Hash the updated state, every `interval` steps."""
+        """Hash the updated state every `interval` steps."""
         self._iteration = trainer.progress.iteration
         if self._iteration % self._interval == 0:
             self._optimizer.param_gather.finish_param_sync()
@@ -75,7 +76,7 @@ class ReplicaCheck(Hook):
 
     def hashes(self) -> Tensor:
         """Return the hashes of this rank, [tensors] int64, one per kind (weight, master, moments) and parameter."""
-        device = self._optimizer.buffer.params.device  # masters may be in host memory
+        device = self._optimizer.buffer.params.device  # Masters may be in host memory.
         return torch.cat([hash_ranges(buffer, parts).to(device) for _, buffer, parts in self._buffers])
 
     def _verify(self) -> None:
@@ -98,7 +99,7 @@ class ReplicaCheck(Hook):
         self._last_match = f"iteration {self._iteration}, the last clean hash"
 
     def _replicas_of(self, kind: str, name: str) -> list[int]:
-        """Return the ranks that hold a replica of this tensor, this rank included."""
+        """Return the ranks that hold a replica of this tensor, including this rank."""
         buffer, parallel = self._optimizer.buffer, self._parallel
         is_split = getattr(buffer.parameters[name], "model_parallel", False)
         is_sharded = buffer.is_sharded and kind != "weight"
@@ -143,7 +144,7 @@ def state_buffers(optimizer: MixedPrecisionOptimizer) -> Iterator[tuple[str, Ten
             (starts[index] + part.start, starts[index] + part.stop) if parts[index].numel() else (0, 0)
             for index, part, _ in map(buffer.local_shard_of, buffer.ranges)
         ]
-        # `ParamAndGradBuffer.zeros_like_shards` makes them neighbours.
+        # `ParamAndGradBuffer.zeros_like_shards` puts them next to each other.
         yield kind, parts[0].as_strided((starts[-1],), (1,)), owned
 
 
@@ -162,7 +163,7 @@ def hash_ranges(buffer: Tensor, ranges: ElementRanges) -> Tensor:
 
 
 def minority(values: Sequence[int]) -> list[int]:
-    """Return the indices of the values that differ from the majority value; all indices if no value has a majority."""
+    """Return the indices of the values that differ from the majority, or all indices if no value has a majority."""
     value, count = Counter(values).most_common(1)[0]
     if 2 * count <= len(values):
         return list(range(len(values)))
@@ -170,6 +171,6 @@ def minority(values: Sequence[int]) -> list[int]:
 
 
 def describe_tensors(tensors: Sequence[tuple[str, str]]) -> str:
-    """Return for example "exp_avg of transformer.layers.0.mlp.up.weight and 3 others"."""
+    """Return a text such as "exp_avg of transformer.layers.0.mlp.up.weight and 3 others"."""
     (kind, name), *others = tensors
     return f"{kind} of {name}" + (f" and {len(others)} other{'s' * (len(others) > 1)}" if others else "")

@@ -17,9 +17,9 @@ from megatron.gpt2.hooks import Hook
 from megatron.gpt2.monitor.log_lines import IterationRecord
 from megatron.gpt2.train.trainer import Trainer
 
-WINDOW = 10  # log lines in the median
-MIN_LOSSES = 3  # log lines that the median needs
-MAX_REWINDS = 3  # rewinds per process: a loss that keeps jumping has a different cause than its samples
+WINDOW = 10  # The median is over this number of log lines.
+MIN_LOSSES = 3  # The median needs at least this number of log lines.
+MAX_REWINDS = 3  # After this number of rewinds in a process, the cause is not in the samples.
 
 
 class SpikeDetector:
@@ -49,7 +49,7 @@ class RewindOnSpike(Hook):
         self._last_clean, self._spike = 0, ""
 
     def on_train_begin(self, trainer: Trainer) -> None:
-        """Take the loss as normal until a log line shows a spike."""
+        """Treat the loss as normal until a log line shows a spike."""
         self._last_clean = trainer.progress.iteration
 
     def on_log(self, trainer: Trainer, record: IterationRecord) -> list[str]:
@@ -94,6 +94,6 @@ class RewindOnSpike(Hook):
 
 
 def log_spike(trainer: Trainer, line: str) -> None:
-    """Log a line, and record it in the history and as an incident."""
+    """Log a line about the spike, and record it in the history and as an incident."""
     trainer.log.info(line)
     trainer.incidents.note("spike", line)

@@ -26,10 +26,12 @@ from megatron.gpt2.monitor.log_lines import IterationRecord
 from megatron.gpt2.monitor.timers import TIMER_ORDER, Timers
 from megatron.gpt2.train.trainer import Trainer
 
-MIN_RATIO = 1.5  # a slow part takes this many times the median of the other ranks
-MIN_SHARE = 0.05  # and is longer than the median by this share of a step: short parts vary a lot
-MIN_LINES = 2  # log lines in a row: one may be chance
-SAMPLE_INTERVAL = 0.003  # seconds between two samples of the training thread
+MIN_RATIO = 1.5  # A slow part takes this number of times the median of the other ranks.
+MIN_SHARE = (
+    0.05  # It is also longer than the median by this share of a step, because the times of short parts vary a lot.
+)
+MIN_LINES = 2  # This must be true for this number of log lines in a row, because one may be chance.
+SAMPLE_INTERVAL = 0.003  # the seconds between two samples of the training thread
 
 
 class LogStraggler(Hook):
@@ -49,7 +51,7 @@ class LogStraggler(Hook):
                 self._wait_sampler = WaitSampler(trainer.timers)
 
     def on_log(self, trainer: Trainer, record: IterationRecord) -> list[str]:
-        """See `StragglerDetector.warnings`."""
+        """Return the result of `StragglerDetector.warnings`."""
         if self._detector is None:
             return []
         waited_ms = self._wait_sampler.take_ms(record.iteration - self._iteration) if self._wait_sampler else {}
@@ -122,14 +124,14 @@ class StragglerDetector:
         """
         slow: dict[tuple[int, str], tuple[float, float]] = {}
         for rank, times in enumerate(times_ms):
-            first = rank - rank % self._stage_size  # other stages have different work
+            first = rank - rank % self._stage_size  # Other stages have different work.
             others = [ms for other, ms in enumerate(times_ms[first : first + self._stage_size], first) if other != rank]
             for part, name in enumerate(TIMER_ORDER):
                 median = statistics.median(ms[part] for ms in others) if others else times[part]
                 if times[part] > MIN_RATIO * median and times[part] - median > MIN_SHARE * step_ms:
                     slow[rank, name] = times[part], median
             if (rank, "data loader") in slow:
-                slow.pop((rank, "batch generator"), None)  # which includes the data loader
+                slow.pop((rank, "batch generator"), None)  # It includes the data loader.
         self._in_a_row = {key: self._in_a_row.get(key, 0) + 1 for key in slow}
         return [
             f'WARNING: {format_ranks([rank], self._hosts)} takes {ms - median:.0f} ms longer in "{part}" than the '

@@ -40,7 +40,7 @@ def blacklist_urls(argv: Argv = None) -> None:
     args = parser.parse_args(argv)
     args.blacklist = hash_file(filters.BLACKLIST)
     stage = WebtextStage("blacklist_urls", filters.filter_urls, args, ("urls_per_file", "blacklist"), ("tldextract",))
-    # One shard, because duplicates may be in different files.
+    # All files are one shard, because duplicates may be in different files.
     run_stage(stage, [Shard("urls", find_files([args.input]))], one_file=(TEXT_SUFFIX,))
 
 
@@ -66,7 +66,7 @@ def download_urls(argv: Argv = None) -> None:
     add_number(parser, "--per-host", 4, "pages fetched from one host at the same time")
     args = parser.parse_args(argv)
     args.blacklist = hash_file(filters.BLACKLIST)
-    args.processes, args.workers = args.workers, 1  # one shard at a time; its processes extract text
+    args.processes, args.workers = args.workers, 1  # One shard is processed at a time; its processes extract text.
     recorded = ("blacklist", "max_bytes", "page_seconds", "extract_seconds")
     try:
         from megatron.gpt2.extensions.webtext.download import download
@@ -126,7 +126,7 @@ def find_duplicates(argv: Argv = None) -> None:
     )
     if not manifests:
         return
-    shards = shards[: len(manifests)]  # with --limit, only those that were read
+    shards = shards[: len(manifests)]  # With --limit, only these shards were read.
     args.shards = [
         {"name": manifest["input"]["name"], "documents": manifest["left"], "sha256": manifest["input"]["sha256"]}
         for manifest in manifests
@@ -134,7 +134,7 @@ def find_duplicates(argv: Argv = None) -> None:
     args.sources = [
         shard.files[0] if near_duplicates.is_seekable(shard) else folder / f"{shard.name}.jsonl" for shard in shards
     ]
-    args.limit = args.executor = None  # this stage needs all shards
+    args.limit = args.executor = None  # This stage needs all shards.
     signatures = Shard("pairs", tuple(folder / f"{shard.name}.signatures" for shard in shards))
     run_stage(
         WebtextStage("find_duplicates", near_duplicates.find_pairs, args, ("shards", "min_jaccard")), [signatures]

@@ -37,16 +37,16 @@ Result = tuple[dict[str, Any], str | None]  # the record of a URL, and its text
 
 
 class PageError(Exception):
-    """The reason why a page was dropped: a few words, which are equal for all pages with this reason."""
+    """The reason why a page was dropped, in a few words, which are the same for all pages with this reason."""
 
 
 @dataclass(frozen=True)
 class Page:
     """The response of a server."""
 
-    url: str  # after redirects
+    url: str  # the URL after redirects
     body: bytes
-    charset: str | None  # from the server
+    charset: str | None  # the server's statement
 
 
 def http_session() -> aiohttp.ClientSession:
@@ -120,20 +120,20 @@ def extract_text(page: Page) -> tuple[str | None, str]:
     try:
         options = {"include_comments": False, "include_tables": False, "deduplicate": False}
         return trafilatura.extract(content, url=page.url, **options), ""
-    except Exception as error:  # a hostile page may cause any error
+    except Exception as error:  # A hostile page may cause any error.
         return None, type(error).__name__
 
 
 def _start_extractor() -> None:
     import trafilatura  # noqa: F401  so that the time of the first page does not include loading the library
 
-    logging.disable(logging.CRITICAL)  # trafilatura logs lines for each page
+    logging.disable(logging.CRITICAL)  # trafilatura logs lines for each page.
     exit_with_parent()
 
 
 def text_extractors(count: int) -> pebble.ProcessPool:
     """Return a pool of `count` processes for `extract`."""
-    # New interpreters: a fork of this one would copy locks that its threads hold.
+    # Start new interpreters, because a fork of this one would copy locks that its threads hold.
     return pebble.ProcessPool(count, initializer=_start_extractor, context=multiprocessing.get_context("spawn"))
 
 
@@ -202,5 +202,5 @@ def download(run: ShardRun) -> None:
     records = run.file(f"records/{run.shard.name}.jsonl")
     unreachable: list[bool] = []
     asyncio.run(write())
-    if sum(unreachable) == run.entered > 1:  # do not record this as the result of these URLs
+    if sum(unreachable) == run.entered > 1:  # This result of the URLs is not recorded.
         raise OSError(f"no URL of {run.shard.files[0]} could be reached: is there a network?")

@@ -17,12 +17,12 @@ from data_utils.tokenizers import build_tokenizer
 from data_utils.tokenizers.base import Tokenizer
 from megatron.gpt2.extensions.webtext.shards import UNREADABLE, Shard, ShardRun, document_label
 
-SHORTEST, LONGEST = 9, 2048  # characters of a URL
-# Sites of pictures, sound, video, programs, shops, short links and log-ins, by their name with or without the public
-# suffix; and suffixes of files other than pages.
+SHORTEST, LONGEST = 9, 2048  # the number of characters of a URL
+# These are names of sites of pictures, sound, video, programs, shops, short links and log-ins, with or without the
+# public suffix; and suffixes of files that are not pages.
 BLACKLIST = Path(__file__).with_name("blacklist.json")
-LANGUAGE_CHARACTERS = 3000  # of a text that the language detection reads, at 4 MB/s
-# Matches what ftfy may change: anything but printable ASCII without an ampersand.
+LANGUAGE_CHARACTERS = 3000  # The language detection reads this number of characters of a text, at 4 MB/s.
+# This pattern matches what ftfy may change: anything but printable ASCII without an ampersand.
 SUSPECT = re.compile(r"[^\t\n\x20-\x25\x27-\x7e]")
 WORDS = 13
 WORD = re.compile(r"\w+")
@@ -68,7 +68,7 @@ def make_url_filter() -> Callable[[str], str | None]:
             return "neither http nor https"
         found = extract.extract_str(parts.hostname or "")
         if not found.suffix or not found.domain:
-            return "malformed"  # a local host name, or a number
+            return "malformed"  # The URL has a local host name, or a number.
         if found.domain in sites or f"{found.domain}.{found.suffix}" in sites:
             return "site without text"
         _, dot, extension = parts.path.rpartition("/")[2].rpartition(".")
@@ -107,13 +107,13 @@ def fix_text(text: str) -> str:
     for number, line in enumerate(lines):
         if SUSPECT.search(line):
             lines[number] = ftfy.fix_text(line, unescape_html=unescape)
-        if "<" in line:  # after the first tag, ftfy assumes HTML and keeps entities
+        if "<" in line:  # After the first tag, ftfy assumes HTML and keeps entities.
             unescape = False
     return "".join(lines)
 
 
 def detect_language(text: str) -> str:
-    """Return the code of the likeliest of 97 languages, by the model in py3langid."""
+    """Return the code of the most likely of 97 languages, by the model in py3langid."""
     import py3langid
 
     return py3langid.classify(text[:LANGUAGE_CHARACTERS])[0]
@@ -150,7 +150,7 @@ def word_ngrams(text: str) -> Iterator[tuple[str, ...]]:
     return zip(*(words[start:] for start in range(WORDS)), strict=False)
 
 
-@functools.lru_cache(1)  # a process works on many shards
+@functools.lru_cache(1)  # A process works on many shards.
 def evaluation_ngrams(paths: tuple[Path, ...], text_key: str) -> tuple[set[tuple[str, ...]], int]:
     """Return the runs of 13 words of the evaluation texts at `paths`, and the number of shorter texts, which cannot be
     found. Raises ValueError if there are no runs, or for a line without text under `text_key`."""
@@ -189,7 +189,7 @@ def split(run: ShardRun) -> None:
     """Assign each document to a split by the hash of its text and of --seed. So it stays in its split when the corpus
     grows, and equal texts stay together."""
     shares = list(map(Fraction, run.args.shares))
-    ends = list(itertools.accumulate(shares))  # the last is their sum
+    ends = list(itertools.accumulate(shares))  # The last number is their sum.
     for document in run.documents():
         key = str(run.args.seed).encode()
         digest = hashlib.blake2b(document["text"].encode("utf-8"), digest_size=8, key=key).digest()

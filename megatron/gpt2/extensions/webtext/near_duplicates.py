@@ -26,17 +26,19 @@ from megatron.gpt2.extensions.webtext.shards import Document, Shard, ShardRun, d
 SHINGLE = 5
 VALUES = 100
 BANDS = 20
-COLUMNS = BANDS + 1  # of a signature, uint64: the keys of its bands, and the offset of the document
-SHINGLE_CACHE = 4096  # documents
-SIGN_BATCH = 64  # documents whose band keys are computed together
+# A signature has this number of uint64 values: the keys of its bands, and the offset of the document.
+COLUMNS = BANDS + 1
+SHINGLE_CACHE = 4096  # number of documents
+SIGN_BATCH = 64  # The band keys of this number of documents are computed together.
 EMPTY = np.uint64(2**64 - 1)
-# Odd constants with random-looking bits.
+# These are odd constants with random-looking bits.
 FACTORS = tuple(np.uint64(factor) for factor in (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9))
 MIXER = np.uint64(0xFF51AFD7ED558CCD)
 HALF = np.uint64(32)
-ROUNDS = np.arange(2 * VALUES, dtype=np.uint64) * FACTORS[1]  # added to the first hashes, gives those of each round
+# These values, added to the first hashes, give the hashes of each round.
+ROUNDS = np.arange(2 * VALUES, dtype=np.uint64) * FACTORS[1]
 
-ShardTable = list[dict[str, Any]]  # "name", "documents", "sha256" of each shard
+ShardTable = list[dict[str, Any]]  # Each shard has "name", "documents" and "sha256".
 
 
 def mix(values: np.ndarray) -> np.ndarray:
@@ -59,7 +61,7 @@ def shingle_hashes(text: str) -> np.ndarray:
 
 
 def shingles(text: str) -> np.ndarray:
-    """Return the sorted, distinct hashes of the 5-grams of a text."""
+    """Return the distinct hashes of the 5-grams of a text, sorted."""
     return np.unique(shingle_hashes(text))
 
 
@@ -93,18 +95,18 @@ def band_keys(sketched: np.ndarray) -> np.ndarray:
     With b = 20 and r = 5, a pair of J = 0.8 is found with probability 1 - (1 - 0.8^5)^20 = 0.9996."""
     bands = sketched.reshape(len(sketched), BANDS, -1)  # [d, t] -> [d, b, r]
     keys = np.broadcast_to(np.arange(BANDS, dtype=np.uint64), bands.shape[:2])
-    for values in np.moveaxis(bands, 2, 0):  # r times [d, b]
+    for values in np.moveaxis(bands, 2, 0):  # The loop runs r times over [d, b].
         keys = mix(keys * FACTORS[2] + values)
     return keys
 
 
 def is_seekable(shard: Shard) -> bool:
-    """Return True if `read_at` can read the shard, i.e. it is one uncompressed JSON file."""
+    """Return True if `read_at` can read the shard, which must be one uncompressed JSON file."""
     return len(shard.files) == 1 and shard.files[0].name.endswith(JSON_SUFFIXES)
 
 
 def write_signatures(run: ShardRun) -> None:
-    """Write the signatures [documents, 21] of a shard, and a copy of its documents if it is not seekable."""
+    """Write the signatures [documents, 21] of a shard, and a copy of its documents if the shard is not seekable."""
     signatures = run.file(f"{run.shard.name}.signatures")
     documents_with_offsets = run.documents_with_offsets()
     while batch := list(itertools.islice(documents_with_offsets, SIGN_BATCH)):
@@ -121,7 +123,7 @@ def write_signatures(run: ShardRun) -> None:
 
 
 def buckets(keys: np.ndarray) -> Iterator[list[int]]:
-    """Yield, for each key that occurs at least twice, the indices with this key, ascending."""
+    """Yield, for each key that occurs at least twice, the indices with this key in ascending order."""
     order = np.argsort(keys, kind="stable")
     ordered = keys[order]
     starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
@@ -139,7 +141,7 @@ def duplicate_pairs(
     """
     from networkx.utils import UnionFind
 
-    @functools.cache  # because a pair may share several bands
+    @functools.cache  # A pair may share several bands.
     def index_of(first: int, second: int) -> float:
         one, other = shingles_of(first), shingles_of(second)
         if min(len(one), len(other)) < min_jaccard * max(len(one), len(other)):
@@ -193,7 +195,7 @@ def shard_offsets(shards: ShardTable) -> list[int]:
     return [0, *itertools.accumulate(shard["documents"] for shard in shards)][:-1]
 
 
-@functools.lru_cache(1)  # a process works on many shards
+@functools.lru_cache(1)  # A process works on many shards.
 def read_table(path: Path) -> tuple[ShardTable, list[Any]]:
     """Return the shards and the other lines of a file of pairs or groups. Raises ValueError for other files."""
     try:
@@ -204,7 +206,7 @@ def read_table(path: Path) -> tuple[ShardTable, list[Any]]:
 
 
 def group_pairs(run: ShardRun) -> None:
-    """Make groups of documents that pairs connect, sorted by number."""
+    """Make groups of documents that pairs connect. The groups are sorted by number."""
     from networkx.utils import UnionFind
 
     table, pairs = read_table(run.shard.files[0])
@@ -223,12 +225,12 @@ def group_pairs(run: ShardRun) -> None:
 
 @functools.lru_cache(1)
 def duplicates_to_remove(path: Path) -> set[int]:
-    """Return the documents of a file of groups, except the first of each group."""
+    """Return all documents of a file of groups except the first one of each group."""
     return {number for numbers in read_table(path)[1] for number in numbers[1:]}
 
 
 def remove_duplicates(run: ShardRun) -> None:
-    """Write the documents of a shard, without those that have an earlier document in their group."""
+    """Write the documents of a shard, except those that have an earlier document in their group."""
     path = run.args.groups_file
     table, (file, *_) = read_table(path)[0], run.shard.files
     facts = run.shard.metadata()

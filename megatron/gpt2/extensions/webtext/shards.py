@@ -40,11 +40,11 @@ from data_utils.shards import Manifest, disk_full_errors, make_shard
 
 TEXTS_A_SHARD = 10_000
 LABEL_CHARACTERS = 100
-SAMPLES = 3  # for each reason in a manifest
+SAMPLES = 3  # A manifest has this number of samples for each reason.
 UNREADABLE = "unreadable"
 
 Document = dict[str, Any]
-Progress = Callable[[int], object]  # called with the number of bytes that were read
+Progress = Callable[[int], object]  # It is called with the number of bytes that were read.
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Shard:
 
     @property
     def bytes(self) -> int:
-        """Total size of the files."""
+        """The total number of bytes of the files."""
         return sum(path.stat().st_size for path in self.files)
 
     def metadata(self) -> dict[str, Any]:
@@ -122,7 +122,8 @@ def parse_document(path: Path, content: bytes, text_key: str) -> Document:
     if text_key != "text":
         document["text"] = document.pop(text_key)
     if b"\\ud" in content.lower():
-        json_line({**document, "text": text})  # raises for a lone surrogate, which only an escape can contain
+        # This raises an error for a lone surrogate, which only an escape can contain.
+        json_line({**document, "text": text})
     return document
 
 
@@ -143,7 +144,7 @@ class WebtextStage:
 
     name: str
     work: Callable[["ShardRun"], None]
-    args: argparse.Namespace  # every stage has limit and text_key
+    args: argparse.Namespace  # Every stage has the flags limit and text_key.
     recorded: tuple[str, ...] = ()
     libraries: tuple[str, ...] = ()
 
@@ -219,7 +220,7 @@ class ShardRun:
             except (ValueError, RecursionError) as error:
                 self.drop(UNREADABLE, f"{place}: {error}")
                 bad = self.dropped[UNREADABLE]
-                if bad["count"] == self.entered == MAX_LEADING_BAD_LINES:  # fail now instead of after hours
+                if bad["count"] == self.entered == MAX_LEADING_BAD_LINES:  # Fail now instead of after hours.
                     raise ValueError(
                         f"{bad['samples'][0]}; all of the first {MAX_LEADING_BAD_LINES} entries are unreadable"
                     ) from None
@@ -230,14 +231,14 @@ class ShardRun:
                 self.drop("empty", place)
 
     def drop(self, reason: str, what: Document | str) -> None:
-        """Drop and count an entry. The first ones of each reason are kept as samples."""
+        """Drop and count an entry. The first entries of each reason are kept as samples."""
         entry = self.dropped.setdefault(reason, {"count": 0, "samples": []})
         entry["count"] += 1
         if len(entry["samples"]) < SAMPLES:
             entry["samples"].append(what if isinstance(what, str) else document_label(what))
 
     def write(self, document: Document, name: str = "") -> None:
-        """Write and count a document. name: the name of the output (default: that of the shard)."""
+        """Write and count a document. name: the name of the output (default: the shard's name)."""
         self.left += 1
         self.file(name or f"{self.shard.name}.jsonl").write(json_line(document))
 
@@ -248,7 +249,7 @@ class ShardRun:
         return self._files[name]
 
     def run(self, work: Callable[["ShardRun"], None]) -> Manifest:
-        """Do the work, then rename all outputs; after a failure, none appears. Return the rest of the manifest."""
+        """Do the work, then rename all outputs. After a failure, no output appears. Return the rest of the manifest."""
         with self._open:
             work(self)
             assert self.entered == self.left + sum(entry["count"] for entry in self.dropped.values()), (
@@ -261,7 +262,7 @@ class ShardRun:
 def run_shard(
     stage: WebtextStage, shard: Shard, output: Path, limit: int | None = None, read: Progress = lambda count: None
 ) -> Manifest:
-    """Return the manifest of the shard, and make its outputs first if they do not exist. A failure leaves no files."""
+    """Return the manifest of the shard. If its outputs do not exist, make them first. A failure leaves no files."""
     expected = {**stage.manifest(limit), "input": shard.metadata()}
     write = functools.partial(ShardRun(stage.args, shard, output, limit, read).run, stage.work)
     with disk_full_errors(output):

@@ -22,7 +22,7 @@ from data_utils.files import file_lock
 from data_utils.shards import Manifest, map_in_processes
 from megatron.gpt2.extensions.webtext.shards import UNREADABLE, Shard, WebtextStage, atomic_file, find_shards, run_shard
 
-FILE_SUFFIXES = (*JSON_SUFFIXES, TEXT_SUFFIX, *COMPRESSED_SUFFIXES)  # of files; a name with another suffix is a folder
+FILE_SUFFIXES = (*JSON_SUFFIXES, TEXT_SUFFIX, *COMPRESSED_SUFFIXES)  # A name with another suffix is that of a folder.
 
 POSITIONAL: dict[str, dict[str, Any]] = {
     "groups": {"type": Path, "help": "the file groups.jsonl that group_duplicate_url.py wrote for this INPUT"},
@@ -38,7 +38,8 @@ POSITIONAL: dict[str, dict[str, Any]] = {
 
 
 def bounded_number(kind: type, least: float, most: float, words: str) -> Callable[[str], Any]:
-    """Make an argparse type for numbers from `least` to `most`. words: describe such a number in the error."""
+    """Make an argparse type for numbers from `least` to `most`. words: the words that an error uses for such a
+    number."""
 
     def parse(text: str) -> Any:
         with contextlib.suppress(ValueError):
@@ -115,7 +116,7 @@ def run_stage(
             raise ValueError(f"{output}: this stage writes a folder{endings}")
         if any(output.resolve() == path.resolve() for shard in shards for path in shard.files):
             raise ValueError(f"{output} is a file of the input: give a different name")
-    stage.manifest(args.limit)  # raises early if a library is missing
+    stage.manifest(args.limit)  # This raises an error early if a library is missing.
     try:
         if args.executor:
             run_with_datatrove(stage, shards, folder)
@@ -191,7 +192,7 @@ def check_counts(manifests: Sequence[Manifest], max_bad_fraction: float) -> None
 
 
 def total(manifests: Sequence[Manifest], key: str) -> int:
-    """Sum one count over all manifests."""
+    """Return the sum of one count over all manifests."""
     return sum(manifest[key] for manifest in manifests)
 
 
@@ -232,7 +233,7 @@ def run_with_datatrove(stage: WebtextStage, shards: Sequence[Shard], output: Pat
     """Run the shards in --tasks tasks with datatrove's executor, or submit them to Slurm. Raises ValueError if
     datatrove or Ray is not installed."""
     args = stage.args
-    # Processes on other machines use the same interpreter and project.
+    # Processes on other machines use the same interpreter and the same project.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     path = f"export PATH={Path(sys.executable).parent}:$PATH PYTHONPATH={os.environ['PYTHONPATH']}"
     options: dict[str, dict[str, Any]] = {
