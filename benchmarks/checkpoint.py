@@ -38,7 +38,7 @@ from megatron.gpt2.checkpoint.saver import PendingSave, Saver
 from megatron.gpt2.checkpoint.sharded_state import load_sharded_state_dict, sharded_state_dict
 from megatron.gpt2.checkpoint.writer import ShardedTensor
 from megatron.gpt2.config import ModelConfig
-from megatron.gpt2.model.gpt2 import parameter_specs
+from megatron.gpt2.model.gpt2 import model_partition_specs
 from megatron.gpt2.optimizer.param_and_grad_buffer import ParamShard
 
 dcp: Any = torch.distributed.checkpoint
@@ -59,7 +59,7 @@ RATIOS = {
 
 
 def make_state(smoke: bool, seed: int) -> State:
-    specs = parameter_specs(SHAPES[smoke], 1).items()
+    specs = model_partition_specs(SHAPES[smoke], 1).items()
     return {
         f"{kind}.{name}": torch.arange(math.prod(spec.global_shape), dtype=torch.float32)
         .add_(seed)
@@ -77,7 +77,7 @@ def flat_states(state: State) -> list[ParamShard]:
 
 def checkpoint_files(state: State, smoke: bool) -> dict[str, dict[str, ShardedTensor]]:
     """Return the files that a run of one rank saves."""
-    shards = sharded_state_dict(flat_states(state), parameter_specs(SHAPES[smoke], 1), tp_rank=0, tp_size=1)
+    shards = sharded_state_dict(flat_states(state), model_partition_specs(SHAPES[smoke], 1), tp_rank=0, tp_size=1)
     return {
         f"mp_rank_00/{kind if kind == 'model' else kind + '_dp_00'}.safetensors": {
             key: shard for key, shard in shards.items() if key.startswith(f"{kind}.")
@@ -93,7 +93,9 @@ def save_ours(state: State, folder: Path, smoke: bool) -> None:
 def load_ours(state: State, folder: Path, smoke: bool, verify: bool) -> None:
     checkpoint = find_checkpoint(folder, log=print, verify=verify)
     assert checkpoint is not None
-    load_sharded_state_dict(flat_states(state), parameter_specs(SHAPES[smoke], 1), checkpoint, tp_rank=0, tp_size=1)
+    load_sharded_state_dict(
+        flat_states(state), model_partition_specs(SHAPES[smoke], 1), checkpoint, tp_rank=0, tp_size=1
+    )
 
 
 def save_dcp(state: State, folder: Path, smoke: bool) -> None:

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from mpu import kernels
 from mpu.initialize import get_tensor_model_parallel_group, group_rank_and_size
-from mpu.mappings import copy_to_model_parallel_region, gather_from_sequence_parallel_region
+from mpu.mappings import enter_model_parallel_region
 from mpu.partition import check_ids, local_ids
 
 
@@ -184,8 +184,7 @@ def vocab_parallel_linear_cross_entropy(
     group = group if group is not None else get_tensor_model_parallel_group()
     check_ids(target, vocab_size, "target")
     hidden, weight, _ = kernels.cast_for_autocast(hidden, weight)
-    to_every_rank = gather_from_sequence_parallel_region if sequence_parallel else copy_to_model_parallel_region
-    hidden = to_every_rank(hidden, group)
+    hidden = enter_model_parallel_region(hidden, group, sequence_parallel)
     return LinearCrossEntropy.apply(  # type: ignore[no-any-return]
         hidden,
         weight,

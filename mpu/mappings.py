@@ -133,6 +133,13 @@ def gather_from_sequence_parallel_region(x: Tensor, group: ProcessGroup | None =
     return apply_collective(x, group, forward=_all_gather_sequence, backward=_reduce_scatter_sequence)
 
 
+def enter_model_parallel_region(x: Tensor, group: ProcessGroup | None, sequence_parallel: bool) -> Tensor:
+    """The input of a computation that is split over the ranks: [s, ...], or [s/tp, ...] with sequence_parallel ->
+    [s, ...]. Backward sums the ranks' gradients."""
+    enter = gather_from_sequence_parallel_region if sequence_parallel else copy_to_model_parallel_region
+    return enter(x, group)
+
+
 def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """[s, ...] -> [s/tp, ...]: this rank's part of the sum over the ranks. Backward gathers the parts. Raises
     ValueError if s is not divisible by tp."""

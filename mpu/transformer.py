@@ -58,7 +58,7 @@ class TransformerConfig:
         sequence_parallel, which shards them already.
     checkpoint_in_cpu: with "full", these inputs are saved in host memory.
     cpu_offloading_num_layers: with "none", the activations of the first N layers are saved in host memory.
-        `checkpoint_in_cpu` and `cpu_offloading_num_layers` have no effect on a CPU. `Transformer` in
+        `checkpoint_in_cpu` and `cpu_offloading_num_layers` have no effect on a CPU. `TransformerBlock` in
         megatron/gpt2/model/gpt2.py implements these two and `distribute_saved_activations`; a single layer ignores
         them.
 

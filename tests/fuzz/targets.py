@@ -47,7 +47,7 @@ from megatron.gpt2.formats.openai_tokenizer import open_tokenizer, tokenizer_fil
 from megatron.gpt2.formats.torch_files import load_torch_file
 from megatron.gpt2.generate.generation import GeneratedToken
 from megatron.gpt2.generate.sampling import Sampler
-from megatron.gpt2.model.gpt2 import parameter_specs
+from megatron.gpt2.model.gpt2 import model_partition_specs
 from megatron.gpt2.monitor.html_report import render_page
 from megatron.gpt2.monitor.incidents import IncidentLog, rank_file_name, read_incidents
 from tests.data_utils.data_files import write_lines
@@ -123,7 +123,7 @@ def update_table_hashes(files: Files) -> None:
 def read_external(folder: Path, hints: Hints = NO_HINTS) -> None:
     """Every tensor has the shape of the model in the metadata."""
     source: BaseCheckpoint = open_checkpoint(folder, hints, log=silent)
-    specs = parameter_specs(ModelConfig(**source.metadata["config"]["model"]))
+    specs = model_partition_specs(ModelConfig(**source.metadata["config"]["model"]))
     for name in source.tensors:
         shape = specs[name.partition(".")[2]].global_shape
         assert source.read(name).shape == source.tensors[name].shape == shape, name

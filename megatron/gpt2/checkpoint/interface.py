@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron.gpt2.config import Config, ModelConfig
-from megatron.gpt2.model.gpt2 import parameter_specs
+from megatron.gpt2.model.gpt2 import model_partition_specs
 from mpu.partition import TensorSlice
 
 _NATURAL = range(1 << 62)
@@ -144,7 +144,7 @@ def check_metadata(checkpoint: BaseCheckpoint) -> ModelConfig:
         raise ValueError(
             f"{where} has {model.num_layers:,} layers, but the checkpoint {len(checkpoint.tensors):,} tensors"
         )
-    for name, spec in parameter_specs(model).items():
+    for name, spec in model_partition_specs(model).items():
         saved = checkpoint.tensors.get(f"model.{name}")
         if saved is None or saved.shape != spec.global_shape:
             found = f"has shape {saved.shape}" if saved else "is missing"

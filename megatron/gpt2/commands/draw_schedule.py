@@ -89,9 +89,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         shares = [p * len(own) / layers for own in layers_of_stages(layers, p, v, first, last)]
         costs = [StageCosts(*(time * share for time in args.times)) for share in shares]
     table = timetable(schedule, costs)
-    m, has_chunks = schedule.num_microbatches, schedule.num_chunks > 1
+    m, has_chunks = schedule.num_microbatches, schedule.num_model_chunks > 1
     what = (
-        f"{schedule.name}: {plural(p, 'rank')}{f' of {schedule.num_chunks} chunks' * has_chunks}, "
+        f"{schedule.name}: {plural(p, 'rank')}{f' of {schedule.num_model_chunks} chunks' * has_chunks}, "
         f"{m} micro-batch{'es' * (m > 1)}; F, B, W take {_listed(args.times)}"
     )
     work, bubble = m * sum(args.times), f"a bubble of {table.bubble:.1%}"

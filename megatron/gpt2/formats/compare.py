@@ -14,8 +14,7 @@ from data_utils.command_line import align_columns
 from megatron.gpt2.checkpoint.interface import BaseCheckpoint, TensorInfo, check_metadata
 from megatron.gpt2.checkpoint.reader import NativeCheckpoint
 from megatron.gpt2.checkpoint.sharded_state import load_sharded_state_dict
-from megatron.gpt2.formats.foreign_checkpoint import WORD_EMBEDDINGS
-from megatron.gpt2.model.gpt2 import GPT2Model, layer_config, parameter_specs
+from megatron.gpt2.model.gpt2 import TIED_WEIGHT, GPT2Model, layer_config, model_partition_specs
 from megatron.gpt2.optimizer.param_and_grad_buffer import ParamShard
 
 SHAPE_KEYS = (
@@ -204,7 +203,7 @@ def compare_logits(
         raise ValueError(f"{a.path} has {size} tokens and {b.path} {other}: give the true number with --vocab-size")
     length = min(LENGTH, *(source.metadata["config"]["model"]["max_position_embeddings"] for source in (a, b)))
     tokens = torch.randint(size, (SEQUENCES, length), generator=torch.Generator().manual_seed(0))
-    dtype = b.tensors[f"model.{WORD_EMBEDDINGS}"].dtype
+    dtype = b.tensors[f"model.{TIED_WEIGHT}"].dtype
     max_difference = (compute_logits(a, tokens, kind, dtype) - compute_logits(b, tokens)).abs().max().item()
     log(f"greatest logit difference on {tokens.numel()} tokens in fp32: {max_difference:.3g}")
     return max_difference
@@ -222,7 +221,7 @@ def compute_logits(
     model = GPT2Model(config, layer_config(config, device="meta"))
     model.to_empty(device="cpu").eval()  # This skips the random initialisation.
     weights = [ParamShard(kind, name, parameter.detach().view(-1)) for name, parameter in model.named_parameters()]
-    load_sharded_state_dict(weights, parameter_specs(config), source, tp_rank=0, tp_size=1)
+    load_sharded_state_dict(weights, model_partition_specs(config), source, tp_rank=0, tp_size=1)
     for weight in weights:
         weight.values.copy_(weight.values.to(dtype))
     return model(tokens)[..., : config.vocab_size]  # type: ignore[no-any-return]

@@ -24,11 +24,10 @@ from torch import Tensor
 from data_utils.command_line import plural
 from megatron.gpt2.checkpoint.interface import BaseCheckpoint, TensorInfo, check_inside
 from megatron.gpt2.config import Config, ModelConfig, OptimizerConfig, require
-from megatron.gpt2.model.gpt2 import parameter_specs
+from megatron.gpt2.model.gpt2 import model_partition_specs
 from megatron.gpt2.optimizer.optimizer import MOMENTS
 from mpu.partition import TensorSlice
 
-WORD_EMBEDDINGS = "word_embeddings.weight"
 OPTIMIZER_KINDS = ("master", *MOMENTS)
 GPT2_VOCAB_SIZE = 50257
 MAX_JSON_BYTES = 2 << 20  # This is ten times the size of the index of GPT-2's largest model.
@@ -136,7 +135,7 @@ class ForeignCheckpoint(BaseCheckpoint):
         problem: str = ": unknown form",
     ) -> None:
         self.path, self.format, lines = path, format, list(left_out)
-        shapes = {name: spec.global_shape for name, spec in parameter_specs(model).items()}
+        shapes = {name: spec.global_shape for name, spec in model_partition_specs(model).items()}
         kinds = {"model": {name: _without_padding(weights[name], shape) for name, shape in shapes.items()}}
         for name, weight in kinds["model"].items():
             dtype = weight.info.dtype

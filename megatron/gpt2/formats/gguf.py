@@ -19,11 +19,10 @@ from data_utils.tokenizers.gpt2 import END_OF_TEXT
 from megatron.gpt2.checkpoint.interface import BaseCheckpoint, check_metadata
 from megatron.gpt2.config import require
 from megatron.gpt2.device import PRECISIONS
-from megatron.gpt2.formats.foreign_checkpoint import WORD_EMBEDDINGS
 from megatron.gpt2.formats.nanogpt_and_dcp import export_kind, openai_name, to_openai
 from megatron.gpt2.formats.native import check_tokenizer, new_folder
 from megatron.gpt2.formats.openai_tokenizer import tokenizer_files
-from megatron.gpt2.model.gpt2 import parameter_specs
+from megatron.gpt2.model.gpt2 import TIED_WEIGHT, model_partition_specs
 
 GGUF_FILE = "model.gguf"
 # Each type has two names: ours, and that of GGMLQuantizationType or LlamaFileType.
@@ -65,9 +64,9 @@ def write_gguf(
     )
     kind = export_kind(source, dtype)
     if dtype == "source":
-        dtype = PRECISIONS[source.tensors[f"model.{WORD_EMBEDDINGS}"].dtype]
+        dtype = PRECISIONS[source.tensors[f"model.{TIED_WEIGHT}"].dtype]
     matrix_type, file_type = TYPES[dtype]
-    types, specs = gguf.GGMLQuantizationType, parameter_specs(model)
+    types, specs = gguf.GGMLQuantizationType, model_partition_specs(model)
     names: Any = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, model.num_layers)
 
     def type_of(name: str) -> Any:

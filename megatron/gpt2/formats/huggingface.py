@@ -25,7 +25,6 @@ from megatron.gpt2.device import DTYPES as PRECISION_DTYPES
 from megatron.gpt2.formats.compare import describe, format_description
 from megatron.gpt2.formats.foreign_checkpoint import (
     MAX_JSON_BYTES,
-    WORD_EMBEDDINGS,
     ForeignCheckpoint,
     Hints,
     LazyTensor,
@@ -38,6 +37,7 @@ from megatron.gpt2.formats.nanogpt_and_dcp import CONFIG_SIZES, build_checkpoint
 from megatron.gpt2.formats.native import check_tokenizer, new_folder
 from megatron.gpt2.formats.openai_tokenizer import tokenizer_files
 from megatron.gpt2.formats.torch_files import load_torch_file
+from megatron.gpt2.model.gpt2 import TIED_WEIGHT
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 # Hugging Face has these names for our fields.
@@ -170,7 +170,7 @@ def write_huggingface(
     """
     model = check_metadata(source)
     check_tokenizer(source, tokenizer)
-    wanted = PRECISION_DTYPES.get(dtype, source.tensors[f"model.{WORD_EMBEDDINGS}"].dtype)
+    wanted = PRECISION_DTYPES.get(dtype, source.tensors[f"model.{TIED_WEIGHT}"].dtype)
     kind = export_kind(source, dtype)
     eod = tokenizer.eod if tokenizer and tokenizer.has_eod else None
     ends = {} if eod is None else {"bos_token_id": eod, "eos_token_id": eod}

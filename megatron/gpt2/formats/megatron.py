@@ -65,7 +65,7 @@ from megatron.gpt2.formats.megatron_optimizer import (
 )
 from megatron.gpt2.formats.native import new_folder
 from megatron.gpt2.formats.torch_files import load_torch_file
-from megatron.gpt2.model.gpt2 import parameter_specs
+from megatron.gpt2.model.gpt2 import model_partition_specs
 
 RANK_FILES = ("model_optim_rng.pt", "model_rng.pt")
 DEEPSPEED_FILE = re.compile(r"mp_rank_(\d{2,3})_model_states\.pt", re.ASCII)
@@ -145,7 +145,7 @@ def open_megatron(path: Path, format: str, hints: Hints, *, log: Callable[[str],
         raise ValueError("its checkpoint_version is unknown; versions 0 to 3 are supported")
     version = 2 if format == "megatron-core" else int(number)
     order = partial(to_head_major, heads=model.num_attention_heads // tp_size, version=version)
-    specs = parameter_specs(padded, tp_size)
+    specs = model_partition_specs(padded, tp_size)
     weights = merge_ranks([(file.path, {"model": file.weights}) for file in files], specs, tp_size, order)["model"]
     left_out: list[str] = []
     zero = _zero_files(path, tp_size)
@@ -291,7 +291,7 @@ def write_megatron(
     """
     layout = layout or MegatronLayout()
     tp_size, model = layout.tensor, padded_model_config(source, layout.tensor)
-    stages, specs = chunks_of_stages(model, layout, format), parameter_specs(model, tp_size)
+    stages, specs = chunks_of_stages(model, layout, format), model_partition_specs(model, tp_size)
     with_optimizer = format != "megatron-core" and has_optimizer(source)
     top: dict[str, Any] = {"iteration": source.iteration, TRUE_VOCAB_SIZE: source.metadata["vocab_size"]}
     if format != "megatron-2019":

@@ -17,7 +17,6 @@ from megatron.gpt2.checkpoint.interface import BaseCheckpoint, check_metadata
 from megatron.gpt2.config import ModelConfig, require
 from megatron.gpt2.formats.foreign_checkpoint import (
     GPT2_VOCAB_SIZE,
-    WORD_EMBEDDINGS,
     Hints,
     LazyTensor,
     LazyTensors,
@@ -28,7 +27,7 @@ from megatron.gpt2.formats.foreign_checkpoint import (
     report_padding,
     short_repr,
 )
-from megatron.gpt2.model.gpt2 import parameter_specs
+from megatron.gpt2.model.gpt2 import TIED_WEIGHT, model_partition_specs
 from megatron.gpt2.optimizer.optimizer import MOMENTS
 from megatron.gpt2.pipeline.schedule import FIRST_LAYERS_FLAG, LAST_LAYERS_FLAG, layers_of_stages, virtual_stages
 from mpu.partition import PartitionSpec
@@ -173,14 +172,14 @@ def chunks_of_stages(model: ModelConfig, layout: MegatronLayout, format: str) ->
             f"requires{advice}"
         )
     chunks: list[dict[str, str]] = [{} for _ in layers]
-    for name in parameter_specs(model):
+    for name in model_partition_specs(model):
         if layer := LAYER.fullmatch(name):
             chunk = next(chunk for chunk, held in enumerate(layers) if int(layer[1]) in held)
             chunks[chunk][f"transformer.layers.{int(layer[1]) - layers[chunk].start}.{layer[2]}"] = name
         else:
             chunks[-1 if name.startswith("transformer.") else 0][name] = name
     if pp_size > 1:
-        chunks[-1][EMBEDDINGS_FOR_HEAD] = WORD_EMBEDDINGS
+        chunks[-1][EMBEDDINGS_FOR_HEAD] = TIED_WEIGHT
     return [chunks[stage::pp_size] for stage in range(pp_size)]
 
 
@@ -213,7 +212,7 @@ def merge_ranks(
             made[name] = LazyTensor.combine(partial(_concatenate, dim=spec.dim), *parts)
         tables, copies = (
             [(file, states[kind][name]) for file, states in ranks if name in states[kind]]
-            for name in (WORD_EMBEDDINGS, EMBEDDINGS_FOR_HEAD)
+            for name in (TIED_WEIGHT, EMBEDDINGS_FOR_HEAD)
         )
         for (file, copy), (origin, table) in zip(copies, tables, strict=False):
             if not copy.equal(table):
@@ -279,7 +278,7 @@ def infer_model_config(
     args, shape = namespace_dict(top.get("args")), partial(matrix_shape, shapes)
     for name in UNSUPPORTED_ARGS:
         require(not args.get(name), f"was trained with {name}, which this program's GPT-2 does not compute")
-    (rows, hidden_size), (positions, _) = shape(WORD_EMBEDDINGS), shape("position_embeddings.weight")
+    (rows, hidden_size), (positions, _) = shape(TIED_WEIGHT), shape("position_embeddings.weight")
     ffn, padded = shape("transformer.layers.0.mlp.dense_h_to_4h.weight")[0] * tp_size, rows * tp_size
     qkv_rows, _ = shape("transformer.layers.0.attention.query_key_value.weight")
     require(
@@ -319,7 +318,7 @@ def infer_model_config(
         **fields,
     )
     whole = dataclasses.replace(model, vocab_size=padded, make_vocab_size_divisible_by=1)
-    specs = parameter_specs(whole)
+    specs = model_partition_specs(whole)
     for name in sorted(shapes.keys() ^ specs.keys()):
         problem = f"holds no {name}" if name in specs else f"holds {name[:120]}, which is not a part of a GPT-2"
         raise ValueError(f"{problem}: is a pipeline stage missing, or is it another model?")
@@ -362,12 +361,12 @@ def megatron_args(
         "untie_embeddings_and_output_weights": False,
         "tokenizer_type": kind if kind == "SentencePieceTokenizer" else "GPT2BPETokenizer",
         "make_vocab_size_divisible_by": model.make_vocab_size_divisible_by // tp_size,
-        "padded_vocab_size": parameter_specs(model, tp_size)[WORD_EMBEDDINGS].padded_size,
+        "padded_vocab_size": model_partition_specs(model, tp_size)[TIED_WEIGHT].padded_size,
         "tensor_model_parallel_size": tp_size,
         "pipeline_model_parallel_size": layout.pipeline,
         "virtual_pipeline_model_parallel_size": vpp_size if vpp_size > 1 else None,
         "num_layers_per_virtual_pipeline_stage": layout.virtual_layers if vpp_size > 1 else None,
-        "params_dtype": source.tensors[f"model.{WORD_EMBEDDINGS}"].dtype,
+        "params_dtype": source.tensors[f"model.{TIED_WEIGHT}"].dtype,
         "iteration": source.iteration,
         "consumed_train_samples": metadata.get("consumed_samples") or 0,
         **{name: metadata[name] for name in ("global_batch_size", "train_iters") if metadata.get(name)},

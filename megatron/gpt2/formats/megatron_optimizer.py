@@ -23,7 +23,6 @@ from megatron.gpt2.checkpoint.interface import BaseCheckpoint, TensorInfo
 from megatron.gpt2.config import OptimizerConfig, require
 from megatron.gpt2.formats.foreign_checkpoint import (
     OPTIMIZER_KINDS,
-    WORD_EMBEDDINGS,
     LazyTensor,
     LazyTensors,
     adam_metadata,
@@ -33,6 +32,7 @@ from megatron.gpt2.formats.foreign_checkpoint import (
 )
 from megatron.gpt2.formats.megatron_model import TRAIN_ARGS, namespace_dict, native_name
 from megatron.gpt2.formats.torch_files import load_torch_file
+from megatron.gpt2.model.gpt2 import TIED_WEIGHT
 from megatron.gpt2.optimizer.optimizer import MOMENTS
 
 # For each parameter of each param group, there is a dictionary of tensors by kind.
@@ -233,7 +233,7 @@ def optimizer_state_dict(source: BaseCheckpoint, groups: Groups, format: str) ->
     adam = {"state": dict(enumerate(numbered)), "param_groups": param_groups}  # The form is that of Apex's FusedAdam.
     masters = [[states["master"] for states in group] for group in groups]
     if format != "megatron-2019":
-        if source.tensors[f"model.{WORD_EMBEDDINGS}"].dtype == torch.float32:
+        if source.tensors[f"model.{TIED_WEIGHT}"].dtype == torch.float32:
             return adam
         return {"optimizer": adam, "fp32_from_fp16_params": masters, **grad_scaler_state_dict(source)}
     config, scaler = optimizer_config(source), source.metadata["optimizer"]["loss_scaler"]
@@ -259,7 +259,7 @@ def optimizer_state_dict(source: BaseCheckpoint, groups: Groups, format: str) ->
 
 def grad_scaler_state_dict(source: BaseCheckpoint) -> dict[str, Any]:
     """Return the loss-scaler entry of Megatron v2 and later, or {} if the weights are not fp16."""
-    if source.tensors[f"model.{WORD_EMBEDDINGS}"].dtype != torch.float16:
+    if source.tensors[f"model.{TIED_WEIGHT}"].dtype != torch.float16:
         return {}
     scaler = source.metadata["optimizer"]["loss_scaler"]
     state: dict[str, Any] = {"scale": torch.tensor([float(scaler["scale"])])}

@@ -31,7 +31,6 @@ from megatron.gpt2.checkpoint.interface import BaseCheckpoint, TensorInfo, check
 from megatron.gpt2.config import ModelConfig, require
 from megatron.gpt2.formats.foreign_checkpoint import (
     GPT2_VOCAB_SIZE,
-    WORD_EMBEDDINGS,
     ForeignCheckpoint,
     Hints,
     LazyTensor,
@@ -50,7 +49,7 @@ from megatron.gpt2.formats.foreign_checkpoint import (
 )
 from megatron.gpt2.formats.native import new_folder
 from megatron.gpt2.formats.torch_files import DcpCheckpoint, load_torch_file, save_dcp
-from megatron.gpt2.model.gpt2 import parameter_specs
+from megatron.gpt2.model.gpt2 import TIED_WEIGHT, model_partition_specs
 from megatron.gpt2.optimizer.optimizer import MOMENTS
 
 GPT2_PADDED_VOCAB_SIZE = 50304  # GPT-2's vocabulary is padded to a multiple of 64.
@@ -160,7 +159,7 @@ def to_native_tensors(
     biases: False for a model without biases, which get zeros here.
     """
     ours, left = {}, dict(found)
-    for name, spec in parameter_specs(model).items():
+    for name, spec in model_partition_specs(model).items():
         theirs, shape = openai_name(name), spec.global_shape
         if not biases and name.endswith(".bias"):
             dtype = found[WTE].info.dtype
@@ -168,7 +167,7 @@ def to_native_tensors(
             continue
         require(theirs in left, f"holds no {theirs}")
         tensor = left.pop(theirs)
-        if name == WORD_EMBEDDINGS:
+        if name == TIED_WEIGHT:
             shape = (max(tensor.info.shape[0], shape[0]), shape[1])
         if transposed and is_linear(name):
             shape = shape[::-1]
@@ -237,7 +236,7 @@ def build_checkpoint(
 def export_kind(source: BaseCheckpoint, dtype: str) -> str:
     """Return the kind of tensors to export in `dtype`: "master" if `dtype` is not "source" and
     masters exist, else "model"."""
-    return "master" if dtype != "source" and f"master.{WORD_EMBEDDINGS}" in source.tensors else "model"
+    return "master" if dtype != "source" and f"master.{TIED_WEIGHT}" in source.tensors else "model"
 
 
 def export_tensors(
@@ -246,7 +245,7 @@ def export_tensors(
     """Return the tensors of a `kind` under Hugging Face's names, in the order of the model. They are memory-mapped from
     temporary files in `folder`, so that only one at a time must be in memory. dtype: default, the saved one."""
     model, made = check_metadata(source), {}
-    for name in parameter_specs(model):
+    for name in model_partition_specs(model):
         x = source.read(f"{kind}.{name}").to(dtype)
         x = to_openai(x, name, model.num_attention_heads, transposed=transposed)
         made[f"transformer.{openai_name(name)}"] = spill_to_disk(folder, [x]).view(x.shape)

@@ -18,8 +18,8 @@ from megatron.gpt2.checkpoint.interface import BaseCheckpoint, check_metadata
 from megatron.gpt2.checkpoint.saver import PendingSave, Saver
 from megatron.gpt2.checkpoint.writer import ShardedTensor
 from megatron.gpt2.config import Config
-from megatron.gpt2.formats.foreign_checkpoint import OPTIMIZER_KINDS, WORD_EMBEDDINGS
-from megatron.gpt2.model.gpt2 import parameter_specs
+from megatron.gpt2.formats.foreign_checkpoint import OPTIMIZER_KINDS
+from megatron.gpt2.model.gpt2 import TIED_WEIGHT, model_partition_specs
 
 
 def require_new_folder(out: str | Path) -> None:
@@ -67,8 +67,8 @@ def write_native(
     Raises ValueError, in one line, for a size that does not fit, and OSError if the disk is full.
     """
     metadata = native_metadata(source, model_parallel_size, tokenizer)
-    kinds = [kind for kind in ("model", *OPTIMIZER_KINDS) if f"{kind}.{WORD_EMBEDDINGS}" in source.tensors]
-    specs = parameter_specs(check_metadata(source), model_parallel_size)
+    kinds = [kind for kind in ("model", *OPTIMIZER_KINDS) if f"{kind}.{TIED_WEIGHT}" in source.tensors]
+    specs = model_partition_specs(check_metadata(source), model_parallel_size)
     files: dict[str, dict[str, ShardedTensor]] = {}
     for rank in range(model_parallel_size):
         for kind in kinds:

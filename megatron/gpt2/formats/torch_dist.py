@@ -36,7 +36,6 @@ from megatron.gpt2.checkpoint.save_folder import TRACKER
 from megatron.gpt2.config import ModelConfig, require
 from megatron.gpt2.formats.foreign_checkpoint import (
     MAX_JSON_BYTES,
-    WORD_EMBEDDINGS,
     ForeignCheckpoint,
     Hints,
     LazyTensor,
@@ -73,7 +72,7 @@ from megatron.gpt2.formats.megatron_optimizer import (
 )
 from megatron.gpt2.formats.native import new_folder
 from megatron.gpt2.formats.torch_files import DcpCheckpoint, load_torch_file, save_dcp
-from megatron.gpt2.model.gpt2 import parameter_specs
+from megatron.gpt2.model.gpt2 import TIED_WEIGHT, model_partition_specs
 from megatron.gpt2.optimizer.optimizer import MOMENTS
 
 COMMON, COMMON_OBJECT, CONFIG = "common.pt", "common_state/shard_0_1", "metadata.json"
@@ -121,7 +120,7 @@ def open_torch_dist(path: Path, hints: Hints, *, log: Callable[[str], None]) -> 
     tp_size = _positive_arg(args, "tensor_model_parallel_size") or 1
     shapes = {name: tensor.info.shape for name, tensor in weights.items()}
     model, padded = infer_model_config(top, shapes, {}, hints, log, tp_size=1, padded_for=tp_size)
-    for name, spec in parameter_specs(padded).items():
+    for name, spec in model_partition_specs(padded).items():
         require(shapes[name] == spec.global_shape, f"{name} has shape {shapes[name]} instead of {spec.global_shape}")
     left_out = ["random states: of another program's generators"] * any(
         n.startswith("rng_state") for n in folder.objects
@@ -257,9 +256,9 @@ def _bucket_states(
         for number, chunk in enumerate(stage_chunks)
     }
     require(chunks.keys() == buffers.keys(), problem)
-    specs, problem = parameter_specs(model, tp_size), ""
+    specs, problem = model_partition_specs(model, tp_size), ""
     shapes = {name: spec.local_shape(tp_size) for name, spec in specs.items()}
-    shapes[EMBEDDINGS_FOR_HEAD] = shapes[WORD_EMBEDDINGS]
+    shapes[EMBEDDINGS_FOR_HEAD] = shapes[TIED_WEIGHT]
     for order in MODULE_ORDERS:
         try:
             ranks = [
@@ -325,7 +324,7 @@ def write_torch_dist(
     Megatron Core does not support."""
     model = padded_model_config(source, layout.tensor)
     chunks_of_stages(model, layout, "megatron-core")  # This checks the layout.
-    specs = parameter_specs(model, layout.tensor)
+    specs = model_partition_specs(model, layout.tensor)
     stacks: dict[str, list[str]] = {}
     for name in specs:
         stacks.setdefault(torch_dist_name(name), []).append(name)

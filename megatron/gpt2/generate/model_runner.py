@@ -118,7 +118,7 @@ class ModelRunner:
         config = self.model.config
         self.cache = None  # The old cache is freed first, because memory may not hold both.
         self.cache = mpu.KeyValueCache(
-            sum(map(len, self.model.chunks)),
+            sum(map(len, self.model.layer_ranges)),
             rows,
             config.num_attention_heads // self.model.world_size,
             capacity,

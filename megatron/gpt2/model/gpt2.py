@@ -1,8 +1,8 @@
 """GPT-2: embeddings, a stack of parallel layers, and a head that is tied to the word embeddings.
 
-With pipeline parallelism a rank holds chunks of successive layers. The first chunk has the embeddings; the last one has
-the final norm, the head and the loss. Both have a copy of the tied matrix. All parameters keep their names in the whole
-model, which are those of Megatron's 2019 checkpoints.
+With pipeline parallelism a rank holds model chunks of successive layers. The first chunk has the embeddings; the last
+one has the final norm, the head and the loss. Both have a copy of the tied matrix. All parameters keep their names in
+the whole model, which are those of Megatron's 2019 checkpoints.
 
 Legend: b batch, s sequence, h hidden, v padded vocabulary, l layers, tp tensor-parallel size.
 """
@@ -25,6 +25,7 @@ import mpu
 from megatron.gpt2.config import ModelConfig
 from mpu.initialize import group_rank_and_size
 from mpu.layers import InitMethod
+from mpu.mappings import enter_model_parallel_region
 
 TIED_WEIGHT = "word_embeddings.weight"  # This weight is also the head's weight.
 
@@ -43,7 +44,7 @@ def seeded_normal(seed: int, name: str, std: float) -> InitMethod:
     return fill
 
 
-class Transformer(nn.Module):
+class TransformerBlock(nn.Module):
     """The layers and, after the last one, the final layer norm. [s, b, h] -> [s, b, h], or [s/tp, b, h] with sequence
     parallelism.
 
@@ -92,16 +93,16 @@ class Transformer(nn.Module):
         packed_seq_params: mpu.PackedSeqParams | None = None,
         cache: mpu.KeyValueCache | None = None,
         dropout_seeds: Tensor | None = None,
-        chunk: range | None = None,
+        layer_range: range | None = None,
     ) -> Tensor:
         """[s, b, h] -> [s, b, h].
 
         packed_seq_params: the documents of this micro-batch.
         cache: gives and stores keys and values.
         dropout_seeds: see `mpu.make_dropout_seeds`.
-        chunk: the layers to compute (default: all).
+        layer_range: the layers to compute (default: all).
         """
-        chunk = chunk if chunk is not None else range(len(self.layers))
+        layer_range = layer_range if layer_range is not None else range(len(self.layers))
         layer_seeds: Sequence[Tensor | None] = (
             [None] * len(self.layers) if dropout_seeds is None else dropout_seeds.unbind()
         )
@@ -109,8 +110,8 @@ class Transformer(nn.Module):
             self.activation_offload.forward_begins()
         full = self.config.recompute_granularity == "full" and self.training
         layers_per_checkpoint = self.config.recompute_num_layers if full else 1
-        for start in range(chunk.start, chunk.stop, layers_per_checkpoint):
-            layer_numbers = range(start, min(start + layers_per_checkpoint, chunk.stop))
+        for start in range(layer_range.start, layer_range.stop, layers_per_checkpoint):
+            layer_numbers = range(start, min(start + layers_per_checkpoint, layer_range.stop))
             for number in layer_numbers:
                 self.layer_pre_hook(number)
             run = functools.partial(self._run_layers, layer_numbers, packed_seq_params, cache, layer_seeds)
@@ -125,7 +126,7 @@ class Transformer(nn.Module):
                     x = run(x)
         if self.activation_offload is not None:
             self.activation_offload.forward_ends()
-        return self.final_layernorm(x) if chunk.stop == len(self.layers) else x
+        return self.final_layernorm(x) if layer_range.stop == len(self.layers) else x
 
     def _run_layers(
         self,
@@ -198,7 +199,7 @@ class GPT2Model(nn.Module):
 
     config: its vocab_size is the true size; None raises ValueError.
     layer: a result of `layer_config` (default: `layer_config(config)`).
-    chunks: the layers of this pipeline rank, as ranges (default: all layers in one chunk).
+    layer_ranges: the layers of each model chunk of this pipeline rank (default: all layers in one chunk).
     dropout_seed: makes dropout masks that do not depend on the layout, if `forward` gets `samples`; None draws masks
         from torch's generators.
     submodules: implementations of layers, position embedding and loss.
@@ -212,7 +213,7 @@ class GPT2Model(nn.Module):
         config: ModelConfig,
         layer: mpu.TransformerConfig | None = None,
         *,
-        chunks: Sequence[range] | None = None,
+        layer_ranges: Sequence[range] | None = None,
         seed: int = 1234,
         dropout_seed: int | None = None,
         submodules: mpu.ModelSubmodules = mpu.DEFAULT_SUBMODULES,
@@ -223,8 +224,9 @@ class GPT2Model(nn.Module):
         layer = layer or layer_config(config)
         self.config = config
         self.vocab_size = config.vocab_size
-        self.chunks = tuple(chunks) if chunks is not None else (range(config.num_layers),)
-        self.has_embeddings, self.has_head = self.chunks[0].start == 0, self.chunks[-1].stop == config.num_layers
+        self.layer_ranges = tuple(layer_ranges) if layer_ranges is not None else (range(config.num_layers),)
+        self.has_embeddings = self.layer_ranges[0].start == 0
+        self.has_head = self.layer_ranges[-1].stop == config.num_layers
         self.group = layer.group if layer.group is not None else mpu.get_tensor_model_parallel_group()
         self.rank, self.world_size = group_rank_and_size(self.group)
         self.sequence_parallel = layer.sequence_parallel and self.world_size > 1
@@ -258,8 +260,8 @@ class GPT2Model(nn.Module):
                 init_method_for("position_embeddings.weight"),
                 **layer.layer_kwargs,
             )
-        layer_numbers = [number for chunk in self.chunks for number in chunk]
-        self.transformer = Transformer(config.num_layers, layer_numbers, layer, init_method_for, submodules)
+        layer_numbers = [number for layer_range in self.layer_ranges for number in layer_range]
+        self.transformer = TransformerBlock(config.num_layers, layer_numbers, layer, init_method_for, submodules)
         if self.has_head:
             nn.init.constant_(self.transformer.final_layernorm.weight, config.mup_scale)
         self.dropout_seed = dropout_seed
@@ -276,7 +278,7 @@ class GPT2Model(nn.Module):
         packed_seq_params: mpu.PackedSeqParams | None = None,
         samples: Tensor | None = None,
         *,
-        chunk: range | None = None,
+        layer_range: range | None = None,
         hidden: Tensor | None = None,
     ) -> Tensor:
         """tokens [b, s] int64 -> this rank's logits [s, b, v/tp]. With labels [b, s] int64 and token_weight [b, s]
@@ -288,26 +290,22 @@ class GPT2Model(nn.Module):
         packed_seq_params: the documents of this micro-batch; no token attends to another document.
         samples: [b] int64, the samples' numbers in the whole run, which determine the dropout masks.
 
-        chunk: one of `chunks`, for pipelines (default: the whole model).
+        layer_range: one of `layer_ranges`, for pipelines (default: all layers).
         hidden: the output of the previous chunk, [s, b, h] or [s/tp, b, h]. Every chunk except the last returns its
             hidden states.
         """
-        chunk = chunk if chunk is not None else range(self.config.num_layers)
+        layer_range = layer_range if layer_range is not None else range(self.config.num_layers)
         tied = self.tied_grad_hook if labels is not None else None
         dropout_seeds = None
         if self.training and samples is not None and self.dropout_seed is not None and self.config.has_dropout:
             dropout_seeds = mpu.make_dropout_seeds(self.dropout_seed, samples, self.config.num_layers)
         x = self._embed(tokens, positions, tied.add_rows if tied else None, dropout_seeds) if hidden is None else hidden
-        x = self.transformer(x, packed_seq_params, dropout_seeds=dropout_seeds, chunk=chunk)
-        if chunk.stop < self.config.num_layers:
+        x = self.transformer(x, packed_seq_params, dropout_seeds=dropout_seeds, layer_range=layer_range)
+        if layer_range.stop < self.config.num_layers:
             return x
         if labels is None:
-            to_every_rank = (
-                mpu.gather_from_sequence_parallel_region
-                if self.sequence_parallel
-                else mpu.copy_to_model_parallel_region
-            )
-            return F.linear(to_every_rank(x, self.group), self.word_embeddings.weight)
+            x = enter_model_parallel_region(x, self.group, self.sequence_parallel)
+            return F.linear(x, self.word_embeddings.weight)
         assert token_weight is not None
         return self._cross_entropy(
             x.flatten(0, 1),  # [s, b, h] -> [t, h]
@@ -329,13 +327,13 @@ class GPT2Model(nn.Module):
         cache: gives and stores keys and values.
         positions: the positions of the tokens in the cache's rows, [b, s] int64.
         """
-        for chunk in self.chunks:
-            if chunk.start == 0:
+        for layer_range in self.layer_ranges:
+            if layer_range.start == 0:
                 x = self._embed(tokens, positions)
             else:
                 x = mpu.recv_forward(self.empty_hidden(*tokens.shape))
-            x = self.transformer(x, cache=cache, chunk=chunk)
-            if chunk.stop < self.config.num_layers:
+            x = self.transformer(x, cache=cache, layer_range=layer_range)
+            if layer_range.stop < self.config.num_layers:
                 mpu.send_forward(x)
         return mpu.gather_from_sequence_parallel_region(x, self.group) if self.sequence_parallel else x
 
@@ -397,7 +395,7 @@ class GPT2Model(nn.Module):
         self.is_compiled = True
 
 
-def parameter_specs(config: ModelConfig, model_parallel_size: int = 1) -> dict[str, mpu.PartitionSpec]:
+def model_partition_specs(config: ModelConfig, model_parallel_size: int = 1) -> dict[str, mpu.PartitionSpec]:
     """Return the spec of every parameter, equal to `mpu.partition_specs` of the model at this size.
 
     The specs are computed from a model with one layer on the meta device, because all layers are equal. Its group has
@@ -425,7 +423,7 @@ def parameter_specs(config: ModelConfig, model_parallel_size: int = 1) -> dict[s
 def count_parameters(config: ModelConfig, model_parallel_size: int = 1) -> tuple[int, int]:
     """Return the number of parameters of the model (true vocabulary), and on each rank (padded
     vocabulary). No weight is created."""
-    specs = parameter_specs(config, model_parallel_size).values()
+    specs = model_partition_specs(config, model_parallel_size).values()
     return (
         sum(math.prod(spec.global_shape) for spec in specs),
         sum(math.prod(spec.local_shape(model_parallel_size)) for spec in specs),

@@ -41,7 +41,7 @@ class Timetable:
 
 def uniform_costs(schedule: PipelineSchedule, forward: float, backward: float, weight: float) -> list[StageCosts]:
     """Return equal costs for each stage. The arguments are the times of all chunks of a rank together."""
-    v = schedule.num_chunks
+    v = schedule.num_model_chunks
     return [StageCosts(forward / v, backward / v, weight / v)] * schedule.num_stages
 
 
@@ -51,7 +51,12 @@ def published_length(schedule: PipelineSchedule, forward: float, backward: float
     1F1B and interleaved: (m + (p − 1)/v)·(F + B + W). With interleaved chunks m must be a multiple of p.
     ZB-H1: m·(F + B + W) + (p − 1)·(F + B − W), if m >= p and a W takes no longer than an F or a B.
     """
-    p, v, m, whole = schedule.num_ranks, schedule.num_chunks, schedule.num_microbatches, forward + backward + weight
+    p, v, m, whole = (
+        schedule.num_ranks,
+        schedule.num_model_chunks,
+        schedule.num_microbatches,
+        forward + backward + weight,
+    )
     return m * whole + (p - 1) * ((forward + backward - weight) if schedule.splits_backward else whole / v)
 
 
@@ -64,7 +69,7 @@ def timetable(schedule: PipelineSchedule, costs: Sequence[StageCosts]) -> Timeta
     for rank, actions in enumerate(schedule.ranks):
         previous: list[ActionKey] = []
         for action in actions:
-            stage, number = schedule.stage(rank, action.chunk), action.micro_batch
+            stage, number = schedule.stage(rank, action.model_chunk), action.micro_batch
             needed = [(kind, other, number) for kind, other in dependencies(schedule, stage, action)]
             before[action.kind, stage, number] = needed + previous
             previous = [(action.kind, stage, number)]
@@ -95,7 +100,7 @@ def render_text(schedule: PipelineSchedule, table: Timetable) -> list[str]:
     """Return a line of text per rank. An action is its kind, its micro-batch and, with several chunks, the letter of
     its chunk, then `=` while it runs and `|` at its end. `.` means that the rank waits."""
     names = [
-        [f"{action.kind}{action.micro_batch}{_letter(schedule, action.chunk)}" for action in actions]
+        [f"{action.kind}{action.micro_batch}{_letter(schedule, action.model_chunk)}" for action in actions]
         for actions in schedule.ranks
     ]
     shortest = min(span.end - span.start for spans in table.ranks for span in spans if span.end > span.start)
@@ -129,11 +134,11 @@ def draw_timetable(schedule: PipelineSchedule, table: Timetable, title: str, pat
         colours: dict[str, Any] = {}
         for rank, (actions, spans) in enumerate(zip(schedule.ranks, table.ranks, strict=True)):
             for action, span in zip(actions, spans, strict=True):
-                lighter = 0.6 * action.chunk / max(schedule.num_chunks - 1, 1)  # Later chunks are lighter.
+                lighter = 0.6 * action.model_chunk / max(schedule.num_model_chunks - 1, 1)  # Later chunks are lighter.
                 base = to_rgb({"F": "#5fa0e1", "B": "#f09646", "W": "#6ebe6e"}[action.kind])
                 colour = tuple(part + (1 - part) * lighter for part in base)
                 label = names[action.kind] + (
-                    f", chunk {_letter(schedule, action.chunk)}" if schedule.num_chunks > 1 else ""
+                    f", chunk {_letter(schedule, action.model_chunk)}" if schedule.num_model_chunks > 1 else ""
                 )
                 colours.setdefault(label, colour)
                 wide = span.end - span.start
@@ -153,4 +158,4 @@ def draw_timetable(schedule: PipelineSchedule, table: Timetable, title: str, pat
 
 def _letter(schedule: PipelineSchedule, chunk: int) -> str:
     """Return the letter of a chunk, or "" if a rank has only one."""
-    return "" if schedule.num_chunks == 1 else chr(ord("a") + chunk) if chunk < 26 else f"_{chunk}"
+    return "" if schedule.num_model_chunks == 1 else chr(ord("a") + chunk) if chunk < 26 else f"_{chunk}"

@@ -6,10 +6,9 @@ the sender waits, and whether there is a deadlock.
 
 The positions are found by a simulation of the schedule in ticks. A message is exchanged at the first tick at which both
 of its ranks are between two actions, and both post it at this position. The receiver keeps it until an action needs it.
-A rank starts its next action as soon as it can, with one exception. Suppose a partner is busy and needs a message of
-this rank for its next action. This rank then waits for the partner, if that takes less time than the partner would wait
-for this rank's next action to end. Because all messages are exchanged in the order of the ticks, no deadlock is
-possible.
+A rank starts its next action as soon as it can. Exception: if a busy partner needs this rank's message next, the rank
+waits for it, unless its own next action would end sooner. Because all messages are exchanged in the order of the ticks,
+no deadlock is possible.
 
 For example, 1F1B with two ranks and two micro-batches gives these steps (F0: forward of micro-batch 0, > send its
 result, < receive it):
@@ -87,15 +86,16 @@ def build_p2p_schedule(schedule: PipelineSchedule, ticks: StageCosts | None = No
     exchanged: set[P2PMessage | None] = {None}
 
     def waits_for_partner(rank: int, end: float) -> bool:
-        """Return whether a partner would wait longer for this rank, if it is busy until `end`, than this rank would
-        wait for the partner."""
-        return any(
-            now < free_at[partner := message.destination] < (now + end) / 2
-            and (action := steps[partner][next_step[partner]].action)
-            and input_message(schedule, partner, action) == message
-            for message in pending
-            if message.source == rank
-        )
+        """Return whether a busy partner needs a message of this rank next, and would wait longer for it, if this rank
+        is busy until `end`, than this rank waits for the partner."""
+        for message in pending:
+            partner = message.destination
+            action = steps[partner][next_step[partner]].action
+            is_needed_next = action is not None and input_message(schedule, partner, action) == message
+            own_wait, wait_of_partner = free_at[partner] - now, end - free_at[partner]
+            if message.source == rank and is_needed_next and 0 < own_wait < wait_of_partner:
+                return True
+        return False
 
     while True:
         for message in [m for m in pending if max(free_at[m.source], free_at[m.destination]) <= now]:
@@ -121,7 +121,7 @@ def build_p2p_schedule(schedule: PipelineSchedule, ticks: StageCosts | None = No
 
 def output_message(schedule: PipelineSchedule, rank: int, action: Action) -> P2PMessage | None:
     """Return the message with the result of `action`, or None if no other rank needs it."""
-    to = schedule.stage(rank, action.chunk) + {"F": 1, "B": -1, "W": 0}[action.kind]
+    to = schedule.stage(rank, action.model_chunk) + {"F": 1, "B": -1, "W": 0}[action.kind]
     if not 0 <= to < schedule.num_stages:
         return None
     return input_message(
@@ -131,7 +131,7 @@ def output_message(schedule: PipelineSchedule, rank: int, action: Action) -> P2P
 
 def input_message(schedule: PipelineSchedule, rank: int, action: Action) -> P2PMessage | None:
     """Return the message that `action` needs, or None if it needs no message."""
-    stage = schedule.stage(rank, action.chunk)
+    stage = schedule.stage(rank, action.model_chunk)
     for kind, source in dependencies(schedule, stage, action):
         if source % schedule.num_ranks != rank:
             return P2PMessage(

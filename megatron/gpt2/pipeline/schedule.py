@@ -1,6 +1,6 @@
 """Pipeline schedules: a table of the actions of each rank, in order. Also the layers of each stage.
 
-A rank has v chunks of the model. Chunk c of rank r is stage c·p + r of the p·v stages, so a micro-batch passes all
+A rank has v model chunks. Chunk c of rank r is stage c·p + r of the p·v stages, so a micro-batch passes all
 ranks once for each chunk. Stage 0 has the embedding, the last stage has the loss.
 
 Every schedule works with any number of micro-batches. On every rank the backwards of a chunk are in the order of the
@@ -32,11 +32,11 @@ class Action:
     """
 
     kind: Kind
-    chunk: int
+    model_chunk: int
     micro_batch: int
 
     def __str__(self) -> str:
-        return f"{self.kind} of micro-batch {self.micro_batch} in chunk {self.chunk}"
+        return f"{self.kind} of micro-batch {self.micro_batch} in chunk {self.model_chunk}"
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class PipelineSchedule:
 
     name: str
     ranks: tuple[tuple[Action, ...], ...]
-    num_chunks: int
+    num_model_chunks: int
     num_microbatches: int
 
     @property
@@ -56,16 +56,16 @@ class PipelineSchedule:
     @property
     def num_stages(self) -> int:
         """The number of stages of the model, p·v (Megatron's virtual stages)."""
-        return self.num_ranks * self.num_chunks
+        return self.num_ranks * self.num_model_chunks
 
     @cached_property
     def splits_backward(self) -> bool:
         """Whether W is a separate action."""
         return any(action.kind == "W" for action in self.ranks[0])
 
-    def stage(self, rank: int, chunk: int) -> int:
+    def stage(self, rank: int, model_chunk: int) -> int:
         """Return the stage number of a chunk of a rank."""
-        return chunk * self.num_ranks + rank
+        return model_chunk * self.num_ranks + rank
 
 
 def one_forward_one_backward(p: int, m: int) -> PipelineSchedule:
@@ -145,7 +145,7 @@ def _forwards(p: int, v: int, m: int) -> Iterator[Action]:
 
 def _backwards(p: int, v: int, m: int) -> Iterator[Action]:
     """Yield backwards in the order of the forwards, but from the last chunk to the first."""
-    return (Action("B", v - 1 - action.chunk, action.micro_batch) for action in _forwards(p, v, m))
+    return (Action("B", v - 1 - action.model_chunk, action.micro_batch) for action in _forwards(p, v, m))
 
 
 def _alternate(forwards: Iterable[Action], backwards: Iterable[Action], ahead: int) -> tuple[Action, ...]:

@@ -30,7 +30,7 @@ from megatron.gpt2.config import CheckpointConfig, write_config
 from megatron.gpt2.device import describe_environment
 from megatron.gpt2.dist.gathering import gather_strings
 from megatron.gpt2.hooks import StopRun
-from megatron.gpt2.model.gpt2 import TIED_WEIGHT, parameter_specs
+from megatron.gpt2.model.gpt2 import TIED_WEIGHT, model_partition_specs
 from megatron.gpt2.monitor.run_log import RunLog
 from megatron.gpt2.optimizer.optimizer import MOMENTS
 from megatron.gpt2.train.resume_equivalence import resume_equivalence
@@ -252,7 +252,7 @@ def load_checkpoint(
     )
     if checkpoint is None:
         raise ValueError(f"--load {context.source}: the checkpoint was removed while the run was starting")
-    specs = parameter_specs(context.config.model, parallel.tensor_model_parallel_size)
+    specs = model_partition_specs(context.config.model, parallel.tensor_model_parallel_size)
     layout = {"tp_rank": parallel.tensor_model_parallel_rank, "tp_size": parallel.tensor_model_parallel_size}
     not_restored: list[str] = []
     has_optimizer = any(name.startswith("master.") for name in checkpoint.tensors)

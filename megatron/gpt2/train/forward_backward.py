@@ -21,7 +21,7 @@ from megatron.gpt2.train.train_state import TrainState
 from mpu.layers import ParallelLinear
 
 MicroBatch = Mapping[str, Any]  # the arguments of the model
-PassKey = tuple[int, int]  # the chunk and the micro-batch
+PassKey = tuple[int, int]  # the model chunk and the micro-batch
 TensorKey = tuple[str, int, int]  # whether it is an activation or a gradient, the stage, and the micro-batch
 
 
@@ -42,7 +42,7 @@ class ForwardBackward:
         self._state, self._timers, self._group = state, timers, parallel.pipeline_model_parallel_group
         self._rank, self._size = parallel.pipeline_model_parallel_rank, parallel.pipeline_model_parallel_size
         schedule = pipeline_schedule(1)
-        self._last_stage = self._size * schedule.num_chunks - 1
+        self._last_stage = self._size * schedule.num_model_chunks - 1
         self._comm_steps = functools.cache(
             lambda num_microbatches: build_p2p_schedule(pipeline_schedule(num_microbatches))[self._rank]
         )
@@ -75,12 +75,12 @@ class ForwardBackward:
         """Return the loss of a micro-batch without gradients, or 0 if another stage has the loss. Calls are pipelined:
         a stage returns as soon as the next stage has received its output."""
         model = self._state.model
-        for chunk in model.chunks:
+        for layer_range in model.layer_ranges:
             hidden = None
-            if chunk.start > 0:
+            if layer_range.start > 0:
                 hidden = mpu.recv_forward(model.empty_hidden(*micro_batch["tokens"].shape), self._group)
-            out = model(**micro_batch, chunk=chunk, hidden=hidden)
-            if chunk.stop < model.config.num_layers:
+            out = model(**micro_batch, layer_range=layer_range, hidden=hidden)
+            if layer_range.stop < model.config.num_layers:
                 mpu.send_forward(out, self._group)
         return out if model.has_head else torch.zeros((), device=out.device)
 
@@ -103,40 +103,40 @@ class ForwardBackward:
         self._sent = []
 
     def _forward(self, action: Action) -> None:
-        stage, number = action.chunk * self._size + self._rank, action.micro_batch
+        stage, number = action.model_chunk * self._size + self._rank, action.micro_batch
         arguments = dict(self.micro_batches[number])
         hidden = None
         if self._last_stage > 0:
             if stage > 0:
                 hidden = self._received.pop(("activation", stage, number)).wait().requires_grad_()
-            arguments |= {"chunk": self._state.model.chunks[action.chunk], "hidden": hidden}
+            arguments |= {"layer_range": self._state.model.layer_ranges[action.model_chunk], "hidden": hidden}
         with self._timers("forward"), self._state.reducer.forward_context(number):
             root = self._state.forward(**arguments)
-        gradient: list[Tensor] = []
+        received_gradient: list[Tensor] = []  # `_backward` puts the next stage's gradient into it
         if stage == self._last_stage:
             self._losses.append(root.detach())
         else:
             self._to_send["activation", stage + 1, number] = root.detach().contiguous()
-            root = _DeallocateOutput.apply(root, gradient)
-        self._kept[action.chunk, number] = hidden, root, gradient
+            root = _DeallocateOutput.apply(root, received_gradient)
+        self._kept[action.model_chunk, number] = hidden, root, received_gradient
 
     def _backward(self, action: Action) -> None:
-        stage, number = action.chunk * self._size + self._rank, action.micro_batch
-        hidden, root, gradient = self._kept.pop((action.chunk, number))
+        stage, number = action.model_chunk * self._size + self._rank, action.micro_batch
+        hidden, root, received_gradient = self._kept.pop((action.model_chunk, number))
         if stage < self._last_stage:
-            gradient.append(self._received.pop(("gradient", stage, number)).wait())
+            received_gradient.append(self._received.pop(("gradient", stage, number)).wait())
         with self._timers("backward"):
             root.backward()
         if hidden is not None:
             assert hidden.grad is not None
             self._to_send["gradient", stage - 1, number] = hidden.grad
         if self._weight_grads is not None:
-            self._weight_grads.flush((action.chunk, number))
+            self._weight_grads.flush((action.model_chunk, number))
 
     def _weight_gradients(self, action: Action) -> None:
         assert self._weight_grads is not None
         with self._timers("backward"):
-            self._weight_grads.pop((action.chunk, action.micro_batch))
+            self._weight_grads.pop((action.model_chunk, action.micro_batch))
 
 
 def _tensor_key(message: P2PMessage) -> TensorKey:
@@ -145,17 +145,17 @@ def _tensor_key(message: P2PMessage) -> TensorKey:
 
 class _DeallocateOutput(torch.autograd.Function):
     """Replaces the output that goes to the next stage by a scalar, so that the output can be freed after it is sent.
-    Backward starts from the received gradient in the list `gradient`. Megatron has `deallocate_output_tensor` for
-    this."""
+    Backward starts from the only element of `received_gradient`, which the caller adds before. Megatron has
+    `deallocate_output_tensor` for this."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gradient: list[Tensor]) -> Tensor:
-        ctx.gradient = gradient
+    def forward(ctx: Any, x: Tensor, received_gradient: list[Tensor]) -> Tensor:
+        ctx.received_gradient = received_gradient
         return x.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.gradient.pop(), None
+        return ctx.received_gradient.pop(), None
 
 
 class WeightGradStore:

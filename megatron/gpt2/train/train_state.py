@@ -115,7 +115,7 @@ def build_train_state(context: RunContext, parallel: mpu.ParallelState, log: Log
             device=device,
         ),
         seed=train.seed,
-        chunks=config.layers_of_stages()[stage::stages],
+        layer_ranges=config.layers_of_stages()[stage::stages],
         dropout_seed=train.seed if draws_by_counter else None,
         submodules=hooks.first(Hook.submodules) or mpu.DEFAULT_SUBMODULES,
     )

@@ -109,7 +109,7 @@ def cost(inputs: MemoryInputs, *, batch: int) -> float:
 def bubble(config: Config, num_microbatches: int) -> float:
     """Return the fraction of time in which the ranks wait, if F, B and W of each layer take the same time."""
     schedule, layers = config.pipeline_schedule(1), tuple(len(layers) for layers in config.layers_of_stages())
-    return _bubble(schedule.name, schedule.num_ranks, schedule.num_chunks, num_microbatches, layers)
+    return _bubble(schedule.name, schedule.num_ranks, schedule.num_model_chunks, num_microbatches, layers)
 
 
 @functools.lru_cache(maxsize=256)

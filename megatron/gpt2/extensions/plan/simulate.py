@@ -171,7 +171,7 @@ def stage_jobs(inputs: MemoryInputs, cluster: Cluster, stage: int) -> StageJobs:
     return StageJobs(
         before,
         {
-            (action.kind, action.chunk, action.micro_batch): jobs
+            (action.kind, action.model_chunk, action.micro_batch): jobs
             for action, jobs in zip(schedule.ranks[stage], actions, strict=True)
         },
         after,
@@ -320,7 +320,7 @@ def ends_of(message: P2PMessage) -> tuple[int, int]:
 
 def _traced(action: Action, num_microbatches: int) -> ActionKey:
     is_last = num_microbatches > 1 and action.micro_batch == num_microbatches - 1
-    return action.kind, action.chunk, int(is_last)
+    return action.kind, action.model_chunk, int(is_last)
 
 
 def write_perfetto(step: StepTime, path: Path) -> None:

@@ -25,7 +25,7 @@ from megatron.gpt2.dist.gathering import all_reduce_over_data_and_pipeline, sum_
 from megatron.gpt2.extensions.verify.trace import TensorKey, TensorShard
 from megatron.gpt2.formats.nanogpt_and_dcp import openai_name, to_openai
 from megatron.gpt2.hooks import Hook, Hooks
-from megatron.gpt2.model.gpt2 import TIED_WEIGHT, parameter_specs
+from megatron.gpt2.model.gpt2 import TIED_WEIGHT, model_partition_specs
 from megatron.gpt2.optimizer.optimizer import MOMENTS
 from megatron.gpt2.optimizer.param_and_grad_buffer import ParamShard
 from megatron.gpt2.train.train_step import train_step
@@ -77,7 +77,7 @@ class Capture(Hook):
         self._trainer, self._take, self._model = trainer, take, trainer.state.model
         self._tensor_parallel_size = trainer.parallel.tensor_model_parallel_size
         self._rank = trainer.parallel.tensor_model_parallel_rank
-        self._specs = parameter_specs(trainer.config.model, self._tensor_parallel_size)
+        self._specs = model_partition_specs(trainer.config.model, self._tensor_parallel_size)
         self._step = self._first_layer = self._first_sample = 0
         self._scale = 1.0
         self._micro_batch_counts: Counter[int] = Counter()  # number of micro-batches by the first layer of their chunk
@@ -142,8 +142,8 @@ class Capture(Hook):
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Find the first sample of the micro-batch, and capture the inputs. A chunk gets its micro-batches in order."""
-        trainer, chunk = self._trainer, kwargs.get("chunk")
-        self._first_layer = 0 if chunk is None else chunk.start
+        trainer, layer_range = self._trainer, kwargs.get("layer_range")
+        self._first_layer = 0 if layer_range is None else layer_range.start
         starts = micro_batch_starts(
             trainer.current_global_batch_size,
             trainer.config.train.micro_batch_size,

@@ -112,7 +112,7 @@ def make_rank(layout: ParallelLayout, tp_rank: int, pp_rank: int, dp_rank: int, 
     stages = layers_of_stages(SHAPE.num_layers, layout.pipeline, layout.chunks)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mpu.initialize._default", parallel)
-        model = GPT2Model(SHAPE, chunks=stages[pp_rank :: layout.pipeline])
+        model = GPT2Model(SHAPE, layer_ranges=stages[pp_rank :: layout.pipeline])
     buffer = ParamAndGradBuffer(
         model,
         dtype,

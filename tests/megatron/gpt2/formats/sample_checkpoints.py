@@ -26,7 +26,7 @@ from megatron.gpt2.formats import BaseCheckpoint, Hints, open_checkpoint
 from megatron.gpt2.formats.megatron import flatten_state_dict
 from megatron.gpt2.formats.megatron import write_megatron as export_megatron
 from megatron.gpt2.formats.megatron_model import FUSED, MegatronLayout, native_name
-from megatron.gpt2.model.gpt2 import GPT2Model, parameter_specs
+from megatron.gpt2.model.gpt2 import GPT2Model, model_partition_specs
 from megatron.gpt2.optimizer.optimizer import LRSchedule
 from mpu.partition import TensorSlice
 
@@ -62,7 +62,7 @@ def random_weights(shape: ModelConfig = SHAPE, seed: int = 0) -> dict[str, Tenso
     generator = torch.Generator().manual_seed(seed)
     return {
         name: 0.2 * torch.randn(spec.global_shape, generator=generator) + ("layernorm.weight" in name)
-        for name, spec in parameter_specs(shape).items()
+        for name, spec in model_partition_specs(shape).items()
     }
 
 

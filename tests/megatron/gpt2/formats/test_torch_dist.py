@@ -29,7 +29,7 @@ from megatron.gpt2.formats import BaseCheckpoint, detect_format
 from megatron.gpt2.formats.megatron_model import MegatronLayout
 from megatron.gpt2.formats.torch_dist import BUCKET_PREFIX, MODULE_ORDERS, write_torch_dist
 from megatron.gpt2.formats.torch_files import DCP_METADATA, DcpCheckpoint, read_dcp_metadata
-from megatron.gpt2.model.gpt2 import parameter_specs
+from megatron.gpt2.model.gpt2 import model_partition_specs
 from tests.conftest import ROOT
 from tests.megatron.gpt2.formats.sample_checkpoints import (
     CASES,
@@ -57,7 +57,7 @@ def test_tensors_are_those_that_megatron_core_held(folders: dict[str, Path], nam
     without = name.startswith("weights")
     for kind in KINDS[:1] if without else KINDS:
         held = expected("master" if kind == "model" and fp32 else kind)
-        assert len(held) == len(parameter_specs(ModelConfig(**source.metadata["config"]["model"])))
+        assert len(held) == len(model_partition_specs(ModelConfig(**source.metadata["config"]["model"])))
         for parameter, value in held.items():
             found = source.read(f"{kind}.{parameter}")
             assert found.dtype == (torch.bfloat16 if kind == "model" and not fp32 else torch.float32)

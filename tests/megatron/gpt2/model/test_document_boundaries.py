@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mpu
-from megatron.gpt2.model.gpt2 import GPT2Model, layer_config, parameter_specs
+from megatron.gpt2.model.gpt2 import GPT2Model, layer_config, model_partition_specs
 from megatron.gpt2.train.data import document_positions
 from megatron.gpt2.train.evaluate import evaluate
 from mpu.attention import PackedSeqParams, document_attention
@@ -101,7 +101,7 @@ def by_document(rank: int, world_size: int, b: int) -> dict[str, tuple[Tensor, d
 def test_loss_and_gradients_equal_the_dense_masks(world_size: int, b: int) -> None:
     mpu.initialize_model_parallel(1)
     model = GPT2Model(SHAPE).train()
-    whole, specs = parameter_specs(SHAPE, 1), parameter_specs(SHAPE, world_size)
+    whole, specs = model_partition_specs(SHAPE, 1), model_partition_specs(SHAPE, world_size)
     loss, gradients = loss_and_gradients(model, b, dense=True)
     assert abs(loss - model(*texts(b), torch.full((b, 32), 1 / (32 * b)))) > 1e-4, "the masks must matter"
     ranks = run_ranks(by_document, world_size, b)

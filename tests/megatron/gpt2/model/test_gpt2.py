@@ -15,7 +15,7 @@ from torch import Tensor
 import mpu
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.formats.nanogpt_and_dcp import from_openai, openai_name
-from megatron.gpt2.model.gpt2 import GPT2Model, count_parameters, parameter_specs, seeded_normal
+from megatron.gpt2.model.gpt2 import GPT2Model, count_parameters, model_partition_specs, seeded_normal
 from tests.distributed import run_ranks
 
 SMALL = ModelConfig(
@@ -70,7 +70,7 @@ def huggingface_results(gelu: str) -> Expected:
     weights, grads = (
         {
             name: from_openai(tensors[f"transformer.{openai_name(name)}"].detach(), name, SMALL.num_attention_heads)
-            for name in parameter_specs(SMALL)
+            for name in model_partition_specs(SMALL)
         }
         for tensors in (theirs.state_dict(), {name: p.grad for name, p in theirs.named_parameters()})
     )
@@ -120,7 +120,7 @@ def test_published_parameter_counts():
 def count_real(rank: int, world_size: int) -> int:
     mpu.initialize_model_parallel(world_size)
     model = GPT2Model(SMALL)
-    assert mpu.partition_specs(model) == parameter_specs(SMALL, world_size)
+    assert mpu.partition_specs(model) == model_partition_specs(SMALL, world_size)
     return sum(p.numel() for p in model.parameters())
 
 
@@ -134,11 +134,11 @@ def test_specs_need_no_process_group():
     the model's parameters."""
     mpu.destroy_model_parallel()
     for size in (1, 3, 512):
-        specs = parameter_specs(SHAPE_345M, size)
+        specs = model_partition_specs(SHAPE_345M, size)
         assert len(specs) == 12 * SHAPE_345M.num_layers + 4 and specs["word_embeddings.weight"].padded_size % size == 0
     assert not mpu.model_parallel_is_initialized()
     mpu.initialize_model_parallel(1)
-    assert list(parameter_specs(SMALL)) == [name for name, _ in GPT2Model(SMALL).named_parameters()]
+    assert list(model_partition_specs(SMALL)) == [name for name, _ in GPT2Model(SMALL).named_parameters()]
 
 
 def test_initialisation():

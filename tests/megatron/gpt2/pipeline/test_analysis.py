@@ -42,14 +42,14 @@ def check(schedule: PipelineSchedule, steps: Sequence[Sequence[CommStep]]) -> No
     wanted = [
         (kind, c, m)
         for kind in sorted(kinds)
-        for c in range(schedule.num_chunks)
+        for c in range(schedule.num_model_chunks)
         for m in range(schedule.num_microbatches)
     ]
     sent, received = defaultdict(list), defaultdict(list)
     for rank, own in enumerate(steps):
         actions = [step.action for step in own if step.action]
-        by_kind = sorted(actions, key=lambda action: (action.kind, action.chunk))  # a stable sort
-        assert [(a.kind, a.chunk, a.micro_batch) for a in by_kind] == wanted, f"actions of rank {rank}"
+        by_kind = sorted(actions, key=lambda action: (action.kind, action.model_chunk))  # a stable sort
+        assert [(a.kind, a.model_chunk, a.micro_batch) for a in by_kind] == wanted, f"actions of rank {rank}"
         here: set[tuple[str, int, int]] = set()
         for step in own:
             for message in step.sends:
@@ -59,7 +59,7 @@ def check(schedule: PipelineSchedule, steps: Sequence[Sequence[CommStep]]) -> No
                 here.add(producer_of(message))
                 received[message.source, message.destination].append(message)
             if step.action:
-                stage = schedule.stage(rank, step.action.chunk)
+                stage = schedule.stage(rank, step.action.model_chunk)
                 for kind, other in dependencies(schedule, stage, step.action):
                     assert (kind, other, step.action.micro_batch) in here, f"{step.action} lacks {kind} of {other}"
                 here.add((step.action.kind, stage, step.action.micro_batch))
@@ -94,7 +94,7 @@ def step_length(schedule: PipelineSchedule, steps: Sequence[Sequence[CommStep]],
         if place >= 0:
             ends[rank, place] = max(ends[other] for other in before[rank, place])
             if action := steps[rank][place].action:
-                costs_of = costs[schedule.stage(rank, action.chunk)]
+                costs_of = costs[schedule.stage(rank, action.model_chunk)]
                 ends[rank, place] += costs_of.duration(action.kind, schedule.splits_backward)
     return max(ends.values())
 
@@ -133,7 +133,7 @@ def test_a_step_is_as_long_as_published(p: int, m: int):
             if schedule.name == "zero-bubble":
                 expected = m * (forward + backward + weight) + (p - 1) * (forward + backward - weight)
             else:
-                expected = (m + (p - 1) / schedule.num_chunks) * (forward + backward + weight)
+                expected = (m + (p - 1) / schedule.num_model_chunks) * (forward + backward + weight)
             assert timetable(schedule, costs).length == pytest.approx(expected), schedule
             assert published_length(schedule, forward, backward, weight) == pytest.approx(expected), schedule
             assert step_length(schedule, build_p2p_schedule(schedule), costs) == pytest.approx(expected), schedule
@@ -166,5 +166,5 @@ def test_a_schedule_is_drawn(tmp_path: Path):
         draw_timetable(schedule, table, "a < b & c", path := tmp_path / "drawn.svg")
         texts = [node.text for node in ElementTree.parse(path).iter(f"{SVG}text")]
         assert "a < b & c" in texts and f"rank {schedule.num_ranks - 1}" in texts
-        kinds = {(action.kind, action.chunk) for actions in schedule.ranks for action in actions}
+        kinds = {(action.kind, action.model_chunk) for actions in schedule.ranks for action in actions}
         assert sum(str(text).startswith(("forward", "backward", "gradient")) for text in texts) == len(kinds)

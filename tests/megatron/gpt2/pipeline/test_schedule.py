@@ -99,7 +99,7 @@ def as_letters(schedule: PipelineSchedule) -> list[str]:
     """Return a line for each rank: kind and micro-batch of each action, and with several chunks the chunk's letter."""
     return [
         " ".join(
-            f"{action.kind}{action.micro_batch}{'abcd'[action.chunk] if schedule.num_chunks > 1 else ''}"
+            f"{action.kind}{action.micro_batch}{'abcd'[action.model_chunk] if schedule.num_model_chunks > 1 else ''}"
             for action in actions
         )
         for actions in schedule.ranks
