@@ -149,9 +149,8 @@ def test_the_cache_of_a_user_without_a_home(home: str, tmp_path: Path, monkeypat
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", home)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(
-        os, "getuid", lambda: os.stat(tmp_path).st_uid + (home == "/")
-    )  # the root folder is not this user's
+    # The root folder is not this user's.
+    monkeypatch.setattr(os, "getuid", lambda: os.stat(tmp_path).st_uid + (home == "/"))
     folder = tmp_path / f"user-{os.getuid()}"
     if home == "/":
         with pytest.raises(ValueError, match=f"must be a folder of user {os.getuid()} with mode 0700"):

@@ -147,12 +147,13 @@ def check_budget(mode: str, gpu: FakeGPU) -> None:
     now, granted = cost(gpu), known.get(version, {}).get(mode)
     if "RECORD_BUDGETS" in os.environ:
         known.setdefault(version, {})[mode] = now
+        # A line for each mode.
         lines = ",\n".join(
             f" {json.dumps(version)}: {{\n"
             + ",\n".join(f"  {json.dumps(mode)}: {json.dumps(of_mode)}" for mode, of_mode in modes.items())
             + "}"
             for version, modes in known.items()
-        )  # a line for each mode
+        )
         BUDGETS.write_text(f"{{\n{lines}\n}}\n")
         return
     if version not in known:

@@ -115,9 +115,8 @@ def cut(trainer: Trainer) -> None:
         with suppress(OSError):  # already closed, or never connected
             if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 with socket.socket(fileno=os.dup(int(name))) as one:
-                    listens = one.getsockopt(
-                        socket.SOL_SOCKET, socket.SO_ACCEPTCONN
-                    )  # a lost network does not close these
+                    # A lost network does not close sockets that listen.
+                    listens = one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
                     if one.family in (socket.AF_INET, socket.AF_INET6) and not listens:
                         one.shutdown(socket.SHUT_RDWR)
 

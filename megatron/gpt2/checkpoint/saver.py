@@ -146,9 +146,8 @@ class Saver:
         self._saves += 1
         try:
             if self.rank == 0:
-                for stale in set(directory.glob("iter_*.tmp-*")) - {
-                    folder
-                }:  # Other ranks may already write into `folder`.
+                # Other ranks may already write into `folder`.
+                for stale in set(directory.glob("iter_*.tmp-*")) - {folder}:
                     shutil.rmtree(stale, ignore_errors=True)
             write_rank_files(folder, iteration, files, self.rank)
             pending.own.set_result(None)

@@ -159,9 +159,8 @@ def _from_slurm(environ: Environment) -> Launch | None:
         return None
     hosts, node = _slurm_hosts(environ), int(environ.get("SLURM_NODEID", 0))
     tasks = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    counts = [
-        int(count) for count, times in tasks for _ in range(int(times or 1))
-    ]  # "4(x2),3" means nodes with 4, 4 and 3 ranks.
+    # "4(x2),3" means nodes with 4, 4 and 3 ranks.
+    counts = [int(count) for count, times in tasks for _ in range(int(times or 1))]
     require(
         bool(counts) or "SLURM_NTASKS" in environ,
         "srun started this process, but neither SLURM_NTASKS nor SLURM_STEP_TASKS_PER_NODE gives the number of tasks",

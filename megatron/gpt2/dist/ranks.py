@@ -125,9 +125,8 @@ class Heartbeat(threading.Thread):
         # lost itself.
         if self.store.check(["lost"]):
             self.published_lost = dict(json.loads(self.store.get("lost")))
-        if (
-            time.monotonic() - self._last_read > SILENCE_TIMEOUT / 2
-        ):  # This process was suspended, maybe together with the others.
+        # If this process was suspended, maybe together with the others.
+        if time.monotonic() - self._last_read > SILENCE_TIMEOUT / 2:
             self._last_beats.clear()
         self._waiting_since, self._last_read = math.inf, time.monotonic()
         for rank, beat in zip(ranks, beats, strict=True):
@@ -143,9 +142,8 @@ class Heartbeat(threading.Thread):
         now = time.monotonic()
         if not self.store_answers(seconds):
             return {0: now - self._waiting_since}
-        if (
-            now - self._last_read > 2 * HEARTBEAT_INTERVAL
-        ):  # This process itself was suspended, so it read no heartbeats.
+        # If this process itself was suspended, it read no heartbeats.
+        if now - self._last_read > 2 * HEARTBEAT_INTERVAL:
             return {}
         heard = list(self._last_beats.items())
         silences = {rank: None if beat == LEFT else now - new for rank, (beat, new) in heard}

@@ -204,9 +204,8 @@ def assert_loads(checkpoint: NativeCheckpoint, rank: Any, state: dict[tuple[str,
     metadata = {"config": config.as_dict(), "train_iters": 3, "decay_iters": 3, "precision": "", "computed_by": ""}
     source = str(checkpoint.path.parent)
     context: Any = SimpleNamespace(source=source, device=CPU, config=config, metadata=lambda: metadata)
-    with (
-        pytest.MonkeyPatch.context() as patch
-    ):  # opened once: without a process group, ranks cannot agree on a checkpoint
+    # Opened once: without a process group, ranks cannot agree on a checkpoint.
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megatron.gpt2.train.checkpointing.find_checkpoint", lambda source, **_: checkpoint)
         assert load_checkpoint(context, rank.parallel, rank, lambda line: None) == (3, 24, 0)
     owned = 0

@@ -109,9 +109,8 @@ def test_loss_and_gradients_equal_the_dense_masks(world_size: int, b: int) -> No
         for name, (own_loss, own) in layouts.items():
             assert abs(own_loss - loss) <= 1e-5 * loss
             for parameter, gradient in gradients.items():
-                if (
-                    name == "sequence parallel" and specs[parameter].dim is None
-                ):  # the reducer sums the ranks' partial gradients
+                # The reducer sums the ranks' partial gradients.
+                if name == "sequence parallel" and specs[parameter].dim is None:
                     own[parameter] = (
                         sum(each[name][1][parameter] for each in ranks) if rank == 0 else ranks[0][name][1][parameter]
                     )

@@ -259,9 +259,7 @@ FAULTS = {
         PIPELINE,
     ),
     "gradients overwritten": Fault(
-        extra(
-            BucketReducer, "_send", lambda _, self, index: self._buffer.bucket_grads(index).zero_(), after=True
-        ),  # overwritten
+        extra(BucketReducer, "_send", lambda _, self, index: self._buffer.bucket_grads(index).zero_(), after=True),
         HERE,
         "self._buffer.bucket_grads(index).zero_()",
     ),

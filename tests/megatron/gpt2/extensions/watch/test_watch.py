@@ -185,9 +185,8 @@ def test_the_run_rewinds_and_skips_samples(tmp_path: Path) -> None:
     assert logged == list(range(1, 21))
     assert (save / TRACKER).read_text() == "20\n"
 
-    on_one = samples_read(
-        0, 1, str(tmp_path), ["--model-parallel-size", "1"], 22
-    )  # a different layout continues the run
+    # A different layout continues the run.
+    on_one = samples_read(0, 1, str(tmp_path), ["--model-parallel-size", "1"], 22)
     assert on_one == {21: [88, 89, 90, 91], 22: [92, 93, 94, 95]}
 
 
