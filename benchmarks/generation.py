@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a cl
 import torch
 
 import mpu
-from benchmarks import harness, peers
+from benchmarks import harness, other_libraries
 from data_utils.tokenizers.base import NO_EOD
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.device import DTYPES
@@ -121,8 +121,8 @@ def main(argv: list[str] | None = None) -> None:
         "by_position": [],
     }
     ours = GPT2Model(config).eval()
-    theirs = peers.build_huggingface(config, use_cache=True, bos_token_id=None, eos_token_id=None)[0].eval()
-    peers.load_peer_weights(theirs, ours, config, conv1d=True)
+    theirs = other_libraries.build_huggingface(config, use_cache=True, bos_token_id=None, eos_token_id=None)[0].eval()
+    other_libraries.load_peer_weights(theirs, ours, config, conv1d=True)
     print(f"{'':22}{'ours':>10}{'transformers':>14}{'ratio':>8}{'goal':>7}   tokens per second")
     for precision in [args.precision] if args.precision else GOALS:
         ours, theirs = ours.to(DTYPES[precision]), theirs.to(DTYPES[precision])

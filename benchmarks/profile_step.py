@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a cl
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks import arms, harness
+from benchmarks import harness, train_worker
 from benchmarks.workload import MODELS, Arm, Workload
 from megatron.gpt2.device import set_threads
 from megatron.gpt2.dist.ranks import RankInfo
@@ -87,11 +87,11 @@ def main() -> None:
         workload = workload.small() if args.smoke else workload
         workload.write_tokens(16)
         set_threads(RankInfo())
-        trainer = arms.build_our_trainer(workload, Arm("ours eager"))
+        trainer = train_worker.build_our_trainer(workload, Arm("ours eager"))
         for _ in range(3):
             train_step(trainer)
         times, _ = profile_train_step(trainer, trainer.device)
-        arms.close_trainer(trainer)
+        train_worker.close_trainer(trainer)
     whole = sum(times.values())
     rows = [[part, f"{ms:.1f}", f"{ms / whole:.1%}"] for part, ms in {**times, "all operators": whole}.items()]
     print("\n" + harness.format_table(["part of a step", "ms", "share"], rows))

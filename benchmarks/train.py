@@ -149,7 +149,7 @@ def run_arm(spec: dict[str, Any], scratch: Path, timeout: float) -> dict[str, An
     result.unlink(missing_ok=True)
     # The visits of this run share compiled code, but not with earlier runs.
     environment = {"TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, ROOT / "benchmarks" / "arms.py", scratch / "spec.json", result]
+    command = [sys.executable, ROOT / "benchmarks" / "train_worker.py", scratch / "spec.json", result]
     code = harness.run_limited(command, log, timeout, environment=environment)
     if code == 0 and result.exists():
         return dict(json.loads(result.read_text()))

@@ -149,6 +149,6 @@ def flops_by_llm_c(parameters: int, num_layers: int, hidden_size: int, seq_lengt
 
 def utilisation(tokens_per_s: float, visit: dict[str, Any], peak: float | None) -> dict[str, float | None]:
     """Return the model FLOP/s utilisation by both counts, i.e. the part of `peak` FLOP/s. visit: a result of
-    `benchmarks/arms.py`."""
+    `benchmarks/train_worker.py`."""
     counts = {"mfu": "flops_per_token", "mfu_by_llm_c": "flops_per_token_llm_c"}
     return {name: tokens_per_s * visit[key] / peak if peak else None for name, key in counts.items()}

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks import arms, harness
+from benchmarks import harness, train_worker
 from benchmarks.first_minutes import CaseRecorder
 from benchmarks.gpu.tables import tables
 from benchmarks.harness import ROOT, milliseconds
@@ -168,7 +168,7 @@ def measure_mode(arm: Arm, cfg: StageConfig) -> dict[str, Any]:
     """Run two steps, then `WATCHED_STEPS` with recorded warnings, `WATCHED_STEPS` timed ones, and one whose kernels are
     counted."""
     on_gpu = cfg.device.type == "cuda"
-    training = arms.build_ours(cfg.with_tokens(cfg.workload("345M", 2, num_layers=2, seq_length=256)), arm)
+    training = train_worker.build_ours(cfg.with_tokens(cfg.workload("345M", 2, num_layers=2, seq_length=256)), arm)
     training.step()
     loss, norm = None, None
     with contextlib.suppress(AssertionError):  # fp16 skips steps until it has found its loss scale
@@ -238,7 +238,7 @@ def kernels(cfg: StageConfig, cases: CaseRecorder) -> None:
 
 def measure_kernels(cfg: StageConfig, arm: Arm) -> dict[str, Any]:
     """Profile a step. busy: the part of its time in which the device runs kernels instead of waiting for the host."""
-    trainer = arms.build_our_trainer(cfg.with_tokens(cfg.workload("345M")), arm)
+    trainer = train_worker.build_our_trainer(cfg.with_tokens(cfg.workload("345M")), arm)
     began = time.perf_counter()
     train_step(trainer)
     if cfg.device.type == "cuda":
@@ -246,7 +246,7 @@ def measure_kernels(cfg: StageConfig, arm: Arm) -> dict[str, Any]:
     first = time.perf_counter() - began
     ms = milliseconds(lambda: train_step(trainer), cfg.device, 1 if cfg.smoke else 5)
     parts, recorded = profile_train_step(trainer, trainer.device)
-    arms.close_trainer(trainer)
+    train_worker.close_trainer(trainer)
     device_ms, launches = (sum(kernel[key] for kernel in recorded) for key in ("ms", "calls"))
     found = {"step_ms": ms, "first_step_s": first, "device_ms": device_ms, "busy": device_ms / ms}
     return {**found, "launches": launches, "parts_ms": parts, "kernels": recorded[:60]}
@@ -263,7 +263,8 @@ def steps(cfg: StageConfig, cases: CaseRecorder, timeout: float = 150.0) -> None
 
 
 def measure_steps(cfg: StageConfig, name: str, timeout: float) -> dict[str, Any]:
-    """Time five steps in a new process, after two warm-up steps. `visit` is the result of `benchmarks/arms.py`."""
+    """Time five steps in a new process, after two warm-up steps. `visit` is the result of
+    `benchmarks/train_worker.py`."""
     workload = cfg.with_tokens(cfg.workload(name, 32, 4))
     spec: dict[str, Any] = {
         "task": "measure",

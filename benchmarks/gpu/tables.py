@@ -18,10 +18,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mpu
 from benchmarks import harness
-from benchmarks.arms import build_random_model
 from benchmarks.first_minutes import CaseRecorder, free_memory, is_broken
 from benchmarks.generation import generate_ours
 from benchmarks.harness import milliseconds
+from benchmarks.train_worker import build_random_model
 from megatron.gpt2.config import OptimizerConfig, ParallelConfig
 from megatron.gpt2.model.gpt2 import GPT2Model, layer_config
 from megatron.gpt2.optimizer.bucket_reducer import ParamAllGather, choose_bucket_size

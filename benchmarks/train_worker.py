@@ -1,6 +1,6 @@
 """Run one arm of the training benchmark in a separate process, which `benchmarks/train.py` starts:
 
-    python benchmarks/arms.py SPEC.json RESULT.json     # SPEC: {"task": ..., "problem": ..., "arm": ..., ...}
+    python benchmarks/train_worker.py SPEC.json RESULT.json     # SPEC: {"task": ..., "problem": ..., "arm": ..., ...}
 
 Our arm is the training program itself, built from flags; the timed function is
 `megatron.gpt2.train.train_step.train_step`. Each peer gets a complete training step: batch, zero_grad, forward,
@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mpu
-from benchmarks import peers
+from benchmarks import other_libraries
 from benchmarks.harness import call_seconds
 from benchmarks.workload import BETAS, CLIP_GRAD, LR, SEED, WEIGHT_DECAY, Arm, Workload, flops_by_llm_c
 from data_utils import (
@@ -226,12 +226,12 @@ def build_peer_step(workload: Workload, arm: Arm, nanogpt: str) -> TimedStep:
     device, b, steps = torch.device(workload.device), workload.micro_batch_size, 0
     loader = build_loader(workload)
     mpu.initialize_model_parallel(1)
-    model, loss_of, vocab = peers.build_peer(
+    model, loss_of, vocab = other_libraries.build_peer(
         arm.kind, workload.model, GPT2Model(workload.model, seed=SEED), nanogpt=nanogpt
     )
     model.to(device).train()
     called: Any = torch.compile(model, backend=workload.compiler) if arm.compiled else model
-    optimizer = peers.adamw(model, arm.shipped)
+    optimizer = other_libraries.adamw(model, arm.shipped)
     total, norm = torch.zeros((), device=device), torch.zeros((), device=device)
 
     def step() -> None:
@@ -361,7 +361,7 @@ def run_task(spec: dict[str, Any]) -> dict[str, Any]:
     if spec["task"] == "ceiling":
         return measure_ceiling(workload, arm.precision, spec["seconds"])
     if spec["task"] == "gate":
-        return peers.compare_with_peer(workload.model, workload.device, spec["kind"], nanogpt=spec["nanogpt"])
+        return other_libraries.compare_with_peer(workload.model, workload.device, spec["kind"], nanogpt=spec["nanogpt"])
     return measure_arm(workload, arm, nanogpt=spec["nanogpt"], warmup=spec["warmup"], steps=spec["steps"])
 
 
