@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a clone that is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # This also works in a clone that is not installed.
 
 import torch
 import torch.distributed.checkpoint
@@ -50,7 +50,7 @@ SHAPES = {
     True: ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=2, max_position_embeddings=64, vocab_size=1000),
 }
 KINDS = {"model": torch.bfloat16, "master": torch.float32, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
-# (ours, DCP's)
+# Each pair has our value and DCP's value.
 RATIOS = {
     "save": ("ours: save", "DCP: save"),
     "load, hashed": ("ours: load, warm", "DCP: load, warm"),
@@ -141,7 +141,7 @@ def set_page_cache(folder: Path, warm: bool) -> None:
 def time_blocked(state: State, scratch: Path, smoke: bool, count: int) -> list[dict[str, float]]:
     """Time --async-save: how long a save blocks training, and when it is committed."""
     saver = Saver(folder=scratch / "async", start_id="a", asynchronous=True, keep_last=1, log=lambda line: None)
-    saver.prepare(checkpoint_files(state, smoke))  # as a run does before its first step
+    saver.prepare(checkpoint_files(state, smoke))  # A run does this before its first step.
     visits = []
     for iteration in range(1, count + 1):
         os.sync()
@@ -173,7 +173,7 @@ def measure_arms(scratch: Path, smoke: bool, rounds: int) -> dict[str, Any]:
         return visit
 
     saves = {name: functools.partial(save, name) for name in SAVES}
-    harness.alternate(saves, 1)  # warm-up: touches the memory
+    harness.alternate(saves, 1)  # This warm-up touches the memory.
     visits = harness.alternate(saves, 2 * rounds)
     visits["ours: save --async-save, blocked"] = time_blocked(state, scratch, smoke, 2 * rounds)
     os.sync()
@@ -184,7 +184,7 @@ def measure_arms(scratch: Path, smoke: bool, rounds: int) -> dict[str, Any]:
 
 
 def summarise(result: dict[str, Any]) -> None:
-    """Add the seconds per gigabyte of each arm, and their ratios."""
+    """Add the seconds per gigabyte of each arm, and their ratios, to the result."""
     size = result["gigabytes"]
     result["summary"] = figures = {
         name: {f"{key}_per_gb": harness.spread([visit[key] / size for visit in visits]) for key in ("wall_s", "cpu_s")}

@@ -36,7 +36,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a clone that is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # This also works in a clone that is not installed.
 
 import numpy as np
 import torch
@@ -53,13 +53,13 @@ from data_utils import (
 from data_utils.samplers import Order, SampleDataset
 
 CORPUS_BYTES, PART_BYTES = 400_000_000, 10_000_000
-DOCUMENT = 5000  # characters
+DOCUMENT = 5000  # number of characters
 ROUNDS = REPEATED = 5
 WHOLE = ("ours", "one", "two")
 PART = ("tiktoken", "hf")
 SUFFIXES = {".py", ".pyi", ".md", ".txt", ".rst", ".h"}
 SEQUENCE = 1024
-BATCH = 12  # nanoGPT's default
+BATCH = 12  # nanoGPT has this default.
 
 
 def write_corpus(path: Path, size: int) -> None:
@@ -134,7 +134,7 @@ def run_arm_in_process(arm: str, path: Path) -> tuple[float, float]:
 
 
 def preprocess(smoke: bool) -> dict[str, Any]:
-    """Return MB/s of each arm, and ratios of the times within each round."""
+    """Return the MB/s of each arm, and ratios of the times within each round."""
     elapsed: dict[str, list[float]] = {arm: [] for arm in WHOLE + PART}
     used: dict[str, list[float]] = {arm: [] for arm in WHOLE + PART}
     memory = Path("/dev/shm")
@@ -180,7 +180,7 @@ def loading(smoke: bool) -> dict[str, Any]:
         given: dict[str, Any] = {"data_path": [str(tokens)], "split": "1", "tokenizer": tokenizer}
         dataset = build_splits(train_data=(), **given, seq_length=SEQUENCE, log=print).train
         order = SampleOrder(len(dataset), seed=1234)
-        dataset.rows(np.arange(len(dataset)))  # reads every page into memory
+        dataset.rows(np.arange(len(dataset)))  # This reads every page into memory.
         ways = {
             "nanoGPT": lambda: nanogpt_batches(tokens),
             "ours": lambda: our_batches(dataset, order),
@@ -195,7 +195,7 @@ def loading(smoke: bool) -> dict[str, Any]:
 
 
 def microseconds_per_sample(work: Callable[[], object], count: int = 100) -> float:
-    """Time `work`, which makes a batch, in microseconds per sample."""
+    """Return the time of `work`, which makes a batch, in microseconds per sample."""
     began = time.perf_counter()
     for _ in range(count):
         work()
@@ -206,7 +206,7 @@ def nanogpt_batches(prefix: Path) -> float:
     def work() -> None:
         data = np.memmap(f"{prefix}.bin", dtype=np.uint16, mode="r")
         places = torch.randint(len(data) - SEQUENCE, (BATCH,))
-        for first in (0, 1):  # inputs and labels
+        for first in (0, 1):  # The loop reads inputs and labels.
             parts = (data[i + first : i + first + SEQUENCE].astype(np.int64) for i in places)
             torch.stack([torch.from_numpy(part) for part in parts])
 

@@ -29,18 +29,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a clone that is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # This also works in a clone that is not installed.
 
 import torch
 
 from benchmarks import harness
 
-BROKEN = 3  # exit code after an error that made the CUDA context unusable
+BROKEN = 3  # This is the exit code after an error that made the CUDA context unusable.
 
 
 @dataclass(frozen=True)
 class StageBudget:
-    """The time of a stage in seconds. limit: its timeout. least: it is skipped if less time is left."""
+    """The seconds of a stage. limit: its timeout. least: the stage is skipped if less time is left."""
 
     limit: float
     least: float
@@ -57,7 +57,7 @@ STAGES = {
 
 
 class CudaContextError(Exception):
-    """All further CUDA calls would fail, so the stage continues in a new process."""
+    """This error says that all further CUDA calls would fail, so the stage continues in a new process."""
 
 
 class CaseRecorder:
@@ -105,7 +105,7 @@ def is_plain(value: object) -> bool:
 
 
 def is_broken(error: Exception) -> bool:
-    """Return True if all later CUDA calls will fail, unlike after an out-of-memory error."""
+    """Return True if all later CUDA calls will fail. This is not so after an out-of-memory error."""
     return not isinstance(error, torch.cuda.OutOfMemoryError) and "CUDA error" in str(error)
 
 
@@ -123,7 +123,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--again", action="store_true", help="measure recorded cases again")
     budget = "seconds for the whole call; stages that do not fit are skipped (default: 515)"
     parser.add_argument("--budget", type=float, metavar="S", default=515.0, help=budget)
-    for internal in ("--inside", "--scratch", "--call"):  # set in the process of a stage
+    for internal in ("--inside", "--scratch", "--call"):  # These are set in the process of a stage.
         parser.add_argument(internal, help=argparse.SUPPRESS)
     args = harness.parse_args(parser, argv)
     args.stages = args.stages.split(",")
@@ -182,7 +182,7 @@ def summary(path: Path, stages: list[str]) -> int:
 
 def run_stage(args: argparse.Namespace, path: Path) -> int:
     """Run a stage in this process."""
-    from benchmarks.gpu import stages  # also imports the training program
+    from benchmarks.gpu import stages  # This also imports the training program.
 
     cases = CaseRecorder(path, args.inside, args.call)
     try:
@@ -196,7 +196,7 @@ def run_stage(args: argparse.Namespace, path: Path) -> int:
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     path = Path(args.output).resolve() / "first_minutes.json"
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends the started processes
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # This also ends the started processes.
     if args.inside:
         return run_stage(args, path)
     if not args.smoke and not torch.cuda.is_available():

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a clone that is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # This also works in a clone that is not installed.
 
 import torch
 
@@ -39,8 +39,8 @@ GPT2 = ModelConfig(
     num_layers=12, hidden_size=768, num_attention_heads=12, max_position_embeddings=1024, vocab_size=50257
 )
 TINY = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=2, max_position_embeddings=64, vocab_size=300)
-GOALS = {"bf16": 1.5, "fp32": 1.25}  # least ratio to the tokens per second of transformers
-FLAT = 1.5  # greatest ratio of the times of a late and an early token
+GOALS = {"bf16": 1.5, "fp32": 1.25}  # the smallest ratio to the tokens per second of transformers
+FLAT = 1.5  # the largest ratio of the times of a late and an early token
 
 
 class IdOnlyTokenizer:
@@ -80,7 +80,7 @@ def compare(ours: GPT2Model, theirs: Any, batch: int, length: int, new: int, rou
         return time.perf_counter() - began
 
     sides = {side: partial(timed, side) for side in ("ours", "transformers")}
-    harness.alternate(sides, 2)  # warms up
+    harness.alternate(sides, 2)  # These runs warm up the caches.
     seconds = harness.alternate(sides, 2 * rounds)
     assert all(len(ids) == new for ids in tokens["ours"] + tokens["transformers"])
     speed = {side: batch * new / statistics.median(times) for side, times in seconds.items()}
@@ -94,7 +94,7 @@ def time_by_position(model: GPT2Model, batch: int, early: int, late: int, steps:
 
     def median(place: int) -> float:
         prompts = torch.randint(model.vocab_size, (batch, place - steps // 2))
-        ends = generate_ours(model, prompts, steps)[1][1:]  # without the prompt
+        ends = generate_ours(model, prompts, steps)[1][1:]  # This leaves out the prompt.
         return statistics.median(1e3 * (end - start) for start, end in zip(ends, ends[1:], strict=False))
 
     times = harness.alternate({str(place): partial(median, place) for place in (early, late)}, 2 * rounds)

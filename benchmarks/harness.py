@@ -29,9 +29,9 @@ from data_utils.command_line import align_columns
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 T = TypeVar("T")
-OURS, PEER = "#3568a8", "#b8b8b8"  # of bars
-WARM_UP = 3  # untimed calls of `milliseconds`
-GRACE = 3.0  # seconds for a program to end its own processes
+OURS, PEER = "#3568a8", "#b8b8b8"  # the colours of bars
+WARM_UP = 3  # `milliseconds` makes this number of untimed calls first.
+GRACE = 3.0  # A program has this number of seconds to end its own processes.
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
@@ -57,7 +57,7 @@ def parse_args(made: argparse.ArgumentParser, argv: Sequence[str] | None = None)
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of Python, torch, CUDA and transformers; None for missing ones."""
+    """Return the versions of Python, torch, CUDA and transformers. A missing one is None."""
     found: dict[str, str | None] = {"python": platform.python_version(), "torch": torch.__version__}
     found |= {"cuda": torch.version.cuda, "transformers": None}
     with contextlib.suppress(metadata.PackageNotFoundError):
@@ -66,7 +66,7 @@ def versions() -> dict[str, str | None]:
 
 
 def git_commit(folder: Path | str = ROOT) -> str | None:
-    """Return the short commit of `folder`, with + if tracked files differ from it; None outside git."""
+    """Return the short commit of `folder`, with + if tracked files differ from it. It is None outside git."""
     git = ["git", "describe", "--always", "--exclude=*", "--dirty=+"]
     try:
         run = subprocess.run(git, cwd=folder, capture_output=True, text=True, timeout=30)
@@ -100,7 +100,7 @@ def machine_line(result: Mapping[str, Any]) -> str:
 
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:
-    """Replace the file atomically, so that a timeout leaves the last complete one."""
+    """Replace the file atomically, so that a timeout leaves the last complete file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".json.part")
     part.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -145,13 +145,13 @@ def run_limited(
             return process.wait(timeout)
         except subprocess.TimeoutExpired:
             return None
-        finally:  # also after SIGTERM to this program
+        finally:  # This also runs after SIGTERM to this program.
             if process.poll() is None:
                 process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(GRACE)
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # also its compilers
+                os.killpg(process.pid, signal.SIGKILL)  # This also ends its compilers.
             process.wait()
 
 
@@ -189,7 +189,8 @@ def run_on_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[An
             rank.start()
             send.close()
         try:
-            return [receive.recv() for receive, _ in pipes]  # EOFError: the rank failed and printed its error
+            # EOFError means that the rank failed and printed its error.
+            return [receive.recv() for receive, _ in pipes]
         finally:
             for rank in ranks:
                 rank.join(60)
@@ -245,7 +246,7 @@ def ratio(above: Sequence[float], below: Sequence[float]) -> float:
 
 
 def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Format columns: the first is aligned left, the others right."""
+    """Format columns. The first is aligned left, the others right."""
     return "\n".join(align_columns([head, *rows], "<" + ">" * (len(head) - 1)))
 
 

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a clone that is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # This also works in a clone that is not installed.
 
 from benchmarks import harness
 
@@ -83,7 +83,7 @@ def stage_cases(smoke: bool) -> Iterator[dict[str, Any]]:
 
 
 def expected_and_measured(expected: float, measured: float) -> dict[str, float]:
-    """Return both, in MB of 2^20 bytes, and their ratio."""
+    """Return expected and measured memory, in MB of 2^20 bytes, and their ratio."""
     return {
         "expected_mb": round(expected, 1),
         "measured_mb": round(measured, 1),
@@ -111,7 +111,7 @@ def measure_run(run: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def measure_stage(rank: int, world_size: int, words: list[str]) -> dict[str, float]:
-    """Run a few steps as stage `rank`; return expected and measured MB."""
+    """Run a few steps as stage `rank`. Return expected and measured MB."""
     from megatron.gpt2.config.arguments import parse
     from megatron.gpt2.dist.ranks import RankInfo
     from megatron.gpt2.extensions.plan.hook import memory_inputs
@@ -139,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     what = "stage_memory" if of_stages else "memory"
     result: dict[str, Any] = {**harness.header(what), "smoke": args.smoke, "runs": []}
     if of_stages:
-        os.environ.update(ALLOCATORS["returned"])  # the ranks read it when they start
+        os.environ.update(ALLOCATORS["returned"])  # The ranks read this variable when they start.
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         (folder / "text.txt").write_text("any text: nothing of it changes what is held. " * 4000)

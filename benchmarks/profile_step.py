@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a clone that is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # This also works in a clone that is not installed.
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -57,7 +57,7 @@ def profile_train_step(trainer: Trainer, device: torch.device) -> tuple[dict[str
         with record_function("our optimizer"):
             step()
 
-    def ms(event: Any) -> float:  # on a GPU, the time of the kernels that the operator started
+    def ms(event: Any) -> float:  # On a GPU, this is the time of the kernels that the operator started.
         return (event.self_device_time_total if kind == "CUDA" else event.self_cpu_time_total) / 1000
 
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (kind == "CUDA")

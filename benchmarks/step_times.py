@@ -24,17 +24,17 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a clone that is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # This also works in a clone that is not installed.
 
 from data_utils.command_line import align_columns
 from megatron.gpt2.extensions.plan.cluster import ROOT, Cluster, read_cluster
 from megatron.gpt2.extensions.plan.step_time import Layouts, Software, step_seconds
 
 COLUMNS = [field.name for field in dataclasses.fields(Layouts) if field.name != "virtual_stages"]
-PROGRAM = "megatron_deepspeed"  # of the CSV files
-WORST = 0.05  # the share of rows that is listed
-INTERVAL = 0.8  # the share of rows that an interval should hold
-# Prior of each fitted constant: its value, and the factor by which it may well differ.
+PROGRAM = "megatron_deepspeed"  # The CSV files have this name of the program.
+WORST = 0.05  # This share of the rows is listed.
+INTERVAL = 0.8  # An interval should contain this share of the rows.
+# The prior of each fitted constant is its value, and the factor by which the value may differ.
 PRIORS = {
     "matmul_flops": (270e12, 1.1),
     "half_m": (150, 2),
@@ -55,14 +55,14 @@ PRIORS = {
     "step": (1e-3, 3),
     "adam": (2e-11, 1.3),
 }
-NOISE = 0.04  # the relative error of a row that the fit expects
-TABLE_WEIGHT = 4.0  # of a row of a published table, since few rows stand for a program
+NOISE = 0.04  # The fit expects this relative error of a row.
+TABLE_WEIGHT = 4.0  # This is the weight of a row of a published table, because few rows stand for a program.
 SOFTWARE_PRIORS = {"unfused_kernels": (25, 1.3), "backward_kernels": (1, 1.2), "head_kernels": (85, 1.5)}
 SOFTWARE_PRIORS |= {"loss_bytes": (60, 1.5), "gradient_bytes": (8, 1.5)}
 GENERATION_PRIORS = {"kernels": (65, 1.2), "traffic": (1, 1.5)}
 
 
-Rows = tuple[Layouts, np.ndarray]  # and measured seconds
+Rows = tuple[Layouts, np.ndarray]  # rows and their measured seconds
 
 
 def read_rows(paths: Sequence[Path]) -> Rows:
@@ -81,29 +81,30 @@ def read_rows(paths: Sequence[Path]) -> Rows:
 
 
 def select(rows: Rows, chosen: np.ndarray) -> Rows:
-    """The rows with these indices, or for which a boolean array is True."""
+    """Return the rows with these indices, or the rows for which a boolean array is True."""
     layouts, measured = rows
     taken = {name: np.asarray(value)[chosen] for name, value in vars(layouts).items() if np.ndim(value)}
     return dataclasses.replace(layouts, **taken), measured[chosen]
 
 
 def shapes(rows: Rows) -> np.ndarray:
-    """A number for each row that is equal for equal shapes of the model."""
+    """Return a number for each row. Rows whose models have the same shape get the same number."""
     return np.asarray(rows[0].hidden_size) * 1000 + rows[0].layers
 
 
 # --- published tables ------------------------------------------------------------------------------------------------
 
-# Megatron-LM, README of 2020, one node: layers, hidden size, heads, tensor-parallel size, ms on V100
-# (batch 8) and A100 (16).
+# This is the table of the README of Megatron-LM in 2020, for one node: layers, hidden size, heads, tensor-parallel
+# size, ms on V100 (batch 8) and A100 (16).
 TABLE_2020 = [
     (24, 1920, 15, 1, 1121, 1076),
     (30, 2304, 18, 2, 1093, 1026),
     (36, 3072, 24, 4, 1238, 1162),
     (42, 4096, 32, 8, 1407, 1343),
 ]
-# arXiv:2104.04473, table 1: hidden size, layers, heads, model-parallel size, GPUs, batch, TFLOP/s of a GPU, virtual
-# stages. The paper does not give the virtual stages: the largest number up to 4 that divides a stage's layers.
+# This is table 1 of arXiv:2104.04473: hidden size, layers, heads, model-parallel size, GPUs, batch, TFLOP/s of a GPU,
+# virtual stages. The paper does not give the virtual stages: this is the largest number up to 4 that divides a stage's
+# layers.
 TABLE_2021 = [
     (2304, 24, 24, 1, 32, 512, 137, 1),
     (3072, 30, 32, 2, 64, 512, 138, 1),
@@ -116,8 +117,8 @@ TABLE_2021 = [
     (20480, 105, 128, 280, 2520, 2520, 163, 3),
     (25600, 128, 160, 512, 3072, 3072, 163, 2),
 ]
-# arXiv:2205.05198, table 5: hidden size, layers, heads, pipeline stages, virtual stages, batch, micro-batch, seconds
-# with full recomputation, and with sequence parallelism and selective recomputation.
+# This is table 5 of arXiv:2205.05198: hidden size, layers, heads, pipeline stages, virtual stages, batch, micro-batch,
+# seconds with full recomputation, and with sequence parallelism and selective recomputation.
 TABLE_2022 = [
     (6144, 48, 64, 1, 1, 4, 4, 1.42, 1.10),
     (12288, 96, 96, 8, 3, 64, 1, 18.13, 13.75),
@@ -143,7 +144,7 @@ def layouts(columns: Sequence[Sequence[float]], names: str) -> Layouts:
 
 
 def published() -> list[Table]:
-    """The published tables."""
+    """Return the published tables."""
     names = "global_batch micro_batch hidden_size attention_heads layers sequence_length tensor_parallel data_parallel "
     names += "pipeline_parallel virtual_stages"
     tables = []
@@ -167,7 +168,7 @@ def published() -> list[Table]:
 
 
 def predict(cluster: Cluster, software: Software, x: Layouts, *, any_micro_batch: bool = False) -> np.ndarray:
-    """The modelled seconds of each row."""
+    """Return the modelled seconds of each row."""
     if not any_micro_batch:
         return step_seconds(cluster, software, x)
     tries = []
@@ -189,7 +190,7 @@ class Constants:
 
 
 def software(content: Mapping[str, Any], name: str) -> Software:
-    """The program `name` of a cluster's file. Programs share the constants under "all"."""
+    """Return the program `name` of a cluster's file. Programs share the constants under "all"."""
     return Software(**content["software"]["all"], **content["software"][name])
 
 
@@ -263,7 +264,8 @@ def fitted(base: Constants, rows: Rows, tables: Sequence[Table], steps: int = 4)
 
 
 def left_out(base: Constants, rows: Rows, tables: Sequence[Table], parts: Sequence[np.ndarray]) -> np.ndarray:
-    """The relative error of each row, predicted by a fit of the rows outside of its part. NaN for a row of no part."""
+    """Return the relative error of each row, predicted by a fit of the rows outside of its part. A row of no part has
+    NaN."""
     found = np.full(len(rows[1]), np.nan)
     for part in parts:
         made = fitted(base, select(rows, ~part), tables)
@@ -305,12 +307,12 @@ def fit(rows: Rows) -> None:
 
 
 def rounded(constants: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers with four digits."""
+    """Return the numbers rounded to four digits."""
     return {name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in constants.items()}
 
 
 def changed(program: Software) -> dict[str, Any]:
-    """The fields of a program that differ from their defaults, without those that all programs share."""
+    """Return the fields of a program that differ from their defaults, without those that all programs share."""
     plain = {field.name: field.default for field in dataclasses.fields(Software)}
     return {
         name: value
@@ -372,7 +374,7 @@ def first_choices(rows: Rows, seconds: np.ndarray) -> dict[str, Any]:
 
 
 def compare_published() -> dict[str, list[dict[str, float]]]:
-    """The rows of each published table with the model's times, by the table's title."""
+    """Return the rows of each published table with the model's times, by the table's title."""
     constants, found = read_constants(), {}
     for table in published():
         x, measured = table.rows

@@ -29,7 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a clone that is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # This also works in a clone that is not installed.
 
 from benchmarks import harness
 from benchmarks.harness import ROOT
@@ -45,9 +45,9 @@ from benchmarks.workload import (
     utilisation,
 )
 
-GATE = 1e-4  # relative, in fp32; correct models differ by 2e-6, the two forms of GELU by 7e-4
-# Relative differences of loss and gradient norm at the first step: of two fp32 arms, and with a bf16 arm. nanoGPT's
-# softmax has 47 padding rows, so log(50,304 / 50,257) nats are subtracted from its first loss.
+GATE = 1e-4  # This limit is relative, in fp32. Correct models differ by 2e-6, the two forms of GELU by 7e-4.
+# These limits are relative differences of loss and gradient norm at the first step: of two fp32 arms, and with a bf16
+# arm. nanoGPT's softmax has 47 padding rows, so log(50,304 / 50,257) nats are subtracted from its first loss.
 TOLERANCE = {"fp32": (2e-4, 1e-3), "bf16": (1e-3, 2e-2)}
 NOTES = (
     "all arms have the same weights (ours, converted), the same samples in the same order from the same loader, and "
@@ -105,10 +105,10 @@ def make_workload(args: argparse.Namespace, scratch: Path) -> Workload:
 def select_arms(args: argparse.Namespace) -> list[Arm]:
     """Return the arms of the preset that are selected and available."""
     gpu = args.preset == "gpu"
-    arms = [arm for arm in ARMS if not (gpu and arm.shipped)]  # on a GPU nanoGPT ships compiled bf16
+    arms = [arm for arm in ARMS if not (gpu and arm.shipped)]  # On a GPU nanoGPT ships compiled bf16.
     if gpu and args.part == 5:
         arms = OURS_ONLY_ARMS
-        if args.smoke:  # keep only the change of dropout
+        if args.smoke:  # The smoke run keeps only the change of dropout.
             kept = [{name: value for name, value in arm.changes.items() if name == "dropout"} for arm in arms]
             arms = [dataclasses.replace(arm, changes=changes) for arm, changes in zip(arms, kept, strict=True)]
     elif gpu and args.part in (3, 4):
@@ -147,7 +147,7 @@ def run_arm(spec: dict[str, Any], scratch: Path, timeout: float) -> dict[str, An
     (scratch / "spec.json").write_text(json.dumps(spec))
     result, log = scratch / "result.json", scratch / "arm.log"
     result.unlink(missing_ok=True)
-    # The visits of this run share compiled code, but not with earlier runs.
+    # The visits of this run share compiled code with each other, but not with earlier runs.
     environment = {"TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, ROOT / "benchmarks" / "train_worker.py", scratch / "spec.json", result]
     code = harness.run_limited(command, log, timeout, environment=environment)
@@ -160,10 +160,10 @@ def run_arm(spec: dict[str, Any], scratch: Path, timeout: float) -> dict[str, An
 
 
 def run_benchmark(args: argparse.Namespace, scratch: Path) -> int:
-    """Run all visits of a preset; returns the exit code."""
+    """Run all visits of a preset. Return the exit code."""
     began, gpu = time.monotonic(), args.preset == "gpu" and not args.smoke
     workload, arms = make_workload(args, scratch), select_arms(args)
-    # In addition to the first step, which compiles.
+    # This is in addition to the first step, which compiles.
     warmup, steps = (1, 2) if args.smoke else (10, 30) if gpu else (1, 5)
     steps = args.steps or steps
     # torch.compile of a large peer takes minutes; parts 3 and 4 have only two arms.
@@ -250,10 +250,10 @@ def run_visits(
     left(): remaining seconds of the budget; visits that do not fit are skipped. measure(arm): one visit.
     """
     bad: list[str] = []
-    took: dict[str, float] = {}  # estimated seconds of the next visit
+    took: dict[str, float] = {}  # the estimated seconds of the next visit
     pending = [arm for _ in range(rounds) for arm in [*arms, *reversed(arms)]] or list(arms)
     for arm in arms:
-        for _ in result["arms"][arm.name]["visits"]:  # of an earlier call
+        for _ in result["arms"][arm.name]["visits"]:  # These are visits of an earlier call.
             if arm in pending:
                 pending.remove(arm)
     while pending:
@@ -263,7 +263,7 @@ def run_visits(
             print(f"{arm.name}: a visit is skipped, because the time is short", flush=True)
             continue
         if entry["visits"] and "failed" in entry["visits"][-1]:
-            continue  # it would fail again
+            continue  # The arm would fail again.
         load, began = os.getloadavg()[0], time.monotonic()
         visit = {**measure(arm), "load_before": load, "order": sum(len(a["visits"]) for a in result["arms"].values())}
         seconds = time.monotonic() - began
@@ -330,7 +330,8 @@ def summarise(result: Result) -> None:
 
 
 def report_result(result: Result, path: Path, bad: list[str]) -> int:
-    """Write the summary, JSON and plot, and print the table. Return 1 if an arm failed or failed the gate, else 0."""
+    """Write the summary, JSON and plot, and print the table. Return 1 if an arm failed or did not pass the gate, else
+    0."""
     summarise(result)
     result |= {"notes": list(NOTES), "failed": bad}
     harness.write_json(path, result)
@@ -376,7 +377,7 @@ def report_result(result: Result, path: Path, bad: list[str]) -> int:
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     args.output.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends the running arm
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # This also ends the running arm.
     if args.nanogpt and not (Path(args.nanogpt) / "model.py").is_file():
         print("--nanogpt: the folder has no model.py: give a checkout of nanoGPT", file=sys.stderr)
         return 2

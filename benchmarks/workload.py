@@ -14,12 +14,12 @@ from data_utils.indexed_dataset import IndexedDatasetBuilder, token_dtype
 from megatron.gpt2.config import ModelConfig
 
 MODELS = {"124M": (12, 768, 12), "345M": (24, 1024, 16), "774M": (36, 1280, 20), "1.5B": (48, 1600, 25)}
-# (model, b, micro-batches) of the parts of benchmarks/gpu.sh. Part 1 is benchmarks/first_minutes.py.
+# For each part of benchmarks/gpu.sh, this is (model, b, micro-batches). Part 1 is benchmarks/first_minutes.py.
 PARTS = {2: ("345M", 32, 1), 3: ("774M", 16, 2), 4: ("1.5B", 16, 2), 5: ("345M", 32, 1)}
 LR, WEIGHT_DECAY, BETAS, CLIP_GRAD, SEED = 1e-4, 0.1, (0.9, 0.95), 1.0, 1234
-TOKENS = 1 << 22  # limit of tokens in the file; arms that need more read it again
-PEAK_FLOPS = 989e12  # FLOP/s, dense bf16, from the datasheet of H100 SXM and H200
-# Published for other machines, in bf16, with llm.c's count of FLOPs.
+TOKENS = 1 << 22  # The file has at most this number of tokens. Arms that need more read it again.
+PEAK_FLOPS = 989e12  # These are dense bf16 FLOP/s, from the datasheet of H100 SXM and H200.
+# These figures are published for other machines, in bf16, with llm.c's count of FLOPs.
 LLM_C_RESULTS: list[dict[str, Any]] = [
     {"model": "1.5B", "gpus": "8 H100", "mfu": 0.486, "source": "llm.c, its run of GPT-2 1.56B"},
     {"model": "1.5B", "gpus": "8 H100", "tokens_per_s": [374e3, 388e3], "source": "llm.c, its scripts' step times"},
@@ -104,7 +104,7 @@ class Arm:
 
 COMPILED = Arm("ours compiled", compiled=True)
 SELECTIVE, FULL = (("--recompute-granularity", name) for name in ("selective", "full"))
-ARMS = [  # the most important first: the last are skipped if the time is short
+ARMS = [  # The most important arms are first, because the last ones are skipped if the time is short.
     COMPILED,
     Arm("nanoGPT compiled", "nanogpt", compiled=True),
     Arm("HF compiled", "huggingface", compiled=True),

@@ -9,7 +9,8 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from types import ModuleType
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; ranks that tests start inherit it
+# This is set before torch is imported. Ranks that tests start inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
@@ -23,7 +24,7 @@ TEST_DATA = Path(os.environ.get("MEGATRON_TEST_DATA", ROOT.parent / "shared" / "
 
 @pytest.fixture(scope="session")
 def test_data() -> Path:
-    """The folder of real test files: $MEGATRON_TEST_DATA, else ../shared/data."""
+    """Return the folder of real test files: $MEGATRON_TEST_DATA, else ../shared/data."""
     if not TEST_DATA.is_dir():
         pytest.skip(f"{TEST_DATA} is not there; MEGATRON_TEST_DATA names the folder of real test files")
     return TEST_DATA
@@ -43,7 +44,7 @@ def tool(name: str) -> ModuleType:
 
 @pytest.fixture(scope="session")
 def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that all test processes of this run share."""
+    """Return a folder that all test processes of this run share."""
     base = tmp_path_factory.getbasetemp()
     return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
@@ -61,7 +62,7 @@ def made_once(folder: Path, make: Callable[[Path], object]) -> Path:
 
 @pytest.fixture(scope="session")
 def python(shared_folder: Path) -> Iterator[WarmPython]:
-    """A `python` that forks a warm process instead of starting an interpreter."""
+    """Return a `python` that forks a warm process instead of starting an interpreter."""
     server = WarmPython(shared_folder / "python")
     yield server
     server.close()

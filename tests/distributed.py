@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 CONTEXT = mp.get_context("forkserver")
-# The server imports these once. A rank then starts in 0.05 s instead of 2 s. TorchDispatchMode imports torch's
+# The server imports these modules once. A rank then starts in 0.05 s instead of 2 s. TorchDispatchMode imports torch's
 # compiler, which takes 2 s more.
 CONTEXT.set_forkserver_preload(["pytest", "megatron.gpt2.commands.pretrain_gpt2", "torch._dynamo", "tests.gc_freeze"])
 
@@ -38,9 +38,9 @@ def _worker(
         torch.save(result, f"{folder}/result_{rank}")
         dist.barrier()
     except BaseException:
-        at = time.monotonic_ns()  # the same clock for all; a file's time stands still for some milliseconds
+        at = time.monotonic_ns()  # All processes share this clock. A file's time does not change for some milliseconds.
         Path(f"{folder}/error_{rank}").write_text(f"{at}\n{traceback.format_exc()}")
-        # Exit without clean-up: the other ranks notice the lost connection at once and end as well.
+        # This exits without clean-up, so the other ranks notice the lost connection immediately and end as well.
         os._exit(1)
 
 
@@ -50,7 +50,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     `fn` is a module-level function. An exception of a rank is raised here with that rank's traceback.
     """
     assert world_size >= 1
-    if world_size == 1:  # a run of one process has no process group
+    if world_size == 1:  # A run of one process has no process group.
         return [fn(0, 1, *args)]
     with tempfile.TemporaryDirectory() as folder:
         processes = [

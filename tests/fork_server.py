@@ -117,7 +117,7 @@ def serve(address: str) -> list[str]:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(128)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for the watchers
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # No process waits for the watchers.
     print("listening", flush=True)
     holders: list[socket.socket] = []
     while True:
@@ -125,7 +125,7 @@ def serve(address: str) -> list[str]:
             if ready is not listener:
                 holders.remove(ready)
                 if not holders:
-                    os.killpg(0, signal.SIGTERM)  # this process and the watchers
+                    os.killpg(0, signal.SIGTERM)  # The signal goes to this process and the watchers.
                 continue
             client, _ = listener.accept()
             what, streams, _, _ = socket.recv_fds(client, 5, 3)
@@ -156,7 +156,7 @@ def watch(client: socket.socket, size: int, streams: list[int]) -> list[str]:
         os.close(stream)
 
     def kill(*_: object) -> None:
-        for of in (os.killpg, os.kill):  # the command may not have its group yet
+        for of in (os.killpg, os.kill):  # The command may not have its group yet.
             with contextlib.suppress(ProcessLookupError):
                 of(command, signal.SIGKILL)
 
@@ -169,10 +169,10 @@ def watch(client: socket.socket, size: int, streams: list[int]) -> list[str]:
     signal.signal(signal.SIGTERM, kill)
     threading.Thread(target=forward, daemon=True).start()
     _, status = os.waitpid(command, 0)
-    with contextlib.suppress(OSError):  # a client that was killed
+    with contextlib.suppress(OSError):  # The client was killed.
         client.sendall(b"%d" % os.waitstatus_to_exitcode(status))
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(command, signal.SIGKILL)  # processes that the command has left
+        os.killpg(command, signal.SIGKILL)  # The command has left these processes.
     os._exit(0)
 
 
@@ -181,7 +181,7 @@ def become(request: bytes, streams: list[int]) -> list[str]:
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
-    # The server's objects keep whether its own streams could seek.
+    # The server's objects remember whether its own streams could seek.
     sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
     folder, count, *words = map(os.fsdecode, request.split(b"\0"))
@@ -203,7 +203,7 @@ def run(argv: list[str]) -> None:
     elif argv[0] == "-m":
         sys.argv = argv[1:]
         sys.path.insert(0, os.getcwd())
-        sys.modules.pop(argv[1], None)  # runpy warns of a module that is already imported
+        sys.modules.pop(argv[1], None)  # runpy warns of a module that is already imported.
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = argv
@@ -235,19 +235,21 @@ def preload() -> None:
     """Import the libraries and the programs."""
     for name in (*LIBRARIES, *(f"megatron.gpt2.{program}" for program in PROGRAMS)):
         importlib.import_module(name)
-    atexit.unregister(importlib.import_module("torch._dynamo.utils").dump_compile_times)  # takes as long as all others
+    # This function takes as long as all others.
+    atexit.unregister(importlib.import_module("torch._dynamo.utils").dump_compile_times)
     import torch
 
     from megatron.gpt2 import device
 
     for dtype in (torch.float32, torch.bfloat16):
-        device._measure_gemm_flops(torch.device("cpu"), dtype)  # saves 0.3 s of each run, because the result is cached
-    gc.freeze()  # objects that are never collected are not copied for each command
+        # This saves 0.3 s of each run, because the result is cached.
+        device._measure_gemm_flops(torch.device("cpu"), dtype)
+    gc.freeze()  # Objects that are never collected are not copied for each command.
 
 
 if __name__ == "__main__":
     preload()
     address = sys.argv[1]
     argv = serve(address)
-    sys.executable = f"{Path(address).parent}/bin/python"  # for the programs that a command starts
+    sys.executable = f"{Path(address).parent}/bin/python"  # Programs that a command starts use this path.
     os._exit(exit_code(argv))

@@ -1,4 +1,4 @@
-"""Errors of a user: one of two ranks prints one line that names the flag or file, and both exit with code 2."""
+"""Test errors of a user: one of two ranks prints one line that names the flag or file, and both exit with code 2."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TINY = (
     "--max-position-embeddings 16 --tokenizer-type bytes --train-iters 2 --device cpu"
 ).split()
 
-# name: (flags, what the line must say); {folder} is the test's
+# Each case is name: (flags, what the line must say). {folder} is the folder of the test.
 CASES: dict[str, tuple[list[str], str]] = {
     "unknown flag": (["--num-layer", "3"], r"unknown flag --num-layer: did you mean --num-layers\?"),
     "heads": (

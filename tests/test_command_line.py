@@ -1,4 +1,4 @@
-"""Runs from the command line: their output, the files in the save folder, and how a run continues, stops and ends."""
+"""Test runs from the command line: their output, the files in the save folder, and how a run continues and ends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.fork_server import WarmPython
 from tests.megatron.gpt2.train.training_runs import write_text
 from tests.test_bad_input import torchrun
 
-# A run of a few seconds.
+# These flags make a run of a few seconds.
 SHORT = (
     "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "
     "--max-position-embeddings 16 --tokenizer-type bytes --micro-batch-size 4 --lr 1e-3 --device cpu "
@@ -52,7 +52,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def train(work: Path, capfd: pytest.CaptureFixture[str]) -> Train:
-    """Run a command line and return its stdout and stderr."""
+    """Run a command line. Return its stdout and stderr."""
 
     def run(line: str, code: int = 0) -> tuple[str, str]:
         capfd.readouterr()
@@ -71,8 +71,9 @@ def test_a_run_from_beginning_to_end_and_on(work: Path, train: Train):
     write_text(work, 150)
     flags = f"{TEXT} --save runs/a --log-interval 4 --eval-interval 6 --eval-iters 1000"
     said, warned = train(f"{flags} --train-iters 10")
-    assert "arn" not in warned, warned  # no warning of a library
-    assert int(re.search(r"train: [\d,]+ tokens, (\d+) samples", said)[1]) < 14 * 4  # of the run that continues below
+    assert "arn" not in warned, warned  # No library prints a warning.
+    # This is the number of samples of the run that continues below.
+    assert int(re.search(r"train: [\d,]+ tokens, (\d+) samples", said)[1]) < 14 * 4
     assert re.search(
         r"^iteration        4/      10 \| elapsed time per iteration \(ms\): [\d.]+ \| learning rate: "
         r"\d\.\d{3}E-\d\d \| lm loss: \d\.\d{6}E\+00 \| loss scale: 1\.0 \| grad norm: [\d.]+ \| "
@@ -126,7 +127,7 @@ def test_a_run_from_beginning_to_end_and_on(work: Path, train: Train):
     assert [(r["split"], r["iteration"]) for r in evaluated] == [("valid", 6), ("valid", 10), ("test", 10)]
     last = evaluated[1]
     assert last["ppl"] == pytest.approx(math.exp(last["lm_loss"]))
-    # One byte per token, and one end of document without bytes in the split.
+    # The split has one byte per token, and one end of document without bytes.
     assert last["bits_per_byte"] == pytest.approx(last["lm_loss"] / math.log(2), rel=0.01)
 
     # The same command again says that the run is finished, and prints two commands that continue it.
@@ -145,7 +146,7 @@ def test_a_run_from_beginning_to_end_and_on(work: Path, train: Train):
         _, warned = train(f"--load runs/a --train-iters 20 {flag} {value}", code=2)
         assert warned.startswith("error: ") and flag in warned and value in warned and old in warned
 
-    # Only the weights, into a new folder. The same command again continues the run in this folder.
+    # The weights go into a new folder. The same command again continues the run in this folder.
     finetune = f"{flags} --finetune --load runs/a --save runs/b --train-iters 3"
     said, _ = train(finetune)
     assert "weights from runs/a/iter_0000014" in said and (work / "runs/b/iter_0000003").is_dir()
@@ -201,13 +202,13 @@ def test_tokenizers_by_flag(train: Train):
     assert "builtin, 4,096 ids" in train(f"{base} --save bpe")[0]
     said, _ = train(f"{base} --save sp --tokenizer-type SentencePieceTokenizer --tokenizer-vocab-size 300")
     assert "SentencePieceTokenizer, 300 ids" in said
-    train(f"{base} --save sp --train-iters 2")  # its tokenizer is in the folder
+    train(f"{base} --save sp --train-iters 2")  # The tokenizer is in the folder.
 
 
 def process_of_rank(rank: int, folder: Path) -> int:
     """Return the process that torchrun started for this rank in `folder`."""
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # of another user, or gone
+        with contextlib.suppress(OSError):  # The process belongs to another user, or has ended.
             if (process / "cwd").samefile(folder) and f"RANK={rank}".encode() in (
                 process / "environ"
             ).read_bytes().split(b"\0"):
@@ -237,7 +238,7 @@ def test_sigterm_on_one_rank_stops_all(python: WarmPython, work: Path):
 def test_a_length_in_samples_counts_what_was_consumed(work: Path, train: Train):
     flags = f"{TEXT} --save s --eval-iters 0 --train-samples 80"
     train(f"{flags} --exit-interval 12")
-    said, _ = train(f"{flags} --global-batch-size 8")  # 48 of 80 consumed, in steps of 4
+    said, _ = train(f"{flags} --global-batch-size 8")  # The checkpoint has consumed 48 of 80 samples, in steps of 4.
     assert "a step reads 8 samples here and 4 in the checkpoint" in said
     assert (work / "s/latest_checkpointed_iteration.txt").read_text().strip() == "16"
     assert metrics(work / "s")[-1]["consumed_samples"] == 80
@@ -288,7 +289,8 @@ def test_a_disk_that_fills_at_the_last_save(work: Path, train: Train) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     ends = []
     for more in ("'a run' --train-iters 4", "new --train-iters 2 --exit-interval 1"):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))  # less than the weights, more than the records
+        # This is less than the weights, and more than the records.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))
         try:
             said, warned = train(f"{TEXT} --eval-iters 1 --save {more}", code=1)
         finally:
@@ -307,7 +309,7 @@ def test_a_disk_that_fills_at_the_last_save(work: Path, train: Train) -> None:
 
 
 def test_a_run_that_fails_leaves_nothing_in_its_process(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It leaves no threads, signal handlers or locks."""
+    """A failed run leaves no threads, signal handlers or locks."""
     flags = f"{TEXT} --save s --eval-iters 0 --train-iters 2 --async-save".split()
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
 
@@ -319,7 +321,7 @@ def test_a_run_that_fails_leaves_nothing_in_its_process(work: Path, monkeypatch:
         threads = set(threading.enumerate())
         with contextlib.nullcontext() if isinstance(error, FloatingPointError) else pytest.raises(type(error)):
             assert pretrain_gpt2.main(flags) == 1
-        noted = read_incidents("s")[-1]  # post_mortem.py prints this name
+        noted = read_incidents("s")[-1]  # post_mortem.py prints this name.
         assert noted["kind"] == "error" and noted["text"].startswith(type(error).__name__)
         names = [thread.name for thread in set(threading.enumerate()) - threads if not isinstance(thread, TMonitor)]
         assert names == []

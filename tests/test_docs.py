@@ -39,7 +39,7 @@ COMMANDS = [
     (page, line) for page, block in blocks("bash") for line in block.splitlines() if line and not line.startswith("#")
 ]
 
-# Flags for commands that take too long for a test: a pattern for the command, the flags, and the reason.
+# These commands take too long for a test: a pattern for the command, the flags, and the reason.
 SHAPE = "--num-layers 1 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64"
 STEPS = "--train-iters 2 --eval-iters 1"
 SMALL = f"--model quickstart {SHAPE} --micro-batch-size 2 --eval-iters 1"
@@ -62,7 +62,7 @@ SHORTENED = [
     (r"--finetune --load checkpoints/gpt2_native ", STEPS, "200 iterations"),
     (r"--save checkpoints/pasted ", "--train-iters 10", "100 iterations, once more by its config.json"),
     (r"--model 345m --train-data my_text.txt$", f"{SHAPE} --micro-batch-size 1 {STEPS}", "345M parameters"),
-    # The tutorial's page lists flags for a short trial. These make the model even smaller.
+    # The tutorial's page lists flags for a short trial. These flags make the model even smaller.
     (r"--model 345m .*--save checkpoints/medium$", f"{SHAPE} --micro-batch-size 1 --train-iters 3", "345M parameters"),
     (r"--load checkpoints/medium --save ", "--micro-batch-size 1 --train-iters 6", "goes on from that"),
     (
@@ -186,11 +186,12 @@ def test_commands_run_in_the_order_of_each_page(page: str, reader: Path, python:
     printed = {}
     for line in (line for of, line in COMMANDS if of == page):
         if re.search(r"scripts/test\w*\.sh|\.venv-cuda/", line):
-            continue  # this is it; the other, and what needs its environment, are tests/fake_cuda's own
+            # This is that command. The other one, and what needs its environment, are tests of tests/fake_cuda.
+            continue
         if page == "README.md" and line in FIRST:
-            continue  # `reader` has run it
+            continue  # `reader` has already run it.
         if not TEST_DATA.is_dir() and ("download_gpt2_vocab" in line or "345m" in page + line):
-            continue  # the one needs a network, the other what it fetches
+            continue  # The first command needs a network, the second one the files that the first one downloads.
         printed[line] = run(line, tmp_path / "project", python)
     if page in PRINTED:
         shown = re.findall(r"^```bash\n(.*?)^```\n\n```\n(.*?)^```$", PAGES[page], re.MULTILINE | re.DOTALL)
@@ -219,7 +220,7 @@ def check_printed(block: str, output: str) -> None:
         ), f"{shown}\nis not in\n{output}"
 
 
-# What a cell prints that starts this program.
+# These lines are printed by a cell that starts this program.
 CELL_OUTPUT = {
     "pretrain_gpt2.py": r"saved checkpoints/\w+/iter_00000",
     "tools/plan.py": r"\n  all +\d",
@@ -250,7 +251,7 @@ def test_the_notebooks_print_what_they_show(
                     assert (ROOT / "examples" / link).exists(), link
                 continue
             name = f"<cell {number}>"
-            linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name  # as Jupyter does
+            linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name  # Jupyter does this, too.
             printed = io.StringIO()
             with contextlib.redirect_stdout(printed):
                 exec(compile(source, name, "exec"), cells)
@@ -293,19 +294,22 @@ def test_every_link_and_flag_that_is_named_exists():
 
     known = {row[0] for row in flag_table()} | {"--help", "--index-url", "--local-dir"}
     known |= {f"--{name.replace('_', '-')}" for name in SAMPLING_FLAGS}
-    known |= set("--rdzv-backend --rdzv-conf --rdzv-endpoint --rdzv-id --master-addr".split())  # torchrun
-    known |= set("--nodes --gpus --signal --ntasks-per-node --gpu-bind --gpus-per-task".split())  # sbatch
-    known |= set("--ipc --ulimit --network --nv".split())  # docker and apptainer
-    known |= {"--collect-only", "--model_args"}  # pytest, lm-eval
-    known |= {"--use-checkpoint-opt_param-scheduler"}  # Megatron
-    known |= {"--out_dir", "--init_from"}  # nanoGPT's sample.py
+    # These are flags of torchrun.
+    known |= set("--rdzv-backend --rdzv-conf --rdzv-endpoint --rdzv-id --master-addr".split())
+    # These are flags of sbatch.
+    known |= set("--nodes --gpus --signal --ntasks-per-node --gpu-bind --gpus-per-task".split())
+    known |= set("--ipc --ulimit --network --nv".split())  # These are flags of docker and apptainer.
+    known |= {"--collect-only", "--model_args"}  # These are flags of pytest and lm-eval.
+    known |= {"--use-checkpoint-opt_param-scheduler"}  # This is a flag of Megatron.
+    known |= {"--out_dir", "--init_from"}  # These are flags of nanoGPT's sample.py.
     for program in (
         *(ROOT / "megatron" / "gpt2").rglob("*.py"),
         *(ROOT / "data_utils").rglob("*.py"),
         *(ROOT / "benchmarks").glob("*.py"),
         *(ROOT / "examples").glob("*.py"),
     ):
-        # A call that adds a flag, or a row of a table of flags: the flag is the first word in parentheses.
+        # The pattern matches a call that adds a flag, or a row of a table of flags. The flag is the first word in
+        # parentheses.
         for names in re.findall(r'\(\s*(?:parser,\s*)?((?:"--[\w-]+",\s*)+)', program.read_text()):
             known |= set(re.findall(r"--[\w-]+", names))
     known |= set(re.findall(r"^ +(--[\w-]+)\)", (ROOT / "scripts/prepare_openwebtext.sh").read_text(), re.MULTILINE))

@@ -1,4 +1,4 @@
-"""Rules that the source must follow: which package imports which, and what the training path never does."""
+"""Test rules that the source must follow: which package imports which, and what the training path never does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.gpt2.__main__ import PROGRAMS
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("mpu", "data_utils", "megatron")
 OURS = {*PACKAGES, "tools", "tasks", "scripts", "tests", "benchmarks"}
-# The levels of each package, from the lowest. A file or folder imports only from lower levels of its package.
+# These are the levels of each package, from the lowest. A file or folder imports only from lower levels of its package.
 LEVELS: dict[str, list[str]] = {
     "mpu": [
         "partition kernels",
@@ -72,7 +72,7 @@ def walk(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def imports(nodes: Iterable[ast.AST], path: Path) -> Iterator[str]:
-    """Yield full dotted names. `from a import b` gives a.b, because b may be a module."""
+    """Yield full dotted names of imports. `from a import b` gives a.b, because b may be a module."""
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -86,7 +86,7 @@ def imports(nodes: Iterable[ast.AST], path: Path) -> Iterator[str]:
 
 @functools.cache
 def tree_of(path: Path) -> ast.Module:
-    """The rules share this tree and must not change it."""
+    """Return the tree of a file. The rules share this tree and must not change it."""
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
@@ -160,7 +160,7 @@ def violations(package: str, levels: list[str]) -> list[str]:
     found = []
     for path in sources(package):
         here = part_of(path, package)
-        if here == "__init__":  # above all levels
+        if here == "__init__":  # This file is above all levels.
             continue
         if here not in level_of:
             found.append(f"{path.relative_to(ROOT)} is on no level")
@@ -189,7 +189,7 @@ def import_graph() -> dict[str, set[str]]:
     for module, path in paths.items():
         reached = set()
         for name in imported(path):
-            while name and name not in paths:  # `a.b.function` is in a.b
+            while name and name not in paths:  # `a.b.function` is in a.b.
                 name = name.rpartition(".")[0]
             reached |= {name} - {"", module}
         graph[module] = reached
@@ -211,7 +211,7 @@ def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
     return seen
 
 
-# Files that the training program imports, including imports inside functions. This number may only decrease.
+# The training program imports this number of files, including imports inside functions. The number may only decrease.
 TRAINING_IMPORTS = 89
 
 
@@ -253,7 +253,7 @@ def test_no_pickle(package: str) -> None:
         called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
         bad = called & {"torch.load", "torch.save", "eval", "exec"}
         if path.name in ("megatron.py", "nanogpt_and_dcp.py", "torch_dist.py"):
-            bad -= {"torch.save"}  # the format that it writes is a pickle
+            bad -= {"torch.save"}  # The format that it writes is a pickle.
         assert not bad, f"{path.relative_to(ROOT)} calls {bad}"
         keywords = {(node.arg, ast.unparse(node.value)) for node in ast.walk(tree) if isinstance(node, ast.keyword)}
         bad_keywords = keywords & {("weights_only", "False"), ("allow_pickle", "True")}

@@ -31,7 +31,7 @@ from tests.megatron.gpt2.train.training_runs import write_text
 ROOT = Path(__file__).resolve().parent.parent
 LINES = (ROOT / "tests" / "megatron_commands.sh").read_text()
 PASTED = dict(re.findall(r"^## (\S+)\n(.*?\n)(?=\n## |\Z)", LINES, re.MULTILINE | re.DOTALL))
-# name -> (the flags and keys that it asks for, its DeepSpeed file, its words)
+# This maps a name to the flags and keys that it asks for, its DeepSpeed file, and its words.
 PUBLIC = {
     name: (asks.split(), file, shlex.split(line))
     for name, asks, file, line in re.findall(
@@ -52,7 +52,7 @@ ONE_RANK = (
 )
 Run = Callable[..., tuple[str, str]]
 
-# The DeepSpeed JSON files that the lines name, without the settings of logging.
+# These are the DeepSpeed JSON files that the lines name, without the settings of logging.
 FP16 = {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}
 ADAM = {"type": "Adam", "params": {"lr": 0.00015, "max_grad_norm": 1.0, "betas": [0.9, 0.95]}}
 OFFLOAD = {
@@ -118,7 +118,7 @@ EARLY_2020 = {
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The working folder that the scripts expect: the programs, the corpora, and a GPT-2 vocabulary of bytes."""
+    """Make the working folder that the scripts expect: the programs, the corpora, and a GPT-2 vocabulary of bytes."""
     folder = tmp_path_factory.mktemp("pasted")
     for name in ("megatron", "tools", "pretrain_gpt2.py"):
         (folder / name).symlink_to(ROOT / name)
@@ -212,13 +212,13 @@ def test_2019_on_one_device_and_what_follows_it_then_and_in_v1_and_v2(work: Path
     said, _ = run(words("pretrain_gpt2.sh", SMALL + GLOO))
     learned(work / "checkpoints/gpt2_345m")
     assert "--resume-dataloader: " in said and "--lazy-loader: " in said and "--batch-size is read as" in said
-    assert "the text is the field 'text'" not in said  # the corpus decides this
+    assert "the text is the field 'text'" not in said  # The corpus decides this.
 
     flags = "--out-seq-length 6 --num-samples 2 --device cpu"
     _, warned = run(words("generate_text.sh", flags))
     written = [json.loads(line) for line in (work / "dbg_unconditional.json").read_text().splitlines()]
     assert len(written) == 2 and all(0 < entry["length"] <= 6 for entry in written)
-    assert "full sampling" in warned  # the script means greedy sampling
+    assert "full sampling" in warned  # The script means greedy sampling.
 
     run(words("v1_generate_text.sh", flags))
     assert len((work / "unconditional_samples.json").read_text().splitlines()) == 2
@@ -266,7 +266,7 @@ def test_2019_model_parallel_with_deepspeed(python: WarmPython, work: Path):
 
 
 def test_deepspeeds_own_line(work: Path, run: Run):
-    """It uses ZeRO stage 2 and partitioned activations."""
+    """DeepSpeed's line uses ZeRO stage 2 and partitioned activations."""
     (work / "ds_zero2_config.json").write_text(json.dumps(DEEPSPEED_FILES["ds_zero2_config.json"]))
     own = SMALL + GLOO + "--model-parallel-size 1 --save ds --global-batch-size 8"
     said, _ = run(words("ds_zero2_pretrain_gpt2_model_parallel.sh", own))
@@ -305,7 +305,7 @@ def test_deepspeed_examples_lines_are_read(work: Path, run: Run):
     pipeline = config("3D_parallelism_ds_pretrain_gpt2_pipe", "")
     assert pipeline.data_parallel_size(16) == 4 and pipeline.batch_schedule(16).final == 256 == 4 * 4 * 16
     assert [len(layers) for layers in pipeline.layers_of_stages()] == [12, 12]
-    # Two lines of early 2020.
+    # These are two lines of early 2020.
     (work / "ds_config.json").write_text(json.dumps(EARLY_2020))
     model_parallel = config("ds_pretrain_gpt2_model_parallel", "--model-parallel-size 4")
     assert (model_parallel.parallel.model_parallel_size, model_parallel.train.global_batch_size) == (4, 16)
@@ -326,7 +326,7 @@ def test_todays_gpt_example(work: Path, run: Run):
     # The line's warm-up has 430 x 1536 samples.
     small += "--pipeline-model-parallel-size 1 --micro-batch-size 16 --lr-warmup-fraction 0 "
     said, _ = train(small)
-    learned(work / "ckpt", below=5.45)  # from smaller weights
+    learned(work / "ckpt", below=5.45)  # The weights are smaller at the start.
     assert list((work / "logs").glob("events*"))
     assert "1536 a step, 24,576 tokens; it grows from 16 to this size over 750,000,000 samples" in said
     # Continue after 40 steps of 16 samples with 16 tokens each. The batch grows at once.
@@ -342,7 +342,7 @@ def test_todays_gpt_example(work: Path, run: Run):
 
 
 def public(name: str, appended: str = "") -> list[str]:
-    """The words of a public line with a small shape and `appended`. Its DeepSpeed file is written."""
+    """Return the words of a public line with a small shape and `appended`. Its DeepSpeed file is written."""
     _, file, line = PUBLIC[name]
     Path("ds_config.json").write_text(file)
     return ["pretrain_gpt.py", *line, *(SMALL + GLOO + ONE_RANK + appended).split()]
@@ -370,7 +370,7 @@ def test_public_lines_are_accepted_or_name_all_that_they_ask_for():
     ],
 )
 def test_public_lines_train(work: Path, run: Run, name: str, said: str):
-    """A line of each project, for a few steps."""
+    """A line of each project runs for a few steps."""
     folder = name.partition("/")[0]
     out, _ = run(
         public(name, f"--train-iters 3 --ffn-hidden-size 128 --save {folder} --load {folder} --tensorboard-dir tb")

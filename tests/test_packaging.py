@@ -43,7 +43,8 @@ def run(command: list[str], cwd: Path, timeout: int = 200, **variables: str) -> 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build from a copy, because a build in place leaves a build/ folder that the next wheel would include."""
+    """Build the wheel from a copy, because a build in place leaves a build/ folder that the next wheel would
+    include."""
     folder = tmp_path_factory.mktemp("wheel")
     for room in ROOMS:
         shutil.copytree(ROOT / room, folder / "source" / room, ignore=shutil.ignore_patterns("__pycache__"))
@@ -100,7 +101,7 @@ def test_wheel_holds_every_package_and_data_file(wheel: Path) -> None:
     assert tops == set(ROOMS)
 
 
-# Import the packages, then call the entry point of each command in sys.argv, all in one process.
+# The program imports the packages, then calls the entry point of each command in sys.argv, all in one process.
 COMMANDS = """
 import shlex, sys
 import mpu, data_utils, megatron
@@ -172,7 +173,7 @@ def test_training_with_torch_numpy_and_safetensors_alone(tmp_path: Path) -> None
     assert not (tmp_path / "run" / "loss.png").exists()
 
 
-# Packages directly under megatron/ in NVIDIA's wheels and repository, of current and earlier releases.
+# These packages are directly under megatron/ in NVIDIA's wheels and repository, of current and earlier releases.
 THEIRS = set(
     (
         "core training inference legacy post_training rl elastification bridge energon model mpu data fp16 optimizer "
@@ -204,7 +205,7 @@ def test_no_module_of_ours_has_a_name_of_theirs():
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with NVIDIA's newest wheel, unpacked."""
+    """Return a folder with NVIDIA's newest wheel, unpacked."""
     folder = tmp_path_factory.mktemp("theirs")
     done = subprocess.run(
         [sys.executable, "-m", "pip", *DOWNLOAD, "--dest", str(folder)],

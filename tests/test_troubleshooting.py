@@ -1,4 +1,5 @@
-"""Every entry of docs/how-to/troubleshooting.md names tests that exist. Tests that fit no other file are here."""
+"""Test that every entry of docs/how-to/troubleshooting.md names tests that exist. Tests that fit no other file are
+here."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from tests.megatron.gpt2.train.training_runs import SMALL
 from tests.test_import_rules import imported
 
 PAGE = (ROOT / "docs" / "how-to" / "troubleshooting.md").read_text()
-# Title and text of each entry.
+# These are the title and the text of each entry.
 ENTRIES = re.findall(r"^### (.+)\n((?:(?!#{2,3} ).*\n)*)", PAGE, re.MULTILINE)
 
 
@@ -57,7 +58,7 @@ def test_nothing_has_to_be_built():
 
 
 def test_no_module_of_torch_that_may_vanish():
-    """torch._six was removed in torch 2.0. torch's notes on extending PyTorch name the place of TorchDispatchMode."""
+    """torch._six was removed in torch 2.0. torch's notes on extending PyTorch name the module of TorchDispatchMode."""
     for path in (path for path in PROGRAM if path.suffix == ".py"):
         for name in imported(path):
             private = name.startswith("torch.") and any(part.startswith("_") for part in name.split("."))
@@ -99,7 +100,7 @@ def test_megatrons_own_sharded_optimizer_is_left_out_loudly(tmp_path: Path, caps
 
 
 def test_a_vocabulary_file_of_another_size_is_refused(tmp_path: Path, vocabulary: list[str]):
-    """The conversion refuses it, or training does if the conversion got no file."""
+    """The conversion refuses the file, or training does if the conversion got no file."""
     write_megatron(tmp_path / "theirs", random_weights(), "flat", args=False)
     words = [str(tmp_path / "theirs"), *"--to native --num-attention-heads 4 --vocab-size 101".split()]
     checkpoint = tool("checkpoint")

@@ -53,11 +53,11 @@ class StageConfig:
 
     @property
     def repeats(self) -> int:
-        """Timed calls of each operation."""
+        """The number of timed calls of each operation."""
         return 1 if self.smoke else 20
 
     def workload(self, name: str, micro_batch_size: int = 32, accumulation: int = 1, **changes: Any) -> Workload:
-        """Make a workload with the model `name`. changes: other fields."""
+        """Make a workload with the model `name`. changes: values of other fields."""
         workload = Workload(
             *MODELS[name], 1024, micro_batch_size, accumulation, device=self.device.type, scratch=self.scratch
         )
@@ -102,7 +102,7 @@ def versions() -> dict[str, Any]:
 
 
 def product(cfg: StageConfig) -> dict[str, Any]:
-    """Time an 8192³ product in bf16, of random numbers, because equal numbers are faster."""
+    """Time an 8192³ product in bf16. The numbers are random, because equal numbers are faster."""
     size = 64 if cfg.smoke else 8192
     a, b = (torch.randn(size, size, device=cfg.device).bfloat16() for _ in range(2))
     ms = milliseconds(lambda: a @ b, cfg.device, 5 * cfg.repeats)
@@ -130,7 +130,8 @@ def copies(cfg: StageConfig) -> dict[str, Any]:
 
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 DOCUMENTS = "--reset-position-ids --reset-attention-mask --eod-mask-loss"
-# Flags in addition to those of a run in bf16 without dropout, with micro-batches of 2. tests/fake_cuda uses the same.
+# These flags are added to those of a run in bf16 without dropout, with micro-batches of 2. tests/fake_cuda uses the
+# same flags.
 MODES = {
     "bf16": "",
     "fp16": "--precision fp16",
@@ -155,7 +156,7 @@ MODES = {
     "compiled, dropout": f"--compile {DROPOUT}",
 }
 MAY_WAIT = {"offload": "megatron/gpt2/optimizer/optimizer.py"}
-WATCHED_STEPS = 3  # steps
+WATCHED_STEPS = 3  # number of steps
 
 
 def modes(cfg: StageConfig, cases: CaseRecorder) -> None:
@@ -171,7 +172,7 @@ def measure_mode(arm: Arm, cfg: StageConfig) -> dict[str, Any]:
     training = train_worker.build_ours(cfg.with_tokens(cfg.workload("345M", 2, num_layers=2, seq_length=256)), arm)
     training.step()
     loss, norm = None, None
-    with contextlib.suppress(AssertionError):  # fp16 skips steps until it has found its loss scale
+    with contextlib.suppress(AssertionError):  # fp16 skips steps until it has found its loss scale.
         loss, norm = training.read()
     training.step()
     with record_warnings(cfg.device) as (waits, other):
@@ -190,7 +191,7 @@ def measure_mode(arm: Arm, cfg: StageConfig) -> dict[str, Any]:
             training.step()
         kind = "CUDA" if on_gpu else "CPU"
         found["kernels"] = sum(event.device_type.name == kind for event in recorded.events())
-    except RuntimeError as error:  # a machine may forbid profiling; keep the other results
+    except RuntimeError as error:  # A machine may forbid profiling; the other results are kept.
         found["kernels_failed"] = str(error).splitlines()[0]
     training.close()
     unexpected = [wait for wait in waits if not wait["place"].startswith(MAY_WAIT.get(arm.name, "nowhere"))]
@@ -279,7 +280,7 @@ def measure_steps(cfg: StageConfig, name: str, timeout: float) -> dict[str, Any]
     speed = visit["tokens_per_step"] / seconds["median"]
     gpu = harness.header("")["machine"]["gpu"]
     teraflops = datasheet_tflops(gpu) if gpu else None
-    peak = 1e12 * teraflops if teraflops else None  # None: MFU is unknown
+    peak = 1e12 * teraflops if teraflops else None  # If it is None, MFU is unknown.
     expected, measured = visit["expected_peak_bytes"], visit["memory_bytes"].get("peak_allocated")
     found = {"tokens_per_s": speed, "step_s": seconds, "first_step_s": visit["first_step_s"]}
     found |= {**utilisation(speed, visit, peak), "mfu_of_flops_per_s": peak, "expected_peak_gb": expected / 1e9}
@@ -293,7 +294,7 @@ def measure_steps(cfg: StageConfig, name: str, timeout: float) -> dict[str, Any]
 
 
 def tests(cfg: StageConfig, cases: CaseRecorder, timeout: float = 300.0) -> None:
-    """Run pytest as one case. timeout: of all tests, in seconds."""
+    """Run pytest as one case. timeout: the seconds of all tests together."""
     limits = ["-o", "faulthandler_timeout=60", *["--timeout=60"] * bool(importlib.util.find_spec("pytest_timeout"))]
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *limits, "tests/gpu"]
     cases.run("pytest", lambda: run_pytest(command, cases.folder / "gpu_tests.log", timeout))

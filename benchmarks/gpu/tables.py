@@ -43,7 +43,7 @@ BACKENDS = {
 
 
 def tables(cfg: StageConfig, cases: CaseRecorder) -> None:
-    """Run the cases."""
+    """Run the cases of this stage."""
     mpu.initialize_model_parallel(1)
     for name in cfg.names:
         cases.run(f"attention, {name}", partial(attention, cfg, name))
@@ -131,7 +131,7 @@ def optimizer_step(cfg: StageConfig, name: str) -> dict[str, Any]:
         for kind in (True, False)
     )
     count = buffer.params.numel()
-    with mock.patch.object(buffer, "free_grads"):  # keep them for every step
+    with mock.patch.object(buffer, "free_grads"):  # The gradients are kept for every step.
         step_ms = milliseconds(optimizer.step, device, cfg.repeats)
     works: Arms = {
         "norm_ms": lambda: mpu.all_reduced_squared_norm(split, whole, device),
@@ -139,7 +139,8 @@ def optimizer_step(cfg: StageConfig, name: str) -> dict[str, Any]:
         "write_back_ms": optimizer.copy_masters_and_gather,
     }
     found = {name: milliseconds(work, device, cfg.repeats) for name, work in works.items()}
-    # Bytes read and written: 28 by AdamW, 4 for gradients that it writes back, 4 by the norm, 6 by the rounding.
+    # These are the bytes read and written: 28 by AdamW, 4 for gradients that it writes back, 4 by the norm, 6 by the
+    # rounding.
     moved = {"bytes_per_parameter": 42, "gb_per_s": 42e-6 * count / step_ms}
     return {"parameters": count, "ranges": len(buffer.local_shards), "step_ms": step_ms, **found, **moved}
 
@@ -150,7 +151,8 @@ def decoding(cfg: StageConfig, name: str) -> dict[str, Any]:
     prompt, new = (8, 4) if cfg.smoke else (512, 16)
     found: dict[str, Any] = {}
     for b in (1, 8):
-        ends = generate_ours(model, torch.randint(model.vocab_size, (b, prompt)), new)[1][1:]  # without the prompt
+        # This leaves out the prompt.
+        ends = generate_ours(model, torch.randint(model.vocab_size, (b, prompt)), new)[1][1:]
         ms = [1000 * (end - start) for start, end in zip(ends, ends[1:], strict=False)]
         found[f"{b} texts"] = {"ms": sorted(ms)[len(ms) // 2], "first_ms": ms[0], "most_ms": max(ms)}
     return found

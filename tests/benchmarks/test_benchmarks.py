@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# A model with nanoGPT's interface and parameter names, but a different MLP: its GELU is the tanh form.
+# This model has nanoGPT's interface and parameter names, but a different MLP: its GELU is the tanh form.
 WRONG_MODEL = """
 from dataclasses import dataclass
 import torch
@@ -80,7 +80,7 @@ class GPT(nn.Module):
 
 
 def run(folder: Path, command: str, timeout: float = 300) -> tuple[int, str, dict[str, Any]]:
-    """Return exit code, output and JSON of a smoke run."""
+    """Run a smoke run. Return its exit code, output and JSON."""
     name, *words = shlex.split(command)
     done = subprocess.run(
         [sys.executable, ROOT / "benchmarks" / name, *words, "--smoke", "--output", folder],
@@ -96,7 +96,7 @@ def run(folder: Path, command: str, timeout: float = 300) -> tuple[int, str, dic
 
 def training_agrees(result: dict[str, Any]) -> None:
     assert max(result["gate"]["huggingface"].values()) < 1e-5
-    for name, orders in (("ours eager", [0, 3]), ("HF eager", [1, 2])):  # mirrored
+    for name, orders in (("ours eager", [0, 3]), ("HF eager", [1, 2])):  # The order is mirrored.
         entry = result["arms"][name]
         assert [visit["order"] for visit in entry["visits"]] == orders and entry["gate"].startswith("agrees")
         assert entry["summary"]["step_s"]["n"] == 4 and len(entry["visits"][0]["step_s"]) == 2
@@ -106,7 +106,7 @@ def training_agrees(result: dict[str, Any]) -> None:
 
 
 def texts_are_equal(result: dict[str, Any]) -> None:
-    assert [row["equal_texts"] for row in result["speed"][2:]] == ["1 of 1", "8 of 8"]  # in fp32
+    assert [row["equal_texts"] for row in result["speed"][2:]] == ["1 of 1", "8 of 8"]  # In fp32, the texts are equal.
     assert all(row["ratio"] > 0 for row in result["speed"] + result["by_position"])
 
 
@@ -152,7 +152,7 @@ def test_a_different_peer_is_not_timed(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(WRONG_MODEL)
     code, output, result = run(tmp_path, f"train.py --preset cpu --nanogpt {tmp_path} --arms 'nanoGPT eager'")
     assert code == 1 and "THE GATE FAILED" in output
-    assert result["gate"]["nanogpt"]["gradient"] > 1e-4  # only the tanh form differs
+    assert result["gate"]["nanogpt"]["gradient"] > 1e-4  # Only the tanh form differs.
     assert result["arms"]["nanoGPT eager"]["visits"] == [], "timed although the gate failed"
 
 

@@ -1,4 +1,4 @@
-"""The model of other programs' step times: its errors on measured rows and published tables, and its parts."""
+"""Test the model of other programs' step times: its errors on measured rows and published tables, and its parts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def step_times(*words: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_errors_on_measured_rows_stay_within_their_limits(test_data: Path) -> None:
-    """The limits are a little above the errors of the committed constants, so that a change of the model is noticed."""
+    """The limits are a little above the errors of the committed constants, so a change of the model is noticed."""
     for name, mean, median in (("a100_one_node", 0.047, 0.03), ("a100_many_nodes", 0.09, 0.06)):
         found = json.loads(step_times(test_data / "step-times" / f"{name}.csv", "--json").stdout)
         assert found["rows"] > 70

@@ -38,7 +38,7 @@ def tool(*words: str) -> str:
     except subprocess.CalledProcessError as error:
         message = f"{' '.join(words)}: {error.stdout.strip()}"
         if "not permitted" in message or "not supported" in message.lower():
-            pytest.skip(message)  # not root, or a kernel without it
+            pytest.skip(message)  # The user is not root, or the kernel has no namespaces.
         raise RuntimeError(message) from None
 
 
@@ -59,7 +59,7 @@ def enter(namespace: str, name: str, names: str, prepare: Callable[[], object]) 
 
 
 class Hosts:
-    """Hosts node1, node2, … with the interfaces eth0, eth1, … in each of some networks. family: 4 or 6, of IP."""
+    """Makes hosts node1, node2, … with the interfaces eth0, eth1, … in each of some networks. family: 4 or 6, of IP."""
 
     def __init__(self, folder: Path, count: int = 2, *, networks: int = 1, family: int = 4) -> None:
         self.folder, self.count, self.networks, self.family = folder, count, networks, family
@@ -93,7 +93,7 @@ class Hosts:
         return f"10.77.{network}.{host + 1}" if self.family == 4 else f"fd00:77:{network}::{host + 1}"
 
     def set_names(self, *addresses: dict[str, str]) -> None:
-        """Write the /etc/hosts of each host, the last one also for further hosts. Call it before `start`."""
+        """Write the /etc/hosts of each host. The last one also applies to further hosts. Call this before `start`."""
         for host in range(self.count):
             names = addresses[min(host, len(addresses) - 1)] | {"localhost": "127.0.0.1"}
             (self.folder / f"names_{host}").write_text("".join(f"{at} {name}\n" for name, at in names.items()))
@@ -107,7 +107,7 @@ class Hosts:
         prepare: Callable[[], object] = int,
         program: Callable[[Sequence[str]], int] = main,
     ) -> StartedRank:
-        """Start `program` with small flags and `words` on a host. prepare: called there first."""
+        """Start `program` with small flags and `words` on a host. prepare: a function that is called there first."""
         names = str(self.folder / f"names_{host}")
         before = partial(enter, self._spaces[host], f"node{host + 1}", names, prepare)
         return StartedRank(self.folder, words.split(), environ or {}, before=before, program=program)
@@ -120,7 +120,7 @@ class Hosts:
             os.kill(process, number)
 
     def unplug(self, host: int, network: int = 0) -> None:
-        """Take the cable of a host out of the switch. The host itself does not see that."""
+        """Disconnect a host from the switch. The host itself does not notice this."""
         tool(*f"ip -n {self._switch} link set port{host}_{network} nomaster".split())
 
     def plug(self, host: int, network: int = 0) -> None:
@@ -128,12 +128,12 @@ class Hosts:
         tool(*f"ip -n {self._switch} link set port{host}_{network} master net{network}".split())
 
     def cut(self, host: int, other: int) -> None:
-        """Cut the route from a host to another one. Both still reach the others."""
+        """Cut the route from a host to another one. Both can still reach the other hosts."""
         bits = "32" if self.family == 4 else "128"
         tool(*f"ip -n {self._spaces[host]} route add blackhole {self.address(other)}/{bits}".split())
 
     def vanish(self, host: int) -> None:
-        """Let a host lose its power: it closes no connection."""
+        """Let a host lose its power. It closes no connection."""
         for network in range(self.networks):
             self.unplug(host, network)
         self.kill(host)

@@ -1,4 +1,4 @@
-"""Training on several hosts, as docs/how-to/clusters.md describes it: starts, addresses, lost hosts, partitions."""
+"""Train on several hosts as docs/how-to/clusters.md describes it: starts, addresses, lost hosts, partitions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def on_one_host(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of five steps of one process."""
+    """Return the losses of five steps of one process."""
     folder = tmp_path_factory.mktemp("one")
     write_text(folder, 1000)
     assert StartedRank(folder, ["--save", f"{folder}/save"], {}).end()[0] == 0
@@ -65,7 +65,7 @@ class Start:
     words: str = TWO
     of_host: tuple[str, ...] = ("--node-rank 0", "--node-rank 1")
     change: Callable[[Hosts], object] = str
-    network: int = 0  # of {0} and {1}
+    network: int = 0  # the network of {0} and {1}
     networks: int = 1
     family: int = 4
     by_torchrun: bool = False
@@ -185,7 +185,7 @@ class Loss:
     name: str
     lose: Callable[[Hosts], object]
     says: str
-    by: int = 0  # the host that names the other
+    by: int = 0  # the host that names the other one
     words: str = TWO
     in_save: bool = False
     by_torchrun: bool = False
@@ -193,7 +193,7 @@ class Loss:
 
 
 def hold_in_save() -> None:
-    """A rank stops in its save, before it writes its files."""
+    """Let a rank stop in its save, before it writes its files."""
     mock.patch.object(writer, "write_safetensors", lambda *args: time.sleep(600)).start()
 
 
@@ -228,7 +228,7 @@ LOSSES = [
 
 
 def iteration(save: Path) -> int:
-    """The newest iteration in the records."""
+    """Return the newest iteration in the records."""
     return len(losses(save)) if (save / "metrics.jsonl").exists() else 0
 
 
@@ -286,8 +286,9 @@ def test_a_link_that_drops_for_a_moment(folder: Path) -> None:
 
 
 def test_a_link_between_two_other_hosts_is_cut(folder: Path) -> None:
-    """Both still reach the first host, which serves the store."""
-    from megatron.gpt2.extensions.post_mortem.command import report  # not in the ranks, which import this file
+    """Both hosts still reach the first host, which serves the store."""
+    # This import is not at the top, because the ranks import this file.
+    from megatron.gpt2.extensions.post_mortem.command import report
 
     with Hosts(folder, 3) as hosts:
         words = f"--save {folder}/save {ENDLESS} --distributed-timeout-minutes 0.1 --global-batch-size 3"
@@ -303,7 +304,7 @@ def test_a_link_between_two_other_hosts_is_cut(folder: Path) -> None:
 
 
 def without_locks() -> None:
-    """The --save folder has no file locks, as on some network file systems."""
+    """Run without file locks in the --save folder, as on some network file systems."""
     mock.patch.object(lease, "try_lock", side_effect=OSError(errno.ENOLCK, "No locks available")).start()
 
 
@@ -323,7 +324,7 @@ class Partition:
 
 
 def hold_rank_0(folder: Path) -> None:
-    """Rank 0 stops in the second commit of all three hosts until the file "go" exists."""
+    """Let rank 0 stop in the second commit of all three hosts until the file "go" exists."""
     commit, count = writer.commit, itertools.count()
 
     def commit_late(*args: Any) -> None:
@@ -343,7 +344,7 @@ def hold_rank_0(folder: Path) -> None:
 
 
 def hold_files(folder: Path) -> None:
-    """The rank of this host stops in the second save of all three, before it writes its files."""
+    """Let the rank of this host stop in the second save of all three, before it writes its files."""
     write, count = writer.write_rank_files, itertools.count()
 
     def write_late(*args: Any) -> bytes:
@@ -366,7 +367,7 @@ def prepare(folder: Path, case: Partition, host: int) -> None:
 
 
 class Side(threading.Thread):
-    """The supervisor of the hosts on one side of a cut: starts them again, without the others, until `stop`."""
+    """The supervisor of the hosts on one side of a cut. It starts them again, without the others, until `stop`."""
 
     def __init__(
         self, start: Callable[[int, str], StartedRank], side: Sequence[int], runs: Mapping[int, StartedRank]
@@ -395,7 +396,7 @@ PARTITIONS = [
 
 @pytest.mark.parametrize("case", PARTITIONS, ids=str)
 def test_a_partition_has_one_writer(folder: Path, case: Partition) -> None:
-    """Each iteration is committed and recorded once, in order, and both sides can go on."""
+    """Each iteration is committed and recorded once, in order, and both sides can continue."""
     save, sides = folder / "save", (case.left, tuple({0, 1, 2} - set(case.left)))
     with Hosts(folder, 3) as hosts:
 

@@ -49,7 +49,7 @@ def write_pair(prefix: str | Path, documents: Iterable[Any], dtype: Any = "<u2")
 
 
 def write_byte_vocabulary(vocab: Path, merges: Path) -> None:
-    """Write files in GPT-2's format with 256 bytes and an end of document."""
+    """Write files in GPT-2's format that have 256 bytes and an end of document."""
     tokens = [*bytes_to_unicode(), END_OF_TEXT]
     vocab.write_text(json.dumps({token: number for number, token in enumerate(tokens)}))
     merges.write_text("#version: 0.2\n")

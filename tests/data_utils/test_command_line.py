@@ -1,4 +1,4 @@
-"""The command that starts a program, its exit code and its last line."""
+"""Test the command that starts a program, its exit code and its last line."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_exit_codes_and_errors() -> None:
     assert end("raise ValueError('--a:\\n  no')") == (2, "", "error: --a: no\n")
     unwritable = "error: the locale's encoding, utf-8, cannot write '\\ud800': set LC_ALL=C.UTF-8\n"
     assert end("open('\\ud800')") == (2, "", unwritable)
-    code, _, err = end("raise ZeroDivisionError")  # a bug has a traceback
+    code, _, err = end("raise ZeroDivisionError")  # A bug of the program gives a traceback.
     assert code == 1 and "Traceback" in err
 
 

@@ -47,13 +47,14 @@ def test_default_key_is_the_field_that_is_read(tmp_path: Path) -> None:
     ):
         assert default_key(write(tmp_path / name, content)) == "sentence"
     assert read(str(tmp_path / "a.jsonl"))[0][0] == "document 0"
-    assert default_key(write(tmp_path / "b.jsonl", lines(1000, "body") + lines(1))) is None  # refused after 1000 lines
+    # The file is refused after 1000 lines.
+    assert default_key(write(tmp_path / "b.jsonl", lines(1000, "body") + lines(1))) is None
     assert default_key(write(tmp_path / "b.txt", lines(1))) is None
 
 
 def test_plain_text_is_one_unchanged_document(tmp_path: Path) -> None:
     text = 'a\r\nb\n\n\x00\u2028{"text": 1}\n'
-    marked = "\ufeff" + text  # a byte-order mark is not part of the text
+    marked = "\ufeff" + text  # A byte-order mark is not part of the text.
     assert read(write(tmp_path / "a.txt", marked))[0] == [text]
     assert read(write(tmp_path / "b.text.gz", gzip.compress(marked.encode())))[0] == [text]
 
@@ -122,7 +123,7 @@ def test_a_folder_expands_to_its_files(tmp_path: Path) -> None:
 
 @pytest.fixture
 def corpora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make a current folder without data/corpora.json."""
+    """Make a current folder that has no data/ folder with corpora.json."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MEGATRON_CORPORA", raising=False)
     (tmp_path / "data" / "wikipedia").mkdir(parents=True)
@@ -153,7 +154,7 @@ def test_a_missing_corpus_shows_the_entry_to_write(corpora: Path) -> None:
         train("webtext")
     with pytest.raises(FileNotFoundError, match='no such file: mycorpus; to define a corpus .* write "mycorpus": '):
         train("mycorpus")
-    assert train("none.txt") == (("none.txt",), None)  # a path; `check_exists` finds that it is missing
+    assert train("none.txt") == (("none.txt",), None)  # This is a path; `check_exists` finds that it is missing.
 
 
 def test_corpora_file_in_the_current_folder_or_environment(corpora: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Token files: pairs equal megatron-core's, files of nanoGPT and llm.c, merges, damaged files, atomic writes."""
+"""Test token files: pairs equal megatron-core's, files of nanoGPT and llm.c, merges, damaged files, atomic writes."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_open_a_pair_by_any_name_but_not_without_its_index(tmp_path: Path) -> No
         assert len(open_token_file(tmp_path / name, EOD)) == 3
     (tmp_path / "a.idx").unlink()
     with pytest.raises(FileNotFoundError, match="a.idx"):
-        open_token_file(tmp_path / "a", EOD)  # a prefix means a pair
+        open_token_file(tmp_path / "a", EOD)  # A prefix means a pair.
     write(tmp_path / "a.json", "{}")
     with pytest.raises(FileNotFoundError, match=r"a.idx, but .*a.json exists"):
         open_token_file(tmp_path / "a.bin", EOD)

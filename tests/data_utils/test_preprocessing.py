@@ -1,4 +1,4 @@
-"""Preprocessing: any number of workers, every format of input, bad lines, restarts."""
+"""Test preprocessing: any number of workers, every format of input, bad lines, restarts."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_too_many_bad_lines_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"a\.jsonl:100: .*; 1 of 100 lines .*--max-bad-fraction 0.001.*bad\.jsonl"):
         run(path, tmp_path / "out")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a.jsonl", "out.bad.jsonl", "out.shards"]
-    run(path, tmp_path / "out", max_bad_fraction=0.01)  # the finished shard is used
+    run(path, tmp_path / "out", max_bad_fraction=0.01)  # The finished shard is used again.
     assert len(texts_of(tmp_path / "out")) == 99
 
 
@@ -196,7 +196,7 @@ def test_restart_uses_finished_shards_only(tmp_path: Path, small_shards: None, m
         made.append(int(Path(stem).name))
         written = original(job, stem, *more)
         if len(made) == stop:
-            raise KeyboardInterrupt  # before the shard's manifest is written
+            raise KeyboardInterrupt  # The interrupt comes before the shard's manifest is written.
         return written
 
     monkeypatch.setattr(preprocessing, "_write_shard", write_shard)
@@ -210,13 +210,13 @@ def test_restart_uses_finished_shards_only(tmp_path: Path, small_shards: None, m
     write(left / "00000_text.bin", bytes(damaged))
     write(left / "00001.json", (left / "00001.json").read_text().replace("1", "2", 1))
     changed = bytearray(Path(path).read_bytes())
-    changed[shards[2][0].start + len('{"id": ')] = ord("2")  # different input of the same size
+    changed[shards[2][0].start + len('{"id": ')] = ord("2")  # The input is different but has the same size.
     write(Path(path), bytes(changed))
-    write(left / "00006_text.bin", b"half")  # left by a killed process
+    write(left / "00006_text.bin", b"half")  # A killed process has left this file.
     made.clear()
     stop = -1
     found = run(path, tmp_path / "out")
-    assert made == [0, 1, 2, *range(4, len(shards))]  # only shard 3 was finished and unchanged
+    assert made == [0, 1, 2, *range(4, len(shards))]  # Only shard 3 was finished and unchanged.
     assert found == run(path, tmp_path / "expected") and pair(tmp_path / "out") == pair(tmp_path / "expected")
     assert texts_of(tmp_path / "out") == texts
 

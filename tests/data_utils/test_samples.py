@@ -1,4 +1,4 @@
-"""Datasets of samples, their order, blends, batch schedules and loaders."""
+"""Test datasets of samples, their order, blends, batch schedules and loaders."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def test_every_epoch_is_a_new_permutation(size: int) -> None:
 
 # --- batch schedules, compared with Megatron's
 
-# (start, increment, samples, final). In the third, Megatron's floats miss a border at 4017 of 4223 samples.
+# Each case is (start, increment, samples, final). In the third one, Megatron's floats miss a border at 4017 of 4223
+# samples.
 RAMPS = [(4, 2, 50, 12), (1, 1, 0, 3), (1, 1, 4223, 124), (8, 8, 5, 64), (16, 8, 300_000, 256), (4, 3, 7, 4)]
 
 
@@ -73,7 +74,7 @@ def test_rampup_equals_megatron_core(ramp: tuple[int, int, int, int]) -> None:
     assert ours.final == final and ours.size(samples + 1) == final and ours.size(0) == (start if samples else final)
     assert [size for _, size in ours.stages] == sorted(size for _, size in ours.stages)
     if samples == 0 or start == final:
-        return  # Megatron divides by zero
+        return  # Megatron divides by zero here.
     calculator = pytest.importorskip("megatron.core.num_microbatches_calculator")
     theirs = calculator.RampupBatchsizeNumMicroBatchesCalculator(final, 1, 1, False, 1, start, increment, samples)
     near = {max(0, first + more) for first, _ in ours.stages for more in (-1, 0, 1)} | {samples, samples + 1}
@@ -128,7 +129,7 @@ def read(dataset: Any, order: Any, steps: int, schedule: BatchSchedule, ranks: i
     loaders = [BatchLoader(dataset, order, data_parallel_rank=rank, **given) for rank in range(ranks)]
     found = []
     for _ in range(steps):
-        parts = [next(loader) for loader in loaders]  # [micro-batches * micro, seq_length + 1] of each rank
+        parts = [next(loader) for loader in loaders]  # Each rank gets [micro-batches * micro, seq_length + 1].
         step = np.stack([part.reshape(-1, micro, part.shape[-1]) for part in parts], axis=1)
         found.append(step.reshape(-1, step.shape[-1]))
     for loader in loaders:
@@ -141,14 +142,14 @@ def read(dataset: Any, order: Any, steps: int, schedule: BatchSchedule, ranks: i
 )
 def test_same_samples_for_any_number_of_ranks_and_after_a_resume(schedule: BatchSchedule) -> None:
     first, order = schedule.samples_before_steps(400), SampleOrder(3000, 5)
-    whole = order(np.arange(first[-1]))  # more than an epoch
+    whole = order(np.arange(first[-1]))  # This is more than an epoch.
     for ranks, micro, prefetch, begin in ((1, 4, 3, 0), (2, 2, 2, 0), (4, 1, 0, 0), (2, 4, 2, 5), (4, 2, 1, 6)):
         given: dict[str, Any] = {"prefetch": prefetch, "consumed_samples": int(first[begin])}
         assert (
             read(Numbered(), order, 400 - begin, schedule, ranks, micro, **given).ravel() == whole[first[begin] :]
         ).all()
     found = read(Numbered(), order, 100, BatchSchedule.constant(13), 1, 13, consumed_samples=1777).ravel()
-    assert (found == whole[1777 : 1777 + 1300]).all()  # with a different batch size
+    assert (found == whole[1777 : 1777 + 1300]).all()  # The loader has a different batch size.
 
 
 def test_errors_of_the_thread_reach_the_caller() -> None:
@@ -214,14 +215,15 @@ def test_a_file_that_changes_while_it_is_read(tmp_path: Path) -> None:
         file = IndexedDataset(prefix)
         dataset = GPT2Dataset(file.tokens, 0, 200, 8, BYTES, training=True, changed_file=file.changed_file)
         ordered = MegatronOrderDataset(dataset, file.document_starts, seed=1, num_samples=3)
-        os.replace(shutil.copy(f"{prefix}.idx", tmp_path / "copy"), f"{prefix}.idx")  # leaves the mapped files
+        # The mapped files are left as they are.
+        os.replace(shutil.copy(f"{prefix}.idx", tmp_path / "copy"), f"{prefix}.idx")
         if change == "index":
             file = IndexedDataset(prefix)
             dataset.changed_file = file.changed_file
         ordered.rows(np.arange(3))
         path = f"{prefix}.idx" if change == "index" else f"{prefix}.bin"
         if change == "shorter":
-            os.truncate(path, 0)  # reading it would end the process by SIGBUS
+            os.truncate(path, 0)  # Reading the file would end the process by SIGBUS.
         else:
             Path(path).write_bytes(bytes(os.path.getsize(path)))
         said = f"{path} was changed while this run reads it: restore it"
@@ -258,7 +260,7 @@ def test_invalid_weights_are_refused(line: str) -> None:
 
 
 class Component(Numbered):
-    """A component of a blend: a sample is its number and the component's number."""
+    """A component of a blend. A sample consists of its number and the component's number."""
 
     seq_length = 1
     num_tokens = 0
@@ -284,18 +286,19 @@ def test_blocks_and_epochs_of_a_blend() -> None:
     rows = made.shuffled(3).rows(np.arange(4 * BLOCK))
     for block in rows[:, 1].reshape(4, BLOCK):
         assert np.bincount(block).tolist() == counts
-        assert all(abs(np.mean(tenth == 0) - 0.7) < 0.1 for tenth in block.reshape(10, -1))  # mixed evenly
+        # The components are mixed evenly.
+        assert all(abs(np.mean(tenth == 0) - 0.7) < 0.1 for tenth in block.reshape(10, -1))
     for number, size in enumerate(sizes):
         expected = SampleOrder(size, 3 + number)(np.arange(4 * counts[number]))
         assert (rows[rows[:, 1] == number, 0] == expected).all()
     assert len(made) == sum(sizes) and not np.array_equal(made.shuffled(4).rows(np.arange(BLOCK)), rows[:BLOCK])
-    assert (made.shuffled(3).rows(np.arange(777, 780)) == rows[777:780]).all()  # random access
+    assert (made.shuffled(3).rows(np.arange(777, 780)) == rows[777:780]).all()  # Samples can be read in any order.
 
 
 def test_evaluation_of_a_blend_repeats_nothing() -> None:
     made = blend([60, 5000], [5000, 5000], training=False)
     rows = made.rows(np.arange(len(made)))
-    assert (rows[rows[:, 1] == 0, 0] == np.arange(60)).all()  # all samples of the first component, in order
+    assert (rows[rows[:, 1] == 0, 0] == np.arange(60)).all()  # These are all samples of the first component, in order.
     second = rows[rows[:, 1] == 1, 0]
     assert abs(len(second) - 60) < 25 and (second == np.arange(len(second))).all()
 
@@ -311,7 +314,8 @@ def test_the_command_line_of_a_blend(tmp_path: Path) -> None:
         for name, value, documents in (("a", 1, 50), ("b", 2, 100), ("c", 3, 10))
     )
     made = splits(data_path=["0.7", a, "0.3", b])
-    assert len(made.train) == 99 + 199 and made.train.num_tokens == 800 + 1600  # 80 % of the documents of each
+    # Each component gives 80 % of its documents.
+    assert len(made.train) == 99 + 199 and made.train.num_tokens == 800 + 1600
     assert made.description[0] == (
         f"train: 70.00 % of the samples out of 800 tokens, 99 samples, 80.00 % of {a} (asked: 80.00 %)"
     )
@@ -320,7 +324,7 @@ def test_the_command_line_of_a_blend(tmp_path: Path) -> None:
     assert [(rows == value).any(axis=1).sum() for value in (1, 2)] == [7000, 3000]
 
     by_size = splits(data_path=[a, b])
-    assert "33.22 % of the samples" in by_size.description[0]  # 99 of 298
+    assert "33.22 % of the samples" in by_size.description[0]  # The share is 99 of 298.
     one, other = splits(data_path=[a]), splits(data_path=["0.3", a, "0.7", b])
     assert one.fingerprint == splits(data_path=["5", a]).fingerprint
     assert len({each.fingerprint for each in (one, made, by_size, other)}) == 4
@@ -337,7 +341,7 @@ def test_the_command_line_of_a_blend(tmp_path: Path) -> None:
 
 
 def of_lengths(folder: Path, documents: int, longest: int) -> str:
-    """Write documents of 1 to `longest` tokens; every tenth one is empty."""
+    """Write documents of 1 to `longest` tokens. Every tenth one is empty."""
     rng = np.random.default_rng(documents)
     lengths = [rng.integers(0, longest) for _ in range(documents)]
     texts = [[*rng.integers(0, 256, length), BYTES.eod] for length in lengths]
@@ -361,8 +365,8 @@ def theirs(prefix: str, seq_length: int, seed: int, split: str, sizes: list[int]
     return list(builder.BlendedMegatronDatasetBuilder(gpt.GPTDataset, sizes, lambda: True, config).build())
 
 
-# Two epochs, with and without 80 % of the second (below, it is shuffled separately); documents that span many samples;
-# an epoch shorter than a sample.
+# These cases have two epochs, with and without 80 % of the second one (below that, it is shuffled separately);
+# documents that span many samples; and an epoch that is shorter than a sample.
 @pytest.mark.parametrize(
     ("documents", "longest", "seq_length", "split", "epochs"),
     [
@@ -386,7 +390,7 @@ def test_samples_equal_megatron_core(
     for row, number in zip(found.tolist(), range(len(dataset)), strict=True):
         sample = expected[0][number]
         assert row == [*sample["tokens"].tolist(), int(sample["labels"][-1])]
-    for name, their in zip(("valid", "test"), expected[1:], strict=True):  # the same documents
+    for name, their in zip(("valid", "test"), expected[1:], strict=True):  # Both have the same documents.
         if held_out:
             lengths = their.dataset.sequence_lengths[their.indices]
             assert getattr(ours, name).num_tokens == lengths.sum() > 0

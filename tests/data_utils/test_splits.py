@@ -1,4 +1,4 @@
-"""The tokens of each split, and the baselines in bits per byte."""
+"""Test the tokens of each split, and the baselines in bits per byte."""
 
 from __future__ import annotations
 
@@ -59,10 +59,11 @@ def test_borders_follow_documents_or_shares(lengths: list[int], split: str) -> N
     ("lengths", "split", "closed", "borders"),
     [
         ([160_000, 160_000, 80_001], "969,30,1", True, [0, 387_600, 399_600, 400_001]),
-        ([81, 10, 9], "8,1,1", True, [0, 81, 91, 100]),  # within 10 % of the share
-        ([810, 170, 20], "80,17,3", True, [0, 810, 980, 1000]),  # within 1 %
+        ([81, 10, 9], "8,1,1", True, [0, 81, 91, 100]),  # The border is within 10 % of the share.
+        ([810, 170, 20], "80,17,3", True, [0, 810, 980, 1000]),  # The border is within 1 % of the share.
         ([810, 160, 30], "80,19,1", False, [0, 800, 990, 1000]),
-        ([3, 3, 3], "969,30,1", True, [0, 3, 6, 9]),  # by position, a split would have fewer than two tokens
+        # The cut is by position, because a split would have fewer than two tokens.
+        ([3, 3, 3], "969,30,1", True, [0, 3, 6, 9]),
     ],
 )
 def test_few_documents_are_split_by_position(lengths: list[int], split: str, closed: bool, borders: list[int]) -> None:
@@ -82,7 +83,8 @@ def test_one_text_file_is_split_by_position(tmp_path: Path) -> None:
 
 def test_fewer_documents_than_splits(tmp_path: Path) -> None:
     made = splits(tmp_path, write_lines(tmp_path / "a.jsonl", ["a" * 500, "b" * 499]), split="8,1,1")
-    assert texts(made) == [b"a" * 500 + b"b" * 299, b"b" * 100, b"b" * 100]  # 2 EODs; the last one is not counted
+    # There are 2 EODs; the last one is not counted.
+    assert texts(made) == [b"a" * 500 + b"b" * 299, b"b" * 100, b"b" * 100]
     three = splits(tmp_path, write_lines(tmp_path / "b.jsonl", ["a" * 500, "b" * 61, "c" * 61]), split="8,1,1")
     assert texts(three) == [b"a" * 500, b"b" * 61, b"c" * 61]
 
@@ -100,7 +102,7 @@ def test_an_empty_split_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--split 969,30,1: .*a\.txt has only 0 tokens for the valid split"):
         splits(tmp_path, tiny, split="969,30,1")
     assert texts(splits(tmp_path, tiny, split="969,30,1", need_valid=False, need_test=False))[1:] == [None, None]
-    assert splits(tmp_path, tiny, split="90,10").valid.text() == b"9"  # one byte and the EOD
+    assert splits(tmp_path, tiny, split="90,10").valid.text() == b"9"  # The split is one byte and the EOD.
 
 
 def test_missing_files_are_found_before_tokenising(tmp_path: Path) -> None:
@@ -117,12 +119,12 @@ def test_fingerprint_depends_on_the_training_data(tmp_path: Path) -> None:
         return str(splits(tmp_path, *files, **more).fingerprint)
 
     assert print_of(a) == print_of(a, need_valid=False) == print_of(a, text_key="body")
-    assert print_of(lines) == print_of(lines, text_key="text")  # the default field or --text-key
+    assert print_of(lines) == print_of(lines, text_key="text")  # The field is the default or --text-key.
     others = print_of(a), print_of(a, split="8,2"), print_of(b), print_of(lines), print_of(lines, text_key="sentence")
     assert len(set(others)) == 5
     values = np.zeros(1 << 21, np.uint16)
     ends = []
-    for place in (0, 0, -1):  # both ends of the tokens are hashed
+    for place in (0, 0, -1):  # Both ends of the tokens are hashed.
         ends.append(print_of(data_path=[write_pair(tmp_path / "pair", [values])]))
         values[place] += 1
     assert len(set(ends)) == 3
@@ -154,7 +156,7 @@ def test_a_prepared_pair_of_a_different_tokenizer(tmp_path: Path) -> None:
 
 
 def test_unigram_entropy() -> None:
-    train = np.array([0] * 7 + [1] * 3 + [2] * 1)  # with 1 added to each count: 8, 4, 2, 1 of 15
+    train = np.array([0] * 7 + [1] * 3 + [2] * 1)  # With 1 added to each count, these are 8, 4, 2, 1 of 15.
     valid = np.array([0, 1, 2, 3], dtype=np.uint16)
     expected = -np.log2(np.array([8, 4, 2, 1]) / 15).sum() / (1 + 2 + 3 + 0)
     assert unigram_bits_per_byte(train, valid, np.array([1, 2, 3, 0]), 4) == pytest.approx(expected)

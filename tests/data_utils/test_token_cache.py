@@ -1,4 +1,4 @@
-"""One process tokenises a text once, and again only if the text, its field or the tokenizer changes."""
+"""Test that one process tokenises a text once, and again only if the text, its field or the tokenizer changes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OLD = time.time_ns() - 10**12
 
 
 class Cache:
-    """A folder of texts and its cache. said: the log. times: how often text was tokenised."""
+    """A folder of texts and its cache. said: the log. times: number of times that text was tokenised."""
 
     def __init__(self, folder: Path) -> None:
         self.texts, self.folder = folder, folder / "cache"
@@ -61,15 +61,15 @@ def test_text_is_tokenised_once_and_hashed_if_the_file_is_new(cache: Cache, monk
     for name, text, mtime, tokenised, hashes in (
         ("a.txt", "first text", OLD, 1, 1),
         ("a.txt", "first text", OLD, 1, 1),
-        ("a.txt", "first text", OLD + 5, 1, 2),  # a new mtime: hashed again, but not tokenised
+        ("a.txt", "first text", OLD + 5, 1, 2),  # The mtime is new, so the file is hashed again, but not tokenised.
         ("a.txt", "other text", OLD + 6, 2, 3),
-        ("copy.txt", "other text", OLD, 2, 4),  # a new path: hashed, but found by content
+        ("copy.txt", "other text", OLD, 2, 4),  # The path is new, so the file is hashed, but found by its content.
         ("b.txt", "text one", time.time_ns(), 3, 5),
     ):
         assert cache.read(cache.write(name, text, mtime)) == text
         assert (cache.times, len(hashed)) == (tokenised, hashes)
     young = cache.write("b.txt", "text two", os.stat(cache.texts / "b.txt").st_mtime_ns)
-    assert cache.read(young) == "text two"  # the same size and mtime, but a very new file is always hashed
+    assert cache.read(young) == "text two"  # Size and mtime are the same, but a very new file is always hashed.
 
 
 def test_key_depends_on_files_order_and_field(cache: Cache) -> None:
@@ -82,13 +82,14 @@ def test_key_depends_on_files_order_and_field(cache: Cache) -> None:
             ((b,), "title", "TT"),
             ((a, b), None, "ABB"),
             ((b, a), None, "BBA"),
-            ((b, c), None, "BBC"),  # a default field for each file
+            ((b, c), None, "BBC"),  # Each file has its default field.
             ((b, c), "sentence", "BBc"),
         ),
         1,
     ):
         assert cache.read(*paths, text_key=key) == text and cache.times == number
-    assert cache.read(a, text_key="title") == "A" and cache.read(b, text_key="sentence") == "BB"  # the fields count
+    # Files are different if their fields are.
+    assert cache.read(a, text_key="title") == "A" and cache.read(b, text_key="sentence") == "BB"
     assert cache.times == 7
     assert cache.read(a, tokenizer=build_tokenizer("builtin")) == "A" and cache.times == 8
 
@@ -100,11 +101,11 @@ def test_a_damaged_entry_is_made_again(cache: Cache) -> None:
         (found,) = cache.folder.glob(pattern)
         found.write_bytes(found.read_bytes()[:-1])
         assert cache.read(path) == "some text"
-    assert cache.times == 4  # after a damaged record the file is hashed, but not tokenised
+    assert cache.times == 4  # After a damaged record the file is hashed, but not tokenised.
     (found,) = cache.folder.glob("*.bin")
-    found.write_bytes(found.read_bytes()[::-1])  # of the same size
+    found.write_bytes(found.read_bytes()[::-1])  # The new content has the same size.
     assert cache.read(path) == "some text" and ".bin is not as it was written" in " ".join(cache.said)
-    os.utime(found)  # a new mtime: only hashed again
+    os.utime(found)  # The mtime is new, so the file is only hashed again.
     assert cache.read(path) == "some text" and cache.times == 5
 
 
@@ -154,7 +155,7 @@ def test_the_cache_of_a_user_without_a_home(home: str, tmp_path: Path, monkeypat
     folder = tmp_path / f"user-{os.getuid()}"
     if home == "/":
         with pytest.raises(ValueError, match=f"must be a folder of user {os.getuid()} with mode 0700"):
-            files.user_cache_dir()  # as this user is not really the owner
+            files.user_cache_dir()  # This user is not really the owner.
         return
     for _ in range(2):
         assert files.user_cache_dir() == folder / ".cache" / "gpt2-model-parallel"
@@ -170,7 +171,7 @@ def test_the_cache_of_a_user_without_a_home(home: str, tmp_path: Path, monkeypat
 
 
 class Slow(ByteTokenizer):
-    """Announces its start, and takes `seconds` to encode."""
+    """A tokenizer that announces its start, and takes `seconds` to encode."""
 
     def __init__(self, begun: Any, seconds: float) -> None:
         super().__init__()

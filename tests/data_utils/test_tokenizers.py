@@ -46,7 +46,8 @@ EXAMPLES = [
     "a" * 5000,
     "\n \n" * 3000,
 ]
-# Classes of GPT-2's pattern: contractions, whitespace, numbers, letters of all planes; and names of special tokens.
+# These are classes of GPT-2's pattern (contractions, whitespace, numbers, letters of all planes) and names of special
+# tokens.
 PIECES = [*" \n\t\u00a0\u3000\u2028'’é\u0301漢😀\U00018d89\U000325ee\ua7d2\u200d\x00\u2581", "'s", "'ll", "the", " 20"]
 PIECES += ["  ", "<|endoftext|>", "</s>", "<0xE2>"]
 
@@ -100,7 +101,7 @@ def test_save_and_load(tokenizer: Tokenizer, tmp_path: Path) -> None:
     for name in ("kind", "fingerprint", "vocab_size", "eod"):
         assert getattr(again, name) == getattr(tokenizer, name)
     assert list(again.encode("some text")) == list(tokenizer.encode("some text"))
-    metadata_file.rename(tmp_path / OLD_METADATA_FILE)  # its old name
+    metadata_file.rename(tmp_path / OLD_METADATA_FILE)  # Older versions used this name.
     assert load_tokenizer(tmp_path).fingerprint == tokenizer.fingerprint
     metadata = json.loads((tmp_path / OLD_METADATA_FILE).read_text())
     for content, said in (
@@ -131,7 +132,7 @@ def test_split_text_keeps_the_ids(tokenizer: Tokenizer) -> None:
     parts = list(split_text(text, 1000))
     assert "".join(parts) == text and max(map(len, parts)) <= 2000 and len(parts) > 20
     assert [id for part in parts for id in tokenizer.encode(part)] == list(tokenizer.encode(text))
-    assert [len(part) for part in split_text(" " * 95, 10)] == [20] * 4 + [15]  # there is no single space
+    assert [len(part) for part in split_text(" " * 95, 10)] == [20] * 4 + [15]  # The text has no single space.
     assert list(split_text("")) == [""]
 
 
@@ -204,7 +205,7 @@ def test_the_vocabulary_is_downloaded_checked_and_kept(
     assert download(test_data / "gpt2", tmp_path).returncode == 0
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert build_tokenizer("GPT2BPETokenizer").vocab_size == 50257
-    again = download(tmp_path / "nowhere", tmp_path)  # the files are complete: nothing is downloaded
+    again = download(tmp_path / "nowhere", tmp_path)  # The files are complete, so nothing is downloaded.
     assert again.returncode == 0 and "is there" in again.stdout
 
 
@@ -331,7 +332,7 @@ assert "torch" not in sys.modules and len(splits.train)
 
 # --- gigatoken, tiktoken and HF tokenizers: on real text, on random text and for every character
 
-# By default only every tenth case is tested.
+# Only every tenth case is tested by default.
 EVERY = pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.wide)])
 
 
@@ -345,7 +346,8 @@ class Engines:
         self.ours = ours
         assert self.ours._faster is not None, f"the installed gigatoken is not {gpt2.GIGATOKEN_RELEASE}x"
         self.tiktoken = self.ours._ranks_of
-        self.fallback = _hf_tokenizers(self.ours._ranked)  # made from ranks; the reference is made from the merges file
+        # This one is made from ranks; the reference is made from the merges file.
+        self.fallback = _hf_tokenizers(self.ours._ranked)
         self.reference = ByteLevelBPETokenizer(str(folder / "encoder.json"), str(folder / "vocab.bpe"))
 
     def check(self, texts: list[str]) -> None:
@@ -370,7 +372,7 @@ def test_real_text(engines: Engines, test_data: Path, every: int) -> None:
     lambada = (test_data / "lambada" / "lambada_test.jsonl").read_text(encoding="utf-8").splitlines()
     engines.check([part for text in (valid, test) for part in text.split("\n \n")][::every])
     engines.check([json.loads(line)["text"] for line in lambada[::every]])
-    engines.check([shakespeare[: len(shakespeare) // every]])  # a text of a megabyte
+    engines.check([shakespeare[: len(shakespeare) // every]])  # The text has a megabyte.
     assert list(engines.ours.encode("Hello world")) == [15496, 995] and engines.ours.eod == 50256
 
 
@@ -388,13 +390,13 @@ def test_engines_agree_on_the_class_of_every_character(every: int) -> None:
     ranked = list(dict.fromkeys([*single, *pairs, *(bytes([32, first]) for first in range(0xC2, 0xF5))]))
     tokenizer: Any = BytePairTokenizer("builtin", ranked, range(len(ranked)), len(ranked) + 1, len(ranked), {})
     fallback, skipped = _hf_tokenizers(ranked), 0
-    blocks = (*range(0, 0x34000, 32), *range(0x34000, 0x110000, 0x400))  # later characters all have the same class
+    blocks = (*range(0, 0x34000, 32), *range(0x34000, 0x110000, 0x400))  # All later characters have the same class.
     for first in blocks[::every]:
         characters = [chr(code) for code in range(first, first + 32) if not 0xD800 <= code < 0xE000]
         text = "".join(f"{one}a{one}1{one}!{one}\t {one}'s" for one in characters)
         assert list(tokenizer.encode(text)) == tokenizer._ranks_of(text) == fallback(text), hex(first)
         skipped += first < 0x20000 and tokenizer._faster(text.encode()) is None
-    assert 5 < skipped * every < 0x10000 / 32  # in the first two planes; emoji are not skipped
+    assert 5 < skipped * every < 0x10000 / 32  # Characters of the first two planes are skipped, but not emoji.
     assert tokenizer._faster("plain text, “quotes”, naïve, 漢字, 😀".encode()) is not None
 
 
@@ -437,6 +439,6 @@ def test_a_token_without_merges_is_left_to_tiktoken() -> None:
     pytest.importorskip("gigatoken")
     ranked = [*(bytes([value]) for value in range(256)), b"abc"]
     assert gpt2.gigatoken(ranked) is None
-    texts = ("abc", "abcd abc", "aabc")  # only a word that equals the token has its id
+    texts = ("abc", "abcd abc", "aabc")  # Only a word that equals the token has its id.
     tokenizer: Any = BytePairTokenizer("builtin", ranked, range(257), 258, 257, {})
     assert [list(tokenizer.encode(text)) for text in texts] == [_hf_tokenizers(ranked)(text) for text in texts]

@@ -45,7 +45,7 @@ Moment = tuple[int, int]  # the number of a stream, and its count of operations 
 
 
 class FakeStream:
-    """torch.cuda.Stream."""
+    """Replaces torch.cuda.Stream."""
 
     made: ClassVar[int] = 0
     current: ClassVar[FakeStream]
@@ -68,33 +68,33 @@ class FakeStream:
 
 
 class FakeEvent:
-    """torch.cuda.Event. For the host it is always complete."""
+    """Replaces torch.cuda.Event. For the host it is always complete."""
 
     def __init__(self, enable_timing: bool = False) -> None:
         self.known: dict[int, int] = {}
 
     def record(self, stream: FakeStream | None = None) -> None:
-        """Record the operations of the stream so far."""
+        """Record the operations of the stream until now."""
         self.known = dict((stream or FakeStream.current).known)
 
     def wait(self, stream: FakeStream | None = None) -> None:
-        """`FakeStream.wait_event`."""
+        """Call `FakeStream.wait_event`."""
         (stream or FakeStream.current).wait_event(self)
 
     def query(self) -> bool:
         return True
 
     def synchronize(self) -> None:
-        """Do nothing: the event is complete."""
+        """Do nothing, because the event is complete."""
 
     def elapsed_time(self, end: FakeEvent) -> float:
-        """Return a constant, in milliseconds."""
+        """Return a constant number of milliseconds."""
         return 1.0
 
 
 @contextlib.contextmanager
 def running_on(stream: FakeStream) -> Iterator[None]:
-    """torch.cuda.stream."""
+    """Replace torch.cuda.stream."""
     before, FakeStream.current = FakeStream.current, stream
     try:
         yield
@@ -152,7 +152,7 @@ class MemoryOrder:
 
     def _free(self, key: int, on_device: bool) -> None:
         use = self._uses.pop(key)
-        if on_device:  # the allocator may reuse it for the next operation of the owner
+        if on_device:  # The allocator may reuse the memory for the next operation of the owner.
             self._require(use.owner, [use.written, *use.read.items()], "memory is freed while another stream uses it")
 
 
@@ -253,9 +253,9 @@ def patched_cuda() -> Iterator[None]:
 
 ROOT = str(Path(__file__).resolve().parent.parent.parent)
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-ALLOCATION = 512  # bytes: what CUDA's caching allocator rounds each tensor up to
+ALLOCATION = 512  # CUDA's caching allocator rounds each tensor up to a multiple of this number of bytes.
 
-# Operators that start no kernel: views and allocations.
+# These operators start no kernel: views and allocations.
 VIEWS = (
     "view _unsafe_view t transpose permute select slice unbind detach expand alias unsqueeze squeeze as_strided split "
     "split_with_sizes lift_fresh unfold _reshape_alias record_stream is_pinned resize_ set_"
@@ -298,7 +298,7 @@ class Copy:
 
 @dataclass
 class Memory:
-    """Current and peak bytes of CUDA tensors, and the line at which the peak was reached."""
+    """The current and peak bytes of CUDA tensors, and the line at which the peak was reached."""
 
     now: int = 0
     peak: int = 0
@@ -358,7 +358,8 @@ class FakeGPU(TorchDispatchMode):
     def __enter__(self) -> FakeGPU:
         guard().install_fake_cuda()
         self._stack.enter_context(patched_cuda())
-        # Patch methods of the class, because threads that pin batches or write files run outside the dispatch modes.
+        # Methods of the class are patched, because threads that pin batches or write files run outside the dispatch
+        # modes.
         self._stack.enter_context(mock.patch.object(Tensor, "cpu", lambda tensor: self._fetch(tensor)))
         self._stack.enter_context(mock.patch.object(FakeTensor, "tolist", lambda tensor: self._fetch(tensor).tolist()))
         self._stack.enter_context(mock.patch.object(Tensor, "pin_memory", lambda tensor: self._pin(tensor)))
@@ -376,12 +377,12 @@ class FakeGPU(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch._guards.TracingContext.try_get() is not None:  # torch.compile traces an operator; nothing runs
+        if torch._guards.TracingContext.try_get() is not None:  # torch.compile traces an operator; nothing runs.
             return func(*args, **kwargs)
-        if func.namespace == "prim":  # x.device in inference mode
+        if func.namespace == "prim":  # This is x.device in inference mode.
             return func(*args, **kwargs) if not isinstance(args[0], FakeTensor) else args[0].fake_device
         if torch.is_inference_mode_enabled() and func.has_kernel_for_dispatch_key(COMPOSITE):
-            TorchDispatchMode.__enter__(self)  # decompose the operator here, because autograd does not run
+            TorchDispatchMode.__enter__(self)  # The operator is decomposed here, because autograd does not run.
             try:
                 return func.decompose(*args, **kwargs)
             finally:
@@ -469,11 +470,11 @@ class FakeGPU(TorchDispatchMode):
     def _collective(self, name: str, given: list[Tensor], args: Any) -> None:
         group = next(dist.ProcessGroup.unbox(x) for x in args if isinstance(x, torch.ScriptObject))
         ranks = tuple(dist.get_process_group_ranks(group))
-        if name in ("send", "recv_"):  # (tensors, group, peer, tag)
+        if name in ("send", "recv_"):  # The arguments are (tensors, group, peer, tag).
             ranks = (dist.get_rank(), ranks[args[2]])[:: 1 if name == "send" else -1]
         self.collectives.append(Collective(name, ranks, tuple(f"{tuple(x.shape)} {x.dtype}" for x in given), where()))
         for x in given:
-            if x.device.type != "cuda" and x.numel() > 1:  # single numbers are sent over gloo groups
+            if x.device.type != "cuda" and x.numel() > 1:  # Single numbers are sent over gloo groups.
                 self.faults.append(f"{where()}: {name} of a tensor {tuple(x.shape)} on the CPU")
             if not x.is_contiguous():
                 self.faults.append(f"{where()}: {name} of a tensor {tuple(x.shape)} that is not contiguous")

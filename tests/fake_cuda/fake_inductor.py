@@ -41,25 +41,25 @@ class Driver:
     )
 
     def get_current_target(self) -> Any:
-        """Return the compute capability that code is generated for."""
+        """Return the compute capability for which code is generated."""
         from triton.backends.compiler import GPUTarget
 
         return GPUTarget("cuda", 10 * H200.major + H200.minor, H200.warp_size)
 
     def get_current_device(self) -> int:
-        """The first."""
+        """Return the number of the first device."""
         return 0
 
     def get_current_stream(self, device: int = 0) -> int:
-        """The default stream."""
+        """Return the number of the default stream."""
         return 0
 
     def get_active_torch_device(self) -> torch.device:
-        """The first."""
+        """Return the first device."""
         return torch.device("cuda", 0)
 
     def get_device_interface(self) -> Any:
-        """torch's."""
+        """Return torch's device interface."""
         return torch.cuda
 
 
@@ -68,18 +68,18 @@ class Worker(CudaInterface.Worker):
 
     @staticmethod
     def get_device_properties(device: Any = None) -> Any:
-        """An H200's."""
+        """Return the properties of an H200."""
         return H200
 
     @staticmethod
     def current_device() -> int:
-        """The first."""
+        """Return the number of the first device."""
         return 0
 
 
 @contextlib.contextmanager
 def fake_inductor(gpu: FakeGPU) -> Iterator[None]:
-    """Inside, compiled graphs return empty tensors. `gpu` records their sources, and their kernels at each call."""
+    """Let compiled graphs return empty tensors. `gpu` records their sources, and their kernels at each call."""
     import triton
 
     def compile_to_module(lowering: GraphLowering) -> Any:
@@ -90,7 +90,7 @@ def fake_inductor(gpu: FakeGPU) -> Iterator[None]:
 
         def call(arguments: list[Any]) -> tuple[Any, ...]:
             made = tuple(empty(result) for result in results)
-            arguments.clear()  # as generated code does, to free tensors that are no longer needed
+            arguments.clear()  # Generated code does this to free tensors that are no longer needed.
             gpu.kernels.extend(kernels)
             return made
 
@@ -134,7 +134,7 @@ def fake_inductor(gpu: FakeGPU) -> Iterator[None]:
 
 
 def empty(result: Any) -> Tensor | None:
-    """Return a tensor like an output of the graph, without values."""
+    """Return a tensor without values that is like an output of the graph."""
     try:
         size, stride = (tuple(map(int, of)) for of in (result.get_size(), result.get_stride()))
     except (AttributeError, NotImplementedError):
@@ -143,10 +143,11 @@ def empty(result: Any) -> Tensor | None:
 
 
 def kernels_of(nodes: list[Any]) -> tuple[Kernel, ...]:
-    """Return the kernels of Inductor's schedule: generated ones, named "triton", and library kernels."""
+    """Return the kernels of Inductor's schedule. Generated ones are named "triton"; the others are library kernels."""
     kernels = []
     for node in nodes:
-        if isinstance(node.node, MultiOutput) or isinstance(node, NopKernelSchedulerNode):  # a part of what there is
+        # The node is a part of a kernel that is already counted.
+        if isinstance(node.node, MultiOutput) or isinstance(node, NopKernelSchedulerNode):
             continue
         written = sum(
             int(output.node.get_layout().storage_size()) * output.node.get_dtype().itemsize
@@ -193,7 +194,7 @@ def assembled(
     options: Any = None,
     most_registers: int = 255,
 ) -> Assembled:
-    """Assemble a Triton function with these argument types and constants. most_registers: the limit per thread."""
+    """Compile a Triton function with these argument types and constants. most_registers: the limit per thread."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import get_ptxas

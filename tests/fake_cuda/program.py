@@ -30,7 +30,7 @@ from tests.fake_cuda.fake_gpu import Collective, FakeGPU
 
 BUDGETS = Path(__file__).with_name("budgets.json")
 
-# Layers of GPT-2 345M, in bf16, the default precision on a GPU.
+# These are layers of GPT-2 345M, in bf16, the default precision on a GPU.
 FLAGS = (
     "--num-layers 2 --hidden-size 1024 --num-attention-heads 16 --seq-length 256 --max-position-embeddings 256 "
     "--micro-batch-size 2 --tokenizer-type bytes --train-iters 1000 --eval-iters 1 --attention-dropout 0 "
@@ -62,14 +62,14 @@ def running(
             from tests.fake_cuda.fake_inductor import fake_inductor
 
             stack.enter_context(fake_inductor(gpu))
-        # The fake process group gathers no strings, so use this rank's string for all ranks.
+        # The fake process group gathers no strings, so this rank's string is used for all ranks.
         stack.enter_context(mock.patch.object(dist, "all_gather_object", say_the_same))
         if world_size > 1:
             dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
             stack.callback(dist.destroy_process_group)
             new_group = dist.new_group
             stack.enter_context(
-                mock.patch.object(  # ignores the requested backend
+                mock.patch.object(  # The requested backend is ignored.
                     dist, "new_group", lambda ranks=None, **options: new_group(ranks, backend="fake")
                 )
             )

@@ -43,7 +43,7 @@ LAYOUTS = {  # ranks and flags
 }
 PARTS = 4
 EXACT = f"--exact-layouts {PARTS} --hidden-dropout 0.1"
-# Operators whose kernels add elements of a sum that a layout could split, or that are divided into parts.
+# The kernels of these operators add elements of a sum that a layout could split, or that are divided into parts.
 ATTENTION = "_scaled_dot_product_flash_attention"
 SPLIT = ("mm", "addmm", "bmm", ATTENTION, f"{ATTENTION}_backward", "gelu", "gelu_backward")
 SUMS = (*SPLIT, "native_layer_norm_backward", "sum", "dot", "index_add_")

@@ -1,4 +1,4 @@
-"""Each check of this folder finds the fault that it is made for."""
+"""Test that each check of this folder finds the fault for which it is made."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def before(owner: Any, name: str, extra: Callable[..., object]) -> Plant:
 
 
 def instead(owner: Any, name: str, other: Callable[..., object]) -> Plant:
-    """Replace `owner.name` by `other`."""
+    """Replace `owner.name` by `other` during the test."""
     return lambda patch: patch.setattr(owner, name, other)
 
 
@@ -66,7 +66,7 @@ def before_update(extra: Callable[[MixedPrecisionOptimizer], object]) -> Plant:
 
 
 def before_counting(extra: Callable[[Tensor], object]) -> Plant:
-    """Call `extra` with the mask of the batch."""
+    """Call `extra` with the mask of the batch before the tokens are counted."""
     return before(train_step, "tokens_in_global_batch", lambda trainer, batch: extra(batch.mask))
 
 
@@ -74,7 +74,7 @@ def on_gpu(*shape: int) -> Tensor:
     return torch.zeros(*shape, device="cuda")
 
 
-# The check, the planted fault, and the expected message.
+# Each case has the check, the planted fault, and the expected message.
 FAULTS: dict[str, tuple[Callable[[Path, Path], None], Plant, str]] = {
     "a value is read": (step, before_update(lambda self: self.found_inf.item()), "reads a value"),
     "a batch that is not pinned": (step, instead(data, "pin_tensor", torch.from_numpy), "copies .* from cpu to cuda"),

@@ -40,14 +40,15 @@ MODES = {
     "compiled, dropout": f"--compile {DROPOUT}",
 }
 LAYERS = 4
-INPUT = 2 * 256 * 1024 * 2  # bytes of a layer's input: micro-batch, sequence, hidden, bf16
+INPUT = 2 * 256 * 1024 * 2  # a layer's input in bytes: micro-batch, sequence, hidden, bf16
 PARKED = f"--num-layers {LAYERS} {FULL} --checkpoint-in-cpu"
-WAYS = {  # ranks, flags, bytes that are copied to the host and back
+WAYS = {  # ranks, flags, and the bytes that are copied to the host and back
     "inputs": (1, PARKED, LAYERS * INPUT),
     "in pairs": (1, f"{PARKED} --recompute-num-layers 2", LAYERS // 2 * INPUT),
     "accumulation": (1, f"{PARKED} --global-batch-size 4", 2 * LAYERS * INPUT),
     "parts of inputs": (2, f"{PARKED} --partition-activations --model-parallel-size 2", LAYERS * INPUT // 2),
-    # Inputs of both layer norms, their outputs, queries, keys and values, attention's output; twice 4h of the MLP
+    # These are the inputs of both layer norms, their outputs, queries, keys and values, attention's output, and twice
+    # the 4h of the MLP.
     "of layers": (1, f"--num-layers {LAYERS} --cpu-offloading-num-layers 3", 3 * (8 + 8) * INPUT),
 }
 
@@ -75,7 +76,8 @@ def test_an_evaluation_waits_once_for_its_sums(text: Path, tmp_path: Path):
         gpu.clear()
         evaluate_and_log(trainer, "valid")
         assert gpu.kernels and gpu.faults == []
-        assert len({wait.split(" ")[0] for wait in gpu.waits}) == 2, gpu.waits  # lengths in bytes, and the sums
+        # These are lengths in bytes, and the sums.
+        assert len({wait.split(" ")[0] for wait in gpu.waits}) == 2, gpu.waits
 
 
 def test_generation_waits_once_for_each_token(text: Path, tmp_path: Path):
@@ -89,7 +91,8 @@ def test_generation_waits_once_for_each_token(text: Path, tmp_path: Path):
 
 def test_save_and_load(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Tensors of every kind are written to files and loaded. Copies to the host contain zeros."""
-    for module in (writer, sharded_state):  # one file at a time: fake tensors do not work in threads
+    # Only one file is written at a time, because fake tensors do not work in threads.
+    for module in (writer, sharded_state):
         monkeypatch.setattr(module, "in_threads", lambda work, items, *_: [work(item) for item in items])
     with running(text, tmp_path, DROPOUT) as (trainer, gpu):
         steps(trainer, gpu)

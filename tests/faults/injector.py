@@ -42,7 +42,7 @@ class Fault:
     step: int
     attempt: int | None = 0
     in_save: int = 0
-    seen: int = 0  # operations, or steps
+    seen: int = 0  # number of operations or steps
 
     def is_due(self) -> bool:
         """Count an operation or a step. Return True if the fault must happen now."""
@@ -67,7 +67,7 @@ def plant(*faults: Fault) -> None:
         if event not in ("open", "os.rename", "os.mkdir", "os.remove"):
             return
         if not isinstance(args[0], str | os.PathLike) or event == "open" and not args[2] & os.O_ACCMODE:
-            return  # reads also occur at the start of a run
+            return  # Reads also occur at the start of a run.
         for fault in faults:
             if fault.in_save and f"iter_{fault.step:07d}" in os.fspath(args[0]) and fault.is_due():
                 fault.action()
@@ -77,7 +77,7 @@ def plant(*faults: Fault) -> None:
         sys.addaudithook(audit)
 
 
-# Faults that end a process or block it.
+# These faults end a process or block it.
 
 
 def kill(trainer: Trainer | None = None) -> None:
@@ -91,7 +91,7 @@ def stop(trainer: Trainer) -> None:
 def machine(trainer: Trainer) -> None:
     """Lose the machine: kill its launcher and all of its ranks before they can report anything."""
     launcher = os.getppid()
-    os.kill(launcher, signal.SIGSTOP)  # otherwise it would stop its ranks
+    os.kill(launcher, signal.SIGSTOP)  # Otherwise the launcher would stop its ranks.
     own = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
     for process in [*(int(number) for number in own if int(number) != os.getpid()), launcher, os.getpid()]:
         os.kill(process, signal.SIGKILL)
@@ -104,7 +104,7 @@ def hold(trainer: Trainer) -> None:
 
 
 def hang(trainer: Trainer) -> None:
-    """Block the rank forever."""
+    """Block the rank forever, as a hang does."""
     while True:
         time.sleep(3600)
 
@@ -112,7 +112,7 @@ def hang(trainer: Trainer) -> None:
 def cut(trainer: Trainer) -> None:
     """Cut the network: shut down each connected socket."""
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # already closed, or never connected
+        with suppress(OSError):  # The socket is already closed, or was never connected.
             if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 with socket.socket(fileno=os.dup(int(name))) as one:
                     # A lost network does not close sockets that listen.
@@ -122,11 +122,11 @@ def cut(trainer: Trainer) -> None:
 
 
 def full(trainer: Trainer) -> None:
-    """Let no file grow any more, as on a full disk."""
+    """Let no file grow, as on a full disk."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
-# Faults that the rank survives, so that the run must detect them.
+# The rank survives these faults, so the run must detect them.
 
 
 def nan(trainer: Trainer, name: str = "") -> None:

@@ -103,7 +103,7 @@ def test_full(ended: Ended) -> None:
 
 
 def test_stop(ended: Ended) -> None:
-    """The fault is SIGSTOP."""
+    """The fault of this test is SIGSTOP."""
     code, lines, save = ended["stop"]
     check(
         save,
@@ -136,7 +136,7 @@ def started(save: Path, words: str, *faults: Fault, **environ: str) -> StartedRa
 
 
 def undisturbed(save: Path, words: str) -> list[float]:
-    """The losses of a run without faults."""
+    """Return the losses of a run without faults."""
     code, output = started(save, words).end()
     assert code == 0, output
     return losses(save)
@@ -174,7 +174,8 @@ def test_kills_at_a_step_and_inside_a_save(folder: Path, alone: list[float]) -> 
 
 
 def test_a_crash_loop_ends(folder: Path) -> None:
-    """A single rank, which runs in a child process under --max-restarts, is killed at the same step in each attempt."""
+    """Under --max-restarts, the only rank, which runs in a child process, is killed at the same step in each
+    attempt."""
     save = folder / "loop"
     fault = Fault(kill, rank=0, step=3, attempt=None)
     code, output = started(save, "--nproc-per-node 1 --max-restarts 10 --save-interval 2", fault).end()
@@ -189,7 +190,7 @@ def test_a_crash_loop_ends(folder: Path) -> None:
 
 def test_bad_input_is_not_started_again(folder: Path) -> None:
     save = folder / "bad"
-    (save / "incidents").mkdir(parents=True)  # as after an earlier run
+    (save / "incidents").mkdir(parents=True)  # An earlier run has left this folder.
     code, output = started(save, f"{MP2} --max-restarts 3 --train-data nothing.txt").end()
     assert code == 2 and "restart" not in output and output.count("error") == 1, output
     assert noted(save) == {("rank", "refused", 0): 2}
@@ -212,7 +213,7 @@ def test_a_signal_stops_the_run_in_order(folder: Path, alone: list[float], name:
     code, output = rank.end()
     assert code == 0 and "restart" not in output, output
     ended = json.loads((save / "ended.json").read_text())
-    assert ended["reason"] in (name, "--exit-interval"), ended  # the signal may arrive in the last step
+    assert ended["reason"] in (name, "--exit-interval"), ended  # The signal may arrive in the last step.
     if ended["iteration"] < 7:
         assert f"stopped by {name} at iteration {ended['iteration']}: the same command continues" in output
         undisturbed(save, MP2)
@@ -261,7 +262,7 @@ def test_a_machine_is_lost_and_comes_back(folder: Path) -> None:
     stays = machine(save, 0, place, Fault(hold, rank=0, step=4, attempt=1))
     gone = machine(save, 1, place, Fault(injector.machine, rank=1, step=5))
     assert gone.end()[0] == -signal.SIGKILL
-    while len(starts()) < 2:  # a machine that returns within --init-timeout does not count as lost
+    while len(starts()) < 2:  # A machine that returns within --init-timeout does not count as lost.
         assert stays.process.is_alive(), stays.end()
         time.sleep(0.05)
     back = machine(save, 1, place)

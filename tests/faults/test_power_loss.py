@@ -41,15 +41,16 @@ from tests.megatron.gpt2.train.training_runs import SMALL, write_text
 
 CALLS = "openat,write,fsync,mkdir,rmdir,unlink,unlinkat,rename"
 ARGUMENT = re.compile(r'<((?:\\x..)+)>|"((?:\\x..)*)"')  # the path of a descriptor, or a text
-ALLOW_ANY_TRACER = 0x59616D61, ctypes.c_ulong(2**64 - 1)  # PR_SET_PTRACER
-MARK = "mark"  # what is written to this file was committed before
+ALLOW_ANY_TRACER = 0x59616D61, ctypes.c_ulong(2**64 - 1)  # This is PR_SET_PTRACER.
+MARK = "mark"  # Everything that is written before a write to this file was committed.
 TEXT = ROOT / "LICENSE"
-UNREAD = re.compile(r".*\.tmp|save/(lease|incidents|report|samples)")  # by the checks
+UNREAD = re.compile(r".*\.tmp|save/(lease|incidents|report|samples)")  # The checks do not read these files.
 
 
 @dataclass(frozen=True)
 class Call:
-    """A system call. paths: in the folder, two of a rename. data: what it writes. text: as strace prints it."""
+    """A system call. paths: in the folder, two for a rename. data: what it writes. text: the line that strace
+    prints."""
 
     name: str
     paths: list[str]
@@ -92,7 +93,7 @@ def parse(output: str, folder: str) -> Iterator[Call]:
         paths = [os.fsdecode(value) for value in values]
         if name in ("write", "fsync"):
             paths = paths[:1]
-        elif "at" in name:  # each name is in the folder of a descriptor
+        elif "at" in name:  # Each name is in the folder of a descriptor.
             paths = [os.path.join(*pair) for pair in zip(paths[::2], paths[1::2], strict=True)]
         if paths and all(f"{path}/".startswith(folder) for path in paths):
             yield Call(name, [path[len(folder) :] for path in paths], values[-1], text)
@@ -100,19 +101,21 @@ def parse(output: str, folder: str) -> Iterator[Call]:
 
 @dataclass(eq=False)
 class Node:
-    """A file (bytes) or a folder (nodes by name): as programs see it, and as it is on the disk for certain."""
+    """A file (bytes) or a folder (nodes by name): the state that programs see, and the state that is certainly on the
+    disk."""
 
     content: Any
     synced: Any
 
     def possible_data(self) -> list[bytes]:
-        """Return what the disk may hold of a file: everything, nothing new, a part of what is new, or zeros."""
+        """Return what the disk may have of a file: everything, nothing new, a part of what is new, or zeros."""
         new, kept = self.content, len(self.synced) if self.content.startswith(self.synced) else 0
         return [new, self.synced, new[: (kept + len(new)) // 2], new[:kept].ljust(len(new), b"\0")]
 
 
-Change = tuple[tuple[Node, str, Node | None], ...]  # (folder, name, None or its node). The first folder's sync keeps it
-Tree = dict[str, bytes | None]  # by path; None for a folder
+# (folder, name, None or its node); the sync of the first folder keeps the change
+Change = tuple[tuple[Node, str, Node | None], ...]
+Tree = dict[str, bytes | None]  # the data of each path; None stands for a folder
 
 
 def apply(change: Change, entries_of: Callable[[Node], dict[str, Node]]) -> None:
@@ -127,10 +130,10 @@ class Disk:
 
     def __init__(self) -> None:
         self._root, self.events = Node({}, {}), list[str]()
-        self._pending: list[Change] = []  # in order; not on the disk for certain
+        self._pending: list[Change] = []  # changes in order that may not be on the disk
 
     def _find(self, path: str) -> tuple[Node, str, Node | None]:
-        """Return the folder of a path, the name there, and its node."""
+        """Return the folder of a path, the name in this folder, and its node."""
         *folders, name = path.split("/")
         folder = functools.reduce(lambda node, part: node.content[part], folders, self._root)
         return folder, name, folder.content.get(name) if name else folder
@@ -141,7 +144,7 @@ class Disk:
         if call.name == "write":
             if name == MARK:
                 self.events.append(call.data.decode())
-            elif node is not None:  # all programs here append
+            elif node is not None:  # All programs of this test append.
                 node.content += call.data
         elif call.name == "fsync":
             assert node is not None
@@ -166,7 +169,7 @@ class Disk:
         self._pending = [change for change in self._pending if change[0][0] in reachable - {node}]
 
     def _reachable(self) -> Iterator[Node]:
-        """Yield the nodes that may have a name after a power loss, some twice."""
+        """Yield the nodes that may have a name after a power loss. Some occur twice."""
         nodes, seen = [self._root], set[Node]()
         for node in nodes:
             yield node
@@ -210,14 +213,14 @@ class Disk:
 
 def save_as_two_ranks(folder: Path) -> None:
     """Save iterations, one of them twice, and remove old ones."""
-    make_folder(folder / "save")  # as a run does
+    make_folder(folder / "save")  # A run also makes this folder.
     for iteration, keep_last in ((100, 2), (200, 2), (200, 2), (300, 1)):
         save(folder / "save", iteration, keep_last=keep_last)
         append_line(folder / MARK, f"{iteration}")
 
 
 def check_two_ranks(folder: Path, events: Sequence[str]) -> None:
-    iteration, _ = find(folder / "save")  # compares all values
+    iteration, _ = find(folder / "save")  # This compares all values.
     assert (iteration or 0) >= max(map(int, events), default=0)
 
 
@@ -255,7 +258,7 @@ def check_training(folder: Path, events: Sequence[str]) -> None:
     if iteration:
         assert json.loads((where / "config.json").read_bytes()) and load_tokenizer(where / "tokenizer")
     for name, covered in ((METRICS, list(range(1, iteration + 1))), (HISTORY, [0])) if iteration else ():
-        append_line(where / name, json.dumps({"iteration": -1}))  # the line before may be cut off
+        append_line(where / name, json.dumps({"iteration": -1}))  # The line before may be incomplete.
         *found, last = (record["iteration"] for record in read_records(where / name))
         assert found[: len(covered)] == covered and last == -1
 
@@ -267,7 +270,7 @@ def make_pair(folder: Path) -> None:
 
 
 def check_pair(folder: Path, events: Sequence[str]) -> None:
-    """Check a pair as it is found, if there is one, and after the same command has run again."""
+    """Check a pair as it is found, if there is one, and again after the same command has run."""
     prefix = f"{folder}/new/pair_text_document"
     for committed in (events, ["made"]):
         assert Path(f"{prefix}.idx").exists() or not committed
@@ -283,7 +286,7 @@ def without(calls: list[Call], pattern: str) -> list[Call]:
 
 
 def rename_first(calls: list[Call], pattern: str) -> list[Call]:
-    """Rename a file before its sync."""
+    """Rename a file before it is synced."""
     number = next(number for number, call in enumerate(calls) if not without([call], pattern))
     before, sync, after = calls[:number], calls[number], calls[number + 1 :]
     rename = next(call for call in after if call.paths[0] == sync.paths[0] and call.name == "rename")
@@ -358,7 +361,7 @@ def test_no_state_is_lost_and_each_fault_is_found(
                 seen.add(key)
                 shutil.rmtree(state, ignore_errors=True)
                 state.mkdir()
-                for path, data in tree.items():  # a folder is before its entries
+                for path, data in tree.items():  # A folder is before its entries.
                     (state / path).mkdir() if data is None else (state / path).write_bytes(data)
                 try:
                     check(state, disk.events)

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-MAX_SECONDS = 1.0  # of processor time
-MEMORY_FACTOR, EXTRA_MEMORY = 10, 64 << 20  # allowed memory in bytes: ten times the input, and this
-MAX_ALLOCATION = 4 << 30  # bytes: an allocation beyond this limit raises MemoryError, so the machine stays usable
-MAX_ERROR_LENGTH = 1000  # characters of an error message
-PEAK = Path("/proc/self/clear_refs")  # writing 5 resets the peak of resident memory
+MAX_SECONDS = 1.0  # seconds of processor time
+MEMORY_FACTOR, EXTRA_MEMORY = 10, 64 << 20  # A reader may use ten times the input's bytes, and this number of bytes.
+MAX_ALLOCATION = 4 << 30  # An allocation of more bytes raises MemoryError, so that the machine stays usable.
+MAX_ERROR_LENGTH = 1000  # number of characters of an error message
+PEAK = Path("/proc/self/clear_refs")  # Writing 5 to this file resets the peak of resident memory.
 
 Files = dict[str, bytes]
 
@@ -56,24 +56,25 @@ class Input:
         self.valid: Files = {str(path.relative_to(folder)): path.read_bytes() for path in files["**/*"]}
         self.changeable = sorted(str(path.relative_to(folder)) for path in files[target.files])
         assert self.changeable, f"{target.name}: no file is of the form {target.files}"
-        # The reader must accept it. This call also imports and caches things that must not count as memory later.
+        # The reader must accept the input. This call also imports and caches objects that must not count as memory
+        # later.
         target.read(folder)
 
     def changed(self, seed: int) -> Files:
-        """The changed files of input number `seed`."""
+        """Return the changed files of input number `seed`."""
         rng = Random(f"{self.target.name} {seed}")
         names = rng.sample(self.changeable, min(rng.choice((1, 1, 1, 2)), len(self.changeable)))
         return self.repaired({name: b"" if rng.random() < 0.005 else mutate(self.valid[name], rng) for name in names})
 
     def repaired(self, changed: Files) -> Files:
-        """The changed files, and those whose hashes the target updates."""
+        """Return the changed files, and those whose hashes the target updates."""
         files = self.valid | changed
         if self.target.repair:
             self.target.repair(files)
         return {name: data for name, data in files.items() if data != self.valid[name]}
 
     def valid_seconds(self) -> float:
-        """The processor time to read the valid input."""
+        """Return the processor time that reading the valid input takes."""
         start = time.process_time()
         self.target.read(self.folder)
         return time.process_time() - start
@@ -91,7 +92,7 @@ class Input:
         finally:
             for path in self.folder.rglob("*"):
                 if path.is_file() and str(path.relative_to(self.folder)) not in self.valid:
-                    path.unlink()  # written by the reader
+                    path.unlink()  # The reader has written this file.
             for name in changed:
                 (self.folder / name).write_bytes(self.valid[name])
 
@@ -137,7 +138,7 @@ def refusal(read: Callable[[], object], size: int, place: str) -> str:
 
 
 def origin(error: BaseException) -> str:
-    """The type of an error, and the file and function of its last frame in this project."""
+    """Return the type of an error, and the file and function of its last frame in this project."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -155,7 +156,7 @@ def resident() -> int:
 
 
 def peak() -> int:
-    """The peak of resident memory in bytes."""
+    """Return the peak of resident memory in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
@@ -172,7 +173,7 @@ def limited_memory() -> Iterator[None]:
 
 
 def _data_bytes() -> int:
-    """The bytes of private memory that this process has allocated so far."""
+    """Return the bytes of private memory that this process has allocated."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
     except OSError:
@@ -181,9 +182,9 @@ def _data_bytes() -> int:
 
 # --- changes of a file -----------------------------------------------------------------------------------------------
 
-MAX_CHANGES = 4  # in one file
-MAX_REPLACED = 1 << 12  # bytes to replace or insert at once
-# A value, or a small list or object, of JSON in text.
+MAX_CHANGES = 4  # A file has at most this number of changes.
+MAX_REPLACED = 1 << 12  # At most this number of bytes is replaced or inserted at once.
+# This pattern matches a value, or a small list or object, of JSON.
 VALUE = re.compile(rb'"(?:[^"\\\n]|\\.){0,200}"|-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null')
 BRACKETED = re.compile(rb"[\[{][^\[\]{}]{0,2000}[\]}]")
 ODD_VALUES = [
@@ -218,13 +219,14 @@ def mutate(data: bytes, rng: Random) -> bytes:
 
 
 def _place(data: bytes, rng: Random) -> int:
-    """Choose a position, often near the beginning or the end, where headers are."""
+    """Choose a position, often near the beginning or the end, because headers are there."""
     near = min(len(data), 1 << rng.randrange(4, 12))
     return rng.choice((rng.randrange(near + 1), len(data) - rng.randrange(near + 1), rng.randrange(len(data) + 1)))
 
 
 def _other_value(old: bytes, data: bytes, rng: Random) -> bytes:
-    """An odd value, a number or string that is slightly different, another value of the file, or the value twice."""
+    """Return an odd value, a number or string that is slightly different, another value of the file, or the value
+    twice."""
     near = old[:1] + rng.choice((b"x", b"", b"\\", b"#1")) + old[1:]
     if old.isdigit() and len(old) < 30:
         near = b"%d" % (int(old) + rng.choice((-1, 1, -int(old), 8, 2**31, 2**53)))

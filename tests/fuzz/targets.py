@@ -81,7 +81,7 @@ def save_seven(folder: Path) -> None:
 
 
 def read_saved(folder: Path) -> None:
-    """An accepted checkpoint has the saved values."""
+    """Check that an accepted checkpoint has the saved values."""
     found, _ = find(folder)
     assert found == 7
 
@@ -121,7 +121,7 @@ def update_table_hashes(files: Files) -> None:
 
 
 def read_external(folder: Path, hints: Hints = NO_HINTS) -> None:
-    """Every tensor has the shape of the model in the metadata."""
+    """Check that every tensor has the shape of the model in the metadata."""
     source: BaseCheckpoint = open_checkpoint(folder, hints, log=silent)
     specs = model_partition_specs(ModelConfig(**source.metadata["config"]["model"]))
     for name in source.tensors:
@@ -130,7 +130,7 @@ def read_external(folder: Path, hints: Hints = NO_HINTS) -> None:
 
 
 def pickled(legacy: bool, folder: Path) -> None:
-    """A file with all kinds of objects that real files contain."""
+    """Write a file with all kinds of objects that real files contain."""
     base = torch.arange(48.0).view(6, 8)
     held = {
         "model": {"decoder.final_layernorm.bias": torch.ones(4)},
@@ -146,7 +146,7 @@ def pickled(legacy: bool, folder: Path) -> None:
 
 
 def read_pickled(folder: Path) -> None:
-    """No tensor has more elements than the file has bytes, and each tensor can be read."""
+    """Check that no tensor has more elements than the file has bytes, and that each tensor can be read."""
     path = folder / "x.pt"
     seen: set[int] = set()
 
@@ -166,7 +166,7 @@ def read_pickled(folder: Path) -> None:
 
 def plain_dcp(folder: Path) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about the single process, which is intended
+        warnings.simplefilter("ignore")  # The warning is about the single process, which is intended.
         save_dcp({"model": openai_state(random_weights(), transposed=True)}, checkpoint_id=folder, no_dist=True)
 
 
@@ -248,7 +248,7 @@ def characters(folder: Path) -> None:
 
 
 def read_meta(folder: Path) -> None:
-    """Encoding and decoding all ids gives the same ids."""
+    """Check that encoding and decoding all ids gives the same ids."""
     tokenizer = read_characters(str(folder / "meta.pkl"))
     ids = list(range(tokenizer.vocab_size))
     assert list(tokenizer.encode(tokenizer.decode(ids))) == ids
@@ -267,7 +267,7 @@ def read_text(folder: Path) -> None:
     texts += [document["text"] for document in shard_run.documents()]
     for text in texts:
         assert isinstance(text, str) and text, "no text"
-        text.encode("utf-8")  # fails for a lone surrogate
+        text.encode("utf-8")  # This fails for a lone surrogate.
 
 
 def pair(folder: Path) -> None:
@@ -279,7 +279,7 @@ def pair(folder: Path) -> None:
 
 
 def check_tokens(data: TokenFile) -> None:
-    """The documents together are all tokens."""
+    """Check that the documents together are all tokens."""
     starts: NDArray[np.int64] = data.document_starts
     assert starts[0] == 0 and starts[-1] == len(data.tokens) and bool((np.diff(starts) >= 0).all())
     assert sum(len(data[number]) for number in range(len(data))) == len(data.tokens) and len(data.tokens) < 1 << 20
@@ -300,7 +300,7 @@ def llm_c(folder: Path) -> None:
 
 
 def preprocessed(folder: Path) -> None:
-    """A pair with its manifest."""
+    """Write a pair of files with its manifest."""
     run(write_lines(folder / "a.jsonl", some_texts(20)), folder / "a")
 
 
@@ -321,7 +321,8 @@ def inspect(folder: Path) -> None:
 
 
 def check_tokenizer(tokenizer: Tokenizer, *, lossless: bool = True) -> None:
-    """All ids are in the vocabulary, none is the end of a document, and they decode to the text."""
+    """Check that all ids are in the vocabulary, that none is the end of a document, and that they decode to the
+    text."""
     ids = np.asarray(tokenizer.encode(SAMPLE), dtype=np.int64)
     assert len(ids) == 0 or 0 <= ids.min() <= ids.max() < tokenizer.vocab_size
     assert 0 <= tokenizer.eod < tokenizer.vocab_size
@@ -330,7 +331,7 @@ def check_tokenizer(tokenizer: Tokenizer, *, lossless: bool = True) -> None:
 
 
 def gpt2_files(folder: Path) -> None:
-    """A vocabulary of bytes and six merges."""
+    """Write a vocabulary of bytes and six merges."""
     files, problem = tokenizer_files(build_tokenizer("bytes"), 1024)
     assert not problem
     vocabulary, pairs = json.loads(files["vocab.json"]), ["t h", "th e", "\u0120 t", "\u0120t h", "i n", "e r"]
@@ -414,7 +415,7 @@ SERVED = ServedModel("tiny", TOKENIZER, context=64, max_tokens=100, max_texts=8,
 
 
 def run_folder(folder: Path) -> None:
-    """The log files of a run."""
+    """Write the log files of a run."""
     config = Config.from_dict({"checkpoint": {"save": "checkpoints/a"}})
     run_values = {"global_batch_size": 8, "train_iters": 100, "environment": {"torch": "2"}}
     write_config(folder, config, run_values, continues=False)
@@ -488,7 +489,7 @@ MEGATRON_BODY = {
 
 
 def body_target(name: str, body: dict[str, Any], read: Callable[[bytes, ServedModel], CompletionRequest]) -> Target:
-    """A request body for one of the server's endpoints."""
+    """Return the target of a request body for one of the server's endpoints."""
     return Target(
         name,
         lambda folder: (folder / "body").write_text(json.dumps(body)),
@@ -499,7 +500,7 @@ def body_target(name: str, body: dict[str, Any], read: Callable[[bytes, ServedMo
 
 
 def read_body(folder: Path, read: Callable[[bytes, ServedModel], CompletionRequest]) -> None:
-    """An accepted request can be generated and answered. A refused one gets an answer in JSON."""
+    """Check that an accepted request can be generated and answered, and that a refused one gets an answer in JSON."""
     try:
         request = read((folder / "body").read_bytes(), SERVED)
     except ApiError as error:

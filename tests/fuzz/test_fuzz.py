@@ -18,13 +18,13 @@ from tests.fuzz import fuzzing, targets
 from tests.fuzz.fuzzing import Input, Target
 
 TARGETS = {target.name: target for target in targets.TARGETS}
-# The number of inputs for each target, from seed 0. Reading a whole model, or drawing a report, takes the longest.
+# Each target has this number of inputs, from seed 0. Reading a whole model, or drawing a report, takes the longest.
 INPUTS, MODEL_INPUTS = 40, 8
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Input]:
-    """Return the input of a target, made at the first call."""
+    """Return the input of a target, which is made at the first call."""
     return functools.cache(lambda name: Input(TARGETS[name], tmp_path_factory.mktemp("input")))
 
 
@@ -44,7 +44,7 @@ def test_inputs_are_taken_or_refused(inputs: Callable[[str], Input], name: str) 
 
 
 def bad_reader(name: str) -> Target:
-    """A reader of a file of ten bytes with a defect at about every fourth seed."""
+    """Return a reader of a file of ten bytes that has a defect at about every fourth seed."""
     kept: list[bytes] = []
 
     def read(folder: Path) -> None:
@@ -82,8 +82,8 @@ def test_a_defect_is_found(tmp_path: Path, name: str, monkeypatch: pytest.Monkey
 
 NESTED = b"[" * 100_000
 PAIR, REPORT, TOKENIZER = "pair's manifest behind its seal", "config.json of a report", "tokenizer of a checkpoint"
-# The target, the end of a file's name, the place in its valid content as a pattern, the content that replaces it, and
-# words of the error. "": the input is accepted.
+# Each case has the target, the end of a file's name, a pattern for the place in its valid content, the content that
+# replaces it, and words of the error. "": the input is accepted.
 ALL = rb"(?s).*"
 DEFECTS: list[tuple[str, str, bytes, bytes, str]] = [
     *(
@@ -107,7 +107,7 @@ DEFECTS: list[tuple[str, str, bytes, bytes, str]] = [
         (TOKENIZER, "facts.json", ALL, content, "tokenizer_facts.json is damaged")
         for content in (NESTED, b'{"kind": "' + b"x" * 5000 + b'", "fingerprint": ""}', b'\xff{"' + b"a" * 9000)
     ),
-    (PAIR, ".json", rb'"tokens": \d+', b'"tokens": 20', ""),  # all of them ends of documents: no token has text
+    (PAIR, ".json", rb'"tokens": \d+', b'"tokens": 20', ""),  # All tokens are ends of documents, so no token has text.
     ("builtin_bpe.json", BUILTIN_FILE, ALL, NESTED, "builtin_bpe.json is damaged"),
     ("vocabulary and merges", "merges.txt", ALL, b"x" * 9000 + b" y\n", "lacks the token"),
     ("SentencePiece model", "sp.model", "\u2581c".encode(), b"\xff\xff\xffc", "is not a SentencePiece model"),

@@ -190,7 +190,7 @@ LARGE = (
     "--num-layers 4 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --max-position-embeddings 1024 "
     "--micro-batch-size 2 --precision bf16"
 )
-INPUT = 2 * 1024 * 1024 * 2  # bytes of a layer's input
+INPUT = 2 * 1024 * 1024 * 2  # a layer's input in bytes
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_losses_are_the_same_with_activations_in_the_hosts_memory(folder: Path, 
         del trainer, transformer
     whole, parked = seen[:2], seen[2:]
     assert [s["loss"] for s in whole] == [pytest.approx(s["loss"], rel=1e-6) for s in parked]
-    assert kept[1] <= kept[0] - 3 * INPUT  # the caller still keeps the input of the first layer
+    assert kept[1] <= kept[0] - 3 * INPUT  # The caller still keeps the input of the first layer.
 
 
 def test_dropout_draws_anew():

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 import mpu
 from tests.distributed import run_ranks
 
-VOCAB, PADDED, HIDDEN, TOKENS = 21, 32, 8, 50  # with 4 ranks the last one has only padding
+VOCAB, PADDED, HIDDEN, TOKENS = 21, 32, 8, 50  # With 4 ranks, the last one has only padding.
 
 
 def check(rank: int, world_size: int) -> None:
@@ -26,7 +26,7 @@ def check(rank: int, world_size: int) -> None:
     token_weight = torch.rand(TOKENS)
     own = slice(rank * PADDED // world_size, (rank + 1) * PADDED // world_size)
 
-    # The plain formula, in float64.
+    # This is the plain formula, in float64.
     h, w = hidden.double().requires_grad_(), weight.double().requires_grad_()
     logits = h @ w[:VOCAB].t()
     logits.retain_grad()
@@ -46,7 +46,8 @@ def check(rank: int, world_size: int) -> None:
         mpu.vocab_parallel_cross_entropy(mine.detach(), target), everything, rtol=1e-5, atol=1e-5
     )
 
-    for chunk, rows in ((TOKENS, TOKENS), (16, TOKENS), (16, 3)):  # rows: of logits in float32 at a time
+    # rows: the number of rows of logits that are in float32 at a time.
+    for chunk, rows in ((TOKENS, TOKENS), (16, TOKENS), (16, 3)):
         h2, w2 = hidden.clone().requires_grad_(), weight[own].clone().requires_grad_()
         with mock.patch("mpu.kernels.cross_entropy.rows_in_cache", return_value=rows):
             loss = mpu.vocab_parallel_linear_cross_entropy(
@@ -108,7 +109,7 @@ def test_fp16_keeps_small_gradients_when_scaled_first():
     exact = grads(torch.float32, tokens)
     scaled = grads(torch.float16, tokens * scale) / scale
     unscaled = grads(torch.float16, tokens)
-    visible = exact.abs() > 2.0**-24 / scale  # fp16's smallest number, divided by the scale
+    visible = exact.abs() > 2.0**-24 / scale  # This is fp16's smallest number, divided by the scale.
     assert (scaled[visible] == 0).sum() == 0
     assert (unscaled[visible] == 0).float().mean() > 0.5, (
         "without scaling most gradients must become 0, or the test shows nothing"
@@ -149,7 +150,7 @@ def id_of(x: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_logits_are_never_all_in_memory(dtype: torch.dtype):
-    """With 8,192 tokens: the two gradients, and at most a tenth of the float32 logits."""
+    """With 8,192 tokens, memory has the two gradients, and at most a tenth of the float32 logits."""
     mpu.initialize_model_parallel(1)
     tokens, vocab, size = 8192, 4096, 64
     hidden = torch.randn(tokens, size, dtype=dtype, requires_grad=True)
@@ -157,7 +158,7 @@ def test_the_logits_are_never_all_in_memory(dtype: torch.dtype):
     target, token_weight = torch.randint(0, vocab, (tokens,)), torch.full((tokens,), 1 / tokens)
     with MemoryCounter() as counter:
         mpu.vocab_parallel_linear_cross_entropy(hidden, weight, target, token_weight, vocab_size=vocab).backward()
-    gradients = hidden.nbytes + 4 * weight.numel()  # the weight's gradient is summed in float32
+    gradients = hidden.nbytes + 4 * weight.numel()  # The weight's gradient is summed in float32.
     extra = (counter.peak - gradients) / (4 * tokens * vocab)
     assert 1 / 40 < extra <= 1 / 10, f"{extra:.1%} of the logits"
 

@@ -92,19 +92,20 @@ def check_layers(rank: int, world_size: int) -> None:
 
 
 def check_autocast(rank: int, world_size: int) -> None:
-    """Float32 weights and bf16 products, with each processor's kernels."""
+    """Check float32 weights and bf16 products, with each processor's kernels."""
     for amx in (True, False):
         with torch.autocast("cpu", torch.bfloat16), mock.patch("mpu.kernels.cpu_features.HAS_AMX", amx):
             check_layers(rank, world_size)
             plain = nn.Linear(IN, OUT)
-            for rows in (1, 8, 32):  # each has a different kernel without gradients
+            for rows in (1, 8, 32):  # Without gradients, each number has a different kernel.
                 x = torch.randn(rows, IN)
                 with torch.no_grad():
                     close(mpu.linear_without_gradient(x, plain.weight, plain.bias), plain(x), f"{rows} rows")
 
 
 def check_ids(rank: int, world_size: int) -> None:
-    """An id outside the vocabulary is an error on every rank, as with torch's embedding, and not a row of zeros."""
+    """Check that an id outside the vocabulary is an error on every rank, as with torch's embedding, and not a row of
+    zeros."""
     words = mpu.VocabParallelEmbedding(VOCAB, IN, padded_size=mpu.padded_vocab_size(VOCAB, 8, world_size))
     for bad in (-1, VOCAB):
         with pytest.raises(IndexError, match=f"^the token id {bad} is not in the vocabulary, 0 to {VOCAB - 1}; to "):
@@ -113,7 +114,7 @@ def check_ids(rank: int, world_size: int) -> None:
 
 
 def check_initial_weights(rank: int, world_size: int) -> None:
-    """A parallel layer that is built after manual_seed(s) has the weights that the plain init call draws."""
+    """Check that a parallel layer that is built after manual_seed(s) has the weights that the plain init call draws."""
     for make, spec_shape in (
         (mpu.ColumnParallelLinear, (OUT, IN)),
         (mpu.RowParallelLinear, (OUT, IN)),
@@ -133,7 +134,7 @@ def check_initial_weights(rank: int, world_size: int) -> None:
 
 
 def check_2019s_arguments(rank: int, world_size: int) -> None:
-    """Positional arguments have the meaning that they have in Megatron-LM 72c5f666b9, mpu/layers.py."""
+    """Check that positional arguments have the meaning that they have in Megatron-LM 72c5f666b9, mpu/layers.py."""
     ones, two = nn.init.ones_, 2 * world_size
     column = mpu.ColumnParallelLinear(3, two, False, False, ones, 1, True)
     assert column.bias is None and column(torch.ones(1, 3)).tolist() == [[3.0, 3.0]]

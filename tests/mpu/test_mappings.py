@@ -1,4 +1,4 @@
-"""The process groups, and the collectives with their gradients."""
+"""Test the process groups, and the collectives with their gradients."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_mappings(rank: int, world_size: int) -> None:
     mine = torch.arange(6.0).view(2, 3) + 10 * rank
     everyone = [torch.arange(6.0).view(2, 3) + 10 * r for r in range(world_size)]
     whole = torch.arange(2.0 * 4 * world_size).view(2, -1)
-    scale = rank + 1.0  # of the gradient
+    scale = rank + 1.0  # the scale of the gradient
     for operation, x, expected, gradient in (
         (mpu.copy_to_model_parallel_region, mine, mine, sum(r + 1.0 for r in range(world_size))),
         (mpu.reduce_from_model_parallel_region, mine, torch.stack(everyone).sum(0), scale),
@@ -79,7 +79,7 @@ def check_broadcast(rank: int, world_size: int) -> None:
 
 
 def check_clip(rank: int, world_size: int) -> None:
-    """The norm counts a split parameter on every rank and a replicated parameter once."""
+    """Check that the norm counts a split parameter on every rank and a replicated parameter once."""
     split, replicated = (torch.nn.Parameter(torch.zeros(4)) for _ in range(2))
     split.model_parallel = True  # type: ignore[attr-defined]
     for norm_type, expected in ((2, (4 * world_size * 9 + 4 * 16) ** 0.5), (torch.inf, 4.0)):

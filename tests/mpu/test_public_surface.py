@@ -1,4 +1,4 @@
-"""The public names of `mpu`: those of 2019, those that were added later, and the old names that still work."""
+"""Test the public names of `mpu`: those of 2019, those that were added later, and the old names that still work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import mpu
 
 ROOT = Path(__file__).resolve().parents[2]
-# Megatron-LM 72c5f666b9 (2019), mpu/__init__.py.
+# These are the names in mpu/__init__.py of Megatron-LM 72c5f666b9 (2019).
 OF_2019 = set(
     (
         "vocab_parallel_cross_entropy broadcast_data clip_grad_norm destroy_model_parallel get_data_parallel_group "
@@ -45,7 +45,7 @@ def test_pages_and_programs_use_only_public_names_of_mpu() -> None:
 
 
 def test_packages_have_markers_for_type_checkers() -> None:
-    """PEP 561. `megatron` is shared with other packages, so its marker is one folder deeper."""
+    """PEP 561 asks for these files. `megatron` is shared with other packages, so its marker is one folder deeper."""
     assert all((ROOT / folder / "py.typed").exists() for folder in ("mpu", "data_utils", "megatron/gpt2"))
 
 

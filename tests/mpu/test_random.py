@@ -22,7 +22,7 @@ from tests.mpu.test_cross_entropy import MemoryCounter
 
 
 def draws(rank: int, world_size: int, model_parallel_size: int) -> tuple[list[float], list[float]]:
-    """Random numbers of this rank from the default generator and from the tracker."""
+    """Return random numbers of this rank from the default generator and from the tracker."""
     mpu.initialize_model_parallel(model_parallel_size)
     mpu.model_parallel_cuda_manual_seed(1234)
     shared = torch.rand(4).tolist()
@@ -32,7 +32,7 @@ def draws(rank: int, world_size: int, model_parallel_size: int) -> tuple[list[fl
 
 
 def test_which_random_numbers_ranks_share():
-    # ranks 0, 1 share layers; 0, 2 share data
+    # Ranks 0 and 1 share layers; ranks 0 and 2 share data.
     results = run_ranks(draws, 4, 2)
     (d0, t0), (d1, t1), (d2, t2), (d3, t3) = results
     assert d0 == d1 and d2 == d3, "hidden dropout is equal inside a model-parallel group"
@@ -103,7 +103,7 @@ def test_checkpoint_repeats_both_random_streams():
         assert torch.equal(a, b)
 
 
-ELEMENTS = 10_007  # a prime, so no number of ranks divides it
+ELEMENTS = 10_007  # It is a prime, so no number of ranks divides it.
 
 
 def block(x: Tensor, mask: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ def block(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def results(checkpoint: Callable[..., Any]) -> tuple[list[Tensor], int]:
-    """Output and gradient of three blocks, and the bytes that the last two save for backward."""
+    """Return the output and gradient of three blocks, and the bytes that the last two save for backward."""
     mpu.model_parallel_cuda_manual_seed(1)
     x = torch.linspace(-3, 3, ELEMENTS).requires_grad_()
     mask = torch.arange(ELEMENTS) % 7 > 0
@@ -125,7 +125,8 @@ def results(checkpoint: Callable[..., Any]) -> tuple[list[Tensor], int]:
 
 
 def split_arguments(rank: int, world_size: int) -> list[tuple[bool, int]]:
-    """For each way of saving: are the results equal to the plain checkpoint's, and how many bytes are saved?"""
+    """Return, for each way of saving, whether the results equal the plain checkpoint's, and how many bytes are
+    saved."""
     mpu.initialize_model_parallel(world_size)
     plain, whole = results(mpu.checkpoint)
     found = [(True, whole)]
@@ -145,13 +146,13 @@ def test_each_rank_saves_only_its_shard(ranks: int):
     part = -(-ELEMENTS // ranks)
     for whole, split, offloaded, by_default, on_host in run_ranks(split_arguments, ranks):
         assert all(same for same, _ in (split, offloaded, by_default))
-        # Saved: two inputs (the first also exists outside), two masks of one byte for each element (which exist
+        # Two inputs are saved (the first one also exists outside), two masks of one byte for each element (which exist
         # outside), and generator states.
         states = whole[1] - 4 * ELEMENTS
         assert 0 <= states < 30_000
         assert split[1] - states == by_default[1] - states == 2 * (4 + 1) * part
         assert on_host[1] == 3 * (4 + 1) * part
-        assert offloaded[1] - states >= 2 * (4 + 1) * part  # host memory counts here, because the device is the CPU
+        assert offloaded[1] - states >= 2 * (4 + 1) * part  # Host memory counts here, because the device is the CPU.
 
 
 @pytest.mark.parametrize("recompute", ["full", "none"])
@@ -162,7 +163,7 @@ def test_offloading_does_not_change_a_step(recompute: str, monkeypatch: pytest.M
     shape = replace(SHAPE, num_layers=4, hidden_dropout=0.1, attention_dropout=0.1)
 
     def two_passes(host: mpu.ActivationOffload | None) -> list[Tensor]:
-        """Losses and gradients of two forward passes. Both backward passes run after them, as in a pipeline."""
+        """Return losses and gradients of two forward passes. Both backward passes run after them, as in a pipeline."""
         offloaded_layers = 3 if recompute == "none" else 0
         layer = layer_config(shape, recompute_granularity=recompute, cpu_offloading_num_layers=offloaded_layers)
         model = GPT2Model(shape, layer, dropout_seed=1)

@@ -44,7 +44,7 @@ Plant = Callable[[Patch], object]
 DATA_PARALLEL = ("--micro-batch-size", "2")
 RECOMPUTED = (*DATA_PARALLEL, "--recompute-granularity", "full")
 MICRO_BATCHES = ("--micro-batch-size", "1", "--pipeline-model-parallel-size", "2")
-EOD_MASK = "--eod-mask-loss"  # changes the training
+EOD_MASK = "--eod-mask-loss"  # This flag changes the training.
 LAST = "gradient of transformer.final_layernorm.bias"
 
 
@@ -71,7 +71,7 @@ def in_trainer(plant: Callable[[Trainer, Patch], None]) -> Plant:
         original = Trainer.__init__
 
         def build(self: Trainer, **parts: Any) -> None:
-            patch.setattr(Trainer, "__init__", original)  # copies of the trainer are not changed again
+            patch.setattr(Trainer, "__init__", original)  # Copies of the trainer are not changed again.
             original(self, **parts)
             plant(self, patch)
 
@@ -100,7 +100,7 @@ def without_collectives(module: Any) -> Plant:
 
 
 class WrongGradient(torch.autograd.Function):
-    """The identity, with a gradient in which the part of the keys is lost. qkv: [s, b, n, 3, d]."""
+    """Return the input. In the gradient, the part of the keys is lost. qkv: [s, b, n, 3, d]."""
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ def untied(original: Any, self: MixedPrecisionOptimizer) -> None:
 
 
 def incomplete_all_reduce(original: Any, x: Tensor, *args: Any, **options: Any) -> Any:
-    """Leave the last elements out."""
+    """Let the all-reduce leave the last elements out."""
     last = x.flatten()[-8:].clone() if x.numel() > 8 else None
     work = original(x, *args, **options)
     if last is not None:
@@ -350,7 +350,7 @@ def waited(original: Any, self: BucketReducer, index: int) -> Any:
 
 
 def in_halves(original: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """A product as the sum of two, which have half of the inputs each."""
+    """Compute a product as the sum of two products, which have half of the inputs each."""
     half = weight.size(1) // 2
     return original(x[..., :half], weight[:, :half], bias) + original(x[..., half:], weight[:, half:])
 

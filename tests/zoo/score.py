@@ -33,7 +33,7 @@ STEPS = 2
 
 
 class Score(NamedTuple):
-    """What a tool prints about a change, empty if it finds nothing, and the seconds that it takes."""
+    """The output of a tool about a change, empty if it finds nothing, and the seconds that it takes."""
 
     tool: str
     finding: str
@@ -106,7 +106,7 @@ def score(names: Sequence[str], folder: Path) -> dict[str, list[Score]]:
 
 
 def tools_that_name(name: str, scores: Sequence[Score]) -> list[str]:
-    """Return the tools that print what is wrong; for a harmless change, those that print anything."""
+    """Return the tools that print what is wrong. For a harmless change, return those that print anything."""
     named = CHANGES[name].named
     return [
         tool for tool, text, _ in scores if text and (f", {named} (" if named and tool == "verify" else named) in text

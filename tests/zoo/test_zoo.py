@@ -1,4 +1,4 @@
-"""The tools name each bug of the zoo, and report none of the harmless changes."""
+"""Test that the tools name each bug of the zoo, and report none of the harmless changes."""
 
 from __future__ import annotations
 

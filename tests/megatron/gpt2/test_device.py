@@ -1,4 +1,5 @@
-"""Choice of device, precision, backend and threads, and their errors; the allocator; the peak FLOPS for MFU."""
+"""Test the choice of device, precision, backend and threads, and their errors; the allocator; the peak FLOPS for
+MFU."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def test_device(monkeypatch):
         ValueError, match="3 ranks on this machine but 2 visible GPUs.*--device cpu --distributed-backend gloo"
     ):
         on.choose_device("auto", RankInfo(0, 3, 0, 3), {})
-    gpus(monkeypatch, 1)  # each rank sees only its own GPU, as cuda:0
+    gpus(monkeypatch, 1)  # Each rank sees only its own GPU, as cuda:0.
     assert on.choose_device("cuda", RankInfo(1, 2, 1, 2), {"CUDA_VISIBLE_DEVICES": "1"})[0] == GPU
 
 
@@ -184,7 +185,7 @@ def test_allocator_ends_the_page_faults_of_large_tensors():
         [sys.executable, "-c", FAULTS], text=True, check=True, capture_output=True, timeout=240, env=clean
     )
     faults = [int(count) for count in done.stdout.split()]
-    assert faults[0] > 40 and faults[1] < 5  # huge pages would be 48
+    assert faults[0] > 40 and faults[1] < 5  # Huge pages would be 48.
 
 
 def cuda_variables(size: int, users: dict[str, str] | None = None, *, deterministic: bool = False) -> dict[str, str]:
@@ -250,7 +251,7 @@ def test_peak(monkeypatch):
     gpus(monkeypatch, 1)
     assert on.peak_flops(GPU, torch.bfloat16) == (989e12, "datasheet 989 TFLOP/s dense bf16 of NVIDIA H200")
     gpus(monkeypatch, 1, (7, 0), "Tesla V100-SXM2-16GB")
-    monkeypatch.setattr(on, "_measure_gemm_flops", lambda device, dtype: 1e13)  # where bf16 is emulated
+    monkeypatch.setattr(on, "_measure_gemm_flops", lambda device, dtype: 1e13)  # This device emulates bf16.
     assert on.peak_flops(GPU, torch.bfloat16)[0] == 1e13 and on.peak_flops(GPU, torch.float16)[0] == 125e12
 
 
@@ -259,4 +260,4 @@ def test_compile_without_a_compiler_is_a_one_line_error():
         ValueError, match="--compile needs a C.. compiler on a CPU, and no-such-compiler is not installed"
     ):
         on.require_compiler(CPU, {"CXX": "no-such-compiler"})
-    on.require_compiler(CPU, {"CXX": "python3"})  # any existing program is accepted
+    on.require_compiler(CPU, {"CXX": "python3"})  # Any existing program is accepted.

@@ -1,4 +1,4 @@
-"""Extensions are loaded only if their flag is given, and only then they must be installed."""
+"""Test that extensions are loaded only if their flag is given, and that only then they must be installed."""
 
 from __future__ import annotations
 

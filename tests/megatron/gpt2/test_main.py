@@ -1,4 +1,4 @@
-"""`gpt2 NAME`, `python -m megatron.gpt2 NAME`, gpt2-NAME and the files of tools/ run the same programs."""
+"""Test that `gpt2 NAME`, `python -m megatron.gpt2 NAME`, gpt2-NAME and the files of tools/ run the same programs."""
 
 from __future__ import annotations
 

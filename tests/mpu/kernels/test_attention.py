@@ -23,7 +23,8 @@ def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 def formula(qkv: Tensor, keep: Tensor | float) -> Tensor:
-    """[s, b, n, 3, d] -> [s, b, n·d]. keep: factor of the probabilities [b, n, s, s]."""
+    """Compute attention by the formula: [s, b, n, 3, d] -> [s, b, n·d]. keep: factor of the probabilities [b, n, s,
+    s]."""
     q, k, v = qkv.permute(3, 1, 2, 0, 4)
     scores = q @ k.transpose(-1, -2) / qkv.size(-1) ** 0.5
     later = torch.ones(qkv.size(0), qkv.size(0), dtype=torch.bool, device=qkv.device).triu(1)
@@ -46,7 +47,7 @@ def check_formula(attention: Callable[[Tensor], Tensor], s: int, d: int, keep: T
         with torch.no_grad():
             without = attention(x)
         for a, e in ((got, expected), (without, expected), *zip(d_got.unbind(3), d_expected.unbind(3), strict=True)):
-            if e.norm() > 0:  # the first token's softmax is constant: no gradient for its query and key
+            if e.norm() > 0:  # The first token's softmax is constant, so its query and key have no gradient.
                 assert (a.double() - e).norm() <= bound * e.norm(), (dtype, s)
 
 
@@ -57,7 +58,8 @@ def test_equals_the_formula(s: int, d: int, processor: None):
 
 
 def attention_mask(s: int, b: int, n: int, p: float, seeds: Tensor) -> Tensor:
-    """The mask [b, n, s, s], 0 or 1/(1 - p): with scores of 0 and one-hot values, each output is a probability."""
+    """Return the mask [b, n, s, s], 0 or 1/(1 - p). With scores of 0 and one-hot values, each output is a
+    probability."""
     columns = []
     for start in range(0, s, 64):
         qkv = torch.zeros(s, b, n, 3, 64)

@@ -12,7 +12,7 @@ from mpu.kernels import seeded_dropout
 from mpu.kernels.dropout import WORD, drop_threshold, keep_scale, random_draws, zero_dropped
 from mpu.random import POST_ATTENTION_DROPOUT, POST_MLP_DROPOUT
 
-# From Random123's known answers for philox4x64 with 10 rounds: counter, key, result.
+# These are Random123's known answers for philox4x64 with 10 rounds: counter, key, result.
 KNOWN = [
     ((0, 0, 0, 0), (0, 0), (0x16554D9ECA36314C, 0xDB20FE9D672D0FDC, 0xD7E772CEE186176B, 0x7E68B68AEC7BA23B)),
     (
@@ -24,7 +24,7 @@ KNOWN = [
 
 
 def philox(counter: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]:
-    """Four words, by the definition."""
+    """Return four words, computed by the definition."""
     (c0, c1, c2, c3), (k0, k1) = counter, key
     for _ in range(10):
         first, second = 0xD2E7470EE14C6C93 * c0, 0xCA5A826395121157 * c2
@@ -34,7 +34,7 @@ def philox(counter: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def draws_of_block(counter: tuple[int, ...], seed: int) -> list[int]:
-    """The 16 signed draws of a block, by the definition."""
+    """Return the 16 signed draws of a block, computed by the definition."""
     numbers = [word >> 16 * lane & 0xFFFF for word in philox(counter, (seed, 0)) for lane in range(4)]
     return [number - 65536 if number >= 32768 else number for number in numbers]
 
@@ -66,7 +66,7 @@ def seeds_of(samples: list[int], *, seed: int = 1, layer: int = 0) -> Tensor:
 def mask(
     seeds: Tensor, shape: tuple[int, int] = (64, 96), p: float = 0.5, location: int = POST_MLP_DROPOUT, first: int = 0
 ) -> Tensor:
-    """bool [s, b, h]: True if an element of a sample's [s, h] is dropped; its first position is `first`."""
+    """Return bool [s, b, h]: True if an element of a sample's [s, h] is dropped. Its first position is `first`."""
     ones = torch.ones(shape[0], len(seeds), shape[1])
     return seeded_dropout(ones, p, seeds, location, first) == 0
 

@@ -24,7 +24,7 @@ def on_each_processor(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_linear_without_gradient(dtype: torch.dtype, on_each_processor: None) -> None:
-    """For any number of rows, weights stored by row or by column, and each processor."""
+    """Test any number of rows, weights stored by row or by column, and each processor."""
     for rows in (1, 2, 4, 5, 8, 16, 17):
         x, weight, bias = torch.randn(rows, 1, 48), torch.randn(32, 48), torch.randn(32)
         for a in (weight.to(dtype), weight.to(dtype).t().contiguous().t()):

@@ -18,7 +18,7 @@ from megatron.gpt2.checkpoint.writer import ShardedTensor
 from megatron.gpt2.optimizer.param_and_grad_buffer import ParamShard
 from mpu import PartitionSpec
 
-VOCAB = 130  # padded to 256: at model-parallel size 4, the last rank has only padding
+VOCAB = 130  # It is padded to 256, so at model-parallel size 4 the last rank has only padding.
 SPECS = {
     "embedding": PartitionSpec((VOCAB, 8), 0, 256),
     "column": PartitionSpec((24, 8), 0),
@@ -72,7 +72,7 @@ def write(
 
 
 def save(folder: Path, iteration: int, tp_size: int = 2, seed: int | None = None, **options: Any) -> list[str]:
-    """Save a checkpoint with `tp_size` ranks, which are threads. Returns the log lines."""
+    """Save a checkpoint with `tp_size` ranks, which are threads. Return the log lines."""
     state = full_state(iteration if seed is None else seed)
     logged: list[str] = []
     chosen: dict[str, Any] = {"metadata": {"consumed_samples": iteration}, "log": logged.append, **options}
@@ -91,7 +91,7 @@ def assert_holds(checkpoint: NativeCheckpoint, seed: int) -> None:
 
 
 def find(folder: Path, **options: Any) -> tuple[int | None, str]:
-    """Return the iteration that `find_checkpoint` opens and its log lines. Checks the values."""
+    """Return the iteration that `find_checkpoint` opens and its log lines. This checks the values."""
     logged: list[str] = []
     checkpoint = find_checkpoint(folder, log=logged.append, **options)
     if checkpoint is not None:

@@ -50,7 +50,7 @@ class ParallelLayout(NamedTuple):
     data_parallel: int
     sharded: bool = False
     pipeline: int = 1
-    chunks: int = 1  # of layers per rank
+    chunks: int = 1  # number of chunks of layers per rank
 
     def __str__(self) -> str:
         stages = f"_pp{self.pipeline}" + f"v{self.chunks}" * (self.chunks > 1) if self.pipeline > 1 else ""
@@ -77,7 +77,7 @@ ALL = LAYOUTS + PIPELINES + EIGHT
 
 
 class FakeGroup(NamedTuple):
-    """The attributes of a process group that layers use when they are built."""
+    """Has the attributes of a process group that layers use when they are built."""
 
     own_rank: int
     ranks: int
@@ -98,7 +98,8 @@ class OneRankWork:
 
 
 def make_rank(layout: ParallelLayout, tp_rank: int, pp_rank: int, dp_rank: int, dtype: torch.dtype, muon: bool) -> Any:
-    """The attributes of a trainer that `checkpoint_files` and `load_checkpoint` use, for one rank of `layout`."""
+    """Return the attributes of a trainer that `checkpoint_files` and `load_checkpoint` use, for one rank of
+    `layout`."""
     group: Any = FakeGroup(tp_rank, layout.model_parallel)
     parallel = mpu.ParallelState(
         tensor_model_parallel_group=group,
@@ -142,7 +143,7 @@ def ranks_of(layout: ParallelLayout, dtype: torch.dtype, muon: bool = False) -> 
 
 
 def global_state(muon: bool = False) -> dict[tuple[str, str], Tensor]:
-    """Random global tensors without padding in float32, by kind and name. Muon's matrices have one moment."""
+    """Return random global tensors without padding in float32, by kind and name. Muon's matrices have one moment."""
     draw = torch.Generator().manual_seed(1)
     (rank,) = ranks_of(ParallelLayout(1, 1), torch.float32)
     shapes = {name: spec.global_shape for name, spec in mpu.partition_specs(rank.model).items()}
@@ -157,14 +158,14 @@ def global_state(muon: bool = False) -> dict[tuple[str, str], Tensor]:
 
 
 def own_part(name: str, whole: Tensor, rank: int, size: int, padding: float) -> Tensor:
-    """The shard of `rank`, computed without `PartitionSpec`, as a second implementation of the slicing rule."""
+    """Return the shard of `rank`, computed without `PartitionSpec`, as a second implementation of the slicing rule."""
     if name == "word_embeddings.weight":
         rows = PADDED[size] // size
         own = torch.full((rows, WIDTH), padding)
         true = whole[rank * rows : (rank + 1) * rows]
         own[: len(true)] = true
         return own
-    if "query_key_value" in name:  # query, key and value of a head are adjacent
+    if "query_key_value" in name:  # The query, key and value of a head are adjacent.
         heads = HEADS // size
         by_head = whole.view(HEADS, 3 * WIDTH // HEADS, *whole.shape[1:])
         return by_head[rank * heads : (rank + 1) * heads].flatten(0, 1)
@@ -196,7 +197,7 @@ def save(folder: Path, ranks: Iterable[Any]) -> None:
 
 
 def assert_loads(checkpoint: NativeCheckpoint, rank: Any, state: dict[tuple[str, str], Tensor]) -> int:
-    """Load into memory that is filled with NaN. Returns the number of master elements that the rank owns."""
+    """Load into memory that is filled with NaN. Return the number of master elements that the rank owns."""
     place = rank.parallel.tensor_model_parallel_rank, rank.parallel.tensor_model_parallel_size
     for values in (rank.buffer.params, *(s.values for s in rank.optimizer.state_shards())):
         values.fill_(torch.nan)
@@ -232,12 +233,12 @@ def assert_loads(checkpoint: NativeCheckpoint, rank: Any, state: dict[tuple[str,
 def saved(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[dict[ParallelLayout, Path], Any, torch.dtype, bool]]:
-    """The same state, saved under every layout."""
+    """Return the folders of the same state, saved under every layout."""
     state, folders = global_state(request.param[1]), {}
     for layout in ALL:
         ranks = ranks_of(layout, *request.param)
         for rank in ranks:
-            fill(rank, state, padding=torch.nan)  # the values in the padding must not be saved
+            fill(rank, state, padding=torch.nan)  # The values in the padding must not be saved.
         folders[layout] = tmp_path_factory.mktemp("layout")
         save(folders[layout], ranks)
     yield folders, state, *request.param
@@ -251,7 +252,7 @@ def test_opens_every_other_layout(saved: Any, target: ParallelLayout, monkeypatc
     ranks = ranks_of(target, dtype, muon)
     assert len(folders) == 22
     sources = BESIDE_EIGHT if target in EIGHT else LAYOUTS + PIPELINES + EIGHT * (target in BESIDE_EIGHT)
-    if dtype != torch.float32:  # float32 tests every pair, in the wide set
+    if dtype != torch.float32:  # float32 tests every pair, in the wide set.
         sources = sources[ALL.index(target) % 7 :: 7]
     in_memory = sum(
         parameter.numel()

@@ -1,4 +1,5 @@
-"""--async-save saves the state at the start of the save, and a run waits for the save in every way to end."""
+"""Test that --async-save saves the state at the start of the save, and that a run waits for the save however it
+ends."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ from tests.megatron.gpt2.train.training_runs import SMALL, write_text
 
 
 def saving(folder: Path, logged: list[str], **options: Any) -> Saver:
-    """A saver, by default of the only rank."""
+    """Make a saver, by default of the only rank."""
     return Saver(folder=folder, start_id="a", asynchronous=True, log=logged.append, **options)
 
 
@@ -39,7 +40,7 @@ def test_what_changes_after_the_save_began_is_not_saved(tmp_path: Path, monkeypa
     go = threading.Event()
 
     def slow(*arguments: Any) -> FileInfo:
-        assert go.wait(240)  # until `save` has returned
+        assert go.wait(240)  # The thread waits until `save` has returned.
         return write_safetensors(*arguments)
 
     monkeypatch.setattr(checkpointing, "write_safetensors", slow)
@@ -92,7 +93,7 @@ def test_a_rank_that_is_gone_is_not_waited_for_on_the_way_out(tmp_path: Path, mo
 def test_storage_that_does_not_answer_ends_the_run_on_every_rank(tmp_path: Path):
     s = saving(tmp_path, [])
     s.save(1, rank_files(full_state(1), 0, 1), {})
-    s.gather = lambda text: [text, "too slow"]  # the other rank's answer
+    s.gather = lambda text: [text, "too slow"]  # This is the other rank's answer.
     said = (
         f"the storage of --save {tmp_path} took longer than [0-9.]+ s .--save-timeout-minutes. for the files of rank 1"
     )
@@ -120,7 +121,7 @@ def test_the_process_ends_though_its_storage_does_not_answer(flags: list[str], p
 
 @pytest.fixture
 def flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Flags of a run that needs some time to write its files."""
+    """Return the flags of a run that needs some time to write its files."""
 
     def slow(*arguments: Any) -> FileInfo:
         time.sleep(0.2)

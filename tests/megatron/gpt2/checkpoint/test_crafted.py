@@ -48,7 +48,8 @@ Change = tuple[str, Any]  # the path to a value, as a text of keys and indices, 
 
 @pytest.fixture(scope="session")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A --save folder with one iteration: a matrix of 8 x 6 in two files of two ranks, each with half of the rows."""
+    """Make a --save folder with one iteration: a matrix of 8 x 6 in two files of two ranks, each with half of the
+    rows."""
     save = tmp_path_factory.mktemp("written") / "save"
     for rank in (1, 0):
         shard = ShardedTensor(WHOLE[4 * rank : 4 * rank + 4], (8, 6), (4 * rank, 0))
@@ -58,13 +59,13 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def newest(written: Path, tmp_path: Path) -> Path:
-    """A copy of the iteration that the test may change."""
+    """Return a copy of the iteration that the test may change."""
     return shutil.copytree(written, tmp_path / "save") / "iter_0000001"
 
 
 @pytest.fixture
 def oldest(newest: Path) -> Path:
-    """A copy of the same checkpoint in version 1."""
+    """Return a copy of the same checkpoint in version 1."""
     manifest = contents(newest)
     tables = [(newest / table).read_bytes() for table in manifest.pop("tables")]
     del manifest["held"], manifest["tensors"]["x"]["held"]
@@ -75,7 +76,7 @@ def oldest(newest: Path) -> Path:
 
 
 def contents(folder: Path) -> dict[str, Any]:
-    """The manifest without its hash."""
+    """Return the manifest without its hash."""
     manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_bytes())
     del manifest["sha256"]
     return manifest
@@ -100,7 +101,7 @@ def test_a_layout_with_the_key_until_0_3(newest: Path) -> None:
 
 
 def refused(folder: Path) -> str:
-    """Open, hash and read the checkpoint as a load does. Returns the line of the error."""
+    """Open, hash and read the checkpoint as a load does. Return the line of the error."""
 
     def read() -> None:
         checkpoint = find_checkpoint(folder.parent, log=lambda line: None)
@@ -130,7 +131,7 @@ def text(tensors: str = "", files: str = "", more: str = "") -> str:
 
 
 EMPTY, LONG = '{"dtype": "F32", "shape": [0]}', "x" * 10_000_000
-TEXTS: dict[str, Callable[[], str]] = {  # some have megabytes, so they are built only when a test uses them
+TEXTS: dict[str, Callable[[], str]] = {  # Some have megabytes, so each is built only when a test uses it.
     "nothing": lambda: "",
     "a list": lambda: "[" + text(),
     "nested lists": lambda: text(more='"x": ' + "[" * 100_000),
@@ -340,7 +341,7 @@ def test_pickles_are_not_executed(oldest: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(oldest)
     payload = pickle.dumps(Evil())
     pickle.loads(payload)
-    Path("executed").unlink()  # the payload would have worked
+    Path("executed").unlink()  # This shows that the payload would have worked.
     tracker = (oldest.parent / TRACKER).read_bytes()
     (oldest.parent / TRACKER).write_bytes(payload)
     checkpoint = find_checkpoint(oldest.parent, log=lambda line: None)
@@ -354,7 +355,7 @@ def test_pickles_are_not_executed(oldest: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def headers(header: bytes) -> Iterator[bytes]:
-    """Changed safetensors headers, with the bytes before them."""
+    """Return changed safetensors headers, with the bytes before them."""
     entry = header[header.index(b'"x"') : header.rindex(b"}")]
     for old, new in [
         (b"F32", b"I32"),
@@ -387,7 +388,7 @@ def test_headers_that_disagree(oldest: Path) -> None:
 # ------------------------------------------------------------------------------------------------------- metadata
 
 GREAT, MODEL = 1 << 40, "config model"
-# A path in the metadata, and invalid values for it. Each value is also replaced by values of other types.
+# Each case has a path in the metadata, and invalid values for it. Each value is also replaced by values of other types.
 PLACES: dict[str, list[Any]] = {
     "config": [{}],
     MODEL: [{}],

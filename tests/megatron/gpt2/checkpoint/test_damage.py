@@ -13,13 +13,13 @@ import pytest
 from megatron.gpt2.checkpoint.save_folder import TRACKER, find_checkpoint
 from tests.megatron.gpt2.checkpoint.saved_states import find, save
 
-OLDER, NEWER = 1, 3  # a flipped bit in the tracker changes one into the other
+OLDER, NEWER = 1, 3  # A flipped bit in the tracker file changes one into the other.
 FOLDERS = {iteration: f"iter_{iteration:07d}" for iteration in (OLDER, NEWER)}
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A --save folder with two checkpoints of two ranks."""
+    """Make a --save folder with two checkpoints of two ranks."""
     for iteration in FOLDERS:
         save(tmp_path / "save", iteration)
     return tmp_path / "save"
@@ -67,7 +67,7 @@ def test_no_damage_is_silent(folder: Path, name: str) -> None:
         shutil.copytree(good, folder)
         DAMAGES[name](folder / file)
         if "iteration" not in name:
-            iteration, logged = find(folder)  # checks the values
+            iteration, logged = find(folder)  # This checks the values.
             assert iteration == OLDER and (str(file) in logged or str(file.parent) in logged), (file, logged)
         shutil.rmtree(folder / FOLDERS[OLDER])
         with pytest.raises(ValueError, match=f"{folder}: holds no valid checkpoint: .*({file}|{file.parent})"):
@@ -78,16 +78,17 @@ def test_no_damage_is_silent(folder: Path, name: str) -> None:
 # ---------------------------------------------------------------------------------------------------------- trackers
 
 
-WORDS = b"abc release None -3 +3 3.0 3e0 0x3 0_3 1,3 {} iter_0000003 ../iter_0000003 700".split()  # 700: does not exist
+WORDS = b"abc release None -3 +3 3.0 3e0 0x3 0_3 1,3 {} iter_0000003 ../iter_0000003 700".split()  # 700 does not exist.
 GARBAGE = [*WORDS, b"", b"\n", b" ", b"1\n3", b"\0\0\0\0", b"\xff\xfe3\0", b"9" * 70, b"9" * 5_000_000]
-GARBAGE += [text.encode() for text in ("٣", "３", "\ufeff3")]  # digits of other scripts, a byte order mark
+# These are digits of other scripts, and a byte order mark.
+GARBAGE += [text.encode() for text in ("٣", "３", "\ufeff3")]
 LINKS = [TRACKER, "nowhere", FOLDERS[OLDER], "/dev/zero", "/dev/null"]
 
 
 def trackers(path: Path) -> Iterator[None]:
-    """Make each of the bad trackers."""
+    """Make each of the bad tracker files."""
     path.unlink()
-    yield  # missing
+    yield  # The file is missing.
     for data in GARBAGE:
         path.write_bytes(data)
         yield
@@ -96,7 +97,7 @@ def trackers(path: Path) -> Iterator[None]:
         path.symlink_to(target)
         yield
     makers: list[Callable[[Path], object]] = [os.mkfifo, Path.mkdir]
-    if os.getuid() != 0:  # root can read everything
+    if os.getuid() != 0:  # root can read everything.
         makers.append(lambda path: path.touch(mode=0))
     for make in makers:
         path.unlink()

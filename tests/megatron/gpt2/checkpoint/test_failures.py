@@ -1,4 +1,4 @@
-"""After a crash, an error or a full disk at any moment of a save, the earlier checkpoints still load."""
+"""Test that the earlier checkpoints still load after a crash, an error or a full disk at any moment of a save."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def save_until_it_fits(folder: str) -> None:
     state = {iteration: torch.randn(3000, generator=torch.Generator().manual_seed(iteration)) for iteration in (1, 2)}
 
     def save(iteration: int) -> list[str]:
-        """The error of each rank."""
+        """Return the error of each rank."""
         problems = []
         for rank in (1, 0):
             shards = {
@@ -151,7 +151,8 @@ def test_a_full_disk(tmp_path: Path) -> None:
         timeout=240,
     )
     assert run.returncode == 0, run.stderr
-    # In this order: file and table of the second rank, file and table of the first rank, manifest, tracker.
+    # The files are written in this order: file and table of the second rank, file and table of the first rank,
+    # manifest, tracker file.
     assert json.loads(run.stdout.splitlines()[-1]).keys() == {
         "model.safetensors",
         "rank_00001.jsonl",

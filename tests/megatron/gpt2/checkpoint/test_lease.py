@@ -1,4 +1,4 @@
-"""Only one run owns a --save folder, also on a file system without locks and after its network was cut."""
+"""Test that only one run owns a --save folder, also on a file system without locks and after its network was cut."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_one_owner(tmp_path: Path) -> None:
     with pytest.raises(FolderInUse, match=rf"--save {tmp_path} is in use by process {os.getpid()} on "):
         Lease(tmp_path)
     assert not save(first, 1)
-    first._released.set()  # as if its machine had stopped
+    first._released.set()  # This acts as if its machine had stopped.
     second = Lease(tmp_path)
     assert not save(second, 2)
     (warning,) = save(first, 3)
@@ -79,10 +79,11 @@ def test_one_owner(tmp_path: Path) -> None:
 def test_an_owner_that_stops_inside_a_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops_after: str, iteration: int
 ) -> None:
-    """The later owner takes the files away, so the commit of iteration 2 fails, and the tracker does not go back."""
+    """The later owner takes the files away, so the commit of iteration 2 fails, and the tracker file does not go
+    back."""
     first = Lease(tmp_path)
     assert not save(first, 1)
-    first._released.set()  # it stops, so its thread does not renew the lease
+    first._released.set()  # The owner stops, so its thread does not renew the lease.
     first._renewal.join()
     owners, check = [first], first.check
 

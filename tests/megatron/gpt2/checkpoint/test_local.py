@@ -24,12 +24,12 @@ from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import finish, start, steps, write_text
 
 HOSTS = ["a", "b", "c", "c"]
-ROWS = torch.arange(32.0).view(8, 4)  # two of each rank
+ROWS = torch.arange(32.0).view(8, 4)  # Each rank has two rows.
 
 
 def save_lose_and_assemble(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     logged: list[str] = []
-    own = Path(folder) / HOSTS[rank]  # represents the memory of this machine
+    own = Path(folder) / HOSTS[rank]  # This folder represents the memory of this machine.
     local = LocalCheckpoints(own / "abc", HOSTS, rank, dist.group.WORLD, "word", logged.append)
     saved, synced = [], list[str]()
     patch = pytest.MonkeyPatch()
@@ -43,7 +43,7 @@ def save_lose_and_assemble(rank: int, world_size: int, folder: str) -> dict[str,
     found["files"] = sorted(str(path.relative_to(own / "abc")) for path in own.rglob("*.safetensors"))
     dist.barrier()
     if rank == 0:
-        shutil.rmtree(Path(folder) / "b")  # a new machine replaces it
+        shutil.rmtree(Path(folder) / "b")  # A new machine replaces it.
         (Path(folder) / RUN_NAME_FILE).write_text("abc")
     port = [TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False) if rank == 0 else None]
     number = torch.tensor(port[0].port if port[0] else 0)
@@ -64,11 +64,11 @@ def save_lose_and_assemble(rank: int, world_size: int, folder: str) -> dict[str,
     ranks = RankInfo(rank, world_size, *place, rendezvous=rendezvous)
     at = assemble_local_checkpoint(folder, str(own), 2, ranks, logged.append)
     assert at is not None, logged
-    checkpoint = find_checkpoint(at, log=logged.append)  # without a warning
+    checkpoint = find_checkpoint(at, log=logged.append)  # There is no warning.
     assert checkpoint is not None and checkpoint.iteration == 3
     found |= {"w": checkpoint.read("w"), "at": checkpoint.metadata["at"], "said": logged}
     dist.init_process_group("gloo", store=PrefixStore("the end", store), rank=rank, world_size=world_size)
-    dist.barrier()  # rank 0 has the store
+    dist.barrier()  # Rank 0 has the store, so it must be the last one.
     return found
 
 
@@ -76,7 +76,7 @@ def test_a_machine_that_is_lost_gets_everything_from_the_others(tmp_path: Path) 
     found = run_ranks(save_lose_and_assemble, 4, str(tmp_path))
     assert all(one["saved"] == [True] * 3 and one["older"] is None for one in found)
     assert sum(one["synced"] for one in found) == 3 * (4 + 4), "the files of four ranks, and a copy of each"
-    # The last two checkpoints. Each machine has the files of its ranks and of the previous machine.
+    # These are the last two checkpoints. Each machine has the files of its ranks and of the previous machine.
     by_machine = {"a": (0, 2, 3), "b": (1, 0), "c": (2, 3, 1)}
     for host, one in zip(HOSTS, found, strict=True):
         assert one["files"] == sorted(

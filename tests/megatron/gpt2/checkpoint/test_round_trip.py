@@ -116,7 +116,7 @@ def test_random_generators_come_back(tmp_path: Path) -> None:
 
 
 def test_slices_that_overlap_and_leave_a_gap() -> None:
-    """They have the right total size."""
+    """The slices have the right total size."""
     for at in (0, 1):
         with pytest.raises(ValueError, match="overlap"):
             check_coverage("x", (4, 6), [TensorSlice((0, 0), (2, 6)), TensorSlice((at, 0), (2, 6))])
@@ -161,13 +161,13 @@ def test_boxes_of_more_than_one_manifest_holds(tmp_path: Path, monkeypatch: pyte
 
 # ---------------------------------------------------------------------------------------------------- version 1
 
-# Hash of names and values, computed by the program of version 1.
+# This is the hash of names and values that the program of version 1 computed.
 VALUES = "51a1e16ca887702a72ed94f9af38b9afabe8aa1833a34a7c5d594fceb6b8aea4"
 
 
 @pytest.fixture
 def version_1(tmp_path: Path) -> Path:
-    """A --save folder written by the program of version 1: 2 x 2 ranks with a sharded optimizer."""
+    """Return a --save folder that the program of version 1 has written: 2 x 2 ranks with a sharded optimizer."""
     shutil.unpack_archive(Path(__file__).parent / "version_1.tar.gz", tmp_path / "version_1", filter="data")
     return tmp_path / "version_1"
 

@@ -92,7 +92,7 @@ def test_tracker_that_names_a_missing_iteration(tmp_path: Path) -> None:
 
 
 class ThreadRanks:
-    """A `gather` for ranks that are threads."""
+    """Provides a `gather` for ranks that are threads."""
 
     def __init__(self, size: int) -> None:
         self.values, self.barrier = [""] * size, threading.Barrier(size, timeout=240)
@@ -177,7 +177,8 @@ def test_keep_last(tmp_path: Path) -> None:
     assert list_iterations(tmp_path) == ["100", "200", "300"]
     save(tmp_path, 400, keep_last=2)
     assert list_iterations(tmp_path) == ["300", "400"]
-    # Back at 300: newer iterations and folders renamed to .old-N belong to an earlier course of the run and stay.
+    # The run goes back to 300. Newer iterations and folders renamed to .old-N belong to an earlier course of the run
+    # and stay.
     (tmp_path / TRACKER).write_text("300")
     shutil.rmtree(tmp_path / "iter_0000300" / "mp_rank_01")
     assert "now" in "".join(save(tmp_path, 300, keep_last=1, seed=5))
@@ -209,7 +210,7 @@ def test_a_crash_or_an_error_while_older_ones_are_removed(tmp_path: Path, monkey
 
 
 def best(folder: str) -> tuple[int, float, list[str]]:
-    """The iteration in best/, its loss, and all checkpoints there."""
+    """Return the iteration in best/, its loss, and all checkpoints of the folder."""
     found = find_checkpoint(f"{folder}/save/best", log=print)
     assert found is not None and found.verify() == ""
     return found.iteration, found.metadata["valid_loss"], sorted(path.name for path in found.path.parent.glob("i*"))
@@ -227,9 +228,9 @@ def losses(rank: int, world_size: int, folder: str) -> list[tuple[int, float, li
             trainer.checkpoints.save_if_best(loss if rank == 0 else math.inf)
             trainer.checkpoints.finish()
             seen.append((0, 0.0, list[str]()) if math.isnan(loss) else best(folder))
-        assert trainer.checkpoints.saved_iteration is None  # only best/ was saved
+        assert trainer.checkpoints.saved_iteration is None  # Only best/ was saved.
         trainer.checkpoints.save()
-        trainer.checkpoints.finish()  # on all ranks
+        trainer.checkpoints.finish()  # All ranks call this.
         finish(trainer)
     data, logged = trainer.data.splits.fingerprint, list[str]()
     assert best_loss(Path(folder, "save/best"), data, logged.append) == 2.4
@@ -253,7 +254,7 @@ def test_a_run_with_its_best_checkpoint_to_the_end(work: Path, capfd: pytest.Cap
     flags = [*FLAGS, *words.split()]
     assert pretrain_gpt2.main([*flags, "--train-iters", "5"]) == 0
     assert "saved run/best/iter_0000002" in capfd.readouterr().out
-    # best/ can be loaded and resumed from, but a run cannot save into it.
+    # A run can load and continue best/, but cannot save into it.
     assert pretrain_gpt2.main(["--load", "run/best", "--train-iters", "9"]) == 2
     assert "--save run/best is where the run in run keeps its best checkpoint" in capfd.readouterr().err
     assert pretrain_gpt2.main(["--load", "run/best", "--train-iters", "7", "--save", "on"]) == 0

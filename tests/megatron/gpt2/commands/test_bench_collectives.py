@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def check_the_ring(rank: int, world_size: int) -> None:
-    """The ring gives the sum of the backend's all_reduce, with equal bits on all ranks."""
+    """Check that the ring gives the sum of the backend's all_reduce, with equal bits on all ranks."""
     for count in (1, 2, 3, 5, 7, 64, 4099):
         for dtype in (torch.float32, torch.float64, torch.int64):
             generator = torch.Generator().manual_seed(1000 * rank + count)
@@ -35,12 +35,12 @@ def check_the_ring(rank: int, world_size: int) -> None:
             assert difference <= {torch.int64: 0, torch.float32: 1e-6}.get(dtype, 1e-14), (count, dtype)
             assert all(torch.equal(other, tensor) for other in bench.gather_objects(tensor)), "ranks differ"
     square = torch.full((33, 5), rank + 1.0)
-    bench.ring_all_reduce(square)  # any shape
+    bench.ring_all_reduce(square)  # The tensor may have any shape.
     assert torch.equal(square, torch.full((33, 5), world_size * (world_size + 1) / 2))
 
 
 def run_bench(folder: Path, *flags: str) -> tuple[int, dict[str, Any]]:
-    """Measure in this process group; return the exit code and the record of rank 0."""
+    """Measure in this process group. Return the exit code and the record of rank 0."""
     options = bench.parse_args(["--iters", "2", "--output", str(folder), *flags])
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         code = bench.measure_all(options, CPU, "a test")
@@ -50,7 +50,7 @@ def run_bench(folder: Path, *flags: str) -> tuple[int, dict[str, Any]]:
 
 
 def measure_everything(rank: int, world_size: int, folder: Path) -> None:
-    """Measure all operations at some sizes and dtypes; then a missing, a late and a wrong one."""
+    """Measure all operations at some sizes and dtypes, and then a missing, a late and a wrong one."""
     check_the_ring(rank, world_size)
     subgroups = {"all_reduce_halves", "all_reduce_across"} if world_size < 4 or world_size % 2 else set()
     for dtype, least, most, count in (("fp32", "1K", "16K", 3), ("bf16", "1001", "1001", 1), ("fp16", "2", "2", 1)):
@@ -81,7 +81,8 @@ def measure_everything(rank: int, world_size: int, folder: Path) -> None:
     refusal = "not offered by gloo for fp32 of 1K: RuntimeError: no such thing here"
     assert record["missing"] == [{"operation": "reduce", "reason": refusal}]
     late = bench.parse_args(["--min-bytes", "64"])
-    with pytest.raises(bench.SkipOperation, match="64 and above: .*--limit"):  # rank 0's clock decides for all
+    # The clock of rank 0 decides for all ranks.
+    with pytest.raises(bench.SkipOperation, match="64 and above: .*--limit"):
         deadline = 0.0 if rank == 0 else float("inf")
         next(bench.measure_sizes("barrier", bench.make_groups(), CPU, late, deadline))
     bench.OPERATIONS["broadcast"] = bench.OPERATIONS["broadcast"]._replace(run=lambda group, x, y: None)
@@ -113,7 +114,7 @@ def test_slow_pairs_and_ranks_are_named() -> None:
     for n, slow, named in (
         (4, [], []),
         (4, [(0, 3)], ["SLOW: rank 0 on a to rank 3 on b: 4.000 GB/s"]),
-        (5, around_two, ["SLOW: rank 2 on b, in most of its pairs"]),  # only this rank is reported
+        (5, around_two, ["SLOW: rank 2 on b, in most of its pairs"]),  # Only this rank is reported.
     ):
         bandwidth = 10.0 - 10.0 * torch.eye(n, dtype=torch.float64)
         for pair in slow:

@@ -41,7 +41,7 @@ def flags(path: str | Path, prefix: str | Path) -> str:
 
 
 def test_a_megatron_command_line(tmp_path: Path, test_data: Path) -> None:
-    """The command line of Megatron's README."""
+    """The command line is that of Megatron's README."""
     shutil.copy(test_data / "lambada" / "lambada_test.jsonl", tmp_path / "my-corpus.json")
     vocab, merges = (str(test_data / "gpt2" / name) for name in ("encoder.json", "vocab.bpe"))
     done = run(
@@ -60,11 +60,11 @@ def test_a_megatron_command_line(tmp_path: Path, test_data: Path) -> None:
 
 
 def test_killed_at_any_moment_and_started_again(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", 40_000)  # about 42 MB: five shards
+    path = write(tmp_path / "a.jsonl", 40_000)  # about 42 MB, which are five shards
     assert run("preprocess_data", flags(path, tmp_path / "whole")).returncode == 0
     line = f"{sys.executable} {ROOT}/tools/preprocess_data.py {flags(path, tmp_path / 'out')} --workers 2"
     kept = 0
-    for _ in range(2):  # each time after one more complete shard
+    for _ in range(2):  # Each run ends after one more complete shard.
         process = subprocess.Popen(line.split(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         while process.poll() is None and len(list(tmp_path.glob("out.shards/?????.json"))) <= kept:
             time.sleep(0.002)
@@ -85,7 +85,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
     continues."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    path = write(tmp_path / "a.jsonl", 20_000)  # 21 MB: 2 shards, 42 MB of tokens in each of two copies
+    path = write(tmp_path / "a.jsonl", 20_000)  # 21 MB, which are 2 shards with 42 MB of tokens in each of two copies
     mounted = f"mount -t tmpfs -o size=100m tmpfs {disk} && "
     alone = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
     if not shutil.which("unshare") or subprocess.run([*alone, mounted + "true"], capture_output=True).returncode:
@@ -97,7 +97,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 
 def fill_up(path: str, disk: str) -> None:
-    """Run in a separate mount namespace, with less and less ballast on a disk of 100 MB."""
+    """Run in a separate mount namespace, with less and less free space on a disk of 100 MB."""
     unchecked = (
         "import sys; sys.argv = sys.argv[1:]; import data_utils.preprocessing as p; "
         "p._check_disk_space = lambda *_: None; import runpy; runpy.run_path(sys.argv[0], run_name='__main__')"
@@ -154,7 +154,7 @@ def test_every_flipped_bit_is_found(prefix: str, capsys: pytest.CaptureFixture[s
             path.write_bytes(flipped)
             try:
                 found = inspect.main([prefix, "--verify"]) == 1 and "DAMAGED" in capsys.readouterr().out
-            except ValueError as error:  # refused at opening
+            except ValueError as error:  # The file is refused when it is opened.
                 found = "is damaged" in str(error)
             assert found, (suffix, place)
         path.write_bytes(whole[:-2])

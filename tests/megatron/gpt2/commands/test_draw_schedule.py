@@ -21,7 +21,8 @@ def test_the_figures_are_what_the_printed_commands_draw(
     monkeypatch.chdir(tmp_path)
     main(shlex.split(flags))
     drawn, figure = ((folder / name).read_text(encoding="utf-8") for folder in (tmp_path, ROOT / "docs" / "figures"))
-    assert BARS.findall(drawn) == BARS.findall(figure) and len(BARS.findall(drawn)) > 60  # each bar, and its words
+    # The test compares each bar and its words.
+    assert BARS.findall(drawn) == BARS.findall(figure) and len(BARS.findall(drawn)) > 60
     assert f"../figures/{name})" in PAGE
 
 
@@ -58,7 +59,7 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str]):
 
 
 def test_stages_of_unlike_lengths(capsys: pytest.CaptureFixture[str]):
-    """Six layers on four ranks are 1, 2, 2 and 1."""
+    """Six layers are distributed over four ranks as 1, 2, 2 and 1."""
     lines = run_and_print(capsys, "--pipeline-model-parallel-size 4 --micro-batches 1 --num-layers 6 --times 3,3,3")
     assert lines[2:6] == [
         "rank 0  F0|.............................................B0===|",

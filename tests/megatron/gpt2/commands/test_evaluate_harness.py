@@ -1,4 +1,4 @@
-"""lm-eval gets from our model what it gets from transformers with the exported one."""
+"""Test that lm-eval gets the same results from our model as from transformers with the exported model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.megatron.gpt2.train.training_runs import finish, start
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval, the extra [eval], is not installed")
 
-# One task of each kind of request: multiple choice (loglikelihood), rolling, generate_until.
+# There is one task of each kind of request: multiple choice (loglikelihood), rolling, generate_until.
 TASKS: dict[str, dict[str, Any]] = {
     "choice": {
         "output_type": "multiple_choice",
@@ -62,7 +62,7 @@ def folder(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     (folder / "docs.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in docs))
     (folder / "tasks").mkdir()
     for name, task in TASKS.items():
-        # JSON is YAML
+        # JSON is also valid YAML.
         (folder / "tasks" / f"{name}.yaml").write_text(
             json.dumps(
                 {
@@ -77,7 +77,7 @@ def folder(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
-@functools.cache  # a model name can be registered once
+@functools.cache  # A model name can be registered only once.
 def program() -> dict[str, Any]:
     """Return the names in the tool. Its TaskManager has only our tasks, because reading all 14,000 files takes
     seconds."""

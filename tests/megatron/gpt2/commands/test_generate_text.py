@@ -160,7 +160,7 @@ def test_a_terminal(saved: Path, ranks: str) -> None:
 
     def first() -> None:
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a background process of a shell ignores it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # A background process of a shell ignores this signal.
 
     main_end, end = pty.openpty()
     line = f"tools/generate_text.py --load {saved} --top-k 1 --max-new-tokens 100000000 --nproc-per-node {ranks}"
@@ -187,7 +187,7 @@ def test_a_terminal(saved: Path, ranks: str) -> None:
 
     try:
         wait_for(rb"prompt> ")
-        os.write(main_end, b"Obce\x1b[D\x1b[D\x7fn\r")  # two times left, backspace, the right letter
+        os.write(main_end, b"Obce\x1b[D\x1b[D\x7fn\r")  # The keys are twice left, backspace, and the right letter.
         wait_for(rb"\nOnce.")
         os.write(main_end, b"\x03")
         wait_for(rb"prompt> ")
@@ -196,7 +196,7 @@ def test_a_terminal(saved: Path, ranks: str) -> None:
         os.write(main_end, b"\x03")
         wait_for(rb"prompt> ")
         code = None
-        for _ in range(3):  # Python's readline may miss one while it draws the prompt
+        for _ in range(3):  # Python's readline may miss one while it draws the prompt.
             time.sleep(0.3)
             os.write(main_end, b"\x03")
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -210,7 +210,7 @@ def test_a_terminal(saved: Path, ranks: str) -> None:
 
 def answers_of_a_rank(rank: int, world_size: int, saved: str, file: str, port: str) -> int:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    dist.destroy_process_group()  # the program makes a new one
+    dist.destroy_process_group()  # The program makes a new group.
     line = (
         f"--load {saved} --max-new-tokens 40 --sample-input-file {file} --sample-output-file {file}.answers --top-k 50"
     )

@@ -1,4 +1,5 @@
-"""`tools/reproduce.py` compares losses with published ones and with the exact entropy of examples/grammar.py."""
+"""Test that `tools/reproduce.py` compares losses with published ones and with the exact entropy of
+examples/grammar.py."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def test_published_losses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_loss_near_the_entropy(tmp_path: Path) -> None:
     assert main([save_losses(tmp_path, {100: 0.9, 400: 0.42}), "--entropy", "0.3988"]) == 0
-    for wrong in (0.39, 0.45):  # below the entropy, the model has seen its targets
+    for wrong in (0.39, 0.45):  # Below the entropy, the model has seen its targets.
         assert main([save_losses(tmp_path, {400: wrong}), "--entropy", "0.3988"]) == 1
 
 
@@ -64,7 +65,7 @@ def test_the_entropy_is_that_of_all_sentences(grammar: ModuleType) -> None:
             for word in rule.split():
                 nexts = texts(word) if word in grammar.GRAMMAR else {f"{word} ": 1.0}
                 made = {text + more: p * q for text, p in made.items() for more, q in nexts.items()}
-            found.update(made)  # adds the probabilities of a text with several derivations
+            found.update(made)  # This adds the probabilities of a text with several derivations.
         return found
 
     sentences = texts("SENTENCE")

@@ -136,7 +136,7 @@ def test_spellings_of_2019_and_today(line, key, value):
     arguments = read(line)
     section, name = key.split(".")
     assert getattr(getattr(arguments.config, section), name) == value and key in arguments.given
-    assert arguments.notes or line == "--override-opt_param-scheduler"  # an underscore needs no note
+    assert arguments.notes or line == "--override-opt_param-scheduler"  # An underscore needs no note.
 
 
 def test_an_explicit_value_wins_over_a_translated_flag():
@@ -335,12 +335,13 @@ def test_without_a_model_the_run_of_the_checkpoint_continues():
 
 
 def test_min_lr_of_a_preset_scales_with_lr():
-    assert read("--lr 1e-4").config.optimizer.min_lr == pytest.approx(5e-6)  # a twentieth, as in the quickstart
+    # This is a twentieth, as in the quickstart.
+    assert read("--lr 1e-4").config.optimizer.min_lr == pytest.approx(5e-6)
     assert read("--lr 1e-4 --min-lr 1e-6").config.optimizer.min_lr == 1e-6
 
 
 def test_a_run_may_be_invalid_until_the_checkpoint_is_merged():
-    arguments = read("--load x --num-attention-heads 12")  # 1024 is not divisible by 12
+    arguments = read("--load x --num-attention-heads 12")  # 1024 is not divisible by 12.
     assert arguments.checkpoint.load == "x"
     wide = saved("--hidden-size 768 --num-attention-heads 12")
     assert merge_checkpoint(arguments, wide).config.model.hidden_size == 768
@@ -469,7 +470,8 @@ def test_batch_size_schedules(flags: str, stages: tuple[tuple[int, int], ...]):
             "--step-batch-size-schedule 0:4 1B:6: a batch of 6 is not divisible by ",
         ),
         ("--step-batch-size-schedule 0:x", "--step-batch-size-schedule 0:x: 0:x is not a valid next TOKENS:SIZE"),
-        ("--step-batch-size-schedule 0:4 31:8", "31:8 is not a valid next TOKENS:SIZE"),  # the same sample
+        # Both pairs are at the same sample.
+        ("--step-batch-size-schedule 0:4 31:8", "31:8 is not a valid next TOKENS:SIZE"),
         ("--step-batch-size-schedule 0:4 inf:8", "inf:8 is not a valid next TOKENS:SIZE"),
         ("--step-batch-size-schedule 1B:4", "1B:4: the first TOKENS must be 0, and sizes must not fall"),
         ("--step-batch-size-schedule 0:8 1B:4", "0:8 1B:4: the first TOKENS must be 0, and sizes must not fall"),

@@ -175,7 +175,7 @@ def test_the_page_of_flags_is_up_to_date(capsys: pytest.CaptureFixture[str]):
     )
 
 
-# The most common keys in DeepSpeed's own examples and documentation.
+# These are the most common keys in DeepSpeed's own examples and documentation.
 WHOLE: dict[str, Any] = {
     "train_batch_size": 32,
     "train_micro_batch_size_per_gpu": 4,

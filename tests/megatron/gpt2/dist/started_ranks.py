@@ -43,7 +43,7 @@ def _run(
 
 
 class StartedRank:
-    """A running process of `program`. before: called in it first, while it has no threads."""
+    """A running process of `program`. before: a function that is called in it first, while it has no threads."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class StartedRank:
         self.process.start()
 
     def end(self, timeout: float = 240) -> tuple[int | None, str]:
-        """Return exit code and output. The exit code is None if the process hung and was killed."""
+        """Return the exit code and the output. The exit code is None if the process hung and was killed."""
         self.process.join(timeout)
         code = self.process.exitcode
         self.process.kill()
@@ -70,7 +70,7 @@ class StartedRank:
 
 
 def flags(folder: Path) -> list[str]:
-    """Flags of a run with five steps of four samples on the text in `folder`."""
+    """Return the flags of a run with five steps of four samples on the text in `folder`."""
     shape = (
         "--num-layers 1 --hidden-size 32 --micro-batch-size 1 --global-batch-size 4 --log-interval 1 --exit-interval 5"
     )

@@ -40,13 +40,13 @@ for task in "${tasks[@]}"; do wait "$task" || exit; done
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("launchers")
-    os.utime(write_text(folder), (1e9, 1e9))  # an old time: a new file would be hashed again by each rank
+    os.utime(write_text(folder), (1e9, 1e9))  # The time is old, because each rank would hash a new file again.
     return folder
 
 
 @pytest.fixture(scope="module")
 def single(folder: Path) -> list[float]:
-    """Losses of a run with one process."""
+    """Return the losses of a run with one process."""
     code, output = StartedRank(folder, ["--save", f"{folder}/single"], {}).end()
     assert code == 0, output
     found = losses(folder / "single")
@@ -73,13 +73,13 @@ def test_by_hand(folder: Path, single: list[float], scheme: str) -> None:
         ]
     )
     assert losses(save) == pytest.approx(single, rel=1e-5)
-    # The local ranks are from the rendezvous: no launcher gives them.
+    # The local ranks are decided by the rendezvous, because no launcher gives them.
     assert f"host {os.uname().nodename}: ranks 0-1 of 2 on cpu (1 thread each)\n" in outputs[1]
     assert outputs[0] == "" and not path.exists()
 
 
 def program(folder: Path, *command: str, **variables: str) -> subprocess.Popen[bytes]:
-    """Start a process whose output goes to `folder`/output."""
+    """Start a process whose output goes to the file `output` in `folder`."""
     environ = {
         **clean_environment(),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -121,7 +121,7 @@ def test_srun(python: WarmPython, folder: Path, single: list[float]) -> None:
         assert output.splitlines().count(line) == 1, output
 
 
-# With a GPU, ranks are spawned instead of forked.
+# If there is a GPU, ranks are spawned instead of forked.
 WITH_CUDA = (
     "import sys, torch; from megatron.gpt2.commands.pretrain_gpt2 import main\n"
     "torch.cuda.device_count = lambda: 2\nsys.exit(main(sys.argv[1:]))"
@@ -150,7 +150,7 @@ def test_torch_multiprocessing(folder: Path, single: list[float], way: str, how:
         children = [child for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
     assert len(children) == 2
     if way == "Ctrl-C":
-        for process in (pid, *children):  # like a terminal
+        for process in (pid, *children):  # A terminal also sends the signal to all of them.
             os.kill(process, signal.SIGINT)
     else:
         os.kill(*((pid, signal.SIGTERM) if way == "SIGTERM" else (children[1], signal.SIGKILL)))
@@ -168,7 +168,7 @@ def test_torch_multiprocessing(folder: Path, single: list[float], way: str, how:
 
 
 def as_on_a_mac() -> None:
-    """Remove what only Linux and glibc have: /proc, /sys, and some functions of `os`."""
+    """Remove everything that only Linux and glibc have: /proc, /sys, and some functions of `os`."""
 
     def without(real: Callable[..., Any]) -> Callable[..., Any]:
         def function(path: Any, *args: Any, **options: Any) -> Any:
@@ -186,7 +186,7 @@ def as_on_a_mac() -> None:
 
 
 def test_without_linux(folder: Path, single: list[float]) -> None:
-    """A simulation of macOS."""
+    """The test simulates macOS."""
     save, place = folder / "mac", f"tcp://localhost:{free_port()}"
     words = f"--save {save} --world-size 2 --init-method {place} --rank".split()
     outputs = finish([StartedRank(folder, [*words, str(rank)], {}, before=as_on_a_mac) for rank in range(2)])

@@ -1,4 +1,4 @@
-"""Rank and rendezvous address from flags or from a launcher's variables; Slurm's host lists."""
+"""Test rank and rendezvous address from flags or from a launcher's variables, and Slurm's host lists."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ STEP = {
     "SLURMD_NODENAME": "node004",
     "SLURM_STEP_NODELIST": "node[003-004]",
 }
-SCRIPT = {name: value for name, value in STEP.items() if "STEP" not in name}  # in a batch script
+SCRIPT = {name: value for name, value in STEP.items() if "STEP" not in name}  # A batch script has these variables.
 BY_HAND = "--rank 1 --world-size=3 --init-method tcp://node1:6000"
 
 
@@ -69,7 +69,7 @@ def test_the_first_launcher_wins() -> None:
 def test_by_hand() -> None:
     found, words = read_launch(["--lr", "1", *BY_HAND.split(), "--init_timeout", "7", "--prompt", "a_b"], {})
     expected = Launch(1, 3, init_method="tcp://node1:6000", timeout=7.0, host=socket.gethostname())
-    assert found == expected and words == ["--lr", "1", "--prompt", "a_b"]  # which others read
+    assert found == expected and words == ["--lr", "1", "--prompt", "a_b"]  # Other code reads these flags.
 
 
 def test_torchrun_keeps_the_store() -> None:
@@ -102,7 +102,7 @@ def test_slurm_step() -> None:
     assert launch({**STEP, "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "2"}).rank_info() == RankInfo(
         5, 7, 1, 2
     )
-    # One of both says how many tasks there are.
+    # One of the two variables says how many tasks there are.
     for name in ("SLURM_NTASKS", "SLURM_STEP_TASKS_PER_NODE"):
         without = {key: value for key, value in STEP.items() if key != name}
         assert (launch(without).rank, launch(without).world_size) == (5, 7)
@@ -165,7 +165,7 @@ def test_errors_of_launch_settings(argv: str, environ: dict[str, str], message: 
     ("flags", "gpus", "starts"),
     [
         ("--nproc-per-node 4", 0, 4),
-        ("--nproc_per_node=1", 0, 0),  # this process is the rank
+        ("--nproc_per_node=1", 0, 0),  # This process is the rank.
         ("--nproc-per-node 0", 0, 2),
         ("--nproc-per-node 0", 1, 0),
         ("--nproc-per-node 0", 8, 8),

@@ -1,4 +1,5 @@
-"""Rendezvous of ranks that are threads of one process; missing or repeated ranks and old files are one-line errors."""
+"""Test the rendezvous of ranks that are threads of one process. Missing or repeated ranks and old files give one
+line."""
 
 from __future__ import annotations
 
@@ -46,13 +47,13 @@ from tests.distributed import CONTEXT
 from tests.megatron.gpt2.dist.started_ranks import StartedRank, free_port
 from tests.megatron.gpt2.test_device import gpus
 
-PAIR = [RankInfo(0, 2, 0, 2), RankInfo(1, 2, 1, 2)]  # on one machine
+PAIR = [RankInfo(0, 2, 0, 2), RankInfo(1, 2, 1, 2)]  # Both ranks are on one machine.
 
 
 def make_launches(
     world_size: int, hosts: str, where: str = "", *, timeout: float = 60.0, slurm: str = "", first: int = 0
 ) -> list[Launch]:
-    """Return a launch for each of the `hosts`, from rank `first` on. slurm: hosts of all ranks in Slurm's list."""
+    """Return a launch for each of the `hosts`, from rank `first` on. slurm: the hosts of all ranks in Slurm's list."""
     where = where or f"tcp://localhost:{free_port()}"
     return [
         Launch(rank, world_size, init_method=where, host=host, timeout=timeout, hosts=tuple(slurm))
@@ -108,7 +109,7 @@ def test_rendezvous_over_ipv6_and_ipv4() -> None:
 
 
 def test_a_file_of_an_earlier_run(tmp_path: Path) -> None:
-    """Rank 0 overwrites the file, the others retry until then, and the file is removed."""
+    """Rank 0 overwrites the file, the other ranks retry until then, and the file is removed."""
     card = tmp_path / "card"
     for text in ("", f"a {free_port()}\n", "something else\n"):
         if text:
@@ -122,7 +123,7 @@ def test_a_file_of_an_earlier_run(tmp_path: Path) -> None:
 def test_missing_ranks_are_named_with_the_hosts_of_slurm() -> None:
     came = join_all(make_launches(4, "aa", slurm="aabb", timeout=1))
     assert came == ["ranks 2-3 (b) of 4 did not join within 1 s (--init-timeout); ranks 0-1 (a) did"] * 2
-    assert "ranks 2-3 of 4" in join_all(make_launches(4, "cc", slurm="aabb", timeout=1))[0]  # the list does not match
+    assert "ranks 2-3 of 4" in join_all(make_launches(4, "cc", slurm="aabb", timeout=1))[0]  # The list does not match.
     launch = Launch(0, 4, (0, 2), init_method=f"tcp://localhost:{free_port()}", host="a", ranks_to_start=2, timeout=1)
     with pytest.raises(MissingRanksError, match=r"ranks 2-3 of 4 did not join within 1 s \(.*\); ranks 0-1 \(a\) did"):
         start_ranks(lambda words: 0, [], launch)
@@ -189,7 +190,8 @@ def serve(port: int) -> None:
 
 
 def test_a_store_that_stops_to_answer(tmp_path: Path) -> None:
-    """Its connections stay open. A wait of a rank ends at its time-out, and a signal ends the wait of a launcher."""
+    """The connections of the store stay open. A wait of a rank ends at its time-out, and a signal ends the wait of a
+    launcher."""
     port = free_port()
     server = CONTEXT.Process(target=serve, args=(port,), daemon=True)
     server.start()
@@ -228,7 +230,8 @@ def test_ranks_that_contradict_each_other() -> None:
     twice = join_all([*first, *make_launches(3, "b", first[0].init_method, first=1)])
     assert set(twice) <= {f"rank 1 was started twice, the second time on {host}" for host in "ab"}
     first = make_launches(2, "a")
-    found = join_all([*first, *make_launches(3, "b", first[0].init_method, first=1)])  # the second rank finds it
+    # The second rank finds the store.
+    found = join_all([*first, *make_launches(3, "b", first[0].init_method, first=1)])
     said = [
         f"rank {rank} ({host}) has world size {size}, but the first rank has {5 - size}: all ranks need the same "
         "world size"
@@ -256,7 +259,8 @@ def test_each_rank_needs_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "the CPU with --device cpu --distributed-backend gloo"
     )
     assert chosen("auto", "pqrr") == [f"ranks 2-3 (b) use the same GPU (UUID r){way_out}"] * 4
-    assert chosen("cuda", "pqrp") == [f"ranks 0 (a) and 3 (b) use the same GPU (UUID p){way_out}"] * 4  # two containers
+    # These are two containers.
+    assert chosen("cuda", "pqrp") == [f"ranks 0 (a) and 3 (b) use the same GPU (UUID p){way_out}"] * 4
 
 
 def test_too_many_or_too_few_elastic_ranks(capfd: pytest.CaptureFixture[str]) -> None:
@@ -362,7 +366,7 @@ def test_a_gloo_interface_that_does_not_exist() -> None:
 
 
 def test_the_gloo_interface_of_a_mac(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo0"), (4, "en0")])  # of a Mac
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo0"), (4, "en0")])  # A Mac has these interfaces.
     environ: dict[str, str] = {}
     set_gloo_interface("127.0.0.1", [], environ)
     assert environ == {"GLOO_SOCKET_IFNAME": "lo0"}

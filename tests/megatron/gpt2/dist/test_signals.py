@@ -1,4 +1,4 @@
-"""Stopping by a signal: all ranks after the same step, and at once after a second signal."""
+"""Test stopping by a signal: all ranks stop after the same step, and immediately after a second signal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def long_call(seconds: int = 30) -> None:
     """Wait in C for a locked mutex, like a long operation of torch: Python handles no signals, but other threads
     run."""
     mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
-    end = (ctypes.c_long * 2)(int(time.time()) + seconds, 0)  # a timespec
+    end = (ctypes.c_long * 2)(int(time.time()) + seconds, 0)  # It is a timespec.
     for _ in range(2):
         libc.pthread_mutex_timedlock(mutex, end)
 
@@ -42,15 +42,15 @@ def first_stop(stop: StopSignal, at_step: Callable[[int], bool | None]) -> tuple
 
 def stop_two_ranks(rank: int, world_size: int) -> list[tuple[int, str]]:
     results = []
-    with StopSignal() as stop:  # a signal to rank 1 only
+    with StopSignal() as stop:  # The signal goes only to rank 1.
         results.append(
             first_stop(stop, lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == rank * 7 else None)
         )
-    with StopSignal() as stop:  # rank 1's clock is ahead
+    with StopSignal() as stop:  # The clock of rank 1 is ahead.
         results.append(first_stop(stop, lambda step: step >= 9 - 4 * rank))
-    with StopSignal() as stop:  # the run ends during an exchange
+    with StopSignal() as stop:  # The run ends during an exchange.
         results += [(step, stop.agreed()) for step in range(2)]
-    with pytest.raises(ZeroDivisionError), StopSignal() as stop:  # rank 1 does not wait for the failed rank 0
+    with pytest.raises(ZeroDivisionError), StopSignal() as stop:  # Rank 1 does not wait for the failed rank 0.
         stop.agreed()
         if rank == 0:
             stop.agreed()
@@ -79,7 +79,7 @@ def hang_in_torch(folder: str) -> None:
 
 
 def test_a_rank_that_starts_obeys_sigterm(tmp_path: Path) -> None:
-    """Also while it waits in C++, for example for another rank."""
+    """A rank obeys SIGTERM also while it waits in C++, for example for another rank."""
     rank = CONTEXT.Process(target=hang_in_torch, args=(str(tmp_path),), daemon=True)
     rank.start()
     wait_until((tmp_path / "hangs").exists)
@@ -123,7 +123,7 @@ class StepProcess:
         os.kill(self.process.pid, number)
 
     def end(self) -> tuple[int | None, str, str]:
-        """Return exit code (None: it hung and was killed) and the rest of output and errors."""
+        """Return the exit code (None: the process hung and was killed) and the rest of output and errors."""
         self.process.join(240)
         code = self.process.exitcode
         self.process.kill()
@@ -133,11 +133,12 @@ class StepProcess:
 
 @pytest.mark.parametrize("case", ["once", "twice", "twice in a long call"])
 def test_ctrl_c(case: str) -> None:
-    """During one long call, the first signal also prints its line at once, and the second one ends the process."""
+    """During one long call, the first signal also prints its line immediately, and the second one ends the process."""
     in_call = "long" in case
     started = StepProcess(stubborn=case == "twice", in_call=in_call)
     if in_call:
-        stat = Path(f"/proc/{started.process.pid}/task/{started.process.pid}/stat")  # its main thread waits in the call
+        # Its main thread waits in the call.
+        stat = Path(f"/proc/{started.process.pid}/task/{started.process.pid}/stat")
         wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "S")
     began = time.monotonic()
     started.send_signal(signal.SIGINT)
@@ -155,7 +156,7 @@ def test_ctrl_c(case: str) -> None:
 
 
 def step_without_end(folder: str) -> None:
-    """Training whose second step takes half a minute in one call."""
+    """Train with a second step that takes half a minute in one call."""
 
     def hang(trainer: Trainer) -> None:
         Path(folder, f"hangs_{trainer.parallel.rank}").touch()
@@ -166,7 +167,8 @@ def step_without_end(folder: str) -> None:
 
 
 def test_a_long_step_of_two_ranks(tmp_path: Path) -> None:
-    """--nproc-per-node forwards SIGTERM: rank 0 prints one line at once, and the second signal gives the exit code."""
+    """--nproc-per-node forwards SIGTERM: rank 0 prints one line immediately, and the second signal gives the exit
+    code."""
     write_text(tmp_path, 1000)
     rank = StartedRank(
         tmp_path,
@@ -176,7 +178,8 @@ def test_a_long_step_of_two_ranks(tmp_path: Path) -> None:
     )
     wait_until(lambda: len(list(tmp_path.glob("hangs_*"))) == 2 or not rank.process.is_alive())
     assert rank.process.pid is not None and rank.process.exitcode is None, rank.end()
-    for _ in range(2):  # the second one is ignored, because a scheduler may send it to the launcher and to the ranks
+    # The second signal is ignored, because a scheduler may send it to the launcher and to the ranks.
+    for _ in range(2):
         os.kill(rank.process.pid, signal.SIGTERM)
         wait_until(lambda: "SIGTERM" in rank.output.read_text(), 20)
     time.sleep(2.2)

@@ -19,7 +19,7 @@ def one_rank() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The checkpoints that megatron-core wrote, unpacked, by name."""
+    """Unpack the checkpoints that megatron-core wrote, and return their folders by name."""
     base = tmp_path_factory.mktemp("torch_dist")
     shutil.unpack_archive(ARCHIVE, base, filter="data")
     return {name: base / name for name in CASES}

@@ -34,7 +34,7 @@ TOUCH = "touch executed"
 
 
 class Evil:
-    """Pickles to a call of os.system."""
+    """An object that pickles to a call of os.system."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.system, (TOUCH,)
@@ -58,7 +58,7 @@ def with_payload(form: str, legacy: bool, folder: Path) -> None:
 
 
 def with_file(name: str, data: bytes, folder: Path) -> None:
-    """A Hugging Face model with one file replaced, or a folder with only this file."""
+    """Write a Hugging Face model with one file replaced, or a folder with only this file."""
     if name in ("config.json", "model.safetensors"):
         write_huggingface(folder)
     (folder / name).parent.mkdir(exist_ok=True)
@@ -112,10 +112,11 @@ SYSTEM = pickle.dumps({"protocol_version": 1001, "little_endian": True, "type_si
 FOUR = struct.pack("<q", 4) + b"\0" * 16
 DEEP, HUGE = 80_000, struct.pack("<Q", 1 << 60)
 LONG = b"\x8a\x08" + struct.pack("<q", 1 << 45)
-DOUBLED = b"K\x01" + b"".join(b"q" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(60))  # 2**60 leaves
+# The object has 2**60 leaves.
+DOUBLED = b"K\x01" + b"".join(b"q" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(60))
 SIZE, INDEX = named("torch.Size"), named("torch.distributed.checkpoint.metadata.MetadataIndex")
 SAID = {"n_layer": 1, "n_embd": 8, "n_head": 1, "block_size": 8, "vocab_size": 9}
-# Valid data that are not a checkpoint.
+# These are valid data, but not a checkpoint.
 WELL_FORMED = {
     "nested deeply": b"]" * DEEP + b"a" * (DEEP - 1),
     "nested deeply in dictionaries": b"}" + b"K\x01}" * DEEP + b"s" * DEEP,
@@ -127,7 +128,7 @@ WELL_FORMED = {
     "sizes that take years to print": b"}(" + text("model") + b"}" + text("model_args") + b"}(" + text("n_layer")
     + DOUBLED + b"uu",
 }  # fmt: skip
-IN_BOTH = {  # containers, zip and legacy
+IN_BOTH = {  # The containers are zip and legacy.
     "a storage of 2**45 elements": tensor(storage(numel=LONG)),
     "a tensor past its storage": tensor(storage(), offset=b"K\x01"),
     "a key that takes years to hash": b"}" + DOUBLED + b"Ns",
@@ -189,7 +190,7 @@ STREAMS = IN_BOTH | {
     "nothing": b"",
 }  # fmt: skip
 GOOD_LEGACY = tensor(storage(end=b"N"))
-# Records of 100 MB each, in a file of 400 KB.
+# These are records of 100 MB each, in a file of 400 KB.
 THOUSANDS = b"".join(tensor(storage(numel=b"J\0\0\x80\x01", end=b"N", key=text(str(i)))) for i in range(2000))
 LEGACY: dict[str, tuple[bytes, Any, bytes]] = {
     **{name: (stream.replace(b"K\x04tQ", b"K\x04NtQ"), ["0"], FOUR) for name, stream in IN_BOTH.items()},
@@ -217,7 +218,7 @@ def valid_zip(folder: Path) -> None:
 
 
 def zip_with(change: Callable[[zipfile.ZipFile], object], folder: Path) -> None:
-    """A zip file with one record and a changed list of records."""
+    """Write a zip file with one record and a changed list of records."""
     with zipfile.ZipFile(folder / "ckpt.pt", "w") as archive:
         archive.writestr("archive/data.pkl", b"\x80\x02}." + b" " * 10_000)
         change(archive)
@@ -248,7 +249,8 @@ def cut(make: Callable[[Path], object], file: str, part: float, folder: Path) ->
 ARCHIVES: dict[str, Callable[[zipfile.ZipFile], object]] = {
     "a bomb": lambda archive: archive.writestr("archive/x", b"\0" * 10**8, zipfile.ZIP_DEFLATED),
     "a record twice": a_record_twice,
-    "a hundred thousand records": lambda archive: archive.filelist.extend(archive.filelist * 10**5),  # that overlap
+    # The records overlap.
+    "a hundred thousand records": lambda archive: archive.filelist.extend(archive.filelist * 10**5),
     "records that overlap": records_that_overlap,
     "a size past the end": a_size_past_the_end,
 }
@@ -345,7 +347,7 @@ def without_a_layer(top: dict[str, Any]) -> None:
 
 
 def fan(width: int, depth: int) -> dict[str, Any]:
-    """Nested dictionaries with width**depth names, made of only `depth` small dictionaries."""
+    """Return nested dictionaries with width**depth names, made of only `depth` small dictionaries."""
     inner: dict[str, Any] = {"x": torch.ones(1)}
     for _ in range(depth):
         inner = {f"k{i}": inner for i in range(width)}
@@ -385,7 +387,7 @@ FILES |= {function.__name__: function for function in (ranks_up_to_999, a_tracke
 
 # --- .metadata: streams of instructions, and genuine ones in which one thing was changed
 
-# Functions with side effects, and the ways in which a pickle calls them.
+# These functions have side effects; the cases are the ways in which a pickle calls them.
 ACTING = """os.system posix.system subprocess.check_call builtins.eval builtins.open builtins.__import__
     builtins.getattr builtins.bytearray shutil.rmtree pathlib.Path.touch pathlib.Path torch.load torch.save
     functools.partial numpy.save torch.distributed.checkpoint.metadata.os.system
@@ -417,7 +419,7 @@ META_STREAMS = CALLS | {
     "an index without a name": b"}" + INDEX + b")\x81Ns",
 }
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
-# Arguments: the metadata, the index of a slice of the word embeddings, and the entry of this tensor.
+# The arguments are the metadata, the index of a slice of the word embeddings, and the entry of this tensor.
 Change = Callable[[Any, MetadataIndex, Any], object]
 
 
@@ -429,7 +431,7 @@ def changed_metadata(change: Change, genuine: bytes) -> bytes:
 
 
 def slices(shapes: Mapping[Any, tuple[int, ...]], size: tuple[int, ...]) -> Change:
-    """A tensor of `size` with the slices {offset: shape}, which all have the same region of the file."""
+    """Return a tensor of `size` with the slices {offset: shape}, which all have the same region of the file."""
 
     def change(held: Any, index: MetadataIndex, entry: Any) -> None:
         entry.size, info = torch.Size(size), held.storage_data.pop(index)
@@ -440,7 +442,7 @@ def slices(shapes: Mapping[Any, tuple[int, ...]], size: tuple[int, ...]) -> Chan
 
 
 def tensors(**values: Any) -> Change:
-    """Set entries of tensors, by name. None: the entry of the word embeddings, with their slice."""
+    """Set the entries of tensors, by name. None: the entry of the word embeddings, with their slice."""
 
     def change(held: Any, index: MetadataIndex, entry: Any) -> None:
         for name, value in values.items():
@@ -451,7 +453,7 @@ def tensors(**values: Any) -> Change:
 
 
 def place(**values: Any) -> Change:
-    """Set attributes of the place of the slice: its file, offset and length."""
+    """Set attributes of the slice's place: its file, offset and length."""
     return lambda held, index, entry: held.storage_data[index].__dict__.update(values)
 
 

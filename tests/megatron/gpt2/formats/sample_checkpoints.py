@@ -33,11 +33,11 @@ from mpu.partition import TensorSlice
 SHAPE = ModelConfig(
     num_layers=4, hidden_size=48, num_attention_heads=4, ffn_hidden_size=80, vocab_size=101, max_position_embeddings=24
 )
-PADDED = 128  # times the number of ranks
+PADDED = 128  # This is multiplied by the number of ranks.
 KINDS = ("model", "master", "exp_avg", "exp_avg_sq")
-TOLERANCE = 5e-6  # of a logit
+TOLERANCE = 5e-6  # the tolerance of a logit
 RANK_FILE = "model_optim_rng.pt"
-# Parts of our names, and of the names of other programs.
+# These are parts of our names, and of the names of other programs.
 OPENAI = {
     "word_embeddings": "wte",
     "position_embeddings": "wpe",
@@ -58,7 +58,7 @@ def renamed(name: str, words: Mapping[str, str]) -> str:
 
 
 def random_weights(shape: ModelConfig = SHAPE, seed: int = 0) -> dict[str, Tensor]:
-    """Random weights by our names. No value is zero or one, so that a missing tensor changes the logits."""
+    """Return random weights by our names. No value is zero or one, so that a missing tensor changes the logits."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: 0.2 * torch.randn(spec.global_shape, generator=generator) + ("layernorm.weight" in name)
@@ -71,10 +71,10 @@ def random_weights(shape: ModelConfig = SHAPE, seed: int = 0) -> dict[str, Tenso
 
 FORMATS = {
     "flat": "megatron-2019",
-    "v1": "megatron-v2",  # v1.0 and v2.0
-    "v2": "megatron-v3",  # v2.6
+    "v1": "megatron-v2",  # These are v1.0 and v2.0.
+    "v2": "megatron-v3",  # This is v2.6.
     "core": "megatron-core",
-    "fused": "megatron-core",  # with Transformer Engine
+    "fused": "megatron-core",  # This one has Transformer Engine.
 }
 
 
@@ -166,7 +166,7 @@ def write_huggingface(folder: Path, **config: Any) -> Path:
 def nanogpt_checkpoint(
     *, bias: bool = True, prefix: str = "_orig_mod.", vocab_size: int = 101
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The checkpoint that nanoGPT's train.py writes, and our weights. The MLP is 4h wide."""
+    """Return the checkpoint that nanoGPT's train.py writes, and our weights. The MLP is 4h wide."""
     weights = random_weights(replace(SHAPE, ffn_hidden_size=None, vocab_size=vocab_size), seed=3)
     vectors = [name for name in weights if name.endswith(".bias")] if not bias else []
     state = openai_state({name: x for name, x in weights.items() if name not in vectors}, transposed=False)
@@ -216,7 +216,7 @@ class InMemoryCheckpoint(BaseCheckpoint):
 
 
 def in_memory_checkpoint(num_layers: int, dtype: torch.dtype) -> BaseCheckpoint:
-    """The state of a run: weights of `dtype`, masters, moments and their metadata."""
+    """Return the state of a run: weights of `dtype`, masters, moments and their metadata."""
     shape = ModelConfig(
         num_layers=num_layers,
         hidden_size=16,
@@ -249,7 +249,7 @@ VOCABULARY = 29
 
 
 def cases(archive: Path) -> list[str]:
-    """The checkpoints of an archive: its top folders."""
+    """Return the checkpoints of an archive, which are its top folders."""
     with tarfile.open(archive) as members:
         return sorted({name.split("/")[0] for name in members.getnames()})
 
@@ -275,7 +275,7 @@ def opened(folder: Path) -> BaseCheckpoint:
 
 
 def expected(kind: str) -> dict[str, Tensor]:
-    """The tensors that megatron-core had in memory during the save, by our names."""
+    """Return the tensors that megatron-core had in memory during the save, by our names."""
     with np.load(FIXTURES / "expected.npz") as held:
         names = [name for name in held.files if name.startswith(f"{kind}.")]
         return {native_name(name.removeprefix(f"{kind}.")): torch.from_numpy(held[name]) for name in names}
@@ -289,7 +289,7 @@ def silent(line: str) -> None:
 
 
 def assert_refused(path: Path, *words: str, **hints: Any) -> None:
-    """Opening `path` raises a ValueError in one line that names the path and contains the `words`."""
+    """Check that opening `path` raises a ValueError in one line that names the path and contains the `words`."""
     with pytest.raises(ValueError) as caught:
         open_checkpoint(path, Hints(**hints), log=silent)
     message = str(caught.value)
@@ -297,12 +297,12 @@ def assert_refused(path: Path, *words: str, **hints: Any) -> None:
 
 
 def same(source: BaseCheckpoint, weights: dict[str, Tensor], kind: str = "model") -> bool:
-    """True if the tensors of a kind are equal to `weights`."""
+    """Return True if the tensors of a kind are equal to `weights`."""
     return all(torch.equal(source.read(f"{kind}.{name}"), value) for name, value in weights.items())
 
 
 def build_model(source: BaseCheckpoint) -> GPT2Model:
-    """The model in fp32, on this rank of the default model-parallel group."""
+    """Return the model in fp32, on this rank of the default model-parallel group."""
     model = GPT2Model(ModelConfig(**source.metadata["config"]["model"])).eval()
     rank, size = mpu.get_model_parallel_rank(), mpu.get_model_parallel_world_size()
     weights = parameter_states(model.named_parameters())
@@ -312,12 +312,12 @@ def build_model(source: BaseCheckpoint) -> GPT2Model:
 
 @torch.no_grad()
 def compute_logits(source: BaseCheckpoint, tokens: Tensor) -> Tensor:
-    """[b, s, true vocabulary]."""
+    """Return the logits [b, s, true vocabulary]."""
     logits = mpu.gather_from_model_parallel_region(build_model(source)(tokens))  # [s, b, padded vocabulary]
     return logits[..., : source.metadata["vocab_size"]].transpose(0, 1)
 
 
 def next_learning_rate(source: BaseCheckpoint) -> float:
-    """The learning rate of the next step, in a run of 100 steps."""
+    """Return the learning rate of the next step, in a run of 100 steps."""
     config = OptimizerConfig(**source.metadata["config"]["optimizer"])
     return float(LRSchedule(config, 100, 1).table(np.arange(101.0))[source.metadata["optimizer"]["good_steps"]])

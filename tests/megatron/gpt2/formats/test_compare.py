@@ -1,4 +1,4 @@
-"""`compare_tensors` and `compare_logits` find the known differences of two models, and read real files."""
+"""Test that `compare_tensors` and `compare_logits` find the known differences of two models, and read real files."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_missing_and_of_another_shape():
     assert any("different shape" in line and "90 x 48" in line for line in format_difference(found))
     assert any(row.note == "only in the second" for row in compare_tensors(source(b), source(a)).rows)
     del a[NAME]
-    assert not compare_tensors(source(a), source(b)).equal  # because of the shape
+    assert not compare_tensors(source(a), source(b)).equal  # The shapes differ.
 
 
 def test_kinds_that_one_alone_has_are_said():
@@ -115,7 +115,7 @@ def test_check_runs_both_models():
     a, b = weights(), weights()
     lines: list[str] = []
     assert compare_logits(source(a), source(b), log=lines.append) == 0
-    assert len(lines) == 1 and "48 tokens" in lines[0]  # 2 sequences of its 24 positions
+    assert len(lines) == 1 and "48 tokens" in lines[0]  # The text has 2 sequences of the model's 24 positions.
     b["model.transformer.final_layernorm.bias"] = b["model.transformer.final_layernorm.bias"] + 0.25
     expected = 0.25 * a["model.word_embeddings.weight"].sum(1).abs().max().item()
     assert compare_logits(source(a), source(b)) == pytest.approx(expected, rel=1e-4)

@@ -59,7 +59,7 @@ def test_conversion_keeps_it_and_older_files_have_other_forms(folder: Path, tmp_
     step, genuine = folder / "global_step2", opened(folder)
     out = str(tmp_path / "out")
     assert checkpoint.main(["convert", str(folder), out, "--to", "native", "--vocab-size", "29"]) == 0
-    file, new = step / "mp_rank_00_model_states.pt", step / "new"  # the tensors are views of the file
+    file, new = step / "mp_rank_00_model_states.pt", step / "new"  # The tensors are views of the file.
     top = load_torch_file(file)
     args = argparse.Namespace(**top["args"].attributes())
     torch.save({**{name: top[name] for name in ("module", "iteration", "checkpoint_version")}, "args": args}, new)

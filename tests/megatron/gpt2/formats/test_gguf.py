@@ -1,4 +1,4 @@
-"""`convert --to gguf`: tensors and tokens by the reader of the gguf package; tokens and logits of llama.cpp."""
+"""Test `convert --to gguf`: tensors and tokens by the reader of the gguf package; tokens and logits of llama.cpp."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.megatron.gpt2.formats.sample_checkpoints import (
 
 KINDS = ("builtin", "bytes", "SentencePieceTokenizer")
 WORDS = "the children of a small town went home when it was late, and their 12 dogs didn't follow: «été» 日本".split()
-# The largest error of a logit, for weights of this type.
+# This is the largest error of a logit, for weights of this type.
 ROUNDING = {"fp32": 2e-3, "fp16": 5e-3, "bf16": 5e-2, "q8_0": 2e-1}
 
 pytestmark = needs("gguf", extra="gguf")
@@ -32,7 +32,7 @@ pytestmark = needs("gguf", extra="gguf")
 
 @pytest.fixture(scope="module", params=KINDS)
 def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """A tokenizer of this kind. That of SentencePiece is trained on random texts of WORDS."""
+    """Return a tokenizer of this kind. The SentencePiece one is trained on random texts of WORDS."""
     model = tmp_path_factory.mktemp("sentencepiece") / "model"
     if request.param == "SentencePieceTokenizer":
         draw = random.Random(0)
@@ -41,7 +41,7 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def source_for(tokenizer: Tokenizer) -> InMemoryCheckpoint:
-    """A model with random weights."""
+    """Return a model with random weights."""
     shape = ModelConfig(
         num_layers=2,
         hidden_size=64,

@@ -59,13 +59,13 @@ F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
 
 def open_genuine(name: str, vocab_size: int | None = TRUE_VOCAB_SIZE, **more: Any) -> BaseCheckpoint:
-    """Open a real checkpoint. The files of 2019 do not contain the number of heads, so it is given."""
+    """Open a real checkpoint. The files of 2019 do not contain the number of heads, so a flag gives it."""
     hints = Hints(4 if "2019" in name else None, vocab_size, more.get("gelu"))
     return open_checkpoint(TEST_DATA / name / "checkpoint", hints, log=more.get("log", silent))
 
 
 def differences(rank: int, world_size: int, gelu: str | None = None) -> list[float]:
-    """The differences of each real checkpoint's logits from those of the code that wrote it."""
+    """Return the differences of each real checkpoint's logits from those of the code that wrote it."""
     mpu.initialize_model_parallel(world_size)
     found = []
     for name in GENUINE:
@@ -134,7 +134,8 @@ def joined(kind: str, name: str) -> Tensor:
         else:
             number = held["optimizer_state_dict"]["param_groups"][vector]["params"][index]
             shards.append(held["optimizer_state_dict"]["state"][number][kind])
-    if "query_key_value" in name:  # [3, n/p, d] of each rank
+    # Its QKV rows already have the order [heads, 3, head size], so they equal the rank's shard.
+    if "query_key_value" in name:
         q, k, v = (torch.cat([shard.view(3, 2, 16, -1)[part] for shard in shards]) for part in range(3))
         return torch.stack([q, k, v], 1).reshape(-1, *shards[0].shape[1:])
     if "dense.weight" in name or "4h_to_h.weight" in name:
@@ -166,7 +167,7 @@ def test_heads_that_are_missing_or_do_not_divide():
     for path, words, hints in (
         (older, ("--num-attention-heads", "2, 4, 8"), {}),
         (older, ("--num-attention-heads", "2, 4, 8"), {"num_attention_heads": 5}),
-        (older, ("--num-attention-heads",), {"num_attention_heads": 1}),  # which does not divide over 2 ranks
+        (older, ("--num-attention-heads",), {"num_attention_heads": 1}),  # One head cannot be divided over 2 ranks.
         (newer, ("--num-attention-heads",), {"num_attention_heads": 8}),
         (newer, ("--vocab-size 137", "136"), {"vocab_size": 137}),
         (newer, ("iteration 20",), {"iteration": 20}),
@@ -191,7 +192,7 @@ def test_ranks_of_two_iterations_or_two_runs(tmp_path: Path):
 
 # --- files of every version, made of known weights
 
-# form, checkpoint_version, model-parallel size, pipeline stages, legacy stream, the format's name
+# Each case has form, checkpoint_version, model-parallel size, pipeline stages, legacy stream, and the format's name.
 MADE = [
     ("flat", 0, 1, 1, True, "megatron-2019"),
     ("flat", 0, 2, 1, True, "megatron-2019"),
@@ -240,7 +241,7 @@ def test_an_optimizer_in_another_order_or_an_incomplete_one_is_left_out(tmp_path
 
     def exchange(top: dict[str, Any]) -> None:
         biases = top["optimizer"]["fp32_from_fp16_params"][1]
-        biases[0], biases[1] = biases[1], biases[0]  # of the same shape
+        biases[0], biases[1] = biases[1], biases[0]  # Both biases have the same shape.
 
     changed(file, lambda top: top["optimizer"]["grad_scaler"].update(hysteresis_tracker=-1))
     kept = open_checkpoint(tmp_path / "theirs", log=silent).metadata["optimizer"]["loss_scaler"]
@@ -252,7 +253,7 @@ def test_an_optimizer_in_another_order_or_an_incomplete_one_is_left_out(tmp_path
 
 
 def test_the_schedule_after_a_batch_ramp_up_is_in_samples():
-    """5 samples are not 3 steps of 2."""
+    """5 samples are not 3 steps of 2 samples."""
     metadata = in_memory_checkpoint(2, F16).metadata
     config = {**metadata["config"], "train": {"rampup_batch_size": [1, 1, 3]}}
     more = {"config": config, "global_batch_size": 2, "consumed_samples": 5}
@@ -292,7 +293,7 @@ def test_gelu_by_version(tmp_path: Path, said: dict[str, bool], gelu: str):
 
 # --- pipelines, written
 
-# format, layers, layout, dtype
+# Each case has format, layers, layout and dtype.
 QUICK = [
     ("megatron-v2", 4, MegatronLayout(2, 2), F16),
     ("megatron-v3", 6, MegatronLayout(1, 3, virtual_layers=1), BF16),
@@ -343,7 +344,7 @@ def test_there_and_back(tmp_path: Path, format: str, num_layers: int, layout: Me
     write_native(back, tmp_path / "ours", model_parallel_size=1, log=silent)
     ours = open_checkpoint(tmp_path / "ours", log=silent)
     assert compare_tensors(source, ours).equal
-    assert ours.metadata["config"]["train"] == source.metadata["config"]["train"]  # without defaults
+    assert ours.metadata["config"]["train"] == source.metadata["config"]["train"]  # Defaults are left out.
 
 
 def as_megatron_splits(
@@ -377,7 +378,7 @@ def as_megatron_splits(
         heads = [name for name in model if name.startswith(("output_layer", "word_embeddings_for_head"))]
         assert any("position_embeddings" in name for name in model) == first
         assert any("final_layernorm" in name for name in model) == bool(heads) == last
-        # Padding repeats the last token, because Megatron's softmax includes it, and zeros would have logits of 0.
+        # The padding repeats the last token, because Megatron's softmax includes it, and zeros would have logits of 0.
         true = source.read("model.word_embeddings.weight")
         for matrix in (model[name] for name in model if name in heads or "word_embeddings" in name):
             padded = torch.cat([true, true[-1:].expand(len(matrix) * layout.tensor - len(true), -1)])

@@ -48,7 +48,7 @@ WORD_EMBEDDINGS = "model.word_embeddings.weight"
 
 
 def huggingface_model(activation: str = "gelu_new") -> Any:
-    """transformers' GPT-2 of the shape `SHAPE`, randomly initialised."""
+    """Return transformers' GPT-2 of the shape `SHAPE`, randomly initialised."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
@@ -157,7 +157,7 @@ def test_nanogpt(tmp_path: Path, bias: bool, prefix: str):
     source = open_checkpoint(tmp_path)
     assert source.iteration == 9 and source.metadata["config"]["model"]["gelu"] == "erf"
     assert same(source, weights) and same(source, weights, "master") and not source.left_out
-    # Moments have the same QKV order.
+    # The moments have the same QKV order.
     first = {name: x * 0 if name.endswith("bias") and not bias else x + 1 for name, x in weights.items()}
     assert same(source, first, "exp_avg") and same(source, {name: x**2 for name, x in weights.items()}, "exp_avg_sq")
     assert source.metadata["optimizer"]["adam_steps"] == 9
@@ -228,7 +228,7 @@ CHARACTERS = sorted(set(TEXT))
 
 @pytest.fixture(scope="module")
 def characters(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The train.bin, val.bin and meta.pkl of data/shakespeare_char/prepare.py."""
+    """Write the train.bin, val.bin and meta.pkl of data/shakespeare_char/prepare.py."""
     folder = tmp_path_factory.mktemp("characters")
     stoi = {character: number for number, character in enumerate(CHARACTERS)}
     ids = np.array([stoi[c] for c in TEXT], dtype=np.uint16)
@@ -251,7 +251,7 @@ def test_a_model_of_characters(characters: Path, capsys: pytest.CaptureFixture[s
     assert pretrain_gpt2.main([*words, *meta, "--reset-position-ids"]) == 2
     assert "--reset-position-ids: the tokenizer characters has no end of document" in capsys.readouterr().err
     assert pretrain_gpt2.main([*words, *meta, "--train-iters", "2"]) == 0
-    assert pretrain_gpt2.main([*words, "--train-iters", "3"]) == 0  # with the checkpoint's own tokenizer
+    assert pretrain_gpt2.main([*words, "--train-iters", "3"]) == 0  # The checkpoint's own tokenizer is used.
     assert load_tokenizer(f"{save}/tokenizer").kind == "characters"
     capsys.readouterr()
     sample = ["--prompt", "Speak", "--max-new-tokens", "8", "--greedy"]
@@ -265,12 +265,12 @@ def test_a_model_of_characters(characters: Path, capsys: pytest.CaptureFixture[s
     assert "in fp32: 0\n" in said.out and "copy meta.pkl to data/chars/" in said.err
     assert generate_text.main(["--load", back, *sample]) == 0
     assert capsys.readouterr().out == text and text.startswith("Speak")
-    mpu.initialize_model_parallel(1)  # the programs have destroyed the groups
+    mpu.initialize_model_parallel(1)  # The programs have destroyed the groups.
 
 
 # --- folders of torch.distributed.checkpoint
 
-FORMS = {"huggingface": True, "nanogpt": False}  # True if the linear layers are [in, out]
+FORMS = {"huggingface": True, "nanogpt": False}  # True means that the linear layers are [in, out].
 HINTS = Hints(num_attention_heads=SHAPE.num_attention_heads)
 
 
@@ -292,7 +292,7 @@ class Tied(nn.Module):
 
 
 def stepped(transposed: bool, shard: Callable[[nn.Module], object] = lambda model: None) -> tuple[nn.Module, Any]:
-    """A model and its AdamW after two steps. The gradients are functions of the weights."""
+    """Return a model and its AdamW after two steps. The gradients are functions of the weights."""
     model = Tied(openai_state(random_weights(), transposed=transposed))
     shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.8, 0.95), eps=1e-7, weight_decay=0.3)
@@ -323,7 +323,7 @@ def save(rank: int, world_size: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def fsdp(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints that two ranks of FSDP2 saved in both forms, with and without AdamW's state."""
+    """Return checkpoints that two ranks of FSDP2 saved in both forms, with and without AdamW's state."""
     folder = tmp_path_factory.mktemp("dcp")
     run_ranks(save, 2, folder)
     return folder

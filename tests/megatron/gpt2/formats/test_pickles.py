@@ -68,7 +68,7 @@ def test_what_torch_saves_comes_back(tmp_path: Path, legacy: bool):
 
 @pytest.fixture
 def executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file that a payload would make."""
+    """Return the file that a payload would make."""
     monkeypatch.chdir(tmp_path)
     return tmp_path / "executed"
 
@@ -81,7 +81,7 @@ def test_crafted(tmp_path: Path, executed: Path, name: str):
     size = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
     refusal(lambda: open_checkpoint(folder, log=silent), size, str(folder))
     if name.startswith(("zip: ", "legacy: ")) and name.partition(": ")[2] not in crafted.WELL_FORMED:
-        refusal(lambda: load_torch_file(folder / "ckpt.pt"), size, str(folder))  # without detecting the format
+        refusal(lambda: load_torch_file(folder / "ckpt.pt"), size, str(folder))  # The format is not detected here.
     assert not executed.exists()
 
 
@@ -136,7 +136,7 @@ def test_crafted_metadata(genuine: tuple[Path, bytes], executed: Path, name: str
         for tensor in source.tensors:
             source.read(tensor)
 
-    refusal(read, len(made) // 10, str(folder))  # the longest takes 0.5 s
+    refusal(read, len(made) // 10, str(folder))  # The longest case takes 0.5 s.
     assert not executed.exists()
 
 

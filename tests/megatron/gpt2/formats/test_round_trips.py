@@ -39,7 +39,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def save(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The --save folder of a run of three steps in bf16 with the built-in BPE tokenizer."""
+    """Return the --save folder of a run of three steps in bf16 with the built-in BPE tokenizer."""
     folder = tmp_path_factory.mktemp("run")
     write_text(folder)
     trainer = start(0, 1, str(folder), ["--precision", "bf16", "--tokenizer-type", "builtin", "--seed", "3"])
@@ -74,7 +74,8 @@ def test_huggingface_computes_the_same_and_comes_back(
     source: BaseCheckpoint, builtin: Tokenizer, tmp_path: Path, dtype: str
 ):
     out = write_huggingface(source, tmp_path / "hf", dtype=dtype, tokenizer=builtin, log=silent)
-    back, kind = open_checkpoint(out, log=silent), "model" if dtype == "source" else "master"  # not the rounded weights
+    # The masters are read, and not the rounded weights.
+    back, kind = open_checkpoint(out, log=silent), "model" if dtype == "source" else "master"
     assert len(back.tensors) == 28
     for name in back.tensors:
         held = source.read(name.replace("model", kind, 1))
@@ -217,7 +218,7 @@ def test_a_tokenizer_is_read_to_the_same_ids(written: dict[str, Any], builtin: T
         assert tokenizer.vocab_size == builtin.vocab_size + 1 and tokenizer.decode([builtin.vocab_size]) == ""
 
 
-# A place in the file and its value: "+" appends to a list, and `...` removes the entry.
+# Each case has a place in the file and its value: "+" appends to a list, and `...` removes the entry.
 OTHERS: list[tuple[str, Any]] = [
     ("model type", "Unigram"),
     ("model dropout", 0.1),
@@ -233,7 +234,7 @@ OTHERS: list[tuple[str, Any]] = [
     ("model", ...),
     ("added_tokens +", {"id": 4097, "content": "word", "special": False}),
     ("added_tokens +", []),
-    ("added_tokens +", {"id": 5000, "content": "<x>", "special": True}),  # a gap
+    ("added_tokens +", {"id": 5000, "content": "<x>", "special": True}),  # The ids have a gap.
     ("model vocab", ...),
     ("model merges", 3),
     ("model merges +", ["a", "b", "c"]),

@@ -62,7 +62,7 @@ def test_tensors_are_those_that_megatron_core_held(folders: dict[str, Path], nam
             found = source.read(f"{kind}.{parameter}")
             assert found.dtype == (torch.bfloat16 if kind == "model" and not fp32 else torch.float32)
             rows = value[:VOCABULARY] if parameter == "word_embeddings.weight" else value
-            found = found[:12] if parameter == "position_embeddings.weight" else found  # some fixtures have 16
+            found = found[:12] if parameter == "position_embeddings.weight" else found  # Some fixtures have 16.
             assert torch.equal(found.float(), rows), f"{kind}.{parameter}"
     assert without == ("master.word_embeddings.weight" not in source.tensors)
     if not without:
@@ -82,7 +82,7 @@ def test_logits_are_megatron_cores_own(folders: dict[str, Path], name: str):
 
 
 def resaved(folder: Path, out: Path, state: dict[str, Any]) -> Path:
-    """The checkpoint in `folder` with `state` instead of its tensors and objects."""
+    """Return the checkpoint in `folder` with `state` instead of its tensors and objects."""
     iteration = out / folder.name
     save_dcp(state, checkpoint_id=iteration, planner=DefaultSavePlanner(flatten_state_dict=False), no_dist=True)
     for file in ("common.pt", "metadata.json"):
@@ -146,7 +146,7 @@ def test_flat_buckets_in_another_order_than_that_of_the_modules_are_left_out_in_
 
 
 def test_masters_that_are_not_the_weights_are_left_out(folders: dict[str, Path], tmp_path: Path):
-    """Megatron Core 0.16 wrote such a row of zeros after a padded bucket."""
+    """Megatron Core 0.16 wrote a row of zeros like this one after a padded bucket."""
     folder = folders["fully_reshardable_dp2-0.16.1"] / ITERATION
     held = DcpCheckpoint(folder)
     state = {name: held.read(name) for name in held.tensors}
@@ -198,7 +198,7 @@ def test_what_is_written_is_what_megatron_core_writes(
     (ours, _, our_objects), (infos, _, objects) = (
         read_dcp_metadata(folder / ITERATION / DCP_METADATA) for folder in (tmp_path / "back", folders[name])
     )
-    if not name.startswith("fully_reshardable"):  # other forms have different names
+    if not name.startswith("fully_reshardable"):  # Other forms have different names.
         ours, infos = ({n: info for n, info in held.items() if not n.startswith("optim")} for held in (ours, infos))
     assert ours == infos
     assert {name for name in objects if "_extra_state" in name} <= our_objects.keys()
@@ -209,7 +209,7 @@ def test_what_is_written_is_what_megatron_core_writes(
 
 
 def moved(source: BaseCheckpoint) -> BaseCheckpoint:
-    """`source` with masters that bf16 cannot represent, and weights that are these masters in bf16."""
+    """Return `source` with masters that bf16 cannot represent, and weights that are these masters in bf16."""
     tensors = {name: source.read(name) for name in source.tensors}
     for name, x in tensors.items():
         if name.startswith("master."):
@@ -220,7 +220,7 @@ def moved(source: BaseCheckpoint) -> BaseCheckpoint:
     )
 
 
-@pytest.mark.wide  # importing megatron-core takes 11 s, twice
+@pytest.mark.wide  # Importing megatron-core takes 11 s, twice.
 def test_megatron_cores_own_loader_reads_what_is_written(folders: dict[str, Path], tmp_path: Path):
     """megatron-core loads the weights (checked by logits), the schedule, and Adam's state in three layouts (checked by
     saving it again)."""

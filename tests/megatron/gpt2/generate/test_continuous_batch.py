@@ -1,4 +1,4 @@
-"""Continuations join and leave a running batch. Each starts soon, and its text is the same as in a batch of one."""
+"""Test that continuations join and leave a running batch. Each starts soon, and its text is that of a batch of one."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def requests(count: int) -> list[tuple[int, Continuation]]:
 
 
 def served(batch: ContinuousBatch, arriving: list[tuple[int, Continuation]]) -> list[list[int]]:
-    """Run the requests and return the ids of each, collected from the events."""
+    """Run the requests. Return the ids of each one, collected from the events."""
     waiting, ids, now = [*arriving], [list[int]() for _ in arriving], 0
     while waiting:
         batch.add(waiting.pop(0)[1])
@@ -108,7 +108,7 @@ def test_each_text_equals_that_of_a_single_request(model: GPT2Model) -> None:
     assert all(tokens <= CONFIG.max_position_embeddings for _, tokens in watched.reads)
     steps = [step for step, _ in watched.reads if step < watched.steps]
     assert len(set(steps)) > 0.9 * len(steps), "one read between two steps, except when no text runs"
-    assert watched.cache_bytes == {2 * ROWS * 2 * 32 * 32 * 4}  # l · rows · 2 · S · h
+    assert watched.cache_bytes == {2 * ROWS * 2 * 32 * 32 * 4}  # This is l · rows · 2 · S · h.
     with Generator(model, TOKENIZER, recompute=True).batch(ROWS) as batch:
         assert served(batch, requests(60)) == found
 
@@ -119,7 +119,7 @@ def test_a_request_next_to_a_long_text_begins_within_two_steps() -> None:
     try:
         watched = CountingGenerator(Generator(endless(GPT2Model(config)), TOKENIZER))
         greedy = Sampling(temperature=0, max_new_tokens=500)
-        asked: dict[int, int] = {}  # number -> the step after which the request arrived
+        asked: dict[int, int] = {}  # the step after which the request of each number arrived
         begun: dict[int, int] = {}
         with watched.generator.batch(8) as batch:
             batch.add(Continuation([1, 2, 3], greedy))

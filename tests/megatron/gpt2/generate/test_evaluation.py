@@ -1,4 +1,4 @@
-"""In every layout, scores equal a separate computation with transformers on the exported model."""
+"""Test that scores in every layout equal a separate computation with transformers on the exported model."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def folder(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 class Reference:
-    """Scores with transformers, one sequence at a time."""
+    """Computes scores with transformers, one sequence at a time."""
 
     def __init__(self, exported: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -64,7 +64,7 @@ class Reference:
         return self.model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
 
     def nats(self, ids: list[int], stride: int) -> float:
-        """Return the nats of all ids except the first, in windows that begin every `stride` ids."""
+        """Return the nats of all ids except the first one, in windows that begin every `stride` ids."""
         total, done, start = 0.0, 1, 0
         while done < len(ids):
             inputs = ids[start : start + LENGTH]
@@ -194,7 +194,7 @@ def test_program(
     manifest = (folder / "save" / f"iter_{ITERATIONS:07d}" / "manifest.json").read_bytes()
     assert result["manifest_sha256"].encode() in manifest[-80:]
 
-    # Megatron's command line of 2020 for LAMBADA, and one without --task for any text.
+    # These are Megatron's command line of 2020 for LAMBADA, and one without --task for any text.
     line = f"--task LAMBADA --load {folder}/save --valid_data {folder}/lambada.jsonl --strict-lambada"
     assert main([*line.split(), *shape]) == 0
     assert f"{alone[3]['accuracy']:,.6f}" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Generation with a cache equals generation without it, with transformers, and on several ranks."""
+"""Test that generation with a cache equals generation without it, with transformers, and on several ranks."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ def test_greedy_equals_transformers(tmp_path: Path) -> None:
     try:
         ours = GPT2Model(config).eval()
         with torch.no_grad():
-            ours.word_embeddings.weight[TOKENIZER.eod] = 0  # never the likeliest, so that each text has 100 tokens
+            # This token is never the most likely one, so each text has 100 tokens.
+            ours.word_embeddings.weight[TOKENIZER.eod] = 0
         theirs = hugging_face(ours, tmp_path)
         assert isinstance(theirs, GPT2LMHeadModel)
         draw = np.random.default_rng(0)
@@ -98,11 +99,12 @@ def test_greedy_equals_transformers(tmp_path: Path) -> None:
     assert [c.ids for c in mine] == made.tolist()
 
 
-SCORED = [(b"Once upon a time", 3), (b"O", 1), (b"", 2), (PROMPTS[4], 0), (b"The", 5)]  # (prompt, alternatives)
+# Each case is (prompt, alternatives).
+SCORED = [(b"Once upon a time", 3), (b"O", 1), (b"", 2), (PROMPTS[4], 0), (b"The", 5)]
 
 
 def prompt_scores(model: GPT2Model, **options: Any) -> list[tuple[list[float], list[Any]]]:
-    """Return the nats and the likeliest tokens of each prompt, next to a prompt that is not scored."""
+    """Return the nats and the most likely tokens of each prompt, next to a prompt that is not scored."""
     made = [
         Continuation(
             list(prompt), Sampling(alternatives=alternatives, max_new_tokens=i % 2, top_k=1), score_prompt=True
@@ -117,7 +119,7 @@ def prompt_scores(model: GPT2Model, **options: Any) -> list[tuple[list[float], l
 
 
 def test_prompt_scores_equal_text_scores(model: GPT2Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_runner, "ROWS", 7)  # several parts for each prompt
+    monkeypatch.setattr(model_runner, "ROWS", 7)  # Each prompt then has several parts.
     found = prompt_scores(model)
     assert [len(nats) for nats, _ in found] == [15, 0, 0, 31, 2], "of a prompt that is too long, its end"
     for (nats, likeliest), (prompt, alternatives) in zip(found, SCORED, strict=True):
@@ -134,7 +136,7 @@ def test_prompt_scores_equal_text_scores(model: GPT2Model, monkeypatch: pytest.M
 
 
 class Failing(list[int]):
-    """Raise an error at the third token, between two forward passes."""
+    """A model that raises an error at the third token, between two forward passes."""
 
     def __init__(self, fail: Callable[[], object]) -> None:
         super().__init__()
@@ -157,13 +159,13 @@ def refuse() -> None:
 def ends_of_a_rank(rank: int, world_size: int) -> list[tuple[str, str]]:
     """Return the errors on this rank when the driver fails or is interrupted."""
     mpu.initialize_model_parallel(world_size)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore SIGINT
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell's background jobs ignore SIGINT.
     model = GPT2Model(CONFIG)
     ends: list[tuple[str, str]] = []
     for fail in (divide, refuse, lambda: None):
         c = Continuation([65], Sampling(temperature=0, max_new_tokens=30))
         c.ids = Failing(fail)
-        if len(ends) == 2 and rank == 0:  # during a forward pass
+        if len(ends) == 2 and rank == 0:  # This is during a forward pass.
             model.transformer.final_layernorm.register_forward_hook(lambda *_: signal.raise_signal(signal.SIGINT))
         try:
             generate(model, TOKENIZER, [c])
@@ -185,7 +187,7 @@ def test_an_error_of_the_driver_ends_all_ranks() -> None:
 def texts_of_a_rank(rank: int, world_size: int, sequence_parallel: bool) -> tuple[list[list[int]], list[Any]]:
     mpu.initialize_model_parallel(world_size)
     try:
-        torch.manual_seed(rank)  # ranks that drew tokens themselves would differ
+        torch.manual_seed(rank)  # Ranks that drew tokens themselves would differ.
         model = GPT2Model(CONFIG, layer_config(CONFIG, sequence_parallel=sequence_parallel)).train()
         # Only the prompts of the first rank are used.
         made = continued(model, PROMPTS if rank == 0 else [b"?"] * 5, SETTINGS)
@@ -258,7 +260,7 @@ def test_finish_reasons_and_text(model: GPT2Model) -> None:
         model.transformer.final_layernorm.weight.zero_()
         model.transformer.final_layernorm.bias.copy_(model.word_embeddings.weight[TOKENIZER.eod] * 10)
         model.word_embeddings.weight[TOKENIZER.vocab_size :].copy_(model.word_embeddings.weight[TOKENIZER.eod] * 20)
-    c = Continuation(list(b"Once"), Sampling())  # the padded ids are even likelier, but never drawn
+    c = Continuation(list(b"Once"), Sampling())  # The padded ids are even more likely, but never drawn.
     assert [getattr(generated, "id", None) for generated in generator.stream([c])] == [TOKENIZER.eod]
     assert (c.ids, c.finish) == ([], "end")
 
@@ -278,7 +280,7 @@ def test_notices_of_the_context(model: GPT2Model) -> None:
 
 
 def hugging_face(model: GPT2Model, folder: Path) -> Any:
-    """Convert the model with the exporter."""
+    """Convert the model with the exporter to Hugging Face's format."""
     from transformers import GPT2LMHeadModel
 
     from megatron.gpt2.formats import Hints, open_checkpoint

@@ -1,4 +1,4 @@
-"""The sampling distribution equals that of transformers; TextStream turns tokens into text."""
+"""Test that the sampling distribution equals that of transformers, and that TextStream turns tokens into text."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from megatron.gpt2.formats.huggingface import write_huggingface
 from tests.conftest import made_once
 
 ITERATIONS = 80
-LENGTH = 32  # positions
+LENGTH = 32  # number of positions
 SHAPE = (
     f"--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length {LENGTH} --max-position-embeddings {LENGTH} "
     "--tokenizer-type builtin"

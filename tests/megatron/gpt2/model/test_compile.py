@@ -59,7 +59,7 @@ def test_compiled_equals_eager(world_size: int):
 def graphs(
     rank: int, world_size: int, dropout: float, sequence_parallel: bool, dropout_seed: int | None
 ) -> tuple[int, dict[str, int]]:
-    """The number of graphs of one layer, and its graph breaks by dynamo's reason."""
+    """Return the number of graphs of one layer, and its graph breaks by dynamo's reason."""
     mpu.initialize_model_parallel(world_size)
     mpu.model_parallel_cuda_manual_seed(1)
     shape = replace(SHAPE, attention_dropout=dropout, hidden_dropout=dropout, num_layers=1)
@@ -87,7 +87,7 @@ def test_masks_of_random_streams_break_the_graph():
 
 @pytest.mark.parametrize("amx", [True, False])
 def test_a_compiled_layer_uses_the_kernels_of_its_processor(amx: bool, monkeypatch: pytest.MonkeyPatch):
-    """In bf16, where the kernels depend on the processor."""
+    """In bf16, the kernels depend on the processor."""
     monkeypatch.setattr("mpu.kernels.cpu_features.HAS_AMX", amx)
     mpu.initialize_model_parallel(1)
     eager, compiled = (
@@ -98,5 +98,5 @@ def test_a_compiled_layer_uses_the_kernels_of_its_processor(amx: bool, monkeypat
     compiled.compile_layers(backend="eager")
     (loss, grads), (loss_c, grads_c) = loss_and_gradients(eager), loss_and_gradients(compiled)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    assert (loss_c - loss).abs() <= 1e-3 * loss  # the compiled GELU rounds differently
+    assert (loss_c - loss).abs() <= 1e-3 * loss  # The compiled GELU rounds differently.
     assert all((grads_c[name] - grad).float().norm() <= 1e-2 * grad.float().norm() for name, grad in grads.items())

@@ -114,7 +114,7 @@ def gradients(dtype: torch.dtype, recompute: str, of_documents: bool, sequence_p
     )
     tokens = torch.arange(4 * 32).view(4, 32) % 97
     documents = mpu.PackedSeqParams.from_tokens(tokens, 11, "cpu") if of_documents else None
-    for _ in range(2):  # the second pass starts from later random states
+    for _ in range(2):  # The second pass starts from later random states.
         loss = model(tokens, tokens, torch.full((4, 32), 1 / 128), packed_seq_params=documents)
         loss.backward()
     return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
@@ -125,7 +125,7 @@ def largest_differences(rank: int, world_size: int) -> dict[str, float]:
     the greatest entry of its tensor."""
     mpu.initialize_model_parallel(world_size)
     found = {}
-    for dtype in (torch.float32, torch.bfloat16):  # in bf16 a CPU uses different attention kernels
+    for dtype in (torch.float32, torch.bfloat16):  # In bf16 a CPU uses different attention kernels.
         for of_documents in (False, True):
             for sequence_parallel in (False, True):
                 how = dtype, of_documents, sequence_parallel

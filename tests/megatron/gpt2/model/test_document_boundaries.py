@@ -119,7 +119,7 @@ def test_loss_and_gradients_equal_the_dense_masks(world_size: int, b: int) -> No
 
 
 def test_the_varlen_kernel_gets_the_right_arguments() -> None:
-    """A fake with the signature of the installed torch computes on a CPU, using only the cumulative lengths."""
+    """A fake kernel with the signature of the installed torch computes on a CPU, using only the cumulative lengths."""
 
     def by_ends(
         q: Tensor, k: Tensor, v: Tensor, ends: Tensor, ends_k: Tensor, longest: int, longest_k: int, **how: Any
@@ -134,7 +134,7 @@ def test_the_varlen_kernel_gets_the_right_arguments() -> None:
 
     documents, qkv = PackedSeqParams.from_tokens(texts(4)[0], EOD, "cpu"), torch.randn(32, 4, 2, 3, 16)
     expected = document_attention(qkv, 0.0, documents)
-    from torch.nn.attention import varlen  # imports torch's compiler
+    from torch.nn.attention import varlen  # This imports torch's compiler.
 
     kernel = mock.create_autospec(varlen.varlen_attn, side_effect=by_ends)
     with (
@@ -143,7 +143,7 @@ def test_the_varlen_kernel_gets_the_right_arguments() -> None:
     ):
         assert torch.allclose(document_attention(qkv, 0.0, documents), expected, atol=1e-6)
         assert kernel.call_count == 1
-        document_attention(qkv, 0.1, documents)  # the kernel has no dropout
+        document_attention(qkv, 0.1, documents)  # The kernel has no dropout.
         assert kernel.call_count == 1
 
 
@@ -198,7 +198,7 @@ def test_compiled_layers_skip_document_attention_and_compile_once() -> None:
     assert loss_c == pytest.approx(loss.item(), rel=1e-6)
     assert all(torch.allclose(grads_c[name], grad, atol=1e-6) for name, grad in grads.items())
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    for shift in range(1, 5):  # different documents each time
+    for shift in range(1, 5):  # The documents are different each time.
         tokens, labels = (text.roll(shift, 0).roll(shift, 1) for text in texts(4))
         compiled(tokens, labels, torch.ones(4, 32), None, PackedSeqParams.from_tokens(tokens, EOD, "cpu"))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs > 0

@@ -33,7 +33,7 @@ SHAPE_345M = ModelConfig(
 
 
 class Expected(NamedTuple):
-    """text [b, s + 1], and what transformers' model computes for it, under our parameter names."""
+    """The text [b, s + 1], and what transformers' model computes for it, under our parameter names."""
 
     text: Tensor
     weights: dict[str, Tensor]
@@ -61,7 +61,8 @@ def huggingface_results(gelu: str) -> Expected:
         )
     ).train()
     with torch.no_grad():
-        for parameter in theirs.parameters():  # also biases: zeros would hide a bias that each rank adds
+        # This includes biases, because zeros would hide a bias that each rank adds.
+        for parameter in theirs.parameters():
             parameter.normal_(0, 0.15)
     text = torch.randint(0, 101, (3, 21))
     logits = theirs(text[:, :-1]).logits
@@ -78,7 +79,7 @@ def huggingface_results(gelu: str) -> Expected:
 
 
 def compare(rank: int, world_size: int, gelu: str, expected: Expected) -> tuple[float, float]:
-    """The greatest difference of logits, and of gradients relative to the greatest entry of their tensor."""
+    """Return the largest difference of logits, and of gradients relative to the largest entry of their tensor."""
     mpu.initialize_model_parallel(world_size)
     ours = GPT2Model(replace(SMALL, gelu=gelu)).train()
     specs = mpu.partition_specs(ours)
@@ -146,7 +147,7 @@ def test_initialisation():
     model = GPT2Model(SMALL)
     std = {name: p.std().item() for name, p in model.named_parameters() if p.dim() > 1}
     assert std["transformer.layers.0.attention.query_key_value.weight"] == pytest.approx(0.02, rel=0.05)
-    for output in ("attention.dense", "mlp.dense_4h_to_h"):  # 0.02 / sqrt(2 · 3)
+    for output in ("attention.dense", "mlp.dense_4h_to_h"):  # The scale is 0.02 / sqrt(2 · 3).
         assert std[f"transformer.layers.2.{output}.weight"] == pytest.approx(0.02 / 6**0.5, rel=0.05)
     assert not any(p.any() for name, p in model.named_parameters() if name.endswith("bias"))
     assert model.word_embeddings.weight.shape[0] == 128 and not model.word_embeddings.weight[101:].any()

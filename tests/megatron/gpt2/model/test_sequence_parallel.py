@@ -65,7 +65,7 @@ LAYERS = SHAPE.num_layers
 
 
 def collectives(counter: MemoryCounter) -> dict[str, int]:
-    """The number of calls of each of torch.distributed's operators."""
+    """Return the number of calls of each of torch.distributed's operators."""
     ours = ("allreduce", "allgather", "reduce_scatter")
     return {name.strip("_"): calls for name, calls in counter.calls.items() if name.strip("_").startswith(ours)}
 
@@ -88,8 +88,8 @@ FULL = {"recompute_granularity": "full"}
 @pytest.mark.parametrize(
     ("world_size", "dropout", "how", "expected"),
     [
-        # For each layer two in forward and two in backward; one for the embedding, one for the head's input gradient;
-        # one all-gather for the single chunk of the loss.
+        # Each layer has two in forward and two in backward. The embedding has one, the head's input gradient has one,
+        # and the single chunk of the loss has one all-gather.
         (2, 0.0, {}, {"allreduce": ALL_REDUCES, "allgather": 1}),
         (4, 0.0, {}, {"allreduce": ALL_REDUCES, "allgather": 1}),
         (2, 0.0, {"recompute_granularity": "selective"}, {"allreduce": ALL_REDUCES, "allgather": 1}),

@@ -1,4 +1,4 @@
-"""report.html: its content, that it runs no script and loads nothing, and when it is written."""
+"""Test report.html: its content, that it runs no script and loads nothing, and when it is written."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TITLES = {
 
 
 class Page(HTMLParser):
-    """Elements and texts of an HTML page. It also checks that all elements are closed in order."""
+    """Reads the elements and texts of an HTML page. It also checks that all elements are closed in order."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -166,7 +166,8 @@ def test_a_run_that_is_stopped_and_continued(work: Path, capfd: pytest.CaptureFi
         (event["iteration"], event["text"].split(" at iteration")[0].split(" on ")[0])
         for event in read_records(work / "run/history.jsonl")
     ]
-    missing = "WARNING: --load run holds no checkpoint: the run starts from random weights"  # before the log
+    # This is printed before the log exists.
+    missing = "WARNING: --load run holds no checkpoint: the run starts from random weights"
     assert history == [
         (0, missing),
         (0, "started from random weights"),
@@ -228,7 +229,7 @@ def test_the_report_takes_little_time_and_cannot_end_a_run(
     for _ in range(20):
         log.report()
         now[0] += 10
-    assert written == [1000.0, 1050.5, 1101.0, 1151.5]  # half a second of at least 50
+    assert written == [1000.0, 1050.5, 1101.0, 1151.5]  # The window is half a second, or at least 50 steps.
 
     def fail(folder: Path) -> None:
         raise OSError(28, "No space left on device")

@@ -1,4 +1,4 @@
-"""Log lines in Megatron's format, records of a resumed run, and the loss plot with and without matplotlib."""
+"""Test log lines in Megatron's format, records of a resumed run, and the loss plot with and without matplotlib."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_evaluation_line() -> None:
     final = log_lines.evaluation_line(EvaluationRecord(1000, "test", 3.0), final=True)
     assert "validation loss at the end of training for test data | LM loss: 3.000000E+00 |" in final
     assert "the end of training for val data" in log_lines.evaluation_line(evaluation, final=True)
-    assert EvaluationRecord(1, "valid", 1e6).ppl == math.inf  # a diverged run
+    assert EvaluationRecord(1, "valid", 1e6).ppl == math.inf  # The run has diverged.
 
 
 def test_metrics_have_one_record_per_line_and_no_nan(tmp_path: Path) -> None:
@@ -121,12 +121,12 @@ def test_resume_leaves_no_duplicates(tmp_path: Path) -> None:
     log.record(EvaluationRecord(20, "valid", 1.0))
     log.close()
     with metrics.open("a") as file:
-        file.write('{"iteration": 25, "lm_lo')  # cut off by a crash
+        file.write('{"iteration": 25, "lm_lo')  # A crash has cut off this line.
     log = RunLog(tmp_path, train_iters=30, start_iteration=15)
     assert [line["iteration"] for line in read(metrics)] == [10]
     with metrics.open("a") as file:
         file.write('{"itera')
-    log.record(record(20))  # on a line of its own
+    log.record(record(20))  # The record begins a new line.
     log.close()
     assert [line["iteration"] for line in read_records(metrics)] == [10, 20]
 
@@ -157,8 +157,8 @@ def test_loss_curve_is_a_png(tmp_path: Path) -> None:
         image.sub(torch.tensor([*bytes.fromhex(colour[1:])]) / 255).abs().amax(-1).lt(0.1).sum().item()
         for colour in (plots.BLUE, plots.ORANGE)
     )
-    assert blue > 300  # the training curve is drawn,
-    assert orange > 30  # and the one validation point
+    assert blue > 300  # This is the training curve.
+    assert orange > 30  # This is the only validation point.
 
 
 @pytest.mark.parametrize("records", [[], [record(1)], [record(1, lm_loss=math.nan)]])
@@ -174,8 +174,8 @@ def test_text_curve_without_matplotlib(tmp_path: Path, monkeypatch: pytest.Monke
     text = write_run(tmp_path).close("a run")
     rows = text.split("\n")
     assert rows[0] == "a run"
-    assert rows[1].startswith("    7.500 |*")  # iteration 10, the highest
-    assert rows[-3].startswith("    3.000 |") and rows[-3].endswith("*")  # iteration 100, the lowest
+    assert rows[1].startswith("    7.500 |*")  # This is iteration 10, with the highest loss.
+    assert rows[-3].startswith("    3.000 |") and rows[-3].endswith("*")  # This is iteration 100, with the lowest loss.
     assert rows[-1].split() == ["10", "to", "100", "iterations"]
     assert not (tmp_path / "loss.png").exists()
     assert plots.ascii_plot([], "a run") == "a run: no iteration was logged"

@@ -1,4 +1,4 @@
-"""Timers on a CPU, device timers with a fake event that completes late, and --profile."""
+"""Test timers on a CPU, device timers with a fake event that completes late, and --profile."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.test_command_line import FLAGS, work  # noqa: F401
 
 
 def test_means_over_iterations_in_megatrons_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = itertools.count()  # each read is one second later
+    clock = itertools.count()  # Each read is one second later.
     monkeypatch.setattr(timers_module, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
     timers = Timers(torch.device("cpu"))
     for name in ("something new", "data loader", "backward", "forward"):
         for _ in range(4):
             with timers(name):
                 pass
-            next(clock)  # time outside of timers is not counted
+            next(clock)  # Time outside of timers is not counted.
     with pytest.raises(KeyError), timers("forward"):
         raise KeyError
     assert timers.line(iterations=2) == (
@@ -65,9 +65,9 @@ def test_device_events_are_read_only_when_done(monkeypatch: pytest.MonkeyPatch) 
     for _ in range(3):
         with timers("forward"):
             pass
-    LateEvent.done = 4  # of 6 events: two intervals of one tick each
+    LateEvent.done = 4  # Of 6 events, these are two intervals of one tick each.
     assert timers.take_ms(1) == {"forward": 2.0}
-    with timers("forward"):  # reuses a pair of events
+    with timers("forward"):  # This uses a pair of events again.
         pass
     LateEvent.done = 8
     assert timers.take_ms(1) == {"forward": 2.0}
@@ -88,11 +88,13 @@ def test_profile(work: Path, capfd: pytest.CaptureFixture[str]) -> None:  # noqa
     table = said[said.index("the slowest operations of 2 iterations, by self time on the cpu:") :]
     # The slowest operations depend on the load of the machine, but the number of calls does not.
     calls = dict(re.findall(r"^ *(aten::\S+) .* (\d+) *$", table, re.MULTILINE))
-    assert calls["aten::mm"] == str(2 * 11)  # in forward and backward of four layers and the output
+    assert calls["aten::mm"] == str(2 * 11)  # There are four layers and the output, in forward and backward.
 
-    # A run that stops before the last profiled iteration writes a shorter trace; one without any prints a warning.
+    # A run that stops before the last profiled iteration writes a shorter trace. One that stops before the first prints
+    # a warning.
     assert pretrain_gpt2.main([*flags, "8", "20", "--train-iters", "30", "--exit-interval", "9"]) == 0
-    assert steps_in(work / "run/profile_8-20_rank_0.json.gz") == 3  # two iterations, and the time until the stop
+    # These are two iterations, and the time until the stop.
+    assert steps_in(work / "run/profile_8-20_rank_0.json.gz") == 3
     assert "the slowest operations of 2 iterations" in capfd.readouterr().out
     assert pretrain_gpt2.main([*flags, "1", "2", "--train-iters", "10"]) == 0
     assert "WARNING: --profile 1 2: this run has only iterations 10 to 10" in capfd.readouterr().out

@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases (offline), and errors if they are not installed."""
+"""Test TensorBoard and Weights & Biases (offline), and errors if they are not installed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert events.Scalars("valid/lm_loss")[0].step == 10
 
 
-@mock.patch.dict(os.environ)  # wandb sets a variable
+@mock.patch.dict(os.environ)  # wandb sets a variable.
 def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A continued run keeps its id in Weights & Biases."""
     pytest.importorskip("wandb", reason="wandb is not installed")
@@ -88,9 +88,9 @@ def read_offline_run(folder: Path, name: str) -> dict[str, Any]:
 def log_records(data: bytes) -> Iterator[bytes]:
     """Yield the records of a file in LevelDB's log format: blocks of 32 KiB with parts of records. A part has a
     checksum of 4 bytes, a length and a type: full (1), first (2), middle (3) or last (4)."""
-    at, record = 7, b""  # after the file header
+    at, record = 7, b""  # Records begin after the file header.
     while at + 7 <= len(data):
-        if 32768 - at % 32768 < 7:  # too small for a part
+        if 32768 - at % 32768 < 7:  # The rest is too small for a part.
             at += 32768 - at % 32768
         _, length, kind = struct.unpack_from("<IHB", data, at)
         record += data[at + 7 : at + 7 + length]
@@ -108,7 +108,7 @@ def test_an_error_of_wandb_is_one_line(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(wandb, "init", refuse)
     names = []
-    for iteration in (0, 5, 0):  # a new run gets a new id
+    for iteration in (0, 5, 0):  # A new run gets a new id.
         with pytest.raises(ValueError, match="--wandb-project gpt2: No API key configured .WANDB_MODE=offline"):
             open_trackers(config(tmp_path, wandb_project="gpt2"), start_iteration=iteration, active=True)
         names.append((tmp_path / "gpt2" / "wandb_run_id.txt").read_text())

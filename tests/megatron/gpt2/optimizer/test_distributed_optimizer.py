@@ -15,8 +15,8 @@ from megatron.gpt2.train.trainer import Trainer
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import finish, start, steps, write_text
 
-# 8 samples a step, accumulated on 2 and on 4 ranks. A bucket is smaller than a layer. Rows have 48 elements and shards
-# a multiple of 64, so shards end inside a row.
+# A step has 8 samples, accumulated on 2 and on 4 ranks. A bucket is smaller than a layer. Rows have 48 elements and
+# shards a multiple of 64, so shards end inside a row.
 TINY = "--hidden-size 48 --num-layers 2 --global-batch-size 8 --micro-batch-size 1 --ddp-bucket-size 10000 --lr 1e-3"
 SHARDED, OFFLOADED = "--use-distributed-optimizer", "--cpu-offload-optimizer"
 STEPS = 30

@@ -1,4 +1,5 @@
-"""Learning rates of published runs, from the schedule and the loss scaler together; points of each style; errors."""
+"""Test learning rates of published runs, from the schedule and the loss scaler together, points of each style, and
+errors."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from megatron.gpt2.optimizer.optimizer import LossScaler, LRSchedule
     ],
 )
 def test_published_runs(iterations, final_scale, skipped, logged):
-    """Megatron's 345M in fp16. Every step overflows until the scale is small enough. Skipped steps do not count."""
+    """The run is Megatron's 345M in fp16. Every step overflows until the scale is small enough. Skipped steps do not
+    count."""
     rates = LRSchedule(OptimizerConfig(lr=1.5e-4, lr_decay_style="cosine-2019", warmup=0.01), iterations, 1)
     scaler = LossScaler(2.0**32, dynamic=True)
     n, shown = 0, []
@@ -56,7 +58,7 @@ def make_schedule(style: str, **changes: Any) -> Callable[[float], float]:
 )
 def test_styles(style, half_way, end):
     rate = make_schedule(style)
-    assert [rate(n) for n in (0, 5, 10)] == [0.0, 0.5, 1.0]  # the rate is below the floor during the warm-up
+    assert [rate(n) for n in (0, 5, 10)] == [0.0, 0.5, 1.0]  # The rate is below the floor during the warm-up.
     assert rate(55) == pytest.approx(half_way, rel=1e-12)
     assert rate(100) == pytest.approx(end, rel=1e-12) and rate(1000) == rate(100)
     config = OptimizerConfig(lr=1.0, min_lr=0.1, lr_decay_style=style, warmup=0.1)

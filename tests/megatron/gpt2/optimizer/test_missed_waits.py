@@ -90,7 +90,7 @@ def late_results(group: str, operation: str) -> Iterator[list[tuple[str, str]]]:
         yield seen
 
 
-LAYOUTS = {  # flags, and the operations that must be waited for
+LAYOUTS = {  # flags, and the operations that the program must wait for
     "data": ("", [("data", "all_reduce")]),
     "sharded": ("--use-distributed-optimizer", [("data", "reduce_scatter"), ("data", "all_gather")]),
     "zero 2": ("--zero-stage 2 --global-batch-size 16", [("data", "reduce_scatter"), ("data", "all_gather")]),

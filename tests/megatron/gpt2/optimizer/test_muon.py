@@ -1,4 +1,4 @@
-"""Muon: its update, equal training in every layout, its state in checkpoints and in the plan."""
+"""Test Muon: its update, equal training in every layout, its state in checkpoints and in the plan."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def give_gradients(trainer: Trainer, draw: torch.Generator, factor: float = 1.0)
 
 
 def split_qkv(name: str, x: Tensor) -> list[Tensor]:
-    """[n 3 d, h] -> Q, K and V, with their heads in another order than in the model."""
+    """Return Q, K and V of [n 3 d, h], with their heads in another order than in the model."""
     return [x.view(4, 3, -1, 128)[:, i].flip(0).flatten(0, 1) for i in range(3)] if "query_key_value" in name else [x]
 
 
@@ -85,7 +85,7 @@ def test_update_is_that_of_torch(folder: Path) -> None:
 
 
 def with_muon(cases: list[LayoutCase]) -> list[LayoutCase]:
-    return [case._replace(flags=f"{case.flags} {MUON} --mup-base-width 32") for case in cases]  # of h = 64
+    return [case._replace(flags=f"{case.flags} {MUON} --mup-base-width 32") for case in cases]  # The width h is 64.
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_run_that_changes_its_layout_stays_bit_identical(tmp_path: Path) -> No
 
 
 def test_conversion_keeps_the_state(folder: Path, tmp_path: Path) -> None:
-    """AdamW does not continue it, because the matrices have no second moment."""
+    """AdamW does not continue Muon's state, because the matrices have no second moment."""
     flags = f"--save {folder}/converted --precision bf16"
     trainer = start(0, 1, folder, f"{flags} {MUON}")
     give_gradients(trainer, torch.Generator().manual_seed(0))

@@ -1,4 +1,5 @@
-"""The ranges and shards of the buffer; the order in which gradients are reduced and parameters are gathered."""
+"""Test the ranges and shards of the buffer, and the order in which gradients are reduced and parameters are
+gathered."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ Event = tuple[str, int]
 
 
 class WatchedWork:
-    """The handle of a collective that calls `on_wait` when it is waited for."""
+    """The handle of a collective. It calls `on_wait` when the program waits for it."""
 
     def __init__(self, work: Any, on_wait: Callable[[], None]) -> None:
         self.work, self.on_wait = work, on_wait
@@ -64,7 +65,7 @@ class EventRecorder:
         )
 
     def _reduce(self, sent: Tensor, **options: Any) -> Any:
-        if options.get("async_op"):  # the all-reduce of the norm is synchronous
+        if options.get("async_op"):  # The all-reduce of the norm is synchronous.
             self.events.append(("reduce", self.bucket_with_gradients(sent)))
         return EventRecorder.all_reduce(sent, **options)
 

@@ -1,4 +1,4 @@
-"""Messages between pipeline ranks, the length of a step, micro-batches in flight, and the drawings of a schedule."""
+"""Test messages between pipeline ranks, the length of a step, micro-batches in flight, and drawings of a schedule."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def check(schedule: PipelineSchedule, steps: Sequence[Sequence[CommStep]]) -> No
     sent, received = defaultdict(list), defaultdict(list)
     for rank, own in enumerate(steps):
         actions = [step.action for step in own if step.action]
-        by_kind = sorted(actions, key=lambda action: (action.kind, action.model_chunk))  # a stable sort
+        by_kind = sorted(actions, key=lambda action: (action.kind, action.model_chunk))  # The sort is stable.
         assert [(a.kind, a.model_chunk, a.micro_batch) for a in by_kind] == wanted, f"actions of rank {rank}"
         here: set[tuple[str, int, int]] = set()
         for step in own:
@@ -126,7 +126,7 @@ RATIOS: dict[str, list[tuple[float, float, float]]] = {
 @pytest.mark.parametrize("m", [4, 8, 16])
 @pytest.mark.parametrize("p", [2, 4])
 def test_a_step_is_as_long_as_published(p: int, m: int):
-    """Also if a rank waits for its sends, because no rank waits for a partner that is busy."""
+    """This is also true if a rank waits for its sends, because no rank waits for a partner that is busy."""
     for schedule in (one_forward_one_backward(p, m), interleaved(p, 2, m), interleaved(p, 4, m), zero_bubble(p, m)):
         for forward, backward, weight in RATIOS[schedule.name]:
             costs = uniform_costs(schedule, forward, backward, weight)

@@ -55,7 +55,7 @@ def bytes_of_a_step(config: Config, stage: int, replica: int) -> dict[str, float
     one of its tensor-parallel group."""
     dtype = torch.float32 if config.train.precision == "fp32" else torch.bfloat16
     rank = (stage * D + replica) * T
-    whole = range(replica * T, T * P * D, T * D)  # the first ranks of the stages
+    whole = range(replica * T, T * P * D, T * D)  # These are the first ranks of the stages.
     groups = {
         "tensor": range(rank, rank + T),
         "pipeline": whole,
@@ -69,7 +69,7 @@ def bytes_of_a_step(config: Config, stage: int, replica: int) -> dict[str, float
     pending = dict[int, str]()
     for event in trace_step(config, rank=rank, world_size=T * P * D, device="cuda", dtype=dtype).events:
         if isinstance(event, Wait):
-            del pending[event.number]  # each call is waited for once
+            del pending[event.number]  # The program waits for each call once.
         if isinstance(event, Communication):
             pending[event.number] = event.name
             if event.name in ("send", "recv"):
@@ -97,14 +97,14 @@ def formula_values(config: Config, stage: int, replica: int) -> dict[str, float]
     buffers."""
     h, s, layers, padded = 1024, 1024, 24 // P, 50304
     partial = 6 * h * layers + (s * h if stage == 0 else 0) + (2 * h if stage == P - 1 else 0)
-    others = layers * 7 * h // T  # split biases, which share the last bucket with partial gradients
+    others = layers * 7 * h // T  # These are split biases, which share the last bucket with partial gradients.
     matrices, tied = layers * 12 * h * h // T, padded * h // T if stage in (0, P - 1) else 0
     parameters = matrices + tied + others + partial
-    bucket = others + partial + (0 if tied else matrices)  # the tied matrix separates two buckets
+    bucket = others + partial + (0 if tied else matrices)  # The tied matrix separates two buckets.
     whole = math.ceil(bucket / (64 * D)) * 64 * D
     padding = whole - bucket
     partial += padding
-    if config.parallel.use_distributed_optimizer:  # partial gradients are at the end of the bucket
+    if config.parallel.use_distributed_optimizer:  # Partial gradients are at the end of the bucket.
         share = whole // D
         partial = max(0, min(share, partial - (D - 1 - replica) * share))
     e = 4 if config.train.precision == "fp32" else 2

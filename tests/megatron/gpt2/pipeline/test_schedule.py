@@ -1,4 +1,4 @@
-"""Layers of pipeline stages, the tables of small schedules, and error messages for impossible flags."""
+"""Test the layers of pipeline stages, the tables of small schedules, and error messages for impossible flags."""
 
 from __future__ import annotations
 
@@ -96,7 +96,8 @@ def test_virtual_stages_have_at_most_the_given_layers():
 
 
 def as_letters(schedule: PipelineSchedule) -> list[str]:
-    """Return a line for each rank: kind and micro-batch of each action, and with several chunks the chunk's letter."""
+    """Return a line for each rank: the kind and micro-batch of each action, and with several chunks the chunk's
+    letter."""
     return [
         " ".join(
             f"{action.kind}{action.micro_batch}{'abcd'[action.model_chunk] if schedule.num_model_chunks > 1 else ''}"

@@ -103,7 +103,7 @@ def one_rank_reads_different_data(rank: int, world_size: int, folder: str) -> tu
 
 
 def test_a_rank_with_different_data_ends_the_run(tmp_path: Path) -> None:
-    """It ends on every rank at the next log line, with one line that names the rank."""
+    """The run ends on every rank at the next log line, with one line that names the rank."""
     write_text(tmp_path)
     for said, iteration in run_ranks(one_rank_reads_different_data, 4, str(tmp_path)):
         assert said.startswith(

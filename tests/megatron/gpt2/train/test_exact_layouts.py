@@ -1,4 +1,5 @@
-"""With --exact-layouts all layouts are bit-identical, with dropout: losses, norms, weights and Adam's state."""
+"""Test that with --exact-layouts all layouts are bit-identical, with dropout: losses, norms, weights and Adam's
+state."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ FLAGS = (
     "--exact-layouts 4 --global-batch-size 12 --micro-batch-size 1 --attention-dropout 0.1 --hidden-dropout 0.1 "
     "--hidden-size 64 --num-layers 4 --split 80,20 --clip-grad 0.5"
 )
-FP16 = f"--precision fp16 --initial-loss-scale {2**21} --loss-scale-window 3"  # overflows at first
+FP16 = f"--precision fp16 --initial-loss-scale {2**21} --loss-scale-window 3"  # The first steps overflow.
 
 
 class ExactCase(NamedTuple):
@@ -59,13 +60,13 @@ WIDE = [
     ExactCase(2, 2, flags=f"{SEQUENCE} {FULL}"),
     ExactCase(data=4, flags=SHARDED),
     ExactCase(1, 2, 3),
-]  # and those of 8 ranks: 371f5f5:benchmarks/exact_layouts.py
+]  # The layouts of 8 ranks are in 371f5f5:benchmarks/exact_layouts.py.
 
 
 def train(
     rank: int, world_size: int, folder: str, name: str, layouts: list[ExactCase], precision: str, count: int
 ) -> list[dict[str, Any]]:
-    """Return for each layout the losses, norms and validation loss. Each run is saved in a folder of its own."""
+    """Return for each layout the losses, norms and validation loss. Each run is saved in a separate folder."""
     found = []
     for number, layout in enumerate(layouts):
         trainer = start(rank, world_size, folder, f"{layout.command(precision)} --save {folder}/{name}_{number}")
@@ -90,7 +91,7 @@ def continue_run(
 
 
 def assert_same_state(folder: Path, name: str) -> None:
-    """Weights, masters and Adam's moments equal those of one process to the last bit."""
+    """Check that weights, masters and Adam's moments equal those of one process to the last bit."""
     found = compare_tensors(open_checkpoint(folder / "one_0"), open_checkpoint(folder / name))
     assert not found.not_compared and {row.name.partition(".")[0] for row in found.rows} == {
         "model",
@@ -110,7 +111,7 @@ def assert_equal(folder: Path, layouts: list[ExactCase], precision: str, count: 
         here = [layout for layout in layouts if layout.world_size == world_size]
         by_rank = run_ranks(train, world_size, str(folder), f"{world_size}", here, precision, count, timeout=480)
         for number, (layout, *results) in enumerate(zip(here, *by_rank, strict=True)):
-            assert all(repr(result) == repr(one) for result in results), layout  # NaN is not equal to itself
+            assert all(repr(result) == repr(one) for result in results), layout  # NaN is not equal to itself.
             assert_same_state(folder, f"{world_size}_{number}")
 
 
@@ -121,12 +122,12 @@ def test_no_bit_depends_on_the_layout(tmp_path: Path) -> None:
 @pytest.mark.wide
 @pytest.mark.parametrize(("precision", "layouts"), [("--precision fp32", WIDE), (FP16, QUICK)], ids=["fp32", "fp16"])
 def test_no_bit_depends_on_more_layouts(tmp_path: Path, precision: str, layouts: list[ExactCase]) -> None:
-    """All of them in fp32 over 30 steps: `371f5f5:benchmarks/exact_layouts.py`."""
+    """`371f5f5:benchmarks/exact_layouts.py` has run all of them in fp32 over 30 steps."""
     assert_equal(tmp_path, layouts, precision, 5)
 
 
 def assert_moves(folder: Path, moves: list[tuple[ExactCase, int]], flags: str) -> None:
-    """A run that does each number of steps in another layout is equal to a run of one process."""
+    """Check that a run that does each number of steps in another layout is equal to a run of one process."""
     write_text(folder)
     (one,) = run_ranks(train, 1, str(folder), "one", [ExactCase()], flags, sum(count for _, count in moves))[0]
     seen: list[float] = []

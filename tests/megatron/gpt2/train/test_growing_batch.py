@@ -16,10 +16,10 @@ COMMON = (
     "--hidden-size 32 --hidden-dropout 0.1 --attention-dropout 0.1 --micro-batch-size 2 "
     "--lr-decay-style linear --override-opt-param-scheduler"
 )
-# 5 steps of 4 samples, 2 of 8, then 12. The size changes at 18 and 36 samples. The rate is linear over 11 batches of
-# 12.
+# The run has 5 steps of 4 samples, 2 of 8, then 12. The size changes at 18 and 36 samples. The rate is linear over 11
+# batches of 12.
 GROWING = f"{COMMON} --rampup-batch-size 4 4 36 --global-batch-size 12 --lr {PEAK} --lr-decay-iters 11"
-# (steps, batch size, start and end of the same linear rate if all steps had this size).
+# Each case has steps, batch size, and the start and end of the same linear rate if all steps had this size.
 SEGMENTS = [(5, 4, PEAK, 33), (2, 8, PEAK * 38 / 33, 19), (3, 12, PEAK * 15 / 11, 15)]
 TENSOR, STAGES, SHARDED = "--model-parallel-size 2", "--pipeline-model-parallel-size 2", "--use-distributed-optimizer"
 MOVED = {
@@ -74,7 +74,7 @@ def test_a_growing_batch_equals_constant_runs_and_resumes_in_other_layouts(tmp_p
     for losses in run_ranks(losses_after_resume, world_size, str(tmp_path), MOVED[world_size]):
         for after in losses:
             assert after == pytest.approx(again, rel=0, abs=1e-5)
-    for number in range(len(MOVED[world_size])):  # and back
+    for number in range(len(MOVED[world_size])):  # The run moves there and back.
         save = f"{tmp_path}/moved_{world_size}_{number}"
         trainer = start(0, 1, tmp_path, f"{GROWING} --load {save} --save {tmp_path}/back_{number}")
         assert steps(trainer, 2)["loss"] == pytest.approx(again[2:], rel=0, abs=1e-5)

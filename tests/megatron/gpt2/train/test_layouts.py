@@ -30,7 +30,7 @@ DDP, SPLIT_INPUTS = "--DDP-impl torch", "--partition-activations"
 
 
 class LayoutCase(NamedTuple):
-    """micro: the micro-batch size. A step has 8 / (data · micro) micro-batches per rank."""
+    """A layout. micro: the micro-batch size. A step has 8 / (data · micro) micro-batches per rank."""
 
     tensor: int
     pipeline: int
@@ -62,12 +62,13 @@ QUICK = [
     LayoutCase(1, 3, 1, 2, ZERO_BUBBLE),
     LayoutCase(1, 3, 1, 1, "--decoder-first-pipeline-num-layers 1", layers=6),
     LayoutCase(2, 1, 2, 4, f"{SEQUENCE} {SHARDED} {SELECTIVE}"),
-    LayoutCase(4, 1, 1, 8, "--make-vocab-size-divisible-by 1"),  # 257 ids, which 4 ranks do not divide
+    # The vocabulary has 257 ids, which 4 ranks do not divide.
+    LayoutCase(4, 1, 1, 8, "--make-vocab-size-divisible-by 1"),
     LayoutCase(2, 2, 1, 2, f"{SEQUENCE} {ZERO_BUBBLE}"),
     LayoutCase(1, 2, 2, 1, f"{SHARDED} {TWO_CHUNKS}"),
     LayoutCase(1, 4, 1, 2),
 ]
-# With product up to 8 in 371f5f5:benchmarks/layouts.py.
+# Layouts of up to 8 ranks are in 371f5f5:benchmarks/layouts.py.
 WIDE = [
     *(
         LayoutCase(tensor, 1, data, micro, flags)
@@ -156,7 +157,7 @@ def assert_same(folder: Path, layouts: list[LayoutCase], references: dict[int, d
             assert result["norm"] == pytest.approx(reference["norm"][:count], rel=1e-4), layout
             assert all(result["tied"]), layout
         assert names == reference["initial"].keys()
-        # The first and the last stage have a tied matrix, middle stages have none.
+        # Only the first and the last stage have a tied matrix.
         expected = 2 * layout.tensor * layout.data if layout.pipeline > 1 else 0
         assert sum(bool(result["tied"]) for result in results) == expected, layout
 

@@ -1,4 +1,5 @@
-"""Runs with recomputed and with partitioned activations are bit-identical. A flag without effect is logged."""
+"""Test that runs with recomputed and with partitioned activations are bit-identical, and that a flag without effect is
+logged."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def with_and_without_recompute(rank: int, world_size: int, folder: str, precisio
         )
         trainer = start(rank, world_size, folder, flags.split())
         seen = steps(trainer, 3)
-        grads: list[torch.Tensor] = []  # of one more step, before the optimizer uses the buffer
+        grads: list[torch.Tensor] = []  # the gradients of one more step, before the optimizer uses the buffer
         with mock.patch.object(trainer.state.optimizer, "step", partial(collect_grads, trainer, grads)):
             train_step(trainer)
         results.append((seen, grads[0], snapshot(trainer)))

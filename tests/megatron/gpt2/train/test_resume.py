@@ -1,4 +1,4 @@
-"""The same command gives bit-identical results again. So does a run that stops after 4 of 8 steps and is resumed."""
+"""Test that the same command gives bit-identical results again, and so does a run that stops after 4 of 8 steps."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def straight_twice_and_resumed(rank: int, world_size: int, folder: str, flags: s
     trainer = start(rank, world_size, folder, f"--save {folder}/resumed {flags}")
     first = steps(trainer, 4)
     trainer.checkpoints.save()
-    steps(trainer, 1)  # --async-save is still writing; this step must not change what it saves
+    steps(trainer, 1)  # --async-save is still writing; this step must not change what it saves.
     trainer.checkpoints.finish()
     assert trainer.checkpoints.saved_iteration == 4
     finish(trainer)
-    torch.manual_seed(99)  # changes of the generators before the resume must not matter
+    torch.manual_seed(99)  # Changes of the generators before the resume must not matter.
     trainer = start(rank, world_size, folder, f"--save {folder}/resumed --load {folder}/resumed {flags}")
     assert trainer.progress.iteration == 4
     second = steps(trainer, 4)
@@ -76,7 +76,7 @@ def test_resume_is_bit_identical(tmp_path: Path, model_parallel: int, data_paral
         assert len(seen["loss"]) == 8 and clean[-1] < clean[0]
         for other in ("again", "resumed"):
             other_seen, other_tensors = results[other]
-            # repr, because the NaN of a skipped step is not equal to itself
+            # The test compares repr, because the NaN of a skipped step is not equal to itself.
             assert repr(other_seen) == repr(seen), other
             assert other_tensors.keys() == tensors.keys()
             for name, tensor in tensors.items():

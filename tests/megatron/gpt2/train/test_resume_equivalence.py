@@ -45,7 +45,7 @@ def test_the_line_names_each_change(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "the same training within rounding (--precision bf16, was fp32; --ddp-bucket-size 1000, was 25000000)"
     )
     assert said("--seed", "7", "--ddp-bucket-size", "1000") == "a different training from here on (--seed 7, was 1234)"
-    assert said("--no-load-rng") == "bit-identical to the run that wrote it"  # masks depend on the sample indices
+    assert said("--no-load-rng") == "bit-identical to the run that wrote it"  # Masks depend on the sample indices.
     assert said("--micro-batch-size", "2") == "the same training within rounding (--micro-batch-size 2, was 4)"
     assert said("--dropout-rng", "torch") == "a different training from here on (dropout draws other masks)"
     assert said("--no-load-optim", "--hidden-dropout", "0", "--attention-dropout", "0") == (
@@ -81,7 +81,7 @@ def test_length_layout_and_unknown_settings() -> None:
         "a different training from here on (--train-iters 20, was 10)"
     )
     before = metadata()
-    del before["config"]["parallel"]["exact_layouts"]  # a checkpoint that is older than the flag
+    del before["config"]["parallel"]["exact_layouts"]  # The checkpoint is older than the flag.
     for then, here, said in (
         (metadata(8), metadata(4), "4, was 8"),
         (before, metadata(4), "4, was not given"),

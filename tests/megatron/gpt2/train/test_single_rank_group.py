@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 import mpu
 from tests.megatron.gpt2.train.training_runs import finish, start, steps, write_text
 
-# Flags, and the collectives that they need in addition to those of every run.
+# Each case has flags, and the collectives that they need in addition to those of every run.
 RUNS: dict[str, tuple[list[str], set[str]]] = {
     "plain": ([], set()),
     "sequence parallel, sharded": (
@@ -47,7 +47,7 @@ class FakeGroupSize(int):
     def __eq__(self, other: object) -> bool:
         return False
 
-    def __mul__(self, other: int) -> int:  # a product of group sizes
+    def __mul__(self, other: int) -> int:  # This is a product of group sizes.
         return self if type(other) is int and other == 1 else 1
 
     def __gt__(self, other: int) -> bool:
@@ -73,7 +73,7 @@ class CollectiveCounter(TorchDispatchMode):
 
 @contextlib.contextmanager
 def single_rank_group(backend: str, device: torch.device) -> Iterator[None]:
-    """A process group of only this process, in which every collective is called."""
+    """Make a process group of only this process, in which every collective is called."""
     initialize = mpu.initialize_model_parallel
 
     def of_one(tensor: int, pipeline: int, *, timeout: timedelta | None = None) -> mpu.ParallelState:

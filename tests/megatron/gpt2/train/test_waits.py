@@ -1,4 +1,4 @@
-"""Between log lines, training reads only values from the device that are a few steps old."""
+"""Test that between log lines, training reads only values from the device that are a few steps old."""
 
 from __future__ import annotations
 

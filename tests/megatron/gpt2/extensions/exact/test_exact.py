@@ -1,4 +1,4 @@
-"""Bitwise-reproducible layouts: the layers, their sums, the reducer's order, and the flags that they exclude."""
+"""Test bitwise-reproducible layouts: the layers, their sums, the reducer's order, and the flags that they exclude."""
 
 from __future__ import annotations
 

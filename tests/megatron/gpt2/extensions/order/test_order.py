@@ -1,4 +1,4 @@
-"""The proof of order: every layout is proven, and every planted fault is found with its line."""
+"""Test the proof of order: every layout is proven, and every planted fault is found with its line."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Patch = pytest.MonkeyPatch
 def story_of(
     flags: str, world_size: int, plant: Callable[[Patch], object] = lambda patch: None, ranks: tuple[int, ...] = ()
 ) -> str:
-    """Return the story of a run of the program in which `ranks` have a fault."""
+    """Return the lines about the fault of a run of the program, which is only in `ranks`."""
     real = command.run
 
     def run(values: dict[str, Any], rank: int, size: int) -> None:
@@ -106,7 +106,7 @@ def covering_layouts() -> list[Layout]:
     [
         (Layout(2, 2, 1, "zero-bubble", "", "--sequence-parallel", 3).flags, 4),
         *(
-            # more ranks take up to 25 s of one core each
+            # More ranks take up to 25 s of one core each.
             pytest.param(flags, world_size, marks=pytest.mark.wide if world_size <= 16 else pytest.mark.slow)
             for flags, world_size in (
                 *((layout.flags, layout.world_size) for layout in covering_layouts()),
@@ -129,7 +129,7 @@ def test_the_layouts_are_many():
 
 
 def test_a_program_of_the_user(monkeypatch: Patch, capsys: pytest.CaptureFixture[str]):
-    """Without a batch, gloo starts both directions at once, and NCCL one after the other."""
+    """Without a batch, gloo starts both directions at the same time, and NCCL one after the other."""
     records: list[Record] = []
     for rank in range(2):
         with record(rank, 2, records):
@@ -137,7 +137,7 @@ def test_a_program_of_the_user(monkeypatch: Patch, capsys: pytest.CaptureFixture
             texts = [""] * 2
             dist.all_gather_object(texts, f"from rank {rank}")
             assert texts == ["from rank 0"] * 2
-            works = [dist.isend(torch.zeros(2), 1 - rank), dist.irecv(torch.zeros(2), 1 - rank)]  # not a batch
+            works = [dist.isend(torch.zeros(2), 1 - rank), dist.irecv(torch.zeros(2), 1 - rank)]  # This is not a batch.
             for work in works:
                 assert work is not None
                 work.wait()
@@ -159,7 +159,7 @@ def line_numbers(file: str, text: str) -> list[int]:
 
 
 def extra(owner: Any, name: str, call: Callable[..., object], *, after: bool = False) -> Callable[[Patch], None]:
-    """Make `owner.name` also call `call`, with the same arguments: before, or after with the result first."""
+    """Make `owner.name` also call `call`, with the same arguments: before, or after it with the result first."""
 
     def plant(patch: Patch) -> None:
         original = getattr(owner, name)
@@ -177,11 +177,11 @@ def extra(owner: Any, name: str, call: Callable[..., object], *, after: bool = F
 
 
 def changed(owner: Any, name: str, new: Callable[..., Any]) -> Callable[[Patch], None]:
-    """Replace `owner.name` by new(original, ...)."""
+    """Replace the function owner.name by one that calls `new` with the original function and the arguments."""
 
     def plant(patch: Patch) -> None:
         replacement = functools.partial(new, getattr(owner, name))
-        is_method = isinstance(owner, type)  # a partial object is not bound to the instance
+        is_method = isinstance(owner, type)  # A partial object is not bound to the instance.
         patch.setattr(
             owner, name, (lambda *args, **options: replacement(*args, **options)) if is_method else replacement
         )
@@ -200,23 +200,24 @@ def without_wait_for_floats(original: Any, x: torch.Tensor, **options: Any) -> A
 
 
 def interleaved(*_: Any) -> None:
-    """torchrec #4149: two ranks use two groups in the other order than the others."""
+    """Two ranks use two groups in the opposite order of the other ranks (torchrec #4149)."""
     state = mpu.get_parallel_state()
     groups = [state.tensor_model_parallel_group, state.data_parallel_group]
     if state.rank in (1, 2):
         groups.reverse()
-    works = [dist.all_reduce(torch.zeros(4), group=group, async_op=True) for group in groups]  # interleaved
+    # The calls are interleaved.
+    works = [dist.all_reduce(torch.zeros(4), group=group, async_op=True) for group in groups]
     for work in works:
         work.wait()
 
 
 def opposing_sends(*_: Any) -> None:
-    dist.send(torch.zeros(4), 1 - dist.get_rank())  # opposing
+    dist.send(torch.zeros(4), 1 - dist.get_rank())  # Both ranks send first.
     dist.recv(torch.zeros(4), 1 - dist.get_rank())
 
 
 class Fault(NamedTuple):
-    """A fault of `ranks`. line: file and text of a line that the story must name."""
+    """A fault of `ranks`. line: the file and the text of a line that the report must name."""
 
     plant: Callable[[Patch], object]
     file: str

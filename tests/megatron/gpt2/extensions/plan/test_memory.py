@@ -97,7 +97,7 @@ TWO_RANKS = (
     f"{OF_TWO} --use-distributed-optimizer --shard-gradients --global-batch-size 16 --ddp-bucket-size 300000",
     f"{OF_TWO} --model-parallel-size 2 --recompute-granularity full --partition-activations",
 )
-# Two stages of unequal chunks, with 3 micro-batches or 4.
+# Two stages have unequal chunks, with 3 micro-batches or 4.
 STAGES = f"{OF_TWO} --pipeline-model-parallel-size 2"
 TWO_STAGES = (
     f"{STAGES} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1 --micro-batch-size 2 --global-batch-size 8",
@@ -234,7 +234,7 @@ def test_each_technique_saves_memory():
     offloaded = estimate_memory(gpu_inputs(f"--model 345m {full} --checkpoint-in-cpu", ranks=2))
     saved = estimate_memory(gpu_inputs("--model 345m --async-save"))
     for memory, size in ((offloaded, 24 * 64 * 1024 * 1024 * 2), (saved, 14 * 354_871_296)):
-        assert 0 <= memory.on_host - size < MB  # the tokens of the batch, too
+        assert 0 <= memory.on_host - size < MB  # The tokens of the batch count, too.
 
 
 def test_a_plan_that_fails_ends_no_run(monkeypatch: pytest.MonkeyPatch):
@@ -249,8 +249,8 @@ def test_a_plan_that_fails_ends_no_run(monkeypatch: pytest.MonkeyPatch):
     assert plan.explain_out_of_memory(trainer.context) is None
 
 
-# The program under a limit like `ulimit -v`. The limit is added to the address space that the imported libraries use
-# already, which is gigabytes with CUDA.
+# The program runs under a limit like `ulimit -v`. The limit is added to the address space that the imported libraries
+# already use, which is gigabytes with CUDA.
 LIMITED = """
 import re, resource, runpy, megatron.gpt2.commands.pretrain_gpt2
 taken = 1024 * int(re.findall(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[0])
@@ -298,7 +298,7 @@ def plan_as_json(capsys: pytest.CaptureFixture[str], flags: str, code: int = 0) 
 def test_published_memory_of_megatron_2019(
     capsys: pytest.CaptureFixture[str], p: int, steady: int, peak: int, parameters: int
 ):
-    """MB after 100 iterations and at the peak, in fp16 with 8 × 1,024 tokens and activation checkpointing."""
+    """These are MB after 100 iterations and at the peak, in fp16 with 8 × 1,024 tokens and activation checkpointing."""
     flags = "--model 345m --recompute-granularity full --accounting megatron-2019 --model-parallel-size"
     found = plan_as_json(capsys, f"{flags} {p}")
     of_2019 = found["megatron_2019"]
@@ -326,7 +326,7 @@ def test_table_and_json_agree(capsys: pytest.CaptureFixture[str]):
     fits = found["fits"]
     assert not fits["as_asked"] and len(fits["cheapest"]) == 3
     assert any(line.endswith(fits["cheapest"][0]["flags"]) for line in lines)
-    # The first proposed layout fits.
+    # The layout that is proposed first fits.
     again = plan_as_json(capsys, f"{flags} {fits['cheapest'][0]['flags']}")
     assert again["fits"]["as_asked"] and again["memory"]["total"] == fits["cheapest"][0]["bytes"]
     # The heads cannot be split and a whole model does not fit, so only stages remain.
@@ -343,7 +343,7 @@ def test_table_has_a_row_for_each_stage(capsys: pytest.CaptureFixture[str]):
     lines = capsys.readouterr().out.splitlines()
     pipeline, memory = found["pipeline"], found["memory"]
     assert found["ranks"] == 4 and found["data_parallel"] == 1
-    # 1F1B with equal stages: (p - 1) / (m + p - 1).
+    # With equal stages, the bubble of 1F1B is (p - 1) / (m + p - 1).
     assert (pipeline["schedule"], pipeline["micro_batches"], pipeline["bubble"]) == ("1f1b", 8, 0.2727)
     assert [stage["layers"] for stage in pipeline["stages"]] == [[[0, 5]], [[6, 11]], [[12, 17]], [[18, 23]]]
     totals = [stage["total"] for stage in pipeline["stages"]]

@@ -1,4 +1,4 @@
-"""The modelled time of a step, and the search for layouts. Modelled steps are compared with sums and formulas."""
+"""Test the modelled time of a step, and the search for layouts. Modelled steps are compared with sums and formulas."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_gradients_are_summed_under_backward() -> None:
     assert slow.seconds > seconds_of(slow, "data") > 10 * seconds_of(fast, "data")
     sent = sum(int(s.text.split()[0].replace(",", "")) for s in fast.spans if s.queue == "data")
     parameters = inputs.config.model.num_layers * 12 * 512**2 + 50304 * 512
-    assert sent == pytest.approx(6 * parameters, rel=0.02)  # float32 gradients, bf16 parameters
+    assert sent == pytest.approx(6 * parameters, rel=0.02)  # Gradients are float32, parameters bf16.
 
 
 def test_interval_between_checkpoints_is_the_best() -> None:
@@ -115,7 +115,7 @@ def test_search_finds_layouts_that_fit(tmp_path: Path, capsys: pytest.CaptureFix
     found = json.loads(capsys.readouterr().out)["found"]
     assert len(found) >= 5
     assert [row["seconds"] for row in found] == sorted(row["seconds"] for row in found)
-    # The plan of the printed command agrees.
+    # The plan of the printed command gives the same numbers.
     path = tmp_path / "step.json"
     assert main([*flags, *found[0]["flags"].split(), "--perfetto", str(path), "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)

@@ -19,7 +19,7 @@ from tests.megatron.gpt2.checkpoint.saved_states import save
 
 
 def failed_run(folder: Path) -> Path:
-    """A run of two ranks, killed at iteration 9 of 100 and continued once before."""
+    """Make a run of two ranks that was killed at iteration 9 of 100 and continued once before."""
     folder.mkdir(exist_ok=True)
     write_config(
         folder,
@@ -51,7 +51,7 @@ def test_ten_lines_about_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "\nfirst rank 1 (" in text and ") was ended by SIGKILL at iteration 9\n" in text
     assert "iteration 7 is the newest valid one; 2 iterations will be repeated" in text
     assert text.endswith("continue python pretrain.py --x 1")
-    # A newer local checkpoint of the same run.
+    # There is a newer local checkpoint of the same run.
     (folder / "local_checkpoints").write_text("abc")
     save(folder.parent / "near" / "abc", 8)
     config = Config.from_dict(
@@ -144,7 +144,7 @@ CLOSED = "Connection closed by peer [10.0.0.3]:41052"
 STACK_OF_DATA = ["megatron/gpt2/train/data.py:88 (next)", "data_utils/samplers.py:150 (batch)", "/x/np.py:3 (f)"]
 STACK_OF_STEP = ["megatron/gpt2/train/train_step.py:30 (train_step)"]
 
-# name: (incidents after the start, kind, pattern of the cause)
+# Each case is name: (incidents after the start, kind, pattern of the cause).
 FAILURES: dict[str, tuple[list[Line], str, str]] = {
     "a killed rank": (
         [
@@ -292,7 +292,7 @@ FAILURES: dict[str, tuple[list[Line], str, str]] = {
         "crash loop: crashed rank",
         "rank 1 .node001. was ended by SIGSEGV",
     ),
-    # The cause that the error itself has.
+    # The error itself has this cause.
     **{
         cause: (
             [rank_incident(1, 9, kind, f"an error: {cause}", cause=cause)],

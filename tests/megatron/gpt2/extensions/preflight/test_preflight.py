@@ -1,4 +1,4 @@
-"""tools/preflight.py finds each of these defects on one rank of two, and reports nothing without a defect."""
+"""Test that tools/preflight.py finds each of these defects on one rank of two, and reports nothing without a defect."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def little_memory(device: torch.device, local_world_size: int) -> tuple[int, str
     return 1 << 20, "of this test"
 
 
-Patches = list[tuple[Any, str, Any]]  # on rank 1 only
+Patches = list[tuple[Any, str, Any]]  # These patches are made only on rank 1.
 DIFFERENT_CODE = (preflight, "code_hash", lambda: "x")
-# name: flags of all ranks, flags of rank 1, patches, {row: pattern of its text}
+# Each case is name: flags of all ranks, flags of rank 1, patches, {row: pattern of its text}.
 DEFECTS: dict[str, tuple[str, str, Patches, dict[str, str]]] = {
     "nothing": ("", "", [], {}),
     "a different torch": (
@@ -181,7 +181,8 @@ def test_each_planted_defect_is_found(tmp_path: Path) -> None:
 
 
 def test_findings_of_many_ranks_are_compared() -> None:
-    """The rank that differs is named. If two ranks differ from each other, rank 1 is named. Each problem has a row."""
+    """If one rank differs, it is named. If two ranks differ from each other, rank 1 is named. Each problem has a
+    row."""
     hosts = dict(enumerate("aabb"))
     well = Finding("torch 2, numpy 1", "install", must_match={"torch": "2", "numpy": "1"})
     everywhere = dict.fromkeys(hosts, well)

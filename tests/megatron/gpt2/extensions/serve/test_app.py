@@ -39,7 +39,7 @@ from megatron.gpt2.extensions.serve.request import ServedModel, token_name  # no
 pytestmark = needs("openai", extra="dev")
 
 TOKENIZER = build_tokenizer("bytes")
-ENDLESS = {"max_tokens": 100_000, "top_k": 3}  # of the model here
+ENDLESS = {"max_tokens": 100_000, "top_k": 3}  # `model` in this file never ends such a text early.
 JSON = {"Content-Type": "application/json"}
 
 
@@ -48,7 +48,7 @@ def model() -> Iterator[GPT2Model]:
     mpu.initialize_model_parallel(1)
     model = GPT2Model(CONFIG).eval()
     with torch.no_grad():
-        model.word_embeddings.weight[TOKENIZER.eod] = 0  # never among the likeliest
+        model.word_embeddings.weight[TOKENIZER.eod] = 0  # This token is never among the most likely ones.
     yield model
     mpu.destroy_model_parallel()
 
@@ -60,7 +60,7 @@ class RunningServer:
 
     @property
     def client(self) -> openai.OpenAI:
-        import openai  # slow to import, so not at the start of every test process
+        import openai  # This import is slow, so it is not at the start of every test process.
 
         return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=240)
 
@@ -154,7 +154,7 @@ def test_probabilities_are_the_models(served: RunningServer, model: GPT2Model) -
 
 @pytest.mark.parametrize("length", [0, 9])
 def test_echo_with_logprobs(served: RunningServer, model: GPT2Model, length: int) -> None:
-    """OpenAI's way to score a text. The answer also has the model's likeliest tokens."""
+    """This is OpenAI's way to score a text. The answer also has the model's most likely tokens."""
     settings: dict[str, Any] = {"max_tokens": length, "logprobs": 2, "echo": True, "temperature": 0, "seed": 1234}
     prompts = ["One é", "x", "a longer text"]
     answer = served.ask([list(prompt.encode()) for prompt in prompts], **settings)
@@ -181,11 +181,11 @@ def test_echo_with_logprobs(served: RunningServer, model: GPT2Model, length: int
     assert served.ask("", echo=True, max_tokens=0, logprobs=0).choices[0].logprobs.tokens == []
 
 
-@pytest.mark.usefixtures("model")  # initializes the groups
+@pytest.mark.usefixtures("model")  # It initializes the groups.
 def test_the_end_of_a_document_is_listed() -> None:
     """lm-eval requests one more token than the text has, and drops the last log-probability, for any token."""
     ending = GPT2Model(CONFIG).eval()
-    with torch.no_grad():  # always predicts the end of the document
+    with torch.no_grad():  # The model always predicts the end of the document.
         ending.transformer.final_layernorm.weight.zero_()
         ending.transformer.final_layernorm.bias.fill_(1)
         ending.word_embeddings.weight[TOKENIZER.eod] = 5
@@ -313,9 +313,10 @@ def test_only_known_hosts(served: RunningServer, host: str, status: int) -> None
 
 SLOW = [
     b"G",
-    post_request(60, b"{"),  # a body that is never complete
+    post_request(60, b"{"),  # This body is never complete.
     b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n",
-    b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n",  # answered; then the headers of a second request
+    # This request is answered; then the headers of a second request follow.
+    b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n",
 ]
 
 
@@ -354,7 +355,7 @@ def test_a_body_that_is_too_slow_is_answered(model: GPT2Model, monkeypatch: pyte
     monkeypatch.setattr(app, "BODY_SECONDS", 0.1)
     with serving(model) as served, socket.create_connection(("127.0.0.1", served.port), timeout=5) as client:
         client.sendall(post_request(60, b"{"))
-        answer = b"".join(iter(lambda: client.recv(1 << 16), b""))  # the server closes the connection
+        answer = b"".join(iter(lambda: client.recv(1 << 16), b""))  # The server closes the connection.
         assert answer.startswith(b"HTTP/1.1 408") and b"the body took longer than 0.1 seconds" in answer
 
 

@@ -27,7 +27,7 @@ def watched() -> Any:
 
 def test_64_clients(watched: CountingGenerator) -> None:
     batcher = Batcher(ROWS)
-    lengths: list[int] = []  # of the texts, in the order of the requests
+    lengths: list[int] = []  # lengths of the texts, in the order of the requests
     begun: dict[int, int] = {}
     over: dict[int, str] = {}
 
@@ -54,6 +54,6 @@ def test_64_clients(watched: CountingGenerator) -> None:
     batcher.run(watched.generator)
     assert list(over.values()) == ["length"] * len(lengths) and len(lengths) == 127
     assert list(begun) == sorted(begun), "in the order of the requests"
-    for number, step in begun.items():  # while a text waits, earlier texts fill all rows
+    for number, step in begun.items():  # While a text waits, earlier texts fill all rows.
         assert step * ROWS <= sum(max(1, length - 1) for length in lengths[:number]), number
-    assert watched.cache_bytes == {2 * ROWS * 2 * 32 * 32 * 4}  # l · rows · 2 · S · h
+    assert watched.cache_bytes == {2 * ROWS * 2 * 32 * 32 * 4}  # This is l · rows · 2 · S · h.

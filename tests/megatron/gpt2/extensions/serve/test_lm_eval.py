@@ -1,4 +1,4 @@
-"""lm-eval gets the same scores over HTTP as from the model itself."""
+"""Test that lm-eval gets the same scores over HTTP as from the model itself."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def served(loaded: LoadedModel) -> Iterator[RunningServer]:
 
 
 def scores(folder: Path, model: Any, **settings: Any) -> Scores:  # noqa: F811
-    """Return the answer for each task and document: (ln p, is it the likeliest), ln p, or a text."""
+    """Return the answer for each task and document: (ln p, whether it is the most likely), ln p, or a text."""
     results = lm_eval.simple_evaluate(
         model,
         tasks=list(TASKS),
@@ -52,7 +52,7 @@ def scores(folder: Path, model: Any, **settings: Any) -> Scores:  # noqa: F811
 
 
 def test_the_same_scores_over_http(folder: Path, loaded: LoadedModel, served: RunningServer) -> None:  # noqa: F811
-    """With the settings of the manual. Texts that are too long for the model lose the same tokens."""
+    """The settings are those of the manual. Texts that are too long for the model lose the same tokens."""
     text = (ROOT / "docs" / "how-to" / "evaluation.md").read_text()
     arguments = re.search(r"--model local-completions --model_args (\S+)", text)[1] + ",num_concurrent=3,batch_size=4"
     for printed, own in (
@@ -65,7 +65,7 @@ def test_the_same_scores_over_http(folder: Path, loaded: LoadedModel, served: Ru
         arguments = arguments.replace(printed, own)
     over_http = scores(folder, "local-completions", model_args=arguments)
     model = program()["HarnessLM"](loaded.model, loaded.tokenizer)
-    model.max_length = LENGTH - 1  # lm-eval keeps one position for the token that it always requests
+    model.max_length = LENGTH - 1  # lm-eval keeps one position for the token that it always requests.
     expected = scores(folder, model)
     assert over_http.keys() == expected.keys() and len(expected) == 3 * 20
     for document, found in over_http.items():

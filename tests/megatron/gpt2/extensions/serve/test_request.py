@@ -1,4 +1,4 @@
-"""Parsing of requests: valid fields, and errors that name the invalid field. And answers: tokens in OpenAI's form."""
+"""Test parsing of requests (valid fields, and errors that name the invalid field), and answers in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from megatron.gpt2.generate.sampling import Sampling
 
 TOKENIZER = build_tokenizer("bytes")
 SERVED = ServedModel("tiny", TOKENIZER, context=32, max_tokens=100_000, max_texts=32, max_body_bytes=1 << 16)
-# The first field of each is invalid, and the error must name it. pydantic checks types and ranges: one of each is here.
+# The first field of each request is invalid, and the error must name it. pydantic checks types and ranges; one of each
+# is here.
 BAD = [
     {"max_tokens": 10**9},
     {"max_tokens": 1.5},

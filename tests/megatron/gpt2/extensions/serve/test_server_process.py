@@ -78,7 +78,7 @@ class ServerProcess:
             assert self.process.poll() is None and time.monotonic() < deadline, self.said
             time.sleep(0.05)
         self.url = re.search(r"page +(http://127\.0\.0\.1:\d+/)\n", self.said)[1]
-        import openai  # slow to import, so not at the start of every test process
+        import openai  # This import is slow, so it is not at the start of every test process.
 
         self.client = openai.OpenAI(base_url=f"{self.url}v1", api_key="none", max_retries=0, timeout=240)
 
@@ -87,10 +87,10 @@ class ServerProcess:
             self.said += line
 
     def end(self, number: int) -> None:
-        """End it by a signal to all of its processes, as from a terminal."""
+        """End the server by a signal to all of its processes, as a terminal does."""
         os.killpg(self.process.pid, number)
         assert self.process.wait(240) == 0
-        self._reader.join(60)  # every rank has closed it
+        self._reader.join(60)  # Every rank has closed the pipe.
         assert not self._reader.is_alive() and self.said.endswith("stopped\n") and "Traceback" not in self.said
 
     def __enter__(self) -> ServerProcess:
@@ -145,7 +145,7 @@ def start_browser(playwright: Any) -> Any:
         filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome"))),
         None,
     )
-    sandbox = [] if os.geteuid() else ["--no-sandbox"]  # not available to root
+    sandbox = [] if os.geteuid() else ["--no-sandbox"]  # root cannot use the sandbox.
     for path in (None, found):
         with contextlib.suppress(Exception):
             return playwright.chromium.launch(executable_path=path, args=sandbox)

@@ -27,7 +27,7 @@ TENSOR_PARALLEL = ("--model-parallel-size", "2", "--micro-batch-size", "4")
 SEQUENCE_PARALLEL = (*TENSOR_PARALLEL, "--sequence-parallel")
 SHARDED = ("--micro-batch-size", "2", "--use-distributed-optimizer", "--ddp-bucket-size", "4000")
 STAGES = ("--micro-batch-size", "2", "--pipeline-model-parallel-size", "2")
-ACCUMULATED = ("--micro-batch-size", "1")  # two ranks and a global batch of 4: two micro-batches
+ACCUMULATED = ("--micro-batch-size", "1")  # With two ranks and a global batch of 4, these are two micro-batches.
 
 
 class PlantedFault(NamedTuple):
@@ -47,7 +47,7 @@ def get_layer(trainer: Trainer, number: int) -> Any:
 
 
 def bias_once_per_rank(trainer: Trainer, patch: Patch) -> None:
-    """The bias of a row-parallel layer is added before the sum over the ranks."""
+    """Add the bias of a row-parallel layer before the sum over the ranks."""
     layer = get_layer(trainer, 1).attention.dense
     patch.setattr(layer, "forward", lambda x: layer.reduce(linear(x, layer.weight, layer.bias)))
 
@@ -63,7 +63,7 @@ def gradient_summed_twice(trainer: Trainer, patch: Patch) -> None:
 
 
 def local_index(trainer: Trainer, patch: Patch) -> None:
-    """Each sequence-parallel rank uses the positions from 0 on."""
+    """Let each sequence-parallel rank use the positions from 0 on."""
     patch.setattr(trainer.state.model.position_embeddings, "local_positions", lambda x: slice(0, x.size(0)))
 
 
@@ -85,7 +85,7 @@ def patch_attention(
 
 
 def mask_by_local_index(trainer: Trainer, patch: Patch) -> None:
-    """Each rank uses the dropout masks of the first heads."""
+    """Let each rank use the dropout masks of the first heads."""
     patch_attention(trainer, patch, 1, lambda qkv: qkv, first_head=0)
 
 
@@ -105,7 +105,7 @@ def missing_scale(trainer: Trainer, patch: Patch) -> None:
 
 
 def norm_counted_twice(trainer: Trainer, patch: Patch) -> None:
-    """Each model-parallel rank counts the replicated gradients."""
+    """Let each model-parallel rank count the replicated gradients."""
     optimizer, original = trainer.state.optimizer, mpu.all_reduced_squared_norm
     patch.setattr(
         optimizer,
@@ -115,12 +115,12 @@ def norm_counted_twice(trainer: Trainer, patch: Patch) -> None:
 
 
 def lost_gradient(trainer: Trainer, patch: Patch) -> None:
-    """The gradients of each micro-batch overwrite the earlier ones."""
+    """Let the gradients of each micro-batch overwrite the earlier ones."""
     patch.setattr(trainer.state.reducer, "add", lambda name, gradient: trainer.state.buffer.grad(name).copy_(gradient))
 
 
 def lost_micro_batch(trainer: Trainer, patch: Patch) -> None:
-    """Rank 1 uses its first micro-batch twice."""
+    """Let rank 1 use its first micro-batch twice."""
     if trainer.parallel.rank == 1:
         original = Batch.split
         patch.setattr(Batch, "split", lambda *args: (parts := original(*args))[:1] * len(parts))
@@ -150,7 +150,7 @@ STALE = "transformer.layers.1.mlp.dense_h_to_4h.weight"
 
 
 def stale_parameter(trainer: Trainer, patch: Patch) -> None:
-    """After the all-gather, rank 1 has the old values of rank 0's shard of a parameter."""
+    """Let rank 1 have the old values of rank 0's shard of a parameter after the all-gather."""
     param_gather, buffer = trainer.state.param_gather, trainer.state.buffer
     launch = param_gather.start_param_sync
 
@@ -176,7 +176,7 @@ def one_learning_rate(trainer: Trainer, patch: Patch) -> None:
 
 
 def tied_gradient_not_summed(trainer: Trainer, patch: Patch) -> None:
-    """The first and the last pipeline stage do not sum their gradients of the tied matrix."""
+    """Let the first and the last pipeline stage not sum their gradients of the tied matrix."""
     patch.setattr(trainer.state.reducer, "_embedding_group", None)
 
 

@@ -60,7 +60,7 @@ def run_case(
 CASES = {name: (flags, None) for name, flags in CLEAN.items()} | {
     name: (fault.flags, fault.plant) for name, fault in FAULTS.items()
 }
-# Some layouts, and faults in the forward pass, the backward pass, the reduction, the data and the optimizer.
+# These are some layouts, and faults in the forward pass, the backward pass, the reduction, the data and the optimizer.
 COVERING = (
     "sequence-parallel",
     "sharded",
@@ -136,7 +136,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def test_a_saved_trace_is_compared_with(command: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    """--dropout-rng torch differs because its masks depend on the layout."""
+    """The run with --dropout-rng torch differs, because its masks depend on the layout."""
     trace, page, command = tmp_path / "trace", tmp_path / "page.html", [*command, "--hidden-dropout", "0.1"]
     assert main(["--layout", "", "--save-trace", str(trace), "--steps", "1", *command]) == 0
     other = f"{SPLIT} --dropout-rng torch"

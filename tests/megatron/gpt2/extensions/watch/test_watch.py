@@ -40,7 +40,7 @@ def test_each_bit_changes_only_the_hash_of_its_range(dtype: torch.dtype, bits: t
     before = hash_ranges(buffer, parts)
     for place, part in ((0, 0), (69, 0), (2 * ROW, 2), (4 * ROW - 1, 2)):
         for bit in range(8 * dtype.itemsize):
-            buffer.view(bits)[place] ^= -1 << bit  # this bit and all above it
+            buffer.view(bits)[place] ^= -1 << bit  # This flips this bit and all higher ones.
             assert (hash_ranges(buffer, parts) != before).nonzero().view(-1).tolist() == [part]
             buffer.view(bits)[place] ^= -1 << bit
 
@@ -85,7 +85,7 @@ def test_one_process_names_the_tensor(tmp_path: Path) -> None:
             f"2: rank 0 holds a different {kind} of {UP} than the update of iteration 2 left, the last "
             "clean hash: the memory of a rank has changed by itself"
         ), lines
-    assert lines[4] == ""  # no bit flipped
+    assert lines[4] == ""  # No bit flipped.
 
 
 def test_replicas_name_the_rank(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_replicas_name_the_rank(tmp_path: Path) -> None:
     assert of_others.startswith(
         f"4: rank 1 holds a different weight of {UP} and 1 other than the other replicas, since "
         "iteration 2, the last clean hash: "
-    ), of_others  # the update of iteration 4 used the flipped moment
+    ), of_others  # The update of iteration 4 used the flipped moment.
     assert of_itself.startswith(f"2: rank 2 holds a different weight of {NORM} than the update of iteration 2"), (
         of_itself
     )
@@ -121,7 +121,7 @@ def test_split_sharded_and_staged_state(tmp_path: Path) -> None:
     assert " than each other, since iteration 2" in norm_apart
     assert up.startswith(f"2: rank 1 holds a different exp_avg of {UP} than the update"), up
     assert re.match(r"2: rank 1 holds a different master of \S+ than the update", master), master
-    assert weight == "", weight  # the update of iteration 4 has rounded it from its master again
+    assert weight == "", weight  # The update of iteration 4 has rounded it from its master again.
     assert staged.startswith(f"2: rank 1 holds a different exp_avg_sq of {NORM} than the update"), staged
 
 
@@ -135,8 +135,9 @@ def test_spike_threshold() -> None:
     spikes = SpikeDetector(1.5)
     assert [spikes.median_if_spike(loss) for loss in (9.0, 3.0, None, 3.1, 3.2, 4.6)] == [
         None
-    ] * 6  # 9.0 is in the median
-    assert spikes.median_if_spike(4.9) == 3.2 and spikes.median_if_spike(4.9) == 3.2  # it is not among them afterwards
+    ] * 6  # The value 9.0 is in the median.
+    # The loss is not among them afterwards.
+    assert spikes.median_if_spike(4.9) == 3.2 and spikes.median_if_spike(4.9) == 3.2
     for _ in range(WINDOW):
         spikes.median_if_spike(2.0)
     assert spikes.median_if_spike(3.1) == 2.0
@@ -162,7 +163,7 @@ def samples_read(rank: int, world: int, folder: str, flags: list[str], until: in
 
 
 def samples_read_with_spike(rank: int, world: int, folder: str) -> dict[int, list[int]]:
-    plant(Fault(spike, rank, 16))  # each rank reads noise in the step after 16
+    plant(Fault(spike, rank, 16))  # Each rank reads noise in the step after 16.
     return samples_read(rank, world, folder, ["--use-distributed-optimizer"], 20)
 
 
@@ -180,7 +181,7 @@ def test_the_run_rewinds_and_skips_samples(tmp_path: Path) -> None:
         return sorted(sum((of_rank[iteration] for of_rank in seen), []))
 
     assert read(15) == [56, 57, 58, 59]
-    assert read(16) == [68, 69, 70, 71] and read(20) == [84, 85, 86, 87]  # 60 to 67 were in the window
+    assert read(16) == [68, 69, 70, 71] and read(20) == [84, 85, 86, 87]  # The samples 60 to 67 were in the window.
     logged = [json.loads(line)["iteration"] for line in (save / "metrics.jsonl").read_text().splitlines()]
     assert logged == list(range(1, 21))
     assert (save / TRACKER).read_text() == "20\n"

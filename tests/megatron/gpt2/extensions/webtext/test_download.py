@@ -30,7 +30,8 @@ OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/html; charset=latin-1\r\n"
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, list[bytes]]]:
-    """Return an address, and a list of raw answers to its next connections. After the last one, it is silent."""
+    """Return an address, and a list of raw answers to its next connections. After the last one, the server is
+    silent."""
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     answers: list[bytes] = []
@@ -109,7 +110,7 @@ def test_a_page_and_redirects(server: tuple[str, list[bytes]]):
 )
 def test_reasons(server: tuple[str, list[bytes]], answer: bytes, reason: str):
     address, answers = server
-    answers += [answer] * 6  # for redirects, and because aiohttp repeats a request after a lost connection
+    answers += [answer] * 6  # These are for redirects, and because aiohttp repeats a request after a lost connection.
     with pytest.raises(PageError) as refused:
         get(address)
     assert str(refused.value) == reason
@@ -140,7 +141,8 @@ def test_text_and_its_encoding():
 
 def test_a_slow_extraction_kills_its_process():
     page = Page("u", b"<html><body><p>" + b"Some words of a text. " * 30 + b"</p></body></html>", None)
-    many = b"".join(b"<p>Some words of paragraph %d.</p>" % number for number in range(60_000))  # takes seconds
+    # This page takes seconds.
+    many = b"".join(b"<p>Some words of paragraph %d.</p>" % number for number in range(60_000))
     long = Page("u", b"<html><body>" + many + b"</body></html>", None)
 
     async def extract_all() -> None:

@@ -1,4 +1,4 @@
-"""URL filter, cleanup, decontamination and splits."""
+"""Test the URL filter, cleanup, decontamination and splits."""
 
 from __future__ import annotations
 

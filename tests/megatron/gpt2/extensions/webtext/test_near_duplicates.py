@@ -1,4 +1,5 @@
-"""Sketches estimate the Jaccard index. All pairs are found and correct. Removal keeps the first document of a group."""
+"""Test that sketches estimate the Jaccard index, that all pairs are found, and that removal keeps the first
+document."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def pairs_in(folder: Path) -> list[dict]:
 
 
 def test_search_group_and_removal(tmp_path: Path):
-    """Families of three similar texts: the first and the last differ too much to be a pair."""
+    """Families have three similar texts. The first and the last differ too much to be a pair."""
     draw = random.Random(0)
 
     def words() -> list[str]:
@@ -34,7 +35,7 @@ def test_search_group_and_removal(tmp_path: Path):
     def changed(words: list[str], places: range) -> list[str]:
         return [("other" if number in places else word) for number, word in enumerate(words)]
 
-    documents = []  # text and family; texts of family 99 have no duplicates
+    documents = []  # (text, family); texts of family 99 have no duplicates
     for family in range(20):
         first = words()
         middle = changed(first, range(12))
@@ -61,7 +62,7 @@ def test_search_group_and_removal(tmp_path: Path):
         assert pair["jaccard"] == pytest.approx(len(one & two) / len(one | two), abs=1e-4) and pair["jaccard"] >= 0.85
     left = [json.loads(line)["text"] for name in "ab" for line in (tmp_path / f"out/{name}.jsonl").open()]
     expected, seen = [], set()
-    for text, family in documents:  # the first of each family, in the order of the input
+    for text, family in documents:  # The first of each family stays, in the order of the input.
         if family == 99 or family not in seen:
             expected.append(text)
         seen.add(family)

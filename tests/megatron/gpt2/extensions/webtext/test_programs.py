@@ -1,4 +1,4 @@
-"""Each program by itself: as the first of the pipeline, with bad input, and on datatrove's executors."""
+"""Test each program by itself: as the first of the pipeline, with bad input, and on datatrove's executors."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def test_file_names_of_2019_from_addresses_to_a_data_set():
     program("blacklist_urls", "urls.txt", "clean_urls.txt", "--urls-per-file", "1")
     assert Path("clean_urls.txt").read_text() == "http://a.org/1\nhttp://b.org/2\n"
     with open("shards/2.jsonl", "a") as file:
-        file.write(json.dumps({"text": f"Tale 1, 1. {STORY}"}) + "\n")  # a duplicate
-    program("cleanup_dataset", "shards", "clean.json", "--workers", "1")  # three shards into one file
+        file.write(json.dumps({"text": f"Tale 1, 1. {STORY}"}) + "\n")  # This line is a duplicate.
+    program("cleanup_dataset", "shards", "clean.json", "--workers", "1")  # Three shards become one file.
     program("cleanup_dataset", "clean.json", "clean_again.jsonl")
     assert Path("clean.json").read_bytes() == Path("clean_again.jsonl").read_bytes()
     program("find_duplicates", "clean.json", "duplicates.json", "--min-jaccard", "1")

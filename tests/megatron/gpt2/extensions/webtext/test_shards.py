@@ -89,10 +89,10 @@ def test_complete_shards_are_skipped(shards: ThreeShards):
     shards.ran()
     shards.run()
     assert not shards.ran()
-    (shards.output / "b.jsonl").write_bytes(whole["b.jsonl"].replace(b"b", b"B"))  # damage of the same size
+    (shards.output / "b.jsonl").write_bytes(whole["b.jsonl"].replace(b"b", b"B"))  # The damage has the same size.
     shards.run()
     assert shards.ran() == "b" and shards.bytes() == whole
-    (shards.output / "manifests/c.json").unlink()  # killed between the output and its manifest
+    (shards.output / "manifests/c.json").unlink()  # The stage was killed between the output and its manifest.
     (shards.output / ".a.jsonl.tmp").write_bytes(b"killed within")
     shards.run()
     assert shards.ran() == "c"
@@ -101,10 +101,10 @@ def test_complete_shards_are_skipped(shards: ThreeShards):
     assert shards.ran() == "a" and shards.bytes()["a.jsonl"] == json_line({"text": "another text"})
     shards.run(least=5)
     assert shards.ran() == "abc"
-    shards.write("a", ["x"])  # a shard that becomes empty leaves no old output
+    shards.write("a", ["x"])  # A shard that becomes empty leaves no old output.
     shards.run()
     assert "a.jsonl" not in shards.bytes() and "manifests/a.json" in shards.bytes()
-    foreign = shards.input / "b.jsonl"  # a manifest from someone else that names a file outside of the folder
+    foreign = shards.input / "b.jsonl"  # The manifest is from someone else and names a file outside of the folder.
     write_checksummed_json(shards.output / "manifests/b.json", {"outputs": {str(foreign): []}})
     shards.run()
     assert foreign.exists()
@@ -182,7 +182,7 @@ def test_json_lines_with_bad_ones(tmp_path: Path):
 def test_a_folder_of_scraped_text(tmp_path: Path):
     for number in range(12):
         (tmp_path / f"{number:02d}.txt").write_text(f"text {number}\nof two lines")
-    (tmp_path / "00.txt").write_bytes(b"\xef\xbb\xbftext 0\nof two lines")  # a byte-order mark is not part of the text
+    (tmp_path / "00.txt").write_bytes(b"\xef\xbb\xbftext 0\nof two lines")  # A byte-order mark is not part of the text.
     (tmp_path / "12.txt").write_bytes(b"\xff")
     (tmp_path / "13.txt").write_text(" \n")
     found, dropped = read(tmp_path)

@@ -1,4 +1,4 @@
-"""Run the whole pipeline on a small web. The right documents remain; a run with kills gives identical files."""
+"""Run the whole pipeline on a small web. The right documents remain, and a run with kills gives identical files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FLAGS = {
     "DOWNLOAD_FLAGS": "--max-bytes 1000000 --page-seconds 60 --extract-seconds 120 --threads 16 --per-host 8",
 }
 
-Answer = tuple[bytes, int, dict[str, str]]  # body, status, headers
+Answer = tuple[bytes, int, dict[str, str]]  # body, status and headers
 
 
 def paragraphs(seed: str, words: list[str] = ENGLISH, count: int = 7) -> list[str]:
@@ -66,7 +66,7 @@ def build() -> tuple[dict[str, Answer], dict[str, str]]:
     def add(
         kind: str, count: int, body: Callable[[str], bytes], text: str = "", status: int = 200, **headers: str
     ) -> None:
-        """text: a part of the corpus; "first" is the first paragraph."""
+        """Add a page. text: a part of the corpus; "first" is the first paragraph."""
         for number in range(count):
             url, seed = f"http://news{number % 3}.example.com/{kind}/{number}", f"good{number}"
             seed = seed if kind in ("article", "zcopy") else f"{kind}{number}"
@@ -90,7 +90,8 @@ def build() -> tuple[dict[str, Answer], dict[str, str]]:
         latin,
         Content_Type="text/html; charset=cp1252",
     )
-    add("mojibake", 1, extended("The cafÃ© was schÃ¶n."), "The café was schön.")  # UTF-8 that was once read as Latin-1
+    # This is UTF-8 that was once read as Latin-1.
+    add("mojibake", 1, extended("The cafÃ© was schÃ¶n."), "The café was schön.")
     add("broken", 1, lambda seed: html(paragraphs(seed)).replace(b"</h1>", b"</h1><p>\xff\xfe\x81 \xc3</p>"), "first")
     add("packed", 1, lambda seed: gzip.compress(html(paragraphs(seed))), "first", Content_Encoding="gzip")
     add("redirect", 1, lambda seed: b"", "first", 301, Location="http://news8.example.com/moved/0")
@@ -114,12 +115,12 @@ BAD_URLS = [
     "not an address",
     "http://10.0.0.1/a",
 ]
-BAD_URLS += [URLS[0] + "#part", URLS[1].replace("http://", "https://www."), URLS[2] + "/"]  # duplicates
+BAD_URLS += [URLS[0] + "#part", URLS[1].replace("http://", "https://www."), URLS[2] + "/"]  # These are duplicates.
 
 
 @contextmanager
 def web(seen: Callable[[str], object] = lambda url: None) -> Iterator[str]:
-    """Start a proxy that answers for all sites, and yield its URL. seen: called for each request."""
+    """Start a proxy that answers for all sites, and yield its URL. seen: is called for each request."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -129,7 +130,7 @@ def web(seen: Callable[[str], object] = lambda url: None) -> Iterator[str]:
             for name, value in {**headers, "Content-Length": str(len(body))}.items():
                 self.send_header(name, value)
             self.end_headers()
-            with suppress(OSError):  # the client closed the connection
+            with suppress(OSError):  # The client closed the connection.
                 self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
@@ -210,10 +211,10 @@ def test_it_goes_on_after_kills_to_the_same_result(once: tuple[Path, str]):
 
     with web(requests.append) as proxy:
         for moment in (
-            lambda: len(requests) > 5,  # inside the first shard of the download
-            has("3-clean/.urls_00001.jsonl.tmp", "3-clean/urls_00001.jsonl"),  # inside the cleanup
-            has("6-unique/urls_00001.jsonl"),  # before its manifest
-            has("8-merged/manifests/corpus.json"),  # between two stages
+            lambda: len(requests) > 5,  # This is inside the first shard of the download.
+            has("3-clean/.urls_00001.jsonl.tmp", "3-clean/urls_00001.jsonl"),  # This is inside the cleanup.
+            has("6-unique/urls_00001.jsonl"),  # This is before the shard's manifest.
+            has("8-merged/manifests/corpus.json"),  # This is between two stages.
         ):
             process, deadline = start(folder, "again", proxy), time.monotonic() + 240
             while not moment():

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 from torch.overrides import TorchFunctionMode
 
-# (tensor-, pipeline-, data-parallel size, optimizer form)
+# Each case is (tensor-, pipeline-, data-parallel size, optimizer form).
 CASES = {
     "dp_reshardable_dp2": (1, 1, 2, "dp_reshardable"),
     "dp_reshardable_tp2_pp2_16": (2, 2, 1, "dp_reshardable"),
@@ -48,7 +48,7 @@ class OnCPU(TorchFunctionMode):
 
 
 def build(args: Any, tp: int, pp: int, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Build megatron-core's model of the saved `args` on this rank. Returns it and its config."""
+    """Build megatron-core's model of the saved `args` on this rank. Return the model and its config."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
