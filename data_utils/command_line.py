@@ -38,7 +38,10 @@ def how_to_call(program: str) -> str:
 
 
 def missing_package(needed_by: str, package: str | None, extra: str = "") -> ValueError:
-    """Return an error that says how to install a package. extra: this project's extra that has it, such as "data"."""
+    """Return an error that says how to install a package.
+
+    extra: this project's extra that has it, such as "data".
+    """
     words = [f"gpt2-model-parallel[{extra}]" if extra else str(package)]
     if extra and (ROOT / "pyproject.toml").exists():
         words = ["-c", os.path.relpath(ROOT / "constraints.txt"), "-e", f"{os.path.relpath(ROOT)}[{extra}]"]
@@ -46,8 +49,10 @@ def missing_package(needed_by: str, package: str | None, extra: str = "") -> Val
 
 
 def configure_output(*, line_buffering: bool | None = None) -> None:
-    """Print "?" for a character that the encoding of the output does not have. line_buffering: write each line
-    immediately, also to a pipe or a file."""
+    """Print "?" for a character that the encoding of the output does not have.
+
+    line_buffering: write each line immediately, also to a pipe or a file.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace", line_buffering=line_buffering)
@@ -59,7 +64,10 @@ def plural(number: int, noun: str) -> str:
 
 
 def align_columns(rows: Sequence[Sequence[str]], alignments: str) -> list[str]:
-    """Format `rows` as lines with aligned columns. alignments: a "<" (left) or ">" (right) for each column."""
+    """Format `rows` as lines with aligned columns.
+
+    alignments: a "<" (left) or ">" (right) for each column.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, alignments, widths, strict=True)).rstrip()

@@ -169,7 +169,9 @@ class BlendedDataset:
     """Mixes several datasets in an order that `seed` chooses. A loader reads it in sequential order.
 
     For training it has no end. For evaluation no component is shuffled, and the blend ends before a component would
-    repeat. counts: int64 [components], from `block_counts`.
+    repeat.
+
+    counts: int64 [components], from `block_counts`.
     """
 
     def __init__(self, components: Sequence[GPT2Dataset], counts: np.ndarray, *, training: bool, seed: int = 0) -> None:

@@ -114,8 +114,10 @@ class IndexedDatasetBuilder:
         self._open_length = 0
 
     def add_file(self, file: "TokenFile", chunks: Sequence[ChunkHash] = ()) -> None:
-        """Append all documents of `file`, which has the same dtype. chunks: the hashes of its tokens, if they are
-        known; otherwise they are hashed."""
+        """Append all documents of `file`, which has the same dtype.
+
+        chunks: the hashes of its tokens, if they are known; otherwise they are hashed.
+        """
         assert self._open_length == 0 and file.dtype == self._dtype
         self._end_chunk()
         (self._bin if chunks else self._chunk).write(file.tokens.data)

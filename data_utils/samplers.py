@@ -112,8 +112,11 @@ class SampleOrder:
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """The global batch size of each step. stages: (samples, size) in ascending order, the first with 0 samples. After
-    `samples` consumed samples, a step takes `size` samples."""
+    """The global batch size of each step.
+
+    stages: pairs (consumed samples, batch size), in ascending order. The first pair has 0. After that number of
+        consumed samples, a step takes this batch size.
+    """
 
     stages: tuple[tuple[int, int], ...]
 

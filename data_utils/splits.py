@@ -158,7 +158,9 @@ def build_splits(
 
     `valid_data` or `valid_data_path` is the validation split, if given, and so for the test split. `split` divides the
     training data into the remaining splits, each pair of a blend separately. Raises ValueError, which names --split or
-    the file, if a split that is needed and has a share would be empty. log: receives one line at a time.
+    the file, if a split that is needed and has a share would be empty.
+
+    log: receives one line at a time.
     """
     files = {
         name: expand_paths(paths, f"--{name}-data")
@@ -189,8 +191,10 @@ def build_splits(
     def dataset(
         name: str, flag: str, parts: Sequence[_TokenRange], weights: Sequence[float] | None, share: str
     ) -> Dataset:
-        """Make the dataset of a split and add a line for each part to `description`. share: the share in --split, or ""
-        if the split has separate files."""
+        """Make the dataset of a split and add a line for each part to `description`.
+
+        share: the share in --split, or "" if the split has separate files.
+        """
         components = []
         for part, start, stop in parts:
             if stop - start < MIN_TOKENS:

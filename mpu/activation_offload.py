@@ -111,8 +111,10 @@ class ActivationOffload:
 
 
 class OffloadGroup:
-    """Tensors that are copied to the host together and back together. previous: the group that backward needs after
-    this one."""
+    """Tensors that are copied to the host together and back together.
+
+    previous: the group that backward needs after this one.
+    """
 
     def __init__(self, memory: ActivationOffload, previous: OffloadGroup | None) -> None:
         self._memory, self._previous = memory, previous

@@ -24,7 +24,10 @@ from mpu.partition import check_ids, local_ids
 
 
 def vocab_parallel_targets(target: Tensor, number: int, columns: int, vocab_size: int) -> kernels.VocabParallelTargets:
-    """Return the targets [...] as seen by shard `number` of the vocabulary. columns: width of a shard, with padding."""
+    """Return the targets [...] as seen by shard `number` of the vocabulary.
+
+    columns: width of a shard, with padding.
+    """
     first = number * columns
     return kernels.VocabParallelTargets(
         min(max(vocab_size - first, 0), columns), *local_ids(target, first, first + columns)

@@ -95,9 +95,10 @@ def initialize_model_parallel(
 ) -> ParallelState:
     """Create the groups, make the new state the default, and return it. Every rank of the world must call it.
 
-    Without torch.distributed only size 1 is possible, and no group is created. timeout: the time limit of collectives
-    of these groups (default: torch.distributed's). Raises ValueError if the number of ranks is not divisible by the
-    sizes. (Megatron of 2019 used a smaller size in that case, without a message.)
+    Without torch.distributed only size 1 is possible, and no group is created. Raises ValueError if the number of ranks
+    is not divisible by the sizes. (Megatron of 2019 used a smaller size in that case, without a message.)
+
+    timeout: the time limit of collectives of these groups (default: torch.distributed's).
     """
     global _default
     world_size = dist.get_world_size() if dist.is_initialized() else 1

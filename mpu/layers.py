@@ -265,9 +265,10 @@ class VocabParallelEmbedding(ParallelLayer):
     """An embedding whose rows are split by token id. Forward: all-reduce, in which each rank has zeros for the ids of
     other ranks; backward: no communication. With sequence_parallel: reduce-scatter; backward: all-gather.
 
-    [s, ...] int64 -> [s, ..., h], or [s/tp, ..., h] with sequence_parallel. padded_size: number of rows over all ranks
-    (default: num_embeddings); rows after num_embeddings are zero. Raises ValueError if padded_size is not divisible by
-    tp. Ids must be less than num_embeddings, see `check_ids`.
+    [s, ...] int64 -> [s, ..., h], or [s/tp, ..., h] with sequence_parallel. Raises ValueError if padded_size is not
+    divisible by tp. Ids must be less than num_embeddings, see `check_ids`.
+
+    padded_size: number of rows over all ranks (default: num_embeddings); rows after num_embeddings are zero.
     """
 
     weight: Tensor
@@ -340,7 +341,10 @@ class PositionEmbedding(ParallelLayer):
         return slice(first, first + x.size(0))
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """[s, b, h] -> [s, b, h]. positions: [b, s] int64 (default: 0 to s - 1)."""
+        """[s, b, h] -> [s, b, h].
+
+        positions: [b, s] int64 (default: 0 to s - 1).
+        """
         own = self.local_positions(x)
         # [s, h] -> [s, 1, h], or [b, s] -> [s, b] -> [s, b, h]; s/tp with sequence_parallel
         return x + (

@@ -31,8 +31,11 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
 def checkpoint(
     function: Callable[..., Any], *args: Any, distribute_saved_activations: bool | None = None, **options: Any
 ) -> Any:
-    """Call `mpu.random.checkpoint`. distribute_saved_activations: an argument of that function (default: the value that
-    `partition_activations_in_checkpoint` has set, or False)."""
+    """Call `mpu.random.checkpoint`.
+
+    distribute_saved_activations: an argument of that function (default: the value that
+        `partition_activations_in_checkpoint` has set, or False).
+    """
     if distribute_saved_activations is None:
         distribute_saved_activations = _partition_activations
     return random.checkpoint(function, *args, distribute_saved_activations=distribute_saved_activations, **options)

@@ -127,8 +127,10 @@ def current_rng_tracker() -> RNGStatesTracker:
 def model_parallel_cuda_manual_seed(seed: int, device: torch.device | str | None = None) -> None:
     """Seed the default generator with `seed`, and this rank's tracker with `seed + 2718 + tensor-parallel rank`.
 
-    The seeds are those of Megatron in 2019: data-parallel ranks that pass the same seed draw the same numbers. device:
-    the model's device, whose generator the tracker uses (default: the GPU if the process has used one, else the CPU).
+    The seeds are those of Megatron in 2019: data-parallel ranks that pass the same seed draw the same numbers.
+
+    device: the model's device, whose generator the tracker uses (default: the GPU if the process has used one, else the
+        CPU).
     """
     global _device
     _device = None if device is None else torch.device(device).type

@@ -125,8 +125,9 @@ class ParallelSelfAttention(nn.Module):
     forward: an all-gather and a reduce-scatter; backward: two all-gathers and a reduce-scatter.
 
     The rows of the fused query-key-value weight are ordered [n, 3, d] (head first), so that each rank's shard is
-    contiguous. column_parallel_linear, row_parallel_linear: constructors of the linear layers. Raises ValueError if tp
-    does not divide n.
+    contiguous. Raises ValueError if tp does not divide n.
+
+    column_parallel_linear, row_parallel_linear: constructors of the linear layers.
     """
 
     def __init__(
@@ -326,8 +327,10 @@ class ParallelTransformerLayer(nn.Module):
         attention_fn: AttentionFn | None = None,
         dropout_seeds: Tensor | None = None,
     ) -> Tensor:
-        """[s, b, h] -> [s, b, h]. packed_seq_params, attention_fn, dropout_seeds: see
-        `ParallelSelfAttention.forward`."""
+        """[s, b, h] -> [s, b, h].
+
+        packed_seq_params, attention_fn, dropout_seeds: see `ParallelSelfAttention.forward`.
+        """
         attention = functools.partial(
             self.attention,
             packed_seq_params=packed_seq_params,

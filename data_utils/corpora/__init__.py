@@ -139,8 +139,10 @@ def list_documents(folder: Path) -> list[Path]:
 def expand_paths(
     names: Iterable[str], flag: str, in_folder: Callable[[Path], Sequence[Path]] = list_documents
 ) -> list[str]:
-    """Expand paths of files, glob patterns and folders to files. in_folder: lists the files of a folder. An error names
-    `flag`."""
+    """Expand paths of files, glob patterns and folders to files. An error names `flag`.
+
+    in_folder: a function that lists the files of a folder.
+    """
     found: list[str] = []
     for name in names:
         files = [name]

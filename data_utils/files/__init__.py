@@ -104,8 +104,10 @@ def atomic_write(path: str | Path, temporary: Path | None = None) -> Iterator[Bi
     """Open a temporary binary file next to `path`, and rename it to `path` when the block ends.
 
     The file and the folder are fsynced. If the block raises an error, the temporary file is removed and `path` keeps
-    its content. temporary: the temporary name (default: a name for this process). Give a fixed name if only one process
-    at a time writes `path`: a new process then overwrites the file of a killed one.
+    its content.
+
+    temporary: the temporary name (default: a name for this process). Give a fixed name if only one process at a time
+        writes `path`: a new process then overwrites the file of a killed one.
     """
     path = Path(path)
     new = temporary or path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -385,7 +387,10 @@ def content_hash(path: str, start: int, stop: int) -> str:
 
 
 def hash_chunks(path: str | Path, sizes: Sequence[int] | None = None) -> list[ChunkHash]:
-    """Hash consecutive chunks of a file with sha256. sizes: the bytes of each chunk (default: CHUNK_BYTES)."""
+    """Hash consecutive chunks of a file with sha256.
+
+    sizes: the bytes of each chunk (default: CHUNK_BYTES).
+    """
     if sizes is None:
         sizes = [CHUNK_BYTES] * -(-os.path.getsize(path) // CHUNK_BYTES)
     parts: list[ChunkHash] = []

@@ -73,7 +73,10 @@ Progress = Callable[[int], object]  # It is called with the number of input byte
 
 @dataclass(frozen=True)
 class PreprocessingJob:
-    """The options of `preprocess`. tokenizer: arguments of `build_tokenizer`. A ValueError names the flag."""
+    """The options of `preprocess`. A ValueError names the flag.
+
+    tokenizer: arguments of `build_tokenizer`.
+    """
 
     inputs: tuple[str, ...]
     output_prefix: str

@@ -213,8 +213,10 @@ def _byte_strings(tokens: Sequence[str], name: str) -> list[bytes]:
 
 
 def builtin_tokenizer(path: Path | None = None) -> BytePairTokenizer:
-    """Load the small BPE of the built-in corpus, which `tools/train_tokenizer.py` made. path: a copy (default: the
-    shipped file)."""
+    """Load the small BPE of the built-in corpus, which `tools/train_tokenizer.py` made.
+
+    path: a copy (default: the shipped file).
+    """
     name = str(path or BUILTIN_FILE)
     try:
         data = read_file(path or Path(__file__).with_name(BUILTIN_FILE), MAX_FILE_BYTES)

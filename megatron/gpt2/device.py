@@ -77,8 +77,10 @@ def choose_device(
 
 
 def refuse_shared_gpus(gpus: Sequence[str], hosts: Mapping[int, str]) -> None:
-    """Raise ValueError if two ranks use the same physical GPU. gpus: the UUID of each rank's GPU, or of its MIG
-    instance; "" on a CPU."""
+    """Raise ValueError if two ranks use the same physical GPU.
+
+    gpus: the UUID of each rank's GPU, or of its MIG instance; "" on a CPU.
+    """
     for gpu in gpus:
         together = [rank for rank, other in enumerate(gpus) if other == gpu]
         require(
@@ -127,8 +129,10 @@ def _choose_own_device(requested: str, rank_info: RankInfo, environ: Mapping[str
 
 
 def gpu_present(root: str = "/") -> bool:
-    """Return whether the NVIDIA driver (in WSL, the Windows driver) lists a GPU, even if torch cannot use it. root: of
-    the file system."""
+    """Return whether the NVIDIA driver (in WSL, the Windows driver) lists a GPU, even if torch cannot use it.
+
+    root: the root of the file system.
+    """
     signs = ("proc/driver/nvidia/gpus/*", "dev/nvidia[0-9]*", "dev/dxg")
     return any(any(Path(root).glob(sign)) for sign in signs)
 
@@ -158,7 +162,10 @@ def choose_precision(requested: str, device: torch.device) -> tuple[torch.dtype,
 
 
 def cpu_bf16_feature(cpuinfo: str = "/proc/cpuinfo") -> str:
-    """Return the name of the CPU's feature for bf16 products, or "". cpuinfo: the file that lists the features."""
+    """Return the name of the CPU's feature for bf16 products, or "".
+
+    cpuinfo: the file that lists the features.
+    """
     text = ""
     with contextlib.suppress(OSError):
         text = Path(cpuinfo).read_text()
@@ -197,7 +204,10 @@ def set_threads(rank_info: RankInfo, environ: Mapping[str, str] = os.environ) ->
 
 def usable_cores(root: str = "/") -> int:
     """Return the number of physical cores that this process may use, by its affinity and the quota of its cgroup.
-    Hyperthreads of one core count once. root: the root of the file system."""
+    Hyperthreads of one core count once.
+
+    root: the root of the file system.
+    """
     if not hasattr(os, "sched_getaffinity"):  # Only Linux has this function.
         return os.cpu_count() or 1
     cores = set()
@@ -383,8 +393,10 @@ def library_versions(device: torch.device) -> dict[str, str]:
 
 
 def describe_environment(device: torch.device, *, world_size: int, local_world_size: int) -> dict[str, str]:
-    """Return a description of hardware and software, name to text, for config.json and report.html. local_world_size:
-    the number of ranks on this machine."""
+    """Return a description of hardware and software, name to text, for config.json and report.html.
+
+    local_world_size: the number of ranks on this machine.
+    """
     devices = f"{os.cpu_count()} CPU cores per host, {plural(torch.get_num_threads(), 'thread')} per rank"
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory

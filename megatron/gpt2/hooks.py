@@ -108,7 +108,10 @@ class Hook:
         """This is called before a checkpoint is saved."""
 
     def on_log(self, trainer: Trainer, record: IterationRecord) -> list[str]:
-        """Return lines to print after a log line. record: the numbers of the log line."""
+        """Return lines to print after a log line.
+
+        record: the numbers of the log line.
+        """
         return []
 
     def maybe_rewind(self, trainer: Trainer) -> bool:

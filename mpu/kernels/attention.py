@@ -184,8 +184,10 @@ def _backward(
     first_position: int,
     kept: list[Tensor],
 ) -> Tensor:
-    """[s, b, n, 3, d], [s, b, n·d] -> the gradient of qkv [s, b, n, 3, d]. kept: saved probabilities of each block;
-    without them they are recomputed."""
+    """[s, b, n, 3, d], [s, b, n·d] -> the gradient of qkv [s, b, n, 3, d].
+
+    kept: saved probabilities of each block; without them they are recomputed.
+    """
     s, b, n, _, d = qkv.shape
     masks, block, heads = None, BLOCK, heads_at_once(s)
     if dropout_seeds is not None:

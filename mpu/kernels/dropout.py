@@ -42,7 +42,10 @@ def keep_scale(p: float) -> float:
 
 
 def sample_masks(seeds: Tensor, location: int, first_position: int = 0) -> list[MaskId]:
-    """Return the mask of each sample. seeds: int64 [b, 3], see `mpu.make_dropout_seeds`."""
+    """Return the mask of each sample.
+
+    seeds: int64 [b, 3], see `mpu.make_dropout_seeds`.
+    """
     return [(seed, sample, layer << 8 | location, first_position) for seed, sample, layer in seeds.tolist()]
 
 
@@ -65,10 +68,13 @@ def random_draws(mask: MaskId, first_block: int, blocks: int) -> Tensor:
 
 
 def zero_dropped(x: Tensor, drawn: Tensor, p: float, out: Tensor) -> None:
-    """out = x, with zeros where the draw drops an element. drawn: int16, of x's shape. out may be x.
+    """out = x, with zeros where the draw drops an element.
 
     ReLU's backward does this in one pass if the bits of x are its gradient. A comparison and a product would be two
     passes, and the whole dropout in bf16 would take 4 % longer.
+
+    drawn: int16, of x's shape.
+    out: may be x.
     """
     bits = _INTEGERS[x.element_size()]
     if threshold := drop_threshold(p):  # If the threshold is 0, nothing is dropped.

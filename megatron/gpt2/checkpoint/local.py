@@ -59,8 +59,11 @@ def run_name(save: str | Path) -> str:
 
 
 def run_on_all_ranks(work: Callable[[], T], group: ProcessGroup | None) -> list[T]:
-    """Call `work` on each rank of `group` and return all results, by rank. group: None for one rank. Raises OSError on
-    every rank if one rank raised it; the message names that rank."""
+    """Call `work` on each rank of `group` and return all results, by rank. Raises OSError on every rank if one rank
+    raised it; the message names that rank.
+
+    group: None for one rank.
+    """
     own: tuple[str, Any]
     try:
         own = "", work()
@@ -79,8 +82,11 @@ def run_on_all_ranks(work: Callable[[], T], group: ProcessGroup | None) -> list[
 def transfer_files(
     path: Path, transfers: Sequence[Transfer], sizes: Mapping[str, int], rank: int, group: ProcessGroup | None
 ) -> None:
-    """Send files of the folder `path` between ranks. sizes: their sizes in bytes. If the disk of one rank is full,
-    every rank raises OSError before anything is sent."""
+    """Send files of the folder `path` between ranks. If the disk of one rank is full, every rank raises OSError before
+    anything is sent.
+
+    sizes: the sizes of the files in bytes.
+    """
 
     def make_room() -> None:
         for file, _, to in transfers:
@@ -133,8 +139,9 @@ class LocalCheckpoints:
 
     def save(self, iteration: int, files: ShardedFiles, metadata: Mapping[str, Any]) -> bool:
         """Write this rank's `files` and a copy on the next machine. Return True if all machines have the checkpoint. If
-        one fails, this checkpoint is dropped and a warning names the first rank that failed. metadata: for the
-        manifest, taken from rank 0.
+        one fails, this checkpoint is dropped and a warning names the first rank that failed.
+
+        metadata: for the manifest, taken from rank 0.
         """
         final = self._folder / f"iter_{iteration:07d}"
         folder = temporary_folder(final, self._start_id)
@@ -213,8 +220,10 @@ def assemble_local_checkpoint(save: str, directory: str, newest: int, rank_info:
 
 
 def _fetch(path: Path, by_rank: Sequence[LocalInventory | None], rank_info: RankInfo, log: Log) -> None:
-    """Copy missing files of a checkpoint between machines. by_rank: the inventory of each rank; the first rank of a
-    machine reports for the machine."""
+    """Copy missing files of a checkpoint between machines.
+
+    by_rank: the inventory of each rank; the first rank of a machine reports for the machine.
+    """
     files: dict[str, int] = next(one["files"] for one in by_rank if one)
     hosts = rank_info.hosts or {0: ""}
     # These are the first ranks of each machine.
@@ -250,7 +259,10 @@ def local_inventory(folder: Path) -> dict[str, LocalInventory]:
 
 def newest_local_iteration(save: str, directory: str, *, one_machine: bool) -> int:
     """Return the newest iteration of the run in `save` that has a local checkpoint on this machine; 0 without one. No
-    tensor is read. one_machine: the run has only this machine, so incomplete checkpoints do not count."""
+    tensor is read.
+
+    one_machine: the run has only this machine, so incomplete checkpoints do not count.
+    """
     own = local_inventory(Path(directory) / run) if (run := run_name(save)) else {}
     return newest_complete_iteration([own]) if one_machine else max(map(int, own), default=0)
 

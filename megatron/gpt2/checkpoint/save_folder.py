@@ -55,7 +55,10 @@ class NoValidCheckpoint(ValueError):
 
 
 class FolderInUse(ValueError):
-    """This error says that another process uses the folder. exit_code: the exit code of this process."""
+    """This error says that another process uses the folder.
+
+    exit_code: the exit code of this process.
+    """
 
     exit_code = 2
 

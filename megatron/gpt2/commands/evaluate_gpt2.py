@@ -109,7 +109,10 @@ def score_file(task: EvaluationTask, path: str, loaded: LoadedModel, batch_size:
 
 
 def format_results(facts: dict[str, Any], results: list[dict[str, Any]]) -> str:
-    """Format the results as text. facts: the result of `score_metadata`."""
+    """Format the results as text.
+
+    facts: the result of `score_metadata`.
+    """
     layout = f"model-parallel {facts['model_parallel_size']} × data-parallel {facts['data_parallel_size']}"
     rows = [
         ("checkpoint", f"{facts['checkpoint']}, manifest {facts['manifest_sha256'][:12]}"),

@@ -41,8 +41,10 @@ SAMPLING_FLAGS = {
 
 
 def parse_args(argv: Sequence[str], rank_info: RankInfo, log: Log) -> argparse.Namespace:
-    """Parse and check the flags. Raises ValueError or FileNotFoundError if one is invalid. log: a function for
-    notices."""
+    """Parse and check the flags. Raises ValueError or FileNotFoundError if one is invalid.
+
+    log: a function for notices.
+    """
     parser = ModelParser(__doc__, precision="auto", model_parallel_size=None)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", help="text to continue; empty: a new document (default: ask for prompts)")

@@ -56,8 +56,10 @@ class ModelParser(Parser):
         add_section(self, "launch", LaunchConfig)  # `run_program` has parsed these flags.
 
     def add_scoring_flags(self, *batch_names: str) -> None:
-        """Add the flags of a program that scores texts; `check_output` checks them. batch_names: further names
-        of --micro-batch-size."""
+        """Add the flags of a program that scores texts; `check_output` checks them.
+
+        batch_names: further names of --micro-batch-size.
+        """
         self.add_argument(
             "--micro-batch-size",
             "--batch-size",

@@ -70,7 +70,10 @@ def start_all_ranks(launch: Launch, words: Sequence[str]) -> int:
 
 @dataclass
 class ProcessState:
-    """The state of this process that error handling needs. warnings: lines from the time before the run has a log."""
+    """The state of this process that error handling needs.
+
+    warnings: lines from the time before the run has a log.
+    """
 
     rank_info: RankInfo = field(default_factory=RankInfo)
     context: RunContext | None = None
@@ -158,8 +161,11 @@ def report_finished(context: RunContext, log: Log) -> int:
 
 
 def finish_run(trainer: Trainer, reason: str) -> int:
-    """Save, evaluate and report after the last step. reason: why the run stopped, or "" at the end. Return the exit
-    code, which is 1 if the last iteration is not saved."""
+    """Save, evaluate and report after the last step. Return the exit code, which is 1 if the last iteration is not
+    saved.
+
+    reason: why the run stopped, or "" at the end.
+    """
     iteration, checkpoints, rank_info = trainer.progress.iteration, trainer.checkpoints, trainer.context.rank_info
     valid, sample = None, ""
     checkpoints.finish()

@@ -58,8 +58,10 @@ def compare_with_published(losses: dict[int, float]) -> list[tuple[str, str, str
 
 
 def compare_with_entropy(bits: dict[int, float], entropy: float) -> list[tuple[str, str, str, bool]]:
-    """Return the last loss in the form of `compare_with_published`. bits, entropy: in bits per byte, so for any
-    tokenizer."""
+    """Return the last loss in the form of `compare_with_published`.
+
+    bits, entropy: in bits per byte, which do not depend on the tokenizer.
+    """
     iteration, loss = list(bits.items())[-1]
     low, high = entropy * (1 - BELOW), entropy * (1 + ABOVE)
     return [(f"{iteration:,}", f"{loss:.4f}", f"{low:.4f} to {high:.4f}", low <= loss <= high)]

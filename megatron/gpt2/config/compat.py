@@ -58,8 +58,11 @@ class CompatRule:
 
 
 def _rule(status: str, names: str, text: str, *accepts: Any, **others: Any) -> CompatRule:
-    """Return a rule. names: separated by spaces; `--a=` and `--a-*` take values, `--a` takes none. `--a-{b,c}` is
-    `--a-*` for the names --a-b and --a-c only."""
+    """Return a rule.
+
+    names: separated by spaces; `--a=` and `--a-*` take values, `--a` takes none. `--a-{b,c}` is `--a-*` for the names
+        --a-b and --a-c only.
+    """
     takes_values, known = {}, set[str]()
     for name in names.split():
         beginning, brace, endings = name.removesuffix("}").partition("{")
@@ -69,12 +72,18 @@ def _rule(status: str, names: str, text: str, *accepts: Any, **others: Any) -> C
 
 
 def ignored(names: str, text: str, *accepts: Any) -> CompatRule:
-    """Return a rule for flags without effect. text: the reason."""
+    """Return a rule for flags without effect.
+
+    text: the reason.
+    """
     return _rule("ignored", names, text, *accepts)
 
 
 def refused(names: str, text: str) -> CompatRule:
-    """Return a rule for flags that are an error. text: the reason and the alternative."""
+    """Return a rule for flags that are an error.
+
+    text: the reason and the alternative.
+    """
     return _rule("refused", names, text)
 
 
@@ -86,7 +95,10 @@ def translated(
 
 
 def read_as(names: str, key: str, value: Any, *accepts: Any, note: str = "", **others: Any) -> CompatRule:
-    """Return a rule for flags that set the field `key` to `value`. note: is appended to the text."""
+    """Return a rule for flags that set the field `key` to `value`.
+
+    note: is appended to the text.
+    """
     text = f"read as {flag(key)}{'' if value is True else f' {value}'}{note}"
     return translated(names, text, lambda *_: {key: value}, *accepts, **others)
 

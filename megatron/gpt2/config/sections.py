@@ -26,7 +26,10 @@ from megatron.gpt2.pipeline.schedule import (
 
 
 class Bound(NamedTuple):
-    """The allowed range of a number. words: the range in an error message, after "must be"."""
+    """The allowed range of a number.
+
+    words: the range in an error message, after "must be".
+    """
 
     holds: Callable[[float], bool]
     words: str
@@ -250,7 +253,10 @@ class OptimizerConfig(ConfigSection):
 
     def warmup_and_decay(self, train_iters: int, batch: int) -> tuple[float, float]:
         """Return the lengths of warmup and decay in iterations of `batch` samples. They may be fractions, as in the
-        published runs. train_iters: the length of the decay if no flag gives one."""
+        published runs.
+
+        train_iters: the length of the decay if no flag gives one.
+        """
         decay = self.lr_decay_iters or (self.lr_decay_samples or 0) / batch or train_iters
         if self.lr_warmup_samples is not None:
             return self.lr_warmup_samples / batch, decay
@@ -863,8 +869,10 @@ def non_default_values(config: Config) -> dict[str, Any]:
 
 
 def ignored_flags(config: Config, device: str) -> Iterator[str]:
-    """Yield a line for each flag about saved activations or stages that has no effect in this run. device: cpu or
-    cuda."""
+    """Yield a line for each flag about saved activations or stages that has no effect in this run.
+
+    device: cpu or cuda.
+    """
     parallel = config.parallel
     recomputes = config.train.recompute_granularity == "full"
     kept = "" if recomputes else "it needs --recompute-granularity full"

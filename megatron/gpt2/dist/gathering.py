@@ -35,7 +35,10 @@ def gather_strings(text: str, group: ProcessGroup | None = None) -> list[str]:
 
 
 def gather_ints(number: int, device: torch.device) -> list[int]:
-    """Gather an integer below 2^63 from each rank. device: this rank's device."""
+    """Gather an integer below 2^63 from each rank.
+
+    device: this rank's device.
+    """
     return gather_rows(torch.tensor([number], device=device)).view(-1).tolist()
 
 

@@ -52,16 +52,22 @@ Frames = Sequence[tuple[FrameType, int]]  # stack frames with their line numbers
 
 
 class RankLocation(NamedTuple):
-    """The location of a rank's main thread. is_waiting: it waits in a collective. text, for example:
-    "all_reduce (mpu/mappings.py:61, called at mpu/layers.py:210)" or "data_utils/samplers.py:88 (next_batch)"."""
+    """The location of a rank's main thread.
+
+    is_waiting: whether it waits in a collective.
+    text: for example "all_reduce (mpu/mappings.py:61, called at mpu/layers.py:210)" or "data_utils/samplers.py:88
+        (next_batch)".
+    """
 
     is_waiting: bool
     text: str
 
 
 def find_location(frames: Frames, *, has_failed: bool = False) -> tuple[RankLocation, list[str]]:
-    """Return the location and the whole stack. has_failed: the innermost call was a collective,
-    which autograd may hide."""
+    """Return the location and the whole stack.
+
+    has_failed: the innermost call was a collective, which autograd may hide.
+    """
     stack, ours, waits = list[str](), list[tuple[str, str]](), ""
     for frame, line in frames:
         file, function = frame.f_code.co_filename.removeprefix(f"{ROOT}/"), frame.f_code.co_name

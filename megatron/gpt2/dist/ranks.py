@@ -38,8 +38,10 @@ LostRanks = Mapping[int, float | None]
 
 
 class MissingRanksError(ValueError):
-    """Some ranks did not join. exit_code: the exit code of the process; 1 with --elastic, so
-    that launchers try again."""
+    """Some ranks did not join.
+
+    exit_code: the exit code of the process; 1 with --elastic, so that launchers try again.
+    """
 
     cause = "missing ranks"  # This is the error's name in the incident log.
     exit_code = 2
@@ -248,8 +250,11 @@ class RankInfo:
             self.rendezvous.store.set("over", str(code))
 
     def leave(self, gone: int = 0) -> None:
-        """Leave the rendezvous, if there is one. gone: number of lost ranks. The store's server waits at most
-        LEAVE_TIMEOUT seconds for all other ranks."""
+        """Leave the rendezvous, if there is one. The store's server waits at most LEAVE_TIMEOUT seconds for all other
+        ranks.
+
+        gone: number of lost ranks.
+        """
         rendezvous = self.rendezvous
         if rendezvous is None or rendezvous.heartbeat.is_stopped:
             return

@@ -64,7 +64,10 @@ UsableRanks = Callable[[int], int]  # It returns the number of ranks that the ru
 
 
 class StandbyExit(Exception):
-    """The run has ended while this rank was on standby. code: the exit code of the run."""
+    """The run has ended while this rank was on standby.
+
+    code: the exit code of the run.
+    """
 
     def __init__(self, code: int) -> None:
         super().__init__(f"was on standby; exit code {code}")
@@ -155,8 +158,10 @@ def join_rendezvous(launch: Launch, usable: UsableRanks | None = None) -> RankIn
     """Wait until all ranks have joined. Returns this process's rank and world size, with the rendezvous.
 
     Raises MissingRanksError if some ranks do not join within `launch.timeout` seconds, and ValueError for a bad
-    address. A world of one rank has no rendezvous. usable: given with --elastic; ranks that the run cannot use are on
-    standby until it ends, and then raise StandbyExit.
+    address. A world of one rank has no rendezvous.
+
+    usable: given with --elastic; ranks that the run cannot use are on standby until it ends, and then raise
+        StandbyExit.
     """
     if launch.world_size == 1:
         return launch.rank_info()
@@ -222,7 +227,10 @@ def _wait_for_all_ranks(store: Store, launch: Launch, address: str, *, is_server
 
 
 def describe_missing(hosts: Mapping[int, str], world_size: int, launch: Launch) -> str:
-    """Describe the missing ranks. hosts: the machines of the ranks that joined."""
+    """Describe the missing ranks.
+
+    hosts: the machines of the ranks that joined.
+    """
     missing = [rank for rank in range(world_size) if rank not in hosts]
     listed = dict(enumerate(launch.hosts))
     # Slurm lists the hosts by blocks of ranks, unless srun has another --distribution.
@@ -344,8 +352,10 @@ def initialize_distributed(rank_info: RankInfo, backend: str, device: torch.devi
 
 
 def node_line(host: str, devices: Mapping[int, str], world_size: int) -> str:
-    """Return a machine's line: "host node004: ranks 2-3 of 4 on cuda:0, cuda:1 (NVIDIA H100)". devices: "device\\tkind"
-    of each of its ranks."""
+    """Return a machine's line: "host node004: ranks 2-3 of 4 on cuda:0, cuda:1 (NVIDIA H100)".
+
+    devices: "device\tkind" of each of its ranks.
+    """
     pairs = [text.split("\t") for text in devices.values()]
     places, kinds = (", ".join(dict.fromkeys(part)) for part in zip(*pairs, strict=True))
     return f"host {host}: {format_ranks(devices, {})} of {world_size} on {places} ({kinds})"

@@ -180,7 +180,10 @@ def report_out_of_memory(line: str, rank_info: RankInfo) -> int:
 
 @dataclass(frozen=True)
 class SaveFolder:
-    """The --save folder of a run. newest_iteration: returns the iteration of its newest checkpoint, or 0."""
+    """The --save folder of a run.
+
+    newest_iteration: returns the iteration of its newest checkpoint, or 0.
+    """
 
     path: Path
     newest_iteration: Callable[[], int]
@@ -361,8 +364,10 @@ class NodeAgent(LocalElasticAgent):
         super()._stop_workers(group)
 
     def _should_restart(self, first: int, codes: dict[int, int]) -> bool:
-        """Record and print how the ranks ended, and return True if they are restarted. first: the
-        rank that failed first."""
+        """Record and print how the ranks ended, and return True if they are restarted.
+
+        first: the rank that failed first.
+        """
         code, limit, save_folder = codes[first], self.launch.max_restarts, self.save_folder
         self.code = code if code >= 0 else 128 - code
         if self.code in NO_RESTART:
@@ -442,6 +447,9 @@ def print_status(line: str, kind: str = "error") -> None:
 
 
 def describe_exit(rank: int, code: int) -> str:
-    """Describe how a rank ended. code: -N if signal N ended it."""
+    """Describe how a rank ended.
+
+    code: -N if signal N ended it.
+    """
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     return f"rank {rank} {how}"

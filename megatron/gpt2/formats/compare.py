@@ -213,8 +213,10 @@ def compare_logits(
 def compute_logits(
     source: BaseCheckpoint, tokens: Tensor, kind: str = "model", dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return the logits [s, b, true vocabulary] of `tokens` [b, s]. kind: "model" or "master". The weights
-    are rounded to `dtype`."""
+    """Return the logits [s, b, true vocabulary] of `tokens` [b, s].
+
+    kind: "model" or "master". The weights are rounded to `dtype`.
+    """
     if not mpu.model_parallel_is_initialized():
         mpu.initialize_model_parallel(1)
     config = check_metadata(source)

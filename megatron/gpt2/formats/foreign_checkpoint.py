@@ -80,7 +80,10 @@ class Hints:
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that is computed when it is read. load: returns the tensor, which may be a view of a file."""
+    """A tensor that is computed when it is read.
+
+    load: returns the tensor, which may be a view of a file.
+    """
 
     info: TensorInfo
     load: Callable[[], Tensor]
@@ -237,7 +240,10 @@ def infer_num_heads(hidden_size: int, tp_size: int, saved: Any, hints: Hints) ->
 
 
 def report_padding(rows: int, guesses: Sequence[str], log: Callable[[str], None]) -> None:
-    """Log that the vocabulary's true size is unknown. guesses: sizes that `--vocab-size` may give."""
+    """Log that the vocabulary's true size is unknown.
+
+    guesses: sizes that `--vocab-size` may give.
+    """
     log(
         f"the true vocabulary size is unknown, so the padded size, {rows}, is used: --vocab-size "
         f"{' or '.join(guesses) or 'N'} leaves out the padding rows"

@@ -251,8 +251,10 @@ In training the characters `<|endoftext|>` in a text were text; this tokenizer r
 
 
 def _model_card(source: BaseCheckpoint, kind: str, dtype: torch.dtype, problem: str) -> str:
-    """Return the model card, with the run's metadata and an example. problem: why the export has no tokenizer, or
-    ""."""
+    """Return the model card, with the run's metadata and an example.
+
+    problem: why the export has no tokenizer, or "".
+    """
     _, *lines = takewhile(bool, format_description(describe(source)))  # The path and the tensors are left out.
     lines.append(
         f"weights  {str(dtype).removeprefix('torch.')}{', rounded from the fp32 masters' * (kind == 'master')}"

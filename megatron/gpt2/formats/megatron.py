@@ -76,7 +76,10 @@ MAX_TENSORS = 20_000  # A layer has twelve tensors.
 
 
 class RankFile(NamedTuple):
-    """The file of a rank. weights: the weights by our names, in file order, with `EMBEDDINGS_FOR_HEAD`."""
+    """The file of a rank.
+
+    weights: the weights by our names, in file order, with `EMBEDDINGS_FOR_HEAD`.
+    """
 
     path: Path
     top: dict[str, Any]

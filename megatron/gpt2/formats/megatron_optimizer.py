@@ -83,8 +83,11 @@ def same_step(steps: Iterable[Any]) -> int:
 
 
 def read_rank_optimizer(optimizer: Any, weights: LazyTensors) -> RankOptimizer:
-    """Read the optimizer of a rank. weights: the weights of the same file, in its order. Raises ValueError, LookupError
-    or another error of parsing if the state does not belong to them."""
+    """Read the optimizer of a rank. Raises ValueError, LookupError or another error of parsing if the state does not
+    belong to them.
+
+    weights: the weights of the same file, in its order.
+    """
     # These are the keys of 2019, and those since v2. For fp32 weights, `optimizer` is Adam's state and has no masters.
     adam = optimizer.get("optimizer_state_dict", optimizer.get("optimizer", optimizer))
     masters = optimizer.get("fp32_from_fp16", optimizer.get("fp32_from_fp16_params"))

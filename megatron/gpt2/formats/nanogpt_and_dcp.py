@@ -104,7 +104,10 @@ def is_linear(name: str) -> bool:
 
 
 def to_openai(x: Tensor, name: str, heads: int, *, transposed: bool = True) -> Tensor:
-    """Convert our parameter `name` to OpenAI's layout. transposed: linear layers are [in, out]."""
+    """Convert our parameter `name` to OpenAI's layout.
+
+    transposed: whether linear layers are [in, out].
+    """
     x = from_head_major(x, heads) if ".query_key_value." in name else x
     return x.t() if transposed and is_linear(name) else x
 
@@ -243,7 +246,10 @@ def export_tensors(
     source: BaseCheckpoint, folder: Path, kind: str, *, transposed: bool, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
     """Return the tensors of a `kind` under Hugging Face's names, in the order of the model. They are memory-mapped from
-    temporary files in `folder`, so that only one at a time must be in memory. dtype: default, the saved one."""
+    temporary files in `folder`, so that only one at a time must be in memory.
+
+    dtype: the dtype of the tensors (default: the saved one).
+    """
     model, made = check_metadata(source), {}
     for name in model_partition_specs(model):
         x = source.read(f"{kind}.{name}").to(dtype)

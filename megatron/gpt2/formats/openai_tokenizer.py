@@ -70,8 +70,11 @@ def merges_of(ranked: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
 
 
 def open_tokenizer(files: Mapping[str, str]) -> Tokenizer:
-    """Open the tokenizer of a Hugging Face folder. files: paths by name, of vocab.json and merges.txt or of
-    tokenizer.json. Raises ValueError, in one line, if it is not a byte-level BPE with GPT-2's rules."""
+    """Open the tokenizer of a Hugging Face folder. Raises ValueError, in one line, if it is not a byte-level BPE with
+    GPT-2's rules.
+
+    files: paths by name, of vocab.json and merges.txt or of tokenizer.json.
+    """
     if "tokenizer.json" not in files:
         paths = Path(files["vocab.json"]), Path(files["merges.txt"])
         names = f"--vocab-file {paths[0]}", f"--merge-file {paths[1]}"

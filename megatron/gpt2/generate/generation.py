@@ -159,8 +159,10 @@ class Generator:
 
     @contextlib.contextmanager
     def batch(self, rows: int, longest: int | None = None) -> "Iterator[ContinuousBatch]":
-        """Make a batch of up to `rows` continuations, on the driver and one at a time. longest: the maximum length of a
-        continuation with its prompt, in tokens (default: the model's context)."""
+        """Make a batch of up to `rows` continuations, on the driver and one at a time.
+
+        longest: the maximum length of a continuation with its prompt, in tokens (default: the model's context).
+        """
         assert self.is_driver
         try:
             with inference(self.model.model):
@@ -255,7 +257,10 @@ class ContinuousBatch:
         yield from self._draw(rows, logits)
 
     def _draw(self, rows: Sequence[int], logits: Tensor) -> EventStream:
-        """Draw one token for each of these rows and remove finished continuations. logits: [b, v]."""
+        """Draw one token for each of these rows and remove finished continuations.
+
+        logits: [b, v].
+        """
         logits = logits[:, : self._tokenizer.vocab_size]
         totals = logits.logsumexp(1)
         for i, row in enumerate(rows):

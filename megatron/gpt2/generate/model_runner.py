@@ -147,7 +147,10 @@ class ModelRunner:
         self, contexts: Sequence[Sequence[int]], rows: Sequence[int], scored: Sequence[bool], alternatives: int
     ) -> tuple[Tensor, Tensor]:
         """Read whole contexts. Return the next logits, float32 [b, v], and the `token_scores` of the contexts that are
-        `scored`, one context after the other. rows: the cache rows for the keys and values."""
+        `scored`, one context after the other.
+
+        rows: the cache rows for the keys and values.
+        """
         lengths = torch.tensor([len(context) for context in contexts])
         width = padded = int(lengths.max())
         if self.cache is not None:

@@ -80,7 +80,10 @@ class Sampler:
         return int(chosen), math.exp(log_probability)
 
     def likeliest(self, logits: Tensor) -> tuple[tuple[int, float], ...]:
-        """Return the `alternatives` most likely ids, each with the model's probability. logits: [v] float32."""
+        """Return the `alternatives` most likely ids, each with the model's probability.
+
+        logits: [v] float32.
+        """
         if not self.sampling.alternatives:
             return ()
         values, tokens = (logits - logits.logsumexp(0)).topk(min(self.sampling.alternatives, logits.numel()))
@@ -88,9 +91,10 @@ class Sampler:
 
 
 def filter_logits(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
-    """Return the logits of the distribution to draw from, -inf for excluded tokens. logits: [v] float32.
+    """Return the logits of the distribution to draw from, -inf for excluded tokens.
 
     seen: [v] bool, the tokens that the text already has, for the repetition penalty (arXiv:1909.05858).
+    logits: [v] float32.
     """
     penalty = sampling.repetition_penalty
     if seen is not None and penalty != 1:

@@ -61,10 +61,12 @@ def sliding_windows(ids: np.ndarray, length: int, stride: int) -> list[Window]:
 
 @torch.no_grad()
 def score_windows(model: GPT2Model, windows: Sequence[Window], *, batch_size: int) -> Scores:
-    """Score all windows and return all scores on every rank. batch_size: windows per forward pass.
+    """Score all windows and return all scores on every rank.
 
     With n data-parallel ranks, each rank computes every n-th batch. The batches, the order of every sum and the scores
     do not depend on the number of ranks.
+
+    batch_size: windows per forward pass.
     """
     device = next(model.parameters()).device
     # The longest windows are first, which needs little padding.

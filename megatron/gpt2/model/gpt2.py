@@ -170,8 +170,11 @@ class TiedGradHook(Protocol):
 
 
 def layer_config(config: ModelConfig, **overrides: Any) -> mpu.TransformerConfig:
-    """Return the config of a model's layers. overrides: fields of `mpu.TransformerConfig` for parallelism,
-    recomputation and device (default: no recomputation, the default tensor-parallel group)."""
+    """Return the config of a model's layers.
+
+    overrides: fields of `mpu.TransformerConfig` for parallelism, recomputation and device (default: no recomputation,
+        the default tensor-parallel group).
+    """
     return mpu.TransformerConfig(
         config.hidden_size,
         config.num_attention_heads,
@@ -383,9 +386,11 @@ class GPT2Model(nn.Module):
         """Compile each transformer layer. All layers share one compiled graph; compiling the whole model would take
         minutes.
 
-        Each layer is one graph, including its collectives and dropout. by_document: `forward` will get
-        `packed_seq_params`, which breaks the graph at attention. Masks from torch's generators (without `dropout_seed`)
-        break it at attention dropout, and under sequence parallelism also at hidden dropout.
+        Each layer is one graph, including its collectives and dropout.
+
+        by_document: `forward` will get `packed_seq_params`, which breaks the graph at attention. Masks from torch's
+            generators (without `dropout_seed`) break it at attention dropout, and under sequence parallelism also at
+            hidden dropout.
         """
         config = self.config
         draws = config.attention_dropout > 0 or (config.hidden_dropout > 0 and self.sequence_parallel)

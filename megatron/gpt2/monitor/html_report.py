@@ -36,7 +36,10 @@ def write_report(folder: str | Path) -> Path:
 
 
 def render_page(folder: Path) -> str:
-    """Return the page as HTML. folder: the --save folder. Raises ValueError if config.json is damaged."""
+    """Return the page as HTML. Raises ValueError if config.json is damaged.
+
+    folder: the --save folder.
+    """
     import jinja2
 
     metrics = [record for record in read_records(folder / METRICS) if _has_valid_numbers(record)]

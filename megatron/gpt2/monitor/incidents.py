@@ -152,10 +152,12 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
 
 
 def write_ended(folder: Path, reason: str, iteration: int, exit_code: int) -> None:
-    """Write ended.json into the --save folder, if possible. reason: FINISHED, or the reason of the stop.
+    """Write ended.json into the --save folder, if possible.
 
     A start removes the file, so a job script that finds no file can tell that the run died. Exit codes are not enough:
     torchrun returns 1 after SIGTERM even if its workers return 0, and stopped and finished runs both return 0.
+
+    reason: FINISHED, or the reason of the stop.
     """
     record = {"reason": reason, "iteration": iteration, "exit_code": exit_code, "time": time.time()}
     with contextlib.suppress(OSError):

@@ -54,7 +54,10 @@ class EvaluationRecord:
 
 @dataclass(frozen=True)
 class TaskRecord:
-    """The score of a task at one iteration. split: the name of the task."""
+    """The score of a task at one iteration.
+
+    split: the name of the task.
+    """
 
     iteration: int
     split: str
@@ -83,7 +86,10 @@ def start_table(rows: Rows, flags: Rows) -> str:
 
 
 def iteration_line(record: IterationRecord, *, train_iters: int, seconds_to_go: float, skipped: int = 0) -> str:
-    """Return Megatron's log line of an iteration. skipped: number of steps with an overflow since the last line."""
+    """Return Megatron's log line of an iteration.
+
+    skipped: number of steps with an overflow since the last line.
+    """
     loss = "skipped" if record.lm_loss is None else f"{record.lm_loss:.6E}"
     norm = "skipped" if record.grad_norm is None else f"{record.grad_norm:.3f}"
     parts = [
@@ -102,7 +108,10 @@ def iteration_line(record: IterationRecord, *, train_iters: int, seconds_to_go: 
 
 
 def evaluation_line(record: EvaluationRecord, *, final: bool = False) -> str:
-    """Return Megatron's framed line of an evaluation. final: whether it is the evaluation after training."""
+    """Return Megatron's framed line of an evaluation.
+
+    final: whether it is the evaluation after training.
+    """
     data = {"valid": "val"}.get(record.split, record.split)
     where = f"the end of training for {data} data" if final else f"iteration {record.iteration}"
     line = f"validation loss at {where} | LM loss: {record.lm_loss:.6E} | LM PPL: {record.ppl:.6E}"

@@ -62,8 +62,10 @@ def orthogonalize(x: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
 
 
 class MuonOptimizer(MixedPrecisionOptimizer):
-    """Updates `buffer.matrices` of `model` with Muon, and the other parameters with AdamW. others: the arguments of
-    `MixedPrecisionOptimizer`."""
+    """Updates `buffer.matrices` of `model` with Muon, and the other parameters with AdamW.
+
+    others: the arguments of `MixedPrecisionOptimizer`.
+    """
 
     def __init__(self, model: GPT2Model, *others: Any) -> None:
         super().__init__(*others)
@@ -142,8 +144,10 @@ class MuonOptimizer(MixedPrecisionOptimizer):
     def _exchange(
         self, sent: list[list[Tensor]], sizes: Sequence[Sequence[int]], group: ProcessGroup | None
     ) -> list[list[Tensor]]:
-        """Send the 1-D tensors `sent[r]` to rank r of the group. Return those that each rank sends here; sizes: their
-        lengths."""
+        """Send the 1-D tensors `sent[r]` to rank r of the group. Return those that each rank sends here.
+
+        sizes: the lengths of these tensors.
+        """
         if len(sent) == 1:
             return sent
         empty = torch.empty(0, device=self.buffer.params.device)  # torch.cat needs a tensor.

@@ -61,9 +61,10 @@ class LossScaler:
 
     The semantics of a dynamic scale are those of Megatron. The first `hysteresis` - 1 overflows only skip the step.
     Each later overflow also halves the scale. `window` steps in a row without an overflow double the scale and reset
-    the hysteresis. minimum: the smallest scale.
+    the hysteresis.
 
     scale: float32 scalar on the device.
+    minimum: the smallest scale.
     """
 
     def __init__(
@@ -82,8 +83,10 @@ class LossScaler:
         self._hysteresis_left = torch.full_like(self.scale, hysteresis)
 
     def update(self, found_inf: Tensor) -> None:
-        """Halve, double or keep the scale after a step. found_inf: float32 scalar on the device, 1.0 if the step
-        overflowed on any rank."""
+        """Halve, double or keep the scale after a step.
+
+        found_inf: float32 scalar on the device, 1.0 if the step overflowed on any rank.
+        """
         if not self._dynamic:
             return
         overflow = found_inf > 0
@@ -166,7 +169,10 @@ class LRSchedule:
         )
 
     def table(self, n: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the rates [k] after n steps each. n: float64 [k], ascending."""
+        """Return the rates [k] after n steps each.
+
+        n: float64 [k], ascending.
+        """
         p, f, w, end = self.peak, self.floor, self.warmup_iters, self.decay_iters
         late = np.minimum(n, end)
         r = (late - w) / (end - w) if end > w else np.ones_like(n)

@@ -271,8 +271,11 @@ class ParamAndGradBuffer:
     def zeros_like_shards(
         self, dtype: torch.dtype = torch.float32, *, pinned: bool = False, matrices: bool = True
     ) -> list[Tensor]:
-        """Return a tensor of zeros for each range in `local_shards`, on the device of the optimizer's state. pinned:
-        whether memory on the host is pinned. matrices: false makes the tensors of `self.matrices` empty."""
+        """Return a tensor of zeros for each range in `local_shards`, on the device of the optimizer's state.
+
+        pinned: whether memory on the host is pinned.
+        matrices: false makes the tensors of `self.matrices` empty.
+        """
         sizes = [
             shard.range.stop - shard.range.start if matrices or not shard.group_key.is_matrix else 0
             for shard in self.local_shards

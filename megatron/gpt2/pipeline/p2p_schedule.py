@@ -64,8 +64,10 @@ class P2PMessage:
 
 @dataclass
 class CommStep:
-    """An action of a rank, and the messages that the rank posts in one batch before it. action: None for the final
-    send."""
+    """An action of a rank, and the messages that the rank posts in one batch before it.
+
+    action: None for the final send.
+    """
 
     action: Action | None
     sends: list[P2PMessage] = field(default_factory=list)

@@ -58,8 +58,10 @@ def evaluate(trainer: Trainer, dataset: SampleDataset, split: str, max_samples: 
 
 def evaluate_and_log(trainer: Trainer, split: str, *, final: bool = False) -> EvaluationRecord | None:
     """Evaluate "valid" or "test" over --eval-iters global batches and log the result. With --keep-best, save a
-    checkpoint if it is the best. Return None if the split has no samples or --eval-iters is 0. final: at the end of
-    training."""
+    checkpoint if it is the best. Return None if the split has no samples or --eval-iters is 0.
+
+    final: whether it is the evaluation after training.
+    """
     if split == "valid":
         trainer.hooks.call(Hook.on_evaluate, trainer)
     dataset = {"valid": trainer.data.splits.valid, "test": trainer.data.splits.test}[split]

@@ -138,8 +138,11 @@ class RunContext:
 
 
 def build_context(arguments: Arguments, rank_info: RankInfo, log: Log) -> RunContext:
-    """Do everything up to the tokenised data, without a process group. log: receives a line for each decision, with its
-    reason. Raises ValueError or OSError with a one-line message for bad input."""
+    """Do everything up to the tokenised data, without a process group. Raises ValueError or OSError with a one-line
+    message for bad input.
+
+    log: receives a line for each decision, with its reason.
+    """
     arguments, checkpoint, source = _resolve_checkpoint(arguments, rank_info, log)
     if checkpoint is not None:
         check_metadata(checkpoint)
@@ -317,7 +320,10 @@ def _build_tokenizer(
     data: DataConfig, arguments: Arguments, checkpoint: NativeCheckpoint | None, log: Log
 ) -> Tokenizer:
     """Load the tokenizer of the checkpoint, or build the tokenizer that the flags name. Flags that name files have
-    priority. data: file paths instead of corpus names."""
+    priority.
+
+    data: file paths instead of corpus names.
+    """
     options, metadata = arguments.checkpoint, checkpoint.metadata if checkpoint is not None else {}
     files_given = any(f"data.{name}" in arguments.given for name in ("vocab_file", "merge_file", "tokenizer_model"))
     saved_tokenizer, vocab_size = metadata.get("tokenizer"), metadata.get("vocab_size", 0)
@@ -372,7 +378,10 @@ def _build_tokenizer(
 
 
 def run_metadata(context: RunContext, parallel: mpu.ParallelState, *, sharded: bool) -> dict[str, Any]:
-    """Return the metadata of a run with its layout. sharded: whether the optimizer is sharded."""
+    """Return the metadata of a run with its layout.
+
+    sharded: whether the optimizer is sharded.
+    """
     layout = {
         "model_parallel_size": parallel.tensor_model_parallel_size,
         "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,

@@ -25,8 +25,10 @@ XZ_LIMIT = 32 << 20  # number of bytes
 
 
 def log_start(trainer: Trainer, warnings: Sequence[str]) -> None:
-    """Record the start in the incident log. Log the start table, and warnings about the data. warnings: lines that were
-    printed before the run had a log; they are added to it."""
+    """Record the start in the incident log. Log the start table, and warnings about the data.
+
+    warnings: lines that were printed before the run had a log; they are added to it.
+    """
     context, config, p, progress = trainer.context, trainer.config, trainer.parallel, trainer.progress
     if p.rank == 0:
         (context.save_directory / ENDED).unlink(missing_ok=True)
@@ -143,9 +145,11 @@ def baseline_bits_per_byte(trainer: Trainer) -> dict[str, float | None]:
 def next_commands(
     save: str, train_iters: int, *, in_parts: bool, micro_batch_size: int, global_batch_size: int
 ) -> list[tuple[str, str]]:
-    """Return the commands that a user would run next, as (description, command). in_parts: several model-parallel ranks
-    have written the checkpoint. The command with two data-parallel ranks keeps the global batch, and is left out if the
-    batch cannot be halved."""
+    """Return the commands that a user would run next, as (description, command).
+
+    in_parts: several model-parallel ranks have written the checkpoint. The command with two data-parallel ranks keeps
+        the global batch, and is left out if the batch cannot be halved.
+    """
     folder = shlex.quote(save)
     commands = [
         (
@@ -182,8 +186,10 @@ def loadable_checkpoint(folder: Path) -> NativeCheckpoint | None:
 
 
 def newest_iteration(config: CheckpointConfig, *, one_machine: bool) -> int:
-    """Return the iteration of the checkpoint that a run would continue, including local checkpoints, or 0 without
-    one. one_machine: the run uses only this machine."""
+    """Return the iteration of the checkpoint that a run would continue, including local checkpoints, or 0 without one.
+
+    one_machine: the run uses only this machine.
+    """
     save, local = str(config.save), config.local_checkpoint_dir
     newest = loadable_checkpoint(Path(save))
     return max(

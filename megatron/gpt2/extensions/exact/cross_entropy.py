@@ -43,7 +43,10 @@ class _ExactLinearCrossEntropy(LinearCrossEntropy):
         weight_grad_hook: Callable[[Tensor], object] | None,
         grad_enabled: bool,
     ) -> Tensor:
-        """Compute the loss. is_split: hidden is this rank's shard [t/p, h] of the sequence."""
+        """Compute the loss.
+
+        is_split: whether hidden is this rank's shard [t/p, h] of the sequence.
+        """
         needs_grad = grad_enabled and any(ctx.needs_input_grad)
         hidden = virtual.all_gather(hidden) if is_split else hidden
         weights = weight.chunk(virtual.per_rank)

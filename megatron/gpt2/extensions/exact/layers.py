@@ -88,7 +88,10 @@ class ExactColumnParallelLinear(ColumnParallelLinear):
         )
 
     def weight_gradient(self, dy: Sequence[Tensor], x: Tensor) -> Tensor:  # type: ignore[override]
-        """Return dYᵀX [o/p, i]. dy: [t, o/V] of each virtual rank."""
+        """Return dYᵀX [o/p, i].
+
+        dy: [t, o/V] of each virtual rank.
+        """
         out = torch.empty_like(self.weight, dtype=x.dtype)
         for rows, part in zip(out.chunk(self.virtual.per_rank), dy, strict=True):
             rows.copy_(kernels.weight_gradient(part, x))
@@ -173,7 +176,10 @@ class ExactRowParallelLinear(RowParallelLinear):
         )
 
     def weight_gradient(self, dy: Tensor, x: Sequence[Tensor]) -> Tensor:  # type: ignore[override]
-        """Return dYᵀX [o, i/p]. x: [t, i/V] of each virtual rank."""
+        """Return dYᵀX [o, i/p].
+
+        x: [t, i/V] of each virtual rank.
+        """
         out = torch.empty_like(self.weight, dtype=dy.dtype)
         for columns, part in zip(out.chunk(self.virtual.per_rank, dim=1), x, strict=True):
             columns.copy_(kernels.weight_gradient(dy, part))
@@ -224,7 +230,10 @@ class ExactPositionEmbedding(PositionEmbedding):
         self.virtual = VirtualRanks(virtual_ranks, self.group if sequence_parallel else None)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Add the position embeddings: [s, b, h] -> [s, b, h]. positions: [b, s] int64 (default: 0 to s - 1)."""
+        """Add the position embeddings: [s, b, h] -> [s, b, h].
+
+        positions: [b, s] int64 (default: 0 to s - 1).
+        """
         own = self.local_positions(x)
         rows = (
             torch.arange(own.start, own.stop, device=x.device).unsqueeze(1).expand(x.shape[:2])

@@ -34,7 +34,10 @@ def odd_factor(leaves: int) -> int:
 
 
 def are_siblings(left: LeafRange, right: LeafRange, block: int) -> bool:
-    """Return True if the tree adds these two adjacent partial sums. block: `odd_factor` of all leaves."""
+    """Return True if the tree adds these two adjacent partial sums.
+
+    block: `odd_factor` of all leaves.
+    """
     (start, middle), stop = left, right[1]
     size = stop - start
     if size <= block:
@@ -70,8 +73,9 @@ class ExactBucketReducer(BucketReducer):
     """The same sums as `BucketReducer`, in an order that does not depend on the layout.
 
     A rank stores about log2(micro-batches) partial sums in float32. It sends a bucket with an all-to-all; each rank
-    then adds the partial sums of its shard and, without a sharded optimizer, all-gathers the result. by_rows: the
-    gradient that `add_rows` adds to: `EMBEDDING_GRADIENT` if the rank has both the embedding and the head.
+    then adds the partial sums of its shard and, without a sharded optimizer, all-gathers the result.
+
+    by_rows: the gradient that `add_rows` adds to: `EMBEDDING_GRADIENT` if the rank has both the embedding and the head.
     """
 
     def __init__(self, buffer: ParamAndGradBuffer, parallel: ParallelState, *, by_rows: str | None) -> None:

@@ -27,8 +27,11 @@ BACKENDS = ("nccl", "gloo")
 
 
 def prove(records: Sequence[Record], backends: Sequence[str] = BACKENDS) -> list[str]:
-    """Return the shortest story of a fault, or an empty list without one. backends: the rules to apply to groups
-    for which the program names no backend. Raises ValueError if a rank is missing."""
+    """Return the lines that explain a fault in the shortest way, or an empty list if there is none. Raises
+    ValueError if a rank is missing.
+
+    backends: the rules to apply to groups for which the program names no backend.
+    """
     ranks = [record.rank for record in records]
     require(ranks == [*range(len(ranks))] == [*range(records[0].world_size)], "prove needs each rank, in their order")
     stories = [story for record in records for story in record.faults]

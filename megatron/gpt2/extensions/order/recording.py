@@ -68,9 +68,13 @@ class Call:
 
 @dataclass
 class Record:
-    """The communication of one rank. events: (True, call) for a call and (False, call) for the first wait for it, in
-    order. faults: uses of memory that was on its way, and calls that nobody waited for. values: results of collectives
-    for later ranks, by channel and number. error: what ended the rank."""
+    """The communication of one rank.
+
+    events: (True, call) for a call and (False, call) for the first wait for it, in order.
+    faults: uses of memory that was on its way, and calls that nobody waited for.
+    values: results of collectives for later ranks, by channel and number.
+    error: what ended the rank.
+    """
 
     rank: int
     world_size: int
@@ -158,8 +162,10 @@ class RecordedWork(dist.Work):
 
 
 class RecordedGroup(dist.ProcessGroup):
-    """A process group that sends nothing and records its calls. number: its number among the groups of the same
-    ranks."""
+    """A process group that sends nothing and records its calls.
+
+    number: its number among the groups of the same ranks.
+    """
 
     def __init__(self, recorder: Recorder, rank: int, ranks: Sequence[int], number: int, backend: str) -> None:
         super().__init__(rank, len(ranks))  # type: ignore[call-arg]
@@ -177,7 +183,10 @@ for operation in OPERATIONS.split():
 
 
 class Recorder(TorchDispatchMode):
-    """Writes the record of a rank. earlier: the records of the ranks before it."""
+    """Writes the record of a rank.
+
+    earlier: the records of the ranks before it.
+    """
 
     current: ClassVar[Recorder]
 
@@ -258,7 +267,10 @@ class Recorder(TorchDispatchMode):
         return RecordedWork(self, call, written)
 
     def _fill(self, call: Call, rank: int, read: list[Tensor], results: list[Tensor]) -> None:
-        """Fill the results of a call with values. rank: this rank's number in the group."""
+        """Fill the results of a call with values.
+
+        rank: this rank's number in the group.
+        """
         key = call.channel, self._count(call.channel)
         given = torch.cat([x.detach().reshape(-1) for x in read]) if read else torch.zeros(1)
         for x in results:  # A result is the input, a part of it, or repeats the input for all ranks.

@@ -209,7 +209,10 @@ def megatron_2019(config: Config) -> tuple[MemoryEstimate, dict[str, int]]:
 
 
 def plan_facts(config: Config, plan: MemoryInputs | None) -> dict[str, Any]:
-    """Return all numbers of the plan, as --json prints them. plan: None for --accounting megatron-2019."""
+    """Return all numbers of the plan, as --json prints them.
+
+    plan: None for --accounting megatron-2019.
+    """
     model, p = config.model, config.parallel.model_parallel_size
     more: dict[str, Any] = {}
     if plan is None:
@@ -267,7 +270,10 @@ def find_fitting(plan: MemoryInputs, budget: int) -> dict[str, Any]:
 
 
 def plan_table(config: Config, found: dict[str, Any]) -> list[str]:
-    """Return the lines of the plan. found: the result of `plan_facts`."""
+    """Return the lines of the plan.
+
+    found: the result of `plan_facts`.
+    """
     model, train, p = config.model, config.train, config.parallel.model_parallel_size
     counted, memory = found["parameters"], found["memory"]
     pipeline, of_2019 = found.get("pipeline"), found.get("megatron_2019")
@@ -331,7 +337,10 @@ def time_facts(inputs: MemoryInputs, cluster: Cluster, chosen: argparse.Namespac
 
 
 def time_lines(facts: dict[str, Any]) -> list[str]:
-    """Return the lines about the modelled time. facts: the result of `time_facts`."""
+    """Return the lines about the modelled time.
+
+    facts: the result of `time_facts`.
+    """
     step = f"{facts['seconds']:.4g} s, {facts['tokens_per_second']:,.0f} tokens/s, {facts['mfu']:.1%} MFU (modelled)"
     shares = ", ".join(f"{name} {share:.1%}" for name, share in facts["shares"].items() if share >= 0.0005)
     rows = [("step", step), ("", shares)]
@@ -363,7 +372,10 @@ def print_search(config: Config, cluster: Cluster, chosen: argparse.Namespace, r
 
 
 def fitting_table(fits: dict[str, Any]) -> list[str]:
-    """Return the lines about --memory-gb. fits: the result of `find_fitting`."""
+    """Return the lines about --memory-gb.
+
+    fits: the result of `find_fitting`.
+    """
     lines = [
         "",
         f"  in {in_mb(fits['budget'])} MB: {'fits' if fits['as_asked'] else 'does not fit'} with these flags",

@@ -47,8 +47,10 @@ _PCIE, _HOST_MEMORY, _BETWEEN_GPUS, _FLOPS = 25e9, 50e9, 100e9, 0.4 * 989e12
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with its memory and its cost. cost: the extra time of a step, compared with none of these techniques
-    (0.29: 29 %)."""
+    """A layout with its memory and its cost.
+
+    cost: the extra time of a step, compared with none of these techniques (0.29: 29 %).
+    """
 
     inputs: MemoryInputs
     cost: float
@@ -66,7 +68,10 @@ class Candidate:
 
 
 def cost(inputs: MemoryInputs, *, batch: int) -> float:
-    """Return the cost of a layout, see `Candidate`. batch: the micro-batch size without extra cost."""
+    """Return the cost of a layout, see `Candidate`.
+
+    batch: the micro-batch size without extra cost.
+    """
     config, model = inputs.config, inputs.config.model
     whole = model.flops_per_token(config.data.seq_length)
     assert model.vocab_size is not None

@@ -125,8 +125,10 @@ class MemoryPlan(Hook):
 
 
 def memory_shortage(context: RunContext, local_world_size: int) -> str:
-    """Describe how much memory is missing and the possible changes, or return "" if the run fits. local_world_size: see
-    `available_memory`."""
+    """Describe how much memory is missing and the possible changes, or return "" if the run fits.
+
+    local_world_size: see `available_memory`.
+    """
     inputs = memory_inputs(context)
     total, (available, limit) = estimate_memory(inputs).total, available_memory(context.device, local_world_size)
     if total <= available:

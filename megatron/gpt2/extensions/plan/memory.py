@@ -138,9 +138,12 @@ Held = dict[str, int]
 
 
 class Moment(NamedTuple):
-    """An allocation or a communication. order: its number among those of the same line in the same phase: 0, 1, … for
-    the first ones, …, -2, -1 for the last ones, None between. What a rank holds at the first and the last ones is a
-    linear function of the number of layers."""
+    """An allocation or a communication.
+
+    order: its number among those of the same line in the same phase: 0, 1, … for the first ones, …, -2, -1 for the last
+        ones, None between. What a rank holds at the first and the last ones is a linear function of the number of
+        layers.
+    """
 
     phase: str
     place: str

@@ -43,8 +43,12 @@ Report = Callable[[Call | Wait], None]
 
 
 class FakeProcessGroup(dist.ProcessGroup):
-    """A group whose operations do not change their tensors. rank: the global rank of this process. ranks: of the
-    group. numbers: of the calls of all groups of the rank."""
+    """A group whose operations do not change their tensors.
+
+    rank: the global rank of this process.
+    ranks: the ranks of the group.
+    numbers: counts the calls of all groups of the rank.
+    """
 
     def __init__(self, rank: int, ranks: Sequence[int], numbers: Iterator[int], report: Report) -> None:
         super().__init__(ranks.index(rank), len(ranks))  # type: ignore[call-arg]

@@ -31,8 +31,11 @@ DAY = 86400.0
 
 
 class Layout(NamedTuple):
-    """How a training is distributed. chunks: virtual stages of a rank. sharding: 0 for none, 1 for the optimizer, 2 for
-    gradients, too."""
+    """How a training is distributed.
+
+    chunks: virtual stages of a rank.
+    sharding: 0 for none, 1 for the optimizer, 2 for gradients, too.
+    """
 
     tensor: int
     pipeline: int
@@ -47,7 +50,10 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class Found:
-    """A layout that fits. flags: the flags to add to the command line."""
+    """A layout that fits.
+
+    flags: the flags to add to the command line.
+    """
 
     layout: Layout
     flags: tuple[str, ...]
@@ -159,9 +165,12 @@ def changes(config: Config, x: Layout) -> dict[str, dict[str, Any]]:
 def search(
     inputs_of: Callable[[Config], MemoryInputs], config: Config, ranks: int, cluster: Cluster, budget: int, count: int
 ) -> list[Found]:
-    """Return up to `count` layouts that need at most `budget` bytes, the fastest first. inputs_of: makes the inputs of
-    an estimate from a configuration. Layouts that differ only in recomputation, sharding and --sequence-parallel count
-    as one. Raises ValueError if the global batch cannot be shared."""
+    """Return up to `count` layouts that need at most `budget` bytes, the fastest first. Raises ValueError if the global
+    batch cannot be shared.
+
+    inputs_of: makes the inputs of an estimate from a configuration. Layouts that differ only in recomputation, sharding
+        and --sequence-parallel count as one.
+    """
     candidates = [x for x in layouts(config, ranks) if quick_bytes(config, x) <= budget]
     if not candidates:
         raise ValueError(
@@ -195,8 +204,11 @@ def search(
 
 
 class Cost(NamedTuple):
-    """A training with failures. interval: seconds between checkpoints. lost: the share of the time that checkpoints,
-    repeated steps and restarts take."""
+    """A training with failures.
+
+    interval: seconds between checkpoints.
+    lost: the share of the time that checkpoints, repeated steps and restarts take.
+    """
 
     days: float
     gpu_hours: float

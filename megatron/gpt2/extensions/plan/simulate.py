@@ -42,8 +42,11 @@ ActionKey = tuple[Kind, int, int]  # kind, chunk, and micro-batch of the trace: 
 
 
 class Span(NamedTuple):
-    """A kernel, a collective, a message or a wait of the first rank of `stage`. queue: "compute" or a kind of
-    communication. text: shapes or bytes, and the line of the program."""
+    """A kernel, a collective, a message or a wait of the first rank of `stage`.
+
+    queue: "compute" or a kind of communication.
+    text: shapes or bytes, and the line of the program.
+    """
 
     stage: int
     queue: str
@@ -55,9 +58,13 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class StepTime:
-    """A step. parts: the mean over stages of what compute does or waits for, which add up to `seconds`: "compute",
-    "launch" (waits for the host), "tensor", "data", "other" (waits for collectives of these groups) and "pipeline"
-    (waits for other stages: bubble and messages). spans: if asked for."""
+    """A step.
+
+    parts: the mean over stages of what compute does or waits for, which add up to `seconds`: "compute", "launch" (waits
+        for the host), "tensor", "data", "other" (waits for collectives of these groups) and "pipeline" (waits for other
+        stages: bubble and messages).
+    spans: the spans of all stages, if asked for.
+    """
 
     seconds: float
     parts: Mapping[str, float]
@@ -70,8 +77,12 @@ class StepTime:
 
 
 class Job(NamedTuple):
-    """An event of a trace with its time. queue: "compute", a kind of communication, or "" for a wait. number: of the
-    call. group: of its communicator."""
+    """An event of a trace with its time.
+
+    queue: "compute", a kind of communication, or "" for a wait.
+    number: the number of the call.
+    group: the group of its communicator.
+    """
 
     queue: str
     name: str
@@ -179,7 +190,11 @@ def stage_jobs(inputs: MemoryInputs, cluster: Cluster, stage: int) -> StageJobs:
 
 
 class Lane:
-    """The queues of one stage. now: when compute is free. launch: the host's seconds per kernel; 0 on a CPU."""
+    """The queues of one stage.
+
+    now: the time at which compute is free.
+    launch: the host's seconds per kernel; 0 on a CPU.
+    """
 
     def __init__(self, stage: int, launch: float, spans: list[Span] | None) -> None:
         self.stage, self.now, self.launch = stage, 0.0, launch
@@ -227,10 +242,13 @@ class Lane:
 
 
 def simulate(inputs: MemoryInputs, cluster: Cluster, *, record: bool = False) -> StepTime:
-    """Return the modelled time of a step. record: keep the spans of all stages, of all layers and micro-batches.
+    """Return the modelled time of a step.
 
-    Otherwise few layers and few micro-batches are simulated if there are many, since the time of a step is a linear
-    function of both. Raises ValueError if the ranks cannot share the batch."""
+    If there are many layers and micro-batches, few are simulated, since the time of a step is a linear function of
+    both. Raises ValueError if the ranks cannot share the batch.
+
+    record: whether to simulate all layers and micro-batches, and to keep the spans of all stages.
+    """
     counts = None if record else with_layers(inputs)
     if counts is None:
         return _simulate(inputs, cluster, record)

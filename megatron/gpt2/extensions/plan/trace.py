@@ -48,8 +48,14 @@ META = torch.device("meta")
 
 
 class Operation(NamedTuple):
-    """An operator that starts a kernel. name: of torch, "mm". shapes: of its tensors. read, written: bytes. phase: a
-    timer of the program ("forward"), or "". place: file and line of the program, or "autograd"."""
+    """An operator that starts a kernel.
+
+    name: torch's name of the operator, such as "mm".
+    shapes: the shapes of its tensors.
+    read, written: number of bytes.
+    phase: the timer of the program that runs, such as "forward", or "".
+    place: file and line of the program, or "autograd".
+    """
 
     name: str
     shapes: tuple[tuple[int, ...], ...]
@@ -72,7 +78,11 @@ class Communication(NamedTuple):
 
 
 class Allocation(NamedTuple):
-    """The allocation of `size` bytes. block: the number of the block. device: cuda or cpu."""
+    """The allocation of `size` bytes.
+
+    block: the number of the block.
+    device: cuda or cpu.
+    """
 
     block: int
     size: int
@@ -233,7 +243,10 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 class Recorder(TorchDispatchMode):
-    """Runs operators on the meta device and records them. device: the type of the run's device."""
+    """Runs operators on the meta device and records them.
+
+    device: the type of the run's device.
+    """
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -485,7 +498,10 @@ def patched(recorder: Recorder, config: Config) -> Iterator[None]:
 def trace_step(
     config: Config, *, rank: int, world_size: int, device: str, dtype: torch.dtype, consumed_samples: int = 0
 ) -> Trace:
-    """Run one step of `rank` and return what it did. config: must have the vocabulary size."""
+    """Run one step of `rank` and return what it did.
+
+    config: must have the vocabulary size.
+    """
     config = dataclasses.replace(
         config,
         train=dataclasses.replace(config.train, compile=False),

@@ -147,7 +147,10 @@ def last_attempt(incidents: Sequence[Incident]) -> list[Incident]:
 
 
 def first_cause(incidents: Sequence[Incident], ended: Mapping[str, Any] | None) -> Failure:
-    """Return the first cause in the last attempt. ended: the content of ended.json."""
+    """Return the first cause in the last attempt.
+
+    ended: the content of ended.json.
+    """
     found = last_attempt(incidents)
     if ended is not None and ended.get("exit_code") == 0:
         iteration = ended.get("iteration")

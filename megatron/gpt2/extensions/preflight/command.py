@@ -92,8 +92,10 @@ Findings = dict[str, Finding]  # The key is the name of the check.
 
 
 def combine_findings(name: str, found: Mapping[int, Finding], hosts: Mapping[int, str]) -> list[CheckResult]:
-    """Return a row for each problem and each difference of a check, or one row if it passes. found: by rank; ranks that
-    could not run the check are missing."""
+    """Return a row for each problem and each difference of a check, or one row if it passes.
+
+    found: the result of each rank; ranks that could not run the check are missing.
+    """
     rows = []
     for problem, fix, is_warning in dict.fromkeys(
         (f.problem, f.fix, f.is_warning) for f in found.values() if f.problem

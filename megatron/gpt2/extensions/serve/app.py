@@ -140,8 +140,11 @@ class Service:
         }
 
     async def complete(self, request: Request, read: Callable[[bytes, ServedModel], CompletionRequest]) -> Response:
-        """POST /v1/completions, PUT /api, PUT /generate: texts, at once or streamed. read: parses the body. Raises
-        ApiError if the request is invalid."""
+        """POST /v1/completions, PUT /api, PUT /generate: texts, at once or streamed. Raises ApiError if the request is
+        invalid.
+
+        read: parses the body.
+        """
         # Browsers let a page of a different site send a form or plain text, but not this content type.
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise ApiError("send the header Content-Type: application/json", status=415)

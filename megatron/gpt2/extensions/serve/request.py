@@ -196,10 +196,13 @@ class ServedModel:
         start: Sequence[int] = (),
     ) -> list[GeneratedText]:
         """Return the texts to generate, n for each prompt. A prompt is a text or a list of token ids; an empty one
-        begins a new document. start: ids to prepend.
+        begins a new document.
 
         Text j of a prompt has the seed `seed` + j, or without a seed a random one. So a text does not depend on other
-        requests. Raises ApiError for the field `name` if the model cannot read a prompt, or for too many texts."""
+        requests. Raises ApiError for the field `name` if the model cannot read a prompt, or for too many texts.
+
+        start: ids to prepend.
+        """
         most = self.max_texts // n
         wrong = f"a request may ask for 1 to {most} prompts, not {len(prompts)}"
         check_rules((name, not 1 <= len(prompts) <= most, wrong))
@@ -342,7 +345,10 @@ class CompletionRequest:
     include_usage: bool = False
 
     def answer(self, tokenizer: Tokenizer, head: dict[str, Any]) -> dict[str, Any]:
-        """Return the whole answer, in the form of the request. head: its id, model and time."""
+        """Return the whole answer, in the form of the request.
+
+        head: its id, model and time.
+        """
         choices = []
         for number, text in enumerate(self.texts):
             choice = CompletionChoice(number, tokenizer, logprobs=self.logprobs)

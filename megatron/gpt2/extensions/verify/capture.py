@@ -183,8 +183,10 @@ class Capture(Hook):
         return grad if self._scale == 1 else grad.float() / self._scale
 
     def _take_samples(self, kind: str, name: str, index: int, x: Tensor, first: int, cut: int | None = None) -> None:
-        """Capture x, [b, s, w] or [b, ...], of the samples from `first` on. cut: the dimension that is split over the
-        tensor-parallel ranks."""
+        """Capture x, [b, s, w] or [b, ...], of the samples from `first` on.
+
+        cut: the dimension that is split over the tensor-parallel ranks.
+        """
         offset, whole = [first] + [0] * (x.dim() - 1), [self._trainer.current_global_batch_size, *x.shape[1:]]
         if cut is not None:
             offset[cut], whole[cut] = self._rank * x.shape[cut], self._tensor_parallel_size * x.shape[cut]

@@ -153,8 +153,9 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
 def read_layout(common: Sequence[str], flags: str, batch: int | None = None) -> LayoutSpec:
     """Parse a layout: the command line `common`, followed by `flags`. Raises ValueError for bad flags.
 
-    The number of ranks is --nproc-per-node, or tensor × pipeline × --data-parallel-size (default 1). batch: the global
-    batch size of the first layout; the layout's own one must be equal.
+    The number of ranks is --nproc-per-node, or tensor × pipeline × --data-parallel-size (default 1).
+
+    batch: the global batch size of the first layout; the layout's own one must be equal.
     """
     launch, rest = parse_launch_flags([*common, *shlex.split(flags)])
     own = Parser(add_help=False)

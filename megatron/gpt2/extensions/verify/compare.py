@@ -179,10 +179,11 @@ class Difference:
 
 
 class TraceComparer:
-    """Compares the shards of rank `rank` with `trace` while they are computed. facts: the metadata of
-    its run, see `run_metadata`.
+    """Compares the shards of rank `rank` with `trace` while they are computed.
 
     Uses the lower of the two precisions, and bf16 for gradients if either run reduces them in bf16.
+
+    facts: the metadata of its run, see `run_metadata`.
     """
 
     def __init__(self, trace: Trace, facts: Mapping[str, Any], rank: int) -> None:
@@ -296,13 +297,14 @@ class TraceComparer:
 
 
 class Comparison:
-    """The comparison of a run with a trace. found: `TraceComparer.findings` of each rank, possibly read from JSON.
+    """The comparison of a run with a trace.
 
     tensors: the difference of each tensor, in the order of the step.
     mismatches: those that rounding does not explain, or of which not every element was computed once.
     total: the differences of all activations and gradients. Moments are left out because they also have the error of
         the gradient norm, and parameters because noise can change them by the learning rate.
     missing: how many tensors of the trace the run does not have.
+    found: `TraceComparer.findings` of each rank, possibly read from JSON.
     """
 
     def __init__(self, found: Sequence[Sequence[Any]], trace: Trace) -> None:

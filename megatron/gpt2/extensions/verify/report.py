@@ -112,7 +112,10 @@ class LayoutSpec(NamedTuple):
 
 
 class LayoutResult(NamedTuple):
-    """The outcome of a layout. facts: see `run_metadata`."""
+    """The outcome of a layout.
+
+    facts: see `run_metadata`.
+    """
 
     layout: LayoutSpec
     facts: Mapping[str, Any]

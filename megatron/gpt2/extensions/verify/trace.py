@@ -84,7 +84,10 @@ class TensorShard(NamedTuple):
 
 
 class TraceEntry(NamedTuple):
-    """A tensor of a trace. rms: the root mean square of its measured values (see `measured`); 0 for integers."""
+    """A tensor of a trace.
+
+    rms: the root mean square of its measured values (see `measured`); 0 for integers.
+    """
 
     key: TensorKey
     dtype: torch.dtype
@@ -134,9 +137,12 @@ class TraceWriter:
 
 
 def write_index(folder: Path, facts: Mapping[str, Any], found: Sequence[Sequence[Any]]) -> None:
-    """Write the index of the trace in `folder`. found: `TraceWriter.findings` of each rank, possibly read from JSON.
+    """Write the index of the trace in `folder`.
 
-    Raises ValueError if a tensor is incomplete."""
+    Raises ValueError if a tensor is incomplete.
+
+    found: `TraceWriter.findings` of each rank, possibly read from JSON.
+    """
     entries: list[dict[str, Any]] = []
     made: Counter[TensorKey] = Counter()
     for key, count in itertools.chain(*found):

@@ -121,7 +121,10 @@ class ReplicaCheck(Hook):
         )
 
     def _describe_differences(self, all_hashes: Tensor) -> Iterator[str]:
-        """Describe the tensors of this rank that differ from their replicas. all_hashes: [ranks, at least tensors]."""
+        """Describe the tensors of this rank that differ from their replicas.
+
+        all_hashes: [ranks, at least tensors].
+        """
         found: dict[tuple[int, ...], list[tuple[str, str]]] = {}
         for number, (tensor, ranks) in enumerate(zip(self._tensors, self._replicas, strict=True)):
             if odd := minority(all_hashes[ranks, number].tolist()):

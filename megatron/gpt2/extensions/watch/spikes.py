@@ -23,14 +23,19 @@ MAX_REWINDS = 3  # After this number of rewinds in a process, the cause is not i
 
 
 class SpikeDetector:
-    """Compares a loss with the median of the last log lines. factor: a loss above factor · median is a spike."""
+    """Compares a loss with the median of the last log lines.
+
+    factor: a loss above factor · median is a spike.
+    """
 
     def __init__(self, factor: float) -> None:
         self._factor, self._losses, self.rewinds = factor, deque[float](maxlen=WINDOW), 0
 
     def median_if_spike(self, loss: float | None) -> float | None:
-        """Return the median if `loss` is a spike and the run may rewind, otherwise None. loss: the loss of a log line,
-        or None if all of its steps were skipped."""
+        """Return the median if `loss` is a spike and the run may rewind, otherwise None.
+
+        loss: the loss of a log line, or None if all of its steps were skipped.
+        """
         if loss is None:
             return None
         median = statistics.median(self._losses) if len(self._losses) >= MIN_LOSSES else None

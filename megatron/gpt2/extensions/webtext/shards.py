@@ -49,7 +49,10 @@ Progress = Callable[[int], object]  # It is called with the number of bytes that
 
 @dataclass(frozen=True)
 class Shard:
-    """Input files that are processed, and repeated after a failure, together. name: the name of the output."""
+    """Input files that are processed, and repeated after a failure, together.
+
+    name: the name of the output.
+    """
 
     name: str
     files: tuple[Path, ...]
@@ -86,8 +89,10 @@ def find_files(given: Sequence[str], flag: str = "INPUT") -> tuple[Path, ...]:
 
 
 def find_shards(given: str, *, join_texts: bool = True) -> list[Shard]:
-    """Make a shard of each file that `given` names. join_texts: make one of each 10,000 .txt files instead. Raises
-    ValueError if two shards would write the same output."""
+    """Make a shard of each file that `given` names. Raises ValueError if two shards would write the same output.
+
+    join_texts: make one of each 10,000 .txt files instead.
+    """
     files = find_files([given])
     texts = [path for path in files if join_texts and is_text(path)]
     shards = [Shard(shard_name(path), (path,)) for path in files if not (join_texts and is_text(path))]
@@ -238,7 +243,10 @@ class ShardRun:
             entry["samples"].append(what if isinstance(what, str) else document_label(what))
 
     def write(self, document: Document, name: str = "") -> None:
-        """Write and count a document. name: the name of the output (default: the shard's name)."""
+        """Write and count a document.
+
+        name: the name of the output (default: the shard's name).
+        """
         self.left += 1
         self.file(name or f"{self.shard.name}.jsonl").write(json_line(document))
 

@@ -38,8 +38,10 @@ POSITIONAL: dict[str, dict[str, Any]] = {
 
 
 def bounded_number(kind: type, least: float, most: float, words: str) -> Callable[[str], Any]:
-    """Make an argparse type for numbers from `least` to `most`. words: the words that an error uses for such a
-    number."""
+    """Make an argparse type for numbers from `least` to `most`.
+
+    words: the words that an error uses for such a number.
+    """
 
     def parse(text: str) -> Any:
         with contextlib.suppress(ValueError):
