@@ -68,6 +68,9 @@ def _feistel_round(half: np.ndarray, key: np.ndarray) -> np.ndarray:
 def permute(indices: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
     """Permute range(size) as `key` chooses. Returns the position of each index, in O(1) time and memory per index.
 
+        >>> permute(np.arange(5), 5, permutation_key(1))
+        array([1, 2, 0, 4, 3])
+
     indices: int64 [k], in range(size).
     key: uint64 [k], or [1] for all.
 

@@ -97,7 +97,7 @@ class TransformerConfig:
 
     @property
     def layer_kwargs(self) -> dict[str, Any]:
-        """Return the arguments for the constructors of the parallel layers."""
+        """The arguments for the constructors of the parallel layers."""
         return {"sequence_parallel": self.sequence_parallel, "group": self.group, "device": self.device}
 
 

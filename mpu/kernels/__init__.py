@@ -112,7 +112,7 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 
 def has_seeded_attention(device: str) -> bool:
-    """True if `seeded_attention` supports the device, "cpu" or "cuda". The fused kernels of a
+    """Return Return True if `seeded_attention` supports the device, "cpu" or "cuda". The fused kernels of a
     GPU draw their own masks."""
     return device == "cpu"
 

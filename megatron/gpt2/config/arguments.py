@@ -141,7 +141,7 @@ class Arguments:
 
     @property
     def continues(self) -> bool:
-        """True if the command line names no model, so that the run of a loaded checkpoint continues."""
+        """Whether the command line names no model, so that the run of a loaded checkpoint continues."""
         return self.preset == "quickstart" and "model.num_layers" not in self.given
 
 

@@ -478,7 +478,7 @@ class TrainConfig(ConfigSection):
 
     @property
     def growth_flag(self) -> str:
-        """Return the flag and its values that make the batch grow, as on the command line, or ""."""
+        """The flag and its values that make the batch grow, as on the command line, or ""."""
         for name in ("rampup_batch_size", "step_batch_size_schedule"):
             if words := getattr(self, name):
                 return f"{flag(name)} {' '.join(map(str, words))}"

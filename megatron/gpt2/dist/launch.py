@@ -181,7 +181,7 @@ def restart_count(environ: Environment = os.environ) -> int:
 
 
 def in_slurm_step(environ: Environment) -> bool:
-    """True if srun started this process as one of its tasks.
+    """Return True if srun started this process as one of its tasks.
 
     A batch script or a shell in an allocation has most of the same variables, but no step of srun. A plain `python`
     there must run as a single rank.

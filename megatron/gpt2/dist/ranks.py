@@ -236,7 +236,7 @@ class RankInfo:
 
     @property
     def hosts(self) -> dict[int, str]:
-        """Return the host name of each rank. It is empty for a run of one rank."""
+        """The host name of each rank. It is empty for a run of one rank."""
         return self.rendezvous.hosts if self.rendezvous is not None else {}
 
     def note(self, kind: str, text: str = "", **details: Any) -> None:

@@ -126,7 +126,7 @@ class CheckpointDifference:
 
     @property
     def equal(self) -> bool:
-        """True if both sources hold the same tensors with the same values."""
+        """Whether both sources hold the same tensors with the same values."""
         return all(row.max_difference == 0 for row in self.rows)
 
 

@@ -68,7 +68,13 @@ class ParamShard(NamedTuple):
 
 
 class ParamAndGradBuffer:
-    """Moves the parameters of `module` into one buffer of `dtype`, and holds their gradients in float32.
+    """Moves the parameters of `module` into one buffer of `dtype`, and keeps their gradients in float32.
+
+    With two data-parallel ranks and a sharded optimizer:
+
+        bucket        |              bucket 0              |              bucket 1              |
+        parameters    | weight A | weight B      | padding | weight C        | bias D | padding |
+        owned range   | shard of rank 0 | shard of rank 1  | shard of rank 0 | shard of rank 1  |
 
     Arguments:
         bucket_size: approximate number of elements of a bucket. A larger parameter has a separate bucket.

@@ -29,12 +29,12 @@ class Timetable:
 
     @property
     def length(self) -> float:
-        """Return the time from the start of the first action to the end of the last one."""
+        """The time from the start of the first action to the end of the last one."""
         return max(span.end for spans in self.ranks for span in spans)
 
     @property
     def bubble(self) -> float:
-        """Return the fraction of time in which ranks wait."""
+        """The fraction of time in which ranks wait."""
         busy = sum(span.end - span.start for spans in self.ranks for span in spans)
         return 1 - busy / (len(self.ranks) * self.length)
 

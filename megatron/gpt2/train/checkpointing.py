@@ -92,17 +92,17 @@ class CheckpointManager:
 
     @property
     def is_lost(self) -> bool:
-        """True if rank 0 has seen that another run has taken the --save folder."""
+        """Whether rank 0 has seen that another run has taken the --save folder."""
         return self._lease is not None and self._lease.is_lost
 
     @property
     def saved_iteration(self) -> int | None:
-        """Return the last iteration that all ranks report as saved."""
+        """The last iteration that all ranks report as saved."""
         return self._saver.saved_iteration
 
     @property
     def problem(self) -> str:
-        """Return the last error of a save on this rank, or ""."""
+        """The last error of a save on this rank, or ""."""
         return self._saver.problem
 
     def save(self) -> Path | None:

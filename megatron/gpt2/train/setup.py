@@ -51,6 +51,9 @@ Log = Callable[[str], None]
 class RunContext:
     """The decisions and data of a rank before the process group exists.
 
+    `train_iters` and `global_batch_size` differ from those of `config`, which are None if the flags give the length in
+    samples, tokens or epochs, or no global batch size.
+
     config: the flags, with the values that the checkpoint and the tokenizer determine.
     source: the folder to load from, or None to start from random weights.
     resume_metadata: the metadata of the checkpoint that is continued; empty if the run starts at iteration 0.
@@ -87,7 +90,7 @@ class RunContext:
 
     @cached_property
     def incidents(self) -> IncidentLog:
-        """Return the incident log of this rank, at the iteration from which the run starts."""
+        """The incident log of this rank, at the iteration from which the run starts."""
         kept = self.rank_info.incidents or IncidentLog(self.save_directory, rank_file_name(self.rank_info.rank))
         kept.iteration = self.resume_metadata.get("iteration", 0)
         return kept
@@ -109,7 +112,7 @@ class RunContext:
 
     @property
     def batch_growth(self) -> str:
-        """Return the flag that makes the batch grow, or "not at all"."""
+        """The flag that makes the batch grow, or "not at all"."""
         return self.config.train.growth_flag if len(self.batch_schedule.stages) > 1 else "not at all"
 
     @property
@@ -133,7 +136,7 @@ class RunContext:
 
     @property
     def timeout(self) -> timedelta:
-        """Return the time-out of collectives (--distributed-timeout-minutes)."""
+        """The time-out of collectives (--distributed-timeout-minutes)."""
         return timedelta(minutes=self.config.parallel.distributed_timeout_minutes)
 
 

@@ -59,27 +59,27 @@ class Trainer:
 
     @property
     def config(self) -> Config:
-        """Return the configuration of the run."""
+        """The configuration of the run."""
         return self.context.config
 
     @property
     def device(self) -> torch.device:
-        """Return the device of this rank."""
+        """The device of this rank."""
         return self.context.device
 
     @property
     def incidents(self) -> IncidentLog:
-        """Return the incident log of this rank, which helps to find out why a run failed."""
+        """The incident log of this rank, which helps to find out why a run failed."""
         return self.context.incidents
 
     @property
     def hosts(self) -> dict[int, str]:
-        """Return the host name of each rank. It is empty for a run of one rank."""
+        """The host name of each rank. It is empty for a run of one rank."""
         return self.context.rank_info.hosts
 
     @property
     def current_global_batch_size(self) -> int:
-        """Return the number of samples that the next step reads over all ranks."""
+        """The number of samples that the next step reads over all ranks."""
         return self.context.batch_schedule.size(self.progress.consumed_samples)
 
     def mfu(self, tokens_per_second: float) -> float:

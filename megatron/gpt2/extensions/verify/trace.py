@@ -132,7 +132,7 @@ class TraceWriter:
 
     @property
     def findings(self) -> list[Any]:
-        """Return the number of elements of each tensor that this rank has written, for `write_index`."""
+        """The number of elements of each tensor that this rank has written, for `write_index`."""
         return list(self._element_counts.items())
 
 
