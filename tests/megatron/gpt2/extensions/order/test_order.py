@@ -282,7 +282,7 @@ FAULTS = {
         "lambda _: dist.all_reduce(torch.zeros(2))",
     ),
     "collective in a save": Fault(
-        extra(CheckpointManager, "contents", lambda *_: gather_strings("saved")), HERE, 'gather_strings("saved")'
+        extra(CheckpointManager, "_contents", lambda *_: gather_strings("saved")), HERE, 'gather_strings("saved")'
     ),
     "no collective in a load": Fault(
         changed(
