@@ -124,7 +124,7 @@ def our_flags(workload: Workload, arm: Arm) -> list[str]:
         --warmup 0 --weight-decay {WEIGHT_DECAY} --adam-beta1 {BETAS[0]} --adam-beta2 {BETAS[1]} --clip-grad {CLIP_GRAD}
         --seed {SEED} --train-iters 1000000 --eval-iters 0 --split 1 --tokenizer-type bytes --device {workload.device}
         --data-path {workload.scratch}/bytes --save {workload.scratch}/save --precision {arm.precision}
-        --model-parallel-size {arm.ranks}"""
+        --tensor-model-parallel-size {arm.ranks}"""
     return [*flags.split(), *["--compile"] * arm.compiled, *arm.flags]
 
 

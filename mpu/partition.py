@@ -19,14 +19,14 @@ def divide(numerator: int, denominator: int) -> int:
     return numerator // denominator
 
 
-def padded_vocab_size(vocab_size: int, divisible_by: int, model_parallel_size: int) -> int:
+def padded_vocab_size(vocab_size: int, divisible_by: int, tp_size: int) -> int:
     """Return the number of rows of the embedding: the smallest multiple of both other numbers
     that is at least `vocab_size`.
 
     Megatron rounds up to a multiple of their product. Here it is their least common multiple: 50,257 becomes 50,304 for
     every power of two up to 128, so shapes do not depend on the layout.
     """
-    multiple = math.lcm(divisible_by, model_parallel_size)
+    multiple = math.lcm(divisible_by, tp_size)
     return -(-vocab_size // multiple) * multiple
 
 

@@ -48,7 +48,7 @@ launch() {
 launch_model_parallel() {
     read_size "$1"
     shift
-    launch --model-parallel-size "$SIZE" "$@"
+    launch --tensor-model-parallel-size "$SIZE" "$@"
 }
 
 # find_checkpoint FLAGS...: sets LOAD to the flags that name the trained model: none if FLAGS have --load, otherwise

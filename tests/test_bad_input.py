@@ -25,7 +25,7 @@ CASES: dict[str, tuple[list[str], str]] = {
     "unknown flag": (["--num-layer", "3"], r"unknown flag --num-layer: did you mean --num-layers\?"),
     "heads": (
         "--num-attention-heads 1 --model-parallel-size 2".split(),
-        r"--num-attention-heads 1 is not divisible by --model-parallel-size 2",
+        r"--num-attention-heads 1 is not divisible by --tensor-model-parallel-size 2",
     ),
     "positions": (["--seq-length", "32"], r"--seq-length 32 is longer than --max-position-embeddings 16"),
     "missing file": (["--train-data", "{folder}/nowhere.jsonl"], r"--train-data.*nowhere\.jsonl"),
@@ -37,7 +37,7 @@ CASES: dict[str, tuple[list[str], str]] = {
     "mpi": (["--distributed-backend", "mpi"], r"--distributed-backend mpi.*gloo"),
     "world": (
         "--model-parallel-size 3 --num-attention-heads 3 --hidden-size 12 --ffn-hidden-size 12".split(),
-        r"--model-parallel-size 3 needs a multiple of 3 ranks, and this run has 2",
+        r"--tensor-model-parallel-size 3 needs a multiple of 3 ranks, and this run has 2",
     ),
     "accumulation": ("--micro-batch-size 3 --global-batch-size 8".split(), r"--global-batch-size 8 .*3 × 2"),
     "vocabulary": (

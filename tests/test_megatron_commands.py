@@ -308,7 +308,7 @@ def test_deepspeed_examples_lines_are_read(work: Path, run: Run):
     # These are two lines of early 2020.
     (work / "ds_config.json").write_text(json.dumps(EARLY_2020))
     model_parallel = config("ds_pretrain_gpt2_model_parallel", "--model-parallel-size 4")
-    assert (model_parallel.parallel.model_parallel_size, model_parallel.train.global_batch_size) == (4, 16)
+    assert (model_parallel.parallel.tensor_model_parallel_size, model_parallel.train.global_batch_size) == (4, 16)
     assert config("ds_pretrain_gpt2", SMALL + GLOO).parallel.use_distributed_optimizer
 
 
@@ -320,7 +320,7 @@ def test_todays_gpt_example(work: Path, run: Run):
         assert argv[0] == "pretrain_gpt.py"
         return run(argv, code)
 
-    assert "--num-attention-heads 2 is not divisible by --model-parallel-size 8" in train(SMALL, code=2)[1]
+    assert "--num-attention-heads 2 is not divisible by --tensor-model-parallel-size 8" in train(SMALL, code=2)[1]
     small = SMALL + "--tensor-model-parallel-size 1 "
     assert "--pipeline-model-parallel-size 16 needs at least 16 layers" in train(small, code=2)[1]
     # The line's warm-up has 430 x 1536 samples.

@@ -144,13 +144,13 @@ def test_tools_find_the_project(project: Project) -> None:
 
 
 def training(nproc: int = 0, nnodes: int = 1, rank: int = 0, size: int | None = None) -> str:
-    model_parallel = "" if size is None else f" --model-parallel-size {size}"
+    model_parallel = "" if size is None else f" --tensor-model-parallel-size {size}"
     return f"PROJECT/pretrain_gpt2.py --nproc-per-node {nproc} --nnodes {nnodes} --node-rank {rank}{model_parallel}"
 
 
 DISTRIBUTED, MODEL_PARALLEL = "pretrain_gpt2_distributed.sh", "pretrain_gpt2_model_parallel.sh"
 GENERATE, SERVE = "PROJECT/tools/generate_text.py", "PROJECT/tools/run_text_generation_server.py"
-EVALUATE = "PROJECT/tools/evaluate_gpt2.py --nproc-per-node {} --nnodes 1 --node-rank 0 --model-parallel-size"
+EVALUATE = "PROJECT/tools/evaluate_gpt2.py --nproc-per-node {} --nnodes 1 --node-rank 0 --tensor-model-parallel-size"
 NEWEST = "--load 'checkpoints/the newest'"
 
 

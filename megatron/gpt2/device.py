@@ -259,7 +259,7 @@ def require_compiler(device: torch.device, environ: Mapping[str, str] = os.envir
 
 
 def set_cuda_variables(
-    model_parallel_size: int, environ: MutableMapping[str, str] = os.environ, *, deterministic: bool = False
+    tp_size: int, environ: MutableMapping[str, str] = os.environ, *, deterministic: bool = False
 ) -> None:
     """Set environment variables that CUDA, torch's allocator and NCCL read at their start, unless the user has set
     them.
@@ -274,7 +274,7 @@ def set_cuda_variables(
     """
     if "PYTORCH_CUDA_ALLOC_CONF" not in environ:  # This is the variable's older name.
         environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    if model_parallel_size > 1:
+    if tp_size > 1:
         environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
     if deterministic:

@@ -59,6 +59,7 @@ from megatron.gpt2.checkpoint.interface import (
     intersection,
     relative_slice,
 )
+from megatron.gpt2.config.sections import with_new_names
 from mpu.partition import TensorSlice
 
 MANIFEST = "manifest.json"
@@ -238,9 +239,9 @@ class NativeCheckpoint(BaseCheckpoint):
         if version < OLDEST_CHECKPOINT_VERSION:
             raise ValueError(f"format version {version} does not exist")
         self.metadata = dict(manifest["facts"])
-        if isinstance(layout := self.metadata.get("layout"), dict) and "pipeline_parallel_size" in layout:
-            # This was the key's name until version 0.3.
-            layout["pipeline_model_parallel_size"] = layout.pop("pipeline_parallel_size")
+        for parent, key in ((self.metadata, "layout"), (self.metadata.get("config"), "parallel")):
+            if isinstance(parent, dict) and key in parent:
+                parent[key] = with_new_names(parent[key])
         self.tensors = {
             name: TensorInfo(DTYPES[info["dtype"]], _integers(info["shape"]))
             for name, info in manifest["tensors"].items()

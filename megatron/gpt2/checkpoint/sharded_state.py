@@ -135,7 +135,7 @@ def load_rng_state(checkpoint: BaseCheckpoint, parallel: mpu.ParallelState, devi
     prefix, layout = _rng_prefix(parallel), checkpoint.metadata.get("layout", {})
     names = {name.removeprefix(prefix): name for name in checkpoint.tensors if name.startswith(prefix)}
     for saved, here in (
-        (layout.get("model_parallel_size"), parallel.tensor_model_parallel_size),
+        (layout.get("tensor_model_parallel_size"), parallel.tensor_model_parallel_size),
         (layout.get("pipeline_model_parallel_size", 1), parallel.pipeline_model_parallel_size),
         (layout.get("data_parallel_size"), parallel.data_parallel_size),
         ("cpu" in names, True),

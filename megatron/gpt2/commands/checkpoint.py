@@ -3,7 +3,7 @@
     python tools/checkpoint.py inspect DIR [--json]
     python tools/checkpoint.py verify DIR
     python tools/checkpoint.py merge DIR OUT
-    python tools/checkpoint.py split DIR OUT --model-parallel-size N
+    python tools/checkpoint.py split DIR OUT --tensor-model-parallel-size N
     python tools/checkpoint.py convert IN OUT --to {native,huggingface,megatron-2019,...} [--check]
     python tools/checkpoint.py diff A B
 
@@ -47,7 +47,7 @@ from megatron.gpt2.pipeline.schedule import FIRST_LAYERS_FLAG, LAST_LAYERS_FLAG
 MEGATRON = ("megatron-2019", "megatron-v2", "megatron-v3", "megatron-core", "torch_dist")
 OTHERS = ("huggingface", "gguf", "nanogpt", "dcp")
 TARGETS = ("native", *OTHERS, *MEGATRON)
-TENSOR_FLAGS = ("--model-parallel-size", "--tensor-model-parallel-size", "--target-tensor-model-parallel-size")
+TENSOR_FLAGS = ("--tensor-model-parallel-size", "--model-parallel-size", "--target-tensor-model-parallel-size")
 CHECK_LIMIT = 1e-4  # This limits the difference of a logit. A correct conversion gives 0, and other kernels give 1e-6.
 
 
@@ -183,15 +183,15 @@ def layout_from_args(args: argparse.Namespace) -> MegatronLayout:
     """Return the layout in which to write, from the flags. `merge` writes for one rank."""
     if args.command == "merge":
         return MegatronLayout()
-    return MegatronLayout(args.model_parallel_size, args.pipeline, args.virtual_layers, args.first, args.last)
+    return MegatronLayout(args.tensor_model_parallel_size, args.pipeline, args.virtual_layers, args.first, args.last)
 
 
 def write_format(args: argparse.Namespace, source: BaseCheckpoint, to: str, layout: MegatronLayout) -> Path:
     """Write `source` in the format `to`, for the ranks of `layout`, into the new folder `args.out`; returns the
     folder."""
     ranks = layout.tensor
-    require(ranks > 0, f"--model-parallel-size must be positive, not {ranks}")
-    require(to not in OTHERS or ranks == 1, f"--model-parallel-size {ranks}: {to} has no model parallelism")
+    require(ranks > 0, f"--tensor-model-parallel-size must be positive, not {ranks}")
+    require(to not in OTHERS or ranks == 1, f"--tensor-model-parallel-size {ranks}: {to} has no model parallelism")
     require(
         to in MEGATRON or layout == MegatronLayout(ranks),
         f"{PIPELINE_FLAG}, {VIRTUAL_FLAG}, {FIRST_LAYERS_FLAG} and {LAST_LAYERS_FLAG} are for Megatron's formats, "
@@ -232,7 +232,7 @@ def write_format(args: argparse.Namespace, source: BaseCheckpoint, to: str, layo
         return write_gguf(source, args.out, dtype=args.dtype, tokenizer=tokenizer, log=print_stderr)
     if to == "nanogpt":
         return write_nanogpt(source, args.out, tokenizer=tokenizer, log=print_stderr)
-    return write_native(source, args.out, model_parallel_size=ranks, tokenizer=tokenizer, log=print_stderr)
+    return write_native(source, args.out, tp_size=ranks, tokenizer=tokenizer, log=print_stderr)
 
 
 def main(argv: list[str] | None = None) -> int:

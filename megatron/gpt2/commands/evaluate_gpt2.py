@@ -1,4 +1,4 @@
-"""Score a trained model on text files, in one process or under torchrun at any --model-parallel-size:
+"""Score a trained model on text files, in one process or under torchrun at any --tensor-model-parallel-size:
 
     python tools/evaluate_gpt2.py --load checkpoints/gpt2_small --valid-data wikitext-2/test.txt
     python tools/evaluate_gpt2.py --load checkpoints/gpt2_small --valid-data lambada_test.jsonl --strict-lambada

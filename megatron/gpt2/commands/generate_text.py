@@ -45,7 +45,7 @@ def parse_args(argv: Sequence[str], rank_info: RankInfo, log: Log) -> argparse.N
 
     log: a function for notices.
     """
-    parser = ModelParser(__doc__, precision="auto", model_parallel_size=None)
+    parser = ModelParser(__doc__, precision="auto", tensor_model_parallel_size=None)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", help="text to continue; empty: a new document (default: ask for prompts)")
     source.add_argument("--sample-input-file", metavar="FILE", help="a prompt on each line; answers are JSON lines")

@@ -25,21 +25,21 @@ class ModelParser(Parser):
     """The parser of a program that uses a trained model, with the flags for the model, the device and the layout.
 
     precision: the default of --precision.
-    model_parallel_size: the default of --model-parallel-size; None: the number of ranks /
+    tensor_model_parallel_size: the default of --tensor-model-parallel-size; None: the number of ranks /
         --pipeline-model-parallel-size, see `check_world_size`.
     """
 
-    def __init__(self, doc: str | None, *, precision: str, model_parallel_size: int | None = 1) -> None:
+    def __init__(self, doc: str | None, *, precision: str, tensor_model_parallel_size: int | None = 1) -> None:
         super().__init__(description=doc)
         self.add_argument("--load", required=True, metavar="DIR", help="the --save folder of a training run")
         self.add_argument(
-            "--model-parallel-size",
             "--tensor-model-parallel-size",
+            "--model-parallel-size",
             type=positive_int,
             metavar="N",
-            default=model_parallel_size,
+            default=tensor_model_parallel_size,
             help="ranks that share each layer; may differ from the checkpoint's (default: "
-            f"{model_parallel_size or 'all'})",
+            f"{tensor_model_parallel_size or 'all'})",
         )
         self.add_argument(
             "--pipeline-model-parallel-size",
@@ -86,18 +86,18 @@ class ModelParser(Parser):
 def check_world_size(args: argparse.Namespace, rank_info: RankInfo) -> None:
     """Raise ValueError unless all ranks together hold one model. Programs that generate text need this."""
     stages = args.pipeline_model_parallel_size
-    if args.model_parallel_size is None:
-        args.model_parallel_size = rank_info.world_size // stages or 1
-    if args.model_parallel_size * stages != rank_info.world_size:
+    if args.tensor_model_parallel_size is None:
+        args.tensor_model_parallel_size = rank_info.world_size // stages or 1
+    if args.tensor_model_parallel_size * stages != rank_info.world_size:
         raise ValueError(
             f"{_layout(args)}, but {plural(rank_info.world_size, 'rank')} started, and all ranks must hold the model: "
-            "omit --model-parallel-size; --nproc-per-node starts ranks"
+            "omit --tensor-model-parallel-size; --nproc-per-node starts ranks"
         )
 
 
 def _layout(args: argparse.Namespace) -> str:
-    size, stages = args.model_parallel_size, args.pipeline_model_parallel_size
-    return f"--model-parallel-size {size}" + f" × --pipeline-model-parallel-size {stages}" * (stages > 1)
+    size, stages = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    return f"--tensor-model-parallel-size {size}" + f" × --pipeline-model-parallel-size {stages}" * (stages > 1)
 
 
 def open_model_from_flags(args: argparse.Namespace, rank_info: RankInfo, log: Log) -> LoadedModel:
@@ -119,7 +119,7 @@ def open_model_from_flags(args: argparse.Namespace, rank_info: RankInfo, log: Lo
         device,
         ParallelConfig().distributed_timeout_minutes,
     )
-    size, stages = args.model_parallel_size, args.pipeline_model_parallel_size
+    size, stages = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     if rank_info.world_size % (size * stages):
         raise ValueError(f"the world size {rank_info.world_size} is not divisible by {_layout(args)}")
     mpu.initialize_model_parallel(size, stages)

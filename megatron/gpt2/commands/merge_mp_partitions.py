@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"--{name.replace('_', '-')} {given}: the files of {args.load} have {found}")
     layout = source.metadata["layout"]
     for flag, given, found in (
-        ("--tensor-model-parallel-size", args.ranks, layout["model_parallel_size"]),
+        ("--tensor-model-parallel-size", args.ranks, layout["tensor_model_parallel_size"]),
         ("--pipeline-model-parallel-size", args.stages, layout.get("pipeline_model_parallel_size")),
     ):
         if given is not None and found not in (None, given):

@@ -196,7 +196,7 @@ def iterations_to_profile(read: Mapping[str, Any]) -> tuple[int, int]:
 GPU_FP16 = "fp16-on-gpu"  # Published command lines are for GPUs; few CPUs can multiply in fp16.
 NO_STAGE_3 = (
     "every data-parallel rank keeps all weights; stage 2 gives the same losses and shards optimizer and gradients, "
-    "--model-parallel-size splits the weights, and --cpu-offload-optimizer moves the optimizer to the host"
+    "--tensor-model-parallel-size splits the weights, and --cpu-offload-optimizer moves the optimizer to the host"
 )
 STAGE = "1 is read as --use-distributed-optimizer, 2 adds --shard-gradients, 3 is refused"
 ALWAYS_ON = "always on"
@@ -407,12 +407,13 @@ MEGATRON_RULES = by_name(
         "--context-parallel-size= --ds-sequence-parallel-size= --expert-model-parallel-size= "
         "--expert-tensor-parallel-size= --tensor-parallel-num-weight-shards= "
         "--expert-tensor-parallel-num-weight-shards=",
-        "parallelism is tensor, pipeline and data: use --model-parallel-size, for long sequences --sequence-parallel",
+        "parallelism is tensor, pipeline and data: use --tensor-model-parallel-size, for long sequences "
+        "--sequence-parallel",
         "1",
     ),
     refused(
         "--force-ds-sequence-parallel --ds-sequence-parallel-fpdt --hybrid-context-parallel",
-        "give --sequence-parallel with --model-parallel-size",
+        "give --sequence-parallel with --tensor-model-parallel-size",
     ),
     ignored(
         "--cp-comm-type= --hierarchical-context-parallel-sizes= --max-seqlen-per-dp-cp-rank= "
@@ -421,7 +422,7 @@ MEGATRON_RULES = by_name(
     ),
     refused(
         "--use-torch-fsdp2 --use-megatron-fsdp --use-custom-fsdp",
-        "give --use-distributed-optimizer --shard-gradients, and --model-parallel-size to split the weights",
+        "give --use-distributed-optimizer --shard-gradients, and --tensor-model-parallel-size to split the weights",
     ),
     ignored(
         "--fsdp-{db-use-persist-buf-on-alloc-fail,double-buffer,manual-registration} "
@@ -692,7 +693,7 @@ MEGATRON_RULES = by_name(
         "--zero-reduce-bucket-size= --zero-allgather-bucket-size= --zero-contigious-gradients --zero-reduce-scatter",
         "give them in the --deepspeed-config, as in DeepSpeedExamples",
     ),
-    ignored("--remote-device=", "weights stay on the device; --model-parallel-size splits them", "none"),
+    ignored("--remote-device=", "weights stay on the device; --tensor-model-parallel-size splits them", "none"),
     translated("--deepspeed-config= --deepscale-config=", "each key is translated, ignored or refused", lambda *_: {}),
     # Generation
     ignored(
@@ -791,7 +792,7 @@ DEEPSPEED_RULES = by_name(
     ),
     refused(
         "zero_optimization.offload_param zero_optimization.cpu_offload_params",
-        "--model-parallel-size splits the weights, --cpu-offload-optimizer moves the optimizer to the host",
+        "--tensor-model-parallel-size splits the weights, --cpu-offload-optimizer moves the optimizer to the host",
     ),
     read_as("activation_checkpointing.partition_activations", "parallel.partition_activations", True),
     read_as("activation_checkpointing.cpu_checkpointing", "parallel.checkpoint_in_cpu", True),

@@ -267,8 +267,8 @@ class OptimizerConfig(ConfigSection):
 class ParallelConfig(ConfigSection):
     """Parallelism: how model and data are split over the ranks."""
 
-    model_parallel_size: int = option(
-        1, "ranks that each layer is split over (tensor parallelism)", "--tensor-model-parallel-size"
+    tensor_model_parallel_size: int = option(
+        1, "ranks that each layer is split over (tensor parallelism)", "--model-parallel-size"
     )
     pipeline_model_parallel_size: int = option(1, "pipeline stages")
     pipeline_schedule: str | None = option(
@@ -655,20 +655,20 @@ class Config:
             self.data.seq_length,
             self.train.recompute_granularity,
         )
-        size, offloaded = parallel.model_parallel_size, parallel.cpu_offloading_num_layers
+        size, offloaded = parallel.tensor_model_parallel_size, parallel.cpu_offloading_num_layers
         for name, number in (
             ("--num-attention-heads", model.num_attention_heads),
             ("--ffn-hidden-size", model.ffn_size),
         ):
-            require(number % size == 0, f"{name} {number} is not divisible by --model-parallel-size {size}")
+            require(number % size == 0, f"{name} {number} is not divisible by --tensor-model-parallel-size {size}")
         require(
             seq_length <= model.max_position_embeddings,
             f"--seq-length {seq_length} is longer than --max-position-embeddings {model.max_position_embeddings}",
         )
         require(
             not parallel.sequence_parallel or seq_length % size == 0,
-            f"--sequence-parallel splits --seq-length {seq_length}, which is not divisible by --model-parallel-size "
-            f"{size}",
+            f"--sequence-parallel splits --seq-length {seq_length}, which is not divisible by "
+            f"--tensor-model-parallel-size {size}",
         )
         require(
             offloaded == 0 or recompute == "none",
@@ -695,8 +695,8 @@ class Config:
     def _check_exact_layouts(self, parts: int) -> None:
         model, parallel, train = self.model, self.parallel, self.train
         require(
-            parts % parallel.model_parallel_size == 0,
-            f"--exact-layouts {parts} is not divisible by --model-parallel-size {parallel.model_parallel_size}",
+            parts % (size := parallel.tensor_model_parallel_size) == 0,
+            f"--exact-layouts {parts} is not divisible by --tensor-model-parallel-size {size}",
         )
         for name, number in (
             ("--num-attention-heads", model.num_attention_heads),
@@ -764,12 +764,12 @@ class Config:
 
     def data_parallel_size(self, world_size: int) -> int:
         """Return the data-parallel size. Raises ValueError if the layout does not divide `world_size`."""
-        size, pipeline_size = self.parallel.model_parallel_size, self.parallel.pipeline_model_parallel_size
+        size, pipeline_size = self.parallel.tensor_model_parallel_size, self.parallel.pipeline_model_parallel_size
         stages = f" × --pipeline-model-parallel-size {pipeline_size}" if pipeline_size > 1 else ""
         require(
             world_size % (size * pipeline_size) == 0,
-            f"--model-parallel-size {size}{stages} needs a multiple of {size * pipeline_size} ranks, and this run has "
-            f"{world_size}: change --nproc-per-node (GPUS_PER_NODE in the scripts) or the size (MP_SIZE)",
+            f"--tensor-model-parallel-size {size}{stages} needs a multiple of {size * pipeline_size} ranks, and this "
+            f"run has {world_size}: change --nproc-per-node (GPUS_PER_NODE in the scripts) or the size (MP_SIZE)",
         )
         return world_size // (size * pipeline_size)
 
@@ -837,6 +837,7 @@ class Config:
     def from_dict(values: Mapping[str, Mapping[str, Any]]) -> "Config":
         """Return the configuration that `as_dict` converted. JSON may have turned tuples into lists. Missing fields get
         defaults."""
+        values = {section: with_new_names(fields) for section, fields in values.items()}
         unknown = flatten_sections(values).keys() - config_fields().keys()
         require(
             not unknown,
@@ -855,6 +856,18 @@ SECTIONS: dict[str, Any] = {f.name: f.type for f in dataclasses.fields(Config)}
 def config_fields() -> dict[str, dataclasses.Field[Any]]:
     """Return every field of the configuration by "section.field", in the order of the sections."""
     return {f"{name}.{f.name}": f for name, kind in SECTIONS.items() for f in dataclasses.fields(kind)}
+
+
+# Names of fields in files of earlier versions.
+NEW_NAMES = {
+    "model_parallel_size": "tensor_model_parallel_size",
+    "pipeline_parallel_size": "pipeline_model_parallel_size",
+}
+
+
+def with_new_names(values: Any) -> Any:
+    """Return a dictionary from a file with today's names of its keys. Other values, of damaged files, do not change."""
+    return {NEW_NAMES.get(name, name): value for name, value in values.items()} if isinstance(values, dict) else values
 
 
 def flatten_sections(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -878,7 +891,7 @@ def ignored_flags(config: Config, device: str) -> Iterator[str]:
     kept = "" if recomputes else "it needs --recompute-granularity full"
     on_host = "it needs a GPU" if device == "cpu" else ""
     split = "--sequence-parallel splits these inputs already" if parallel.sequence_parallel else ""
-    if parallel.model_parallel_size == 1:
+    if parallel.tensor_model_parallel_size == 1:
         split = "there is one model-parallel rank"
     one_stage = "there is one pipeline stage" if parallel.pipeline_model_parallel_size == 1 else ""
     of_stages = (

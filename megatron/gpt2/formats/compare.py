@@ -27,7 +27,7 @@ SHAPE_KEYS = (
     "layernorm_epsilon",
 )
 PROGRESS_KEYS = ("train_iters", "consumed_samples", "global_batch_size", "precision", "converted_from", "torch")
-LAYOUT_KEYS = ("model_parallel", "pipeline_model_parallel", "virtual_pipeline_model_parallel", "data_parallel")
+LAYOUT_KEYS = ("tensor_model_parallel", "pipeline_model_parallel", "virtual_pipeline_model_parallel", "data_parallel")
 # The first key that a tensor's name contains gives the part of the model to which the tensor belongs.
 MODEL_PARTS = {"rng.": "random states", ".layers.": "layers", "embeddings": "embeddings", "": "final norm"}
 CHUNK = 1 << 20  # This number of elements is compared at a time.

@@ -126,7 +126,10 @@ def open_megatron(path: Path, format: str, hints: Hints, *, log: Callable[[str],
     """Open the checkpoint in `path`, the folder of an iteration. `log` gets a line if the true vocabulary size is only
     assumed. Raises ValueError, in one line, if the checkpoint is not valid."""
     files, tp_size = _open_files(path)
-    top, layout = files[0].top, {"model_parallel_size": tp_size, "pipeline_model_parallel_size": len(files) // tp_size}
+    top, layout = (
+        files[0].top,
+        {"tensor_model_parallel_size": tp_size, "pipeline_model_parallel_size": len(files) // tp_size},
+    )
     if (vpp_size := len(_chunks(top))) > 1:
         layout["virtual_pipeline_model_parallel_size"] = vpp_size
     model, padded = infer_model_config(

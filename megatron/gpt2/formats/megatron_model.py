@@ -331,8 +331,8 @@ def padded_model_config(source: BaseCheckpoint, tp_size: int) -> ModelConfig:
     model = check_metadata(source)
     require(
         model.num_attention_heads % tp_size == 0 and model.ffn_size % tp_size == 0,
-        f"{source.path}: --model-parallel-size {tp_size} does not divide its {model.num_attention_heads} heads and MLP "
-        f"width of {model.ffn_size}",
+        f"{source.path}: --tensor-model-parallel-size {tp_size} does not divide its {model.num_attention_heads} heads "
+        f"and MLP width of {model.ffn_size}",
     )
     return dataclasses.replace(model, make_vocab_size_divisible_by=model.make_vocab_size_divisible_by * tp_size)
 

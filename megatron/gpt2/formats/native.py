@@ -53,29 +53,29 @@ def write_native(
     source: BaseCheckpoint,
     out: str | Path,
     *,
-    model_parallel_size: int,
+    tp_size: int,
     tokenizer: Tokenizer | None = None,
     log: Callable[[str], None] = print,
 ) -> Path:
     """Write the iteration of `source` into the new folder `out`. Returns the iteration's folder.
 
-    model_parallel_size: any size that divides the model's shape.
+    tp_size: any size that divides the model's shape.
     tokenizer: saved with the checkpoint, if given. Only one tensor is in memory at a time. Masters and moments are
         written as files of one data-parallel rank, if the source holds all of them. Random states depend on the layout
         and are not written.
 
     Raises ValueError, in one line, for a size that does not fit, and OSError if the disk is full.
     """
-    metadata = native_metadata(source, model_parallel_size, tokenizer)
+    metadata = native_metadata(source, tp_size, tokenizer)
     kinds = [kind for kind in ("model", *OPTIMIZER_KINDS) if f"{kind}.{TIED_WEIGHT}" in source.tensors]
-    specs = model_partition_specs(check_metadata(source), model_parallel_size)
+    specs = model_partition_specs(check_metadata(source), tp_size)
     files: dict[str, dict[str, ShardedTensor]] = {}
-    for rank in range(model_parallel_size):
+    for rank in range(tp_size):
         for kind in kinds:
             file = "model" if kind == "model" else f"{kind}_dp_00"
             shards = files[f"mp_rank_{rank:02d}/{file}.safetensors"] = {}
             for name, spec in specs.items():
-                full_name, tensor_slice = f"{kind}.{name}", spec.local_slice(rank, model_parallel_size)
+                full_name, tensor_slice = f"{kind}.{name}", spec.local_slice(rank, tp_size)
                 if full_name in source.tensors and (spec.dim is not None or rank == 0):
                     shards[full_name] = ShardedTensor(
                         torch.empty(tensor_slice.shape, dtype=source.tensors[full_name].dtype, device="meta"),
@@ -94,7 +94,7 @@ def write_native(
     return Path(out) / path.name
 
 
-def native_metadata(source: BaseCheckpoint, model_parallel_size: int, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def native_metadata(source: BaseCheckpoint, tp_size: int, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Return the metadata for the new manifest: that of `source`, with defaults for missing values that
     a run needs. Without `consumed_samples`, a run starts at the beginning of the data. Without a
     tokenizer, training asks for one."""
@@ -102,7 +102,7 @@ def native_metadata(source: BaseCheckpoint, model_parallel_size: int, tokenizer:
     given.pop("tokenizer_files", None)
     sections = {name: dict(values) for name, values in given["config"].items()}
     sections["model"]["vocab_size"] = given["vocab_size"]
-    layout = {"model_parallel_size": model_parallel_size}
+    layout = {"tensor_model_parallel_size": tp_size}
     sections["parallel"] = {**sections.get("parallel", {}), **layout, "sequence_parallel": False}
     sections.setdefault("data", {}).setdefault("seq_length", sections["model"]["max_position_embeddings"])
     check_tokenizer(source, tokenizer)

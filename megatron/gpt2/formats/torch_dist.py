@@ -141,7 +141,7 @@ def open_torch_dist(path: Path, hints: Hints, *, log: Callable[[str], None]) -> 
         return states, megatron_adam_metadata(top, optimizer, groups, step, left_out)
 
     layout = {
-        "model_parallel_size": tp_size,
+        "tensor_model_parallel_size": tp_size,
         "pipeline_model_parallel_size": args.get("pipeline_model_parallel_size") or 1,
     }
     return ForeignCheckpoint(

@@ -400,14 +400,14 @@ class GPT2Model(nn.Module):
         self.is_compiled = True
 
 
-def model_partition_specs(config: ModelConfig, model_parallel_size: int = 1) -> dict[str, mpu.PartitionSpec]:
+def model_partition_specs(config: ModelConfig, tp_size: int = 1) -> dict[str, mpu.PartitionSpec]:
     """Return the spec of every parameter, equal to `mpu.partition_specs` of the model at this size.
 
     The specs are computed from a model with one layer on the meta device, because all layers are equal. Its group has
-    one rank and never communicates, so torch.distributed need not be initialised. model_parallel_size only affects the
+    one rank and never communicates, so torch.distributed need not be initialised. tp_size only affects the
     padding of the vocabulary.
     """
-    multiple = math.lcm(config.make_vocab_size_divisible_by, model_parallel_size)
+    multiple = math.lcm(config.make_vocab_size_divisible_by, tp_size)
     alone = ProcessGroup(0, 1)  # type: ignore[call-arg]  # rank and size, without a store
     one = dataclasses.replace(config, num_layers=1, make_vocab_size_divisible_by=multiple)
     model = GPT2Model(one, layer_config(one, group=alone, device="meta"))
@@ -425,11 +425,11 @@ def model_partition_specs(config: ModelConfig, model_parallel_size: int = 1) -> 
     return specs
 
 
-def count_parameters(config: ModelConfig, model_parallel_size: int = 1) -> tuple[int, int]:
+def count_parameters(config: ModelConfig, tp_size: int = 1) -> tuple[int, int]:
     """Return the number of parameters of the model (true vocabulary), and on each rank (padded
     vocabulary). No weight is created."""
-    specs = model_partition_specs(config, model_parallel_size).values()
+    specs = model_partition_specs(config, tp_size).values()
     return (
         sum(math.prod(spec.global_shape) for spec in specs),
-        sum(math.prod(spec.local_shape(model_parallel_size)) for spec in specs),
+        sum(math.prod(spec.local_shape(tp_size)) for spec in specs),
     )

@@ -39,7 +39,7 @@ TRAINING_KEYS = (
 )
 # A change of one of these keys changes the order of sums, except under --exact-layouts.
 LAYOUT_KEYS = (
-    "layout.model_parallel_size",
+    "layout.tensor_model_parallel_size",
     "layout.pipeline_model_parallel_size",
     "layout.data_parallel_size",
     "layout.optimizer_is_sharded",
@@ -66,7 +66,7 @@ DISPLAY_NAMES = {
     "data_fingerprint": "the training data or --split",
     "global_batch_size": "--global-batch-size",
     "batch_growth": "how the batch grows:",
-    "layout.model_parallel_size": "model-parallel size",
+    "layout.tensor_model_parallel_size": "model-parallel size",
     "layout.pipeline_model_parallel_size": "pipeline-parallel size",
     "layout.data_parallel_size": "data-parallel size",
     "layout.optimizer_is_sharded": "a sharded optimizer",

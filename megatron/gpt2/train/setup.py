@@ -226,7 +226,7 @@ def _choose_hardware(
 ) -> tuple[torch.device, torch.dtype, str, bool]:
     """Choose device, dtype, backend, and whether the allocator keeps freed memory. Log each choice with its reason."""
     # This must run before anything initialises CUDA.
-    devices.set_cuda_variables(config.parallel.model_parallel_size, deterministic=config.is_deterministic)
+    devices.set_cuda_variables(config.parallel.tensor_model_parallel_size, deterministic=config.is_deterministic)
     device, why_device = devices.choose_device(config.train.device, rank_info)
     hooks.call(Hook.validate, config, device)
     require(
@@ -386,7 +386,7 @@ def run_metadata(context: RunContext, parallel: mpu.ParallelState, *, sharded: b
     sharded: whether the optimizer is sharded.
     """
     layout = {
-        "model_parallel_size": parallel.tensor_model_parallel_size,
+        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
         "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
         "data_parallel_size": parallel.data_parallel_size,
         "optimizer_is_sharded": sharded,

@@ -181,7 +181,7 @@ def initialize_groups(context: RunContext, log: Log) -> mpu.ParallelState:
         initialize_distributed(context.rank_info, context.backend, context.device, parallel.distributed_timeout_minutes)
     check_settings_match(context, log)
     return mpu.initialize_model_parallel(
-        parallel.model_parallel_size, parallel.pipeline_model_parallel_size, timeout=context.timeout
+        parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, timeout=context.timeout
     )
 
 

@@ -1,6 +1,6 @@
 """Prove that a layout cannot deadlock. Record every collective, send and receive of all ranks, in this process:
 
-    python tools/prove_order.py --nproc-per-node 8 --model-parallel-size 2 --pipeline-model-parallel-size 2 ...
+    python tools/prove_order.py --nproc-per-node 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 ...
 
 The flags are those of pretrain_gpt2. Each rank runs the program with a narrow model and short samples: it loads a
 checkpoint, trains two steps, evaluates, saves and generates text. Layers, micro-batches and schedule are those of the
@@ -71,7 +71,7 @@ HEAD_SIZE, LEAST_TOKENS, NEW_TOKENS = 8, 16, 3
 def small_run(arguments: Arguments, folder: Path) -> dict[str, Any]:
     """Return the values of a small run in `folder`: the layout of `arguments`, a narrow model, and short samples."""
     config = arguments.config
-    heads = math.lcm(2, config.parallel.model_parallel_size, config.parallel.exact_layouts or 1)
+    heads = math.lcm(2, config.parallel.tensor_model_parallel_size, config.parallel.exact_layouts or 1)
     scale = heads * HEAD_SIZE / config.model.hidden_size
     length = -(-LEAST_TOKENS // heads) * heads
     kept = {

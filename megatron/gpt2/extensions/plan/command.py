@@ -181,7 +181,7 @@ def megatron_2019(config: Config) -> tuple[MemoryEstimate, dict[str, int]]:
     gradients and two moments (16). Attention stored its scores. The peak is in the loss, with three float32 copies of
     the logits: the model's output, a clone minus the maximum, and its exponential, which becomes the gradient.
     """
-    model, train, p = config.model, config.train, config.parallel.model_parallel_size
+    model, train, p = config.model, config.train, config.parallel.tensor_model_parallel_size
     assert model.vocab_size is not None
     # Megatron also padded the vocabulary to a multiple of the number of ranks.
     rows = padded_vocab_size(model.vocab_size, p * model.make_vocab_size_divisible_by, p) // p
@@ -213,7 +213,7 @@ def plan_facts(config: Config, plan: MemoryInputs | None) -> dict[str, Any]:
 
     plan: None for --accounting megatron-2019.
     """
-    model, p = config.model, config.parallel.model_parallel_size
+    model, p = config.model, config.parallel.tensor_model_parallel_size
     more: dict[str, Any] = {}
     if plan is None:
         memory, more["megatron_2019"] = megatron_2019(config)
@@ -274,7 +274,7 @@ def plan_table(config: Config, found: dict[str, Any]) -> list[str]:
 
     found: the result of `plan_facts`.
     """
-    model, train, p = config.model, config.train, config.parallel.model_parallel_size
+    model, train, p = config.model, config.train, config.parallel.tensor_model_parallel_size
     counted, memory = found["parameters"], found["memory"]
     pipeline, of_2019 = found.get("pipeline"), found.get("megatron_2019")
     rows = [
@@ -400,7 +400,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen, rest = parse_options(words)
     launch, rest = parse_launch_flags(rest)
     config = planned_config(rest)
-    model_ranks = config.parallel.model_parallel_size * config.parallel.pipeline_model_parallel_size
+    model_ranks = config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
     ranks = chosen.ranks or launch.world_size or launch.nproc_per_node or model_ranks
     cluster = read_cluster(chosen.cluster)[0] if chosen.cluster else None
     if cluster and chosen.search:

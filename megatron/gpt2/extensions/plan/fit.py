@@ -76,7 +76,7 @@ def cost(inputs: MemoryInputs, *, batch: int) -> float:
     whole = model.flops_per_token(config.data.seq_length)
     assert model.vocab_size is not None
     layers = whole - 6 * model.hidden_size * model.vocab_size
-    parallel, p = config.parallel, config.parallel.model_parallel_size
+    parallel, p = config.parallel, config.parallel.tensor_model_parallel_size
     parameters, on_gpu = stage_parameters(config), inputs.device == "cuda"
     hidden = inputs.dtype.itemsize * config.train.micro_batch_size * config.data.seq_length * model.hidden_size
     # the width of a hidden state on a rank between two layers
@@ -129,7 +129,11 @@ def _bubble(name: str, p: int, v: int, m: int, layers: tuple[int, ...]) -> float
 
 def stage_parameters(config: Config) -> int:
     """Return the number of parameters of a rank of the first stage."""
-    model, p, stages = config.model, config.parallel.model_parallel_size, config.parallel.pipeline_model_parallel_size
+    model, p, stages = (
+        config.model,
+        config.parallel.tensor_model_parallel_size,
+        config.parallel.pipeline_model_parallel_size,
+    )
     assert model.vocab_size is not None
     rows = padded_vocab_size(model.vocab_size, model.make_vocab_size_divisible_by, p) // p
     whole = _count_parameters(model, p)[1]
@@ -160,7 +164,7 @@ def layouts(inputs: MemoryInputs) -> Iterator[Candidate]:
     sizes = [batch >> shift for shift in range(batch.bit_length()) if (batch >> shift) << shift == batch]
     recomputes = RECOMPUTES[RECOMPUTES.index(asked.train.recompute_granularity) :]
     for split, b, recompute in itertools.product(_model_splits(inputs), sizes, recomputes):
-        p, stages = split["model_parallel_size"], split["pipeline_model_parallel_size"]
+        p, stages = split["tensor_model_parallel_size"], split["pipeline_model_parallel_size"]
         data_parallel = inputs.world_size // (p * stages)
         if global_batch_size % (b * data_parallel):
             continue
@@ -216,7 +220,7 @@ def layouts(inputs: MemoryInputs) -> Iterator[Candidate]:
 def _model_splits(inputs: MemoryInputs) -> Iterator[dict[str, Any]]:
     """Yield the ways to split a model over ranks: tensor-parallel sizes, stages, and pipeline schedules."""
     asked, model = inputs.config.parallel, inputs.config.model
-    p, stages = asked.model_parallel_size, asked.pipeline_model_parallel_size
+    p, stages = asked.tensor_model_parallel_size, asked.pipeline_model_parallel_size
     powers = {1 << n for n in range(inputs.world_size.bit_length())}
     own_schedule = asked.pipeline_schedule or inputs.config.virtual_stages > 1
     for tensor, pipeline in itertools.product(sorted({p, *powers & set(_MODEL_PARALLEL)}), sorted({stages, *powers})):
@@ -226,7 +230,7 @@ def _model_splits(inputs: MemoryInputs) -> Iterator[dict[str, Any]]:
             or (model.num_attention_heads % tensor or model.ffn_size % tensor or pipeline > model.num_layers)
         ):
             continue
-        sizes = {"model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline}
+        sizes = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline}
         if not (own_schedule and pipeline == 1 < stages):
             yield sizes
         if own_schedule or pipeline == 1:
@@ -278,7 +282,7 @@ def smallest(inputs: MemoryInputs) -> Candidate:
     for candidate in layouts(inputs):
         config = candidate.inputs.config
         split, batch = config.parallel, config.train.micro_batch_size
-        key = split.model_parallel_size, split.pipeline_model_parallel_size, config.pipeline_schedule(1).name
+        key = split.tensor_model_parallel_size, split.pipeline_model_parallel_size, config.pipeline_schedule(1).name
         if key not in most or (len(candidate.flags), -batch) > most[key][0]:
             most[key] = (len(candidate.flags), -batch), candidate
     order = sorted((candidate for _, candidate in most.values()), key=lambda c: c.min_bytes)

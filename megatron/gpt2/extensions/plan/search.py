@@ -150,7 +150,7 @@ def changes(config: Config, x: Layout) -> dict[str, dict[str, Any]]:
     of_chunk = config.model.num_layers // (x.pipeline * x.chunks) if x.chunks > 1 else None
     return {
         "parallel": {
-            "model_parallel_size": x.tensor,
+            "tensor_model_parallel_size": x.tensor,
             "pipeline_model_parallel_size": x.pipeline,
             "num_layers_per_virtual_pipeline_stage": of_chunk,
             "pipeline_schedule": "zero-bubble" if x.zero_bubble else None,

@@ -1,7 +1,7 @@
 """Write a page that shows a modelled training step: what each rank computes and sends, and when. Nothing is started:
 
     python tools/show_step.py --output step.html --cluster a100 --ranks 8 --device cuda --num-layers 8 \\
-        --model-parallel-size 2 --pipeline-model-parallel-size 2 --global-batch-size 32
+        --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --global-batch-size 32
 
 The other flags are those of pretrain_gpt2.py. The page has a lane for each queue of the first rank of each stage. Its
 buttons go from one kernel, collective or message to the next, with their shapes, bytes and lines of the program. Choose
@@ -25,7 +25,7 @@ def page(inputs: MemoryInputs, step: StepTime, cluster: str) -> str:
     """Return the HTML page of a step that has recorded its spans."""
     parallel, of_stage = inputs.config.parallel, inputs.world_size // inputs.stages
     about = (
-        f"{plural(inputs.world_size, 'rank')} of {cluster}: tensor {parallel.model_parallel_size} × pipeline "
+        f"{plural(inputs.world_size, 'rank')} of {cluster}: tensor {parallel.tensor_model_parallel_size} × pipeline "
         f"{inputs.stages} × data {inputs.data_parallel_size}, {inputs.num_microbatches} micro-batches. The "
         "lanes are those of the first rank of each stage; the other ranks of a stage do the same."
     )

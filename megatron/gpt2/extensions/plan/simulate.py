@@ -176,7 +176,7 @@ def stage_jobs(inputs: MemoryInputs, cluster: Cluster, stage: int) -> StageJobs:
         number for number, event in enumerate(pieces[-1]) if isinstance(event, Mark) and event.phase == "backward"
     )
     pieces[-1:] = pieces[-1][:last], pieces[-1][last:]
-    groups = Groups(config.parallel.model_parallel_size, inputs.data_parallel_size)
+    groups = Groups(config.parallel.tensor_model_parallel_size, inputs.data_parallel_size)
     before, *actions, after = (_jobs(cluster, groups, piece) for piece in pieces)
     schedule = config.pipeline_schedule(count)
     return StageJobs(
@@ -277,7 +277,7 @@ def _run_stages(
     inputs: MemoryInputs, cluster: Cluster, jobs: Sequence[StageJobs], num_microbatches: int, record: bool
 ) -> StepTime:
     config, p, of_stage = inputs.config, inputs.stages, inputs.world_size // inputs.stages
-    t = config.parallel.model_parallel_size
+    t = config.parallel.tensor_model_parallel_size
     schedule = config.pipeline_schedule(num_microbatches)
     steps = build_p2p_schedule(schedule)
     tokens = config.train.micro_batch_size * config.data.seq_length

@@ -524,7 +524,7 @@ def trace_step(
         hooks=hooks,
     )
     recorder = Recorder(device)
-    sizes = config.parallel.model_parallel_size, config.parallel.pipeline_model_parallel_size
+    sizes = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
     with fake_groups(rank, world_size, *sizes, recorder.report) as parallel, patched(recorder, config), recorder:
         state = build_train_state(context, parallel, lambda line: None)
         data = TrainingData.__new__(TrainingData)

@@ -1,6 +1,6 @@
 """Check in seconds that everything is ready for a run. Start it like the training, with the same flags:
 
-    python tools/preflight.py --nproc-per-node 2 --model-parallel-size 2 --train-data my_text.txt
+    python tools/preflight.py --nproc-per-node 2 --tensor-model-parallel-size 2 --train-data my_text.txt
     srun python tools/preflight.py --model 345m --data-path corpus_text_document
 
 All ranks compare versions, code, devices, flags, clocks and data. Each rank multiplies matrices with a known product,
@@ -225,7 +225,7 @@ def check_clocks(rank_info: RankInfo, device: torch.device) -> Finding:
 def check_groups(config: ParallelConfig, rank_info: RankInfo, device: torch.device) -> Findings:
     """Test the collectives of each group that has more than one member. The printed times are those of the slowest
     rank."""
-    sizes = config.model_parallel_size, config.pipeline_model_parallel_size
+    sizes = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     state = mpu.initialize_model_parallel(*(sizes if rank_info.world_size % math.prod(sizes) == 0 else (1, 1)))
     groups = {
         "world": dist.group.WORLD,

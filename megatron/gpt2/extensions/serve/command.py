@@ -43,7 +43,7 @@ from megatron.gpt2.monitor.log_lines import align_rows
 
 def parse_args(argv: Sequence[str], rank_info: RankInfo) -> argparse.Namespace:
     """Parse and check the flags. Raises ValueError if one is invalid."""
-    parser = ModelParser(__doc__, precision="auto", model_parallel_size=None)
+    parser = ModelParser(__doc__, precision="auto", tensor_model_parallel_size=None)
     parser.add_argument(
         "--host",
         default="127.0.0.1",
@@ -145,7 +145,7 @@ def run_server(
 
 def print_start(args: argparse.Namespace, loaded: LoadedModel, listener: socket.socket, log: Log) -> None:
     """Print the model, the URLs, and how to stop."""
-    url, ranks = server_url(listener), args.model_parallel_size * args.pipeline_model_parallel_size
+    url, ranks = server_url(listener), args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     for line in align_rows(
         [
             (

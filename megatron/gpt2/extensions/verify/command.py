@@ -1,7 +1,7 @@
 """Check that a run computes the same training in different layouts. Run some steps in each layout and compare the
 outputs of all layers, the gradients, the moments and the parameters, as tensors of the whole model:
 
-    python tools/verify.py --layout "" --layout "--model-parallel-size 2" --steps 3 -- --model quickstart
+    python tools/verify.py --layout "" --layout "--tensor-model-parallel-size 2" --steps 3 -- --model quickstart
 
 A layout is a string of flags of pretrain_gpt2. The flags after -- apply to all layouts, for example --load for your
 checkpoint or --train-data for your data. docs/how-to/verify.md explains the table. Exit codes: 0 if all runs are equal
@@ -99,7 +99,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
         default=[],
         metavar="FLAGS",
         help="flags of pretrain_gpt2, and --data-parallel-size N; the other layouts are compared with the first one. "
-        "Without --nproc-per-node and --data-parallel-size a layout takes --model-parallel-size ranks",
+        "Without --nproc-per-node and --data-parallel-size a layout takes --tensor-model-parallel-size ranks",
     )
     parser.add_argument(
         "--steps",
@@ -176,7 +176,7 @@ def read_layout(common: Sequence[str], flags: str, batch: int | None = None) -> 
             check_metadata(checkpoint)
             arguments = merge_checkpoint(arguments, checkpoint.metadata["config"], decay_iters(checkpoint.metadata))
         parallel, dp = arguments.config.parallel, given.data_parallel_size
-        p = parallel.model_parallel_size * parallel.pipeline_model_parallel_size
+        p = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
         world_size = p * (dp or 1)
         if launch.nproc_per_node is not None:
             world_size = launch.nproc_per_node or torch.cuda.device_count() or 2
@@ -284,7 +284,7 @@ def run_metadata(trainer: Trainer, steps: int) -> dict[str, Any]:
     context, parallel = trainer.context, trainer.parallel
     return {
         "config": context.config.as_dict(),
-        "model_parallel_size": parallel.tensor_model_parallel_size,
+        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
         "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
         "data_parallel_size": parallel.data_parallel_size,
         "global_batch_size": context.global_batch_size,
@@ -323,7 +323,7 @@ def compare_layouts(options: argparse.Namespace, scratch: Path) -> tuple[str, Tr
     else:
         reference, folder = f"the layout {first.name}", options.save_trace or scratch / "trace"
         if by_transformers:
-            plain = "--micro-batch-size 1 --model-parallel-size 1 --pipeline-model-parallel-size 1"
+            plain = "--micro-batch-size 1 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1"
             reference, first = "transformers' GPT-2", read_layout(first.words, plain, first.batch)
         else:
             layouts = layouts[1:]

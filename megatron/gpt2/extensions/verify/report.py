@@ -55,7 +55,7 @@ BACKWARD_OPERATIONS = {
 def producing_operation(key: TensorKey, facts: Mapping[str, Any]) -> str:
     """Describe the operation that computes the tensor `key`, in the terms of mpu's layers.
     facts: see `run_metadata`."""
-    p, dp, num_microbatches = (facts[n] for n in ("model_parallel_size", "data_parallel_size", "micro_batches"))
+    p, dp, num_microbatches = (facts[n] for n in ("tensor_model_parallel_size", "data_parallel_size", "micro_batches"))
     parallel = facts["config"]["parallel"]
     name = key.name if key.name in FORWARD_OPERATIONS else key.name.split(" of ")[-1]
     sequence, sharded = parallel["sequence_parallel"] and p > 1, parallel["use_distributed_optimizer"] and dp > 1

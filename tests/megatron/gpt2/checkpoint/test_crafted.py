@@ -28,7 +28,7 @@ from megatron.gpt2.checkpoint.interface import check_metadata
 from megatron.gpt2.checkpoint.reader import MANIFEST, NativeCheckpoint, table_path
 from megatron.gpt2.checkpoint.save_folder import TRACKER, find_checkpoint
 from megatron.gpt2.checkpoint.writer import ShardedTensor
-from megatron.gpt2.config import ModelConfig
+from megatron.gpt2.config import Config, ModelConfig
 from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.generate.load_model import load_for_inference
@@ -95,9 +95,13 @@ def change(folder: Path, *changes: Change, base: dict[str, Any] | None = None) -
     (folder / MANIFEST).write_bytes(checksummed_lines(manifest))
 
 
-def test_a_layout_with_the_key_until_0_3(newest: Path) -> None:
-    change(newest, ("facts layout", {"pipeline_parallel_size": 2}))
-    assert NativeCheckpoint(newest).metadata["layout"] == {"pipeline_model_parallel_size": 2}
+def test_names_of_earlier_versions(newest: Path) -> None:
+    """The sizes of tensor and pipeline parallelism had other names."""
+    old, new = {"model_parallel_size": 4}, {"tensor_model_parallel_size": 4}
+    change(newest, ("facts layout", old | {"pipeline_parallel_size": 2}), ("facts config", {"parallel": old}))
+    metadata = NativeCheckpoint(newest).metadata
+    assert metadata["layout"] == new | {"pipeline_model_parallel_size": 2} and metadata["config"] == {"parallel": new}
+    assert Config.from_dict({"parallel": old}).parallel.tensor_model_parallel_size == 4
 
 
 def refused(folder: Path) -> str:

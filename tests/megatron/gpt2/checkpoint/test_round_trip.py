@@ -90,7 +90,7 @@ def test_random_generators_come_back(tmp_path: Path) -> None:
         tracker.reset()
         tracker.add("model-parallel-rng", 5)
         shards = {mp: rng_state_dict(place(mp, 2, 1), cpu) for mp in (0, 1)}
-        layout = {"model_parallel_size": 2, "data_parallel_size": 1}
+        layout = {"tensor_model_parallel_size": 2, "data_parallel_size": 1}
 
         def drawn() -> Tensor:
             with tracker.fork():

@@ -205,7 +205,10 @@ BAD = {
     ),
     "a check of gguf": (["convert", "{save}", "{out}", "--to", "gguf", "--check"], "--check: this program writes gguf"),
     "heads": (["split", "{save}", "{out}", "--model-parallel-size", "3"], "--num-attention-heads 4 is not divisible"),
-    "no ranks": (["split", "{save}", "{out}", "--model-parallel-size", "0"], "--model-parallel-size must be positive"),
+    "no ranks": (
+        ["split", "{save}", "{out}", "--model-parallel-size", "0"],
+        "--tensor-model-parallel-size must be positive",
+    ),
     "an iteration": (["merge", "{save}", "{out}", "--iteration", "7"], "7"),
     "no command": ([], "required"),
     "a flag": (["diff", "{save}", "{save}", "--fast"], "--fast"),

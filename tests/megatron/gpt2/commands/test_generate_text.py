@@ -117,7 +117,7 @@ def test_new_documents(run: Any, tmp_path: Path) -> None:
         (("--sample-input-file", "missing.txt"), "missing.txt"),
         (("--prompt", "a", "--num-samples", "1"), "not allowed"),
         (("--prompt", "\udcff"), "surrogate"),
-        (("--model-parallel-size", "2"), "--model-parallel-size 2"),
+        (("--model-parallel-size", "2"), "--tensor-model-parallel-size 2"),
         (("--gready",), "--gready"),
         (("--load", "/nowhere"), "/nowhere"),
         (("--sample-input-file", __file__, "--sample-output-file", __file__), "is also the file of the prompts"),

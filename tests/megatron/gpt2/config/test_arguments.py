@@ -113,7 +113,7 @@ def test_save_defaults_to_the_folder_loaded_unless_it_is_fine_tuned():
     "line, key, value",
     [
         ("--batch-size 3", "train.micro_batch_size", 3),
-        ("--tensor-model-parallel-size 2", "parallel.model_parallel_size", 2),
+        ("--model-parallel-size 2", "parallel.tensor_model_parallel_size", 2),
         ("--lr-warmup-fraction .2", "optimizer.warmup", 0.2),
         ("--min-scale 4", "optimizer.min_loss_scale", 4.0),
         ("--norm-epsilon 1e-6", "model.layernorm_epsilon", 1e-6),
@@ -203,7 +203,7 @@ def test_ignored_flags_are_noted_once():
         ("--context-parallel-size", "--context-parallel-size: expected a value"),
         ("--use-mcore-models stray", "unexpected argument 'stray': a value must follow a flag"),
         ("--num-attention-heads 3", "--hidden-size 1024 is not divisible by --num-attention-heads 3"),
-        ("--model-parallel-size 3", "--num-attention-heads 4 is not divisible by --model-parallel-size 3"),
+        ("--model-parallel-size 3", "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3"),
         ("--seq-length 300", "--seq-length 300 is longer than --max-position-embeddings 256"),
         ("--finetune", "--finetune needs --load"),
         ("--local-checkpoint-interval 2", "--local-checkpoint-dir and --local-checkpoint-interval go together"),

@@ -163,7 +163,7 @@ def test_translated():
 
 def test_the_page_of_flags_is_up_to_date(capsys: pytest.CaptureFixture[str]):
     page = tool("flag_table").flags_page()
-    assert ": only 1: parallelism is tensor, pipeline and data: use --model-parallel-size" in page
+    assert ": only 1: parallelism is tensor, pipeline and data: use --tensor-model-parallel-size" in page
     without_effect = {name for name, rule in MEGATRON_RULES.items() if rule.status == "ignored" and not rule.accepts}
     assert all(f"`{name}`" in page for name, _, _ in flag_table() if name not in without_effect)
     with pytest.raises(SystemExit):
@@ -275,7 +275,10 @@ def test_unknown_keys_are_noted(tmp_path: Path):
         ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage 3 is not implemented: every data-parallel"),
         ({"zero_optimization": {"stage": [1]}}, "[1] is not a stage of ZeRO"),
         ({"zero_optimization": {"stage": 4}}, "4 is not a stage of ZeRO"),
-        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "--model-parallel-size splits the weights"),
+        (
+            {"zero_optimization": {"offload_param": {"device": "cpu"}}},
+            "--tensor-model-parallel-size splits the weights",
+        ),
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "only cpu or none"),
         ({"optimizer": {"type": "Lamb"}}, "optimizer.type Lamb is not supported, only Adam or AdamW"),
         ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "the optimizer is AdamW"),

@@ -279,7 +279,8 @@ def test_too_many_or_too_few_elastic_ranks(capfd: pytest.CaptureFixture[str]) ->
     few = join_all(make_launches(2, "aa"), usable=lambda ranks: 0)
     assert few[0] == "2 ranks joined, too few for this layout (--elastic)"
     config = Config(
-        train=TrainConfig(micro_batch_size=1, global_batch_size=12), parallel=ParallelConfig(model_parallel_size=2)
+        train=TrainConfig(micro_batch_size=1, global_batch_size=12),
+        parallel=ParallelConfig(tensor_model_parallel_size=2),
     )
     assert [config.usable_ranks(ranks) for ranks in (1, 2, 3, 7, 8, 10, 12, 100)] == [0, 2, 2, 6, 8, 8, 12, 24]
 

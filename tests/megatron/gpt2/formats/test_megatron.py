@@ -329,7 +329,7 @@ def test_there_and_back(tmp_path: Path, format: str, num_layers: int, layout: Me
     back = open_checkpoint(tmp_path / "theirs", log=pytest.fail)
     assert back.format == format and not back.left_out
     virtual = {"virtual_pipeline_model_parallel_size": v} if v > 1 else {}
-    assert back.metadata["layout"] == {"model_parallel_size": t, "pipeline_model_parallel_size": p, **virtual}
+    assert back.metadata["layout"] == {"tensor_model_parallel_size": t, "pipeline_model_parallel_size": p, **virtual}
     difference = compare_tensors(source, back)
     assert difference.equal and len(difference.rows) == (4 if with_optimizer else 1) * (4 + 12 * num_layers)
     if with_optimizer:
@@ -341,7 +341,7 @@ def test_there_and_back(tmp_path: Path, format: str, num_layers: int, layout: Me
             top = load_torch_file(path / f"mp_rank_{rank:02d}_{stage:03d}" / RANK_FILE)
             as_megatron_splits(top, source, layout, rank, stage)
     assert len(list(path.iterdir())) == t * p
-    write_native(back, tmp_path / "ours", model_parallel_size=1, log=silent)
+    write_native(back, tmp_path / "ours", tp_size=1, log=silent)
     ours = open_checkpoint(tmp_path / "ours", log=silent)
     assert compare_tensors(source, ours).equal
     assert ours.metadata["config"]["train"] == source.metadata["config"]["train"]  # Defaults are left out.

@@ -188,9 +188,7 @@ def test_there_and_back(tmp_path: Path) -> None:
     """Convert nanoGPT's file to a native checkpoint and back: weights, Adam's state and its numbering stay equal."""
     written, _ = nanogpt_checkpoint(prefix="")
     torch.save(written, tmp_path / "ckpt.pt")
-    native = write_native(
-        open_checkpoint(tmp_path), tmp_path / "native", model_parallel_size=2, tokenizer=None, log=print
-    )
+    native = write_native(open_checkpoint(tmp_path), tmp_path / "native", tp_size=2, tokenizer=None, log=print)
     vocabulary = [chr(33 + number) for number in range(101)]
     out = write_nanogpt(open_checkpoint(native), tmp_path / "out", tokenizer=CharacterTokenizer(vocabulary))
     back = torch.load(out / "ckpt.pt", weights_only=True)

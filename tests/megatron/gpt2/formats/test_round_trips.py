@@ -85,7 +85,7 @@ def test_huggingface_computes_the_same_and_comes_back(
     config = json.loads((out / "config.json").read_text())
     assert config["n_ctx"] == config["n_positions"], "llama.cpp's converter reads n_ctx"
     assert_same_ids(builtin, out)
-    write_native(back, tmp_path / "ours", model_parallel_size=2, tokenizer=builtin, log=silent)
+    write_native(back, tmp_path / "ours", tp_size=2, tokenizer=builtin, log=silent)
     assert compare_tensors(back, open_checkpoint(tmp_path / "ours", log=silent)).equal
     card = (out / "README.md").read_text()
     assert "iteration                3" in card and "AutoTokenizer" in card and str(tmp_path) not in card
@@ -123,7 +123,7 @@ def test_what_is_not_finished_is_not_there(
         monkeypatch.setattr(source, method, fails, raising=False)
     with pytest.raises(OSError, match="disk is gone"):
         if write == "native":
-            write_native(source, tmp_path / "out", model_parallel_size=2, tokenizer=builtin, log=silent)
+            write_native(source, tmp_path / "out", tp_size=2, tokenizer=builtin, log=silent)
         elif write == "huggingface":
             write_huggingface(source, tmp_path / "out", log=silent)
         else:
@@ -135,12 +135,12 @@ def test_nothing_is_overwritten_and_sizes_must_fit(source: BaseCheckpoint, tmp_p
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").touch()
     with pytest.raises(ValueError, match="not empty"):
-        write_native(source, tmp_path / "mine", model_parallel_size=1, log=silent)
+        write_native(source, tmp_path / "mine", tp_size=1, log=silent)
     with pytest.raises(ValueError, match="--num-attention-heads 4 is not divisible"):
-        write_native(source, tmp_path / "out", model_parallel_size=3, log=silent)
-    with pytest.raises(ValueError, match="--model-parallel-size 3 does not divide"):
+        write_native(source, tmp_path / "out", tp_size=3, log=silent)
+    with pytest.raises(ValueError, match="--tensor-model-parallel-size 3 does not divide"):
         write_megatron(source, tmp_path / "out", "megatron-core", MegatronLayout(3), log=silent)
-    assert native_metadata(source, 2, None)["config"]["parallel"]["model_parallel_size"] == 2
+    assert native_metadata(source, 2, None)["config"]["parallel"]["tensor_model_parallel_size"] == 2
 
 
 # --- tokenizers

@@ -188,7 +188,11 @@ def test_what_is_written_is_what_megatron_core_writes(
     assert checkpoint.main(["convert", native, out, "--to", "torch_dist", "--model-parallel-size", "4", "--check"]) == 0
     assert "optimizer" not in capsys.readouterr().err
     back, theirs = opened(tmp_path / "back"), opened(folders[name])
-    assert back.format == "torch_dist" and back.iteration == 3 and back.metadata["layout"]["model_parallel_size"] == 4
+    assert (
+        back.format == "torch_dist"
+        and back.iteration == 3
+        and back.metadata["layout"]["tensor_model_parallel_size"] == 4
+    )
     assert set(back.tensors) == set(theirs.tensors) and len(back.tensors) == 4 * 28
     for tensor in back.tensors:
         assert torch.equal(back.read(tensor), theirs.read(tensor)), tensor

@@ -216,7 +216,7 @@ def test_program(
         ("--task LAMBADA", "JSON lines"),
         ("--no-such-flag", "--no-such-flag"),
         ("--load-openai", "--load-openai"),
-        ("--model-parallel-size 2", "--model-parallel-size 2"),
+        ("--model-parallel-size 2", "--tensor-model-parallel-size 2"),
         ("--output no/such/folder/result.json", "--output"),
     ],
 )

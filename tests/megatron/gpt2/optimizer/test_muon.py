@@ -123,7 +123,7 @@ def test_conversion_keeps_the_state(folder: Path, tmp_path: Path) -> None:
     finish(trainer)
     source = find_checkpoint(folder / "converted", log=print)
     assert source is not None
-    write_native(source, tmp_path / "two", model_parallel_size=2)
+    write_native(source, tmp_path / "two", tp_size=2)
     copy = find_checkpoint(tmp_path / "two", log=print)
     assert copy is not None and copy.tensors == {name: x for name, x in source.tensors.items() if "rng." not in name}
     assert all(torch.equal(copy.read(name), source.read(name)) for name in copy.tensors)

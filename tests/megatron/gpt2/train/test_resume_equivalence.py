@@ -68,7 +68,7 @@ def test_length_layout_and_unknown_settings() -> None:
     ) -> dict[str, Any]:
         optimizer = {"lr_decay_iters": decay, "lr_decay_samples": None, "lr_decay_style": "cosine"}
         config = {"parallel": {"exact_layouts": parts, "sequence_parallel": False}, "optimizer": optimizer}
-        layout, computed_by = {"model_parallel_size": tensor}, {"torch": "2"}
+        layout, computed_by = {"tensor_model_parallel_size": tensor}, {"torch": "2"}
         return {"config": config, "train_iters": iterations, "computed_by": computed_by, "layout": layout}
 
     same, rounding = "bit-identical to the run that wrote it", "the same training within rounding"

@@ -112,7 +112,7 @@ FLAGS = "--num-attention-heads 8 --hidden-size 64 --ffn-hidden-size 256 --seq-le
 REFUSED = {
     "--exact-layouts 0": "--exact-layouts must be positive, not 0",
     "--exact-layouts 6": "--num-attention-heads 8 is not divisible by --exact-layouts 6: change one of them",
-    "--exact-layouts 2 --model-parallel-size 4": "--exact-layouts 2 is not divisible by --model-parallel-size 4",
+    "--exact-layouts 2 --model-parallel-size 4": "--exact-layouts 2 is not divisible by --tensor-model-parallel-size 4",
     "--exact-layouts 4 --num-attention-heads "
     "2": "--num-attention-heads 2 is not divisible by --exact-layouts 4: change",
     "--exact-layouts 4 --make-vocab-size-divisible-by "

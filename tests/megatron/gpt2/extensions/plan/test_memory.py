@@ -360,7 +360,7 @@ def test_table_has_a_row_for_each_stage(capsys: pytest.CaptureFixture[str]):
         ("--num-layers 0", "--num-layers"),
         ("--memory-gb 0", "--memory-gb"),
         ("--ranks x", "--ranks"),
-        ("--ranks 3 --model-parallel-size 2", "--model-parallel-size 2"),
+        ("--ranks 3 --model-parallel-size 2", "--tensor-model-parallel-size 2"),
         ("--no-such-flag", "--no-such-flag"),
         ("--accounting megatron-2019 --memory-gb 8", "--accounting"),
     ],

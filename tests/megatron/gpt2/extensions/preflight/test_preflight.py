@@ -116,7 +116,7 @@ DEFECTS: dict[str, tuple[str, str, Patches, dict[str, str]]] = {
         "--model-parallel-size 3 --num-attention-heads 3 --hidden-size 96",
         "",
         [],
-        {"flags": "--model-parallel-size 3 needs a multiple of 3 ranks"},
+        {"flags": "--tensor-model-parallel-size 3 needs a multiple of 3 ranks"},
     ),
     "different flags on a rank": (
         "",
