@@ -98,8 +98,8 @@ class NoProgressBar:
 
 
 def progress_bar(iterable: Iterable[Any] | None = None, *, visible: bool = True, **options: Any) -> Any:
-    """Return a tqdm bar with these `options` if standard error is a terminal, tqdm is installed and `visible` is True;
-    otherwise a NoProgressBar."""
+    """Return a tqdm bar with these `options` if standard error is a terminal, tqdm is installed and `visible` is True.
+    Otherwise return a NoProgressBar."""
     if visible and sys.stderr.isatty():
         with contextlib.suppress(ImportError):
             from tqdm import tqdm

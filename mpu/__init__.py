@@ -1,4 +1,4 @@
-"""Model parallelism in the Megatron style: process groups, split layers and their collectives. Needs only torch;
+"""Model parallelism in the Megatron style: process groups, split layers and their collectives. It needs only torch;
 dropout with given seeds also needs numpy on a CPU and triton on a GPU.
 
 Reading order of the modules:

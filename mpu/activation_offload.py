@@ -30,8 +30,8 @@ Reload = Callable[[], Tensor]  # It returns the tensor on the device.
 
 
 class ActivationOffload:
-    """Host buffers and the copy stream for the activations of a model on `device`. On a CPU the copies are made too,
-    for tests; they save nothing there.
+    """Host buffers and the copy stream for the activations of a model on `device`. On a CPU the copies are also made,
+    for tests, but they save no memory.
 
     A model calls `forward_begins` and `forward_ends` around each forward pass, and `next_group` or `offload_layer` in
     it for each group. Backward passes may run after several forward passes.
@@ -62,7 +62,7 @@ class ActivationOffload:
 
     @contextlib.contextmanager
     def offload_layer(self, layer: nn.Module) -> Iterator[None]:
-        """Context manager: offload the tensors of at least `MIN_BYTES` that autograd saves inside, except the
+        """Return a context that offloads the tensors of at least `MIN_BYTES` that autograd saves inside, except the
         parameters of `layer`, as one group."""
         group = self.next_group()
         parameters = {_storage_id(parameter) for parameter in layer.parameters()}
@@ -87,8 +87,8 @@ class ActivationOffload:
         return torch.empty(numel, dtype=dtype, pin_memory=self._copy_stream is not None)
 
     def release(self, host: Tensor) -> None:
-        """Make a buffer of `allocate` available again. A copy from it may still run: later
-        copies are queued after it."""
+        """Make a buffer of `allocate` available again. A copy from it may still run, because later copies are queued
+        after it."""
         self._free_buffers[host.numel(), host.dtype].append(host)
 
     def copy(self, target: Tensor, source: Tensor) -> torch.cuda.Event | None:
@@ -197,8 +197,8 @@ def _storage_id(x: Tensor) -> int:
 def shard_and_offload_saved_tensors(
     group: ProcessGroup | None, activation_offload: ActivationOffload | None
 ) -> AbstractContextManager[object]:
-    """Context manager for `torch.autograd.graph.saved_tensors_hooks`: autograd saves only this rank's shard of each
-    tensor, or a copy in host memory, or both. Parameters are saved as they are, because they exist anyway.
+    """Return a context of `torch.autograd.graph.saved_tensors_hooks`. Inside it, autograd saves only this rank's shard
+    of each tensor, or a copy in host memory, or both. Parameters are saved as they are, because they exist anyway.
 
     group: the ranks that share each saved tensor, which must be equal on all of them; backward gathers the shards, in
         the same order on all ranks. None saves whole tensors.

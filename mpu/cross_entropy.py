@@ -35,7 +35,7 @@ def vocab_parallel_targets(target: Tensor, number: int, columns: int, vocab_size
 
 
 def _combine_over(group: ProcessGroup | None) -> Callable[[Tensor], Tensor] | None:
-    """Return a function that combines the statistics [3, ...] of all ranks of `group`. None if
+    """Return a function that combines the statistics [3, ...] of all ranks of `group`. Return None if
     there is only one rank."""
     if group is None or group.size() == 1:
         return None
@@ -80,7 +80,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 def vocab_parallel_cross_entropy(
     logits: Tensor, target: Tensor, group: ProcessGroup | None = None, *, vocab_size: int | None = None
 ) -> Tensor:
-    """-log softmax(logits)[target] [...] in float32, equal on every rank. Forward: one all-gather; backward: no
+    """Return -log softmax(logits)[target] [...] in float32, equal on every rank. Forward: one all-gather; backward: no
     communication.
 
     logits: [..., v/tp], this rank's columns.
@@ -153,8 +153,9 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def chunk_size_for(tokens: int) -> int:
-    """How many tokens have logits at the same time: 1/16 of all tokens, so that the logits take less than a tenth of
-    the memory that float32 logits of all tokens would take. At least 512, because smaller matrix products are slow."""
+    """Return how many tokens have logits at the same time. It is 1/16 of all tokens, so that the logits take less than
+    a tenth of the memory that float32 logits of all tokens would take, and at least 512, because smaller matrix
+    products are slow."""
     return max(512, tokens // 16)
 
 
@@ -170,7 +171,7 @@ def vocab_parallel_linear_cross_entropy(
     chunk_size: int | None = None,
     weight_grad_hook: Callable[[Tensor], object] | None = None,
 ) -> Tensor:
-    """Σ token_weight · -log softmax(hidden @ weightᵀ)[target], a float32 scalar, equal on every rank.
+    """Return Σ token_weight · -log softmax(hidden @ weightᵀ)[target], a float32 scalar, equal on every rank.
 
     The logits exist for `chunk_size` tokens at a time (default: `chunk_size_for`). Forward: one all-gather for each
     chunk; backward: one all-reduce of d hidden. With sequence_parallel, hidden is this rank's [t/tp, h]; forward has

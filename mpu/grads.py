@@ -28,7 +28,7 @@ def is_sequence_parallel(parameter: Tensor) -> bool:
 
 def all_reduce_sequence_parallel_grads(parameters: Iterable[Tensor], group: ProcessGroup | None = None) -> None:
     """Replace the `.grad` of each marked parameter by its sum over the group (default: the tensor-parallel group), in
-    place. Uses one all-reduce in float32.
+    place, with one all-reduce in float32.
 
     Call it once per step, after the last backward and before clipping, on every rank of the group with the same
     parameters. If no parameter is marked, nothing is sent.
@@ -51,7 +51,8 @@ def all_reduce_coalesced(tensors: Sequence[Tensor], group: ProcessGroup | None =
 def all_reduced_squared_norm(
     split: Iterable[Tensor], replicated: Iterable[Tensor], device: torch.device, *, sharded: bool = False
 ) -> Tensor:
-    """Σ g² over the model-parallel group, as a float32 scalar on `device`. The host does not wait for the device.
+    """Return Σ g² over the model-parallel group, as a float32 scalar on `device`. The host does not wait for the
+    device.
 
     split: gradients of parameters that are split over the tensor-parallel group.
     replicated: gradients of the other parameters. A parameter that two pipeline stages hold must be passed on one of

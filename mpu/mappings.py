@@ -49,8 +49,8 @@ def all_gather_first_dim(x: Tensor, group: ProcessGroup, *, async_op: bool = Fal
 def reduce_scatter_first_dim(
     x: Tensor, group: ProcessGroup, *, async_op: bool = False
 ) -> tuple[Tensor, dist.Work | None]:
-    """[s, ...] -> this rank's [s/tp, ...] of the sum over the ranks, and the work handle if async_op. Without a
-    gradient. Raises ValueError if s is not divisible by tp."""
+    """[s, ...] -> this rank's [s/tp, ...] of the sum over the ranks, and the work handle if async_op. No gradient flows
+    back. Raises ValueError if s is not divisible by tp."""
     part = x.new_empty((divide(x.size(0), group.size()), *x.shape[1:]))
     return part, reduce_scatter_single(part, x.contiguous(), group=group, async_op=async_op)
 

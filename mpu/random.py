@@ -93,8 +93,8 @@ class RNGStatesTracker:
 
     @contextlib.contextmanager
     def fork(self, name: str = MODEL_PARALLEL_RNG) -> Iterator[None]:
-        """Context manager: the default generator is the stream `name` inside, and continues its former stream
-        afterwards. Raises KeyError if the stream does not exist."""
+        """Return a context in which the default generator is the stream `name`. Afterwards it continues its former
+        stream. Raises KeyError if the stream does not exist."""
         if name not in self._states:
             raise KeyError(f"no random stream {name!r}: call mpu.model_parallel_cuda_manual_seed first")
         before = _get_state()
@@ -115,7 +115,7 @@ def get_cuda_rng_tracker() -> RNGStatesTracker:
 
 
 def current_rng_tracker() -> RNGStatesTracker:
-    """`mpu.get_cuda_rng_tracker()`. The layers and `checkpoint` use this function.
+    """Return `mpu.get_cuda_rng_tracker()`. The layers and `checkpoint` use this function.
 
     A program may replace `mpu.get_cuda_rng_tracker`. DeepSpeed's activation checkpointing does, because it repeats only
     the states of the tracker that it provides. So masks must be drawn from that tracker. Therefore this function looks
@@ -203,7 +203,7 @@ def checkpoint(
     activation_offload: ActivationOffload | None = None,
     group: ProcessGroup | None = None,
 ) -> Any:
-    """`function(*args)`: autograd saves only the arguments; backward computes everything else again.
+    """Call `function(*args)`. Autograd saves only the arguments, and backward computes everything else again.
 
     torch's non-reentrant checkpoint restores the default generator. This function also restores the tracker, so that
     dropout drops the same elements both times. The recomputation stops at the last tensor that backward needs: an
@@ -224,9 +224,9 @@ def checkpoint(
 def checkpoint_without_output(
     function: Callable[[Tensor], Tensor], consumer: Callable[..., Tensor], *xs: Tensor
 ) -> Tensor:
-    """consumer(function(x)), which saves x for backward instead of function(x). For a cheap function such as GELU or
-    layer norm, which backward computes again. x and function(x) have the same shape, for example [s, b, h]. With
-    several xs, the consumer gets function(x) of each.
+    """Return consumer(function(x)), but save x for backward instead of function(x). This is for a cheap function such
+    as GELU or layer norm, which backward computes again. x and function(x) have the same shape, for example [s, b, h].
+    With several xs, the consumer gets function(x) of each.
 
     `function` saves its input for its own backward anyway, so this adds no memory. Its output must be contiguous. Under
     torch.compile this is a plain call, because the compiler decides what to save or recompute.

@@ -44,11 +44,11 @@ class TransformerConfig:
     if values are inconsistent.
 
     hidden_size: h.
-    num_attention_heads: n, must divide h.
+    num_attention_heads: n. It must divide h.
     ffn_hidden_size: f, the width inside the MLP.
     attention_dropout: dropout of the attention probabilities.
     hidden_dropout: dropout of the outputs of attention and MLP.
-    layernorm_epsilon: added to the variance.
+    layernorm_epsilon: a number that is added to the variance.
     gelu: "tanh" (GPT-2) or "erf".
 
     recompute_granularity: what backward computes again instead of loading saved activations. "selective": the outputs
@@ -359,8 +359,8 @@ class ParallelTransformerLayer(nn.Module):
 
 @functools.cache
 def _disable_compile(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function outside compiled graphs; cached, so that all layers share one graph. torch.compiler.disable as
-    a decorator would load the compiler at import, which takes 0.9 s."""
+    """Return a function that stays outside compiled graphs. It is cached, so that all layers share one graph.
+    torch.compiler.disable as a decorator would load the compiler at import, which takes 0.9 s."""
     return torch.compiler.disable(  # type: ignore[no-any-return]
         function, reason="a change of random stream, or the lengths of documents"
     )

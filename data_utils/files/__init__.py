@@ -125,8 +125,8 @@ def atomic_write(path: str | Path, temporary: Path | None = None) -> Iterator[Bi
 
 
 def make_folder(folder: Path) -> None:
-    """Make `folder` with its parents, and put their names on the disk. Its parents may be someone else's: one that
-    can't be read is left out."""
+    """Make `folder` with its parents, and put their names on the disk. A parent that
+    cannot be read, because it belongs to someone else, is left out."""
     folder.mkdir(parents=True, exist_ok=True)
     for parent in folder.resolve().parents:
         with contextlib.suppress(OSError):
@@ -171,8 +171,8 @@ def try_lock(file: IO[Any]) -> bool:
 def file_lock(path: Path, waiting: Callable[[], object]) -> Iterator[None]:
     """Hold the lock file `path`. Calls `waiting` once if another process holds it, and waits.
 
-    The file is not removed afterwards: two processes could then lock two different files of this name. Raises OSError
-    if the file cannot be made.
+    The file is not removed afterwards, because two processes could then lock two different files of this name. Raises
+    OSError if the file cannot be made.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", opener=no_follow) as file:
@@ -422,8 +422,8 @@ def find_damaged_chunks(path: str | Path, parts: Sequence[ChunkHash]) -> list[st
 
 def in_threads(work: Callable[[T], R], items: Iterable[T], threads: int = IO_THREADS) -> list[R]:
     """Call `work` for each item in several threads. Hashing and copying release Python's global interpreter lock. The
-    first error, in the order of the items, is raised after all threads have ended. The threads are daemons: storage
-    that does not answer does not keep a process from ending."""
+    first error, in the order of the items, is raised after all threads have ended. The threads are daemons, so
+    the process can exit while storage is blocked."""
     jobs = [(item, Future[R]()) for item in items]
     queue = iter(jobs)  # Each thread takes the next job.
 

@@ -122,7 +122,8 @@ def tokenizer_of(job: PreprocessingJob) -> Tokenizer:
 def preprocess(job: PreprocessingJob, *, log: Log) -> dict[str, Manifest]:
     """Make the pairs, unless they exist and were made from the same input in the same way. Returns each key's manifest.
 
-    Raises ValueError or OSError if the input, a flag or the disk is wrong. Finished shards are kept then.
+    Raises ValueError or OSError if the input, a flag or the disk is wrong. In this case
+    finished shards are kept.
     """
     tokenizer = tokenizer_of(job)
     if job.append_eod and not tokenizer.has_eod:
@@ -152,7 +153,7 @@ def preprocess(job: PreprocessingJob, *, log: Log) -> dict[str, Manifest]:
 
 
 def _existing_manifests(job: PreprocessingJob, shards: Sequence[Shard]) -> dict[str, Manifest] | None:
-    """Return the manifests if every pair exists and was made from this input in this way. Raises ValueError if a pair
+    """Return the manifests if all outputs exist and have the input and settings of `job`. Raises ValueError if a pair
     was made differently."""
     existing = [key for key in job.keys if os.path.exists(f"{job.output(key)}.idx")]
     if not existing:

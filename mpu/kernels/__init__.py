@@ -63,7 +63,7 @@ FLOAT32_ROWS = 4  # From this number of rows on, blocks in float32 are faster on
 
 def cast_for_autocast(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the operands of a linear layer in the dtype that torch.autocast uses for matrix products;
-    unchanged without autocast.
+    without autocast they are unchanged.
 
     torch casts inside its own products. A custom autograd function must cast its operands before it saves them;
     otherwise the gradients would have a different dtype.
@@ -91,8 +91,8 @@ def linear_without_gradient(x: Tensor, weight: Tensor, bias: Tensor | None = Non
 
 
 def weight_gradient_kernel(x: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """Return the function that computes `weight_gradient` for the device and dtype of x; None for
-    the plain matrix product."""
+    """Return the function that computes `weight_gradient` for the device and dtype of x. None stands
+    for the plain matrix product."""
     is_slow = cpu_features.HAS_AMX and x.is_cpu and x.dtype == torch.bfloat16
     return weight_gradient_in_parts if is_slow else None
 
@@ -112,7 +112,7 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 
 def has_seeded_attention(device: str) -> bool:
-    """Return Return True if `seeded_attention` supports the device, "cpu" or "cuda". The fused kernels of a
+    """Return True if `seeded_attention` supports the device, "cpu" or "cuda". The fused kernels of a
     GPU draw their own masks."""
     return device == "cpu"
 

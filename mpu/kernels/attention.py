@@ -71,10 +71,10 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 def attention_with_blockwise_backward(qkv: Tensor) -> Tensor:
     """softmax(QKᵀ/√d, keys up to the query's position) V: [s, b, n, 3, d] -> [s, b, n·d].
 
-    For a CPU with AMX in bf16. Backward runs over blocks of queries and recomputes the scores, as FlashAttention does
-    (arXiv:2205.14135). Unlike FlashAttention it holds the scores of a block in bf16, so the rounding error grows with
-    the scores: the queries' gradient is off by 0.4 % if the largest score is 4 and by 1.6 % if it is 30, compared with
-    0.25 and 0.45 % for torch's fused kernel.
+    This is for a CPU with AMX in bf16. Backward runs over blocks of queries and recomputes the scores, as
+    FlashAttention does (arXiv:2205.14135). Unlike FlashAttention it holds the scores of a block in bf16, so the
+    rounding error grows with the scores: the queries' gradient is off by 0.4 % if the largest score is 4 and by 1.6 %
+    if it is 30, compared with 0.25 and 0.45 % for torch's fused kernel.
 
     The backward pass of torch 2.13's fused kernel is slower there: 31 ms instead of 26 (2 cores, b·n = 24, d = 64, s =
     1,024). Without AMX the fused kernel is faster: 129 ms instead of 151 (one thread, 4 heads, s = 1,024). Source:

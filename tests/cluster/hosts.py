@@ -4,7 +4,7 @@
         run = hosts.start(0, words)     # on node1
         hosts.unplug(0)                 # nothing closes its connections
 
-Needs Linux, root and the program ip; `limit` needs tc, `block` needs nft. Without them the test is skipped.
+The tests need Linux, root and the program ip; `limit` needs tc, `block` needs nft. Without them the test is skipped.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Parallel layers compared with plain torch.nn in float64, and under torch.autocast in bf16: outputs, input gradients
-and weight gradients. Also invalid configurations."""
+and weight gradients. The file also tests invalid configurations."""
 
 from __future__ import annotations
 

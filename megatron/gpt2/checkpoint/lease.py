@@ -1,4 +1,4 @@
-"""The lease of a --save folder: only its owner can commit a checkpoint. It needs no locks of the file system.
+"""The lease of a --save folder: only its owner can commit a checkpoint. The lease needs no locks of the file system.
 
     lease_0000000012     the owner's name; the number is the fencing token, and the highest number is the owner
 
@@ -44,8 +44,8 @@ class Lease:
         self._renewal.start()
 
     def take(self) -> None:
-        """Make the folder and take its lease; again, if the folder was removed or moved. Raises FolderInUse if another
-        run owns it, and ValueError as `make_save_folder`."""
+        """Make the folder and take its lease. If the folder was removed or moved, do this again. Raises FolderInUse if
+        another run owns it, and ValueError as `make_save_folder`."""
         make_save_folder(self._folder)
         text = f"process {os.getpid()} on {socket.gethostname()}, {secrets.token_hex(8)}\n"
         while True:

@@ -236,8 +236,8 @@ def _sizes(files: ShardedFiles) -> list[int]:
 
 
 def _allocate_host_buffer(files: ShardedFiles, local_world_size: int) -> tuple[Tensor | None, int]:
-    """Allocate host memory for a copy of `files`. Also return the bytes that are missing if all `local_world_size`
-    ranks need as much; 0 on success."""
+    """Allocate host memory for a copy of `files`. Also return the number of bytes that are missing if all
+    `local_world_size` ranks need as much. It is 0 on success."""
     size, available = sum(_sizes(files)), machine_memory("MemAvailable")
     if available is not None and (lacking := size * local_world_size - available) > 0:
         return None, lacking

@@ -279,7 +279,7 @@ def wait_for_others(store: Store, key: str, count: int) -> None:
 def describe_lost(gone: LostRanks, hosts: Mapping[int, str]) -> str:
     """Describe lost ranks: "rank 2 (b) sent no heartbeat for 60 s and rank 1 (a) left".
 
-    For several silent ranks it gives the shortest silence.
+    If several ranks are silent, the line gives the shortest silence.
     """
     silent = {rank: seconds for rank, seconds in gone.items() if seconds is not None}
     words = [f"{format_ranks(silent, hosts)} sent no heartbeat for {min(silent.values()):.0f} s"] if silent else []

@@ -295,7 +295,7 @@ class TextStream:
     def add(self, data: bytes, *, last: bool = False) -> str:
         """Add bytes and return the text that is now certain, up to the first stop string, which sets `stopped`.
 
-        last: there is no more data.
+        last: whether `data` is the end of the text.
         """
         held = self._held + self._decoder.decode(data, last)
         found = [place for text in self._stop if (place := held.find(text)) >= 0]

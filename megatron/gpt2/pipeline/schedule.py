@@ -1,4 +1,4 @@
-"""Pipeline schedules: a table of the actions of each rank, in order. Also the layers of each stage.
+"""Pipeline schedules: a table of the actions of each rank, in order. It also has the layers of each stage.
 
 A rank has v model chunks. Chunk c of rank r is stage c·p + r of the p·v stages, so a micro-batch passes all
 ranks once for each chunk. Stage 0 has the embedding, the last stage has the loss.

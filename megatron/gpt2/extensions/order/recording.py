@@ -4,9 +4,9 @@ Inside `record`, torch.distributed has a process group of the whole world that s
 of a collective, each send and receive, and each wait for one. A dispatch mode watches the memory of calls that are on
 their way: an operator must not read what is still received, nor write to what is still sent or received.
 
-The program needs values to go on. A receive gives zeros. A collective gives the data of the first rank of its group to
-every rank, if they are small, and otherwise the rank's own data. So the values are wrong but equal, and decisions that
-depend on them are equal on all ranks. Therefore the ranks must be recorded in their order.
+The program needs values to continue. A receive gives zeros. A collective gives the data of the first rank of its group
+to every rank, if they are small, and otherwise the rank's own data. So the values are wrong but equal, and decisions
+that depend on them are equal on all ranks. Therefore the ranks must be recorded in their order.
 
 Not seen: communication in other threads, memory that NumPy reads, the end of a call that is only polled, and the sizes
 of the parts of an uneven all-to-all. The future of a call (torch's DDP uses it) counts as a wait.
@@ -126,8 +126,8 @@ def _spans(tensors: Sequence[Tensor], writes: bool) -> list[Span]:
 
 @functools.cache
 def _accesses(operator: Any) -> list[tuple[int, str, bool]]:
-    """Return position and name of each argument of an operator, and whether it is written to. Empty for an operator
-    that does not touch memory."""
+    """Return position and name of each argument of an operator, and whether it is written to. The list
+    is empty for an operator that does not touch memory."""
     schema = operator._schema
     name = schema.name.split("::")[1]
     is_view = any(value.alias_info is not None and not value.alias_info.is_write for value in schema.returns)

@@ -120,7 +120,7 @@ def token_count(text: str) -> float:
 
 def planned_config(words: Sequence[str]) -> Config:
     """Return the configuration that the flags describe, completed with the vocabulary size and the shape of the
-    checkpoint that the run would continue. Reads no text."""
+    checkpoint that the run would continue. This reads no text."""
     arguments = parse(words)
     where = arguments.checkpoint
     checkpoint = find_checkpoint(where.load or str(where.save), log=lambda line: None, verify=False)

@@ -219,7 +219,10 @@ class Cost(NamedTuple):
 def training_cost(
     tokens: float, tokens_per_second: float, gpus: int, nodes: int, failures: float, checkpoint: float, restart: float
 ) -> Cost:
-    """Return the cost of a training. failures: of a node and day. checkpoint: seconds that a checkpoint stops training.
+    """Return the cost of a training.
+
+    failures: number of failures of a node per day.
+    checkpoint: seconds that a checkpoint stops training.
     restart: seconds from a failure to the first new step.
 
     The interval is Young's √(2·C·M), with the mean time M between failures. After a failure, half of an interval is

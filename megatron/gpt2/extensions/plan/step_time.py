@@ -31,9 +31,9 @@ class Software:
     sequence_parallel: norms and dropout are split.
     softmax_heads: the fused softmax runs only if this number divides the samples × heads of a rank; otherwise
         `unfused_kernels` more are launched.
-    backward_kernels: relative to forward.
+    backward_kernels: number of kernels of the backward pass relative to the forward pass.
     head_kernels: the kernels of embedding, head and loss.
-    loss_bytes: per logit.
+    loss_bytes: bytes that the loss moves per logit.
     gradient_bytes: per parameter and micro-batch, for the sum of gradients.
     split_sends: the ranks of a tensor-parallel group share the transfer between stages.
     fused_attention: attention stores no scores.

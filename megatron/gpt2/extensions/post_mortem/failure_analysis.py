@@ -104,7 +104,7 @@ KINDS = {
 class Failure(NamedTuple):
     """kind: one of KINDS, or a similar phrase.
     cause: the first cause, with rank, host and iteration.
-    meaning: what that shows.
+    meaning: what this cause says about the run.
     remedy: what to do before the run continues.
     """
 

@@ -4,7 +4,7 @@
     python tools/run_text_generation_server.py --load checkpoints/gpt2_small --nproc-per-node 2  # share each layer
 
 The first rank serves. Without --host, only this machine can connect. It does not check passwords, see
-docs/how-to/server.md. Needs the extra [serve]. Exit codes: 0 after Ctrl-C or SIGTERM; 2 for bad input.
+docs/how-to/server.md. It needs the extra [serve]. Exit codes: 0 after Ctrl-C or SIGTERM; 2 for bad input.
 """
 
 import argparse

@@ -1,7 +1,8 @@
 """`--rewind-on-spike`: returns to a checkpoint when the loss jumps, and skips the samples since then.
 
 PaLM (arXiv:2204.02311, section 5.1) had about 20 loss spikes at irregular times. It restarted about 100 steps before
-each spike and skipped 200 to 500 batches; then the spike did not occur again. The same batches did no harm elsewhere.
+each spike and skipped 200 to 500 batches. The spike did not occur again. With other weights, the same batches caused
+no spike.
 OPT (arXiv:2205.01068, section 2.5) restarted when the loss had diverged. Neither paper gives a threshold. The default
 of 1.5 times the median is far above the usual differences between log lines (some percent), and below a diverged loss.
 """

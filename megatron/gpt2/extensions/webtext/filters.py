@@ -30,8 +30,8 @@ SPLITS = ("train", "valid", "test")
 
 
 def normalize_url(url: str) -> str:
-    """Remove what a server never sees from a URL: the fragment, the case of the host, the default port. Raises
-    ValueError if it has no host or an invalid port."""
+    """Normalize the parts of a URL that do not change the page: the fragment, the case of the host, the default port.
+    Raises ValueError if it has no host or an invalid port."""
     parts = urlsplit(url)
     if not parts.hostname:
         raise ValueError("no host")

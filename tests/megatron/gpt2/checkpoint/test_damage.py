@@ -1,5 +1,5 @@
 """A damaged checkpoint is never loaded: the newest valid one is, with a line that names the file, or the load is
-refused. Also tests damaged trackers. tests/fuzz/ changes any byte of a checkpoint and of a tokenizer."""
+refused. The file also tests damaged tracker files. tests/fuzz/ changes any byte of a checkpoint and of a tokenizer."""
 
 from __future__ import annotations
 

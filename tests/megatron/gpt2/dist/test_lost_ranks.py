@@ -1,5 +1,5 @@
 """A rank hangs or stops: the other ranks name it after the timeout, print where all ranks are, and finish the
-checkpoint that is being written. Also two machines that lose their connection."""
+checkpoint that is being written. The file also tests two machines that lose their connection."""
 
 from __future__ import annotations
 

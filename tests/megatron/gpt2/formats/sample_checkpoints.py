@@ -107,7 +107,7 @@ def write_megatron(
     **top: Any,
 ) -> Path:
     """Write a --save folder with iteration 7, and return the first file. The files are those of our export, with the
-    order of QKV of `version`, without what only our export holds. args: False to leave them out."""
+    order of QKV of `version`, without what only our export holds. args: False leaves them out."""
     source = InMemoryCheckpoint({f"model.{name}": x for name, x in weights.items()}, iteration=7)
     made = export_megatron(source, folder, FORMATS[form], MegatronLayout(tp, pp), log=silent)
     files = sorted(made.glob(f"*/{RANK_FILE}"))

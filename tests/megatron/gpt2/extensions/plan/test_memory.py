@@ -1,5 +1,5 @@
-"""The estimated memory of a rank is compared with published figures, torch's allocations and resident memory. Also
-tools/plan.py, which prints it."""
+"""The estimated memory of a rank is compared with published figures, torch's allocations and resident memory. The file
+also tests tools/plan.py, which prints the plan."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""tools/verify.py accepts correct layouts and names each planted fault. Also its differences, table, page and
-errors."""
+"""tools/verify.py accepts correct layouts and names each planted fault. The file also tests its differences, table,
+page and errors."""
 
 from __future__ import annotations
 

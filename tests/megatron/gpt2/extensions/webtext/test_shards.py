@@ -1,5 +1,5 @@
-"""The contract of every stage: atomic output, no repeated work, every dropped entry is counted. And reading of
-input."""
+"""The contract of every stage: atomic output, no repeated work, every dropped entry is counted. The file also tests
+reading of input."""
 
 from __future__ import annotations
 
