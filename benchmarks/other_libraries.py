@@ -24,7 +24,7 @@ from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.formats.nanogpt_and_dcp import openai_name, to_openai
 from megatron.gpt2.model.gpt2 import GPT2Model
 
-NANOGPT_VOCAB = 50304  # nanoGPT's padded size for 50,257 words
+NANOGPT_VOCAB = 50304  # nanoGPT pads 50,257 words to this number.
 LossOf = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
@@ -41,7 +41,7 @@ def convert_to_peer(ours: dict[str, Tensor], config: ModelConfig, *, conv1d: boo
 def load_peer_weights(model: nn.Module, ours: GPT2Model, config: ModelConfig, *, conv1d: bool) -> None:
     """Copy our weights into all parameters of a peer."""
     theirs = convert_to_peer(dict(ours.named_parameters()), config, conv1d=conv1d)
-    parameters = dict(model.named_parameters())  # tied ones once
+    parameters = dict(model.named_parameters())  # Tied parameters occur once.
     assert parameters.keys() == theirs.keys(), parameters.keys() ^ theirs.keys()
     with torch.no_grad():
         for name, parameter in parameters.items():
@@ -94,7 +94,7 @@ def build_huggingface(config: ModelConfig, **more: Any) -> tuple[nn.Module, Loss
     }
 
     def loss_of(called: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
-        # Its own loss. shift_labels keeps the last label, which `labels` would drop.
+        # The model computes its own loss. shift_labels keeps the last label, which `labels` would drop.
         loss: Tensor = called(tokens, labels=labels, shift_labels=labels.contiguous()).loss
         return loss
 
@@ -105,7 +105,7 @@ def build_nanogpt(config: ModelConfig, folder: str, padded: bool) -> tuple[nn.Mo
     """Build nanoGPT's model from the checkout `folder`. Its GELU is always the erf form."""
     vocab = config.vocab_size
     assert vocab is not None
-    if padded:  # to a multiple of 64, as nanoGPT does it
+    if padded:  # nanoGPT pads to a multiple of 64.
         vocab = NANOGPT_VOCAB if vocab == 50257 else -(-vocab // 64) * 64
     sys.path.insert(0, folder)
     try:
@@ -157,7 +157,7 @@ def compare_with_peer(config: ModelConfig, device: str, kind: str, *, nanogpt: s
     ours = GPT2Model(config).train()
     with torch.no_grad():
         for name, parameter in ours.named_parameters():
-            # Large, so that loss and gradients depend on every layer; with mean 1 in layer norms.
+            # The weights are large, so that loss and gradients depend on every layer. In layer norms their mean is 1.
             parameter.normal_(1.0 if name.endswith("layernorm.weight") else 0.0, 0.1, generator=generator)
             if name == "word_embeddings.weight":
                 parameter[config.vocab_size :].zero_()

@@ -64,9 +64,9 @@ class TimedStep:
     step: Callable[[], None]
     read: Callable[[], tuple[float, float]]
     computes: str
-    padding_nats: float = 0.0  # added to the loss of an untrained model by padding rows of the vocabulary
+    padding_nats: float = 0.0  # Padding rows of the vocabulary add this to the loss of an untrained model.
     close: Callable[[], None] = lambda: None
-    expected_peak: int | None = None  # bytes, from the memory planner
+    expected_peak: int | None = None  # the bytes that the memory planner expects
 
 
 class SyntheticTokenizer(Tokenizer):
@@ -81,7 +81,7 @@ class SyntheticTokenizer(Tokenizer):
 
 
 def build_dataset(workload: Workload) -> GPT2Dataset | BlendedDataset:
-    """Build the data set of all arms."""
+    """Build the data set that all arms use."""
     return build_splits(
         train_data=(),
         data_path=[workload.tokens],
@@ -149,7 +149,7 @@ def build_our_trainer(workload: Workload, arm: Arm, rank_info: RankInfo | None =
 
 
 def close_trainer(trainer: Trainer) -> None:
-    """Close its threads and files."""
+    """Close the threads and files of a trainer."""
     trainer.data.loader.close()
     trainer.stop_signal.close()
     trainer.close()
@@ -207,13 +207,13 @@ def build_one_rank(workload: Workload, arm: Arm) -> TimedStep:
 
 
 def build_random_model(config: ModelConfig, layer: mpu.TransformerConfig, **kwargs: Any) -> GPT2Model:
-    """Build `GPT2Model` with random weights, quickly, because they are drawn on the device."""
+    """Build `GPT2Model` with random weights. This is quick, because they are drawn on the device."""
     model = GPT2Model(config, dataclasses.replace(layer, device="meta"), **kwargs)
     marks = {name: vars(parameter) for name, parameter in model.named_parameters()}
     model.to_empty(device=layer.device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            vars(parameter).update(marks[name])  # which parameters are split
+            vars(parameter).update(marks[name])  # These say which parameters are split.
             if parameter.dim() > 1:
                 parameter.normal_(0.0, 0.02)
             else:
