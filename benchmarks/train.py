@@ -105,7 +105,7 @@ def make_workload(args: argparse.Namespace, scratch: Path) -> Workload:
 def select_arms(args: argparse.Namespace) -> list[Arm]:
     """Return the arms of the preset that are selected and available."""
     gpu = args.preset == "gpu"
-    arms = [arm for arm in ARMS if not (gpu and arm.shipped)]  # On a GPU nanoGPT ships compiled bf16.
+    arms = [arm for arm in ARMS if not (gpu and arm.shipped)]  # As shipped, nanoGPT computes in compiled bf16 on a GPU.
     if gpu and args.part == 5:
         arms = OURS_ONLY_ARMS
         if args.smoke:  # The smoke run keeps only the change of dropout.

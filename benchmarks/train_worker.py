@@ -324,8 +324,8 @@ def linear_shapes(h: int, padded_vocab_size: int) -> dict[str, tuple[int, int]]:
 def measure_ceiling(workload: Workload, precision: str, seconds: float) -> dict[str, Any]:
     """Measure the FLOP/s to which MFU refers on a CPU, because datasheets do not give them.
 
-    They are those of the model's matrix products: forward, input gradient and weight gradient of each linear and of the
-    head, weighted by FLOPs. Each product is repeated for `seconds`, and its shortest time counts.
+    The ceiling is the FLOP-weighted mean speed of the model's matrix products: forward, input gradient and weight
+    gradient of each linear layer and of the head. Each product is repeated for `seconds`, and its shortest time counts.
     """
     dtype, m = DTYPES[precision], workload.micro_batch_size * workload.seq_length
     padded = mpu.padded_vocab_size(workload.vocab_size, workload.model.make_vocab_size_divisible_by, 1)

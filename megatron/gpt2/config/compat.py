@@ -805,7 +805,7 @@ DEEPSPEED_RULES = by_name(
     ignored("zero_allow_untested_optimizer zero_force_ds_cpu_optimizer", ADAMW),
     ignored("zero_optimization.stage3_* zero_optimization.sub_group_size", "a setting of ZeRO stage 3"),
     ignored("optimizer.params.max_grad_norm", "ignored, as in DeepSpeed: `gradient_clipping` sets the limit"),
-    ignored("optimizer.type", ADAMW, "Adam", "AdamW"),
+    ignored("optimizer.type", "both select AdamW", "Adam", "AdamW"),
     numeric("optimizer.params.lr", "optimizer.lr"),
     translated("optimizer.params.betas", "read as --adam-beta1 and --adam-beta2", _betas),
     numeric("optimizer.params.eps", "optimizer.adam_eps"),

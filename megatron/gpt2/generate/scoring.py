@@ -49,7 +49,8 @@ class Scores:
 
 
 def sliding_windows(ids: np.ndarray, length: int, stride: int) -> list[Window]:
-    """Cut `ids` [n] into windows of up to `length` + 1 ids. Every id except the first is a target in one window.
+    """Cut `ids` [n] into windows of up to `length` + 1 ids. Every id except the first is a target in exactly one
+    window.
 
     stride: the targets of each window after the first, at most `length`. Each of them has at least `length` - `stride`
     ids of context (Megatron's --overlapping-eval).

@@ -17,7 +17,7 @@ _CHUNK = 1 << 24  # At most this number of elements is squared at the same time.
 
 
 def norm_block_size(virtual_ranks: int, *widths: int, device: torch.device) -> int:
-    """Return the largest block size for `exact_squared_norm` if weights of these widths are split over `virtual_ranks`.
+    """Return the largest block of elements that no boundary between virtual ranks cuts, for weights of these widths.
     It is 1 on a GPU, where the bits of a reduction depend on the number of blocks."""
     return 1 if device.type == "cuda" else math.gcd(BLOCK, *(width // virtual_ranks for width in widths))
 
@@ -30,7 +30,8 @@ def exact_squared_norm(
     sharded: bool = False,
     block: int = 1,
 ) -> Tensor:
-    """`mpu.all_reduced_squared_norm` as a float64 scalar. It sums integers, so the order of the terms does not matter.
+    """Return `mpu.all_reduced_squared_norm` as a float64 scalar. It sums integers, so the order of the terms does not
+    matter.
 
     1. Compute the float32 norm of each block of `block` successive gradients. No block is split between two ranks.
     2. Divide the norms by a power of two that is larger than all of them, and square them in float32.

@@ -1,15 +1,16 @@
 """Record the communication of one rank of a program, in one process and without the other ranks.
 
 Inside `record`, torch.distributed has a process group of the whole world that sends nothing. It writes down each call
-of a collective, each send and receive, and each wait for one. A dispatch mode watches the memory of calls that are on
-their way: an operator must not read what is still received, nor write to what is still sent or received.
+of a collective, each send and receive, and each wait for one. A dispatch mode watches the memory of messages that are
+being sent or received: an operator must not read what is still received, nor write to what is still sent or received.
 
 The program needs values to continue. A receive gives zeros. A collective gives the data of the first rank of its group
 to every rank, if they are small, and otherwise the rank's own data. So the values are wrong but equal, and decisions
 that depend on them are equal on all ranks. Therefore the ranks must be recorded in their order.
 
-Not seen: communication in other threads, memory that NumPy reads, the end of a call that is only polled, and the sizes
-of the parts of an uneven all-to-all. The future of a call (torch's DDP uses it) counts as a wait.
+The recorder does not see communication in other threads, memory that NumPy reads, the end of a call that is only
+polled, and the sizes of the parts of an uneven all-to-all. `Work.get_future()`, which torch's DDP calls, counts as a
+wait.
 """
 
 from __future__ import annotations

@@ -240,10 +240,10 @@ class ServedModel:
 
 
 class CompletionChoice:
-    """One text of an answer, built token by token.
+    """One entry of `choices` in a response, built token by token.
 
     index: its number within the answer.
-    logprobs: add the log-probabilities.
+    logprobs: whether to add the log-probabilities.
     """
 
     def __init__(self, index: int, tokenizer: Tokenizer, *, logprobs: bool) -> None:

@@ -183,7 +183,7 @@ class Capture(Hook):
         return grad if self._scale == 1 else grad.float() / self._scale
 
     def _take_samples(self, kind: str, name: str, index: int, x: Tensor, first: int, cut: int | None = None) -> None:
-        """Capture x, [b, s, w] or [b, ...], of the samples from `first` on.
+        """Capture x, [b, s, w] or [b, ...], whose rows are the samples from number `first` on.
 
         cut: the dimension that is split over the tensor-parallel ranks.
         """

@@ -181,7 +181,8 @@ class Difference:
 class TraceComparer:
     """Compares the shards of rank `rank` with `trace` while they are computed.
 
-    Uses the lower of the two precisions, and bf16 for gradients if either run reduces them in bf16.
+    If the two runs have different precisions, the bounds are those of the lower one. For gradients they are those of
+    bf16 if either run reduces gradients in bf16.
 
     facts: the metadata of its run, see `run_metadata`.
     """

@@ -351,7 +351,8 @@ def as_megatron_splits(
     top: dict[str, Any], source: BaseCheckpoint, layout: MegatronLayout, rank: int, stage: int
 ) -> None:
     """Check a file with Megatron's own formulas (ParallelTransformer of v2.6, get_transformer_layer_offset of Core): it
-    has the layers of its stage. Its QKV, which needs no change of order, is the rank's shard."""
+    has the layers of its stage. Its QKV rows already have the order [heads, 3, head size], so they equal the rank's
+    shard."""
     num_layers = source.metadata["config"]["model"]["num_layers"]
     p, v = layout.pipeline, layout.virtual(num_layers)
     args = top["args"].attributes()
