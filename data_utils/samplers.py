@@ -82,18 +82,18 @@ def permute(indices: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
     low_bits = bits // 2
     low_mask, high_mask = np.uint64((1 << low_bits) - 1), np.uint64((1 << (bits - low_bits)) - 1)
     keys = splitmix64(splitmix64(key) + np.arange(ROUNDS, dtype=np.uint64)[:, None])  # [rounds, k] or [rounds, 1]
-    places = indices.astype(np.uint64)
-    walking = np.arange(len(places))
+    positions = indices.astype(np.uint64)
+    walking = np.arange(len(positions))
     while len(walking):
-        high, low = places[walking] >> low_bits, places[walking] & low_mask
+        high, low = positions[walking] >> low_bits, positions[walking] & low_mask
         for number in range(0, ROUNDS, 2):
             high ^= _feistel_round(low, keys[number]) & high_mask
             low ^= _feistel_round(high, keys[number + 1]) & low_mask
-        places[walking] = high << low_bits | low
-        outside = places[walking] >= size
+        positions[walking] = high << low_bits | low
+        outside = positions[walking] >= size
         walking = walking[outside]
         keys = keys[:, outside] if keys.shape[1] > 1 else keys
-    return places.astype(np.int64)
+    return positions.astype(np.int64)
 
 
 class SampleOrder:
@@ -117,11 +117,11 @@ class SampleOrder:
 class BatchSchedule:
     """The global batch size of each step.
 
-    stages: pairs (consumed samples, batch size), in ascending order. The first pair has 0. After that number of
+    milestones: pairs (consumed samples, batch size), in ascending order. The first pair has 0. After that number of
         consumed samples, a step takes this batch size.
     """
 
-    stages: tuple[tuple[int, int], ...]
+    milestones: tuple[tuple[int, int], ...]
 
     @staticmethod
     def constant(size: int) -> BatchSchedule:
@@ -133,28 +133,28 @@ class BatchSchedule:
         """Return Megatron's --rampup-batch-size: the size grows from `start` to `final` by `increment`, at equal
         distances, while the first `samples` samples are consumed."""
         increments = (final - start) // increment
-        stages = {0: start}
+        milestones = {0: start}
         for number in range(1, increments + 1):
             first = -(-number * samples // increments)
             # Megatron divides floats. If its quotient is rounded below `number`, its batch grows one sample later.
             late = samples > 0 and int(first / (samples / increments)) < number
-            stages[first + late] = start + number * increment
-        return BatchSchedule(tuple(stages.items()))
+            milestones[first + late] = start + number * increment
+        return BatchSchedule(tuple(milestones.items()))
 
     @property
     def final(self) -> int:
         """The batch size after the ramp-up."""
-        return self.stages[-1][1]
+        return self.milestones[-1][1]
 
     def size(self, consumed: int) -> int:
         """Return the batch size of the next step after `consumed` samples."""
-        return self.stages[bisect.bisect_right(self.stages, (consumed, NEVER)) - 1][1]
+        return self.milestones[bisect.bisect_right(self.milestones, (consumed, NEVER)) - 1][1]
 
     def spans(self, consumed: int = 0) -> Iterator[range]:
         """Yield a range for each batch size: the samples consumed before each of its steps. The last range has no
         end."""
-        ends = [first for first, _ in self.stages[1:]] + [NEVER]
-        for (_, size), end in zip(self.stages, ends, strict=True):
+        ends = [first for first, _ in self.milestones[1:]] + [NEVER]
+        for (_, size), end in zip(self.milestones, ends, strict=True):
             if consumed < end:
                 yield (span := range(consumed, end, size))
                 consumed = span[-1] + size

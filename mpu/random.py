@@ -140,17 +140,17 @@ def model_parallel_cuda_manual_seed(seed: int, device: torch.device | str | None
     tracker.add(MODEL_PARALLEL_RNG, seed + _TRACKER_OFFSET + get_tensor_model_parallel_rank())
 
 
-def make_dropout_seeds(seed: int, samples: Tensor, num_layers: int) -> Tensor:
+def make_dropout_seeds(seed: int, sample_ids: Tensor, num_layers: int) -> Tensor:
     """Return the seeds of a micro-batch's dropout masks, int64 [l, b, 3]: the seed, the sample's
     number, and the layer's number.
 
-    samples: int64 [b], the samples' global numbers, on the model's device. They are tensors because torch.compile would
-    compile a layer again for each new integer.
+    sample_ids: int64 [b], the global numbers of the samples, on the model's device. They are tensors because
+        torch.compile would compile a layer again for each new integer.
     """
-    seeds = torch.empty(num_layers, samples.numel(), 3, dtype=torch.int64, device=samples.device)
+    seeds = torch.empty(num_layers, sample_ids.numel(), 3, dtype=torch.int64, device=sample_ids.device)
     seeds[..., 0] = seed
-    seeds[..., 1] = samples
-    seeds[..., 2] = torch.arange(num_layers, device=samples.device).unsqueeze(1)
+    seeds[..., 1] = sample_ids
+    seeds[..., 2] = torch.arange(num_layers, device=sample_ids.device).unsqueeze(1)
     return seeds
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 import torch
 
 import mpu
-from megatron.gpt2.config import Config, flag
+from megatron.gpt2.config import Config, flag_name
 
 if TYPE_CHECKING:
     from megatron.gpt2.model.gpt2 import GPT2Model
@@ -153,7 +153,7 @@ def load_hooks(config: Config) -> Hooks:
         if getattr(getattr(config, section), name):
             if (extension := _load(target)) is None:
                 raise ValueError(
-                    f"{flag(key)} needs megatron.gpt2.extensions.{target.split(':')[0]}, which is not installed: "
+                    f"{flag_name(key)} needs megatron.gpt2.extensions.{target.split(':')[0]}, which is not installed: "
                     "install it, or leave the flag out"
                 )
             hooks.append(extension(config))

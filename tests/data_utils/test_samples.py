@@ -72,12 +72,12 @@ def test_rampup_equals_megatron_core(ramp: tuple[int, int, int, int]) -> None:
     start, increment, samples, final = ramp
     ours = BatchSchedule.rampup(*ramp)
     assert ours.final == final and ours.size(samples + 1) == final and ours.size(0) == (start if samples else final)
-    assert [size for _, size in ours.stages] == sorted(size for _, size in ours.stages)
+    assert [size for _, size in ours.milestones] == sorted(size for _, size in ours.milestones)
     if samples == 0 or start == final:
         return  # Megatron divides by zero here.
     calculator = pytest.importorskip("megatron.core.num_microbatches_calculator")
     theirs = calculator.RampupBatchsizeNumMicroBatchesCalculator(final, 1, 1, False, 1, start, increment, samples)
-    near = {max(0, first + more) for first, _ in ours.stages for more in (-1, 0, 1)} | {samples, samples + 1}
+    near = {max(0, first + more) for first, _ in ours.milestones for more in (-1, 0, 1)} | {samples, samples + 1}
     for consumed in near:
         theirs.update(consumed, False)
         assert ours.size(consumed) == theirs.get_current_global_batch_size(), consumed

@@ -169,7 +169,7 @@ def test_offloading_does_not_change_a_step(recompute: str, monkeypatch: pytest.M
         model = GPT2Model(shape, layer, dropout_seed=1)
         model.transformer.activation_offload = host
         losses = [
-            model(tokens, tokens, torch.full((2, 32), 1 / 64), samples=torch.tensor([2 * n, 2 * n + 1]))
+            model(tokens, tokens, torch.full((2, 32), 1 / 64), sample_ids=torch.tensor([2 * n, 2 * n + 1]))
             for n in range(2)
         ]
         for loss in losses:

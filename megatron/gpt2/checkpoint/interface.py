@@ -182,7 +182,7 @@ def _has_type(value: Any, hint: Any) -> bool:
     return type(value) in ((int, float) if hint is float else (hint,))
 
 
-def decay_iters(metadata: Mapping[str, Any]) -> int | None:
+def saved_decay_iters(metadata: Mapping[str, Any]) -> int | None:
     """Return the iterations over which the learning rate decayed if no flag set them. A run with batch ramp-up has
     fewer than `train_iters`. None if another program's files do not say."""
     return metadata.get("decay_iters", metadata.get("train_iters"))

@@ -249,11 +249,11 @@ class NativeCheckpoint(BaseCheckpoint):
         self.tables: dict[str, TableInfo] = {}
         # For each tensor and table, this gives the first row, the row after the last one, and the number of entries in
         # the table.
-        self._held: dict[str, dict[int, tuple[int, int, int]]] = {}
+        self._table_ranges: dict[str, dict[int, tuple[int, int, int]]] = {}
         if version == 1:
             self.tables[MANIFEST] = TableInfo(len(data), self.digest)
             self._add_table(0, parse_table(manifest["files"], self.tensors))
-            self._held = {name: {0: extent(shards)} for name, shards in self._parsed[0].shards.items()}
+            self._table_ranges = {name: {0: extent(shards)} for name, shards in self._parsed[0].shards.items()}
         else:
             for number, (path, info) in enumerate(manifest["tables"].items()):
                 (size,) = _integers([info["bytes"]])
@@ -262,17 +262,17 @@ class NativeCheckpoint(BaseCheckpoint):
                 if size > MAX_MANIFEST_BYTES:
                     raise ValueError(f"{path} has {size:,} bytes, more than the limit of {MAX_MANIFEST_BYTES:,}")
                 self.tables[path] = TableInfo(size, info["sha256"])
-            lists = [_parse_held(entries, len(self.tables)) for entries in manifest["held"]]
+            lists = [_parse_table_ranges(entries, len(self.tables)) for entries in manifest["held"]]
             for name, info in manifest["tensors"].items():
-                (place,) = _integers([info["held"]])
-                if place >= len(lists):
-                    raise ValueError(f"{name}: `held` has no entry {place}")
-                self._held[name] = lists[place]
-        entries = {id(held): sum(count for _, _, count in held.values()) for held in self._held.values()}
+                (range_index,) = _integers([info["held"]])
+                if range_index >= len(lists):
+                    raise ValueError(f"{name}: `held` has no entry {range_index}")
+                self._table_ranges[name] = lists[range_index]
+        entries = {id(ranges): sum(count for _, _, count in ranges.values()) for ranges in self._table_ranges.values()}
         for name, tensor in self.tensors.items():
-            held_entries = entries[id(self._held[name])] if name in self._held else 0
-            if held_entries != math.prod(tensor.shape):
-                raise ValueError(f"{name}: its slices hold {held_entries} entries of {math.prod(tensor.shape)}")
+            saved_entries = entries[id(self._table_ranges[name])] if name in self._table_ranges else 0
+            if saved_entries != math.prod(tensor.shape):
+                raise ValueError(f"{name}: its slices hold {saved_entries} entries of {math.prod(tensor.shape)}")
 
     def _add_table(self, number: int, table: RankTable) -> None:
         if twice := self._file_infos.keys() & table.files.keys():
@@ -292,7 +292,7 @@ class NativeCheckpoint(BaseCheckpoint):
                         raise ValueError(f"damaged: its sha256 differs from {MANIFEST}")
                     table = parse_table(parse_json(data.partition(b"\n")[2]), self.tensors)
                     for name, shards in table.shards.items():
-                        if self._held[name].get(number) != extent(shards):
+                        if self._table_ranges[name].get(number) != extent(shards):
                             raise ValueError(f"its rows of {name} differ from {MANIFEST}")
                     self._add_table(number, table)
         return self._parsed[number]
@@ -359,7 +359,7 @@ class NativeCheckpoint(BaseCheckpoint):
         first, last = row_range(target)
         shards = [
             (shard, shared)
-            for number, (top, bottom, _) in self._held[name].items()
+            for number, (top, bottom, _) in self._table_ranges[name].items()
             if top < last and first < bottom
             for shard in self._table(number).shards.get(name, ())
             if (shared := intersection(shard.tensor_slice, target)).numel
@@ -390,7 +390,7 @@ class NativeCheckpoint(BaseCheckpoint):
         )
 
 
-def _parse_held(entries: Any, tables: int) -> dict[int, tuple[int, int, int]]:
+def _parse_table_ranges(entries: Any, tables: int) -> dict[int, tuple[int, int, int]]:
     """Parse a list of the manifest's `held`. Returns the first row, one past the last row, and the entries, by
     table."""
     ranges = {table: (top, bottom, count) for table, top, bottom, count in (_integers(entry, 4) for entry in entries)}

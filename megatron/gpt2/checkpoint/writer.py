@@ -185,21 +185,21 @@ def manifest_bytes(iteration: int, metadata: Mapping[str, Any], tables: Iterable
     tables: the tables by rank. Only one table is in memory at a time, and only its first line is parsed.
     """
     tensors: dict[str, Any] = {}
-    held: dict[str, list[tuple[int, ...]]] = {}
+    table_ranges: dict[str, list[tuple[int, ...]]] = {}
     listed: dict[str, Any] = {}
     for rank, table in enumerate(tables):
         first = json.loads(table.partition(b"\n")[0])
-        for name, (dtype, shape, *held_extent) in first["tensors"].items():
+        for name, (dtype, shape, *rows_and_entries) in first["tensors"].items():
             info = {"dtype": dtype, "shape": shape}
             assert tensors.setdefault(name, info) == info, (name, tensors[name], info)
-            held.setdefault(name, []).append((rank, *held_extent))
+            table_ranges.setdefault(name, []).append((rank, *rows_and_entries))
         sha256 = hashlib.sha256(table).hexdigest()
         listed[table_path(rank)] = {"bytes": len(table), "sha256": sha256, "files": first["files"]}
-    places: dict[tuple[tuple[int, ...], ...], int] = {}
+    range_index: dict[tuple[tuple[int, ...], ...], int] = {}
     for name, info in tensors.items():
-        info["held"] = places.setdefault(tuple(held[name]), len(places))
+        info["held"] = range_index.setdefault(tuple(table_ranges[name]), len(range_index))
     entries = {"version": CHECKPOINT_VERSION, "iteration": iteration, "facts": metadata, "tensors": tensors}
-    return checksummed_lines(entries | {"held": list(places), "tables": listed})
+    return checksummed_lines(entries | {"held": list(range_index), "tables": listed})
 
 
 def commit(

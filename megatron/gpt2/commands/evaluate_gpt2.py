@@ -23,7 +23,7 @@ from megatron.gpt2.commands.inference import (
     score_metadata,
     write_scores,
 )
-from megatron.gpt2.config import flag, require
+from megatron.gpt2.config import flag_name, require
 from megatron.gpt2.config.arguments import CHECKPOINT_KEYS, Arguments
 from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.dist.run_program import Log, run_program
@@ -87,7 +87,7 @@ def check_model_flags(training: Arguments, checkpoint: NativeCheckpoint) -> None
     for key in filter(training.given.__contains__, CHECKPOINT_KEYS):
         given, saved = training.values[key], model.get(key.partition(".")[2])
         if saved not in (None, given):
-            differing.append(f"{flag(key)}: here {given}, checkpoint {saved}")
+            differing.append(f"{flag_name(key)}: here {given}, checkpoint {saved}")
     require(not differing, "; ".join(differing) + ": leave these flags out")
 
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from data_utils.command_line import Parser
-from megatron.gpt2.config import SECTIONS, LaunchConfig, flag
+from megatron.gpt2.config import SECTIONS, LaunchConfig, flag_name
 from megatron.gpt2.config.compat import DEEPSPEED_RULES, MEGATRON_RULES, CompatRule
 from megatron.gpt2.config.flags import CONFIG_HELP, MODEL_HELP, help_of_field
 
@@ -25,7 +25,7 @@ REPEATED = re.compile(r"^(read as|give) |[;:]? ?(leave|take) it out$|bash script
 def section_lines(kind: type) -> list[str]:
     """Return a line for each flag of a section: its spellings and its help text."""
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
-    names = [" ".join(f"`{name}`" for name in (flag(f.name), *f.metadata["aliases"])) for f in fields]
+    names = [" ".join(f"`{name}`" for name in (flag_name(f.name), *f.metadata["aliases"])) for f in fields]
     choices = [f"{{{','.join(choices)}}} " if (choices := f.metadata["choices"]) else "" for f in fields]
     texts = [re.sub(r"\(default: ([^)]*)\)", r"[\1]", help_of_field(f)) for f in fields]
     return [f"- {name}: {listed}{text}" for name, listed, text in zip(names, choices, texts, strict=True)]

@@ -11,7 +11,7 @@ import torch
 import mpu
 from data_utils.command_line import Parser, plural, positive_int
 from data_utils.files import atomic_write_text
-from megatron.gpt2.config import PRECISION_CHOICES, LaunchConfig, ParallelConfig, flag
+from megatron.gpt2.config import PRECISION_CHOICES, LaunchConfig, ParallelConfig, flag_name
 from megatron.gpt2.config.arguments import Arguments, parse
 from megatron.gpt2.config.flags import add_section, with_dashes
 from megatron.gpt2.device import PRECISIONS, choose_backend, choose_device, choose_precision, set_threads
@@ -77,7 +77,7 @@ class ModelParser(Parser):
         args, rest = self.parse_known_args([with_dashes(word) for word in argv])
         training = parse(rest)
         if training.given:
-            log(f"notice: {', '.join(sorted(map(flag, training.given)))}: not needed here")
+            log(f"notice: {', '.join(sorted(map(flag_name, training.given)))}: not needed here")
         for note in training.notes:
             log(f"notice: {note}")
         return args, training

@@ -38,11 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     configure_output(line_buffering=True)
     process = ProcessState()
     try:
-        launch, words = read_launch(sys.argv[1:] if argv is None else argv)
+        launch, args = read_launch(sys.argv[1:] if argv is None else argv)
         process.elastic = launch.elastic
         if launch.ranks_to_start:
-            return start_all_ranks(launch, words)
-        arguments = process.join(launch, words)
+            return start_all_ranks(launch, args)
+        arguments = process.join(launch, args)
         process.context = context = build_context(arguments, process.rank_info, process.log)
         if context.is_finished:
             return report_finished(context, process.log)
@@ -60,12 +60,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             shutdown_distributed(process.rank_info)
 
 
-def start_all_ranks(launch: Launch, words: Sequence[str]) -> int:
+def start_all_ranks(launch: Launch, args: Sequence[str]) -> int:
     """Start the ranks of this machine. Flags are checked, and --help is answered, before any rank starts. Return the
     exit code."""
-    where = parse(words).checkpoint
-    newest = functools.partial(newest_iteration, where, one_machine=launch.ranks_to_start == launch.world_size)
-    return start_ranks(main, words, launch, SaveFolder(Path(str(where.save)), newest))
+    checkpoint_config = parse(args).checkpoint
+    newest = functools.partial(
+        newest_iteration, checkpoint_config, one_machine=launch.ranks_to_start == launch.world_size
+    )
+    return start_ranks(main, args, launch, SaveFolder(Path(str(checkpoint_config.save)), newest))
 
 
 @dataclass
@@ -88,12 +90,12 @@ class ProcessState:
         if line.startswith("WARNING"):
             self.warnings.append(line)
 
-    def join(self, launch: Launch, words: Sequence[str]) -> Arguments:
+    def join(self, launch: Launch, args: Sequence[str]) -> Arguments:
         """Parse the command line and join the other ranks."""
         self.rank_info = launch.rank_info()
         if self.rank_info.world_size > 1:
             exit_on_sigterm(2)  # Until the run can save, SIGTERM ends the process.
-        arguments = parse(words)
+        arguments = parse(args)
         save, usable = str(arguments.checkpoint.save), None
 
         def with_incident_log(rank_info: RankInfo) -> RankInfo:

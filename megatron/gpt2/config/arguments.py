@@ -37,7 +37,7 @@ from megatron.gpt2.config.sections import (
     CheckpointConfig,
     Config,
     config_fields,
-    flag,
+    flag_name,
     flatten_sections,
     require,
 )
@@ -150,8 +150,8 @@ def parse(argv: Sequence[str] | None = None) -> Arguments:
 
     Raises ValueError in one line for unknown flags and bad values. Values that do not fit together raise it at the
     first access to `.config`."""
-    words = [with_dashes(word) for word in (sys.argv[1:] if argv is None else argv)]
-    namespace, rest = build_parser().parse_known_args(words)
+    args = [with_dashes(word) for word in (sys.argv[1:] if argv is None else argv)]
+    namespace, rest = build_parser().parse_known_args(args)
     read = vars(namespace)
     named, config_file = read.pop("preset", None), read.pop("config_file", None)
     require(not (named and config_file), "give --model or --config, not both")
@@ -160,9 +160,9 @@ def parse(argv: Sequence[str] | None = None) -> Arguments:
     for key, value in command_line.items():
         if (choices := config_fields()[key].metadata["choices"]) and value not in choices:
             problems.append(
-                f"{flag(key)} {value} is not supported: {OTHER_VALUES[value]}"
+                f"{flag_name(key)} {value} is not supported: {OTHER_VALUES[value]}"
                 if value in OTHER_VALUES
-                else f"{flag(key)}: invalid choice: {value!r} (choose from {', '.join(choices)})"
+                else f"{flag_name(key)}: invalid choice: {value!r} (choose from {', '.join(choices)})"
             )
     values, _, notes, refused = apply_rules(MEGATRON_RULES, other, command_line)
     problems += refused
@@ -176,10 +176,10 @@ def parse(argv: Sequence[str] | None = None) -> Arguments:
         else:
             command_line |= values
             notes += lines
-            sources = {flag(key): source for key, source in set_by.items()}
+            sources = {flag_name(key): source for key, source in set_by.items()}
     require(not problems, "; ".join(problems))
     for group in MUTUALLY_EXCLUSIVE:
-        given = [flag(key) for key in group if key in command_line]
+        given = [flag_name(key) for key in group if key in command_line]
         require(len(given) < 2, f"give {' or '.join(given)}, not {'both' if len(given) == 2 else 'all'}")
     if command_line.get("train.profile") == []:
         command_line["train.profile"] = iterations_to_profile(other)
@@ -193,21 +193,21 @@ def parse(argv: Sequence[str] | None = None) -> Arguments:
     values |= command_line
     values.setdefault("checkpoint.save", _default_save(values, None if own_shape else preset))
     return Arguments(
-        values, frozenset(from_preset | command_line.keys()), preset, tuple(_alias_notes(words) + notes), sources
+        values, frozenset(from_preset | command_line.keys()), preset, tuple(_alias_notes(args) + notes), sources
     )
 
 
-def _other_flags(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return {name: value} of the flags of other programs in `words`, and errors about the remaining words.
+def _other_flags(args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return {name: value} of the flags of other programs in `args`, and errors about the remaining ones.
 
     The value is None, the word that follows the flag, or a list of several."""
     groups: list[tuple[str, list[str]]] = [("", [])]
-    for word in words:
-        if word.startswith("-") and word[1:2] not in ("", ".", *string.digits):
-            name, equals, value = word.partition("=")
+    for arg in args:
+        if arg.startswith("-") and arg[1:2] not in ("", ".", *string.digits):
+            name, equals, value = arg.partition("=")
             groups.append((name, [value] if equals else []))
         else:
-            groups[-1][1].append(word)
+            groups[-1][1].append(arg)
     read: dict[str, Any] = {}
     unknown, problems = [], []
     for name, values in groups:
@@ -243,9 +243,9 @@ def similar_flag(name: str) -> str | None:
     return None
 
 
-def _alias_notes(words: Sequence[str]) -> list[str]:
-    names = dict.fromkeys(word.partition("=")[0] for word in words)  # Each name occurs once, in the order of the words.
-    meant = {alias: flag(key) for key, f in config_fields().items() for alias in f.metadata["aliases"]}
+def _alias_notes(args: Sequence[str]) -> list[str]:
+    names = dict.fromkeys(arg.partition("=")[0] for arg in args)  # Each name occurs once, in the order of the words.
+    meant = {alias: flag_name(key) for key, f in config_fields().items() for alias in f.metadata["aliases"]}
     return [f"{name} is read as {meant[name]}" for name in names if name in meant]
 
 
@@ -334,9 +334,9 @@ def _take_from_checkpoint(
     now = {key: values.get(key, config_fields()[key].default) for key in then}
     changed = {key: value for key, value in then.items() if value != now[key]}
     values |= changed
-    differing = [f"{flag(key)}: here {now[key]}, checkpoint {changed[key]}" for key in changed if key in given]
+    differing = [f"{flag_name(key)}: here {now[key]}, checkpoint {changed[key]}" for key in changed if key in given]
     problem = f"{'; '.join(differing)}: {way_out}" if differing else ""
-    return [f"{flag(key)} {value}" for key, value in changed.items()], problem
+    return [f"{flag_name(key)} {value}" for key, value in changed.items()], problem
 
 
 def _continued_values(arguments: Arguments, old: Mapping[str, Any], keeps_schedule: bool) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from data_utils.command_line import how_to_call
-from megatron.gpt2.config.sections import config_fields, flag, require
+from megatron.gpt2.config.sections import config_fields, flag_name, require
 
 Fields = dict[str, Any]  # The keys have the form "section.field".
 
@@ -99,14 +99,14 @@ def read_as(names: str, key: str, value: Any, *accepts: Any, note: str = "", **o
 
     note: is appended to the text.
     """
-    text = f"read as {flag(key)}{'' if value is True else f' {value}'}{note}"
+    text = f"read as {flag_name(key)}{'' if value is True else f' {value}'}{note}"
     return translated(names, text, lambda *_: {key: value}, *accepts, **others)
 
 
 def numeric(names: str, key: str, note: str = "") -> CompatRule:
     """Return a rule for a number that sets the field `key`."""
     return translated(
-        names, f"read as {flag(key)}{note}", lambda value, _: {key: _number(value, config_fields()[key].type)}
+        names, f"read as {flag_name(key)}{note}", lambda value, _: {key: _number(value, config_fields()[key].type)}
     )
 
 
@@ -868,9 +868,9 @@ def apply_rules(
             for key, new in rule.sets(value, given).items():
                 now = given.get(key, done.values.get(key, new))
                 if key in given and now != new and (given_wins or now in rule.explicit_values):
-                    text = f"ignored: {flag(key)} {now} is given"
+                    text = f"ignored: {flag_name(key)} {now} is given"
                     continue
-                require(now == new, f"contradicts {done.set_by.get(key) or f'{flag(key)} {now}'}")
+                require(now == new, f"contradicts {done.set_by.get(key) or f'{flag_name(key)} {now}'}")
                 done.values[key], done.set_by[key] = new, name
         except (ValueError, OverflowError) as error:
             done.problems.append(f"{spelled} {error}")

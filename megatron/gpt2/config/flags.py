@@ -12,7 +12,7 @@ from typing import Any
 from data_utils.command_line import Parser
 from megatron.gpt2.config.compat import MEGATRON_RULES
 from megatron.gpt2.config.presets import PRESETS
-from megatron.gpt2.config.sections import SECTIONS, LaunchConfig, config_fields, flag
+from megatron.gpt2.config.sections import SECTIONS, LaunchConfig, config_fields, flag_name
 
 MODEL_HELP = f"preset: {', '.join(PRESETS)}"
 CONFIG_HELP = "config.json of an earlier run: use its flags; flags on the command line win"
@@ -108,7 +108,7 @@ def add_section(parser: argparse.ArgumentParser, section: str, kind: Any) -> Non
         if text["const"] is not None:
             how |= {"nargs": "?", "const": text["const"]}
         key = f"{section}.{f.name}"
-        group.add_argument(flag(key), *text["aliases"], dest=key, help=help_of_field(f).replace("%", "%%"), **how)
+        group.add_argument(flag_name(key), *text["aliases"], dest=key, help=help_of_field(f).replace("%", "%%"), **how)
 
 
 def help_of_field(f: dataclasses.Field[Any]) -> str:
@@ -122,7 +122,7 @@ def parse_launch_flags(argv: Sequence[str]) -> tuple[LaunchConfig, list[str]]:
     """Parse the flags of `LaunchConfig`. Returns them and the remaining words.
 
     They are parsed before all others, because they decide which rank reports a bad flag."""
-    names = {flag(f.name) for f in dataclasses.fields(LaunchConfig)}
+    names = {flag_name(f.name) for f in dataclasses.fields(LaunchConfig)}
     words = [meant if (meant := with_dashes(word)).partition("=")[0] in names else word for word in argv]
     parser = Parser(add_help=False, argument_default=argparse.SUPPRESS)
     add_section(parser, "launch", LaunchConfig)
@@ -134,6 +134,6 @@ def flag_table() -> list[tuple[str, str, str]]:
     """Return (flag, status, text) of every flag. The status is supported, translated, ignored or refused."""
     table = [("--model", "supported", MODEL_HELP), ("--config", "supported", CONFIG_HELP)]
     for f in (*config_fields().values(), *dataclasses.fields(LaunchConfig)):
-        table.append((flag(f.name), "supported", help_of_field(f)))
-        table += [(alias, "translated", f"read as {flag(f.name)}") for alias in f.metadata["aliases"]]
+        table.append((flag_name(f.name), "supported", help_of_field(f)))
+        table += [(alias, "translated", f"read as {flag_name(f.name)}") for alias in f.metadata["aliases"]]
     return table + [(name, rule.status, rule.help_text) for name, rule in MEGATRON_RULES.items()]

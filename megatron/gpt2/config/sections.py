@@ -1,10 +1,10 @@
 """The configuration of a run: `Config` and its sections. They are frozen dataclasses that check their values in
 `__post_init__`.
 
-Each field is one command-line flag (`num_layers` is `--num-layers`). `option` adds its help text, its allowed values
-and the other spellings that Megatron uses. `flags.py` builds the parser from these fields, so each flag is defined in
-one place. Defaults are those of Megatron's 2019 release unless the help text says otherwise. Derived values are
-properties or methods. `arguments.py` lists the flags that exclude each other.
+Each field is one command-line flag (`num_layers` is `--num-layers`). `flag_field` adds its help text, its allowed
+values and the other spellings that Megatron uses. `flags.py` builds the parser from these fields, so each flag is
+defined in one place. Defaults are those of Megatron's 2019 release unless the help text says otherwise. Derived values
+are properties or methods. `arguments.py` lists the flags that exclude each other.
 """
 
 import contextlib
@@ -28,11 +28,11 @@ from megatron.gpt2.pipeline.schedule import (
 class Bound(NamedTuple):
     """The allowed range of a number.
 
-    words: the range in an error message, after "must be".
+    description: the range in an error message, after "must be".
     """
 
-    holds: Callable[[float], bool]
-    words: str
+    contains: Callable[[float], bool]
+    description: str
 
 
 POSITIVE = Bound(lambda number: number > 0, "positive")
@@ -41,7 +41,7 @@ FRACTION = Bound(lambda number: 0 <= number < 1, "in [0, 1)")
 SHARE = Bound(lambda number: 0 <= number <= 1, "in [0, 1]")
 
 
-def option(
+def flag_field(
     default: Any,
     help: str,
     *aliases: str,
@@ -59,11 +59,18 @@ def option(
     metavar: the name of the value in --help.
     const: the value if the flag is given without one.
     """
-    how = {"help": help, "aliases": aliases, "bound": bound, "choices": choices, "metavar": metavar, "const": const}
-    return field(default=default, metadata=how)
+    metadata = {
+        "help": help,
+        "aliases": aliases,
+        "bound": bound,
+        "choices": choices,
+        "metavar": metavar,
+        "const": const,
+    }
+    return field(default=default, metadata=metadata)
 
 
-def flag(key: str) -> str:
+def flag_name(key: str) -> str:
     """Return the flag of a field: "--num-layers" for "num_layers" or "model.num_layers"."""
     return "--" + key.rpartition(".")[2].replace("_", "-")
 
@@ -80,30 +87,30 @@ class ConfigSection:
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
-            value, (holds, words) = getattr(self, f.name), f.metadata["bound"]
+            value, (contains, description) = getattr(self, f.name), f.metadata["bound"]
             if value is not None and f.type in (int, float, int | None, float | None):
-                require(holds(value), f"{flag(f.name)} must be {words}, not {value}")
+                require(contains(value), f"{flag_name(f.name)} must be {description}, not {value}")
 
 
 @dataclass(frozen=True)
 class ModelConfig(ConfigSection):
     """The shape of GPT-2. `vocab_size` is the tokenizer's true size; only the model pads it."""
 
-    num_layers: int = option(24, "transformer layers")
-    hidden_size: int = option(1024, "size h of the hidden states")
-    num_attention_heads: int = option(16, "attention heads; must divide --hidden-size")
-    ffn_hidden_size: int | None = option(None, "hidden size of the MLP (default: 4h)", "--intermediate-size")
-    max_position_embeddings: int = option(512, "learned positions; at least --seq-length")
-    vocab_size: int | None = option(None, "true vocabulary size (default: the tokenizer's)")
-    make_vocab_size_divisible_by: int = option(
+    num_layers: int = flag_field(24, "transformer layers")
+    hidden_size: int = flag_field(1024, "size h of the hidden states")
+    num_attention_heads: int = flag_field(16, "attention heads; must divide --hidden-size")
+    ffn_hidden_size: int | None = flag_field(None, "hidden size of the MLP (default: 4h)", "--intermediate-size")
+    max_position_embeddings: int = flag_field(512, "learned positions; at least --seq-length")
+    vocab_size: int | None = flag_field(None, "true vocabulary size (default: the tokenizer's)")
+    make_vocab_size_divisible_by: int = flag_field(
         128, "pad the vocabulary to a multiple of this and of the model-parallel size"
     )
-    attention_dropout: float = option(0.1, "dropout of the attention probabilities", bound=FRACTION)
-    hidden_dropout: float = option(0.1, "dropout of the embeddings and of both residual branches", bound=FRACTION)
-    layernorm_epsilon: float = option(1e-5, "epsilon of the layer norms", "--norm-epsilon")
-    gelu: str = option("tanh", "GELU by tanh as in GPT-2, or erf, 4 times faster on a CPU", choices=("tanh", "erf"))
-    init_method_std: float = option(0.02, "standard deviation of the initial weights")
-    mup_base_width: int = option(
+    attention_dropout: float = flag_field(0.1, "dropout of the attention probabilities", bound=FRACTION)
+    hidden_dropout: float = flag_field(0.1, "dropout of the embeddings and of both residual branches", bound=FRACTION)
+    layernorm_epsilon: float = flag_field(1e-5, "epsilon of the layer norms", "--norm-epsilon")
+    gelu: str = flag_field("tanh", "GELU by tanh as in GPT-2, or erf, 4 times faster on a CPU", choices=("tanh", "erf"))
+    init_method_std: float = flag_field(0.02, "standard deviation of the initial weights")
+    mup_base_width: int = flag_field(
         0, "muP: --lr is tuned for this --hidden-size", "--mup-base-hidden-size", bound=NOT_NEGATIVE
     )
 
@@ -118,7 +125,7 @@ class ModelConfig(ConfigSection):
             width = getattr(self, name)
             require(
                 width is None or width * self.hidden_size < 1 << 58,
-                f"no memory holds a matrix of {width} x {self.hidden_size} numbers: give a smaller {flag(name)}",
+                f"no memory holds a matrix of {width} x {self.hidden_size} numbers: give a smaller {flag_name(name)}",
             )
 
     @property
@@ -150,54 +157,54 @@ class ModelConfig(ConfigSection):
 class DataConfig(ConfigSection):
     """Training data and tokenizer."""
 
-    seq_length: int = option(512, "tokens in a sample", "--encoder-seq-length")
-    train_data: tuple[str, ...] = option(
+    seq_length: int = flag_field(512, "tokens in a sample", "--encoder-seq-length")
+    train_data: tuple[str, ...] = flag_field(
         (),
         "files or folders of loose JSON (.json, .jsonl) or plain text, or 'builtin' (default: the built-in corpus)",
         metavar="FILE",
     )
-    valid_data: tuple[str, ...] = option(
+    valid_data: tuple[str, ...] = flag_field(
         (), "files for validation, instead of a part of the training data", metavar="FILE"
     )
-    test_data: tuple[str, ...] = option(
+    test_data: tuple[str, ...] = flag_field(
         (), "files for the test, instead of a part of the training data", metavar="FILE"
     )
-    data_path: tuple[str, ...] = option(
+    data_path: tuple[str, ...] = flag_field(
         (),
         "prefixes of .bin/.idx pairs, instead of --train-data; several are mixed by size, or by weights: 0.7 A 0.3 B",
         metavar="PREFIX",
     )
-    valid_data_path: tuple[str, ...] = option(
+    valid_data_path: tuple[str, ...] = flag_field(
         (), "prefixes for validation, instead of a part of the training data", "--val-data-path", metavar="PREFIX"
     )
-    test_data_path: tuple[str, ...] = option(
+    test_data_path: tuple[str, ...] = flag_field(
         (), "prefixes for the test, instead of a part of the training data", metavar="PREFIX"
     )
-    data_order: str = option(
+    data_order: str = flag_field(
         "shuffled",
         "order of samples: shuffled by seed and epoch, or that of today's Megatron for a prefix",
         choices=("shuffled", "megatron"),
     )
-    split: str = option("969,30,1", "proportions of training, validation and test")
-    text_key: str | None = option(None, "the JSON field that holds the text (default: text, else sentence)")
-    max_bad_fraction: float = option(0.001, "largest share of unusable lines in a text file", bound=SHARE)
-    data_cache_path: str | None = option(None, "folder for tokenised files (default: in the user's cache folder)")
-    tokenizer_type: str | None = option(
+    split: str = flag_field("969,30,1", "proportions of training, validation and test")
+    text_key: str | None = flag_field(None, "the JSON field that holds the text (default: text, else sentence)")
+    max_bad_fraction: float = flag_field(0.001, "largest share of unusable lines in a text file", bound=SHARE)
+    data_cache_path: str | None = flag_field(None, "folder for tokenised files (default: in the user's cache folder)")
+    tokenizer_type: str | None = flag_field(
         None,
         "tokenizer (default: a small built-in BPE; with --vocab-file GPT2BPETokenizer, or characters for a meta.pkl)",
         choices=("GPT2BPETokenizer", "SentencePieceTokenizer", "bytes", "builtin", "characters"),
     )
-    vocab_file: str | None = option(None, "GPT-2 vocabulary (encoder.json), or nanoGPT's meta.pkl of characters")
-    merge_file: str | None = option(None, "GPT-2 merges (vocab.bpe)")
-    tokenizer_model: str | None = option(
+    vocab_file: str | None = flag_field(None, "GPT-2 vocabulary (encoder.json), or nanoGPT's meta.pkl of characters")
+    merge_file: str | None = flag_field(None, "GPT-2 merges (vocab.bpe)")
+    tokenizer_model: str | None = flag_field(
         None, "SentencePiece model; trained on the data if the file is missing", "--tokenizer-path"
     )
-    tokenizer_vocab_size: int = option(8192, "vocabulary size of a SentencePiece model that the run trains")
-    cache_dir: str | None = option(None, "folder searched for the GPT-2 vocabulary")
-    eod_mask_loss: bool = option(False, "mask the loss of positions whose input is the end-of-document token")
-    reset_position_ids: bool = option(False, "start the positions at 0 in each document")
-    reset_attention_mask: bool = option(False, "attend only to tokens of the same document")
-    num_workers: int = option(
+    tokenizer_vocab_size: int = flag_field(8192, "vocabulary size of a SentencePiece model that the run trains")
+    cache_dir: str | None = flag_field(None, "folder searched for the GPT-2 vocabulary")
+    eod_mask_loss: bool = flag_field(False, "mask the loss of positions whose input is the end-of-document token")
+    reset_position_ids: bool = flag_field(False, "start the positions at 0 in each document")
+    reset_attention_mask: bool = flag_field(False, "attend only to tokens of the same document")
+    num_workers: int = flag_field(
         2,
         "steps that a thread reads ahead; 0: no thread",
         bound=NOT_NEGATIVE,
@@ -208,42 +215,42 @@ class DataConfig(ConfigSection):
 class OptimizerConfig(ConfigSection):
     """AdamW or Muon, learning rate schedule and loss scale."""
 
-    optimizer: str = option("adam", "AdamW, or Muon for layers' matrices", choices=("adam", "muon"))
-    lr: float = option(1e-4, "peak learning rate")
-    min_lr: float = option(0.0, "minimum learning rate", bound=NOT_NEGATIVE)
-    lr_decay_style: str = option(
+    optimizer: str = flag_field("adam", "AdamW, or Muon for layers' matrices", choices=("adam", "muon"))
+    lr: float = flag_field(1e-4, "peak learning rate")
+    min_lr: float = flag_field(0.0, "minimum learning rate", bound=NOT_NEGATIVE)
+    lr_decay_style: str = flag_field(
         "linear",
         "shape of the schedule after warmup; cosine-2019: as in Megatron of 2019",
         choices=("linear", "cosine", "cosine-2019", "constant", "exponential", "WSD"),
     )
-    lr_decay_iters: int | None = option(None, "iterations over which the learning rate decays (default: all)")
-    lr_decay_samples: int | None = option(None, "--lr-decay-iters in samples")
-    warmup: float = option(
+    lr_decay_iters: int | None = flag_field(None, "iterations over which the learning rate decays (default: all)")
+    lr_decay_samples: int | None = flag_field(None, "--lr-decay-iters in samples")
+    warmup: float = flag_field(
         0.01,
         "warmup as a fraction of the decay iterations",
         "--lr-warmup-fraction",
         bound=SHARE,
     )
-    lr_warmup_iters: int | None = option(None, "warmup in iterations", "--warmup-iters", bound=NOT_NEGATIVE)
-    lr_warmup_samples: int | None = option(None, "warmup in samples", bound=NOT_NEGATIVE)
-    lr_wsd_decay_iters: int | None = option(None, "iterations of the final decay of WSD (default: a tenth)")
-    weight_decay: float = option(0.01, "weight decay, not of biases and layer norms", bound=NOT_NEGATIVE)
-    adam_beta1: float = option(0.9, "AdamW's beta1", bound=FRACTION)
-    adam_beta2: float = option(0.999, "AdamW's beta2", bound=FRACTION)
-    adam_eps: float = option(1e-8, "AdamW's epsilon")
-    muon_momentum: float = option(0.95, "Nesterov momentum", bound=FRACTION)
-    muon_num_ns_steps: int = option(5, "Newton-Schulz steps")
-    muon_extra_scale_factor: float = option(0.2, "scale of Muon's update; 0.2: the RMS of AdamW's")
-    clip_grad: float = option(1.0, "clip gradients to this global norm; 0: no clipping", bound=NOT_NEGATIVE)
-    loss_scale: float | None = option(None, "static fp16 loss scale (default: dynamic)")
-    initial_loss_scale: float = option(2.0**32, "initial dynamic loss scale")
-    min_loss_scale: float = option(1.0, "minimum dynamic loss scale", "--min-scale")
-    loss_scale_window: int = option(1000, "steps without overflow after which the dynamic loss scale doubles")
-    hysteresis: int = option(2, "overflows after which the dynamic loss scale is halved")
-    override_opt_param_scheduler: bool = option(
+    lr_warmup_iters: int | None = flag_field(None, "warmup in iterations", "--warmup-iters", bound=NOT_NEGATIVE)
+    lr_warmup_samples: int | None = flag_field(None, "warmup in samples", bound=NOT_NEGATIVE)
+    lr_wsd_decay_iters: int | None = flag_field(None, "iterations of the final decay of WSD (default: a tenth)")
+    weight_decay: float = flag_field(0.01, "weight decay, not of biases and layer norms", bound=NOT_NEGATIVE)
+    adam_beta1: float = flag_field(0.9, "AdamW's beta1", bound=FRACTION)
+    adam_beta2: float = flag_field(0.999, "AdamW's beta2", bound=FRACTION)
+    adam_eps: float = flag_field(1e-8, "AdamW's epsilon")
+    muon_momentum: float = flag_field(0.95, "Nesterov momentum", bound=FRACTION)
+    muon_num_ns_steps: int = flag_field(5, "Newton-Schulz steps")
+    muon_extra_scale_factor: float = flag_field(0.2, "scale of Muon's update; 0.2: the RMS of AdamW's")
+    clip_grad: float = flag_field(1.0, "clip gradients to this global norm; 0: no clipping", bound=NOT_NEGATIVE)
+    loss_scale: float | None = flag_field(None, "static fp16 loss scale (default: dynamic)")
+    initial_loss_scale: float = flag_field(2.0**32, "initial dynamic loss scale")
+    min_loss_scale: float = flag_field(1.0, "minimum dynamic loss scale", "--min-scale")
+    loss_scale_window: int = flag_field(1000, "steps without overflow after which the dynamic loss scale doubles")
+    hysteresis: int = flag_field(2, "overflows after which the dynamic loss scale is halved")
+    override_opt_param_scheduler: bool = flag_field(
         False, "take the schedule from the flags, not from the checkpoint", "--override-lr-scheduler"
     )
-    use_checkpoint_opt_param_scheduler: bool = option(
+    use_checkpoint_opt_param_scheduler: bool = flag_field(
         False, "take the schedule from the checkpoint, not the flags", "--use-checkpoint-lr-scheduler"
     )
 
@@ -251,13 +258,13 @@ class OptimizerConfig(ConfigSection):
         super().__post_init__()
         require(self.min_lr <= self.lr, f"--min-lr {self.min_lr} is above --lr {self.lr}")
 
-    def warmup_and_decay(self, train_iters: int, batch: int) -> tuple[float, float]:
+    def warmup_and_decay(self, default_decay_iters: int, batch: int) -> tuple[float, float]:
         """Return the lengths of warmup and decay in iterations of `batch` samples. They may be fractions, as in the
         published runs.
 
-        train_iters: the length of the decay if no flag gives one.
+        default_decay_iters: the length of the decay if no flag gives one.
         """
-        decay = self.lr_decay_iters or (self.lr_decay_samples or 0) / batch or train_iters
+        decay = self.lr_decay_iters or (self.lr_decay_samples or 0) / batch or default_decay_iters
         if self.lr_warmup_samples is not None:
             return self.lr_warmup_samples / batch, decay
         return self.warmup * decay if self.lr_warmup_iters is None else self.lr_warmup_iters, decay
@@ -267,66 +274,70 @@ class OptimizerConfig(ConfigSection):
 class ParallelConfig(ConfigSection):
     """Parallelism: how model and data are split over the ranks."""
 
-    tensor_model_parallel_size: int = option(
+    tensor_model_parallel_size: int = flag_field(
         1, "ranks that each layer is split over (tensor parallelism)", "--model-parallel-size"
     )
-    pipeline_model_parallel_size: int = option(1, "pipeline stages")
-    pipeline_schedule: str | None = option(
+    pipeline_model_parallel_size: int = flag_field(1, "pipeline stages")
+    pipeline_schedule: str | None = flag_field(
         None,
         "pipeline schedule (default: 1f1b, or interleaved with virtual stages)",
         choices=SCHEDULES,
     )
-    num_layers_per_virtual_pipeline_stage: int | None = option(
+    num_layers_per_virtual_pipeline_stage: int | None = flag_field(
         None, "layers of a virtual stage; several per rank shorten the bubble"
     )
-    num_virtual_stages_per_pipeline_rank: int | None = option(None, "virtual stages per rank, instead of their layers")
-    decoder_first_pipeline_num_layers: int | None = option(
+    num_virtual_stages_per_pipeline_rank: int | None = flag_field(
+        None, "virtual stages per rank, instead of their layers"
+    )
+    decoder_first_pipeline_num_layers: int | None = flag_field(
         None, "layers of the first stage (default: an equal share, or fewer)"
     )
-    decoder_last_pipeline_num_layers: int | None = option(None, "layers of the last stage")
-    distributed_backend: str | None = option(
+    decoder_last_pipeline_num_layers: int | None = flag_field(None, "layers of the last stage")
+    distributed_backend: str | None = flag_field(
         None, "backend of torch.distributed (default: nccl on GPUs, gloo on CPUs)", choices=("nccl", "gloo", "mpi")
     )
-    distributed_timeout_minutes: float = option(
+    distributed_timeout_minutes: float = flag_field(
         10.0,
         "time limit of a collective; a slower one ends the run",
         bound=Bound(lambda minutes: 0 < minutes <= 1e6, "in (0, 1e6]"),
     )
-    DDP_impl: str = option(
+    DDP_impl: str = flag_field(
         "local", "data parallelism with flat gradient buffers (local) or with torch's DDP", choices=("local", "torch")
     )
-    ddp_bucket_size: int = option(25_000_000, "gradient elements in a bucket")
-    sequence_parallel: bool = option(False, "split activations outside the tensor-parallel layers along the sequence")
-    use_distributed_optimizer: bool = option(
+    ddp_bucket_size: int = flag_field(25_000_000, "gradient elements in a bucket")
+    sequence_parallel: bool = flag_field(
+        False, "split activations outside the tensor-parallel layers along the sequence"
+    )
+    use_distributed_optimizer: bool = flag_field(
         False, "shard fp32 master weights and optimizer state over the data-parallel ranks (ZeRO stage 1)"
     )
-    shard_gradients: bool = option(
+    shard_gradients: bool = flag_field(
         False,
         "with --use-distributed-optimizer: shard the gradients too (ZeRO stage 2)",
     )
-    exact_layouts: int | None = option(
+    exact_layouts: int | None = flag_field(
         None,
         "give bit-identical losses in every layout whose model-parallel size divides V",
         metavar="V",
     )
-    grad_reduce_in_bf16: bool = option(False, "reduce gradients in bf16; they are accumulated in fp32")
-    cpu_offload_optimizer: bool = option(
+    grad_reduce_in_bf16: bool = flag_field(False, "reduce gradients in bf16; they are accumulated in fp32")
+    cpu_offload_optimizer: bool = flag_field(
         False,
         "keep master weights and optimizer state in host memory and run AdamW on the CPU",
         "--optimizer-cpu-offload",
         "--cpu-optimizer",
     )
 
-    partition_activations: bool = option(
+    partition_activations: bool = flag_field(
         False,
         "with --recompute-granularity full: split the saved layer inputs over the model-parallel ranks",
         "--distribute-saved-activations",
         "--distribute-checkpointed-activations",
     )
-    checkpoint_in_cpu: bool = option(
+    checkpoint_in_cpu: bool = flag_field(
         False, "with --recompute-granularity full, on a GPU: save the layer inputs in host memory"
     )
-    cpu_offloading_num_layers: int = option(
+    cpu_offloading_num_layers: int = flag_field(
         0,
         "without recomputation, on a GPU: offload the activations of the first N layers to host memory",
         bound=NOT_NEGATIVE,
@@ -338,7 +349,7 @@ class ParallelConfig(ConfigSection):
         for name in ("pipeline_model_parallel_size", "use_distributed_optimizer", "grad_reduce_in_bf16"):
             require(
                 self.DDP_impl == "local" or getattr(self, name) == getattr(ParallelConfig, name),
-                f"{flag(name)} needs --DDP-impl local: torch's DDP reduces gradients in its own way",
+                f"{flag_name(name)} needs --DDP-impl local: torch's DDP reduces gradients in its own way",
             )
         require(
             not self.shard_gradients or self.use_distributed_optimizer,
@@ -358,82 +369,84 @@ PRECISION_CHOICES = ("auto", "fp32", "bf16", "fp16", "fp16-on-gpu")
 class TrainConfig(ConfigSection):
     """Length, batch size, precision, recomputation, evaluation and logs."""
 
-    micro_batch_size: int = option(4, "samples of one forward pass on a data-parallel rank", "--batch-size")
-    global_batch_size: int | None = option(
+    micro_batch_size: int = flag_field(4, "samples of one forward pass on a data-parallel rank", "--batch-size")
+    global_batch_size: int | None = flag_field(
         None,
         "samples of a step over all ranks; gradients are accumulated if needed (default: --micro-batch-size × "
         "data-parallel size)",
     )
-    gradient_accumulation_steps: int | None = option(
+    gradient_accumulation_steps: int | None = flag_field(
         None, "micro-batches of a rank per step, instead of --global-batch-size", "--gas"
     )
-    rampup_batch_size: tuple[int, ...] = option(
+    rampup_batch_size: tuple[int, ...] = flag_field(
         (),
         "START INCREMENT SAMPLES: grow the batch from START to --global-batch-size in equal steps over SAMPLES samples",
         metavar="N",
     )
-    step_batch_size_schedule: tuple[str, ...] = option(
+    step_batch_size_schedule: tuple[str, ...] = flag_field(
         (),
         'TOKENS:SIZE …: use batch size SIZE after TOKENS tokens, e.g. "0:16 2.4B:320"; K, M, B, T: powers of 1000',
         metavar="TOKENS:SIZE",
     )
-    train_iters: int | None = option(None, "number of training iterations; of several lengths, the shortest")
-    train_samples: int | None = option(None, "training length in samples")
-    train_tokens: int | None = option(None, "training length in tokens")
-    train_epochs: float | None = option(None, "training length in epochs of the training split")
-    seed: int = option(
+    train_iters: int | None = flag_field(None, "number of training iterations; of several lengths, the shortest")
+    train_samples: int | None = flag_field(None, "training length in samples")
+    train_tokens: int | None = flag_field(None, "training length in tokens")
+    train_epochs: float | None = flag_field(None, "training length in epochs of the training split")
+    seed: int = flag_field(
         1234,
         "seed of weights, data order and dropout",
         bound=Bound(lambda seed: 0 <= seed < 2**31, "in [0, 2**31)"),
     )
-    dropout_rng: str = option(
+    dropout_rng: str = flag_field(
         "counter",
         "dropout masks: counter, equal in every layout, or torch, a random stream per rank as in Megatron",
         choices=("counter", "torch"),
     )
-    precision: str = option(
+    precision: str = flag_field(
         "auto",
         "auto: bf16 if native, else fp16 (GPU) or fp32 (CPU); fp16-on-gpu (set by --fp16): fp16 on a GPU, auto on a "
         "CPU",
         choices=PRECISION_CHOICES,
     )
-    device: str = option("auto", "auto: cuda if there is a usable GPU", choices=("auto", "cpu", "cuda"))
-    recompute_granularity: str = option(
+    device: str = flag_field("auto", "auto: cuda if there is a usable GPU", choices=("auto", "cpu", "cuda"))
+    recompute_granularity: str = flag_field(
         "none",
         "selective: recompute GELU and layer norms; full: recompute whole layers from their saved inputs",
         choices=("none", "selective", "full"),
     )
-    recompute_num_layers: int = option(
+    recompute_num_layers: int = flag_field(
         1,
         "layers per saved input with --recompute-granularity full",
         "--checkpoint-num-layers",
         "--activations-checkpoint-num-layers",
     )
-    compile: bool = option(False, "compile the layers with torch.compile, which takes a minute")
-    deterministic: bool = option(
+    compile: bool = flag_field(False, "compile the layers with torch.compile, which takes a minute")
+    deterministic: bool = flag_field(
         False,
         "use slower kernels that give the same bits in every run",
         "--deterministic-mode",
     )
-    attention_backend: str = option(
+    attention_backend: str = flag_field(
         "auto",
         "attention kernel on a GPU: FlashAttention, cuDNN (fused), memory-efficient, unfused, or auto: measure at "
         "start",
         choices=("auto", "flash", "fused", "efficient", "unfused"),
     )
-    eval_iters: int = option(100, "global batches of an evaluation; a smaller split is read once", bound=NOT_NEGATIVE)
-    eval_interval: int = option(1000, "iterations between evaluations")
-    eval_tasks: tuple[str, ...] = option(
+    eval_iters: int = flag_field(
+        100, "global batches of an evaluation; a smaller split is read once", bound=NOT_NEGATIVE
+    )
+    eval_interval: int = flag_field(1000, "iterations between evaluations")
+    eval_tasks: tuple[str, ...] = flag_field(
         (),
         "score FOLDER/NAME*.jsonl at each evaluation: hellaswag, lambada",
         metavar="NAME",
     )
-    eval_tasks_folder: str | None = option(None, "the files of --eval-tasks", metavar="FOLDER")
-    log_interval: int = option(100, "iterations between log lines")
-    exit_interval: int | None = option(None, "save and exit at an iteration that is divisible by N")
-    exit_duration_in_mins: float | None = option(None, "save and exit after X minutes")
-    max_skipped_steps: int = option(50, "end the run after N steps in a row with a non-finite gradient")
-    rewind_on_spike: float | None = option(
+    eval_tasks_folder: str | None = flag_field(None, "the files of --eval-tasks", metavar="FOLDER")
+    log_interval: int = flag_field(100, "iterations between log lines")
+    exit_interval: int | None = flag_field(None, "save and exit at an iteration that is divisible by N")
+    exit_duration_in_mins: float | None = flag_field(None, "save and exit after X minutes")
+    max_skipped_steps: int = flag_field(50, "end the run after N steps in a row with a non-finite gradient")
+    rewind_on_spike: float | None = flag_field(
         None,
         "if a logged loss exceeds FACTOR (default: 1.5) × the recent median, load the last checkpoint and skip the "
         "samples since then",
@@ -441,28 +454,30 @@ class TrainConfig(ConfigSection):
         metavar="FACTOR",
         const=1.5,
     )
-    log_straggler: bool = option(
+    log_straggler: bool = flag_field(
         False,
         "at log lines: name a slow rank and the slow part of its step",
     )
-    check_replicas_interval: int | None = option(
+    check_replicas_interval: int | None = flag_field(
         None,
         "every N steps, look for flipped bits in weights and optimizer state",
         "--check-weight-hash-across-dp-replicas-interval",
     )
-    tensorboard_dir: str | None = option(None, "folder for TensorBoard event files")
-    wandb_project: str | None = option(None, "Weights & Biases project to log to")
-    wandb_entity: str | None = option(None, "owner of the Weights & Biases project (default: yourself)")
-    wandb_exp_name: str | None = option(None, "run name in Weights & Biases (default: the name of the --save folder)")
-    wandb_save_dir: str | None = option(
+    tensorboard_dir: str | None = flag_field(None, "folder for TensorBoard event files")
+    wandb_project: str | None = flag_field(None, "Weights & Biases project to log to")
+    wandb_entity: str | None = flag_field(None, "owner of the Weights & Biases project (default: yourself)")
+    wandb_exp_name: str | None = flag_field(
+        None, "run name in Weights & Biases (default: the name of the --save folder)"
+    )
+    wandb_save_dir: str | None = flag_field(
         None, "folder for local files of Weights & Biases (default: wandb in the --save folder)"
     )
-    profile: tuple[int, ...] = option(
+    profile: tuple[int, ...] = flag_field(
         (),
         "START END: write torch's trace of these iterations to --save",
         metavar="N",
     )
-    profile_ranks: tuple[int, ...] = option((0,), "ranks to profile", metavar="RANK")
+    profile_ranks: tuple[int, ...] = flag_field((0,), "ranks to profile", metavar="RANK")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -481,7 +496,7 @@ class TrainConfig(ConfigSection):
         """The flag and its values that make the batch grow, as on the command line, or ""."""
         for name in ("rampup_batch_size", "step_batch_size_schedule"):
             if words := getattr(self, name):
-                return f"{flag(name)} {' '.join(map(str, words))}"
+                return f"{flag_name(name)} {' '.join(map(str, words))}"
         return ""
 
     def iterations(
@@ -539,36 +554,36 @@ def _parse_count(number: str) -> int:
 class CheckpointConfig(ConfigSection):
     """Saving and loading."""
 
-    save: str | None = option(None, "folder for checkpoints, metrics and plots (default: checkpoints/gpt2_<model>)")
-    load: str | None = option(None, "folder to continue from (default: --save, if it has a checkpoint)")
-    save_interval: int | None = option(
+    save: str | None = flag_field(None, "folder for checkpoints, metrics and plots (default: checkpoints/gpt2_<model>)")
+    load: str | None = flag_field(None, "folder to continue from (default: --save, if it has a checkpoint)")
+    save_interval: int | None = flag_field(
         5000, "iterations between checkpoints; the last iteration is always saved", "--persistent-save-interval"
     )
-    no_save_optim: bool = option(False, "save checkpoints without the optimizer")
-    no_save_rng: bool = option(False, "save checkpoints without the random states")
-    no_load_optim: bool = option(False, "start with a fresh optimizer")
-    no_load_rng: bool = option(False, "start with fresh random states")
-    async_save: bool = option(False, "copy each checkpoint to host memory and write it in a background thread")
-    save_timeout_minutes: float = option(
+    no_save_optim: bool = flag_field(False, "save checkpoints without the optimizer")
+    no_save_rng: bool = flag_field(False, "save checkpoints without the random states")
+    no_load_optim: bool = flag_field(False, "start with a fresh optimizer")
+    no_load_rng: bool = flag_field(False, "start with fresh random states")
+    async_save: bool = flag_field(False, "copy each checkpoint to host memory and write it in a background thread")
+    save_timeout_minutes: float = flag_field(
         60.0,
         "time limit of the files of a checkpoint; slower storage ends the run",
         bound=Bound(lambda minutes: 0 < minutes <= 1e6, "in (0, 1e6]"),
     )
-    local_checkpoint_dir: str | None = option(
+    local_checkpoint_dir: str | None = flag_field(
         None,
         "folder on each machine's disk or RAM disk for extra checkpoints, used after a crash",
         "--non-persistent-local-ckpt-dir",
     )
-    local_checkpoint_interval: int | None = option(
+    local_checkpoint_interval: int | None = flag_field(
         None, "iterations between checkpoints in --local-checkpoint-dir", "--non-persistent-save-interval"
     )
-    keep_last: int | None = option(None, "number of newest checkpoints to keep (default: all)")
-    keep_best: bool = option(False, "also keep the checkpoint of the lowest validation loss, in best")
-    no_verify: bool = option(
+    keep_last: int | None = flag_field(None, "number of newest checkpoints to keep (default: all)")
+    keep_best: bool = flag_field(False, "also keep the checkpoint of the lowest validation loss, in best")
+    no_verify: bool = flag_field(
         False, "load checkpoint files without checking their hashes; sizes and headers are checked"
     )
-    finetune: bool = option(False, "load only the weights from --load and start at iteration 0")
-    exit_on_missing_checkpoint: bool = option(False, "stop with an error if --load has no checkpoint")
+    finetune: bool = flag_field(False, "load only the weights from --load and start at iteration 0")
+    exit_on_missing_checkpoint: bool = flag_field(False, "stop with an error if --load has no checkpoint")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -584,31 +599,31 @@ class LaunchConfig(ConfigSection):
     """Start of the ranks. torchrun, srun and mpirun do not need these flags, and checkpoints do not store them: see
     megatron/gpt2/dist/launch.py."""
 
-    nproc_per_node: int | None = option(
+    nproc_per_node: int | None = flag_field(
         None,
         "ranks to start on this machine; 0: one per visible GPU, or two on a CPU",
         bound=NOT_NEGATIVE,
     )
-    nnodes: int = option(1, "machines, each with --nproc-per-node ranks")
-    node_rank: int = option(0, "index of this machine, from 0", bound=NOT_NEGATIVE)
-    rank: int | None = option(None, "rank of this process, if you start each process by hand", bound=NOT_NEGATIVE)
-    world_size: int | None = option(None, "total number of processes, with --rank")
-    init_method: str | None = option(
+    nnodes: int = flag_field(1, "machines, each with --nproc-per-node ranks")
+    node_rank: int = flag_field(0, "index of this machine, from 0", bound=NOT_NEGATIVE)
+    rank: int | None = flag_field(None, "rank of this process, if you start each process by hand", bound=NOT_NEGATIVE)
+    world_size: int | None = flag_field(None, "total number of processes, with --rank")
+    init_method: str | None = flag_field(
         None,
         "rendezvous of the ranks: tcp://HOST:PORT of rank 0, or file:///PATH in a shared folder",
         metavar="URL",
     )
-    max_restarts: int = option(
+    max_restarts: int = flag_field(
         0,
         "with --nproc-per-node: restart the ranks up to N times after a failure, from the newest checkpoint",
         bound=NOT_NEGATIVE,
     )
-    elastic: bool = option(
+    elastic: bool = flag_field(
         False,
         "train with the ranks that join within --init-timeout, as many as divide --global-batch-size; restart when "
         "more join",
     )
-    init_timeout: float = option(120.0, "time limit in seconds for all ranks to join")
+    init_timeout: float = flag_field(120.0, "time limit in seconds for all ranks to join")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -904,7 +919,7 @@ def ignored_flags(config: Config, device: str) -> Iterator[str]:
         (parallel.partition_activations, "--partition-activations", kept or split),
         (parallel.checkpoint_in_cpu, "--checkpoint-in-cpu", kept or on_host),
         (parallel.cpu_offloading_num_layers, "--cpu-offloading-num-layers", on_host),
-        *((getattr(parallel, name), flag(name), one_stage) for name in of_stages),
+        *((getattr(parallel, name), flag_name(name), one_stage) for name in of_stages),
     ):
         if given and reason:
             yield f"{name}: ignored: {reason}"

@@ -74,36 +74,36 @@ class Launch:
 
 
 def read_launch(argv: Sequence[str], environ: Environment = os.environ) -> tuple[Launch, list[str]]:
-    """Return the launch settings of this process and the remaining words of its command line. Raises ValueError for
+    """Return the launch settings of this process and the remaining arguments of its command line. Raises ValueError for
     bad flags."""
-    flags, words = parse_launch_flags(argv)
+    flags, args = parse_launch_flags(argv)
     if flags.rank is not None and flags.world_size is not None:
-        said: Launch | None = Launch(flags.rank, flags.world_size)
+        from_environment: Launch | None = Launch(flags.rank, flags.world_size)
     else:
-        said = _from_variables(environ) or _from_slurm(environ)
+        from_environment = _from_variables(environ) or _from_slurm(environ)
     started = _started_here(flags, environ)
     require(
-        not (started and said and said.world_size > 1),
+        not (started and from_environment and from_environment.world_size > 1),
         "--nproc-per-node starts the ranks itself, but a launcher has started this "
-        f"process as one of {said.world_size if said else 0} already: leave one of them out",
+        f"process as one of {from_environment.world_size if from_environment else 0} already: leave one of them out",
     )
-    found = started or said or Launch()
-    found = replace(
-        found,
-        init_method=flags.init_method or found.init_method,
+    launch = started or from_environment or Launch()
+    launch = replace(
+        launch,
+        init_method=flags.init_method or launch.init_method,
         host=environ.get("SLURMD_NODENAME") or socket.gethostname(),
         timeout=flags.init_timeout,
         elastic=flags.elastic,
         restart_count=restart_count(environ),
     )
-    if found.world_size > 1:
-        raise_open_file_limit(found.world_size)
-    if found.world_size > max(found.ranks_to_start, 1):  # Some ranks are on other machines.
-        _check_init_method(found)
-    elif found.world_size == 1 and said is None:
+    if launch.world_size > 1:
+        raise_open_file_limit(launch.world_size)
+    if launch.world_size > max(launch.ranks_to_start, 1):  # Some ranks are on other machines.
+        _check_init_method(launch)
+    elif launch.world_size == 1 and from_environment is None:
         require(flags.init_method is None, "--init-method needs --rank and --world-size, or a launcher that sets them")
-        found = replace(found, notice=_notice(environ))
-    return found, words
+        launch = replace(launch, notice=_notice(environ))
+    return launch, args
 
 
 def raise_open_file_limit(world_size: int) -> None:
@@ -149,8 +149,8 @@ def _from_variables(environ: Environment) -> Launch | None:
             if names[0] != "RANK":
                 host = "localhost" if local[1:] == [world] else next(iter(_slurm_hosts(environ)), "")
                 served, port = False, _job_port(environ)
-            place = _tcp_address(environ, host, port)
-            return Launch(rank, world, (local[0], local[1]) if len(local) == 2 else None, place, served)
+            address = _tcp_address(environ, host, port)
+            return Launch(rank, world, (local[0], local[1]) if len(local) == 2 else None, address, served)
     return None
 
 
@@ -228,8 +228,8 @@ def _check_init_method(launch: Launch) -> None:
         "them by themselves",
     )
     try:
-        place = urlsplit(launch.init_method)
-        is_tcp = place.scheme == "tcp" and place.hostname and place.port
+        address = urlsplit(launch.init_method)
+        is_tcp = address.scheme == "tcp" and address.hostname and address.port
     except ValueError:  # The port is not a number, or a bracket is missing.
         is_tcp = False
     require(

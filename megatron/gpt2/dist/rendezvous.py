@@ -81,9 +81,9 @@ def open_store(launch: Launch, *, is_server: bool) -> Iterator[tuple[TCPStore, T
     For file:///PATH the server writes its address to the file and removes the file at the end. Raises MissingRanksError
     if the server does not answer within `launch.timeout`, and ValueError if the address is wrong.
     """
-    place, end = urlsplit(launch.init_method), time.monotonic() + launch.timeout
-    path = Path(launch.init_method.removeprefix("file://")) if place.scheme == "file" else None
-    at = place.hostname or launch.host, place.port or 0
+    address, end = urlsplit(launch.init_method), time.monotonic() + launch.timeout
+    path = Path(launch.init_method.removeprefix("file://")) if address.scheme == "file" else None
+    at = address.hostname or launch.host, address.port or 0
     server = start_store_server(*at) if is_server else None
     try:
         if server:

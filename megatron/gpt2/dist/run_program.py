@@ -205,8 +205,8 @@ def start_ranks(
     logging.disable(logging.CRITICAL)  # torch prints no tracebacks for a killed rank.
     # All rounds use one store, because torch's own store may move to a different machine in each round.
     os.environ |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCHELASTIC_SIGNALS_TO_HANDLE": ""}
-    place = replace(launch, init_method=launch.init_method or "tcp://127.0.0.1:0")
-    with open_store(place, is_server=launch.rank == 0) as (store, _server):
+    with_address = replace(launch, init_method=launch.init_method or "tcp://127.0.0.1:0")
+    with open_store(with_address, is_server=launch.rank == 0) as (store, _server):
         agent = NodeAgent(store, program, argv, launch, save_folder)
         others = set(multiprocessing.active_children())
         signals = SignalThread(STOP_SIGNALS, agent.end_wait, agent.request_stop)

@@ -330,7 +330,7 @@ def _regions(entries: Mapping[PickledObject, PickledObject]) -> dict[tuple[str, 
             "transform_descriptors" not in values,
             "its files are compressed, or changed by another extension of torch's writer, which is not supported",
         )
-        region = FileRegion(values["relative_path"], *_integers((values["offset"], values["length"])))
+        region = FileRegion(values["relative_path"], *_sizes((values["offset"], values["length"])))
         if type(region.file) is not str or not FILE.fullmatch(region.file):
             raise ValueError(f"names the file {str(region.file)[:80]!r}, which is not one of its folder")
         offset = key.get("offset")
@@ -348,10 +348,10 @@ def _string(value: Any) -> str:
 def _torch_size(value: Any) -> tuple[int, ...]:
     """Convert a pickled torch.Size to a tuple."""
     require(value.name == "torch.Size" and len(value.args) == 1, "a shape is not a torch.Size")
-    return _integers(value.args[0])
+    return _sizes(value.args[0])
 
 
-def _integers(values: Any) -> tuple[int, ...]:
+def _sizes(values: Any) -> tuple[int, ...]:
     if type(values) is not tuple or len(values) > 8 or any(type(n) is not int or not 0 <= n < 1 << 48 for n in values):
         raise ValueError("a shape or an offset has an invalid number")
     return values

@@ -203,7 +203,7 @@ class GPT2Model(nn.Module):
     config: its vocab_size is the true size; None raises ValueError.
     layer: a result of `layer_config` (default: `layer_config(config)`).
     layer_ranges: the layers of each model chunk of this pipeline rank (default: all layers in one chunk).
-    dropout_seed: makes dropout masks that do not depend on the layout, if `forward` gets `samples`; None draws masks
+    dropout_seed: makes dropout masks that do not depend on the layout, if `forward` gets `sample_ids`; None draws masks
         from torch's generators.
     submodules: implementations of layers, position embedding and loss.
     """
@@ -279,7 +279,7 @@ class GPT2Model(nn.Module):
         token_weight: Tensor | None = None,
         positions: Tensor | None = None,
         packed_seq_params: mpu.PackedSeqParams | None = None,
-        samples: Tensor | None = None,
+        sample_ids: Tensor | None = None,
         *,
         layer_range: range | None = None,
         hidden: Tensor | None = None,
@@ -291,7 +291,7 @@ class GPT2Model(nn.Module):
 
         positions: [b, s] int64 (default: 0 to s - 1).
         packed_seq_params: the documents of this micro-batch; no token attends to another document.
-        samples: [b] int64, the samples' numbers in the whole run, which determine the dropout masks.
+        sample_ids: [b] int64, the samples' numbers in the whole run, which determine the dropout masks.
 
         layer_range: one of `layer_ranges`, for pipelines (default: all layers).
         hidden: the output of the previous chunk, [s, b, h] or [s/tp, b, h]. Every chunk except the last returns its
@@ -300,8 +300,8 @@ class GPT2Model(nn.Module):
         layer_range = layer_range if layer_range is not None else range(self.config.num_layers)
         tied = self.tied_grad_hook if labels is not None else None
         dropout_seeds = None
-        if self.training and samples is not None and self.dropout_seed is not None and self.config.has_dropout:
-            dropout_seeds = mpu.make_dropout_seeds(self.dropout_seed, samples, self.config.num_layers)
+        if self.training and sample_ids is not None and self.dropout_seed is not None and self.config.has_dropout:
+            dropout_seeds = mpu.make_dropout_seeds(self.dropout_seed, sample_ids, self.config.num_layers)
         x = self._embed(tokens, positions, tied.add_rows if tied else None, dropout_seeds) if hidden is None else hidden
         x = self.transformer(x, packed_seq_params, dropout_seeds=dropout_seeds, layer_range=layer_range)
         if layer_range.stop < self.config.num_layers:

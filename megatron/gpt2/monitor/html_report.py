@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from data_utils.files import MAX_CONFIG_BYTES, atomic_write_text, read_json_object, wrap_errors
-from megatron.gpt2.config import Config, flag, flatten_sections, non_default_values, require
+from megatron.gpt2.config import Config, flag_name, flatten_sections, non_default_values, require
 from megatron.gpt2.monitor.incidents import read_records
 from megatron.gpt2.monitor.plots import GREEN, Curve, as_svg, curve_points, loss_curves
 
@@ -62,8 +62,8 @@ def render_page(folder: Path) -> str:
         samples=samples,
         shown=[samples[number] for number in shown],
         history=history,
-        differing=[(flag(key), value) for key, value in non_default_values(config).items()],
-        flags=[(flag(key), value) for key, value in flatten_sections(config.as_dict()).items()]
+        differing=[(flag_name(key), value) for key, value in non_default_values(config).items()],
+        flags=[(flag_name(key), value) for key, value in flatten_sections(config.as_dict()).items()]
         if "config" in settings
         else [],
         environment=settings.get("environment"),

@@ -134,7 +134,7 @@ def build_loss_scaler(config: OptimizerConfig, dtype: torch.dtype, device: torch
 
 
 class LRSchedule:
-    """The learning rate schedule of a run of `train_iters` iterations with the final batch size `batch`, in samples.
+    """The learning rate schedule of a run with the final batch size `batch`, in samples.
     Raises ValueError if warm-up and decay do not fit. The rate is a function of n, the number of steps so far that
     were not skipped. If the batch size grows, a step counts as its fraction of the final batch. Megatron counts
     samples, which is equivalent.
@@ -153,9 +153,9 @@ class LRSchedule:
     first one has the rate 0 under a warm-up. A log line shows the rate after its update is counted.
     """
 
-    def __init__(self, config: OptimizerConfig, train_iters: int, batch: int) -> None:
+    def __init__(self, config: OptimizerConfig, default_decay_iters: int, batch: int) -> None:
         self.peak, self.floor, self.style = config.lr, config.min_lr, config.lr_decay_style
-        self.warmup_iters, self.decay_iters = config.warmup_and_decay(train_iters, batch)
+        self.warmup_iters, self.decay_iters = config.warmup_and_decay(default_decay_iters, batch)
         self.wsd_iters = config.lr_wsd_decay_iters or max(1, int(self.decay_iters) // 10)
         require(
             self.warmup_iters <= self.decay_iters,

@@ -300,17 +300,19 @@ def dropout_changes(context: RunContext, metadata: Mapping[str, Any], *, has_str
     metadata: the checkpoint's metadata.
     has_streams: whether the random streams were restored.
     """
-    shape, train = context.config.model, context.config.train
+    model_config, train_config = context.config.model, context.config.train
     saved_train = metadata.get("config", {}).get("train", {})
-    if not shape.has_dropout:
+    if not model_config.has_dropout:
         return False
-    if train.dropout_rng != saved_train.get("dropout_rng", "torch"):  # An older checkpoint has no value of this flag.
+    if train_config.dropout_rng != saved_train.get(
+        "dropout_rng", "torch"
+    ):  # An older checkpoint has no value of this flag.
         return True
-    by_counter = train.dropout_rng == "counter" and (
-        shape.attention_dropout == 0 or kernels.has_seeded_attention(context.device.type)
+    by_counter = train_config.dropout_rng == "counter" and (
+        model_config.attention_dropout == 0 or kernels.has_seeded_attention(context.device.type)
     )
     # A random stream draws the masks of a whole micro-batch, so they depend on the micro-batch size.
-    return not by_counter and not (has_streams and saved_train.get("micro_batch_size") == train.micro_batch_size)
+    return not by_counter and not (has_streams and saved_train.get("micro_batch_size") == train_config.micro_batch_size)
 
 
 def write_config_and_tokenizer(context: RunContext) -> None:

@@ -24,7 +24,7 @@ class Batch:
 
     tokens, labels: [n, s] int64.
     mask: [n, s] float32, 0 for tokens without a loss.
-    samples: [n] int64, the index of each sample in the run; None in an evaluation.
+    sample_ids: [n] int64, the index of each sample in the run; None in an evaluation.
     positions: [n, s] int64 under --reset-position-ids.
     packed_seq_params: an entry for each micro-batch under --reset-attention-mask.
     """
@@ -32,7 +32,7 @@ class Batch:
     tokens: Tensor
     labels: Tensor
     mask: Tensor
-    samples: Tensor | None = None
+    sample_ids: Tensor | None = None
     positions: Tensor | None = None
     packed_seq_params: list[mpu.PackedSeqParams] | None = None
 
@@ -43,7 +43,7 @@ class Batch:
             "tokens": self.tokens,
             "labels": self.labels,
             "token_weight": token_weight,
-            "samples": self.samples,
+            "sample_ids": self.sample_ids,
             "positions": self.positions,
         }
         micro_batches: list[dict[str, Tensor | mpu.PackedSeqParams | None]] = []
@@ -90,28 +90,31 @@ class TrainingData:
             consumed_samples=consumed_samples,
             prefetch=config.data.num_workers,
             contiguous=any(hook.contiguous_samples for hook in self._context.hooks),
-            collate_fn=lambda text, numbers: (self.to_host_tensor(text), self.to_host_tensor(numbers + skipped)),
+            collate_fn=lambda token_ids, numbers: (
+                self.to_host_tensor(token_ids),
+                self.to_host_tensor(numbers + skipped),
+            ),
         )
 
-    def to_device(self, text: Tensor, samples: Tensor | None = None) -> Batch:
-        """Build the batch from text [n, s + 1] int64 and sample indices [n], both on the host. An entry of -1 is
+    def to_device(self, token_ids: Tensor, sample_ids: Tensor | None = None) -> Batch:
+        """Build the batch from token ids [n, s + 1] int64 and sample ids [n], both on the host. An entry of -1 is
         padding: a token that has no weight as a label. The copy from pinned memory is asynchronous."""
         config, device, eod = self._context.config, self._context.device, self.tokenizer.eod
         if self._parallel.model_parallel_size > 1:
-            self._digest = zlib.crc32(text.numpy().tobytes(), self._digest)
+            self._digest = zlib.crc32(token_ids.numpy().tobytes(), self._digest)
         packed_seq_params = positions = None
         if config.data.reset_attention_mask:
-            parts = text[:, :-1].split(config.train.micro_batch_size)
+            parts = token_ids[:, :-1].split(config.train.micro_batch_size)
             packed_seq_params = [mpu.PackedSeqParams.from_tokens(part, eod, device) for part in parts]
-        sent = text.to(device, non_blocking=True)
+        sent = token_ids.to(device, non_blocking=True)
         tokens, labels = sent[:, :-1], sent[:, 1:]
         mask = labels >= 0
         if config.data.eod_mask_loss:
             mask &= tokens != eod
         if config.data.reset_position_ids:
             positions = document_positions(tokens, eod)
-        numbers = None if samples is None else samples.to(device, non_blocking=True)
-        return Batch(tokens.clamp_min(0), labels.clamp_min(0), mask.float(), numbers, positions, packed_seq_params)
+        ids = None if sample_ids is None else sample_ids.to(device, non_blocking=True)
+        return Batch(tokens.clamp_min(0), labels.clamp_min(0), mask.float(), ids, positions, packed_seq_params)
 
     def check_batches_match(self, iteration: int) -> None:
         """Raise DamagedData on every rank if ranks of one model-parallel group have read different text so far. Every
@@ -137,12 +140,12 @@ class TrainingData:
 def document_positions(tokens: Tensor, eod: int) -> Tensor:
     """tokens [n, s] int64 -> [n, s] int64: the position of each token in its document, or in its sample. The token
     `eod` ends a document."""
-    places = torch.arange(tokens.size(1), device=tokens.device)
+    positions = torch.arange(tokens.size(1), device=tokens.device)
     first = torch.zeros_like(tokens)
-    first[:, 1:] = places[1:] * (tokens[:, :-1] == eod)
-    return places - first.cummax(dim=1).values
+    first[:, 1:] = positions[1:] * (tokens[:, :-1] == eod)
+    return positions - first.cummax(dim=1).values
 
 
-def pin_tensor(text: np.ndarray) -> Tensor:
-    """Copy `text` into a tensor in pinned memory. The loader's thread calls this before the step."""
-    return torch.from_numpy(text).pin_memory()
+def pin_tensor(array: np.ndarray) -> Tensor:
+    """Copy `array` into a tensor in pinned memory. The loader's thread calls this before the step."""
+    return torch.from_numpy(array).pin_memory()

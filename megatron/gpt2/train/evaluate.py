@@ -31,14 +31,14 @@ def evaluate(trainer: Trainer, dataset: SampleDataset, split: str, max_samples: 
     byte_lengths = torch.from_numpy(data.tokenizer.byte_lengths).to(trainer.device)
     nats, tokens, size = (torch.zeros((), dtype=torch.float64, device=trainer.device) for _ in range(3))
     micro_batch_size = trainer.config.train.micro_batch_size
-    for text in evaluation_batches(
+    for token_ids in evaluation_batches(
         dataset,
         micro_batch_size=micro_batch_size,
         data_parallel_rank=parallel.data_parallel_rank,
         data_parallel_size=parallel.data_parallel_size,
         max_samples=max_samples,
     ):
-        batch = data.to_device(data.to_host_tensor(text))
+        batch = data.to_device(data.to_host_tensor(token_ids))
         (whole,) = batch.split(micro_batch_size, batch.mask)
         # The result is in nats of a micro-batch.
         nats += sum_losses(trainer.forward_backward.evaluate(whole), step=2.0**-20)

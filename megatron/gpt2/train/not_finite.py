@@ -47,12 +47,12 @@ def find_first_not_finite(trainer: Trainer) -> str:
         trainer.state.reducer.finish_grad_sync()
     found = None
     if False in (finite := torch.stack(all_finite).tolist()):
-        phase, name = seen[place := finite.index(False)]
+        phase, name = seen[slot := finite.index(False)]
         stage = trainer.parallel.pipeline_model_parallel_rank  # Backward starts at the last stage.
-        found = [PHASES.index(phase), -stage if phase == "gradient" else stage, place, phase, name]
+        found = [PHASES.index(phase), -stage if phase == "gradient" else stage, slot, phase, name]
     state = {
         "iteration": trainer.progress.iteration,
-        "samples": [micro_batch["samples"].tolist() for micro_batch in micro_batches],
+        "samples": [micro_batch["sample_ids"].tolist() for micro_batch in micro_batches],
         "loss_scale": optimizer.scaler.scale.item(),
         "learning_rate": optimizer.learning_rate.item(),
         "first": found and found[3:],

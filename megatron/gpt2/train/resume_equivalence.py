@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron.gpt2.config import Config, flag
+from megatron.gpt2.config import Config, flag_name
 from megatron.gpt2.config.arguments import SCHEDULE_KEYS
 
 # A change of one of these keys makes a different training. Fields that concern only the loss scale are left out. A
@@ -119,8 +119,10 @@ def resume_equivalence(
 def _describe_changes(keys: Iterable[str], saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     found = []
     for key, before, now in _changed_keys(keys, saved, current):
-        name = DISPLAY_NAMES.get(key) or flag(key)
-        found.append(name if key == "data_fingerprint" else f"{name} {_format_value(now)}, was {_format_value(before)}")
+        name = DISPLAY_NAMES.get(key) or flag_name(key)
+        found.append(
+            name if key == "data_fingerprint" else f"{name} {_as_flag_value(now)}, was {_as_flag_value(before)}"
+        )
     return found
 
 
@@ -143,7 +145,7 @@ def _changed_keys(
             yield key, before[name], now[name]
 
 
-def _format_value(value: Any) -> Any:
+def _as_flag_value(value: Any) -> Any:
     """Return `value` as the flag has it, such as bf16 for torch's bfloat16."""
     return {None: "not given", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(value, value)
 
@@ -176,4 +178,4 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> It
     current: the metadata of this run.
     """
     for key, before, now in _changed_keys(CHANGE_MESSAGES, saved, current):
-        yield CHANGE_MESSAGES[key].format(here=_format_value(now), then=_format_value(before))
+        yield CHANGE_MESSAGES[key].format(here=_as_flag_value(now), then=_as_flag_value(before))

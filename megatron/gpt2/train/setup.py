@@ -30,11 +30,11 @@ from data_utils import (
 )
 from data_utils.corpora import find_corpora
 from megatron.gpt2 import device as devices
-from megatron.gpt2.checkpoint.interface import check_metadata, decay_iters
+from megatron.gpt2.checkpoint.interface import check_metadata, saved_decay_iters
 from megatron.gpt2.checkpoint.local import assemble_local_checkpoint
 from megatron.gpt2.checkpoint.reader import NativeCheckpoint
 from megatron.gpt2.checkpoint.save_folder import find_checkpoint, require_native_format
-from megatron.gpt2.config import Config, DataConfig, flag, flatten_sections, require
+from megatron.gpt2.config import Config, DataConfig, flag_name, flatten_sections, require
 from megatron.gpt2.config.arguments import Arguments, merge_checkpoint
 from megatron.gpt2.dist.gathering import gather_strings
 from megatron.gpt2.dist.hang import set_flight_recorder
@@ -113,7 +113,7 @@ class RunContext:
     @property
     def batch_growth(self) -> str:
         """The flag that makes the batch grow, or "not at all"."""
-        return self.config.train.growth_flag if len(self.batch_schedule.stages) > 1 else "not at all"
+        return self.config.train.growth_flag if len(self.batch_schedule.milestones) > 1 else "not at all"
 
     @property
     def decay_iters(self) -> int:
@@ -149,14 +149,14 @@ def build_context(arguments: Arguments, rank_info: RankInfo, log: Log) -> RunCon
     arguments, checkpoint, source = _resolve_checkpoint(arguments, rank_info, log)
     if checkpoint is not None:
         check_metadata(checkpoint)
-        arguments = merge_checkpoint(arguments, checkpoint.metadata["config"], decay_iters(checkpoint.metadata))
+        arguments = merge_checkpoint(arguments, checkpoint.metadata["config"], saved_decay_iters(checkpoint.metadata))
     for note in arguments.notes:
         log(note)
     config = arguments.config
     hooks = load_hooks(config)
     device, dtype, backend, keeps_freed_memory = _choose_hardware(config, rank_info, hooks, log)
-    start = checkpoint.metadata if checkpoint is not None and not config.checkpoint.finetune else {}
-    iteration, consumed_samples = start.get("iteration", 0), start.get("consumed_samples", 0)
+    resume_metadata = checkpoint.metadata if checkpoint is not None and not config.checkpoint.finetune else {}
+    iteration, consumed_samples = resume_metadata.get("iteration", 0), resume_metadata.get("consumed_samples", 0)
     # This raises ValueError if the batch size does not fit the ranks.
     batch_schedule = arguments.batch_schedule(rank_info.world_size, consumed_samples)
 
@@ -188,7 +188,7 @@ def build_context(arguments: Arguments, rank_info: RankInfo, log: Log) -> RunCon
         # Every byte of the last checkpoint is checked before the run is reported as finished.
         checkpoint = find_checkpoint(source, log=log, verify=not config.checkpoint.no_verify)
         assert checkpoint is not None
-        start = checkpoint.metadata
+        resume_metadata = checkpoint.metadata
     context = RunContext(
         arguments=arguments,
         config=config,
@@ -200,15 +200,15 @@ def build_context(arguments: Arguments, rank_info: RankInfo, log: Log) -> RunCon
         splits=splits,
         source=source,
         train_iters=train_iters,
-        resume_metadata=dict(start),
+        resume_metadata=dict(resume_metadata),
         hooks=hooks,
         keeps_freed_memory=keeps_freed_memory,
     )
-    for line in changed_settings(start, context.metadata()):
+    for line in changed_settings(resume_metadata, context.metadata()):
         log(line)
     decay = config.optimizer.warmup_and_decay(context.decay_iters, context.global_batch_size)[1]
     if (
-        start
+        resume_metadata
         and not context.is_finished
         and config.optimizer.lr_decay_style != "constant"
         and not arguments.given & {"optimizer.lr_decay_iters", "optimizer.lr_decay_samples"}
@@ -363,7 +363,7 @@ def _build_tokenizer(
     for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
         require(
             tokenizer.has_eod or not getattr(data, name),
-            f"{flag(name)}: the tokenizer {tokenizer.kind} has no end of document; leave the flag out",
+            f"{flag_name(name)}: the tokenizer {tokenizer.kind} has no end of document; leave the flag out",
         )
     if saved_tokenizer:
         require(
@@ -455,7 +455,7 @@ def settings_equal_on_all_ranks(context: RunContext) -> dict[str, str]:
     """Return the decisions that must be equal on all ranks. The keys are the names for an error message."""
     values = flatten_sections(context.config.as_dict())
     settings = {
-        **{flag(key): repr(value) for key, value in values.items() if key not in MAY_DIFFER},
+        **{flag_name(key): repr(value) for key, value in values.items() if key not in MAY_DIFFER},
         "precision": str(context.dtype),
         "kind of device": context.device.type,
         "backend": context.backend,

@@ -11,7 +11,7 @@ from data_utils.command_line import how_to_call, plural
 from megatron.gpt2.checkpoint.local import newest_local_iteration
 from megatron.gpt2.checkpoint.reader import NativeCheckpoint
 from megatron.gpt2.checkpoint.save_folder import find_checkpoint
-from megatron.gpt2.config import CheckpointConfig, DataConfig, flag, non_default_values
+from megatron.gpt2.config import CheckpointConfig, DataConfig, flag_name, non_default_values
 from megatron.gpt2.device import PRECISIONS
 from megatron.gpt2.hooks import Hook
 from megatron.gpt2.model.gpt2 import count_parameters
@@ -48,7 +48,7 @@ def log_start(trainer: Trainer, warnings: Sequence[str]) -> None:
     batches, batch, samples = context.batch_schedule, context.global_batch_size, len(splits.train)
     needed = batches.samples_after_steps(context.train_iters - progress.iteration, progress.consumed_samples)
     epochs = needed / samples
-    (_, smallest), *growth = batches.stages
+    (_, smallest), *growth = batches.milestones
     layers = ", ".join(f"{stage.start}-{stage.stop - 1}" for stage in config.layers_of_stages())
     interval = config.checkpoint.save_interval
     sizes = f"model-parallel {t} × {f'pipeline {stages} × ' * (stages > 1)}data-parallel {d}"
@@ -99,7 +99,7 @@ def log_start(trainer: Trainer, warnings: Sequence[str]) -> None:
     ]
     trainer.log.note(f"started from {begins} on {layout}")
     flags = [
-        (flag(key), " ".join(map(str, value)) if isinstance(value, tuple) else str(value))
+        (flag_name(key), " ".join(map(str, value)) if isinstance(value, tuple) else str(value))
         for key, value in non_default_values(context.arguments.config).items()
     ]
     trainer.log.info(start_table(rows, flags))

@@ -79,22 +79,22 @@ class Progress:
 def build_train_state(context: RunContext, parallel: mpu.ParallelState, log: Log) -> TrainState:
     """Build the model with random weights, and its optimizer. Every rank must call it."""
     config, device, hooks = context.config, context.device, context.hooks
-    shape, train, layout = config.model, config.train, config.parallel
-    seed_random_streams(train.seed, parallel, device)
-    draws_by_counter = train.dropout_rng == "counter"
+    model_config, train_config, parallel_config = config.model, config.train, config.parallel
+    seed_random_streams(train_config.seed, parallel, device)
+    draws_by_counter = train_config.dropout_rng == "counter"
     lines = [
         choose_attention(
-            train.attention_backend,
+            train_config.attention_backend,
             device,
             context.dtype,
-            b=train.micro_batch_size,
+            b=train_config.micro_batch_size,
             s=config.data.seq_length,
-            n=shape.num_attention_heads // parallel.tensor_model_parallel_size,
-            d=shape.hidden_size // shape.num_attention_heads,
-            dropout_p=shape.attention_dropout,
+            n=model_config.num_attention_heads // parallel.tensor_model_parallel_size,
+            d=model_config.hidden_size // model_config.num_attention_heads,
+            dropout_p=model_config.attention_dropout,
         )
     ]
-    if draws_by_counter and shape.attention_dropout > 0 and not kernels.has_seeded_attention(device.type):
+    if draws_by_counter and model_config.attention_dropout > 0 and not kernels.has_seeded_attention(device.type):
         lines.append(
             "attention dropout: the kernel draws its own masks, which change with the layout; with "
             "--attention-dropout 0 layouts are comparable"
@@ -103,33 +103,33 @@ def build_train_state(context: RunContext, parallel: mpu.ParallelState, log: Log
         log(line)
     stage, stages = parallel.pipeline_model_parallel_rank, parallel.pipeline_model_parallel_size
     model = GPT2Model(
-        shape,
+        model_config,
         layer_config(
-            shape,
-            recompute_granularity=train.recompute_granularity,
-            recompute_num_layers=train.recompute_num_layers,
-            distribute_saved_activations=layout.partition_activations,
-            checkpoint_in_cpu=layout.checkpoint_in_cpu,
-            cpu_offloading_num_layers=layout.cpu_offloading_num_layers,
-            sequence_parallel=layout.sequence_parallel,
+            model_config,
+            recompute_granularity=train_config.recompute_granularity,
+            recompute_num_layers=train_config.recompute_num_layers,
+            distribute_saved_activations=parallel_config.partition_activations,
+            checkpoint_in_cpu=parallel_config.checkpoint_in_cpu,
+            cpu_offloading_num_layers=parallel_config.cpu_offloading_num_layers,
+            sequence_parallel=parallel_config.sequence_parallel,
             device=device,
         ),
-        seed=train.seed,
+        seed=train_config.seed,
         layer_ranges=config.layers_of_stages()[stage::stages],
-        dropout_seed=train.seed if draws_by_counter else None,
+        dropout_seed=train_config.seed if draws_by_counter else None,
         submodules=hooks.first(Hook.submodules) or mpu.DEFAULT_SUBMODULES,
     )
-    if train.compile:
+    if train_config.compile:
         model.compile_layers(by_document=config.data.reset_attention_mask)
     is_shared = parallel.embedding_group is not None or any(hook.splits_tied_gradient for hook in hooks)
     buffer = ParamAndGradBuffer(
         model,
         context.dtype,
-        bucket_size=choose_bucket_size(layout.ddp_bucket_size, parallel.data_parallel_size),
+        bucket_size=choose_bucket_size(parallel_config.ddp_bucket_size, parallel.data_parallel_size),
         data_parallel_rank=parallel.data_parallel_rank,
         data_parallel_size=parallel.data_parallel_size,
-        sharded=layout.use_distributed_optimizer,
-        offloaded=layout.cpu_offload_optimizer,
+        sharded=parallel_config.use_distributed_optimizer,
+        offloaded=parallel_config.cpu_offload_optimizer,
         tied_param=TIED_WEIGHT if is_shared else None,
         is_duplicate=not model.has_embeddings,
         matrices=layer_matrices(model) if config.optimizer.optimizer == "muon" else (),
@@ -138,14 +138,14 @@ def build_train_state(context: RunContext, parallel: mpu.ParallelState, log: Log
     reducer, forward = build_reducer(context, buffer, model, parallel)
     param_gather = ParamAllGather(buffer, model, parallel.data_parallel_group)
     batch = context.global_batch_size
-    before = context.batch_schedule.samples_before_steps(context.train_iters) / batch
-    kind = functools.partial(MuonOptimizer, model) if buffer.matrices else MixedPrecisionOptimizer
-    optimizer = kind(
+    steps_so_far = context.batch_schedule.samples_before_steps(context.train_iters) / batch
+    optimizer_class = functools.partial(MuonOptimizer, model) if buffer.matrices else MixedPrecisionOptimizer
+    optimizer = optimizer_class(
         buffer,
         param_gather,
         config.optimizer,
         build_loss_scaler(config.optimizer, context.dtype, device),
-        torch.from_numpy(LRSchedule(config.optimizer, context.decay_iters, batch).table(before)),
+        torch.from_numpy(LRSchedule(config.optimizer, context.decay_iters, batch).table(steps_so_far)),
         hooks.first(Hook.squared_norm, device) or mpu.all_reduced_squared_norm,
     )
     return TrainState(
@@ -164,8 +164,8 @@ def build_reducer(
     is_whole = model.has_embeddings and model.has_head
     if (extended := context.hooks.first(Hook.reducer, buffer, model, parallel)) is not None:
         return extended, model
-    kind = ShardedBucketReducer if config.shard_gradients and buffer.is_sharded else BucketReducer
-    reducer = kind(buffer, group, in_bf16=config.grad_reduce_in_bf16, embedding_group=parallel.embedding_group)
+    reducer_class = ShardedBucketReducer if config.shard_gradients and buffer.is_sharded else BucketReducer
+    reducer = reducer_class(buffer, group, in_bf16=config.grad_reduce_in_bf16, embedding_group=parallel.embedding_group)
     model.tied_grad_hook = TiedGradReducer(reducer, TIED_WEIGHT, None if is_whole else TIED_WEIGHT)
     return reducer, model
 

@@ -15,8 +15,8 @@ def train_step(trainer: Trainer) -> None:
     state, optimizer, timers = trainer.state, trainer.state.optimizer, trainer.timers
     with timers("batch generator"):
         with timers("data loader"):
-            text, samples = next(trainer.data.loader)
-        batch = trainer.data.to_device(text, samples)
+            token_ids, sample_ids = next(trainer.data.loader)
+        batch = trainer.data.to_device(token_ids, sample_ids)
         # Each token has the same weight in the global batch, in every layout. The loss scale is applied here, before
         # anything is rounded to 16 bits.
         token_weight = batch.mask * (optimizer.scaler.scale / tokens_in_global_batch(trainer, batch))

@@ -29,7 +29,7 @@ import torch
 from data_utils import build_tokenizer, default_tokenizer_kind
 from data_utils.command_line import Parser, plural
 from megatron.gpt2 import device as devices
-from megatron.gpt2.checkpoint.interface import decay_iters
+from megatron.gpt2.checkpoint.interface import saved_decay_iters
 from megatron.gpt2.checkpoint.save_folder import find_checkpoint
 from megatron.gpt2.config import Config, require
 from megatron.gpt2.config.arguments import Arguments, merge_checkpoint, parse
@@ -125,7 +125,7 @@ def planned_config(words: Sequence[str]) -> Config:
     where = arguments.checkpoint
     checkpoint = find_checkpoint(where.load or str(where.save), log=lambda line: None, verify=False)
     if checkpoint is not None and "config" in checkpoint.metadata:
-        arguments = merge_checkpoint(arguments, checkpoint.metadata["config"], decay_iters(checkpoint.metadata))
+        arguments = merge_checkpoint(arguments, checkpoint.metadata["config"], saved_decay_iters(checkpoint.metadata))
     config = arguments.config
     size = config.model.vocab_size or (checkpoint.metadata["vocab_size"] if checkpoint else vocabulary_size(arguments))
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.gpt2.config import Config, flag
+from megatron.gpt2.config import Config, flag_name
 from megatron.gpt2.extensions.plan.memory import (
     MemoryEstimate,
     MemoryInputs,
@@ -312,4 +312,4 @@ def changed_flags(section: str, asked: object, values: dict[str, Any]) -> Iterat
     """Yield the flags for the values that differ from `asked`."""
     for name, value in values.items():
         if value != getattr(asked, name):
-            yield flag(f"{section}.{name}") + ("" if value is True else f" {value}")
+            yield flag_name(f"{section}.{name}") + ("" if value is True else f" {value}")

@@ -154,7 +154,7 @@ class Capture(Hook):
         self._first_sample = int(starts[self._micro_batch_counts[self._first_layer]])
         self._micro_batch_counts[self._first_layer] += 1
         self._is_forward = True
-        for index, name in enumerate(("samples", "tokens", "labels", "token_weight")):
+        for index, name in enumerate(("sample_ids", "tokens", "labels", "token_weight")):
             value = kwargs.get(name)
             if self._first_layer == 0 and value is not None:
                 value = self._unscale(value) if value.is_floating_point() else value

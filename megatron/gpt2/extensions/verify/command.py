@@ -29,9 +29,9 @@ import torch
 from data_utils.command_line import Parser, configure_output, positive_int
 from data_utils.files import atomic_write_text
 from megatron.gpt2 import device as devices
-from megatron.gpt2.checkpoint.interface import check_metadata, decay_iters
+from megatron.gpt2.checkpoint.interface import check_metadata, saved_decay_iters
 from megatron.gpt2.checkpoint.save_folder import find_checkpoint
-from megatron.gpt2.config import flag, flatten_sections, require
+from megatron.gpt2.config import flag_name, flatten_sections, require
 from megatron.gpt2.config.arguments import merge_checkpoint
 from megatron.gpt2.config.arguments import parse as parse_run
 from megatron.gpt2.config.flags import parse_launch_flags
@@ -174,7 +174,9 @@ def read_layout(common: Sequence[str], flags: str, batch: int | None = None) -> 
             if checkpoint is None:
                 raise ValueError(f"--load {folder} holds no checkpoint")
             check_metadata(checkpoint)
-            arguments = merge_checkpoint(arguments, checkpoint.metadata["config"], decay_iters(checkpoint.metadata))
+            arguments = merge_checkpoint(
+                arguments, checkpoint.metadata["config"], saved_decay_iters(checkpoint.metadata)
+            )
         parallel, dp = arguments.config.parallel, given.data_parallel_size
         p = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
         world_size = p * (dp or 1)
@@ -305,7 +307,7 @@ def check_same_run(then: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     facts `then`."""
     before, now = flatten_sections(then["config"]), flatten_sections(here["config"])
     for name, theirs, own in (
-        *((flag(key), before.get(key), now[key]) for key in SAME_FLAGS),
+        *((flag_name(key), before.get(key), now[key]) for key in SAME_FLAGS),
         *((words, then.get(key), here[key]) for key, words in SAME_FACTS.items()),
     ):
         require(theirs == own, f"the trace is of a different run: {name} is {theirs} in the trace and {own} here")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data_utils.command_line import align_columns, plural
-from megatron.gpt2.config import flag, flatten_sections
+from megatron.gpt2.config import flag_name, flatten_sections
 from megatron.gpt2.dist.ranks import format_ranks
 from megatron.gpt2.extensions.verify.compare import Comparison, Difference
 from megatron.gpt2.extensions.verify.trace import TensorKey, Trace, TraceEntry
@@ -37,7 +37,7 @@ FORWARD_OPERATIONS = {
     "skipped": "the test whether the gradient norm is finite",
     "learning rate": "the schedule of the learning rate",
     "steps of the optimizer": "the count of steps in AdamW",
-    "samples": DATA,
+    "sample_ids": DATA,
     "tokens": DATA,
     "labels": DATA,
     "token_weight": "the mask of the loss, or the number of tokens in the global batch",
@@ -232,7 +232,9 @@ def render_html(lines: Sequence[str], command: str, trace: Trace, results: Seque
         command=command,
         facts=[(name.replace("_", " "), value) for name, value in trace.facts.items() if name != "config"],
         flags=[
-            (flag(k), value) for k, value in flatten_sections(trace.facts["config"]).items() if value not in (None, ())
+            (flag_name(k), value)
+            for k, value in flatten_sections(trace.facts["config"]).items()
+            if value not in (None, ())
         ],
     )
 

@@ -16,7 +16,7 @@ from megatron.gpt2.config import (
     SECTIONS,
     TrainConfig,
     config_fields,
-    flag,
+    flag_name,
     flatten_sections,
     non_default_values,
     read_config,
@@ -261,7 +261,7 @@ def test_the_last_of_repeated_flags_wins_also_with_several_values():
     several = [name for name, f in config_fields().items() if isinstance(f.default, tuple)]
     assert several
     for name in several:
-        assert [int(value) for value in read(f"{flag(name)} 3 4 {flag(name)} 5 6").values[name]] == [5, 6]
+        assert [int(value) for value in read(f"{flag_name(name)} 3 4 {flag_name(name)} 5 6").values[name]] == [5, 6]
     assert read("--train-data-path p --train-data-path q").config.data.data_path == ("q",)
     schedules = read("--step-batch-size-schedule 0:2 1B:4 --step-batch-size-schedule 0:8")
     assert schedules.config.train.step_batch_size_schedule == ("0:8",)
@@ -505,7 +505,7 @@ def test_a_flag_replaces_the_batch_size_schedule_of_a_config_file(tmp_path: Path
     file.write_text(json.dumps({"version": 1, "global_batch_size": 8, "config": first.config.as_dict()}))
 
     def stages(flags: str) -> tuple[tuple[int, int], ...]:
-        return parse(["--config", str(file), *flags.split()]).config.batch_schedule(1).stages
+        return parse(["--config", str(file), *flags.split()]).config.batch_schedule(1).milestones
 
     assert stages("--micro-batch-size 1") == ((0, 4), (9, 8))
     assert stages("--micro-batch-size 1 --global-batch-size 12") == ((0, 4), (5, 8), (9, 12))

@@ -17,7 +17,7 @@ TOKENS = torch.arange(4 * 32).view(4, 32) % 97
 
 
 def loss_and_gradients(model: GPT2Model) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    loss = model(TOKENS, TOKENS, torch.full((4, 32), 1 / 128), samples=torch.arange(4))
+    loss = model(TOKENS, TOKENS, torch.full((4, 32), 1 / 128), sample_ids=torch.arange(4))
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 

@@ -56,7 +56,7 @@ def gradients(
                 "packed_seq_params": mpu.PackedSeqParams.from_tokens(tokens, int(tokens[0, 11]), "cpu"),
                 "positions": torch.randint(0, s, (3, s), generator=torch.Generator().manual_seed(4)),
             }
-        loss = model(tokens, labels, torch.full((3, s), 1 / (3 * s)), samples=torch.arange(3), **more)
+        loss = model(tokens, labels, torch.full((3, s), 1 / (3 * s)), sample_ids=torch.arange(3), **more)
         loss.backward()
         if not virtual_ranks:
             mpu.all_reduce_sequence_parallel_grads(model.parameters())

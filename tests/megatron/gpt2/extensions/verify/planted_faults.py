@@ -198,7 +198,7 @@ FAULTS = {
     "mask by local index": PlantedFault(mask_by_local_index, CORE, "its dropout", ranks=(1,)),
     "wrong QKV order": PlantedFault(qkv_order, CORE, "attention of layer 1"),
     "norm counted twice": PlantedFault(norm_counted_twice, "gradient norm", "each of which counts once"),
-    "lost micro-batch": PlantedFault(lost_micro_batch, "samples", "the data loader", ACCUMULATED, ranks=(1,)),
+    "lost micro-batch": PlantedFault(lost_micro_batch, "sample_ids", "the data loader", ACCUMULATED, ranks=(1,)),
     "lost gradient of a micro-batch": PlantedFault(lost_gradient, LAST, "over 2 micro-batches", ACCUMULATED),
     "swapped shards": PlantedFault(
         swapped_shards,
