@@ -152,11 +152,20 @@ class LinearCrossEntropy(torch.autograd.Function):
         return d_hidden, d_weight, *[None] * 7
 
 
-def chunk_size_for(tokens: int) -> int:
-    """Return how many tokens have logits at the same time. It is 1/16 of all tokens, so that the logits take less than
-    a tenth of the memory that float32 logits of all tokens would take, and at least 512, because smaller matrix
-    products are slow."""
-    return max(512, tokens // 16)
+LOGITS_AT_ONCE = 4 * 10**9  # bytes on a GPU
+
+
+def chunk_size_for(tokens: int, row_bytes: int = 0) -> int:
+    """Return how many tokens have logits at the same time.
+
+    On a CPU 1/16 of all tokens, so that the logits take less than a tenth of the memory that float32 logits of all
+    tokens would take. At least 512, because smaller matrix products are slow. On a GPU, whose logits of a token have
+    `row_bytes`, as many as fit into 4 GB, in equal parts: each chunk passes once over the weight and over the sum of
+    its gradient. 32,768 tokens of GPT-2 in bf16 have 3.3 GB.
+    """
+    if not row_bytes:
+        return max(512, tokens // 16)
+    return -(-tokens // -(-tokens * row_bytes // LOGITS_AT_ONCE))
 
 
 def vocab_parallel_linear_cross_entropy(
@@ -189,6 +198,7 @@ def vocab_parallel_linear_cross_entropy(
     check_ids(target, vocab_size, "target")
     hidden, weight, _ = kernels.cast_for_autocast(hidden, weight)
     hidden = enter_model_parallel_region(hidden, group, sequence_parallel)
+    row_bytes = 0 if hidden.is_cpu else weight.size(0) * hidden.element_size()
     return LinearCrossEntropy.apply(  # type: ignore[no-any-return]
         hidden,
         weight,
@@ -196,7 +206,7 @@ def vocab_parallel_linear_cross_entropy(
         token_weight,
         group,
         vocab_size,
-        chunk_size or chunk_size_for(hidden.size(0)),
+        chunk_size or chunk_size_for(hidden.size(0), row_bytes),
         weight_grad_hook,
         torch.is_grad_enabled(),
     )

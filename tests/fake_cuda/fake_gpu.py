@@ -406,6 +406,8 @@ class FakeGPU(TorchDispatchMode):
         # AdamW's kernel works in place and has no meta kernel.
         out = None if name == "_fused_adamw_" else func(*args, **kwargs)
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.device.type == "cuda"]
+        if func.namespace == "mpu":
+            made += written(func, args, kwargs)  # our operators do not return what they write into
         for tensor in (*on_gpu, *made):
             self.memory.add(tensor)
         self._order.take(made)
@@ -517,7 +519,12 @@ def where() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.startswith(ROOT) and "/tests/fake_cuda/" not in file and "/.venv" not in file:
+        if (
+            file.startswith(ROOT)
+            and not file.endswith("/triton_kernel.py")
+            and "/tests/fake_cuda/" not in file
+            and "/.venv" not in file
+        ):
             return f"{file[len(ROOT) + 1 :]}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "autograd"

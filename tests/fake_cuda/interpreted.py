@@ -10,13 +10,26 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 import mpu
+from mpu import kernels
+from mpu.cross_entropy import loss_from_stats, vocab_parallel_targets
+from mpu.kernels.cross_entropy import CROSS_ENTROPY_GRADIENT, VOCAB_STATISTICS
 from mpu.kernels.dropout import DROPOUT
 from mpu.kernels.triton_kernel import TritonKernel
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-KERNELS: list[TritonKernel[Any, Any]] = [DROPOUT]
+KERNELS: list[TritonKernel[Any, Any]] = [DROPOUT, VOCAB_STATISTICS, CROSS_ENTROPY_GRADIENT]
+ULP = {dtype: torch.finfo(dtype).eps for dtype in DTYPES}
+
+
+@pytest.fixture
+def triton_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let CPU tensors take the way of CUDA tensors, through Triton's interpreter."""
+    monkeypatch.setattr(TritonKernel, "__call__", TritonKernel.run)
+    monkeypatch.setattr(Tensor, "is_cpu", property(lambda x: False))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -33,3 +46,35 @@ def test_dropout_drops_what_the_cpu_drops(h: int, dtype: torch.dtype):
     here, there = (of(x, 0.3, seeds, 2, 7) for of in (DROPOUT.reference, DROPOUT.kernel))
     assert torch.equal(here == 0, there == 0) and 0.2 < (here == 0).float().mean() < 0.4
     assert torch.allclose(here.float(), there.float(), rtol=2**-7 if dtype == torch.bfloat16 else 2**-10)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("columns", "width"), [(1, 2), (257, 384), (4096, 4096), (5000, 8200)])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_the_loss_and_its_gradient_equal_float64(
+    triton_on_cpu: None, shards: int, columns: int, width: int, dtype: torch.dtype
+):
+    """Of one rank, and of two ranks whose statistics are combined. With (257, 384) the second rank has padding only."""
+    logits = (4 * torch.randn(5, width)).to(dtype)
+    target, weight = torch.randint(0, columns, (5,)), torch.rand(5)
+    exact = logits[:, :columns].double().requires_grad_()
+    losses = F.cross_entropy(exact, target, reduction="none")
+    (losses * weight).sum().backward()
+
+    parts = [part.contiguous() for part in logits.chunk(shards, dim=1)]
+    targets = [vocab_parallel_targets(target, number, width // shards, columns) for number in range(shards)]
+    own = [kernels.vocab_parallel_softmax(part, of, None, None) for part, of in zip(parts, targets, strict=True)]
+    assert torch.equal(torch.cat(parts, dim=1), logits), "without a gradient the logits stay"
+    combine = None if shards == 1 else lambda _: combined(torch.stack(own))
+    for part, of in zip(parts, targets, strict=True):
+        stats = kernels.vocab_parallel_softmax(part, of, weight, combine)
+        torch.testing.assert_close(loss_from_stats(stats).double(), losses.detach(), rtol=1e-5, atol=1e-5)
+    error = (torch.cat(parts, dim=1).double() - F.pad(exact.grad, (0, width - columns))).abs()
+    assert (error <= F.pad(exact.grad.abs(), (0, width - columns)) * ULP[dtype] + 1e-6).all()
+
+
+def combined(stats: Tensor) -> Tensor:
+    """[ranks, 3, c] -> [3, c], the statistics of the whole vocabulary."""
+    largest, total, target_logit = stats.unbind(1)
+    whole = largest.amax(dim=0)
+    return torch.stack((whole, (total * (largest - whole).exp()).sum(dim=0), target_logit.sum(dim=0)))

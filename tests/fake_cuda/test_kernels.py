@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,9 +27,7 @@ def test_the_values_are_those_of_the_references():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("element", ["bf16", "fp16", "fp32"])
-def test_it_spills_nothing(architecture: str, element: str):
+def dropout(element: str) -> tuple[Any, dict[str, str], dict[str, Any], int]:
     from mpu.kernels.dropout_triton import BLOCKS, WARPS, dropout_kernel
 
     types = {
@@ -36,14 +36,55 @@ def test_it_spills_nothing(architecture: str, element: str):
         "seeds": "*i64",
         **dict.fromkeys(("b", "h", "first_position", "dropped"), "i32"),
         "keep_scale": "fp32",
-        **dict.fromkeys(("LOCATION", "BLOCKS"), "constexpr"),
     }
-    found = assembled(
-        "seeded dropout",
-        dropout_kernel,
+    return dropout_kernel, types, {"LOCATION": 2, "BLOCKS": BLOCKS}, WARPS
+
+
+def cross_entropy(
+    element: str, find_stats: bool = True, write_gradient: bool = True
+) -> tuple[Any, dict[str, str], dict[str, Any], int]:
+    from mpu.kernels.cross_entropy_triton import BLOCK, WARPS, cross_entropy_kernel
+
+    types = {
+        "logits": f"*{element}",
+        **dict.fromkeys(("stats", "weight"), "*fp32"),
+        "target": "*i64",
+        "is_local": "*i1",
+        **dict.fromkeys(("columns", "width", "tokens"), "i32"),
+    }
+    return (
+        cross_entropy_kernel,
         types,
-        {"LOCATION": 2, "BLOCKS": BLOCKS},
-        architecture,
-        options={"num_warps": WARPS},
+        {"FIND_STATS": find_stats, "WRITE_GRADIENT": write_gradient, "BLOCK": BLOCK},
+        WARPS,
     )
-    assert not found.spilled and not found.stack and found.registers <= 64, found
+
+
+# For an element type: the Triton function, the types of its arguments, its constants, its warps, and how many
+# registers a thread may have.
+KERNELS = {
+    "seeded dropout": (dropout, 64),
+    "cross-entropy": (cross_entropy, 64),
+    "statistics": (functools.partial(cross_entropy, write_gradient=False), 64),
+    "gradient": (functools.partial(cross_entropy, find_stats=False), 64),
+}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("element", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_it_spills_nothing(architecture: str, element: str, kernel: str):
+    describe, registers = KERNELS[kernel]
+    function, types, constants, warps = describe(element)
+    aligned = [number for number, (name, of) in enumerate(types.items()) if of.startswith("*") or name == "width"]
+    found = assembled(
+        kernel,
+        function,
+        types | dict.fromkeys(constants, "constexpr"),
+        constants,
+        architecture,
+        attributes={(number,): [["tt.divisibility", 16]] for number in aligned},
+        options={"num_warps": warps},
+    )
+    print(found)
+    assert not found.spilled and not found.stack and found.registers <= registers, found

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import mpu
+from mpu.cross_entropy import chunk_size_for
 from tests.distributed import run_ranks
 
 VOCAB, PADDED, HIDDEN, TOKENS = 21, 32, 8, 50  # With 4 ranks, the last one has only padding.
@@ -90,6 +91,14 @@ def check(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_equals_the_plain_formula(world_size: int):
     run_ranks(check, world_size)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "row_bytes", "chunk"),
+    [(32768, 0, 2048), (100, 0, 512), (32768, 50304 * 2, 32768), (65536, 50304 * 2, 32768), (50001, 50304 * 4, 16667)],
+)
+def test_chunks_are_counted_in_tokens_on_a_cpu_and_in_bytes_on_a_gpu(tokens: int, row_bytes: int, chunk: int):
+    assert chunk_size_for(tokens, row_bytes) == chunk
 
 
 def test_fp16_keeps_small_gradients_when_scaled_first():
