@@ -24,24 +24,24 @@ def cross_entropy_kernel(
     target,
     is_local,
     weight,
-    columns,
-    width,
     tokens,
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
     FIND_STATS: tl.constexpr,
     WRITE_GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """A row of logits [c, v/tp]; stats: [3, c] float32, written if FIND_STATS, else read."""
     row = tl.program_id(0)
-    logits += row.to(tl.int64) * width
+    logits += row.to(tl.int64) * WIDTH
     stats += row
     block = tl.arange(0, BLOCK)
     if FIND_STATS:
         largest = tl.full((), -3.4028234663852886e38, tl.float32)
         total = tl.full((), 0.0, tl.float32)
-        for first in range(0, columns, BLOCK):
+        for first in range(0, COLUMNS, BLOCK):
             at = first + block
-            x = tl.load(logits + at, mask=at < columns, other=float("-inf"), eviction_policy="evict_last")
+            x = tl.load(logits + at, mask=at < COLUMNS, other=float("-inf"), eviction_policy="evict_last")
             x = x.to(tl.float32)
             larger = tl.maximum(largest, tl.max(x))
             total = total * tl.exp(largest - larger) + tl.sum(tl.exp(x - larger))
@@ -58,11 +58,11 @@ def cross_entropy_kernel(
         factor = tl.load(weight + row)
         of_target = tl.where(tl.load(is_local + row), tl.load(target + row), -1)
         scale = factor / total
-        for first in range(0, width, BLOCK):
+        for first in range(0, WIDTH, BLOCK):
             at = first + block
-            x = tl.load(logits + at, mask=at < columns, other=float("-inf"), eviction_policy="evict_first")
+            x = tl.load(logits + at, mask=at < COLUMNS, other=float("-inf"), eviction_policy="evict_first")
             gradient = tl.exp(x.to(tl.float32) - largest) * scale - tl.where(at == of_target, factor, 0.0)
-            tl.store(logits + at, gradient.to(x.dtype), mask=at < width)
+            tl.store(logits + at, gradient.to(x.dtype), mask=at < WIDTH)
 
 
 def cross_entropy_on_gpu(
@@ -84,9 +84,9 @@ def cross_entropy_on_gpu(
         target,
         is_local,
         stats if weight is None else weight,
-        columns,
-        width,
         tokens,
+        COLUMNS=columns,
+        WIDTH=width,
         FIND_STATS=find_stats,
         WRITE_GRADIENT=weight is not None,
         BLOCK=BLOCK,
