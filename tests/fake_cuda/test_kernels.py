@@ -6,6 +6,7 @@ import functools
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 from tests.fake_cuda.fake_inductor import assembled
 
 ARCHITECTURES = ("sm_80", "sm_90a")
+# A Triton function, the types of its arguments, its constants, and its warps.
+Described = tuple[Any, dict[str, str], dict[str, Any], int]
 
 
 def test_the_values_are_those_of_the_references():
@@ -27,7 +30,7 @@ def test_the_values_are_those_of_the_references():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def dropout(element: str) -> tuple[Any, dict[str, str], dict[str, Any], int]:
+def dropout(element: str) -> Described:
     from mpu.kernels.dropout_triton import BLOCKS, WARPS, dropout_kernel
 
     types = {
@@ -40,9 +43,7 @@ def dropout(element: str) -> tuple[Any, dict[str, str], dict[str, Any], int]:
     return dropout_kernel, types, {"LOCATION": 2, "BLOCKS": BLOCKS}, WARPS
 
 
-def cross_entropy(
-    element: str, find_stats: bool = True, write_gradient: bool = True
-) -> tuple[Any, dict[str, str], dict[str, Any], int]:
+def cross_entropy(element: str, find_stats: bool = True, write_gradient: bool = True) -> Described:
     from mpu.kernels.cross_entropy_triton import BLOCK, WARPS, cross_entropy_kernel
 
     types = {
@@ -60,9 +61,8 @@ def cross_entropy(
     )
 
 
-# For an element type: the Triton function, the types of its arguments, its constants, its warps, and how many
-# registers a thread may have.
-KERNELS = {
+# A description for an element type, and how many registers a thread may have.
+KERNELS: dict[str, tuple[Callable[[str], Described], int]] = {
     "seeded dropout": (dropout, 64),
     "cross-entropy": (cross_entropy, 64),
     "statistics": (functools.partial(cross_entropy, write_gradient=False), 64),
