@@ -5,6 +5,7 @@
 Legend: b batch, s sequence, n heads, d head size, t = b · s tokens, sample after sample.
 """
 
+import contextlib
 from dataclasses import dataclass
 
 import torch
@@ -40,41 +41,6 @@ class PackedSeqParams:
         return cls(lengths, ends.pin_memory().to(device, non_blocking=True) if on_gpu else ends)
 
 
-def document_attention(
-    qkv: Tensor,
-    dropout_p: float,
-    packed_seq_params: PackedSeqParams | None,
-    dropout_seeds: Tensor | None = None,
-    first_head: int = 0,
-) -> Tensor:
-    """Causal attention within each document: [s, b, n, 3, d] -> [s, b, n·d]. It takes less time than attention over
-    whole samples, and no more memory.
-
-    packed_seq_params: None if each sample is one document.
-    dropout_seeds: int64 [b, 3], see `mpu.make_dropout_seeds`; None draws the masks from torch's generator.
-    first_head: number of this rank's first head.
-    """
-    s, b, n, _, d = qkv.shape
-    if packed_seq_params is None and dropout_seeds is not None:
-        return kernels.seeded_attention(qkv, dropout_p, dropout_seeds, ATTENTION_DROPOUT, first_head)
-    if packed_seq_params is None or (dropout_seeds is None and len(packed_seq_params.lengths) == b):
-        return kernels.causal_attention(qkv, dropout_p)
-    tokens = qkv.transpose(0, 1).reshape(b * s, 1, n, 3, d)  # [s, b, n, 3, d] -> [b, s, n, 3, d] -> [t, 1, n, 3, d]
-    if dropout_seeds is None:
-        y = kernels.varlen_causal_attention(
-            tokens, dropout_p, packed_seq_params.lengths, packed_seq_params.cu_seqlens_q
-        )
-    else:
-        parts, start = [], 0
-        for part in tokens.split(packed_seq_params.lengths):
-            sample, first = divmod(start, s)
-            seeds = dropout_seeds[sample : sample + 1]
-            parts.append(kernels.seeded_attention(part, dropout_p, seeds, ATTENTION_DROPOUT, first_head, first))
-            start += part.size(0)
-        y = torch.cat(parts)
-    return y.view(b, s, n * d).transpose(0, 1)  # [t, 1, n·d] -> [b, s, n·d] -> [s, b, n·d]
-
-
 def core_attention(
     qkv: Tensor,
     dropout_p: float,
@@ -82,17 +48,34 @@ def core_attention(
     dropout_seeds: Tensor | None = None,
     first_head: int = 0,
 ) -> Tensor:
-    """`document_attention` with the right random stream for dropout: [s, b, n, 3, d] -> [s, b, n·d].
+    """Causal attention, within each document if there are `packed_seq_params`: [s, b, n, 3, d] -> [s, b, n·d].
+    Attention within documents takes less time than over whole samples, and no more memory.
 
-    A GPU's fused kernels cannot use `dropout_seeds`. On a GPU, or without seeds, dropout draws from the tracker, which
-    has different numbers on each rank, because each rank has different heads. A compiled layer runs in the tracker's
-    stream as a whole, because torch.compile cannot trace a change of the stream.
+    packed_seq_params: None if each sample is one document.
+    dropout_seeds: int64 [b, 3], see `mpu.make_dropout_seeds`. A GPU's fused kernels cannot use them. On a GPU, or
+        without seeds, dropout draws from the tracker, which has different numbers on each rank, because each rank has
+        different heads.
+    first_head: the number of this rank's first head.
     """
-    if dropout_p == 0:
-        return document_attention(qkv, 0.0, packed_seq_params)
-    if dropout_seeds is not None and kernels.has_seeded_attention(qkv.device.type):
-        return document_attention(qkv, dropout_p, packed_seq_params, dropout_seeds, first_head)
-    if torch.compiler.is_compiling():
-        return document_attention(qkv, dropout_p, packed_seq_params)
-    with current_rng_tracker().fork():
-        return document_attention(qkv, dropout_p, packed_seq_params)
+    s, b, n, _, d = qkv.shape
+    seeds = dropout_seeds if dropout_p > 0 and kernels.has_seeded_attention(qkv.device.type) else None
+    # A compiled layer runs in the tracker's stream as a whole: torch.compile cannot trace a change of the stream.
+    draws = dropout_p > 0 and seeds is None and not torch.compiler.is_compiling()
+    with current_rng_tracker().fork() if draws else contextlib.nullcontext():
+        if packed_seq_params is None and seeds is not None:
+            return kernels.seeded_attention(qkv, dropout_p, seeds, ATTENTION_DROPOUT, first_head)
+        if packed_seq_params is None or (seeds is None and len(packed_seq_params.lengths) == b):
+            return kernels.causal_attention(qkv, dropout_p)
+        lengths = packed_seq_params.lengths
+        tokens = qkv.transpose(0, 1).reshape(b * s, 1, n, 3, d)  # [s, b, n, 3, d] -> [b, s, n, 3, d] -> [t, 1, n, 3, d]
+        if seeds is None:
+            y = kernels.varlen_causal_attention(tokens, dropout_p, lengths, packed_seq_params.cu_seqlens_q)
+        else:
+            parts, start = [], 0
+            for part in tokens.split(lengths):
+                sample, first = divmod(start, s)
+                own = seeds[sample : sample + 1]
+                parts.append(kernels.seeded_attention(part, dropout_p, own, ATTENTION_DROPOUT, first_head, first))
+                start += part.size(0)
+            y = torch.cat(parts)
+    return y.view(b, s, n * d).transpose(0, 1)  # [t, 1, n·d] -> [b, s, n·d] -> [s, b, n·d]

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from megatron.gpt2.model.attention_backend import BACKENDS, choose_attention
 from megatron.gpt2.model.gpt2 import GPT2Model, layer_config
 from megatron.gpt2.train.train_step import train_step
 from megatron.gpt2.train.trainer import Trainer
-from mpu.attention import document_attention
+from mpu.attention import core_attention
 from mpu.kernels import seeded_dropout
 from tests.megatron.gpt2.train.test_single_rank_group import RUNS, check_single_rank_group
 from tests.megatron.gpt2.train.training_runs import SHAPE, finish, start, steps, write_text
@@ -160,8 +161,9 @@ def test_attention_by_document_equals_the_cpu(dtype: torch.dtype, dropout_p: flo
     tokens[1, 100], tokens[2, [0, 5, 6, 511]] = 0, 0
     reference = torch.randn(512, 4, 2, 3, 64, requires_grad=True)
     qkv = reference.detach().to("cuda", dtype).requires_grad_()
-    expected = document_attention(reference, 0.0, mpu.PackedSeqParams.from_tokens(tokens, 0, "cpu"))
-    got = document_attention(qkv, dropout_p, mpu.PackedSeqParams.from_tokens(tokens, 0, "cuda"))
+    expected = core_attention(reference, 0.0, mpu.PackedSeqParams.from_tokens(tokens, 0, "cpu"))
+    with mock.patch("mpu.attention.current_rng_tracker"):
+        got = core_attention(qkv, dropout_p, mpu.PackedSeqParams.from_tokens(tokens, 0, "cuda"))
     for y in (expected, got):
         y.float().square().sum().backward()
     assert (got.detach().float().cpu() - expected).norm() <= 1e-2 * expected.norm()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import mpu
-from mpu.attention import document_attention
+from mpu.attention import core_attention
 from mpu.kernels import causal_attention, seeded_attention
 from tests.mpu.kernels.test_dropout import seeds_of
 
@@ -92,9 +92,9 @@ def test_attention_within_documents_does_not_depend_on_the_micro_batch():
     tokens = torch.ones(3, 60, dtype=torch.int64)
     tokens[0, 20], tokens[1, [0, 5, 58]] = 0, 0
     qkv, seeds = torch.randn(60, 3, 2, 3, 16), seeds_of([4, 8, 6])
-    whole = document_attention(qkv, 0.3, mpu.PackedSeqParams.from_tokens(tokens, 0, "cpu"), seeds)
+    whole = core_attention(qkv, 0.3, mpu.PackedSeqParams.from_tokens(tokens, 0, "cpu"), seeds)
     for first, last in itertools.pairwise((0, 1, 3)):
         documents = mpu.PackedSeqParams.from_tokens(tokens[first:last], 0, "cpu")
-        part = document_attention(qkv[:, first:last], 0.3, documents, seeds[first:last])
+        part = core_attention(qkv[:, first:last], 0.3, documents, seeds[first:last])
         assert torch.equal(part, whole[:, first:last])
-    assert torch.equal(document_attention(qkv, 0.3, None, seeds)[:, 2], whole[:, 2]), "a sample that is one document"
+    assert torch.equal(core_attention(qkv, 0.3, None, seeds)[:, 2], whole[:, 2]), "a sample that is one document"

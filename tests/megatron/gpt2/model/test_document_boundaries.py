@@ -18,7 +18,7 @@ import mpu
 from megatron.gpt2.model.gpt2 import GPT2Model, layer_config, model_partition_specs
 from megatron.gpt2.train.data import document_positions
 from megatron.gpt2.train.evaluate import evaluate
-from mpu.attention import PackedSeqParams, document_attention
+from mpu.attention import PackedSeqParams, core_attention
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import SHAPE, finish, start, steps
 from tests.mpu.test_cross_entropy import MemoryCounter
@@ -133,17 +133,18 @@ def test_the_varlen_kernel_gets_the_right_arguments() -> None:
         return torch.cat(parts, dim=1).transpose(0, 1)
 
     documents, qkv = PackedSeqParams.from_tokens(texts(4)[0], EOD, "cpu"), torch.randn(32, 4, 2, 3, 16)
-    expected = document_attention(qkv, 0.0, documents)
+    expected = core_attention(qkv, 0.0, documents)
     from torch.nn.attention import varlen  # This imports torch's compiler.
 
     kernel = mock.create_autospec(varlen.varlen_attn, side_effect=by_ends)
     with (
         mock.patch("mpu.kernels.has_varlen_kernel", return_value=True),
         mock.patch.object(varlen, "varlen_attn", kernel),
+        mock.patch("mpu.attention.current_rng_tracker"),
     ):
-        assert torch.allclose(document_attention(qkv, 0.0, documents), expected, atol=1e-6)
+        assert torch.allclose(core_attention(qkv, 0.0, documents), expected, atol=1e-6)
         assert kernel.call_count == 1
-        document_attention(qkv, 0.1, documents)  # The kernel has no dropout.
+        core_attention(qkv, 0.1, documents)  # The kernel has no dropout.
         assert kernel.call_count == 1
 
 
@@ -151,7 +152,7 @@ def test_memory_does_not_grow_with_the_square_of_the_sequence() -> None:
     tokens = texts(1, 4096)[0]
     qkv = torch.randn(4096, 1, 1, 3, 8, requires_grad=True)
     with MemoryCounter() as counter:
-        document_attention(qkv, 0.0, PackedSeqParams.from_tokens(tokens, EOD, "cpu")).sum().backward()
+        core_attention(qkv, 0.0, PackedSeqParams.from_tokens(tokens, EOD, "cpu")).sum().backward()
     assert 0 < counter.peak < 8 * qkv.nbytes < 4096 * 4096
 
 
