@@ -23,7 +23,7 @@ from megatron.gpt2.optimizer.bucket_reducer import (
     choose_bucket_size,
 )
 from megatron.gpt2.optimizer.muon import MuonOptimizer, layer_matrices
-from megatron.gpt2.optimizer.optimizer import LRSchedule, MixedPrecisionOptimizer, build_loss_scaler
+from megatron.gpt2.optimizer.optimizer import MixedPrecisionOptimizer, build_loss_scaler, learning_rates
 from megatron.gpt2.optimizer.param_and_grad_buffer import ParamAndGradBuffer
 from megatron.gpt2.train.setup import Log, RunContext
 from mpu import kernels
@@ -145,7 +145,7 @@ def build_train_state(context: RunContext, parallel: mpu.ParallelState, log: Log
         param_gather,
         config.optimizer,
         build_loss_scaler(config.optimizer, context.dtype, device),
-        torch.from_numpy(LRSchedule(config.optimizer, context.decay_iters, batch).table(steps_so_far)),
+        torch.from_numpy(learning_rates(config.optimizer, context.decay_iters, batch, steps_so_far)),
         hooks.first(Hook.squared_norm, device) or mpu.all_reduced_squared_norm,
     )
     return TrainState(

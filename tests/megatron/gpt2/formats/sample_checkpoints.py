@@ -27,7 +27,7 @@ from megatron.gpt2.formats.megatron import flatten_state_dict
 from megatron.gpt2.formats.megatron import write_megatron as export_megatron
 from megatron.gpt2.formats.megatron_model import FUSED, MegatronLayout, native_name
 from megatron.gpt2.model.gpt2 import GPT2Model, model_partition_specs
-from megatron.gpt2.optimizer.optimizer import LRSchedule
+from megatron.gpt2.optimizer.optimizer import learning_rates
 from mpu.partition import TensorSlice
 
 SHAPE = ModelConfig(
@@ -320,4 +320,4 @@ def compute_logits(source: BaseCheckpoint, tokens: Tensor) -> Tensor:
 def next_learning_rate(source: BaseCheckpoint) -> float:
     """Return the learning rate of the next step, in a run of 100 steps."""
     config = OptimizerConfig(**source.metadata["config"]["optimizer"])
-    return float(LRSchedule(config, 100, 1).table(np.arange(101.0))[source.metadata["optimizer"]["good_steps"]])
+    return float(learning_rates(config, 100, 1, np.arange(101.0))[source.metadata["optimizer"]["good_steps"]])
