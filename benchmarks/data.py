@@ -180,7 +180,7 @@ def loading(smoke: bool) -> dict[str, Any]:
         given: dict[str, Any] = {"data_path": [str(tokens)], "split": "1", "tokenizer": tokenizer}
         dataset = build_splits(train_data=(), **given, seq_length=SEQUENCE, log=print).train
         order = SampleOrder(len(dataset), seed=1234)
-        dataset.rows(np.arange(len(dataset)))  # This reads every page into memory.
+        dataset.rows(np.arange(len(dataset)))  # Reading all rows brings every page into memory.
         ways = {
             "nanoGPT": lambda: nanogpt_batches(tokens),
             "ours": lambda: our_batches(dataset, order),

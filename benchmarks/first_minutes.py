@@ -123,7 +123,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--again", action="store_true", help="measure recorded cases again")
     budget = "seconds for the whole call; stages that do not fit are skipped (default: 515)"
     parser.add_argument("--budget", type=float, metavar="S", default=515.0, help=budget)
-    for internal in ("--inside", "--scratch", "--call"):  # These are set in the process of a stage.
+    # The program sets these flags itself when it starts the process of a stage.
+    for internal in ("--inside", "--scratch", "--call"):
         parser.add_argument(internal, help=argparse.SUPPRESS)
     args = harness.parse_args(parser, argv)
     args.stages = args.stages.split(",")
@@ -182,7 +183,7 @@ def summary(path: Path, stages: list[str]) -> int:
 
 def run_stage(args: argparse.Namespace, path: Path) -> int:
     """Run a stage in this process."""
-    from benchmarks.gpu import stages  # This also imports the training program.
+    from benchmarks.gpu import stages  # The import of `stages` also imports the training program.
 
     cases = CaseRecorder(path, args.inside, args.call)
     try:
@@ -196,7 +197,8 @@ def run_stage(args: argparse.Namespace, path: Path) -> int:
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     path = Path(args.output).resolve() / "first_minutes.json"
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # This also ends the started processes.
+    # An exit through SystemExit also ends the started processes.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if args.inside:
         return run_stage(args, path)
     if not args.smoke and not torch.cuda.is_available():

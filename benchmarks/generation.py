@@ -94,7 +94,7 @@ def time_by_position(model: GPT2Model, batch: int, early: int, late: int, steps:
 
     def median(place: int) -> float:
         prompts = torch.randint(model.vocab_size, (batch, place - steps // 2))
-        ends = generate_ours(model, prompts, steps)[1][1:]  # This leaves out the prompt.
+        ends = generate_ours(model, prompts, steps)[1][1:]  # The first time is that of the prompt, and is left out.
         return statistics.median(1e3 * (end - start) for start, end in zip(ends, ends[1:], strict=False))
 
     times = harness.alternate({str(place): partial(median, place) for place in (early, late)}, 2 * rounds)

@@ -145,13 +145,14 @@ def run_limited(
             return process.wait(timeout)
         except subprocess.TimeoutExpired:
             return None
-        finally:  # This also runs after SIGTERM to this program.
+        finally:  # SIGTERM to this program also leads here.
             if process.poll() is None:
                 process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(GRACE)
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # This also ends its compilers.
+                # The signal also ends the compilers that the program has started.
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 

@@ -32,7 +32,7 @@ from megatron.gpt2.extensions.plan.step_time import Layouts, Software, step_seco
 
 COLUMNS = [field.name for field in dataclasses.fields(Layouts) if field.name != "virtual_stages"]
 PROGRAM = "megatron_deepspeed"  # The CSV files have this name of the program.
-WORST = 0.05  # This share of the rows is listed.
+WORST = 0.05  # The report lists this share of the rows, those with the largest errors.
 INTERVAL = 0.8  # An interval should contain this share of the rows.
 # The prior of each fitted constant is its value, and the factor by which the value may differ.
 PRIORS = {

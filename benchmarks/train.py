@@ -163,7 +163,7 @@ def run_benchmark(args: argparse.Namespace, scratch: Path) -> int:
     """Run all visits of a preset. Return the exit code."""
     began, gpu = time.monotonic(), args.preset == "gpu" and not args.smoke
     workload, arms = make_workload(args, scratch), select_arms(args)
-    # This is in addition to the first step, which compiles.
+    # The untimed steps come in addition to the first step, which compiles.
     warmup, steps = (1, 2) if args.smoke else (10, 30) if gpu else (1, 5)
     steps = args.steps or steps
     # torch.compile of a large peer takes minutes; parts 3 and 4 have only two arms.
@@ -253,7 +253,7 @@ def run_visits(
     took: dict[str, float] = {}  # the estimated seconds of the next visit
     pending = [arm for _ in range(rounds) for arm in [*arms, *reversed(arms)]] or list(arms)
     for arm in arms:
-        for _ in result["arms"][arm.name]["visits"]:  # These are visits of an earlier call.
+        for _ in result["arms"][arm.name]["visits"]:  # An earlier call of the program has measured these visits.
             if arm in pending:
                 pending.remove(arm)
     while pending:
@@ -377,7 +377,7 @@ def report_result(result: Result, path: Path, bad: list[str]) -> int:
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     args.output.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # This also ends the running arm.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # An exit through SystemExit also ends the running arm.
     if args.nanogpt and not (Path(args.nanogpt) / "model.py").is_file():
         print("--nanogpt: the folder has no model.py: give a checkout of nanoGPT", file=sys.stderr)
         return 2

@@ -213,7 +213,7 @@ def build_random_model(config: ModelConfig, layer: mpu.TransformerConfig, **kwar
     model.to_empty(device=layer.device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            vars(parameter).update(marks[name])  # These say which parameters are split.
+            vars(parameter).update(marks[name])  # The marks say which parameters are split.
             if parameter.dim() > 1:
                 parameter.normal_(0.0, 0.02)
             else:

@@ -204,7 +204,7 @@ class BlendedDataset:
         """Return the samples of `numbers` [k] as int64 [k, seq_length + 1]."""
         blocks, places = np.divmod(numbers, BLOCK)
         which = self._component[places]
-        # These are the sample numbers within each component.
+        # Each component counts its own samples.
         own_numbers = blocks * self._counts[which] + self._before[places]
         rows = np.empty((len(numbers), self.seq_length + 1), dtype=np.int64)
         for number, (component, order) in enumerate(zip(self.components, self._orders, strict=True)):

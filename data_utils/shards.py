@@ -96,7 +96,7 @@ def map_in_processes(
         try:
             futures = {pool.submit(work, *item): item for item in items}
             for future in as_completed(futures):
-                future.result()  # This raises the worker's error.
+                future.result()  # `result` raises the worker's error.
                 finished(*futures[future])
             return [future.result() for future in futures]
         except BrokenProcessPool:

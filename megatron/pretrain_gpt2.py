@@ -2,5 +2,5 @@
 
 from megatron.gpt2.__main__ import run
 
-if __name__ == "__main__":  # It is false in child processes, which import this file.
+if __name__ == "__main__":  # Child processes import this file under a different name.
     run("pretrain")

@@ -26,7 +26,7 @@ from mpu.mappings import all_gather_first_dim
 
 MIN_BYTES = 1 << 20  # Smaller tensors of a layer stay on the device.
 
-Reload = Callable[[], Tensor]  # It returns the tensor on the device.
+Reload = Callable[[], Tensor]  # A function that returns the tensor on the device.
 
 
 class ActivationOffload:

@@ -289,7 +289,7 @@ class ParallelTransformerLayer(nn.Module):
             output_init_method=init_method_for("mlp.dense_4h_to_h.weight"),
             **linears,
         )
-        # This is an attribute because `compile` replaces it.
+        # The function is an attribute because `compile` replaces it.
         self.rank_local_dropout = rank_local_dropout
         self._is_compiled = False
 

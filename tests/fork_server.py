@@ -235,7 +235,7 @@ def preload() -> None:
     """Import the libraries and the programs."""
     for name in (*LIBRARIES, *(f"megatron.gpt2.{program}" for program in PROGRAMS)):
         importlib.import_module(name)
-    # This function takes as long as all others.
+    # The function that is unregistered takes as long as all others together.
     atexit.unregister(importlib.import_module("torch._dynamo.utils").dump_compile_times)
     import torch
 

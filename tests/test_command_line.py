@@ -289,7 +289,7 @@ def test_a_disk_that_fills_at_the_last_save(work: Path, train: Train) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     ends = []
     for more in ("'a run' --train-iters 4", "new --train-iters 2 --exit-interval 1"):
-        # This is less than the weights, and more than the records.
+        # The limit is less than the weights, and more than the records.
         resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))
         try:
             said, warned = train(f"{TEXT} --eval-iters 1 --save {more}", code=1)

@@ -294,14 +294,14 @@ def test_every_link_and_flag_that_is_named_exists():
 
     known = {row[0] for row in flag_table()} | {"--help", "--index-url", "--local-dir"}
     known |= {f"--{name.replace('_', '-')}" for name in SAMPLING_FLAGS}
-    # These are flags of torchrun.
+    # torchrun has these flags.
     known |= set("--rdzv-backend --rdzv-conf --rdzv-endpoint --rdzv-id --master-addr".split())
-    # These are flags of sbatch.
+    # sbatch has these flags.
     known |= set("--nodes --gpus --signal --ntasks-per-node --gpu-bind --gpus-per-task".split())
-    known |= set("--ipc --ulimit --network --nv".split())  # These are flags of docker and apptainer.
-    known |= {"--collect-only", "--model_args"}  # These are flags of pytest and lm-eval.
-    known |= {"--use-checkpoint-opt_param-scheduler"}  # This is a flag of Megatron.
-    known |= {"--out_dir", "--init_from"}  # These are flags of nanoGPT's sample.py.
+    known |= set("--ipc --ulimit --network --nv".split())  # docker and apptainer have these flags.
+    known |= {"--collect-only", "--model_args"}  # pytest and lm-eval have these flags.
+    known |= {"--use-checkpoint-opt_param-scheduler"}  # Megatron has this flag.
+    known |= {"--out_dir", "--init_from"}  # nanoGPT's sample.py has these flags.
     for program in (
         *(ROOT / "megatron" / "gpt2").rglob("*.py"),
         *(ROOT / "data_utils").rglob("*.py"),

@@ -160,7 +160,7 @@ def violations(package: str, levels: list[str]) -> list[str]:
     found = []
     for path in sources(package):
         here = part_of(path, package)
-        if here == "__init__":  # This file is above all levels.
+        if here == "__init__":  # An `__init__.py` is above all levels.
             continue
         if here not in level_of:
             found.append(f"{path.relative_to(ROOT)} is on no level")

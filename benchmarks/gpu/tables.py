@@ -151,7 +151,7 @@ def decoding(cfg: StageConfig, name: str) -> dict[str, Any]:
     prompt, new = (8, 4) if cfg.smoke else (512, 16)
     found: dict[str, Any] = {}
     for b in (1, 8):
-        # This leaves out the prompt.
+        # The first time is that of the prompt, and is left out.
         ends = generate_ours(model, torch.randint(model.vocab_size, (b, prompt)), new)[1][1:]
         ms = [1000 * (end - start) for start, end in zip(ends, ends[1:], strict=False)]
         found[f"{b} texts"] = {"ms": sorted(ms)[len(ms) // 2], "first_ms": ms[0], "most_ms": max(ms)}

@@ -21,7 +21,7 @@ PACKAGES = ("torch", "sympy", "networkx", "numpy", "setuptools", "jinja2", "fssp
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 RUN = 13  # number of words, as in the decontamination of GPT-3 (arXiv:2005.14165, appendix C)
 LEAST_WORDS = 12
-PLAIN_SHARE = 0.85  # This share of a paragraph's words must be plain words.
+PLAIN_SHARE = 0.85  # A paragraph is prose if this share of its words consists of letters and plain punctuation.
 
 # The pattern matches every string and comment of a source, so that none begins inside another one. It keeps long
 # strings with which a line begins: docstrings, and texts for users.
@@ -126,7 +126,7 @@ def prose(text: str) -> Iterator[str]:
     """
     for paragraph in BORDER.split(text):
         if paragraph.count(" ") + paragraph.count("\n") < LEAST_WORDS - 1:
-            continue  # This rejects most strings quickly.
+            continue  # Most strings are rejected here, which is quick.
         words = BULLET.sub("", " ".join(paragraph.split()))
         for pattern, plain in MARKS:
             words = pattern.sub(plain, words)

@@ -8,21 +8,21 @@ import re
 from collections.abc import Iterable
 from functools import partial
 
-# These pairs (pattern, replacement) are applied one after the other.
+# The pairs (pattern, replacement) are applied one after the other.
 _WIKITEXT = (
     ("s '", "s'"),
-    # These restore numbers and punctuation, which WikiText sets apart.
+    # The next pairs restore numbers and punctuation, which WikiText sets apart.
     (" @-@ ", "-"),
     (" @,@ ", ","),
     (r" @\.@ ", "."),
     *((f" {re.escape(mark)} ", f"{mark} ") for mark in ":;.!?,"),
-    # These remove spaces inside brackets and quotation marks.
+    # The next pairs remove spaces inside brackets and quotation marks.
     (r"\(\s*([^\)]*?)\s*\)", r"(\1)"),
     (r"\[\s*([^\]]*?)\s*\]", r"[\1]"),
     (r"{\s*([^}]*?)\s*}", r"{\1}"),
     (r'"\s*([^"]*?)\s*"', r'"\1"'),
     (r"'\s*([^']*?)\s*'", r"'\1'"),
-    # These restore headings, degrees, lines, numbers that were replaced, and the genitive.
+    # The next pairs restore headings, degrees, lines, numbers that were replaced, and the genitive.
     ("= = = =", "===="),
     ("= = =", "==="),
     ("= =", "=="),

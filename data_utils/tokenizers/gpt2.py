@@ -257,7 +257,7 @@ def gpt2_tokenizer(
     missing = next((token for token in tokens if token not in vocabulary), None)
     if missing is not None:
         raise ValueError(f"{vocab_name} lacks the token {reprlib.repr(missing)} of {merge_name}")
-    tokens[:256] = sorted(alphabet, key=vocabulary.__getitem__)  # This order makes GPT-2's ids equal to its ranks.
+    tokens[:256] = sorted(alphabet, key=vocabulary.__getitem__)  # In this order, GPT-2's ids are equal to its ranks.
     ranked = _byte_strings(tokens, merge_name)
     ids = [vocabulary[token] for token in tokens]
     files = {"encoder.json": vocab_data, "vocab.bpe": merge_data}

@@ -108,7 +108,7 @@ def _choose_own_device(requested: str, rank_info: RankInfo, environ: Mapping[str
             f"at most {visible}, or train on the CPU with --device cpu --distributed-backend gloo",
         )
         return torch.device("cuda", rank_info.local_rank), f"device: {torch.cuda.get_device_name(rank_info.local_rank)}"
-    problem = ""  # It is also "" if the GPU is hidden on purpose.
+    problem = ""  # The problem is also "" if the GPU is hidden on purpose.
     if gpu_present() and environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
         detail = f" ({' '.join(str(caught[0].message).split())})" if caught else ""
         problem = (
@@ -272,7 +272,7 @@ def set_cuda_variables(
     order, and with a high-priority communication stream the product does not occupy all processors first (as in
     Megatron).
     """
-    if "PYTORCH_CUDA_ALLOC_CONF" not in environ:  # This is the variable's older name.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in environ:  # PYTORCH_CUDA_ALLOC_CONF is the older name of the variable.
         environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     if tp_size > 1:
         environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -297,7 +297,7 @@ def deterministic_algorithms() -> Iterator[None]:
     `torch.use_deterministic_algorithms` does the same, but imports torch's compiler, which takes a second.
     """
     blas = torch.backends.cuda.matmul
-    fill: Any = torch.utils.deterministic  # It is a module with a property.
+    fill: Any = torch.utils.deterministic  # `torch.utils.deterministic` is a module that has a property.
     before = (
         torch.get_deterministic_debug_mode(),
         fill.fill_uninitialized_memory,

@@ -58,7 +58,7 @@ class Hook:
     contiguous_samples = False
     splits_tied_gradient = False
 
-    # These methods are called before the process group exists, and while the run is built:
+    # The methods below are called before the process group exists, and while the run is built:
 
     def validate(self, config: Config, device: torch.device) -> None:
         """Raise ValueError with a one-line message if this extension cannot work with the flags or the device."""
@@ -78,7 +78,7 @@ class Hook:
     def squared_norm(self, device: torch.device) -> Callable[..., torch.Tensor] | None:
         """Return a function that replaces `mpu.all_reduced_squared_norm` for the norm of all gradients, or None."""
 
-    # These methods are called while the run trains:
+    # The methods below are called while the run trains:
 
     def on_train_begin(self, trainer: Trainer) -> None:
         """This is called when the run is built, resumed or rewound, before the next step."""

@@ -85,7 +85,7 @@ def linear_without_gradient(x: Tensor, weight: Tensor, bias: Tensor | None = Non
     elif x.is_cpu and rows < MANY_ROWS:
         if rows == 1:
             return matrix_vector_product(x, weight, bias)
-        if weight.stride(0) != 1 and (x.dtype != torch.float32 or rows > 4):  # These weights are stored by row.
+        if weight.stride(0) != 1 and (x.dtype != torch.float32 or rows > 4):  # The weight is stored by row.
             return transposed_product(x, weight, bias)
     return F.linear(x, weight, bias)
 

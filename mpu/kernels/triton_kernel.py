@@ -110,7 +110,7 @@ class TritonKernel(Generic[P, R]):
                 return f"it raised {type(error).__name__}: {reason[:200]}"
             for a, b in zip(expected, found, strict=True):
                 difference = (b.double() - a.double()).abs().max() / a.double().abs().max().clamp_min(1e-30)
-                if not difference <= tolerance(a.dtype):  # This is also true if the difference is NaN.
+                if not difference <= tolerance(a.dtype):  # The condition is also true if the difference is NaN.
                     return f"it differs from its reference by {difference:.1e} of the largest value {tuple(a.shape)}"
         return ""
 

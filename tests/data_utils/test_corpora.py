@@ -154,7 +154,8 @@ def test_a_missing_corpus_shows_the_entry_to_write(corpora: Path) -> None:
         train("webtext")
     with pytest.raises(FileNotFoundError, match='no such file: mycorpus; to define a corpus .* write "mycorpus": '):
         train("mycorpus")
-    assert train("none.txt") == (("none.txt",), None)  # This is a path; `check_exists` finds that it is missing.
+    # The name is taken as a path; `check_exists` finds that the file is missing.
+    assert train("none.txt") == (("none.txt",), None)
 
 
 def test_corpora_file_in_the_current_folder_or_environment(corpora: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,7 +142,7 @@ def read(dataset: Any, order: Any, steps: int, schedule: BatchSchedule, ranks: i
 )
 def test_same_samples_for_any_number_of_ranks_and_after_a_resume(schedule: BatchSchedule) -> None:
     first, order = schedule.samples_before_steps(400), SampleOrder(3000, 5)
-    whole = order(np.arange(first[-1]))  # This is more than an epoch.
+    whole = order(np.arange(first[-1]))  # The samples are more than one epoch.
     for ranks, micro, prefetch, begin in ((1, 4, 3, 0), (2, 2, 2, 0), (4, 1, 0, 0), (2, 4, 2, 5), (4, 2, 1, 6)):
         given: dict[str, Any] = {"prefetch": prefetch, "consumed_samples": int(first[begin])}
         assert (
@@ -298,7 +298,7 @@ def test_blocks_and_epochs_of_a_blend() -> None:
 def test_evaluation_of_a_blend_repeats_nothing() -> None:
     made = blend([60, 5000], [5000, 5000], training=False)
     rows = made.rows(np.arange(len(made)))
-    assert (rows[rows[:, 1] == 0, 0] == np.arange(60)).all()  # These are all samples of the first component, in order.
+    assert (rows[rows[:, 1] == 0, 0] == np.arange(60)).all()  # The first component gives all its samples, in order.
     second = rows[rows[:, 1] == 1, 0]
     assert abs(len(second) - 60) < 25 and (second == np.arange(len(second))).all()
 

@@ -379,7 +379,7 @@ class FakeGPU(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch._guards.TracingContext.try_get() is not None:  # torch.compile traces an operator; nothing runs.
             return func(*args, **kwargs)
-        if func.namespace == "prim":  # This is x.device in inference mode.
+        if func.namespace == "prim":  # The operator is x.device in inference mode.
             return func(*args, **kwargs) if not isinstance(args[0], FakeTensor) else args[0].fake_device
         if torch.is_inference_mode_enabled() and func.has_kernel_for_dispatch_key(COMPOSITE):
             TorchDispatchMode.__enter__(self)  # The operator is decomposed here, because autograd does not run.

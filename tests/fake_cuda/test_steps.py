@@ -76,7 +76,7 @@ def test_an_evaluation_waits_once_for_its_sums(text: Path, tmp_path: Path):
         gpu.clear()
         evaluate_and_log(trainer, "valid")
         assert gpu.kernels and gpu.faults == []
-        # These are lengths in bytes, and the sums.
+        # Evaluation and sampling wait for lengths in bytes, and for the sums.
         assert len({wait.split(" ")[0] for wait in gpu.waits}) == 2, gpu.waits
 
 

@@ -41,7 +41,7 @@ from tests.megatron.gpt2.train.training_runs import SMALL, write_text
 
 CALLS = "openat,write,fsync,mkdir,rmdir,unlink,unlinkat,rename"
 ARGUMENT = re.compile(r'<((?:\\x..)+)>|"((?:\\x..)*)"')  # the path of a descriptor, or a text
-ALLOW_ANY_TRACER = 0x59616D61, ctypes.c_ulong(2**64 - 1)  # This is PR_SET_PTRACER.
+ALLOW_ANY_TRACER = 0x59616D61, ctypes.c_ulong(2**64 - 1)  # The first number is PR_SET_PTRACER.
 MARK = "mark"  # Everything that is written before a write to this file was committed.
 TEXT = ROOT / "LICENSE"
 UNREAD = re.compile(r".*\.tmp|save/(lease|incidents|report|samples)")  # The checks do not read these files.
@@ -220,7 +220,7 @@ def save_as_two_ranks(folder: Path) -> None:
 
 
 def check_two_ranks(folder: Path, events: Sequence[str]) -> None:
-    iteration, _ = find(folder / "save")  # This compares all values.
+    iteration, _ = find(folder / "save")  # `find` compares all values.
     assert (iteration or 0) >= max(map(int, events), default=0)
 
 

@@ -267,7 +267,7 @@ def read_text(folder: Path) -> None:
     texts += [document["text"] for document in shard_run.documents()]
     for text in texts:
         assert isinstance(text, str) and text, "no text"
-        text.encode("utf-8")  # This fails for a lone surrogate.
+        text.encode("utf-8")  # The encoding fails for a lone surrogate.
 
 
 def pair(folder: Path) -> None:

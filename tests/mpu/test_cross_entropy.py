@@ -27,7 +27,7 @@ def check(rank: int, world_size: int) -> None:
     token_weight = torch.rand(TOKENS)
     own = slice(rank * PADDED // world_size, (rank + 1) * PADDED // world_size)
 
-    # This is the plain formula, in float64.
+    # The expected loss is the plain formula, in float64.
     h, w = hidden.double().requires_grad_(), weight.double().requires_grad_()
     logits = h @ w[:VOCAB].t()
     logits.retain_grad()
@@ -118,7 +118,7 @@ def test_fp16_keeps_small_gradients_when_scaled_first():
     exact = grads(torch.float32, tokens)
     scaled = grads(torch.float16, tokens * scale) / scale
     unscaled = grads(torch.float16, tokens)
-    visible = exact.abs() > 2.0**-24 / scale  # This is fp16's smallest number, divided by the scale.
+    visible = exact.abs() > 2.0**-24 / scale  # The bound is fp16's smallest number, divided by the scale.
     assert (scaled[visible] == 0).sum() == 0
     assert (unscaled[visible] == 0).float().mean() > 0.5, (
         "without scaling most gradients must become 0, or the test shows nothing"

@@ -103,7 +103,7 @@ def test_checkpoint_repeats_both_random_streams():
         assert torch.equal(a, b)
 
 
-ELEMENTS = 10_007  # It is a prime, so no number of ranks divides it.
+ELEMENTS = 10_007  # The number is a prime, so no number of ranks divides it.
 
 
 def block(x: Tensor, mask: Tensor) -> Tensor:

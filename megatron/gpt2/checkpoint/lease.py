@@ -54,7 +54,7 @@ class Lease:
                 file = open(path, "x+b", buffering=0, opener=no_follow)  # noqa: SIM115
                 break
             except FileExistsError:
-                pass  # Another start has taken this number.
+                pass  # Another start of a run has already taken this number.
             except OSError as error:
                 add_path(error, path)
                 raise ValueError(f"--save {self._folder}: cannot be written: {error.strerror}") from error
@@ -88,7 +88,7 @@ class Lease:
         """Return whether the folder was removed, moved or replaced. Call it after `check`."""
         try:
             return not os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno()))
-        except OSError as error:  # Another error may be temporary.
+        except OSError as error:  # Any other error than a missing folder may be temporary.
             return isinstance(error, FileNotFoundError | NotADirectoryError)
 
     def release(self) -> None:

@@ -176,7 +176,7 @@ class LocalCheckpoints:
             write_atomically(folder / MANIFEST, manifest)
             sync_folders(folder)
             if not list_iterations(self._folder):
-                make_folder(self._folder)  # This makes the folder's name durable.
+                make_folder(self._folder)  # The folder's name is written to the disk.
 
     def remove(self) -> None:
         """Remove all local checkpoints of the run."""
@@ -226,7 +226,7 @@ def _fetch(path: Path, by_rank: Sequence[LocalInventory | None], rank_info: Rank
     """
     files: dict[str, int] = next(one["files"] for one in by_rank if one)
     hosts = rank_info.hosts or {0: ""}
-    # These are the first ranks of each machine.
+    # The first rank of each machine represents it.
     firsts = {host: rank for rank, host in reversed(hosts.items())}.values()
     transfers: list[Transfer] = []
     for file in files:

@@ -42,7 +42,8 @@ FORMAT_FILES = (
     ("huggingface", "config.json", "pytorch_model.bin*"),
     ("nanogpt", "ckpt.pt"),
 )
-FOLDER_FILES = re.compile(r"model(_optim)?_rng\.pt|common\.pt|mp_rank_.*")  # These .pt files are not nanoGPT's.
+# A folder with one of these .pt files is not nanoGPT's.
+FOLDER_FILES = re.compile(r"model(_optim)?_rng\.pt|common\.pt|mp_rank_.*")
 Log = Callable[[str], None]
 # It is a collective: each rank passes a text and gets the texts of all ranks, in the order of the ranks.
 Gather = Callable[[str], list[str]]
@@ -260,7 +261,7 @@ def require_native_format(
             )
         return
     flags = ""
-    # These formats may not have the number of heads.
+    # Files of these formats may lack the number of heads.
     if num_attention_heads and format in ("megatron", "deepspeed", "dcp"):
         flags = f" --num-attention-heads {num_attention_heads}"
     if with_tokenizer and format != "huggingface":

@@ -52,7 +52,7 @@ def _finite_float(text: str) -> float:
 
 _integer.__name__, _finite_float.__name__ = "int", "float"  # argparse names the type in its errors.
 
-# These are the keywords of `add_argument` for each field type.
+# Each field type has its keywords for `add_argument`.
 ARGPARSE_KEYWORDS: dict[Any, dict[str, Any]] = {
     bool: {"action": "store_true"},
     int: {"type": _integer, "metavar": "N"},

@@ -125,5 +125,5 @@ def read_config(path: str) -> dict[str, Any]:
     values.pop("train.gradient_accumulation_steps", None)
     values.pop("model.vocab_size", None)  # The run reads it from the tokenizer.
     if config.checkpoint.load == config.checkpoint.save:
-        values.pop("checkpoint.load", None)  # This value is only right for the same --save.
+        values.pop("checkpoint.load", None)  # The --load folder is only right for the same --save folder.
     return values

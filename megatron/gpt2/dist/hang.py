@@ -240,7 +240,7 @@ def describe_hang(
         wait = f"{format_ranks(ranks, hosts)} wait{'s' * (len(ranks) == 1)}"
         missing += f", where {wait}" if at == where else f", {wait} in {at}"
     facts = [describe_lost(gone, hosts)] if gone else []
-    if gone and not elsewhere:  # This line begins like the line of `report_lost_ranks`.
+    if gone and not elsewhere:  # The error line begins like the line of `report_lost_ranks`.
         return f"{facts[0]} and {missing}"
     facts += [f"{format_ranks([rank], {})} is at {locations[rank].text}" for rank in elsewhere]
     return f"{format_ranks(late, hosts)} {missing}: {', '.join(facts)}"
@@ -254,5 +254,6 @@ def set_flight_recorder(save_directory: str | Path, environ: MutableMapping[str,
     folder.mkdir(parents=True, exist_ok=True)
     environ.setdefault("TORCH_FR_BUFFER_SIZE", environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"))
     environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-    if "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in environ:  # This is the variable's older name.
+    # TORCH_NCCL_DEBUG_INFO_TEMP_FILE is the older name of the variable.
+    if "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in environ:
         environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{folder}/nccl_trace_rank_")

@@ -31,7 +31,7 @@ Environment = Mapping[str, str]
 # from 0.
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
 OPEN_FILES, OPEN_FILES_FOR_A_RANK = 128, 8  # gloo has a connection between two ranks for each of some groups.
-DEFAULT_PORT = "29500"  # This is also torchrun's default.
+DEFAULT_PORT = "29500"  # torchrun has the same default.
 # These variables give the rank and the world size, globally and on this machine, for torchrun, Open MPI, and PMI
 # (MPICH, Intel MPI …).
 VARIABLES = (
@@ -65,7 +65,7 @@ class Launch:
     notice: str = ""  # a line to show to the user
 
     def __post_init__(self) -> None:
-        self.rank_info()  # This raises ValueError if the numbers contradict each other.
+        self.rank_info()  # `rank_info` raises ValueError if the numbers contradict each other.
 
     def rank_info(self) -> RankInfo:
         """Return rank and world size, if they are known. Without `local`, the process counts as the only one on its
@@ -259,7 +259,7 @@ def expand_hosts(text: str) -> list[str]:
     Slurm's own tool for this, scontrol, may not be installed.
     """
     hosts: list[str] = []
-    for item in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", text):  # This splits at the commas outside brackets.
+    for item in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", text):  # The pattern splits at the commas outside brackets.
         parts = [_expand_ranges(part) if part[0] == "[" else [part] for part in re.findall(r"\[[^\]]*\]|[^\[]+", item)]
         hosts += map("".join, itertools.product(*parts))
     return hosts

@@ -43,7 +43,7 @@ class MissingRanksError(ValueError):
     exit_code: the exit code of the process; 1 with --elastic, so that launchers try again.
     """
 
-    cause = "missing ranks"  # This is the error's name in the incident log.
+    cause = "missing ranks"  # The incident log uses this name of the error.
     exit_code = 2
 
 
@@ -98,7 +98,8 @@ class Heartbeat(threading.Thread):
         self.store, self.reads_all = store, False
         # The first rank that noticed the loss has published it in the store.
         self.published_lost: LostRanks | None = None
-        self.on_beat: Callable[[Store], None] = lambda store: None  # This thread calls it after each heartbeat.
+        # The heartbeat's thread calls the function after each heartbeat.
+        self.on_beat: Callable[[Store], None] = lambda store: None
         self._hosts, self._key, self._is_first, self._beats = hosts, f"beat/{rank}", is_first_on_node, 0
         # each rank's last heartbeat and the time at which it changed
         self._last_beats: dict[int, tuple[bytes, float]] = {}

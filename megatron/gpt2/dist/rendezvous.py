@@ -408,7 +408,7 @@ def end_if_rank_lost(rank_info: RankInfo, backend: str) -> None:
         if heartbeat.published_lost is None and not any(not has_group or silence is not None for silence in gone):
             continue
         if has_group and backend == "gloo":
-            heartbeat.wait_for_lost_ranks()  # This publishes the lost ranks before the collectives fail.
+            heartbeat.wait_for_lost_ranks()  # The call publishes the lost ranks before the collectives fail.
             return close_connections(rank_info.rendezvous.store.underlying_store.port)  # type: ignore[attr-defined]
         time.sleep(LOST_TIMEOUT)  # If a gloo collective has failed, the training thread ends the run in this time.
         if report_lost_ranks(rank_info):

@@ -291,7 +291,7 @@ class NodeAgent(LocalElasticAgent):
         """Handle a signal to this process: the ranks save and end, and they are not restarted."""
         self._stop_requested = True
         if not any(process.is_alive() for process in self._processes()):
-            raise SystemExit  # This also works while this machine waits for others.
+            raise SystemExit  # SystemExit also ends a launcher that waits for other machines.
         if number != signal.SIGINT:
             self._send(number)
 
@@ -435,7 +435,7 @@ def _run_rank(program: RankProgram, argv: Sequence[str], interrupt: Any) -> None
         code = program(argv)
     except KeyboardInterrupt:
         code = INTERRUPTED
-    except Exception:  # This is a bug in the program.
+    except Exception:  # Any other exception is a bug in the program.
         traceback.print_exc()
         code = 1
     sys.exit(code)

@@ -71,7 +71,8 @@ def open_checkpoint(
 
 def _open_native(path: Path, where: Path, hints: Hints, log: Callable[[str], None]) -> BaseCheckpoint:
     if hints.iteration is None and where != path and path.is_dir():
-        checkpoint = find_checkpoint(path, log=log, verify=False)  # This skips damaged checkpoints with a warning.
+        # `find_checkpoint` skips damaged checkpoints with a warning.
+        checkpoint = find_checkpoint(path, log=log, verify=False)
         if checkpoint is not None:
             return checkpoint
     checkpoint = NativeCheckpoint(where)

@@ -30,7 +30,7 @@ PROGRESS_KEYS = ("train_iters", "consumed_samples", "global_batch_size", "precis
 LAYOUT_KEYS = ("tensor_model_parallel", "pipeline_model_parallel", "virtual_pipeline_model_parallel", "data_parallel")
 # The first key that a tensor's name contains gives the part of the model to which the tensor belongs.
 MODEL_PARTS = {"rng.": "random states", ".layers.": "layers", "embeddings": "embeddings", "": "final norm"}
-CHUNK = 1 << 20  # This number of elements is compared at a time.
+CHUNK = 1 << 20  # The comparison reads this number of elements at a time.
 SEQUENCES, LENGTH = 2, 32
 
 
@@ -221,7 +221,7 @@ def compute_logits(
         mpu.initialize_model_parallel(1)
     config = check_metadata(source)
     model = GPT2Model(config, layer_config(config, device="meta"))
-    model.to_empty(device="cpu").eval()  # This skips the random initialisation.
+    model.to_empty(device="cpu").eval()  # The random initialisation is skipped.
     weights = [ParamShard(kind, name, parameter.detach().view(-1)) for name, parameter in model.named_parameters()]
     load_sharded_state_dict(weights, model_partition_specs(config), source, tp_rank=0, tp_size=1)
     for weight in weights:

@@ -71,7 +71,7 @@ RANK_FILES = ("model_optim_rng.pt", "model_rng.pt")
 DEEPSPEED_FILE = re.compile(r"mp_rank_(\d{2,3})_model_states\.pt", re.ASCII)
 FOLDER = re.compile(r"mp_rank_(\d{2,3})(?:_(\d{3}))?", re.ASCII)
 ZERO_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,5})_mp_rank_(\d{2,3})_?optim_states\.pt", re.ASCII)
-SHARDED_OPTIMIZER = ("*/distrib_optim.pt", "*/optim.pt")  # These are files of today's Megatron and of v3.0.
+SHARDED_OPTIMIZER = ("*/distrib_optim.pt", "*/optim.pt")  # Today's Megatron and v3.0 write these files.
 MAX_TENSORS = 20_000  # A layer has twelve tensors.
 
 
@@ -110,7 +110,7 @@ def detect_megatron_format(path: Path) -> str:
             return "megatron-core"
         if "language_model" not in model:
             return "megatron-2019"
-        if "transformer_impl" in namespace_dict(top.get("args")):  # This flag exists since v3.0.
+        if "transformer_impl" in namespace_dict(top.get("args")):  # Megatron has this flag since v3.0.
             return "megatron-v3"
         number = top.get("checkpoint_version", 0)  # The number is 2 since v2.0.
         return "megatron-v2" if type(number) in (int, float) and number >= 2 else "megatron-v1"
@@ -236,7 +236,7 @@ def _open_files(path: Path) -> tuple[list[RankFile], int]:
         for number, file in enumerate(files, 1):
             with file_errors(file.path):
                 local = _add_chunk(file.top[chunk], file.weights, layers)
-            if number % tp_size == 0:  # This is the last rank of a stage.
+            if number % tp_size == 0:  # All files of this stage were read.
                 layers += len(local)
     return files, tp_size
 

@@ -54,7 +54,7 @@ from megatron.gpt2.optimizer.optimizer import MOMENTS
 
 GPT2_PADDED_VOCAB_SIZE = 50304  # GPT-2's vocabulary is padded to a multiple of 64.
 WTE, LM_HEAD = "wte.weight", "lm_head.weight"
-# These are parts of our names, and of OpenAI's names.
+# Each pair has a part of our names and the same part of OpenAI's names.
 OPENAI_WORDS = {
     "word_embeddings": "wte",
     "position_embeddings": "wpe",
@@ -68,7 +68,8 @@ OPENAI_WORDS = {
     "dense_4h_to_h": "c_proj",
     "final_layernorm": "ln_f",
 }
-BUFFERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)", re.ASCII)  # These buffers are the causal mask.
+# OpenAI's names include buffers of the causal mask, which are not read.
+BUFFERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)", re.ASCII)
 CONFIG_SIZES = {
     "n_layer": "num_layers",
     "n_embd": "hidden_size",
@@ -79,7 +80,7 @@ NANOGPT_EPSILON = 1e-5  # nanoGPT's layer norms have this epsilon.
 OPTIMIZER_STATE = re.compile(r"(?:.+\.)?optim(?:izer)?\.state\.(.+)\.(exp_avg|exp_avg_sq|step)", re.ASCII)
 PARAM_GROUP = re.compile(r"(?:.+\.)?optim(?:izer)?\.param_groups\.(\d+)\.(weight_decay|betas|eps)", re.ASCII)
 WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.", re.ASCII)
-# These patterns match names of other architectures.
+# A checkpoint whose names match one of these patterns has another architecture.
 OTHER_ARCHITECTURES = (
     (r"self_attn\.q_proj|attention\.wq\.|attn\.wq\.", "Llama or a similar model"),
     (r"gpt_neox\.", "GPT-NeoX"),

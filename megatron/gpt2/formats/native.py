@@ -41,7 +41,7 @@ def new_folder(out: str | Path) -> Iterator[Path]:
     try:
         yield folder
         for path in (*sorted(folder.rglob("*"), reverse=True), folder):
-            fsync_path(path)  # This syncs files, too.
+            fsync_path(path)  # `fsync_path` syncs files, too.
         folder.rename(out)  # The rename can only replace an empty folder.
         fsync_path(out.parent)
     except BaseException:
@@ -108,7 +108,7 @@ def native_metadata(source: BaseCheckpoint, tp_size: int, tokenizer: Tokenizer |
     check_tokenizer(source, tokenizer)
     if tokenizer is not None:
         given["tokenizer"] = {name: getattr(tokenizer, name) for name in ("kind", "fingerprint", "vocab_size")}
-    Config.from_dict(sections)  # This raises ValueError for values that a run cannot use.
+    Config.from_dict(sections)  # `from_dict` raises ValueError for values that a run cannot use.
     return {
         "consumed_samples": 0,
         "optimizer": {"good_steps": source.iteration, "skipped_steps": 0, "adam_steps": 0, "loss_scaler": {}},

@@ -323,7 +323,7 @@ def write_torch_dist(
     Megatron can load it in every layout; `layout` is saved in the arguments. Raises ValueError for a layout that
     Megatron Core does not support."""
     model = padded_model_config(source, layout.tensor)
-    chunks_of_stages(model, layout, "megatron-core")  # This checks the layout.
+    chunks_of_stages(model, layout, "megatron-core")  # `chunks_of_stages` checks the layout.
     specs = model_partition_specs(model, layout.tensor)
     stacks: dict[str, list[str]] = {}
     for name in specs:

@@ -28,7 +28,7 @@ from megatron.gpt2.monitor.log_lines import perplexity
 TASKS = ("WIKITEXT103", "PTB", "LAMBADA", "HELLASWAG", "TEXT")
 DETOKENIZERS = {"WIKITEXT103": wikitext_detokenizer, "PTB": ptb_detokenizer}
 ENDINGS = 4  # A question of HellaSwag has this number of endings.
-OVERLAPPING_EVAL = 32  # This is Megatron's default for its tasks.
+OVERLAPPING_EVAL = 32  # Megatron has this default for its tasks.
 _BY_NAME = ((r"wikitext|wiki\.(train|valid|test)", "WIKITEXT103"), (r"ptb", "PTB"))
 
 Metrics = dict[str, Any]  # Each name has an int or float.

@@ -27,7 +27,7 @@ from mpu.initialize import group_rank_and_size
 from mpu.layers import InitMethod
 from mpu.mappings import enter_model_parallel_region
 
-TIED_WEIGHT = "word_embeddings.weight"  # This weight is also the head's weight.
+TIED_WEIGHT = "word_embeddings.weight"  # The head uses the same weight.
 
 
 def seeded_normal(seed: int, name: str, std: float) -> InitMethod:
@@ -63,7 +63,8 @@ class TransformerBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self._layer_numbers = config, layer_numbers
-        self.layer_pre_hook: Callable[[int], object] = lambda number: None  # It is called before each layer's forward.
+        # The block calls the hook before each layer's forward.
+        self.layer_pre_hook: Callable[[int], object] = lambda number: None
 
         def layer(number: int) -> mpu.ParallelTransformerLayer:
             return mpu.ParallelTransformerLayer(

@@ -61,12 +61,12 @@ def draw_figure(panels: dict[str, list[Curve]], columns: int = 1) -> Figure:
     """Draw a panel for each title: the first one over the full width, the others below it in `columns`.
 
     Raises ImportError if matplotlib is not installed."""
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # This suppresses a message about the font cache.
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # matplotlib then prints no message about its font cache.
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     first, *others = panels
-    others += ["."] * (-len(others) % columns)  # These panels are empty.
+    others += ["."] * (-len(others) % columns)  # The panels "." stay empty.
     rows: Any = [[first] * columns, *(others[start : start + columns] for start in range(0, len(others), columns))]
     heights = [3.8] + [2.2] * (len(rows) - 1)
     figure = Figure(figsize=(8 if columns == 1 else 10, sum(heights)), dpi=120)

@@ -185,7 +185,7 @@ class RunLog:
                 append_line(self.directory / name, json.dumps(record, allow_nan=False))
         except OSError as error:  # A full disk, for example, must not end a run.
             if not self._has_warned:
-                self._has_warned = True  # This is set before `info`, which also writes a record.
+                self._has_warned = True  # `info` also writes a record, so the flag is set before it.
                 self.info(f"WARNING: {name} will lack lines from now on: {error.strerror}")
 
     def sync(self) -> None:

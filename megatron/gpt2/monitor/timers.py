@@ -49,7 +49,7 @@ class DeviceTimer:
 
     def __init__(self) -> None:
         self._pending: list[list[torch.cuda.Event]] = []  # pairs of a start and an end
-        # They are reused, because creating events is slower than recording them.
+        # The events are reused, because creating events is slower than recording them.
         self._free: list[list[torch.cuda.Event]] = []
 
     def __enter__(self) -> None:
@@ -127,7 +127,7 @@ def start_profiler(
                 f"WARNING: --profile {iterations[0]} {iterations[1]}: this run has only iterations {start + 1} to {end}"
             )
         return None
-    before = first - start - 1  # These iterations are not profiled.
+    before = first - start - 1  # The first iterations are not profiled.
     trace = folder / f"profile_{first}-{last}_rank_{rank}.json.gz"
 
     def write(profiled: profile) -> None:

@@ -141,7 +141,7 @@ class BucketReducer:
 
     def _arrived(self, index: int) -> Tensor:
         """Wait for bucket `index` and return this rank's shard of its sum."""
-        sent, self._sent[index] = self._sent[index], None  # This frees the tensor that was sent.
+        sent, self._sent[index] = self._sent[index], None  # The assignment of None frees the tensor that was sent.
         assert sent is not None
         sent[0].wait()
         return sent[1]

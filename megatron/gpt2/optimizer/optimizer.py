@@ -37,7 +37,7 @@ class DelayedScalarReader:
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._copies = torch.zeros(READ_DELAY, dtype=torch.int64, pin_memory=self._on_gpu)
-        self._values = self._copies.numpy()  # It uses the same memory.
+        self._values = self._copies.numpy()  # The array and the tensor share their memory.
         self._arrivals: list[torch.cuda.Event | None] = [None] * READ_DELAY
         self._calls = 0
 

@@ -32,7 +32,7 @@ class ParamGroupKey(NamedTuple):
 
     is_tensor_parallel: bool
     is_sequence_parallel: bool  # The gradient of each tensor-parallel rank is a partial sum.
-    decays: bool  # It is false for biases and layer norms.
+    decays: bool  # Weight decay applies to matrices, not to biases and layer norms.
     is_matrix: bool  # Muon updates it.
     lr_multiplier: float  # of AdamW's rate and epsilon
     is_duplicate: bool  # Another pipeline stage has the same parameter and counts it in the norm.

@@ -19,7 +19,7 @@ from megatron.gpt2.train.trainer import Trainer
 # ("the class of the class of the class").
 SAMPLING = Sampling(max_new_tokens=60, temperature=0.5, top_k=40, repetition_penalty=1.2)
 PROMPT_WORDS = 4
-PROMPT_CHARACTERS = 40  # This is the maximum, for languages without spaces.
+PROMPT_CHARACTERS = 40  # A prompt has at most this number of characters, for languages without spaces.
 
 
 @torch.no_grad()

@@ -142,7 +142,7 @@ class IterationLogger:
         """Write the log line and the metrics of this iteration. Every rank must call this. It waits for the device."""
         trainer, progress, optimizer = self._trainer, self._trainer.progress, self._trainer.state.optimizer
         iterations, samples = progress.iteration - self._iteration, progress.consumed_samples - self._consumed
-        skipped_in_all = int(optimizer.skipped_steps)  # This waits for the device.
+        skipped_in_all = int(optimizer.skipped_steps)  # Reading the number waits for the device.
         skipped = skipped_in_all - self._skipped
         loss = all_reduce_over_data_and_pipeline([progress.loss_sum], trainer.parallel).item()
         progress.loss_sum.zero_()

@@ -32,7 +32,7 @@ def find_first_not_finite(trainer: Trainer) -> str:
     optimizer, buffer, folder = trainer.state.optimizer, trainer.state.buffer, trainer.context.save_directory / FOLDER
     optimizer.param_gather.finish_param_sync()
     seen: list[tuple[str, str]] = []  # The names are in the order of the step.
-    all_finite: list[Tensor] = []  # These values stay on the device.
+    all_finite: list[Tensor] = []  # The values stay on the device, so that the host does not wait.
 
     def observe(phase: str, name: str, tensor: Any) -> None:
         if isinstance(tensor, Tensor) and tensor.is_floating_point():
@@ -89,7 +89,7 @@ def observe_tensors(trainer: Trainer, observe: Observer) -> Iterator[None]:
                 hooks.enter_context(module.register_forward_hook(see))
         for method in methods:
             setattr(reducer, method, _wrap(getattr(reducer, method), observe))
-            hooks.callback(delattr, reducer, method)  # This restores the method of the class.
+            hooks.callback(delattr, reducer, method)  # Deleting the attribute restores the method of the class.
         for name, parameter in model.named_parameters() if not methods else ():
             hooks.enter_context(parameter.register_hook(functools.partial(observe, "gradient", name)))
         yield

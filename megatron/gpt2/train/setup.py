@@ -160,7 +160,7 @@ def build_context(arguments: Arguments, rank_info: RankInfo, log: Log) -> RunCon
     # This raises ValueError if the batch size does not fit the ranks.
     batch_schedule = arguments.batch_schedule(rank_info.world_size, consumed_samples)
 
-    (train, valid, test), text_key = find_corpora(  # This replaces names of corpora by files.
+    (train, valid, test), text_key = find_corpora(  # `find_corpora` replaces names of corpora by files.
         {f"--{name}-data": getattr(config.data, f"{name}_data") for name in ("train", "valid", "test")},
         config.data.text_key,
     )
@@ -225,7 +225,7 @@ def _choose_hardware(
     config: Config, rank_info: RankInfo, hooks: Hooks, log: Log
 ) -> tuple[torch.device, torch.dtype, str, bool]:
     """Choose device, dtype, backend, and whether the allocator keeps freed memory. Log each choice with its reason."""
-    # This must run before anything initialises CUDA.
+    # The choice must be made before CUDA is initialised.
     devices.set_cuda_variables(config.parallel.tensor_model_parallel_size, deterministic=config.is_deterministic)
     device, why_device = devices.choose_device(config.train.device, rank_info)
     hooks.call(Hook.validate, config, device)

@@ -251,7 +251,7 @@ def test_peak(monkeypatch):
     gpus(monkeypatch, 1)
     assert on.peak_flops(GPU, torch.bfloat16) == (989e12, "datasheet 989 TFLOP/s dense bf16 of NVIDIA H200")
     gpus(monkeypatch, 1, (7, 0), "Tesla V100-SXM2-16GB")
-    monkeypatch.setattr(on, "_measure_gemm_flops", lambda device, dtype: 1e13)  # This device emulates bf16.
+    monkeypatch.setattr(on, "_measure_gemm_flops", lambda device, dtype: 1e13)  # The device is one that emulates bf16.
     assert on.peak_flops(GPU, torch.bfloat16)[0] == 1e13 and on.peak_flops(GPU, torch.float16)[0] == 125e12
 
 

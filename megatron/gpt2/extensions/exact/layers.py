@@ -160,7 +160,7 @@ class ExactRowParallelLinear(RowParallelLinear):
             y: Tensor = sums.squeeze(0)
         else:
             k = len(sums)
-            y = apply_collective(  # This saves no tensor, so recomputation does not repeat it.
+            y = apply_collective(  # The collective saves no tensor, so recomputation does not repeat it.
                 sums,
                 self.group,
                 forward=lambda own, _: self.virtual.reduce(own, x[0].dtype, self.sequence_parallel),

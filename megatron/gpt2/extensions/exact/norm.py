@@ -52,7 +52,7 @@ def exact_squared_norm(
     group = None if everywhere else state.model_parallel_group
     if not is_local:
         dist.all_reduce(greatest, op=dist.ReduceOp.MAX, group=group)
-    shift = torch.frexp(greatest).mantissa / greatest  # It is a power of two, so scaling does not round.
+    shift = torch.frexp(greatest).mantissa / greatest  # The shift is a power of two, so scaling does not round.
     sums = torch.zeros(2, dtype=torch.int64, device=device)
     for norms in counted:
         for part in norms.split(_CHUNK):

@@ -129,7 +129,7 @@ def record_layout(arguments: Arguments, world_size: int) -> list[Record]:
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         for owner, name, replacement in (
             (devices, "_measure_gemm_flops", lambda *_: 1.0),  # The measurement takes 0.3 s.
-            (RunLog, "_write", lambda *_: ""),  # This leaves out the report and the plot.
+            (RunLog, "_write", lambda *_: ""),  # The report and the plot are not written.
             (hooks, "MEMORY_PLAN", "absent:absent"),  # The memory plan traces a step with separate groups.
             (evaluate, "SAMPLING", dataclasses.replace(evaluate.SAMPLING, max_new_tokens=NEW_TOKENS)),
         ):
@@ -158,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(rest)
     world_size = launch.world_size or (launch.nproc_per_node or 1) * launch.nnodes
     require(world_size > 1, "give the number of ranks: --nproc-per-node, with --nnodes for several machines")
-    arguments.batch_schedule(world_size)  # This raises ValueError if the layout does not fit.
+    arguments.batch_schedule(world_size)  # `batch_schedule` raises ValueError if the layout does not fit.
     torch.set_num_threads(1)
     records = record_layout(arguments, world_size)
     story, error = prove(records), next(filter(None, (one.error for one in records)), None)

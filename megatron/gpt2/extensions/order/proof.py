@@ -88,7 +88,7 @@ class Playback:
 
     def _issue(self, rank: int, call: Call) -> None:
         is_nccl = "nccl" in (call.backend or self._backend)
-        channel = call.channel[:4] if is_nccl else call.channel  # This leaves the tag out.
+        channel = call.channel[:4] if is_nccl else call.channel  # NCCL has no tags, so the tag is left out.
         self._meeting[call] = *channel, self._counts[rank][channel]
         self._counts[rank][channel] += 1
         queue = self._queues[rank]["nccl" if is_nccl else call if "message" in channel else channel]

@@ -253,7 +253,7 @@ class Recorder(TorchDispatchMode):
             written, read = ([], first) if name == "send" else (first, [])
         elif name in ("gather", "scatter"):  # Only the root has the other list.
             compared = read if name == "gather" else written
-        elif "to" in name and any(arguments[2:4]):  # This is an all-to-all of unequal parts.
+        elif "to" in name and any(arguments[2:4]):  # The call is an all-to-all of unequal parts.
             compared, options = [], [f"{read[0].dtype}"]
         shapes = Counter(f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in compared)
         options += [shape if count == 1 else f"{count} x {shape}" for shape, count in shapes.items()]

@@ -53,7 +53,7 @@ from mpu.partition import padded_vocab_size
 
 GPT2_VOCABULARY = 50257
 MB, GB = 2**20, 2**30
-BYTES_PER_PARAMETER = 20  # This was the size in 2019.
+BYTES_PER_PARAMETER = 20  # Megatron's training state of 2019 had this size.
 SUFFIXES = {"M": 1e6, "B": 1e9, "T": 1e12}
 FAILURES = 0.0038  # failures of a node per day: 419 in 54 days of 2,048 nodes of H100 (arXiv:2407.21783, section 3.3.4)
 RESTART = 600  # seconds from a failure to the first new step
@@ -396,7 +396,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's). Return the exit code."""
     words = sys.argv[1:] if argv is None else argv
     if "--help" in words or "-h" in words:
-        words = ["--help"]  # It prints the help of this program, not of pretrain_gpt2.py.
+        words = ["--help"]  # The parser prints the help of this program, not of pretrain_gpt2.py.
     chosen, rest = parse_options(words)
     launch, rest = parse_launch_flags(rest)
     config = planned_config(rest)

@@ -202,7 +202,7 @@ def layouts(inputs: MemoryInputs) -> Iterator[Candidate]:
                         parallel=dataclasses.replace(asked.parallel, **split, **changed),
                     ),
                 )
-            except ValueError:  # These sizes do not divide each other.
+            except ValueError:  # The sizes of this layout do not divide each other.
                 continue
             if b == batch and data_parallel == inputs.data_parallel_size:
                 del train["global_batch_size"]  # The flag would not change it.

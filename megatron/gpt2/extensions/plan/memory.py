@@ -83,7 +83,7 @@ class MemoryInputs:
 
     def __post_init__(self) -> None:
         assert self.config.model.vocab_size is not None
-        assert self.num_microbatches  # This raises ValueError if the ranks cannot share the batch.
+        assert self.num_microbatches  # `num_microbatches` raises ValueError if the ranks cannot share the batch.
 
     @property
     def stages(self) -> int:

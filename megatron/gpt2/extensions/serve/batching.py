@@ -38,7 +38,7 @@ class Batcher:
     def stop(self) -> None:
         """Make `run` return after the next token. Any thread and any signal handler may call this."""
         self._stopping = True
-        self._incoming.put(((), lambda number, event: None))  # This wakes the thread.
+        self._incoming.put(((), lambda number, event: None))  # An empty request wakes the thread.
 
     def run(self, generator: Generator) -> None:
         """Generate until `stop` is called. Every unfinished request is then told that the server stops, also after an

@@ -22,7 +22,7 @@ from megatron.gpt2.generate.generation import Continuation, Event, GeneratedToke
 from megatron.gpt2.generate.sampling import Sampling
 
 FINISH_REASONS = {"end": "stop", "stop": "stop", "length": "length"}
-MIN_LOGPROB = -9999.0  # It stands for the logarithm of 0, as in OpenAI's answers.
+MIN_LOGPROB = -9999.0  # OpenAI's answers have this number instead of the logarithm of 0.
 END_NAME = "<|endoftext|>"
 MAX_STOPS = 16  # OpenAI allows 4, but some tasks of lm-eval need more.
 

@@ -203,7 +203,7 @@ class TraceComparer:
         )
         rates = (trace.scalar(step, "learning rate", 0.0) for step in range(1, trace.facts["steps"] + 1))
         self._rate_sums = [0.0, *itertools.accumulate(rates)]  # the sum of the learning rates up to each step
-        # This is `a` of the formula above, divided by this sum.
+        # The factor is `a` of the formula above, divided by this sum.
         weights = [
             entry.rms for entry in trace.entries.values() if entry.key[:2] == (0, "parameter") and len(entry.shape) == 2
         ]

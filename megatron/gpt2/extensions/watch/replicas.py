@@ -50,7 +50,7 @@ class ReplicaCheck(Hook):
         self._replicas = [self._replicas_of(kind, name) for kind, name in self._tensors]
         # the largest number of hashes of a rank
         self._max_tensors = max(gather_ints(len(self._tensors), trainer.device))
-        self._hashes_after_update: Tensor | None = None  # It is None if the last update was not hashed.
+        self._hashes_after_update: Tensor | None = None  # None means that the last update was not hashed.
         self._iteration = trainer.progress.iteration  # the iteration of the last update
         self._last_match = f"iteration {self._iteration}, the start"  # the last time that all replicas were equal
 

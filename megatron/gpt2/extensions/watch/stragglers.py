@@ -130,7 +130,7 @@ class StragglerDetector:
                 if times[part] > MIN_RATIO * median and times[part] - median > MIN_SHARE * step_ms:
                     slow[rank, name] = times[part], median
             if (rank, "data loader") in slow:
-                slow.pop((rank, "batch generator"), None)  # It includes the data loader.
+                slow.pop((rank, "batch generator"), None)  # The time of the batch generator includes the data loader.
         self._in_a_row = {key: self._in_a_row.get(key, 0) + 1 for key in slow}
         return [
             f'WARNING: {format_ranks([rank], self._hosts)} takes {ms - median:.0f} ms longer in "{part}" than the '

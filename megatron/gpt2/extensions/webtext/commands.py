@@ -134,7 +134,7 @@ def find_duplicates(argv: Argv = None) -> None:
     args.sources = [
         shard.files[0] if near_duplicates.is_seekable(shard) else folder / f"{shard.name}.jsonl" for shard in shards
     ]
-    args.limit = args.executor = None  # This stage needs all shards.
+    args.limit = args.executor = None  # The search for duplicates needs all shards.
     signatures = Shard("pairs", tuple(folder / f"{shard.name}.signatures" for shard in shards))
     run_stage(
         WebtextStage("find_duplicates", near_duplicates.find_pairs, args, ("shards", "min_jaccard")), [signatures]

@@ -202,5 +202,6 @@ def download(run: ShardRun) -> None:
     records = run.file(f"records/{run.shard.name}.jsonl")
     unreachable: list[bool] = []
     asyncio.run(write())
-    if sum(unreachable) == run.entered > 1:  # This result of the URLs is not recorded.
+    # No server answered, so the network may be down: the result is not recorded.
+    if sum(unreachable) == run.entered > 1:
         raise OSError(f"no URL of {run.shard.files[0]} could be reached: is there a network?")

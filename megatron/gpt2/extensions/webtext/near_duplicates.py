@@ -31,7 +31,7 @@ COLUMNS = BANDS + 1
 SHINGLE_CACHE = 4096  # number of documents
 SIGN_BATCH = 64  # The band keys of this number of documents are computed together.
 EMPTY = np.uint64(2**64 - 1)
-# These are odd constants with random-looking bits.
+# The factors are odd constants with random-looking bits.
 FACTORS = tuple(np.uint64(factor) for factor in (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9))
 MIXER = np.uint64(0xFF51AFD7ED558CCD)
 HALF = np.uint64(32)

@@ -44,7 +44,7 @@ SAMPLES = 3  # A manifest has this number of samples for each reason.
 UNREADABLE = "unreadable"
 
 Document = dict[str, Any]
-Progress = Callable[[int], object]  # It is called with the number of bytes that were read.
+Progress = Callable[[int], object]  # The stage calls it with the number of bytes that were read.
 
 
 @dataclass(frozen=True)

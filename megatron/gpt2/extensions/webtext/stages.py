@@ -118,7 +118,7 @@ def run_stage(
             raise ValueError(f"{output}: this stage writes a folder{endings}")
         if any(output.resolve() == path.resolve() for shard in shards for path in shard.files):
             raise ValueError(f"{output} is a file of the input: give a different name")
-    stage.manifest(args.limit)  # This raises an error early if a library is missing.
+    stage.manifest(args.limit)  # `manifest` raises an error early if a library is missing.
     try:
         if args.executor:
             run_with_datatrove(stage, shards, folder)

@@ -345,7 +345,7 @@ def test_pickles_are_not_executed(oldest: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(oldest)
     payload = pickle.dumps(Evil())
     pickle.loads(payload)
-    Path("executed").unlink()  # This shows that the payload would have worked.
+    Path("executed").unlink()  # The file exists, so the payload would have worked.
     tracker = (oldest.parent / TRACKER).read_bytes()
     (oldest.parent / TRACKER).write_bytes(payload)
     checkpoint = find_checkpoint(oldest.parent, log=lambda line: None)

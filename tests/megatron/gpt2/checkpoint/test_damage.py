@@ -67,7 +67,7 @@ def test_no_damage_is_silent(folder: Path, name: str) -> None:
         shutil.copytree(good, folder)
         DAMAGES[name](folder / file)
         if "iteration" not in name:
-            iteration, logged = find(folder)  # This checks the values.
+            iteration, logged = find(folder)  # `find` checks the values.
             assert iteration == OLDER and (str(file) in logged or str(file.parent) in logged), (file, logged)
         shutil.rmtree(folder / FOLDERS[OLDER])
         with pytest.raises(ValueError, match=f"{folder}: holds no valid checkpoint: .*({file}|{file.parent})"):
@@ -80,7 +80,7 @@ def test_no_damage_is_silent(folder: Path, name: str) -> None:
 
 WORDS = b"abc release None -3 +3 3.0 3e0 0x3 0_3 1,3 {} iter_0000003 ../iter_0000003 700".split()  # 700 does not exist.
 GARBAGE = [*WORDS, b"", b"\n", b" ", b"1\n3", b"\0\0\0\0", b"\xff\xfe3\0", b"9" * 70, b"9" * 5_000_000]
-# These are digits of other scripts, and a byte order mark.
+# The bytes are digits of other scripts, and a byte order mark.
 GARBAGE += [text.encode() for text in ("٣", "３", "\ufeff3")]
 LINKS = [TRACKER, "nowhere", FOLDERS[OLDER], "/dev/zero", "/dev/null"]
 

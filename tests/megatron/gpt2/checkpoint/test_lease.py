@@ -57,7 +57,7 @@ def test_one_owner(tmp_path: Path) -> None:
     with pytest.raises(FolderInUse, match=rf"--save {tmp_path} is in use by process {os.getpid()} on "):
         Lease(tmp_path)
     assert not save(first, 1)
-    first._released.set()  # This acts as if its machine had stopped.
+    first._released.set()  # The first owner stops renewing, as if its machine had stopped.
     second = Lease(tmp_path)
     assert not save(second, 2)
     (warning,) = save(first, 3)

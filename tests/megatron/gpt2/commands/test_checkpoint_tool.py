@@ -108,7 +108,8 @@ def test_split_merge_diff(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     text = capsys.readouterr().out
     assert text.endswith("equal\n") and len(re.findall(r"^exp_avg_sq\..* 0$", text, re.MULTILINE)) == 28
     other = tmp_path / "other"
-    trainer = start(0, 1, str(runs), ["--load", merged, "--save", str(other)])  # This also copies the tokenizer.
+    # The start of the run also copies the tokenizer.
+    trainer = start(0, 1, str(runs), ["--load", merged, "--save", str(other)])
     assert trainer.progress.iteration == 2
     steps(trainer, 1)
     trainer.checkpoints.save()
@@ -152,7 +153,7 @@ def test_diff_takes_the_heads_from_the_side_that_states_them(
         said = capsys.readouterr()
         kind = "model" if to == "megatron-core" else "exp_avg"
         assert re.search(rf"^{kind}\.\S+query_key_value.weight .* 0$", said.out, re.MULTILINE) and not said.err
-    if to == "megatron-core":  # This format contains the number.
+    if to == "megatron-core":  # Files of megatron-core contain the number of heads.
         return
     with pytest.raises(ValueError, match="--num-attention-heads, one of"):
         main(["diff", out, out])

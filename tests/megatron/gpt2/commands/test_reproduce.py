@@ -65,7 +65,7 @@ def test_the_entropy_is_that_of_all_sentences(grammar: ModuleType) -> None:
             for word in rule.split():
                 nexts = texts(word) if word in grammar.GRAMMAR else {f"{word} ": 1.0}
                 made = {text + more: p * q for text, p in made.items() for more, q in nexts.items()}
-            found.update(made)  # This adds the probabilities of a text with several derivations.
+            found.update(made)  # A Counter adds the probabilities of a text with several derivations.
         return found
 
     sentences = texts("SENTENCE")

@@ -335,7 +335,7 @@ def test_without_a_model_the_run_of_the_checkpoint_continues():
 
 
 def test_min_lr_of_a_preset_scales_with_lr():
-    # This is a twentieth, as in the quickstart.
+    # The minimum is a twentieth of the rate, as in the quickstart.
     assert read("--lr 1e-4").config.optimizer.min_lr == pytest.approx(5e-6)
     assert read("--lr 1e-4 --min-lr 1e-6").config.optimizer.min_lr == 1e-6
 
@@ -470,7 +470,7 @@ def test_batch_size_schedules(flags: str, stages: tuple[tuple[int, int], ...]):
             "--step-batch-size-schedule 0:4 1B:6: a batch of 6 is not divisible by ",
         ),
         ("--step-batch-size-schedule 0:x", "--step-batch-size-schedule 0:x: 0:x is not a valid next TOKENS:SIZE"),
-        # Both pairs are at the same sample.
+        # Both sizes would begin at the same sample.
         ("--step-batch-size-schedule 0:4 31:8", "31:8 is not a valid next TOKENS:SIZE"),
         ("--step-batch-size-schedule 0:4 inf:8", "inf:8 is not a valid next TOKENS:SIZE"),
         ("--step-batch-size-schedule 1B:4", "1B:4: the first TOKENS must be 0, and sizes must not fall"),

@@ -69,7 +69,7 @@ def test_a_hanging_rank_reports_its_location(tmp_path: Path) -> None:
     ).split()
     before = partial(plant, Fault(hang, rank=2, step=2))
     ranks = [StartedRank(tmp_path, [*words, str(rank)], {}, before=before) for rank in range(3)]
-    ended = [rank.end(240) for rank in ranks]  # These include the hanging rank, which no launcher ends.
+    ended = [rank.end(240) for rank in ranks]  # No launcher ends the hanging rank, so it must end by itself.
     assert [code for code, _ in ended] == [1, 1, 1], ended
     lines = [line for _, output in ended for line in output.splitlines() if line.startswith("error (")]
     assert len(lines) == 1 and "Traceback" not in "".join(output for _, output in ended), ended

@@ -259,7 +259,7 @@ def test_each_rank_needs_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "the CPU with --device cpu --distributed-backend gloo"
     )
     assert chosen("auto", "pqrr") == [f"ranks 2-3 (b) use the same GPU (UUID r){way_out}"] * 4
-    # These are two containers.
+    # Ranks 0 and 3 are in different containers.
     assert chosen("cuda", "pqrp") == [f"ranks 0 (a) and 3 (b) use the same GPU (UUID p){way_out}"] * 4
 
 

@@ -28,7 +28,7 @@ def long_call(seconds: int = 30) -> None:
     """Wait in C for a locked mutex, like a long operation of torch: Python handles no signals, but other threads
     run."""
     mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
-    end = (ctypes.c_long * 2)(int(time.time()) + seconds, 0)  # It is a timespec.
+    end = (ctypes.c_long * 2)(int(time.time()) + seconds, 0)  # The C structure is a timespec.
     for _ in range(2):
         libc.pthread_mutex_timedlock(mutex, end)
 
@@ -137,7 +137,7 @@ def test_ctrl_c(case: str) -> None:
     in_call = "long" in case
     started = StepProcess(stubborn=case == "twice", in_call=in_call)
     if in_call:
-        # Its main thread waits in the call.
+        # The main thread of the process waits in the call.
         stat = Path(f"/proc/{started.process.pid}/task/{started.process.pid}/stat")
         wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "S")
     began = time.monotonic()

@@ -116,7 +116,7 @@ LONG = b"\x8a\x08" + struct.pack("<q", 1 << 45)
 DOUBLED = b"K\x01" + b"".join(b"q" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(60))
 SIZE, INDEX = named("torch.Size"), named("torch.distributed.checkpoint.metadata.MetadataIndex")
 SAID = {"n_layer": 1, "n_embd": 8, "n_head": 1, "block_size": 8, "vocab_size": 9}
-# These are valid data, but not a checkpoint.
+# The data are valid, but not a checkpoint.
 WELL_FORMED = {
     "nested deeply": b"]" * DEEP + b"a" * (DEEP - 1),
     "nested deeply in dictionaries": b"}" + b"K\x01}" * DEEP + b"s" * DEEP,

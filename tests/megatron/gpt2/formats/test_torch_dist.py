@@ -62,7 +62,8 @@ def test_tensors_are_those_that_megatron_core_held(folders: dict[str, Path], nam
             found = source.read(f"{kind}.{parameter}")
             assert found.dtype == (torch.bfloat16 if kind == "model" and not fp32 else torch.float32)
             rows = value[:VOCABULARY] if parameter == "word_embeddings.weight" else value
-            found = found[:12] if parameter == "position_embeddings.weight" else found  # Some fixtures have 16.
+            # Some fixtures have 16 positions.
+            found = found[:12] if parameter == "position_embeddings.weight" else found
             assert torch.equal(found.float(), rows), f"{kind}.{parameter}"
     assert without == ("master.word_embeddings.weight" not in source.tensors)
     if not without:

@@ -108,7 +108,7 @@ def test_each_text_equals_that_of_a_single_request(model: GPT2Model) -> None:
     assert all(tokens <= CONFIG.max_position_embeddings for _, tokens in watched.reads)
     steps = [step for step, _ in watched.reads if step < watched.steps]
     assert len(set(steps)) > 0.9 * len(steps), "one read between two steps, except when no text runs"
-    assert watched.cache_bytes == {2 * ROWS * 2 * 32 * 32 * 4}  # This is l · rows · 2 · S · h.
+    assert watched.cache_bytes == {2 * ROWS * 2 * 32 * 32 * 4}  # The cache has l · rows · 2 · S · h numbers of 4 bytes.
     with Generator(model, TOKENIZER, recompute=True).batch(ROWS) as batch:
         assert served(batch, requests(60)) == found
 

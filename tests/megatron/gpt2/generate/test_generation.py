@@ -165,7 +165,7 @@ def ends_of_a_rank(rank: int, world_size: int) -> list[tuple[str, str]]:
     for fail in (divide, refuse, lambda: None):
         c = Continuation([65], Sampling(temperature=0, max_new_tokens=30))
         c.ids = Failing(fail)
-        if len(ends) == 2 and rank == 0:  # This is during a forward pass.
+        if len(ends) == 2 and rank == 0:  # The second interrupt happens during a forward pass.
             model.transformer.final_layernorm.register_forward_hook(lambda *_: signal.raise_signal(signal.SIGINT))
         try:
             generate(model, TOKENIZER, [c])

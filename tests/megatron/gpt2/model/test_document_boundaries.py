@@ -134,7 +134,7 @@ def test_the_varlen_kernel_gets_the_right_arguments() -> None:
 
     documents, qkv = PackedSeqParams.from_tokens(texts(4)[0], EOD, "cpu"), torch.randn(32, 4, 2, 3, 16)
     expected = core_attention(qkv, 0.0, documents)
-    from torch.nn.attention import varlen  # This imports torch's compiler.
+    from torch.nn.attention import varlen  # The import of varlen loads torch's compiler.
 
     kernel = mock.create_autospec(varlen.varlen_attn, side_effect=by_ends)
     with (

@@ -166,7 +166,7 @@ def test_a_run_that_is_stopped_and_continued(work: Path, capfd: pytest.CaptureFi
         (event["iteration"], event["text"].split(" at iteration")[0].split(" on ")[0])
         for event in read_records(work / "run/history.jsonl")
     ]
-    # This is printed before the log exists.
+    # The warning is printed before the log exists.
     missing = "WARNING: --load run holds no checkpoint: the run starts from random weights"
     assert history == [
         (0, missing),

@@ -157,8 +157,8 @@ def test_loss_curve_is_a_png(tmp_path: Path) -> None:
         image.sub(torch.tensor([*bytes.fromhex(colour[1:])]) / 255).abs().amax(-1).lt(0.1).sum().item()
         for colour in (plots.BLUE, plots.ORANGE)
     )
-    assert blue > 300  # This is the training curve.
-    assert orange > 30  # This is the only validation point.
+    assert blue > 300  # The training curve is drawn.
+    assert orange > 30  # The only validation point is drawn.
 
 
 @pytest.mark.parametrize("records", [[], [record(1)], [record(1, lm_loss=math.nan)]])
@@ -174,8 +174,9 @@ def test_text_curve_without_matplotlib(tmp_path: Path, monkeypatch: pytest.Monke
     text = write_run(tmp_path).close("a run")
     rows = text.split("\n")
     assert rows[0] == "a run"
-    assert rows[1].startswith("    7.500 |*")  # This is iteration 10, with the highest loss.
-    assert rows[-3].startswith("    3.000 |") and rows[-3].endswith("*")  # This is iteration 100, with the lowest loss.
+    assert rows[1].startswith("    7.500 |*")  # The highest loss, that of iteration 10, is in the first row.
+    # The lowest loss, that of iteration 100, is in the last row.
+    assert rows[-3].startswith("    3.000 |") and rows[-3].endswith("*")
     assert rows[-1].split() == ["10", "to", "100", "iterations"]
     assert not (tmp_path / "loss.png").exists()
     assert plots.ascii_plot([], "a run") == "a run: no iteration was logged"

@@ -67,7 +67,7 @@ def test_device_events_are_read_only_when_done(monkeypatch: pytest.MonkeyPatch) 
             pass
     LateEvent.done = 4  # Of 6 events, these are two intervals of one tick each.
     assert timers.take_ms(1) == {"forward": 2.0}
-    with timers("forward"):  # This uses a pair of events again.
+    with timers("forward"):  # The timer uses a pair of events again.
         pass
     LateEvent.done = 8
     assert timers.take_ms(1) == {"forward": 2.0}
@@ -93,7 +93,7 @@ def test_profile(work: Path, capfd: pytest.CaptureFixture[str]) -> None:  # noqa
     # A run that stops before the last profiled iteration writes a shorter trace. One that stops before the first prints
     # a warning.
     assert pretrain_gpt2.main([*flags, "8", "20", "--train-iters", "30", "--exit-interval", "9"]) == 0
-    # These are two iterations, and the time until the stop.
+    # The trace has two iterations, and the time until the stop.
     assert steps_in(work / "run/profile_8-20_rank_0.json.gz") == 3
     assert "the slowest operations of 2 iterations" in capfd.readouterr().out
     assert pretrain_gpt2.main([*flags, "1", "2", "--train-iters", "10"]) == 0

@@ -55,7 +55,7 @@ def bytes_of_a_step(config: Config, stage: int, replica: int) -> dict[str, float
     one of its tensor-parallel group."""
     dtype = torch.float32 if config.train.precision == "fp32" else torch.bfloat16
     rank = (stage * D + replica) * T
-    whole = range(replica * T, T * P * D, T * D)  # These are the first ranks of the stages.
+    whole = range(replica * T, T * P * D, T * D)  # The range has the first rank of each stage.
     groups = {
         "tensor": range(rank, rank + T),
         "pipeline": whole,

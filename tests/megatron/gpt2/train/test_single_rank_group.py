@@ -47,7 +47,7 @@ class FakeGroupSize(int):
     def __eq__(self, other: object) -> bool:
         return False
 
-    def __mul__(self, other: int) -> int:  # This is a product of group sizes.
+    def __mul__(self, other: int) -> int:  # A product of group sizes is a plain number.
         return self if type(other) is int and other == 1 else 1
 
     def __gt__(self, other: int) -> bool:

@@ -137,7 +137,8 @@ def test_a_program_of_the_user(monkeypatch: Patch, capsys: pytest.CaptureFixture
             texts = [""] * 2
             dist.all_gather_object(texts, f"from rank {rank}")
             assert texts == ["from rank 0"] * 2
-            works = [dist.isend(torch.zeros(2), 1 - rank), dist.irecv(torch.zeros(2), 1 - rank)]  # This is not a batch.
+            # The send and the receive are two calls, and not a batch.
+            works = [dist.isend(torch.zeros(2), 1 - rank), dist.irecv(torch.zeros(2), 1 - rank)]
             for work in works:
                 assert work is not None
                 work.wait()

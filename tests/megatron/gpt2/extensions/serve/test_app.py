@@ -48,7 +48,7 @@ def model() -> Iterator[GPT2Model]:
     mpu.initialize_model_parallel(1)
     model = GPT2Model(CONFIG).eval()
     with torch.no_grad():
-        model.word_embeddings.weight[TOKENIZER.eod] = 0  # This token is never among the most likely ones.
+        model.word_embeddings.weight[TOKENIZER.eod] = 0  # The end of a document is never among the most likely tokens.
     yield model
     mpu.destroy_model_parallel()
 
@@ -181,7 +181,7 @@ def test_echo_with_logprobs(served: RunningServer, model: GPT2Model, length: int
     assert served.ask("", echo=True, max_tokens=0, logprobs=0).choices[0].logprobs.tokens == []
 
 
-@pytest.mark.usefixtures("model")  # It initializes the groups.
+@pytest.mark.usefixtures("model")  # The fixture initializes the groups.
 def test_the_end_of_a_document_is_listed() -> None:
     """lm-eval requests one more token than the text has, and drops the last log-probability, for any token."""
     ending = GPT2Model(CONFIG).eval()
@@ -313,7 +313,7 @@ def test_only_known_hosts(served: RunningServer, host: str, status: int) -> None
 
 SLOW = [
     b"G",
-    post_request(60, b"{"),  # This body is never complete.
+    post_request(60, b"{"),  # The body of this request is never complete.
     b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n",
     # This request is answered; then the headers of a second request follow.
     b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n",

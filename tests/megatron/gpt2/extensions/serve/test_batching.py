@@ -56,4 +56,4 @@ def test_64_clients(watched: CountingGenerator) -> None:
     assert list(begun) == sorted(begun), "in the order of the requests"
     for number, step in begun.items():  # While a text waits, earlier texts fill all rows.
         assert step * ROWS <= sum(max(1, length - 1) for length in lengths[:number]), number
-    assert watched.cache_bytes == {2 * ROWS * 2 * 32 * 32 * 4}  # This is l · rows · 2 · S · h.
+    assert watched.cache_bytes == {2 * ROWS * 2 * 32 * 32 * 4}  # The cache has l · rows · 2 · S · h numbers of 4 bytes.

@@ -40,7 +40,7 @@ def test_each_bit_changes_only_the_hash_of_its_range(dtype: torch.dtype, bits: t
     before = hash_ranges(buffer, parts)
     for place, part in ((0, 0), (69, 0), (2 * ROW, 2), (4 * ROW - 1, 2)):
         for bit in range(8 * dtype.itemsize):
-            buffer.view(bits)[place] ^= -1 << bit  # This flips this bit and all higher ones.
+            buffer.view(bits)[place] ^= -1 << bit  # The bit and all higher bits flip.
             assert (hash_ranges(buffer, parts) != before).nonzero().view(-1).tolist() == [part]
             buffer.view(bits)[place] ^= -1 << bit
 

@@ -90,7 +90,7 @@ def build() -> tuple[dict[str, Answer], dict[str, str]]:
         latin,
         Content_Type="text/html; charset=cp1252",
     )
-    # This is UTF-8 that was once read as Latin-1.
+    # The text is UTF-8 that was once read as Latin-1.
     add("mojibake", 1, extended("The cafÃ© was schÃ¶n."), "The café was schön.")
     add("broken", 1, lambda seed: html(paragraphs(seed)).replace(b"</h1>", b"</h1><p>\xff\xfe\x81 \xc3</p>"), "first")
     add("packed", 1, lambda seed: gzip.compress(html(paragraphs(seed))), "first", Content_Encoding="gzip")
@@ -115,7 +115,8 @@ BAD_URLS = [
     "not an address",
     "http://10.0.0.1/a",
 ]
-BAD_URLS += [URLS[0] + "#part", URLS[1].replace("http://", "https://www."), URLS[2] + "/"]  # These are duplicates.
+# The added URLs are duplicates of others.
+BAD_URLS += [URLS[0] + "#part", URLS[1].replace("http://", "https://www."), URLS[2] + "/"]
 
 
 @contextmanager
@@ -211,10 +212,10 @@ def test_it_goes_on_after_kills_to_the_same_result(once: tuple[Path, str]):
 
     with web(requests.append) as proxy:
         for moment in (
-            lambda: len(requests) > 5,  # This is inside the first shard of the download.
-            has("3-clean/.urls_00001.jsonl.tmp", "3-clean/urls_00001.jsonl"),  # This is inside the cleanup.
-            has("6-unique/urls_00001.jsonl"),  # This is before the shard's manifest.
-            has("8-merged/manifests/corpus.json"),  # This is between two stages.
+            lambda: len(requests) > 5,  # The kill happens inside the first shard of the download.
+            has("3-clean/.urls_00001.jsonl.tmp", "3-clean/urls_00001.jsonl"),  # The kill happens inside the cleanup.
+            has("6-unique/urls_00001.jsonl"),  # The kill happens before the shard's manifest is written.
+            has("8-merged/manifests/corpus.json"),  # The kill happens between two stages.
         ):
             process, deadline = start(folder, "again", proxy), time.monotonic() + 240
             while not moment():
