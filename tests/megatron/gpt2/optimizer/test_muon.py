@@ -110,7 +110,8 @@ def test_no_bit_depends_on_the_layout(tmp_path: Path, precision: str) -> None:
 
 def test_a_run_that_changes_its_layout_stays_bit_identical(tmp_path: Path) -> None:
     moves = list(zip(MOVES, (2, 1, 1), strict=True))
-    exact.assert_moves(tmp_path, moves, f"--precision bf16 --global-batch-size 4 --num-layers 2 {MUON}")
+    flags = f"--precision bf16 --global-batch-size 4 --num-layers 2 {MUON} --mup-base-width 32"
+    exact.assert_moves(tmp_path, moves, flags)
 
 
 def test_conversion_keeps_the_state(folder: Path, tmp_path: Path) -> None:

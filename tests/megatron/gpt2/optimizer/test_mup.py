@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train import test_layouts as layouts
-from tests.megatron.gpt2.train.test_layouts import SEQUENCE, SHARDED, ZERO_2, LayoutCase
+from tests.megatron.gpt2.train.test_layouts import SEQUENCE, SHARDED, LayoutCase
 from tests.megatron.gpt2.train.training_runs import finish, snapshot, start, steps, write_text
 
 WIDTHS = (64, 256)
@@ -88,7 +88,7 @@ def test_weights_and_updates_are_those_of_parameter_groups(folder: Path) -> None
 @pytest.mark.wide
 def test_losses_do_not_depend_on_the_layout(folder: Path) -> None:
     """The default run has muP in the layouts of test_muon.py."""
-    cases = [LayoutCase(2, 1, 2, 4, f"{SEQUENCE} {SHARDED}"), LayoutCase(1, 2, 2, 1, ZERO_2), LayoutCase(2, 2, 1, 2)]
+    cases = [LayoutCase(2, 1, 2, 4, f"{SEQUENCE} {SHARDED}"), LayoutCase(1, 2, 2, 1, SHARDED), LayoutCase(2, 2, 1, 2)]
     alone, *cases = (
         case._replace(flags=f"{case.flags} --lr 1e-3 --mup-base-width 16") for case in (LayoutCase(1, 1, 1, 8), *cases)
     )

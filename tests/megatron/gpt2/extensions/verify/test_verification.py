@@ -163,6 +163,15 @@ def test_a_saved_trace_is_compared_with(command: list[str], tmp_path: Path, capf
     assert capfd.readouterr().err.strip() == refused
 
 
+@pytest.mark.wide
+def test_muon_is_the_same_in_each_layout(command: list[str], capfd: pytest.CaptureFixture[str]):
+    layouts = ["", SPLIT, "--data-parallel-size 2 --micro-batch-size 1 --zero-stage 2"]
+    words = [word for layout in layouts for word in ("--layout", layout)]
+    assert main([*words, *command, "--optimizer", "muon", "--mup-base-width", "16"]) == 0
+    said = capfd.readouterr().out
+    assert all(re.search(rf"^ +2  within rounding .*  {layout}$", said, re.MULTILINE) for layout in layouts[1:])
+
+
 def test_transformers_computes_the_same_training(command: list[str], capfd: pytest.CaptureFixture[str]):
     assert main(["--against", "huggingface", "--layout", "--model-parallel-size 2", *command]) == 0
     said = capfd.readouterr().out
