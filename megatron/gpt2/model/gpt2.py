@@ -194,7 +194,7 @@ class GPT2Model(nn.Module):
     With muP (`config.mup_base_width`, arXiv:2203.03466, table 8) the best learning rate does not depend on h, for a
     constant head size d. With r = base width / h:
 
-        matrices of layers   initial standard deviation · √r; AdamW's rate and epsilon · r
+        matrices of layers   initial standard deviation · √r; AdamW's rate and epsilon · r, so also their decay
         logits               · r: the final layer norm starts at r, and AdamW's rate of it is multiplied by r
         other parameters     as without muP, also the tied embeddings
 
