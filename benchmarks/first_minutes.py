@@ -40,7 +40,11 @@ BROKEN = 3  # This is the exit code after an error that made the CUDA context un
 
 @dataclass(frozen=True)
 class StageBudget:
-    """The seconds of a stage. limit: its timeout. least: the stage is skipped if less time is left."""
+    """The seconds of a stage.
+
+    limit: its timeout.
+    least: the stage is skipped if less time is left.
+    """
 
     limit: float
     least: float
@@ -61,8 +65,11 @@ class CudaContextError(Exception):
 
 
 class CaseRecorder:
-    """Measures and records the cases of one stage. path: the JSON file. call: an id of this call of the program.
-    Recorded cases are skipped, except those that failed in an earlier call."""
+    """Measures and records the cases of one stage.
+
+    path: the JSON file.
+    call: an id of this call of the program. Recorded cases are skipped, except those that failed in an earlier call.
+    """
 
     def __init__(self, path: Path, stage: str, call: str) -> None:
         self.folder, self._path, self._stage, self._call = path.parent, path, stage, call

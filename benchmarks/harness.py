@@ -130,7 +130,10 @@ def run_limited(
     command: Sequence[Any], log: Path | None, timeout: float, *, environment: Mapping[str, str] | None = None
 ) -> int | None:
     """Run `command` in the project's folder and return its exit code, or None if it was killed after `timeout` seconds,
-    with all its processes. log: file for its output (default: the output of this process)."""
+    with all its processes.
+
+    log: file for its output (default: the output of this process).
+    """
     with contextlib.nullcontext() if log is None else log.open("w") as file:
         process = subprocess.Popen(
             command,

@@ -63,7 +63,10 @@ def build_peer(
     kind: str, config: ModelConfig, ours: GPT2Model, *, nanogpt: str, padded: bool = True
 ) -> tuple[nn.Module, LossOf, int]:
     """Build a peer's model with the weights of `ours`. Return it, its loss over tokens and labels [b, s], and its
-    vocabulary size. padded: use nanoGPT's padded vocabulary; its extra rows, zero at first, are in its softmax."""
+    vocabulary size.
+
+    padded: whether to use nanoGPT's padded vocabulary; its extra rows, zero at first, are in its softmax.
+    """
     with skip_initialization():
         model, loss_of, vocab = (
             build_huggingface(config) if kind == "huggingface" else build_nanogpt(config, nanogpt, padded)
@@ -73,8 +76,10 @@ def build_peer(
 
 
 def build_huggingface(config: ModelConfig, **more: Any) -> tuple[nn.Module, LossOf, int]:
-    """Build transformers' GPT-2 with the true vocabulary, scaled_dot_product_attention, and no cache. more: further
-    settings of its configuration."""
+    """Build transformers' GPT-2 with the true vocabulary, scaled_dot_product_attention, and no cache.
+
+    more: further settings of its configuration.
+    """
     from transformers import GPT2Config, GPT2LMHeadModel
 
     assert config.vocab_size is not None
@@ -131,8 +136,10 @@ def build_nanogpt(config: ModelConfig, folder: str, padded: bool) -> tuple[nn.Mo
 
 
 def adamw(model: nn.Module, shipped: bool) -> torch.optim.Optimizer:
-    """Make a fused AdamW with decay on matrices only. shipped: call nanoGPT's `configure_optimizers` for a CPU
-    instead."""
+    """Make a fused AdamW with decay on matrices only.
+
+    shipped: whether to call nanoGPT's `configure_optimizers` for a CPU instead.
+    """
     if shipped:
         made: Any = model.configure_optimizers  # type: ignore[union-attr]
         optimizer: torch.optim.Optimizer = made(WEIGHT_DECAY, LR, BETAS, "cpu")

@@ -29,7 +29,11 @@ LLM_C_RESULTS: list[dict[str, Any]] = [
 
 @dataclass(frozen=True)
 class Workload:
-    """The training task of all arms. scratch: a temporary folder. compiler: the backend of torch.compile."""
+    """The training task of all arms.
+
+    scratch: a temporary folder.
+    compiler: the backend of torch.compile.
+    """
 
     num_layers: int
     hidden_size: int
@@ -84,11 +88,12 @@ class Workload:
 
 @dataclass(frozen=True)
 class Arm:
-    """One program with one configuration. kind: ours, rank (one rank of ours, with model-parallel size `ranks`),
-    huggingface or nanogpt.
+    """One program with one configuration.
 
-    shipped: nanoGPT's defaults on a CPU (fp32, no autocast, no fused AdamW, default allocator). flags: further flags of
-    our program. changes: fields of the workload that differ for this arm.
+    shipped: nanoGPT's defaults on a CPU (fp32, no autocast, no fused AdamW, default allocator).
+    flags: further flags of our program.
+    changes: fields of the workload that differ for this arm.
+    kind: ours, rank (one rank of ours, with model-parallel size `ranks`), huggingface or nanogpt.
     """
 
     name: str
@@ -142,13 +147,17 @@ OURS_ONLY_ARMS = [
 
 
 def flops_by_llm_c(parameters: int, num_layers: int, hidden_size: int, seq_length: int) -> int:
-    """Return 6N + 6LCT, as `gpt2_estimate_mfu` of llm.c. parameters: with the padded vocabulary. Megatron's formula is
-    in `ModelConfig.flops_per_token`. It counts attention twice as high, but no biases and norms."""
+    """Return 6N + 6LCT, as `gpt2_estimate_mfu` of llm.c. It counts attention twice as high, but no biases and norms.
+
+    parameters: their number N, with the padded vocabulary. Megatron's formula is in `ModelConfig.flops_per_token`.
+    """
     return 6 * parameters + 6 * num_layers * hidden_size * seq_length
 
 
 def utilisation(tokens_per_s: float, visit: dict[str, Any], peak: float | None) -> dict[str, float | None]:
-    """Return the model FLOP/s utilisation by both counts, i.e. the part of `peak` FLOP/s. visit: a result of
-    `benchmarks/train_worker.py`."""
+    """Return the model FLOP/s utilisation by both counts, i.e. the part of `peak` FLOP/s.
+
+    visit: a result of `benchmarks/train_worker.py`.
+    """
     counts = {"mfu": "flops_per_token", "mfu_by_llm_c": "flops_per_token_llm_c"}
     return {name: tokens_per_s * visit[key] / peak if peak else None for name, key in counts.items()}

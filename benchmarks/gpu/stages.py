@@ -37,7 +37,10 @@ from megatron.gpt2.train.train_step import train_step
 @dataclass(frozen=True)
 class StageConfig:
     """The sizes to measure: GPT-2's models on a GPU, or with `smoke` tiny models on the CPU, whose times are
-    meaningless. scratch: a temporary folder."""
+    meaningless.
+
+    scratch: a temporary folder.
+    """
 
     smoke: bool
     scratch: str
@@ -57,7 +60,10 @@ class StageConfig:
         return 1 if self.smoke else 20
 
     def workload(self, name: str, micro_batch_size: int = 32, accumulation: int = 1, **changes: Any) -> Workload:
-        """Make a workload with the model `name`. changes: values of other fields."""
+        """Make a workload with the model `name`.
+
+        changes: values of other fields.
+        """
         workload = Workload(
             *MODELS[name], 1024, micro_batch_size, accumulation, device=self.device.type, scratch=self.scratch
         )
@@ -258,7 +264,10 @@ def measure_kernels(cfg: StageConfig, arm: Arm) -> dict[str, Any]:
 
 
 def steps(cfg: StageConfig, cases: CaseRecorder, timeout: float = 150.0) -> None:
-    """Measure each model. timeout: seconds for a model, mostly for its compilation and its initial weights."""
+    """Measure each model.
+
+    timeout: seconds for a model, mostly for its compilation and its initial weights.
+    """
     for name in cfg.names:
         cases.run(name, partial(measure_steps, cfg, name, timeout))
 
@@ -294,7 +303,10 @@ def measure_steps(cfg: StageConfig, name: str, timeout: float) -> dict[str, Any]
 
 
 def tests(cfg: StageConfig, cases: CaseRecorder, timeout: float = 300.0) -> None:
-    """Run pytest as one case. timeout: the seconds of all tests together."""
+    """Run pytest as one case.
+
+    timeout: the seconds of all tests together.
+    """
     limits = ["-o", "faulthandler_timeout=60", *["--timeout=60"] * bool(importlib.util.find_spec("pytest_timeout"))]
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *limits, "tests/gpu"]
     cases.run("pytest", lambda: run_pytest(command, cases.folder / "gpu_tests.log", timeout))

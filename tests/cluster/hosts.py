@@ -43,7 +43,10 @@ def tool(*words: str) -> str:
 
 
 def enter(namespace: str, name: str, names: str, prepare: Callable[[], object]) -> None:
-    """Move this process, which has no threads yet, to a host, and call `prepare` there. names: the file /etc/hosts."""
+    """Move this process, which has no threads yet, to a host, and call `prepare` there.
+
+    names: the file that replaces /etc/hosts.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
 
     def check(code: int) -> None:
@@ -59,7 +62,10 @@ def enter(namespace: str, name: str, names: str, prepare: Callable[[], object]) 
 
 
 class Hosts:
-    """Makes hosts node1, node2, … with the interfaces eth0, eth1, … in each of some networks. family: 4 or 6, of IP."""
+    """Makes hosts node1, node2, … with the interfaces eth0, eth1, … in each of some networks.
+
+    family: the version of IP, 4 or 6.
+    """
 
     def __init__(self, folder: Path, count: int = 2, *, networks: int = 1, family: int = 4) -> None:
         self.folder, self.count, self.networks, self.family = folder, count, networks, family
@@ -107,7 +113,10 @@ class Hosts:
         prepare: Callable[[], object] = int,
         program: Callable[[Sequence[str]], int] = main,
     ) -> StartedRank:
-        """Start `program` with small flags and `words` on a host. prepare: a function that is called there first."""
+        """Start `program` with small flags and `words` on a host.
+
+        prepare: a function that is called there first.
+        """
         names = str(self.folder / f"names_{host}")
         before = partial(enter, self._spaces[host], f"node{host + 1}", names, prepare)
         return StartedRank(self.folder, words.split(), environ or {}, before=before, program=program)

@@ -56,8 +56,13 @@ def wait_for(condition: Callable[[], object], runs: Mapping[int, StartedRank], s
 
 @dataclass
 class Start:
-    """Two hosts start to train. environ: with {0} and {1} for their addresses. says: a pattern in the output of one of
-    them; "" if they train. of_host: flags of a host. change: of the hosts before the start."""
+    """Two hosts start to train.
+
+    environ: environment variables, with {0} and {1} for the addresses of the hosts.
+    says: a pattern in the output of one of the hosts; "" if they train.
+    of_host: flags of a host.
+    change: a function that changes the hosts before the start.
+    """
 
     name: str
     environ: Mapping[str, str] = field(default_factory=lambda: {"MASTER_ADDR": "{0}"})
@@ -179,8 +184,11 @@ def test_start(folder: Path, on_one_host: list[float], case: Start) -> None:
 
 @dataclass
 class Loss:
-    """Two hosts with a rank each train and save, until a host is lost. says: patterns in the output of the host that
-    names it, and of a host that comes back. after: what happens then; it returns the other hosts' exit code."""
+    """Two hosts with a rank each train and save, until a host is lost.
+
+    says: patterns in the output of the host that names the lost one, and of a host that returns.
+    after: what happens after the loss. It returns the exit code of the other hosts.
+    """
 
     name: str
     lose: Callable[[Hosts], object]

@@ -25,8 +25,11 @@ as_command(main)()
 
 
 def end(main: str, head: bool = False) -> tuple[int, str, str]:
-    """Run a program with this `main`. Returns exit code, output and errors. head: the reader of its output reads one
-    character and closes the pipe while the program's standard input is still open."""
+    """Run a program with this `main`. Returns exit code, output and errors.
+
+    head: the reader of its output reads one character and closes the pipe while the program's standard input is still
+        open.
+    """
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM.format(main=main)],
         cwd=ROOT,

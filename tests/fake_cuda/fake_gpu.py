@@ -277,8 +277,12 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Collective:
-    """A call of torch.distributed. ranks: of its group; for "send" and "recv_" the sender and the receiver. tensors:
-    shape and dtype of each tensor. place: file and line in this project."""
+    """A call of torch.distributed.
+
+    ranks: the ranks of its group; for "send" and "recv_" the sender and the receiver.
+    tensors: shape and dtype of each tensor.
+    place: file and line in this project.
+    """
 
     name: str
     ranks: tuple[int, ...]
@@ -288,7 +292,11 @@ class Collective:
 
 @dataclass(frozen=True)
 class Copy:
-    """A copy between host and device. to: the destination. stream: the number of its stream."""
+    """A copy between host and device.
+
+    to: the destination.
+    stream: the number of its stream.
+    """
 
     to: str
     size: int

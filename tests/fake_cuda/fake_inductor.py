@@ -173,8 +173,11 @@ def kernels_of(nodes: list[Any]) -> tuple[Kernel, ...]:
 
 @dataclass(frozen=True)
 class Assembled:
-    """The report of ptxas for a kernel in one configuration of Inductor. spilled: bytes of register spills, stores and
-    loads. stack: bytes."""
+    """The report of ptxas for a kernel in one configuration of Inductor.
+
+    spilled: bytes of register spills, stores and loads.
+    stack: bytes of the stack.
+    """
 
     name: str
     architecture: str
@@ -194,7 +197,10 @@ def assembled(
     options: Any = None,
     most_registers: int = 255,
 ) -> Assembled:
-    """Compile a Triton function with these argument types and constants. most_registers: the limit per thread."""
+    """Compile a Triton function with these argument types and constants.
+
+    most_registers: the limit per thread.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import get_ptxas

@@ -56,7 +56,10 @@ def say_the_same(texts: list[str], text: str, group: object = None) -> None:
 def running(
     text: Path, save: Path, flags: str = "", *, rank: int = 0, world_size: int = 1
 ) -> Iterator[tuple[Trainer, FakeGPU]]:
-    """Build a run with `FLAGS` and `flags` on a fake GPU, and yield both. text: the folder of documents.jsonl."""
+    """Build a run with `FLAGS` and `flags` on a fake GPU, and yield both.
+
+    text: the folder of documents.jsonl.
+    """
     with FakeGPU() as gpu, contextlib.ExitStack() as stack:
         if "--compile" in flags:
             from tests.fake_cuda.fake_inductor import fake_inductor
@@ -95,8 +98,10 @@ def steps(trainer: Trainer, gpu: FakeGPU, count: int = 1) -> None:
 
 
 def check_step(trainer: Trainer, gpu: FakeGPU, allowed: Sequence[str] = ()) -> None:
-    """Assert that a step never waits for the device and sends only contiguous CUDA tensors. allowed: prefixes of lines
-    that may wait."""
+    """Assert that a step never waits for the device and sends only contiguous CUDA tensors.
+
+    allowed: prefixes of lines that may wait.
+    """
     steps(trainer, gpu)
     waits = [wait for wait in gpu.waits if not wait.startswith(tuple(allowed))]
     assert gpu.kernels and not waits and not gpu.faults, f"{waits} {gpu.faults}"

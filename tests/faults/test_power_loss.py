@@ -49,8 +49,12 @@ UNREAD = re.compile(r".*\.tmp|save/(lease|incidents|report|samples)")  # The che
 
 @dataclass(frozen=True)
 class Call:
-    """A system call. paths: in the folder, two for a rename. data: what it writes. text: the line that strace
-    prints."""
+    """A system call.
+
+    paths: paths in the folder, two for a rename.
+    data: the bytes that it writes.
+    text: the line that strace prints.
+    """
 
     name: str
     paths: list[str]

@@ -28,10 +28,17 @@ Files = dict[str, bytes]
 
 @dataclass(frozen=True)
 class Target:
-    """A reader to fuzz. name: in reports. make: writes a valid input into an empty folder. read: reads it, and raises
-    AssertionError if accepted input breaks an invariant. files: pattern of the files to change. repair: updates the
-    hashes of changed files, so that the code after the hash check is tested. refusals: allowed errors. named: errors
-    must name the file or a flag. model: reading takes long."""
+    """A reader to fuzz.
+
+    name: the target's name in reports.
+    make: writes a valid input into an empty folder.
+    read: reads it, and raises AssertionError if accepted input breaks an invariant.
+    files: pattern of the files to change.
+    repair: updates the hashes of changed files, so that the code after the hash check is tested.
+    refusals: the errors that are allowed.
+    named: whether errors must name the file or a flag.
+    model: whether reading takes long.
+    """
 
     name: str
     make: Callable[[Path], object]
@@ -80,8 +87,10 @@ class Input:
         return time.process_time() - start
 
     def attempt(self, changed: Files, usual: float = 0.0) -> tuple[str, str]:
-        """Read the input with the changed files, and return as `attempt` does. usual: seconds of processor time to
-        allow in addition to MAX_SECONDS."""
+        """Read the input with the changed files, and return as `attempt` does.
+
+        usual: seconds of processor time to allow in addition to MAX_SECONDS.
+        """
         for name, data in changed.items():
             (self.folder / name).write_bytes(data)
         place, size = str(self.folder) if self.target.named else "", sum(map(len, (self.valid | changed).values()))
@@ -105,7 +114,11 @@ def attempt(
     most: float = MAX_SECONDS,
 ) -> tuple[str, str]:
     """Call `read` for an input of `size` bytes. Returns ("accepted", ""), ("refused", the error's line), or (a finding,
-    its details). place: a text that an error must contain, unless it names a flag. most: seconds of processor time."""
+    its details).
+
+    place: a text that an error must contain, unless it names a flag.
+    most: seconds of processor time.
+    """
     outcome, line = "accepted", ""
     before, start = resident(), time.process_time()
     try:

@@ -23,8 +23,10 @@ def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 def formula(qkv: Tensor, keep: Tensor | float) -> Tensor:
-    """Compute attention by the formula: [s, b, n, 3, d] -> [s, b, n·d]. keep: factor of the probabilities [b, n, s,
-    s]."""
+    """Compute attention by the formula: [s, b, n, 3, d] -> [s, b, n·d].
+
+    keep: factor of the probabilities [b, n, s, s].
+    """
     q, k, v = qkv.permute(3, 1, 2, 0, 4)
     scores = q @ k.transpose(-1, -2) / qkv.size(-1) ** 0.5
     later = torch.ones(qkv.size(0), qkv.size(0), dtype=torch.bool, device=qkv.device).triu(1)

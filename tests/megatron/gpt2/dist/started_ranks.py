@@ -43,7 +43,10 @@ def _run(
 
 
 class StartedRank:
-    """A running process of `program`. before: a function that is called in it first, while it has no threads."""
+    """A running process of `program`.
+
+    before: a function that is called in it first, while it has no threads.
+    """
 
     def __init__(
         self,

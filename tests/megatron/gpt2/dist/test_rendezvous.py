@@ -53,7 +53,10 @@ PAIR = [RankInfo(0, 2, 0, 2), RankInfo(1, 2, 1, 2)]  # Both ranks are on one mac
 def make_launches(
     world_size: int, hosts: str, where: str = "", *, timeout: float = 60.0, slurm: str = "", first: int = 0
 ) -> list[Launch]:
-    """Return a launch for each of the `hosts`, from rank `first` on. slurm: the hosts of all ranks in Slurm's list."""
+    """Return a launch for each of the `hosts`, from rank `first` on.
+
+    slurm: the hosts of all ranks in Slurm's list.
+    """
     where = where or f"tcp://localhost:{free_port()}"
     return [
         Launch(rank, world_size, init_method=where, host=host, timeout=timeout, hosts=tuple(slurm))

@@ -89,7 +89,11 @@ def test_a_rank_that_starts_obeys_sigterm(tmp_path: Path) -> None:
 
 
 def run_until_stopped(out: Connection, err: Connection, stubborn: bool, in_call: bool) -> None:
-    """Run steps until a signal. stubborn: ignore the first signal. in_call: run one long call instead of steps."""
+    """Run steps until a signal.
+
+    stubborn: whether to ignore the first signal.
+    in_call: whether to run one long call instead of steps.
+    """
     os.dup2(out.fileno(), 1)
     os.dup2(err.fileno(), 2)
     with StopSignal() as stop:

@@ -107,7 +107,10 @@ def write_megatron(
     **top: Any,
 ) -> Path:
     """Write a --save folder with iteration 7, and return the first file. The files are those of our export, with the
-    order of QKV of `version`, without what only our export holds. args: False leaves them out."""
+    order of QKV of `version`, without what only our export holds.
+
+    args: whether the file has Megatron's arguments.
+    """
     source = InMemoryCheckpoint({f"model.{name}": x for name, x in weights.items()}, iteration=7)
     made = export_megatron(source, folder, FORMATS[form], MegatronLayout(tp, pp), log=silent)
     files = sorted(made.glob(f"*/{RANK_FILE}"))
@@ -200,7 +203,10 @@ def nanogpt_checkpoint(
 
 
 class InMemoryCheckpoint(BaseCheckpoint):
-    """A checkpoint in memory. tensors: by kind and our name."""
+    """A checkpoint in memory.
+
+    tensors: the tensors by kind and our name.
+    """
 
     def __init__(
         self, tensors: dict[str, Tensor], shape: ModelConfig = SHAPE, metadata: Any = None, iteration: int = 0

@@ -93,7 +93,10 @@ def resaved(folder: Path, out: Path, state: dict[str, Any]) -> Path:
 
 def flat_buckets(folder: Path, out: Path, modules: tuple[str, ...], exchanged: dict[str, str]) -> Path:
     """The checkpoint in `folder` with its state in two buckets, for a rank whose layers have their `modules` in this
-    order. exchanged: parameters whose states are swapped."""
+    order.
+
+    exchanged: parameters whose states are swapped.
+    """
     held = DcpCheckpoint(folder)
     layers = [
         f"transformer.layers.{n}.{module}.{x}" for n in range(2) for module in modules for x in ("weight", "bias")

@@ -30,7 +30,10 @@ DDP, SPLIT_INPUTS = "--DDP-impl torch", "--partition-activations"
 
 
 class LayoutCase(NamedTuple):
-    """A layout. micro: the micro-batch size. A step has 8 / (data · micro) micro-batches per rank."""
+    """A layout.
+
+    micro: the micro-batch size. A step has 8 / (data · micro) micro-batches per rank.
+    """
 
     tensor: int
     pipeline: int

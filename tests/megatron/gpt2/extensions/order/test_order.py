@@ -218,7 +218,10 @@ def opposing_sends(*_: Any) -> None:
 
 
 class Fault(NamedTuple):
-    """A fault of `ranks`. line: the file and the text of a line that the report must name."""
+    """A fault of `ranks`.
+
+    line: the file and the text of a line that the report must name.
+    """
 
     plant: Callable[[Patch], object]
     file: str

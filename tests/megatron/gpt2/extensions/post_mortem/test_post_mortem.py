@@ -124,7 +124,10 @@ def launcher_incident(host: str, when: float, kind: str, text: str = "", /, **de
 
 
 def rank_ended(when: float, rank: int, how: str | int, first: bool = True) -> Line:
-    """Return a launcher's incident. how: a signal or an exit code."""
+    """Return a launcher's incident.
+
+    how: a signal or an exit code.
+    """
     key = "signal" if isinstance(how, str) else "exit_code"
     return launcher_incident(HOSTS[rank], when, "rank ended", rank=rank, first=first, **{key: how})
 

@@ -31,8 +31,10 @@ ACCUMULATED = ("--micro-batch-size", "1")  # With two ranks and a global batch o
 
 
 class PlantedFault(NamedTuple):
-    """A fault, and the tensor, a part of the operation's name, the step and the ranks that must be reported. flags: of
-    the layout."""
+    """A fault, and the tensor, a part of the operation's name, the step and the ranks that must be reported.
+
+    flags: the flags of the layout.
+    """
 
     plant: Callable[[Trainer, Patch], None]
     tensor: str

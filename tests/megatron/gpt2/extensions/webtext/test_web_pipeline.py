@@ -66,7 +66,10 @@ def build() -> tuple[dict[str, Answer], dict[str, str]]:
     def add(
         kind: str, count: int, body: Callable[[str], bytes], text: str = "", status: int = 200, **headers: str
     ) -> None:
-        """Add a page. text: a part of the corpus; "first" is the first paragraph."""
+        """Add a page.
+
+        text: a part of the corpus; "first" is the first paragraph.
+        """
         for number in range(count):
             url, seed = f"http://news{number % 3}.example.com/{kind}/{number}", f"good{number}"
             seed = seed if kind in ("article", "zcopy") else f"{kind}{number}"
@@ -121,7 +124,10 @@ BAD_URLS += [URLS[0] + "#part", URLS[1].replace("http://", "https://www."), URLS
 
 @contextmanager
 def web(seen: Callable[[str], object] = lambda url: None) -> Iterator[str]:
-    """Start a proxy that answers for all sites, and yield its URL. seen: is called for each request."""
+    """Start a proxy that answers for all sites, and yield its URL.
+
+    seen: is called for each request.
+    """
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
