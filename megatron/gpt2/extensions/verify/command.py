@@ -72,7 +72,6 @@ SAME_FLAGS = (
     "model.vocab_size",
     "model.gelu",
     "model.layernorm_epsilon",
-    "model.mup_base_width",
     "model.attention_dropout",
     "model.hidden_dropout",
     "data.seq_length",
