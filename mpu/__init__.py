@@ -57,7 +57,7 @@ from mpu.initialize import (
     is_pipeline_last_stage,
     model_parallel_is_initialized,
 )
-from mpu.kernels import linear_without_gradient
+from mpu.kernels import linear_without_gradient, weight_for_inference
 from mpu.kv_cache import KeyValueCache
 from mpu.layers import PositionEmbedding, VocabParallelEmbedding
 from mpu.mappings import (
@@ -172,4 +172,5 @@ __all__ = [
     "send_forward",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_linear_cross_entropy",
+    "weight_for_inference",
 ]

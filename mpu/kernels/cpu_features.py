@@ -1,4 +1,4 @@
-"""Two properties of the CPU that select kernels: its instructions for bf16 matrix products.
+"""Properties of the CPU that select kernels: its instructions for bf16 matrix products, and packed weights.
 
 Measurements in bf16 with AMX, with AVX-512's bf16 products and with neither, and in float32 on all three, showed that
 these properties decide every choice. So nothing is timed at start: the choice does not depend on the machine's load,
@@ -44,3 +44,7 @@ def _has_bf16_products() -> bool:
 
 HAS_AMX: bool = _has_amx()
 HAS_BF16_PRODUCTS: bool = HAS_AMX or _has_bf16_products()
+# Packed weights were measured on x86 without AMX.
+HAS_PACKED_WEIGHTS: bool = (
+    not HAS_AMX and platform.machine() in ("x86_64", "AMD64") and torch.backends.mkldnn.is_available()
+)

@@ -100,10 +100,14 @@ def _layout(args: argparse.Namespace) -> str:
     return f"--tensor-model-parallel-size {size}" + f" × --pipeline-model-parallel-size {stages}" * (stages > 1)
 
 
-def open_model_from_flags(args: argparse.Namespace, rank_info: RankInfo, log: Log) -> LoadedModel:
+def open_model_from_flags(
+    args: argparse.Namespace, rank_info: RankInfo, log: Log, *, single_row: bool = False
+) -> LoadedModel:
     """Make the process group and the groups of mpu, and load the model that the flags of `ModelParser` name.
 
     Every rank must call it. Raises the errors of `load_for_inference`, and ValueError for an invalid device or layout.
+
+    single_row: see `mpu.weight_for_inference`.
     """
     set_threads(rank_info)
     device, why = choose_device(args.device, rank_info)
@@ -123,7 +127,7 @@ def open_model_from_flags(args: argparse.Namespace, rank_info: RankInfo, log: Lo
     if rank_info.world_size % (size * stages):
         raise ValueError(f"the world size {rank_info.world_size} is not divisible by {_layout(args)}")
     mpu.initialize_model_parallel(size, stages)
-    return load_for_inference(args.load, device, dtype, log=log)
+    return load_for_inference(args.load, device, dtype, log=log, single_row=single_row)
 
 
 def check_output(args: argparse.Namespace) -> None:

@@ -14,6 +14,7 @@ from megatron.gpt2.checkpoint.save_folder import find_checkpoint, require_native
 from megatron.gpt2.checkpoint.sharded_state import load_sharded_state_dict, parameter_states
 from megatron.gpt2.model.gpt2 import GPT2Model, layer_config, model_partition_specs
 from megatron.gpt2.pipeline.schedule import layers_of_stages
+from mpu.layers import ParallelLinear
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,12 @@ class LoadedModel:
 
 
 def load_for_inference(
-    directory: str | Path, device: torch.device, dtype: torch.dtype, *, log: Callable[[str], None]
+    directory: str | Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    log: Callable[[str], None],
+    single_row: bool = True,
 ) -> LoadedModel:
     """Load the newest checkpoint of the --save folder `directory`, split over the default model-parallel group.
 
@@ -37,6 +43,7 @@ def load_for_inference(
     project, if the tokenizer next to it is missing or different, or if the ranks cannot share the attention heads.
 
     log: receives a line for each damaged checkpoint that is skipped.
+    single_row: see `mpu.weight_for_inference`.
     """
     require_native_format(directory, with_tokenizer=True)
     checkpoint = find_checkpoint(directory, log=log)
@@ -73,15 +80,19 @@ def load_for_inference(
         tp_size=ranks,
     )
     model = model.to(dtype).eval()
-    store_column_major(model)
+    store_for_inference(model, single_row=single_row)
     return LoadedModel(model, tokenizer, checkpoint, device, dtype)
 
 
-def store_column_major(model: GPT2Model) -> None:
-    """On a CPU, store each float32 matrix of `model` in column-major order, in place.
-
-    The values stay the same. Generation multiplies a few rows with each matrix, which is faster in this order.
-    """
-    for parameter in model.parameters():
-        if parameter.dim() == 2 and parameter.device.type == "cpu" and parameter.dtype == torch.float32:
-            parameter.data = parameter.data.t().contiguous().t()
+def store_for_inference(model: GPT2Model, *, single_row: bool = True) -> None:
+    """Store the matrices of `model` in the order that its products read fastest, in place; see
+    `mpu.weight_for_inference`. They are no longer parameters: the model cannot be trained."""
+    for module in model.modules():
+        if isinstance(module, ParallelLinear):
+            weight = mpu.weight_for_inference(module.weight.data, single_row=single_row)
+            del module.weight
+            module.register_buffer("weight", weight, persistent=False)
+    if model.has_head:
+        model.head_weight = mpu.weight_for_inference(model.word_embeddings.weight.data, single_row=single_row)
+        if not model.head_weight.is_mkldnn:
+            model.word_embeddings.weight.data = model.head_weight  # one copy in memory

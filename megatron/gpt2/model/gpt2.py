@@ -228,6 +228,7 @@ class GPT2Model(nn.Module):
         layer = layer or layer_config(config)
         self.config = config
         self.vocab_size = config.vocab_size
+        self.head_weight: Tensor | None = None  # a copy of the embeddings' weight for inference
         self.layer_ranges = tuple(layer_ranges) if layer_ranges is not None else (range(config.num_layers),)
         self.has_embeddings = self.layer_ranges[0].start == 0
         self.has_head = self.layer_ranges[-1].stop == config.num_layers
@@ -356,7 +357,8 @@ class GPT2Model(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Compute this rank's logits [..., v/tp] of hidden states [..., h]. No gradient flows back."""
-        return mpu.linear_without_gradient(x, self.word_embeddings.weight, None)
+        weight = self.word_embeddings.weight if self.head_weight is None else self.head_weight
+        return mpu.linear_without_gradient(x, weight)
 
     def logits_on_every_stage(self, x: Tensor) -> Tensor:
         """Hidden states [t, h] from `hidden_states` -> this rank's logits [t, v/tp]. Without gradient. Every rank of
