@@ -24,13 +24,14 @@ def on_each_processor(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_linear_without_gradient(dtype: torch.dtype, on_each_processor: None) -> None:
-    """Test any number of rows, weights stored by row or by column, and each processor."""
+    """Test any number of rows, weights stored by row, by column or in blocks, and each processor."""
     for rows in (1, 2, 4, 5, 8, 16, 17):
         x, weight, bias = torch.randn(rows, 1, 48), torch.randn(32, 48), torch.randn(32)
-        for a in (weight.to(dtype), weight.to(dtype).t().contiguous().t()):
+        stored = [kernels.weight_for_inference(weight.to(dtype), single_row=single) for single in (True, False)]
+        for a in (weight.to(dtype), weight.to(dtype).t().contiguous().t(), *stored):
             for b in (None, bias.to(dtype)):
                 y = kernels.linear_without_gradient(x.to(dtype), a, b)
-                expected = F.linear(x.to(dtype).double(), a.double(), None if b is None else b.double())
+                expected = F.linear(x.to(dtype).double(), weight.to(dtype).double(), None if b is None else b.double())
                 assert y.shape == expected.shape and y.dtype == dtype and y.is_contiguous()
                 torch.testing.assert_close(
                     y.double(),
