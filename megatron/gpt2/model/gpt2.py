@@ -236,16 +236,15 @@ class GPT2Model(nn.Module):
         self.rank, self.world_size = group_rank_and_size(self.group)
         self.sequence_parallel = layer.sequence_parallel and self.world_size > 1
         layer = dataclasses.replace(layer, group=self.group, sequence_parallel=self.sequence_parallel)
-        std = config.init_method_std * math.sqrt(config.mup_scale)
+        std = config.init_method_std
+        layer_std = std * math.sqrt(config.mup_scale)
         # Each layer adds two branches to the residual stream, so their output weights start smaller (GPT-2).
-        output_std = std / math.sqrt(2 * config.num_layers)
+        output_std = layer_std / math.sqrt(2 * config.num_layers)
 
         def init_method_for(name: str) -> InitMethod:
             is_output = name.endswith(("attention.dense.weight", "mlp.dense_4h_to_h.weight"))
-            is_embedding = not name.startswith("transformer.")
-            return seeded_normal(
-                seed, name, config.init_method_std if is_embedding else output_std if is_output else std
-            )
+            in_layer = name.startswith("transformer.layers.")
+            return seeded_normal(seed, name, output_std if is_output else layer_std if in_layer else std)
 
         self.padded_vocab_size = mpu.padded_vocab_size(
             config.vocab_size, config.make_vocab_size_divisible_by, self.world_size
