@@ -112,7 +112,7 @@ def is_plain(value: object) -> bool:
 
 
 def is_broken(error: Exception) -> bool:
-    """Return True if all later CUDA calls will fail. This is not so after an out-of-memory error."""
+    """Return True if all later CUDA calls will fail. After an out-of-memory error they will not."""
     return not isinstance(error, torch.cuda.OutOfMemoryError) and "CUDA error" in str(error)
 
 

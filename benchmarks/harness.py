@@ -57,7 +57,7 @@ def parse_args(made: argparse.ArgumentParser, argv: Sequence[str] | None = None)
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of Python, torch, CUDA and transformers. A missing one is None."""
+    """Return the versions of Python, torch, CUDA and transformers. A missing library is None."""
     found: dict[str, str | None] = {"python": platform.python_version(), "torch": torch.__version__}
     found |= {"cuda": torch.version.cuda, "transformers": None}
     with contextlib.suppress(metadata.PackageNotFoundError):
@@ -66,7 +66,7 @@ def versions() -> dict[str, str | None]:
 
 
 def git_commit(folder: Path | str = ROOT) -> str | None:
-    """Return the short commit of `folder`, with + if tracked files differ from it. It is None outside git."""
+    """Return the short commit of `folder`, with + if tracked files differ from it. Outside git the result is None."""
     git = ["git", "describe", "--always", "--exclude=*", "--dirty=+"]
     try:
         run = subprocess.run(git, cwd=folder, capture_output=True, text=True, timeout=30)

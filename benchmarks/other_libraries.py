@@ -107,7 +107,7 @@ def build_huggingface(config: ModelConfig, **more: Any) -> tuple[nn.Module, Loss
 
 
 def build_nanogpt(config: ModelConfig, folder: str, padded: bool) -> tuple[nn.Module, LossOf, int]:
-    """Build nanoGPT's model from the checkout `folder`. Its GELU is always the erf form."""
+    """Build nanoGPT's model from the checkout `folder`. nanoGPT's GELU is always the erf form."""
     vocab = config.vocab_size
     assert vocab is not None
     if padded:  # nanoGPT pads to a multiple of 64.

@@ -130,7 +130,7 @@ TABLE_2022 = [
 @dataclasses.dataclass(frozen=True)
 class Table:
     """A published table: the name of its cluster and of its program in `clusters/NAME.json`, its rows, and if the
-    micro-batch is unknown. It is then the fastest one, by the model."""
+    micro-batch is unknown. The row is then the fastest layout according to the model."""
 
     title: str
     cluster: str

@@ -110,8 +110,8 @@ def progress_bar(iterable: Iterable[Any] | None = None, *, visible: bool = True,
 
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that raises ValueError instead of printing its usage and exiting, so that only one of several
-    ranks prints the error. It does not accept abbreviated flags. The help shows the description as written, with the
-    command of each tool replaced by `how_to_call`."""
+    ranks prints the error. The parser does not accept abbreviated flags. The help shows the description as written,
+    with the command of each tool replaced by `how_to_call`."""
 
     def __init__(self, *, description: str | None = None, **options: Any) -> None:
         described = re.sub(r"python tools/(\w+)\.py", lambda found: how_to_call(found[1]), description or "")

@@ -168,7 +168,7 @@ def block_counts(weights: Sequence[float], names: Sequence[str], flag: str) -> n
 class BlendedDataset:
     """Mixes several datasets in an order that `seed` chooses. A loader reads it in sequential order.
 
-    For training it has no end. For evaluation no component is shuffled, and the blend ends before a component would
+    A training blend has no end. For evaluation no component is shuffled, and the blend ends before a component would
     repeat.
 
     counts: int64 [components], from `block_counts`.

@@ -15,7 +15,7 @@ Reading order of the modules:
     transformer       attention, MLP and transformer layer
 
 `kv_cache` is for generation. `activation_offload` copies activations to host memory. `megatron_2019` has functions
-of Megatron's 2019 API. `kernels` computes single operations; its choice depends on device, dtype and shape. It
+of Megatron's 2019 API. `kernels` computes single operations; its choice depends on device, dtype and shape. This module
 does not use process groups.
 
 Functions and classes of Megatron's `mpu` of 2019 keep their meaning and the order of their arguments. Arguments that

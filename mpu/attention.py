@@ -52,9 +52,9 @@ def core_attention(
     Attention within documents takes less time than over whole samples, and no more memory.
 
     packed_seq_params: None if each sample is one document.
-    dropout_seeds: int64 [b, 3], see `mpu.make_dropout_seeds`. A GPU's fused kernels cannot use them. On a GPU, or
-        without seeds, dropout draws from the tracker, which has different numbers on each rank, because each rank has
-        different heads.
+    dropout_seeds: int64 [b, 3], see `mpu.make_dropout_seeds`. A GPU's fused kernels cannot use these seeds. On a GPU,
+        or without seeds, dropout draws from the tracker, which has different numbers on each rank, because each rank
+        has different heads.
     first_head: the number of this rank's first head.
     """
     s, b, n, _, d = qkv.shape

@@ -97,8 +97,8 @@ def vocab_parallel_cross_entropy(
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """The forward pass also computes the gradients, chunk by chunk. Backward scales them by the gradient of the
-    loss."""
+    """The forward pass also computes the gradients, chunk by chunk. Backward scales these gradients by the gradient of
+    the loss."""
 
     @staticmethod
     def forward(

@@ -93,7 +93,8 @@ _default: ParallelState | None = None
 def initialize_model_parallel(
     tensor_model_parallel_size: int = 1, pipeline_model_parallel_size: int = 1, *, timeout: timedelta | None = None
 ) -> ParallelState:
-    """Create the groups, make the new state the default, and return it. Every rank of the world must call it.
+    """Create the groups, make the new state the default, and return it. Every rank of the world must call this
+    function.
 
     Without torch.distributed only size 1 is possible, and no group is created. Raises ValueError if the number of ranks
     is not divisible by the sizes. (Megatron of 2019 used a smaller size in that case, without a message.)

@@ -312,8 +312,8 @@ class VocabParallelEmbedding(ParallelLayer):
 
 
 class PositionEmbedding(ParallelLayer):
-    """Adds to each token the embedding of its position. The weight is replicated. With sequence_parallel its gradient
-    is a partial sum.
+    """Adds to each token the embedding of its position. The weight is replicated. With sequence_parallel the weight's
+    gradient is a partial sum.
 
     [s, b, h] -> [s, b, h], or [s/tp, b, h] -> [s/tp, b, h] with sequence_parallel.
     """

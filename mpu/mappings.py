@@ -15,8 +15,8 @@ Both papers use the letter g, for different operations. ColumnParallelLinear doe
 gather under sequence parallelism), so that the sum over the ranks overlaps the computation of its weight gradient. The
 model's head calls the functions below.
 
-Each operation takes the group (None: the default tensor-parallel group) and keeps it on `ctx`. With one rank it returns
-its input. No operation writes to the caller's tensor.
+Each operation takes the group (None: the default tensor-parallel group) and keeps it on `ctx`. With one rank an
+operation returns its input. No operation writes to the caller's tensor.
 
 Legend: s sequence, n last dimension, tp tensor-parallel size.
 """

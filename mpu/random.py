@@ -228,8 +228,8 @@ def checkpoint_without_output(
     as GELU or layer norm, which backward computes again. x and function(x) have the same shape, for example [s, b, h].
     With several xs, the consumer gets function(x) of each.
 
-    `function` saves its input for its own backward anyway, so this adds no memory. Its output must be contiguous. Under
-    torch.compile this is a plain call, because the compiler decides what to save or recompute.
+    `function` saves its input for its own backward anyway, so this adds no memory. The function's output must be
+    contiguous. Under torch.compile this is a plain call, because the compiler decides what to save or recompute.
 
     It saves 19 of the 50 MB that a layer of GPT-2 124M keeps for a micro-batch on a CPU, and costs 1 to 2 % of the time
     (docs/explanation/performance.md). torch.utils.checkpoint would also recompute the consumer's matrix product.

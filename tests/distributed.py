@@ -38,7 +38,9 @@ def _worker(
         torch.save(result, f"{folder}/result_{rank}")
         dist.barrier()
     except BaseException:
-        at = time.monotonic_ns()  # All processes share this clock. A file's time does not change for some milliseconds.
+        at = (
+            time.monotonic_ns()
+        )  # All processes share the monotonic clock. A file's time does not change for some milliseconds.
         Path(f"{folder}/error_{rank}").write_text(f"{at}\n{traceback.format_exc()}")
         # This exits without clean-up, so the other ranks notice the lost connection immediately and end as well.
         os._exit(1)

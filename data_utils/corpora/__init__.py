@@ -194,8 +194,8 @@ def detect_compression(path: str | Path) -> str | None:
 
 @contextlib.contextmanager
 def open_bytes(path: str | Path) -> Iterator[BinaryIO]:
-    """Open a file for binary reading, and decompress it if needed. It may have several gzip members or zstd frames. If
-    a read in the block finds it damaged, ValueError names the file."""
+    """Open a file for binary reading, and decompress it if needed. The file may have several gzip members or zstd
+    frames. If a read in the block finds it damaged, ValueError names the file."""
     kind = detect_compression(path)
     try:
         with _zstd(path) if kind == "zstd" else gzip.open(path) if kind else open(path, "rb", buffering=BLOCK) as file:

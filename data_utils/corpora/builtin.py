@@ -3,7 +3,7 @@
 It is the prose in the docstrings of Python's standard library, of torch and of the packages that torch needs, and the
 language topics of `pydoc_data`. A regular expression finds the docstrings in the sources; no module is imported. A
 paragraph that shares RUN words in a row with an earlier one is left out, so no split contains text of another split.
-The text differs a little between versions of Python and torch. Results name its hash.
+The text differs a little between versions of Python and torch. Results name the hash of the corpus.
 """
 
 import ast

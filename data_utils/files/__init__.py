@@ -1,10 +1,10 @@
 """Atomic writes, locks, checksummed JSON, hashes of files, and threads that read or write several files.
 
 After a crash of the process or the machine, a file is the old one or the new one, never a mixture. The system frees the
-lock of a process that dies. A checksummed JSON object ends with the sha256 of the bytes before it. It has two layouts
-on disk. In the manifests of token files and their shards, the JSON is indented, and the hash covers everything before
-the comma of its entry. In a checkpoint's manifest, each entry is a line, and the hash covers everything before its
-value.
+lock of a process that dies. A checksummed JSON object ends with the sha256 of the bytes before it. Checksummed JSON has
+two layouts on disk. In the manifests of token files and their shards, the JSON is indented, and the hash covers
+everything before the comma of its entry. In a checkpoint's manifest, each entry is a line, and the hash covers
+everything before its value.
 
 The versions of all formats that this project writes to disk and reads again:
 

@@ -122,8 +122,7 @@ def tokenizer_of(job: PreprocessingJob) -> Tokenizer:
 def preprocess(job: PreprocessingJob, *, log: Log) -> dict[str, Manifest]:
     """Make the pairs, unless they exist and were made from the same input in the same way. Returns each key's manifest.
 
-    Raises ValueError or OSError if the input, a flag or the disk is wrong. In this case
-    finished shards are kept.
+    Raises ValueError or OSError if the input, a flag or the disk is wrong. Finished shards are kept after an error.
     """
     tokenizer = tokenizer_of(job)
     if job.append_eod and not tokenizer.has_eod:
@@ -287,7 +286,7 @@ def _add_document(pair: IndexedDatasetBuilder, text: bytes, tokenizer: Tokenizer
 
 
 def _parse_texts(record: Record, keys: tuple[str, ...]) -> list[bytes]:
-    """Return the texts of a document in UTF-8. Raises ValueError or RecursionError if it is unusable."""
+    """Return the texts of a document in UTF-8. Raises ValueError or RecursionError if the document is unusable."""
     try:
         item = json_parser()(record)
         return [item[key].encode() for key in keys]

@@ -118,8 +118,8 @@ class Tokenizer(ABC):
 
 
 class ByteTokenizer(Tokenizer):
-    """A tokenizer whose ids 0 to 255 are the bytes of UTF-8; id 256 ends a document. It needs no library and no
-    file."""
+    """A tokenizer whose ids 0 to 255 are the bytes of UTF-8; id 256 ends a document. This tokenizer needs no library
+    and no file."""
 
     def __init__(self) -> None:
         token_bytes = [bytes([value]) for value in range(256)] + [b""]

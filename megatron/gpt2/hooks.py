@@ -73,7 +73,7 @@ class Hook:
     def reducer(
         self, buffer: ParamAndGradBuffer, model: GPT2Model, parallel: mpu.ParallelState
     ) -> BucketReducer | None:
-        """Return a reducer that replaces the default one, or None. It must also set `model.tied_grad_hook`."""
+        """Return a reducer that replaces the default one, or None. The method must also set `model.tied_grad_hook`."""
 
     def squared_norm(self, device: torch.device) -> Callable[..., torch.Tensor] | None:
         """Return a function that replaces `mpu.all_reduced_squared_norm` for the norm of all gradients, or None."""
@@ -81,7 +81,7 @@ class Hook:
     # The methods below are called while the run trains:
 
     def on_train_begin(self, trainer: Trainer) -> None:
-        """This is called when the run is built, resumed or rewound, before the next step."""
+        """The run calls this method when it is built, resumed or rewound, before the next step."""
 
     def start_rows(self, trainer: Trainer) -> list[tuple[str, str]]:
         """Return rows (name, text) of the start table."""
@@ -92,20 +92,20 @@ class Hook:
         return []
 
     def on_step_begin(self, trainer: Trainer) -> None:
-        """This is called before a step."""
+        """The run calls this method before a step."""
 
     def on_pre_optimizer_step(self, trainer: Trainer) -> None:
-        """This is called when the gradients are summed over all ranks, before the optimizer uses them."""
+        """The run calls this method when the gradients are summed over all ranks, before the optimizer step."""
 
     def on_step_end(self, trainer: Trainer) -> None:
-        """This is called after a step. `trainer.progress.iteration` already counts it."""
+        """The run calls this method after a step, which `trainer.progress.iteration` already counts."""
 
     def on_evaluate(self, trainer: Trainer) -> None:
-        """This is called when the validation loss is due: every --eval-interval iterations, and at the end of
-        training."""
+        """The run calls this method when the validation loss is due: every --eval-interval iterations, and at the
+        end."""
 
     def on_save(self, trainer: Trainer) -> None:
-        """This is called before a checkpoint is saved."""
+        """The run calls this method before it saves a checkpoint."""
 
     def on_log(self, trainer: Trainer, record: IterationRecord) -> list[str]:
         """Return lines to print after a log line.
@@ -115,11 +115,11 @@ class Hook:
         return []
 
     def maybe_rewind(self, trainer: Trainer) -> bool:
-        """This is called after each step. Return whether this hook has called `Trainer.rewind`."""
+        """The run calls this method after each step. Return whether this hook has called `Trainer.rewind`."""
         return False
 
     def expected_memory(self, trainer: Trainer) -> int | None:
-        """Return the bytes of memory that the run is expected to use, or None. The log prints them once."""
+        """Return the bytes of memory that the run is expected to use, or None. The log prints this number once."""
 
     def explain_out_of_memory(self, context: RunContext) -> str | None:
         """Return the error line of a rank that has run out of memory, or None."""
@@ -130,7 +130,7 @@ class Hook:
         return False
 
     def on_train_end(self, trainer: Trainer) -> None:
-        """This is called when the run ends or has failed. It must not wait for other ranks."""
+        """The run calls this method when it ends or has failed. The method must not wait for other ranks."""
 
 
 class Hooks(list[Hook]):

@@ -52,7 +52,7 @@ def varlen_attention(qkv: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
     cu_seqlens: int32, 0 and the cumulative lengths.
     longest: the largest length.
 
-    It is torch's only kernel that takes cumulative lengths. It computes all documents in one launch, instead of one
+    This is torch's only kernel that takes cumulative lengths. It computes all documents in one launch, instead of one
     launch for each, and makes no mask. Its speed has not been measured on a GPU.
     """
     from torch.nn.attention.varlen import varlen_attn
@@ -262,7 +262,8 @@ def seeded_heads_at_once(s: int) -> int:
 
 
 def _heads(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values, each [b·n, s, d], of [s, b, n, 3, d]. They are views if qkv is contiguous."""
+    """Return queries, keys and values, each [b·n, s, d], of [s, b, n, 3, d]. The results are views if qkv is
+    contiguous."""
     s, b, n, _, d = qkv.shape
     q, k, v = qkv.reshape(s, b * n, 3, d).permute(2, 1, 0, 3).unbind(0)
     return q, k, v

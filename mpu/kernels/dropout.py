@@ -51,7 +51,7 @@ def sample_masks(seeds: Tensor, location: int, first_position: int = 0) -> list[
 
 @functools.lru_cache(maxsize=8)
 def _generator(seed: int, thread: int) -> tuple[Any, Any]:
-    """Return a generator and its state, one for each thread. Creating one takes 16 µs."""
+    """Return a generator and its state, one for each thread. Creating a generator takes 16 µs."""
     import numpy as np  # torch has no such generator for a CPU.
 
     generator = np.random.Philox(key=np.array([seed % WORD, 0], dtype=np.uint64))

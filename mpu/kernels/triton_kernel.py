@@ -83,7 +83,8 @@ class TritonKernel(Generic[P, R]):
         return function(*args, **kwargs)
 
     def run(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call the Triton kernel, or the reference if their comparison has failed. The first call compares them."""
+        """Call the Triton kernel, or the reference if their comparison has failed. The first call compares the kernel
+        with the reference."""
         first = _first_tensor(args)
         device, dtype = first.device, first.dtype
         if dtype not in self._chosen:

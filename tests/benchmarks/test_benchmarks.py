@@ -1,4 +1,4 @@
-"""Run each benchmark with small sizes, and check that its gates can fail. Tests run them as commands."""
+"""Run each benchmark with small sizes, and check that its gates can fail. Tests run benchmarks as commands."""
 
 from __future__ import annotations
 

@@ -99,7 +99,8 @@ class Hosts:
         return f"10.77.{network}.{host + 1}" if self.family == 4 else f"fd00:77:{network}::{host + 1}"
 
     def set_names(self, *addresses: dict[str, str]) -> None:
-        """Write the /etc/hosts of each host. The last one also applies to further hosts. Call this before `start`."""
+        """Write the /etc/hosts of each host. The last one also applies to further hosts. Call this method before
+        `start`."""
         for host in range(self.count):
             names = addresses[min(host, len(addresses) - 1)] | {"localhost": "127.0.0.1"}
             (self.folder / f"names_{host}").write_text("".join(f"{at} {name}\n" for name, at in names.items()))
@@ -129,7 +130,7 @@ class Hosts:
             os.kill(process, number)
 
     def unplug(self, host: int, network: int = 0) -> None:
-        """Disconnect a host from the switch. The host itself does not notice this."""
+        """Disconnect a host from the switch. The host itself does not notice the loss."""
         tool(*f"ip -n {self._switch} link set port{host}_{network} nomaster".split())
 
     def plug(self, host: int, network: int = 0) -> None:
@@ -142,7 +143,7 @@ class Hosts:
         tool(*f"ip -n {self._spaces[host]} route add blackhole {self.address(other)}/{bits}".split())
 
     def vanish(self, host: int) -> None:
-        """Let a host lose its power. It closes no connection."""
+        """Let a host lose its power. Such a host closes no connection."""
         for network in range(self.networks):
             self.unplug(host, network)
         self.kill(host)

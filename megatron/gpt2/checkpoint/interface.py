@@ -4,8 +4,8 @@ Readers translate every format into the same terms: our tensor names, QKV head-m
 and global tensors without ranks. The code that inspects, compares, converts and loads checkpoints therefore exists only
 once. A saved tensor consists of rectangular slices of the global tensor.
 
-The hash in a manifest shows that its bytes did not change. It does not show who wrote the bytes. Callers therefore use
-`check_metadata` before they build anything from the metadata.
+The hash in a manifest shows that its bytes did not change. The hash does not show who wrote the bytes. Callers
+therefore use `check_metadata` before they build anything from the metadata.
 """
 
 import dataclasses

@@ -69,7 +69,8 @@ class Lease:
         self._remove_uncommitted()
 
     def check(self) -> None:
-        """Call this before each commit. Raises LeaseLostError if this run is no longer the owner of the folder."""
+        """Call this method before each commit. Raises LeaseLostError if this run is no longer the owner of the
+        folder."""
         later = [path for path in self._folder.glob(PATTERN) if path.name != self._path.name]
         # If there is no lease, the folder was removed or moved, and no other run has it.
         if _read(self._path) != self._text and (self._path.exists() or later):
@@ -85,7 +86,7 @@ class Lease:
         return False
 
     def is_gone(self) -> bool:
-        """Return whether the folder was removed, moved or replaced. Call it after `check`."""
+        """Return whether the folder was removed, moved or replaced. Call this method after `check`."""
         try:
             return not os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno()))
         except OSError as error:  # Any other error than a missing folder may be temporary.
@@ -131,7 +132,7 @@ def check_not_in_use(folder: Path) -> int:
 
 
 def _is_owned(path: Path) -> bool:
-    """Return whether the lease `path` has a live owner. This may wait for LIFETIME seconds."""
+    """Return whether the lease `path` has a live owner. The function may wait for LIFETIME seconds."""
     renewed = _renewed_at(path)
     with contextlib.suppress(OSError), open(path, "r+b", opener=no_follow) as file:
         if not try_lock(file):

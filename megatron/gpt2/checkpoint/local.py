@@ -195,7 +195,7 @@ class LocalCheckpoints:
 def assemble_local_checkpoint(save: str, directory: str, newest: int, rank_info: RankInfo, log: Log) -> Path | None:
     """Complete the newest local checkpoint of the run in `save` on every machine, and return the run's folder. Return
     None if all machines together do not have a checkpoint that is newer than iteration `newest`. Every rank calls this
-    before the process group exists. The values of rank 0 for the run and `newest` are used."""
+    function before the process group exists. The values of rank 0 for the run and `newest` are used."""
     gather = rank_info.rendezvous.gather if rank_info.rendezvous is not None else lambda name, rank, text: [text]
     run = run_name(save)
     own = local_inventory(Path(directory) / run) if run and rank_info.local_rank == 0 else {}

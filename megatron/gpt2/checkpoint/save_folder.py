@@ -4,7 +4,7 @@ detect a checkpoint's format.
 The tracker, `latest_checkpointed_iteration.txt`, names the iteration to load. If an iteration is saved again, its
 existing folder is renamed to `iter_0000300.old-1`. `best/` (--keep-best) holds the checkpoint with the lowest
 validation loss. It is a folder for `--load`, with iter_0000700/, a tracker and tokenizer/. Only the manifest of that
-checkpoint has the loss. A resumed run reads it there.
+checkpoint has the loss. A resumed run reads the loss from that manifest.
 
 This module recognises checkpoints of other programs by their file names, so that training can refuse them.
 `tools/checkpoint.py` reads them with `megatron/gpt2/formats/`, which the training program does not import.

@@ -262,7 +262,8 @@ def remove_old_checkpoints(directory: Path, iteration: int, keep_last: int | Non
 
 def rename_newer_checkpoints(directory: str | Path, iteration: int, log: Log) -> int:
     """Rename checkpoints after `iteration` to `.old-N`, and let the tracker name the newest remaining one. Returns its
-    iteration. Without a remaining one, nothing changes and the result is -1. Only rank 0 calls this, between saves."""
+    iteration. Without a remaining one, nothing changes and the result is -1. Only rank 0 calls this function, between
+    saves."""
     iterations = list_iterations(Path(directory))
     newest = next((number for number, _ in iterations if number <= iteration), -1)
     if newest >= 0:

@@ -45,7 +45,7 @@ HEADER = LINE.format("operation", "bytes", "runs", "median µs", "p10 – p90 µ
 
 
 class SkipOperation(Exception):
-    """The reason why an operation, or its larger sizes, cannot be measured. All ranks raise it together."""
+    """The reason why an operation, or its larger sizes, cannot be measured. All ranks raise this error together."""
 
 
 def exchange(target: int, sent: Tensor, source: int, received: Tensor) -> None:
@@ -366,7 +366,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse and check the flags. Raises ValueError if one is wrong."""
+    """Parse and check the flags. Raises ValueError if a flag is invalid."""
     names = [*OPERATIONS, "pairs"]
     parser = Parser(description=__doc__)
     add = parser.add_argument
@@ -391,7 +391,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def make_groups() -> dict[str, ProcessGroup]:
     """Make the groups to measure: the world as "", and for an even world of at least four ranks "halves", and "across",
-    which holds each rank and its partner in the other half. Every rank must call it."""
+    which holds each rank and its partner in the other half. Every rank must call this function."""
     groups = {"": dist.group.WORLD}
     if (size := dist.get_world_size()) >= 4 and size % 2 == 0:
         state = mpu.initialize_model_parallel(size // 2)

@@ -7,7 +7,8 @@
     python tools/checkpoint.py convert IN OUT --to {native,huggingface,megatron-2019,...} [--check]
     python tools/checkpoint.py diff A B
 
-It runs on a CPU without a process group, and holds about one tensor in memory. It detects the format of the source.
+It runs on a CPU without a process group, and holds about one tensor in memory. The program detects the format of the
+source.
 Exit codes: 0; 1 if a difference or damage was found; 2 for bad input.
 """
 

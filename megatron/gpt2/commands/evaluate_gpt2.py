@@ -3,7 +3,7 @@
     python tools/evaluate_gpt2.py --load checkpoints/gpt2_small --valid-data wikitext-2/test.txt
     python tools/evaluate_gpt2.py --load checkpoints/gpt2_small --valid-data lambada_test.jsonl --strict-lambada
 
-The checkpoint holds the model and the tokenizer. Megatron's flags for them are accepted and not needed.
+The checkpoint holds the model and the tokenizer. Megatron's flags for them are accepted, but not needed.
 Exit codes: 0; 2 for bad input.
 """
 
@@ -40,7 +40,7 @@ from megatron.gpt2.monitor.log_lines import align_rows
 
 
 def parse_args(argv: Sequence[str], log: Log) -> tuple[argparse.Namespace, Arguments]:
-    """Parse the flags of this program, and flags of training. Raises ValueError if one is invalid.
+    """Parse the flags of this program, and flags of training. Raises ValueError if a flag is invalid.
     log: called with notices."""
     parser = ModelParser(__doc__, precision="fp32")  # With this default, scores do not depend on the device.
     parser.add_argument("--valid-data", required=True, nargs="+", metavar="FILE", help="files to score the model on")

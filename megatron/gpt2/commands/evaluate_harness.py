@@ -120,7 +120,7 @@ class HarnessLM(TemplateLM):  # type: ignore[misc]
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse and check the flags. Raises ValueError or FileNotFoundError if one is invalid."""
+    """Parse and check the flags. Raises ValueError or FileNotFoundError if a flag is invalid."""
     parser = ModelParser(__doc__, precision="fp32")
     parser.add_argument("--tasks", required=True, metavar="NAMES", help="names of lm-eval, separated by commas")
     parser.add_argument("--include-path", metavar="DIR", help="a folder with your own tasks")

@@ -5,7 +5,7 @@
     python tools/generate_text.py --load checkpoints/gpt2_small --sample-input-file prompts.txt > answers.jsonl
     python tools/generate_text.py --load checkpoints/gpt2_small --num-samples 10 --genfile samples.jsonl
 
-The checkpoint holds model, tokenizer and vocabulary. Megatron's flags for them are accepted and not needed.
+The checkpoint holds model, tokenizer and vocabulary. Megatron's flags for them are accepted, but not needed.
 Exit codes: 0; 2 for bad input.
 """
 
@@ -41,7 +41,7 @@ SAMPLING_FLAGS = {
 
 
 def parse_args(argv: Sequence[str], rank_info: RankInfo, log: Log) -> argparse.Namespace:
-    """Parse and check the flags. Raises ValueError or FileNotFoundError if one is invalid.
+    """Parse and check the flags. Raises ValueError or FileNotFoundError if a flag is invalid.
 
     log: a function for notices.
     """
@@ -98,8 +98,8 @@ def parse_args(argv: Sequence[str], rank_info: RankInfo, log: Log) -> argparse.N
 
 
 def stream_text(generator: Generator, prompt: str, sampling: Sampling) -> None:
-    """Print the prompt, and its continuation token by token. Ctrl-C ends it between two tokens. Raises ValueError for a
-    prompt that is not valid text."""
+    """Print the prompt, and its continuation token by token. Ctrl-C ends the continuation between two tokens. Raises
+    ValueError for a prompt that is not valid text."""
     c = Continuation(generator.tokenizer.encode(prompt), sampling)
     sys.stdout.write(prompt)
     before = signal.signal(signal.SIGINT, lambda number, frame: c.cancel())

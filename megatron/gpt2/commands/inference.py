@@ -84,7 +84,7 @@ class ModelParser(Parser):
 
 
 def check_world_size(args: argparse.Namespace, rank_info: RankInfo) -> None:
-    """Raise ValueError unless all ranks together hold one model. Programs that generate text need this."""
+    """Raise ValueError unless all ranks together hold one model. Programs that generate text need such a layout."""
     stages = args.pipeline_model_parallel_size
     if args.tensor_model_parallel_size is None:
         args.tensor_model_parallel_size = rank_info.world_size // stages or 1
@@ -105,7 +105,8 @@ def open_model_from_flags(
 ) -> LoadedModel:
     """Make the process group and the groups of mpu, and load the model that the flags of `ModelParser` name.
 
-    Every rank must call it. Raises the errors of `load_for_inference`, and ValueError for an invalid device or layout.
+    Every rank must call this function. Raises the errors of `load_for_inference`, and ValueError for an invalid device
+    or layout.
 
     single_row: see `mpu.weight_for_inference`.
     """

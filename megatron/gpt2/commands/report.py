@@ -2,7 +2,7 @@
 
     python tools/report.py checkpoints/gpt2_345m
 
-Training writes it automatically. Exit codes: 0; 2 for bad input.
+Training writes the report automatically. Exit codes: 0; 2 for bad input.
 """
 
 from pathlib import Path

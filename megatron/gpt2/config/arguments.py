@@ -132,7 +132,7 @@ class Arguments:
 
     @property
     def checkpoint(self) -> CheckpointConfig:
-        """The checkpoint section. It is needed to find the checkpoint."""
+        """The checkpoint section. The section is needed to find the checkpoint."""
         return CheckpointConfig(**self._values_of("checkpoint"))
 
     def _values_of(self, section: str) -> dict[str, Any]:
@@ -250,7 +250,8 @@ def _alias_notes(args: Sequence[str]) -> list[str]:
 
 
 def _override_preset(preset: Mapping[str, Any], command_line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the preset without values that the command line replaces. Its min_lr is scaled if --lr is given."""
+    """Return the preset without values that the command line replaces. The preset's min_lr is scaled if --lr is
+    given."""
     replaced = {key for group in REPLACED_TOGETHER if any(key in command_line for key in group) for key in group}
     values = {key: value for key, value in preset.items() if key not in replaced}
     if "optimizer.lr" in command_line and values.get("optimizer.min_lr"):
@@ -340,7 +341,7 @@ def _take_from_checkpoint(
 
 
 def _continued_values(arguments: Arguments, old: Mapping[str, Any], keeps_schedule: bool) -> dict[str, Any]:
-    """Return the values of the checkpoint's run. The command line overrides them."""
+    """Return the values of the checkpoint's run. The command line overrides these values."""
     left = NEVER_FROM_CHECKPOINT + (DECAY_KEYS if keeps_schedule else ())
     if arguments.values.get("checkpoint.finetune"):
         left += LENGTH_KEYS

@@ -1,4 +1,5 @@
-"""Rules for Megatron's other flags and for the keys of a DeepSpeed file. They are not fields of the configuration.
+"""Rules for Megatron's other flags and for the keys of a DeepSpeed file. These names are not fields of the
+configuration.
 
 The tables cover the parsers of NVIDIA/Megatron-LM from 2019 to d98e8a6 (2026-08-22, after Core 0.19),
 microsoft/DeepSpeedExamples, microsoft/Megatron-DeepSpeed f4157be and bigscience-workshop/Megatron-DeepSpeed 8387ae1.
@@ -121,7 +122,7 @@ def _number(value: Any, kind: Any = float) -> Any:
 
 
 def _count(word: str) -> int:
-    """Parse a whole number of a command line. It may be written as 300_000 or 3e8."""
+    """Parse a whole number of a command line. The number may be written as 300_000 or 3e8."""
     try:
         return _number(float(word.replace("_", "")), int)
     except ValueError:

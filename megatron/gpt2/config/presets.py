@@ -1,4 +1,5 @@
-"""Presets for --model, and reading and writing config.json for --config. Other flags override both.
+"""Presets for --model, and reading and writing config.json for --config. Other flags override the quickstart and the
+models.
 
 Keys are "section.field". All sizes use the values of Megatron's published 345M example and differ only in shape. The
 learning rate decays over --train-iters (320,000 in that example), so that a shorter run decays fully. `quickstart` is

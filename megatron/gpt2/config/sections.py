@@ -83,7 +83,7 @@ def require(condition: bool, message: str) -> None:
 
 @dataclass(frozen=True)
 class ConfigSection:
-    """Base class of the sections. It checks each number against its bound. None is always allowed."""
+    """Base class of the sections. The class checks each number against its bound. None is always allowed."""
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
@@ -259,8 +259,8 @@ class OptimizerConfig(ConfigSection):
         require(self.min_lr <= self.lr, f"--min-lr {self.min_lr} is above --lr {self.lr}")
 
     def warmup_and_decay(self, default_decay_iters: int, batch: int) -> tuple[float, float]:
-        """Return the lengths of warmup and decay in iterations of `batch` samples. They may be fractions, as in the
-        published runs.
+        """Return the lengths of warmup and decay in iterations of `batch` samples. The lengths may be fractions, as in
+        the published runs.
 
         default_decay_iters: the length of the decay if no flag gives one.
         """
@@ -750,7 +750,7 @@ class Config:
 
     @property
     def virtual_stages(self) -> int:
-        """The number of virtual stages of each pipeline rank. It is 1 without a pipeline."""
+        """The number of virtual stages of each pipeline rank. Without a pipeline the number is 1."""
         parallel = self.parallel
         if parallel.pipeline_model_parallel_size == 1:
             return 1

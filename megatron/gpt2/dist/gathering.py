@@ -11,7 +11,7 @@ import mpu
 
 
 def gather_rows(row: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Gather `row` [n] from every rank: [world_size, n] on the host. This waits for the device.
+    """Gather `row` [n] from every rank: [world_size, n] on the host. The function waits for the device.
 
     row: a tensor on the rank's device.
     group: None for the world.

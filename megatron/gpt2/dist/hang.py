@@ -100,7 +100,7 @@ def frames_of_main_thread() -> Frames:
 
 
 class HangDetector(Hook):
-    """Finds and reports the cause of a hanging collective. Each rank with a rendezvous has one.
+    """Finds and reports the cause of a hanging collective. Each rank with a rendezvous has a detector.
 
     timeout: the timeout of a collective.
     watches_steps: a training step that takes longer is a hang, too.
@@ -155,7 +155,7 @@ class HangDetector(Hook):
         self._store.compare_set("hang", "", f"{self._rank_info.rank}")
 
     def _check(self, store: Store) -> None:
-        """Check for a hang. The heartbeat's thread calls this."""
+        """Check for a hang. The heartbeat's thread calls this method."""
         if self._watches_steps and time.monotonic() - self._step_started > self._seconds:
             self._publish_hang()
         if store.check(["hang"]) and self._publish_location(frames_of_main_thread()):
@@ -248,8 +248,8 @@ def describe_hang(
 
 def set_flight_recorder(save_directory: str | Path, environ: MutableMapping[str, str] = os.environ) -> None:
     """Let torch's flight recorder record the last NCCL collectives of each rank, and write them next to the incident
-    log when one times out. `torchfrtrace` reads the files. Call it before NCCL's process group is created. Variables
-    that the user has set are kept."""
+    log when one times out. `torchfrtrace` reads the files. Call this function before NCCL's process group is created.
+    Variables that the user has set are kept."""
     folder = Path(save_directory).resolve() / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     environ.setdefault("TORCH_FR_BUFFER_SIZE", environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"))

@@ -183,7 +183,7 @@ class Heartbeat(threading.Thread):
         return self._stopped.is_set()
 
     def stop(self) -> None:
-        """Stop the thread, which tells the other ranks. This waits at most HEARTBEAT_INTERVAL seconds."""
+        """Stop the thread, which tells the other ranks. The method waits at most HEARTBEAT_INTERVAL seconds."""
         self._stopped.set()
         self.join(HEARTBEAT_INTERVAL)
 
@@ -237,7 +237,7 @@ class RankInfo:
 
     @property
     def hosts(self) -> dict[int, str]:
-        """The host name of each rank. It is empty for a run of one rank."""
+        """The host name of each rank. For a run of one rank there are no names."""
         return self.rendezvous.hosts if self.rendezvous is not None else {}
 
     def note(self, kind: str, text: str = "", **details: Any) -> None:

@@ -301,7 +301,7 @@ def address_towards(host: str) -> str:
 
 
 def addresses_of(interface: str) -> list[str]:
-    """Return the IPv4 and IPv6 addresses of a network interface. This works only on Linux."""
+    """Return the IPv4 and IPv6 addresses of a network interface. The function works only on Linux."""
     found = []
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         answer = fcntl.ioctl(any_socket.fileno(), SIOCGIFADDR, struct.pack("256s", interface.encode()))
@@ -458,7 +458,7 @@ def shutdown_distributed(rank_info: RankInfo) -> None:
 
 @contextlib.contextmanager
 def temporary_group(rank_info: RankInfo) -> Iterator[ProcessGroup]:
-    """Create a gloo process group of all ranks, before the run has its own. It ends with the context."""
+    """Create a gloo process group of all ranks, before the run has its own. The group ends with the context."""
     assert rank_info.rendezvous is not None and dist.group.WORLD is None
     store = PrefixStore("temporary group", rank_info.rendezvous.store)
     dist.init_process_group("gloo", store=store, rank=rank_info.rank, world_size=rank_info.world_size)

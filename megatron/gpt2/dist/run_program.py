@@ -192,7 +192,8 @@ class SaveFolder:
 def start_ranks(
     program: RankProgram, argv: Sequence[str], launch: Launch, save_folder: SaveFolder | None = None
 ) -> int:
-    """Run `program(argv)` on `launch.ranks_to_start` ranks of this machine. `launch` describes the first of them.
+    """Run `program(argv)` on `launch.ranks_to_start` ranks of this machine. `launch` describes the first of these
+    ranks.
 
     Returns the exit code of the first rank that fails, or 0. If one fails, the others end within EXIT_TIMEOUT seconds,
     and all ranks are restarted at most `launch.max_restarts` times. SIGTERM and SIGUSR1 are forwarded to the ranks;
@@ -412,7 +413,7 @@ class NodeAgent(LocalElasticAgent):
 
 
 def _end_after_launcher() -> None:
-    """Ask this rank to save and end if its launcher has ended. End it after SAVE_TIMEOUT seconds."""
+    """Ask this rank to save and end if its launcher has ended. End the rank after SAVE_TIMEOUT seconds."""
     launcher = multiprocessing.parent_process()
     assert launcher is not None
     while os.getppid() == launcher.pid:

@@ -107,13 +107,13 @@ class StopSignal:
         self._signals = SignalThread(_REASON_OF, self._report, self._request)
 
     def _request(self, number: int, frame: FrameType | None) -> None:
-        """Store a stop request. This runs in the main thread."""
+        """Store a stop request. The handler runs in the main thread."""
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # A second Ctrl-C also ends a process that hangs in a library.
         self._requested = max(self._requested, _REASONS.index(_REASON_OF[signal.Signals(number)]))
 
     def _report(self, number: signal.Signals) -> None:
-        """Print the first signal, and exit on the second one. This runs in the thread."""
+        """Print the first signal, and exit on the second one. The method runs in the separate thread."""
         if number not in REPEAT_SECONDS:
             return
         if number == signal.SIGHUP:  # Writing to a terminal that no longer exists would be an error.
@@ -137,7 +137,7 @@ class StopSignal:
     def agreed(self, reason: str = "") -> str:
         """Return the reason to stop now, or "". All ranks must call it once per step and get the same result.
 
-        reason: a reason of this rank in addition to signals, such as OUT_OF_TIME. It may differ between ranks.
+        reason: a reason of this rank in addition to signals, such as OUT_OF_TIME. The result may differ between ranks.
         """
         mine = max(self._requested, _REASONS.index(reason))
         if self._group is None:
@@ -159,7 +159,8 @@ class StopSignal:
         self.restore()
 
     def restore(self) -> None:
-        """Restore the previous handlers without the last all-reduce. Other ranks may not reach it after an error."""
+        """Restore the previous handlers without the last all-reduce. After an error other ranks may not reach the
+        all-reduce."""
         self._signals.close()
 
     def __enter__(self) -> StopSignal:

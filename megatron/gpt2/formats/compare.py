@@ -35,7 +35,7 @@ SEQUENCES, LENGTH = 2, 32
 
 
 def describe(source: BaseCheckpoint) -> dict[str, Any]:
-    """Describe `source` in JSON types. This reads no tensor."""
+    """Describe `source` in JSON types. The function reads no tensor."""
     metadata, model = source.metadata, source.metadata["config"]["model"]
     tensors: dict[str, dict[str, Any]] = {}
     sums: defaultdict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
@@ -195,8 +195,9 @@ def compare_logits(
     """Return the largest absolute difference of the logits of `a` and `b` in fp32, on fixed random
     tokens; NaN if one has a NaN.
 
-    kind: the tensors of `a` from which the weights of `b` were converted, "model" or "master". They are first rounded
-    to the dtype of `b`. Only one model is in memory at a time. Raises ValueError if the vocabularies differ.
+    kind: the tensors of `a` from which the weights of `b` were converted, "model" or "master". The weights are first
+        rounded to the dtype of `b`. Only one model is in memory at a time. Raises ValueError if the vocabularies
+        differ.
     """
     size, other = a.metadata["vocab_size"], b.metadata["vocab_size"]
     if size != other:

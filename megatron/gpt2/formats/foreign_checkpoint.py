@@ -111,7 +111,7 @@ OptimizerState = tuple[Mapping[str, LazyTensors], dict[str, Any]]  # the tensors
 
 
 class ForeignCheckpoint(BaseCheckpoint):
-    """A checkpoint of another program. It keeps no tensor in memory.
+    """A checkpoint of another program. The object keeps no tensor in memory.
 
     iteration: default, the optimizer's steps.
     model: the model's configuration, with the true vocabulary size.

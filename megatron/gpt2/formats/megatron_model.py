@@ -327,7 +327,7 @@ def infer_model_config(
 
 def padded_model_config(source: BaseCheckpoint, tp_size: int) -> ModelConfig:
     """Return the configuration with Megatron's padding of the vocabulary, to a multiple of
-    `make_vocab_size_divisible_by` times the tensor-parallel size. Ours is a multiple of both numbers."""
+    `make_vocab_size_divisible_by` times the tensor-parallel size. Our padded size is a multiple of both numbers."""
     model = check_metadata(source)
     require(
         model.num_attention_heads % tp_size == 0 and model.ffn_size % tp_size == 0,

@@ -32,7 +32,7 @@ def require_new_folder(out: str | Path) -> None:
 @contextlib.contextmanager
 def new_folder(out: str | Path) -> Iterator[Path]:
     """Yield a temporary folder next to `out`. At the end of the block, its files are synced to disk and it
-    is renamed to `out`. After an error in the block, it is removed. Raises ValueError if `out` exists and
+    is renamed to `out`. After an error in the block, the folder is removed. Raises ValueError if `out` exists and
     is not an empty folder."""
     require_new_folder(out)
     out = Path(out)

@@ -9,7 +9,7 @@ split over a grid of [f, g] ranks as [f, g, xy / fg].
 The form `dp_reshardable` has flat buckets of each model-parallel rank. A rank stores its parameters from the
 last to the first in a flat buffer. Each parameter starts at a multiple of 64 values, and bucket boundaries lie
 between parameters. Each bucket is one tensor of the checkpoint, for any number of data-parallel ranks. The
-checkpoint contains the length of each bucket, but not the positions of the parameters. They follow from the
+checkpoint contains the length of each bucket, but not the positions of the parameters. The positions follow from the
 order of Megatron Core's modules.
 
 Megatron Core 0.16 writes some values of `fully_reshardable` to a wrong place if it pads a bucket that is not the last

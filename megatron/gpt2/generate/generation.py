@@ -49,7 +49,7 @@ class Continuation:
         self._sampler: Sampler | None = None  # It is made at the first token, because it may need GPU memory.
 
     def cancel(self) -> None:
-        """End the continuation before its next token. Any thread may call this."""
+        """End the continuation before its next token. Any thread may call this method."""
         self.finish = self.finish or "cancelled"
 
     def next(self, logits: Tensor, total: Tensor, tokenizer: Tokenizer) -> "Event":
@@ -201,7 +201,8 @@ class ContinuousBatch:
         return c.number
 
     def events(self) -> EventStream:
-        """Generate until every added continuation has ended. It may be called again after more are added."""
+        """Generate until every added continuation has ended. The method may be called again after more continuations
+        are added."""
         while self._waiting or self._rows:
             for c in [c for c in self._waiting if c.finish]:
                 self._waiting.remove(c)

@@ -39,8 +39,9 @@ def load_for_inference(
 ) -> LoadedModel:
     """Load the newest checkpoint of the --save folder `directory`, split over the default model-parallel group.
 
-    Every rank of the group calls this. Raises ValueError or FileNotFoundError if the folder has no checkpoint of this
-    project, if the tokenizer next to it is missing or different, or if the ranks cannot share the attention heads.
+    Every rank of the group calls this function. Raises ValueError or FileNotFoundError if the folder has no checkpoint
+    of this project, if the tokenizer next to it is missing or different, or if the ranks cannot share the attention
+    heads.
 
     log: receives a line for each damaged checkpoint that is skipped.
     single_row: see `mpu.weight_for_inference`.

@@ -31,7 +31,8 @@ _ERRORS = (ValueError, OSError, KeyboardInterrupt, RuntimeError)
 
 
 def _on_all_ranks(method: Callable[Concatenate["ModelRunner", P], R]) -> Callable[Concatenate["ModelRunner", P], R]:
-    """Let the driver's call of `method` run on every rank with the driver's arguments. Ctrl-C takes effect after it."""
+    """Let the driver's call of `method` run on every rank with the driver's arguments. Ctrl-C takes effect after the
+    call."""
 
     @functools.wraps(method)
     def call(self: "ModelRunner", /, *arguments: P.args, **named: P.kwargs) -> R:

@@ -1,8 +1,8 @@
 """GPT-2: embeddings, a stack of parallel layers, and a head that is tied to the word embeddings.
 
 With pipeline parallelism a rank holds model chunks of successive layers. The first chunk has the embeddings; the last
-one has the final norm, the head and the loss. Both have a copy of the tied matrix. All parameters keep their names in
-the whole model, which are those of Megatron's 2019 checkpoints.
+one has the final norm, the head and the loss. Both chunks have a copy of the tied matrix. All parameters keep their
+names in the whole model, which are those of Megatron's 2019 checkpoints.
 
 Legend: b batch, s sequence, h hidden, v padded vocabulary, l layers, tp tensor-parallel size.
 """
@@ -326,7 +326,7 @@ class GPT2Model(nn.Module):
         self, tokens: Tensor, positions: Tensor | None = None, cache: mpu.KeyValueCache | None = None
     ) -> Tensor:
         """tokens [b, s] int64 -> the input of the head, [s, b, h], equal on every rank that has the head. Without
-        gradient. Every rank of the pipeline must call it.
+        gradient. Every rank of the pipeline must call this method.
 
         cache: gives and stores keys and values.
         positions: the positions of the tokens in the cache's rows, [b, s] int64.
@@ -361,7 +361,7 @@ class GPT2Model(nn.Module):
 
     def logits_on_every_stage(self, x: Tensor) -> Tensor:
         """Hidden states [t, h] from `hidden_states` -> this rank's logits [t, v/tp]. Without gradient. Every rank of
-        the pipeline must call it."""
+        the pipeline must call this method."""
         return mpu.broadcast_from_last_stage(
             self.logits(x) if self.has_head else x.new_empty(len(x), self.padded_vocab_size // self.world_size)
         )

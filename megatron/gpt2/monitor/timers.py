@@ -82,7 +82,7 @@ class Timers:
         return self._timers[name]
 
     def running(self) -> list[str]:
-        """Return the names of the host timers that are running. Other threads may call this."""
+        """Return the names of the host timers that are running. Other threads may call this method."""
         return [name for name, timer in list(self._timers.items()) if timer.is_running]
 
     def take_ms(self, iterations: int) -> dict[str, float]:

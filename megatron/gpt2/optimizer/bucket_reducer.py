@@ -262,8 +262,8 @@ class ParamAllGather:
 
     `start_param_sync` starts an all-gather for each bucket, from the end of the buffer, which is the order of forward.
     The model waits for the parameters outside its layers before it starts, and for the buckets of a layer before the
-    layer. Other code must call `finish_param_sync` before it reads parameters. Without a sharded optimizer it does
-    nothing.
+    layer. Other code must call `finish_param_sync` before it reads parameters. Without a sharded optimizer the object
+    does nothing.
     """
 
     def __init__(self, buffer: ParamAndGradBuffer, model: GPT2Model, group: ProcessGroup | None) -> None:

@@ -1,7 +1,7 @@
 """AdamW on float32 masters, for fp32, bf16 and fp16, without a host synchronisation.
 
 Three decisions of a step are scalars on the device: whether it is skipped, how much gradients are clipped, and the
-learning rate, which counts steps that were not skipped. The host reads them only at log lines.
+learning rate, which counts steps that were not skipped. The host reads these values only at log lines.
 
 Each rank updates the local shards of `buffer`. They are the whole buffer, or with a sharded optimizer (ZeRO stage 1,
 arXiv:1910.02054) one shard of every bucket. In this case the ranks then gather each other's parameters.
@@ -195,7 +195,7 @@ class MixedPrecisionOptimizer:
 
     Arguments:
         lr_by_update: [iterations + 1], the learning rate after n updates, that is, steps that were not skipped. After
-            the end the last one is used.
+            the end of the schedule, the last rate is used.
         squared_norm: a function with the signature of `mpu.all_reduced_squared_norm`.
 
     Attributes, all scalars on the device:

@@ -88,7 +88,7 @@ class ParamAndGradBuffer:
         lr_multipliers: factors of AdamW's rate and epsilon by the names of parameters (default: 1).
 
     Attributes:
-        params: [numel] of dtype. The parameters of the module are views of it.
+        params: [numel] of dtype. The module's parameters are views of this buffer.
         shard_rank: this rank's number among those that share the optimizer's work.
         local_shards: the ranges that this rank's optimizer updates.
         masters: for each local shard, the float32 weights before they are rounded to `dtype`. In fp32 they are views of
@@ -213,7 +213,7 @@ class ParamAndGradBuffer:
         return grads
 
     def grad(self, name: str) -> Tensor:
-        """Return the gradient of the parameter `name`, in its shape, float32. It is not initialised."""
+        """Return the gradient of the parameter `name`, in its shape, float32. The tensor is not initialised."""
         index = self.bucket_of[name]
         part = slice_within(self.ranges[name], self.buckets[index].range)
         return self.bucket_grads(index)[part].view(self.parameters[name].shape)
@@ -252,7 +252,8 @@ class ParamAndGradBuffer:
         self._shard_grads: list[Tensor | None] = [None] * len(self.buckets)  # `keep_shard` fills it.
 
     def bucket_shard(self, bucket: Bucket) -> slice:
-        """Return the range of a bucket that this rank's optimizer updates. Without sharding it is the whole bucket."""
+        """Return the range of a bucket that this rank's optimizer updates. Without sharding the range is the whole
+        bucket."""
         length = (bucket.range.stop - bucket.range.start) // self._num_shards
         start = bucket.range.start + self.shard_rank * length
         return slice(start, start + length)
@@ -267,8 +268,8 @@ class ParamAndGradBuffer:
         return 0, slice(0, 0), 0
 
     def shard_sizes(self, name: str) -> list[int]:
-        """Return how many elements of a parameter the optimizer of each data-parallel rank updates. It is one number
-        without sharding. The parts are in the order of the ranks."""
+        """Return how many elements of a parameter the optimizer of each data-parallel rank updates. Without sharding
+        there is one number. The parts are in the order of the ranks."""
         whole, bucket = self.ranges[name], self.buckets[self.bucket_of[name]].range
         length = (bucket.stop - bucket.start) // self._num_shards
         starts = range(bucket.start, bucket.stop, length)

@@ -5,10 +5,10 @@ that it posts in one batch (`torch.distributed.batch_isend_irecv`). So the posit
 the sender waits, and whether there is a deadlock.
 
 The positions are found by a simulation of the schedule in ticks. A message is exchanged at the first tick at which both
-of its ranks are between two actions, and both post it at this position. The receiver keeps it until an action needs it.
-A rank starts its next action as soon as it can. Exception: if a busy partner needs this rank's message next, the rank
-waits for it, unless its own next action would end sooner. Because all messages are exchanged in the order of the ticks,
-no deadlock is possible.
+of its ranks are between two actions, and both post it at this position. The receiver keeps the tensor until an action
+needs it. A rank starts its next action as soon as it can. Exception: if a busy partner needs this rank's message next,
+the rank waits for it, unless its own next action would end sooner. Because all messages are exchanged in the order of
+the ticks, no deadlock is possible.
 
 For example, 1F1B with two ranks and two micro-batches gives these steps (F0: forward of micro-batch 0, > send its
 result, < receive it):

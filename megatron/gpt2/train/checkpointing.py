@@ -210,8 +210,8 @@ def lease_save_folder(context: RunContext, rank: int) -> Lease | None:
 def checkpoint_files(
     state: TrainState, parallel: mpu.ParallelState, config: CheckpointConfig, device: torch.device
 ) -> dict[str, dict[str, ShardedTensor]]:
-    """Return the files that this rank writes, {path in the folder: {tensor name: sharded tensor}}. They refer to the
-    live tensors."""
+    """Return the files that this rank writes, {path in the folder: {tensor name: sharded tensor}}. The states refer to
+    the live tensors."""
     specs = mpu.partition_specs(state.model)
     if not state.model.has_embeddings:
         specs.pop(TIED_WEIGHT, None)  # The first stage saves it.
@@ -316,8 +316,8 @@ def dropout_changes(context: RunContext, metadata: Mapping[str, Any], *, has_str
 
 
 def write_config_and_tokenizer(context: RunContext) -> None:
-    """Write config.json and the tokenizer into the --save folder. Generation needs them in addition to a checkpoint.
-    Rank 0 calls it."""
+    """Write config.json and the tokenizer into the --save folder. Generation needs these files in addition to a
+    checkpoint. Rank 0 calls this function."""
     folder = context.save_directory
     context.tokenizer.save(folder / "tokenizer")
     if context.config.checkpoint.keep_best:

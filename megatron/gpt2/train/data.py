@@ -58,7 +58,8 @@ class Batch:
 class TrainingData:
     """The data of a run: the tokenizer, the splits, and the batches of this rank.
 
-    loader: yields training batches, int64 [n, s + 1] on the host, with the sample indices [n]. A thread prepares them.
+    loader: yields training batches, int64 [n, s + 1] on the host, with the sample indices [n]. A thread prepares the
+        batches.
     to_host_tensor: converts a NumPy array to a tensor, in pinned memory if the device is a GPU.
     """
 
@@ -118,7 +119,7 @@ class TrainingData:
 
     def check_batches_match(self, iteration: int) -> None:
         """Raise DamagedData on every rank if ranks of one model-parallel group have read different text so far. Every
-        rank calls it at the same iteration."""
+        rank calls this function at the same iteration."""
         parallel = self._parallel
         if parallel.model_parallel_size == 1:
             return
@@ -147,5 +148,5 @@ def document_positions(tokens: Tensor, eod: int) -> Tensor:
 
 
 def pin_tensor(array: np.ndarray) -> Tensor:
-    """Copy `array` into a tensor in pinned memory. The loader's thread calls this before the step."""
+    """Copy `array` into a tensor in pinned memory. The loader's thread calls this function before the step."""
     return torch.from_numpy(array).pin_memory()

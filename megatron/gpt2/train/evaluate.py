@@ -25,7 +25,7 @@ PROMPT_CHARACTERS = 40  # A prompt has at most this number of characters, for la
 @torch.no_grad()
 def evaluate(trainer: Trainer, dataset: SampleDataset, split: str, max_samples: int) -> EvaluationRecord:
     """Compute the mean loss over the first `max_samples` samples of `dataset`. Each target token counts once. Every
-    rank calls it. Raises DamagedData if ranks that share layers have read different text."""
+    rank calls this function. Raises DamagedData if ranks that share layers have read different text."""
     model, data, parallel = trainer.state.model, trainer.data, trainer.parallel
     model.eval()
     byte_lengths = torch.from_numpy(data.tokenizer.byte_lengths).to(trainer.device)
@@ -77,7 +77,7 @@ def evaluate_and_log(trainer: Trainer, split: str, *, final: bool = False) -> Ev
 
 def sample_text(trainer: Trainer, count: int = 1) -> str:
     """Generate `count` samples: the first words of held-out text, in brackets, and the model's continuation. Log them.
-    Every rank must call it. Only the first rank of each model-parallel group gets the continuations."""
+    Every rank must call this function. Only the first rank of each model-parallel group gets the continuations."""
     tokenizer, prompts = trainer.data.tokenizer, prompts_from_split(trainer, count)
     sampling = replace(SAMPLING, seed=trainer.config.train.seed)
     samples = [Continuation([tokenizer.bos, *tokenizer.encode(prompt)], sampling) for prompt in prompts]

@@ -139,7 +139,8 @@ class IterationLogger:
         self._time += time.perf_counter() - start
 
     def log(self) -> None:
-        """Write the log line and the metrics of this iteration. Every rank must call this. It waits for the device."""
+        """Write the log line and the metrics of this iteration. Every rank must call this function. The method waits
+        for the device."""
         trainer, progress, optimizer = self._trainer, self._trainer.progress, self._trainer.state.optimizer
         iterations, samples = progress.iteration - self._iteration, progress.consumed_samples - self._consumed
         skipped_in_all = int(optimizer.skipped_steps)  # Reading the number waits for the device.

@@ -130,8 +130,8 @@ def _changed_keys(
     keys: Iterable[str], saved: Mapping[str, Any], current: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any, Any]]:
     """Yield (key, saved value, current value) of each key that both have with different values. A flag that is missing
-    in a section of the checkpoint did not exist yet, so it had its default. In a checkpoint of another program it is
-    unknown."""
+    in a section of the checkpoint did not exist yet, so it had its default. In a checkpoint of another program the
+    value is unknown."""
     is_converted = saved.get("converted_from", "native") != "native"
     for key in keys:
         *path, name = key.split(".")

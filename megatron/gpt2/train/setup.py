@@ -425,7 +425,7 @@ MAY_DIFFER = {
 
 def check_settings_match(context: RunContext, log: Log) -> None:
     """Raise ValueError on every rank, with the name of the first decision that differs. Log a warning if the ranks run
-    different programs. Every rank must call it."""
+    different programs. Every rank must call this function."""
     settings = settings_equal_on_all_ranks(context)
     program = devices.code_hash() if context.rank_info.world_size > 1 else ""
     everyone = [

@@ -77,7 +77,7 @@ class Progress:
 
 
 def build_train_state(context: RunContext, parallel: mpu.ParallelState, log: Log) -> TrainState:
-    """Build the model with random weights, and its optimizer. Every rank must call it."""
+    """Build the model with random weights, and its optimizer. Every rank must call this function."""
     config, device, hooks = context.config, context.device, context.hooks
     model_config, train_config, parallel_config = config.model, config.train, config.parallel
     seed_random_streams(train_config.seed, parallel, device)

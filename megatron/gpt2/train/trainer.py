@@ -74,7 +74,7 @@ class Trainer:
 
     @property
     def hosts(self) -> dict[int, str]:
-        """The host name of each rank. It is empty for a run of one rank."""
+        """The host name of each rank. For a run of one rank there are no names."""
         return self.context.rank_info.hosts
 
     @property
@@ -89,7 +89,7 @@ class Trainer:
 
     def rewind(self, folder: Path) -> int:
         """Load the newest checkpoint in `folder`, and skip the samples that the run has read since that iteration.
-        Return the number of these samples. Every rank must call it."""
+        Return the number of these samples. Every rank must call this function."""
         progress, end = self.progress, self.progress.consumed_samples
         self.checkpoints.finish()
         self.state.param_gather.finish_param_sync()
@@ -113,7 +113,7 @@ class Trainer:
 
     def close(self) -> None:
         """End the run after the last step or an error. Stop the threads, unlock the --save folder, and restore signal
-        handlers and torch's settings. It does not wait for other ranks."""
+        handlers and torch's settings. The method does not wait for other ranks."""
         self.hooks.call(Hook.on_train_end, self)
         self.data.loader.close()
         self.checkpoints.close()
@@ -123,7 +123,8 @@ class Trainer:
 
 
 def build_trainer(context: RunContext, log: Log) -> Trainer:
-    """Make the process groups, the model and its optimizer, and load the checkpoint. Every rank must call it.
+    """Make the process groups, the model and its optimizer, and load the checkpoint. Every rank must call this
+    function.
 
     log: receives lines until the run has its own log. Raises ValueError on every rank if the ranks cannot train
     together.

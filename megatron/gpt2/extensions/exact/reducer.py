@@ -64,7 +64,8 @@ def merge_sums(leaves: Iterable[LeafRange], block: int) -> list[list[LeafRange]]
 
 @functools.lru_cache(maxsize=4096)
 def sums_of_rank(rank: int, num_microbatches: int, ranks: int) -> list[list[LeafRange]]:
-    """Return the partial sums of a rank after each of its `num_microbatches` leaves. The rank sends the last ones."""
+    """Return the partial sums of a rank after each of its `num_microbatches` leaves. The rank sends the sums that exist
+    after the last leaf."""
     leaves = range(rank * num_microbatches, (rank + 1) * num_microbatches)
     return merge_sums(((leaf, leaf + 1) for leaf in leaves), odd_factor(num_microbatches * ranks))
 

@@ -69,7 +69,7 @@ class Call:
 
 @dataclass
 class Record:
-    """The communication of one rank.
+    """The recorded communication of one rank.
 
     events: (True, call) for a call and (False, call) for the first wait for it, in order.
     faults: uses of memory that was on its way, and calls that nobody waited for.

@@ -1,6 +1,6 @@
 """Find the layouts of a run that fit into a given memory, the cheapest first.
 
-They vary the micro-batch, recomputation, model parallelism, pipelines, sharding and offloading. All of them compute the
+They vary the micro-batch, recomputation, model parallelism, pipelines, sharding and offloading. All layouts compute the
 same training. Layouts are sorted by their cost, an estimate of how much longer a step takes:
 
     recompute full       a second forward pass of the layers, from the model's FLOPs: 29 % at 345M

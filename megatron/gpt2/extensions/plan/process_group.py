@@ -1,4 +1,4 @@
-"""Process groups of any size in one process. They send nothing, and report each operation.
+"""Process groups of any size in one process. The groups send nothing, and report each operation.
 
 `fake_groups` makes the groups of one rank. The program calls torch.distributed as usual, which calls the methods of
 `FakeProcessGroup`. torch's own fake backend is private, and its operations report no waits.

@@ -351,7 +351,8 @@ class Recorder(TorchDispatchMode):
             self._inside = False
 
     def _infer(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return new tensors with the shapes and dtypes of the outputs. For equal arguments they are computed once."""
+        """Return new tensors with the shapes and dtypes of the outputs. For equal arguments the shapes are computed
+        once."""
         if name in OUTPUTS:
             return self._run(OUTPUTS[name], args, kwargs)
         key = func, _map(Tensor, _Layout.of, args), _map(Tensor, _Layout.of, tuple(kwargs.items()))

@@ -111,7 +111,7 @@ def _continuation(
 
 
 def _commands(settings: Mapping[str, Any], found: Incidents) -> list[str]:
-    """Return the command lines of the last start, rank 0's first. They do not include an external launcher."""
+    """Return the command lines of the last start, rank 0's first. The lines do not include an external launcher."""
     starts = [incident for incident in found if incident["kind"] == "start" and reporting_rank(incident) is not None]
     commands = [
         shlex.join(map(str, incident["command"])) for incident in starts if isinstance(incident.get("command"), list)

@@ -2,7 +2,7 @@
 
 When a rank dies, many processes record incidents (`monitor/incidents.py`). A killed rank records nothing, and its
 launcher records the signal. The other ranks lose the connection, fail in a collective, and are ended in turn. This
-module finds the first incident that is not a consequence of a different incident. It reads no files.
+module finds the first incident that is not a consequence of a different incident. This module reads no files.
 """
 
 import re
@@ -127,7 +127,8 @@ def make_failure(kind: str, cause: str) -> Failure:
 def last_attempt(incidents: Sequence[Incident]) -> list[Incident]:
     """Return the incidents of the last start of the ranks, by a user or by --max-restarts.
 
-    If the last incident is a refused start by a user, return the refused starts only. Later attempts ignore them."""
+    If the last incident is a refused start by a user, return the refused starts only. Later attempts ignore these
+    incidents."""
     if incidents and incidents[-1]["kind"] == "refused" and not incidents[-1].get("attempt"):
         refused = {incident["who"]: incident for incident in incidents if incident["kind"] == "refused"}
         return [incident for incident in refused.values() if incident["time"] > incidents[-1]["time"] - START_WINDOW]

@@ -1,4 +1,4 @@
-"""Check in seconds that everything is ready for a run. Start it like the training, with the same flags:
+"""Check in seconds that everything is ready for a run. Start the program like the training, with the same flags:
 
     python tools/preflight.py --nproc-per-node 2 --tensor-model-parallel-size 2 --train-data my_text.txt
     srun python tools/preflight.py --model 345m --data-path corpus_text_document
@@ -63,7 +63,7 @@ COLLECTIVE_RUNS = 3
 
 
 class Finding(NamedTuple):
-    """The result of a check on one rank. The ranks exchange it as JSON.
+    """The result of a check on one rank. The ranks exchange results as JSON.
 
     text: shown if the check passes.
     problem: shown with the ranks that have it.

@@ -29,7 +29,7 @@ class Batcher:
         self._stopping = False
 
     def submit(self, continuations: Sequence[Continuation], deliver: Deliver) -> None:
-        """Queue the continuations of a request. Any thread may call it."""
+        """Queue the continuations of a request. Any thread may call this method."""
         if self._stopping:
             deliver(0, ServerStopping())
         else:

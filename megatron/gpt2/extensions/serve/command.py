@@ -3,8 +3,8 @@
     python tools/run_text_generation_server.py --load checkpoints/gpt2_small
     python tools/run_text_generation_server.py --load checkpoints/gpt2_small --nproc-per-node 2  # share each layer
 
-The first rank serves. Without --host, only this machine can connect. It does not check passwords, see
-docs/how-to/server.md. It needs the extra [serve]. Exit codes: 0 after Ctrl-C or SIGTERM; 2 for bad input.
+The first rank serves. Without --host, only this machine can connect. The server does not check passwords, see
+docs/how-to/server.md. The program needs the extra [serve]. Exit codes: 0 after Ctrl-C or SIGTERM; 2 for bad input.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from megatron.gpt2.monitor.log_lines import align_rows
 
 
 def parse_args(argv: Sequence[str], rank_info: RankInfo) -> argparse.Namespace:
-    """Parse and check the flags. Raises ValueError if one is invalid."""
+    """Parse and check the flags. Raises ValueError if a flag is invalid."""
     parser = ModelParser(__doc__, precision="auto", tensor_model_parallel_size=None)
     parser.add_argument(
         "--host",

@@ -364,7 +364,7 @@ class CompletionRequest:
 
 
 class MegatronRequest(CompletionRequest):
-    """A request in Megatron's form. Its answer includes the prompts."""
+    """A request in Megatron's form. The answer to such a request includes the prompts."""
 
     def answer(self, tokenizer: Tokenizer, head: dict[str, Any]) -> dict[str, Any]:
         """Return, for each prompt with its new text: `text`, the ids `tokens`, their texts `segments`, and, if

@@ -102,7 +102,7 @@ def measured(key: TensorKey, values: Tensor) -> Tensor:
 
 
 def tensor_file(folder: Path, key: TensorKey) -> Path:
-    """Return the file of a tensor. It is the same on every rank."""
+    """Return the file of a tensor. All ranks get the same path."""
     return folder / "tensors" / f"{key.step:04d}_{zlib.crc32(repr((key.kind, key.name)).encode()):08x}.safetensors"
 
 

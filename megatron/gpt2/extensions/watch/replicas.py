@@ -62,7 +62,7 @@ class ReplicaCheck(Hook):
             self._hashes_after_update = self.hashes()
 
     def on_pre_optimizer_step(self, trainer: Trainer) -> None:
-        """Compare the state with its hashes after the last update, if there are any. This waits for the device.
+        """Compare the state with its hashes after the last update, if there are any. The method waits for the device.
 
         Raises StateCorrupted on every rank if the state of any rank has changed or differs from its replicas."""
         if self._hashes_after_update is not None:

@@ -6,5 +6,5 @@
                       the work of each stage on one shard
     commands          the programs of tools/openwebtext
 
-The extra [curate] installs the libraries beyond numpy. They are imported when they are used.
+The extra [curate] installs the libraries beyond numpy. The libraries are imported when they are used.
 """

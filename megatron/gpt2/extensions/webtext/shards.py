@@ -9,7 +9,7 @@ the present input, parameters and outputs (`data_utils.shards`). Manifests hold 
 gives equal bytes.
 
 A document is a dictionary whose "text" is a string that is not empty; "url" or "id" names it. A JSON file holds one
-document per line, a .txt file is one document. Both may be compressed.
+document per line, a .txt file is one document. Files of both kinds may be compressed.
 """
 
 import argparse
@@ -118,8 +118,8 @@ def json_line(document: Any) -> bytes:
 
 
 def parse_document(path: Path, content: bytes, text_key: str) -> Document:
-    """Parse a document from a line of JSON or a whole .txt file. Its text is moved to "text". Raises ValueError or
-    RecursionError if there is none."""
+    """Parse a document from a line of JSON or a whole .txt file. The text of the document is moved to "text". Raises
+    ValueError or RecursionError if there is none."""
     if is_text(path):
         return {"id": path.name, "text": content.decode("utf-8-sig").replace("\r\n", "\n")}
     document = json_object(content)

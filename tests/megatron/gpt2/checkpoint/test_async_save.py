@@ -76,7 +76,7 @@ def test_too_little_memory_is_said_and_the_save_made_at_once(tmp_path: Path, mon
     assert 0 < machine_memory("MemAvailable") < 1 << 50
 
 
-# ------------------------------------------------------------------------------------------------------ the ways out
+# ----------------------------------------------------------------------------------- the ways in which a run ends
 
 
 def test_a_rank_that_is_gone_is_not_waited_for_on_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -117,8 +117,8 @@ def wait_until(condition: Callable[[], object], rank: StartedRank) -> None:
 
 
 def test_the_other_half_of_a_partition_ends(tmp_path: Path) -> None:
-    """The first run stops and later goes on, like machines that lost the network for a time. It must not save or
-    write records any more."""
+    """The first run stops and later goes on, like machines that lost the network for a time. The first run must not
+    save or write records any more."""
     write_text(tmp_path)
     save_folder = tmp_path / "save"
 

@@ -315,7 +315,7 @@ def test_line_of_a_node() -> None:
 
 
 def test_silent_ranks_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Ranks 2 and 3 of two machines hang. This also ends ranks that wait for a GPU."""
+    """Ranks 2 and 3 of two machines hang. Ranks that wait for a GPU also end."""
     times = {"HEARTBEAT_INTERVAL": 0.1, "LOST_TIMEOUT": 0.5, "SILENCE_TIMEOUT": 2.0}
     for name, seconds in times.items():
         for module in (ranks_module, rendezvous):

@@ -154,7 +154,7 @@ def test_probabilities_are_the_models(served: RunningServer, model: GPT2Model) -
 
 @pytest.mark.parametrize("length", [0, 9])
 def test_echo_with_logprobs(served: RunningServer, model: GPT2Model, length: int) -> None:
-    """This is OpenAI's way to score a text. The answer also has the model's most likely tokens."""
+    """OpenAI's clients score a text in this way. The answer also has the model's most likely tokens."""
     settings: dict[str, Any] = {"max_tokens": length, "logprobs": 2, "echo": True, "temperature": 0, "seed": 1234}
     prompts = ["One é", "x", "a longer text"]
     answer = served.ask([list(prompt.encode()) for prompt in prompts], **settings)
