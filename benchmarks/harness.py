@@ -148,7 +148,7 @@ def run_limited(
             return process.wait(timeout)
         except subprocess.TimeoutExpired:
             return None
-        finally:  # SIGTERM to this program also leads here.
+        finally:  # The block also runs after SIGTERM to this program.
             if process.poll() is None:
                 process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -250,7 +250,7 @@ def ratio(above: Sequence[float], below: Sequence[float]) -> float:
 
 
 def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Format columns. The first is aligned left, the others right."""
+    """Format columns. The first column is aligned left, the other columns right."""
     return "\n".join(align_columns([head, *rows], "<" + ">" * (len(head) - 1)))
 
 

@@ -23,7 +23,7 @@ from data_utils.samplers import MISSING, SampleOrder, permutation_key, permute
 from data_utils.tokenizers.base import Tokenizer
 
 BLOCK = 10_000
-SEPARATE_BELOW = 0.80  # a share of an epoch
+SEPARATE_BELOW = 0.80  # If the run needs a smaller share of the last epoch, that epoch is shuffled separately.
 
 
 class DamagedData(ValueError):

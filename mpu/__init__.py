@@ -22,7 +22,7 @@ Functions and classes of Megatron's `mpu` of 2019 keep their meaning and the ord
 were added later are keyword-only.
 """
 
-from torch.nn.functional import dropout as dropout  # the name until 0.3
+from torch.nn.functional import dropout as dropout  # `mpu.dropout` was public until version 0.3.
 
 from mpu.activation_offload import ActivationOffload
 from mpu.attention import PackedSeqParams

@@ -80,7 +80,7 @@ class RNGStatesTracker:
         self._states = {name: state.clone() for name, state in states.items()}
 
     def add(self, name: str, seed: int) -> None:
-        """Create the stream `name` with `seed`. Raises ValueError if it exists."""
+        """Create the stream `name` with `seed`. Raises ValueError if the stream exists."""
         if name in self._states:
             raise ValueError(f"the random stream {name!r} exists already")
         before = _get_state()

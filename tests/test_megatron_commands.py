@@ -342,7 +342,8 @@ def test_todays_gpt_example(work: Path, run: Run):
 
 
 def public(name: str, appended: str = "") -> list[str]:
-    """Return the words of a public line with a small shape and `appended`. Its DeepSpeed file is written."""
+    """Return the words of a public line with a small shape and `appended`. The DeepSpeed file of the line is
+    written."""
     _, file, line = PUBLIC[name]
     Path("ds_config.json").write_text(file)
     return ["pretrain_gpt.py", *line, *(SMALL + GLOO + ONE_RANK + appended).split()]

@@ -234,7 +234,7 @@ def gpt2_tokenizer(
     vocab_data: bytes, merge_data: bytes, vocab_name: str = "--vocab-file", merge_name: str = "--merge-file"
 ) -> BytePairTokenizer:
     """Make GPT-2's BPE, or another in its format, from the contents of two files: JSON of token to id, and the merges
-    in order. The names are for errors. Raises ValueError if a file has a different format."""
+    in order. Error messages use the names. Raises ValueError if a file has a different format."""
     try:
         vocabulary: dict[str, int] = json.loads(vocab_data)
         dense = sorted(vocabulary.values()) == list(range(len(vocabulary)))

@@ -42,11 +42,11 @@ class TritonKernel(Generic[P, R]):
     """An operation with a Triton kernel for GPUs. See the module's docstring.
 
     Arguments:
-        name: of the operator in torch.ops.mpu.
+        name: the name of the operator in torch.ops.mpu.
         reference: the operation in plain PyTorch, for every device. Its first argument is a tensor, or a list of
             tensors with at least one, which decides device and dtype. An operator either returns new tensors, or
             writes into arguments and returns None.
-        kernel: the same with Triton.
+        kernel: the operation in Triton, with the same arguments.
         examples: (device, dtype) -> lists of small arguments for the comparison. They must not use torch's
             generators, whose states belong to the run: see `example_tensor`.
         mutates_args: names of the arguments that the operation writes into.

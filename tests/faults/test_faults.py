@@ -245,7 +245,7 @@ def test_machines_restart_their_ranks(folder: Path, alone: list[float]) -> None:
 
 
 def machine(save: Path, number: int, place: str, *faults: Fault) -> StartedRank:
-    """Start the launcher of one of two machines of an elastic run. It starts one rank."""
+    """Start the launcher of one of two machines of an elastic run. The launcher starts one rank."""
     flags = f"--nproc-per-node 1 --nnodes 2 --node-rank {number} --init-method {place} --elastic --max-restarts 2"
     words = f"{ELASTIC} {flags} --init-timeout 8"
     return started(save, words, *faults, SLURMD_NODENAME=f"127.0.0.{number + 1}")

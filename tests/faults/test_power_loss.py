@@ -148,7 +148,7 @@ class Disk:
         if call.name == "write":
             if name == MARK:
                 self.events.append(call.data.decode())
-            elif node is not None:  # All programs of this test append.
+            elif node is not None:  # All programs of this test only append to files.
                 node.content += call.data
         elif call.name == "fsync":
             assert node is not None

@@ -49,7 +49,7 @@ LAST = "gradient of transformer.final_layernorm.bias"
 
 
 class Change(NamedTuple):
-    """A change of the program.
+    """A change of the program: a bug, or a harmless change.
 
     source: the thread or paper that reports the bug; empty for a harmless change.
     named: the tensor, group or line that a tool must print.

@@ -311,8 +311,8 @@ class Recorder(TorchDispatchMode):
 def record(rank: int, world_size: int, records: list[Record]) -> Iterator[Record]:
     """Record what the block does as rank `rank`, and append it to `records`, which has the records of the ranks before.
 
-    The block finds RANK, LOCAL_RANK and WORLD_SIZE in the environment, and torch.distributed initialised. It may call
-    `init_process_group`, which does nothing, and `destroy_process_group`.
+    The block finds RANK, LOCAL_RANK and WORLD_SIZE in the environment, and torch.distributed initialised. The program
+    may call `init_process_group`, which does nothing, and `destroy_process_group`.
     """
     recorder = Recorder.current = Recorder(Record(rank, world_size), records)
     if BACKEND not in dist.Backend.backend_list:

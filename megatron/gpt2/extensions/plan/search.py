@@ -204,7 +204,7 @@ def search(
 
 
 class Cost(NamedTuple):
-    """A training with failures.
+    """The cost of a training in which machines fail.
 
     interval: seconds between checkpoints.
     lost: the share of the time that checkpoints, repeated steps and restarts take.

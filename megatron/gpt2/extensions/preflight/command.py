@@ -65,7 +65,7 @@ COLLECTIVE_RUNS = 3
 class Finding(NamedTuple):
     """The result of a check on one rank. The ranks exchange results as JSON.
 
-    text: shown if the check passes.
+    text: the result to show if the check passes.
     problem: shown with the ranks that have it.
     is_warning: the problem does not stop a run.
     must_match: named values that must be equal on all ranks without a problem.

@@ -48,7 +48,7 @@ class CapturePoint(NamedTuple):
 
 # These are the outputs of a whole layer, of the embeddings and of the final norm.
 MODULE_OUTPUT = CapturePoint(gradient=True)
-# The operations have their order in a layer.
+# The operations are in the order of a layer.
 CAPTURE_POINTS = (
     CapturePoint("input_layernorm", gradient=True),
     CapturePoint("attention.query_key_value", split=True),
