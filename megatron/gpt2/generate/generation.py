@@ -215,8 +215,8 @@ class ContinuousBatch:
                 yield from self._read(range(len(sources)))
             elif sources:
                 contexts = [c.context for c in self._rows.values()]
-                last, places = [context[-1] for context in contexts], [len(context) - 1 for context in contexts]
-                yield from self._draw(range(len(sources)), self._model.decode(last, places, sources))
+                last, positions = [context[-1] for context in contexts], [len(context) - 1 for context in contexts]
+                yield from self._draw(range(len(sources)), self._model.decode(last, positions, sources))
 
     def _admit(self) -> list[int]:
         """Give free cache rows to waiting continuations in the order of their arrival. Return these rows."""
@@ -299,7 +299,7 @@ class TextStream:
         last: whether `data` is the end of the text.
         """
         held = self._held + self._decoder.decode(data, last)
-        found = [place for text in self._stop if (place := held.find(text)) >= 0]
+        found = [index for text in self._stop if (index := held.find(text)) >= 0]
         if found:
             self.stopped = True
             return held[: min(found)]

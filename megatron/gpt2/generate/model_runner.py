@@ -129,19 +129,19 @@ class ModelRunner:
         )
 
     @_on_all_ranks
-    def decode(self, tokens: Sequence[int], places: Sequence[int], sources: Sequence[int]) -> Tensor:
+    def decode(self, tokens: Sequence[int], positions: Sequence[int], sources: Sequence[int]) -> Tensor:
         """Append one token to each of b texts and return the next logits, float32 [b, v].
 
-        places: the position of each token in its text.
+        positions: the position of each token in its text.
         sources: the cache row that held each text before this step; the texts move to rows 0 to b - 1.
         """
         assert self.cache is not None
         for row, source in enumerate(sources):
             if source != row:
                 self.cache.move(source, row)
-        positions = self.cache.set_positions(places)
+        position_ids = self.cache.set_positions(positions)
         new = torch.tensor(tokens).unsqueeze(1).to(self.device)
-        return self._logits(self.model.hidden_states(new, positions, self.cache)[0])
+        return self._logits(self.model.hidden_states(new, position_ids, self.cache)[0])
 
     @_on_all_ranks
     def prefill(
@@ -165,8 +165,8 @@ class ModelRunner:
         if any(scored):
             # For each token after the first one, these are its row, and its position - 1.
             to_score = torch.where(torch.tensor(scored), lengths, 1) - 1
-            row, place = (torch.arange(width - 1) < to_score.unsqueeze(1)).nonzero().t().to(self.device)
-            scores = token_scores(self.model, hidden[place, row], tokens[row, place + 1], alternatives)
+            row, position = (torch.arange(width - 1) < to_score.unsqueeze(1)).nonzero().t().to(self.device)
+            scores = token_scores(self.model, hidden[position, row], tokens[row, position + 1], alternatives)
         return self._logits(hidden[lengths.to(self.device) - 1, range(len(contexts))]), scores
 
     def _logits(self, hidden: Tensor) -> Tensor:

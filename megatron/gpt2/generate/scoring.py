@@ -86,9 +86,9 @@ def score_windows(model: GPT2Model, windows: Sequence[Window], *, batch_size: in
             counts = [windows[i].num_targets for i in batch]
             # For each target [t], these are its row, and the position of the token before it.
             last, at = torch.tensor([[len(text) - 1] for text in texts]), torch.arange(tokens.size(1) - 1)
-            rows, places = ((at < last) & (at >= last - torch.tensor(counts)[:, None])).nonzero().t().to(device)
+            rows, positions = ((at < last) & (at >= last - torch.tensor(counts)[:, None])).nonzero().t().to(device)
             hidden = model.hidden_states(tokens[:, :-1])
-            found = token_scores(model, hidden[places, rows], tokens[rows, places + 1]).split(counts)
+            found = token_scores(model, hidden[positions, rows], tokens[rows, positions + 1]).split(counts)
             scores[:, batch] = torch.stack(
                 [torch.stack([-part[:, 0].sum(), part[:, 1].min()]) for part in found], dim=1
             )

@@ -78,7 +78,7 @@ class ParamAndGradBuffer:
 
     Arguments:
         bucket_size: approximate number of elements of a bucket. A larger parameter has a separate bucket.
-        data_parallel_rank, data_parallel_size: this rank's place in the data-parallel group, and its size.
+        data_parallel_rank, data_parallel_size: this rank's number in the data-parallel group, and that group's size.
         sharded: whether the optimizer of this rank updates only its shard of every bucket.
         offloaded: whether the state of the optimizer is in host memory.
         tied_param: a parameter that another pipeline stage has, too. It has a separate bucket, so that both stages

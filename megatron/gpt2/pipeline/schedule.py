@@ -205,8 +205,8 @@ def virtual_stages(num_layers: int, p: int, layers_per_stage: int) -> int:
 
 def _distribute_evenly(sizes: list[int], stages: Sequence[int], layers: int) -> None:
     """Distribute `layers` over `stages` as evenly as possible, and write the numbers into `sizes`."""
-    for place, stage in enumerate(stages):
+    for index, stage in enumerate(stages):
         sizes[stage] = layers // len(stages)
         # It is 0 for the second-to-last stage, and largest for the last one.
-        from_behind = (len(stages) - 2 - place) % len(stages)
+        from_behind = (len(stages) - 2 - index) % len(stages)
         sizes[stage] += from_behind < layers % len(stages)

@@ -193,5 +193,5 @@ def split(run: ShardRun) -> None:
     for document in run.documents():
         key = str(run.args.seed).encode()
         digest = hashlib.blake2b(document["text"].encode("utf-8"), digest_size=8, key=key).digest()
-        place = Fraction(int.from_bytes(digest, "little"), 2**64) * ends[-1]
-        run.write(document, f"{SPLITS[bisect.bisect_right(ends, place)]}.jsonl")
+        point = Fraction(int.from_bytes(digest, "little"), 2**64) * ends[-1]
+        run.write(document, f"{SPLITS[bisect.bisect_right(ends, point)]}.jsonl")

@@ -110,15 +110,15 @@ def write_signatures(run: ShardRun) -> None:
     signatures = run.file(f"{run.shard.name}.signatures")
     documents_with_offsets = run.documents_with_offsets()
     while batch := list(itertools.islice(documents_with_offsets, SIGN_BATCH)):
-        places = []
-        for place, document in batch:
+        offsets = []
+        for offset, document in batch:
             if not is_seekable(run.shard):
                 copies = run.file(f"{run.shard.name}.jsonl")
-                place = copies.size
+                offset = copies.size
                 copies.write(json_line(document))
-            places.append(place)
+            offsets.append(offset)
         keys = band_keys(np.stack([sketch(document["text"]) for _, document in batch]))
-        signatures.write(np.column_stack([keys, np.array(places, np.uint64)]).astype("<u8").tobytes())
+        signatures.write(np.column_stack([keys, np.array(offsets, np.uint64)]).astype("<u8").tobytes())
         run.left += len(batch)
 
 
@@ -234,10 +234,12 @@ def remove_duplicates(run: ShardRun) -> None:
     path = run.args.groups_file
     table, (file, *_) = read_table(path)[0], run.shard.files
     facts = run.shard.metadata()
-    places = [place for place, shard in enumerate(table) if all(shard[key] == facts[key] for key in ("name", "sha256"))]
-    if not places:
+    matches = [
+        index for index, shard in enumerate(table) if all(shard[key] == facts[key] for key in ("name", "sha256"))
+    ]
+    if not matches:
         raise ValueError(f"{path} was not made from the present {file}: search it for duplicates first")
-    first, count = shard_offsets(table)[places[0]], table[places[0]]["documents"]
+    first, count = shard_offsets(table)[matches[0]], table[matches[0]]["documents"]
     for number, document in enumerate(run.documents()):
         if number >= count:
             raise ValueError(f"{file} was searched for duplicates only up to document {count}: give the same --limit")

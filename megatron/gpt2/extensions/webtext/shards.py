@@ -219,11 +219,11 @@ class ShardRun:
         """Yield (offset in the decompressed file, document) of each document of the shard. Raises ValueError if the
         first thousand are all unreadable."""
         for path, number, offset, content in self._entries(whole_texts=True):
-            place = f"{path}" if is_text(path) else f"{path}:{number}"
+            source = f"{path}" if is_text(path) else f"{path}:{number}"
             try:
                 document = parse_document(path, content, self.args.text_key)
             except (ValueError, RecursionError) as error:
-                self.drop(UNREADABLE, f"{place}: {error}")
+                self.drop(UNREADABLE, f"{source}: {error}")
                 bad = self.dropped[UNREADABLE]
                 if bad["count"] == self.entered == MAX_LEADING_BAD_LINES:  # Fail now instead of after hours.
                     raise ValueError(
@@ -233,7 +233,7 @@ class ShardRun:
             if document["text"].strip():
                 yield offset, document
             else:
-                self.drop("empty", place)
+                self.drop("empty", source)
 
     def drop(self, reason: str, what: Document | str) -> None:
         """Drop and count an entry. The first entries of each reason are kept as samples."""
