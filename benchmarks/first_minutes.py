@@ -10,8 +10,8 @@ soon as it is measured:
 
     {"stages": {<stage>: {"complete": true, "cases": {<case>: {..., "seconds": 1.2}}}}}
 
-So a timeout loses only one case. The same command measures the missing and failed cases, as long as GPU and versions
-are the same. docs/how-to/gpu.md explains the results.
+A timeout therefore loses only one case. The same command measures the missing and failed cases, as long as GPU and
+versions are the same. docs/how-to/gpu.md explains the results.
 """
 
 from __future__ import annotations

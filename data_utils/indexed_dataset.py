@@ -213,7 +213,7 @@ class TokenFile:
         return next((key[0] for key, state in states if self._states.get(key, state) != state), "")
 
     def manifest(self) -> dict[str, Any] | None:
-        """Read the manifest of a pair; None if it does not exist. Raises ValueError if it is damaged."""
+        """Read the manifest of a pair; None if it does not exist. Raises ValueError if the manifest is damaged."""
         return read_manifest(self.prefix) if self.kind == "indexed" else None
 
 
@@ -323,7 +323,7 @@ def open_token_file(path: str | Path, eod: int) -> TokenFile:
 
 
 def read_manifest(prefix: str | Path) -> dict[str, Any] | None:
-    """Read the manifest of a pair; None if it does not exist. Raises ValueError if it is damaged."""
+    """Read the manifest of a pair; None if it does not exist. Raises ValueError if the manifest is damaged."""
     path = Path(f"{prefix}.json")
     manifest = read_checksummed_json(path)
     if manifest is None:

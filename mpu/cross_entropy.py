@@ -90,7 +90,7 @@ def vocab_parallel_cross_entropy(
     group = group if group is not None else get_tensor_model_parallel_group()
     vocab_size = vocab_size or logits.size(-1) * group_rank_and_size(group)[1]
     check_ids(target, vocab_size, "target")
-    # Gradients are always disabled inside `forward`, and needs_input_grad ignores no_grad. So the flag is passed.
+    # The flag is passed because gradients are always disabled inside `forward`, and needs_input_grad ignores no_grad.
     return _VocabParallelCrossEntropy.apply(  # type: ignore[no-any-return]
         logits, target, group, vocab_size, torch.is_grad_enabled()
     )

@@ -81,7 +81,7 @@ def clip_grad_norm(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_
     state = get_parallel_state()
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [(p.grad, getattr(p, "model_parallel", False)) for p in parameters if p.grad is not None]
-    # Also correct on ranks without a gradient.
+    # The device is also correct on ranks without a gradient.
     device = parameters[0].device if parameters else torch.device("cpu")
     if norm_type == 2:
         split, replicated = ([grad for grad, is_split in grads if is_split == wanted] for wanted in (True, False))

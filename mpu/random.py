@@ -118,7 +118,7 @@ def current_rng_tracker() -> RNGStatesTracker:
     """Return `mpu.get_cuda_rng_tracker()`. The layers and `checkpoint` use this function.
 
     A program may replace `mpu.get_cuda_rng_tracker`. DeepSpeed's activation checkpointing does, because it repeats only
-    the states of the tracker that it provides. So masks must be drawn from that tracker. Therefore this function looks
+    the states of the tracker that it provides. Masks must therefore be drawn from that tracker, and this function looks
     the name up in the package at each call.
     """
     return sys.modules["mpu"].get_cuda_rng_tracker()  # type: ignore[no-any-return]

@@ -176,7 +176,7 @@ def violations(package: str, levels: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("package", LEVELS)
 def test_imports_lead_to_lower_levels(package: str) -> None:
-    """Therefore no folders import each other."""
+    """No two folders import each other."""
     named = {part for parts in LEVELS[package] for part in parts.split()}
     assert named == {part_of(path, package) for path in sources(package)} - {"__init__"}
     assert not violations(package, LEVELS[package])

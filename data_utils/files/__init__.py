@@ -221,7 +221,7 @@ def append_checksum(body: bytes) -> bytes:
 
 
 def verify_checksum(data: bytes) -> str:
-    """Return the hash at the end of the output of `checksummed_lines`. Raises ValueError if it is wrong."""
+    """Return the hash at the end of the output of `checksummed_lines`. Raises ValueError if the hash is wrong."""
     body = data[: -len(append_checksum(b""))]
     if append_checksum(body) != data:
         raise ValueError("damaged: it does not end with the sha256 of its content")

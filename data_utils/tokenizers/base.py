@@ -85,7 +85,8 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_utf8(self, data: bytes) -> np.ndarray | list[int]:
-        """Return the ids of a text in valid UTF-8, integers [tokens], never `eod`. Raises ValueError if it has none."""
+        """Return the ids of a text in valid UTF-8, integers [tokens], never `eod`. Raises ValueError if the text has no
+        ids."""
 
     def encode(self, text: str) -> np.ndarray | list[int]:
         """Return the ids of `text`. Raises ValueError if the text has a lone surrogate, or gives no ids."""

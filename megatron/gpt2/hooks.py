@@ -1,7 +1,7 @@
 """Extensions of training: an extension is a subclass of `Hook`, as a `TrainerCallback` of Hugging Face.
 
-The program calls the methods of `Hook` at fixed points of a run; by default they do nothing. So the program imports no
-extension. An extension is loaded if its flag is given; only the memory plan is always loaded.
+The program calls the methods of `Hook` at fixed points of a run; by default they do nothing. The program itself imports
+no extension. An extension is loaded if its flag is given; only the memory plan is always loaded.
 
     class Grumbler(Hook):                                  # extensions/grumble.py
         def on_log(self, trainer, record):

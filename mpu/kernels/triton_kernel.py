@@ -78,7 +78,7 @@ class TritonKernel(Generic[P, R]):
         self.operator.register_fake(fake or reference)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        # Calling an operator loads torch's compiler, which takes 1 s and 70 MB. So a CPU calls the function.
+        # A CPU calls the function, because calling an operator loads torch's compiler, which takes 1 s and 70 MB.
         function: Callable[P, R] = self.operator if _first_tensor(args).is_cuda else self.reference
         return function(*args, **kwargs)
 

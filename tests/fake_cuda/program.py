@@ -109,7 +109,7 @@ def check_step(trainer: Trainer, gpu: FakeGPU, allowed: Sequence[str] = ()) -> N
 
 def check_same_order(text: Path, save: Path, flags: str, world_size: int) -> None:
     """Assert that any two ranks call the collectives of their common groups in the same order and with the same shapes,
-    and that each receives the messages of the other in the order of sending. Also run `check_step` on each rank."""
+    and that each receives the messages of the other in the order of sending. `check_step` also runs on each rank."""
     seen: list[list[Collective]] = []
     for rank in range(world_size):
         with running(text, save, flags, rank=rank, world_size=world_size) as (trainer, gpu):

@@ -73,7 +73,7 @@ class ModelParser(Parser):
 
     def parse_with_training_flags(self, argv: Sequence[str], log: Log) -> tuple[argparse.Namespace, Arguments]:
         """Parse the flags of this program, and flags of training, which Megatron's command lines contain. `log` gets a
-        notice of the latter. Raises ValueError if one is unknown or invalid."""
+        notice of the latter. Raises ValueError if a flag is unknown or invalid."""
         args, rest = self.parse_known_args([with_dashes(word) for word in argv])
         training = parse(rest)
         if training.given:

@@ -112,7 +112,7 @@ def numeric(names: str, key: str, note: str = "") -> CompatRule:
 
 
 def _number(value: Any, kind: Any = float) -> Any:
-    """Return `value` as the number type `kind` of a field. Raises ValueError if it is not such a number."""
+    """Return `value` as the number type `kind` of a field. Raises ValueError if the value is not such a number."""
     is_whole = kind in (int, int | None)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     require(

@@ -759,7 +759,8 @@ class Config:
         return virtual_stages(self.model.num_layers, parallel.pipeline_model_parallel_size, size)
 
     def layers_of_stages(self) -> list[range]:
-        """Return the layers of each pipeline stage or virtual stage. Raises ValueError if they cannot be divided."""
+        """Return the layers of each pipeline stage or virtual stage. Raises ValueError if the layers cannot be
+        divided."""
         parallel = self.parallel
         first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
         if (stages := parallel.pipeline_model_parallel_size) == 1:

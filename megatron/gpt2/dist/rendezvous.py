@@ -432,7 +432,7 @@ def report_lost_ranks(rank_info: RankInfo) -> bool:
     """After a collective has failed, return True if other ranks are lost. One rank of each machine prints
     the lost ranks.
 
-    In this case this process has left the rendezvous.
+    If ranks are lost, this process has left the rendezvous.
     """
     if (
         rank_info.rendezvous is None

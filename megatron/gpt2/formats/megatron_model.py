@@ -250,7 +250,7 @@ def namespace_dict(value: Any) -> dict[str, Any]:
 
 
 def saved_iteration(top: Mapping[str, Any]) -> int:
-    """Return the iteration in a file, or 0 if it has none. Raises ValueError if it is not an integer."""
+    """Return the iteration in a file, or 0 if it has none. Raises ValueError if the number is not an integer."""
     name = next((name for name in ("iteration", "total_iters", "global_steps") if name in top), "")
     return check_integer(name, top.get(name, 0), 0, 10**12)
 

@@ -76,7 +76,7 @@ def _names_by_group(weights: LazyTensors) -> list[list[str]]:
 
 
 def same_step(steps: Iterable[Any]) -> int:
-    """Return the number of steps in all `steps`. Raises ValueError if they differ."""
+    """Return the number of steps in all `steps`. Raises ValueError if the numbers differ."""
     found = {int(step) for step in steps}
     require(len(found) == 1, f"steps {sorted(found)[:5]}")
     return found.pop()

@@ -276,7 +276,7 @@ def load_checkpoint(
         state.optimizer.load_state_dict(checkpoint.metadata["optimizer"])
     has_streams = not options.no_load_rng and load_rng_state(checkpoint, parallel, context.device)
     if not options.no_load_rng and not has_streams:
-        # With only the seed, the dropout masks of the first steps would repeat. So the iteration is added.
+        # The iteration is added to the seed, because otherwise the dropout masks of the first steps would repeat.
         seed_random_streams(context.config.train.seed + checkpoint.iteration, parallel, context.device)
         if context.config.model.has_dropout:
             log(

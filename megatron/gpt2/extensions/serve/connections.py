@@ -21,7 +21,7 @@ class ClientConnection(H11Protocol):
     """A connection that ends after IDLE_SECONDS in which its client sends no whole headers, or does not read.
 
     uvicorn's own limit begins only after a response, and each byte ends it. If there are CONNECTIONS already, a new one
-    replaces the oldest whose client has not sent its whole request. So slow clients do not keep out others.
+    replaces the oldest whose client has not sent its whole request. Slow clients therefore do not keep out others.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

@@ -105,7 +105,7 @@ LAYOUTS = {  # flags, and the operations that the program must wait for
 
 def losses(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     """Losses and gradient norms of three steps in each layout: as the program is, with late results, and with late
-    results and one missed wait. Also the operations that were late."""
+    results and one missed wait. The result also has the operations that were late."""
     found = {}
     for name, (flags, operations) in LAYOUTS.items():
 
