@@ -26,9 +26,10 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from data_utils.command_line import plural
+from data_utils.corpora import Log
 from data_utils.files import fsync_path, make_folder
 from megatron.gpt2.checkpoint.reader import MANIFEST, NativeCheckpoint, table_path
-from megatron.gpt2.checkpoint.save_folder import TRACKER, Log, list_iterations
+from megatron.gpt2.checkpoint.save_folder import TRACKER, list_iterations
 from megatron.gpt2.checkpoint.writer import (
     ShardedFiles,
     manifest_bytes,

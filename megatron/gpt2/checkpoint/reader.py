@@ -3,7 +3,7 @@ tensor from the saved slices.
 
 manifest.json, in an iteration's folder, is one JSON object:
 
-    version     the version of this format, see data_utils/files/__init__.py
+    version     the version of this format, `CHECKPOINT_VERSION`
     iteration   the same number as in the folder's name
     facts       metadata about the run
     tensors     {tensor: {"dtype", "shape", "held"}}; shapes are global, without padding; "held" is an index of `held`
@@ -42,8 +42,6 @@ import torch
 from torch import Tensor
 
 from data_utils.files import (
-    CHECKPOINT_VERSION,
-    OLDEST_CHECKPOINT_VERSION,
     hash_file,
     in_threads,
     parse_json,
@@ -62,6 +60,9 @@ from megatron.gpt2.checkpoint.interface import (
 from megatron.gpt2.config.sections import with_new_names
 from mpu.partition import TensorSlice
 
+# The docstring of data_utils/files has a table of all formats and their versions.
+CHECKPOINT_VERSION = 2
+OLDEST_CHECKPOINT_VERSION = 1
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 16 << 20  # This limits the manifest and each table, to 1,000 times their size in a small run.
 DTYPES = {

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from data_utils.command_line import how_to_call
+from data_utils.corpora import Log
 from data_utils.files import add_path, make_folder, wrap_errors
 from megatron.gpt2.checkpoint.reader import MANIFEST, NativeCheckpoint
 from megatron.gpt2.monitor.html_report import METRICS
@@ -44,7 +45,6 @@ FORMAT_FILES = (
 )
 # A folder with one of these .pt files is not nanoGPT's.
 FOLDER_FILES = re.compile(r"model(_optim)?_rng\.pt|common\.pt|mp_rank_.*")
-Log = Callable[[str], None]
 # It is a collective: each rank passes a text and gets the texts of all ranks, in the order of the ranks.
 Gather = Callable[[str], list[str]]
 

@@ -25,9 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data_utils.corpora import Log
 from data_utils.files import machine_memory, run_future
 from megatron.gpt2.checkpoint.reader import table_path
-from megatron.gpt2.checkpoint.save_folder import Gather, Log, gather_alone
+from megatron.gpt2.checkpoint.save_folder import Gather, gather_alone
 from megatron.gpt2.checkpoint.writer import (
     ShardedFiles,
     ShardedTensor,

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data_utils.corpora import Log
 from data_utils.files import (
-    CHECKPOINT_VERSION,
     IO_THREADS,
     add_path,
     atomic_write,
@@ -38,6 +38,7 @@ from data_utils.files import (
 )
 from megatron.gpt2.checkpoint.interface import TensorInfo
 from megatron.gpt2.checkpoint.reader import (
+    CHECKPOINT_VERSION,
     DTYPE_CODES,
     MANIFEST,
     FileInfo,
@@ -49,7 +50,7 @@ from megatron.gpt2.checkpoint.reader import (
     table_path,
     tensor_name,
 )
-from megatron.gpt2.checkpoint.save_folder import TRACKER, Log, list_iterations
+from megatron.gpt2.checkpoint.save_folder import TRACKER, list_iterations
 from megatron.gpt2.monitor.run_log import rename_old
 from mpu.partition import TensorSlice
 
@@ -160,6 +161,7 @@ def write_atomically(path: Path, data: bytes) -> None:
         with open(new, "xb") as stream:
             stream.write(data)
             flush_to_disk(stream)
+        # `atomic_write` would fsync the folder, which rank 0 may rename as soon as it sees the file.
         new.replace(path)
 
 

@@ -25,11 +25,12 @@ from torch.distributed import ProcessGroup
 
 import mpu
 from data_utils.command_line import Parser, how_to_call, plural, positive_int
+from data_utils.corpora import Log
 from megatron.gpt2.config import require
 from megatron.gpt2.device import DTYPES, choose_backend, choose_device, set_threads
 from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.dist.rendezvous import initialize_distributed
-from megatron.gpt2.dist.run_program import Log, run_program
+from megatron.gpt2.dist.run_program import run_program
 from mpu.mappings import all_gather_single, reduce_scatter_single
 
 PERIOD = 375  # The test values repeat after this number of elements.

@@ -17,6 +17,7 @@ import numpy as np
 
 from data_utils import Tokenizer
 from data_utils.command_line import missing_package
+from data_utils.corpora import Log
 from megatron.gpt2.commands.inference import (
     ModelParser,
     check_output,
@@ -25,7 +26,7 @@ from megatron.gpt2.commands.inference import (
     write_scores,
 )
 from megatron.gpt2.dist.ranks import RankInfo
-from megatron.gpt2.dist.run_program import Log, run_program
+from megatron.gpt2.dist.run_program import run_program
 from megatron.gpt2.generate.generation import Continuation, generate
 from megatron.gpt2.generate.sampling import Sampling
 from megatron.gpt2.generate.scoring import Window, score_windows

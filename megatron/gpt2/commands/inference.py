@@ -10,6 +10,7 @@ import torch
 
 import mpu
 from data_utils.command_line import Parser, plural, positive_int
+from data_utils.corpora import Log
 from data_utils.files import atomic_write_text
 from megatron.gpt2.config import PRECISION_CHOICES, LaunchConfig, ParallelConfig, flag_name
 from megatron.gpt2.config.arguments import Arguments, parse
@@ -17,7 +18,6 @@ from megatron.gpt2.config.flags import add_section, with_dashes
 from megatron.gpt2.device import PRECISIONS, choose_backend, choose_device, choose_precision, set_threads
 from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.dist.rendezvous import initialize_distributed
-from megatron.gpt2.dist.run_program import Log
 from megatron.gpt2.generate.load_model import LoadedModel, load_for_inference
 
 

@@ -11,10 +11,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from data_utils.files import MAX_CONFIG_BYTES, RUN_SETTINGS_VERSION, atomic_write_text, one_line, read_json_object
+from data_utils.files import MAX_CONFIG_BYTES, atomic_write_text, one_line, read_json_object
 from megatron.gpt2.config.sections import Config, non_default_values, require
 
 CONFIG_FILE = "config.json"
+RUN_SETTINGS_VERSION = 1
 SHAPES = {  # number of layers, hidden size, number of heads
     "117m": (12, 768, 12),
     "345m": (24, 1024, 16),

@@ -10,17 +10,16 @@ from torch.distributed import ProcessGroup
 import mpu
 
 
-def gather_rows(row: Tensor, group: ProcessGroup | None = None) -> Tensor:
+def gather_rows(row: Tensor) -> Tensor:
     """Gather `row` [n] from every rank: [world_size, n] on the host. The function waits for the device.
 
     row: a tensor on the rank's device.
-    group: None for the world.
     """
     if not dist.is_initialized():
         return row[None].cpu()
-    own = row if dist.get_backend(group) == "nccl" else row.cpu()
-    rows = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(rows, own, group=group)
+    own = row if dist.get_backend() == "nccl" else row.cpu()
+    rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, own)
     return torch.stack(rows).cpu()
 
 

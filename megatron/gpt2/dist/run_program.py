@@ -38,6 +38,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 import mpu
 from data_utils.command_line import configure_output, error_line, how_to_call
+from data_utils.corpora import Log
 from megatron.gpt2.config import require
 from megatron.gpt2.dist.launch import Launch, read_launch
 from megatron.gpt2.dist.ranks import (
@@ -60,7 +61,6 @@ from megatron.gpt2.dist.signals import SignalThread, exit_on_sigterm
 from megatron.gpt2.monitor.html_report import METRICS
 from megatron.gpt2.monitor.incidents import IncidentLog, read_incidents, read_records
 
-Log = Callable[[str], None]
 Program = Callable[[Sequence[str], RankInfo, Log], int | None]
 RankProgram = Callable[[Sequence[str]], int]
 

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from datetime import timedelta
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -86,7 +86,7 @@ def exit_on_sigterm(code: int) -> SignalThread:
 
 
 class StopSignal:
-    """Collects stop requests of all ranks. Use it as a context manager, or call `close`.
+    """Collects stop requests of all ranks. Call `close` at the end, or `restore` after an error.
 
     Each step starts an all-reduce of one CPU integer over a separate gloo group, and reads the result of the previous
     step. So the ranks do not wait for the device, and a request in step i stops all ranks after step i + 1. Every rank
@@ -162,14 +162,3 @@ class StopSignal:
         """Restore the previous handlers without the last all-reduce. After an error other ranks may not reach the
         all-reduce."""
         self._signals.close()
-
-    def __enter__(self) -> StopSignal:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.restore()

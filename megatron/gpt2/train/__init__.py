@@ -11,6 +11,6 @@ train_state         model, buffers and optimizer
 trainer             Trainer: the parts of a run
 checkpointing       saving and loading
 resume_equivalence  whether a resumed run is equal to the run that it continues
-start_and_end       what is printed at the start and at the end
+start_and_end       the start and the end of a process: its ranks, what it prints, its exit code
 not_finite          finds the first tensor that is not finite
 """

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import mpu
+from data_utils.corpora import Log
 from data_utils.files import atomic_write_text
 from megatron.gpt2.checkpoint.lease import Lease, LeaseLostError
 from megatron.gpt2.checkpoint.local import RUN_NAME_FILE, LocalCheckpoints, run_name
@@ -34,7 +35,7 @@ from megatron.gpt2.model.gpt2 import TIED_WEIGHT, model_partition_specs
 from megatron.gpt2.monitor.run_log import RunLog
 from megatron.gpt2.optimizer.optimizer import MOMENTS
 from megatron.gpt2.train.resume_equivalence import resume_equivalence
-from megatron.gpt2.train.setup import Log, RunContext, run_metadata
+from megatron.gpt2.train.setup import RunContext, run_metadata
 from megatron.gpt2.train.train_state import Progress, TrainState, seed_random_streams
 from mpu import kernels
 

@@ -26,7 +26,7 @@ class Batch:
     mask: [n, s] float32, 0 for tokens without a loss.
     sample_ids: [n] int64, the index of each sample in the run; None in an evaluation.
     positions: [n, s] int64 under --reset-position-ids.
-    packed_seq_params: an entry for each micro-batch under --reset-attention-mask.
+    host_tokens: [n, s] int64 on the host under --reset-attention-mask, in which `eod` ends a document.
     """
 
     tokens: Tensor
@@ -34,7 +34,8 @@ class Batch:
     mask: Tensor
     sample_ids: Tensor | None = None
     positions: Tensor | None = None
-    packed_seq_params: list[mpu.PackedSeqParams] | None = None
+    host_tokens: Tensor | None = None
+    eod: int = 0
 
     def split(self, size: int, token_weight: Tensor) -> list[dict[str, Tensor | mpu.PackedSeqParams | None]]:
         """Split the batch into micro-batches of `size` samples. Return the arguments of the model for each of them.
@@ -47,11 +48,12 @@ class Batch:
             "positions": self.positions,
         }
         micro_batches: list[dict[str, Tensor | mpu.PackedSeqParams | None]] = []
-        for number, start in enumerate(range(0, len(self.tokens), size)):
-            part = {name: None if column is None else column[start : start + size] for name, column in columns.items()}
-            micro_batches.append(
-                {**part, "packed_seq_params": self.packed_seq_params[number] if self.packed_seq_params else None}
-            )
+        for start in range(0, len(self.tokens), size):
+            rows = slice(start, start + size)
+            micro_batches.append({name: None if column is None else column[rows] for name, column in columns.items()})
+            if self.host_tokens is not None:
+                documents = mpu.PackedSeqParams.from_tokens(self.host_tokens[rows], self.eod, self.tokens.device)
+                micro_batches[-1]["packed_seq_params"] = documents
         return micro_batches
 
 
@@ -103,19 +105,15 @@ class TrainingData:
         config, device, eod = self._context.config, self._context.device, self.tokenizer.eod
         if self._parallel.model_parallel_size > 1:
             self._digest = zlib.crc32(token_ids.numpy().tobytes(), self._digest)
-        packed_seq_params = positions = None
-        if config.data.reset_attention_mask:
-            parts = token_ids[:, :-1].split(config.train.micro_batch_size)
-            packed_seq_params = [mpu.PackedSeqParams.from_tokens(part, eod, device) for part in parts]
+        host_tokens = token_ids[:, :-1] if config.data.reset_attention_mask else None
         sent = token_ids.to(device, non_blocking=True)
         tokens, labels = sent[:, :-1], sent[:, 1:]
         mask = labels >= 0
         if config.data.eod_mask_loss:
             mask &= tokens != eod
-        if config.data.reset_position_ids:
-            positions = document_positions(tokens, eod)
+        positions = document_positions(tokens, eod) if config.data.reset_position_ids else None
         ids = None if sample_ids is None else sample_ids.to(device, non_blocking=True)
-        return Batch(tokens.clamp_min(0), labels.clamp_min(0), mask.float(), ids, positions, packed_seq_params)
+        return Batch(tokens.clamp_min(0), labels.clamp_min(0), mask.float(), ids, positions, host_tokens, eod)
 
     def check_batches_match(self, iteration: int) -> None:
         """Raise DamagedData on every rank if ranks of one model-parallel group have read different text so far. Every

@@ -11,6 +11,7 @@ import torch
 
 from megatron.gpt2.config import Config, flag_name
 from megatron.gpt2.config.arguments import SCHEDULE_KEYS
+from megatron.gpt2.device import library_versions
 
 # A change of one of these keys makes a different training. Fields that concern only the loss scale are left out. A
 # longer run has a different schedule by `train_iters`, see `resume_equivalence`.
@@ -82,10 +83,9 @@ def compute_environment(device: torch.device) -> dict[str, Any]:
     """Return the software and hardware that compute a step: torch's version, the kernels, and the threads of each rank.
     On a CPU the number of threads changes the order of sums."""
     if device.type == "cuda":
-        kernels = (
-            f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}, cuDNN "
-            f"{torch.backends.cudnn.version()}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
-        )
+        versions = library_versions(device)
+        libraries = ", ".join(f"{name} {versions[name]}" for name in ("CUDA", "cuDNN", "NCCL"))
+        kernels = f"{torch.cuda.get_device_name(device)}, {libraries}"
         return {"torch": torch.__version__, "kernels": kernels, "threads": None}
     return {
         "torch": torch.__version__,

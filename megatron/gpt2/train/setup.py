@@ -8,7 +8,6 @@ differently, it would silently train a different model, or wait for a collective
 
 import dataclasses
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -28,7 +27,7 @@ from data_utils import (
     ensure_sentencepiece_model,
     load_tokenizer,
 )
-from data_utils.corpora import find_corpora
+from data_utils.corpora import Log, find_corpora
 from megatron.gpt2 import device as devices
 from megatron.gpt2.checkpoint.interface import check_metadata, saved_decay_iters
 from megatron.gpt2.checkpoint.local import assemble_local_checkpoint
@@ -43,8 +42,6 @@ from megatron.gpt2.hooks import Hook, Hooks, load_hooks
 from megatron.gpt2.monitor.incidents import IncidentLog, rank_file_name
 from megatron.gpt2.monitor.log_lines import resident_memory
 from megatron.gpt2.train.resume_equivalence import changed_settings, compute_environment
-
-Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -71,6 +68,7 @@ class RunContext:
     tokenizer: Tokenizer
     splits: Splits
     source: str | None
+    batch_schedule: BatchSchedule
     train_iters: int
     resume_metadata: dict[str, Any]
     hooks: Hooks = field(default_factory=Hooks)
@@ -95,11 +93,6 @@ class RunContext:
         kept.iteration = self.resume_metadata.get("iteration", 0)
         return kept
 
-    @cached_property
-    def batch_schedule(self) -> BatchSchedule:
-        """The global batch size of each step."""
-        return self.config.batch_schedule(self.rank_info.world_size, self.resume_metadata.get("consumed_samples", 0))
-
     @property
     def global_batch_size(self) -> int:
         """The final global batch size, in samples."""
@@ -108,7 +101,8 @@ class RunContext:
     @property
     def num_microbatches(self) -> int:
         """The number of micro-batches of a rank in a step with the final global batch size."""
-        return self.config.num_microbatches(self.rank_info.world_size, self.resume_metadata.get("consumed_samples", 0))
+        samples = self.config.train.micro_batch_size * self.config.data_parallel_size(self.rank_info.world_size)
+        return self.global_batch_size // samples
 
     @property
     def batch_growth(self) -> str:
@@ -171,7 +165,25 @@ def build_context(arguments: Arguments, rank_info: RankInfo, log: Log) -> RunCon
         f"--vocab-size {config.model.vocab_size} is not the {tokenizer.vocab_size} of the tokenizer {tokenizer.kind}: "
         "leave the flag out",
     )
-    splits = _build_splits(data, tokenizer, evaluates=config.train.eval_iters > 0)
+    evaluates = config.train.eval_iters > 0
+    splits = build_splits(
+        train_data=data.train_data,
+        valid_data=data.valid_data,
+        test_data=data.test_data,
+        data_path=data.data_path,
+        valid_data_path=data.valid_data_path,
+        test_data_path=data.test_data_path,
+        data_order=data.data_order,
+        split=data.split,
+        text_key=data.text_key,
+        max_bad_fraction=data.max_bad_fraction,
+        seq_length=data.seq_length,
+        tokenizer=tokenizer,
+        cache_path=data.data_cache_path,
+        need_valid=evaluates,
+        need_test=evaluates,
+        log=print,
+    )
     config = dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size),
@@ -199,6 +211,7 @@ def build_context(arguments: Arguments, rank_info: RankInfo, log: Log) -> RunCon
         tokenizer=tokenizer,
         splits=splits,
         source=source,
+        batch_schedule=batch_schedule,
         train_iters=train_iters,
         resume_metadata=dict(resume_metadata),
         hooks=hooks,
@@ -212,7 +225,7 @@ def build_context(arguments: Arguments, rank_info: RankInfo, log: Log) -> RunCon
         and not context.is_finished
         and config.optimizer.lr_decay_style != "constant"
         and not arguments.given & {"optimizer.lr_decay_iters", "optimizer.lr_decay_samples"}
-        and context.batch_schedule.samples_after_steps(iteration) >= decay * context.global_batch_size
+        and batch_schedule.samples_after_steps(iteration) >= decay * context.global_batch_size
     ):
         log(
             f"WARNING: the learning rate stays at --min-lr {config.optimizer.min_lr:g}: the checkpoint's schedule ends "
@@ -245,27 +258,6 @@ def _choose_hardware(
         if reason:
             log(reason)
     return device, dtype, backend, bool(allocator)
-
-
-def _build_splits(data: DataConfig, tokenizer: Tokenizer, *, evaluates: bool) -> Splits:
-    return build_splits(
-        train_data=data.train_data,
-        valid_data=data.valid_data,
-        test_data=data.test_data,
-        data_path=data.data_path,
-        valid_data_path=data.valid_data_path,
-        test_data_path=data.test_data_path,
-        data_order=data.data_order,
-        split=data.split,
-        text_key=data.text_key,
-        max_bad_fraction=data.max_bad_fraction,
-        tokenizer=tokenizer,
-        seq_length=data.seq_length,
-        cache_path=data.data_cache_path,
-        need_valid=evaluates,
-        need_test=evaluates,
-        log=print,
-    )
 
 
 def _resolve_checkpoint(

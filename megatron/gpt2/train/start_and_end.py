@@ -1,27 +1,126 @@
-"""The lines that a run prints at its start and at its end."""
+"""The start and the end of a training process: it joins the other ranks, prints a table and a report, and exits."""
 
+import contextlib
 import math
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from data_utils import GPT2Dataset, unigram_bits_per_byte, xz_bits_per_byte
+from data_utils import DamagedData, GPT2Dataset, unigram_bits_per_byte, xz_bits_per_byte
 from data_utils.command_line import how_to_call, plural
+from data_utils.corpora import Log
 from megatron.gpt2.checkpoint.local import newest_local_iteration
 from megatron.gpt2.checkpoint.reader import NativeCheckpoint
-from megatron.gpt2.checkpoint.save_folder import find_checkpoint
-from megatron.gpt2.config import CheckpointConfig, DataConfig, flag_name, non_default_values
-from megatron.gpt2.device import PRECISIONS
-from megatron.gpt2.hooks import Hook
+from megatron.gpt2.checkpoint.save_folder import FolderInUse, find_checkpoint
+from megatron.gpt2.config import CheckpointConfig, DataConfig, flag_name, non_default_values, require
+from megatron.gpt2.config.arguments import Arguments, parse
+from megatron.gpt2.device import PRECISIONS, set_threads
+from megatron.gpt2.dist.launch import Launch
+from megatron.gpt2.dist.ranks import MissingRanksError, RankInfo
+from megatron.gpt2.dist.rendezvous import join_rendezvous, report_lost_ranks, shutdown_distributed
+from megatron.gpt2.dist.run_program import exit_with_error, handle_error, report_out_of_memory
+from megatron.gpt2.dist.signals import exit_on_sigterm
+from megatron.gpt2.hooks import Hook, StopRun
 from megatron.gpt2.model.gpt2 import count_parameters
 from megatron.gpt2.monitor.html_report import METRICS
-from megatron.gpt2.monitor.incidents import ENDED, read_records
+from megatron.gpt2.monitor.incidents import (
+    ENDED,
+    FINISHED,
+    IncidentLog,
+    is_out_of_memory,
+    rank_file_name,
+    read_records,
+    write_ended,
+)
 from megatron.gpt2.monitor.log_lines import UNIGRAM, EvaluationRecord, closing_report, start_table
+from megatron.gpt2.train.setup import RunContext
 from megatron.gpt2.train.trainer import Trainer
 
 # xz compresses about 2 MB/s. With a larger corpus the wait at the end of a run would be too long.
 XZ_LIMIT = 32 << 20  # number of bytes
+
+
+@dataclass
+class ProcessState:
+    """The state of this process that error handling needs.
+
+    warnings: lines from the time before the run has a log.
+    """
+
+    rank_info: RankInfo = field(default_factory=RankInfo)
+    context: RunContext | None = None
+    trainer: Trainer | None = None
+    elastic: bool = False
+    warnings: list[str] = field(default_factory=list)
+
+    def log(self, line: str) -> None:
+        """Print a line on rank 0, before the run has a log."""
+        if self.rank_info.rank == 0 and line:
+            print(line, flush=True)
+        if line.startswith("WARNING"):
+            self.warnings.append(line)
+
+    def join(self, launch: Launch, args: Sequence[str]) -> Arguments:
+        """Parse the command line and join the other ranks."""
+        self.rank_info = launch.rank_info()
+        if self.rank_info.world_size > 1:
+            exit_on_sigterm(2)  # Until the run can save, SIGTERM ends the process.
+        arguments = parse(args)
+        save, usable = str(arguments.checkpoint.save), None
+
+        def with_incident_log(rank_info: RankInfo) -> RankInfo:
+            """Return `rank_info` with an incident log in the --save folder."""
+            name = rank_file_name(rank_info.rank)
+            return replace(rank_info, incidents=IncidentLog(save, name, attempt=launch.restart_count, host=launch.host))
+
+        self.rank_info = with_incident_log(self.rank_info)
+        if launch.elastic:
+            require(
+                bool(arguments.config.train.global_batch_size or arguments.config.train.growth_flag),
+                "--elastic needs --global-batch-size: without it the batch would change with the number of ranks",
+            )
+            require(
+                "train.micro_batch_size" in arguments.given or not arguments.continues,
+                "--elastic needs --micro-batch-size if no model is named: it decides how many ranks can be used, "
+                "before a checkpoint is read",
+            )
+            usable = arguments.config.usable_ranks
+        self.rank_info = with_incident_log(join_rendezvous(launch, usable))  # This call may change the rank's number.
+        set_threads(self.rank_info)
+        self.log(launch.notice)
+        return arguments
+
+    def exit_code_of(self, error: Exception) -> int:
+        """Print a line with the reason and return the exit code. Raise `error` again if it is a bug of the program."""
+        trainer, rank_info = self.trainer, self.rank_info
+        if self.elastic and isinstance(error, MissingRanksError | FolderInUse):
+            error.exit_code = 1  # A lost machine or network may return, so launchers try again.
+        if trainer is not None:
+            trainer.incidents.error(error)
+            if isinstance(error, FloatingPointError | StopRun):
+                trainer.log.info(f"stopped: {error}")  # All ranks stop after the same step.
+                with contextlib.suppress(StopRun):  # The storage may be too slow for a pending save.
+                    trainer.checkpoints.finish()
+                return 1
+            trainer.log.note("stopped: " + " ".join(str(error).split())[:300])
+        if self.context is not None and is_out_of_memory(error):
+            if trainer is None:
+                self.context.incidents.refused(error)
+            line = self.context.hooks.first(Hook.explain_out_of_memory, self.context)
+            code = report_out_of_memory(line or f"out of memory on rank {rank_info.rank}: {error}", rank_info)
+            shutdown_distributed(rank_info)
+            return code
+        if trainer is None and isinstance(error, ValueError | OSError | RuntimeError | MemoryError):
+            return handle_error(error, rank_info)
+        if isinstance(error, DamagedData):
+            return exit_with_error(error, rank_info)
+        if trainer is not None and isinstance(error, RuntimeError):
+            explained = any(trainer.hooks.call(Hook.handle_error, trainer, error))
+            if explained or report_lost_ranks(rank_info):
+                return 1
+        raise error
 
 
 def log_start(trainer: Trainer, warnings: Sequence[str]) -> None:
@@ -226,6 +325,17 @@ def final_report(trainer: Trainer, valid: EvaluationRecord | None, sample: str, 
         if newest
         else (),
     )
+
+
+def report_finished(context: RunContext, log: Log) -> int:
+    """Print that the run is already finished. Return the exit code."""
+    iteration = context.resume_metadata["iteration"]
+    log(finished_message(context.arguments.checkpoint, context.source, iteration, context.train_iters))
+    if context.rank_info.rank == 0:
+        write_ended(context.save_directory, FINISHED, iteration, 0)
+    context.rank_info.end(0)
+    context.rank_info.leave()
+    return 0
 
 
 def finished_message(given: CheckpointConfig, source: str | None, iteration: int, train_iters: int) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import mpu
+from data_utils.corpora import Log
 from megatron.gpt2.config import ignored_flags
 from megatron.gpt2.hooks import Hook
 from megatron.gpt2.model.attention_backend import choose_attention
@@ -25,7 +26,7 @@ from megatron.gpt2.optimizer.bucket_reducer import (
 from megatron.gpt2.optimizer.muon import MuonOptimizer, layer_matrices
 from megatron.gpt2.optimizer.optimizer import MixedPrecisionOptimizer, build_loss_scaler, learning_rates
 from megatron.gpt2.optimizer.param_and_grad_buffer import ParamAndGradBuffer
-from megatron.gpt2.train.setup import Log, RunContext
+from megatron.gpt2.train.setup import RunContext
 from mpu import kernels
 
 # The seeds of data-parallel ranks differ by more than any model-parallel size, so no two ranks share a random stream.

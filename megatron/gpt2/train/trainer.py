@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 import mpu
+from data_utils.corpora import Log
 from megatron.gpt2 import device as devices
 from megatron.gpt2.checkpoint.lease import Lease
 from megatron.gpt2.checkpoint.save_folder import rename_old_best
@@ -27,7 +28,7 @@ from megatron.gpt2.train.checkpointing import (
 )
 from megatron.gpt2.train.data import TrainingData
 from megatron.gpt2.train.forward_backward import ForwardBackward
-from megatron.gpt2.train.setup import Log, RunContext, check_settings_match
+from megatron.gpt2.train.setup import RunContext, check_settings_match
 from megatron.gpt2.train.train_state import Progress, TrainState, build_train_state
 
 

@@ -520,6 +520,7 @@ def trace_step(
         tokenizer=types.SimpleNamespace(eod=0),  # type: ignore[arg-type]
         splits=None,  # type: ignore[arg-type]
         source=None,
+        batch_schedule=config.batch_schedule(world_size, consumed_samples),
         train_iters=1,
         resume_metadata={"consumed_samples": consumed_samples},
         hooks=hooks,

@@ -29,6 +29,7 @@ from torch import Tensor
 
 import mpu
 from data_utils.command_line import Parser, plural
+from data_utils.corpora import Log
 from data_utils.files import flush_to_disk
 from megatron.gpt2 import device as devices
 from megatron.gpt2.checkpoint.lease import check_not_in_use
@@ -40,7 +41,7 @@ from megatron.gpt2.device import code_hash
 from megatron.gpt2.dist.gathering import gather_rows, gather_strings
 from megatron.gpt2.dist.ranks import RankInfo, format_ranks
 from megatron.gpt2.dist.rendezvous import initialize_distributed
-from megatron.gpt2.dist.run_program import Log, run_program
+from megatron.gpt2.dist.run_program import run_program
 from megatron.gpt2.extensions.plan.hook import available_memory, describe_failure, memory_inputs, memory_shortage
 from megatron.gpt2.extensions.plan.memory import estimate_memory, in_mb
 from megatron.gpt2.model.gpt2 import count_parameters

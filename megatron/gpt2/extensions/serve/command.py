@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from data_utils.command_line import missing_package, plural, positive_int
+from data_utils.corpora import Log
 
 try:
     from megatron.gpt2.extensions.serve.app import Service
@@ -33,7 +34,7 @@ from megatron.gpt2.commands.inference import ModelParser, check_world_size, open
 from megatron.gpt2.config.flags import with_dashes
 from megatron.gpt2.device import PRECISIONS
 from megatron.gpt2.dist.ranks import RankInfo
-from megatron.gpt2.dist.run_program import Log, run_program
+from megatron.gpt2.dist.run_program import run_program
 from megatron.gpt2.generate.generation import Generator
 from megatron.gpt2.generate.load_model import LoadedModel
 from megatron.gpt2.generate.model_runner import new_command_group

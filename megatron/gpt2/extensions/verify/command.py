@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from data_utils.command_line import Parser, configure_output, positive_int
+from data_utils.corpora import Log
 from data_utils.files import atomic_write_text
 from megatron.gpt2 import device as devices
 from megatron.gpt2.checkpoint.interface import check_metadata, saved_decay_iters
@@ -49,7 +50,7 @@ from megatron.gpt2.extensions.verify.report import (
     render_html,
 )
 from megatron.gpt2.extensions.verify.trace import Trace, TraceWriter, write_index
-from megatron.gpt2.train.setup import Log, build_context
+from megatron.gpt2.train.setup import build_context
 from megatron.gpt2.train.trainer import Trainer, build_trainer
 
 STEPS = 3

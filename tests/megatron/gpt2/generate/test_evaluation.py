@@ -15,9 +15,10 @@ import pytest
 import torch
 
 import mpu
+from data_utils.corpora import Log
 from data_utils.corpora.detokenizers import ptb_detokenizer, wikitext_detokenizer
 from megatron.gpt2.dist.ranks import RankInfo
-from megatron.gpt2.dist.run_program import Log, run_program
+from megatron.gpt2.dist.run_program import run_program
 from megatron.gpt2.generate.evaluation import evaluate_task, guess_task, plausibility_warning, read_task
 from megatron.gpt2.generate.load_model import load_for_inference
 from tests.conftest import ROOT, tool

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 import mpu
+from data_utils.corpora import Log
 from megatron.gpt2 import device as devices
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.dist.gathering import all_reduce_over_data_and_pipeline
 from megatron.gpt2.dist.ranks import RankInfo
-from megatron.gpt2.train.setup import Log, RunContext, build_context
+from megatron.gpt2.train.setup import RunContext, build_context
 from megatron.gpt2.train.train_step import train_step
 from megatron.gpt2.train.trainer import Trainer, build_trainer
 
