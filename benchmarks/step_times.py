@@ -264,8 +264,8 @@ def fitted(base: Constants, rows: Rows, tables: Sequence[Table], steps: int = 4)
 
 
 def left_out(base: Constants, rows: Rows, tables: Sequence[Table], parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the relative error of each row, predicted by a fit of the rows outside of its part. A row of no part has
-    NaN."""
+    """Return the relative error of each row, predicted by a fit of the rows outside of its part. A row that belongs to
+    no part gets NaN."""
     found = np.full(len(rows[1]), np.nan)
     for part in parts:
         made = fitted(base, select(rows, ~part), tables)

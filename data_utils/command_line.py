@@ -93,7 +93,7 @@ class NoProgressBar:
     close = __exit__ = update
 
     def write(self, text: str, file: TextIO) -> None:
-        """Print `text` as tqdm does. There is no bar to hide."""
+        """Print `text`, as `tqdm.write` does."""
         print(text, file=file)
 
 

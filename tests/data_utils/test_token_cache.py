@@ -88,7 +88,7 @@ def test_key_depends_on_files_order_and_field(cache: Cache) -> None:
         1,
     ):
         assert cache.read(*paths, text_key=key) == text and cache.times == number
-    # Files are different if their fields are.
+    # Files with different text fields count as different.
     assert cache.read(a, text_key="title") == "A" and cache.read(b, text_key="sentence") == "BB"
     assert cache.times == 7
     assert cache.read(a, tokenizer=build_tokenizer("builtin")) == "A" and cache.times == 8

@@ -117,7 +117,7 @@ class Arguments:
             return Config.from_dict({section: self._values_of(section) for section in SECTIONS})
 
     def batch_schedule(self, world_size: int, consumed_samples: int = 0) -> BatchSchedule:
-        """Return `Config.batch_schedule`. Its errors name the keys of a DeepSpeed file."""
+        """Return `Config.batch_schedule`. Errors name the keys of a DeepSpeed file."""
         with self._naming_sources():
             return self.config.batch_schedule(world_size, consumed_samples)
 

@@ -573,7 +573,7 @@ MEGATRON_RULES = by_name(
     ignored("--weight-decay-incr-style=", "weight decay is constant", "constant"),
     refused("--start-weight-decay= --end-weight-decay= --weight-decay-cond-type=", "give --weight-decay"),
     ignored("--no-weight-decay-cond-type=", "there are no norms of queries and keys", "apply_wd_to_qk_layernorm"),
-    # Other trainings, and teachers
+    # Other kinds of training, and distillation
     refused(
         "--perform-rl-step --kd --mos --load-teacher= --export-* --logits-*",
         "the loss is that of the next token; leave it out",

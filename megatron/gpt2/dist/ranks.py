@@ -225,8 +225,12 @@ class RankInfo:
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
-    rendezvous: Rendezvous | None = field(default=None, compare=False, repr=False)  # `join_rendezvous` sets it.
-    incidents: IncidentLog | None = field(default=None, compare=False, repr=False)  # Only a training program has it.
+    rendezvous: Rendezvous | None = field(
+        default=None, compare=False, repr=False
+    )  # `join_rendezvous` sets the rendezvous.
+    incidents: IncidentLog | None = field(
+        default=None, compare=False, repr=False
+    )  # Only a training program has an incident log.
 
     def __post_init__(self) -> None:
         require(

@@ -34,7 +34,7 @@ from mpu.partition import PartitionSpec
 
 # The last stage has a copy of the tied word embeddings. Megatron Core calls it output_layer.weight.
 EMBEDDINGS_FOR_HEAD = "word_embeddings_for_head.weight"
-TRUE_VOCAB_SIZE = "true_vocab_size"  # Our exports have this key. Megatron does not read it.
+TRUE_VOCAB_SIZE = "true_vocab_size"  # Our exports have this key, which Megatron does not read.
 LAYER = re.compile(r"transformer\.layers\.(\d{1,5})\.(.+)", re.ASCII)
 # These are parts of our names, which are those of Megatron in 2019, and of Megatron Core's names.
 MEGATRON_CORE_WORDS = {

@@ -209,8 +209,8 @@ class GPT2Model(nn.Module):
     submodules: implementations of layers, position embedding and loss.
     """
 
-    word_embeddings: mpu.VocabParallelEmbedding  # The first and the last pipeline stage have it.
-    position_embeddings: mpu.PositionEmbedding  # The first stage has it.
+    word_embeddings: mpu.VocabParallelEmbedding  # The first and the last pipeline stage have these.
+    position_embeddings: mpu.PositionEmbedding  # Only the first pipeline stage has these.
 
     def __init__(
         self,

@@ -215,7 +215,7 @@ def checkpoint_files(
     the live tensors."""
     specs = mpu.partition_specs(state.model)
     if not state.model.has_embeddings:
-        specs.pop(TIED_WEIGHT, None)  # The first stage saves it.
+        specs.pop(TIED_WEIGHT, None)  # The first stage saves the tied weight.
     files: dict[str, dict[str, ShardedTensor]] = {}
     folder, replica = f"mp_rank_{model_rank_name(parallel)}", f"dp_{parallel.data_parallel_rank:02d}.safetensors"
     layout = {"tp_rank": parallel.tensor_model_parallel_rank, "tp_size": parallel.tensor_model_parallel_size}

@@ -60,12 +60,10 @@ class Trainer:
 
     @property
     def config(self) -> Config:
-        """The configuration of the run."""
         return self.context.config
 
     @property
     def device(self) -> torch.device:
-        """The device of this rank."""
         return self.context.device
 
     @property

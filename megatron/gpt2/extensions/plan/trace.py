@@ -258,7 +258,7 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # The compiler is not loaded.
+        return False  # torch's compiler is then not loaded.
 
     def device_of(self, x: Tensor) -> torch.device:
         """Return the device of a tensor as the program sees it."""
