@@ -71,8 +71,10 @@ def _gradient_(
     weight: Tensor,
     find_stats: bool,
 ) -> None:
-    """Overwrite the logits with their gradient. stats: [3, c], of the whole vocabulary; written if find_stats, which
-    needs a rank that has the whole vocabulary."""
+    """Overwrite the logits with their gradient.
+
+    stats: [3, c], of the whole vocabulary; written if find_stats, which needs a rank that has the whole vocabulary.
+    """
     targets, x = VocabParallelTargets(columns, target, is_local), logits.float()
     local = targets.exp_and_stats(x)
     if find_stats:

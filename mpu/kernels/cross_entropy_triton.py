@@ -31,7 +31,10 @@ def cross_entropy_kernel(
     WRITE_GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A row of logits [c, v/tp]; stats: [3, c] float32, written if FIND_STATS, else read."""
+    """A row of logits [c, v/tp].
+
+    stats: [3, c] float32, written if FIND_STATS, else read.
+    """
     row = tl.program_id(0)
     logits += row.to(tl.int64) * WIDTH
     stats += row

@@ -215,7 +215,7 @@ def _split_layers(folder: DcpCheckpoint, theirs: str, name: str) -> dict[str, La
 
 
 def merge_grid(x: Tensor, grid: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-    """Merge the parts [*grid, values] of a tensor. Return the tensor of `shape`."""
+    """Merge the parts of a tensor, which ranks in a grid have saved: [*grid, values]. Return the tensor of `shape`."""
     part = [n // k for n, k in zip(shape, grid, strict=True)]
     order = [axis for i in range(len(grid)) for axis in (i, len(grid) + i)]
     return x.reshape(*grid, *part).permute(order).reshape(shape)

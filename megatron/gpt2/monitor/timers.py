@@ -48,7 +48,7 @@ class DeviceTimer:
     is_running = False  # A device timer never runs on the host.
 
     def __init__(self) -> None:
-        self._pending: list[list[torch.cuda.Event]] = []  # pairs of a start and an end
+        self._pending: list[list[torch.cuda.Event]] = []  # events at the start and the end of each interval
         # The events are reused, because creating events is slower than recording them.
         self._free: list[list[torch.cuda.Event]] = []
 

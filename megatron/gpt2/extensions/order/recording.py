@@ -32,7 +32,8 @@ from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
 BACKEND = "recorded"  # the name of the backend in torch.distributed
-# A result of at most this number of elements is the same on all ranks. Bytes are always kept, because they are objects.
+# A result of at most this number of elements is the same on all ranks. Bytes are always kept, because torch sends
+# Python objects as bytes.
 KEPT = 1 << 14
 DEPTH = 3  # A call is described by this number of lines of the program, starting at the innermost one.
 # These are the methods of a process group. torch 2.13 renamed some of them.
