@@ -308,7 +308,7 @@ FAULTS = {
             data, "gather_ints", lambda _, number, device: gather_rows(torch.tensor([number, 0])).view(-1).tolist()
         ),
         GATHERING,
-        "dist.all_gather(rows, own, group=group)",
+        "dist.all_gather(rows, own)",
         TENSOR,
     ),
     "other dtype": Fault(
