@@ -198,7 +198,8 @@ def shard_and_offload_saved_tensors(
     group: ProcessGroup | None, activation_offload: ActivationOffload | None
 ) -> AbstractContextManager[object]:
     """Return a context of `torch.autograd.graph.saved_tensors_hooks`. Inside it, autograd saves only this rank's shard
-    of each tensor, or a copy in host memory, or both. Parameters are saved as they are, because they exist anyway.
+    of each tensor, or a copy in host memory, or both. Parameters are saved as they are, because they exist anyway,
+    and so are empty tensors: torch 2.11 saves one on the CPU, which NCCL cannot gather.
 
     group: the ranks that share each saved tensor, which must be equal on all of them; backward gathers the shards, in
         the same order on all ranks. None saves whole tensors.
@@ -210,7 +211,7 @@ def shard_and_offload_saved_tensors(
     offload_group = activation_offload.next_group() if activation_offload is not None else None
 
     def pack(x: Tensor) -> Tensor | Reload:
-        if isinstance(x, nn.Parameter):
+        if isinstance(x, nn.Parameter) or not x.numel():
             return x
         own = x if group is None else flat_shard(x, group)
         kept = own if offload_group is None else offload_group.offload(own)

@@ -31,15 +31,19 @@ import torch._subclasses.fake_tensor as fake_tensor
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from megatron.gpt2.extensions.order.recording import Call
 
 # --- streams and events; detection of memory that is used or freed while another stream may still use it --------------
 
 # Each stream counts its operations. It also stores, for each other stream, how many of its operations are finished
 # before the next operation of this stream, because this stream has waited for them. Two operations on the same memory,
-# at least one of which writes, are ordered if the stream of the later one has waited for the earlier one.
+# at least one of which writes, are ordered if the stream of the later one has waited for the earlier one. The host is
+# treated as a stream that all streams wait for.
 
 Moment = tuple[int, int]  # the number of a stream, and its count of operations at that time
 
@@ -49,13 +53,14 @@ class FakeStream:
 
     made: ClassVar[int] = 0
     current: ClassVar[FakeStream]
+    host: ClassVar[FakeStream]  # the operations of the host, as if they were those of a stream
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:
         FakeStream.made += 1
         self.number = FakeStream.made
         self.known: defaultdict[int, int] = defaultdict(int)
 
-    def wait_event(self, event: FakeEvent) -> None:
+    def wait_event(self, event: FakeEvent | FakeStream) -> None:
         """Make later operations of this stream wait for the event."""
         for number, work in event.known.items():
             self.known[number] = max(self.known[number], work)
@@ -68,24 +73,24 @@ class FakeStream:
 
 
 class FakeEvent:
-    """Replaces torch.cuda.Event. For the host it is always complete."""
+    """Replaces torch.cuda.Event. If the host asks, it is complete."""
 
     def __init__(self, enable_timing: bool = False) -> None:
         self.known: dict[int, int] = {}
+        self.stream = FakeStream.current
 
     def record(self, stream: FakeStream | None = None) -> None:
         """Record the operations of the stream until now."""
-        self.known = dict((stream or FakeStream.current).known)
+        self.stream = stream or FakeStream.current
+        self.known = dict(self.stream.known)
 
     def wait(self, stream: FakeStream | None = None) -> None:
         """Call `FakeStream.wait_event`."""
         (stream or FakeStream.current).wait_event(self)
 
     def query(self) -> bool:
+        FakeStream.host.wait_event(self)
         return True
-
-    def synchronize(self) -> None:
-        """Do nothing, because the event is complete."""
 
     def elapsed_time(self, end: FakeEvent) -> float:
         """Return a constant number of milliseconds."""
@@ -119,18 +124,27 @@ class MemoryOrder:
         self._uses: dict[int, _Use] = {}
 
     def take(self, tensors: Sequence[Tensor]) -> None:
-        """Assign memory that is new to the current stream."""
+        """Assign memory that is new to the current stream, or to the host."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage._cdata not in self._uses:
-                stream = FakeStream.current
+                on_device = tensor.device.type == "cuda"
+                stream = FakeStream.current if on_device else FakeStream.host
                 self._uses[storage._cdata] = _Use(stream, (stream.number, stream.known[stream.number]))
-                weakref.finalize(storage, self._free, storage._cdata, tensor.device.type == "cuda")
+                weakref.finalize(storage, self._free, storage._cdata, on_device)
 
     def work(self, read: Sequence[Tensor], written: Sequence[Tensor], place: str) -> None:
-        """Record an operation of the current stream."""
+        """Record an operation of the current stream, which the host has started."""
         self.take((*read, *written))
-        stream = FakeStream.current
+        FakeStream.current.wait_event(FakeStream.host)
+        self._work(FakeStream.current, read, written, place)
+
+    def host_work(self, read: Sequence[Tensor], written: Sequence[Tensor], place: str) -> None:
+        """Record an operation of the host. Memory that no stream has used is left out."""
+        read, written = ([x for x in xs if x.untyped_storage()._cdata in self._uses] for xs in (read, written))
+        self._work(FakeStream.host, read, written, f"{place} on the host")
+
+    def _work(self, stream: FakeStream, read: Sequence[Tensor], written: Sequence[Tensor], place: str) -> None:
         stream.known[stream.number] += 1
         now = stream.known[stream.number]
         for tensor in read:
@@ -214,7 +228,7 @@ def patched_cuda() -> Iterator[None]:
         with unset_fake_temporarily():
             return torch.zeros(16, dtype=torch.uint8)
 
-    nothing = "set_device _lazy_init synchronize set_rng_state manual_seed manual_seed_all"
+    nothing = "set_device _lazy_init set_rng_state manual_seed manual_seed_all"
     zero = (
         "current_device _exchange_device _maybe_exchange_device memory_reserved memory_allocated max_memory_allocated"
     )
@@ -237,7 +251,7 @@ def patched_cuda() -> Iterator[None]:
         "stream": running_on,
         "current_stream": lambda device=None: FakeStream.current,
     }
-    FakeStream.current = FakeStream()
+    FakeStream.current, FakeStream.host = FakeStream(), FakeStream()
     with contextlib.ExitStack() as stack:
         for name, function in replaced.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, function))
@@ -254,6 +268,9 @@ def patched_cuda() -> Iterator[None]:
 ROOT = str(Path(__file__).resolve().parent.parent.parent)
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 ALLOCATION = 512  # CUDA's caching allocator rounds each tensor up to a multiple of this number of bytes.
+
+# The host may wait for an event if the device has at least so many operations after it: it does not run out of work.
+ENOUGH_QUEUED = 200
 
 # These operators start no kernel: views and allocations.
 VIEWS = (
@@ -273,21 +290,6 @@ class Kernel:
     written: int
     place: str
     shapes: tuple[tuple[int, ...], ...] = ()
-
-
-@dataclass(frozen=True)
-class Collective:
-    """A call of torch.distributed.
-
-    ranks: the ranks of its group; for "send" and "recv_" the sender and the receiver.
-    tensors: shape and dtype of each tensor.
-    place: file and line in this project.
-    """
-
-    name: str
-    ranks: tuple[int, ...]
-    tensors: tuple[str, ...]
-    place: str
 
 
 @dataclass(frozen=True)
@@ -334,11 +336,14 @@ class FakeGPU(TorchDispatchMode):
     """Inside this context the process has an H200 that computes nothing and records all requests:
 
     kernels        operators with CUDA tensors
-    waits          lines at which the host waits for the device: it reads a value, or copies memory that is not pinned
-    collectives    calls of torch.distributed, in order
+    waits          lines at which the host waits for the device: it reads a value, copies memory that is not pinned, or
+                   synchronizes the device, a stream or a recent event
+    events         calls of torch.distributed and the waits for them, as in `megatron.gpt2.extensions.order`, from the
+                   construction of the model on
+    recorded       number of events before the last `clear`
     copies         copies between host and device
     faults         collectives with a tensor that is on the CPU or not contiguous; memory that is used or freed while
-                   another stream may still use it
+                   another stream, a collective or the host may still use it
     memory         bytes on the device
     sources        code that torch.compile has generated, inside `fake_inductor`
 
@@ -349,28 +354,41 @@ class FakeGPU(TorchDispatchMode):
         super().__init__()
         self.kernels: list[Kernel] = []
         self.waits: list[str] = []
-        self.collectives: list[Collective] = []
+        self.events: list[tuple[bool, Call]] = []
+        self.recorded = 0
         self.copies: list[Copy] = []
         self.faults: list[str] = []
         self._order = MemoryOrder(self.faults.append)
         self.memory = Memory()
         self.sources: list[str] = []
         self._pinned: set[int] = set()
+        self._pending: dict[dist.Work, Pending] = {}
+        self._batch: list[dist.Work] | None = None  # the works of the current `batch_isend_irecv`
         self._stack = contextlib.ExitStack()
 
     def clear(self) -> None:
-        """Clear all records except memory and sources."""
-        for records in (self.kernels, self.waits, self.collectives, self.copies, self.faults):
+        """Clear all records except events, memory and sources."""
+        for records in (self.kernels, self.waits, self.copies, self.faults):
             records.clear()
+        self.recorded = len(self.events)
 
     def __enter__(self) -> FakeGPU:
         guard().install_fake_cuda()
         self._stack.enter_context(patched_cuda())
         # Methods of the class are patched, because threads that pin batches or write files run outside the dispatch
         # modes.
-        self._stack.enter_context(mock.patch.object(Tensor, "cpu", lambda tensor: self._fetch(tensor)))
-        self._stack.enter_context(mock.patch.object(FakeTensor, "tolist", lambda tensor: self._fetch(tensor).tolist()))
-        self._stack.enter_context(mock.patch.object(Tensor, "pin_memory", lambda tensor: self._pin(tensor)))
+        batch = dist.batch_isend_irecv
+        for owner, name, replacement in (
+            (Tensor, "cpu", lambda tensor: self._fetch(tensor)),
+            (FakeTensor, "tolist", lambda tensor: self._fetch(tensor).tolist()),
+            (Tensor, "pin_memory", lambda tensor: self._pin(tensor)),
+            (torch.cuda, "synchronize", lambda device=None: self._synchronize("the device", FakeStream.current)),
+            (FakeStream, "synchronize", lambda stream: self._synchronize("a stream", stream)),
+            (FakeEvent, "synchronize", lambda event: self._synchronize("an event", event)),
+            (FakeWork, "wait", lambda work, timeout=None: self._wait(work)),
+            (dist, "batch_isend_irecv", lambda operations: self._in_batch(batch, operations)),
+        ):
+            self._stack.enter_context(mock.patch.object(owner, name, replacement, create=True))
         self._stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         return super().__enter__()
 
@@ -396,12 +414,13 @@ class FakeGPU(TorchDispatchMode):
             finally:
                 TorchDispatchMode.__exit__(self, None, None, None)
         name = func._schema.name.split("::")[1]
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        given = tensors_in((args, kwargs))
         on_gpu = [x for x in given if x.device.type == "cuda"]
-        if func.namespace in ("c10d", "_c10d_functional"):
-            self._collective(name, given, args)
+        if func.namespace == "c10d":
+            return self._collective(name, func, args, kwargs)
         if name == "_local_scalar_dense" and on_gpu:
-            self.waits.append(f"{where()} reads a value")
+            self._check_pending(on_gpu, [])
+            self._host_waits("reads a value")
             return 0.0 if args[0].is_floating_point() else 0
         if name in ("_to_copy", "copy_") and (copied := self._between(name, args, kwargs)) is not None:
             return copied
@@ -411,6 +430,9 @@ class FakeGPU(TorchDispatchMode):
             and not any(isinstance(x, FakeTensor) for x in given)
         ):
             return self._on_host(func, args, kwargs)
+        changed = written(func, args, kwargs)
+        if name not in FREE:
+            self._check_pending(on_gpu, changed)
         # AdamW's kernel works in place and has no meta kernel.
         out = None if name == "_fused_adamw_" else func(*args, **kwargs)
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.device.type == "cuda"]
@@ -420,7 +442,7 @@ class FakeGPU(TorchDispatchMode):
             self.memory.add(tensor)
         self._order.take(made)
         if name not in FREE:
-            self._order.work(on_gpu, [*written(func, args, kwargs), *made], where())
+            self._order.work(on_gpu, [*changed, *made], where())
         if (on_gpu or made) and name not in FREE and func.namespace in ("aten", "mpu"):
             shapes = tuple(tuple(x.shape) for x in on_gpu)
             self.kernels.append(Kernel(name, *traffic(name, on_gpu, made), where(), shapes))
@@ -429,6 +451,8 @@ class FakeGPU(TorchDispatchMode):
     def _on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator on the CPU. Pinned memory is only marked as pinned, because real pinning needs a driver."""
         pinned = kwargs.pop("pin_memory", False)
+        if func._schema.name.split("::")[1] not in FREE:
+            self._order.host_work(tensors_in((args, kwargs)), written(func, args, kwargs), where())
         with unset_fake_temporarily():
             out = func(*args, **kwargs)
         return self._pin(out) if pinned else out
@@ -444,7 +468,8 @@ class FakeGPU(TorchDispatchMode):
     def _fetch(self, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, FakeTensor):
             return tensor
-        self.waits.append(f"{where()} copies {tuple(tensor.shape)} from cuda to cpu")
+        self._check_pending([tensor], [])
+        self._host_waits(f"copies {tuple(tensor.shape)} from cuda to cpu")
         with unset_fake_temporarily():
             return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
@@ -457,41 +482,123 @@ class FakeGPU(TorchDispatchMode):
         end = target.device.type if target is not None else torch.device(kwargs.get("device") or begin).type
         if begin == end:
             return None
-        host = source if begin == "cpu" else target
-        is_number = begin == "cpu" and source.dim() == 0
-        if not is_number and not (asynchronous and host is not None and host.untyped_storage()._cdata in self._pinned):
-            self.waits.append(f"{where()} copies {tuple(source.shape)} from {begin} to {end}")
+        dtype = kwargs.get("dtype") or source.dtype
+        if target is not None:
+            made = target
+        elif end == "cuda":
+            made = torch.empty(source.shape, dtype=dtype, device="cuda")
+        else:
+            with unset_fake_temporarily():
+                made = torch.empty(source.shape, dtype=dtype)
+            if asynchronous:  # torch allocates pinned memory.
+                self._pin(made)
         copied = Copy(end, source.numel() * source.element_size(), FakeStream.current.number, where())
         self.copies.append(copied)
-        if target is not None:
-            self._order.work([source], [target], copied.place)
+        self._check_pending([source], [made])
+        self._order.work([source], [made], copied.place)
+        host = source if begin == "cpu" else made
+        is_number = begin == "cpu" and source.dim() == 0
+        if not is_number and not (asynchronous and host.untyped_storage()._cdata in self._pinned):
+            self._host_waits(f"copies {tuple(source.shape)} from {begin} to {end}")
         if end == "cpu":
             with unset_fake_temporarily():
-                made = torch.zeros(source.shape, dtype=kwargs.get("dtype") or source.dtype)
-                return made if target is None else target.zero_()
-        sent: Tensor = (
-            target
-            if target is not None
-            else torch.empty(source.shape, dtype=kwargs.get("dtype") or source.dtype, device="cuda")
-        )
-        self.memory.add(sent)
-        return sent
+                return made.zero_()
+        self.memory.add(made)
+        return made
 
-    def _collective(self, name: str, given: list[Tensor], args: Any) -> None:
-        group = next(dist.ProcessGroup.unbox(x) for x in args if isinstance(x, torch.ScriptObject))
-        ranks = tuple(dist.get_process_group_ranks(group))
-        if name in ("send", "recv_"):  # The arguments are (tensors, group, peer, tag).
-            ranks = (dist.get_rank(), ranks[args[2]])[:: 1 if name == "send" else -1]
-        self.collectives.append(Collective(name, ranks, tuple(f"{tuple(x.shape)} {x.dtype}" for x in given), where()))
+    def _host_waits(self, what: str) -> None:
+        """Record that the host waits for the current stream."""
+        self.waits.append(f"{where()} {what}")
+        FakeStream.host.wait_event(FakeStream.current)
+
+    def _synchronize(self, what: str, awaited: FakeEvent | FakeStream) -> None:
+        stream = awaited.stream if isinstance(awaited, FakeEvent) else awaited
+        if stream.known[stream.number] - awaited.known.get(stream.number, 0) < ENOUGH_QUEUED:
+            self.waits.append(f"{where()} synchronizes {what}")
+        FakeStream.host.wait_event(awaited)
+
+    # --- collectives. One that is asynchronous uses its tensors until `wait`, by which the current stream waits for it
+
+    def _collective(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        given = tensors_in(args[:2])
         for x in given:
-            if x.device.type != "cuda" and x.numel() > 1:  # Single numbers are sent over gloo groups.
+            if x.device.type != "cuda" and x.numel() != 1:  # Single numbers are sent over gloo groups.
                 self.faults.append(f"{where()}: {name} of a tensor {tuple(x.shape)} on the CPU")
             if not x.is_contiguous():
                 self.faults.append(f"{where()}: {name} of a tensor {tuple(x.shape)} that is not contiguous")
+        first, second = ([x for x in tensors_in(value) if x.device.type == "cuda"] for value in args[:2])
+        received, sent = (first, second or first) if name != "send" else ([], first)
+        self._check_pending(sent, received)
+        self._order.work(sent, [], where())
+        out = func(*args, **kwargs)
+        work = dist.Work.unbox(next(x for x in tree_leaves(out) if isinstance(x, torch.ScriptObject)))
+        group = next(dist.ProcessGroup.unbox(x) for x in args if isinstance(x, torch.ScriptObject))
+        members = ranks = tuple(dist.get_process_group_ranks(group))
+        channel: tuple[Any, ...] = ranks, group.group_name
+        if name in ("send", "recv_"):  # The arguments are (tensors, group, peer, tag).
+            members = (dist.get_rank(), ranks[args[2]])[:: 1 if name == "send" else -1]
+            channel = *channel, members, "message"
+        arguments = ", ".join(f"{tuple(x.shape)} {str(x.dtype)[6:]}" for x in given)
+        batch = 0 if self._batch is None else id(self._batch)
+        call = Call(name.strip("_"), channel, members, arguments, [where()], batch=batch)
+        self.events.append((True, call))
+        if self._batch is not None:
+            self._batch.append(work)
+            work = self._batch[0]
+        self._pending.setdefault(work, []).append((call, sent, received))
+        return out
+
+    def _in_batch(self, real: Any, operations: Any) -> list[dist.Work]:
+        """Replace torch's `batch_isend_irecv`. Like that of NCCL, it returns one work for all operations."""
+        self._batch = []
+        try:
+            real(operations)
+            return self._batch[:1]
+        finally:
+            self._batch = None
+
+    def _wait(self, work: dist.Work) -> bool:
+        for call, _, received in self._pending.pop(work, []):
+            self.events.append((False, call))
+            self._order.work([], received, call.place[0])
+        return True
+
+    def _check_pending(self, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+        """Report an operation that touches memory of a collective that nobody has waited for."""
+        for call, sent, received in itertools.chain.from_iterable(self._pending.values()):
+            for used, verb, others in (
+                (written, "overwrites what is sent by", sent),
+                (written, "overwrites what is received by", received),
+                (read, "reads what is received by", received),
+            ):
+                if any(overlap(x, y) for x in used for y in others):
+                    self.faults.append(f"{where()} {verb} {call} before its wait")
+
+
+Pending = list[tuple[Call, list[Tensor], list[Tensor]]]  # calls of a work, and what they send and receive
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
+
+
+def overlap(x: Tensor, y: Tensor) -> bool:
+    """Return True if two tensors have common memory. Gaps within them count as theirs."""
+    if x.untyped_storage()._cdata != y.untyped_storage()._cdata:
+        return False
+    (a, b), (c, d) = (span(z) for z in (x, y))
+    return a < d and c < b
+
+
+def span(x: Tensor) -> tuple[int, int]:
+    """Return the first byte of a tensor in its storage, and the byte after the last."""
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    begin = int(x.storage_offset())
+    return begin * x.element_size(), (begin + last + 1) * x.element_size() if x.numel() else 0
 
 
 def written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the CUDA tensors among the arguments that the operator writes to."""
+    """Return the tensors among the arguments that the operator writes to."""
     given = itertools.zip_longest(func._schema.arguments, args)
     named = [(argument, kwargs.get(argument.name) if value is None else value) for argument, value in given]
     return [
@@ -499,7 +606,7 @@ def written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
         for argument, value in named
         if argument.alias_info is not None and argument.alias_info.is_write
         for x in tree_leaves(value)
-        if isinstance(x, Tensor) and x.device.type == "cuda"
+        if isinstance(x, Tensor)
     ]
 
 

@@ -13,7 +13,17 @@ from megatron.gpt2.train.evaluate import SAMPLING, evaluate_and_log, sample_text
 from megatron.gpt2.train.loop import train
 from megatron.gpt2.train.train_step import train_step
 from tests.fake_cuda.fake_gpu import FakeStream
-from tests.fake_cuda.program import DOCUMENTS, DROPOUT, OFFLOAD, check_budget, check_peak, check_step, running, steps
+from tests.fake_cuda.program import (
+    DOCUMENTS,
+    DROPOUT,
+    OFFLOAD,
+    check_budget,
+    check_peak,
+    check_step,
+    cost,
+    running,
+    steps,
+)
 
 FULL = "--recompute-granularity full"
 MODES = {
@@ -57,7 +67,7 @@ WAYS = {  # ranks, flags, and the bytes that are copied to the host and back
 def test_a_step_waits_for_nothing_and_keeps_to_its_budget(text: Path, tmp_path: Path, mode: str):
     with running(text, tmp_path, MODES[mode]) as (trainer, gpu):
         check_step(trainer, gpu, OFFLOAD if mode == "offload" else ())
-        check_budget(mode, gpu)
+        check_budget(mode, cost(gpu))
 
 
 def test_training_waits_at_log_lines_only(text: Path, tmp_path: Path):
