@@ -4,9 +4,9 @@
     python benchmarks/first_minutes.py --output DIR              # on a GPU, under 9 minutes
     python benchmarks/first_minutes.py --output DIR --smoke      # a quick check with tiny models on the CPU
 
-The stages are `machine`, `modes`, `tables`, `kernels`, `steps` and `tests`, in this order, see benchmarks/gpu/stages.py
-and tables.py. A stage runs in a separate process with a time limit. It writes each case to DIR/first_minutes.json as
-soon as it is measured:
+The stages are `machine`, `expandable`, `modes`, `tests`, `steps`, `kernels` and `tables`, in this order, see
+benchmarks/gpu/stages.py and tables.py. A stage runs in a separate process with a time limit. It writes each case to
+DIR/first_minutes.json as soon as it is measured:
 
     {"stages": {<stage>: {"complete": true, "cases": {<case>: {..., "seconds": 1.2}}}}}
 
@@ -25,7 +25,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,20 +44,24 @@ class StageBudget:
 
     limit: its timeout.
     least: the stage is skipped if less time is left.
+    environment: variables of its process.
     """
 
     limit: float
     least: float
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 STAGES = {
-    "machine": StageBudget(60, 10),
-    "modes": StageBudget(100, 30),
-    "tables": StageBudget(130, 40),
-    "kernels": StageBudget(130, 60),
-    "steps": StageBudget(260, 60),
-    "tests": StageBudget(300, 60),
+    "machine": StageBudget(45, 10),
+    "expandable": StageBudget(15, 10, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+    "modes": StageBudget(60, 30),
+    "tests": StageBudget(45, 20),
+    "steps": StageBudget(200, 60),
+    "kernels": StageBudget(90, 40),
+    "tables": StageBudget(60, 20),
 }
+BUDGET = sum(stage.limit for stage in STAGES.values())
 
 
 class CudaContextError(Exception):
@@ -128,8 +132,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = harness.make_parser(__doc__)
     parser.add_argument("--stages", metavar="NAME,NAME", default=",".join(STAGES), help="only these")
     parser.add_argument("--again", action="store_true", help="measure recorded cases again")
-    budget = "seconds for the whole call; stages that do not fit are skipped (default: 515)"
-    parser.add_argument("--budget", type=float, metavar="S", default=515.0, help=budget)
+    budget = f"seconds for the whole call; stages that do not fit are skipped (default: {BUDGET:.0f})"
+    parser.add_argument("--budget", type=float, metavar="S", default=BUDGET, help=budget)
+    expected = "compute the losses of `modes` on the CPU in fp32, with which a GPU's are compared"
+    parser.add_argument("--expected-losses", action="store_true", help=expected)
     # The program sets these flags itself when it starts the process of a stage.
     for internal in ("--inside", "--scratch", "--call"):
         parser.add_argument(internal, help=argparse.SUPPRESS)
@@ -208,6 +214,10 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if args.inside:
         return run_stage(args, path)
+    if args.expected_losses:
+        from benchmarks.gpu.stages import write_expected_losses
+
+        return write_expected_losses(args.output)
     if not args.smoke and not torch.cuda.is_available():
         print(
             "benchmarks/first_minutes.py: torch finds no GPU; use --smoke to try the program on the CPU",
@@ -221,8 +231,8 @@ def main(argv: list[str] | None = None) -> int:
         def start(name: str, limit: float) -> int | None:
             words = ["--inside", name, "--output", path.parent, "--scratch", scratch, "--call", call]
             command = [sys.executable, Path(__file__).resolve(), *words, *["--smoke"] * args.smoke]
-            cache = {"TORCHINDUCTOR_CACHE_DIR": f"{scratch}/inductor"}
-            return harness.run_limited(command, None, limit, environment=cache)
+            environment = {"TORCHINDUCTOR_CACHE_DIR": f"{scratch}/inductor", **STAGES[name].environment}
+            return harness.run_limited(command, None, limit, environment=environment)
 
         run_stages(path, args.stages, args.budget, start)
     return summary(path, args.stages)

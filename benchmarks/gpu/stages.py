@@ -1,30 +1,31 @@
-"""The stages of `benchmarks/first_minutes.py`, except `tables`: the properties of the GPU, every mode of the program,
-the kernels of a step, whole steps, and the tests that need a GPU."""
+"""The stages of `benchmarks/first_minutes.py`, except `tables`: the properties of the GPU, losses that must be those of
+a CPU, whole steps, and the kernels of a step."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import importlib.util
+import json
 import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import harness, train_worker
-from benchmarks.first_minutes import CaseRecorder
+from benchmarks.first_minutes import CaseRecorder, free_memory
 from benchmarks.gpu.tables import tables
 from benchmarks.harness import ROOT, milliseconds
 from benchmarks.profile_step import profile_train_step
@@ -67,8 +68,8 @@ class StageConfig:
         workload = Workload(
             *MODELS[name], 1024, micro_batch_size, accumulation, device=self.device.type, scratch=self.scratch
         )
-        workload = dataclasses.replace(workload, **changes)
-        return dataclasses.replace(workload.small(), seq_length=32) if self.smoke else workload
+        workload = replace(workload, **changes)
+        return replace(workload.small(), seq_length=32) if self.smoke else workload
 
     def with_tokens(self, workload: Workload) -> Workload:
         """Write the tokens of a workload, and return it."""
@@ -82,7 +83,9 @@ class StageConfig:
 def machine(cfg: StageConfig, cases: CaseRecorder) -> None:
     cases.run("versions", versions)
     cases.run("product", lambda: product(cfg))
+    cases.run("product for 10 s", lambda: product_with_clocks(cfg))
     cases.run("copies", lambda: copies(cfg))
+    cases.run("allocation", lambda: allocation(cfg))
 
 
 def versions() -> dict[str, Any]:
@@ -115,6 +118,22 @@ def product(cfg: StageConfig) -> dict[str, Any]:
     return {"size": size, "ms": ms, "tflops": 2e-9 * size**3 / ms}
 
 
+def product_with_clocks(cfg: StageConfig) -> dict[str, Any]:
+    """Repeat `product` for 10 s. clocks: lines of nvidia-smi with MHz, watts and degrees, one per second."""
+    query = "nvidia-smi --id=0 --query-gpu=clocks.sm,power.draw,temperature.gpu --format=csv,noheader --loop=1"
+    found: list[float] = []
+    smi = None
+    with contextlib.suppress(OSError):
+        smi = subprocess.Popen(query.split(), stdout=subprocess.PIPE, text=True)
+    end = time.monotonic() + (0.1 if cfg.smoke else 10)
+    while time.monotonic() < end:
+        found.append(product(cfg)["tflops"])
+    if smi is not None:
+        smi.terminate()
+    clocks = smi.communicate()[0].splitlines() if smi is not None else []
+    return {"first_tflops": found[0], "last_tflops": found[-1], "tflops": harness.spread(found), "clocks": clocks}
+
+
 def copies(cfg: StageConfig) -> dict[str, Any]:
     """Measure GB/s of a copy within the device (reads plus writes), and of pinned copies to the device and back."""
     there = torch.zeros(1 << (16 if cfg.smoke else 30), dtype=torch.uint8, device=cfg.device)
@@ -130,79 +149,90 @@ def copies(cfg: StageConfig) -> dict[str, Any]:
     return {"device_gb_per_s": 2 * within, "to_device_gb_per_s": up, "to_host_gb_per_s": down}
 
 
-# --- modes: steps of two layers in every mode of the program, with torch's warnings and tracebacks: waits of the host
-# for the device, and others. A step writes no log lines, so the host may not wait, except for the gradients of the
-# offloaded optimizer --------------------------------------------------------------------------------------------------
+def allocation(cfg: StageConfig) -> dict[str, Any]:
+    """Allocate, fill and free 4 GiB two times. The second time, the allocator has the memory already."""
+    free_memory()
 
-DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
+    def allocate() -> None:
+        torch.ones(1 << (16 if cfg.smoke else 32), dtype=torch.uint8, device=cfg.device)
+
+    first, second = (1000 * harness.call_seconds(allocate, cfg.device, 1)[0] for _ in range(2))
+    return {"settings": os.environ.get("PYTORCH_ALLOC_CONF", ""), "first_ms": first, "second_ms": second}
+
+
+# --- expandable: the same allocation with expandable segments, which some drivers do not have -------------------------
+
+
+def expandable(cfg: StageConfig, cases: CaseRecorder) -> None:
+    cases.run("allocation", lambda: allocation(cfg))
+
+
+# --- modes: steps of two layers in the main modes of the program, with torch's warnings and tracebacks. The first loss
+# and gradient norm must be those of a CPU. A step writes no log lines, so the host may not wait for the device --------
+
 DOCUMENTS = "--reset-position-ids --reset-attention-mask --eod-mask-loss"
-# These flags are added to those of a run in bf16 without dropout, with micro-batches of 2. tests/fake_cuda uses the
-# same flags.
-MODES = {
-    "bf16": "",
-    "fp16": "--precision fp16",
-    "fp32": "--precision fp32",
-    "constant scale": "--precision fp16 --loss-scale 1024",
-    "selective": "--recompute-granularity selective",
-    "full": "--recompute-granularity full",
-    "full in pairs": "--recompute-granularity full --recompute-num-layers 2",
-    "full, inputs on the host": "--recompute-granularity full --checkpoint-in-cpu",
-    "a layer on the host": "--cpu-offloading-num-layers 1",
-    "accumulation": "--global-batch-size 6",
-    "dropout": DROPOUT,
-    "dropout, full": f"{DROPOUT} --recompute-granularity full",
-    "dropout, fp16, accumulation": f"{DROPOUT} --precision fp16 --global-batch-size 4",
-    "documents": DOCUMENTS,
-    "documents, dropout": f"{DOCUMENTS} {DROPOUT}",
-    "documents, fp32": f"{DOCUMENTS} --precision fp32",
-    "offload": "--cpu-offload-optimizer",
-    "no clipping": "--clip-grad 0",
-    "exact layouts": "--exact-layouts 4 --global-batch-size 4",
-    "compiled": "--compile",
-    "compiled, dropout": f"--compile {DROPOUT}",
-}
-MAY_WAIT = {"offload": "megatron/gpt2/optimizer/optimizer.py"}
+# Only dropout of hidden states has the same masks on a CPU.
+MODES = {"bf16": "", "compiled": "--compile", "dropout": "--hidden-dropout 0.1", "documents": DOCUMENTS}
+EXPECTED = harness.RESULTS / "first_minutes_expected.json"
+# The relative differences of bf16 on a CPU are at most 2⁻¹⁴ and 2⁻¹².
+TOLERANCE = {"loss": 2**-11, "grad_norm": 2**-8}
 WATCHED_STEPS = 3  # number of steps
 
 
 def modes(cfg: StageConfig, cases: CaseRecorder) -> None:
-    for mode, flags in MODES.items():
-        arm = Arm(mode, compiled="--compile" in flags, flags=tuple(flags.replace("--compile", "").split()))
-        cases.run(mode, partial(measure_mode, arm, cfg))
+    for mode in MODES:
+        cases.run(mode, partial(measure_mode, mode, cfg))
 
 
-def measure_mode(arm: Arm, cfg: StageConfig) -> dict[str, Any]:
-    """Run two steps, then `WATCHED_STEPS` with recorded warnings, `WATCHED_STEPS` timed ones, and one whose kernels are
-    counted."""
-    on_gpu = cfg.device.type == "cuda"
-    training = train_worker.build_ours(cfg.with_tokens(cfg.workload("345M", 2, num_layers=2, seq_length=256)), arm)
+def build_mode(mode: str, workload: Workload, precision: str) -> train_worker.TimedStep:
+    words = MODES[mode].split()
+    arm = Arm(
+        mode, compiled="--compile" in words, precision=precision, flags=tuple(w for w in words if w[2:] != "compile")
+    )
+    return train_worker.build_ours(workload, arm)
+
+
+def write_expected_losses(folder: Path) -> int:
+    """Write the first loss and gradient norm of each mode in fp32 on this CPU; returns the exit code."""
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        cfg = StageConfig(smoke=False, scratch=scratch)
+        workload = replace(cfg.with_tokens(small_workload(cfg)), device="cpu", compiler="eager")
+        for mode in MODES:
+            training = build_mode(mode, workload, "fp32")
+            training.step()
+            found[mode] = dict(zip(TOLERANCE, training.read(), strict=True))
+            training.close()
+    harness.write_json(folder / EXPECTED.name, {**harness.header("first steps on a CPU, fp32"), "modes": found})
+    return 0
+
+
+def small_workload(cfg: StageConfig) -> Workload:
+    return cfg.workload("345M", 2, num_layers=2, seq_length=256)
+
+
+def measure_mode(mode: str, cfg: StageConfig) -> dict[str, Any]:
+    """Run two steps, then `WATCHED_STEPS` with recorded warnings, and as many timed ones."""
+    training = build_mode(mode, cfg.with_tokens(small_workload(cfg)), "bf16")
     training.step()
-    loss, norm = None, None
-    with contextlib.suppress(AssertionError):  # fp16 skips steps until it has found its loss scale.
-        loss, norm = training.read()
+    found: dict[str, Any] = dict(zip(TOLERANCE, training.read(), strict=True))
     training.step()
     with record_warnings(cfg.device) as (waits, other):
         for _ in range(WATCHED_STEPS):
             training.step()
-    ms = 1000 * harness.spread(harness.call_seconds(training.step, cfg.device, WATCHED_STEPS))["median"]
-    expected = (training.expected_peak or 0) / 2**20
-    found: dict[str, Any] = {"loss": loss, "grad_norm": norm, "ms": ms, "expected_peak_mb": expected}
+    found["ms"] = 1000 * harness.spread(harness.call_seconds(training.step, cfg.device, WATCHED_STEPS))["median"]
     found |= {"waits": waits, "warnings": other}
-    if on_gpu:
-        peak = torch.cuda.max_memory_allocated() / 2**20
-        found |= {"peak_allocated_mb": peak, "expected_over_peak": expected / peak}
-    try:
-        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
-        with profile(activities=activities, acc_events=True) as recorded:
-            training.step()
-        kind = "CUDA" if on_gpu else "CPU"
-        found["kernels"] = sum(event.device_type.name == kind for event in recorded.events())
-    except RuntimeError as error:  # A machine may forbid profiling; the other results are kept.
-        found["kernels_failed"] = str(error).splitlines()[0]
+    if cfg.device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated()
+        found |= {"peak_allocated_mb": peak / 2**20, "expected_over_peak": (training.expected_peak or 0) / peak}
     training.close()
-    unexpected = [wait for wait in waits if not wait["place"].startswith(MAY_WAIT.get(arm.name, "nowhere"))]
-    if unexpected:
-        found["failed"] = f"the host waits for the device at {unexpected[0]['place']}"
+    if waits:
+        found["failed"] = f"the host waits for the device at {waits[0]['place']}"
+    expected = {} if cfg.smoke else json.loads(EXPECTED.read_text())["modes"][mode]
+    for name, value in expected.items():
+        found[f"{name}_over_cpu"] = found[name] / value
+        if abs(found[name] / value - 1) > TOLERANCE[name]:
+            found["failed"] = f"{name} is {found[name]:.6g}, on a CPU {value:.6g}"
     return found
 
 
@@ -262,11 +292,14 @@ def measure_kernels(cfg: StageConfig, arm: Arm) -> dict[str, Any]:
 # --- steps: whole training steps of the three models, compiled, 4 micro-batches of 32: tokens per second, MFU by both
 # counts of FLOPs, and measured and expected peak memory -------------------------------------------------------------
 
+# Weights that are drawn on the device save up to a minute. The group of one rank sends nothing.
+RANDOM_WEIGHTS = replace(COMPILED, kind="rank")
 
-def steps(cfg: StageConfig, cases: CaseRecorder, timeout: float = 150.0) -> None:
+
+def steps(cfg: StageConfig, cases: CaseRecorder, timeout: float = 90.0) -> None:
     """Measure each model.
 
-    timeout: seconds for a model, mostly for its compilation and its initial weights.
+    timeout: the seconds for a model, mostly for its compilation.
     """
     for name in cfg.names:
         cases.run(name, partial(measure_steps, cfg, name, timeout))
@@ -279,7 +312,7 @@ def measure_steps(cfg: StageConfig, name: str, timeout: float) -> dict[str, Any]
     spec: dict[str, Any] = {
         "task": "measure",
         "problem": dataclasses.asdict(workload),
-        "arm": dataclasses.asdict(COMPILED),
+        "arm": dataclasses.asdict(RANDOM_WEIGHTS),
     }
     spec |= {"nanogpt": "", "warmup": 1, "steps": 1 if cfg.smoke else 5}
     visit = run_arm(spec, Path(cfg.scratch), timeout)
@@ -298,17 +331,19 @@ def measure_steps(cfg: StageConfig, name: str, timeout: float) -> dict[str, Any]
     return {**found, "visit": visit}
 
 
-# --- tests: the tests that need a GPU, each with a time limit. pytest writes to a separate log file, which also exists
-# after a timeout ------------------------------------------------------------------------------------------------------
+# --- tests: the tests that compare fp32, masks and NCCL in a group of one rank, with a message to itself, with the CPU.
+# pytest writes to a separate log file, which also exists after a timeout ----------------------------------------------
+
+COMPARED = "fp32_equals or mask_that_follows or group_of_one or sends_to_itself"
 
 
-def tests(cfg: StageConfig, cases: CaseRecorder, timeout: float = 300.0) -> None:
+def tests(cfg: StageConfig, cases: CaseRecorder, timeout: float = 40.0) -> None:
     """Run pytest as one case.
 
     timeout: the seconds of all tests together.
     """
-    limits = ["-o", "faulthandler_timeout=60", *["--timeout=60"] * bool(importlib.util.find_spec("pytest_timeout"))]
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *limits, "tests/gpu"]
+    limits = ["-o", "faulthandler_timeout=30", *["--timeout=30"] * bool(importlib.util.find_spec("pytest_timeout"))]
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *limits, "tests/gpu", "-k", COMPARED]
     cases.run("pytest", lambda: run_pytest(command, cases.folder / "gpu_tests.log", timeout))
 
 
@@ -316,23 +351,17 @@ def run_pytest(command: list[str], log: Path, timeout: float) -> dict[str, Any]:
     """Run pytest and parse the outcome of each test. "failed" is set if a test failed, or after a timeout."""
     code = harness.run_limited(command, log, timeout)
     text = log.read_text(errors="replace")
-    outcome = r"^(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b"
-    outcomes, last = dict(re.findall(outcome, text, re.MULTILINE)), harness.last_line(text)
-    found: dict[str, Any] = {"exit_code": code, "log": log.name, "counts": dict(Counter(outcomes.values()))}
-    found |= {"outcomes": outcomes, "last_line": last}
-    if code is None:
-        found["failed"] = f"timeout after {timeout:.0f} s; last: {last}"
-    elif code:
-        bad = [name for name, outcome in outcomes.items() if outcome in ("FAILED", "ERROR")]
-        found["failed"] = f"exit code {code}: {', '.join(bad) or last}"
-    return found
+    outcomes = dict(re.findall(r"^(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED)\b", text, re.MULTILINE))
+    found = {"log": log.name, "counts": dict(Counter(outcomes.values())), "outcomes": outcomes}
+    return found | ({"failed": f"exit code {code}: {harness.last_line(text)}"} if code != 0 else {})
 
 
 STAGES: dict[str, Callable[[StageConfig, CaseRecorder], None]] = {
     "machine": machine,
+    "expandable": expandable,
     "modes": modes,
-    "tables": tables,
-    "kernels": kernels,
-    "steps": steps,
     "tests": tests,
+    "steps": steps,
+    "kernels": kernels,
+    "tables": tables,
 }

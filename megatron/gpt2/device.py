@@ -286,6 +286,19 @@ def set_cuda_variables(
         )
 
 
+def check_expandable_segments(device: torch.device) -> str:
+    """Allocate a tensor on a GPU. If that fails, turn off expandable segments, which need a driver with virtual memory.
+    Return a log line; "" if nothing was changed. Raises RuntimeError if the GPU has no memory either way."""
+    if device.type == "cuda":
+        try:
+            torch.empty(1, device=device)
+        except RuntimeError as error:
+            torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+            torch.empty(1, device=device)
+            return f"allocator: no expandable segments, because of {str(error).splitlines()[0]!r}"
+    return ""
+
+
 @contextlib.contextmanager
 def deterministic_algorithms() -> Iterator[None]:
     """Make torch deterministic inside the context, and restore its settings afterwards.

@@ -9,7 +9,7 @@ import collections
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -51,13 +51,16 @@ def write_documents(folder: Path) -> None:
     (folder / "documents.jsonl").write_text("\n".join(lines))
 
 
+Log = Callable[[str], None]
+
+
 def say_the_same(texts: list[str], text: str, group: object = None) -> None:
     texts[:] = [text] * len(texts)
 
 
 @contextlib.contextmanager
 def running(
-    text: Path, save: Path, flags: str = "", *, rank: int = 0, world_size: int = 1
+    text: Path, save: Path, flags: str = "", *, rank: int = 0, world_size: int = 1, log: Log = lambda line: None
 ) -> Iterator[tuple[Trainer, FakeGPU]]:
     """Build a run with `FLAGS` and `flags` on a fake GPU, and yield both.
 
@@ -83,8 +86,8 @@ def running(
             )
         files = f"--train-data {text}/documents.jsonl --data-cache-path {text}/cache --save {save}/{rank}"
         arguments = parse(f"{FLAGS} {files} {flags}".split())
-        context = build_context(arguments, RankInfo(rank, world_size, 0, 1), lambda line: None)
-        trainer = build_trainer(context, lambda line: None)
+        context = build_context(arguments, RankInfo(rank, world_size, 0, 1), log)
+        trainer = build_trainer(context, log)
         trainer.state.model.train()
         try:
             yield trainer, gpu

@@ -70,6 +70,13 @@ def test_a_step_waits_for_nothing_and_keeps_to_its_budget(text: Path, tmp_path: 
         check_budget(mode, cost(gpu))
 
 
+@pytest.mark.parametrize("flags, warnings", [(DOCUMENTS, 0), (f"{DOCUMENTS} {DROPOUT}", 1)])
+def test_documents_with_attention_dropout_warn_of_their_launches(text: Path, tmp_path: Path, flags: str, warnings: int):
+    lines: list[str] = []
+    with running(text, tmp_path, flags, log=lines.append):
+        assert sum("has its own launches" in line for line in lines) == warnings
+
+
 def test_training_waits_at_log_lines_only(text: Path, tmp_path: Path):
     """Run ten iterations with a log line after every fifth, and an evaluation and a sample at the end."""
     with running(text, tmp_path, "--train-iters 10 --log-interval 5 --eval-interval 100") as (trainer, gpu):

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 import mpu
@@ -21,7 +22,7 @@ from megatron.gpt2.train.train_step import train_step
 from megatron.gpt2.train.trainer import Trainer
 from mpu.attention import core_attention
 from mpu.kernels import seeded_dropout
-from tests.megatron.gpt2.train.test_single_rank_group import RUNS, check_single_rank_group
+from tests.megatron.gpt2.train.test_single_rank_group import RUNS, check_single_rank_group, single_rank_group
 from tests.megatron.gpt2.train.training_runs import SHAPE, finish, start, steps, write_text
 from tests.mpu.kernels.test_attention import formula
 
@@ -186,6 +187,15 @@ def test_a_launcher_starts_one_rank(folder: Path):
 def test_a_run_in_a_group_of_one(folder: Path, name: str):
     """The run calls every NCCL collective with CUDA tensors."""
     check_single_rank_group(name, "nccl", torch.device("cuda", 0), str(folder))
+
+
+def test_nccl_sends_to_itself():
+    device = torch.device("cuda", 0)
+    x, y = torch.arange(5.0, device=device), torch.zeros(5, device=device)
+    with single_rank_group("nccl", device):
+        dist.all_reduce(x)
+        _, (received,) = mpu.exchange([(x, 0)], [(y, 0)], dist.distributed_c10d._get_default_group())
+        assert torch.equal(received.wait(), x)
 
 
 LARGE = (

@@ -254,7 +254,8 @@ def _choose_hardware(
     if backend == "nccl" and rank_info.world_size > 1:
         set_flight_recorder(str(config.checkpoint.save))
     allocator = devices.set_allocator(device)
-    for reason in [why_device, why_dtype, allocator] + ([why_backend] if rank_info.world_size > 1 else []):
+    segments = devices.check_expandable_segments(device)
+    for reason in [why_device, why_dtype, allocator, segments] + ([why_backend] if rank_info.world_size > 1 else []):
         if reason:
             log(reason)
     return device, dtype, backend, bool(allocator)

@@ -9,6 +9,7 @@ import platform
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -204,6 +205,18 @@ def test_cuda_variables_of_the_user_are_kept():
         assert cuda_variables(1, before, deterministic=True)[name] == after
     with pytest.raises(ValueError, match=f"{name}=:0:0 .* unset it, or set it to :4096:8 or :16:8"):
         cuda_variables(1, {name: ":0:0"}, deterministic=True)
+
+
+def test_a_driver_without_expandable_segments_is_served_without_them():
+    answers = [RuntimeError("CUDA driver error: operation not supported\nmore"), torch.ones(1)]
+    with (
+        mock.patch.object(torch, "empty", side_effect=answers) as allocate,
+        mock.patch.object(torch._C, "_accelerator_setAllocatorSettings") as settings,
+    ):
+        said = on.check_expandable_segments(torch.device("cuda", 0))
+        assert on.check_expandable_segments(torch.device("cpu")) == ""
+    settings.assert_called_once_with("expandable_segments:False")
+    assert allocate.call_count == 2 and "'CUDA driver error: operation not supported'" in said
 
 
 def test_deterministic_algorithms_are_reset_and_import_nothing():
