@@ -121,17 +121,16 @@ class MemoryOrder:
 
     def __init__(self, fault: Callable[[str], None]) -> None:
         self._fault = fault
-        self._uses: dict[int, _Use] = {}
+        self._uses: dict[tuple[int, int], _Use] = {}
 
     def take(self, tensors: Sequence[Tensor]) -> None:
         """Assign memory that is new to the current stream, or to the host."""
         for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self._uses:
+            if (key := memory_of(tensor)) not in self._uses:
                 on_device = tensor.device.type == "cuda"
                 stream = FakeStream.current if on_device else FakeStream.host
-                self._uses[storage._cdata] = _Use(stream, (stream.number, stream.known[stream.number]))
-                weakref.finalize(storage, self._free, storage._cdata, on_device)
+                self._uses[key] = _Use(stream, (stream.number, stream.known[stream.number]))
+                weakref.finalize(tensor.untyped_storage(), self._free, key, on_device)
 
     def work(self, read: Sequence[Tensor], written: Sequence[Tensor], place: str) -> None:
         """Record an operation of the current stream, which the host has started."""
@@ -141,18 +140,18 @@ class MemoryOrder:
 
     def host_work(self, read: Sequence[Tensor], written: Sequence[Tensor], place: str) -> None:
         """Record an operation of the host. Memory that no stream has used is left out."""
-        read, written = ([x for x in xs if x.untyped_storage()._cdata in self._uses] for xs in (read, written))
+        read, written = ([x for x in xs if memory_of(x) in self._uses] for xs in (read, written))
         self._work(FakeStream.host, read, written, f"{place} on the host")
 
     def _work(self, stream: FakeStream, read: Sequence[Tensor], written: Sequence[Tensor], place: str) -> None:
         stream.known[stream.number] += 1
         now = stream.known[stream.number]
         for tensor in read:
-            use = self._uses[tensor.untyped_storage()._cdata]
+            use = self._uses[memory_of(tensor)]
             self._require(stream, [use.written], f"{place} reads {tuple(tensor.shape)} before it is there")
             use.read[stream.number] = now
         for tensor in written:
-            use = self._uses[tensor.untyped_storage()._cdata]
+            use = self._uses[memory_of(tensor)]
             self._require(
                 stream,
                 [use.written, *use.read.items()],
@@ -164,10 +163,16 @@ class MemoryOrder:
         if any(number != stream.number and stream.known[number] < work for number, work in moments):
             self._fault(fault)
 
-    def _free(self, key: int, on_device: bool) -> None:
+    def _free(self, key: tuple[int, int], on_device: bool) -> None:
         use = self._uses.pop(key)
         if on_device:  # The allocator may reuse the memory for the next operation of the owner.
             self._require(use.owner, [use.written, *use.read.items()], "memory is freed while another stream uses it")
+
+
+def memory_of(x: Tensor) -> tuple[int, int]:
+    """Return a key of the memory that `x` uses: its storage on a GPU; on the host, where views are used by themselves,
+    also its begin in the storage."""
+    return x.untyped_storage()._cdata, 0 if x.device.type == "cuda" else int(x.storage_offset())
 
 
 # --- the functions of torch.cuda, with the answers of a machine with one H200 -----------------------------------------

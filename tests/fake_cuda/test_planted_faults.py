@@ -140,7 +140,7 @@ def synchronize_event(optimizer: MixedPrecisionOptimizer) -> None:
 
 
 def unbatched(sends: Any, receives: Any, group: Any) -> tuple[list[mpu.Transfer], list[mpu.Transfer]]:
-    """Replace `mpu.exchange`."""
+    """Replace `mpu.batched_p2p_ops`."""
     sent = [mpu.Transfer(x, [dist.isend(x, group=group, group_dst=peer)]) for x, peer in sends]
     return sent, [mpu.Transfer(x, [dist.irecv(x, group=group, group_src=peer)]) for x, peer in receives]
 
@@ -250,7 +250,7 @@ FAULTS: dict[str, tuple[Check, Plant, str]] = {
     ),
     "opposing transfers without a batch": (
         stages,
-        instead(mpu, "exchange", unbatched),
+        instead(mpu, "batched_p2p_ops", unbatched),
         "rank 0 waits in send.*rank 1 does not come",
     ),
     "a sum of dX over the wrong group": (

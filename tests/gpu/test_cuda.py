@@ -194,7 +194,7 @@ def test_nccl_sends_to_itself():
     x, y = torch.arange(5.0, device=device), torch.zeros(5, device=device)
     with single_rank_group("nccl", device):
         dist.all_reduce(x)
-        _, (received,) = mpu.exchange([(x, 0)], [(y, 0)], dist.distributed_c10d._get_default_group())
+        _, (received,) = mpu.batched_p2p_ops([(x, 0)], [(y, 0)], dist.distributed_c10d._get_default_group())
         assert torch.equal(received.wait(), x)
 
 
