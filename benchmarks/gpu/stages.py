@@ -131,7 +131,7 @@ def product_with_clocks(cfg: StageConfig) -> dict[str, Any]:
     if smi is not None:
         smi.terminate()
     clocks = smi.communicate()[0].splitlines() if smi is not None else []
-    return {"first_tflops": found[0], "last_tflops": found[-1], "tflops": harness.spread(found), "clocks": clocks}
+    return {"last_tflops": found[-1], "tflops": harness.spread(found), "clocks": clocks}
 
 
 def copies(cfg: StageConfig) -> dict[str, Any]:
@@ -224,7 +224,7 @@ def measure_mode(mode: str, cfg: StageConfig) -> dict[str, Any]:
     found |= {"waits": waits, "warnings": other}
     if cfg.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated()
-        found |= {"peak_allocated_mb": peak / 2**20, "expected_over_peak": (training.expected_peak or 0) / peak}
+        found["expected_over_peak"] = (training.expected_peak or 0) / peak
     training.close()
     if waits:
         found["failed"] = f"the host waits for the device at {waits[0]['place']}"

@@ -100,7 +100,7 @@ def build_train_state(context: RunContext, parallel: mpu.ParallelState, log: Log
             "attention dropout: the kernel draws its own masks, which change with the layout; with "
             "--attention-dropout 0 layouts are comparable"
         )
-    if device.type == "cuda" and config.data.reset_attention_mask and shape.attention_dropout > 0:
+    if device.type == "cuda" and config.data.reset_attention_mask and model_config.attention_dropout > 0:
         lines.append(
             "WARNING: --attention-dropout with --reset-attention-mask: torch has no kernel for both, so each document "
             "in each layer has its own launches, thousands in a micro-batch; with --attention-dropout 0 a layer has one"
