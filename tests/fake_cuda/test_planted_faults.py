@@ -286,6 +286,7 @@ def test_nothing_is_found_if_nothing_is_planted(text: Path, tmp_path: Path):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found(text: Path, tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch):
     check, plant, said = FAULTS[fault]
+    monkeypatch.delenv("RECORD_BUDGETS", raising=False)
     plant(monkeypatch)
     with pytest.raises((AssertionError, RuntimeError), match=said):
         check(text, tmp_path)
