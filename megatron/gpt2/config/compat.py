@@ -31,7 +31,7 @@ class CompatRule:
     """One rule for one or more flags or keys.
 
     names: each name, and if it takes values. A name that ends in `*` stands for the names in `known` with this
-    beginning, or for all if `known` is empty.
+    beginning, or for all if it is in `known`.
     accepts: the allowed values; empty: all.
     sets: (value, the fields that the command line gives) -> fields, or ValueError for a bad value.
     unless: the rule does not apply if this flag is given.
@@ -62,13 +62,13 @@ def _rule(status: str, names: str, text: str, *accepts: Any, **others: Any) -> C
     """Return a rule.
 
     names: separated by spaces; `--a=` and `--a-*` take values, `--a` takes none. `--a-{b,c}` is `--a-*` for the names
-        --a-b and --a-c only.
+        --a-b and --a-c only, so that a typing error in a family that this project has, too, is an error.
     """
     takes_values, known = {}, set[str]()
     for name in names.split():
         beginning, brace, endings = name.removesuffix("}").partition("{")
         takes_values[f"{beginning}*" if brace else name.removesuffix("=")] = bool(brace) or name.endswith(("=", "*"))
-        known |= {beginning + ending for ending in endings.split(",") if brace}
+        known |= {beginning + ending for ending in endings.split(",")} if brace else {name}
     return CompatRule(takes_values, status, text, accepts, known=frozenset(known), **others)
 
 
@@ -174,7 +174,7 @@ def find_rule(rules: Mapping[str, CompatRule], name: str) -> CompatRule | None:
     if name in rules:
         return rules[name]
     for end in range(len(name), 0, -1):
-        if (rule := rules.get(f"{name[:end]}*")) and (not rule.known or name in rule.known):
+        if (rule := rules.get(pattern := f"{name[:end]}*")) and rule.known & {name, pattern}:
             return rule
     for opposite in ("--no-", "--disable-"):
         if name.startswith(opposite):
@@ -352,24 +352,7 @@ MEGATRON_RULES = by_name(
         NOT_GPT2,
     ),
     ignored(
-        "--moe-{apply-probs-on-input,aux-loss-coeff,combine-bwd-dtype,deepep-num-sms,dispatch-fwd-dtype,"
-        "enable-deepep,enable-routing-replay,eval-capacity-factor,expert-capacity-factor,expert-parallel-size,"
-        "expert-rank-capacity-factor,extended-tp,ffn-hidden-size,flex-dispatcher-backend,flex-dispatcher-num-sms,"
-        "grouped-gemm,hybridep-num-blocks-permute,hybridep-num-blocks-unpermute,hybridep-num-sms,"
-        "hybridep-num-sms-preprocessing,hybridep-pad-uneven-dispatch-inputs,input-jitter-eps,latent-size,layer-freq,"
-        "layer-recompute,loss-coeff,min-capacity,mlp-glu-interleave-size,ncclep-static-shape,ncclep-zero-copy,"
-        "pad-expert-input-to-capacity,pad-experts-for-cuda-graph-inference,paged-stash,"
-        "paged-stash-buffer-size-factor-cpu,paged-stash-buffer-size-factor-cuda,paged-stash-page-size,"
-        "per-layer-logging,permute-fusion,permute-fusion-into-hybridep,router-bias-update-rate,router-dtype,"
-        "router-enable-expert-bias,router-force-biased,router-force-load-balancing,router-fusion,router-group-topk,"
-        "router-load-balancing-type,router-num-groups,router-padding-for-fp8,router-padding-for-quantization,"
-        "router-pre-softmax,router-quantile-balancing-ema,router-score-function,router-topk,"
-        "router-topk-scaling-factor,routing-trace-capture-hidden-states,routing-trace-capture-logits,"
-        "routing-trace-dump-weights,routing-trace-max-training-iters,routing-trace-path,shared-expert-gate,"
-        "shared-expert-glu-interleave-size,shared-expert-intermediate-size,shared-expert-overlap,single-grouped-bias,"
-        "single-grouped-weight,token-dispatcher-type,token-drop-policy,token-dropping,top2-2nd-expert-sampling,"
-        "train-capacity-factor,upcycling-granularity,use-grouped-tensor,use-legacy-grouped-gemm,z-loss-coeff} "
-        "--overlap-moe-{expert-parallel-comm} --topk= --expert-interval= --create-moe-param-group --use-tutel "
+        "--moe-* --overlap-moe-{expert-parallel-comm} --topk= --expert-interval= --create-moe-param-group --use-tutel "
         "--enable-expert-{tensor-parallelism} --overlap-dispatch-{backward-with-experts-wgrad} --delay-wgrad-compute "
         "--ep-overlap-{early-attn-memory-release} --num-experts-switch= --use-grouped-gemm-for-shared-expert "
         "--high-priority-a2a-comm-stream",
@@ -388,14 +371,8 @@ MEGATRON_RULES = by_name(
         "a setting of --multi-latent-attention",
     ),
     ignored(
-        "--mtp-{detach-heads,hsm,hybrid-override-pattern,loss-scaling-factor,standalone,use-repeated-layer} "
-        "--mhc-{init-gating-factor,num-residual-streams,recompute-layer-num,sinkhorn-iterations} --mamba-{head-dim,"
-        "inference-conv-states-dtype,inference-ssm-states-dtype,mem-eff-path,num-groups,num-heads,state-dim,"
-        "training-ssm-states-dtype} --dsa-{indexer-head-dim,indexer-k-norm-epsilon,indexer-k-norm-fp32,"
-        "indexer-loss-coeff,indexer-n-heads,indexer-rope-interleaved,indexer-rotate-activation,indexer-scoring-relu,"
-        "indexer-skip-topk-offset,indexer-topk,indexer-topk-freq,indexer-use-sparse-loss,kernel-backend} "
-        "--gdp-{cutedsl-kernel,num-chunk-states-to-recompute,num-householder} --linear-{conv-kernel-dim,key-head-dim,"
-        "num-key-heads,num-value-heads,value-head-dim} --qk-clip-{alpha,threshold} --window-attn-{skip-freq} "
+        "--mtp-* --mhc-* --mamba-* --dsa-* --gdp-* --linear-{conv-kernel-dim,key-head-dim,num-key-heads,"
+        "num-value-heads,value-head-dim} --qk-clip-{alpha,threshold} --window-attn-{skip-freq} "
         "--glu-linear-offset= --activation-func-{clamp-value} --use-fused-weighted-squared-relu "
         "--fused-residual-rmsnorm --apply-wd-to-qk-layernorm --retro-{attention-gate,cyclic-train-iters,"
         "encoder-attention-dropout,encoder-hidden-dropout,encoder-layers,no-verify-neighbor-count,num-neighbors,"
@@ -579,21 +556,7 @@ MEGATRON_RULES = by_name(
         "the loss is that of the next token; leave it out",
     ),
     ignored(
-        "--rl-{calculate-intra-group-similarity,consumption-granularity,default-temperature,default-top-k,"
-        "default-top-p,durable-rollout-bank,generation-batch-size,generation-lag,importance-sampling-truncation-coef,"
-        "inference-expert-model-parallel-size,inference-expert-tensor-model-parallel-size,"
-        "inference-logprobs-is-correction,inference-model-unified-memory-level,inference-parsers,"
-        "inference-pipeline-model-parallel-size,inference-tensor-model-parallel-size,kv-cache-management-mode,"
-        "max-inflight-requests,num-parallel-generation-batches,num-parallel-generations,"
-        "offload-inference-model-weights-when-idle,offload-kv-cache-during-training,"
-        "offload-optimizer-during-inference,parallel-generation-tasks,partial-rollouts,persist-cuda-graphs,profile,"
-        "profile-dir,prompts-per-eval,remove-kv-cache-during-training,reset-cuda-graphs,rollout-bank-dir,"
-        "rollout-bank-max-bytes,sequence-packing-algo,sequence-packing-bin-size,"
-        "sequence-packing-max-sequences-per-bin,skip-bos-token,submission-granularity,training-cuda-graphs,"
-        "use-sequence-packing,verify-model-weights-swap} --grpo-{clamp-eps-lower,clamp-eps-upper,default-temperature,"
-        "default-top-p,entropy-term-weight,filter-groups-with-same-reward,group-size,iterations,kl-beta,"
-        "prompts-per-step} --langrl-{env-config,external-server,inference-server-conversation-template,"
-        "inference-server-type} --refit-method= --kd-{alpha-ce,beta-ce,temp} --num-layers-teacher= "
+        "--rl-* --grpo-* --langrl-* --refit-method= --kd-{alpha-ce,beta-ce,temp} --num-layers-teacher= "
         "--num-experts-teacher= --hidden-size-teacher= --num-attention-heads-teacher=",
         "a setting of --perform-rl-step, --kd or --mos",
     ),
@@ -699,22 +662,7 @@ MEGATRON_RULES = by_name(
     # Generation
     ignored(
         "--temperature= --top-k= --top-p= --out-seq-length= --sample-input-file= --sample-output-file= --num-samples="
-        " --genfile= --greedy --recompute --inference-{batch-times-seqlen-threshold,coordinator-port,"
-        "cuda-graph-all-prefills,cuda-graph-max-tokens,cuda-graph-scope,disable-ep-consensus,"
-        "disable-triton-nvls-kernels,dynamic-batching,dynamic-batching-async-sched-mode,dynamic-batching-block-size,"
-        "dynamic-batching-buffer-guaranteed-fraction,dynamic-batching-buffer-overflow-factor,"
-        "dynamic-batching-buffer-size-gb,dynamic-batching-cuda-graph-max-tokens,"
-        "dynamic-batching-cuda-graph-mixed-prefill-count,dynamic-batching-cuda-graph-sizing-distribution,"
-        "dynamic-batching-logprobs-mode,dynamic-batching-mamba-memory-ratio,dynamic-batching-max-requests,"
-        "dynamic-batching-max-requests-override,dynamic-batching-max-tokens,dynamic-batching-max-tokens-override,"
-        "dynamic-batching-num-cuda-graphs,dynamic-batching-paused-buffer-size-gb,dynamic-batching-prefix-caching,"
-        "dynamic-batching-prefix-caching-coordinator-policy,dynamic-batching-prefix-caching-eviction-policy,"
-        "dynamic-batching-prefix-caching-mamba-gb,dynamic-batching-prefix-caching-routing-alpha,"
-        "dynamic-batching-sampling-backend,dynamic-batching-track-generated-token-events,"
-        "dynamic-batching-track-paused-request-events,dynamic-batching-unified-memory-level,fuse-tp-communication,"
-        "grouped-gemm-backend,logging-step-interval,max-batch-size,max-requests,max-seq-length,"
-        "moe-disable-fused-quant-kernels,moe-token-dispatcher-type,rng-tracker,shards,text-gen-server-logging,"
-        "use-synchronous-zmq-collectives,wandb-logging} --max-tokens-to-oom= --flash-decode --decode-only-cuda-graphs"
+        " --genfile= --greedy --recompute --inference-* --max-tokens-to-oom= --flash-decode --decode-only-cuda-graphs"
         " --chunked-prefill --enable-chunked-prefill --nccl-all-reduce-for-prefill --mlp-chunks-for-prefill= "
         "--use-legacy-static-engine --num-speculative-tokens= --use-same-sampling-seed-across-dp-ranks "
         "--batch-invariant-backend= --ds-inference",
