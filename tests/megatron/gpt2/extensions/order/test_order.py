@@ -378,6 +378,11 @@ FAULTS = {
 IN_DEFAULT_RUN = ("missed wait for gradients", "collective in a save")
 
 
+def test_the_lines_of_the_faults_exist():
+    """The faults of the wide run name lines of the program by their text, which changes with the program."""
+    assert [name for name, fault in FAULTS.items() if not line_numbers(fault.file, fault.line)] == []
+
+
 @pytest.mark.parametrize(
     "fault",
     [
