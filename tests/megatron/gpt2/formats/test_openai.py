@@ -391,8 +391,8 @@ def test_what_is_written_is_read_by_two_ranks_of_fsdp(fsdp: Path, tmp_path: Path
 
 def test_the_heads_are_asked_for_and_the_vocabulary_is_cut(fsdp: Path):
     assert_refused(fsdp / "nanogpt", "does not contain its number of attention heads: give --num-attention-heads")
-    with pytest.raises(ValueError, match="convert .* --to native --num-attention-heads N"):
-        require_native_format(fsdp / "nanogpt")
+    with pytest.raises(ValueError, match="convert .* --to native --num-attention-heads 4; then"):
+        require_native_format(fsdp / "nanogpt", num_attention_heads=4)
     cut = opened(fsdp / "huggingface", replace(HINTS, vocab_size=99))
     assert cut.metadata["vocab_size"] == 99 and cut.tensors["exp_avg.word_embeddings.weight"].shape == (99, 48)
 
