@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run one part of the GPU benchmark, under 9 minutes on one H200. All output is written to DIR:
 #   bash benchmarks/gpu.sh PART DIR [flags of the part's program]
-# PART 1: benchmarks/first_minutes.py. PART 2 to 5: benchmarks/train.py --preset gpu, with flags such as --nanogpt CHECKOUT;
+# PART 1: benchmarks/gpu_first_minutes.py. PART 2 to 5: benchmarks/train.py --preset gpu, with flags such as --nanogpt CHECKOUT;
 # parts 3 and 4 use the fastest peer in the results of part 2 in DIR.
 # The same command skips results in DIR, and measures them again with --again. --smoke tries a part on a CPU.
 # Needs torch, numpy and safetensors, for the peers also transformers. $PYTHON is the interpreter (default: python3).
@@ -16,7 +16,7 @@ mkdir -p "$folder" || exit 2
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 if [ "$part" = 1 ]; then
     name=first_minutes
-    set -- "$here/first_minutes.py" --output "$folder" "$@"
+    set -- "$here/gpu_first_minutes.py" --output "$folder" "$@"
 else
     name=train_gpu_part$part
     set -- "$here/train.py" --preset gpu --part "$part" --output "$folder" "$@"

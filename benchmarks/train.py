@@ -6,7 +6,7 @@
     python benchmarks/train.py --preset gpu --part 2 --smoke --output DIR    # a quick check on the CPU
 
 An arm is one program with one configuration. The parts are those of benchmarks/gpu.sh; part 1 is
-benchmarks/first_minutes.py. Part 2: 345M with all arms. Parts 3 and 4: 774M and 1.5B, ours compiled and the fastest
+benchmarks/gpu_first_minutes.py. Part 2: 345M with all arms. Parts 3 and 4: 774M and 1.5B, ours compiled and the fastest
 peer of part 2. Part 5: only ours, at 345M with dropout, recomputation and the settings of 2019, and one of 8 ranks of
 8.3B.
 

@@ -14,7 +14,7 @@ from data_utils.indexed_dataset import IndexedDatasetBuilder, token_dtype
 from megatron.gpt2.config import ModelConfig
 
 MODELS = {"124M": (12, 768, 12), "345M": (24, 1024, 16), "774M": (36, 1280, 20), "1.5B": (48, 1600, 25)}
-# For each part of benchmarks/gpu.sh, this is (model, b, micro-batches). Part 1 is benchmarks/first_minutes.py.
+# For each part of benchmarks/gpu.sh, this is (model, b, micro-batches). Part 1 is benchmarks/gpu_first_minutes.py.
 PARTS = {2: ("345M", 32, 1), 3: ("774M", 16, 2), 4: ("1.5B", 16, 2), 5: ("345M", 32, 1)}
 LR, WEIGHT_DECAY, BETAS, CLIP_GRAD, SEED = 1e-4, 0.1, (0.9, 0.95), 1.0, 1234
 TOKENS = 1 << 22  # The file has at most this number of tokens. Arms that need more tokens read the file again.

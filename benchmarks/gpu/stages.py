@@ -1,5 +1,5 @@
-"""The stages of `benchmarks/first_minutes.py`, except `tables`: the properties of the GPU, losses that must be those of
-a CPU, whole steps, and the kernels of a step."""
+"""The stages of `benchmarks/gpu_first_minutes.py`, except `tables`: the properties of the GPU, losses that must be
+those of a CPU, whole steps, and the kernels of a step."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from benchmarks import harness, train_worker
-from benchmarks.first_minutes import CaseRecorder, free_memory
 from benchmarks.gpu.tables import tables
+from benchmarks.gpu_first_minutes import CaseRecorder, free_memory
 from benchmarks.harness import ROOT, milliseconds
 from benchmarks.profile_step import profile_train_step
 from benchmarks.train import run_arm

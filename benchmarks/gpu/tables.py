@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mpu
 from benchmarks import harness
-from benchmarks.first_minutes import CaseRecorder, is_broken
+from benchmarks.gpu_first_minutes import CaseRecorder, is_broken
 from benchmarks.harness import milliseconds
 
 if TYPE_CHECKING:

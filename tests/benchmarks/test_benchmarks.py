@@ -129,7 +129,7 @@ def first_minutes_are_complete(result: dict[str, Any]) -> None:
 SMOKE: dict[str, Callable[[dict[str, Any]], object]] = {
     "train.py --preset cpu --arms 'ours eager,HF eager'": training_agrees,
     "generation.py --rounds 1": texts_are_equal,
-    "first_minutes.py": first_minutes_are_complete,
+    "gpu_first_minutes.py": first_minutes_are_complete,
     "checkpoint.py": lambda result: min(result["ratios"].values()) > 0 or pytest.fail("no ratio"),
     "data.py --only loading": lambda result: result["loading"]["times_nanogpt"] > 1 or pytest.fail("slower"),
     "memory.py": lambda result: 0.9 < result["runs"][0]["ratio"] < 1.1 or pytest.fail(f"{result}"),
@@ -163,7 +163,7 @@ def test_a_different_peer_is_not_timed(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_recorded_cases_are_not_measured_again(tmp_path: Path) -> None:
     """Recorded cases are skipped. Results of different versions are moved to a different file."""
-    part, first = "first_minutes.py --stages machine", tmp_path / "first_minutes.json"
+    part, first = "gpu_first_minutes.py --stages machine", tmp_path / "first_minutes.json"
     before = run(tmp_path, part)[2]["stages"]["machine"]["cases"]
     _, output, result = run(tmp_path, part)
     assert "machine: already measured" in output and result["stages"]["machine"]["cases"] == before

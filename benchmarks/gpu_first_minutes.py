@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Measure a GPU before comparisons: part 1 of benchmarks/gpu.sh.
 
-    python benchmarks/first_minutes.py --output DIR              # on a GPU, under 9 minutes
-    python benchmarks/first_minutes.py --output DIR --smoke      # a quick check with tiny models on the CPU
+    python benchmarks/gpu_first_minutes.py --output DIR              # on a GPU, under 9 minutes
+    python benchmarks/gpu_first_minutes.py --output DIR --smoke      # a quick check with tiny models on the CPU
 
 The stages are `machine`, `expandable`, `modes`, `tests`, `steps`, `kernels` and `tables`, in this order, see
 benchmarks/gpu/stages.py and tables.py. A stage runs in a separate process with a time limit. It writes each case to
@@ -220,7 +220,7 @@ def main(argv: list[str] | None = None) -> int:
         return write_expected_losses(args.output)
     if not args.smoke and not torch.cuda.is_available():
         print(
-            "benchmarks/first_minutes.py: torch finds no GPU; use --smoke to try the program on the CPU",
+            "benchmarks/gpu_first_minutes.py: torch finds no GPU; use --smoke to try the program on the CPU",
             file=sys.stderr,
         )
         return 2
