@@ -28,35 +28,48 @@ def philox_4x64(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
-def dropout_kernel(
-    x, out, seeds, b, h, first_position, dropped, keep_scale, LOCATION: tl.constexpr, BLOCKS: tl.constexpr
+def random_draws(
+    seeds, row, block, b, h, first_position, LOCATION: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr
 ):
-    """A row is one position of one sample, [h]; program_id is (row, part of the row)."""
-    row = tl.program_id(0)
+    """The random draws of some blocks of some rows, int16 [ROWS, 16 * SIZE]. A row is one position of one sample.
+
+    row: [ROWS]. block: [SIZE], the numbers of the blocks in each row.
+    """
     key = seeds + row % b * 3
     seed, sample, layer = tl.load(key), tl.load(key + 1), tl.load(key + 2)
-    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     position = (first_position + row // b).to(tl.int64)
-    number = (position * tl.cdiv(h, 16) + block + 1).to(tl.uint64)
+    number = (position[:, None] * tl.cdiv(h, 16) + block[None, :] + 1).to(tl.uint64)
     same = tl.zeros_like(number)
     w0, w1, w2, w3 = philox_4x64(
         number,
-        same + sample.to(tl.uint64),
-        same + (layer << 8 | LOCATION).to(tl.uint64),
+        same + sample.to(tl.uint64)[:, None],
+        same + (layer << 8 | LOCATION).to(tl.uint64)[:, None],
         same,
-        same + seed.to(tl.uint64),
+        same + seed.to(tl.uint64)[:, None],
         same,
     )
-    word = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(BLOCKS * 4)  # Each block has the words w0, w1, w2, w3.
-    draw = tl.join(
+    # Each block has the words w0, w1, w2, w3.
+    word = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(ROWS, SIZE * 4)
+    return tl.join(
         tl.join(word.to(tl.int16), (word >> 32).to(tl.int16)),
         tl.join((word >> 16).to(tl.int16), (word >> 48).to(tl.int16)),
-    ).reshape(BLOCKS * 16)
+    ).reshape(ROWS, SIZE * 16)
+
+
+@triton.jit
+def dropout_kernel(
+    x, out, seeds, b, h, first_position, dropped, keep_scale, LOCATION: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """program_id is (row, part of the row)."""
+    row = tl.program_id(0)
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    draw = random_draws(seeds, row + tl.arange(0, 1), block, b, h, first_position, LOCATION, 1, BLOCKS)
     column = tl.program_id(1) * BLOCKS * 16 + tl.arange(0, BLOCKS * 16)
     at = row.to(tl.int64) * h + column
     value = tl.load(x + at, mask=column < h)
     raised = (value.to(tl.float32) * keep_scale).to(value.dtype)
-    tl.store(out + at, tl.where(draw >= dropped, raised, tl.zeros_like(raised)), mask=column < h)
+    kept = draw.reshape(BLOCKS * 16) >= dropped
+    tl.store(out + at, tl.where(kept, raised, tl.zeros_like(raised)), mask=column < h)
 
 
 def dropout_on_gpu(
