@@ -200,11 +200,13 @@ class ColumnParallelLinear(ParallelLinear):
         self.gather_output = gather_output
         self._make_weights((output_size, input_size), 0, bias, init_method)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., input_size] -> [..., output_size/tp], or [..., output_size] with gather_output."""
+    def forward(self, x: Tensor, *, bias_gradient: bool = True) -> Tensor:
+        """[..., input_size] -> [..., output_size/tp], or [..., output_size] with gather_output. bias_gradient: False
+        if a function that uses the output computes the gradient of b."""
         group = self.group if self.world_size > 1 else None
         is_part = self.sequence_parallel and group is not None
-        y = linear(x, self.weight, self.bias, self.weight_grad_fn, group, is_part)
+        bias = self.bias if bias_gradient or self.bias is None else self.bias.detach()
+        y = linear(x, self.weight, bias, self.weight_grad_fn, group, is_part)
         return gather_from_model_parallel_region(y, self.group) if self.gather_output else y
 
 
@@ -235,14 +237,16 @@ class RowParallelLinear(ParallelLinear):
         if bias and sequence_parallel:
             mark_sequence_parallel([self.get_parameter("bias")])
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., input_size/tp], or [..., input_size] unless input_is_parallel -> [..., output_size]."""
+    def forward(self, x: Tensor, *, skip_bias_add: bool = False) -> Tensor:
+        """[..., input_size/tp], or [..., input_size] unless input_is_parallel -> [..., output_size]. skip_bias_add: the
+        caller adds b."""
         if not self.input_is_parallel:
             x = scatter_to_model_parallel_region(x, self.group)
+        bias = None if skip_bias_add else self.bias
         if self.world_size == 1:
-            return linear(x, self.weight, self.bias, self.weight_grad_fn)  # XAᵀ + b
+            return linear(x, self.weight, bias, self.weight_grad_fn)  # XAᵀ + b
         y = self.reduce(linear(x, self.weight, None, self.weight_grad_fn))
-        return y if self.bias is None else y + self.bias.to(y.dtype)  # y has a lower precision under torch.autocast.
+        return y if bias is None else y + bias.to(y.dtype)  # y has a lower precision under torch.autocast.
 
 
 class _EmbeddingWithGradHook(torch.autograd.Function):

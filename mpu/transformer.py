@@ -179,12 +179,18 @@ class ParallelSelfAttention(nn.Module):
         return qkv.view(*qkv.shape[:2], -1, 3, self.head_size)
 
     def compute_attention(
-        self, qkv: Tensor, packed_seq_params: PackedSeqParams | None, dropout_seeds: Tensor | None, first_head: int
+        self,
+        qkv: Tensor,
+        packed_seq_params: PackedSeqParams | None,
+        dropout_seeds: Tensor | None,
+        first_head: int,
+        bias: Tensor | None = None,
     ) -> Tensor:
-        """Compute attention of some heads, starting at head `first_head`: [s, b, n/tp, 3, d] -> [s, b, h/tp]."""
+        """Compute attention of some heads, starting at head `first_head`: [s, b, n/tp, 3, d] -> [s, b, h/tp]. bias: see
+        `kernels.causal_attention`; only without documents and dropout."""
         dropout_p = self.attention_dropout if self.training else 0.0
         if dropout_p == 0 and packed_seq_params is None:
-            return kernels.causal_attention(qkv, 0.0)
+            return kernels.causal_attention(qkv, 0.0, bias)
         is_static = packed_seq_params is None and dropout_seeds is not None
         attention = core_attention if is_static else self.dynamic_attention
         return attention(qkv, dropout_p, packed_seq_params, dropout_seeds, first_head)

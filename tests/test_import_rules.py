@@ -27,6 +27,7 @@ LEVELS: dict[str, list[str]] = {
         "layers cross_entropy",
         "attention megatron_2019",
         "transformer",
+        "fused_transformer",
     ],
     "data_utils": [
         "files command_line",

@@ -32,6 +32,7 @@ from mpu.kernels.cross_entropy import (
     vocab_parallel_softmax,
 )
 from mpu.kernels.dropout import seeded_dropout
+from mpu.kernels.layer import add_norm, gelu_with_bias_gradient, has_fused_layer
 from mpu.kernels.linear import (
     linear_in_float32_blocks,
     matrix_vector_product,
@@ -44,9 +45,12 @@ from mpu.kernels.linear import (
 __all__ = [
     "MatmulAccumulator",
     "VocabParallelTargets",
+    "add_norm",
     "cast_for_autocast",
     "causal_attention",
     "gelu_tanh",
+    "gelu_with_bias_gradient",
+    "has_fused_layer",
     "has_seeded_attention",
     "linear_without_gradient",
     "rows_in_cache",
@@ -139,15 +143,16 @@ def has_seeded_attention(device: str) -> bool:
     return device == "cpu"
 
 
-def causal_attention(qkv: Tensor, dropout_p: float) -> Tensor:
+def causal_attention(qkv: Tensor, dropout_p: float, bias: Tensor | None = None) -> Tensor:
     """softmax(QKᵀ/√d, keys up to the query's position) V for each head, with dropout of the probabilities.
 
     qkv: [s, b, n, 3, d]; each head has its query, key and value side by side. Returns [s, b, n·d].
+    bias: [3·n·d], is already in qkv; backward sums its gradient. Only if `has_fused_layer(qkv)`.
     """
     is_slow = cpu_features.HAS_AMX and qkv.is_cpu and qkv.dtype == torch.bfloat16
     if is_slow and dropout_p == 0 and torch.is_grad_enabled():
         return attention_with_blockwise_backward(qkv)
-    return fused_attention(qkv, dropout_p)
+    return fused_attention(qkv, dropout_p, bias)
 
 
 def varlen_causal_attention(qkv: Tensor, dropout_p: float, lengths: Sequence[int], cu_seqlens: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mpu.kernels import cpu_features
 from mpu.kernels.dropout import ELEMENTS, keep_scale, random_draws, sample_masks, zero_dropped
+from mpu.kernels.layer import split_qkv
 
 # The number of queries in a block of the blockwise backward. Smaller blocks mean smaller matrix products; larger blocks
 # compute more scores that the causal mask discards. Only the scores of one block exist at a time.
@@ -26,12 +27,15 @@ SCORES = 3 << 18
 SAVED_UP_TO = 512
 
 
-def fused_attention(qkv: Tensor, dropout_p: float) -> Tensor:
-    """softmax(QKᵀ/√d, keys up to the query's position) V: [s, b, n, 3, d] -> [s, b, n·d].
+def fused_attention(qkv: Tensor, dropout_p: float, bias: Tensor | None = None) -> Tensor:
+    """softmax(QKᵀ/√d, keys up to the query's position) V: [s, b, n, 3, d] -> [s, b, n·d]. bias: see `split_qkv`.
 
     Used on every GPU, where torch selects FlashAttention, cuDNN or a different kernel, and on a CPU in fp32.
     """
-    q, k, v = qkv.permute(3, 1, 2, 0, 4).unbind(0)  # [s, b, n, 3, d] -> [3, b, n, s, d] -> three of [b, n, s, d]
+    if qkv.is_cuda or bias is not None:
+        q, k, v = split_qkv(qkv, bias)
+    else:
+        q, k, v = qkv.permute(3, 1, 2, 0, 4).unbind(0)  # [s, b, n, 3, d] -> [3, b, n, s, d] -> three of [b, n, s, d]
     y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)
     return y.permute(2, 0, 1, 3).flatten(2)  # [b, n, s, d] -> [s, b, n, d] -> [s, b, n·d]
 

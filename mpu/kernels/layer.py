@@ -1,8 +1,8 @@
 """The parts of a transformer layer between its matrix products, for a GPU, whose speed they take from its memory.
 
-    gelu             gelu(x); backward also sums the gradient of the bias in x
-    split_qkv        queries, keys and values; backward copies their gradients once, with the sum for their bias
-    add_norm         out = x + dropout(branch + bias), y = norm(out); backward also sums the gradient of the bias
+    add_norm                   out = x + dropout(branch + bias) and y = norm(out); backward also sums for the bias
+    split_qkv                  queries, keys and values; backward copies their gradients once, and sums for the bias
+    gelu_with_bias_gradient    gelu(x); backward also sums for the bias in x
 
 With them a layer without dropout moves 44 times the elements of its input through memory between its products,
 compared with 63 with torch's operators and 56 with torch.compile; with dropout 46, 71 and 65. These are counts of
@@ -21,15 +21,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpu.kernels.dropout import _seeded_dropout
+from mpu.kernels.dropout import DROPOUT
 from mpu.kernels.triton_kernel import TritonKernel, example_tensor
 
 # Of the hidden states: seeds [b, 3] as in `seeded_dropout`, or None without dropout; p; location; first position.
 HiddenDropout = tuple[Tensor | None, float, int, int]
+WIDEST = 4096  # elements of a row whose sums a GPU's registers hold
 NO_DROPOUT: HiddenDropout = (None, 0.0, 0, 0)
 
 
-def gelu(x: Tensor, bias: Tensor, approximate: str) -> Tensor:
+def has_fused_layer(x: Tensor) -> bool:
+    """True if the functions below support hidden states x [..., h]. They are for a GPU."""
+    is_supported = x.dtype in (torch.float32, torch.bfloat16, torch.float16) and x.size(-1) <= WIDEST
+    return x.is_cuda and is_supported and not torch.is_autocast_enabled("cuda")
+
+
+def gelu_with_bias_gradient(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
     """gelu(x) of any shape [..., f]. bias: [f], is already in x; it gets the sum of x's gradient."""
     out: Tensor = _Gelu.apply(x, bias, approximate)  # type: ignore[no-untyped-call]
     return out
@@ -65,7 +72,7 @@ class _Gelu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return *gelu_backward(dy, *ctx.saved_tensors, ctx.approximate), None
+        return *GELU_BACKWARD(dy, *ctx.saved_tensors, ctx.approximate), None
 
 
 class _SplitQKV(torch.autograd.Function):
@@ -76,7 +83,7 @@ class _SplitQKV(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        stacked, total = stack_qkv(*(grad.permute(2, 0, 1, 3) for grad in grads))  # [b, n, s, d] -> [s, b, n, d]
+        stacked, total = STACK_QKV(*(grad.permute(2, 0, 1, 3) for grad in grads))  # [b, n, s, d] -> [s, b, n, d]
         return stacked, total if ctx.has_bias else None
 
 
@@ -97,7 +104,7 @@ class _AddNorm(torch.autograd.Function):
             assert weight is not None
             out, (y, mean, rstd) = x.view_as(x), torch.native_layer_norm(x, weight.shape, weight, norm_bias, eps)
         else:
-            out, y, mean, rstd = residual_norm(x, branch, bias, weight, norm_bias, eps, seeds, *place)
+            out, y, mean, rstd = ADD_NORM(x, branch, bias, weight, norm_bias, eps, seeds, *place)
         normed = x if branch is None else out
         ctx.save_for_backward(*((None,) * 3 if weight is None else (normed, mean, rstd)), weight, seeds)
         ctx.place, ctx.has_branch = place, branch is not None
@@ -107,12 +114,11 @@ class _AddNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, mean, rstd, weight, seeds = ctx.saved_tensors
         of_norm = (dy, x, mean, rstd, weight) if weight is not None else (None,) * 5
-        dx, d_branch, of_vectors = residual_norm_backward(grad, *of_norm, seeds, *ctx.place)
+        dx, d_branch, of_vectors = ADD_NORM_BACKWARD(grad, *of_norm, seeds, *ctx.place)
         dx = grad if weight is None else dx
         d_branch = dx if seeds is None else d_branch
         of_branch = (d_branch, of_vectors[0]) if ctx.has_branch else (None, None)
-        of_norm = (None, None) if weight is None else (of_vectors[1], of_vectors[2])
-        return dx, *of_branch, *of_norm, *[None] * 5
+        return dx, *of_branch, *((None, None) if weight is None else of_vectors[1:].unbind()), *[None] * 5
 
 
 # --- the operators: the reference in PyTorch, the Triton kernel, examples, and shapes without values ------------------
@@ -170,7 +176,7 @@ def _add_norm(
     Without a norm (weight) the last three are empty."""
     branch = branch.float() + bias.float()
     if seeds is not None:
-        branch = _seeded_dropout(branch, p, seeds, location, first_position)
+        branch = DROPOUT.reference(branch, p, seeds, location, first_position)
     out = (x.float() + branch).to(x.dtype)
     if weight is None or norm_bias is None:
         empty = x.new_empty(0)
@@ -223,7 +229,7 @@ def _add_norm_backward(
         dx = (total + inverse * (of_normed - of_normed.mean(dim=-1, keepdim=True) - normed * along)).to(grad.dtype)
         total, of_norm = dx.float(), [dy.float() * normed, dy.float()]
     if seeds is not None:
-        total = _seeded_dropout(total, p, seeds, location, first_position)
+        total = DROPOUT.reference(total, p, seeds, location, first_position)
         d_branch = total.to(grad.dtype)
     return dx, d_branch, torch.stack([total, *of_norm]).sum(dim=(1, 2)).to(grad.dtype)
 
@@ -258,10 +264,10 @@ def _add_norm_backward_shapes(grad: Tensor, *rest: Any) -> Any:
     return *(grad.new_empty(size) for size in sizes), grad.new_empty(1 if weight is None else 3, grad.size(-1))
 
 
-gelu_backward = TritonKernel("gelu_backward", _gelu_backward, _gelu_backward_in_triton, _gelu_examples)
-stack_qkv = TritonKernel("stack_qkv", _stack_qkv, _stack_qkv_in_triton, _qkv_examples)
-residual_norm = TritonKernel("add_norm", _add_norm, _add_norm_in_triton, _add_norm_examples, fake=_add_norm_shapes)
-residual_norm_backward = TritonKernel(
+GELU_BACKWARD = TritonKernel("gelu_backward", _gelu_backward, _gelu_backward_in_triton, _gelu_examples)
+STACK_QKV = TritonKernel("stack_qkv", _stack_qkv, _stack_qkv_in_triton, _qkv_examples)
+ADD_NORM = TritonKernel("add_norm", _add_norm, _add_norm_in_triton, _add_norm_examples, fake=_add_norm_shapes)
+ADD_NORM_BACKWARD = TritonKernel(
     "add_norm_backward",
     _add_norm_backward,
     _add_norm_backward_in_triton,

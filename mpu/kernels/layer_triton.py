@@ -144,9 +144,9 @@ def add_norm_backward_kernel(
     t, b, h, rows, first_position, dropped, keep_scale,
     LOCATION: tl.constexpr, DROPOUT: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dx = grad + the gradient of norm(x); d_branch = dropout(dx); sums [programs, 3 or 1, h] of d_branch and,
-    with NORM, for the gradients of the norm's weight and bias. Without NORM dx is grad, and is not written. Without DROPOUT
-    d_branch is dx, and is not written. program_id is the number of a block of `rows` rows."""
+    """dx = grad + the gradient of norm(x); d_branch = dropout(dx); sums [programs, 3 or 1, h] of d_branch and, with
+    NORM, for the gradients of the norm's weight and bias. Without NORM dx is grad, and is not written. Without
+    DROPOUT d_branch is dx, and is not written. program_id is the number of a block of `rows` rows."""
     column = tl.arange(0, BLOCK)
     real = column < h
     if NORM:

@@ -144,4 +144,5 @@ def _results(function: Callable[..., Any], example: Sequence[Any]) -> list[Tenso
     ]
     made = function(*args)
     found = [made, *args] if isinstance(made, Tensor) else [*(made or ()), *args]
-    return [x for value in found for x in (value if isinstance(value, list) else [value]) if isinstance(x, Tensor)]
+    tensors = (x for value in found for x in (value if isinstance(value, list) else [value]))
+    return [x for x in tensors if isinstance(x, Tensor) and x.numel()]

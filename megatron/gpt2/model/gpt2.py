@@ -66,8 +66,12 @@ class TransformerBlock(nn.Module):
         # The block calls the hook before each layer's forward.
         self.layer_pre_hook: Callable[[int], object] = lambda number: None
 
+        # The fused layer is for the default parts. On a CPU it computes what ParallelTransformerLayer computes.
+        is_default = submodules == mpu.DEFAULT_SUBMODULES
+        layer_class = mpu.FusedTransformerLayer if is_default else mpu.ParallelTransformerLayer
+
         def layer(number: int) -> mpu.ParallelTransformerLayer:
-            return mpu.ParallelTransformerLayer(
+            return layer_class(
                 config,
                 init_method_for=lambda name: init_method_for(f"transformer.layers.{number}.{name}"),
                 submodules=submodules,
