@@ -27,7 +27,6 @@ from torch.nn.functional import dropout as dropout  # `mpu.dropout` was public u
 from mpu.activation_offload import ActivationOffload
 from mpu.attention import PackedSeqParams
 from mpu.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
-from mpu.fused_transformer import FusedTransformerLayer
 from mpu.grads import (
     all_reduce_sequence_parallel_grads,
     all_reduced_squared_norm,
@@ -109,7 +108,6 @@ __all__ = [
     "ActivationOffload",
     "ColumnParallelLinear",
     "DEFAULT_SUBMODULES",
-    "FusedTransformerLayer",
     "KeyValueCache",
     "LayerNorm",
     "ModelSubmodules",

@@ -150,7 +150,7 @@ def causal_attention(qkv: Tensor, dropout_p: float, bias: Tensor | None = None) 
     bias: [3·n·d], is already in qkv; backward sums its gradient. Only if `has_fused_layer(qkv)`.
     """
     is_slow = cpu_features.HAS_AMX and qkv.is_cpu and qkv.dtype == torch.bfloat16
-    if is_slow and dropout_p == 0 and torch.is_grad_enabled():
+    if is_slow and dropout_p == 0 and torch.is_grad_enabled() and bias is None:
         return attention_with_blockwise_backward(qkv)
     return fused_attention(qkv, dropout_p, bias)
 

@@ -7,6 +7,7 @@ must be enabled before Triton is imported, so `test_kernels.py` runs this file i
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,10 +19,20 @@ from mpu import kernels
 from mpu.cross_entropy import loss_from_stats, vocab_parallel_targets
 from mpu.kernels.cross_entropy import CROSS_ENTROPY_GRADIENT, VOCAB_STATISTICS
 from mpu.kernels.dropout import DROPOUT
+from mpu.kernels.layer import ADD_NORM, ADD_NORM_BACKWARD, GELU_BACKWARD, STACK_QKV
 from mpu.kernels.triton_kernel import TritonKernel
+from tests.mpu.kernels import test_layer
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-KERNELS: list[TritonKernel[Any, Any]] = [DROPOUT, VOCAB_STATISTICS, CROSS_ENTROPY_GRADIENT]
+KERNELS: list[TritonKernel[Any, Any]] = [
+    DROPOUT,
+    VOCAB_STATISTICS,
+    CROSS_ENTROPY_GRADIENT,
+    GELU_BACKWARD,
+    STACK_QKV,
+    ADD_NORM,
+    ADD_NORM_BACKWARD,
+]
 ULP = {dtype: torch.finfo(dtype).eps for dtype in DTYPES}
 
 
@@ -78,3 +89,41 @@ def combined(stats: Tensor) -> Tensor:
     largest, total, target_logit = stats.unbind(1)
     whole = largest.amax(dim=0)
     return torch.stack((whole, (total * (largest - whole).exp()).sum(dim=0), target_logit.sum(dim=0)))
+# --- a layer ----------------------------------------------------------------------------------------------------------
+
+
+RESULTS = {GELU_BACKWARD: 2, STACK_QKV: 2, ADD_NORM: 4, ADD_NORM_BACKWARD: 3}
+
+
+@pytest.mark.parametrize(("kernel", "number"), [(kernel, n) for kernel in RESULTS for n in range(RESULTS[kernel])])
+def test_its_own_check_finds_a_wrong_number_in_each_result(
+    kernel: TritonKernel[Any, Any], number: int, monkeypatch: pytest.MonkeyPatch
+):
+    right = kernel.kernel
+
+    def wrong(*args: Any) -> Any:
+        made = right(*args)
+        if made[number].numel():
+            made[number].view(-1)[-1] += 0.1 * made[number].abs().max()
+        return made
+
+    monkeypatch.setattr(kernel, "kernel", wrong)
+    assert "differs from its reference" in kernel.compare(torch.device("cpu"), torch.bfloat16)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize(("h", "heads", "dtype"), zip((40, 150, 600), (4, 3, 5), DTYPES, strict=True))
+def test_a_layer_is_as_exact_as_the_plain_layer(h: int, heads: int, dtype: torch.dtype, dropout: float):
+    """Output and gradients, compared with the plain layer in float64."""
+    mpu.initialize_model_parallel(1)
+    config = mpu.TransformerConfig(h, heads, 2 * h + 1, hidden_dropout=dropout, gelu="erf" if dropout else "tanh")
+    plain, fused = (layer.to(dtype) for layer in test_layer.layers(config))
+    x = torch.randn(7, 3, h).to(dtype)
+    seeds = mpu.make_dropout_seeds(5, torch.arange(3), 2)[1] if dropout else None
+    with test_layer.fused_on_a_cpu(), mock.patch.object(TritonKernel, "__call__", TritonKernel.run):
+        of_kernels = test_layer.results(fused, x, seeds)
+    of_torch = test_layer.results(plain, x, seeds)
+    plain.zero_grad()
+    exact = test_layer.results(plain.double(), x.double(), seeds)
+    errors = [test_layer.greatest_difference(exact, found) for found in (of_kernels, of_torch)]
+    assert errors[0] < 1.5 * errors[1] < 20 * torch.finfo(dtype).eps

@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 
 import mpu
 from megatron.gpt2.config import ModelConfig
+from mpu.fused_transformer import FusedTransformerLayer
 from mpu.initialize import group_rank_and_size
 from mpu.layers import InitMethod
 from mpu.mappings import enter_model_parallel_region
@@ -68,7 +69,7 @@ class TransformerBlock(nn.Module):
 
         # The fused layer is for the default parts. On a CPU it computes what ParallelTransformerLayer computes.
         is_default = submodules == mpu.DEFAULT_SUBMODULES
-        layer_class = mpu.FusedTransformerLayer if is_default else mpu.ParallelTransformerLayer
+        layer_class = FusedTransformerLayer if is_default else mpu.ParallelTransformerLayer
 
         def layer(number: int) -> mpu.ParallelTransformerLayer:
             return layer_class(

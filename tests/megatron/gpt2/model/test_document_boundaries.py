@@ -53,7 +53,7 @@ def masks_and_positions(data: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def dense_attention(seen: Tensor) -> Any:
-    def attention(qkv: Tensor, dropout_p: float) -> Tensor:
+    def attention(qkv: Tensor, dropout_p: float, bias: None) -> Tensor:
         q, k, v = qkv.permute(3, 1, 2, 0, 4)  # [b, n, s, d]
         scores = (q @ k.transpose(-1, -2) / qkv.size(-1) ** 0.5).masked_fill(~seen.unsqueeze(1), -torch.inf)
         return (scores.softmax(-1) @ v).permute(2, 0, 1, 3).flatten(2)

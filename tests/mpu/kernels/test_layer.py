@@ -1,0 +1,113 @@
+"""The transformer layer of a GPU, with the PyTorch references of its kernels: its output and gradients are those of the
+plain layer, on one rank and on two, and it compiles to one graph."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import mpu
+from mpu import kernels
+from mpu.fused_transformer import FusedTransformerLayer
+from tests.distributed import run_ranks
+
+S, B, H = 6, 3, 40
+
+
+@contextlib.contextmanager
+def fused_on_a_cpu() -> Iterator[None]:
+    with mock.patch.object(kernels, "has_fused_layer", lambda x: True):
+        yield
+
+
+def layers(config: mpu.TransformerConfig) -> tuple[mpu.ParallelTransformerLayer, FusedTransformerLayer]:
+    """Return a plain and a fused layer with the same random parameters, also for biases and norms."""
+
+    def fill(weight: Tensor) -> Tensor:
+        return torch.nn.init.normal_(weight, std=weight.size(-1) ** -0.5, generator=torch.Generator().manual_seed(weight.numel()))
+
+    plain = mpu.ParallelTransformerLayer(config, init_method_for=lambda name: fill)
+    fused = FusedTransformerLayer(config, init_method_for=lambda name: fill)
+    for layer in (plain, fused):
+        for parameter in layer.parameters():
+            if parameter.dim() == 1:
+                with torch.no_grad():
+                    parameter.add_(fill(torch.empty_like(parameter)))
+    return plain, fused
+
+
+def results(layer: mpu.ParallelTransformerLayer, x: Tensor, seeds: Tensor | None) -> dict[str, Tensor]:
+    """Return the output, and the gradients of the input and the parameters."""
+    x = x.clone().requires_grad_()
+    y = layer(x, dropout_seeds=seeds)
+    y.backward(torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y).sin())
+    assert x.grad is not None
+    gradients = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+    return {"y": y.detach(), "x": x.grad, **gradients}
+
+
+def greatest_difference(expected: dict[str, Tensor], found: dict[str, Tensor]) -> float:
+    """Return the greatest difference, relative to the largest value of its tensor."""
+    assert expected.keys() == found.keys() and len(expected) == 2 + 12
+    return max(
+        ((found[name].double() - value.double()).abs().max() / value.double().abs().max()).item()
+        for name, value in expected.items()
+    )
+
+
+def difference(rank: int, world_size: int, dropout: float, gelu: str, sequence_parallel: bool) -> float:
+    mpu.initialize_model_parallel(world_size)
+    config = mpu.TransformerConfig(H, 4, 72, hidden_dropout=dropout, gelu=gelu, sequence_parallel=sequence_parallel)
+    plain, fused = layers(config)
+    x = torch.randn(S, B, H, generator=torch.Generator().manual_seed(1))
+    x = x.chunk(world_size)[rank] if sequence_parallel else x
+    seeds = mpu.make_dropout_seeds(5, torch.arange(B), 2)[1] if dropout else None
+    expected = results(plain, x, seeds)
+    with fused_on_a_cpu():
+        return greatest_difference(expected, results(fused, x, seeds))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize(
+    ("world_size", "sequence_parallel"), [(1, False), pytest.param(2, False, marks=pytest.mark.wide), (2, True)]
+)
+def test_the_fused_layer_equals_the_plain_layer(world_size: int, sequence_parallel: bool, dropout: float):
+    gelu = "tanh" if dropout else "erf"
+    for found in run_ranks(difference, world_size, dropout, gelu, sequence_parallel):
+        assert found < 1e-5
+
+
+@pytest.mark.parametrize("case", ["hooks", "selective", "attention_fn", "generator"])
+def test_it_is_the_plain_layer_for_what_the_kernels_do_not_support(case: str):
+    mpu.initialize_model_parallel(1)
+    recompute = {"recompute_granularity": "selective"} if case == "selective" else {}
+    config = mpu.TransformerConfig(H, 4, 72, hidden_dropout=0.1 if case == "generator" else 0.0, **recompute)
+    plain, fused = layers(config)
+    arguments: dict[str, Any] = (
+        {"attention_fn": lambda qkv: qkv[:, :, :, 2].flatten(2)} if case == "attention_fn" else {}
+    )
+    if case == "hooks":
+        fused.input_layernorm.register_forward_hook(lambda *_: None)
+    x, found = torch.randn(S, B, H), []
+    for layer in (plain, fused):
+        torch.manual_seed(3)
+        with fused_on_a_cpu(), mock.patch.object(kernels, "add_norm", side_effect=AssertionError):
+            found.append(layer(x, **arguments))
+    assert torch.equal(*found)
+
+
+def test_it_compiles_to_one_graph():
+    mpu.initialize_model_parallel(1)
+    plain, fused = layers(mpu.TransformerConfig(H, 4, 72))
+    x = torch.randn(S, B, H)
+    expected = results(plain, x, None)
+    torch._dynamo.reset()
+    with fused_on_a_cpu():
+        fused.compile(fullgraph=True, backend="aot_eager")
+        assert greatest_difference(expected, results(fused, x, None)) < 1e-5
