@@ -30,7 +30,8 @@ def layers(config: mpu.TransformerConfig) -> tuple[mpu.ParallelTransformerLayer,
     """Return a plain and a fused layer with the same random parameters, also for biases and norms."""
 
     def fill(weight: Tensor) -> Tensor:
-        return torch.nn.init.normal_(weight, std=weight.size(-1) ** -0.5, generator=torch.Generator().manual_seed(weight.numel()))
+        generator = torch.Generator().manual_seed(weight.numel())
+        return torch.nn.init.normal_(weight, std=weight.size(-1) ** -0.5, generator=generator)
 
     plain = mpu.ParallelTransformerLayer(config, init_method_for=lambda name: fill)
     fused = FusedTransformerLayer(config, init_method_for=lambda name: fill)
