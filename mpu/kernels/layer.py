@@ -264,11 +264,13 @@ def _add_norm_backward_shapes(grad: Tensor, *rest: Any) -> Any:
     return *(grad.new_empty(size) for size in sizes), grad.new_empty(1 if weight is None else 3, grad.size(-1))
 
 
-GELU_BACKWARD = TritonKernel("gelu_backward", _gelu_backward, _gelu_backward_in_triton, _gelu_examples)
+GELU_BACKWARD = TritonKernel("bias_gelu_backward", _gelu_backward, _gelu_backward_in_triton, _gelu_examples)
 STACK_QKV = TritonKernel("stack_qkv", _stack_qkv, _stack_qkv_in_triton, _qkv_examples)
-ADD_NORM = TritonKernel("add_norm", _add_norm, _add_norm_in_triton, _add_norm_examples, fake=_add_norm_shapes)
+ADD_NORM = TritonKernel(
+    "bias_dropout_add_norm", _add_norm, _add_norm_in_triton, _add_norm_examples, fake=_add_norm_shapes
+)
 ADD_NORM_BACKWARD = TritonKernel(
-    "add_norm_backward",
+    "bias_dropout_add_norm_backward",
     _add_norm_backward,
     _add_norm_backward_in_triton,
     _add_norm_backward_examples,

@@ -17,6 +17,7 @@ from mpu.kernels.dropout import drop_threshold, keep_scale
 from mpu.kernels.dropout_triton import random_draws
 
 PROGRAMS = 256  # that share the rows of a sum: two for each processor of an H100
+GELU_COLUMNS = 256  # elements of a row that a program of GELU's backward has at once
 TILE = 2048  # elements that a program has at once
 WARPS = TILE // 512  # 16 elements for each thread, which are one block of random draws
 
@@ -47,11 +48,11 @@ def gelu_backward(dy: Tensor, x: Tensor, approximate: str) -> tuple[Tensor, Tens
     dy, x = dy.contiguous(), x.contiguous()
     f = x.size(-1)
     t = x.numel() // f
-    dx, columns = torch.empty_like(x), 256
-    rows, blocks = _share_of_rows(t, TILE // columns)
+    dx, at_once = torch.empty_like(x), TILE // GELU_COLUMNS
+    rows, blocks = _share_of_rows(t, at_once)
     sums = x.new_empty(blocks, f, dtype=torch.float32)
-    gelu_backward_kernel[blocks, triton.cdiv(f, columns)](
-        dy, x, dx, sums, t, f, rows, TANH=approximate == "tanh", ROWS=TILE // columns, COLUMNS=columns, num_warps=WARPS
+    gelu_backward_kernel[blocks, triton.cdiv(f, GELU_COLUMNS)](
+        dy, x, dx, sums, t, f, rows, TANH=approximate == "tanh", ROWS=at_once, COLUMNS=GELU_COLUMNS, num_warps=WARPS
     )
     return dx, sums.sum(dim=0).to(x.dtype)
 
