@@ -89,6 +89,8 @@ def combined(stats: Tensor) -> Tensor:
     largest, total, target_logit = stats.unbind(1)
     whole = largest.amax(dim=0)
     return torch.stack((whole, (total * (largest - whole).exp()).sum(dim=0), target_logit.sum(dim=0)))
+
+
 # --- a layer ----------------------------------------------------------------------------------------------------------
 
 
@@ -112,7 +114,7 @@ def test_its_own_check_finds_a_wrong_number_in_each_result(
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize(("h", "heads", "dtype"), zip((40, 150, 600), (4, 3, 5), DTYPES, strict=True))
+@pytest.mark.parametrize(("h", "heads", "dtype"), list(zip((40, 150, 600), (4, 3, 5), DTYPES, strict=True)))
 def test_a_layer_is_as_exact_as_the_plain_layer(h: int, heads: int, dtype: torch.dtype, dropout: float):
     """Output and gradients, compared with the plain layer in float64."""
     mpu.initialize_model_parallel(1)
