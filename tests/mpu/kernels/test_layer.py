@@ -87,8 +87,8 @@ def test_the_fused_layer_equals_the_plain_layer(world_size: int, sequence_parall
 @pytest.mark.parametrize("case", ["hooks", "selective", "attention_fn", "generator"])
 def test_it_is_the_plain_layer_for_what_the_kernels_do_not_support(case: str):
     mpu.initialize_model_parallel(1)
-    recompute = {"recompute_granularity": "selective"} if case == "selective" else {}
-    config = mpu.TransformerConfig(H, 4, 72, hidden_dropout=0.1 if case == "generator" else 0.0, **recompute)
+    recompute, p = "selective" if case == "selective" else "none", 0.1 if case == "generator" else 0.0
+    config = mpu.TransformerConfig(H, 4, 72, hidden_dropout=p, recompute_granularity=recompute)
     plain, fused = layers(config)
     arguments: dict[str, Any] = (
         {"attention_fn": lambda qkv: qkv[:, :, :, 2].flatten(2)} if case == "attention_fn" else {}
