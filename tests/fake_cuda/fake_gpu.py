@@ -450,7 +450,7 @@ class FakeGPU(TorchDispatchMode):
             self._order.work(on_gpu, [*changed, *made], where())
         if (on_gpu or made) and name not in FREE and func.namespace in ("aten", "mpu"):
             shapes = tuple(tuple(x.shape) for x in on_gpu)
-            self.kernels.append(Kernel(name, *traffic(name, on_gpu, made), where(), shapes))
+            self.kernels.append(Kernel(name, *traffic(name, on_gpu, made or changed), where(), shapes))
         return out
 
     def _on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
