@@ -11,10 +11,11 @@ from mpu.transformer import AttentionFn, ParallelTransformerLayer, TransformerCo
 
 
 class FusedTransformerLayer(ParallelTransformerLayer):
-    """`ParallelTransformerLayer` with the functions of `kernels/layer.py` between its matrix products, if the hidden
-    states are on a GPU. It runs the base class's forward for everything that these functions do not support: a CPU,
-    generation, selective recomputation, masks from torch's generators, and hooks of the layer norms, which
-    here are no calls of these modules."""
+    """`ParallelTransformerLayer` with the functions of `kernels/layer.py` between its matrix products.
+
+    It runs the base class's forward for everything that these functions do not support: a CPU, generation, selective
+    recomputation and masks from torch's generators. It also does so if the first layer norm has a hook, because these
+    functions do not call the modules of the layer norms."""
 
     def __init__(self, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(config, **kwargs)

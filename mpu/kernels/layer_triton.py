@@ -16,7 +16,7 @@ from torch import Tensor
 from mpu.kernels.dropout import drop_threshold, keep_scale
 from mpu.kernels.dropout_triton import random_draws
 
-PROGRAMS = 256  # that share the rows of a sum: two for each processor of an H100
+PROGRAMS = 256  # These share the rows of a sum: two for each multiprocessor of an H100.
 GELU_COLUMNS = 256  # elements of a row that a program of GELU's backward has at once
 TILE = 2048  # elements that a program has at once
 WARPS = TILE // 512  # 16 elements for each thread, which are one block of random draws

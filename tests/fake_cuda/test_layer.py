@@ -20,7 +20,7 @@ NUMBERS = {
     **dict.fromkeys(FLOAT32, "*fp32"),
     "seeds": "*i64",
 }
-CASES: dict[str, list[dict[str, Any]]] = {  # kernel: constants besides the tile
+CASES: dict[str, list[dict[str, Any]]] = {  # The constants of each kernel, without its tile.
     "gelu_backward_kernel": [{"TANH": True}, {"TANH": False}],
     "stack_qkv_kernel": [{}],
     "add_norm_kernel": [{"LOCATION": 2, "DROPOUT": True, "NORM": True}],

@@ -22,6 +22,10 @@ from megatron.gpt2.train.train_step import train_step
 from megatron.gpt2.train.trainer import Trainer
 from mpu.attention import core_attention
 from mpu.kernels import seeded_dropout
+from mpu.kernels.cross_entropy import CROSS_ENTROPY_GRADIENT, VOCAB_STATISTICS
+from mpu.kernels.dropout import DROPOUT
+from mpu.kernels.layer import ADD_NORM, ADD_NORM_BACKWARD, GELU_BACKWARD, STACK_QKV
+from mpu.kernels.triton_kernel import TritonKernel
 from tests.megatron.gpt2.train.test_single_rank_group import RUNS, check_single_rank_group, single_rank_group
 from tests.megatron.gpt2.train.training_runs import SHAPE, finish, start, steps, write_text
 from tests.mpu.kernels.test_attention import formula
@@ -229,6 +233,15 @@ def test_dropout_draws_anew():
     mpu.model_parallel_cuda_manual_seed(1)
     first, second = (loss_and_gradients(model, "cuda")[0] for _ in range(2))
     assert first != second
+
+
+KERNELS = [DROPOUT, VOCAB_STATISTICS, CROSS_ENTROPY_GRADIENT, GELU_BACKWARD, STACK_QKV, ADD_NORM, ADD_NORM_BACKWARD]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_a_triton_kernel_computes_what_its_reference_computes(kernel: TritonKernel[Any, Any], dtype: torch.dtype):
+    assert kernel.compare(torch.device("cuda"), dtype) == ""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
