@@ -106,8 +106,8 @@ def covering_layouts() -> list[Layout]:
     [
         (Layout(2, 2, 1, "zero-bubble", "", "--sequence-parallel", 3).flags, 4),
         *(
-            # More ranks take up to 25 s of one core each.
-            pytest.param(flags, world_size, marks=pytest.mark.wide if world_size <= 16 else pytest.mark.slow)
+            # More ranks take 10 to 25 s of one core each.
+            pytest.param(flags, world_size, marks=pytest.mark.wide if world_size <= 8 else pytest.mark.slow)
             for flags, world_size in (
                 *((layout.flags, layout.world_size) for layout in covering_layouts()),
                 ("--DDP-impl torch --global-batch-size 4", 2),
