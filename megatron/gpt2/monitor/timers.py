@@ -145,6 +145,7 @@ def start_profiler(
     profiler = profile(
         activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda"),
         acc_events=True,
+        record_shapes=True,
         schedule=schedule(wait=max(0, before - 1), warmup=min(1, before), active=1 + last - first, repeat=1),
         on_trace_ready=write,
     )

@@ -20,7 +20,7 @@ import functools
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 from unittest import mock
@@ -31,16 +31,13 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.gpt2.extensions.plan import process_group
+
 BACKEND = "recorded"  # the name of the backend in torch.distributed
 # A result of at most this number of elements is the same on all ranks. Bytes are always kept, because torch sends
 # Python objects as bytes.
 KEPT = 1 << 14
 DEPTH = 3  # A call is described by this number of lines of the program, starting at the innermost one.
-# These are the methods of a process group. torch 2.13 renamed some of them.
-OPERATIONS = (
-    "allreduce allreduce_coalesced broadcast reduce allgather _allgather_base all_gather_single reduce_scatter send "
-    "recv _reduce_scatter_base reduce_scatter_single alltoall alltoall_base all_to_all_single gather scatter barrier"
-)
 # the first address of memory, the address after the last one, and whether the memory is written
 Span = tuple[int, int, bool]
 
@@ -106,7 +103,7 @@ def _name_in_program(file: str) -> str:
     """Return a short name of a source file, or "" if the file is part of Python, torch or this recorder."""
     library, of_torch = (os.path.dirname(module.__file__ or "") + os.sep for module in (os, torch))
     is_library = file.startswith(library) and "site-packages" not in file
-    if is_library or file.startswith((of_torch, "<")) or file == __file__:
+    if is_library or file.startswith((of_torch, "<")) or file in (__file__, process_group.__file__):
         return ""
     return min(file, os.path.relpath(file), key=len)
 
@@ -163,25 +160,17 @@ class RecordedWork(dist.Work):
         return future
 
 
-class RecordedGroup(dist.ProcessGroup):
-    """A process group that sends nothing and records its calls.
+class RecordedGroup(process_group.FakeProcessGroup):
+    """A process group that records its calls.
 
     number: its number among the groups of the same ranks.
     """
 
     def __init__(self, recorder: Recorder, rank: int, ranks: Sequence[int], number: int, backend: str) -> None:
-        super().__init__(rank, len(ranks))  # type: ignore[call-arg]
-        self.recorder, self.ranks, self.number, self.backend = recorder, tuple(ranks), number, backend
+        super().__init__(rank, ranks, recorder.call)
+        self.number, self.backend = number, backend
 
     group_name = property(lambda self: distributed_c10d._world.pg_names[self])
-
-
-def _operation(name: str) -> Callable[..., RecordedWork]:
-    return lambda group, *arguments, **options: group.recorder.call(name, group, (*arguments, *options.values()))
-
-
-for operation in OPERATIONS.split():
-    setattr(RecordedGroup, operation, _operation(operation))
 
 
 class Recorder(TorchDispatchMode):
@@ -208,7 +197,7 @@ class Recorder(TorchDispatchMode):
     def make_group(self, store: Any, rank: int, size: int, timeout: Any) -> RecordedGroup:
         """Make a group when torch asks its backend for one."""
         ranks, backend = self._wanted
-        return RecordedGroup(self, rank, ranks, self._count(tuple(ranks)), backend)
+        return RecordedGroup(self, ranks[rank], ranks, self._count(tuple(ranks)), backend)
 
     def new_group(
         self, real: Any, ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **options: Any
@@ -254,7 +243,7 @@ class Recorder(TorchDispatchMode):
             written, read = ([], first) if name == "send" else (first, [])
         elif name in ("gather", "scatter"):  # Only the root has the other list.
             compared = read if name == "gather" else written
-        elif "to" in name and any(arguments[2:4]):  # The call is an all-to-all of unequal parts.
+        elif name == "all_to_all" and any(arguments[2:4]):  # The call is an all-to-all of unequal parts.
             compared, options = [], [f"{read[0].dtype}"]
         shapes = Counter(f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in compared)
         options += [shape if count == 1 else f"{count} x {shape}" for shape, count in shapes.items()]

@@ -1,8 +1,14 @@
 """Plan a run from its flags. The modules in reading order:
 
-trace       runs the program's step for one rank on tensors without data, and records what it does
-memory      the memory of a rank by part, from a trace
-fit         the layouts of a run that fit into a given memory, the cheapest first
-hook        what a training run prints about its memory
-command     tools/plan.py, and the memory of Megatron-LM's first release
+process_group  groups of any size that send nothing
+trace          runs the program's step for one rank on tensors without data, and records what it does
+memory         the memory of a rank by part, from a trace
+fit            the layouts of a run, and those that fit into a given memory, the cheapest first
+hook           what a training run prints about its memory
+cluster        a described cluster, and the time of kernels and collectives on it
+simulate       the time of a step, from traces
+step_time      the same by formulas, also of other programs
+search         the fastest layouts on a cluster
+command        tools/plan.py, and the memory of Megatron-LM's first release
+show_step      tools/show_step.py
 """

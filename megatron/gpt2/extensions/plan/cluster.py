@@ -58,10 +58,10 @@ class Cluster:
     adam: float
 
     def matmul(self, m: Any, n: Any, k: Any, batch: Any = 1) -> Any:
-        """Return the time of `batch` products of [m, k] and [k, n]. It falls short of the full rate by a factor for
-        each of the three sizes, since the tiles of a small product leave a part of the GPU idle."""
+        """Return the time of `batch` products of [m, k] and [k, n], without `kernel`. It falls short of the full rate
+        by a factor for each of the three sizes, since the tiles of a small product leave a part of the GPU idle."""
         shortfall = (1 + self.half_m / (m * batch)) * (1 + self.half_n / n) * (1 + self.half_k / k)
-        return FLOPS_PER_MULTIPLICATION * m * n * k * batch * shortfall / self.matmul_flops + self.kernel
+        return FLOPS_PER_MULTIPLICATION * m * n * k * batch * shortfall / self.matmul_flops
 
     def move(self, size: Any) -> Any:
         """Return the time of element-wise kernels that read and write `size` bytes in total."""

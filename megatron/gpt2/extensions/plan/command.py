@@ -354,11 +354,11 @@ def print_search(config: Config, cluster: Cluster, chosen: argparse.Namespace, r
     """Print the fastest layouts. Return the exit code."""
     require(config.train.global_batch_size is not None, "--search needs a --global-batch-size")
     budget = int(chosen.memory_gb * GB) if chosen.memory_gb else int(SEARCHED_SHARE * cluster.memory)
-    found = search(lambda made: planned_inputs(made, ranks), config, ranks, cluster, budget, 10)
+    found = search(planned_inputs(config, ranks), cluster, budget, 10)
     rows: list[dict[str, Any]] = [
-        {"flags": " ".join(each.flags), "bytes": each.memory.total}
-        | time_facts(each.inputs, cluster, chosen, each.step)
-        for each in found
+        {"flags": " ".join(candidate.flags), "bytes": candidate.memory.total}
+        | time_facts(candidate.inputs, cluster, chosen, step)
+        for candidate, step in found
     ]
     if chosen.json:
         print(json.dumps({"budget": budget, "found": rows}, indent=2))

@@ -30,6 +30,7 @@ from megatron.gpt2.extensions.plan.memory import (
     MemoryEstimate,
     MemoryInputs,
     estimate_memory,
+    low_bytes,
     with_batch_size,
 )
 from megatron.gpt2.model.gpt2 import count_parameters
@@ -47,20 +48,26 @@ _PCIE, _HOST_MEMORY, _BETWEEN_GPUS, _FLOPS = 25e9, 50e9, 100e9, 0.4 * 989e12
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with its memory and its cost.
-
-    cost: the extra time of a step, compared with none of these techniques (0.29: 29 %).
-    """
+    """A layout with its memory and its cost."""
 
     inputs: MemoryInputs
-    cost: float
+    batch: int  # the micro-batch size without extra cost
     flags: tuple[str, ...]  # These flags are added to the command line.
-    min_bytes: int  # a lower bound of its memory: the state of the first stage
+    least: float  # a low estimate of its memory, in bytes
+
+    @functools.cached_property
+    def cost(self) -> float:
+        """The extra time of a step, compared with none of these techniques (0.29: 29 %)."""
+        return cost(self.inputs, batch=self.batch)
 
     @functools.cached_property
     def memory(self) -> MemoryEstimate:
         """The estimate of the rank that needs the most memory."""
         return estimate_memory(self.inputs)
+
+    def fits(self, budget: float) -> bool:
+        """Whether it needs at most `budget` bytes. The first stage often decides."""
+        return estimate_memory(self.inputs, 0).total <= budget and self.memory.total <= budget
 
     def relative_cost(self, other: float) -> float:
         """Return the extra time of a step compared with a layout whose cost is `other`."""
@@ -68,10 +75,7 @@ class Candidate:
 
 
 def cost(inputs: MemoryInputs, *, batch: int) -> float:
-    """Return the cost of a layout, see `Candidate`.
-
-    batch: the micro-batch size without extra cost.
-    """
+    """Return `Candidate.cost`."""
     config, model = inputs.config, inputs.config.model
     whole = model.flops_per_token(config.data.seq_length)
     assert model.vocab_size is not None
@@ -145,30 +149,26 @@ def stage_parameters(config: Config) -> int:
 _count_parameters = functools.lru_cache(maxsize=64)(count_parameters)
 
 
-def min_memory(inputs: MemoryInputs) -> int:
-    """Return a lower bound for the memory of the first stage: weights, gradients and the optimizer."""
-    parallel, e = inputs.config.parallel, inputs.dtype.itemsize
-    ranks, parameters = inputs.data_parallel_size, stage_parameters(inputs.config)
-    on_host = parallel.cpu_offload_optimizer and inputs.device == "cuda"
-    state = 0 if on_host else 8 if e == 4 else 12
-    owned = parameters // (ranks if parallel.use_distributed_optimizer else 1)
-    return e * parameters + state * owned + 4 * parameters // (ranks if parallel.shard_gradients else 1) + inputs.fixed
-
-
-def layouts(inputs: MemoryInputs) -> Iterator[Candidate]:
+def layouts(inputs: MemoryInputs, *, batch: int | None = None, offload: bool = True) -> Iterator[Candidate]:
     """Yield all layouts of the run with the same number of ranks and the same global batch, and with at least as many
-    ranks per model. The layout of `inputs` is one of them."""
+    ranks per model.
+
+    batch: the largest micro-batch size (default: that of `inputs`).
+    offload: yield layouts that use memory of the host, too.
+    """
     asked = inputs.config
-    batch = asked.train.micro_batch_size
-    global_batch_size = batch * inputs.data_parallel_size * inputs.num_microbatches
-    sizes = [batch >> shift for shift in range(batch.bit_length()) if (batch >> shift) << shift == batch]
+    largest = batch or asked.train.micro_batch_size
+    global_batch_size = asked.train.global_batch_size or largest * inputs.data_parallel_size * inputs.num_microbatches
+    sizes = [largest >> shift for shift in range(largest.bit_length()) if (largest >> shift) << shift == largest]
     recomputes = RECOMPUTES[RECOMPUTES.index(asked.train.recompute_granularity) :]
     for split, b, recompute in itertools.product(_model_splits(inputs), sizes, recomputes):
         p, stages = split["tensor_model_parallel_size"], split["pipeline_model_parallel_size"]
         data_parallel = inputs.world_size // (p * stages)
         if global_batch_size % (b * data_parallel):
             continue
-        on_gpu, full = inputs.device == "cuda", recompute == "full"
+        if "pipeline_schedule" in split and global_batch_size < b * data_parallel * stages:
+            continue  # The zero-bubble schedule needs a micro-batch for each stage.
+        on_gpu, full = offload and inputs.device == "cuda", recompute == "full"
         can_shard = asked.parallel.DDP_impl == "local" and data_parallel > 1
         useful = {
             "sequence_parallel": p > 1,
@@ -202,18 +202,19 @@ def layouts(inputs: MemoryInputs) -> Iterator[Candidate]:
                         parallel=dataclasses.replace(asked.parallel, **split, **changed),
                     ),
                 )
+                least = low_bytes(candidate)
             except ValueError:  # The sizes of this layout do not divide each other.
                 continue
-            if b == batch and data_parallel == inputs.data_parallel_size:
+            if b == asked.train.micro_batch_size and data_parallel == inputs.data_parallel_size:
                 del train["global_batch_size"]  # The flag would not change it.
             yield Candidate(
                 candidate,
-                cost(candidate, batch=batch),
+                largest,
                 (
                     *changed_flags("parallel", asked.parallel, {**split, **changed}),
                     *changed_flags("train", asked.train, train),
                 ),
-                min_memory(candidate),
+                least,
             )
 
 
@@ -221,9 +222,11 @@ def _model_splits(inputs: MemoryInputs) -> Iterator[dict[str, Any]]:
     """Yield the ways to split a model over ranks: tensor-parallel sizes, stages, and pipeline schedules."""
     asked, model = inputs.config.parallel, inputs.config.model
     p, stages = asked.tensor_model_parallel_size, asked.pipeline_model_parallel_size
-    powers = {1 << n for n in range(inputs.world_size.bit_length())}
+    divisors = {n for n in range(1, inputs.world_size + 1) if inputs.world_size % n == 0}
     own_schedule = asked.pipeline_schedule or inputs.config.virtual_stages > 1
-    for tensor, pipeline in itertools.product(sorted({p, *powers & set(_MODEL_PARALLEL)}), sorted({stages, *powers})):
+    for tensor, pipeline in itertools.product(
+        sorted({p, *divisors & set(_MODEL_PARALLEL)}), sorted({stages, *divisors})
+    ):
         if (
             tensor * pipeline < p * stages
             or inputs.world_size % (tensor * pipeline)
@@ -237,10 +240,9 @@ def _model_splits(inputs: MemoryInputs) -> Iterator[dict[str, Any]]:
             continue
         if not inputs.config.train.compile:
             yield {**sizes, "pipeline_schedule": "zero-bubble"}
-        for chunks in (4, 2):
+        for chunks in (4, 3, 2):
             if model.num_layers % (pipeline * chunks) == 0:
                 yield {**sizes, "num_layers_per_virtual_pipeline_stage": model.num_layers // (pipeline * chunks)}
-                break
 
 
 def cheapest(inputs: MemoryInputs, budget: int, count: int) -> list[Candidate]:
@@ -252,7 +254,7 @@ def cheapest(inputs: MemoryInputs, budget: int, count: int) -> list[Candidate]:
     def sort_key(candidate: Candidate) -> tuple[float, int]:
         return candidate.cost, len(candidate.flags)
 
-    order = [candidate for candidate in sorted(layouts(inputs), key=sort_key) if candidate.min_bytes <= budget]
+    order = [candidate for candidate in sorted(layouts(inputs), key=sort_key) if candidate.least <= budget]
     found: list[Candidate] = []
     for flags_of in (_techniques, _flags_of):
 
@@ -260,9 +262,9 @@ def cheapest(inputs: MemoryInputs, budget: int, count: int) -> list[Candidate]:
             return len(found) < count and not any(flags_of(other) <= flags_of(candidate) for other in found)
 
         for _, equal_cost in itertools.groupby(order, sort_key):
-            # The memory is estimated only for layouts that can be returned.
-            for candidate in sorted(filter(is_new, equal_cost), key=lambda c: c.memory.total):
-                if candidate.memory.total <= budget and is_new(candidate):
+            # Only layouts that can be returned are traced.
+            for candidate in sorted(equal_cost, key=lambda c: c.least):
+                if is_new(candidate) and candidate.fits(budget):
                     found.append(candidate)
     return sorted(found, key=lambda c: (*sort_key(c), c.memory.total))
 
@@ -285,10 +287,10 @@ def smallest(inputs: MemoryInputs) -> Candidate:
         key = split.tensor_model_parallel_size, split.pipeline_model_parallel_size, config.pipeline_schedule(1).name
         if key not in most or (len(candidate.flags), -batch) > most[key][0]:
             most[key] = (len(candidate.flags), -batch), candidate
-    order = sorted((candidate for _, candidate in most.values()), key=lambda c: c.min_bytes)
+    order = sorted((candidate for _, candidate in most.values()), key=lambda c: c.least)
     least = order[0]
     for candidate in order:
-        if candidate.min_bytes <= least.memory.total:
+        if candidate.least <= least.memory.total:
             least = min(least, candidate, key=lambda c: (c.memory.total, c.cost))
     return least
 
@@ -300,7 +302,8 @@ def largest_micro_batch(inputs: MemoryInputs, budget: int) -> int:
     def fits(b: int) -> bool:
         config = with_batch_size(inputs.config, b * inputs.data_parallel_size)
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, micro_batch_size=b))
-        return estimate_memory(dataclasses.replace(inputs, config=config)).total <= budget
+        made = dataclasses.replace(inputs, config=config)
+        return low_bytes(made) <= budget and estimate_memory(made).total <= budget
 
     high = 1
     while fits(high):

@@ -19,8 +19,8 @@ from megatron.gpt2.extensions.plan.memory import (
     CUDA_CONTEXT,
     MemoryEstimate,
     MemoryInputs,
+    estimate_kinds,
     estimate_memory,
-    estimate_stages,
     in_mb,
 )
 from megatron.gpt2.hooks import Hook
@@ -89,8 +89,7 @@ class MemoryPlan(Hook):
         if inputs.stages > 1:
             idle = bubble(trainer.config, trainer.context.num_microbatches)
             rows.insert(0, ("pipeline", f"{idle:.0%} of a step idle if all layers are equally fast"))
-            stages = enumerate(estimate_stages(inputs))
-            rows += [("", f"stage {stage}: {in_mb(of_stage.total)} MB") for stage, of_stage in stages]
+            rows += [("", f"{name}: {in_mb(of_stage.total)} MB") for name, of_stage in estimate_kinds(inputs).items()]
         return rows
 
     def start_lines(self, trainer: Trainer) -> list[str]:

@@ -83,7 +83,6 @@ class MemoryInputs:
 
     def __post_init__(self) -> None:
         assert self.config.model.vocab_size is not None
-        assert self.num_microbatches  # `num_microbatches` raises ValueError if the ranks cannot share the batch.
 
     @property
     def stages(self) -> int:
@@ -102,7 +101,8 @@ class MemoryInputs:
 
     @cached_property
     def num_microbatches(self) -> int:
-        """The number of micro-batches of each rank in a step of the final batch, which needs the most memory."""
+        """The number of micro-batches of each rank in a step of the final batch, which needs the most memory. Raises
+        ValueError if the ranks cannot share the batch."""
         return self.config.num_microbatches(self.world_size, self.consumed_samples)
 
 
@@ -125,6 +125,28 @@ class MemoryEstimate:
     def allocated(self) -> int:
         """The bytes that torch's allocator counts: the total without `fixed`."""
         return self.total - self.parts["fixed"]
+
+
+def low_bytes(inputs: MemoryInputs) -> float:
+    """Return a low estimate of the memory of the first stage without a trace, by the table in
+    docs/explanation/memory.md."""
+    config, model, parallel, train = inputs.config, inputs.config.model, inputs.config.parallel, inputs.config.train
+    assert model.vocab_size is not None
+    h, t, p, v = model.hidden_size, parallel.tensor_model_parallel_size, inputs.stages, config.virtual_stages
+    layers = sum(map(len, config.layers_of_stages()[::p]))
+    parameters = (layers * (4 * h + 2 * model.ffn_size) + model.vocab_size) * h / t
+    on_host = parallel.cpu_offload_optimizer and inputs.device == "cuda"
+    moments = 0 if on_host else 8 if inputs.dtype == torch.float32 else 12  # with masters, if the weights are rounded
+    state = inputs.dtype.itemsize + moments / (inputs.data_parallel_size if parallel.use_distributed_optimizer else 1)
+    state += 4 / (inputs.data_parallel_size if parallel.shard_gradients else 1)
+    if parallel.checkpoint_in_cpu or parallel.cpu_offloading_num_layers or parallel.partition_activations:
+        return state * parameters + inputs.fixed
+    full = 2 / train.recompute_num_layers, 0
+    whole, divided = {"none": (8, 24), "selective": (4, 16), "full": full}[train.recompute_granularity]
+    of_layer = whole / (t if parallel.sequence_parallel else 1) + divided / t  # bytes per token and h
+    in_flight = min(p + (p - 1) * (v > 1) / v, inputs.num_microbatches)
+    tokens = train.micro_batch_size * config.data.seq_length
+    return state * parameters + tokens * h * layers * in_flight * of_layer + inputs.fixed
 
 
 def in_mb(size: float) -> str:
@@ -305,6 +327,17 @@ def estimate_memory(inputs: MemoryInputs, stage: int | None = None) -> MemoryEst
 def estimate_stages(inputs: MemoryInputs) -> list[MemoryEstimate]:
     """Estimate the memory of each stage of the pipeline."""
     return [estimate_memory(inputs, stage) for stage in range(inputs.stages)]
+
+
+def estimate_kinds(inputs: MemoryInputs) -> dict[str, MemoryEstimate]:
+    """Estimate the first stage, the largest of those between, and the last one."""
+    last, layers = inputs.stages - 1, [len(layers) for layers in inputs.config.layers_of_stages()]
+    found = {"stage 0": estimate_memory(inputs, 0)}
+    if between := range(1, last):  # of stages with equally many layers, the first one keeps the most micro-batches
+        largest = max(between, key=layers.__getitem__)
+        name = "stage 1" if last == 2 else f"stages 1 to {last - 1}, at most"
+        found[name] = estimate_memory(inputs, largest)
+    return found | {f"stage {last}": estimate_memory(inputs, last)}
 
 
 def _largest(inputs: MemoryInputs, stage: int, moments: Mapping[Moment, Held]) -> MemoryEstimate:

@@ -1,13 +1,14 @@
 """Process groups of any size in one process. The groups send nothing, and report each operation.
 
-`fake_groups` makes the groups of one rank. The program calls torch.distributed as usual, which calls the methods of
-`FakeProcessGroup`. torch's own fake backend is private, and its operations report no waits.
+The program calls torch.distributed as usual, which calls the methods of `FakeProcessGroup`. `fake_groups` makes the
+groups of one rank, for tensors without data; `order/recording.py` makes its own, and gives the tensors values. torch's
+own fake backend is private, and its operations report no waits.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
+import itertools
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -40,37 +41,35 @@ class Wait(NamedTuple):
 
 
 Report = Callable[[Call | Wait], None]
+Start = Callable[[str, Any, tuple[Any, ...]], Any]
+# These are the methods of a process group, and their names in torch.distributed. torch 2.13 renamed some of them.
+OPERATIONS = {name: name for name in "broadcast reduce reduce_scatter send recv gather scatter barrier".split()} | {
+    **dict.fromkeys(["allreduce", "allreduce_coalesced"], "all_reduce"),
+    **dict.fromkeys(["allgather", "_allgather_base", "all_gather_single"], "all_gather"),
+    **dict.fromkeys(["_reduce_scatter_base", "reduce_scatter_single"], "reduce_scatter"),
+    **dict.fromkeys(["alltoall", "alltoall_base", "all_to_all_single"], "all_to_all"),
+}
 
 
 class FakeProcessGroup(dist.ProcessGroup):
-    """A group whose operations do not change their tensors.
+    """A group that sends nothing.
 
     rank: the global rank of this process.
     ranks: the ranks of the group.
-    numbers: counts the calls of all groups of the rank.
+    start: each operation returns the handle `start(name, group, arguments)`.
     """
 
-    def __init__(self, rank: int, ranks: Sequence[int], numbers: Iterator[int], report: Report) -> None:
+    def __init__(self, rank: int, ranks: Sequence[int], start: Start) -> None:
         super().__init__(ranks.index(rank), len(ranks))  # type: ignore[call-arg]
-        self.ranks, self._numbers, self._report = tuple(ranks), numbers, report
+        self.ranks, self._start = tuple(ranks), start
 
-    def _start(self, name: str, *arguments: Any) -> types.SimpleNamespace:
-        ranks = self.ranks
-        if name in ("send", "recv"):  # The arguments are tensors, peer and tag.
-            ends = ranks[self.rank()], ranks[arguments[1]]
-            ranks = ends if name == "send" else ends[::-1]
-        call = Call(next(self._numbers), name, ranks, max(map(_bytes_of, arguments)))
-        self._report(call)
-        return types.SimpleNamespace(wait=lambda: self._report(Wait(call.number)))
 
-    allreduce = functools.partialmethod(_start, "all_reduce")
-    allgather = functools.partialmethod(_start, "all_gather")
-    all_gather_single = _allgather_base = allgather  # torch 2.13 renamed `_allgather_base` to the first name.
-    reduce_scatter_single = _reduce_scatter_base = functools.partialmethod(_start, "reduce_scatter")
-    all_to_all_single = alltoall_base = functools.partialmethod(_start, "all_to_all")
-    broadcast = functools.partialmethod(_start, "broadcast")
-    send = functools.partialmethod(_start, "send")
-    recv = functools.partialmethod(_start, "recv")
+def _operation(name: str) -> Callable[..., Any]:
+    return lambda group, *arguments, **options: group._start(name, group, (*arguments, *options.values()))
+
+
+for method, name in OPERATIONS.items():
+    setattr(FakeProcessGroup, method, _operation(name))
 
 
 def _bytes_of(value: Any) -> int:
@@ -83,7 +82,20 @@ def _bytes_of(value: Any) -> int:
 def fake_groups(rank: int, world_size: int, tensor: int, pipeline: int, report: Report) -> Iterator[mpu.ParallelState]:
     """Yield the groups of `rank` with these tensor- and pipeline-parallel sizes. `report` gets each call and each wait.
     Groups that the process already has exist again afterwards."""
-    made = functools.partial(FakeProcessGroup, rank, numbers=iter(range(1 << 60)), report=report)
+    numbers = itertools.count()
+
+    def start(name: str, group: FakeProcessGroup, arguments: tuple[Any, ...]) -> types.SimpleNamespace:
+        ranks = group.ranks
+        if name in ("send", "recv"):  # The arguments are tensors, peer and tag.
+            ends = rank, ranks[arguments[1]]
+            ranks = ends if name == "send" else ends[::-1]
+        call = Call(next(numbers), name, ranks, max(map(_bytes_of, arguments)))
+        report(call)
+        return types.SimpleNamespace(wait=lambda: report(Wait(call.number)))
+
+    def made(ranks: Sequence[int]) -> FakeProcessGroup:
+        return FakeProcessGroup(rank, ranks, start)
+
     real = dist.get_global_rank, dist.group.WORLD
 
     def own_group(rows: list[list[int]], **_: Any) -> tuple[Any, None]:

@@ -5,202 +5,106 @@ left out. From the fastest on, `memory.py` decides which layouts fit, and `simul
 """
 
 import dataclasses
-import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron.gpt2.config import Config
 from megatron.gpt2.extensions.plan.cluster import Cluster
-from megatron.gpt2.extensions.plan.fit import RECOMPUTES, changed_flags
-from megatron.gpt2.extensions.plan.memory import MemoryEstimate, MemoryInputs, estimate_memory
+from megatron.gpt2.extensions.plan.fit import Candidate, layouts
+from megatron.gpt2.extensions.plan.memory import MemoryInputs
 from megatron.gpt2.extensions.plan.simulate import StepTime, simulate
 from megatron.gpt2.extensions.plan.step_time import Layouts, Software, step_parts
 
 # This entry describes this project for the formulas. It sums gradients in float32 with a reduce-scatter, and gathers
 # parameters in 16 bits; together these are as many bytes as an all-reduce of 3 bytes.
 PROGRAM = Software(kernels=20, traffic=1.0, loss_bytes=20.0, fused_attention=True, overlap=True, sum_bytes=3)
-MICRO_BATCHES, CHUNKS = (1, 2, 4, 8, 16), (1, 2, 3, 4)
+LARGEST_MICRO_BATCH = 16
 ZERO_BUBBLE = 1 / 3  # This share of the bubble remains, if F, B and W take the same time.
-TRIES = 4  # At most this number of memory estimates is made for each layout that is returned.
+TRIES = 4  # At most this number of layouts is tried for each one that is returned.
 DAY = 86400.0
 
 
-class Layout(NamedTuple):
-    """How a training is distributed.
-
-    chunks: virtual stages of a rank.
-    sharding: 0 for none, 1 for the optimizer, 2 for gradients, too.
-    """
-
-    tensor: int
-    pipeline: int
-    chunks: int
-    zero_bubble: bool
-    data: int
-    micro_batch: int
-    recompute: str
-    sequence_parallel: bool
-    sharding: int
-
-
-@dataclass(frozen=True)
-class Found:
-    """A layout that fits.
-
-    flags: the flags to add to the command line.
-    """
-
-    layout: Layout
-    flags: tuple[str, ...]
-    inputs: MemoryInputs
-    memory: MemoryEstimate
-    step: StepTime
-
-
-def layouts(config: Config, ranks: int) -> Iterator[Layout]:
-    """Yield all layouts of a training on `ranks` ranks. Tensor-parallel groups have at most 8 ranks."""
-    model, batch = config.model, config.train.global_batch_size
-    assert batch is not None
-    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
-    for t, p in itertools.product([1, 2, 4, 8], divisors):
-        if ranks % (t * p) or model.num_attention_heads % t or model.ffn_size % t or model.num_layers % p:
-            continue
-        d = ranks // (t * p)
-        pipelines = [(v, False) for v in CHUNKS if v == 1 or (p > 1 and (model.num_layers // p) % v == 0)]
-        for (v, zero), b, recompute, sequence, sharding in itertools.product(
-            [*pipelines, *[(1, True)] * (p > 1)], MICRO_BATCHES, RECOMPUTES, (True, False), (1, 0, 2)
-        ):
-            is_useful = (t > 1 or not sequence) and (d > 1 or not sharding) and (p == 1 or sharding < 2)
-            is_useful = is_useful and (not zero or batch >= b * d * p)
-            if batch % (b * d) == 0 and is_useful and not (config.data.seq_length % t and sequence):
-                yield Layout(t, p, v, zero, d, b, recompute, sequence, sharding)
-
-
-def quick_seconds(config: Config, cluster: Cluster, candidates: Sequence[Layout]) -> np.ndarray:
+def quick_seconds(config: Config, cluster: Cluster, candidates: Sequence[Candidate]) -> np.ndarray:
     """Return the time of a step of each layout, computed with the formulas."""
     seconds = np.zeros(len(candidates))
-    for (recompute, sequence, sharding), chosen in _grouped(candidates, lambda x: x[-3:]).items():
-        of = [candidates[number] for number in chosen]
-        columns = {name: np.array([getattr(x, name) for x in of]) for name in Layout._fields}
+    groups = defaultdict[Any, list[int]](list)
+    for number, candidate in enumerate(candidates):
+        groups[_software(candidate.inputs.config)].append(number)
+    for (recompute, sequence, sharded, per_micro_batch), chosen in groups.items():
+        of = [candidates[number].inputs for number in chosen]
+        pipeline, micro_batches = np.array([x.stages for x in of]), np.array([x.num_microbatches for x in of])
+        chunks = np.array([x.config.virtual_stages for x in of])
         software = dataclasses.replace(
-            PROGRAM, recompute=recompute, sequence_parallel=sequence, sharded_optimizer=sharding > 0
+            PROGRAM, recompute=recompute, sequence_parallel=sequence, sharded_optimizer=sharded
         )
-        model, batch = config.model, config.train.global_batch_size
         parts = step_parts(
             cluster,
             software,
             Layouts(
-                global_batch=batch,
-                micro_batch=columns["micro_batch"],
-                hidden_size=model.hidden_size,
-                attention_heads=model.num_attention_heads,
-                layers=model.num_layers,
+                global_batch=config.train.global_batch_size,
+                micro_batch=np.array([x.config.train.micro_batch_size for x in of]),
+                hidden_size=config.model.hidden_size,
+                attention_heads=config.model.num_attention_heads,
+                layers=config.model.num_layers,
                 sequence_length=config.data.seq_length,
-                tensor_parallel=columns["tensor"],
-                data_parallel=columns["data"],
-                pipeline_parallel=columns["pipeline"],
-                virtual_stages=columns["chunks"],
+                tensor_parallel=np.array([x.config.parallel.tensor_model_parallel_size for x in of]),
+                data_parallel=np.array([x.data_parallel_size for x in of]),
+                pipeline_parallel=pipeline,
+                virtual_stages=chunks,
             ),
         )
-        parts["bubble"] = parts["bubble"] * np.where(columns["zero_bubble"], ZERO_BUBBLE, 1)
-        micro_batches = batch // columns["data"] // columns["micro_batch"]
+        zero_bubble = np.array([x.config.parallel.pipeline_schedule == "zero-bubble" for x in of])
+        parts["bubble"] = parts["bubble"] * np.where(zero_bubble, ZERO_BUBBLE, 1)
         # Interleaved chunks wait for whole groups of micro-batches.
-        missing = -micro_batches % columns["pipeline"] / micro_batches
-        parts["bubble"] += np.where(columns["chunks"] > 1, missing * (parts["layers"] + parts["tensor_parallel"]), 0)
-        if sharding == 2:
+        missing = -micro_batches % pipeline / micro_batches
+        parts["bubble"] += np.where(chunks > 1, missing * (parts["layers"] + parts["tensor_parallel"]), 0)
+        if per_micro_batch:
             parts["data_parallel"] = parts["data_parallel"] * micro_batches
         seconds[chosen] = np.sum(list(parts.values()), axis=0)
     return seconds
 
 
-def _grouped(items: Sequence[Any], key: Callable[[Any], Any]) -> dict[Any, list[int]]:
-    groups = defaultdict[Any, list[int]](list)
-    for number, item in enumerate(items):
-        groups[key(item)].append(number)
-    return groups
+def _software(config: Config) -> tuple[str, bool, bool, bool]:
+    parallel = config.parallel
+    sharding = parallel.use_distributed_optimizer, parallel.shard_gradients
+    return config.train.recompute_granularity, parallel.sequence_parallel, *sharding
 
 
-def quick_bytes(config: Config, x: Layout) -> float:
-    """Return a low estimate of the memory of the first stage: the table in docs/explanation/memory.md."""
-    model, tokens = config.model, x.micro_batch * config.data.seq_length
-    assert model.vocab_size is not None
-    h, layers = model.hidden_size, model.num_layers / x.pipeline
-    parameters = (layers * (4 * h + 2 * model.ffn_size) + model.vocab_size) * h / x.tensor
-    split = x.tensor if x.sequence_parallel else 1
-    whole, divided = {"none": (8, 24), "selective": (4, 16), "full": (2, 0)}[x.recompute]  # bytes per token and h
-    in_flight = min(x.pipeline + (x.pipeline - 1) * (x.chunks > 1) / x.chunks, config_micro_batches(config, x))
-    activations = tokens * h * layers * in_flight * (whole / split + divided / x.tensor)
-    state = 2 + 4 / (x.data if x.sharding == 2 else 1) + 12 / (x.data if x.sharding else 1)
-    return state * parameters + activations
+def search(inputs: MemoryInputs, cluster: Cluster, budget: int, count: int) -> list[tuple[Candidate, StepTime]]:
+    """Return up to `count` layouts that need at most `budget` bytes, with their steps, the fastest first.
+    Layouts that differ only in recomputation, sharding and --sequence-parallel count as one. Raises ValueError if the
+    global batch cannot be shared.
 
-
-def config_micro_batches(config: Config, x: Layout) -> int:
-    """Return the number of micro-batches of a step."""
-    assert config.train.global_batch_size is not None
-    return config.train.global_batch_size // (x.data * x.micro_batch)
-
-
-def changes(config: Config, x: Layout) -> dict[str, dict[str, Any]]:
-    """Return the values of the configuration that make this layout, by section."""
-    of_chunk = config.model.num_layers // (x.pipeline * x.chunks) if x.chunks > 1 else None
-    return {
-        "parallel": {
-            "tensor_model_parallel_size": x.tensor,
-            "pipeline_model_parallel_size": x.pipeline,
-            "num_layers_per_virtual_pipeline_stage": of_chunk,
-            "pipeline_schedule": "zero-bubble" if x.zero_bubble else None,
-            "sequence_parallel": x.sequence_parallel,
-            "use_distributed_optimizer": x.sharding > 0,
-            "shard_gradients": x.sharding == 2,
-        },
-        "train": {"micro_batch_size": x.micro_batch, "recompute_granularity": x.recompute},
-    }
-
-
-def search(
-    inputs_of: Callable[[Config], MemoryInputs], config: Config, ranks: int, cluster: Cluster, budget: int, count: int
-) -> list[Found]:
-    """Return up to `count` layouts that need at most `budget` bytes, the fastest first. Raises ValueError if the global
-    batch cannot be shared.
-
-    inputs_of: makes the inputs of an estimate from a configuration. Layouts that differ only in recomputation, sharding
-        and --sequence-parallel count as one.
+    inputs: those of the layout that the flags name, with a global batch size.
     """
-    candidates = [x for x in layouts(config, ranks) if quick_bytes(config, x) <= budget]
+    candidates = [x for x in layouts(inputs, batch=LARGEST_MICRO_BATCH, offload=False) if x.least <= budget]
     if not candidates:
         raise ValueError(
-            f"no layout on {ranks} ranks fits: use more ranks (--ranks), or a --global-batch-size that they can share"
+            f"no layout on {inputs.world_size} ranks fits: use more ranks (--ranks), or a --global-batch-size that they"
+            " can share"
         )
-    order = np.argsort(quick_seconds(config, cluster, candidates), kind="stable")
-    found: dict[tuple[Any, ...], Found] = {}
+    order = np.argsort(quick_seconds(inputs.config, cluster, candidates), kind="stable")
+    found: dict[tuple[Any, ...], tuple[Candidate, StepTime]] = {}
     tries = 0
-    for x in (candidates[number] for number in order):
-        key = x[:-3]
+    for candidate in (candidates[number] for number in order):
+        made = candidate.inputs
+        parallel = made.config.parallel
+        key = (
+            *(parallel.tensor_model_parallel_size, made.stages, made.config.virtual_stages, parallel.pipeline_schedule),
+            made.config.train.micro_batch_size,
+        )
         if key in found:
             continue
         if len(found) == count or tries == TRIES * count:
             break
         tries += 1
-        values = changes(config, x)
-        made = dataclasses.replace(
-            config,
-            parallel=dataclasses.replace(config.parallel, **values["parallel"]),
-            train=dataclasses.replace(config.train, gradient_accumulation_steps=None, **values["train"]),
-        )
-        inputs = inputs_of(made)
-        memory = estimate_memory(inputs, 0)
-        if memory.total <= budget:
-            memory = max(memory, estimate_memory(inputs, x.pipeline - 1), key=lambda estimate: estimate.total)
-        if memory.total > budget:
-            continue
-        flags = [changed_flags(section, getattr(config, section), values[section]) for section in values]
-        found[key] = Found(x, tuple(itertools.chain(*flags)), inputs, memory, simulate(inputs, cluster))
-    return sorted(found.values(), key=lambda each: each.step.seconds)
+        if candidate.fits(budget):
+            found[key] = candidate, simulate(made, cluster)
+    return sorted(found.values(), key=lambda each: each[1].seconds)
 
 
 class Cost(NamedTuple):

@@ -1,51 +1,100 @@
-"""Write a page that shows a modelled training step: what each rank computes and sends, and when. Nothing is started:
+"""Write a page that shows a training step: what each rank computes and sends, and when. Modelled, or from a real run:
 
     python tools/show_step.py --output step.html --cluster a100 --ranks 8 --device cuda --num-layers 8 \\
         --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --global-batch-size 32
+    python tools/show_step.py --output step.html --traces SAVE/profile_3-3_rank_*.json.gz
 
-The other flags are those of pretrain_gpt2.py. The page has a lane for each queue of the first rank of each stage. Its
-buttons go from one kernel, collective or message to the next, with their shapes, bytes and lines of the program. Choose
-few layers and micro-batches, because the page has all of their kernels.
+--traces reads what pretrain_gpt2.py --profile 3 3 --profile-ranks 0 1 wrote: operators with their shapes, and
+collectives of gloo, for which the profiler records no bytes and groups. Without it nothing is started, and the other
+flags are those of pretrain_gpt2.py.
+
+The page has a lane for each queue, of a modelled step for the first rank of each stage. Its buttons go from one kernel,
+collective or message to the next, with their shapes, or bytes and lines of the program. Choose few layers and
+micro-batches, because the page has all of their kernels.
 """
 
+import gzip
 import json
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from data_utils.command_line import Parser, plural
+from megatron.gpt2.config import require
 from megatron.gpt2.extensions.plan.cluster import read_cluster
 from megatron.gpt2.extensions.plan.command import planned_config, planned_inputs
 from megatron.gpt2.extensions.plan.memory import MemoryInputs
-from megatron.gpt2.extensions.plan.simulate import StepTime, simulate
+from megatron.gpt2.extensions.plan.simulate import Span, simulate
 
 PAGE = Path(__file__).with_name("page.html")
 
 
-def page(inputs: MemoryInputs, step: StepTime, cluster: str) -> str:
-    """Return the HTML page of a step that has recorded its spans."""
-    parallel, of_stage = inputs.config.parallel, inputs.world_size // inputs.stages
-    about = (
-        f"{plural(inputs.world_size, 'rank')} of {cluster}: tensor {parallel.tensor_model_parallel_size} × pipeline "
-        f"{inputs.stages} × data {inputs.data_parallel_size}, {inputs.num_microbatches} micro-batches. The "
-        "lanes are those of the first rank of each stage; the other ranks of a stage do the same."
-    )
-    spans = [
+def page(about: str, ranks: Sequence[int], spans: Sequence[Span]) -> str:
+    """Return the HTML page.
+
+    ranks: the rank that each stage of the spans stands for.
+    """
+    rows = [
         (*span[:3], round(1e6 * span.start, 3), round(1e6 * span.end, 3), span.text)
-        for span in sorted(step.spans, key=lambda span: span.start)
+        for span in sorted(spans, key=lambda span: span.start)
     ]
-    data = json.dumps({"about": about, "ranks": list(range(0, inputs.world_size, of_stage)), "spans": spans})
+    data = json.dumps({"about": about, "ranks": ranks, "spans": rows})
     return PAGE.read_text(encoding="utf-8").replace("DATA", data.replace("<", "\\u003c"))
+
+
+def describe(inputs: MemoryInputs, cluster: str) -> str:
+    """Describe a modelled step."""
+    parallel = inputs.config.parallel
+    return (
+        f"Modelled: {plural(inputs.world_size, 'rank')} of {cluster}: tensor {parallel.tensor_model_parallel_size} "
+        f"× pipeline {inputs.stages} × data {inputs.data_parallel_size}, {inputs.num_microbatches} micro-batches. "
+        "The lanes are those of the first rank of each stage; the other ranks of a stage do the same."
+    )
+
+
+def measured_spans(number: int, trace: dict[str, Any], start: float) -> Iterator[Span]:
+    """Yield the outermost operators of each thread in a trace of torch's profiler, and the collectives.
+
+    number: the number of the rank's lanes.
+    start: the origin of the times, in microseconds.
+    """
+    ends = defaultdict[int, float](float)
+    timed = [event for event in trace["traceEvents"] if event.get("cat") in ("cpu_op", "user_annotation")]
+    for event in sorted(timed, key=lambda event: (event["ts"], -event["dur"])):
+        name, first, end = event["name"], event["ts"], event["ts"] + event["dur"]
+        is_collective = name.startswith("gloo:")
+        if is_collective or (event["cat"] == "cpu_op" and first >= ends[event["tid"]]):
+            queue = ("pipeline" if name in ("gloo:send", "gloo:recv") else "other") if is_collective else "compute"
+            shapes = " × ".join(map(str, filter(None, event["args"].get("Input Dims", []))))
+            yield Span(number, queue, name, (first - start) / 1e6, (end - start) / 1e6, shapes)
+            ends[event["tid"]] = end
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line `argv` (default: this process's)."""
     parser = Parser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True, metavar="FILE.html", help="the page")
-    parser.add_argument("--cluster", required=True, metavar="NAME", help="a file of clusters/")
-    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="ranks of the run")
+    parser.add_argument("--cluster", metavar="NAME", help="a file of clusters/")
+    parser.add_argument("--ranks", type=int, metavar="N", help="ranks of the run")
+    parser.add_argument(
+        "--traces", nargs="+", type=Path, metavar="FILE.json.gz", help="of a real run, one of each rank"
+    )
     chosen, rest = parser.parse_known_args(argv)
-    cluster, _ = read_cluster(chosen.cluster)
-    inputs = planned_inputs(planned_config(rest), chosen.ranks)
-    step = simulate(inputs, cluster, record=True)
-    chosen.output.write_text(page(inputs, step, chosen.cluster), encoding="utf-8")
-    print(f"{chosen.output}: {step.seconds:.4g} s (modelled), {len(step.spans):,} kernels, collectives and messages")
+    if chosen.traces:
+        require(not rest, f"--traces takes no flags of the training: leave out {' '.join(rest)}")
+        traces = [json.loads(gzip.decompress(path.read_bytes())) for path in chosen.traces]
+        start = min(event["ts"] for trace in traces for event in trace["traceEvents"] if event.get("cat") == "cpu_op")
+        spans = [span for number, trace in enumerate(traces) for span in measured_spans(number, trace, start)]
+        ranks = [trace.get("distributedInfo", {}).get("rank", 0) for trace in traces]
+        about, how = f"Measured on {plural(len(ranks), 'rank')} by torch's profiler, which slows the run.", "measured"
+    else:
+        require(chosen.cluster and chosen.ranks, "give --cluster and --ranks, or --traces")
+        cluster, _ = read_cluster(chosen.cluster)
+        inputs = planned_inputs(planned_config(rest), chosen.ranks)
+        spans = list(simulate(inputs, cluster, record=True).spans)
+        ranks = list(range(0, inputs.world_size, inputs.world_size // inputs.stages))
+        about, how = describe(inputs, chosen.cluster), "modelled"
+    chosen.output.write_text(page(about, ranks, spans), encoding="utf-8")
+    seconds = max(span.end for span in spans)
+    print(f"{chosen.output}: {seconds:.4g} s ({how}), {len(spans):,} kernels, collectives and messages")

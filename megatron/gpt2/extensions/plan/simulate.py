@@ -106,14 +106,15 @@ def kernel_seconds(cluster: Cluster, event: Operation) -> float:
     name, shapes = event.name, event.shapes
     if name in ("mm", "bmm", "addmm"):
         a, b = shapes[-2:]
-        return float(cluster.matmul(a[-2], b[-1], a[-1], math.prod(a[:-2])))
-    if "_attention" in name:
+        seconds = cluster.matmul(a[-2], b[-1], a[-1], math.prod(a[:-2]))
+    elif "_attention" in name:
         is_backward = "backward" in name
         *outer, s, head_size = shapes[1 if is_backward else 0]
-        product = cluster.matmul(s, s, head_size, math.prod(outer))
-        return float(CAUSAL * (BACKWARD_PRODUCTS if is_backward else FORWARD_PRODUCTS) * product)
-    size = 2 * event.written if name in READS_ROWS else event.read + event.written
-    return float(cluster.move(size) + cluster.kernel)
+        products = BACKWARD_PRODUCTS if is_backward else FORWARD_PRODUCTS
+        seconds = CAUSAL * products * cluster.matmul(s, s, head_size, math.prod(outer))
+    else:
+        seconds = cluster.move(2 * event.written if name in READS_ROWS else event.read + event.written)
+    return float(seconds + cluster.kernel)
 
 
 class Groups(NamedTuple):

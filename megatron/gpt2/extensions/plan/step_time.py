@@ -18,7 +18,6 @@ from megatron.gpt2.extensions.plan.cluster import Cluster
 
 VOCAB_SIZE = 50257
 HALF = 2  # bytes of a 16-bit number
-SHARPNESS = 8  # sharpness of the smooth maximum of two times that overlap
 
 
 @dataclass(frozen=True)
@@ -34,6 +33,12 @@ class Software:
     backward_kernels: number of kernels of the backward pass relative to the forward pass.
     head_kernels: the kernels of embedding, head and loss.
     loss_bytes: bytes that the loss moves per logit.
+    odd_vocabulary: time of the products with the vocabulary on one tensor-parallel rank relative to other products.
+        Kernels for an odd number of columns (50,257) are slower. It is 1 if the program pads them.
+    score_traffic: `traffic` of the attention scores, relative to that of other element-wise kernels.
+    product_time: time of matrix products relative to the cluster's. Libraries become faster.
+    one_node: time of matrix products on one node relative to several nodes. The rows on one node look like sums of
+        layers that were timed one by one, which keeps clocks high.
     gradient_bytes: per parameter and micro-batch, for the sum of gradients.
     split_sends: the ranks of a tensor-parallel group share the transfer between stages.
     fused_attention: attention stores no scores.
@@ -51,6 +56,10 @@ class Software:
     backward_kernels: float = 1.0
     head_kernels: float = 85.0
     loss_bytes: float = 90.0
+    odd_vocabulary: float = 1.0
+    score_traffic: float = 1.0
+    product_time: float = 1.0
+    one_node: float = 1.0
     gradient_bytes: float = 8.0
     split_sends: bool = False
     fused_attention: bool = False
@@ -75,12 +84,6 @@ class Layouts:
     virtual_stages: Any = 1
 
 
-def longer(a: Any, b: Any) -> Any:
-    """Return a smooth maximum of two times: kernels that run while the host launches the next ones hide most of the
-    shorter."""
-    return (a**SHARPNESS + b**SHARPNESS) ** (1 / SHARPNESS)
-
-
 def step_parts(cluster: Cluster, software: Software, x: Layouts) -> dict[str, Any]:
     """Return the parts of the time of a step in seconds, which add up to the step: "layers", "head",
     "tensor_parallel" (collectives inside layers), "bubble", "send" (between stages), "data_parallel" (sum of
@@ -94,35 +97,44 @@ def step_parts(cluster: Cluster, software: Software, x: Layouts) -> dict[str, An
         x.data_parallel,
     )
     tokens, heads = b * s, b * x.attention_heads / t
-    matmul = cluster.matmul
+    multi_node = t * d * p > cluster.gpus_per_node
+    product_time = software.product_time * np.where(multi_node, 1.0, software.one_node)
+
+    def matmul(m: Any, n: Any, k: Any, batch: Any = 1) -> Any:
+        return product_time * cluster.matmul(m, n, k, batch)
 
     # These are the costs of one layer: the weights' products, attention's products, and element-wise kernels.
     sizes = ((3 * h / t, h), (h, h / t), (4 * h / t, h), (h, 4 * h / t))  # [out, in] of qkv, projection, MLP
     forward = sum(matmul(tokens, out, inner) for out, inner in sizes)
     backward = sum(matmul(tokens, inner, out) + matmul(out, inner, tokens) for out, inner in sizes)
     head_size = h / x.attention_heads
-    attention = matmul(s, s, head_size, heads) + matmul(s, head_size, s, heads)
     score_bytes, row_bytes = 0 if software.fused_attention else heads * s * s * HALF, tokens * h * HALF
     # Sequence parallelism splits norms, dropout and residual sums by this number.
     split = t if software.sequence_parallel else 1
-    scores = cluster.move(software.traffic * 8 * score_bytes)
-    forward = forward + attention + scores + cluster.move(software.traffic * row_bytes * (14 / split + 14 / t))
+    scores = cluster.move(software.traffic * software.score_traffic * score_bytes)  # the time of one read or write
+    # Unfused products are as long as the scores that they write or read.
+    attention = np.maximum(
+        matmul(s, s, head_size, heads) + matmul(s, head_size, s, heads), cluster.move(2 * score_bytes)
+    )
+    forward = forward + attention + 6 * scores + cluster.move(software.traffic * row_bytes * (14 / split + 14 / t))
     backward = (
         backward
         + 2 * attention
-        + cluster.move(software.traffic * (9 * score_bytes + row_bytes * (16 / split + 18 / t)))
+        + 5 * scores
+        + cluster.move(software.traffic * row_bytes * (16 / split + 18 / t))
         + cluster.move(software.gradient_bytes * 12 * h * h / t)
     )
     # Each pass has two all-reduces.
     reduce = 2 * np.where(t > 1, cluster.all_reduce(row_bytes, t, link=cluster.link), 0.0)
     kernels = software.kernels + np.where(heads % software.softmax_heads, software.unfused_kernels, 0.0)
     host = cluster.host(kernels, t)
-    full = longer(forward + reduce, host)
-    back = longer(backward + reduce, software.backward_kernels * host)
+    starts = kernels * cluster.kernel  # on the GPU
+    full = np.maximum(forward + starts + reduce, host)
+    back = np.maximum(backward + reduce + software.backward_kernels * starts, software.backward_kernels * host)
     elementwise = cluster.move(software.traffic * row_bytes * (4 / split + 8 / t))
     again = {
         "full": full,
-        "selective": elementwise if software.fused_attention else attention + scores,
+        "selective": elementwise if software.fused_attention else attention + 6 * scores,
         "none": 0.0,
     }[software.recompute]
     layers_of_stage = x.layers / p
@@ -133,14 +145,18 @@ def step_parts(cluster: Cluster, software: Software, x: Layouts) -> dict[str, An
     vocab = np.ceil(VOCAB_SIZE / (128 * t)) * 128 * t
     table_gradient = cluster.move(software.gradient_bytes * vocab * h / t)
     head_products = matmul(tokens, vocab / t, h) + matmul(tokens, h, vocab / t) + matmul(vocab / t, h, tokens)
-    loss = cluster.move(software.loss_bytes * tokens * vocab / t)
-    head = longer(head_products + loss, cluster.host(software.head_kernels, t)) + table_gradient
-    embedding = cluster.move(30 * row_bytes) + table_gradient
+    head_gpu = (
+        head_products * np.where(t > 1, 1, software.odd_vocabulary)
+        + cluster.move(software.loss_bytes * tokens * vocab / t)
+        + software.head_kernels * cluster.kernel
+        + reduce / 2
+    )
+    head = np.maximum(head_gpu, cluster.host(software.head_kernels, t)) + table_gradient
+    embedding = cluster.move(30 * row_bytes) + reduce / 2 + table_gradient
 
     # In the schedule 1F1B, the slowest stage works on each micro-batch, and the first one waits until the pipeline is
     # full.
     micro_batches = x.global_batch / d / b
-    multi_node = t * d * p > cluster.gpus_per_node
     crosses_nodes = multi_node & (t * d >= cluster.gpus_per_node)
     message = row_bytes / (t if software.split_sends else 1)
     send = np.where(p > 1, 2 * cluster.point_to_point(message, crosses_nodes), 0.0)

@@ -6,12 +6,15 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch.profiler import profile
 
 from megatron.gpt2.extensions.plan.cluster import Cluster, read_cluster
 from megatron.gpt2.extensions.plan.command import main
@@ -123,6 +126,22 @@ def test_search_finds_layouts_that_fit(tmp_path: Path, capsys: pytest.CaptureFix
     assert plan["time"]["seconds"] == pytest.approx(found[0]["seconds"], rel=0.01)
     events = json.loads(path.read_text())["traceEvents"]
     assert max(event["ts"] + event["dur"] for event in events) <= 1e6 * plan["time"]["seconds"] * 1.001
+
+
+def test_the_page_of_a_real_step(tmp_path: Path) -> None:
+    """The profiler's outermost operators are on the page, with their shapes."""
+    path, page = tmp_path / "profile.json.gz", tmp_path / "step.html"
+    with profile(record_shapes=True) as profiled:
+        torch.nn.functional.linear(torch.ones(2, 3), torch.ones(4, 3))
+    profiled.export_chrome_trace(str(path))
+    show_step(["--traces", str(path), "--output", str(page)])
+    data = re.search(r'type="application/json">(.*)</script>', page.read_text(encoding="utf-8"))
+    assert data
+    spans = json.loads(data[1])["spans"]
+    assert [span[:3] + span[5:] for span in spans if span[2] != "aten::ones"] == [
+        [0, "compute", "aten::linear", "[2, 3] × [4, 3]"]
+    ]
+    assert all(0 <= span[3] < span[4] for span in spans)
 
 
 def test_the_page_of_a_step_in_a_browser(tmp_path: Path) -> None:
