@@ -42,7 +42,7 @@ def seconds_of(step: StepTime, queue: str) -> float:
 @pytest.mark.parametrize(
     ("flags", "ranks"),
     [
-        (f"{SHAPE} 6 --micro-batch-size 4 --global-batch-size 24", 1),
+        (f"{SHAPE} 6 --micro-batch-size 8 --global-batch-size 48", 1),
         (f"{PIPELINE} --use-distributed-optimizer", 4),
         (f"{PIPELINE} --num-layers 10 --model-parallel-size 2 --sequence-parallel", 4),
         pytest.param(
