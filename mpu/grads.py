@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from mpu import kernels
 from mpu.initialize import get_parallel_state, get_tensor_model_parallel_group
 
 
@@ -61,9 +62,7 @@ def all_reduced_squared_norm(
     """
     state = get_parallel_state()
     counted = list(split) + (list(replicated) if state.tensor_model_parallel_rank == 0 else [])
-    total = torch.zeros((), dtype=torch.float32, device=device)
-    for grad in counted:
-        total += torch.linalg.vector_norm(grad, dtype=torch.float32) ** 2
+    total = kernels.sum_of_squares(counted) if counted else torch.zeros((), dtype=torch.float32, device=device)
     if sharded and state.world_size > 1:
         dist.all_reduce(total)
     elif state.model_parallel_size > 1:

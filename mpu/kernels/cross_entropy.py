@@ -107,6 +107,7 @@ def _gradient_in_triton_(
 def _examples_of_statistics(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     """Two blocks of columns, with padding columns and a target of a different shard."""
     logits = 5 * example_tensor(3, 5184, dtype=dtype, device=device)
+    logits[:, 5120:5122] = 20.0  # large in the last column and in the first padding column
     target, is_local = torch.tensor([0, 5120, 4500]), torch.tensor([False, True, True])
     yield logits, target.to(device), is_local.to(device), 5121
 

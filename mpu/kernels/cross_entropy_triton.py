@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096  # columns at a time
+BLOCK = 2048  # columns at a time
 WARPS = 8
 
 
@@ -44,8 +44,9 @@ def cross_entropy_kernel(
         total = tl.full((), 0.0, tl.float32)
         for first in range(0, COLUMNS, BLOCK):
             at = first + block
-            x = tl.load(logits + at, mask=at < COLUMNS, other=float("-inf"), eviction_policy="evict_last")
-            x = x.to(tl.float32)
+            # The mask of the load has whole 16 bytes, unlike the padding, which is replaced after it.
+            x = tl.load(logits + at, mask=at < WIDTH, other=0.0, eviction_policy="evict_last")
+            x = tl.where(at < COLUMNS, x.to(tl.float32), float("-inf"))
             larger = tl.maximum(largest, tl.max(x))
             total = total * tl.exp(largest - larger) + tl.sum(tl.exp(x - larger))
             largest = larger
@@ -63,8 +64,9 @@ def cross_entropy_kernel(
         scale = factor / total
         for first in range(0, WIDTH, BLOCK):
             at = first + block
-            x = tl.load(logits + at, mask=at < COLUMNS, other=float("-inf"), eviction_policy="evict_first")
-            gradient = tl.exp(x.to(tl.float32) - largest) * scale - tl.where(at == of_target, factor, 0.0)
+            x = tl.load(logits + at, mask=at < WIDTH, other=0.0, eviction_policy="evict_first")
+            exponent = tl.where(at < COLUMNS, x.to(tl.float32) - largest, float("-inf"))
+            gradient = tl.exp(exponent) * scale - tl.where(at == of_target, factor, 0.0)
             tl.store(logits + at, gradient.to(x.dtype), mask=at < WIDTH)
 
 

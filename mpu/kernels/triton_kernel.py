@@ -25,6 +25,7 @@ To test a Triton kernel without a GPU, call it, or `TritonKernel.run`, with CPU 
 (TRITON_INTERPRET=1); see `tests/fake_cuda/interpreted.py`.
 """
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -54,7 +55,7 @@ class TritonKernel(Generic[P, R]):
             values or uses the CPU needs another.
 
     Attributes:
-        name, reference, kernel: the arguments.
+        name, reference, kernel, examples: the arguments.
         operator: the custom operator, for callers that must not be traced by torch.compile on a CPU either.
     """
 
@@ -65,9 +66,11 @@ class TritonKernel(Generic[P, R]):
         kernel: Callable[P, R],
         examples: Callable[[torch.device, torch.dtype], Iterable[tuple[Any, ...]]],
         mutates_args: Sequence[str] = (),
-        fake: Callable[P, R] | None = None,
+        fake: Callable[..., R] | None = None,
     ) -> None:
-        self.name, self.reference, self.kernel, self._examples = name, reference, kernel, examples
+        self.name, self.reference, self.kernel, self.examples = name, reference, kernel, examples
+        names = list(inspect.signature(reference).parameters)
+        self._written = [names.index(name) for name in mutates_args]
         self._chosen: dict[torch.dtype, Callable[P, R]] = {}
         self.operator = torch.library.custom_op(
             f"mpu::{name}",
@@ -102,10 +105,10 @@ class TritonKernel(Generic[P, R]):
 
     def compare(self, device: torch.device, dtype: torch.dtype) -> str:
         """Return how the kernel differs from its reference on the examples, or "" if they agree."""
-        for example in self._examples(device, dtype):
-            expected = _results(self.reference, example)
+        for example in self.examples(device, dtype):
+            expected = self._results(self.reference, example)
             try:
-                found = _results(self.kernel, example)
+                found = self._results(self.kernel, example)
             except Exception as error:  # If the kernel fails in any way, the reference replaces it.
                 reason = " ".join(str(error).split())
                 return f"it raised {type(error).__name__}: {reason[:200]}"
@@ -114,6 +117,22 @@ class TritonKernel(Generic[P, R]):
                 if not difference <= tolerance(a.dtype):  # The condition is also true if the difference is NaN.
                     return f"it differs from its reference by {difference:.1e} of the largest value {tuple(a.shape)}"
         return ""
+
+    def _results(self, function: Callable[..., Any], example: Sequence[Any]) -> list[Tensor]:
+        """Return what a function returns and writes, without a change of `example`."""
+        args = [
+            value.clone()
+            if isinstance(value, Tensor)
+            else [x.clone() for x in value]
+            if isinstance(value, list)
+            else value
+            for value in example
+        ]
+        made = function(*args)
+        found = [made] if isinstance(made, Tensor) else [*(made or ())]
+        for index in self._written:
+            found += [args[index]] if isinstance(args[index], Tensor) else args[index]
+        return [x for x in found if x.numel()]
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -130,19 +149,3 @@ def example_tensor(*shape: int, dtype: torch.dtype, device: torch.device) -> Ten
 def _first_tensor(args: Sequence[Any]) -> Tensor:
     first: Tensor = args[0] if isinstance(args[0], Tensor) else args[0][0]
     return first
-
-
-def _results(function: Callable[..., Any], example: Sequence[Any]) -> list[Tensor]:
-    """Call a function with copies of the arguments. Return its results and the changed copies."""
-    args = [
-        value.clone()
-        if isinstance(value, Tensor)
-        else [each.clone() if isinstance(each, Tensor) else each for each in value]
-        if isinstance(value, list)
-        else value
-        for value in example
-    ]
-    made = function(*args)
-    found = [made, *args] if isinstance(made, Tensor) else [*(made or ()), *args]
-    tensors = (x for value in found for x in (value if isinstance(value, list) else [value]))
-    return [x for x in tensors if isinstance(x, Tensor) and x.numel()]

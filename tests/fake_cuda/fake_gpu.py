@@ -443,6 +443,8 @@ class FakeGPU(TorchDispatchMode):
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.device.type == "cuda"]
         if func.namespace == "mpu":
             made += written(func, args, kwargs)  # our operators do not return what they write into
+            only_written = args[5] if name == "adamw_" else args[0] if name == "add_grads_" and not args[2] else ()
+            on_gpu = [x for x in on_gpu if not any(x is other for other in only_written)]
         for tensor in (*on_gpu, *made):
             self.memory.add(tensor)
         self._order.take(made)

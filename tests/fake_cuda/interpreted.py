@@ -20,6 +20,7 @@ from mpu.cross_entropy import loss_from_stats, vocab_parallel_targets
 from mpu.kernels.cross_entropy import CROSS_ENTROPY_GRADIENT, VOCAB_STATISTICS
 from mpu.kernels.dropout import DROPOUT
 from mpu.kernels.layer import ADD_NORM, ADD_NORM_BACKWARD, GELU_BACKWARD, STACK_QKV
+from mpu.kernels.optimizer import adamw_, add_grads_, sum_of_squares
 from mpu.kernels.triton_kernel import TritonKernel
 from tests.mpu.kernels import test_layer
 
@@ -32,6 +33,9 @@ KERNELS: list[TritonKernel[Any, Any]] = [
     STACK_QKV,
     ADD_NORM,
     ADD_NORM_BACKWARD,
+    sum_of_squares,
+    add_grads_,
+    adamw_,
 ]
 ULP = {dtype: torch.finfo(dtype).eps for dtype in DTYPES}
 
@@ -129,3 +133,84 @@ def test_a_layer_is_as_exact_as_the_plain_layer(h: int, heads: int, dtype: torch
     exact = test_layer.results(plain.double(), x.double(), seeds)
     errors = [test_layer.greatest_difference(exact, found) for found in (of_kernels, of_torch)]
     assert errors[0] < 1.5 * errors[1] < 20 * torch.finfo(dtype).eps
+
+
+# --- the optimizer ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+def test_adamw_equals_float64(triton_on_cpu: None, dtype: torch.dtype | None):
+    """Three steps, of which the second is skipped, with a loss scale: tensors of odd sizes, at places of one buffer."""
+    sizes, places = (7, 64, 20_001), (0, 64, 128)
+    length = places[-1] + sizes[-1]
+    beta1, beta2, eps, decay, rate = 0.9, 0.95, 1e-8, 0.1, 1e-2
+
+    def parts(whole: Tensor) -> list[Tensor]:
+        return [whole[place : place + size] for place, size in zip(places, sizes, strict=True)]
+
+    master, grad, m, v = torch.randn(length), torch.zeros(length), torch.zeros(length), torch.zeros(length)
+    params = torch.full((length,), 5.0, dtype=dtype) if dtype else None
+    steps = list(torch.zeros(len(sizes)).unbind())
+    w, exact_m, exact_v, updates = master.double(), m.double(), v.double(), 0
+    for skipped in (0.0, 1.0, 0.0):
+        grad.copy_(1e-4 * torch.randn(length))
+        of_params = parts(params) if params is not None else []
+        scalars: list[Any] = [torch.tensor(number) for number in (rate, 0.5, skipped)]
+        given: list[Any] = [*(parts(x) for x in (master, grad, m, v)), steps, of_params, *scalars]
+        adamw_(*[*given, beta1, beta2, eps, decay])
+        if not skipped:
+            updates += 1
+            g = grad.double() / 0.5
+            exact_m, exact_v = beta1 * exact_m + (1 - beta1) * g, beta2 * exact_v + (1 - beta2) * g * g
+            denominator = (exact_v / (1 - beta2**updates)).sqrt() + eps
+            w = w * (1 - rate * decay) - rate / (1 - beta1**updates) * exact_m / denominator
+    assert [step.item() for step in steps] == [2.0] * len(sizes)
+    for found, exact in zip(parts(master), parts(w), strict=True):
+        torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=1e-6)
+    if params is not None:
+        for param, exact in zip(parts(params), parts(master), strict=True):  # the interpreter does not round to bf16
+            torch.testing.assert_close(param.float(), exact, rtol=ULP[dtype], atol=1e-6)
+        assert (params[7:64] == 5).all(), "nothing is written between the tensors"
+
+
+def test_sums_of_many_tensors_equal_float64(triton_on_cpu: None):
+    """Also of tensors at places that the kernel cannot read, for which the reference is used."""
+    whole = torch.randn(70_000)
+    for starts in ((0, 64, 33_008), (0, 5, 33_001)):
+        tensors = [whole[start:stop] for start, stop in zip(starts, (*starts[1:], 70_000), strict=True)]
+        exact = whole.double().square().sum()
+        torch.testing.assert_close(sum_of_squares(tensors).double(), exact, rtol=1e-6, atol=0)
+        totals, grads = [x.clone() for x in tensors], [x.bfloat16() for x in tensors]
+        add_grads_(totals, grads, True)
+        assert all(torch.equal(t, x + g.float()) for t, x, g in zip(totals, tensors, grads, strict=True))
+
+
+def other_columns(original: Any) -> Any:
+    return lambda logits, stats, target, is_local, columns, weight, find_stats: original(
+        logits, stats, target, is_local, columns - 1, weight, find_stats
+    )
+
+
+def swapped_betas(original: Any) -> Any:
+    return lambda *args: original(*args[:9], args[10], args[9], *args[11:])
+
+
+PLANTED = [
+    (DROPOUT, lambda original: lambda x, p, seeds, location, first: original(x, p, seeds, location, first + 1)),
+    (CROSS_ENTROPY_GRADIENT, other_columns),
+    (sum_of_squares, lambda original: lambda tensors: original(tensors[:-1])),
+    (adamw_, swapped_betas),
+]
+
+
+@pytest.mark.parametrize(("kernel", "plant"), PLANTED, ids=lambda of: getattr(of, "name", ""))
+def test_a_broken_kernel_is_noticed_and_replaced(
+    kernel: TritonKernel[Any, Any], plant: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(kernel, "kernel", plant(kernel.kernel))
+    monkeypatch.setattr(kernel, "_chosen", {})
+    example = next(iter(kernel.examples(torch.device("cpu"), torch.float32)))
+    expected, found = (kernel._results(of, example) for of in (kernel.reference, kernel.run))
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert f"the Triton kernel {kernel.name} is not used for float32: it differs from its reference by" in line

@@ -61,12 +61,44 @@ def cross_entropy(element: str, find_stats: bool = True, write_gradient: bool = 
     )
 
 
+def on_lists(element: str, name: str, **constants: Any) -> Described:
+    """A kernel of lists of tensors, whose 16-bit or float32 elements have the type `element`."""
+    from mpu.kernels import optimizer_triton
+
+    function = getattr(optimizer_triton, name)
+    of_elements = {"x", "param"} if name != "squares_kernel" else set()
+    pointers = {"master", "grad", "exp_avg", "exp_avg_sq", "total", "partial_sums", "step", "rate", "grad_scale"}
+    constants |= {
+        "TENSORS": 128,
+        "SIZE_UNIT": 16,
+        **{name: getattr(optimizer_triton, name) for name in ("UNIT", "CHUNK", "BLOCK")},
+    }
+    types = {
+        argument: f"*{element}"
+        if argument in of_elements
+        else "*i64"
+        if argument == "table"
+        else "i32"
+        if argument == "tensors"
+        else "*fp32"
+        if argument in pointers | {"x", "found_inf"}
+        else "fp32"
+        for argument in function.arg_names
+        if argument not in constants
+    }
+    return function, types, constants, optimizer_triton.WARPS
+
+
 # A description for an element type, and how many registers a thread may have.
 KERNELS: dict[str, tuple[Callable[[str], Described], int]] = {
     "seeded dropout": (dropout, 64),
     "cross-entropy": (cross_entropy, 64),
     "statistics": (functools.partial(cross_entropy, write_gradient=False), 64),
     "gradient": (functools.partial(cross_entropy, find_stats=False), 64),
+    "sum of squares": (functools.partial(on_lists, name="squares_kernel"), 96),
+    "sum of gradients": (functools.partial(on_lists, name="add_kernel", ADD=True), 64),
+    "AdamW": (functools.partial(on_lists, name="adamw_kernel", HAS_PARAM=True), 64),
+    "AdamW in float32": (functools.partial(on_lists, name="adamw_kernel", HAS_PARAM=False), 64),
 }
 
 

@@ -9,14 +9,18 @@ import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron.gpt2.model.gpt2 import GPT2Model
 from megatron.gpt2.optimizer.param_and_grad_buffer import ParamAndGradBuffer, slice_within
+from mpu import kernels
 from mpu.grads import all_reduce_coalesced
 from mpu.mappings import all_gather_single, reduce_scatter_single
+
+BYTES_AT_ONCE = 32 << 20  # of gradients that a GPU adds to their buckets in one launch
 
 
 class BucketReducer:
@@ -48,6 +52,7 @@ class BucketReducer:
         # For each bucket that was sent, this has the collective and this rank's shard of the sum. It is None after the
         # shard was received.
         self._sent: list[tuple[dist.Work, Tensor] | None] = []
+        self._collected: dict[str, Tensor] = {}  # the gradients that `collect` has not added yet
         self.begin(0)
         for name, parameter in buffer.parameters.items():
             parameter.register_post_accumulate_grad_hook(self._hook(name))
@@ -85,7 +90,7 @@ class BucketReducer:
         must be the same in each run."""
         if self._is_first(name):
             self._grad(name).zero_()
-        self._grad(name).index_put_((rows,), gradients.float(), accumulate=True)
+        kernels.add_rows_(self._grad(name), rows, gradients)
 
     def register_grad_ready(self, name: str) -> None:
         """Mark the gradient of one micro-batch for the parameter `name` as complete. Send buckets that are complete."""
@@ -109,14 +114,34 @@ class BucketReducer:
         return first
 
     def _hook(self, name: str):  # type: ignore[no-untyped-def]
-        def collect(parameter: Tensor) -> None:
-            if parameter.grad is None:
-                return  # `add` has already added it.
-            self.add(name, parameter.grad)
-            parameter.grad = None
-            self.register_grad_ready(name)
+        def take(parameter: Tensor) -> None:
+            if parameter.grad is not None:  # else `add` has already added it
+                gradient, parameter.grad = parameter.grad, None
+                self.collect(name, gradient)
 
-        return collect
+        return take
+
+    def collect(self, name: str, gradient: Tensor) -> None:
+        """Add a gradient that autograd has computed, and mark it as complete. On a GPU several gradients are added in
+        one launch, at the latest at the end of the backward pass."""
+        if not gradient.is_cuda:
+            self.add(name, gradient)
+            self.register_grad_ready(name)
+            return
+        if not self._collected:
+            torch.autograd.Variable._execution_engine.queue_callback(self._add_collected)
+        self._collected[name] = gradient
+        if sum(each.nbytes for each in self._collected.values()) >= BYTES_AT_ONCE:
+            self._add_collected()
+
+    def _add_collected(self) -> None:
+        gradients, self._collected = self._collected, {}
+        first = {name: self._is_first(name) for name in gradients}
+        for add in (False, True):
+            if names := [name for name in gradients if first[name] != add]:
+                kernels.add_grads_([self._grad(name) for name in names], [gradients[name] for name in names], add)
+        for name in gradients:
+            self.register_grad_ready(name)
 
     def _send_ready(self) -> None:
         while len(self._sent) < len(self._incomplete) and not self._incomplete[len(self._sent)]:
@@ -281,7 +306,8 @@ class ParamAllGather:
         model.transformer.layer_pre_hook = lambda layer: self.finish_param_sync(needed[layer])
 
     def start_param_sync(self) -> None:
-        """Start all all-gathers, after `buffer.copy_masters_to_params`. On a GPU the host does not wait for them."""
+        """Start all all-gathers, after this rank's parameters were written. On a GPU the host does not wait for
+        them."""
         self.finish_param_sync()
         if self._buffer.is_sharded:
             for index, bucket in reversed(list(enumerate(self._buffer.buckets))):

@@ -94,6 +94,7 @@ class MuonOptimizer(MixedPrecisionOptimizer):
         for index in self._matrix_shards:
             self.buffer.masters[index].mul_(1 - rate * self._config.weight_decay).sub_(grads[index].mul_(rate))
             self._adam_steps[index] += 1 - found_inf
+            self.buffer.round_master(index)
 
     def _orthogonalize_round(self, grads: Sequence[Tensor], names: Sequence[str]) -> None:
         """Replace the parts of the matrices `names` in `grads` by those of the scaled, orthogonalized matrices.

@@ -93,6 +93,8 @@ class ParamAndGradBuffer:
         local_shards: the ranges that this rank's optimizer updates.
         masters: for each local shard, the float32 weights before they are rounded to `dtype`. In fp32 they are views of
             `params`, unless the optimizer is offloaded.
+        rounded: for each local shard, the weights rounded to `dtype`: views of `params`, or copies in host memory if
+            the optimizer is offloaded. In fp32 it is `masters`.
 
     The gradients of a bucket are allocated when backward computes the first of them, and freed by `free_grads`.
     Backward has then already freed activations, which lowers the peak. `keep_shard` keeps only the local shard
@@ -133,10 +135,10 @@ class ParamAndGradBuffer:
         is_float32 = dtype == torch.float32
         if offloaded:
             self.masters = self.zeros_like_shards(pinned=True)
-            self._rounded = self.masters if is_float32 else self.zeros_like_shards(dtype, pinned=True)
+            self.rounded = self.masters if is_float32 else self.zeros_like_shards(dtype, pinned=True)
         else:
             self.masters = in_params if is_float32 else self.zeros_like_shards()
-            self._rounded = in_params
+            self.rounded = in_params
         for name, parameter in self.parameters.items():
             values = parameter.detach().reshape(-1)
             self.params[self.ranges[name]].copy_(values)
@@ -294,10 +296,19 @@ class ParamAndGradBuffer:
 
     def copy_masters_to_params(self) -> None:
         """Round the masters to `dtype`, and write them into this rank's shards of `params`."""
-        for shard, master, rounded in zip(self.local_shards, self.masters, self._rounded, strict=True):
-            if rounded is not master:
-                rounded.copy_(master)
-            if self.offloaded:
+        for index in range(len(self.masters)):
+            self.round_master(index)
+        self.copy_rounded_to_params()
+
+    def round_master(self, index: int) -> None:
+        """Round the master of one local shard."""
+        if self.rounded[index] is not self.masters[index]:
+            self.rounded[index].copy_(self.masters[index])
+
+    def copy_rounded_to_params(self) -> None:
+        """Copy rounded masters that are in host memory into this rank's shards of `params`."""
+        if self.offloaded:
+            for shard, rounded in zip(self.local_shards, self.rounded, strict=True):
                 self.params[shard.range].copy_(rounded, non_blocking=True)
 
     def copy_params_to_masters(self) -> None:

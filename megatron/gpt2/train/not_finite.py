@@ -81,7 +81,7 @@ def observe_tensors(trainer: Trainer, observe: Observer) -> Iterator[None]:
     """Inside, call `observe` for each output of the model's modules and for each gradient. Gradients are observed in
     the reducer, or in autograd with torch's DDP. Modules inside a compiled layer are not observed."""
     model, reducer = trainer.state.model, trainer.state.reducer
-    methods = [name for name in ("add", "add_rows") if hasattr(reducer, name)]
+    methods = [name for name in ("add", "add_rows", "collect") if hasattr(reducer, name)]
     with contextlib.ExitStack() as hooks:
         for name, module in model.named_modules():
             if name:
