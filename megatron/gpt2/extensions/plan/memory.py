@@ -138,7 +138,9 @@ def low_bytes(inputs: MemoryInputs) -> float:
     on_host = parallel.cpu_offload_optimizer and inputs.device == "cuda"
     moments = 0 if on_host else 8 if inputs.dtype == torch.float32 else 12  # with masters, if the weights are rounded
     state = inputs.dtype.itemsize + moments / (inputs.data_parallel_size if parallel.use_distributed_optimizer else 1)
-    state += 4 / (inputs.data_parallel_size if parallel.shard_gradients else 1)
+    # The gradients of a single micro-batch are freed as soon as they are reduced.
+    frees = parallel.shard_gradients or (parallel.use_distributed_optimizer and inputs.num_microbatches == 1)
+    state += 4 / (inputs.data_parallel_size if frees else 1)
     if parallel.checkpoint_in_cpu or parallel.cpu_offloading_num_layers or parallel.partition_activations:
         return state * parameters + inputs.fixed
     full = 2 / train.recompute_num_layers, 0
