@@ -23,7 +23,7 @@ from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.extensions.plan import hook
 from megatron.gpt2.extensions.plan.command import main
-from megatron.gpt2.extensions.plan.fit import bubble
+from megatron.gpt2.extensions.plan.fit import bubble, layouts
 from megatron.gpt2.extensions.plan.memory import (
     BATCH_BYTES_PER_TOKEN,
     MemoryInputs,
@@ -189,6 +189,18 @@ def test_few_layers_are_extrapolated_to_all(flags: str, ranks: int):
     for stage in range(inputs.stages):
         rough, exact = (max(map(held_bytes, found(inputs, stage).values())) for found in (stage_memory, traced_memory))
         assert rough == pytest.approx(exact, rel=0.002)
+
+
+def test_low_estimate_is_never_above_the_trace():
+    flags = "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --micro-batch-size 2"
+    found = [
+        candidate
+        for batch in (8, 32)  # with one micro-batch, gradients are freed
+        for candidate in [*layouts(gpu_inputs(f"{flags} --global-batch-size {batch}", ranks=4))][::23]
+    ]
+    assert len(found) > 10
+    for candidate in found:
+        assert candidate.least <= estimate_memory(candidate.inputs, 0).total, candidate.flags
 
 
 def test_micro_batches_that_are_left_out_repeat():
