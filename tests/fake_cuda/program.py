@@ -23,7 +23,7 @@ from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.extensions.order import Record, prove
 from megatron.gpt2.extensions.plan.hook import memory_inputs
 from megatron.gpt2.extensions.plan.memory import estimate_memory
-from megatron.gpt2.model import attention_backend
+from megatron.gpt2.model import attention_backend, gpt2
 from megatron.gpt2.train.setup import build_context
 from megatron.gpt2.train.train_step import train_step
 from megatron.gpt2.train.trainer import Trainer, build_trainer
@@ -71,8 +71,9 @@ def running(
             from tests.fake_cuda.fake_inductor import fake_inductor
 
             stack.enter_context(fake_inductor(gpu))
-        # Times of attention kernels have no meaning here.
+        # Times of attention kernels and values of weights have no meaning here.
         stack.enter_context(mock.patch.object(attention_backend, "REPEATS", 1))
+        stack.enter_context(mock.patch.object(gpt2, "seeded_normal", lambda *_: lambda weight: None))
         # The fake process group gathers no strings, so this rank's string is used for all ranks.
         stack.enter_context(mock.patch.object(dist, "all_gather_object", say_the_same))
         if world_size > 1:
