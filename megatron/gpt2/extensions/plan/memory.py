@@ -142,7 +142,7 @@ def low_bytes(inputs: MemoryInputs) -> float:
     frees = parallel.shard_gradients or (parallel.use_distributed_optimizer and inputs.num_microbatches == 1)
     state += 4 / (inputs.data_parallel_size if frees else 1)
     if on_host or parallel.checkpoint_in_cpu or parallel.cpu_offloading_num_layers or parallel.partition_activations:
-        # Activations are split or moved, or gradients exist only when they are freed.
+        # Activations are split or moved. With an optimizer on the host, they are freed before gradients are whole.
         return state * parameters + inputs.fixed
     full = 2 / train.recompute_num_layers, 0
     whole, divided = {"none": (8, 24), "selective": (4, 16), "full": full}[train.recompute_granularity]
