@@ -173,7 +173,7 @@ FAULTS: dict[str, tuple[Check, Plant, str]] = {
     "a tensor on the wrong device": (
         step,
         before_counting(lambda mask: mask + torch.ones(256)),
-        "found at least two devices",
+        "found (at least )?two( different)? devices",
     ),
     "a copy in each layer": (
         step,
