@@ -83,7 +83,7 @@ def _gradient_(
 
 
 def _statistics_in_triton(logits: Tensor, target: Tensor, is_local: Tensor, columns: int) -> Tensor:
-    from mpu.kernels.cross_entropy_triton import cross_entropy_on_gpu
+    from mpu.kernels.in_triton import cross_entropy_on_gpu
 
     stats = logits.new_empty(3, len(logits), dtype=torch.float32)
     cross_entropy_on_gpu(logits, stats, target, is_local, columns, None, find_stats=True)
@@ -99,7 +99,7 @@ def _gradient_in_triton_(
     weight: Tensor,
     find_stats: bool,
 ) -> None:
-    from mpu.kernels.cross_entropy_triton import cross_entropy_on_gpu
+    from mpu.kernels.in_triton import cross_entropy_on_gpu
 
     cross_entropy_on_gpu(logits, stats, target, is_local, columns, weight, find_stats=find_stats)
 

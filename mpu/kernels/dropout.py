@@ -132,7 +132,7 @@ def _seeded_dropout(x: Tensor, p: float, seeds: Tensor, location: int, first_pos
 
 
 def _in_triton(x: Tensor, p: float, seeds: Tensor, location: int, first_position: int) -> Tensor:
-    from mpu.kernels.dropout_triton import dropout_on_gpu
+    from mpu.kernels.in_triton import dropout_on_gpu
 
     return dropout_on_gpu(x.contiguous(), seeds, location, first_position, drop_threshold(p), keep_scale(p))
 

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpu.kernels.dropout import DROPOUT
+from mpu.kernels.dropout import DROPOUT, drop_threshold, keep_scale
 from mpu.kernels.triton_kernel import TritonKernel, example_tensor
 
 # The seeds [b, 3] of `seeded_dropout`, or None without dropout; p; the location; the first position.
@@ -131,7 +131,7 @@ def _gelu_backward(dy: Tensor, x: Tensor, approximate: str) -> tuple[Tensor, Ten
 
 
 def _gelu_backward_in_triton(*args: Any) -> tuple[Tensor, Tensor]:
-    from mpu.kernels.layer_triton import gelu_backward
+    from mpu.kernels.in_triton import gelu_backward
 
     return gelu_backward(*args)
 
@@ -149,7 +149,7 @@ def _stack_qkv(dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _stack_qkv_in_triton(*args: Any) -> tuple[Tensor, Tensor]:
-    from mpu.kernels.layer_triton import stack_qkv
+    from mpu.kernels.in_triton import stack_qkv
 
     return stack_qkv(*args)
 
@@ -185,10 +185,16 @@ def _add_norm(
     return out, y.to(x.dtype), mean.flatten(), rstd.flatten()
 
 
-def _add_norm_in_triton(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from mpu.kernels.layer_triton import add_norm
+def _with_threshold(*args: Any) -> Iterator[Any]:
+    """The arguments with `drop_threshold` and `keep_scale` instead of p, the third from the end."""
+    *tensors, p, location, first_position = args
+    yield from (*tensors, drop_threshold(p), keep_scale(p), location, first_position)
 
-    return add_norm(*args)
+
+def _add_norm_in_triton(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from mpu.kernels.in_triton import add_norm
+
+    return add_norm(*_with_threshold(*args))
 
 
 def _add_norm_examples(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
@@ -235,9 +241,9 @@ def _add_norm_backward(
 
 
 def _add_norm_backward_in_triton(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    from mpu.kernels.layer_triton import add_norm_backward
+    from mpu.kernels.in_triton import add_norm_backward
 
-    return add_norm_backward(*args)
+    return add_norm_backward(*_with_threshold(*args))
 
 
 def _add_norm_backward_examples(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:

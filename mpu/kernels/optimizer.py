@@ -23,7 +23,7 @@ def _sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _sum_of_squares_in_triton(tensors: Sequence[Tensor]) -> Tensor:
-    from mpu.kernels.optimizer_triton import is_aligned, sum_of_squares_on_gpu
+    from mpu.kernels.in_triton import is_aligned, sum_of_squares_on_gpu
 
     return sum_of_squares_on_gpu(tensors) if is_aligned(tensors) else _sum_of_squares(tensors)
 
@@ -38,7 +38,7 @@ def _add_grads_(totals: Sequence[Tensor], grads: Sequence[Tensor], add: bool) ->
 
 
 def _add_grads_in_triton_(totals: Sequence[Tensor], grads: Sequence[Tensor], add: bool) -> None:
-    from mpu.kernels.optimizer_triton import add_on_gpu, is_aligned
+    from mpu.kernels.in_triton import add_on_gpu, is_aligned
 
     if is_aligned(totals, grads):
         add_on_gpu(totals, grads, add=add)
@@ -106,7 +106,7 @@ def _adamw_in_triton_(
     eps: float,
     weight_decay: float,
 ) -> None:
-    from mpu.kernels.optimizer_triton import adamw_on_gpu
+    from mpu.kernels.in_triton import adamw_on_gpu
 
     adamw_on_gpu(
         masters,

@@ -7,7 +7,7 @@ when a GPU uses it. Triton is a part of torch's builds for GPUs.
         x.mul_(factor)
 
     def _in_triton(x: Tensor, factor: float) -> None:
-        from mpu.kernels.halve_triton import halve_on_gpu
+        from mpu.kernels.in_triton import halve_on_gpu
         halve_on_gpu(x, factor)
 
     def _examples(device: torch.device, dtype: torch.dtype) -> Iterable[tuple[Any, ...]]:

@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron.gpt2 import device as devices
 from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.extensions.order import Record, prove
 from megatron.gpt2.extensions.plan.hook import memory_inputs
 from megatron.gpt2.extensions.plan.memory import estimate_memory
-from megatron.gpt2.model import attention_backend, gpt2
+from megatron.gpt2.model import gpt2
 from megatron.gpt2.train.setup import build_context
 from megatron.gpt2.train.train_step import train_step
 from megatron.gpt2.train.trainer import Trainer, build_trainer
@@ -72,7 +73,7 @@ def running(
 
             stack.enter_context(fake_inductor(gpu))
         # Times of attention kernels and values of weights have no meaning here.
-        stack.enter_context(mock.patch.object(attention_backend, "REPEATS", 1))
+        stack.enter_context(mock.patch.object(devices, "REPEATS", 1))
         stack.enter_context(mock.patch.object(gpt2, "seeded_normal", lambda *_: lambda weight: None))
         # The fake process group gathers no strings, so this rank's string is used for all ranks.
         stack.enter_context(mock.patch.object(dist, "all_gather_object", say_the_same))

@@ -31,7 +31,7 @@ def test_the_values_are_those_of_the_references():
 
 
 def dropout(element: str) -> Described:
-    from mpu.kernels.dropout_triton import BLOCKS, WARPS, dropout_kernel
+    from mpu.kernels.in_triton import DROPOUT_BLOCKS, DROPOUT_WARPS, dropout_kernel
 
     types = {
         "x": f"*{element}",
@@ -40,11 +40,11 @@ def dropout(element: str) -> Described:
         **dict.fromkeys(("b", "h", "first_position", "dropped"), "i32"),
         "keep_scale": "fp32",
     }
-    return dropout_kernel, types, {"LOCATION": 2, "BLOCKS": BLOCKS}, WARPS
+    return dropout_kernel, types, {"LOCATION": 2, "BLOCKS": DROPOUT_BLOCKS}, DROPOUT_WARPS
 
 
 def cross_entropy(element: str, find_stats: bool = True, write_gradient: bool = True) -> Described:
-    from mpu.kernels.cross_entropy_triton import BLOCK, WARPS, cross_entropy_kernel
+    from mpu.kernels.in_triton import LOSS_COLUMNS, LOSS_WARPS, cross_entropy_kernel
 
     types = {
         "logits": f"*{element}",
@@ -56,22 +56,30 @@ def cross_entropy(element: str, find_stats: bool = True, write_gradient: bool = 
     return (
         cross_entropy_kernel,
         types,
-        {"COLUMNS": 50257, "WIDTH": 50304, "FIND_STATS": find_stats, "WRITE_GRADIENT": write_gradient, "BLOCK": BLOCK},
-        WARPS,
+        {
+            "COLUMNS": 50257,
+            "WIDTH": 50304,
+            "FIND_STATS": find_stats,
+            "WRITE_GRADIENT": write_gradient,
+            "BLOCK": LOSS_COLUMNS,
+        },
+        LOSS_WARPS,
     )
 
 
 def on_lists(element: str, name: str, **constants: Any) -> Described:
     """A kernel of lists of tensors, whose 16-bit or float32 elements have the type `element`."""
-    from mpu.kernels import optimizer_triton
+    from mpu.kernels import in_triton
 
-    function = getattr(optimizer_triton, name)
+    function = getattr(in_triton, name)
     of_elements = {"x", "param"} if name != "squares_kernel" else set()
     pointers = {"master", "grad", "exp_avg", "exp_avg_sq", "total", "partial_sums", "step", "rate", "grad_scale"}
     constants |= {
         "TENSORS": 128,
         "SIZE_UNIT": 16,
-        **{name: getattr(optimizer_triton, name) for name in ("UNIT", "CHUNK", "BLOCK")},
+        "UNIT": in_triton.UNIT,
+        "CHUNK": in_triton.CHUNK,
+        "BLOCK": in_triton.LIST_BLOCK,
     }
     types = {
         argument: f"*{element}"
@@ -86,7 +94,7 @@ def on_lists(element: str, name: str, **constants: Any) -> Described:
         for argument in function.arg_names
         if argument not in constants
     }
-    return function, types, constants, optimizer_triton.WARPS
+    return function, types, constants, in_triton.LIST_WARPS
 
 
 # A description for an element type, and how many registers a thread may have.

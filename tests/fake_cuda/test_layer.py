@@ -32,16 +32,16 @@ CASES: dict[str, list[dict[str, Any]]] = {  # The constants of each kernel, with
 @pytest.mark.parametrize("element", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("name", CASES)
 def test_it_spills_nothing(name: str, element: str, architecture: str):
-    from mpu.kernels import layer_triton
+    from mpu.kernels import in_triton
 
-    kernel = getattr(layer_triton, name)
+    kernel = getattr(in_triton, name)
     for case in CASES[name]:
-        constants: dict[str, Any] = {**layer_triton.tile(WIDEST), **case}
+        constants: dict[str, Any] = {**in_triton.tile(WIDEST), **case}
         warps = constants.pop("num_warps")
         if "COLUMNS" in kernel.arg_names:
-            columns = {"gelu_backward_kernel": layer_triton.GELU_COLUMNS, "stack_qkv_kernel": 64}[name]
-            constants = {**case, "ROWS": layer_triton.TILE // columns, "COLUMNS": columns}
-            warps = layer_triton.WARPS
+            columns = {"gelu_backward_kernel": in_triton.GELU_COLUMNS, "stack_qkv_kernel": 64}[name]
+            constants = {**case, "ROWS": in_triton.LAYER_TILE // columns, "COLUMNS": columns}
+            warps = in_triton.LAYER_WARPS
         types = {
             argument: "constexpr" if argument in constants else NUMBERS.get(argument, f"*{element}")
             for argument in kernel.arg_names

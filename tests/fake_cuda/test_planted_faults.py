@@ -17,7 +17,7 @@ from megatron.gpt2.optimizer.bucket_reducer import BucketReducer
 from megatron.gpt2.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.gpt2.train import data, train_step
 from megatron.gpt2.train.forward_backward import ForwardBackward
-from mpu import fused_transformer, layers
+from mpu import layers, transformer
 from mpu.activation_offload import ActivationOffload
 from tests.fake_cuda.fake_gpu import FakeStream
 from tests.fake_cuda.program import check_budget, check_same_order, check_step, communication, cost, running, steps
@@ -177,7 +177,7 @@ FAULTS: dict[str, tuple[Check, Plant, str]] = {
     ),
     "a copy in each layer": (
         step,
-        before(fused_transformer.FusedTransformerLayer, "forward", lambda self, x, *_, **__: x.clone()),
+        before(transformer.FusedTransformerLayer, "forward", lambda self, x, *_, **__: x.clone()),
         "'clone': '5, granted 3'",
     ),
     "a CPU tensor in a collective": (ranks, before_update(lambda self: dist.all_reduce(torch.zeros(2))), "on the CPU"),

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 import mpu
 from megatron.gpt2.config import ModelConfig
-from megatron.gpt2.model.attention_backend import BACKENDS, choose_attention
+from megatron.gpt2.device import ATTENTION_BACKENDS, choose_attention
 from megatron.gpt2.model.gpt2 import GPT2Model, layer_config
 from megatron.gpt2.train.train_step import train_step
 from megatron.gpt2.train.trainer import Trainer
@@ -133,7 +133,7 @@ def test_the_attention_kernel_is_measured(dropout_p: float):
     reason = choose_attention(
         "auto", torch.device("cuda", 0), torch.bfloat16, b=2, s=256, n=4, d=64, dropout_p=dropout_p
     )
-    assert "the fastest" in reason and sum(name in reason for name in BACKENDS) >= 2, reason
+    assert "the fastest" in reason and sum(name in reason for name in ATTENTION_BACKENDS) >= 2, reason
 
 
 @pytest.mark.parametrize("name", ["flash", "fused", "efficient"])

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data_utils import Tokenizer
+from megatron.gpt2.device import inference
 from megatron.gpt2.generate.model_runner import ModelRunner
 from megatron.gpt2.generate.sampling import Sampler, Sampling
-from megatron.gpt2.model.attention_backend import inference
 from megatron.gpt2.model.gpt2 import GPT2Model
 
 

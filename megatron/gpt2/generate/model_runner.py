@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import mpu
-from megatron.gpt2.model.attention_backend import inference
+from megatron.gpt2.device import inference
 from megatron.gpt2.model.gpt2 import GPT2Model
 
 P = ParamSpec("P")

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 import mpu
 from data_utils.command_line import progress_bar
+from megatron.gpt2.device import inference
 from megatron.gpt2.generate.model_runner import token_scores
-from megatron.gpt2.model.attention_backend import inference
 from megatron.gpt2.model.gpt2 import GPT2Model
 
 

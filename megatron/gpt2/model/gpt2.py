@@ -23,10 +23,10 @@ from torch.distributed import ProcessGroup
 
 import mpu
 from megatron.gpt2.config import ModelConfig
-from mpu.fused_transformer import FusedTransformerLayer
 from mpu.initialize import group_rank_and_size
 from mpu.layers import InitMethod
 from mpu.mappings import enter_model_parallel_region
+from mpu.transformer import FusedTransformerLayer
 
 TIED_WEIGHT = "word_embeddings.weight"  # The head uses the same weight.
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import mpu
 from data_utils.corpora import Log
 from megatron.gpt2.config import ignored_flags
+from megatron.gpt2.device import choose_attention
 from megatron.gpt2.hooks import Hook
-from megatron.gpt2.model.attention_backend import choose_attention
 from megatron.gpt2.model.gpt2 import TIED_WEIGHT, GPT2Model, layer_config
 from megatron.gpt2.optimizer.bucket_reducer import (
     BucketReducer,

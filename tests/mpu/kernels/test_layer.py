@@ -14,7 +14,7 @@ from torch import Tensor
 
 import mpu
 from mpu import kernels
-from mpu.fused_transformer import FusedTransformerLayer
+from mpu.transformer import FusedTransformerLayer
 from tests.distributed import run_ranks
 
 S, B, H = 6, 3, 40

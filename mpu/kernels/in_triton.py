@@ -1,0 +1,684 @@
+"""The Triton code of all kernels. Triton is a part of torch's builds for GPUs; `triton_kernel.py` explains when this
+file is imported. The functions without `_kernel` in their name launch the kernels.
+
+Dropout draws the masks of `dropout.py`. It reads and writes each element once.
+
+The parts of a layer between its matrix products, see `layer.py`: a kernel that has a tensor's values at hand also sums
+them for the gradient of a bias. A program sums its rows in float32, in an order that does not depend on the GPU, and
+torch adds up the programs' sums.
+
+The loss reads each logit once from memory and overwrites it once. A program has one row, so the second reading of a row
+(100 KB in bf16) finds it in the cache of the GPU:
+
+    d logits = weight · (softmax(logits) - one-hot(target))
+
+The operations on lists of tensors (the sum of squares, AdamW, and gradients that are added to their buckets) take one
+launch for all tensors. A program computes one chunk of one tensor. It finds both in a table on the GPU, int64
+[2 + lists, tensors]: the number of each tensor's first chunk, its number of elements, and for each list the tensor's
+distance from the list's first tensor. Distances are counted in units of 16 elements, so that the compiler loads 16
+bytes at once.
+
+Legend: b batch, s sequence, t or c tokens, h hidden, n heads, d head size, f width of a linear layer's output, v/tp
+columns of this rank.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+DROPOUT_BLOCKS = 64  # One Triton program computes this number of counter blocks: 1,024 elements.
+DROPOUT_WARPS = 2  # Each thread computes one block.
+LAYER_PROGRAMS = 256  # These share the rows of a sum: two for each multiprocessor of an H100.
+GELU_COLUMNS = 256  # elements of a row that a program of GELU's backward has at once
+LAYER_TILE = 2048  # elements that a program has at once
+LAYER_WARPS = LAYER_TILE // 512  # 16 elements for each thread, which are one block of random draws
+LOSS_COLUMNS = 2048  # columns at a time
+LOSS_WARPS = 8
+UNIT = 16  # elements
+CHUNK = 16384  # elements of a program
+LIST_BLOCK = 1024  # elements at a time
+LIST_WARPS = 8
+
+
+# --- dropout
+
+
+@triton.jit
+def philox_4x64(c0, c1, c2, c3, k0, k1):
+    """Return four random uint64 words from a counter and a key, in ten rounds."""
+    for _ in tl.static_range(10):
+        high0, low0 = tl.umulhi(c0, 0xD2E7470EE14C6C93), c0 * 0xD2E7470EE14C6C93
+        high1, low1 = tl.umulhi(c2, 0xCA5A826395121157), c2 * 0xCA5A826395121157
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0 += 0x9E3779B97F4A7C15
+        k1 += 0xBB67AE8584CAA73B
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def random_draws(
+    seeds, row, block, b, h, first_position, LOCATION: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr
+):
+    """The random draws of some blocks of some rows, int16 [ROWS, 16 * SIZE]. A row is one position of one sample.
+
+    row: [ROWS]. block: [SIZE], the numbers of the blocks in each row.
+    """
+    key = seeds + row % b * 3
+    seed, sample, layer = tl.load(key), tl.load(key + 1), tl.load(key + 2)
+    position = (first_position + row // b).to(tl.int64)
+    number = (position[:, None] * tl.cdiv(h, 16) + block[None, :] + 1).to(tl.uint64)
+    same = tl.zeros_like(number)
+    w0, w1, w2, w3 = philox_4x64(
+        number,
+        same + sample.to(tl.uint64)[:, None],
+        same + (layer << 8 | LOCATION).to(tl.uint64)[:, None],
+        same,
+        same + seed.to(tl.uint64)[:, None],
+        same,
+    )
+    # Each block has the words w0, w1, w2, w3.
+    word = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(ROWS, SIZE * 4)
+    return tl.join(
+        tl.join(word.to(tl.int16), (word >> 32).to(tl.int16)),
+        tl.join((word >> 16).to(tl.int16), (word >> 48).to(tl.int16)),
+    ).reshape(ROWS, SIZE * 16)
+
+
+@triton.jit
+def dropout_kernel(
+    x, out, seeds, b, h, first_position, dropped, keep_scale, LOCATION: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """program_id is (row, part of the row)."""
+    row = tl.program_id(0)
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    draw = random_draws(seeds, row + tl.arange(0, 1), block, b, h, first_position, LOCATION, 1, BLOCKS)
+    column = tl.program_id(1) * BLOCKS * 16 + tl.arange(0, BLOCKS * 16)
+    at = row.to(tl.int64) * h + column
+    value = tl.load(x + at, mask=column < h)
+    raised = (value.to(tl.float32) * keep_scale).to(value.dtype)
+    kept = draw.reshape(BLOCKS * 16) >= dropped
+    tl.store(out + at, tl.where(kept, raised, tl.zeros_like(raised)), mask=column < h)
+
+
+def dropout_on_gpu(
+    x: Tensor, seeds: Tensor, location: int, first_position: int, dropped: int, keep_scale: float
+) -> Tensor:
+    """x [s, b, h], contiguous: `dropped` of 65,536 elements become 0, the other elements are multiplied by
+    `keep_scale`. The other arguments are those of `seeded_dropout`."""
+    s, b, h = x.shape
+    out = torch.empty_like(x)
+    grid = s * b, triton.cdiv(h, 16 * DROPOUT_BLOCKS)
+    dropout_kernel[grid](
+        x,
+        out,
+        seeds,
+        b,
+        h,
+        first_position,
+        dropped - 32768,
+        keep_scale,
+        LOCATION=location,
+        BLOCKS=DROPOUT_BLOCKS,
+        num_warps=DROPOUT_WARPS,
+    )
+    return out
+
+
+# --- a layer between its matrix products
+
+
+@triton.jit
+def gelu_backward_kernel(dy, x, dx, sums, t, f, rows, TANH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """dx = dy · gelu'(x) [t, f]; sums [programs, f]. program_id is (block of `rows` rows, block of COLUMNS columns)."""
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, rows, ROWS):
+        row = tl.program_id(0) * rows + start + tl.arange(0, ROWS)
+        inside = (row < t)[:, None] & (column < f)[None, :]
+        at = row.to(tl.int64)[:, None] * f + column[None, :]
+        z = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        if TANH:  # ½(1 + tanh(u)) = sigmoid(2u)
+            gate = tl.sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))
+            slope = gate + z * gate * (1 - gate) * 1.5957691216057308 * (1 + 0.134145 * z * z)
+        else:
+            slope = 0.5 * (1 + tl.erf(z * 0.7071067811865476)) + z * tl.exp(-0.5 * z * z) * 0.3989422804014327
+        grad = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32) * slope
+        tl.store(dx + at, grad.to(dx.dtype.element_ty), mask=inside)
+        total += grad
+    tl.store(sums + tl.program_id(0) * f + column, tl.sum(total, axis=0), mask=column < f)
+
+
+def gelu_backward(dy: Tensor, x: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
+    """[..., f], [..., f] -> the gradient of x, and its sum [f]."""
+    dy, x = dy.contiguous(), x.contiguous()
+    f = x.size(-1)
+    t = x.numel() // f
+    dx, at_once = torch.empty_like(x), LAYER_TILE // GELU_COLUMNS
+    rows, blocks = _share_of_rows(t, at_once)
+    sums = x.new_empty(blocks, f, dtype=torch.float32)
+    gelu_backward_kernel[blocks, triton.cdiv(f, GELU_COLUMNS)](
+        dy,
+        x,
+        dx,
+        sums,
+        t,
+        f,
+        rows,
+        TANH=approximate == "tanh",
+        ROWS=at_once,
+        COLUMNS=GELU_COLUMNS,
+        num_warps=LAYER_WARPS,
+    )
+    return dx, sums.sum(dim=0).to(x.dtype)
+
+
+@triton.jit
+def stack_qkv_kernel(
+    dq, dk, dv, out, sums, t, b, n, d, stride_s, stride_b, stride_n, rows, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """out [t, n, 3, d] and sums [programs, n, 3, d] from dq, dk and dv [s, b, n, d], which have the same strides.
+    program_id is (block of `rows` rows, head)."""
+    head, column = tl.program_id(1), tl.arange(0, COLUMNS)
+    for part in tl.static_range(3):
+        source = dq if part == 0 else dk if part == 1 else dv
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for start in range(0, rows, ROWS):
+            row = (tl.program_id(0) * rows + start + tl.arange(0, ROWS)).to(tl.int64)
+            inside = (row < t)[:, None] & (column < d)[None, :]
+            given = (row // b * stride_s + row % b * stride_b)[:, None] + head * stride_n + column[None, :]
+            value = tl.load(source + given, mask=inside, other=0.0)
+            tl.store(out + ((row * n + head) * 3 + part)[:, None] * d + column[None, :], value, mask=inside)
+            total += value.to(tl.float32)
+        place = ((tl.program_id(0) * n + head) * 3 + part) * d
+        tl.store(sums + place + column, tl.sum(total, axis=0), mask=column < d)
+
+
+def stack_qkv(dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+    """Three of [s, b, n, d] -> [s, b, n, 3, d], and its sum [n·3·d]."""
+    s, b, n, d = dq.shape
+    if dq.stride(-1) != 1 or not dq.stride() == dk.stride() == dv.stride():
+        dq, dk, dv = dq.contiguous(), dk.contiguous(), dv.contiguous()
+    columns = triton.next_power_of_2(d)
+    at_once = max(LAYER_TILE // columns, 1)
+    rows, blocks = _share_of_rows(s * b, at_once)
+    out = dq.new_empty(s, b, n, 3, d)
+    sums = dq.new_empty(blocks, n * 3 * d, dtype=torch.float32)
+    stack_qkv_kernel[blocks, n](
+        dq,
+        dk,
+        dv,
+        out,
+        sums,
+        s * b,
+        b,
+        n,
+        d,
+        *dq.stride()[:3],
+        rows,
+        ROWS=at_once,
+        COLUMNS=columns,
+        num_warps=LAYER_WARPS,
+    )
+    return out, sums.sum(dim=0).to(dq.dtype)
+
+
+@triton.jit
+def add_norm_kernel(
+    x, branch, bias, weight, norm_bias, seeds, out, y, mean, rstd,
+    t, b, h, eps, first_position, dropped, keep_scale,
+    LOCATION: tl.constexpr, DROPOUT: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out = x + dropout(branch + bias) [t, h] and, with NORM, y = norm(out) with its statistics [t]. program_id is the
+    number of a block of ROWS rows."""
+    row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    real = column < h
+    inside = (row < t)[:, None] & real[None, :]
+    at = row.to(tl.int64)[:, None] * h + column[None, :]
+    value = tl.load(branch + at, mask=inside, other=0.0).to(tl.float32)
+    value += tl.load(bias + column, mask=real, other=0.0).to(tl.float32)[None, :]
+    if DROPOUT:
+        block = tl.arange(0, BLOCK // 16)
+        draw = random_draws(seeds, row, block, b, h, first_position, LOCATION, ROWS, BLOCK // 16)
+        value = tl.where(draw >= dropped, value * keep_scale, 0.0)
+    value = (tl.load(x + at, mask=inside, other=0.0).to(tl.float32) + value).to(out.dtype.element_ty)
+    tl.store(out + at, value, mask=inside)
+    if NORM:
+        value = value.to(tl.float32)
+        centre = tl.sum(tl.where(real[None, :], value, 0.0), axis=1) / h
+        value = tl.where(real[None, :], value - centre[:, None], 0.0)
+        scale = tl.rsqrt(tl.sum(value * value, axis=1) / h + eps)
+        tl.store(mean + row, centre, mask=row < t)
+        tl.store(rstd + row, scale, mask=row < t)
+        value *= scale[:, None] * tl.load(weight + column, mask=real, other=0.0).to(tl.float32)[None, :]
+        value += tl.load(norm_bias + column, mask=real, other=0.0).to(tl.float32)[None, :]
+        tl.store(y + at, value.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def add_norm_backward_kernel(
+    grad, dy, x, mean, rstd, weight, seeds, dx, d_branch, sums,
+    t, b, h, rows, first_position, dropped, keep_scale,
+    LOCATION: tl.constexpr, DROPOUT: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """dx = grad + the gradient of norm(x); d_branch = dropout(dx); sums [programs, 3 or 1, h] of d_branch and, with
+    NORM, for the gradients of the norm's weight and bias. Without NORM dx is grad, and is not written. Without
+    DROPOUT d_branch is dx, and is not written. program_id is the number of a block of `rows` rows."""
+    column = tl.arange(0, BLOCK)
+    real = column < h
+    if NORM:
+        scale = tl.load(weight + column, mask=real, other=0.0).to(tl.float32)
+        of_weight, of_bias = tl.zeros((ROWS, BLOCK), tl.float32), tl.zeros((ROWS, BLOCK), tl.float32)
+    of_branch = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in range(0, rows, ROWS):
+        row = tl.program_id(0) * rows + start + tl.arange(0, ROWS)
+        inside = (row < t)[:, None] & real[None, :]
+        at = row.to(tl.int64)[:, None] * h + column[None, :]
+        value = tl.load(grad + at, mask=inside, other=0.0)
+        if NORM:
+            of_y = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+            inverse = tl.load(rstd + row, mask=row < t, other=0.0)[:, None]
+            centre = tl.load(mean + row, mask=row < t, other=0.0)[:, None]
+            normed = (tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - centre) * inverse
+            of_bias += of_y
+            of_weight += of_y * normed
+            of_y *= scale[None, :]
+            # Columns after h have a gradient of 0.
+            plain, along = tl.sum(of_y, axis=1) / h, tl.sum(of_y * normed, axis=1) / h
+            of_y = (of_y - plain[:, None] - normed * along[:, None]) * inverse
+            value = (value.to(tl.float32) + of_y).to(dx.dtype.element_ty)
+            tl.store(dx + at, value, mask=inside)
+        if DROPOUT:
+            block = tl.arange(0, BLOCK // 16)
+            draw = random_draws(seeds, row, block, b, h, first_position, LOCATION, ROWS, BLOCK // 16)
+            value = tl.where(draw >= dropped, value.to(tl.float32) * keep_scale, 0.0).to(value.dtype)
+            tl.store(d_branch + at, value, mask=inside)
+        of_branch += tl.where(inside, value.to(tl.float32), 0.0)
+    place = sums + tl.program_id(0) * (3 if NORM else 1) * h + column
+    tl.store(place, tl.sum(of_branch, axis=0), mask=real)
+    if NORM:
+        tl.store(place + h, tl.sum(of_weight, axis=0), mask=real)
+        tl.store(place + 2 * h, tl.sum(of_bias, axis=0), mask=real)
+
+
+def add_norm(
+    x: Tensor,
+    branch: Tensor,
+    bias: Tensor,
+    weight: Tensor | None,
+    norm_bias: Tensor | None,
+    eps: float,
+    seeds: Tensor | None,
+    dropped: int,
+    keep_scale: float,
+    location: int,
+    first_position: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`_add_norm` of `layer.py`, with p as `dropped` of 65,536 elements and the scale of the others."""
+    x, branch = x.contiguous(), branch.contiguous()
+    s, b, h = x.shape
+    out, shape = torch.empty_like(x), tile(h)
+    rows = s * b if weight is not None else 0
+    y, (mean, rstd) = x.new_empty(x.shape if rows else 0), x.new_empty(2, rows, dtype=torch.float32)
+    add_norm_kernel[(triton.cdiv(s * b, shape["ROWS"]),)](
+        x, branch, bias, weight, norm_bias, seeds, out, y, mean, rstd,
+        s * b, b, h, eps, first_position, dropped - 32768, keep_scale,
+        LOCATION=location, DROPOUT=seeds is not None, NORM=weight is not None, **shape,
+    )  # fmt: skip
+    return out, y, mean, rstd
+
+
+def add_norm_backward(
+    grad: Tensor,
+    dy: Tensor | None,
+    x: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    weight: Tensor | None,
+    seeds: Tensor | None,
+    dropped: int,
+    keep_scale: float,
+    location: int,
+    first_position: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_add_norm_backward` of `layer.py`, with p as in `add_norm`."""
+    grad, dy = grad.contiguous(), None if dy is None else dy.contiguous()
+    s, b, h = grad.shape
+    shape = tile(h)
+    rows, blocks = _share_of_rows(s * b, shape["ROWS"])
+    dx = grad.new_empty(0 if weight is None else grad.shape)
+    d_branch = grad.new_empty(0 if seeds is None else grad.shape)
+    sums = grad.new_empty(blocks, 1 if weight is None else 3, h, dtype=torch.float32)
+    add_norm_backward_kernel[(blocks,)](
+        grad, dy, x, mean, rstd, weight, seeds, dx, d_branch, sums,
+        s * b, b, h, rows, first_position, dropped - 32768, keep_scale,
+        LOCATION=location, DROPOUT=seeds is not None, NORM=weight is not None, **shape,
+    )  # fmt: skip
+    return dx, d_branch, sums.sum(dim=0).to(grad.dtype)
+
+
+def tile(h: int) -> dict[str, int]:
+    """Return the shape of a program's tile for rows of h elements, and its warps."""
+    block = max(triton.next_power_of_2(h), 16)
+    rows = max(LAYER_TILE // block, 1)
+    return {"ROWS": rows, "BLOCK": block, "num_warps": max(rows * block // 512, 1)}
+
+
+def _share_of_rows(t: int, at_once: int) -> tuple[int, int]:
+    """Return how many rows each program sums, a multiple of `at_once`, and the number of programs."""
+    rows = triton.cdiv(triton.cdiv(t, LAYER_PROGRAMS), at_once) * at_once
+    return rows, triton.cdiv(t, rows)
+
+
+# --- the loss
+
+
+@triton.jit
+def cross_entropy_kernel(
+    logits,
+    stats,
+    target,
+    is_local,
+    weight,
+    tokens,
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FIND_STATS: tl.constexpr,
+    WRITE_GRADIENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A row of logits [c, v/tp].
+
+    stats: [3, c] float32, written if FIND_STATS, else read.
+    """
+    row = tl.program_id(0)
+    logits += row.to(tl.int64) * WIDTH
+    stats += row
+    block = tl.arange(0, BLOCK)
+    if FIND_STATS:
+        largest = tl.full((), -3.4028234663852886e38, tl.float32)
+        total = tl.full((), 0.0, tl.float32)
+        for first in range(0, COLUMNS, BLOCK):
+            at = first + block
+            # The mask of the load has whole 16 bytes, unlike the padding, which is replaced after it.
+            x = tl.load(logits + at, mask=at < WIDTH, other=0.0, eviction_policy="evict_last")
+            x = tl.where(at < COLUMNS, x.to(tl.float32), float("-inf"))
+            larger = tl.maximum(largest, tl.max(x))
+            total = total * tl.exp(largest - larger) + tl.sum(tl.exp(x - larger))
+            largest = larger
+        target_logit = tl.load(logits + tl.load(target + row)).to(tl.float32)
+        tl.store(stats, largest)
+        tl.store(stats + tokens, total)
+        tl.store(stats + 2 * tokens, tl.where(tl.load(is_local + row), target_logit, 0.0))
+    else:
+        largest, total = tl.load(stats), tl.load(stats + tokens)
+    if WRITE_GRADIENT:
+        if FIND_STATS:
+            tl.debug_barrier()  # every thread has read the target's logit
+        factor = tl.load(weight + row)
+        of_target = tl.where(tl.load(is_local + row), tl.load(target + row), -1)
+        scale = factor / total
+        for first in range(0, WIDTH, BLOCK):
+            at = first + block
+            x = tl.load(logits + at, mask=at < WIDTH, other=0.0, eviction_policy="evict_first")
+            exponent = tl.where(at < COLUMNS, x.to(tl.float32) - largest, float("-inf"))
+            gradient = tl.exp(exponent) * scale - tl.where(at == of_target, factor, 0.0)
+            tl.store(logits + at, gradient.to(x.dtype), mask=at < WIDTH)
+
+
+def cross_entropy_on_gpu(
+    logits: Tensor,
+    stats: Tensor,
+    target: Tensor,
+    is_local: Tensor,
+    columns: int,
+    weight: Tensor | None,
+    *,
+    find_stats: bool,
+) -> None:
+    """logits: [c, v/tp], contiguous. weight: [c] float32; if given, the logits are overwritten with their gradient. The
+    other arguments are those of `VocabParallelTargets` and of `vocab_parallel_softmax`."""
+    tokens, width = logits.shape
+    cross_entropy_kernel[(tokens,)](
+        logits,
+        stats,
+        target,
+        is_local,
+        stats if weight is None else weight,
+        tokens,
+        COLUMNS=columns,
+        WIDTH=width,
+        FIND_STATS=find_stats,
+        WRITE_GRADIENT=weight is not None,
+        BLOCK=LOSS_COLUMNS,
+        num_warps=LOSS_WARPS,
+    )
+
+
+# --- lists of tensors
+
+
+def is_aligned(*lists: Sequence[Tensor]) -> bool:
+    """Return True if all tensors are contiguous, and if those of a list have one dtype and distances of whole units."""
+    return all(
+        x.is_contiguous()
+        and x.dtype == of[0].dtype
+        and (x.data_ptr() - of[0].data_ptr()) % (UNIT * x.element_size()) == 0
+        for of in lists
+        for x in of
+    )
+
+
+def table_of(*lists: Sequence[Tensor]) -> tuple[Tensor, int, dict[str, int]]:
+    """Return the table of these lists, whose tensors have equal sizes, the number of chunks, and the constants of a
+    kernel. Sizes are counted in whole units, too, if that is possible."""
+    assert is_aligned(*lists)
+    sizes, device = [x.numel() for x in lists[0]], lists[0][0].device
+    first_chunks = list(itertools.accumulate((triton.cdiv(size, CHUNK) for size in sizes), initial=0))
+    size_unit = UNIT if all(size % UNIT == 0 for size in sizes) else 1
+    distances = [[(x.data_ptr() - of[0].data_ptr()) // (UNIT * x.element_size()) for x in of] for of in lists]
+    # From pinned memory, so that the host does not wait.
+    rows = [first_chunks[:-1], [size // size_unit for size in sizes], *distances]
+    table = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda")
+    constants = {
+        "TENSORS": triton.next_power_of_2(len(sizes)),
+        "SIZE_UNIT": size_unit,
+        "UNIT": UNIT,
+        "CHUNK": CHUNK,
+        "BLOCK": LIST_BLOCK,
+    }
+    return table.to(device, non_blocking=True), first_chunks[-1], constants
+
+
+@triton.jit
+def find_chunk(table, tensors, TENSORS: tl.constexpr, SIZE_UNIT: tl.constexpr, CHUNK: tl.constexpr):
+    """The column of this program's tensor in the table, and the first element and the end of the program's chunk."""
+    chunk = tl.program_id(0)
+    number = tl.arange(0, TENSORS)
+    first_chunk = tl.load(table + number, mask=number < tensors, other=9223372036854775807)
+    tensor = tl.sum((first_chunk <= chunk).to(tl.int32)) - 1
+    start = (chunk - tl.load(table + tensor)) * CHUNK
+    return table + tensor, start, tl.load(table + tensors + tensor) * SIZE_UNIT
+
+
+@triton.jit
+def squares_kernel(
+    x,
+    partial_sums,
+    table,
+    tensors,
+    TENSORS: tl.constexpr,
+    SIZE_UNIT: tl.constexpr,
+    UNIT: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Σ x² of each chunk, float32."""
+    column, start, end = find_chunk(table, tensors, TENSORS, SIZE_UNIT, CHUNK)
+    x += tl.load(column + 2 * tensors) * UNIT
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, CHUNK, BLOCK):
+        at = start + first + tl.arange(0, BLOCK)
+        value = tl.load(x + at, mask=at < end, other=0.0).to(tl.float32)
+        total += value * value
+    tl.store(partial_sums + tl.program_id(0), tl.sum(total))
+
+
+def sum_of_squares_on_gpu(tensors: Sequence[Tensor]) -> Tensor:
+    """Σ x² of all tensors, a float32 scalar. The order of the sum is the same in each run."""
+    table, chunks, constants = table_of(tensors)
+    partial_sums = torch.empty(chunks, dtype=torch.float32, device=table.device)
+    squares_kernel[(chunks,)](
+        tensors[0],
+        partial_sums,
+        table,
+        len(tensors),
+        **constants,
+        num_warps=LIST_WARPS,
+    )
+    return partial_sums.sum()
+
+
+@triton.jit
+def add_kernel(
+    total,
+    x,
+    table,
+    tensors,
+    ADD: tl.constexpr,
+    TENSORS: tl.constexpr,
+    SIZE_UNIT: tl.constexpr,
+    UNIT: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """total += x, or total = x without ADD."""
+    column, start, end = find_chunk(table, tensors, TENSORS, SIZE_UNIT, CHUNK)
+    total += tl.load(column + 2 * tensors) * UNIT
+    x += tl.load(column + 3 * tensors) * UNIT
+    for first in range(0, CHUNK, BLOCK):
+        at = start + first + tl.arange(0, BLOCK)
+        value = tl.load(x + at, mask=at < end).to(tl.float32)
+        if ADD:
+            value += tl.load(total + at, mask=at < end)
+        tl.store(total + at, value, mask=at < end)
+
+
+def add_on_gpu(totals: Sequence[Tensor], tensors: Sequence[Tensor], *, add: bool) -> None:
+    """totals += tensors, or totals = tensors without `add`. totals: float32."""
+    table, chunks, constants = table_of(totals, tensors)
+    add_kernel[(chunks,)](
+        totals[0],
+        tensors[0],
+        table,
+        len(totals),
+        ADD=add,
+        **constants,
+        num_warps=LIST_WARPS,
+    )
+
+
+@triton.jit
+def adamw_kernel(
+    master,
+    grad,
+    exp_avg,
+    exp_avg_sq,
+    param,
+    table,
+    tensors,
+    step,
+    rate,
+    grad_scale,
+    found_inf,
+    new_share,
+    new_share_sq,
+    log2_beta1,
+    log2_beta2,
+    eps,
+    weight_decay,
+    HAS_PARAM: tl.constexpr,
+    TENSORS: tl.constexpr,
+    SIZE_UNIT: tl.constexpr,
+    UNIT: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """`adamw_` of a chunk. new_share: 1 - β1, new_share_sq: 1 - β2, computed in float64 and rounded."""
+    column, start, end = find_chunk(table, tensors, TENSORS, SIZE_UNIT, CHUNK)
+    if tl.load(found_inf) == 0:
+        master += tl.load(column + 2 * tensors) * UNIT
+        grad += tl.load(column + 3 * tensors) * UNIT
+        exp_avg += tl.load(column + 4 * tensors) * UNIT
+        exp_avg_sq += tl.load(column + 5 * tensors) * UNIT
+        if HAS_PARAM:
+            param += tl.load(column + 6 * tensors) * UNIT
+        # 1 - β^step; β2 is so near 1 that float32 would leave 3 digits of the first step.
+        number = (tl.load(step) + 1).to(tl.float64)
+        correction = (1.0 - tl.exp2(number * log2_beta1)).to(tl.float32)
+        correction_sq = tl.sqrt((1.0 - tl.exp2(number * log2_beta2)).to(tl.float32))
+        lr = tl.load(rate)
+        unscale = 1.0 / tl.load(grad_scale)
+        for first in range(0, CHUNK, BLOCK):
+            at = start + first + tl.arange(0, BLOCK)
+            g = tl.load(grad + at, mask=at < end) * unscale
+            m = tl.load(exp_avg + at, mask=at < end)
+            v = tl.load(exp_avg_sq + at, mask=at < end)
+            w = tl.load(master + at, mask=at < end)
+            m += new_share * (g - m)
+            v += new_share_sq * (g * g - v)
+            w -= lr * weight_decay * w
+            w -= lr / correction * m / (tl.sqrt(v) / correction_sq + eps)
+            tl.store(exp_avg + at, m, mask=at < end)
+            tl.store(exp_avg_sq + at, v, mask=at < end)
+            tl.store(master + at, w, mask=at < end)
+            if HAS_PARAM:
+                tl.store(param + at, w.to(param.dtype.element_ty), mask=at < end)
+
+
+def adamw_on_gpu(
+    masters: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    params: Sequence[Tensor],
+    step: Tensor,
+    rate: Tensor,
+    grad_scale: Tensor,
+    found_inf: Tensor,
+    *,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """See `mpu.kernels.optimizer.adamw_`. step: the number of earlier updates."""
+    table, chunks, constants = table_of(masters, grads, exp_avgs, exp_avg_sqs, *([params] if params else []))
+    adamw_kernel[(chunks,)](
+        masters[0],
+        grads[0],
+        exp_avgs[0],
+        exp_avg_sqs[0],
+        params[0] if params else masters[0],
+        table,
+        len(masters),
+        step,
+        rate,
+        grad_scale,
+        found_inf,
+        1 - beta1,
+        1 - beta2,
+        math.log2(beta1),
+        math.log2(beta2),
+        eps,
+        weight_decay,
+        HAS_PARAM=bool(params),
+        **constants,
+        num_warps=LIST_WARPS,
+    )
