@@ -85,8 +85,13 @@ def compare(ours: GPT2Model, theirs: Any, batch: int, length: int, new: int, rou
     assert all(len(ids) == new for ids in tokens["ours"] + tokens["transformers"])
     speed = {side: batch * new / statistics.median(times) for side, times in seconds.items()}
     equal = sum(a == b for a, b in zip(*tokens.values(), strict=True))
-    found = {"batch": batch, "tokens_per_second": speed, "ratio": speed["ours"] / speed["transformers"]}
-    return {**found, "seconds": seconds, "equal_texts": f"{equal} of {batch}"}
+    return {
+        "batch": batch,
+        "tokens_per_second": speed,
+        "ratio": speed["ours"] / speed["transformers"],
+        "seconds": seconds,
+        "equal_texts": f"{equal} of {batch}",
+    }
 
 
 def time_by_position(model: GPT2Model, early: int, late: int, rounds: int) -> dict[str, Any]:

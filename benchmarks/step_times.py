@@ -57,11 +57,21 @@ PRIORS = {
 }
 NOISE = 0.04  # The fit expects this relative error of a row.
 TABLE_WEIGHT = 4.0  # This is the weight of a row of a published table, because few rows stand for a program.
-SOFTWARE_PRIORS = {"unfused_kernels": (25, 1.3), "backward_kernels": (1, 1.2), "head_kernels": (85, 1.5)}
-SOFTWARE_PRIORS |= {"loss_bytes": (30, 1.2), "gradient_bytes": (6, 1.5)}
-# Only of the program of the CSV files.
-CSV_PRIORS = {"kernels": (65.0, 1.2), "traffic": (1.0, 1.5), "score_traffic": (1.0, 1.5)}
-CSV_PRIORS |= {"odd_vocabulary": (3, 1.2), "one_node": (0.85, 1.1)}
+SOFTWARE_PRIORS = {
+    "unfused_kernels": (25, 1.3),
+    "backward_kernels": (1, 1.2),
+    "head_kernels": (85, 1.5),
+    "loss_bytes": (30, 1.2),
+    "gradient_bytes": (6, 1.5),
+}
+# These constants belong to the program of the CSV files.
+CSV_PRIORS = {
+    "kernels": (65.0, 1.2),
+    "traffic": (1.0, 1.5),
+    "score_traffic": (1.0, 1.5),
+    "odd_vocabulary": (3, 1.2),
+    "one_node": (0.85, 1.1),
+}
 GENERATION_PRIORS = {"product_time": (1, 1.2), "traffic": (1, 1.5)}
 
 
@@ -216,7 +226,7 @@ def fitted(base: Constants, rows: Rows, tables: Sequence[Table], steps: int = 4)
     keys += [(program, name) for program in generations for name in GENERATION_PRIORS]
     keys += [("v100", "matmul_flops"), ("v100", "link")]
     keys += [(PROGRAM, name) for name in CSV_PRIORS]
-    every = {**PRIORS, **SOFTWARE_PRIORS, **GENERATION_PRIORS, **CSV_PRIORS}
+    every = PRIORS | SOFTWARE_PRIORS | GENERATION_PRIORS | CSV_PRIORS
     priors = [
         (90e12, 1.2) if key == ("v100", "matmul_flops") else (100e9, 1.3) if key[0] == "v100" else every[key[1]]
         for key in keys
