@@ -192,6 +192,7 @@ def test_few_layers_are_extrapolated_to_all(flags: str, ranks: int):
         assert rough == pytest.approx(exact, rel=0.002)
 
 
+@pytest.mark.wide
 def test_low_estimate_is_never_above_the_trace():
     flags = "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --micro-batch-size 2"
     found = [
