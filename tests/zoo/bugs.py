@@ -305,7 +305,7 @@ BUGS = {
     "padding in the softmax": verified("padding in the softmax", "NVIDIA/Megatron-LM#1754"),
     "positions start at 0 on every rank": verified("position by local index", "NVIDIA/Megatron-LM#5243"),
     "head's gradient not summed": Change(
-        replaced(cross_entropy, "copy_to_model_parallel_region", lambda x, group: x),
+        replaced(cross_entropy, "enter_model_parallel_region", lambda x, *_: x),
         TENSOR_PARALLEL,
         "pytorch/torchtitan#3412",
         "gradient of transformer.final_layernorm",

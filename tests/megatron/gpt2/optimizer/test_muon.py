@@ -102,8 +102,9 @@ def test_losses_do_not_depend_on_the_layout(folder: Path, cases: list[LayoutCase
         layouts.assert_same(folder, with_muon(here), references, count)
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "precision", [pytest.param("fp32", marks=pytest.mark.wide), pytest.param("bf16", marks=pytest.mark.slow)]
+)
 def test_no_bit_depends_on_the_layout(tmp_path: Path, precision: str) -> None:
     exact.assert_equal(tmp_path, [*exact.QUICK, *exact.WIDE], f"--precision {precision} {MUON}", 5)
 
