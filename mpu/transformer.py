@@ -363,7 +363,6 @@ class ParallelTransformerLayer(nn.Module):
         )
 
 
-@functools.cache
 class FusedTransformerLayer(ParallelTransformerLayer):
     """`ParallelTransformerLayer` for a GPU: with the functions of `kernels/layer.py` between its matrix products, which
     move less memory.
@@ -407,6 +406,7 @@ class FusedTransformerLayer(ParallelTransformerLayer):
         return kernels.add_norm(x, branch, mlp.dense_4h_to_h.bias, None, (seeds, p, POST_MLP_DROPOUT, first))[0]
 
 
+@functools.cache
 def _disable_compile(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a function that stays outside compiled graphs. It is cached, so that all layers share one graph.
     torch.compiler.disable as a decorator would load the compiler at import, which takes 0.9 s."""
