@@ -290,7 +290,7 @@ BUGS = {
         ),
         DATA_PARALLEL,
         "vllm-project/speculators#427",
-        "samples",
+        "sample_ids",
         (1,),
     ),
     "a sample used twice": verified("lost micro-batch", "NVIDIA-NeMo/Megatron-Bridge#5944"),
