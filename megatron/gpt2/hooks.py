@@ -141,8 +141,9 @@ class Hooks(list[Hook]):
         return [getattr(hook, method.__name__)(*args, **kwargs) for hook in self]
 
     def first(self, method: Callable[Concatenate[Hook, P], T | None], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """Call a method of every hook. Return the first result that is not None, or None."""
-        return next((result for result in self.call(method, *args, **kwargs) if result is not None), None)
+        """Call a method of one hook after the other, until a result is not None. Return it, or None."""
+        results = (getattr(hook, method.__name__)(*args, **kwargs) for hook in self)
+        return next((result for result in results if result is not None), None)
 
 
 def load_hooks(config: Config) -> Hooks:
