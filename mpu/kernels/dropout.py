@@ -2,7 +2,7 @@
 
 The random bits of seeded dropout are a function of a key and a counter: Philox4x64-10 (Salmon et al., "Parallel random
 numbers: as easy as 1, 2, 3", SC 2011). No draw depends on earlier draws, so any rank can compute any part of a mask at
-any time. On a CPU this uses numpy's Philox generator, whose output numpy guarantees not to change. `dropout_triton.py`
+any time. On a CPU this uses numpy's Philox generator, whose output numpy guarantees not to change. `in_triton.py`
 is the GPU version; a test compares the two.
 
     key        the seed, 0

@@ -439,7 +439,6 @@ def cross_entropy_on_gpu(
     is_local: Tensor,
     columns: int,
     weight: Tensor | None,
-    *,
     find_stats: bool,
 ) -> None:
     """logits: [c, v/tp], contiguous. weight: [c] float32; if given, the logits are overwritten with their gradient. The
@@ -647,28 +646,28 @@ def adamw_on_gpu(
     grads: Sequence[Tensor],
     exp_avgs: Sequence[Tensor],
     exp_avg_sqs: Sequence[Tensor],
-    params: Sequence[Tensor],
-    step: Tensor,
+    steps: Sequence[Tensor],
+    out_params: Sequence[Tensor],
     rate: Tensor,
     grad_scale: Tensor,
     found_inf: Tensor,
-    *,
     beta1: float,
     beta2: float,
     eps: float,
     weight_decay: float,
 ) -> None:
-    """See `mpu.kernels.optimizer.adamw_`. step: the number of earlier updates."""
-    table, chunks, constants = table_of(masters, grads, exp_avgs, exp_avg_sqs, *([params] if params else []))
+    """`_adamw_` of `optimizer.py`."""
+    lists = [masters, grads, exp_avgs, exp_avg_sqs, *([out_params] if out_params else [])]
+    table, chunks, constants = table_of(*lists)
     adamw_kernel[(chunks,)](
         masters[0],
         grads[0],
         exp_avgs[0],
         exp_avg_sqs[0],
-        params[0] if params else masters[0],
+        out_params[0] if out_params else masters[0],
         table,
         len(masters),
-        step,
+        steps[0],
         rate,
         grad_scale,
         found_inf,
@@ -678,7 +677,8 @@ def adamw_on_gpu(
         math.log2(beta2),
         eps,
         weight_decay,
-        HAS_PARAM=bool(params),
+        HAS_PARAM=bool(out_params),
         **constants,
         num_warps=LIST_WARPS,
     )
+    torch._foreach_add_(list(steps), 1 - found_inf)  # type: ignore[call-overload]  # a tensor is allowed, too

@@ -1,5 +1,5 @@
 """Operations on the lists of tensors of an optimizer: the sum of squares for the gradient norm, sums of gradients, and
-AdamW. A GPU computes each one in one pass and one launch (`optimizer_triton.py`).
+AdamW. A GPU computes each one in one pass and one launch (`in_triton.py`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -91,39 +91,10 @@ def _adamw_(
         param.copy_(master)
 
 
-def _adamw_in_triton_(
-    masters: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    out_params: Sequence[Tensor],
-    rate: Tensor,
-    grad_scale: Tensor,
-    found_inf: Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-) -> None:
+def _adamw_in_triton_(*args: Any) -> None:
     from mpu.kernels.in_triton import adamw_on_gpu
 
-    adamw_on_gpu(
-        masters,
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
-        out_params,
-        steps[0],
-        rate,
-        grad_scale,
-        found_inf,
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        weight_decay=weight_decay,
-    )
-    torch._foreach_add_(list(steps), 1 - found_inf)  # type: ignore[call-overload]  # a tensor is allowed, too
+    adamw_on_gpu(*args)
 
 
 def _example_tensors(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
