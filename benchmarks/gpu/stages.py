@@ -214,18 +214,18 @@ def small_workload(cfg: StageConfig) -> Workload:
 def measure_mode(mode: str, cfg: StageConfig) -> dict[str, Any]:
     """Run two steps, then `WATCHED_STEPS` with recorded warnings, and as many timed ones."""
     training = build_mode(mode, cfg.with_tokens(small_workload(cfg)), "bf16")
-    training.step()
-    found: dict[str, Any] = dict(zip(TOLERANCE, training.read(), strict=True))
-    training.step()
-    with record_warnings(cfg.device) as (waits, other):
-        for _ in range(WATCHED_STEPS):
-            training.step()
-    found["ms"] = 1000 * harness.spread(harness.call_seconds(training.step, cfg.device, WATCHED_STEPS))["median"]
-    found |= {"waits": waits, "warnings": other}
-    if cfg.device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated()
-        found["expected_over_peak"] = (training.expected_peak or 0) / peak
-    training.close()
+    with contextlib.closing(training):
+        training.step()
+        found: dict[str, Any] = dict(zip(TOLERANCE, training.read(), strict=True))
+        training.step()
+        with record_warnings(cfg.device) as (waits, other):
+            for _ in range(WATCHED_STEPS):
+                training.step()
+        found["ms"] = 1000 * harness.spread(harness.call_seconds(training.step, cfg.device, WATCHED_STEPS))["median"]
+        found |= {"waits": waits, "warnings": other}
+        if cfg.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated()
+            found["expected_over_peak"] = (training.expected_peak or 0) / peak
     if waits:
         found["failed"] = f"the host waits for the device at {waits[0]['place']}"
     expected = {} if cfg.smoke else json.loads(EXPECTED.read_text())["modes"][mode]
@@ -276,14 +276,15 @@ def kernels(cfg: StageConfig, cases: CaseRecorder) -> None:
 def measure_kernels(cfg: StageConfig, arm: Arm) -> dict[str, Any]:
     """Profile a step. busy: the part of its time in which the device runs kernels instead of waiting for the host."""
     trainer = train_worker.build_our_trainer(cfg.with_tokens(cfg.workload("345M")), arm)
-    began = time.perf_counter()
-    train_step(trainer)
-    if cfg.device.type == "cuda":
-        torch.cuda.synchronize()
-    first = time.perf_counter() - began
-    ms = milliseconds(lambda: train_step(trainer), cfg.device, 1 if cfg.smoke else 5)
-    parts, recorded = profile_train_step(trainer, trainer.device)
-    train_worker.close_trainer(trainer)
+    with contextlib.ExitStack() as stack:
+        stack.callback(train_worker.close_trainer, trainer)
+        began = time.perf_counter()
+        train_step(trainer)
+        if cfg.device.type == "cuda":
+            torch.cuda.synchronize()
+        first = time.perf_counter() - began
+        ms = milliseconds(lambda: train_step(trainer), cfg.device, 1 if cfg.smoke else 5)
+        parts, recorded = profile_train_step(trainer, trainer.device)
     device_ms, launches = (sum(kernel[key] for kernel in recorded) for key in ("ms", "calls"))
     found = {"step_ms": ms, "first_step_s": first, "device_ms": device_ms, "busy": device_ms / ms}
     return {**found, "launches": launches, "parts_ms": parts, "kernels": recorded[:60]}

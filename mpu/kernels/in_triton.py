@@ -135,7 +135,9 @@ def dropout_on_gpu(
 
 
 @triton.jit
-def gelu_backward_kernel(dy, x, dx, sums, t, f, rows, TANH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def gelu_backward_kernel(
+    dy, x, dx, sums, t, f, rows: tl.constexpr, TANH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
     """dx = dy · gelu'(x) [t, f]; sums [programs, f]. program_id is (block of `rows` rows, block of COLUMNS columns)."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -181,7 +183,21 @@ def gelu_backward(dy: Tensor, x: Tensor, approximate: str) -> tuple[Tensor, Tens
 
 @triton.jit
 def stack_qkv_kernel(
-    dq, dk, dv, out, sums, t, b, n, d, stride_s, stride_b, stride_n, rows, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    dq,
+    dk,
+    dv,
+    out,
+    sums,
+    t,
+    b,
+    n,
+    d,
+    stride_s,
+    stride_b,
+    stride_n,
+    rows: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """out [t, n, 3, d] and sums [programs, n, 3, d] from dq, dk and dv [s, b, n, d], which have the same strides.
     program_id is (block of `rows` rows, head)."""
@@ -264,7 +280,7 @@ def add_norm_kernel(
 @triton.jit
 def add_norm_backward_kernel(
     grad, dy, x, mean, rstd, weight, seeds, dx, d_branch, sums,
-    t, b, h, rows, first_position, dropped, keep_scale,
+    t, b, h, rows: tl.constexpr, first_position, dropped, keep_scale,
     LOCATION: tl.constexpr, DROPOUT: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """dx = grad + the gradient of norm(x); d_branch = dropout(dx); sums [programs, 3 or 1, h] of d_branch and, with
@@ -325,7 +341,8 @@ def add_norm(
     s, b, h = x.shape
     out, shape = torch.empty_like(x), tile(h)
     rows = s * b if weight is not None else 0
-    y, (mean, rstd) = x.new_empty(x.shape if rows else 0), x.new_empty(2, rows, dtype=torch.float32)
+    y = x.new_empty(x.shape if rows else 0)
+    mean, rstd = (x.new_empty(rows, dtype=torch.float32) for _ in range(2))  # Results may not share memory.
     add_norm_kernel[(triton.cdiv(s * b, shape["ROWS"]),)](
         x, branch, bias, weight, norm_bias, seeds, out, y, mean, rstd,
         s * b, b, h, eps, first_position, dropped - 32768, keep_scale,

@@ -179,8 +179,8 @@ def _add_norm(
         branch = DROPOUT.reference(branch, p, seeds, location, first_position)
     out = (x.float() + branch).to(x.dtype)
     if weight is None or norm_bias is None:
-        empty = x.new_empty(0)
-        return out, empty, empty.float(), empty.float()
+        y, mean, rstd = (x.new_empty(0, dtype=dtype) for dtype in (x.dtype, torch.float32, torch.float32))
+        return out, y, mean, rstd
     y, mean, rstd = torch.native_layer_norm(out.float(), weight.shape, weight.float(), norm_bias.float(), eps)
     return out, y.to(x.dtype), mean.flatten(), rstd.flatten()
 
@@ -225,7 +225,7 @@ def _add_norm_backward(
     Without a norm the third result is [1, h].
     """
     total, of_norm = grad.float(), []
-    dx = d_branch = grad.new_empty(0)
+    dx, d_branch = grad.new_empty(0), grad.new_empty(0)  # Results of an operator may not share memory.
     if weight is not None:
         assert dy is not None and x is not None and mean is not None and rstd is not None
         inverse = rstd.view(*x.shape[:-1], 1)
@@ -260,8 +260,8 @@ def _example_dropout(device: torch.device) -> HiddenDropout:
 
 def _add_norm_shapes(x: Tensor, branch: Tensor, bias: Tensor, weight: Tensor | None, *rest: Any) -> Any:
     y = x.new_empty(0 if weight is None else x.shape)
-    stats = x.new_empty(2, y.numel() // x.size(-1), dtype=torch.float32)
-    return x.new_empty(x.shape), y, *stats.unbind()
+    mean, rstd = (x.new_empty(y.numel() // x.size(-1), dtype=torch.float32) for _ in range(2))
+    return x.new_empty(x.shape), y, mean, rstd
 
 
 def _add_norm_backward_shapes(grad: Tensor, *rest: Any) -> Any:

@@ -88,6 +88,20 @@ def test_the_loss_and_its_gradient_equal_float64(
     assert (error <= F.pad(exact.grad.abs(), (0, width - columns)) * ULP[dtype] + 1e-6).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("way", ["kernel", "reference"])
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_torch_accepts_the_operator(
+    kernel: TritonKernel[Any, Any], way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
+    """Its results do not alias each other, its fake results have the right shapes, and its schema names what it writes,
+    except the gradients that AdamW may overwrite."""
+    tests = ("test_faketensor",) if kernel is adamw_ else ("test_faketensor", "test_schema")
+    monkeypatch.setattr(kernel, "_chosen", {dtype: getattr(kernel, way)})
+    for example in kernel.examples(torch.device("cpu"), dtype):
+        torch.library.opcheck(kernel.operator, example, test_utils=tests)
+
+
 def combined(stats: Tensor) -> Tensor:
     """[ranks, 3, c] -> [3, c], the statistics of the whole vocabulary."""
     largest, total, target_logit = stats.unbind(1)
