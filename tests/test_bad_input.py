@@ -44,7 +44,7 @@ CASES: dict[str, tuple[list[str], str]] = {
         ["--tokenizer-type", "GPT2BPETokenizer", "--cache-dir", "{folder}"],
         r"scripts/download_gpt2_vocab\.sh",
     ),
-    "finetune": (["--finetune", "--load", "{folder}/nothing", "--save", "{folder}/x"], r"--load .*nothing"),
+    "finetune": ("--finetune --load {folder}/nothing --save {folder}/x".split(), r"--load .*nothing"),
 }
 
 

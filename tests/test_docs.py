@@ -229,7 +229,7 @@ CELL_OUTPUT = {
 }
 
 
-@pytest.mark.parametrize(("notebook", "checks"), [("distributed", 17), ("one_gpu", 5)])
+@pytest.mark.parametrize("notebook, checks", [("distributed", 17), ("one_gpu", 5)])
 def test_the_notebooks_print_what_they_show(
     reader: Path, python: WarmPython, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notebook: str, checks: int
 ):
@@ -274,7 +274,7 @@ def test_what_is_shortened_is_printed():
     assert len(lines) >= 90 and all(any(re.search(pattern, line) for line in lines) for pattern, *_ in SHORTENED)
 
 
-@pytest.mark.parametrize(("page", "block"), blocks("python"))
+@pytest.mark.parametrize("page, block", blocks("python"))
 def test_python_examples_run(page: str, block: str, python: WarmPython):
     ran = subprocess.run(
         ["python", "-c", block],

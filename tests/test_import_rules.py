@@ -108,8 +108,8 @@ def at_load(node: ast.AST) -> Iterator[ast.AST]:
 
 
 @pytest.mark.parametrize(
-    ("package", "allowed"),
-    [("mpu", {"mpu", "torch"}), ("data_utils", {"data_utils"}), ("megatron", {*PACKAGES, "torch"})],
+    "package, allowed",
+    {"mpu": {"mpu", "torch"}, "data_utils": {"data_utils"}, "megatron": {*PACKAGES, "torch"}}.items(),
 )
 def test_packages_import_only_their_allowed_packages(package: str, allowed: set[str]) -> None:
     """`data_utils` needs no torch: a rank is a plain integer there."""

@@ -364,11 +364,11 @@ def test_public_lines_are_accepted_or_name_all_that_they_ask_for():
 
 @pytest.mark.parametrize(
     "name, said",
-    [
-        ("core-0.19.0/gpt3_mcore_te_tp1_pp4_vp1", "per-virtual-pipeline-stage: ignored: there is one pipeline stage"),
-        ("ms/examples_deepspeed_rebase_ds_pretrain_gpt_125M", "--lr-warmup-tokens 3000000000: read as --lr-warmup-sam"),
-        ("bs/train_tr1-13B-base_tr1-13B-round1.slurm", "--codecarbon-dir"),
-    ],
+    {
+        "core-0.19.0/gpt3_mcore_te_tp1_pp4_vp1": "per-virtual-pipeline-stage: ignored: there is one pipeline stage",
+        "ms/examples_deepspeed_rebase_ds_pretrain_gpt_125M": "--lr-warmup-tokens 3000000000: read as --lr-warmup-sam",
+        "bs/train_tr1-13B-base_tr1-13B-round1.slurm": "--codecarbon-dir",
+    }.items(),
 )
 def test_public_lines_train(work: Path, run: Run, name: str, said: str):
     """A line of each project runs for a few steps."""

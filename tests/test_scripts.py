@@ -155,7 +155,7 @@ NEWEST = "--load 'checkpoints/the newest'"
 
 
 @pytest.mark.parametrize(
-    ("line", "started"),
+    "line, started",
     [
         ("pretrain_gpt2.sh --train-data 'my file' --lr 1", "PROJECT/pretrain_gpt2.py --train-data 'my file' --lr 1"),
         ("python.sh tools/generate_text.py --load 'a b'", "tools/generate_text.py --load 'a b'"),
@@ -211,19 +211,19 @@ def test_no_checkpoint(project: Project, script: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("GPUS_PER_NODE=0", "GPUS_PER_NODE=0 is not a whole number from 1 to 99999: give the ranks"),
-        ("GPUS_PER_NODE=two", "GPUS_PER_NODE=two is not a whole number"),
-        ("GPUS_PER_NODE=99999999999999999999", "GPUS_PER_NODE=99999999999999999999 is not a whole number"),
-        ("NNODES=0", "NNODES=0 is not a whole number from 1 to 99999: give the number of nodes"),
-        ("NNODES=1.5", "NNODES=1.5 is not"),
-        ("NODE_RANK=1", "NODE_RANK=1 is not a whole number from 0 to 0: give the number of this node, below NNODES=1"),
-        ("NNODES=2 NODE_RANK=2", "NODE_RANK=2 is not a whole number from 0 to 1: "),
-        ("NNODES=2 NODE_RANK=-1", "NODE_RANK=-1 is not"),
-        ("MP_SIZE=0", "MP_SIZE=0 is not a whole number from 1 to 99999: give the ranks that share each layer"),
-        ("MPSIZE=-2", "MPSIZE=-2 is not"),
-    ],
+    "line, message",
+    {
+        "GPUS_PER_NODE=0": "GPUS_PER_NODE=0 is not a whole number from 1 to 99999: give the ranks",
+        "GPUS_PER_NODE=two": "GPUS_PER_NODE=two is not a whole number",
+        "GPUS_PER_NODE=99999999999999999999": "GPUS_PER_NODE=99999999999999999999 is not a whole number",
+        "NNODES=0": "NNODES=0 is not a whole number from 1 to 99999: give the number of nodes",
+        "NNODES=1.5": "NNODES=1.5 is not",
+        "NODE_RANK=1": "NODE_RANK=1 is not a whole number from 0 to 0: give the number of this node, below NNODES=1",
+        "NNODES=2 NODE_RANK=2": "NODE_RANK=2 is not a whole number from 0 to 1: ",
+        "NNODES=2 NODE_RANK=-1": "NODE_RANK=-1 is not",
+        "MP_SIZE=0": "MP_SIZE=0 is not a whole number from 1 to 99999: give the ranks that share each layer",
+        "MPSIZE=-2": "MPSIZE=-2 is not",
+    }.items(),
 )
 def test_a_layout_that_cannot_be_ends_in_one_line(project: Project, line: str, message: str) -> None:
     scripts = [MODEL_PARALLEL]
@@ -248,7 +248,7 @@ def all_tools(project: Project) -> str:
     return needed
 
 
-@pytest.mark.parametrize(("tool", "code"), [("", 0), ("ruff", 3), ("mypy", 1), ("pytest", 3)])
+@pytest.mark.parametrize("tool, code", {"": 0, "ruff": 3, "mypy": 1, "pytest": 3}.items())
 def test_test_script_fails_where_one_of_its_tools_does(project: Project, all_tools: str, tool: str, code: int) -> None:
     done = project.run("test.sh -k 'a name'", STUB_HAS=all_tools, STUB_FAILS=f"-m {tool}")
     assert done.returncode == code

@@ -29,7 +29,7 @@ def functions(path: Path) -> set[str]:
     return {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
 
 
-@pytest.mark.parametrize(("title", "text"), ENTRIES, ids=[title for title, _ in ENTRIES])
+@pytest.mark.parametrize("title, text", ENTRIES, ids=[title for title, _ in ENTRIES])
 def test_every_entry_names_tests_that_exist(title: str, text: str):
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
     assert named, f"{title}: no test shows it"

@@ -44,7 +44,7 @@ def test_published_tables_are_met_with_the_same_constants_of_the_gpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "milliseconds", "words"),
+    "line, milliseconds, words",
     [
         ("rows.csv --cluster unknown", "220", ["--cluster unknown", "a100"]),
         ("rows.csv", "soon", ["rows.csv, line 2", "ms_per_iteration"]),

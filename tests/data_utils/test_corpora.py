@@ -69,7 +69,7 @@ def test_bad_lines_are_skipped_and_reported(tmp_path: Path, bad: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "key", "said"),
+    "name, content, key, said",
     [
         ("a.jsonl", lines(10) + "{\n", None, r"a\.jsonl:11: .*1 of 11 lines.*--max-bad-fraction 0\.001: .*--text-key"),
         ("a.jsonl", lines(5), "body", r"a\.jsonl:1: no field 'body', .* 'id', 'text'; .*--text-key"),

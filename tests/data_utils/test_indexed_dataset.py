@@ -144,7 +144,7 @@ def test_nanogpt_and_llm_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("content", "reason"),
+    "content, reason",
     [
         (b"", "0 bytes are not uint16"),
         (b"abc", "3 bytes are not uint16"),

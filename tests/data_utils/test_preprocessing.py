@@ -166,7 +166,7 @@ def test_an_empty_output_is_an_error(tmp_path: Path, content: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "bad", "said"),
+    "name, bad, said",
     [
         ("nowhere*.jsonl", {}, "--input: no such file: .*nowhere"),
         ("a.jsonl", {"workers": 0}, "--workers"),

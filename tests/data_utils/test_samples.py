@@ -32,7 +32,7 @@ from tests.data_utils.data_files import BYTES, write_pair
 
 
 @pytest.mark.parametrize(
-    ("size", "first", "crc32"),
+    "size, first, crc32",
     [
         (1, [0, 0, 0, 0], 0x5B51CB60),
         (3, [2, 1, 0, 1], 0xA13A7AC2),
@@ -238,7 +238,7 @@ def test_a_file_that_changes_while_it_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "prefixes", "weights"),
+    "line, prefixes, weights",
     [
         ("a", ["a"], None),
         ("a b", ["a", "b"], None),
@@ -368,7 +368,7 @@ def theirs(prefix: str, seq_length: int, seed: int, split: str, sizes: list[int]
 # These cases have two epochs, with and without 80 % of the second one (below that, it is shuffled separately);
 # documents that span many samples; and an epoch that is shorter than a sample.
 @pytest.mark.parametrize(
-    ("documents", "longest", "seq_length", "split", "epochs"),
+    "documents, longest, seq_length, split, epochs",
     [
         *((200, 60, 16, "80,15,5", epochs) for epochs in (2.0, 1.85, 1.75, 1.2, 0.3)),
         (12, 4000, 64, "0.7,0.2,0.1", 6.3),

@@ -56,7 +56,7 @@ def test_borders_follow_documents_or_shares(lengths: list[int], split: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("lengths", "split", "closed", "borders"),
+    "lengths, split, closed, borders",
     [
         ([160_000, 160_000, 80_001], "969,30,1", True, [0, 387_600, 399_600, 400_001]),
         ([81, 10, 9], "8,1,1", True, [0, 81, 91, 100]),  # The border is within 10 % of the share.

@@ -150,7 +150,7 @@ def test_a_vocabulary_with_other_ids(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("vocabulary", "merges", "named"),
+    "vocabulary, merges, named",
     [
         ("[]", "h e", "--vocab-file"),
         ("{", "h e", "--vocab-file"),
@@ -272,7 +272,7 @@ class Caller:
 
 
 @pytest.mark.parametrize(
-    ("meta", "said"),
+    "meta, said",
     [
         (Caller(), "nothing was executed"),
         ({"itos": Caller()}, "nothing was executed"),

@@ -64,7 +64,7 @@ def test_dropout_drops_what_the_cpu_drops(h: int, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("columns", "width"), [(1, 2), (257, 384), (4096, 4096), (5000, 8200)])
+@pytest.mark.parametrize("columns, width", {1: 2, 257: 384, 4096: 4096, 5000: 8200}.items())
 @pytest.mark.parametrize("shards", [1, 2])
 def test_the_loss_and_its_gradient_equal_float64(
     triton_on_cpu: None, shards: int, columns: int, width: int, dtype: torch.dtype
@@ -115,7 +115,7 @@ def combined(stats: Tensor) -> Tensor:
 RESULTS = {GELU_BACKWARD: 2, STACK_QKV: 2, ADD_NORM: 4, ADD_NORM_BACKWARD: 3}
 
 
-@pytest.mark.parametrize(("kernel", "number"), [(kernel, n) for kernel in RESULTS for n in range(RESULTS[kernel])])
+@pytest.mark.parametrize("kernel, number", [(kernel, n) for kernel in RESULTS for n in range(RESULTS[kernel])])
 def test_its_own_check_finds_a_wrong_number_in_each_result(
     kernel: TritonKernel[Any, Any], number: int, monkeypatch: pytest.MonkeyPatch
 ):
@@ -132,7 +132,7 @@ def test_its_own_check_finds_a_wrong_number_in_each_result(
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize(("h", "heads", "dtype"), list(zip((40, 150, 600), (4, 3, 5), DTYPES, strict=True)))
+@pytest.mark.parametrize("h, heads, dtype", list(zip((40, 150, 600), (4, 3, 5), DTYPES, strict=True)))
 def test_a_layer_is_as_exact_as_the_plain_layer(h: int, heads: int, dtype: torch.dtype, dropout: float):
     """Output and gradients, compared with the plain layer in float64."""
     mpu.initialize_model_parallel(1)
@@ -217,7 +217,7 @@ PLANTED = [
 ]
 
 
-@pytest.mark.parametrize(("kernel", "plant"), PLANTED, ids=lambda of: getattr(of, "name", ""))
+@pytest.mark.parametrize("kernel, plant", PLANTED, ids=lambda of: getattr(of, "name", ""))
 def test_a_broken_kernel_is_noticed_and_replaced(
     kernel: TritonKernel[Any, Any], plant: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):

@@ -21,7 +21,7 @@ Described = tuple[Any, dict[str, str], dict[str, Any], int]
 
 def test_the_values_are_those_of_the_references():
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", Path(__file__).with_name("interpreted.py")],
+        [sys.executable, *"-m pytest -q -p no:cacheprovider".split(), Path(__file__).with_name("interpreted.py")],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         text=True,
         capture_output=True,

@@ -324,7 +324,7 @@ wide = pytest.mark.wide
 
 
 @pytest.mark.parametrize(
-    ("make", "check", "together", "all_files"),
+    "make, check, together, all_files",
     [
         (save_as_two_ranks, check_two_ranks, 1, False),
         (make_pair, check_pair, 1, False),

@@ -159,7 +159,7 @@ def test_a_resume_goes_on_as_before(folder: Path):
     finish(resumed)
 
 
-@pytest.mark.parametrize(("dtype", "dropout_p"), [(torch.bfloat16, 0.0), (torch.float32, 0.0), (torch.bfloat16, 1e-9)])
+@pytest.mark.parametrize("dtype, dropout_p", [(torch.bfloat16, 0.0), (torch.float32, 0.0), (torch.bfloat16, 1e-9)])
 def test_attention_by_document_equals_the_cpu(dtype: torch.dtype, dropout_p: float):
     """Test the kernel with cumulative lengths, and the path that computes each document separately."""
     tokens = torch.ones(4, 512, dtype=torch.int64)

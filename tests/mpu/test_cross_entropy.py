@@ -94,7 +94,7 @@ def test_equals_the_plain_formula(world_size: int):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "row_bytes", "chunk"),
+    "tokens, row_bytes, chunk",
     [(32768, 0, 2048), (100, 0, 512), (32768, 50304 * 2, 32768), (65536, 50304 * 2, 32768), (50001, 50304 * 4, 16667)],
 )
 def test_chunks_are_counted_in_tokens_on_a_cpu_and_in_bytes_on_a_gpu(tokens: int, row_bytes: int, chunk: int):

@@ -38,7 +38,7 @@ def test_the_positions_of_tokens_must_be_set() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "arguments"),
+    "method, arguments",
     [
         *(("set_positions", [positions]) for positions in ([], [0] * (ROWS + 1), [0, -1, 0], [0, 0, CAPACITY])),
         *(("set_prompts", arguments) for arguments in ([[ROWS], 1], [[0], CAPACITY + 1], [[-1], 1], [[0], 0])),

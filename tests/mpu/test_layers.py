@@ -166,7 +166,7 @@ def test_layers_equal_plain_torch(world_size: int):
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    "fields, message",
     [
         ({"num_attention_heads": 3}, "64 is not divisible by 3"),
         ({"gelu": "relu"}, "'relu' is not one of tanh, erf"),

@@ -83,12 +83,12 @@ def test_precision(monkeypatch, native, of_cpu):
 
 @pytest.mark.parametrize(
     "text, feature",
-    [
-        ("processor : 0\nflags\t\t: fpu avx512_bf16 amx_bf16 amx_tile\n", "amx_bf16"),
-        ("flags : fpu avx512_bf16\n", "avx512_bf16"),
-        ("flags : fpu avx2\nbugs : bf16\n", ""),
-        ("Features\t: fp asimd bf16 i8mm\n", "bf16"),
-    ],
+    {
+        "processor : 0\nflags\t\t: fpu avx512_bf16 amx_bf16 amx_tile\n": "amx_bf16",
+        "flags : fpu avx512_bf16\n": "avx512_bf16",
+        "flags : fpu avx2\nbugs : bf16\n": "",
+        "Features\t: fp asimd bf16 i8mm\n": "bf16",
+    }.items(),
 )
 def test_cpu_bf16(tmp_path, text, feature):
     (tmp_path / "cpuinfo").write_text(text)
@@ -240,18 +240,18 @@ def test_deterministic_algorithms_are_reset_and_import_nothing():
 
 @pytest.mark.parametrize(
     "name, teraflops",
-    [
-        ("NVIDIA H200", 989),
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 PCIe", 756),
-        ("Tesla V100-SXM2-16GB", 125),
-        ("Tesla V100-PCIE-32GB", 112),
-        ("NVIDIA L4", 121),
-        ("NVIDIA L40", 181),
-        ("NVIDIA A10", 125),
-        ("NVIDIA A10G", None),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
-    ],
+    {
+        "NVIDIA H200": 989,
+        "NVIDIA H100 80GB HBM3": 989,
+        "NVIDIA H100 PCIe": 756,
+        "Tesla V100-SXM2-16GB": 125,
+        "Tesla V100-PCIE-32GB": 112,
+        "NVIDIA L4": 121,
+        "NVIDIA L40": 181,
+        "NVIDIA A10": 125,
+        "NVIDIA A10G": None,
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None,
+    }.items(),
 )
 def test_datasheets(name, teraflops):
     assert on.datasheet_tflops(name) == teraflops

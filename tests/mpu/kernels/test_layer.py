@@ -76,7 +76,7 @@ def difference(rank: int, world_size: int, dropout: float, gelu: str, sequence_p
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize(
-    ("world_size", "sequence_parallel"), [(1, False), pytest.param(2, False, marks=pytest.mark.wide), (2, True)]
+    "world_size, sequence_parallel", [(1, False), pytest.param(2, False, marks=pytest.mark.wide), (2, True)]
 )
 def test_the_fused_layer_equals_the_plain_layer(world_size: int, sequence_parallel: bool, dropout: float):
     gelu = "tanh" if dropout else "erf"

@@ -60,7 +60,7 @@ def test_linear_and_its_gradients(dtype: torch.dtype, on_each_processor: None) -
 
 
 @pytest.mark.parametrize("count", [1, 4, 5, 9])
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3), (torch.float16, 5e-4)])
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 4e-3), (torch.float16, 5e-4)])
 def test_a_sum_of_products_equals_the_formula(dtype: torch.dtype, bound: float, count: int) -> None:
     torch.manual_seed(count)
     pairs = [(torch.randn(50, 7).to(dtype), torch.randn(50, 5).to(dtype)) for _ in range(count)]

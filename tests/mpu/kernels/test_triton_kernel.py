@@ -44,7 +44,7 @@ def examples(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Any, ..
 
 
 @pytest.mark.parametrize(
-    ("kernel", "reason"),
+    "kernel, reason",
     [
         (right, None),
         (wrong, r"it differs from its reference by \d.\de-02 of the largest value \(5,\)"),

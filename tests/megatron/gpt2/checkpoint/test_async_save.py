@@ -151,7 +151,7 @@ def without_peer(trainer: Trainer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "step", "code", "committed"),
+    "more, step, code, committed",
     [
         ("", train_step, 0, [2, 3]),
         ("--exit-interval 1", train_step, 0, [1]),

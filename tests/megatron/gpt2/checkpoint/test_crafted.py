@@ -164,7 +164,7 @@ NO_VALUES = [GONE, None, True, 3, "x", [], [[]], [1, 2], {"x": []}, {"x": {}}, {
 
 
 @pytest.mark.parametrize(
-    ("version", "ways", "values"),
+    "version, ways, values",
     [("oldest", NUMBERS, NO_NUMBERS), ("newest", TABLE_NUMBERS, NO_NUMBERS), ("oldest", VALUES, NO_VALUES)],
 )
 def test_values_of_another_type(
@@ -423,7 +423,7 @@ PLACES: dict[str, list[Any]] = {
 def trained(tmp_path_factory: pytest.TempPathFactory) -> NativeCheckpoint:
     folder = tmp_path_factory.mktemp("metadata")
     write_text(folder, 300)
-    trainer = start(0, 1, str(folder), ["--hidden-size", "16", "--num-attention-heads", "2", "--num-layers", "1"])
+    trainer = start(0, 1, str(folder), "--hidden-size 16 --num-attention-heads 2 --num-layers 1".split())
     steps(trainer, 1)
     path = trainer.checkpoints.save()
     finish(trainer)

@@ -137,7 +137,7 @@ def save_until_it_fits(folder: str) -> None:
 
 def test_a_full_disk(tmp_path: Path) -> None:
     mounted = f"mount -t tmpfs -o size=400k tmpfs {tmp_path} && "
-    gather_alone = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
+    gather_alone = "unshare --map-root-user --mount sh -c".split()
     if not shutil.which("unshare") or subprocess.run([*gather_alone, mounted + "true"], capture_output=True).returncode:
         pytest.skip(
             "no small filesystem can be mounted here; tests/faults/test_faults.py limits the size of files instead"

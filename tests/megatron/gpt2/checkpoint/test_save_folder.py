@@ -257,7 +257,7 @@ def test_a_run_with_its_best_checkpoint_to_the_end(work: Path, capfd: pytest.Cap
     # A run can load and continue best/, but cannot save into it.
     assert pretrain_gpt2.main(["--load", "run/best", "--train-iters", "9"]) == 2
     assert "--save run/best is where the run in run keeps its best checkpoint" in capfd.readouterr().err
-    assert pretrain_gpt2.main(["--load", "run/best", "--train-iters", "7", "--save", "on"]) == 0
+    assert pretrain_gpt2.main("--load run/best --train-iters 7 --save on".split()) == 0
     assert "continuing run/best/iter_0000005" in capfd.readouterr().out
     # A new run in the same folder starts without a best loss.
     (work / "run" / "latest_checkpointed_iteration.txt").unlink()

@@ -126,7 +126,7 @@ def test_slow_pairs_and_ranks_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    "flags, message",
     [
         ([], "tools/bench_collectives.py --nproc-per-node 2"),
         (["--max-bytes", "64X"], "error: --max-bytes: 64X is not a size"),

@@ -199,22 +199,22 @@ def test_a_run_goes_on_through_other_files(runs: Path, tmp_path: Path, form: str
 BAD = {
     "no checkpoint": (["inspect", "{empty}"], "holds no checkpoint"),
     "nothing there": (["verify", "{empty}/none"], "does not exist"),
-    "an unknown target": (["convert", "{save}", "{out}", "--to", "ggml"], "invalid choice: 'ggml'"),
+    "an unknown target": ("convert {save} {out} --to ggml".split(), "invalid choice: 'ggml'"),
     "a type that a format lacks": (
-        ["convert", "{save}", "{out}", "--to", "huggingface", "--dtype", "q8_0"],
+        "convert {save} {out} --to huggingface --dtype q8_0".split(),
         "--dtype q8_0: huggingface has fp32, bf16, fp16",
     ),
-    "a check of gguf": (["convert", "{save}", "{out}", "--to", "gguf", "--check"], "--check: this program writes gguf"),
-    "heads": (["split", "{save}", "{out}", "--model-parallel-size", "3"], "--num-attention-heads 4 is not divisible"),
+    "a check of gguf": ("convert {save} {out} --to gguf --check".split(), "--check: this program writes gguf"),
+    "heads": ("split {save} {out} --model-parallel-size 3".split(), "--num-attention-heads 4 is not divisible"),
     "no ranks": (
-        ["split", "{save}", "{out}", "--model-parallel-size", "0"],
+        "split {save} {out} --model-parallel-size 0".split(),
         "--tensor-model-parallel-size must be positive",
     ),
-    "an iteration": (["merge", "{save}", "{out}", "--iteration", "7"], "7"),
+    "an iteration": ("merge {save} {out} --iteration 7".split(), "7"),
     "no command": ([], "required"),
     "a flag": (["diff", "{save}", "{save}", "--fast"], "--fast"),
     "a file in the way": (["merge", "{save}", "{save}"], "not empty"),
-    "a missing vocabulary": (["merge", "{save}", "{out}", "--vocab-file", "none.json"], "none.json"),
+    "a missing vocabulary": ("merge {save} {out} --vocab-file none.json".split(), "none.json"),
 }
 
 

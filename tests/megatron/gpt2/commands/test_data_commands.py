@@ -87,7 +87,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
     disk.mkdir()
     path = write(tmp_path / "a.jsonl", 20_000)  # 21 MB, which are 2 shards with 42 MB of tokens in each of two copies
     mounted = f"mount -t tmpfs -o size=100m tmpfs {disk} && "
-    alone = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
+    alone = "unshare --map-root-user --mount sh -c".split()
     if not shutil.which("unshare") or subprocess.run([*alone, mounted + "true"], capture_output=True).returncode:
         pytest.skip("no small filesystem can be mounted here")
     program = f"from {__name__} import fill_up; fill_up({path!r}, {str(disk)!r})"
@@ -175,15 +175,15 @@ def test_ids_outside_the_vocabulary_are_found_without_a_manifest(
 
 
 @pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ("{0} --documents 20 --tokenizer-type bytes", "there are documents 0 to 19"),
-        ("{0} --documents 0", "--documents needs --tokenizer-type"),
-        ("{0} --tokenizer-type builtin", "names a different tokenizer"),
-        ("{0} --plot {0}.xyz", "--plot .*.xyz: give a file"),
-        ("{0} --plt", "unrecognized"),
-        ("{0}/none", "no such file"),
-    ],
+    "line, reason",
+    {
+        "{0} --documents 20 --tokenizer-type bytes": "there are documents 0 to 19",
+        "{0} --documents 0": "--documents needs --tokenizer-type",
+        "{0} --tokenizer-type builtin": "names a different tokenizer",
+        "{0} --plot {0}.xyz": "--plot .*.xyz: give a file",
+        "{0} --plt": "unrecognized",
+        "{0}/none": "no such file",
+    }.items(),
 )
 def test_bad_input_of_inspect_data(prefix: str, line: str, reason: str) -> None:
     with pytest.raises((ValueError, FileNotFoundError), match=reason):

@@ -14,7 +14,7 @@ PAGE = (ROOT / "docs" / "explanation" / "parallelism.md").read_text(encoding="ut
 DRAWN = re.findall(r"^python tools/draw_schedule\.py (.*--svg (\S+))$", PAGE, re.MULTILINE)
 
 
-@pytest.mark.parametrize(("flags", "name"), DRAWN, ids=[name for _, name in DRAWN])
+@pytest.mark.parametrize("flags, name", DRAWN, ids=[name for _, name in DRAWN])
 def test_the_figures_are_what_the_printed_commands_draw(
     flags: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -71,7 +71,7 @@ def test_stages_of_unlike_lengths(capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    "line, message",
     [
         *(
             (

@@ -109,7 +109,7 @@ def test_new_documents(run: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "named"),
+    "flags, named",
     [
         (("--top_p", "2"), "--top-p"),
         (("--num-samples", "-1"), "--num-samples"),

@@ -154,67 +154,52 @@ def test_ignored_flags_are_noted_once():
 
 @pytest.mark.parametrize(
     "line, message",
-    [
-        ("--num-layer 3", "unknown flag --num-layer: did you mean --num-layers?"),
-        ("--hiden-size=3", "unknown flag --hiden-size: did you mean --hidden-size?"),
-        ("--ddp-impl local", "unknown flag --ddp-impl: did you mean --DDP-impl?"),
-        ("--zzzz", "unknown flag --zzzz: --help lists the flags"),
-        ("stray", "unexpected argument 'stray'"),
-        ("--num-layers two", "--num-layers: invalid int value: 'two'"),
-        ("--train-iters 1.5", "--train-iters: '1.5' is not a whole number"),
-        ("--num-layers", "--num-layers: expected one argument"),
-        ("--model 3b", "--model: invalid choice: '3b'"),
-        ("--precision fp8", "--precision: invalid choice: 'fp8'"),
-        ("--fp16 --bf16", "--bf16 contradicts --fp16"),
-        ("--fp16 --precision fp32", "--fp16 contradicts --precision fp32"),
-        ("--fp16 --precision fp16 --bf16", "--bf16 contradicts --precision fp16"),
-        ("--bf16 --precision fp32", "--bf16 contradicts --precision fp32"),
-        ("--context-parallel-size 2", "--context-parallel-size 2 is not supported, only 1"),
-        (
-            "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 24",
-            "layers for the other 1 stages: each of them needs one",
-        ),
-        (
-            "--num-layers-per-virtual-pipeline-stage 2 --num-virtual-stages-per-pipeline-rank 2 "
-            "--pipeline-model-parallel-size 2",
-            "give --num-layers-per-virtual-pipeline-stage or --num-virtual-stages-per-pipeline-rank, not both",
-        ),
-        ("--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble --compile", "zero-bubble and --compile"),
-        ("--pipeline-model-parallel-size 2 --DDP-impl torch", "--pipeline-model-parallel-size needs --DDP-impl local"),
-        ("--gas 0", "--gradient-accumulation-steps must be positive, not 0"),
-        (
-            "--pipeline-schedule interleaved",
-            "--pipeline-schedule interleaved needs two or more virtual stages per rank",
-        ),
-        ("--pipeline-schedule dualpipe", "--pipeline-schedule: invalid choice: 'dualpipe'"),
-        ("--recompute-granularity core", "invalid choice: 'core'"),
-        (
-            "--sequence-parallel --model-parallel-size 4 --num-attention-heads 8 --seq-length 30",
-            "--sequence-parallel splits --seq-length 30",
-        ),
-        ("--swiglu", "--swiglu is not supported"),
-        ("--train-data-path .", "--train-data-path . is a directory"),
-        ("--train-data-path a --split 90,10", "--train-data-path a contradicts --split 90,10"),
-        ("--valid-data a --valid-data-path b", "give --valid-data-path or --valid-data, not both"),
-        ("--data-order random", "--data-order: invalid choice: 'random'"),
-        ("--warmup .1 --lr-warmup-iters 3", "give --warmup or --lr-warmup-iters, not both"),
-        ("--lr-decay-samples 40 --lr-decay-iters 3", "give --lr-decay-iters or --lr-decay-samples, not both"),
-        ("--vocab-file a --tokenizer-model b", "choose one with --tokenizer-type"),
-        ("--context-parallel-size", "--context-parallel-size: expected a value"),
-        ("--use-mcore-models stray", "unexpected argument 'stray': a value must follow a flag"),
-        ("--num-attention-heads 3", "--hidden-size 1024 is not divisible by --num-attention-heads 3"),
-        ("--model-parallel-size 3", "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3"),
-        ("--seq-length 300", "--seq-length 300 is longer than --max-position-embeddings 256"),
-        ("--finetune", "--finetune needs --load"),
-        ("--local-checkpoint-interval 2", "--local-checkpoint-dir and --local-checkpoint-interval go together"),
-        (
-            "--cpu-offloading-num-layers 2 --recompute-granularity full",
-            "give --recompute-granularity full --checkpoint-in",
-        ),
-        ("--shard-gradients", "--shard-gradients needs --use-distributed-optimizer"),
-        ("--zero-stage 2 --pipeline-model-parallel-size 2", "leave it out (--zero-stage 1)"),
-        ("--cpu-offloading-num-layers 9", "--cpu-offloading-num-layers 9 is more than --num-layers 4"),
-    ],
+    {
+        "--num-layer 3": "unknown flag --num-layer: did you mean --num-layers?",
+        "--hiden-size=3": "unknown flag --hiden-size: did you mean --hidden-size?",
+        "--ddp-impl local": "unknown flag --ddp-impl: did you mean --DDP-impl?",
+        "--zzzz": "unknown flag --zzzz: --help lists the flags",
+        "stray": "unexpected argument 'stray'",
+        "--num-layers two": "--num-layers: invalid int value: 'two'",
+        "--train-iters 1.5": "--train-iters: '1.5' is not a whole number",
+        "--num-layers": "--num-layers: expected one argument",
+        "--model 3b": "--model: invalid choice: '3b'",
+        "--precision fp8": "--precision: invalid choice: 'fp8'",
+        "--fp16 --bf16": "--bf16 contradicts --fp16",
+        "--fp16 --precision fp32": "--fp16 contradicts --precision fp32",
+        "--fp16 --precision fp16 --bf16": "--bf16 contradicts --precision fp16",
+        "--bf16 --precision fp32": "--bf16 contradicts --precision fp32",
+        "--context-parallel-size 2": "--context-parallel-size 2 is not supported, only 1",
+        "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 24": "layers for the other 1 stages",
+        "--num-layers-per-virtual-pipeline-stage 2 --num-virtual-stages-per-pipeline-rank 2 "
+        "--pipeline-model-parallel-size 2": "give --num-layers-per-",
+        "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble --compile": "zero-bubble and --compile",
+        "--pipeline-model-parallel-size 2 --DDP-impl torch": "--pipeline-model-parallel-size needs --DDP-impl local",
+        "--gas 0": "--gradient-accumulation-steps must be positive, not 0",
+        "--pipeline-schedule interleaved": "--pipeline-schedule interleaved needs two or more virtual stages per rank",
+        "--pipeline-schedule dualpipe": "--pipeline-schedule: invalid choice: 'dualpipe'",
+        "--recompute-granularity core": "invalid choice: 'core'",
+        "--sequence-parallel --model-parallel-size 4 --num-attention-heads 8 --seq-length 30": "splits --seq-length 30",
+        "--swiglu": "--swiglu is not supported",
+        "--train-data-path .": "--train-data-path . is a directory",
+        "--train-data-path a --split 90,10": "--train-data-path a contradicts --split 90,10",
+        "--valid-data a --valid-data-path b": "give --valid-data-path or --valid-data, not both",
+        "--data-order random": "--data-order: invalid choice: 'random'",
+        "--warmup .1 --lr-warmup-iters 3": "give --warmup or --lr-warmup-iters, not both",
+        "--lr-decay-samples 40 --lr-decay-iters 3": "give --lr-decay-iters or --lr-decay-samples, not both",
+        "--vocab-file a --tokenizer-model b": "choose one with --tokenizer-type",
+        "--context-parallel-size": "--context-parallel-size: expected a value",
+        "--use-mcore-models stray": "unexpected argument 'stray': a value must follow a flag",
+        "--num-attention-heads 3": "--hidden-size 1024 is not divisible by --num-attention-heads 3",
+        "--model-parallel-size 3": "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3",
+        "--seq-length 300": "--seq-length 300 is longer than --max-position-embeddings 256",
+        "--finetune": "--finetune needs --load",
+        "--local-checkpoint-interval 2": "--local-checkpoint-dir and --local-checkpoint-interval ",
+        "--cpu-offloading-num-layers 2 --recompute-granularity full": "--checkpoint-in-cpu",
+        "--shard-gradients": "--shard-gradients needs --use-distributed-optimizer",
+        "--zero-stage 2 --pipeline-model-parallel-size 2": "leave it out (--zero-stage 1)",
+        "--cpu-offloading-num-layers 9": "--cpu-offloading-num-layers 9 is more than --num-layers 4",
+    }.items(),
 )
 def test_errors_are_one_line_that_names_the_flag(line, message):
     with pytest.raises(ValueError) as error:
@@ -224,20 +209,17 @@ def test_errors_are_one_line_that_names_the_flag(line, message):
 
 @pytest.mark.parametrize(
     "rule, lines",
-    [
-        (
-            "must be positive",
-            """--global-batch-size 0|--ffn-hidden-size 0|--exit-interval 0|--ddp-bucket-size 0
+    {
+        "must be positive": """--global-batch-size 0|--ffn-hidden-size 0|--exit-interval 0|--ddp-bucket-size 0
         |--save-interval 0|--adam-eps 0|--init-method-std 0|--layernorm-epsilon 0|--exit-duration-in-mins 0
         |--loss-scale 0|--initial-loss-scale 0|--min-loss-scale 0|--loss-scale-window 0
         |--lr 0|--train-iters 0|--ffn-hidden-size -4|--global-batch-size -8""",
-        ),
-        ("must be at least 0", "--weight-decay -.1|--cpu-offloading-num-layers -1|--num-workers -1|--min-lr -1"),
-        ("must be in [0, 1)", "--adam-beta1 1|--adam-beta1 -.1|--adam-beta2 1|--adam-beta2 -.1|--hidden-dropout 1"),
-        ("must be in [0, 2**31)", "--seed -1|--seed 2147483648"),
-        ("must be in (0, 1e6]", "--distributed-timeout-minutes 0|--distributed-timeout-minutes 1000001"),
-        ("is not a finite number", "--lr nan|--clip-grad inf|--weight-decay inf|--loss-scale 1e999|--adam-eps=-inf"),
-    ],
+        "must be at least 0": "--weight-decay -.1|--cpu-offloading-num-layers -1|--num-workers -1|--min-lr -1",
+        "must be in [0, 1)": "--adam-beta1 1|--adam-beta1 -.1|--adam-beta2 1|--adam-beta2 -.1|--hidden-dropout 1",
+        "must be in [0, 2**31)": "--seed -1|--seed 2147483648",
+        "must be in (0, 1e6]": "--distributed-timeout-minutes 0|--distributed-timeout-minutes 1000001",
+        "is not a finite number": "--lr nan|--clip-grad inf|--weight-decay inf|--loss-scale 1e999|--adam-eps=-inf",
+    }.items(),
 )
 def test_values_out_of_range_are_one_line_that_names_the_flag(rule, lines):
     for line in lines.split("|"):
@@ -349,23 +331,17 @@ def test_a_run_may_be_invalid_until_the_checkpoint_is_merged():
 
 @pytest.mark.parametrize(
     "line, message",
-    [
-        ("--num-layers 3", "--num-layers: here 3, checkpoint 2: leave these"),
-        ("--tokenizer-type bytes", "--tokenizer-type: here bytes, checkpoint builtin"),
-        ("--vocab-file v", "--tokenizer-type: here GPT2BPETokenizer, checkpoint builtin"),
-        ("--ffn-hidden-size 100", "--ffn-hidden-size: here 100, checkpoint 256"),
-        ("--mup-base-width 32", "--mup-base-width: here 32, checkpoint 0"),
-        (
-            "--model 345m",
-            "--num-layers: here 24, checkpoint 2; --hidden-size: here 1024, checkpoint 64; "
-            "--num-attention-heads: here 16, checkpoint 2; .*: leave these flags out",
-        ),
-        (
-            "--num-layers 3 --lr 2e-3 --warmup .5",
-            "--num-layers: here 3, checkpoint 2: leave these flags out, .* and --load; "
-            "--lr: here 0.002, checkpoint 0.001; --warmup: here 0.5, .*--override",
-        ),
-    ],
+    {
+        "--num-layers 3": "--num-layers: here 3, checkpoint 2: leave these",
+        "--tokenizer-type bytes": "--tokenizer-type: here bytes, checkpoint builtin",
+        "--vocab-file v": "--tokenizer-type: here GPT2BPETokenizer, checkpoint builtin",
+        "--ffn-hidden-size 100": "--ffn-hidden-size: here 100, checkpoint 256",
+        "--mup-base-width 32": "--mup-base-width: here 32, checkpoint 0",
+        "--model 345m": "--num-layers: here 24, checkpoint 2; --hidden-size: here 1024, checkpoint 64; "
+        "--num-attention-heads: here 16, checkpoint 2; .*: leave these flags out",
+        "--num-layers 3 --lr 2e-3 --warmup .5": "--num-layers: here 3, checkpoint 2: .* and --load; "
+        "--lr: here 0.002, checkpoint 0.001; --warmup: here 0.5, .*--override",
+    }.items(),
 )
 def test_a_given_shape_that_differs_is_refused(line, message):
     with pytest.raises(ValueError, match=message):
@@ -432,18 +408,15 @@ RAMP = "--rampup-batch-size 4 4 9 --global-batch-size 8".split()
 
 @pytest.mark.parametrize(
     "flags, stages",
-    [
-        ("--global-batch-size 8", ((0, 8),)),
-        ("--gradient-accumulation-steps 3", ((0, 12),)),
-        ("", ((0, 4),)),
-        ("--rampup-batch-size 4 8 48 --global-batch-size 20", ((0, 4), (24, 12), (48, 20))),
-        ("--rampup-batch-size 4 4 1e2 --gradient-accumulation-steps 2", ((0, 4), (100, 8))),
-        ("--step-batch-size-schedule 0:16", ((0, 16),)),
-        (
-            "--step-batch-size-schedule 0:4,1.6k:.8K 2M:1200 --global-batch-size 1200",
-            ((0, 4), (50, 800), (62500, 1200)),
-        ),
-    ],
+    {
+        "--global-batch-size 8": ((0, 8),),
+        "--gradient-accumulation-steps 3": ((0, 12),),
+        "": ((0, 4),),
+        "--rampup-batch-size 4 8 48 --global-batch-size 20": ((0, 4), (24, 12), (48, 20)),
+        "--rampup-batch-size 4 4 1e2 --gradient-accumulation-steps 2": ((0, 4), (100, 8)),
+        "--step-batch-size-schedule 0:16": ((0, 16),),
+        "--step-batch-size-schedule 0:4,1.6k:.8K 2M:1200 --global-batch-size 1200": ((0, 4), (50, 800), (62500, 1200)),
+    }.items(),
 )
 def test_batch_size_schedules(flags: str, stages: tuple[tuple[int, int], ...]):
     config = parse(f"--micro-batch-size 2 --seq-length 32 {flags}".split()).config
@@ -452,38 +425,20 @@ def test_batch_size_schedules(flags: str, stages: tuple[tuple[int, int], ...]):
 
 @pytest.mark.parametrize(
     "flags, message",
-    [
-        (
-            "--rampup-batch-size 4 2",
-            "--rampup-batch-size 4 2: it takes START, INCREMENT and SAMPLES, the first two above ",
-        ),
-        (
-            "--rampup-batch-size 4 3 9 --global-batch-size 8",
-            "--rampup-batch-size 4 3 9: steps of 3 samples do not lead from 4 to --global-batch-size 8",
-        ),
-        (
-            "--rampup-batch-size 4 2 9 --global-batch-size 8",
-            "--rampup-batch-size 4 2 9: a batch of 6 is not divisible by --micro-batch-size 2 × 2 data-parallel ranks",
-        ),
-        (
-            "--step-batch-size-schedule 0:4 1B:6",
-            "--step-batch-size-schedule 0:4 1B:6: a batch of 6 is not divisible by ",
-        ),
-        ("--step-batch-size-schedule 0:x", "--step-batch-size-schedule 0:x: 0:x is not a valid next TOKENS:SIZE"),
+    {
+        "--rampup-batch-size 4 2": "it takes START, INCREMENT and SAMPLES",
+        "--rampup-batch-size 4 3 9 --global-batch-size 8": "steps of 3 samples do not lead from 4 to --",
+        "--rampup-batch-size 4 2 9 --global-batch-size 8": "6 is not divisible by --micro-batch-size 2 × 2",
+        "--step-batch-size-schedule 0:4 1B:6": "0:4 1B:6: a batch of 6 is not divisible by ",
+        "--step-batch-size-schedule 0:x": "--step-batch-size-schedule 0:x: 0:x is not a valid next TOKENS:SIZE",
         # Both sizes would begin at the same sample.
-        ("--step-batch-size-schedule 0:4 31:8", "31:8 is not a valid next TOKENS:SIZE"),
-        ("--step-batch-size-schedule 0:4 inf:8", "inf:8 is not a valid next TOKENS:SIZE"),
-        ("--step-batch-size-schedule 1B:4", "1B:4: the first TOKENS must be 0, and sizes must not fall"),
-        ("--step-batch-size-schedule 0:8 1B:4", "0:8 1B:4: the first TOKENS must be 0, and sizes must not fall"),
-        (
-            "--step-batch-size-schedule 0:4 1B:8 --global-batch-size 4",
-            "--global-batch-size 4 is not the last size of --step-batch-size-schedule 0:4 1B:8",
-        ),
-        (
-            "--step-batch-size-schedule 0:4 --rampup-batch-size 4 4 9",
-            "give --rampup-batch-size or --step-batch-size-sched",
-        ),
-    ],
+        "--step-batch-size-schedule 0:4 31:8": "31:8 is not a valid next TOKENS:SIZE",
+        "--step-batch-size-schedule 0:4 inf:8": "inf:8 is not a valid next TOKENS:SIZE",
+        "--step-batch-size-schedule 1B:4": "1B:4: the first TOKENS must be 0, and sizes must not fall",
+        "--step-batch-size-schedule 0:8 1B:4": "0:8 1B:4: the first TOKENS must be 0, and sizes must not fall",
+        "--step-batch-size-schedule 0:4 1B:8 --global-batch-size 4": "4 is not the last size of --step-",
+        "--step-batch-size-schedule 0:4 --rampup-batch-size 4 4 9": "give --rampup-batch-size or --step-",
+    }.items(),
 )
 def test_errors_of_batch_size_schedules_are_one_line(flags: str, message: str):
     with pytest.raises(ValueError) as error:

@@ -69,16 +69,16 @@ def test_all_errors_are_in_one_line():
 
 @pytest.mark.parametrize(
     "name, meant",
-    [
-        ("--ckpt-fuly-parallel-save", None),
-        ("--log-nonsense", None),
-        ("--disable-log-anything", None),
-        ("--no-sequence-parallel", None),
-        ("--learning-rate", None),
-        ("--log-intervall", "--log-interval"),
-        ("--tensorboard-dri", "--tensorboard-dir"),
-        ("-num-layers", "--num-layers"),
-    ],
+    {
+        "--ckpt-fuly-parallel-save": None,
+        "--log-nonsense": None,
+        "--disable-log-anything": None,
+        "--no-sequence-parallel": None,
+        "--learning-rate": None,
+        "--log-intervall": "--log-interval",
+        "--tensorboard-dri": "--tensorboard-dir",
+        "-num-layers": "--num-layers",
+    }.items(),
 )
 def test_a_hint_is_a_typing_error_away(name: str, meant: str | None):
     if meant:
@@ -97,34 +97,28 @@ def test_beginnings_and_opposites():
 
 @pytest.mark.parametrize(
     "line, message",
-    [
-        ("--pretrained-bert", "for BERT or another model"),
-        (
-            "--zero-stage 3",
-            "--zero-stage 3 is not implemented: every data-parallel rank keeps all weights; stage 2 gives the same",
-        ),
-        ("--zero-stage two", "--zero-stage two is not a stage of ZeRO"),
-        ("--pipe-parallel-size x", "--pipe-parallel-size x is not a number of stages"),
-        ("--remote-device nvme", "only none: weights stay on the device"),
-        ("--use-npy-data-loader", "give loose JSON or text with --train-data"),
-        ("--load-openai --load x", "tools/checkpoint.py convert"),
-        ("--kv-channels 32 --hidden-size 64 --num-attention-heads 4", "--kv-channels 32 is not --hidden-size / "),
-        ("--use-mup --mup-base-hidden-size 64", "--use-mup is not supported: attention divides by √d"),
-        ("--optimizer dist_muon", "--optimizer dist_muon is not supported: give --optimizer muon --use-dist"),
-        ("--lr-decay-tokens 100", "--lr-decay-tokens 100 needs --seq-length"),
-        ("--no-pipeline-parallel --pipeline-model-parallel-size 2", "contradicts --pipeline-model-parallel-size 2"),
-        ("--tokenizer-model-type unigram", "only bpe or bert"),
-        ("--no-bias-gelu-fusion --gelu tanh", "--no-bias-gelu-fusion contradicts --gelu tanh"),
-        (
-            "--tokenizer-type HuggingFaceTokenizer",
-            "Tokenizer is not supported: give --vocab-file vocab.json and --merge-f",
-        ),
-        ("--n-layer 4 --block-size 64", "--n-layer 4, --block-size 64 are not supported: nanoGPT's; give --num-layers"),
-        ("--compile=False", "--compile: leave out the value 'False'"),
-        ("--tokenizer-type TikTokenizer", "TikTokenizer is not supported: give --vocab-file"),
-        ("--tokenizer-type NullTokenizer", "or --tokenizer-model, of the tokenizer that made the .bin files"),
-        ("--lr-decay-style inverse-square-root", "give --lr-decay-style cosine"),
-    ],
+    {
+        "--pretrained-bert": "for BERT or another model",
+        "--zero-stage 3": "--zero-stage 3 is not implemented: ",
+        "--zero-stage two": "--zero-stage two is not a stage of ZeRO",
+        "--pipe-parallel-size x": "--pipe-parallel-size x is not a number of stages",
+        "--remote-device nvme": "only none: weights stay on the device",
+        "--use-npy-data-loader": "give loose JSON or text with --train-data",
+        "--load-openai --load x": "tools/checkpoint.py convert",
+        "--kv-channels 32 --hidden-size 64 --num-attention-heads 4": "--kv-channels 32 is not --hidden-size / ",
+        "--use-mup --mup-base-hidden-size 64": "--use-mup is not supported: attention divides by √d",
+        "--optimizer dist_muon": "--optimizer dist_muon is not supported: give --optimizer muon --use-dist",
+        "--lr-decay-tokens 100": "--lr-decay-tokens 100 needs --seq-length",
+        "--no-pipeline-parallel --pipeline-model-parallel-size 2": "contradicts --pipeline-model-parallel-size 2",
+        "--tokenizer-model-type unigram": "only bpe or bert",
+        "--no-bias-gelu-fusion --gelu tanh": "--no-bias-gelu-fusion contradicts --gelu tanh",
+        "--tokenizer-type HuggingFaceTokenizer": "Tokenizer is not supported: give --vocab-file vocab.json",
+        "--n-layer 4 --block-size 64": "--n-layer 4, --block-size 64 are not supported: nanoGPT's; give --num-layers",
+        "--compile=False": "--compile: leave out the value 'False'",
+        "--tokenizer-type TikTokenizer": "TikTokenizer is not supported: give --vocab-file",
+        "--tokenizer-type NullTokenizer": "or --tokenizer-model, of the tokenizer that made the .bin files",
+        "--lr-decay-style inverse-square-root": "give --lr-decay-style cosine",
+    }.items(),
 )
 def test_refused(line: str, message: str):
     with pytest.raises(ValueError) as error:

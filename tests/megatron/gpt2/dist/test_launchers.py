@@ -128,11 +128,11 @@ WITH_CUDA = (
 )
 
 
-@pytest.mark.parametrize(("way", "how"), [("Ctrl-C", "forked"), ("SIGTERM", "spawned"), ("a rank is killed", "forked")])
+@pytest.mark.parametrize("way, how", {"Ctrl-C": "forked", "SIGTERM": "spawned", "a rank is killed": "forked"}.items())
 def test_torch_multiprocessing(folder: Path, single: list[float], way: str, how: str) -> None:
     """--nproc-per-node trains the same and ends in each of the ways. The test reads the output to know when to act."""
     save = folder / f"{how} {way}"
-    words = ["--save", str(save), "--nproc-per-node", "2", "--exit-interval", "100000", "--train-iters", "100000"]
+    words = ["--save", str(save), *"--nproc-per-node 2 --exit-interval 100000 --train-iters 100000".split()]
     if how == "spawned":
         job = program(folder, sys.executable, "-c", WITH_CUDA, *flags(folder), *words, PYTHONPATH=str(ROOT))
         pid, path = job.pid, folder / "output"
@@ -218,7 +218,7 @@ def test_ranks_with_different_data_end_with_one_line(folder: Path, tmp_path: Pat
     assert second[0] == 2 and not [line for line in second[1].splitlines() if not line.startswith("tokenis")], second
 
 
-@pytest.mark.parametrize(("flags", "code"), [("", 2), ("--elastic", 1)])
+@pytest.mark.parametrize("flags, code", [("", 2), ("--elastic", 1)])
 def test_exit_code_without_rank_0(folder: Path, flags: str, code: int) -> None:
     """With --elastic the network may come back, so launchers must try again."""
     words = f"--save {folder}/alone --rank 1 --world-size 2 --init-method tcp://localhost:{free_port()} {flags}"

@@ -32,7 +32,7 @@ READS = RankLocation(False, "data_utils/samplers.py:88 (next_batch)")
 
 
 @pytest.mark.parametrize(
-    ("places", "gone", "line"),
+    "places, gone, line",
     [
         (
             {3: REDUCES, 0: REDUCES, 1: REDUCES, 2: READS},

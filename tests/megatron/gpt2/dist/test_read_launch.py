@@ -124,7 +124,7 @@ def test_plain_python_in_an_allocation_is_a_single_rank_with_a_notice() -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "environ", "message"),
+    "argv, environ, message",
     [
         ("", {"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x in the environment is not a number"),
         ("", {"RANK": "2", "WORLD_SIZE": "2"}, "rank 2 of 2"),
@@ -162,7 +162,7 @@ def test_errors_of_launch_settings(argv: str, environ: dict[str, str], message: 
 
 
 @pytest.mark.parametrize(
-    ("flags", "gpus", "starts"),
+    "flags, gpus, starts",
     [
         ("--nproc-per-node 4", 0, 4),
         ("--nproc_per_node=1", 0, 0),  # This process is the rank.
@@ -191,15 +191,15 @@ def test_ranks_to_start_on_several_machines() -> None:
 
 @pytest.mark.parametrize(
     "text, hosts",
-    [
-        ("", []),
-        ("localhost", ["localhost"]),
-        ("a1,b2", ["a1", "b2"]),
-        ("node[003-005,010]", ["node003", "node004", "node005", "node010"]),
-        ("n[9-11]-ib,login", ["n9-ib", "n10-ib", "n11-ib", "login"]),
-        ("rack[1-2]n[01-02]", ["rack1n01", "rack1n02", "rack2n01", "rack2n02"]),
-        ("gpu-a-7,gpu-a-[8,10]", ["gpu-a-7", "gpu-a-8", "gpu-a-10"]),
-    ],
+    {
+        "": [],
+        "localhost": ["localhost"],
+        "a1,b2": ["a1", "b2"],
+        "node[003-005,010]": ["node003", "node004", "node005", "node010"],
+        "n[9-11]-ib,login": ["n9-ib", "n10-ib", "n11-ib", "login"],
+        "rack[1-2]n[01-02]": ["rack1n01", "rack1n02", "rack2n01", "rack2n02"],
+        "gpu-a-7,gpu-a-[8,10]": ["gpu-a-7", "gpu-a-8", "gpu-a-10"],
+    }.items(),
 )
 def test_hosts_of_a_slurm_list(text: str, hosts: list[str]) -> None:
     assert expand_hosts(text) == hosts

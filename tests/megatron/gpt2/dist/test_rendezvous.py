@@ -137,7 +137,7 @@ def test_missing_ranks_are_named_with_the_hosts_of_slurm() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "where", "message"),
+    "rank, where, message",
     [
         (1, "tcp://localhost:{port}", r"nothing answers at localhost:{port}, as seen from b \(Connection refused\)"),
         pytest.param(
@@ -289,7 +289,7 @@ def test_too_many_or_too_few_elastic_ranks(capfd: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize(
-    ("program", "flags", "line"),
+    "program, flags, line",
     [
         (
             pretrain_gpt2,
@@ -348,7 +348,7 @@ def test_silent_ranks_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 
 @pytest.mark.parametrize(
-    ("own", "elsewhere", "before", "interface"),
+    "own, elsewhere, before, interface",
     [
         ("10.0.0.1", [], {}, "lo"),
         ("127.0.1.1", ["127.0.0.1"], {}, "lo"),

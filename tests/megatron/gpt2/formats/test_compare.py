@@ -54,7 +54,7 @@ def test_one_element():
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "expected"),
+    "a, b, expected",
     [
         ([NAN, 1], [NAN, 3], 2.0),
         ([NAN, 1], [1, NAN], NAN),

@@ -211,7 +211,7 @@ MADE = [
 ]
 
 
-@pytest.mark.parametrize(("form", "version", "tp", "pp", "legacy", "format"), MADE)
+@pytest.mark.parametrize("form, version, tp, pp, legacy, format", MADE)
 def test_every_version_is_read_to_the_last_bit(
     tmp_path: Path, form: str, version: int, tp: int, pp: int, legacy: bool, format: str
 ):
@@ -278,7 +278,7 @@ def test_other_models(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("said", "gelu"),
+    "said, gelu",
     [
         ({}, "tanh"),
         ({"bias_gelu_fusion": False}, "erf"),
@@ -319,7 +319,7 @@ WIDE += [("megatron-core", 12, layout, BF16) for layout in OF_ALL + OF_CORE]
 
 
 @pytest.mark.parametrize(
-    ("format", "num_layers", "layout", "dtype"),
+    "format, num_layers, layout, dtype",
     [*QUICK, *(pytest.param(*case, marks=pytest.mark.wide) for case in WIDE)],
 )
 def test_there_and_back(tmp_path: Path, format: str, num_layers: int, layout: MegatronLayout, dtype: torch.dtype):

@@ -66,7 +66,7 @@ def huggingface_model(activation: str = "gelu_new") -> Any:
     return GPT2LMHeadModel(config).eval()
 
 
-@pytest.mark.parametrize(("activation", "shard_size"), [("gelu_new", "60KB"), ("gelu", "5GB")])
+@pytest.mark.parametrize("activation, shard_size", [("gelu_new", "60KB"), ("gelu", "5GB")])
 def test_huggingface(tmp_path: Path, activation: str, shard_size: str):
     model, weights = huggingface_model(activation), random_weights()
     state = openai_state(weights, transposed=True)
@@ -116,7 +116,7 @@ def test_huggingface_tokenizer_and_padding(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "word"),
+    "name, value, word",
     [
         ("activation_function", "relu", "relu"),
         ("scale_attn_by_inverse_layer_idx", True, "scale_attn_by_inverse"),
@@ -205,7 +205,7 @@ def test_there_and_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    "change, said",
     [
         ({"gelu": "tanh"}, "its GELU is tanh, and nanoGPT's is erf"),
         ({"ffn_hidden_size": 80}, "--ffn-hidden-size is 80, and nanoGPT supports only 192"),
@@ -244,7 +244,7 @@ def test_a_model_of_characters(characters: Path, capsys: pytest.CaptureFixture[s
         word for pair in zip(SMALL[::2], SMALL[1::2], strict=True) if pair[0] != "--tokenizer-type" for word in pair
     ]
     data = ["--data-path", f"{characters}/train.bin", "--valid-data-path", f"{characters}/val.bin", "--eval-iters", "1"]
-    sizes = ["--num-layers", "1", "--hidden-size", "32", "--gelu", "erf", "--micro-batch-size", "2"]
+    sizes = "--num-layers 1 --hidden-size 32 --gelu erf --micro-batch-size 2".split()
     words, meta = [*small, *sizes, *data, "--save", save], ["--vocab-file", f"{characters}/meta.pkl"]
     assert pretrain_gpt2.main([*words, *meta, "--reset-position-ids"]) == 2
     assert "--reset-position-ids: the tokenizer characters has no end of document" in capsys.readouterr().err
@@ -252,7 +252,7 @@ def test_a_model_of_characters(characters: Path, capsys: pytest.CaptureFixture[s
     assert pretrain_gpt2.main([*words, "--train-iters", "3"]) == 0  # The checkpoint's own tokenizer is used.
     assert load_tokenizer(f"{save}/tokenizer").kind == "characters"
     capsys.readouterr()
-    sample = ["--prompt", "Speak", "--max-new-tokens", "8", "--greedy"]
+    sample = "--prompt Speak --max-new-tokens 8 --greedy".split()
     assert generate_text.main(["--load", save, *sample]) == 0
     text = capsys.readouterr().out
     assert generate_text.main(["--load", save, "--prompt", "Zebra", "--max-new-tokens", "8"]) == 2
@@ -398,18 +398,15 @@ def test_the_heads_are_asked_for_and_the_vocabulary_is_cut(fsdp: Path):
 
 
 @pytest.mark.parametrize(
-    ("name", "problem"),
-    [
-        (
-            "model.layers.0.self_attn.q_proj.weight",
-            "a name of Llama or a similar model, and this program reads only GPT-2",
-        ),
-        ("layers.0.attention.wq.weight", "a name of Llama or a similar model"),
-        ("gpt_neox.layers.0.attention.dense.weight", "a name of GPT-NeoX"),
-        ("bert.encoder.layer.0.x", "a name of BERT"),
-        ("encoder.block.0.layer.0", "a name of T5"),
-        ("something", "is not a GPT-2: holds something, and 0 tensors with names that end in wte.weight"),
-    ],
+    "name, problem",
+    {
+        "model.layers.0.self_attn.q_proj.weight": "of Llama or a similar model, and this program reads only GPT-2",
+        "layers.0.attention.wq.weight": "a name of Llama or a similar model",
+        "gpt_neox.layers.0.attention.dense.weight": "a name of GPT-NeoX",
+        "bert.encoder.layer.0.x": "a name of BERT",
+        "encoder.block.0.layer.0": "a name of T5",
+        "something": "is not a GPT-2: holds something, and 0 tensors with names that end in wte.weight",
+    }.items(),
 )
 def test_another_architecture_is_refused_by_its_name(tmp_path: Path, name: str, problem: str):
     save_dcp({name: torch.ones(2, 2)}, checkpoint_id=tmp_path / "it", no_dist=True)

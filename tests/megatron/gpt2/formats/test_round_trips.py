@@ -42,7 +42,7 @@ def save(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the --save folder of a run of three steps in bf16 with the built-in BPE tokenizer."""
     folder = tmp_path_factory.mktemp("run")
     write_text(folder)
-    trainer = start(0, 1, str(folder), ["--precision", "bf16", "--tokenizer-type", "builtin", "--seed", "3"])
+    trainer = start(0, 1, str(folder), "--precision bf16 --tokenizer-type builtin --seed 3".split())
     steps(trainer, 3)
     trainer.progress.iteration = 3
     assert trainer.checkpoints.save() is not None
@@ -243,7 +243,7 @@ OTHERS: list[tuple[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("place", "value"), OTHERS)
+@pytest.mark.parametrize("place, value", OTHERS)
 def test_other_tokenizers_are_refused_in_one_line(written: dict[str, Any], tmp_path: Path, place: str, value: Any):
     found = copy.deepcopy(written)
     words: list[Any] = [int(word) if word.isdigit() else word for word in place.split()]

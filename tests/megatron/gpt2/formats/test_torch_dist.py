@@ -123,7 +123,7 @@ NORMS = [f"transformer.layers.1.{one}_layernorm.bias" for one in ("input", "post
 
 
 @pytest.mark.parametrize(
-    ("order", "exchanged", "problem"),
+    "order, exchanged, problem",
     [
         *((order, {}, "") for order in MODULE_ORDERS),
         (MODULE_ORDERS[0][::-1], {}, "does not fit into bucket 0"),
@@ -189,7 +189,7 @@ def test_what_is_written_is_what_megatron_core_writes(
     genuine, native, out = str(folders[name]), str(tmp_path / "native"), str(tmp_path / "back")
     to_native = ["convert", genuine, native, "--to", "native", "--check", "--vocab-size", str(VOCABULARY)]
     assert checkpoint.main(to_native) == 0
-    assert checkpoint.main(["convert", native, out, "--to", "torch_dist", "--model-parallel-size", "4", "--check"]) == 0
+    assert checkpoint.main(["convert", native, out, *"--to torch_dist --model-parallel-size 4 --check".split()]) == 0
     assert "optimizer" not in capsys.readouterr().err
     back, theirs = opened(tmp_path / "back"), opened(folders[name])
     assert (

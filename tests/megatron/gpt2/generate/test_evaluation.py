@@ -206,20 +206,20 @@ def test_program(
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ("--valid-data missing.txt", "--valid-data: no such file: missing.txt"),
-        ("--valid-data builtin", "--valid-data builtin"),
-        ("--num-layers 3", "--num-layers: here 3, checkpoint 2"),
-        ("--seq-length 33", "--seq-length 33"),
-        ("--overlapping-eval 33", "--overlapping-eval 33"),
-        ("--overlapping-eval 0", "--overlapping-eval 0"),
-        ("--task LAMBADA", "JSON lines"),
-        ("--no-such-flag", "--no-such-flag"),
-        ("--load-openai", "--load-openai"),
-        ("--model-parallel-size 2", "--tensor-model-parallel-size 2"),
-        ("--output no/such/folder/result.json", "--output"),
-    ],
+    "flags, said",
+    {
+        "--valid-data missing.txt": "--valid-data: no such file: missing.txt",
+        "--valid-data builtin": "--valid-data builtin",
+        "--num-layers 3": "--num-layers: here 3, checkpoint 2",
+        "--seq-length 33": "--seq-length 33",
+        "--overlapping-eval 33": "--overlapping-eval 33",
+        "--overlapping-eval 0": "--overlapping-eval 0",
+        "--task LAMBADA": "JSON lines",
+        "--no-such-flag": "--no-such-flag",
+        "--load-openai": "--load-openai",
+        "--model-parallel-size 2": "--tensor-model-parallel-size 2",
+        "--output no/such/folder/result.json": "--output",
+    }.items(),
 )
 def test_bad_input(folder: Path, capsys: pytest.CaptureFixture[str], flags: str, said: str) -> None:
     line = f"--load {folder}/save --valid-data {folder}/wiki.test.tokens --device cpu"
@@ -263,16 +263,16 @@ def test_detokenizers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "task"),
-    [
-        ("data/wikitext-2/test.txt", "WIKITEXT103"),
-        ("wiki.test.tokens", "WIKITEXT103"),
-        ("ptb/ptb.test.txt", "PTB"),
-        ("lambada_test.jsonl", "LAMBADA"),
-        ("wikitext.jsonl", "TEXT"),
-        ("wikipedia.txt", "TEXT"),
-        ("/home/ptb/runs/my.txt", "TEXT"),
-    ],
+    "path, task",
+    {
+        "data/wikitext-2/test.txt": "WIKITEXT103",
+        "wiki.test.tokens": "WIKITEXT103",
+        "ptb/ptb.test.txt": "PTB",
+        "lambada_test.jsonl": "LAMBADA",
+        "wikitext.jsonl": "TEXT",
+        "wikipedia.txt": "TEXT",
+        "/home/ptb/runs/my.txt": "TEXT",
+    }.items(),
 )
 def test_guess_task(path: str, task: str) -> None:
     assert guess_task(path) == task

@@ -198,7 +198,7 @@ def texts_of_a_rank(rank: int, world_size: int, sequence_parallel: bool) -> tupl
 
 
 @pytest.mark.parametrize(
-    ("ranks", "sequence_parallel"), [(2, False), pytest.param(4, False, marks=pytest.mark.wide), (2, True)]
+    "ranks, sequence_parallel", [(2, False), pytest.param(4, False, marks=pytest.mark.wide), (2, True)]
 )
 def test_the_same_text_on_any_number_of_ranks(model: GPT2Model, ranks: int, sequence_parallel: bool) -> None:
     alone = continued(model, PROMPTS, SETTINGS)

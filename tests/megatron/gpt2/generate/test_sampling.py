@@ -84,7 +84,7 @@ def test_greedy_penalty_probability_and_seed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    "name, value",
     [
         ("temperature", -1.0),
         ("temperature", float("nan")),
@@ -113,7 +113,7 @@ def test_text_is_never_a_half_character(size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stop", "text", "expected"),
+    "stop, text, expected",
     [
         (("END",), "one ENEND two", "one EN"),
         (("\n\n",), "a\nb\n\nc", "a\nb"),

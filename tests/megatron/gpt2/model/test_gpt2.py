@@ -103,7 +103,7 @@ def compare(rank: int, world_size: int, gelu: str, expected: Expected) -> tuple[
     return logits_error, worst
 
 
-@pytest.mark.parametrize(("world_size", "gelu"), [(1, "tanh"), (2, "tanh"), (4, "tanh"), (1, "erf")])
+@pytest.mark.parametrize("world_size, gelu", [(1, "tanh"), (2, "tanh"), (4, "tanh"), (1, "erf")])
 def test_equals_huggingface(world_size: int, gelu: str):
     for logits_error, gradient_error in run_ranks(compare, world_size, gelu, huggingface_results(gelu)):
         assert logits_error <= 1e-5

@@ -86,7 +86,7 @@ FULL = {"recompute_granularity": "full"}
 
 
 @pytest.mark.parametrize(
-    ("world_size", "dropout", "how", "expected"),
+    "world_size, dropout, how, expected",
     [
         # Each layer has two in forward and two in backward. The embedding has one, the head's input gradient has one,
         # and the single chunk of the loss has one all-gather.

@@ -39,7 +39,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("changes", "skipped", "parts"),
+    "changes, skipped, parts",
     [
         ({}, 0, ("lm loss: 8.969456E+00", "grad norm: 1.234", " MFU: 23.4% |", "")),
         ({"mfu": None}, 16, ("lm loss: 8.969456E+00", "grad norm: 1.234", "", " number of skipped iterations: 16 |")),

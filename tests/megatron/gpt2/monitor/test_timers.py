@@ -81,7 +81,7 @@ def steps_in(path: Path) -> int:
 
 
 def test_profile(work: Path, capfd: pytest.CaptureFixture[str]) -> None:  # noqa: F811
-    flags = [*FLAGS, "--train-data", "text.txt", "--save", "run", "--eval-iters", "0", "--profile"]
+    flags = [*FLAGS, *"--train-data text.txt --save run --eval-iters 0 --profile".split()]
     assert pretrain_gpt2.main([*flags, "3", "4", "--train-iters", "6"]) == 0
     said = capfd.readouterr().out
     assert steps_in(work / "run/profile_3-4_rank_0.json.gz") == 2
@@ -92,7 +92,7 @@ def test_profile(work: Path, capfd: pytest.CaptureFixture[str]) -> None:  # noqa
 
     # A run that stops before the last profiled iteration writes a shorter trace. One that stops before the first prints
     # a warning.
-    assert pretrain_gpt2.main([*flags, "8", "20", "--train-iters", "30", "--exit-interval", "9"]) == 0
+    assert pretrain_gpt2.main([*flags, *"8 20 --train-iters 30 --exit-interval 9".split()]) == 0
     # The trace has two iterations, and the time until the stop.
     assert steps_in(work / "run/profile_8-20_rank_0.json.gz") == 3
     assert "the slowest operations of 2 iterations" in capfd.readouterr().out
@@ -102,15 +102,15 @@ def test_profile(work: Path, capfd: pytest.CaptureFixture[str]) -> None:  # noqa
 
 
 @pytest.mark.parametrize(
-    ("flags", "profile"),
-    [
-        ("", ()),
-        ("--profile 10 20", (10, 20)),
+    "flags, profile",
+    {
+        "": (),
+        "--profile 10 20": (10, 20),
         # Today's Megatron profiles the iterations after the start.
-        ("--profile --use-pytorch-profiler", (11, 12)),
-        ("--profile --profile-step-start 4 --profile-step-end 6 --profile-ranks 0 3", (5, 6)),
-        ("--profile-step-start 4", ()),
-    ],
+        "--profile --use-pytorch-profiler": (11, 12),
+        "--profile --profile-step-start 4 --profile-step-end 6 --profile-ranks 0 3": (5, 6),
+        "--profile-step-start 4": (),
+    }.items(),
 )
 def test_flags_of_the_profiler(flags: str, profile: tuple[int, ...]) -> None:
     train = parse(flags.split()).config.train
@@ -118,7 +118,7 @@ def test_flags_of_the_profiler(flags: str, profile: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    "flags, message",
     [
         *(
             (flags, "--profile takes the first iteration and the last")

@@ -89,7 +89,7 @@ def with_muon(cases: list[LayoutCase]) -> list[LayoutCase]:
 
 
 @pytest.mark.parametrize(
-    ("cases", "count"),
+    "cases, count",
     [(QUICK, 10), pytest.param([*layouts.QUICK, *layouts.WIDE][::3], 30, marks=pytest.mark.wide)],
     ids=["quick", "wide"],
 )

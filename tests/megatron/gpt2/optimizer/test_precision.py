@@ -39,7 +39,7 @@ def overflow(rank: int, world_size: int, folder: str, flags: str) -> dict[str, A
 
 
 @pytest.mark.parametrize(
-    ("world_size", "flags"),
+    "world_size, flags",
     [
         (2, "--pipeline-model-parallel-size 2"),
         (4, "--model-parallel-size 2"),

@@ -141,7 +141,7 @@ def documented_bytes(config: Config, stage: int, replica: int) -> dict[str, floa
 
 
 @pytest.mark.parametrize(
-    ("layout", "rank"),
+    "layout, rank",
     [
         *((layout, rank) for layout in ("plain", "sequence, sharded, interleaved") for rank in STAGES),
         ("sequence, zero-bubble", "first"),

@@ -49,7 +49,7 @@ def test_layers_of_the_first_and_last_rank_can_be_given():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "arguments, message",
     [
         ((3, 4), "--pipeline-model-parallel-size 4 needs at least 4 layers, one per stage, and --num-layers is 3"),
         (
@@ -132,7 +132,7 @@ def test_the_tables_of_small_pipelines():
 
 
 @pytest.mark.parametrize(
-    ("name", "p", "v", "m", "message"),
+    "name, p, v, m, message",
     [
         ("gpipe", 2, 1, 4, "--pipeline-schedule must be one of 1f1b, interleaved, zero-bubble, not gpipe"),
         ("1f1b", 0, 1, 4, "--pipeline-model-parallel-size must be positive, not 0"),

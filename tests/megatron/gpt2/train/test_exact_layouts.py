@@ -120,7 +120,7 @@ def test_no_bit_depends_on_the_layout(tmp_path: Path) -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(("precision", "layouts"), [("--precision fp32", WIDE), (FP16, QUICK)], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("precision, layouts", [("--precision fp32", WIDE), (FP16, QUICK)], ids=["fp32", "fp16"])
 def test_no_bit_depends_on_more_layouts(tmp_path: Path, precision: str, layouts: list[ExactCase]) -> None:
     """`371f5f5:benchmarks/exact_layouts.py` has run all of them in fp32 over 30 steps."""
     assert_equal(tmp_path, layouts, precision, 5)

@@ -42,7 +42,7 @@ def with_and_without_recompute(rank: int, world_size: int, folder: str, precisio
     return results
 
 
-@pytest.mark.parametrize(("world_size", "precision"), [(2, "fp32"), (1, "bf16")])
+@pytest.mark.parametrize("world_size, precision", [(2, "fp32"), (1, "bf16")])
 def test_recomputation_is_bit_identical(tmp_path: Path, world_size: int, precision: str):
     write_text(tmp_path)
     for plain, *others in run_ranks(with_and_without_recompute, world_size, str(tmp_path), precision):

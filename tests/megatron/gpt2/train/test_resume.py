@@ -61,7 +61,7 @@ MORE = [
 
 
 @pytest.mark.parametrize(
-    ("model_parallel", "data_parallel", "flags"),
+    "model_parallel, data_parallel, flags",
     [*LAYOUTS, *(pytest.param(*layout, marks=pytest.mark.wide) for layout in MORE)],
 )
 def test_resume_is_bit_identical(tmp_path: Path, model_parallel: int, data_parallel: int, flags: str):

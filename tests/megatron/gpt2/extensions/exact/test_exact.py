@@ -67,7 +67,7 @@ def gradients(
 
 
 @pytest.mark.parametrize(
-    ("shape", "virtual_ranks", "cases", "world_sizes"),
+    "shape, virtual_ranks, cases, world_sizes",
     [
         (SHAPE, 4, CASES[::5], (2, 4)),
         (SIX, 6, CASES[::5], (3,)),

@@ -31,6 +31,7 @@ SMALL = (
     "--num-layers 4 --hidden-size 1024 --num-attention-heads 16 --train-data x --train-iters 9 --hidden-dropout 0 "
     "--attention-dropout 0 --micro-batch-size 1 --eval-iters 1"
 )
+SHARDED = "--use-distributed-optimizer"
 Patch = pytest.MonkeyPatch
 
 
@@ -87,7 +88,7 @@ class Layout(NamedTuple):
 
 def covering_layouts() -> list[Layout]:
     """Return layouts in which each possible pair of values occurs, preferably with few ranks."""
-    sharding = ("", "--use-distributed-optimizer", "--use-distributed-optimizer --shard-gradients")
+    sharding = ("", SHARDED, f"{SHARDED} --shard-gradients")
     sizes, schedules, sequence = (1, 2, 4, 8), ("1f1b", "interleaved", "zero-bubble"), ("", "--sequence-parallel")
     every = itertools.product(sizes, sizes, (*sizes, 16), schedules, sharding, sequence, (1, 3, 4))
     possible = (layout for layout in map(Layout._make, every) if layout.is_possible)
@@ -102,9 +103,11 @@ def covering_layouts() -> list[Layout]:
 
 
 @pytest.mark.parametrize(
-    ("flags", "world_size"),
+    "flags, world_size",
     [
         (Layout(2, 2, 1, "zero-bubble", "", "--sequence-parallel", 3).flags, 4),
+        (Layout(2, 1, 2, "1f1b", "", "", 3).flags, 4),
+        (Layout(1, 1, 2, "1f1b", f"{SHARDED} --shard-gradients", "", 3).flags, 2),
         *(
             # More ranks take 10 to 25 s of one core each.
             pytest.param(flags, world_size, marks=pytest.mark.wide if world_size <= 8 else pytest.mark.slow)
@@ -238,7 +241,7 @@ HERE = "tests/megatron/gpt2/extensions/order/test_order.py"
 REDUCER = "megatron/gpt2/optimizer/bucket_reducer.py"
 GATHERING, P2P, SIGNALS = "megatron/gpt2/dist/gathering.py", "mpu/p2p_communication.py", "megatron/gpt2/dist/signals.py"
 SUM = "work = dist.all_reduce(sent, group=self._group, async_op=True)"
-SHARDED, TENSOR, PIPELINE = "--use-distributed-optimizer", "--model-parallel-size 2", "--pipeline-model-parallel-size 2"
+TENSOR, PIPELINE = "--model-parallel-size 2", "--pipeline-model-parallel-size 2"
 END = StopSignal, "close"
 FAULTS = {
     "missed wait for gradients": Fault(changed(dist, "all_reduce", without_wait_for_floats), REDUCER, SUM),

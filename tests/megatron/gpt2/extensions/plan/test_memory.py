@@ -116,7 +116,7 @@ def estimates_and_peaks(rank: int, world_size: int, folder: str, runs: Sequence[
 
 
 @pytest.mark.parametrize(
-    ("ranks", "runs"),
+    "ranks, runs",
     [
         (1, ONE_RANK),
         (2, TWO_RANKS),
@@ -176,13 +176,13 @@ def test_estimate_matches_resident_memory(tmp_path: Path, flags: str):
 
 
 @pytest.mark.parametrize(
-    ("flags", "ranks"),
-    [
-        ("--num-layers 12", 1),
-        ("--num-layers 12 --recompute-granularity full --recompute-num-layers 2 --use-distributed-optimizer", 4),
-        ("--num-layers 16 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2", 4),
-        ("--num-layers 12 --model-parallel-size 2 --sequence-parallel --zero-stage 2 --global-batch-size 32", 4),
-    ],
+    "flags, ranks",
+    {
+        "--num-layers 12": 1,
+        "--num-layers 12 --recompute-granularity full --recompute-num-layers 2 --use-distributed-optimizer": 4,
+        "--num-layers 16 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2": 4,
+        "--num-layers 12 --model-parallel-size 2 --sequence-parallel --zero-stage 2 --global-batch-size 32": 4,
+    }.items(),
 )
 def test_few_layers_are_extrapolated_to_all(flags: str, ranks: int):
     """For narrow layers, whose gradients wait for those of others, the estimate is too high by up to 32 MB."""
@@ -306,9 +306,7 @@ def plan_as_json(capsys: pytest.CaptureFixture[str], flags: str, code: int = 0) 
     return found
 
 
-@pytest.mark.parametrize(
-    ("p", "steady", "peak", "parameters"), [(1, 6785, 11927, 354_871_296), (2, 3447, 6238, 178_100_224)]
-)
+@pytest.mark.parametrize("p, steady, peak, parameters", [(1, 6785, 11927, 354_871_296), (2, 3447, 6238, 178_100_224)])
 def test_published_memory_of_megatron_2019(
     capsys: pytest.CaptureFixture[str], p: int, steady: int, peak: int, parameters: int
 ):
@@ -369,15 +367,15 @@ def test_table_has_a_row_for_each_stage(capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        ("--num-layers 0", "--num-layers"),
-        ("--memory-gb 0", "--memory-gb"),
-        ("--ranks x", "--ranks"),
-        ("--ranks 3 --model-parallel-size 2", "--tensor-model-parallel-size 2"),
-        ("--no-such-flag", "--no-such-flag"),
-        ("--accounting megatron-2019 --memory-gb 8", "--accounting"),
-    ],
+    "flags, says",
+    {
+        "--num-layers 0": "--num-layers",
+        "--memory-gb 0": "--memory-gb",
+        "--ranks x": "--ranks",
+        "--ranks 3 --model-parallel-size 2": "--tensor-model-parallel-size 2",
+        "--no-such-flag": "--no-such-flag",
+        "--accounting megatron-2019 --memory-gb 8": "--accounting",
+    }.items(),
 )
 def test_bad_flags_end_in_one_line(capsys: pytest.CaptureFixture[str], flags: str, says: str):
     with pytest.raises(SystemExit, match="^2$"):

@@ -40,7 +40,7 @@ def seconds_of(step: StepTime, queue: str) -> float:
 
 
 @pytest.mark.parametrize(
-    ("flags", "ranks"),
+    "flags, ranks",
     [
         (f"{SHAPE} 6 --micro-batch-size 8 --global-batch-size 48", 1),
         (f"{PIPELINE} --use-distributed-optimizer", 4),
@@ -115,7 +115,7 @@ def test_interval_between_checkpoints_is_the_best() -> None:
 def test_search_finds_layouts_that_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = f"{SHAPE} 4 --device cuda --cluster a100 --ranks 4 --global-batch-size 8".split()
     before = time.process_time()
-    assert main([*flags, "--search", "--tokens", "1B", "--memory-gb", "1.1", "--json"]) == 0
+    assert main([*flags, *"--search --tokens 1B --memory-gb 1.1 --json".split()]) == 0
     assert time.process_time() - before < 30
     found = json.loads(capsys.readouterr().out)["found"]
     assert len(found) >= 5
@@ -150,7 +150,7 @@ def test_the_page_of_a_step_in_a_browser(tmp_path: Path) -> None:
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: the extra [dev] brings it")
     path = tmp_path / "step.html"
     flags = f"{SHAPE} 2 --device cuda --cluster a100 --ranks 4 --pipeline-model-parallel-size 2"
-    show_step([*flags.split(), "--model-parallel-size", "2", "--global-batch-size", "16", "--output", str(path)])
+    show_step([*flags.split(), *"--model-parallel-size 2 --global-batch-size 16 --output".split(), str(path)])
     with api.sync_playwright() as playwright, contextlib.closing(start_browser(playwright)) as chromium:
         page = chromium.new_page()
         errors: list[str] = []

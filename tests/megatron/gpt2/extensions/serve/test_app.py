@@ -298,7 +298,7 @@ def test_bad_clients_leave_it_serving(served: RunningServer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "status"),
+    "host, status",
     [
         *((host, 200) for host in ("LOCALHOST.:80", "127.0.0.1:5000", "[::1]", "192.0.2.7", "gpt2.EXAMPLE:80")),
         *((host, 403) for host in ("other.example", "127.0.0.1.other.example", "[::1", "", "other.example:127.0.0.1")),

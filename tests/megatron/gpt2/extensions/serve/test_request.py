@@ -80,7 +80,7 @@ def read_megatron(fields: dict[str, Any]) -> CompletionRequest:
 
 
 @pytest.mark.parametrize(
-    ("read", "good", "bad"),
+    "read, good, bad",
     [
         *((read, {"prompt": "Once"}, bad) for bad in BAD),
         *((read_megatron, {"prompts": ["Once"]}, bad) for bad in BAD_FOR_MEGATRON),

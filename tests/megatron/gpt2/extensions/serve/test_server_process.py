@@ -218,7 +218,7 @@ def test_ctrl_c_ends_one_rank(saved: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize(
-    ("flags", "named"),
+    "flags, named",
     [
         (["--port", "70000"], "70000"),
         (["--host", "nowhere.invalid"], "--host nowhere.invalid"),

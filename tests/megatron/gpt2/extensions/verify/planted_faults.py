@@ -25,7 +25,7 @@ from mpu.layers import linear
 Patch = pytest.MonkeyPatch
 TENSOR_PARALLEL = ("--model-parallel-size", "2", "--micro-batch-size", "4")
 SEQUENCE_PARALLEL = (*TENSOR_PARALLEL, "--sequence-parallel")
-SHARDED = ("--micro-batch-size", "2", "--use-distributed-optimizer", "--ddp-bucket-size", "4000")
+SHARDED = tuple("--micro-batch-size 2 --use-distributed-optimizer --ddp-bucket-size 4000".split())
 STAGES = ("--micro-batch-size", "2", "--pipeline-model-parallel-size", "2")
 ACCUMULATED = ("--micro-batch-size", "1")  # With two ranks and a global batch of 4, these are two micro-batches.
 

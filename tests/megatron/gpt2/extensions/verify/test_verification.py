@@ -179,7 +179,7 @@ def test_transformers_computes_the_same_training(command: list[str], capfd: pyte
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    "flags, message",
     [
         (["--layout", ""], "give at least two layouts to compare"),
         (["--layout", "", "--layout", "--num-attention-heads 3 --model-parallel-size 2"], "--num-attention-heads 3"),

@@ -34,7 +34,7 @@ FLAGS = (
 UP, NORM = "transformer.layers.0.mlp.dense_h_to_4h.weight", "transformer.final_layernorm.weight"
 
 
-@pytest.mark.parametrize(("dtype", "bits"), [(torch.float32, torch.int32), (torch.bfloat16, torch.int16)])
+@pytest.mark.parametrize("dtype, bits", [(torch.float32, torch.int32), (torch.bfloat16, torch.int16)])
 def test_each_bit_changes_only_the_hash_of_its_range(dtype: torch.dtype, bits: torch.dtype) -> None:
     buffer, parts = torch.randn(4 * ROW).to(dtype), [(0, 70), (2 * ROW, 2 * ROW), (2 * ROW, 4 * ROW)]
     before = hash_ranges(buffer, parts)

@@ -88,7 +88,7 @@ def test_a_page_and_redirects(server: tuple[str, list[bytes]]):
 
 
 @pytest.mark.parametrize(
-    ("answer", "reason"),
+    "answer, reason",
     [
         (b"HTTP/1.1 404 Not Found\r\n\r\n", "status 404"),
         (b"HTTP/1.1 200 OK\r\nContent-Type: image/png\r\n\r\nx", "no page of text"),

@@ -31,7 +31,7 @@ TEXT = st.lists(st.one_of(st.text(max_size=20), st.sampled_from(PIECES)), max_si
 
 
 @pytest.mark.parametrize(
-    ("url", "reason"),
+    "url, reason",
     [
         ("https://www.bbc.co.uk/news/article-1", None),
         ("http://blog.example.com/2019/01/a-post.html?page=2", None),

@@ -110,24 +110,24 @@ def test_file_names_of_2019_from_addresses_to_a_data_set():
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("cleanup_dataset texts out.txt", "out.txt: this stage writes a folder, or a file whose name ends in .json or"),
-        ("split_dataset texts out.json", "out.json: this stage writes a folder"),
-        ("cleanup_dataset texts/1.txt texts/1.txt", "texts/1.txt: this stage writes a folder"),
-        ("cleanup_dataset shards/1.jsonl shards/1.jsonl", "shards/1.jsonl is a file of the input"),
-        ("cleanup_dataset texts out --limit 0", "--limit: 0 is not a whole number above 0"),
-        ("cleanup_dataset texts out --max-bad-fraction 2", "between 0 and 1"),
-        ("cleanup_dataset texts out --executor slurm", "--slurm-partition"),
-        ("cleanup_dataset texts out --executor local --limit 3", "--limit"),
-        ("find_duplicates texts out --min-jaccard 0", "--min-jaccard"),
-        ("split_dataset texts out --split x", "--split"),
-        ("download_urls texts out --page-seconds nan", "--page-seconds"),
-        ("group_duplicate_url texts out", "give one file, pairs.jsonl"),
-        ("filter_ngrams texts out", "--evaluation"),
-        ("filter_ngrams texts out --evaluation nowhere.txt", "nowhere.txt"),
-        ("cleanup_dataset texts out --unknown", "--unknown"),
-    ],
+    "line, words",
+    {
+        "cleanup_dataset texts out.txt": "out.txt: this stage writes a folder, or a file whose name ends in .json or",
+        "split_dataset texts out.json": "out.json: this stage writes a folder",
+        "cleanup_dataset texts/1.txt texts/1.txt": "texts/1.txt: this stage writes a folder",
+        "cleanup_dataset shards/1.jsonl shards/1.jsonl": "shards/1.jsonl is a file of the input",
+        "cleanup_dataset texts out --limit 0": "--limit: 0 is not a whole number above 0",
+        "cleanup_dataset texts out --max-bad-fraction 2": "between 0 and 1",
+        "cleanup_dataset texts out --executor slurm": "--slurm-partition",
+        "cleanup_dataset texts out --executor local --limit 3": "--limit",
+        "find_duplicates texts out --min-jaccard 0": "--min-jaccard",
+        "split_dataset texts out --split x": "--split",
+        "download_urls texts out --page-seconds nan": "--page-seconds",
+        "group_duplicate_url texts out": "give one file, pairs.jsonl",
+        "filter_ngrams texts out": "--evaluation",
+        "filter_ngrams texts out --evaluation nowhere.txt": "nowhere.txt",
+        "cleanup_dataset texts out --unknown": "--unknown",
+    }.items(),
 )
 def test_bad_input_is_one_line_and_writes_nothing(line: str, words: str):
     before = sorted(Path().rglob("*"))
@@ -177,7 +177,7 @@ def test_slurm(capsys: pytest.CaptureFixture[str]):
     for name, text in programs.items():
         Path("bin", name).write_text(f"#!/bin/bash\n{text}")
         Path("bin", name).chmod(0o755)
-    flags = ("--executor", "slurm", "--slurm-partition", "cpu", "--tasks", "2")
+    flags = "--executor slurm --slurm-partition cpu --tasks 2".split()
     found = run("cleanup_dataset", "shards", "out", *flags, PATH=f"{Path('bin').resolve()}:{os.environ['PATH']}")
     assert found.returncode == 0 and "submitted to Slurm" in found.stdout, found.stderr
     before = {path: path.stat().st_mtime_ns for path in Path("out").glob("*.jsonl")}
