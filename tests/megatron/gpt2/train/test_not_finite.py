@@ -1,5 +1,5 @@
-"""After too many skipped steps, the error names the first tensor that is not finite and its rank. Each rank writes its
-state to a file."""
+"""After too many skipped steps, the error names the first tensor that is not finite and its rank, also between log
+lines. Each rank writes its state to a file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import json
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from megatron.gpt2.monitor.incidents import read_incidents
+from megatron.gpt2.optimizer.optimizer import READ_DELAY
 from megatron.gpt2.train.loop import train
 from tests.distributed import run_ranks
 from tests.faults.injector import Fault, break_weight, nan, plant
@@ -57,3 +60,13 @@ def test_the_line_names_rank_and_tensor(tmp_path: Path) -> None:
         assert state["norms"][UP]["weight"] > 0 and len(state["norms"]) > 20
     (record, _) = (r for r in read_incidents(tmp_path / "data") if r["kind"] == "not finite")
     assert record["iteration"] == 4 and UP in record["text"]
+
+
+def test_too_many_skipped_steps_end_the_run_between_log_lines(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    flags = "--precision fp16 --loss-scale 2e9 --max-skipped-steps 3 --log-interval 1000 --train-iters 40"
+    trainer = start(0, 1, tmp_path, flags)
+    with pytest.raises(FloatingPointError, match="^3 steps in a row had a gradient that is not finite"):
+        train(trainer)
+    assert trainer.progress.iteration == 3 + READ_DELAY
+    finish(trainer)

@@ -1,7 +1,9 @@
-"""Test that the same command gives bit-identical results again, and so does a run that stops after 4 of 8 steps."""
+"""The same command gives bit-identical results again, and so does a run that stops and continues, also in another
+layout while the batch grows. A resumed run prints how its training differs, and each changed setting."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,14 @@ import torch
 import torch.nn.functional as F
 
 import mpu
+from megatron.gpt2.dist.ranks import RankInfo
+from megatron.gpt2.train import trainer as trainer_module
+from megatron.gpt2.train.checkpointing import load_checkpoint
+from megatron.gpt2.train.resume_equivalence import changed_settings, resume_equivalence
 from megatron.gpt2.train.train_step import train_step
 from megatron.gpt2.train.trainer import Trainer
 from tests.distributed import run_ranks
-from tests.megatron.gpt2.train.training_runs import finish, snapshot, start, steps, write_text
+from tests.megatron.gpt2.train.training_runs import finish, make_context, snapshot, start, steps, write_text
 
 SHARDED = "--use-distributed-optimizer"
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
@@ -143,3 +149,197 @@ def test_a_fresh_optimizer_resumes_bit_identically(tmp_path: Path):
     assert seen + steps(resumed, 3)["loss"] == expected
     assert torch.equal(torch.cat(resumed.state.buffer.masters), torch.cat(straight.state.buffer.masters))
     finish(resumed)
+
+
+PEAK = 1e-3
+COMMON = (
+    "--hidden-size 32 --hidden-dropout 0.1 --attention-dropout 0.1 --micro-batch-size 2 "
+    "--lr-decay-style linear --override-opt-param-scheduler"
+)
+# The run has 5 steps of 4 samples, 2 of 8, then 12. The size changes at 18 and 36 samples. The rate is linear over 11
+# batches of 12.
+GROWING = f"{COMMON} --rampup-batch-size 4 4 36 --global-batch-size 12 --lr {PEAK} --lr-decay-iters 11"
+# Each case has steps, batch size, and the start and end of the same linear rate if all steps had this size.
+SEGMENTS = [(5, 4, PEAK, 33), (2, 8, PEAK * 38 / 33, 19), (3, 12, PEAK * 15 / 11, 15)]
+TENSOR, STAGES = "--model-parallel-size 2", "--pipeline-model-parallel-size 2"
+MOVED = {
+    2: [SHARDED, TENSOR, f"{STAGES} --micro-batch-size 1"],
+    4: [f"{TENSOR} {SHARDED}", "--model-parallel-size 4", f"{STAGES} {SHARDED}", f"{TENSOR} {STAGES}"],
+}
+
+
+def losses_after_resume(rank: int, world_size: int, folder: str, layouts: Sequence[str]) -> list[list[float]]:
+    """Return the losses after a checkpoint from the ramp-up, for each layout of `world_size` ranks. Save each run after
+    the first two steps."""
+    losses = []
+    for number, layout in enumerate(layouts):
+        where = f"--load {folder}/growing --save {folder}/moved_{world_size}_{number}"
+        trainer = start(rank, world_size, folder, f"{GROWING} {where} {layout}")
+        progress = trainer.progress
+        assert (progress.iteration, progress.consumed_samples, trainer.current_global_batch_size) == (6, 28, 8)
+        first = steps(trainer, 2)["loss"]
+        assert trainer.checkpoints.save() is not None
+        losses.append([*first, *steps(trainer, 2)["loss"]])
+        assert progress.consumed_samples == 72
+        finish(trainer)
+    return losses
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.wide)])
+def test_a_growing_batch_equals_constant_runs_and_resumes_in_other_layouts(tmp_path: Path, world_size: int):
+    write_text(tmp_path)
+    trainer = start(0, 1, tmp_path, f"{GROWING} --save {tmp_path}/growing")
+    assert (trainer.context.global_batch_size, trainer.context.num_microbatches) == (12, 6)
+    seen = steps(trainer, 6)
+    assert trainer.checkpoints.save() is not None
+    seen = {key: seen[key] + after for key, after in steps(trainer, 4).items()}
+    assert trainer.progress.consumed_samples == 5 * 4 + 2 * 8 + 3 * 12
+    finish(trainer)
+    before = [0, 4, 8, 12, 16, 20, 28, 36, 48, 60]
+    assert seen["rate"] == pytest.approx([PEAK * (1 - consumed / 12 / 11) for consumed in before], rel=1e-6)
+
+    by_hand = []
+    for number, (count, size, lr, end) in enumerate(SEGMENTS):
+        flags = f"{COMMON} --global-batch-size {size} --lr {lr} --lr-decay-iters {end} --save {tmp_path}/{number}"
+        trainer = start(0, 1, tmp_path, flags + (f" --load {tmp_path}/{number - 1}" if number else ""))
+        by_hand += steps(trainer, count)["loss"]
+        assert trainer.checkpoints.save() is not None
+        finish(trainer)
+    assert seen["loss"] == pytest.approx(by_hand, rel=0, abs=1e-6)
+    assert seen["loss"][-1] < seen["loss"][0] - 0.1
+
+    again, forgetful = losses_after_resume(0, 1, str(tmp_path), ["", "--no-load-optim"])
+    assert again == seen["loss"][6:]
+    assert again[1:] != pytest.approx(forgetful[1:], rel=0, abs=1e-3), "a lost moment would be seen"
+    for losses in run_ranks(losses_after_resume, world_size, str(tmp_path), MOVED[world_size]):
+        for after in losses:
+            assert after == pytest.approx(again, rel=0, abs=1e-5)
+    for number in range(len(MOVED[world_size])):  # The run moves there and back.
+        save = f"{tmp_path}/moved_{world_size}_{number}"
+        trainer = start(0, 1, tmp_path, f"{GROWING} --load {save} --save {tmp_path}/back_{number}")
+        assert steps(trainer, 2)["loss"] == pytest.approx(again[2:], rel=0, abs=1e-5)
+        finish(trainer)
+
+
+BEFORE = f"{DROPOUT} --seed 7 --global-batch-size 8 --lr-decay-style cosine --min-lr 1e-5"
+ALIKE = f"{BEFORE} --precision fp32"
+DECAY = "--lr-decay-iters 1"
+WITH_DROPOUT = f"{DROPOUT} --global-batch-size 4"
+
+
+def test_the_line_names_each_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_text(tmp_path)
+    trainer = start(0, 1, tmp_path, WITH_DROPOUT)
+    steps(trainer, 1)
+    saved = trainer.checkpoints.save()
+    finish(trainer)
+    lines: list[str] = []
+    monkeypatch.setattr(
+        trainer_module,
+        "load_checkpoint",
+        lambda context, parallel, state, log: load_checkpoint(context, parallel, state, lines.append),
+    )
+
+    def said(flags: str = "") -> str:
+        lines.clear()
+        finish(start(0, 1, tmp_path, f"{WITH_DROPOUT} {flags}"))
+        assert lines[-1].startswith(f"continuing {saved}: ")
+        return lines[-1].removeprefix(f"continuing {saved}: ")
+
+    assert said() == "bit-identical to the run that wrote it"
+    assert said("--precision bf16 --ddp-bucket-size 1000") == (
+        "the same training within rounding (--precision bf16, was fp32; --ddp-bucket-size 1000, was 25000000)"
+    )
+    assert said("--seed 7 --ddp-bucket-size 1000") == "a different training from here on (--seed 7, was 1234)"
+    assert said("--no-load-rng") == "bit-identical to the run that wrote it"  # Masks depend on the sample indices.
+    assert said("--micro-batch-size 2") == "the same training within rounding (--micro-batch-size 2, was 4)"
+    assert said("--dropout-rng torch") == "a different training from here on (dropout draws other masks)"
+    assert said("--no-load-optim --hidden-dropout 0 --attention-dropout 0") == (
+        "a different training from here on (the optimizer's moments start at zero; --hidden-dropout 0.0, was 0.1; "
+        "--attention-dropout 0.0, was 0.1)"
+    )
+    drawn = f"--dropout-rng torch --save {tmp_path}/torch"
+    trainer = start(0, 1, tmp_path, f"{WITH_DROPOUT} {drawn}")
+    steps(trainer, 1)
+    saved = trainer.checkpoints.save()
+    finish(trainer)
+    assert said(drawn) == "bit-identical to the run that wrote it"
+    for flags in ("--no-load-rng", "--micro-batch-size 2"):
+        assert said(f"{drawn} {flags}") == "a different training from here on (dropout draws other masks)"
+
+
+def test_length_layout_and_unknown_settings() -> None:
+    def metadata(
+        parts: int | None = None, decay: int | None = 9, iterations: int = 10, tensor: int = 1
+    ) -> dict[str, Any]:
+        optimizer = {"lr_decay_iters": decay, "lr_decay_samples": None, "lr_decay_style": "cosine"}
+        config = {"parallel": {"exact_layouts": parts, "sequence_parallel": False}, "optimizer": optimizer}
+        layout, computed_by = {"tensor_model_parallel_size": tensor}, {"torch": "2"}
+        return {"config": config, "train_iters": iterations, "computed_by": computed_by, "layout": layout}
+
+    same, rounding = "bit-identical to the run that wrote it", "the same training within rounding"
+    assert resume_equivalence(metadata(), metadata()) == same
+    assert resume_equivalence(metadata(tensor=2), metadata()).startswith(rounding)
+    assert resume_equivalence(metadata(4, tensor=2), metadata(4)) == same
+    # A longer run has a different learning rate schedule, unless the decay is given.
+    assert resume_equivalence(metadata(), metadata(iterations=20)) == same
+    assert resume_equivalence(metadata(decay=None), metadata(decay=None, iterations=20)) == (
+        "a different training from here on (--train-iters 20, was 10)"
+    )
+    before = metadata()
+    del before["config"]["parallel"]["exact_layouts"]  # The checkpoint is older than the flag.
+    for then, here, said in (
+        (metadata(8), metadata(4), "4, was 8"),
+        (before, metadata(4), "4, was not given"),
+        (metadata(4), metadata(), "not given, was 4"),
+    ):
+        assert resume_equivalence(then, here) == f"{rounding} (--exact-layouts {said})"
+    assert resume_equivalence(before, metadata()) == same
+    crafted: list[dict[str, Any]] = [{}, {"config": {}}, {"layout": 3, "computed_by": None}]
+    for empty in crafted:
+        assert resume_equivalence(empty, metadata()) == (
+            "the same training; the checkpoint does not say which software and hardware computed it"
+        )
+        assert list(changed_settings(empty, metadata())) == []
+
+
+def checkpoint_lines(folder: Path, flags: str) -> list[str]:
+    """Return the lines about the checkpoint that a run with these flags prints at its start."""
+    lines: list[str] = []
+    make_context(folder, flags, RankInfo(), lines.append)
+    return [line for line in lines if "checkpoint" in line]
+
+
+def test_each_changed_setting_has_a_line(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    trainer = start(0, 1, str(tmp_path), f"{BEFORE} {DECAY}")
+    steps(trainer, 1)
+    assert trainer.checkpoints.save() is not None
+    finish(trainer)
+
+    assert checkpoint_lines(tmp_path, f"{ALIKE} {DECAY}") == []
+    assert checkpoint_lines(tmp_path, ALIKE)[1:] == [
+        "WARNING: the learning rate stays at --min-lr 1e-05: the checkpoint's schedule ends at iteration 1; "
+        "--override-opt-param-scheduler with --lr and --lr-decay-iters gives a new one"
+    ]
+    assert checkpoint_lines(tmp_path, f"--load {tmp_path}/save --finetune --save {tmp_path}/tuned") == []
+    changed = "--seed 1 --hidden-dropout 0 --attention-dropout 0.2 --micro-batch-size 2 --precision bf16"
+    assert checkpoint_lines(tmp_path, f"{BEFORE} {DECAY} {changed}") == [
+        "WARNING: --seed 1 here, 7 in the checkpoint: samples have a different order from here on, so this epoch "
+        "reads some of them twice and leaves others out",
+        "WARNING: --hidden-dropout 0.0 here, 0.1 in the checkpoint: the training loss jumps and is not comparable "
+        "with the earlier one",
+        "WARNING: --attention-dropout 0.2 here, 0.1 in the checkpoint: the training loss jumps and is not comparable "
+        "with the earlier one",
+        "--precision bf16 here, fp32 in the checkpoint: masters and moments stay in fp32; the computation is rounded "
+        "differently",
+        "--micro-batch-size 2 here, 4 in the checkpoint: speed, memory and rounding change",
+    ]
+    found = checkpoint_lines(tmp_path, f"{ALIKE} {DECAY} --global-batch-size 4 --split 80,20")
+    assert [line.partition(":")[0] for line in found] == ["WARNING"] * 2
+    assert checkpoint_lines(tmp_path, f"{ALIKE} {DECAY} --rampup-batch-size 4 4 24") == [
+        "WARNING: the batch grows differently than in the checkpoint: --rampup-batch-size 4 4 24 here, not at all there"
+    ]
+    # A file of another program without a seed does not have the default seed.
+    converted = {"converted_from": "torch_dist", "config": {"train": {"micro_batch_size": 4}}}
+    assert not [*changed_settings(converted, {"config": {"train": {"seed": 1, "micro_batch_size": 4}}})]
