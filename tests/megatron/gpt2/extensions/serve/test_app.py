@@ -1,4 +1,5 @@
-"""Test the server in this process with OpenAI's client and with bad clients."""
+"""The server in this process, with its client and with bad ones: requests, answers, errors, and texts that begin in the
+order of the requests."""
 
 from __future__ import annotations
 
@@ -18,12 +19,21 @@ import pytest
 import torch
 
 import mpu
-from data_utils import Tokenizer, build_tokenizer
-from megatron.gpt2.generate.generation import Continuation, Generator, generate
+from data_utils import Tokenizer
+from megatron.gpt2.extensions.serve.batching import Batcher, ServerStopping
+from megatron.gpt2.extensions.serve.request import (
+    ApiError,
+    CompletionRequest,
+    ServedModel,
+    read_megatron_request,
+    read_request,
+)
+from megatron.gpt2.generate.generation import Continuation, Event, Generator, generate
 from megatron.gpt2.generate.sampling import Sampling
 from megatron.gpt2.model.gpt2 import GPT2Model
 from tests.conftest import needs
-from tests.megatron.gpt2.generate.test_generation import CONFIG
+from tests.megatron.gpt2.generate.test_continuous_batch import CountingGenerator, endless
+from tests.megatron.gpt2.generate.test_generation import CONFIG, TOKENIZER
 
 if TYPE_CHECKING:
     import openai
@@ -33,12 +43,10 @@ for library in ("starlette", "uvicorn"):
 
 from megatron.gpt2.extensions.serve import app, connections  # noqa: E402
 from megatron.gpt2.extensions.serve.app import Service  # noqa: E402
-from megatron.gpt2.extensions.serve.batching import Batcher  # noqa: E402
-from megatron.gpt2.extensions.serve.request import ServedModel, token_name  # noqa: E402
+from megatron.gpt2.extensions.serve.request import token_name  # noqa: E402
 
 pytestmark = needs("openai", extra="dev")
 
-TOKENIZER = build_tokenizer("bytes")
 ENDLESS = {"max_tokens": 100_000, "top_k": 3}  # `model` in this file never ends such a text early.
 JSON = {"Content-Type": "application/json"}
 
@@ -412,3 +420,152 @@ def test_stopping_answers_waiting_clients(model: GPT2Model) -> None:
         for one in asked:
             with pytest.raises(openai.InternalServerError, match="stopping"):
                 one.result()
+
+
+SERVED = ServedModel("tiny", TOKENIZER, context=32, max_tokens=100_000, max_texts=32, max_body_bytes=1 << 16)
+# The first field of each request is invalid, and the error must name it. pydantic checks types and ranges; one of each
+# is here.
+BAD = [
+    {"max_tokens": 10**9},
+    {"max_tokens": 1.5},
+    {"n": 33},
+    {"temperature": math.nan},
+    {"temperature": 1e-9},
+    {"top_p": 1.01},
+    {"stop": ""},
+    {"stop": ["a"] * 17},
+    {"echo": 1},
+    {"stream_options": {"include_usage": True}},
+    {"stream_options": {"x": 1}, "stream": True},
+    {"best_of": 2},
+    {"logit_bias": {"50256": -100}},
+    {"functions": []},
+    {"\ud800": 1},
+    {"prompt": 0},
+    {"prompt": []},
+    {"prompt": [257]},
+    {"prompt": [True]},
+    {"prompt": ["a", 1]},
+    {"prompt": "\ud800"},
+    {"prompt": ["a"] * 17, "n": 2},
+    {"prompt": "x" * 33},
+    {"prompt": [[1] * 33]},
+    {"prompt": "x" * 10**6},
+    {"model": "gpt-4"},
+]
+BAD_FOR_MEGATRON = [
+    {"prompts": None},
+    {"prompts": "a"},
+    {"prompts": ["a"] * 33},
+    {"prompts": [""]},
+    {"prompts": ["x" * 32], "add_BOS": True},
+    {"max_len": 9},
+    {"beam_width": 2},
+    {"tokens_to_generate": 0},
+    {"tokens_to_generate": 10**9},
+    {"temperature": 0},
+    {"top_p": 0.5, "top_k": 2},
+    {"top_p_decay": 0.9, "top_p": 0.5},
+    {"top_p_bound": 0.6, "top_p": 0.5},
+    {"stop_token": 10},
+    {"n": 2},
+]
+
+
+def read(fields: dict[str, Any]) -> CompletionRequest:
+    return read_request(json.dumps(fields).encode(), SERVED)
+
+
+def read_megatron(fields: dict[str, Any]) -> CompletionRequest:
+    return read_megatron_request(json.dumps(fields).encode(), SERVED)
+
+
+@pytest.mark.parametrize(
+    "read, good, bad",
+    [
+        *((read, {"prompt": "Once"}, bad) for bad in BAD),
+        *((read_megatron, {"prompts": ["Once"]}, bad) for bad in BAD_FOR_MEGATRON),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)[:40]),
+)
+def test_a_bad_field_is_named(
+    read: Callable[[Any], CompletionRequest], good: dict[str, Any], bad: dict[str, Any]
+) -> None:
+    with pytest.raises(ApiError) as refused:
+        read({**good, **bad})
+    param = next(iter(bad))
+    assert refused.value.param == param and 10 < len(str(refused.value)) < 300
+    assert refused.value.status == (404 if param == "model" else 400)
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"[" * 60_000, b'{"prompt": "\xff"}', b'{"n": 1' + b"0" * 5000 + b"}"])
+def test_a_body_that_is_not_a_json_object(body: bytes) -> None:
+    with pytest.raises(ApiError):
+        read_request(body, SERVED)
+
+
+def prompts(request: CompletionRequest) -> list[tuple[list[int], str]]:
+    return [(text.c.prompt, text.prompt) for text in request.texts]
+
+
+def seeds(request: CompletionRequest) -> list[int]:
+    return [text.c.sampling.seed for text in request.texts]
+
+
+def sampling(request: CompletionRequest) -> Sampling:
+    return request.texts[0].c.sampling
+
+
+def test_prompts_and_seeds() -> None:
+    assert prompts(read({})) == [([], "")] == prompts(read({"prompt": ""}))
+    assert prompts(read({"prompt": "N\0"})) == [([78, 0], "N\0")] == prompts(read({"prompt": [78, 0]}))
+    made = read({"prompt": ["a", "a"], "n": 2, "seed": 2**63 - 1, "user": "me", "best_of": 1, "suffix": None})
+    assert seeds(made) == [2**63 - 1, -(2**63)] * 2
+    assert len(set(seeds(read({"prompt": ["a", "a"], "n": 2})))) == 4
+    assert sampling(read({"top_p": 0, "top_k": 9})).top_k == 1, "only the likeliest"
+    least = read_request(b"{}", dataclasses.replace(SERVED, max_tokens=8))
+    assert sampling(least).max_new_tokens == 8, "the default must be within the limits"
+
+
+ROWS = 8
+
+
+@pytest.fixture
+def watched() -> Any:
+    mpu.initialize_model_parallel(1)
+    yield CountingGenerator(Generator(endless(GPT2Model(CONFIG)), TOKENIZER))
+    mpu.destroy_model_parallel()
+
+
+def test_64_clients(watched: CountingGenerator) -> None:
+    batcher = Batcher(ROWS)
+    lengths: list[int] = []  # lengths of the texts, in the order of the requests
+    begun: dict[int, int] = {}
+    over: dict[int, str] = {}
+
+    def ask(client: int) -> None:
+        made = [
+            Continuation([client] * (1 + client % 4), Sampling(max_new_tokens=1 + (7 * client + 5 * i) % 28))
+            for i in range(1 + client % 3)
+        ]
+        start = len(lengths)
+        lengths.extend(c.sampling.max_new_tokens for c in made)
+
+        def deliver(number: int, event: Event | ServerStopping) -> None:
+            begun.setdefault(start + number, watched.steps)
+            assert not isinstance(event, ServerStopping)
+            if event.finish:
+                over[start + number] = event.finish
+                if len(over) == len(lengths):
+                    batcher.stop()
+
+        batcher.submit(made, deliver)
+
+    for client in range(64):
+        ask(client)
+    batcher.run(watched.generator)
+    assert list(over.values()) == ["length"] * len(lengths) and len(lengths) == 127
+    assert list(begun) == sorted(begun), "in the order of the requests"
+    for number, step in begun.items():  # While a text waits, earlier texts fill all rows.
+        assert step * ROWS <= sum(max(1, length - 1) for length in lengths[:number]), number
+    assert watched.cache_bytes == {2 * ROWS * 2 * 32 * 32 * 4}  # The cache has l · rows · 2 · S · h numbers of 4 bytes.

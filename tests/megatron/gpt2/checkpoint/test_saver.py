@@ -1,0 +1,327 @@
+"""--async-save saves the state at the start of the save, and a run waits for the save however it ends. Earlier
+checkpoints still load after a crash, an error or a full disk at any moment of a save."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from data_utils.files import atomic_write_text, machine_memory
+from megatron.gpt2.checkpoint import saver
+from megatron.gpt2.checkpoint import writer as checkpointing
+from megatron.gpt2.checkpoint.reader import MANIFEST, FileInfo, NativeCheckpoint
+from megatron.gpt2.checkpoint.save_folder import TRACKER, find_checkpoint, make_save_folder
+from megatron.gpt2.checkpoint.saver import Saver
+from megatron.gpt2.checkpoint.writer import ShardedTensor, write_atomically, write_safetensors
+from megatron.gpt2.commands import pretrain_gpt2
+from megatron.gpt2.hooks import StopRun
+from megatron.gpt2.train import loop
+from megatron.gpt2.train.train_step import train_step
+from megatron.gpt2.train.trainer import Trainer
+from tests.conftest import ROOT
+from tests.fork_server import WarmPython
+from tests.megatron.gpt2.checkpoint.saved_states import (
+    assert_holds,
+    find,
+    full_state,
+    rank_files,
+    save,
+    write,
+)
+from tests.megatron.gpt2.train.training_runs import SMALL, write_text
+
+
+def saving(folder: Path, logged: list[str], **options: Any) -> Saver:
+    """Make a saver, by default of the only rank."""
+    return Saver(folder=folder, start_id="a", asynchronous=True, log=logged.append, **options)
+
+
+def test_what_changes_after_the_save_began_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    go = threading.Event()
+
+    def slow(*arguments: Any) -> FileInfo:
+        assert go.wait(240)  # The thread waits until `save` has returned.
+        return write_safetensors(*arguments)
+
+    monkeypatch.setattr(checkpointing, "write_safetensors", slow)
+    s, held = saving(tmp_path, []), full_state(1)
+    for iteration in (1, 2):
+        for (kind, name), tensor in full_state(iteration).items():
+            held[kind, name].copy_(tensor)
+        assert s.save(iteration, rank_files(held, 0, 1), {"consumed_samples": iteration}) is None
+        if iteration == 1:
+            assert s._host_buffer is not None
+            room = s._host_buffer.data_ptr()
+        for tensor in held.values():
+            tensor.fill_(7)
+        go.set()
+    assert s.finish() is not None
+    assert s._host_buffer.data_ptr() == room, "made once"
+    s.close()
+    for iteration in (1, 2):
+        assert_holds(NativeCheckpoint(tmp_path / f"iter_000000{iteration}"), iteration)
+
+
+def test_too_little_memory_is_said_and_the_save_made_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(saver, "machine_memory", lambda entry: 1000)
+    logged: list[str] = []
+    s = saving(tmp_path, logged)
+    for iteration in (1, 2):
+        assert s.save(iteration, rank_files(full_state(1), 0, 1), {}) == tmp_path / f"iter_000000{iteration}"
+    assert s.saved_iteration == 2
+    warnings = [line for line in logged if "WARNING" in line]
+    assert len(warnings) == 1 and "--async-save is off" in warnings[0] and "bytes of host memory" in warnings[0]
+    s.close()
+    monkeypatch.undo()
+    assert 0 < machine_memory("MemAvailable") < 1 << 50
+
+
+# ----------------------------------------------------------------------------------- the ways in which a run ends
+
+
+def test_a_rank_that_is_gone_is_not_waited_for_on_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(saver, "GRACE_SECONDS", 0.2)
+    logged: list[str] = []
+    s = saving(tmp_path, logged, world_size=2)
+    s.save(1, rank_files(full_state(1), 0, 2), {})
+    start = time.monotonic()
+    s.close()
+    assert time.monotonic() - start < 30, "as long as it waits for one that may still come"
+    assert "no files from rank 1" in logged[-1] and not list(tmp_path.glob("iter_*"))
+
+
+def test_storage_that_does_not_answer_ends_the_run_on_every_rank(tmp_path: Path):
+    s = saving(tmp_path, [])
+    s.save(1, rank_files(full_state(1), 0, 1), {})
+    s.gather = lambda text: [text, "too slow"]  # The other rank answers "too slow".
+    said = (
+        f"the storage of --save {tmp_path} took longer than [0-9.]+ s .--save-timeout-minutes. for the files of rank 1"
+    )
+    with pytest.raises(StopRun, match=said):
+        s.finish()
+    s.close()
+
+
+STUCK = """
+import time
+from megatron.gpt2.checkpoint import writer
+from megatron.gpt2.commands import pretrain_gpt2
+writer.write_safetensors = lambda *arguments: time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("more", [pytest.param("", marks=pytest.mark.wide), "--async-save"])
+def test_the_process_ends_though_its_storage_does_not_answer(flags: list[str], python: WarmPython, more: str):
+    words = [*flags, *f"--save-timeout-minutes 0.01 {more}".split()]
+    program = f"{STUCK}raise SystemExit(pretrain_gpt2.main({words!r}))"
+    done = subprocess.run([python.python, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1, done.stderr
+    assert "stopped: the storage of --save " in done.stdout
+
+
+@pytest.fixture
+def flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the flags of a run that needs some time to write its files."""
+
+    def slow(*arguments: Any) -> FileInfo:
+        time.sleep(0.2)
+        return write_safetensors(*arguments)
+
+    monkeypatch.setattr(checkpointing, "write_safetensors", slow)
+    write_text(tmp_path)
+    places = f"--train-data {tmp_path}/text.txt --data-cache-path {tmp_path}/cache --save {tmp_path}/save"
+    return [*SMALL, *places.split(), *"--async-save --save-interval 2 --train-iters 3 --keep-last 2".split()]
+
+
+def stopped(trainer: Trainer) -> None:
+    train_step(trainer)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def without_gradient(trainer: Trainer) -> None:
+    if trainer.progress.iteration == 2:
+        raise FloatingPointError("no gradient")
+    train_step(trainer)
+
+
+def without_peer(trainer: Trainer) -> None:
+    if trainer.progress.iteration == 2:
+        raise RuntimeError("a peer is gone")
+    train_step(trainer)
+
+
+@pytest.mark.parametrize(
+    "more, step, code, committed",
+    [
+        ("", train_step, 0, [2, 3]),
+        ("--exit-interval 1", train_step, 0, [1]),
+        ("--exit-interval 2", train_step, 0, [2]),
+        ("", stopped, 0, [1]),
+        ("", without_gradient, 1, [2]),
+        ("", without_peer, None, [2]),
+    ],
+)
+def test_every_end_of_a_run_waits(
+    flags: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    more: str,
+    step: Any,
+    code: int | None,
+    committed: list[int],
+):
+    monkeypatch.setattr(loop, "train_step", step)
+    if code is None:
+        with pytest.raises(RuntimeError, match="a peer is gone"):
+            pretrain_gpt2.main(flags)
+    else:
+        assert pretrain_gpt2.main([*flags, *more.split()]) == code
+    assert sorted(path.name for path in (tmp_path / "save").glob("iter_*")) == [f"iter_000000{i}" for i in committed]
+    checkpoint = find_checkpoint(tmp_path / "save", log=pytest.fail)
+    assert checkpoint is not None and checkpoint.iteration == committed[-1]
+
+
+def test_rank_0_names_the_rank_that_is_missing(tmp_path: Path) -> None:
+    save(tmp_path, 100)
+    files = rank_files(full_state(200), 0, 2)
+    for problem, expected in (("", r"rank 1 within [\d.]+ s"), ("rank 1 has no room", "rank 1 has no room")):
+        with pytest.raises(OSError, match=expected):
+            write(tmp_path, 200, files, world_size=2, start_id="b", timeout_s=0.2, problem=problem, keep_last=1)
+        assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000100"]
+        assert find(tmp_path) == (100, "")
+
+
+def test_rank_0_may_commit_as_soon_as_it_sees_the_last_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder may have its final name before the last rank accesses it again."""
+    replace = Path.replace
+
+    def replace_and_commit(path: Path, target: Path) -> Path:
+        found = replace(path, target)
+        target.parents[1].rename(tmp_path / "committed")
+        return found
+
+    monkeypatch.setattr(Path, "replace", replace_and_commit)
+    write(tmp_path, 200, rank_files(full_state(200), 1, 2), rank=1, world_size=2)
+    assert (tmp_path / "committed/boxes/rank_00001.jsonl").is_file()
+
+
+def test_a_disk_without_inodes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "mkdir", full)
+    for inodes, said in (
+        (7, r"\(1,024 bytes are free there\)"),
+        (0, r"\(no inodes are free there: remove files, however small\)"),
+    ):
+        monkeypatch.setattr(
+            os, "statvfs", lambda path, n=inodes: SimpleNamespace(f_bavail=2, f_frsize=512, f_files=9, f_favail=n)
+        )
+        with pytest.raises(OSError, match=f"tracker: cannot write its 3 bytes: No space left on device {said}"):
+            write_atomically(tmp_path / "tracker", b"300")
+        with pytest.raises(OSError, match=f"No space left on device {said}: '.*settings'"):
+            atomic_write_text(tmp_path / "settings", "{}")
+        with pytest.raises(ValueError, match=f"^--save .*new: cannot be written: No space left on device {said}$"):
+            make_save_folder(tmp_path / "new")
+
+
+def test_files_of_a_crashed_start_take_no_part(tmp_path: Path) -> None:
+    """Rank 1 had written its files before the crash. The next start must not use its table."""
+    save(tmp_path, 100)
+    write(tmp_path, 200, rank_files(full_state(666), 1, 2), rank=1, world_size=2, start_id="crashed")
+    with pytest.raises(TimeoutError, match="rank 1"):
+        write(tmp_path, 200, rank_files(full_state(200), 0, 2), world_size=2, start_id="second", timeout_s=0.1)
+    save(tmp_path, 200, start_id="third")
+    assert find(tmp_path) == (200, "")
+    assert not list(tmp_path.glob("*.tmp*"))
+
+
+def save_until_it_fits(folder: str) -> None:
+    """Save with 0, 1, 2, ... free pages on the filesystem of `folder`, so that the disk fills up at every point of a
+    save."""
+    disk, ballast = Path(folder), Path(folder) / "ballast"
+    state = {iteration: torch.randn(3000, generator=torch.Generator().manual_seed(iteration)) for iteration in (1, 2)}
+
+    def save(iteration: int) -> list[str]:
+        """Return the error of each rank."""
+        problems = []
+        for rank in (1, 0):
+            shards = {
+                f"x#{rank}": ShardedTensor(state[iteration][1500 * rank : 1500 * rank + 1500], (3000,), (1500 * rank,))
+            }
+            try:
+                files = {f"mp_rank_0{rank}/model.safetensors": shards}
+                metadata = {"a manifest": "of three pages" * 600}
+                options: dict[str, Any] = {"rank": rank, "world_size": 2, "timeout_s": 0.2}
+                write(disk / "save", iteration, files, metadata=metadata, **options)
+            except OSError as error:
+                problems.append(str(error))
+        return problems
+
+    assert not save(1)
+    full: Counter[str] = Counter()
+    for pages in range(100):
+        with open(ballast, "wb", buffering=0) as stream, contextlib.suppress(OSError):
+            while True:
+                stream.write(bytes(4096))
+        os.truncate(ballast, ballast.stat().st_size // 4096 * 4096 - 4096 * pages)
+        if not (problems := save(2)):
+            break
+        found = re.match(
+            rf"{disk}/save/(\S+): cannot write its [\d,]+ bytes: No space left on device "
+            r"\([\d,]+ bytes are free there\); earlier checkpoints are untouched",
+            problems[0],
+        )
+        assert found, problems
+        full[found[1].rpartition("/")[2]] += 1
+        assert sorted(os.listdir(disk / "save")) == ["iter_0000001", TRACKER], pages
+        checkpoint = find_checkpoint(disk / "save", log=pytest.fail)
+        assert checkpoint is not None and torch.equal(checkpoint.read("x"), state[1])
+        ballast.unlink()
+    checkpoint = find_checkpoint(disk / "save", log=pytest.fail)
+    assert checkpoint is not None and torch.equal(checkpoint.read("x"), state[2])
+    print(json.dumps(full))
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    mounted = f"mount -t tmpfs -o size=400k tmpfs {tmp_path} && "
+    gather_alone = "unshare --map-root-user --mount sh -c".split()
+    if not shutil.which("unshare") or subprocess.run([*gather_alone, mounted + "true"], capture_output=True).returncode:
+        pytest.skip(
+            "no small filesystem can be mounted here; tests/faults/test_faults.py limits the size of files instead"
+        )
+    program = f"from {__name__} import save_until_it_fits; save_until_it_fits({str(tmp_path)!r})"
+    run = subprocess.run(
+        [*gather_alone, f'{mounted} exec "$0" -c "$1"', sys.executable, program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert run.returncode == 0, run.stderr
+    # The files are written in this order: file and table of the second rank, file and table of the first rank,
+    # manifest, tracker file.
+    assert json.loads(run.stdout.splitlines()[-1]).keys() == {
+        "model.safetensors",
+        "rank_00001.jsonl",
+        "rank_00000.jsonl",
+        MANIFEST,
+        TRACKER,
+    }
