@@ -42,6 +42,19 @@ def tool(name: str) -> ModuleType:
     return importlib.import_module(f"megatron.gpt2.commands.{name}")
 
 
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make a current folder with text.txt, without a launcher's variables."""
+    from tests.megatron.gpt2.train.training_runs import write_text
+
+    write_text(tmp_path, 1000)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
 @pytest.fixture(scope="session")
 def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder that all test processes of this run share."""

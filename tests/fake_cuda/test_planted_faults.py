@@ -21,7 +21,7 @@ from mpu import layers, transformer
 from mpu.activation_offload import ActivationOffload
 from tests.fake_cuda.fake_gpu import FakeStream
 from tests.fake_cuda.program import check_budget, check_same_order, check_step, communication, cost, running, steps
-from tests.fake_cuda.test_layouts import LAYOUTS
+from tests.fake_cuda.test_steps import LAYOUTS
 
 Check = Callable[[Path, Path], None]
 Plant = Callable[[pytest.MonkeyPatch], None]

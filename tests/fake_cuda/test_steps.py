@@ -1,24 +1,30 @@
 """Training steps in every mode never wait for the device and have no tensor on the wrong device. Offloaded activations
-are copied on a side stream, in order and without a wait. The planner's peak memory agrees with the device."""
+are copied on a side stream, in order and without a wait. The planner's peak memory agrees with the device. All ranks of
+a layout call the same collectives in the same order. With --exact-layouts, every layout runs the same operations on the
+same shapes in the same order, divided over the ranks."""
 
 from __future__ import annotations
 
 import collections
+import itertools
+import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron.gpt2.checkpoint import sharded_state, writer
 from megatron.gpt2.train.evaluate import SAMPLING, evaluate_and_log, sample_text
 from megatron.gpt2.train.loop import train
 from megatron.gpt2.train.train_step import train_step
-from tests.fake_cuda.fake_gpu import FakeStream
+from tests.fake_cuda.fake_gpu import FakeStream, Kernel
 from tests.fake_cuda.program import (
     DOCUMENTS,
     DROPOUT,
     OFFLOAD,
     check_budget,
     check_peak,
+    check_same_order,
     check_step,
     cost,
     running,
@@ -174,3 +180,107 @@ def test_the_planner_agrees_with_the_device(text: Path, tmp_path: Path, case: st
     for rank in range(2 if STAGES in flags else 1):
         ratio = check_peak(text, tmp_path, f"{SHAPE} {flags}", rank=rank, world_size=world_size)
         print(f"{case}, rank {rank}: planner / device {ratio:.4f}")
+
+
+FOUR = "--model-parallel-size 4"
+SEQUENCE = "--sequence-parallel"
+DEEP_STAGES = "--pipeline-model-parallel-size 2 --num-layers 4"
+LAYOUTS = {  # ranks and flags
+    "data": (4, ""),
+    "model": (4, FOUR),
+    "both": (4, f"{SPLIT} --global-batch-size 8"),
+    "sequence": (4, f"{FOUR} {SEQUENCE} {DROPOUT}"),
+    "sequence, full": (2, f"{SPLIT} {SEQUENCE} {FULL}"),
+    "sharded": (4, SHARDED),
+    "sharded, sequence, bf16 gradients": (4, f"{SPLIT} {SEQUENCE} {SHARDED} --grad-reduce-in-bf16 {DROPOUT}"),
+    "sharded, offload": (2, f"{SHARDED} --cpu-offload-optimizer"),
+    "sharded gradients, accumulation": (4, f"{SPLIT} --zero-stage 2 --global-batch-size 8"),
+    "parts of inputs on the host": (2, f"{SPLIT} {FULL} --partition-activations --checkpoint-in-cpu"),
+    "documents": (2, f"{SPLIT} {DOCUMENTS}"),
+    "fp16": (4, f"{SPLIT} --precision fp16"),
+    "pipeline": (4, "--pipeline-model-parallel-size 4 --num-layers 4 --global-batch-size 12"),
+    "pipeline, interleaved, data, sharded, full": (
+        4,
+        f"{DEEP_STAGES} --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 12 {SHARDED} {FULL}",
+    ),
+    "pipeline, zero-bubble, sequence": (
+        4,
+        f"{SPLIT} --pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble {SEQUENCE} --global-batch-size 6 "
+        f"--precision fp16 {DROPOUT}",
+    ),
+}
+PARTS = 4
+EXACT = f"--exact-layouts {PARTS} --hidden-dropout 0.1"
+# The kernels of these operators add elements of a sum that a layout could split, or that are divided into parts.
+ATTENTION = "_scaled_dot_product_flash_attention"
+SPLIT_SUMS = ("mm", "addmm", "bmm", ATTENTION, f"{ATTENTION}_backward", "gelu", "gelu_backward")
+SUMS = (*SPLIT_SUMS, "native_layer_norm_backward", "sum", "dot", "index_add_")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_rank_calls_the_same_within_a_budget(text: Path, tmp_path: Path, layout: str):
+    ranks, flags = LAYOUTS[layout]
+    check_budget(f"{layout}, {ranks} ranks", check_same_order(text, tmp_path, flags, ranks))
+
+
+def test_each_rank_runs_its_parts_in_one_order(text: Path, tmp_path: Path):
+    one = runs(traced(text, tmp_path / "one", "", 1, 0))
+    assert {kernel[0] for kernel, _ in one} == set(SUMS) - {"bmm"}
+    assert all(count % PARTS == 0 for (name, _), count in one if name in SPLIT_SUMS)
+    for size, rank, flags in ((2, 1, "--sequence-parallel"), (4, 2, "")):
+        here = runs(traced(text, tmp_path / str(size), flags, size, rank))
+        assert [kernel for kernel, _ in here] == [kernel for kernel, _ in one], f"{size} ranks, {flags}"
+        for (kernel, count), (_, whole) in zip(here, one, strict=True):
+            shares = (size,) if kernel[0] in SPLIT_SUMS else (1, size)
+            assert whole in [count * share for share in shares], f"{kernel}: {count} of {whole}, {size} ranks, {flags}"
+
+
+def test_torch_has_one_algorithm_for_each_shape_while_the_run_lasts(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for flags in (EXACT, "--deterministic"):
+        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+        with running(text, tmp_path, flags):
+            assert torch.are_deterministic_algorithms_enabled()
+            assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize(
+    "flags, line",
+    [
+        (
+            f"{EXACT} --attention-dropout 0.1",
+            "--exact-layouts and --attention-dropout 0.1: .* give --attention-dropout 0, or",
+        ),
+        (
+            f"{EXACT} --attention-backend fused",
+            "--exact-layouts and --attention-backend fused: .* --attention-backend flash",
+        ),
+        ("--deterministic-mode --attention-backend fused", "--deterministic and --attention-backend fused: "),
+    ],
+)
+def test_attention_without_a_fixed_order_is_refused(text: Path, tmp_path: Path, flags: str, line: str):
+    with pytest.raises(ValueError, match=line), running(text, tmp_path, flags):
+        pass
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def traced(text: Path, save: Path, flags: str, size: int, rank: int) -> list[Kernel]:
+    """Return the kernels of a step on one of `size` tensor-parallel ranks."""
+    flags = f"{EXACT} --model-parallel-size {size} {flags}"
+    with running(text, save, flags, rank=rank, world_size=size) as (trainer, gpu):
+        steps(trainer, gpu)
+        assert not gpu.waits and not gpu.faults
+        return list(gpu.kernels)
+
+
+def runs(kernels: list[Kernel]) -> list[tuple[tuple[str, tuple[tuple[int, ...], ...]], int]]:
+    """Return the sums among `kernels` by name and shapes, with the number of equal ones in a row. The gradient norm is
+    left out, because it adds integers, whose order does not matter."""
+    sums = [
+        (kernel.name, kernel.shapes)
+        for kernel in kernels
+        if kernel.name in SUMS and not kernel.place.startswith("megatron/gpt2/extensions/exact/norm.py")
+    ]
+    return [(key, len(list(equal))) for key, equal in itertools.groupby(sums)]

@@ -51,7 +51,7 @@ from tests.megatron.gpt2.checkpoint.saved_states import (
 )
 from tests.megatron.gpt2.dist.started_ranks import StartedRank
 from tests.megatron.gpt2.train.training_runs import SMALL, finish, start, steps, write_text
-from tests.test_command_line import FLAGS, work  # noqa: F401
+from tests.test_command_line import FLAGS
 
 
 def test_the_tracker_decides_and_a_newer_one_is_reported(tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_the_lowest_loss_is_kept_over_a_restart(tmp_path: Path) -> None:
     assert best_loss(tmp_path / "save/best", "", logged.append) == math.inf and "WARNING" in logged[-1]
 
 
-def test_a_run_with_its_best_checkpoint_to_the_end(work: Path, capfd: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+def test_a_run_with_its_best_checkpoint_to_the_end(work: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = "--train-data text.txt --save run --eval-interval 2 --eval-iters 1 --keep-best --keep-last 1"
     flags = [*FLAGS, *words.split()]
     assert pretrain_gpt2.main([*flags, "--train-iters", "5"]) == 0

@@ -1,21 +1,25 @@
-"""Test that lm-eval gets the same results from our model as from transformers with the exported model."""
+"""lm-eval gets the same results from our model as from transformers with the exported model, also over HTTP."""
 
 from __future__ import annotations
 
 import functools
 import json
+import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import mpu
 from data_utils.corpora.detokenizers import wikitext_detokenizer
+from megatron.gpt2.generate.load_model import LoadedModel, load_for_inference
 from megatron.gpt2.train.loop import train
-from tests.conftest import tool
+from tests.conftest import ROOT, needs, tool
 from tests.distributed import run_ranks
-from tests.megatron.gpt2.generate.word_model import SHAPE, word_model
+from tests.megatron.gpt2.generate.word_model import LENGTH, SHAPE, word_model
 from tests.megatron.gpt2.train.training_runs import finish, start
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval, the extra [eval], is not installed")
@@ -221,3 +225,65 @@ def test_the_detokenizer_is_that_of_lm_eval(test_data: Path) -> None:
 
     text = (test_data / "wikitext-2" / "test.txt").read_text(encoding="utf-8")
     assert wikitext_detokenizer(text) == theirs({"page": text})
+
+
+pytestmark = needs("aiohttp", "tenacity", "requests", extra="eval")
+Scores = dict[tuple[str, int], list[Any]]
+
+
+@pytest.fixture
+def loaded(folder: Path) -> Iterator[LoadedModel]:
+    mpu.initialize_model_parallel(1)
+    yield load_for_inference(folder / "save", torch.device("cpu"), torch.float32, log=print)
+    mpu.destroy_model_parallel()
+
+
+@pytest.fixture
+def served(loaded: LoadedModel) -> Iterator[Any]:
+    from tests.megatron.gpt2.extensions.serve.test_app import serving
+
+    with serving(loaded.model, loaded.tokenizer) as served:
+        yield served
+
+
+def scores(folder: Path, model: Any, **settings: Any) -> Scores:
+    """Return the answer for each task and document: (ln p, whether it is the most likely), ln p, or a text."""
+    results = lm_eval.simple_evaluate(
+        model,
+        tasks=list(TASKS),
+        task_manager=program()["TaskManager"](include_path=str(folder / "tasks")),
+        bootstrap_iters=0,
+        **settings,
+    )
+    return {
+        (task, sample["doc_id"]): sample["filtered_resps"]
+        for task, samples in results["samples"].items()
+        for sample in samples
+    }
+
+
+def test_the_same_scores_over_http(folder: Path, loaded: LoadedModel, served: Any) -> None:
+    """The settings are those of the manual. Texts that are too long for the model lose the same tokens."""
+    text = (ROOT / "docs" / "how-to" / "evaluation.md").read_text()
+    arguments = re.search(r"--model local-completions --model_args (\S+)", text)[1] + ",num_concurrent=3,batch_size=4"
+    for printed, own in (
+        ("http://127.0.0.1:5000/", f"http://127.0.0.1:{served.port}/"),
+        ("model=gpt2_345m", "model=tiny"),
+        ("tokenizer=gpt2_345m_hf", f"tokenizer={folder / 'exported'}"),
+        ("max_length=1025", f"max_length={LENGTH + 1}"),
+    ):
+        assert arguments.count(printed) == 1
+        arguments = arguments.replace(printed, own)
+    over_http = scores(folder, "local-completions", model_args=arguments)
+    model = program()["HarnessLM"](loaded.model, loaded.tokenizer)
+    model.max_length = LENGTH - 1  # lm-eval keeps one position for the token that it always requests.
+    expected = scores(folder, model)
+    assert over_http.keys() == expected.keys() and len(expected) == 3 * 20
+    for document, found in over_http.items():
+        for answer, wanted in zip(found, expected[document], strict=True):
+            if isinstance(wanted, str):
+                assert answer == wanted
+            elif isinstance(wanted, tuple):
+                assert answer[0] == pytest.approx(wanted[0], abs=1e-5) and answer[1] == wanted[1]
+            else:
+                assert answer == pytest.approx(wanted, abs=1e-5)

@@ -23,7 +23,7 @@ from megatron.gpt2.config import (
 )
 from megatron.gpt2.config.arguments import Arguments, merge_checkpoint, parse
 from megatron.gpt2.config.presets import PRESETS, SHAPES
-from tests.test_command_line import FLAGS, metrics, work  # noqa: F401
+from tests.test_command_line import FLAGS, metrics
 
 QUICKSTART_ITERS = PRESETS["quickstart"]["train.train_iters"]
 
@@ -468,7 +468,7 @@ def test_a_flag_replaces_the_batch_size_schedule_of_a_config_file(tmp_path: Path
     assert stages("--rampup-batch-size") == ((0, 8),)
 
 
-def test_config_repeats_a_run(work: Path, capfd: pytest.CaptureFixture[str]):  # noqa: F811
+def test_config_repeats_a_run(work: Path, capfd: pytest.CaptureFixture[str]):
     flags = [*FLAGS, *"--train-data text.txt --eval-iters 0 --log-interval 1 --save a".split()]
     assert pretrain_gpt2.main([*flags, *"--train-iters 3 --hidden-dropout 0.2".split()]) == 0
     before = [record["lm_loss"] for record in metrics(work / "a")]

@@ -26,7 +26,7 @@ from megatron.gpt2.train.evaluate import PROMPT_CHARACTERS, PROMPT_WORDS, evalua
 from tests.conftest import tool
 from tests.megatron.gpt2.monitor.test_log_lines import record
 from tests.megatron.gpt2.train.training_runs import finish, snapshot, start, steps, write_text
-from tests.test_command_line import FLAGS, work  # noqa: F401
+from tests.test_command_line import FLAGS
 
 NASTY = "</td></table><script>alert(1)</script>\n<img src=x onerror=alert(2)> \"&'\ud800\x00"
 VOID = {"meta", "img", "br"}
@@ -141,7 +141,7 @@ def test_a_long_curve_is_drawn_as_means_with_a_band() -> None:
     assert band.get_paths()[0].vertices[:, 1].max() == 100  # a single outlier remains visible
 
 
-def test_a_run_that_is_stopped_and_continued(work: Path, capfd: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+def test_a_run_that_is_stopped_and_continued(work: Path, capfd: pytest.CaptureFixture[str]) -> None:
     line = (
         "--train-data text.txt --save run --load run --eval-interval 2 --eval-iters 1 --log-interval 1 "
         "--save-interval 3 --train-iters"

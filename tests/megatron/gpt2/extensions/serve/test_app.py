@@ -20,20 +20,11 @@ import torch
 
 import mpu
 from data_utils import Tokenizer
-from megatron.gpt2.extensions.serve.batching import Batcher, ServerStopping
-from megatron.gpt2.extensions.serve.request import (
-    ApiError,
-    CompletionRequest,
-    ServedModel,
-    read_megatron_request,
-    read_request,
-)
 from megatron.gpt2.generate.generation import Continuation, Event, Generator, generate
 from megatron.gpt2.generate.sampling import Sampling
 from megatron.gpt2.model.gpt2 import GPT2Model
 from tests.conftest import needs
-from tests.megatron.gpt2.generate.test_continuous_batch import CountingGenerator, endless
-from tests.megatron.gpt2.generate.test_generation import CONFIG, TOKENIZER
+from tests.megatron.gpt2.generate.test_generation import CONFIG, TOKENIZER, CountingGenerator, endless
 
 if TYPE_CHECKING:
     import openai
@@ -43,7 +34,15 @@ for library in ("starlette", "uvicorn"):
 
 from megatron.gpt2.extensions.serve import app, connections  # noqa: E402
 from megatron.gpt2.extensions.serve.app import Service  # noqa: E402
-from megatron.gpt2.extensions.serve.request import token_name  # noqa: E402
+from megatron.gpt2.extensions.serve.batching import Batcher, ServerStopping  # noqa: E402
+from megatron.gpt2.extensions.serve.request import (  # noqa: E402
+    ApiError,
+    CompletionRequest,
+    ServedModel,
+    read_megatron_request,
+    read_request,
+    token_name,
+)
 
 pytestmark = needs("openai", extra="dev")
 
