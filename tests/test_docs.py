@@ -51,21 +51,25 @@ COMMANDS = [
 # These commands take too long for a test: a pattern for the command, the flags, and the reason.
 SHAPE = "--num-layers 1 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64"
 STEPS = "--train-iters 2 --eval-iters 1"
-SMALL = f"--model quickstart {SHAPE} --micro-batch-size 2 --eval-iters 1"
+QUICKSTART = f"--model quickstart {SHAPE} --micro-batch-size 2 --eval-iters 1"
 NEW_RUN = r"pretrain_gpt2\w*\.(?:sh|py)(?!.*(?:--load|--model|--config|--num-layers))"
 SHORTENED = [
     (
         r"^bash scripts/pretrain_gpt2.sh$",
-        f"{SMALL} --train-iters 2 --save checkpoints/gpt2_quickstart",
+        f"{QUICKSTART} --train-iters 2 --save checkpoints/gpt2_quickstart",
         "700 iterations of the quickstart's model; a model of another shape has another default folder",
     ),
-    (rf"{NEW_RUN}(?!.*--train-iters)", f"{SMALL} --train-iters 2", "700 iterations of the quickstart's model"),
+    (rf"{NEW_RUN}(?!.*--train-iters)", f"{QUICKSTART} --train-iters 2", "700 iterations of the quickstart's model"),
     (
         r"--nproc-per-node 2 --pipeline-model-parallel-size 2 .*--train-iters 10$",
-        f"{SMALL} --num-layers 2",
+        f"{QUICKSTART} --num-layers 2",
         "the quickstart's model takes seconds an iteration beside other tests",
     ),
-    (rf"{NEW_RUN}.*--train-iters 1\d$", SMALL, "the quickstart's model takes seconds an iteration beside other tests"),
+    (
+        rf"{NEW_RUN}.*--train-iters 1\d$",
+        QUICKSTART,
+        "the quickstart's model takes seconds an iteration beside other tests",
+    ),
     (r"--load checkpoints/\w+ .*--train-iters 2000$", "--train-iters 4", "goes on far beyond the quickstart's length"),
     (r"--save checkpoints/shakespeare_char$", STEPS, "2,000 iterations"),
     (r"--finetune --load checkpoints/gpt2_native ", STEPS, "200 iterations"),
