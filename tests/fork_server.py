@@ -92,7 +92,7 @@ class WarmPython:
                     stdout=subprocess.PIPE,
                     start_new_session=True,
                 )
-                assert started.stdout is not None and started.stdout.readline() == "listening\n"
+                assert started.stdout.readline() == "listening\n"
                 started.stdout.close()
 
     def _hold(self, address: str) -> bool:

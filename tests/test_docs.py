@@ -115,27 +115,9 @@ def reader(shared_folder: Path, python: WarmPython) -> Path:
 
 
 def make_project(folder: Path) -> None:
-    for name in (
-        "clusters",
-        "mpu",
-        "data_utils",
-        "megatron",
-        "scripts",
-        "tools",
-        "tasks",
-        "benchmarks",
-        "data",
-        "examples",
-    ):
+    for name in "clusters mpu data_utils megatron scripts tools tasks benchmarks data examples".split():
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in (
-        "pretrain_gpt2.py",
-        "generate_samples.py",
-        "evaluate_gpt2.py",
-        "constraints.txt",
-        "pyproject.toml",
-        "LICENSE",
-    ):
+    for name in "pretrain_gpt2.py generate_samples.py evaluate_gpt2.py constraints.txt pyproject.toml LICENSE".split():
         shutil.copy(ROOT / name, folder / name)
     write_text(folder, 3000).rename(folder / "my_text.txt")
     write_text(folder, 300).rename(folder / "other_text.txt")
@@ -305,16 +287,12 @@ def test_every_link_and_flag_that_is_named_exists():
     from megatron.gpt2.config.compat import MEGATRON_RULES, find_rule
     from megatron.gpt2.config.flags import flag_table
 
-    known = {row[0] for row in flag_table()} | {"--help", "--index-url", "--local-dir"}
+    # Flags of pip, torchrun, sbatch, docker, apptainer, pytest, lm-eval, Megatron and nanoGPT.
+    others = """--help --index-url --local-dir --rdzv-backend --rdzv-conf --rdzv-endpoint --rdzv-id --master-addr
+        --nodes --gpus --signal --ntasks-per-node --gpu-bind --gpus-per-task --ipc --ulimit --network --nv --collect-only
+        --model_args --use-checkpoint-opt_param-scheduler --out_dir --init_from"""
+    known = {*others.split(), *(row[0] for row in flag_table())}
     known |= {f"--{name.replace('_', '-')}" for name in SAMPLING_FLAGS}
-    # torchrun has these flags.
-    known |= set("--rdzv-backend --rdzv-conf --rdzv-endpoint --rdzv-id --master-addr".split())
-    # sbatch has these flags.
-    known |= set("--nodes --gpus --signal --ntasks-per-node --gpu-bind --gpus-per-task".split())
-    known |= set("--ipc --ulimit --network --nv".split())  # docker and apptainer have these flags.
-    known |= {"--collect-only", "--model_args"}  # pytest and lm-eval have these flags.
-    known |= {"--use-checkpoint-opt_param-scheduler"}  # Megatron has this flag.
-    known |= {"--out_dir", "--init_from"}  # nanoGPT's sample.py has these flags.
     for program in (
         *(ROOT / "megatron" / "gpt2").rglob("*.py"),
         *(ROOT / "data_utils").rglob("*.py"),

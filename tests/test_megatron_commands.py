@@ -53,67 +53,46 @@ ONE_RANK = (
 Run = Callable[..., tuple[str, str]]
 
 # These are the DeepSpeed JSON files that the lines name, without the settings of logging.
-FP16 = {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}
-ADAM = {"type": "Adam", "params": {"lr": 0.00015, "max_grad_norm": 1.0, "betas": [0.9, 0.95]}}
-OFFLOAD = {
-    "zero_optimization": {"stage": 2, "cpu_offload": True, "reduce_bucket_size": 50000000},
-    "fp16": FP16,
-    "activation_checkpointing": {
-        "partition_activations": True,
-        "contiguous_memory_optimization": True,
-        "cpu_checkpointing": True,
-    },
-}
-STAGE_2: dict[str, Any] = {
-    "train_batch_size": 2048,
-    "gradient_accumulation_steps": 1,
-    "optimizer": ADAM,
-    "gradient_clipping": 1.0,
-    "zero_optimization": {
-        "stage": 2,
-        "allgather_partitions": True,
-        "reduce_scatter": True,
-        "allgather_bucket_size": 50000000,
-        "reduce_bucket_size": 50000000,
-        "overlap_comm": True,
-    },
-    "fp16": FP16,
-}
-DEEPSPEED_FILES: dict[str, dict[str, Any]] = {
-    "ds_config.json": {
-        "train_batch_size": 256,
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_clipping": 1.0,
-        "fp16": FP16,
-    },
-    "ds_zero_stage_2_config.json": STAGE_2,
-    "ds_zero_stage_2_config_baseline.json": {**STAGE_2, "train_batch_size": 512},
-    "ds_zero_stage_3_config.json": {
-        "train_batch_size": 64,
-        "zero_optimization": {"stage": 3, "stage3_max_live_parameters": 1e9, "reduce_bucket_size": 1e7},
-        "fp16": FP16,
-    },
-    "ds_zero2_config.json": {
-        "train_batch_size": 16,
-        "gradient_accumulation_steps": 1,
-        "steps_per_print": 1,
-        "zero_optimization": {"stage": 2},
-        "zero_allow_untested_optimizer": True,
-        "gradient_clipping": 1.0,
-        "fp16": FP16,
-        "activation_checkpointing": {"partition_activations": True, "contiguous_memory_optimization": False},
-        "wall_clock_breakdown": False,
-    },
-    "ds_zero-offload_config.json": {**OFFLOAD, "train_micro_batch_size_per_gpu": 12, "gradient_accumulation_steps": 5},
-    "ds_zero-offload_10B_config.json": {**OFFLOAD, "train_micro_batch_size_per_gpu": 10},
-}
-EARLY_2020 = {
-    "train_batch_size": 16,
-    "gradient_accumulation_steps": 1,
-    "zero_optimization": True,
-    "optimizer": {"type": "Adam", "params": {"lr": 0.00015, "max_grad_norm": 1.0}},
-    "fp16": FP16,
-}
+DEEPSPEED_FILES: dict[str, dict[str, Any]] = json.loads("""{
+"ds_config.json":
+    {"train_batch_size": 256, "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0, "fp16": {"enabled": true,
+    "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}},
+"ds_zero_stage_2_config.json":
+    {"train_batch_size": 2048, "gradient_accumulation_steps": 1, "optimizer": {"type": "Adam", "params": {"lr":
+    0.00015, "max_grad_norm": 1.0, "betas": [0.9, 0.95]}}, "gradient_clipping": 1.0, "zero_optimization": {"stage": 2,
+    "allgather_partitions": true, "reduce_scatter": true, "allgather_bucket_size": 50000000, "reduce_bucket_size":
+    50000000, "overlap_comm": true}, "fp16": {"enabled": true, "loss_scale": 0, "loss_scale_window": 1000,
+    "hysteresis": 2, "min_loss_scale": 1}},
+"ds_zero_stage_2_config_baseline.json":
+    {"train_batch_size": 512, "gradient_accumulation_steps": 1, "optimizer": {"type": "Adam", "params": {"lr":
+    0.00015, "max_grad_norm": 1.0, "betas": [0.9, 0.95]}}, "gradient_clipping": 1.0, "zero_optimization": {"stage": 2,
+    "allgather_partitions": true, "reduce_scatter": true, "allgather_bucket_size": 50000000, "reduce_bucket_size":
+    50000000, "overlap_comm": true}, "fp16": {"enabled": true, "loss_scale": 0, "loss_scale_window": 1000,
+    "hysteresis": 2, "min_loss_scale": 1}},
+"ds_zero_stage_3_config.json":
+    {"train_batch_size": 64, "zero_optimization": {"stage": 3, "stage3_max_live_parameters": 1000000000.0,
+    "reduce_bucket_size": 10000000.0}, "fp16": {"enabled": true, "loss_scale": 0, "loss_scale_window": 1000,
+    "hysteresis": 2, "min_loss_scale": 1}},
+"ds_zero2_config.json":
+    {"train_batch_size": 16, "gradient_accumulation_steps": 1, "steps_per_print": 1, "zero_optimization": {"stage":
+    2}, "zero_allow_untested_optimizer": true, "gradient_clipping": 1.0, "fp16": {"enabled": true, "loss_scale": 0,
+    "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}, "activation_checkpointing":
+    {"partition_activations": true, "contiguous_memory_optimization": false}, "wall_clock_breakdown": false},
+"ds_zero-offload_config.json":
+    {"zero_optimization": {"stage": 2, "cpu_offload": true, "reduce_bucket_size": 50000000}, "fp16": {"enabled": true,
+    "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}, "activation_checkpointing":
+    {"partition_activations": true, "contiguous_memory_optimization": true, "cpu_checkpointing": true},
+    "train_micro_batch_size_per_gpu": 12, "gradient_accumulation_steps": 5},
+"ds_zero-offload_10B_config.json":
+    {"zero_optimization": {"stage": 2, "cpu_offload": true, "reduce_bucket_size": 50000000}, "fp16": {"enabled": true,
+    "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}, "activation_checkpointing":
+    {"partition_activations": true, "contiguous_memory_optimization": true, "cpu_checkpointing": true},
+    "train_micro_batch_size_per_gpu": 10},
+"ds_early_2020.json":
+    {"train_batch_size": 16, "gradient_accumulation_steps": 1, "zero_optimization": true, "optimizer": {"type":
+    "Adam", "params": {"lr": 0.00015, "max_grad_norm": 1.0}}, "fp16": {"enabled": true, "loss_scale": 0,
+    "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}}
+}""")
 
 
 @pytest.fixture(scope="module")
@@ -244,15 +223,8 @@ def test_2019_on_two_data_parallel_ranks(python: WarmPython, work: Path):
 
 def test_2019_model_parallel_with_deepspeed(python: WarmPython, work: Path):
     (work / "ds_config.json").write_text(
-        json.dumps(
-            {
-                "train_micro_batch_size_per_gpu": 8,
-                "train_batch_size": 16,
-                "zero_optimization": {"stage": 1},
-                "fp16": {"enabled": True, "initial_scale_power": 14},
-                "steps_per_print": 5,
-            }
-        )
+        """{"train_micro_batch_size_per_gpu": 8, "train_batch_size": 16, "zero_optimization": {"stage": 1},
+        "fp16": {"enabled": true, "initial_scale_power": 14}, "steps_per_print": 5}"""
     )
     done = launched(python, work, "pretrain_gpt2_model_parallel.sh", SMALL + GLOO + "--deepspeed_config ds_config.json")
     assert done.returncode == 0, done.stdout
@@ -306,7 +278,7 @@ def test_deepspeed_examples_lines_are_read(work: Path, run: Run):
     assert pipeline.data_parallel_size(16) == 4 and pipeline.batch_schedule(16).final == 256 == 4 * 4 * 16
     assert [len(layers) for layers in pipeline.layers_of_stages()] == [12, 12]
     # These are two lines of early 2020.
-    (work / "ds_config.json").write_text(json.dumps(EARLY_2020))
+    (work / "ds_config.json").write_text(json.dumps(DEEPSPEED_FILES["ds_early_2020.json"]))
     model_parallel = config("ds_pretrain_gpt2_model_parallel", "--model-parallel-size 4")
     assert (model_parallel.parallel.tensor_model_parallel_size, model_parallel.train.global_batch_size) == (4, 16)
     assert config("ds_pretrain_gpt2", SMALL + GLOO).parallel.use_distributed_optimizer

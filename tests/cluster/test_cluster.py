@@ -455,7 +455,7 @@ def check_one_history(save: Path, outputs: Sequence[str]) -> None:
     assert sorted(saved) == sorted(path.name for path in save.glob("iter_???????"))
     assert not list(save.glob("*.old-*")), "an iteration was moved aside"
     newest = find_checkpoint(save, log=pytest.fail)
-    assert newest is not None and newest.path.name == max(saved)
+    assert newest.path.name == max(saved)
     found = [record["iteration"] for record in read_records(save / METRICS) if "split" not in record]
     assert found == list(range(1, len(found) + 1))
     assert not any("Traceback" in text for text in outputs), outputs

@@ -38,7 +38,6 @@ def end(main: str, head: bool = False) -> tuple[int, str, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     ) as process:
-        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         if head:
             process.stdout.read(1)
             process.stdout.close()

@@ -66,7 +66,7 @@ def check(save: Path, code: int | None, lines: list[str], pattern: str) -> None:
     assert code == 1 and re.fullmatch(pattern, line), line
     assert not any("Traceback" in line for line in lines), lines
     checkpoint = find_checkpoint(save, log=pytest.fail)
-    assert checkpoint is not None and checkpoint.iteration == 2
+    assert checkpoint.iteration == 2
     assert [path.name for path in save.glob("iter_*")] == ["iter_0000002"]
 
 
@@ -208,7 +208,6 @@ def test_a_signal_stops_the_run_in_order(folder: Path, alone: list[float], name:
     while "iteration        2/" not in rank.output.read_text():
         assert time.monotonic() < end and rank.process.is_alive(), rank.end()
         time.sleep(0.01)
-    assert rank.process.pid is not None
     os.kill(rank.process.pid, signal.Signals[name])
     code, output = rank.end()
     assert code == 0 and "restart" not in output, output

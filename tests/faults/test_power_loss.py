@@ -70,7 +70,6 @@ def record(make: Callable[[Path], None], folder: Path) -> list[Call]:
     ctypes.CDLL(None).prctl(*ALLOW_ANY_TRACER)
     flags = f"-f -y -xx -s 99999999 -e trace={CALLS} -p {os.getpid()} -o".split()
     with subprocess.Popen(["strace", *flags, f"{output}"], stderr=subprocess.PIPE, text=True) as strace:
-        assert strace.stderr is not None
         if "attached" not in (said := strace.stderr.readline()):
             pytest.skip(f"strace cannot trace a process here: {said.strip()}")
         try:
@@ -151,7 +150,6 @@ class Disk:
             elif node is not None:  # All programs of this test only append to files.
                 node.content += call.data
         elif call.name == "fsync":
-            assert node is not None
             self._sync(node)
         elif call.name == "openat" and node is not None:
             node.content = b"" if "O_TRUNC" in call.text else node.content

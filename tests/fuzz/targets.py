@@ -440,7 +440,7 @@ def read_run(folder: Path) -> None:
 
 
 def deepspeed_file(folder: Path) -> None:
-    (folder / "ds.json").write_text(json.dumps(WHOLE))
+    (folder / "ds.json").write_text(WHOLE)
 
 
 def read_deepspeed(folder: Path) -> None:
@@ -448,51 +448,22 @@ def read_deepspeed(folder: Path) -> None:
     assert all("." in key for key in values) and all("\n" not in note for note in notes)
 
 
-BODY = {
-    "model": "tiny",
-    "prompt": ["Once upon", "a time"],
-    "max_tokens": 20,
-    "temperature": 0.7,
-    "top_p": 0.9,
-    "top_k": 3,
-    "n": 2,
-    "stop": ["\n", "x"],
-    "seed": 7,
-    "logprobs": 2,
-    "stream": True,
-    "echo": True,
-    "user": "me",
-    "stream_options": {"include_usage": True},
-    "repetition_penalty": 1.2,
-    "logit_bias": {},
-    "best_of": 1,
-}
-MEGATRON_BODY = {
-    "prompts": ["Once upon", "a time: "],
-    "tokens_to_generate": 20,
-    "logprobs": True,
-    "temperature": 0.7,
-    "top_k": 0,
-    "top_p": 0.9,
-    "top_p_decay": 0.0,
-    "top_p_bound": 0.5,
-    "add_BOS": True,
-    "stop_on_eol": False,
-    "stop_on_double_eol": True,
-    "prevent_newline_after_colon": False,
-    "random_seed": 7,
-    "no_log": True,
-    "stop_token": 256,
-    "length_penalty": 1.0,
-    "beam_width": None,
-}
+BODY = r"""
+{"model": "tiny", "prompt": ["Once upon", "a time"], "max_tokens": 20, "temperature": 0.7, "top_p": 0.9, "top_k":
+3, "n": 2, "stop": ["\n", "x"], "seed": 7, "logprobs": 2, "stream": true, "echo": true, "user": "me",
+"stream_options": {"include_usage": true}, "repetition_penalty": 1.2, "logit_bias": {}, "best_of": 1}"""
+MEGATRON_BODY = """
+{"prompts": ["Once upon", "a time: "], "tokens_to_generate": 20, "logprobs": true, "temperature": 0.7, "top_k": 0,
+"top_p": 0.9, "top_p_decay": 0.0, "top_p_bound": 0.5, "add_BOS": true, "stop_on_eol": false, "stop_on_double_eol":
+true, "prevent_newline_after_colon": false, "random_seed": 7, "no_log": true, "stop_token": 256, "length_penalty":
+1.0, "beam_width": null}"""
 
 
-def body_target(name: str, body: dict[str, Any], read: Callable[[bytes, ServedModel], CompletionRequest]) -> Target:
+def body_target(name: str, body: str, read: Callable[[bytes, ServedModel], CompletionRequest]) -> Target:
     """Return the target of a request body for one of the server's endpoints."""
     return Target(
         name,
-        lambda folder: (folder / "body").write_text(json.dumps(body)),
+        lambda folder: (folder / "body").write_text(body),
         lambda folder: read_body(folder, read),
         refusals=(ApiError,),
         named=False,

@@ -109,7 +109,7 @@ def test_garbage_trackers_end_at_the_newest_valid_one(folder: Path) -> None:
     for _ in trackers(folder / TRACKER):
         logged: list[str] = []
         checkpoint = find_checkpoint(folder, log=logged.append)
-        assert checkpoint is not None and checkpoint.iteration == NEWER
+        assert checkpoint.iteration == NEWER
         assert len(logged) == 2 and all(line.startswith("WARNING: ") and len(line) < 500 for line in logged)
         assert TRACKER in logged[0] and f"{FOLDERS[NEWER]} is loaded, the newest valid checkpoint" in logged[1]
 

@@ -65,7 +65,7 @@ def save_lose_and_assemble(rank: int, world_size: int, folder: str) -> dict[str,
     at = assemble_local_checkpoint(folder, str(own), 2, ranks, logged.append)
     assert at is not None, logged
     checkpoint = find_checkpoint(at, log=logged.append)  # There is no warning.
-    assert checkpoint is not None and checkpoint.iteration == 3
+    assert checkpoint.iteration == 3
     found |= {"w": checkpoint.read("w"), "at": checkpoint.metadata["at"], "said": logged}
     dist.init_process_group("gloo", store=PrefixStore("the end", store), rank=rank, world_size=world_size)
     dist.barrier()  # Rank 0 has the store, so it must be the last one.

@@ -175,7 +175,7 @@ def version_1(tmp_path: Path) -> Path:
 def test_version_1_has_every_value_that_it_had(version_1: Path) -> None:
     assert json.loads((version_1 / "iter_0000003" / MANIFEST).read_bytes())["version"] == 1
     checkpoint = find_checkpoint(version_1, log=pytest.fail)
-    assert checkpoint is not None and checkpoint.iteration == 3 and checkpoint.verify() == ""
+    assert checkpoint.iteration == 3 and checkpoint.verify() == ""
     values = hashlib.sha256()
     for name in sorted(list(checkpoint.tensors)):
         values.update(name.encode() + checkpoint.read(name).view(-1).view(torch.uint8).numpy().tobytes())

@@ -167,13 +167,11 @@ def test_without_hashing_the_structure_is_checked_all_the_same(tmp_path: Path) -
     victim = tmp_path / "iter_0000100" / "mp_rank_01" / "model.safetensors"
     data = victim.read_bytes()
     victim.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    checkpoint = find_checkpoint(tmp_path, log=pytest.fail, verify=False)
-    assert checkpoint is not None
+    assert find_checkpoint(tmp_path, log=pytest.fail, verify=False)
     for damaged, problem in ((data[:-1], "bytes instead of"), (b"\0" + data[1:], "header does not match")):
         victim.write_bytes(damaged)
         with pytest.raises(ValueError, match=problem):
             found = find_checkpoint(tmp_path, log=lambda line: None, verify=False)
-            assert found is not None
             found.read("model.row")
 
 
@@ -222,7 +220,7 @@ def test_a_crash_or_an_error_while_older_ones_are_removed(tmp_path: Path, monkey
 def best(folder: str) -> tuple[int, float, list[str]]:
     """Return the iteration in best/, its loss, and all checkpoints of the folder."""
     found = find_checkpoint(f"{folder}/save/best", log=print)
-    assert found is not None and found.verify() == ""
+    assert found.verify() == ""
     return found.iteration, found.metadata["valid_loss"], sorted(path.name for path in found.path.parent.glob("i*"))
 
 
@@ -291,7 +289,7 @@ time.sleep(600)
 @contextlib.contextmanager
 def holder(folder: Path) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], cwd=ROOT, text=True, stdout=subprocess.PIPE)
-    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    assert process.stdout.readline() == "held\n"
     try:
         yield process
     finally:
@@ -498,7 +496,7 @@ def test_an_owner_that_stops_inside_a_commit(
     (warning,) = save_as(first, 2)
     assert f"now belongs to process {os.getpid()} on " in warning, warning
     found = find_checkpoint(tmp_path, log=pytest.fail)
-    assert found is not None and found.metadata["owner"] == id(owners[1]) and found.iteration == iteration
+    assert found.metadata["owner"] == id(owners[1]) and found.iteration == iteration
     assert (tmp_path / TRACKER).read_text() == f"{iteration}\n" and not list(tmp_path.glob(f"{TRACKER}.tmp*"))
     owners[1].release()
 
@@ -525,7 +523,6 @@ def test_the_other_half_of_a_partition_ends(tmp_path: Path) -> None:
 
     first = start_run("--train-iters 100000")
     wait_until(lambda: (save_folder / "iter_0000002").exists(), first)
-    assert first.process.pid is not None
     code, output = start_run("--train-iters 8").end()
     assert code == 2 and output.splitlines()[-1].startswith(f"error: --save {save_folder} is in use by process "), (
         output

@@ -66,7 +66,6 @@ def test_what_changes_after_the_save_began_is_not_saved(tmp_path: Path, monkeypa
             held[kind, name].copy_(tensor)
         assert s.save(iteration, rank_files(held, 0, 1), {"consumed_samples": iteration}) is None
         if iteration == 1:
-            assert s._host_buffer is not None
             room = s._host_buffer.data_ptr()
         for tensor in held.values():
             tensor.fill_(7)
@@ -194,7 +193,7 @@ def test_every_end_of_a_run_waits(
         assert pretrain_gpt2.main([*flags, *more.split()]) == code
     assert sorted(path.name for path in (tmp_path / "save").glob("iter_*")) == [f"iter_000000{i}" for i in committed]
     checkpoint = find_checkpoint(tmp_path / "save", log=pytest.fail)
-    assert checkpoint is not None and checkpoint.iteration == committed[-1]
+    assert checkpoint.iteration == committed[-1]
 
 
 def test_rank_0_names_the_rank_that_is_missing(tmp_path: Path) -> None:
@@ -293,10 +292,10 @@ def save_until_it_fits(folder: str) -> None:
         full[found[1].rpartition("/")[2]] += 1
         assert sorted(os.listdir(disk / "save")) == ["iter_0000001", TRACKER], pages
         checkpoint = find_checkpoint(disk / "save", log=pytest.fail)
-        assert checkpoint is not None and torch.equal(checkpoint.read("x"), state[1])
+        assert torch.equal(checkpoint.read("x"), state[1])
         ballast.unlink()
     checkpoint = find_checkpoint(disk / "save", log=pytest.fail)
-    assert checkpoint is not None and torch.equal(checkpoint.read("x"), state[2])
+    assert torch.equal(checkpoint.read("x"), state[2])
     print(json.dumps(full))
 
 

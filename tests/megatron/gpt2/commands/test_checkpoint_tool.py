@@ -196,35 +196,28 @@ def test_a_run_goes_on_through_other_files(runs: Path, tmp_path: Path, form: str
     assert losses[0] == losses[1] and losses[0][0] != losses[0][2]
 
 
-BAD = {
-    "no checkpoint": (["inspect", "{empty}"], "holds no checkpoint"),
-    "nothing there": (["verify", "{empty}/none"], "does not exist"),
-    "an unknown target": ("convert {save} {out} --to ggml".split(), "invalid choice: 'ggml'"),
-    "a type that a format lacks": (
-        "convert {save} {out} --to huggingface --dtype q8_0".split(),
-        "--dtype q8_0: huggingface has fp32, bf16, fp16",
-    ),
-    "a check of gguf": ("convert {save} {out} --to gguf --check".split(), "--check: this program writes gguf"),
-    "heads": ("split {save} {out} --model-parallel-size 3".split(), "--num-attention-heads 4 is not divisible"),
-    "no ranks": (
-        "split {save} {out} --model-parallel-size 0".split(),
-        "--tensor-model-parallel-size must be positive",
-    ),
-    "an iteration": ("merge {save} {out} --iteration 7".split(), "7"),
-    "no command": ([], "required"),
-    "a flag": (["diff", "{save}", "{save}", "--fast"], "--fast"),
-    "a file in the way": (["merge", "{save}", "{save}"], "not empty"),
-    "a missing vocabulary": ("merge {save} {out} --vocab-file none.json".split(), "none.json"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input(runs: Path, tmp_path: Path, name: str):
-    words, message = BAD[name]
+@pytest.mark.parametrize(
+    "line, message",
+    {
+        "inspect {empty}": "holds no checkpoint",
+        "verify {empty}/none": "does not exist",
+        "convert {save} {out} --to ggml": "invalid choice: 'ggml'",
+        "convert {save} {out} --to huggingface --dtype q8_0": "--dtype q8_0: huggingface has fp32, bf16, fp16",
+        "convert {save} {out} --to gguf --check": "--check: this program writes gguf",
+        "split {save} {out} --model-parallel-size 3": "--num-attention-heads 4 is not divisible",
+        "split {save} {out} --model-parallel-size 0": "--tensor-model-parallel-size must be positive",
+        "merge {save} {out} --iteration 7": "7",
+        "": "required",
+        "diff {save} {save} --fast": "--fast",
+        "merge {save} {save}": "not empty",
+        "merge {save} {out} --vocab-file none.json": "none.json",
+    }.items(),
+)
+def test_bad_input(runs: Path, tmp_path: Path, line: str, message: str):
     (tmp_path / "empty").mkdir()
-    places = {"save": runs / "save", "empty": tmp_path / "empty", "out": tmp_path / "out"}
+    words = line.format(save=runs / "save", empty=tmp_path / "empty", out=tmp_path / "out").split()
     with pytest.raises((ValueError, OSError)) as error:
-        main([word.format(**places) for word in words])
+        main(words)
     assert message in str(error.value) and "\n" not in str(error.value)
     assert not (tmp_path / "out").exists()
 

@@ -25,28 +25,15 @@ from tests.megatron.gpt2.train.training_runs import finish, start
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval, the extra [eval], is not installed")
 
 # There is one task of each kind of request: multiple choice (loglikelihood), rolling, generate_until.
-TASKS: dict[str, dict[str, Any]] = {
-    "choice": {
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{context}}",
-        "doc_to_choice": "{{words}}",
-        "doc_to_target": 0,
-        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
-    },
-    "rolling": {
-        "output_type": "loglikelihood_rolling",
-        "doc_to_text": "",
-        "doc_to_target": "{{text}}",
-        "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
-    },
-    "written": {
-        "output_type": "generate_until",
-        "doc_to_text": "{{context}}",
-        "doc_to_target": " {{next}}",
-        "generation_kwargs": {"until": [" school", "\n"], "max_gen_toks": 1, "do_sample": False},
-        "metric_list": [{"metric": "exact_match"}],
-    },
-}
+TASKS: dict[str, dict[str, Any]] = json.loads("""{
+"choice": {"output_type": "multiple_choice", "doc_to_text": "{{context}}", "doc_to_choice": "{{words}}",
+    "doc_to_target": 0, "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}]},
+"rolling": {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}",
+    "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}]},
+"written": {"output_type": "generate_until", "doc_to_text": "{{context}}", "doc_to_target": " {{next}}",
+    "generation_kwargs": {"until": [" school", "\\n"], "max_gen_toks": 1, "do_sample": false},
+    "metric_list": [{"metric": "exact_match"}]}
+}""")
 Figures = dict[tuple[str, str], float]
 
 
@@ -66,19 +53,13 @@ def folder(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     (folder / "docs.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in docs))
     (folder / "tasks").mkdir()
     for name, task in TASKS.items():
-        # JSON is also valid YAML.
-        (folder / "tasks" / f"{name}.yaml").write_text(
-            json.dumps(
-                {
-                    "task": name,
-                    "dataset_path": "json",
-                    "test_split": "test",
-                    "dataset_kwargs": {"data_files": {"test": str(folder / "docs.jsonl")}},
-                    **task,
-                }
-            )
-        )
+        write_task(folder / "tasks" / f"{name}.yaml", folder / "docs.jsonl", task)
     return folder
+
+
+def write_task(path: Path, docs: Path, task: dict[str, Any]) -> None:
+    files = {"dataset_path": "json", "test_split": "test", "dataset_kwargs": {"data_files": {"test": str(docs)}}}
+    path.write_text(json.dumps({"task": path.stem, **files, **task}))  # JSON is also valid YAML.
 
 
 @functools.cache  # A model name can be registered only once.
@@ -163,18 +144,8 @@ def test_hellaswag_while_training_and_afterwards(folder: Path, tmp_path: Path) -
     ]
     (tmp_path / "hellaswag_val.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in raw))
     process_docs(datasets.Dataset.from_list(raw)).to_json(tmp_path / "prepared.jsonl")
-    task = {
-        "task": "questions",
-        "dataset_path": "json",
-        "test_split": "test",
-        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "prepared.jsonl")}},
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{query}}",
-        "doc_to_choice": "choices",
-        "doc_to_target": "{{gold}}",
-        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
-    }
-    (tmp_path / "questions.yaml").write_text(json.dumps(task))
+    task = TASKS["choice"] | {"doc_to_text": "{{query}}", "doc_to_choice": "choices", "doc_to_target": "{{gold}}"}
+    write_task(tmp_path / "questions.yaml", tmp_path / "prepared.jsonl", task)
     flags = ["--load", str(folder / "save"), "--device", "cpu", "--output", str(tmp_path / "out.json")]
     assert program()["main"]([*flags, "--include-path", str(tmp_path), "--tasks", "questions"]) == 0
     theirs = json.loads((tmp_path / "out.json").read_text())["results"]["questions"]

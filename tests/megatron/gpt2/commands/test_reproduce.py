@@ -50,7 +50,6 @@ def test_loss_near_the_entropy(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def grammar() -> ModuleType:
     spec = importlib.util.spec_from_file_location("grammar", ROOT / "examples" / "grammar.py")
-    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

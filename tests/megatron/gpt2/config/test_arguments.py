@@ -17,7 +17,6 @@ from megatron.gpt2.config import (
     TrainConfig,
     config_fields,
     flag_name,
-    flatten_sections,
     non_default_values,
     read_config,
 )
@@ -50,33 +49,14 @@ def test_without_flags_the_quickstart_runs():
 
 
 def test_345m_is_the_published_example():
-    values = flatten_sections(read("--model 345M").config.as_dict())
-    assert {key.split(".")[1]: values[key] for key in PRESETS["345m"]} == {
-        "num_layers": 24,
-        "hidden_size": 1024,
-        "num_attention_heads": 16,
-        "max_position_embeddings": 1024,
-        "attention_dropout": 0.1,
-        "hidden_dropout": 0.1,
-        "seq_length": 1024,
-        "split": "949,50,1",
-        "tokenizer_type": "GPT2BPETokenizer",
-        "lr": 1.5e-4,
-        "lr_decay_style": "cosine",
-        "warmup": 0.01,
-        "weight_decay": 0.01,
-        "clip_grad": 1.0,
-        "adam_beta1": 0.9,
-        "adam_beta2": 0.999,
-        "micro_batch_size": 8,
-        "train_iters": 320_000,
-        "seed": 1234,
-        "eval_interval": 1000,
-        "eval_iters": 100,
-        "log_interval": 100,
-        "save_interval": 5000,
-    }
-    assert (values["checkpoint.save"], values["train.recompute_granularity"]) == ("checkpoints/gpt2_345m", "none")
+    published = (
+        "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --max-position-embeddings 1024 --seq-length 1024 "
+        "--attention-dropout 0.1 --hidden-dropout 0.1 --split 949,50,1 --tokenizer-type GPT2BPETokenizer --lr 1.5e-4 "
+        "--lr-decay-style cosine --warmup .01 --weight-decay .01 --clip-grad 1 --adam-beta1 .9 --adam-beta2 .999 "
+        "--batch-size 8 --train-iters 320000 --seed 1234 --eval-interval 1000 --eval-iters 100 --log-interval 100 "
+        "--save-interval 5000 --recompute-granularity none --save checkpoints/gpt2_345m"
+    )
+    assert read("--model 345M").config == read(published).config
 
 
 def test_presets_differ_only_in_shape_and_name_real_fields():

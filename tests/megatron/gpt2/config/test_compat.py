@@ -171,34 +171,16 @@ def test_the_page_of_flags_is_up_to_date(capsys: pytest.CaptureFixture[str]):
 
 
 # These are the most common keys in DeepSpeed's own examples and documentation.
-WHOLE: dict[str, Any] = {
-    "train_batch_size": 32,
-    "train_micro_batch_size_per_gpu": 4,
-    "gradient_accumulation_steps": 2,
-    "gradient_clipping": 0.5,
-    "steps_per_print": 10,
-    "wall_clock_breakdown": False,
-    "fp16": {
-        "enabled": True,
-        "loss_scale": 0,
-        "initial_scale_power": 16,
-        "loss_scale_window": 500,
-        "hysteresis": 3,
-        "min_loss_scale": 2,
-    },
-    "bf16": {"enabled": False},
-    "zero_optimization": {
-        "stage": 1,
-        "offload_optimizer": {"device": "cpu", "pin_memory": True},
-        "offload_param": {"device": "none"},
-        "reduce_bucket_size": 5e7,
-        "overlap_comm": True,
-    },
-    "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.8, 0.99], "eps": 1e-7, "weight_decay": 0.1}},
-    "activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True},
-    "scheduler": None,
-    "amp": {"enabled": False},
-}
+WHOLE = """
+    {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2,
+    "gradient_clipping": 0.5, "steps_per_print": 10, "wall_clock_breakdown": false, "fp16": {"enabled": true,
+    "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 500, "hysteresis": 3, "min_loss_scale": 2},
+    "bf16": {"enabled": false}, "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "pin_memory":
+    true}, "offload_param": {"device": "none"}, "reduce_bucket_size": 50000000.0, "overlap_comm": true}, "optimizer":
+    {"type": "AdamW", "params": {"lr": 0.0003, "betas": [0.8, 0.99], "eps": 1e-07, "weight_decay": 0.1}},
+    "activation_checkpointing": {"partition_activations": true, "cpu_checkpointing": true}, "scheduler": null, "amp":
+    {"enabled": false}}
+"""
 
 
 def read(folder: Path, content: Any, *flags: str) -> Arguments:

@@ -143,7 +143,6 @@ def test_torch_multiprocessing(folder: Path, single: list[float], way: str, how:
         pid, path = job.pid, folder / "output"
     else:
         rank = StartedRank(folder, words, {})
-        assert rank.process.pid is not None
         pid, path = rank.process.pid, rank.output
     end = time.monotonic() + 240
     while "iteration        5/" not in path.read_text():

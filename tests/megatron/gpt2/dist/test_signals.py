@@ -124,7 +124,6 @@ class StepProcess:
         assert self.out.readline() == "ready\n"
 
     def send_signal(self, number: int) -> None:
-        assert self.process.pid is not None
         os.kill(self.process.pid, number)
 
     def end(self) -> tuple[int | None, str, str]:

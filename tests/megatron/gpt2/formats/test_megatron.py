@@ -260,7 +260,7 @@ def test_the_schedule_after_a_batch_ramp_up_is_in_samples():
     grown = scheduler_state_dict(
         InMemoryCheckpoint({}, metadata={**metadata, **more}, iteration=3), "megatron-v2", print
     )
-    assert grown is not None and (grown["num_steps"], grown["decay_steps"], grown["warmup_steps"]) == (5, 200, 20)
+    assert (grown["num_steps"], grown["decay_steps"], grown["warmup_steps"]) == (5, 200, 20)
 
 
 def test_other_models(tmp_path: Path):

@@ -124,10 +124,9 @@ def test_conversion_keeps_the_state(folder: Path, tmp_path: Path) -> None:
     trainer.checkpoints.save()
     finish(trainer)
     source = find_checkpoint(folder / "converted", log=print)
-    assert source is not None
     write_native(source, tmp_path / "two", tp_size=2)
     copy = find_checkpoint(tmp_path / "two", log=print)
-    assert copy is not None and copy.tensors == {name: x for name, x in source.tensors.items() if "rng." not in name}
+    assert copy.tensors == {name: x for name, x in source.tensors.items() if "rng." not in name}
     assert all(torch.equal(copy.read(name), source.read(name)) for name in copy.tensors)
     with pytest.raises(ValueError, match="holds no exp_avg_sq.* give the --optimizer that saved it"):
         start(0, 1, folder, f"{flags} --lr 1e-3 --load {folder}/converted")

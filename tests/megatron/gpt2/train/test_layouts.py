@@ -197,7 +197,6 @@ def evaluate_and_generate(rank: int, world_size: int, folder: str, layouts: list
         save = f"--save {folder}/read_{world_size}_{number}"
         trainer = start(rank, world_size, folder, f"{layout.command} --eval-iters 2 {save}")
         steps(trainer, 2)
-        assert trainer.data.splits.valid is not None
         loss = evaluate(trainer, trainer.data.splits.valid, "valid", 12)
         trainer.state.param_gather.finish_param_sync()
         texts = [

@@ -4,6 +4,7 @@ page and errors."""
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -180,28 +181,18 @@ def test_transformers_computes_the_same_training(command: list[str], capfd: pyte
 
 @pytest.mark.parametrize(
     "flags, message",
-    [
-        (["--layout", ""], "give at least two layouts to compare"),
-        (["--layout", "", "--layout", "--num-attention-heads 3 --model-parallel-size 2"], "--num-attention-heads 3"),
-        (
-            ["--layout", "", "--layout", "--global-batch-size 8"],
-            "--layout '--global-batch-size 8': its --global-batch-size is 8, and that of the first layout 2: a step "
-            "must",
-        ),
-        (
-            ["--layout", "", "--layout", "--data-parallel-size 2"],
-            "--layout '--data-parallel-size 2': --global-batch-size 2 is not divisible by --micro-batch-size 2 × 2",
-        ),
-        (
-            ["--layout", "", "--layout", "--nproc-per-node 3 --model-parallel-size 2"],
-            "--nproc-per-node 3 is not divisible by the model-parallel size 2",
-        ),
-        (["--layout", "", "--layout", "--no-such-flag"], "unknown flag --no-such-flag"),
-        (["--layout", "", "--against", "nowhere"], "nowhere holds no trace: --save-trace writes one"),
-        (["--layout", "", "--against", "nowhere", "--save-trace", "there"], "give one of the two"),
-        (["--layout", "", "--layout", "", "--steps", "0"], "--steps: must be at least 1, not 0"),
-    ],
+    {
+        "": "give at least two layouts to compare",
+        "--layout '--num-attention-heads 3 --model-parallel-size 2'": "--num-attention-heads 3",
+        "--layout '--global-batch-size 8'": "its --global-batch-size is 8, and that of the first layout 2",
+        "--layout '--data-parallel-size 2'": "--global-batch-size 2 is not divisible by --micro-batch-size 2 × 2",
+        "--layout '--nproc-per-node 3 --model-parallel-size 2'": "--nproc-per-node 3 is not divisible by the model-",
+        "--layout --no-such-flag": "unknown flag --no-such-flag",
+        "--against nowhere": "nowhere holds no trace: --save-trace writes one",
+        "--against nowhere --save-trace there": "give one of the two",
+        "--layout '' --steps 0": "--steps: must be at least 1, not 0",
+    }.items(),
 )
-def test_bad_input_is_one_line(command: list[str], flags: list[str], message: str):
+def test_bad_input_is_one_line(command: list[str], flags: str, message: str):
     with pytest.raises(ValueError, match=re.escape(message)):
-        main([*flags, *command])
+        main(["--layout", "", *shlex.split(flags), *command])
