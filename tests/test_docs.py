@@ -289,8 +289,8 @@ def test_every_link_and_flag_that_is_named_exists():
 
     # Flags of pip, torchrun, sbatch, docker, apptainer, pytest, lm-eval, Megatron and nanoGPT.
     others = """--help --index-url --local-dir --rdzv-backend --rdzv-conf --rdzv-endpoint --rdzv-id --master-addr
-        --nodes --gpus --signal --ntasks-per-node --gpu-bind --gpus-per-task --ipc --ulimit --network --nv --collect-only
-        --model_args --use-checkpoint-opt_param-scheduler --out_dir --init_from"""
+        --nodes --gpus --signal --ntasks-per-node --gpu-bind --gpus-per-task --ipc --ulimit --network --nv
+        --collect-only --model_args --use-checkpoint-opt_param-scheduler --out_dir --init_from"""
     known = {*others.split(), *(row[0] for row in flag_table())}
     known |= {f"--{name.replace('_', '-')}" for name in SAMPLING_FLAGS}
     for program in (
