@@ -28,6 +28,7 @@ PROGRAMS = {
     "preflight": "extensions.preflight.command:main",
     "plan": "extensions.plan.command:main",
     "show-step": "extensions.plan.show_step:main",
+    "bench-kernels": "extensions.plan.bench_kernels:main",
     "bench-collectives": "commands.bench_collectives:main",
     "draw-schedule": "commands.draw_schedule:main",
     "verify": "extensions.verify.command:main",

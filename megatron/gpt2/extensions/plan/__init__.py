@@ -7,6 +7,7 @@ fit            the layouts of a run, and those that fit into a given memory, the
 hook           what a training run prints about its memory
 cluster        a described cluster, and the time of kernels and collectives on it
 simulate       the time of a step, from traces
+bench_kernels  tools/bench_kernels.py, which measures a machine and describes it as a cluster
 step_time      the same by formulas, also of other programs
 search         the fastest layouts on a cluster
 command        tools/plan.py, and the memory of Megatron-LM's first release

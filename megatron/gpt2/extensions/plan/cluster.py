@@ -7,14 +7,33 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[4]
 FLOPS_PER_MULTIPLICATION = 2
+
+
+class Collective(NamedTuple):
+    """Measured constants of a collective in a kind of group.
+
+    latency: seconds without data.
+    per_byte: seconds per byte, of the whole tensor.
+    busy: seconds per byte in which the collective occupies the processor that computes.
+    """
+
+    latency: float
+    per_byte: float
+    busy: float = 0.0
+
+
+def collective_key(name: str, ranks: int, nodes: int) -> str:
+    """Return the key of a collective in `Cluster.collectives`."""
+    return f"{name}, {ranks} ranks, {nodes} nodes"
 
 
 @dataclass(frozen=True)
@@ -33,6 +52,10 @@ class Cluster:
     send, network_send: bytes/s between pipeline stages.
     step: seconds of a step that do not depend on the model.
     adam: seconds per parameter of a rank.
+    function: seconds per element in which a processor computes GELU or an exponential.
+    attention: time of fused attention relative to products of its size.
+    ranks_per_core: ranks that share the cores of one rank, if there are fewer cores than the ranks have threads.
+    collectives: measured ones, which replace the formula of `all_reduce`.
     """
 
     gpus_per_node: int
@@ -56,6 +79,10 @@ class Cluster:
     network_send: float
     step: float
     adam: float
+    function: float = 0.0
+    attention: float = 1.0
+    ranks_per_core: float = 1.0
+    collectives: Mapping[str, Collective] = field(default_factory=dict)
 
     def matmul(self, m: Any, n: Any, k: Any, batch: Any = 1) -> Any:
         """Return the time of `batch` products of [m, k] and [k, n], without `kernel`. It falls short of the full rate
@@ -92,6 +119,7 @@ def read_cluster(name: str) -> tuple[Cluster, dict[str, Any]]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         constants = content.pop("cluster")
+        measured = {key: Collective(**value) for key, value in constants.pop("collectives", {}).items()}
         cluster = Cluster(**constants)
     except OSError as error:
         known = ", ".join(sorted(file.stem for file in path.parent.glob("*.json"))) or "none"
@@ -100,7 +128,7 @@ def read_cluster(name: str) -> tuple[Cluster, dict[str, Any]]:
         ) from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"--cluster {name}: {path} does not describe a cluster: {error}") from None
-    for key, value in dataclasses.asdict(cluster).items():
+    for key, value in constants.items():
         if not isinstance(value, (int, float)) or not value > 0:
             raise ValueError(f"--cluster {name}: {key} in {path} must be a positive number, not {value!r}")
-    return cluster, content
+    return dataclasses.replace(cluster, collectives=measured), content

@@ -22,12 +22,12 @@ import functools
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.gpt2.extensions.plan.cluster import Cluster
+from megatron.gpt2.extensions.plan.cluster import Cluster, collective_key
 from megatron.gpt2.extensions.plan.memory import MemoryInputs, with_batch_size, with_layers
 from megatron.gpt2.extensions.plan.process_group import Wait
 from megatron.gpt2.extensions.plan.trace import Communication, Event, Mark, Operation, trace_step
@@ -38,6 +38,7 @@ PARTS = ("compute", "launch", "tensor", "data", "other", "pipeline")
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5  # numbers of matrix products of fused attention, which recomputes the scores
 CAUSAL = 0.5  # Causal attention computes this share of the scores.
 READS_ROWS = ("embedding", "index_select", "gather")  # These operators read a part of their first tensor.
+FUNCTIONS = {"gelu": 1, "gelu_backward": 2, "exp": 1, "exp_": 1}  # exponentials for each element
 ActionKey = tuple[Kind, int, int]  # kind, chunk, and micro-batch of the trace: 0 for the first ones, 1 for the last one
 
 
@@ -82,6 +83,7 @@ class Job(NamedTuple):
     queue: "compute", a kind of communication, or "" for a wait.
     number: the number of the call.
     group: the group of its communicator.
+    busy: seconds in which a collective occupies the processor that computes.
     """
 
     queue: str
@@ -90,6 +92,7 @@ class Job(NamedTuple):
     number: int
     group: tuple[int, ...]
     text: str
+    busy: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -102,19 +105,21 @@ class StageJobs:
 
 
 def kernel_seconds(cluster: Cluster, event: Operation) -> float:
-    """Return the time of a kernel. For matrix products their sizes decide it, for other kernels their bytes."""
+    """Return the time of a kernel. For matrix products their sizes decide it, for other kernels their bytes and, on a
+    CPU, their exponentials."""
     name, shapes = event.name, event.shapes
-    if name in ("mm", "bmm", "addmm"):
-        a, b = shapes[-2:]
+    if name in ("mm", "bmm", "addmm", "addmm_"):
+        a, b = shapes[1:3] if name.startswith("addmm") else shapes[:2]
         seconds = cluster.matmul(a[-2], b[-1], a[-1], math.prod(a[:-2]))
     elif "_attention" in name:
         is_backward = "backward" in name
         *outer, s, head_size = shapes[1 if is_backward else 0]
         products = BACKWARD_PRODUCTS if is_backward else FORWARD_PRODUCTS
-        seconds = CAUSAL * products * cluster.matmul(s, s, head_size, math.prod(outer))
+        seconds = cluster.attention * CAUSAL * products * cluster.matmul(s, s, head_size, math.prod(outer))
     else:
         seconds = cluster.move(2 * event.written if name in READS_ROWS else event.read + event.written)
-    return float(seconds + cluster.kernel)
+        seconds += cluster.function * FUNCTIONS.get(name, 0) * math.prod(shapes[0] if shapes else ())
+    return event.times * float(seconds + cluster.kernel)
 
 
 class Groups(NamedTuple):
@@ -131,12 +136,15 @@ class Groups(NamedTuple):
         return "data" if len(ranks) == self.data and stride == self.tensor else "other"
 
 
-def collective_seconds(cluster: Cluster, event: Communication, kind: str) -> float:
-    """Return the time of a collective."""
+def collective_seconds(cluster: Cluster, event: Communication, kind: str) -> tuple[float, float]:
+    """Return the time of a collective, and for how long it occupies the processor that computes."""
     ranks = event.ranks
+    nodes = len({rank // cluster.gpus_per_node for rank in ranks})
+    if measured := cluster.collectives.get(collective_key(event.name, len(ranks), nodes)):
+        return measured.latency + measured.per_byte * event.size, measured.busy * event.size
     link = cluster.link if kind == "tensor" else cluster.data_link
     whole = float(cluster.all_reduce(event.size, len(ranks), ranks[1] - ranks[0], link=link))
-    return whole if event.name == "all_reduce" else whole / 2
+    return whole if event.name == "all_reduce" else whole / 2, 0.0
 
 
 def _jobs(cluster: Cluster, groups: Groups, events: Sequence[Event]) -> list[Job]:
@@ -149,8 +157,8 @@ def _jobs(cluster: Cluster, groups: Groups, events: Sequence[Event]) -> list[Job
         elif isinstance(event, Communication) and event.name not in ("send", "recv") and len(event.ranks) > 1:
             kind = groups.kind(event.ranks)
             text = f"{event.size:,} bytes, {len(event.ranks)} ranks {event.place}"
-            time = collective_seconds(cluster, event, kind)
-            jobs.append(Job(kind, event.name, time, event.number, event.ranks, text))
+            time, busy = collective_seconds(cluster, event, kind)
+            jobs.append(Job(kind, event.name, time, event.number, event.ranks, text, busy))
         elif isinstance(event, Wait):
             jobs.append(Job("", "", 0.0, event.number, (), ""))
     return jobs
@@ -195,10 +203,12 @@ class Lane:
 
     now: the time at which compute is free.
     launch: the host's seconds per kernel; 0 on a CPU.
+    resumed: the end of its last wait.
+    is_blocked: it waits for a message of unknown time, or has ended.
     """
 
     def __init__(self, stage: int, launch: float, spans: list[Span] | None) -> None:
-        self.stage, self.now, self.launch = stage, 0.0, launch
+        self.stage, self.now, self.launch, self.resumed, self.is_blocked = stage, 0.0, launch, 0.0, False
         self.parts = dict.fromkeys(PARTS, 0.0)
         self._host, self._spans = 0.0, spans
         self._queues = defaultdict[tuple[int, ...], float](float)
@@ -208,16 +218,30 @@ class Lane:
         """Let the compute queue wait until `end`."""
         if end > self.now:
             self.parts[part] += end - self.now
-            self.now = end
+            self.now = self.resumed = end
+
+    def occupy(self, seconds: float, part: str) -> None:
+        """Let the processor work for `seconds`."""
+        self.parts[part] += seconds
+        self.now += seconds
+
+    def is_active(self, time: float) -> bool:
+        """Whether the processor works at `time`."""
+        return not self.is_blocked and self.resumed <= time
 
     def record(self, queue: str, name: str, start: float, end: float, text: str) -> None:
         """Add a span, if spans are recorded."""
         if self._spans is not None:
             self._spans.append(Span(self.stage, queue, name, start, end, text))
 
-    def run(self, jobs: Sequence[Job]) -> None:
-        """Run jobs in the queues."""
+    def run(self, jobs: Sequence[Job], slowdown: Callable[["Lane"], float] | None) -> Iterator[None]:
+        """Run jobs in the queues.
+
+        slowdown: the factor of the time of a kernel that starts now. If it is given, the function yields after each
+            kernel, so that other stages run until the same time.
+        """
         for job in jobs:
+            factor = 1.0 if slowdown is None else slowdown(self)
             if not job.queue:
                 if job.number in self._running:
                     self.wait(*self._running.pop(job.number))
@@ -225,14 +249,17 @@ class Lane:
             self._host += self.launch
             if job.queue == "compute":
                 self.wait(self._host, "launch")
-                start, self.now = self.now, self.now + job.seconds
-                self.parts["compute"] += job.seconds
+                start = self.now
+                self.occupy(factor * job.seconds, "compute")
                 end = self.now
             else:
                 start = max(self._queues[job.group], self.now, self._host)
                 end = self._queues[job.group] = start + job.seconds
                 self._running[job.number] = end, job.queue
+                self.occupy(factor * job.busy, job.queue)
             self.record(job.queue, job.name, start, end, job.text)
+            if slowdown is not None:
+                yield
 
     def finish(self, first_forward: float) -> None:
         """Wait as the next step does for collectives that still run, which gather parameters under its first forward:
@@ -289,11 +316,21 @@ def _run_stages(
     launch = float(cluster.host(1, t)) if inputs.device == "cuda" else 0.0
     lanes = [Lane(stage, launch, spans if record else None) for stage in range(p)]
 
+    def shared(lane: Lane) -> float:
+        """Return the factor by which the other active stages of the node slow a stage."""
+        near = [other for other in lanes if node_of(other.stage) == node_of(lane.stage)]
+        return max(1.0, cluster.ranks_per_core * sum(other.is_active(lane.now) for other in near) / len(near))
+
+    slowdown = shared if cluster.ranks_per_core > 1 else None
+
+    def node_of(stage: int) -> int:
+        return stage * of_stage // cluster.gpus_per_node
+
     @functools.cache
     def exchanged(message: P2PMessage) -> float:
         """Return the end of a message, which starts when both ranks are ready."""
         ends = ends_of(message)
-        nodes = {rank * of_stage // cluster.gpus_per_node for rank in ends}
+        nodes = set(map(node_of, ends))
         start = max(posted[message, rank] for rank in ends)
         end = start + float(cluster.point_to_point(size, len(nodes) > 1))
         lanes[message.destination].record("pipeline", message.kind, start, end, f"{size:,} bytes, {message}")
@@ -304,28 +341,36 @@ def _run_stages(
         batch_of: dict[P2PMessage, list[P2PMessage]] = {}
 
         def wait(batch: list[P2PMessage]) -> Iterator[None]:
+            lane.is_blocked = True
             while any((message, rank) not in posted for message in batch for rank in ends_of(message)):
                 yield
+            lane.is_blocked = False
             lane.wait(max(map(exchanged, batch), default=0.0), "pipeline")
 
-        lane.run(own.before)
+        yield from lane.run(own.before, slowdown)
         for step in steps[stage]:
             if batch := [*step.sends, *step.receives]:
                 yield from wait(sent)
                 sent = batch if step.sends else []
                 posted.update({(message, stage): lane.now for message in batch})
-                batch_of.update(dict.fromkeys(step.receives, batch))
+                # gloo waits for each message, NCCL for the batch.
+                batch_of |= {message: [message] if inputs.device == "cpu" else batch for message in step.receives}
             if (action := step.action) is not None:
                 if message := input_message(schedule, stage, action):
                     yield from wait(batch_of.pop(message))
-                lane.run(own.actions[_traced(action, num_microbatches)])
+                yield from lane.run(own.actions[_traced(action, num_microbatches)], slowdown)
         yield from wait(sent)
-        lane.run(own.after)
+        yield from lane.run(own.after, slowdown)
         lane.finish(sum(job.seconds for job in own.actions["F", 0, 0] if job.queue == "compute"))
+        lane.is_blocked = True
 
-    running = [run(stage) for stage in range(p)]
+    running = {lane: run(lane.stage) for lane in lanes}
     while running:
-        running = [each for each in running if next(each, running) is None]
+        for lane in sorted(running, key=lambda lane: lane.now):
+            if next(running[lane], running) is running:
+                del running[lane]
+            elif slowdown and not lane.is_blocked:
+                break
     seconds = max(lane.now for lane in lanes)
     for lane in lanes:
         lane.wait(seconds, "pipeline")

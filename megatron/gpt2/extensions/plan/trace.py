@@ -9,6 +9,7 @@ torch's FakeTensorMode would do the same, but its first operator imports sympy a
 each training run would pay at its start. For CUDA tensors it also needs a CUDA build of torch.
 
 Traced in a shorter form: the softmax of the loss on a CPU covers its first block of rows, because all blocks are equal.
+Its operators have the number of blocks.
 Left out: torch.compile, documents within a sample (they need no more memory), and the choice of the attention kernel.
 """
 
@@ -55,6 +56,7 @@ class Operation(NamedTuple):
     read, written: number of bytes.
     phase: the timer of the program that runs, such as "forward", or "".
     place: file and line of the program, or "autograd".
+    times: how often the program runs it in a row.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Operation(NamedTuple):
     written: int
     phase: str
     place: str
+    times: float = 1.0
 
 
 class Communication(NamedTuple):
@@ -255,6 +258,7 @@ class Recorder(TorchDispatchMode):
         self._shapes: dict[Any, Any] = {}
         self._count = 0
         self._inside = False  # An operator runs, which must see the device "meta".
+        self.times = 1.0  # `Operation.times` of the next operators
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -339,6 +343,7 @@ class Recorder(TorchDispatchMode):
                     sum(x.nbytes for x in (written or made)),
                     self.phase,
                     place(),
+                    self.times,
                 )
             )
         return out
@@ -428,12 +433,18 @@ def _attention(config: Config, device: str) -> Callable[..., Tensor]:
     return chosen
 
 
-def _softmax_of_first_rows(logits: Tensor, targets: Any, weight: Tensor | None, combine: Any) -> Tensor:
-    """Compute `vocab_parallel_softmax` on a CPU only for the first of many equal blocks of rows."""
-    stats = logits.new_empty(3, len(logits), dtype=torch.float32)
-    rows = slice(0, kernels.rows_in_cache(logits.size(1)))
-    softmax(logits[rows], targets[rows], weight[rows] if weight is not None else None, None)
-    return stats if combine is None else combine(stats)
+def _softmax_of_first_rows(recorder: Recorder) -> Callable[..., Tensor]:
+    """Return a replacement of `vocab_parallel_softmax` on a CPU, for the first of many equal blocks of rows."""
+
+    def softmax_of_block(logits: Tensor, targets: Any, weight: Tensor | None, combine: Any) -> Tensor:
+        stats = logits.new_empty(3, len(logits), dtype=torch.float32)
+        rows = slice(0, kernels.rows_in_cache(logits.size(1)))
+        recorder.times = max(len(logits) / rows.stop, 1)
+        softmax(logits[rows], targets[rows], weight[rows] if weight is not None else None, None)
+        recorder.times = 1.0
+        return stats if combine is None else combine(stats)
+
+    return softmax_of_block
 
 
 softmax, blocks = kernels.vocab_parallel_softmax, attention._blocks
@@ -482,7 +493,7 @@ def patched(recorder: Recorder, config: Config) -> Iterator[None]:
         (attention, {"random_draws": _no_draws, "_blocks": _largest_block}),
     ]
     if recorder.device == "cpu":
-        replaced.append((kernels, {"vocab_parallel_softmax": _softmax_of_first_rows}))
+        replaced.append((kernels, {"vocab_parallel_softmax": _softmax_of_first_rows(recorder)}))
     else:
         stream = mock.MagicMock()
         names = ("Event", "Stream", "current_stream", "stream", "synchronize", "_lazy_init")

@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import json
 import re
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 import torch
 from torch.profiler import profile
 
-from megatron.gpt2.extensions.plan.cluster import Cluster, read_cluster
+from megatron.gpt2.extensions.plan.cluster import ROOT, Cluster, collective_key, read_cluster
 from megatron.gpt2.extensions.plan.command import main
 from megatron.gpt2.extensions.plan.search import DAY, training_cost
 from megatron.gpt2.extensions.plan.show_step import main as show_step
@@ -24,6 +25,7 @@ from megatron.gpt2.extensions.plan.simulate import StepTime, simulate, stage_job
 from megatron.gpt2.pipeline.analysis import timetable
 from megatron.gpt2.pipeline.p2p_schedule import StageCosts
 from megatron.gpt2.pipeline.schedule import Kind
+from tests.fork_server import WarmPython
 from tests.megatron.gpt2.extensions.plan.test_memory import gpu_inputs
 from tests.megatron.gpt2.extensions.serve.test_server_process import start_browser
 
@@ -90,6 +92,38 @@ def test_pipeline_takes_as_long_as_its_timetable(flags: str) -> None:
     assert simulate(inputs, machine, record=True).seconds == pytest.approx(
         timetable(schedule, costs).length + ends, rel=0.03
     )
+
+
+def test_stages_share_cores() -> None:
+    """Two stages on one core work in turn, without a bubble. If each has a machine of its own, the file of this machine
+    says that a core has two ranks, so the other rank of a stage takes half of it."""
+    free = dict.fromkeys(("matmul_flops", "memory_bandwidth", "send", "network_send"), 1e30)
+    machine = cluster(**free, send_latency=1e-30, kernel=1.0)
+    inputs = dataclasses.replace(gpu_inputs(f"{PIPELINE} --num-layers 4", 2), device="cpu")
+
+    def step(**changes: Any) -> StepTime:
+        return simulate(inputs, dataclasses.replace(machine, **changes), record=True)
+
+    alone = step()
+    work = seconds_of(alone, "compute")
+    assert alone.seconds < 0.95 * work
+    assert step(ranks_per_core=2.0).seconds == pytest.approx(work, rel=0.02)
+    assert step(ranks_per_core=2.0, gpus_per_node=1).seconds == pytest.approx(2 * alone.seconds)
+
+
+def test_a_measured_machine(tmp_path: Path, python: WarmPython, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two ranks measure this machine, and the file describes it for the plan."""
+    path = tmp_path / "machine.json"
+    words = f"tools/bench_kernels.py --nproc-per-node 2 --rounds 1 --seconds 0.001 --output {path}"
+    subprocess.run([python.python, *words.split()], check=True, cwd=ROOT, timeout=100)
+    measured, _ = read_cluster(str(path))
+    names = ("all_reduce", "all_gather", "reduce_scatter", "send")
+    assert set(measured.collectives) == {collective_key(name, ranks=2, nodes=1) for name in names}
+    assert all(each.per_byte > 1e-11 for each in measured.collectives.values())
+    assert 1e8 < measured.matmul_flops < 1e14 and measured.gpus_per_node == 2
+    flags = f"{SHAPE} 2 --device cpu --tokenizer-type bytes --attention-dropout 0 --hidden-dropout 0 --ranks 2"
+    assert main([*flags.split(), "--model-parallel-size", "2", "--cluster", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["time"]["shares"]["tensor"] > 0
 
 
 def test_gradients_are_summed_under_backward() -> None:

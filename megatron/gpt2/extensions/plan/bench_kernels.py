@@ -1,0 +1,260 @@
+"""Measure the kernels and the collectives of a machine, and write a file that `tools/plan.py --cluster` reads:
+
+    python tools/bench_kernels.py --nproc-per-node 4 --output machine.json
+    srun python tools/bench_kernels.py --output cluster.json
+
+Start as many ranks on each machine as the training will have, because ranks share memory, cores and links: all measure
+at the same time. Each figure is the shortest of --rounds rounds. Constants are fitted so that relative errors are
+small: matrix products by their three sizes, other kernels and collectives by a constant and a time per byte.
+"""
+
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from data_utils.command_line import Parser, how_to_call, plural, positive_int
+from data_utils.corpora import Log
+from data_utils.files import machine_memory
+from megatron.gpt2.commands.bench_collectives import OPERATIONS, gather_objects, make_groups, run_and_check
+from megatron.gpt2.config import require
+from megatron.gpt2.device import (
+    DTYPES,
+    choose_backend,
+    choose_device,
+    peak_flops,
+    set_allocator,
+    set_threads,
+    usable_cores,
+)
+from megatron.gpt2.dist.ranks import RankInfo
+from megatron.gpt2.dist.rendezvous import initialize_distributed
+from megatron.gpt2.dist.run_program import run_program
+from megatron.gpt2.extensions.plan.cluster import FLOPS_PER_MULTIPLICATION, Cluster, Collective, collective_key
+from megatron.gpt2.extensions.plan.simulate import BACKWARD_PRODUCTS, CAUSAL, FORWARD_PRODUCTS
+
+PRODUCTS = tuple(itertools.product((256, 1024), (512, 2048), (256, 1024)))  # rows, columns, inner elements
+ELEMENTS = (1 << 8, 1 << 16, 1 << 19, 1 << 21)
+ATTENTION = (4, 8, 256, 64)  # batch, heads, sequence, head size
+BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
+COLLECTIVES = {
+    "all_reduce_sum": "all_reduce",
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "send_recv": "send",
+}
+ADAM_BYTES = 28  # AdamW reads four float32 numbers of a parameter and writes three.
+CACHE_BYTES, MOST_COPIES = 96 << 20, 64
+TIMEOUT_MINUTES = 5
+SMALL = 1e-12  # A constant that the fit finds to be 0 gets this value, since a file has positive constants only.
+
+Times = dict[Any, np.ndarray]  # by kernel: [1] seconds; by collective: [2] seconds and those of the processor
+
+
+def fit(times: Sequence[float], *columns: Sequence[float] | np.ndarray) -> list[float]:
+    """Return the constants, at least `SMALL`, for which the sum of `columns` times constants is closest to `times`,
+    with equal relative errors."""
+    measured, terms = np.array(times), np.array(columns, dtype=float)
+    chosen = list(range(len(terms)))
+    while True:
+        found = np.linalg.lstsq((terms[chosen] / measured).T, np.ones(len(measured)), rcond=None)[0]
+        if (found > 0).all():
+            constants = dict(zip(chosen, found.tolist(), strict=True))
+            return [constants.get(number, SMALL) for number in range(len(terms))]
+        chosen.pop(int(found.argmin()))
+
+
+def time_kernel(run: Callable[..., Tensor], operands: Sequence[Tensor], seconds: float) -> np.ndarray:
+    """Return the mean time of a kernel that all ranks repeat for `seconds`, without waiting for each other. It has
+    other operands each time, which the caches do not hold, as in a step. On a CPU it is the processor's time:
+    `Cluster.ranks_per_core` says how many ranks share a core."""
+    device = operands[0].device
+    is_cpu = device.type == "cpu"
+    clock = time.process_time if is_cpu else time.perf_counter
+    wait = int if is_cpu else functools.partial(torch.cuda.synchronize, device)
+    copies = min(MOST_COPIES, max(1, CACHE_BYTES // sum(x.nbytes for x in operands)))
+    sets = [[x.clone() for x in operands] for _ in range(copies)]
+    outputs = deque((run(*each) for each in sets), copies)
+    dist.barrier()
+    wait()
+    start, end, count = clock(), time.perf_counter() + seconds, 0
+    while count == 0 or time.perf_counter() < end:
+        outputs.append(run(*sets[count % copies]))
+        count += 1
+    wait()
+    taken = (clock() - start) / (torch.get_num_threads() if is_cpu else 1)
+    return np.mean(gather_objects(taken / count), keepdims=True)
+
+
+def time_collective(run: Callable[[], object], device: torch.device, seconds: float, first: float) -> np.ndarray:
+    """Return the time of a collective, and the time of the processor in it.
+
+    first: the time of the first run on this rank.
+    """
+    wait = functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else int
+    count = gather_objects(max(3, min(200, int(seconds / first))))[0]
+    run()
+    wait()
+    start = time.perf_counter(), time.process_time()
+    for _ in range(count):
+        run()
+    wait()
+    end = time.perf_counter(), time.process_time()
+    return np.mean(gather_objects(np.subtract(end, start) / count), axis=0)
+
+
+def attention_and_gradient(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> Tensor:
+    """Return the gradient of the queries in causal attention: [b, n, s, d] each."""
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    return torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), gradient)[0]
+
+
+def measure_kernels(device: torch.device, dtype: torch.dtype, seconds: float) -> Times:
+    """Time matrix products, sums of two tensors, GELU, and attention with its backward pass."""
+
+    def timed(run: Callable[..., Tensor], *shapes: Sequence[int]) -> np.ndarray:
+        return time_kernel(run, [torch.randn(*shape, device=device, dtype=dtype) for shape in shapes], seconds)
+
+    times: Times = {(m, n, k): timed(F.linear, (m, k), (n, k)) for m, n, k in PRODUCTS}
+    times |= {("add", size): timed(torch.add, [size], [size]) for size in ELEMENTS}
+    times["gelu"] = timed(functools.partial(F.gelu, approximate="tanh"), [ELEMENTS[-1]])
+    times["attention"] = timed(attention_and_gradient, *[ATTENTION] * 4)
+    return times
+
+
+def measure_collectives(device: torch.device, seconds: float) -> Times:
+    """Time the collectives of the world and of its halves, and messages between the halves. A key has the name, the
+    number of ranks and of hosts, and the bytes."""
+    hosts, groups, times = gather_objects(os.uname().nodename), make_groups(), Times()
+    for operation, name in COLLECTIVES.items():
+        for group in groups.values() if name != "send" else [groups[""]]:
+            ranks = dist.get_process_group_ranks(group)
+            nodes = len({hosts[rank] for rank in ranks})
+            for size in BYTES:
+                run, nbytes, first, _ = run_and_check(OPERATIONS[operation], group, size, device, torch.float32)
+                taken = time_collective(run, device, seconds, first)
+                times[name, len(ranks), nodes, nbytes] = taken / max(1, OPERATIONS[operation].messages)
+    return times
+
+
+def fit_collectives(times: Times) -> dict[str, Collective]:
+    """Fit the constants of each collective in each kind of group."""
+    found = {}
+    for key, group in itertools.groupby(times.items(), lambda item: item[0][:3]):
+        rows = [(size, *taken) for (*_, size), taken in group]
+        sizes, wall, busy = zip(*rows, strict=True)
+        latency, per_byte = fit(wall, np.ones(len(sizes)), sizes)
+        found[collective_key(*key)] = Collective(latency, per_byte, *fit(busy, sizes))
+    return found
+
+
+def fit_cluster(kernels: Times, collectives: Times, itemsize: int, nodes: int, ranks: int, **known: float) -> Cluster:
+    """Fit the constants of a cluster.
+
+    itemsize: bytes of an element of the kernels.
+    known: further constants.
+    """
+    m, n, k = np.array(PRODUCTS, dtype=float).T
+    work = FLOPS_PER_MULTIPLICATION * m * n * k
+    whole, *of_sizes = fit([kernels[shape][0] for shape in PRODUCTS], work, work / m, work / n, work / k)
+    kernel, per_byte = fit(
+        [kernels["add", size][0] for size in ELEMENTS],
+        np.ones(len(ELEMENTS)),
+        [3 * itemsize * size for size in ELEMENTS],  # two are read and one is written
+    )
+    measured = fit_collectives(collectives)
+    reduce, send = (measured[collective_key(name, ranks, nodes)] for name in ("all_reduce", "send"))
+    link, hop = 2 * (ranks - 1) / ranks / reduce.per_byte, reduce.latency / (ranks - 1)
+    cluster = Cluster(
+        gpus_per_node=ranks // nodes,
+        matmul_flops=1 / whole,
+        half_m=of_sizes[0] / whole,
+        half_n=of_sizes[1] / whole,
+        half_k=of_sizes[2] / whole,
+        memory_bandwidth=1 / per_byte,
+        kernel=kernel,
+        launch=kernel,
+        launch_growth=SMALL,
+        hop=hop,
+        link=link,
+        data_link=link,
+        network=link,
+        network_hop=hop,
+        send=1 / send.per_byte,
+        send_latency=send.latency,
+        network_send=1 / send.per_byte,
+        step=kernel,
+        adam=ADAM_BYTES * per_byte,
+        collectives=measured,
+        **known,
+    )
+    b, heads, s, head_size = ATTENTION
+    products = CAUSAL * (FORWARD_PRODUCTS + BACKWARD_PRODUCTS) * cluster.matmul(s, s, head_size, b * heads)
+    gelu = kernels["gelu"][0] - cluster.move(2 * itemsize * ELEMENTS[-1])
+    return dataclasses.replace(
+        cluster, function=max(gelu / ELEMENTS[-1], SMALL), attention=kernels["attention"][0] / products
+    )
+
+
+def bench_kernels(argv: Sequence[str], rank_info: RankInfo, log: Log) -> int:
+    """Start the process group, measure, and write the file. Return the exit code."""
+    parser = Parser(description=__doc__)
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE.json", help="the file of the cluster")
+    parser.add_argument("--dtype", default="fp32", choices=tuple(DTYPES), help="of the kernels (default: %(default)s)")
+    parser.add_argument("--rounds", type=positive_int, default=3, metavar="N", help="default: %(default)s")
+    seconds = "of each measurement (default: %(default)s)"
+    parser.add_argument("--seconds", type=float, default=0.2, metavar="X", help=seconds)
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    args = parser.parse_args(argv)
+    ranks, dtype = rank_info.world_size, DTYPES[args.dtype]
+    require(ranks > 1, f"this needs at least two ranks: {how_to_call('bench_kernels')} --nproc-per-node 2")
+    set_threads(rank_info)
+    device, line = choose_device(args.device, rank_info)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    initialize_distributed(rank_info, choose_backend(None, device)[0], device, TIMEOUT_MINUTES)
+    set_allocator(device)
+    kernels, collectives = Times(), Times()
+    for _ in range(args.rounds):
+        for shortest, measured in (
+            (kernels, measure_kernels(device, dtype, args.seconds)),
+            (collectives, measure_collectives(device, args.seconds)),
+        ):
+            shortest |= {key: np.minimum(taken, shortest.get(key, taken)) for key, taken in measured.items()}
+    nodes = len(set(gather_objects(os.uname().nodename)))
+    memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else machine_memory("MemTotal") or 0
+    local = ranks // nodes
+    cluster = fit_cluster(
+        kernels,
+        collectives,
+        dtype.itemsize,
+        nodes,
+        ranks,
+        memory=memory if device.type == "cuda" else memory / local,
+        peak_flops=peak_flops(device, dtype)[0],
+        ranks_per_core=1.0 if device.type == "cuda" else max(1.0, local * torch.get_num_threads() / usable_cores()),
+    )
+    if rank_info.rank == 0:
+        about = f"{plural(ranks, 'rank')} on {plural(nodes, 'host')}; {line}; {args.dtype}; torch {torch.__version__}"
+        constants = vars(cluster) | {"collectives": {key: each._asdict() for key, each in cluster.collectives.items()}}
+        content = {"about": about, "cluster": constants}
+        args.output.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        log(f"{args.output}: {about}")
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: this process's). Return the exit code."""
+    return run_program(bench_kernels, argv)
