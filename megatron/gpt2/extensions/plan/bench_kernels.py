@@ -5,7 +5,8 @@
 
 Start as many ranks on each machine as the training will have, because ranks share memory, cores and links: all measure
 at the same time. Each figure is the shortest of --rounds rounds. Constants are fitted so that relative errors are
-small: matrix products by their three sizes, other kernels and collectives by a constant and a time per byte.
+small: matrix products by their three sizes, other kernels by a constant and a time per byte. Collectives are measured
+at some sizes.
 """
 
 import dataclasses
@@ -42,18 +43,18 @@ from megatron.gpt2.device import (
 from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.dist.rendezvous import initialize_distributed
 from megatron.gpt2.dist.run_program import run_program
-from megatron.gpt2.extensions.plan.cluster import FLOPS_PER_MULTIPLICATION, Cluster, Collective, collective_key
+from megatron.gpt2.extensions.plan.cluster import FLOPS_PER_MULTIPLICATION, Cluster, Measured, collective_key
 from megatron.gpt2.extensions.plan.simulate import BACKWARD_PRODUCTS, CAUSAL, FORWARD_PRODUCTS
 
 PRODUCTS = tuple(itertools.product((256, 1024), (512, 2048), (256, 1024)))  # rows, columns, inner elements
 ELEMENTS = (1 << 8, 1 << 16, 1 << 19, 1 << 21)
 ATTENTION = (4, 8, 256, 64)  # batch, heads, sequence, head size
-BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
+BYTES = (1 << 12, 1 << 16, 1 << 19, 1 << 21, 1 << 23)
 COLLECTIVES = {
     "all_reduce_sum": "all_reduce",
     "all_gather": "all_gather",
     "reduce_scatter": "reduce_scatter",
-    "send_recv": "send",
+    "isend_irecv": "send",
 }
 ADAM_BYTES = 28  # AdamW reads four float32 numbers of a parameter and writes three.
 CACHE_BYTES, MOST_COPIES = 96 << 20, 64
@@ -144,20 +145,16 @@ def measure_collectives(device: torch.device, seconds: float) -> Times:
             nodes = len({hosts[rank] for rank in ranks})
             for size in BYTES:
                 run, nbytes, first, _ = run_and_check(OPERATIONS[operation], group, size, device, torch.float32)
-                taken = time_collective(run, device, seconds, first)
-                times[name, len(ranks), nodes, nbytes] = taken / max(1, OPERATIONS[operation].messages)
+                times[name, len(ranks), nodes, nbytes] = time_collective(run, device, seconds, first)
     return times
 
 
-def fit_collectives(times: Times) -> dict[str, Collective]:
-    """Fit the constants of each collective in each kind of group."""
-    found = {}
-    for key, group in itertools.groupby(times.items(), lambda item: item[0][:3]):
-        rows = [(size, *taken) for (*_, size), taken in group]
-        sizes, wall, busy = zip(*rows, strict=True)
-        latency, per_byte = fit(wall, np.ones(len(sizes)), sizes)
-        found[collective_key(*key)] = Collective(latency, per_byte, *fit(busy, sizes))
-    return found
+def rows_of_collectives(times: Times) -> dict[str, list[Measured]]:
+    """Return the sizes and times of each collective in each kind of group."""
+    groups = itertools.groupby(times.items(), lambda item: item[0][:3])
+    return {
+        collective_key(*key): [Measured(size, *taken.tolist()) for (*_, size), taken in group] for key, group in groups
+    }
 
 
 def fit_cluster(kernels: Times, collectives: Times, itemsize: int, nodes: int, ranks: int, **known: float) -> Cluster:
@@ -174,9 +171,10 @@ def fit_cluster(kernels: Times, collectives: Times, itemsize: int, nodes: int, r
         np.ones(len(ELEMENTS)),
         [3 * itemsize * size for size in ELEMENTS],  # two are read and one is written
     )
-    measured = fit_collectives(collectives)
+    measured = rows_of_collectives(collectives)
     reduce, send = (measured[collective_key(name, ranks, nodes)] for name in ("all_reduce", "send"))
-    link, hop = 2 * (ranks - 1) / ranks / reduce.per_byte, reduce.latency / (ranks - 1)
+    hop, link = reduce[0].seconds / (ranks - 1), 2 * (ranks - 1) / ranks * reduce[-1].size / reduce[-1].seconds
+    sent = send[-1].size / send[-1].seconds
     cluster = Cluster(
         gpus_per_node=ranks // nodes,
         matmul_flops=1 / whole,
@@ -192,9 +190,9 @@ def fit_cluster(kernels: Times, collectives: Times, itemsize: int, nodes: int, r
         data_link=link,
         network=link,
         network_hop=hop,
-        send=1 / send.per_byte,
-        send_latency=send.latency,
-        network_send=1 / send.per_byte,
+        send=sent,
+        send_latency=send[0].seconds,
+        network_send=sent,
         step=kernel,
         adam=ADAM_BYTES * per_byte,
         collectives=measured,
@@ -248,8 +246,7 @@ def bench_kernels(argv: Sequence[str], rank_info: RankInfo, log: Log) -> int:
     )
     if rank_info.rank == 0:
         about = f"{plural(ranks, 'rank')} on {plural(nodes, 'host')}; {line}; {args.dtype}; torch {torch.__version__}"
-        constants = vars(cluster) | {"collectives": {key: each._asdict() for key, each in cluster.collectives.items()}}
-        content = {"about": about, "cluster": constants}
+        content = {"about": about, "cluster": vars(cluster)}
         args.output.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         log(f"{args.output}: {about}")
     return 0

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise, starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,17 +19,12 @@ ROOT = Path(__file__).resolve().parents[4]
 FLOPS_PER_MULTIPLICATION = 2
 
 
-class Collective(NamedTuple):
-    """Measured constants of a collective in a kind of group.
+class Measured(NamedTuple):
+    """A collective of `size` bytes took `seconds`, and occupied the processor that computes for `busy` seconds."""
 
-    latency: seconds without data.
-    per_byte: seconds per byte, of the whole tensor.
-    busy: seconds per byte in which the collective occupies the processor that computes.
-    """
-
-    latency: float
-    per_byte: float
-    busy: float = 0.0
+    size: int
+    seconds: float
+    busy: float
 
 
 def collective_key(name: str, ranks: int, nodes: int) -> str:
@@ -55,7 +51,7 @@ class Cluster:
     function: seconds per element in which a processor computes GELU or an exponential.
     attention: time of fused attention relative to products of its size.
     ranks_per_core: ranks that share the cores of one rank, if there are fewer cores than the ranks have threads.
-    collectives: measured ones, which replace the formula of `all_reduce`.
+    collectives: measured ones by name and group, each with some sizes in increasing order. They replace the formulas.
     """
 
     gpus_per_node: int
@@ -82,7 +78,7 @@ class Cluster:
     function: float = 0.0
     attention: float = 1.0
     ranks_per_core: float = 1.0
-    collectives: Mapping[str, Collective] = field(default_factory=dict)
+    collectives: Mapping[str, Sequence[Measured]] = field(default_factory=dict)
 
     def matmul(self, m: Any, n: Any, k: Any, batch: Any = 1) -> Any:
         """Return the time of `batch` products of [m, k] and [k, n], without `kernel`. It falls short of the full rate
@@ -107,6 +103,17 @@ class Cluster:
         between = (nodes - 1) * self.network_hop + 2 * (nodes - 1) / nodes * size / inside / self.network
         return ring + np.where(nodes > 1, between, 0.0)
 
+    def measured(self, name: str, size: int, ranks: int, nodes: int) -> tuple[float, float] | None:
+        """Return the time of a measured collective, and for how long it occupies the processor: linear between the
+        measured sizes and beyond the largest one. Return None if it was not measured."""
+        rows = self.collectives.get(collective_key(name, ranks, nodes))
+        if rows is None:
+            return None
+        before, after = next((pair for pair in pairwise(rows) if size <= pair[1].size), rows[-2:])
+        share = max((size - before.size) / (after.size - before.size), 0.0)
+        seconds, busy = (first + share * (last - first) for first, last in zip(before[1:], after[1:], strict=True))
+        return seconds, busy
+
     def point_to_point(self, size: Any, crosses_nodes: Any) -> Any:
         """Return the time in which a pipeline stage sends `size` bytes to the next stage."""
         return self.send_latency + size / np.where(crosses_nodes, self.network_send, self.send)
@@ -119,7 +126,7 @@ def read_cluster(name: str) -> tuple[Cluster, dict[str, Any]]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         constants = content.pop("cluster")
-        measured = {key: Collective(**value) for key, value in constants.pop("collectives", {}).items()}
+        measured = {key: list(starmap(Measured, rows)) for key, rows in constants.pop("collectives", {}).items()}
         cluster = Cluster(**constants)
     except OSError as error:
         known = ", ".join(sorted(file.stem for file in path.parent.glob("*.json"))) or "none"

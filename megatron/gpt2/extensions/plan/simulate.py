@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.gpt2.extensions.plan.cluster import Cluster, collective_key
+from megatron.gpt2.extensions.plan.cluster import Cluster
 from megatron.gpt2.extensions.plan.memory import MemoryInputs, with_batch_size, with_layers
 from megatron.gpt2.extensions.plan.process_group import Wait
 from megatron.gpt2.extensions.plan.trace import Communication, Event, Mark, Operation, trace_step
@@ -140,8 +140,8 @@ def collective_seconds(cluster: Cluster, event: Communication, kind: str) -> tup
     """Return the time of a collective, and for how long it occupies the processor that computes."""
     ranks = event.ranks
     nodes = len({rank // cluster.gpus_per_node for rank in ranks})
-    if measured := cluster.collectives.get(collective_key(event.name, len(ranks), nodes)):
-        return measured.latency + measured.per_byte * event.size, measured.busy * event.size
+    if measured := cluster.measured(event.name, event.size, len(ranks), nodes):
+        return measured
     link = cluster.link if kind == "tensor" else cluster.data_link
     whole = float(cluster.all_reduce(event.size, len(ranks), ranks[1] - ranks[0], link=link))
     return whole if event.name == "all_reduce" else whole / 2, 0.0
@@ -332,7 +332,8 @@ def _run_stages(
         ends = ends_of(message)
         nodes = set(map(node_of, ends))
         start = max(posted[message, rank] for rank in ends)
-        end = start + float(cluster.point_to_point(size, len(nodes) > 1))
+        measured = cluster.measured("send", size, inputs.world_size, len(nodes))
+        end = start + (measured[0] if measured else float(cluster.point_to_point(size, len(nodes) > 1)))
         lanes[message.destination].record("pipeline", message.kind, start, end, f"{size:,} bytes, {message}")
         return end
 

@@ -119,7 +119,8 @@ def test_a_measured_machine(tmp_path: Path, python: WarmPython, capsys: pytest.C
     measured, _ = read_cluster(str(path))
     names = ("all_reduce", "all_gather", "reduce_scatter", "send")
     assert set(measured.collectives) == {collective_key(name, ranks=2, nodes=1) for name in names}
-    assert all(each.per_byte > 1e-11 for each in measured.collectives.values())
+    half, whole, double = (measured.measured("send", size << 20, 2, 1) for size in (4, 8, 16))
+    assert half and whole and double and 0 < half[0] < whole[0] < double[0]
     assert 1e8 < measured.matmul_flops < 1e14 and measured.gpus_per_node == 2
     flags = f"{SHAPE} 2 --device cpu --tokenizer-type bytes --attention-dropout 0 --hidden-dropout 0 --ranks 2"
     assert main([*flags.split(), "--model-parallel-size", "2", "--cluster", str(path), "--json"]) == 0
