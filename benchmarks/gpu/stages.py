@@ -249,7 +249,7 @@ def record_warnings(device: torch.device) -> Iterator[tuple[list[dict[str, Any]]
         lines = [f"{frame.filename.removeprefix(f'{ROOT}/')}:{frame.lineno} {frame.line}" for frame in frames]
         text = str(message).splitlines()[0]
         entry = {"text": text, "place": lines[-1] if lines else "outside of this project", "traceback": lines}
-        (waits if "synchroniz" in text else other).append(entry)
+        (waits if "called a synchronizing" in text else other).append(entry)
 
     with warnings.catch_warnings():
         warnings.simplefilter("always")

@@ -68,7 +68,7 @@ class _Gelu(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, bias: Tensor, approximate: str) -> Tensor:
         ctx.save_for_backward(x)
         ctx.approximate = approximate
-        return F.gelu(x, approximate=approximate)
+        return GELU(x, approximate)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -100,13 +100,9 @@ class _AddNorm(torch.autograd.Function):
         seeds: Tensor | None,
         *place: Any,
     ) -> tuple[Tensor, Tensor]:
-        if branch is None:
-            assert weight is not None
-            out, (y, mean, rstd) = x.view_as(x), torch.native_layer_norm(x, weight.shape, weight, norm_bias, eps)
-        else:
-            out, y, mean, rstd = ADD_NORM(x, branch, bias, weight, norm_bias, eps, seeds, *place)
-        normed = x if branch is None else out
-        ctx.save_for_backward(*((None,) * 3 if weight is None else (normed, mean, rstd)), weight, seeds)
+        out, y, mean, rstd = ADD_NORM(x, branch, bias, weight, norm_bias, eps, seeds, *place)
+        out = x.view_as(x) if branch is None else out
+        ctx.save_for_backward(*((None,) * 3 if weight is None else (out, mean, rstd)), weight, seeds)
         ctx.place, ctx.has_branch = place, branch is not None
         return out, y
 
@@ -124,6 +120,16 @@ class _AddNorm(torch.autograd.Function):
 # --- the operators: the reference in PyTorch, the Triton kernel, examples, and shapes without values ------------------
 
 
+def _gelu(x: Tensor, approximate: str) -> Tensor:
+    return F.gelu(x, approximate=approximate)
+
+
+def _gelu_in_triton(*args: Any) -> Tensor:
+    from mpu.kernels.in_triton import gelu
+
+    return gelu(*args)
+
+
 def _gelu_backward(dy: Tensor, x: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
     """[..., f], [..., f] -> the gradient of x, and its sum [f]."""
     dx = torch.ops.aten.gelu_backward(dy.contiguous(), x.contiguous(), approximate=approximate)
@@ -137,9 +143,13 @@ def _gelu_backward_in_triton(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _gelu_examples(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    dy, x = example_tensor(2, 5, 3, 300, dtype=dtype, device=device)
-    yield dy, x, "tanh"
-    yield dy, x, "none"
+    for approximate in ("tanh", "none"):
+        yield example_tensor(5, 3, 300, dtype=dtype, device=device), approximate
+
+
+def _gelu_backward_examples(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for approximate in ("tanh", "none"):
+        yield *example_tensor(2, 5, 3, 300, dtype=dtype, device=device), approximate
 
 
 def _stack_qkv(dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,8 +172,8 @@ def _qkv_examples(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[An
 
 def _add_norm(
     x: Tensor,
-    branch: Tensor,
-    bias: Tensor,
+    branch: Tensor | None,
+    bias: Tensor | None,
     weight: Tensor | None,
     norm_bias: Tensor | None,
     eps: float,
@@ -173,16 +183,17 @@ def _add_norm(
     first_position: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return out and y [s, b, h], and the mean and the inverse standard deviation of each token of out, [t] float32.
-    Without a norm (weight) the last three are empty."""
-    branch = branch.float() + bias.float()
-    if seeds is not None:
-        branch = DROPOUT.reference(branch, p, seeds, location, first_position)
-    out = (x.float() + branch).to(x.dtype)
-    if weight is None or norm_bias is None:
-        y, mean, rstd = (x.new_empty(0, dtype=dtype) for dtype in (x.dtype, torch.float32, torch.float32))
-        return out, y, mean, rstd
-    y, mean, rstd = torch.native_layer_norm(out.float(), weight.shape, weight.float(), norm_bias.float(), eps)
-    return out, y.to(x.dtype), mean.flatten(), rstd.flatten()
+    Without a branch out is x, and the first result is empty. Without a norm (weight) the last three are empty."""
+    out, y, mean, rstd = (x.new_empty(0, dtype=dtype) for dtype in (x.dtype, x.dtype, torch.float32, torch.float32))
+    if branch is not None and bias is not None:
+        added = branch.float() + bias.float()
+        if seeds is not None:
+            added = DROPOUT.reference(added, p, seeds, location, first_position)
+        out = x = (x.float() + added).to(x.dtype)
+    if weight is not None and norm_bias is not None:
+        wide = torch.native_layer_norm(x.float(), weight.shape, weight.float(), norm_bias.float(), eps)
+        y, mean, rstd = wide[0].to(x.dtype), wide[1].flatten(), wide[2].flatten()
+    return out, y, mean, rstd
 
 
 def _with_threshold(*args: Any) -> Iterator[Any]:
@@ -204,6 +215,7 @@ def _add_norm_examples(device: torch.device, dtype: torch.dtype) -> Iterator[tup
     for dropout in (_example_dropout(device), NO_DROPOUT):
         yield x, branch, *vectors, 1e-5, *dropout
         yield x, branch, vectors[0], None, None, 0.0, *dropout
+    yield x, None, None, *vectors[1:], 1e-5, *NO_DROPOUT
 
 
 def _add_norm_backward(
@@ -258,10 +270,12 @@ def _example_dropout(device: torch.device) -> HiddenDropout:
     return torch.tensor([[7, 1, 0], [2**31 - 5, 2**40, 3], [7, 2, 0]], device=device), 0.5, 2, 7
 
 
-def _add_norm_shapes(x: Tensor, branch: Tensor, bias: Tensor, weight: Tensor | None, *rest: Any) -> Any:
-    y = x.new_empty(0 if weight is None else x.shape)
+def _add_norm_shapes(
+    x: Tensor, branch: Tensor | None, bias: Tensor | None, weight: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    out, y = (x.new_empty(0 if given is None else x.shape) for given in (branch, weight))
     mean, rstd = (x.new_empty(y.numel() // x.size(-1), dtype=torch.float32) for _ in range(2))
-    return x.new_empty(x.shape), y, mean, rstd
+    return out, y, mean, rstd
 
 
 def _add_norm_backward_shapes(grad: Tensor, *rest: Any) -> Any:
@@ -270,7 +284,8 @@ def _add_norm_backward_shapes(grad: Tensor, *rest: Any) -> Any:
     return *(grad.new_empty(size) for size in sizes), grad.new_empty(1 if weight is None else 3, grad.size(-1))
 
 
-GELU_BACKWARD = TritonKernel("bias_gelu_backward", _gelu_backward, _gelu_backward_in_triton, _gelu_examples)
+GELU = TritonKernel("gelu", _gelu, _gelu_in_triton, _gelu_examples)
+GELU_BACKWARD = TritonKernel("bias_gelu_backward", _gelu_backward, _gelu_backward_in_triton, _gelu_backward_examples)
 STACK_QKV = TritonKernel("stack_qkv", _stack_qkv, _stack_qkv_in_triton, _qkv_examples)
 ADD_NORM = TritonKernel(
     "bias_dropout_add_norm", _add_norm, _add_norm_in_triton, _add_norm_examples, fake=_add_norm_shapes

@@ -19,7 +19,7 @@ from mpu import kernels
 from mpu.cross_entropy import loss_from_stats, vocab_parallel_targets
 from mpu.kernels.cross_entropy import CROSS_ENTROPY_GRADIENT, VOCAB_STATISTICS
 from mpu.kernels.dropout import DROPOUT
-from mpu.kernels.layer import ADD_NORM, ADD_NORM_BACKWARD, GELU_BACKWARD, STACK_QKV
+from mpu.kernels.layer import ADD_NORM, ADD_NORM_BACKWARD, GELU, GELU_BACKWARD, STACK_QKV
 from mpu.kernels.optimizer import adamw_, add_grads_, sum_of_squares
 from mpu.kernels.triton_kernel import TritonKernel
 from tests.mpu.kernels import test_layer
@@ -29,6 +29,7 @@ KERNELS: list[TritonKernel[Any, Any]] = [
     DROPOUT,
     VOCAB_STATISTICS,
     CROSS_ENTROPY_GRADIENT,
+    GELU,
     GELU_BACKWARD,
     STACK_QKV,
     ADD_NORM,

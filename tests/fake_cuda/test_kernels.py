@@ -136,33 +136,53 @@ def test_it_spills_nothing(architecture: str, element: str, kernel: str):
 
 FLOAT32 = ("sums", "mean", "rstd")
 NUMBERS = {
-    **dict.fromkeys("t b h f n d rows stride_s stride_b stride_n first_position dropped".split(), "i32"),
+    **dict.fromkeys("t b h f n d size programs width stride_s stride_b stride_n first_position dropped".split(), "i32"),
     **dict.fromkeys(("eps", "keep_scale"), "fp32"),
     **dict.fromkeys(FLOAT32, "*fp32"),
     "seeds": "*i64",
 }
-CASES: dict[str, list[dict[str, Any]]] = {  # The constants of each kernel, without its tile.
-    "gelu_backward_kernel": [{"TANH": True}, {"TANH": False}],
-    "stack_qkv_kernel": [{}],
-    "add_norm_kernel": [{"LOCATION": 2, "DROPOUT": True, "NORM": True}],
-    "add_norm_backward_kernel": [{"LOCATION": 2, "DROPOUT": True, "NORM": True}],
-}
+
+
+def cases(name: str, element: str) -> list[dict[str, Any]]:
+    """The constants of a kernel, with its warps as `num_warps`."""
+    from mpu.kernels import in_triton
+
+    size = in_triton.LAYER_TILE
+    rows = {"rows": 128, "STAGES": in_triton.LAYER_STAGES}
+    plain, wide = {"num_warps": in_triton.LAYER_WARPS}, {"LOCATION": 2, "DROPOUT": True, "NORM": True}
+    columns = {"ROWS": size // in_triton.GELU_COLUMNS, "COLUMNS": in_triton.GELU_COLUMNS}
+    formulas = {"TANH": True, "FAST": False}, {"TANH": False, "FAST": True}
+    return {
+        "gelu_kernel": [{**plain, **formula, "BLOCK": size} for formula in formulas],
+        "gelu_backward_kernel": [{**plain, **formula, **rows, **columns} for formula in formulas],
+        "add_up_kernel": [{"num_warps": 8, "ROWS": 512, "COLUMNS": in_triton.SUM_COLUMNS}],
+        "stack_qkv_kernel": [{**plain, "rows": 128, "ROWS": size // 64, "COLUMNS": 64}],
+        "add_norm_kernel": [{**in_triton.tile(WIDEST), **wide, "BRANCH": True}],
+        "add_norm_backward_kernel": [
+            {**in_triton.tile(WIDEST), **wide, **rows} | ({"STAGES": 1} if element == "fp32" else {})
+        ],
+    }[name]
+
+
+LAYER_KERNELS = (
+    "gelu_kernel",
+    "gelu_backward_kernel",
+    "add_up_kernel",
+    "stack_qkv_kernel",
+    "add_norm_kernel",
+    "add_norm_backward_kernel",
+)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("element", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", LAYER_KERNELS)
 def test_a_kernel_of_the_layer_spills_nothing(name: str, element: str, architecture: str):
     from mpu.kernels import in_triton
 
     kernel = getattr(in_triton, name)
-    for case in CASES[name]:
-        constants: dict[str, Any] = {**in_triton.tile(WIDEST), **case}
+    for constants in cases(name, element):
         warps = constants.pop("num_warps")
-        if "COLUMNS" in kernel.arg_names:
-            columns = {"gelu_backward_kernel": in_triton.GELU_COLUMNS, "stack_qkv_kernel": 64}[name]
-            constants = {**case, "ROWS": in_triton.LAYER_TILE // columns, "COLUMNS": columns}
-            warps = in_triton.LAYER_WARPS
         types = {
             argument: "constexpr" if argument in constants else NUMBERS.get(argument, f"*{element}")
             for argument in kernel.arg_names

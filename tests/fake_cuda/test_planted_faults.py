@@ -215,6 +215,11 @@ FAULTS: dict[str, tuple[Check, Plant, str]] = {
         before_update(lambda self: self.found_inf.zero_() if self.found_inf > 0 else None),
         "reads a value",
     ),
+    "a tensor for a list of tensors": (
+        step,
+        before_update(lambda self: torch._foreach_add_([self.found_inf.clone()], self.found_inf)),
+        "reads a value for a list",
+    ),
     "a mask as an index": (step, before_counting(lambda mask: mask[mask > 0]), "nonzero"),
     "torch.cuda.synchronize": (step, before_update(lambda self: torch.cuda.synchronize()), "synchronizes the device"),
     "Event.synchronize": (step, before_update(synchronize_event), "synchronizes an event"),

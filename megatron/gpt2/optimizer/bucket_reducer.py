@@ -6,6 +6,7 @@ parameters are gathered while the next forward runs.
 """
 
 import contextlib
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
@@ -114,10 +115,14 @@ class BucketReducer:
         return first
 
     def _hook(self, name: str):  # type: ignore[no-untyped-def]
+        # A weak reference, because Python's garbage collector does not find a cycle through a hook of a parameter.
+        reference = weakref.ref(self)
+
         def take(parameter: Tensor) -> None:
-            if parameter.grad is not None:  # else `add` has already added it
+            reducer = reference()
+            if parameter.grad is not None and reducer is not None:  # If it is None, `add` has already added it.
                 gradient, parameter.grad = parameter.grad, None
-                self.collect(name, gradient)
+                reducer.collect(name, gradient)
 
         return take
 
