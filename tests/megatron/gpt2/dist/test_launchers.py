@@ -100,30 +100,15 @@ def test_srun(python: WarmPython, folder: Path, single: list[float]) -> None:
     stub.parent.mkdir()
     stub.write_text(SRUN)
     stub.chmod(0o755)
-    words = [
-        str(ROOT / "scripts/pretrain_gpt2.slurm"),
-        *flags(folder),
-        "--save",
-        str(save),
-        "--model-parallel-size",
-        "2",
-    ]
-    slurm = {
-        "SLURM_SUBMIT_DIR": str(ROOT),
-        "SLURM_JOB_ID": str(os.getpid()),
-        "MAX_REQUEUES": "0",
-    }
-    path = f"{stub.parent}:{python.path}"
-    job = program(folder, "bash", *words, MASTER_ADDR="localhost", PATH=path, **slurm)
+    words = f"bash {ROOT}/scripts/pretrain_gpt2.slurm --save {save} --model-parallel-size 2".split()
+    slurm = variables(f"SLURM_SUBMIT_DIR={ROOT} SLURM_JOB_ID={os.getpid()} MAX_REQUEUES=0 MASTER_ADDR=localhost")
+    job = program(folder, *words, *flags(folder), PATH=f"{stub.parent}:{python.path}", **slurm)
     job.wait(240)
     output = (folder / "output").read_text()
     assert job.returncode == 0, output
     assert losses(save) == pytest.approx(single, rel=1e-5)
-    for line in (
-        "host node003: ranks 0-1 of 4 on cpu (1 thread each)",
-        "host node004: ranks 2-3 of 4 on cpu (1 thread each)",
-    ):
-        assert output.splitlines().count(line) == 1, output
+    for line in ("host node003: ranks 0-1 of 4 on cpu ", "host node004: ranks 2-3 of 4 on cpu "):
+        assert output.count(line) == 1, output
 
 
 # If there is a GPU, ranks are spawned instead of forked.
@@ -230,33 +215,22 @@ def test_exit_code_without_rank_0(folder: Path, flags: str, code: int) -> None:
     assert ended == code and re.fullmatch(r"error \(\S+\): rank 0 did not join within 0.2 s .*\n", said), said
 
 
-TORCHRUN = {
-    "RANK": "3",
-    "WORLD_SIZE": "4",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "node1",
-    "MASTER_PORT": "6000",
-    "TORCHELASTIC_USE_AGENT_STORE": "True",
-}
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "1",
-    "OMPI_COMM_WORLD_SIZE": "2",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-}
-PMI = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
-STEP = {
-    "SLURM_PROCID": "5",
-    "SLURM_NTASKS": "7",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_TASKS_PER_NODE": "4,3",
-    "SLURM_JOB_ID": "123456",
-    "SLURMD_NODENAME": "node004",
-    "SLURM_STEP_NODELIST": "node[003-004]",
-}
+def variables(line: str) -> dict[str, str]:
+    return dict(word.split("=", 1) for word in line.split())
+
+
+TORCHRUN = variables(
+    "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=node1 MASTER_PORT=6000 "
+    "TORCHELASTIC_USE_AGENT_STORE=True"
+)
+OPEN_MPI = variables(
+    "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2"
+)
+PMI = variables("PMI_RANK=2 PMI_SIZE=4 MPI_LOCALRANKID=0 MPI_LOCALNRANKS=2")
+STEP = variables(
+    "SLURM_PROCID=5 SLURM_NTASKS=7 SLURM_LOCALID=1 SLURM_NODEID=1 SLURM_STEP_ID=0 SLURM_STEP_TASKS_PER_NODE=4,3 "
+    "SLURM_JOB_ID=123456 SLURMD_NODENAME=node004 SLURM_STEP_NODELIST=node[003-004]"
+)
 SCRIPT = {name: value for name, value in STEP.items() if "STEP" not in name}  # A batch script has these variables.
 BY_HAND = "--rank 1 --world-size=3 --init-method tcp://node1:6000"
 
@@ -300,7 +274,7 @@ def test_torchrun_keeps_the_store() -> None:
         ):
             launch(TORCHRUN, f"--init-method {bad}")
     assert launch(TORCHRUN, "--init-method file:///here").init_method == "file:///here"
-    assert launch({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}).local is None
+    assert launch(variables("RANK=0 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1")).local is None
 
 
 def test_mpi_meets_where_it_can_know() -> None:
@@ -344,39 +318,31 @@ def test_plain_python_in_an_allocation_is_a_single_rank_with_a_notice() -> None:
 @pytest.mark.parametrize(
     "argv, environ, message",
     [
-        ("", {"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x in the environment is not a number"),
-        ("", {"RANK": "2", "WORLD_SIZE": "2"}, "rank 2 of 2"),
-        ("", {**TORCHRUN, "LOCAL_RANK": "3"}, "local rank 3 of 2"),
-        (
-            "",
-            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"},
-            "no rendezvous address for the 2 ranks: set MASTER_ADDR",
-        ),
-        ("", PMI, "no rendezvous address for the 4 ranks"),
-        ("", {**TORCHRUN, "MASTER_PORT": "http"}, "bad rendezvous address tcp://node1:http"),
-        ("", {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, "neither SLURM_NTASKS nor SLURM_STEP_TASKS_PER_NODE"),
-        ("--rank 0", {}, "--rank and --world-size must be given together"),
-        ("--rank 0 --world-size 2", {}, "--rank needs --init-method"),
-        ("--rank 2 --world-size 2 --init-method tcp://a:1", {}, r"--rank 2 is not in \[0, 2\)"),
-        ("--rank 0 --world-size 2 --init-method tcp://a", {}, "bad rendezvous address tcp://a: give tcp://HOST:PORT"),
-        ("--rank 0 --world-size 2 --init-method file://a/b", {}, "bad rendezvous address file://a/b"),
-        ("--init-method tcp://a:1", {}, "--init-method needs --rank and --world-size"),
-        ("--nproc-per-node 2 --rank 0 --world-size 2", {}, "--nproc-per-node starts all ranks itself"),
-        ("--nproc-per-node 2 --nnodes 2 --node-rank 2", {}, r"--node-rank 2 is not in \[0, 2\): change it or --nnodes"),
-        ("--nnodes 2", {}, "--nnodes needs --nproc-per-node"),
-        ("--nproc-per-node 2 --nnodes 2", {}, "no rendezvous address for the 4 ranks: set MASTER_ADDR"),
-        (
-            "--nproc-per-node 2 --nnodes 2",
-            {"MASTER_ADDR": "a", "MASTER_PORT": "http"},
-            "bad rendezvous address tcp://a:http",
-        ),
-        ("--nproc-per-node 2", TORCHRUN, "a launcher has started this process as one of 4 already"),
-        ("--init-timeout 0", {}, "--init-timeout must be positive"),
+        ("", "RANK=x WORLD_SIZE=2", "RANK=x in the environment is not a number"),
+        ("", "RANK=2 WORLD_SIZE=2", "rank 2 of 2"),
+        ("", "RANK=3 WORLD_SIZE=4 LOCAL_RANK=3 LOCAL_WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1", "local rank 3 of 2"),
+        ("", "RANK=0 WORLD_SIZE=2 MASTER_PORT=1", "no rendezvous address for the 2 ranks: set MASTER_ADDR"),
+        ("", "PMI_RANK=2 PMI_SIZE=4", "no rendezvous address for the 4 ranks"),
+        ("", "RANK=0 WORLD_SIZE=2 MASTER_ADDR=node1 MASTER_PORT=http", "bad rendezvous address tcp://node1:http"),
+        ("", "SLURM_PROCID=0 SLURM_LOCALID=0", "neither SLURM_NTASKS nor SLURM_STEP_TASKS_PER_NODE"),
+        ("--rank 0", "", "--rank and --world-size must be given together"),
+        ("--rank 0 --world-size 2", "", "--rank needs --init-method"),
+        ("--rank 2 --world-size 2 --init-method tcp://a:1", "", r"--rank 2 is not in \[0, 2\)"),
+        ("--rank 0 --world-size 2 --init-method tcp://a", "", "bad rendezvous address tcp://a: give tcp://HOST:PORT"),
+        ("--rank 0 --world-size 2 --init-method file://a/b", "", "bad rendezvous address file://a/b"),
+        ("--init-method tcp://a:1", "", "--init-method needs --rank and --world-size"),
+        ("--nproc-per-node 2 --rank 0 --world-size 2", "", "--nproc-per-node starts all ranks itself"),
+        ("--nproc-per-node 2 --nnodes 2 --node-rank 2", "", r"--node-rank 2 is not in \[0, 2\): change it or --nnodes"),
+        ("--nnodes 2", "", "--nnodes needs --nproc-per-node"),
+        ("--nproc-per-node 2 --nnodes 2", "", "no rendezvous address for the 4 ranks: set MASTER_ADDR"),
+        ("--nproc-per-node 2 --nnodes 2", "MASTER_ADDR=a MASTER_PORT=http", "bad rendezvous address tcp://a:http"),
+        ("--nproc-per-node 2", "RANK=3 WORLD_SIZE=4", "a launcher has started this process as one of 4 already"),
+        ("--init-timeout 0", "", "--init-timeout must be positive"),
     ],
 )
-def test_errors_of_launch_settings(argv: str, environ: dict[str, str], message: str) -> None:
+def test_errors_of_launch_settings(argv: str, environ: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        launch(environ, argv)
+        launch(variables(environ), argv)
 
 
 @pytest.mark.parametrize(
