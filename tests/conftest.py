@@ -37,6 +37,14 @@ def needs(*libraries: str, extra: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} of the extra [{extra}] is not installed")
 
 
+def error_line(call: Callable[[], object]) -> str:
+    """Return the error of a user that `call` raises, which must be one line."""
+    with pytest.raises((ValueError, OSError)) as error:
+        call()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
 def tool(name: str) -> ModuleType:
     """Import the program behind tools/`name`.py."""
     return importlib.import_module(f"megatron.gpt2.commands.{name}")

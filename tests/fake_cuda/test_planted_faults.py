@@ -13,15 +13,14 @@ from torch import Tensor
 
 import mpu
 from megatron.gpt2.optimizer import bucket_reducer
-from megatron.gpt2.optimizer.bucket_reducer import BucketReducer
 from megatron.gpt2.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.gpt2.train import data, train_step
-from megatron.gpt2.train.forward_backward import ForwardBackward
 from mpu import layers, transformer
 from mpu.activation_offload import ActivationOffload
 from tests.fake_cuda.fake_gpu import FakeStream
 from tests.fake_cuda.program import check_budget, check_same_order, check_step, communication, cost, running, steps
 from tests.fake_cuda.test_steps import LAYOUTS
+from tests.megatron.gpt2.extensions.order.test_order import changed, extra, replaced, without_wait
 
 Check = Callable[[Path, Path], None]
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -67,70 +66,19 @@ def parked(text: Path, save: Path) -> None:
         check_step(trainer, gpu)
 
 
-def before(owner: Any, name: str, extra: Callable[..., object]) -> Plant:
-    """Make `owner.name` call `extra` first, with the same arguments."""
-
-    def plant(patch: pytest.MonkeyPatch) -> None:
-        original = getattr(owner, name)
-
-        def both(*args: Any, **kwargs: Any) -> Any:
-            extra(*args, **kwargs)
-            return original(*args, **kwargs)
-
-        patch.setattr(owner, name, both)
-
-    return plant
+def before_update(call: Callable[[MixedPrecisionOptimizer], object]) -> Plant:
+    return extra(MixedPrecisionOptimizer, "step", call)
 
 
-def instead(owner: Any, name: str, other: Callable[..., object]) -> Plant:
-    """Replace `owner.name` by `other` during the test."""
-    return lambda patch: patch.setattr(owner, name, other)
+def before_counting(call: Callable[[Tensor], object]) -> Plant:
+    """Call `call` with the mask of the batch before the tokens are counted."""
+    return extra(train_step, "tokens_in_global_batch", lambda trainer, batch: call(batch.mask))
 
 
-def before_update(extra: Callable[[MixedPrecisionOptimizer], object]) -> Plant:
-    return before(MixedPrecisionOptimizer, "step", extra)
-
-
-def before_counting(extra: Callable[[Tensor], object]) -> Plant:
-    """Call `extra` with the mask of the batch before the tokens are counted."""
-    return before(train_step, "tokens_in_global_batch", lambda trainer, batch: extra(batch.mask))
-
-
-class NoWait:
-    """Stands for the work of a collective, and does not wait for it."""
-
-    def wait(self) -> bool:
-        return True
-
-
-def without_wait(owner: Any, name: str) -> Plant:
-    """Let nobody wait for the asynchronous calls of the collective `owner.name`."""
-
-    def plant(patch: pytest.MonkeyPatch) -> None:
-        original = getattr(owner, name)
-
-        def call(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
-            work = original(*args, async_op=async_op, **kwargs)
-            return NoWait() if async_op else work
-
-        patch.setattr(owner, name, call)
-
-    return plant
-
-
-def on_another_stream(owner: Any, name: str) -> Plant:
+def on_another_stream(original: Any, *args: Any) -> Any:
     """Run a method on a stream that nothing waits for."""
-
-    def plant(patch: pytest.MonkeyPatch) -> None:
-        original = getattr(owner, name)
-
-        def call(*args: Any) -> Any:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                return original(*args)
-
-        patch.setattr(owner, name, call)
-
-    return plant
+    with torch.cuda.stream(torch.cuda.Stream()):
+        return original(*args)
 
 
 def synchronize_event(optimizer: MixedPrecisionOptimizer) -> None:
@@ -145,21 +93,10 @@ def unbatched(sends: Any, receives: Any, group: Any) -> tuple[list[mpu.Transfer]
     return sent, [mpu.Transfer(x, [dist.irecv(x, group=group, group_src=peer)]) for x, peer in receives]
 
 
-def reuse_pinned_batch(patch: pytest.MonkeyPatch) -> None:
-    original = data.TrainingData.to_device
-
-    def to_device(self: data.TrainingData, text: Tensor, samples: Tensor) -> data.Batch:
-        batch = original(self, text, samples)
-        text.zero_()
-        return batch
-
-    patch.setattr(data.TrainingData, "to_device", to_device)
-
-
-def two_groups_in_another_order_on_rank_1(optimizer: MixedPrecisionOptimizer) -> None:
-    both = [None, mpu.get_tensor_model_parallel_group()]
-    for group in both if dist.get_rank() == 1 else both[::-1]:
-        dist.all_reduce(optimizer.found_inf, group=group)
+def reuse_pinned_batch(original: Any, self: data.TrainingData, text: Tensor, samples: Tensor) -> data.Batch:
+    batch: data.Batch = original(self, text, samples)
+    text.zero_()
+    return batch
 
 
 def on_gpu(*shape: int) -> Tensor:
@@ -169,7 +106,7 @@ def on_gpu(*shape: int) -> Tensor:
 # Each case has the check, the planted fault, and the expected message.
 FAULTS: dict[str, tuple[Check, Plant, str]] = {
     "a value is read": (step, before_update(lambda self: self.found_inf.item()), "reads a value"),
-    "a batch that is not pinned": (step, instead(data, "pin_tensor", torch.from_numpy), "copies .* from cpu to cuda"),
+    "a batch that is not pinned": (step, replaced(data, "pin_tensor", torch.from_numpy), "copies .* from cpu to cuda"),
     "a tensor on the wrong device": (
         step,
         before_counting(lambda mask: mask + torch.ones(256)),
@@ -177,7 +114,7 @@ FAULTS: dict[str, tuple[Check, Plant, str]] = {
     ),
     "a copy in each layer": (
         step,
-        before(transformer.FusedTransformerLayer, "forward", lambda self, x, *_, **__: x.clone()),
+        extra(transformer.FusedTransformerLayer, "forward", lambda self, x, *_, **__: x.clone()),
         "'clone': '5, granted 3'",
     ),
     "a CPU tensor in a collective": (ranks, before_update(lambda self: dist.all_reduce(torch.zeros(2))), "on the CPU"),
@@ -193,27 +130,13 @@ FAULTS: dict[str, tuple[Check, Plant, str]] = {
     ),
     "the main stream does not wait for copies": (
         parked,
-        instead(ActivationOffload, "wait", lambda self, done: None),
+        replaced(ActivationOffload, "wait", lambda self, done: None),
         "before it is there.*|while another stream uses it",
     ),
     "copies do not wait for the main stream": (
         parked,
-        instead(FakeStream, "wait_stream", lambda self, other: None),
+        replaced(FakeStream, "wait_stream", lambda self, other: None),
         r"reads \(\d+,\) before it is there",
-    ),
-    "a send that nobody receives": (
-        stages,
-        before(
-            ForwardBackward,
-            "_backward",
-            lambda self, action: dist.send(on_gpu(2), dst=0) if dist.get_rank() == 1 else None,
-        ),
-        "rank 1 waits in send.*rank 0 does not come",
-    ),
-    "a branch on a tensor": (
-        step,
-        before_update(lambda self: self.found_inf.zero_() if self.found_inf > 0 else None),
-        "reads a value",
     ),
     "a tensor for a list of tensors": (
         step,
@@ -230,55 +153,44 @@ FAULTS: dict[str, tuple[Check, Plant, str]] = {
     ),
     "a batch that a side stream copies without an event": (
         step,
-        on_another_stream(data.TrainingData, "to_device"),
+        changed(data.TrainingData, "to_device", on_another_stream),
         "before it is there",
     ),
     "no wait for the all-reduce of gradients": (
         data_parallel,
-        without_wait(dist, "all_reduce"),
-        "reads what is received by allreduce.*bucket_reducer.py",
-    ),
-    "no wait for the all-reduce of dX": (
-        tensor_parallel,
-        without_wait(dist, "all_reduce"),
-        "reads what is received by allreduce.*layers.py",
+        changed(dist, "all_reduce", without_wait),
+        "grads.py.* reads what is received by allreduce",
     ),
     "no wait for the all-gather of parameters": (
         sharded,
-        without_wait(bucket_reducer, "all_gather_single"),
-        "reads what is received by _?allgather.*bucket_reducer.py",
+        changed(bucket_reducer, "all_gather_single", without_wait),
+        "layers.py.* reads what is received by _?allgather",
     ),
     "no wait for a transfer between stages": (
         stages,
-        instead(mpu.Transfer, "wait", lambda self: self.tensor),
+        replaced(mpu.Transfer, "wait", lambda self: self.tensor),
         "reads what is received by recv.*p2p_communication.py",
     ),
     "opposing transfers without a batch": (
         stages,
-        instead(mpu, "batched_p2p_ops", unbatched),
+        replaced(mpu, "batched_p2p_ops", unbatched),
         "rank 0 waits in send.*rank 1 does not come",
     ),
     "a sum of dX over the wrong group": (
         groups,
-        before(layers._Linear, "backward", lambda ctx, dy: setattr(ctx, "group", dist.group.WORLD)),
+        extra(layers._Linear, "backward", lambda ctx, dy: setattr(ctx, "group", dist.group.WORLD)),
         "'world: allreduce",
     ),
     # Own faults, in addition to those of an audit
-    "the host overwrites a pinned batch on its way": (step, reuse_pinned_batch, "on the host writes"),
+    "the host overwrites a pinned batch on its way": (
+        step,
+        changed(data.TrainingData, "to_device", reuse_pinned_batch),
+        "on the host writes",
+    ),
     "the host reads a copy on its way": (
         step,
         before_update(lambda self: self.found_inf.to("cpu", non_blocking=True) + 1),
         r"on the host reads \(\) before it is there",
-    ),
-    "another stream waits for a collective": (
-        data_parallel,
-        on_another_stream(BucketReducer, "_arrived"),
-        "before it is there",
-    ),
-    "two groups in different orders": (
-        ranks,
-        before_update(two_groups_in_another_order_on_rank_1),
-        "(?s)rank 0 waits in allreduce.*rank 1 waits in allreduce",
     ),
 }
 

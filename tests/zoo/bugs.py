@@ -29,7 +29,7 @@ from megatron.gpt2.train.loop import IterationLogger
 from megatron.gpt2.train.trainer import Trainer
 from mpu import cross_entropy, grads, kernels, layers, mappings, transformer
 from tests.megatron.gpt2.extensions.order import test_order as order
-from tests.megatron.gpt2.extensions.order.test_order import changed, extra
+from tests.megatron.gpt2.extensions.order.test_order import changed, extra, replaced
 from tests.megatron.gpt2.extensions.verify import planted_faults as faults
 from tests.megatron.gpt2.extensions.verify.planted_faults import (
     ACCUMULATED,
@@ -88,10 +88,6 @@ def scaled(factor: float) -> Plant:
         lambda _, self: [gradient.mul_(factor) for gradient in self._buffer.shard_grads()],
         after=True,
     )
-
-
-def replaced(owner: Any, name: str, value: Any) -> Plant:
-    return lambda patch: patch.setattr(owner, name, value)
 
 
 def without_collectives(module: Any) -> Plant:

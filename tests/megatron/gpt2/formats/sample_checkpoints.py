@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -29,6 +28,7 @@ from megatron.gpt2.formats.megatron_model import FUSED, MegatronLayout, native_n
 from megatron.gpt2.model.gpt2 import GPT2Model, model_partition_specs
 from megatron.gpt2.optimizer.optimizer import learning_rates
 from mpu.partition import TensorSlice
+from tests.conftest import error_line
 
 SHAPE = ModelConfig(
     num_layers=4, hidden_size=48, num_attention_heads=4, ffn_hidden_size=80, vocab_size=101, max_position_embeddings=24
@@ -296,10 +296,8 @@ def silent(line: str) -> None:
 
 def assert_refused(path: Path, *words: str, **hints: Any) -> None:
     """Check that opening `path` raises a ValueError in one line that names the path and contains the `words`."""
-    with pytest.raises(ValueError) as caught:
-        open_checkpoint(path, Hints(**hints), log=silent)
-    message = str(caught.value)
-    assert "\n" not in message and all(word in message for word in (str(path), *words)), message
+    message = error_line(lambda: open_checkpoint(path, Hints(**hints), log=silent))
+    assert all(word in message for word in (str(path), *words)), message
 
 
 def same(source: BaseCheckpoint, weights: dict[str, Tensor], kind: str = "model") -> bool:
