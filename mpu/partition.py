@@ -42,7 +42,7 @@ def check_ids(ids: Tensor, vocab_size: int, name: str) -> None:
     hold such an id, and its embedding would silently be zero.
 
     Like torch, it raises an IndexError on a CPU and a device-side assertion on a GPU, where the host does not wait.
-    Checking 8,192 ids takes 0.05 ms on one thread of a busy Xeon, one id 0.02 ms. The check was not measured on a GPU.
+    Checking 8,192 ids takes 0.05 ms on one thread of a busy Xeon, one id 0.02 ms.
     """
     inside = (ids >= 0) & (ids < vocab_size)
     problem = f"not in the vocabulary, 0 to {vocab_size - 1}; to leave a token out, multiply its loss by 0"

@@ -57,7 +57,8 @@ def varlen_attention(qkv: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
     longest: the largest length.
 
     This is torch's only kernel that takes cumulative lengths. It computes all documents in one launch, instead of one
-    launch for each, and makes no mask. Its speed has not been measured on a GPU.
+    launch for each, and makes no mask. A step of two layers
+    on an H200 has the loss and the gradient norm of a CPU.
     """
     from torch.nn.attention.varlen import varlen_attn
 

@@ -18,6 +18,19 @@ launch for all tensors. A program computes one chunk of one tensor. It finds bot
 distance from the list's first tensor. Distances are counted in units of 16 elements, so that the compiler loads 16
 bytes at once.
 
+Times on an H200 (its copies reach 4.2 TB/s) for 32,768 tokens of GPT-2 345M in bf16, torch 2.11, 2026-11-26:
+
+    GELU                               0.14 ms, 3.7 TB/s    torch: 0.17 ms
+    its gradient and bias sum          0.23 ms, 3.5 TB/s    torch: 0.24 + 0.09 ms
+    bias, residual and norm            0.07 ms, 3.8 TB/s    with dropout: 0.08 ms
+    their gradients and sums           0.09 ms, 3.0 TB/s    with dropout: 0.13 ms
+    qkv gradient and bias sum          0.14 ms, 2.8 TB/s
+    loss and gradient of the logits    2.4 ms, 2.8 TB/s
+    AdamW of 352M parameters           2.7 ms, 4.0 TB/s
+
+Matrix products with an fp32 result (`out_dtype`), which would add weight gradients to their buckets, save 0 to 2 % of a
+product's time there, so nothing here uses them.
+
 Legend: b batch, s sequence, t or c tokens, h hidden, n heads, d head size, f width of a linear layer's output, v/tp
 columns of this rank.
 """
