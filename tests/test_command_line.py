@@ -360,7 +360,7 @@ CASES = {
 }
 
 
-def run_cases(rank: int, world_size: int, folder: str) -> dict[str, tuple[int, str]]:
+def run_cases(rank: int, world_size: int, folder: Path) -> dict[str, tuple[int, str]]:
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -389,7 +389,7 @@ def test_bad_input(tmp_path: Path):
     (tmp_path / "short.txt").write_text("abcdef")
     (tmp_path / "lost").mkdir()
     (tmp_path / "lost" / "latest_checkpointed_iteration.txt").write_text("300\n")
-    first, second = run_ranks(run_cases, 2, str(tmp_path))
+    first, second = run_ranks(run_cases, 2, tmp_path)
     for name, expected in CASES.items():
         code, said = first[name]
         assert code == 2 and second[name] == (2, ""), (name, code, said, second[name])

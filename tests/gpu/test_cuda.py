@@ -41,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def on_gpu(folder: Path, flags: str) -> Trainer:
-    return start(0, 1, str(folder), f"--device cuda {flags}".split())
+    return start(0, 1, folder, f"--device cuda {flags}")
 
 
 def loss_and_gradients(model: GPT2Model, device: str) -> tuple[float, dict[str, torch.Tensor]]:
@@ -88,7 +88,7 @@ def test_selective_recompute_changes_nothing():
 def test_losses_stay_near_fp32_on_the_cpu(folder: Path, flags: str):
     seen: list[dict[str, Any]] = []
     for name, where in (("cpu", ""), ("gpu", f"--device cuda {flags}")):
-        trainer = start(0, 1, str(folder), f"--save {folder}/{name} {where}".split())
+        trainer = start(0, 1, folder, f"--save {folder}/{name} {where}")
         seen.append(steps(trainer, 20))
         finish(trainer)
     assert seen[0]["loss"][0] - seen[0]["loss"][-1] > 0.3, "the run must learn something"
@@ -190,7 +190,7 @@ def test_a_launcher_starts_one_rank(folder: Path):
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_in_a_group_of_one(folder: Path, name: str):
     """The run calls every NCCL collective with CUDA tensors."""
-    check_single_rank_group(name, "nccl", torch.device("cuda", 0), str(folder))
+    check_single_rank_group(name, "nccl", torch.device("cuda", 0), folder)
 
 
 def test_nccl_sends_to_itself():

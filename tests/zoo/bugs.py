@@ -41,9 +41,9 @@ from tests.megatron.gpt2.extensions.verify.planted_faults import (
 
 Patch = pytest.MonkeyPatch
 Plant = Callable[[Patch], object]
-DATA_PARALLEL = ("--micro-batch-size", "2")
-RECOMPUTED = (*DATA_PARALLEL, "--recompute-granularity", "full")
-MICRO_BATCHES = ("--micro-batch-size", "1", "--pipeline-model-parallel-size", "2")
+DATA_PARALLEL = "--micro-batch-size 2"
+RECOMPUTED = DATA_PARALLEL + " --recompute-granularity full"
+MICRO_BATCHES = "--micro-batch-size 1 --pipeline-model-parallel-size 2"
 EOD_MASK = "--eod-mask-loss"  # This flag changes the training.
 LAST = "gradient of transformer.final_layernorm.bias"
 
@@ -57,7 +57,7 @@ class Change(NamedTuple):
     """
 
     plant: Plant
-    flags: tuple[str, ...] = TENSOR_PARALLEL
+    flags: str = TENSOR_PARALLEL
     source: str = ""
     named: str = ""
     ranks: tuple[int, ...] = (0, 1)
@@ -140,9 +140,15 @@ def verified(name: str, source: str) -> Change:
 def ordered(name: str, source: str) -> Change:
     """Return a fault of the tests of the proof of order."""
     fault = order.FAULTS[name]
-    flags = (*fault.flags.split(), "--micro-batch-size", "1")
     line = order.line_numbers(fault.file, fault.line)[0]
-    return Change(fault.plant, flags, source, f"{fault.file}:{line}", fault.ranks, fault.world_size)
+    return Change(
+        fault.plant,
+        fault.flags + " --micro-batch-size 1",
+        source,
+        f"{fault.file}:{line}",
+        fault.ranks,
+        fault.world_size,
+    )
 
 
 BUGS = {
@@ -256,7 +262,7 @@ BUGS = {
     ),
     "mean of the ranks' means": Change(
         replaced(train_step, "tokens_in_global_batch", lambda trainer, batch: 2 * batch.mask.sum()),
-        (*DATA_PARALLEL, EOD_MASK),
+        f"{DATA_PARALLEL} {EOD_MASK}",
         "huggingface/transformers#24725",
         "token_weight",
     ),

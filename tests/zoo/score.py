@@ -28,7 +28,7 @@ CHANGES = BUGS | HARMLESS
 SETTING = (
     "--hidden-size 32 --seq-length 16 --global-batch-size 4 --hidden-dropout 0.1 --attention-dropout 0.1 "
     "--lr-decay-style linear --lr-decay-iters 20"
-).split()
+)
 STEPS = 2
 
 
@@ -40,16 +40,16 @@ class Score(NamedTuple):
     seconds: float
 
 
-def run_flags(folder: Path, flags: Sequence[str]) -> list[str]:
-    return [*SETTING, *flags, "--train-data", f"{folder}/text.jsonl", "--save", f"{folder}/run"]
+def run_flags(folder: Path, flags: str) -> str:
+    return f"{SETTING} {flags} --train-data {folder}/text.jsonl --save {folder}/run"
 
 
-def trace_of(folder: Path, flags: Sequence[str]) -> Path:
+def trace_of(folder: Path, flags: str) -> Path:
     """Return the folder of the trace with which a run with these flags is compared."""
     return folder / ("trace_eod" if EOD_MASK in flags else "trace")
 
 
-def capture(rank: int, world_size: int, folder: Path, flags: Sequence[str], *, records: bool = False) -> RankReport:
+def capture(rank: int, world_size: int, folder: Path, flags: str, *, records: bool = False) -> RankReport:
     trainer = start(rank, world_size, folder, run_flags(folder, flags))
     try:
         return capture_steps(trainer, RankTask(trace_of(folder, flags), folder, STEPS, records))
@@ -68,7 +68,9 @@ def check_ranks(
             if rank in change.ranks:
                 change.plant(patch)
             begin = time.perf_counter()
-            arguments = parse([*SMALL, "--data-cache-path", f"{folder}/cache", *run_flags(folder, change.flags)])
+            arguments = parse(
+                [*SMALL, "--data-cache-path", f"{folder}/cache", *run_flags(folder, change.flags).split()]
+            )
             rows = run_checks(arguments, RankInfo(rank, world_size, rank, world_size))
             middle = time.perf_counter()
             report = capture(rank, world_size, folder, change.flags)
@@ -79,8 +81,7 @@ def check_ranks(
 
 def prove(change: Change) -> Score:
     begin = time.perf_counter()
-    flags = " ".join((*change.flags, "--global-batch-size", "4"))
-    story = story_of(flags, change.world_size, change.plant, change.ranks)
+    story = story_of(f"{change.flags} --global-batch-size 4", change.world_size, change.plant, change.ranks)
     return Score("prove-order", story, time.perf_counter() - begin)
 
 
@@ -91,15 +92,15 @@ def score(names: Sequence[str], folder: Path) -> dict[str, list[Score]]:
     words = write_text(folder).read_text().split()
     texts = (" ".join(words[first : first + first // 40 % 40 + 1]) for first in range(0, len(words), 40))
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    for mask in ((), (EOD_MASK,)):
-        report = capture(0, 1, folder, ("--micro-batch-size", "4", *mask), records=True)
+    for mask in ("", EOD_MASK):
+        report = capture(0, 1, folder, f"--micro-batch-size 4 {mask}", records=True)
         write_index(trace_of(folder, mask), report.facts, [report.findings])
     ranks = run_ranks(check_ranks, 2, folder, started, timeout=1800) if started else []
     for name in started:
         flags = CHANGES[name].flags
         preflight, report, seconds = ranks[0][name]
         comparison = Comparison([rank[name][1].findings for rank in ranks], Trace(trace_of(folder, flags)))
-        result = LayoutResult(LayoutSpec(" ".join(flags), (), 2, 4), report.facts, comparison)
+        result = LayoutResult(LayoutSpec(flags, (), 2, 4), report.facts, comparison)
         text = "\n".join(explain_mismatch(result)) if comparison.mismatches else ""
         scores[name] += [Score("verify", text, seconds), preflight]
     return scores

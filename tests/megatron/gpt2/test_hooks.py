@@ -35,8 +35,8 @@ def test_a_run_without_extensions_trains_and_a_flag_of_one_is_refused(
     with pytest.raises(
         ValueError, match=r"^--log-straggler needs megatron\.gpt2\.extensions\.watch\.stragglers, which"
     ):
-        make_context(tmp_path, ["--log-straggler"], RankInfo())
-    trainer = start(0, 1, str(tmp_path), ["--train-iters", "2"])
+        make_context(tmp_path, "--log-straggler", RankInfo())
+    trainer = start(0, 1, tmp_path, "--train-iters 2")
     assert trainer.hooks == []
     assert train(trainer) == ""
     finish(trainer)
@@ -53,7 +53,7 @@ def test_the_first_result_that_is_not_none() -> None:
 
 def test_the_order_of_hook_calls(tmp_path: Path) -> None:
     write_text(tmp_path)
-    trainer = start(0, 1, str(tmp_path), "--train-iters 2 --log-interval 1 --save-interval 1".split())
+    trainer = start(0, 1, tmp_path, "--train-iters 2 --log-interval 1 --save-interval 1")
     seen: list[str] = []
 
     class Seeing(Hook):

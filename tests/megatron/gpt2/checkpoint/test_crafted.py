@@ -422,7 +422,7 @@ PLACES: dict[str, list[Any]] = {
 def trained(tmp_path_factory: pytest.TempPathFactory) -> NativeCheckpoint:
     folder = tmp_path_factory.mktemp("metadata")
     write_text(folder, 300)
-    trainer = start(0, 1, str(folder), "--hidden-size 16 --num-attention-heads 2 --num-layers 1".split())
+    trainer = start(0, 1, folder, "--hidden-size 16 --num-attention-heads 2 --num-layers 1")
     steps(trainer, 1)
     path = trainer.checkpoints.save()
     finish(trainer)

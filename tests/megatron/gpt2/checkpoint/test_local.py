@@ -27,9 +27,9 @@ HOSTS = ["a", "b", "c", "c"]
 ROWS = torch.arange(32.0).view(8, 4)  # Each rank has two rows.
 
 
-def save_lose_and_assemble(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+def save_lose_and_assemble(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     logged: list[str] = []
-    own = Path(folder) / HOSTS[rank]  # This folder represents the memory of this machine.
+    own = folder / HOSTS[rank]  # This folder represents the memory of this machine.
     local = LocalCheckpoints(own / "abc", HOSTS, rank, dist.group.WORLD, "word", logged.append)
     saved, synced = [], list[str]()
     patch = pytest.MonkeyPatch()
@@ -43,8 +43,8 @@ def save_lose_and_assemble(rank: int, world_size: int, folder: str) -> dict[str,
     found["files"] = sorted(str(path.relative_to(own / "abc")) for path in own.rglob("*.safetensors"))
     dist.barrier()
     if rank == 0:
-        shutil.rmtree(Path(folder) / "b")  # A new machine replaces it.
-        (Path(folder) / RUN_NAME_FILE).write_text("abc")
+        shutil.rmtree(folder / "b")  # A new machine replaces it.
+        (folder / RUN_NAME_FILE).write_text("abc")
     port = [TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False) if rank == 0 else None]
     number = torch.tensor(port[0].port if port[0] else 0)
     dist.broadcast(number, 0)
@@ -55,14 +55,14 @@ def save_lose_and_assemble(rank: int, world_size: int, folder: str) -> dict[str,
     dist.barrier()
     dist.destroy_process_group()
     found["older"] = assemble_local_checkpoint(
-        folder, str(own), 3, RankInfo(rank, world_size, *place, rendezvous=rendezvous), logged.append
+        str(folder), str(own), 3, RankInfo(rank, world_size, *place, rendezvous=rendezvous), logged.append
     )
     rendezvous.store.set(f"done/{rank}", "")
     rendezvous.store.wait([f"done/{other}" for other in range(world_size)])
     # Each name of a gather can be used once in a run.
     rendezvous = Rendezvous(PrefixStore("again", store), None, rendezvous.hosts, alive)
     ranks = RankInfo(rank, world_size, *place, rendezvous=rendezvous)
-    at = assemble_local_checkpoint(folder, str(own), 2, ranks, logged.append)
+    at = assemble_local_checkpoint(str(folder), str(own), 2, ranks, logged.append)
     assert at is not None, logged
     checkpoint = find_checkpoint(at, log=logged.append)  # There is no warning.
     assert checkpoint.iteration == 3
@@ -73,7 +73,7 @@ def save_lose_and_assemble(rank: int, world_size: int, folder: str) -> dict[str,
 
 
 def test_a_machine_that_is_lost_gets_everything_from_the_others(tmp_path: Path) -> None:
-    found = run_ranks(save_lose_and_assemble, 4, str(tmp_path))
+    found = run_ranks(save_lose_and_assemble, 4, tmp_path)
     assert all(one["saved"] == [True] * 3 and one["older"] is None for one in found)
     assert sum(one["synced"] for one in found) == 3 * (4 + 4), "the files of four ranks, and a copy of each"
     # These are the last two checkpoints. Each machine has the files of its ranks and of the previous machine.
@@ -87,9 +87,9 @@ def test_a_machine_that_is_lost_gets_everything_from_the_others(tmp_path: Path) 
     assert not any(line.startswith("WARNING") for one in found for line in one["said"])
 
 
-def failing_disk(rank: int, world_size: int, folder: str) -> tuple[bool, list[str], list[str]]:
+def failing_disk(rank: int, world_size: int, folder: Path) -> tuple[bool, list[str], list[str]]:
     logged: list[str] = []
-    own = Path(folder) / HOSTS[rank]
+    own = folder / HOSTS[rank]
     if rank == 1:
         own.write_text("a file in the place of the folder")
     local = LocalCheckpoints(own / "abc", HOSTS[:2], rank, dist.group.WORLD, "word", logged.append)
@@ -99,7 +99,7 @@ def failing_disk(rank: int, world_size: int, folder: str) -> tuple[bool, list[st
 
 
 def test_a_disk_that_fails_costs_one_checkpoint_and_no_run(tmp_path: Path) -> None:
-    for saved, logged, left in run_ranks(failing_disk, 2, str(tmp_path)):
+    for saved, logged, left in run_ranks(failing_disk, 2, tmp_path):
         assert not saved and not left
         assert len(logged) == 1 and logged[0].startswith("WARNING: no local checkpoint at iteration 7: rank 1: ")
 
@@ -107,7 +107,7 @@ def test_a_disk_that_fails_costs_one_checkpoint_and_no_run(tmp_path: Path) -> No
 def test_a_run_goes_on_from_the_newest_and_from_none_that_is_damaged(tmp_path: Path) -> None:
     write_text(tmp_path)
     flags = ["--local-checkpoint-dir", str(tmp_path / "memory"), "--local-checkpoint-interval", "2"]
-    trainer = start(0, 1, str(tmp_path), flags)
+    trainer = start(0, 1, tmp_path, flags)
     expected: list[float] = []
     for _ in range(5):
         expected += steps(trainer, 1)["loss"]
@@ -116,7 +116,7 @@ def test_a_run_goes_on_from_the_newest_and_from_none_that_is_damaged(tmp_path: P
             trainer.checkpoints.save()
     finish(trainer)
 
-    trainer = start(0, 1, str(tmp_path), flags)
+    trainer = start(0, 1, tmp_path, flags)
     assert trainer.progress.iteration == 4 and trainer.config.checkpoint.load is None
     assert steps(trainer, 1)["loss"] == expected[4:]
     finish(trainer)
@@ -132,7 +132,7 @@ def test_a_run_goes_on_from_the_newest_and_from_none_that_is_damaged(tmp_path: P
     )
     data[-1] ^= 1
     file.write_bytes(data)
-    trainer = start(0, 1, str(tmp_path), flags)
+    trainer = start(0, 1, tmp_path, flags)
     assert trainer.progress.iteration == 1, "the durable one"
     assert steps(trainer, 1)["loss"] == expected[1:2]
     trainer.checkpoints.remove_local()

@@ -217,19 +217,19 @@ def test_a_crash_or_an_error_while_older_ones_are_removed(tmp_path: Path, monkey
     assert list_iterations(tmp_path) == ["500"]
 
 
-def best(folder: str) -> tuple[int, float, list[str]]:
+def best(folder: Path) -> tuple[int, float, list[str]]:
     """Return the iteration in best/, its loss, and all checkpoints of the folder."""
     found = find_checkpoint(f"{folder}/save/best", log=print)
     assert found.verify() == ""
     return found.iteration, found.metadata["valid_loss"], sorted(path.name for path in found.path.parent.glob("i*"))
 
 
-def losses(rank: int, world_size: int, folder: str) -> list[tuple[int, float, list[str]]]:
+def losses(rank: int, world_size: int, folder: Path) -> list[tuple[int, float, list[str]]]:
     """Train with validation losses whose last bits differ between ranks, with a restart in between. Return what is best
     after each of them."""
     seen: list[tuple[int, float, list[str]]] = []
     for of_start in ((math.nan, 3.0, 3.5, 2.5), (2.6, 2.4)):
-        trainer = start(rank, world_size, folder, "--keep-best --model-parallel-size 2 --async-save".split())
+        trainer = start(rank, world_size, folder, "--keep-best --model-parallel-size 2 --async-save")
         assert trainer.progress.iteration == len(seen)
         for loss in of_start:
             steps(trainer, 1)
@@ -241,16 +241,16 @@ def losses(rank: int, world_size: int, folder: str) -> list[tuple[int, float, li
         trainer.checkpoints.finish()  # All ranks call this.
         finish(trainer)
     data, logged = trainer.data.splits.fingerprint, list[str]()
-    assert best_loss(Path(folder, "save/best"), data, logged.append) == 2.4
-    assert best_loss(Path(folder, "save/best"), "other data", logged.append) == math.inf
-    assert best_loss(Path(folder, "nowhere"), data, logged.append) == math.inf and not logged
+    assert best_loss(folder / "save/best", data, logged.append) == 2.4
+    assert best_loss(folder / "save/best", "other data", logged.append) == math.inf
+    assert best_loss(folder / "nowhere", data, logged.append) == math.inf and not logged
     return seen
 
 
 def test_the_lowest_loss_is_kept_over_a_restart(tmp_path: Path) -> None:
     write_text(tmp_path)
     expected = [(number, loss, [f"iter_000000{number}"]) for number, loss in ((2, 3.0), (2, 3.0), (4, 2.5), (4, 2.5))]
-    for seen in run_ranks(losses, 2, str(tmp_path)):
+    for seen in run_ranks(losses, 2, tmp_path):
         assert seen[1:] == [*expected, (6, 2.4, ["iter_0000006"])]
     (tmp_path / "save/best/iter_0000006/manifest.json").write_text("{}")
     logged: list[str] = []
@@ -297,7 +297,7 @@ def holder(folder: Path) -> Iterator[subprocess.Popen[str]]:
         process.wait()
 
 
-def second_run(rank: int, world_size: int, folder: str) -> tuple[int, str]:
+def second_run(rank: int, world_size: int, folder: Path) -> tuple[int, str]:
     of_rank, of_world = dict.fromkeys(("RANK", "LOCAL_RANK"), f"{rank}"), ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
     os.environ.update(of_rank | dict.fromkeys(of_world, f"{world_size}"))
     run_program.LAUNCHER_GRACE = run_program.SILENT_GRACE = 0.0
@@ -305,7 +305,7 @@ def second_run(rank: int, world_size: int, folder: str) -> tuple[int, str]:
         return train(folder, "--init-method", f"file://{folder}/the ranks meet"), logged.getvalue()
 
 
-def train(folder: str, *words: str) -> int:
+def train(folder: Path, *words: str) -> int:
     places = f"--train-data {folder}/text.txt --data-cache-path {folder}/cache --save {folder}/save --train-iters 1"
     return pretrain_gpt2.main([*SMALL, *places.split(), *words])
 
@@ -313,14 +313,14 @@ def train(folder: str, *words: str) -> int:
 def test_the_second_run_is_refused_on_all_its_ranks(tmp_path: Path):
     write_text(tmp_path)
     with holder(tmp_path / "save") as process:
-        (code, logged), second = run_ranks(second_run, 2, str(tmp_path))
+        (code, logged), second = run_ranks(second_run, 2, tmp_path)
         assert [path.name for path in (tmp_path / "save").iterdir()] == ["lease_0000000001"], "it wrote something"
     assert (code, second) == (2, (2, ""))
     assert logged == (
         f"error: --save {tmp_path}/save is in use by process {process.pid} on {socket.gethostname()}: wait "
         "for that run, end it, or give this one another --save\n"
     )
-    assert train(str(tmp_path)) == 0, "the holder is dead"
+    assert train(tmp_path) == 0, "the holder is dead"
     held = Lease(tmp_path)
     with pytest.raises(FolderInUse, match=f"in use by process {os.getpid()} on "):
         Lease(tmp_path)
@@ -341,7 +341,7 @@ def test_a_folder_that_is_moved_during_a_run_is_made_again(
 
     monkeypatch.setattr(loop, "train_step", move)
     flags = "--save-interval 2 --train-iters 5 --keep-best --eval-iters 1 --eval-interval 2 --log-interval 1".split()
-    assert train(str(tmp_path), *flags) == 0
+    assert train(tmp_path, *flags) == 0
     assert f"WARNING: --save {save} was removed or moved during the run: it is made" in capsys.readouterr().out
     assert (tmp_path / "moved/iter_0000002").is_dir()
     for name in (
@@ -352,7 +352,7 @@ def test_a_folder_that_is_moved_during_a_run_is_made_again(
     ):
         assert (save / name).is_file()
     assert "it is made again" in (save / "history.jsonl").read_text()
-    assert train(str(tmp_path), *flags[:-2], "--train-iters", "6") == 0, "the run continues"
+    assert train(tmp_path, *flags[:-2], "--train-iters", "6") == 0, "the run continues"
 
     def replace(trainer: Trainer) -> None:
         train_step(trainer)
@@ -362,7 +362,7 @@ def test_a_folder_that_is_moved_during_a_run_is_made_again(
 
     monkeypatch.setattr(loop, "train_step", replace)
     with contextlib.ExitStack() as stack:
-        assert train(str(tmp_path), "--train-iters", "8") == 1
+        assert train(tmp_path, "--train-iters", "8") == 1
         assert f"stopped: --save {save} now belongs to process" in capsys.readouterr().out
     assert not list(save.glob("iter_*"))
 
@@ -386,7 +386,7 @@ def test_a_run_changes_nothing_through_links_and_waits_for_no_pipe_in_its_folder
         shutil.rmtree(save, ignore_errors=True)
         (save / name).parent.mkdir(parents=True)
         (save / name).symlink_to(mine if name in files else folder)
-        assert train(str(tmp_path), "--keep-best") == 2
+        assert train(tmp_path, "--keep-best") == 2
         assert capsys.readouterr().err == (
             f"error: --save {save}: {save}/{name} is a symbolic link to {mine if name in files else folder}, where the "
             "run writes: remove it, or give another --save\n"
@@ -394,7 +394,7 @@ def test_a_run_changes_nothing_through_links_and_waits_for_no_pipe_in_its_folder
         if name in files[:3]:
             (save / name).unlink()
             os.mkfifo(save / name)
-            assert train(str(tmp_path)) == 2
+            assert train(tmp_path) == 2
             assert f"{save}/{name} is a pipe or a device, where the run writes: remove it" in capsys.readouterr().err
         assert not list(folder.iterdir())
         (save / name).unlink()

@@ -33,7 +33,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make a folder with a text, and with the checkpoint of a run of two steps in `save`."""
     folder = tmp_path_factory.mktemp("runs")
     write_text(folder)
-    trainer = start(0, 1, str(folder), ["--precision", "bf16"])
+    trainer = start(0, 1, folder, "--precision bf16")
     steps(trainer, 2)
     assert trainer.checkpoints.save() is not None
     finish(trainer)
@@ -109,7 +109,7 @@ def test_split_merge_diff(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert text.endswith("equal\n") and len(re.findall(r"^exp_avg_sq\..* 0$", text, re.MULTILINE)) == 28
     other = tmp_path / "other"
     # The start of the run also copies the tokenizer.
-    trainer = start(0, 1, str(runs), ["--load", merged, "--save", str(other)])
+    trainer = start(0, 1, runs, f"--load {merged} --save {other}")
     assert trainer.progress.iteration == 2
     steps(trainer, 1)
     trainer.checkpoints.save()
@@ -186,7 +186,7 @@ def test_a_run_goes_on_through_other_files(runs: Path, tmp_path: Path, form: str
     losses: list[list[float]] = []
     batches: list[tuple[torch.Tensor, torch.Tensor]] = []
     for load in (str(runs / "save"), shlex.split(command[2])[0]):
-        trainer = start(0, 1, str(runs), ["--load", load, "--save", f"{load}_on", "--precision", "bf16"])
+        trainer = start(0, 1, runs, f"--load {load} --save {load}_on --precision bf16")
         assert trainer.progress.iteration == 2 and trainer.context.tokenizer.kind == "bytes"
         batches = batches or [next(trainer.data.loader) for _ in range(3)]
         with pytest.MonkeyPatch.context() as patch:

@@ -120,7 +120,7 @@ def test_program(folder: Path, expected: Figures, capsys: pytest.CaptureFixture[
         assert not out and error.splitlines()[-1].startswith(f"error: {said}")
 
 
-def train_with_tasks(rank: int, world_size: int, folder: str, flags: list[str]) -> None:
+def train_with_tasks(rank: int, world_size: int, folder: Path, flags: list[str]) -> None:
     trainer = start(rank, world_size, folder, flags)
     train(trainer)
     finish(trainer)
@@ -159,7 +159,7 @@ def test_hellaswag_while_training_and_afterwards(folder: Path, tmp_path: Path) -
         "--pipeline-model-parallel-size 2 --exit-interval 1 --eval-interval 1 --lr 1e-30 --override-opt-param-scheduler"
     )
     tasks = ["--eval-tasks", "hellaswag", "--eval-tasks-folder", str(tmp_path), *SHAPE, "--load", str(folder / "save")]
-    run_ranks(train_with_tasks, 2, str(tmp_path), [*going_on.split(), *tasks])
+    run_ranks(train_with_tasks, 2, tmp_path, [*going_on.split(), *tasks])
     records = map(json.loads, (tmp_path / "save" / "metrics.jsonl").read_text().splitlines())
     (scored,) = [record for record in records if record.get("split") == "hellaswag"]
     assert (scored["accuracy"], scored["accuracy_norm"]) == (ours["accuracy"], ours["accuracy_norm"])

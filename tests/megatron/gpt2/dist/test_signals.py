@@ -73,15 +73,15 @@ def test_nohup() -> None:
     signal.signal(signal.SIGHUP, before)
 
 
-def hang_in_torch(folder: str) -> None:
+def hang_in_torch(folder: Path) -> None:
     exit_on_sigterm(2)
-    Path(folder, "hangs").touch()
+    (folder / "hangs").touch()
     long_call()
 
 
 def test_a_rank_that_starts_obeys_sigterm(tmp_path: Path) -> None:
     """A rank obeys SIGTERM also while it waits in C++, for example for another rank."""
-    rank = CONTEXT.Process(target=hang_in_torch, args=(str(tmp_path),), daemon=True)
+    rank = CONTEXT.Process(target=hang_in_torch, args=(tmp_path,), daemon=True)
     rank.start()
     wait_until((tmp_path / "hangs").exists)
     rank.terminate()
@@ -159,11 +159,11 @@ def test_ctrl_c(case: str) -> None:
     assert err == again * in_call
 
 
-def step_without_end(folder: str) -> None:
+def step_without_end(folder: Path) -> None:
     """Train with a second step that takes half a minute in one call."""
 
     def hang(trainer: Trainer) -> None:
-        Path(folder, f"hangs_{trainer.parallel.rank}").touch()
+        (folder / f"hangs_{trainer.parallel.rank}").touch()
         long_call()
 
     plant(*(Fault(hang, rank, step=1) for rank in range(2)))
@@ -178,7 +178,7 @@ def test_a_long_step_of_two_ranks(tmp_path: Path) -> None:
         tmp_path,
         ["--nproc-per-node", "2", "--save", f"{tmp_path}/save"],
         {},
-        before=partial(step_without_end, str(tmp_path)),
+        before=partial(step_without_end, tmp_path),
     )
     wait_until(lambda: len(list(tmp_path.glob("hangs_*"))) == 2 or not rank.process.is_alive())
     assert rank.process.pid is not None and rank.process.exitcode is None, rank.end()
@@ -193,19 +193,19 @@ def test_a_long_step_of_two_ranks(tmp_path: Path) -> None:
     assert code == 128 + signal.SIGTERM and said.count("SIGTERM again: the run ends at once") == 1, said
 
 
-def sleep_in_rank(folder: str, argv: Sequence[str]) -> int:
+def sleep_in_rank(folder: Path, argv: Sequence[str]) -> int:
     Path(folder, str(os.getpid())).touch()
     time.sleep(600)
     return 0
 
 
-def start_sleeping_ranks(folder: str) -> None:
+def start_sleeping_ranks(folder: Path) -> None:
     launch = Launch(0, 2, (0, 2), host="a", ranks_to_start=2)
     start_ranks(partial(sleep_in_rank, folder), [], launch)
 
 
 def test_ranks_end_after_their_launcher(tmp_path: Path) -> None:
-    launcher = CONTEXT.Process(target=start_sleeping_ranks, args=(str(tmp_path),))
+    launcher = CONTEXT.Process(target=start_sleeping_ranks, args=(tmp_path,))
     launcher.start()
     wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
     launcher.kill()

@@ -42,7 +42,7 @@ def save(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the --save folder of a run of three steps in bf16 with the built-in BPE tokenizer."""
     folder = tmp_path_factory.mktemp("run")
     write_text(folder)
-    trainer = start(0, 1, str(folder), "--precision bf16 --tokenizer-type builtin --seed 3".split())
+    trainer = start(0, 1, folder, "--precision bf16 --tokenizer-type builtin --seed 3")
     steps(trainer, 3)
     trainer.progress.iteration = 3
     assert trainer.checkpoints.save() is not None

@@ -97,10 +97,10 @@ def reference(folder: Path) -> Reference:
     return Reference(folder / "exported")
 
 
-def evaluated(rank: int, world_size: int, folder: str, model_parallel_size: int) -> list[dict[str, Any]]:
+def evaluated(rank: int, world_size: int, folder: Path, model_parallel_size: int) -> list[dict[str, Any]]:
     mpu.initialize_model_parallel(model_parallel_size)
     try:
-        loaded = load_for_inference(Path(folder) / "save", torch.device("cpu"), torch.float32, log=print)
+        loaded = load_for_inference(folder / "save", torch.device("cpu"), torch.float32, log=print)
         model, tokenizer = loaded.model, loaded.tokenizer
         return [
             evaluate_task(
@@ -123,7 +123,7 @@ def evaluated(rank: int, world_size: int, folder: str, model_parallel_size: int)
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> list[dict[str, Any]]:
-    return evaluated(0, 1, str(folder), 1)
+    return evaluated(0, 1, folder, 1)
 
 
 def test_wikitext_equals_transformers(folder: Path, reference: Reference, alone: list[dict[str, Any]]) -> None:
@@ -162,7 +162,7 @@ def test_text_equals_transformers(folder: Path, reference: Reference, alone: lis
 
 @pytest.mark.parametrize("model_parallel_size", [pytest.param(1, marks=pytest.mark.wide), 2])
 def test_every_layout(folder: Path, alone: list[dict[str, Any]], model_parallel_size: int) -> None:
-    first, second = run_ranks(evaluated, 2, str(folder), model_parallel_size)
+    first, second = run_ranks(evaluated, 2, folder, model_parallel_size)
     assert first == second
     if model_parallel_size == 1:
         assert first == alone, "data-parallel: to the last bit"

@@ -162,10 +162,10 @@ def write_documents(folder: Path) -> None:
     (folder / "text.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def train(rank: int, world_size: int, folder: str, flags: str) -> tuple[list[float], float]:
+def train(rank: int, world_size: int, folder: Path, flags: str) -> tuple[list[float], float]:
     save = f"{folder}/save_{world_size}_{abs(hash(flags))}"
     files = f"--train-data {folder}/text.jsonl --save {save}"
-    trainer = start(rank, world_size, folder, f"{files} --eval-iters 2 --global-batch-size 8 {flags}".split())
+    trainer = start(rank, world_size, folder, f"{files} --eval-iters 2 --global-batch-size 8 {flags}")
     assert trainer.data.splits.valid is not None
     losses = steps(trainer, 3)["loss"]
     held_out = evaluate(trainer, trainer.data.splits.valid, "valid", 10).lm_loss

@@ -199,7 +199,7 @@ def test_samples_and_evaluations_do_not_change_training(tmp_path: Path) -> None:
     ends = []
     for watched in (False, True):
         flags = f"--save {tmp_path}/{watched} --hidden-dropout 0.1 --attention-dropout 0.1 --eval-iters 1"
-        trainer = start(0, 1, str(tmp_path), flags.split())
+        trainer = start(0, 1, tmp_path, flags)
         for _ in range(3):
             steps(trainer, 1)
             if watched:

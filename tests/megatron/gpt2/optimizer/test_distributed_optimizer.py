@@ -37,8 +37,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def begin(rank: int, world_size: int, folder: str, name: str, flags: str = "") -> Trainer:
-    trainer = start(rank, world_size, folder, f"{TINY} --save {folder}/{name} {flags}".split())
+def begin(rank: int, world_size: int, folder: Path, name: str, flags: str = "") -> Trainer:
+    trainer = start(rank, world_size, folder, f"{TINY} --save {folder}/{name} {flags}")
     assert len(trainer.state.buffer.buckets) >= 4
     assert trainer.state.buffer.is_sharded == (SHARDED in flags and trainer.parallel.data_parallel_size > 1)
     assert trainer.state.buffer.offloaded == (OFFLOADED in flags)
@@ -63,7 +63,7 @@ VARIANTS = {
 }
 
 
-def variants(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+def variants(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     results = {}
     for name, (count, flags) in VARIANTS.items():
         trainer = begin(rank, world_size, folder, f"variants{world_size}", f"--clip-grad 0 {flags}")
@@ -74,7 +74,7 @@ def variants(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("data_parallel", [2, pytest.param(4, marks=pytest.mark.wide)])
 def test_losses_equal_those_of_the_unsharded_optimizer(folder: Path, data_parallel: int):
-    for result in run_ranks(variants, data_parallel, str(folder)):
+    for result in run_ranks(variants, data_parallel, folder):
         whole, clipped, short, bf16 = (result[name] for name in ("whole", "clipped", "short", "bf16"))
         assert whole["loss"][0] - whole["loss"][-1] > 0.5, "the run must learn something, or equality shows nothing"
         for name, like in (("sharded", whole), ("offloaded", short), ("sharded, offloaded", short)):
@@ -125,7 +125,7 @@ def gradients_in_a_step(trainer: Trainer) -> tuple[list[int], int]:
     return begun, most
 
 
-def zero_1_and_zero_2(rank: int, world_size: int, folder: str, flags: str) -> dict[int, Any]:
+def zero_1_and_zero_2(rank: int, world_size: int, folder: Path, flags: str) -> dict[int, Any]:
     found: dict[int, Any] = {}
     for stage, more in ((1, ""), (2, "--shard-gradients")):
         trainer = start(rank, world_size, folder, f"{BUCKETS} {flags} {more} --save {folder}/{len(flags)}_{stage}")
@@ -140,7 +140,7 @@ def zero_1_and_zero_2(rank: int, world_size: int, folder: str, flags: str) -> di
 def test_with_one_micro_batch_it_is_bit_identical_to_stage_1(tmp_path: Path):
     write_text(tmp_path)
     for flags in ("", "--grad-reduce-in-bf16"):
-        for found in run_ranks(zero_1_and_zero_2, 2, str(tmp_path), f"--micro-batch-size 4 {flags}"):
+        for found in run_ranks(zero_1_and_zero_2, 2, tmp_path, f"--micro-batch-size 4 {flags}"):
             (loss, norm, weights, _, whole), (loss_2, norm_2, weights_2, (_, most), _) = found[1], found[2]
             assert loss == loss_2 and norm == norm_2
             assert all(torch.equal(weights[name], weights_2[name]) for name in weights)
@@ -226,7 +226,7 @@ class EventRecorder:
         )
 
 
-def recorded(rank: int, world_size: int, folder: str) -> list[tuple[list[Event], list[tuple[str, ...]]]]:
+def recorded(rank: int, world_size: int, folder: Path) -> list[tuple[list[Event], list[tuple[str, ...]]]]:
     results: list[Any] = []
     for flags in ("", SHARDED, f"{SHARDED} --checkpoint-activations"):
         trainer = begin(rank, world_size, folder, f"overlap{len(results)}", flags)
@@ -242,7 +242,7 @@ def numbers_of(events: list[Event], *whats: str) -> list[int]:
 
 def test_communication_overlaps_with_computation(tmp_path: Path):
     write_text(tmp_path)
-    for whole, *sharded in run_ranks(recorded, 2, str(tmp_path)):
+    for whole, *sharded in run_ranks(recorded, 2, tmp_path):
         for events, buckets in (whole, *sharded):
             cut = events.index(("step", 1))
             assert not numbers_of(events, "blocking")
@@ -269,7 +269,7 @@ def test_communication_overlaps_with_computation(tmp_path: Path):
                 assert (len(waited) < len(buckets)) == (layer == 0)
 
 
-def replicated_sums(rank: int, world_size: int, folder: str) -> None:
+def replicated_sums(rank: int, world_size: int, folder: Path) -> None:
     """Run with (model-parallel, data-parallel) = (2, 2), with and without a sharded optimizer."""
     parallel = "--model-parallel-size 2 --ddp-bucket-size 7000 --sequence-parallel"
     for flags in ("", SHARDED):
@@ -306,4 +306,4 @@ def replicated_sums(rank: int, world_size: int, folder: str) -> None:
 
 def test_gradients_of_replicated_parameters_are_summed_once(tmp_path: Path):
     write_text(tmp_path)
-    run_ranks(replicated_sums, 4, str(tmp_path))
+    run_ranks(replicated_sums, 4, tmp_path)

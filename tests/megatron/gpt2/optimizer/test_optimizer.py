@@ -117,11 +117,11 @@ def test_impossible_schedules(style, changes, message):
         make_schedule(style, **changes)(0)
 
 
-def overflow(rank: int, world_size: int, folder: str, flags: str) -> dict[str, Any]:
+def overflow(rank: int, world_size: int, folder: Path, flags: str) -> dict[str, Any]:
     """In steps 2, 3 and 4 one gradient on one rank is not finite. The scale may double after 3 clean steps."""
     fp16 = "--precision fp16 --initial-loss-scale 1024 --loss-scale-window 3"
     schedule = "--lr-decay-style linear --warmup 0.01 --lr 1e-3"
-    trainer = start(rank, world_size, folder, f"{fp16} {schedule} --save {folder}/overflow {flags}".split())
+    trainer = start(rank, world_size, folder, f"{fp16} {schedule} --save {folder}/overflow {flags}")
     weights: list[torch.Tensor] = []
     if rank == world_size - 1:
         poison = {2: torch.inf, 3: torch.nan, 4: -torch.inf}
@@ -152,7 +152,7 @@ def overflow(rank: int, world_size: int, folder: str, flags: str) -> dict[str, A
 )
 def test_fp16_overflow_is_agreed_and_survived(tmp_path: Path, world_size: int, flags: str):
     write_text(tmp_path)
-    for result in run_ranks(overflow, world_size, str(tmp_path), flags):
+    for result in run_ranks(overflow, world_size, tmp_path, flags):
         assert result["skipped"] == [False, False, True, True, True, False, False, False, False, False]
         # With hysteresis 2, the first overflow only skips, the next two halve the scale, and three clean steps double
         # it.

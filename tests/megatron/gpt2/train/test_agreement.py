@@ -19,24 +19,23 @@ from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import finish, make_context, start, write_text
 
 
-def errors_of_different_ranks(rank: int, world_size: int, folder: str) -> list[str]:
+def errors_of_different_ranks(rank: int, world_size: int, folder: Path) -> list[str]:
     """Return the error message of each case. In the first two cases the ranks agree. Then rank 1 has a different flag,
     precision or checkpoint. The last cases are about the number of threads, with and without --exact-layouts."""
 
-    def decided(*flags: str) -> RunContext:
-        save = ["--save", f"{folder}/save{rank}"]
-        return make_context(folder, [*save, *flags], RankInfo(rank, world_size, rank, world_size))
+    def decided(flags: str = "") -> RunContext:
+        return make_context(folder, f"--save {folder}/save{rank} {flags}", RankInfo(rank, world_size, rank, world_size))
 
     same = decided()
     cases = [
         same,
         same,
-        decided("--lr", "1e-3") if rank else same,
-        decided("--seed", "7", "--log-interval", "3") if rank else same,
+        decided("--lr 1e-3") if rank else same,
+        decided("--seed 7 --log-interval 3") if rank else same,
         dataclasses.replace(same, dtype=torch.bfloat16) if rank else same,
         dataclasses.replace(same, source="s", resume_metadata={"iteration": 4}) if rank else same,
     ]
-    exact = decided("--exact-layouts", "4")
+    exact = decided("--exact-layouts 4")
     said = []
     lines: list[str] = []
     with mock.patch.object(devices, "code_hash", lambda: str(rank)):
@@ -56,7 +55,7 @@ def errors_of_different_ranks(rank: int, world_size: int, folder: str) -> list[s
 
 def test_ranks_with_different_settings_are_refused(tmp_path: Path) -> None:
     write_text(tmp_path)
-    ours, theirs = run_ranks(errors_of_different_ranks, 2, str(tmp_path))
+    ours, theirs = run_ranks(errors_of_different_ranks, 2, tmp_path)
     assert ours[:2] == theirs[:2] == ["", ""]
     for rank, said in enumerate((ours, theirs)):
         assert said[6] == said[8] == ""
@@ -81,9 +80,9 @@ def test_ranks_with_different_settings_are_refused(tmp_path: Path) -> None:
             assert line.startswith(expected), line
 
 
-def one_rank_reads_different_data(rank: int, world_size: int, folder: str) -> tuple[str, int]:
+def one_rank_reads_different_data(rank: int, world_size: int, folder: Path) -> tuple[str, int]:
     """Model-parallel ranks (0,1) and (2,3): rank 3 gets a different third batch. Return the error and the iteration."""
-    trainer = start(rank, world_size, folder, "--model-parallel-size 2 --log-interval 2 --train-iters 8".split())
+    trainer = start(rank, world_size, folder, "--model-parallel-size 2 --log-interval 2 --train-iters 8")
     loader = trainer.data.loader
 
     def other_third_batch() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -105,7 +104,7 @@ def one_rank_reads_different_data(rank: int, world_size: int, folder: str) -> tu
 def test_a_rank_with_different_data_ends_the_run(tmp_path: Path) -> None:
     """The run ends on every rank at the next log line, with one line that names the rank."""
     write_text(tmp_path)
-    for said, iteration in run_ranks(one_rank_reads_different_data, 4, str(tmp_path)):
+    for said, iteration in run_ranks(one_rank_reads_different_data, 4, tmp_path):
         assert said.startswith(
             "by iteration 4 rank 3 has read different data than rank 2 of its model-parallel group: every machine "
             "needs the same files"

@@ -64,7 +64,7 @@ WIDE = [
 
 
 def train(
-    rank: int, world_size: int, folder: str, name: str, layouts: list[ExactCase], precision: str, count: int
+    rank: int, world_size: int, folder: Path, name: str, layouts: list[ExactCase], precision: str, count: int
 ) -> list[dict[str, Any]]:
     """Return for each layout the losses, norms and validation loss. Each run is saved in a separate folder."""
     found = []
@@ -79,7 +79,7 @@ def train(
 
 
 def continue_run(
-    rank: int, world_size: int, folder: str, layout: ExactCase, precision: str, count: int, continues: bool
+    rank: int, world_size: int, folder: Path, layout: ExactCase, precision: str, count: int, continues: bool
 ) -> list[float]:
     """Continue a run of other layouts for `count` steps in this layout, and save it."""
     save = f"--save {folder}/moved" + (f" --load {folder}/moved" if continues else "")
@@ -103,13 +103,13 @@ def assert_same_state(folder: Path, name: str) -> None:
 
 def assert_equal(folder: Path, layouts: list[ExactCase], precision: str, count: int) -> None:
     write_text(folder)
-    (one,) = run_ranks(train, 1, str(folder), "one", [ExactCase()], precision, count)[0]
+    (one,) = run_ranks(train, 1, folder, "one", [ExactCase()], precision, count)[0]
     learned = [loss for loss, skipped in zip(one["loss"], one["skipped"], strict=True) if not skipped]
     assert learned[0] > learned[-1] + 0.02, "the run must learn something, or equality shows nothing"
     assert (len(learned) < count) == (precision is FP16), "an overflow is a part of what must be equal"
     for world_size in sorted({layout.world_size for layout in layouts}):
         here = [layout for layout in layouts if layout.world_size == world_size]
-        by_rank = run_ranks(train, world_size, str(folder), f"{world_size}", here, precision, count, timeout=480)
+        by_rank = run_ranks(train, world_size, folder, f"{world_size}", here, precision, count, timeout=480)
         for number, (layout, *results) in enumerate(zip(here, *by_rank, strict=True)):
             assert all(repr(result) == repr(one) for result in results), layout  # NaN is not equal to itself.
             assert_same_state(folder, f"{world_size}_{number}")
@@ -129,10 +129,10 @@ def test_no_bit_depends_on_more_layouts(tmp_path: Path, precision: str, layouts:
 def assert_moves(folder: Path, moves: list[tuple[ExactCase, int]], flags: str) -> None:
     """Check that a run that does each number of steps in another layout is equal to a run of one process."""
     write_text(folder)
-    (one,) = run_ranks(train, 1, str(folder), "one", [ExactCase()], flags, sum(count for _, count in moves))[0]
+    (one,) = run_ranks(train, 1, folder, "one", [ExactCase()], flags, sum(count for _, count in moves))[0]
     seen: list[float] = []
     for layout, count in moves:
-        seen += run_ranks(continue_run, layout.world_size, str(folder), layout, flags, count, bool(seen))[0]
+        seen += run_ranks(continue_run, layout.world_size, folder, layout, flags, count, bool(seen))[0]
     assert seen == one["loss"]
     assert_same_state(folder, "moved")
 

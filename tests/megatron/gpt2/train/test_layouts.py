@@ -111,7 +111,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(rank: int, world_size: int, folder: str, layouts: list[LayoutCase], count: int) -> list[dict[str, Any]]:
+def train(rank: int, world_size: int, folder: Path, layouts: list[LayoutCase], count: int) -> list[dict[str, Any]]:
     """Return for each layout the initial weights of this stage, the losses, and whether the two copies of the tied
     matrix are equal."""
     found = []
@@ -142,14 +142,14 @@ def tied_state(trainer: Trainer) -> list[bool]:
 def references(folder: Path) -> dict[int, dict[str, Any]]:
     """Return results of a single process, by the number of layers."""
     layouts = [LayoutCase(1, 1, 1, 8, layers=layers) for layers in (4, 6)]
-    results = dict(zip((4, 6), run_ranks(train, 1, str(folder), layouts, 30)[0], strict=True))
+    results = dict(zip((4, 6), run_ranks(train, 1, folder, layouts, 30)[0], strict=True))
     for result in results.values():
         assert result["loss"][0] - result["loss"][-1] >= 0.5, "the run must learn something, or equality shows nothing"
     return results
 
 
 def assert_same(folder: Path, layouts: list[LayoutCase], references: dict[int, dict[str, Any]], count: int) -> None:
-    by_rank = run_ranks(train, layouts[0].world_size, str(folder), layouts, count, timeout=900)
+    by_rank = run_ranks(train, layouts[0].world_size, folder, layouts, count, timeout=900)
     for layout, results in zip(layouts, map(list, zip(*by_rank, strict=True)), strict=True):
         reference, names = references[layout.layers], set()
         for result in results:
@@ -182,7 +182,7 @@ def test_16_bit_losses_are_close(folder: Path, references: dict[int, Any]) -> No
     roundings, and four for the norm, in which errors do not average out."""
     roundoffs = {"bf16": 2**-9, "fp16": 2**-12}
     layouts = [LayoutCase(2, 1, 1, 8, f"--precision {name} --initial-loss-scale 1024") for name in roundoffs]
-    for results in run_ranks(train, 2, str(folder), layouts, 30):
+    for results in run_ranks(train, 2, folder, layouts, 30):
         for roundoff, result in zip(roundoffs.values(), results, strict=True):
             assert not any(result["skipped"])
             assert result["loss"] == pytest.approx(references[4]["loss"], rel=roundoff)
@@ -190,7 +190,7 @@ def test_16_bit_losses_are_close(folder: Path, references: dict[int, Any]) -> No
             assert result["loss"] != references[4]["loss"], "nothing was computed in 16 bits"
 
 
-def evaluate_and_generate(rank: int, world_size: int, folder: str, layouts: list[LayoutCase]) -> list[dict[str, Any]]:
+def evaluate_and_generate(rank: int, world_size: int, folder: Path, layouts: list[LayoutCase]) -> list[dict[str, Any]]:
     """Return a validation loss, a greedy continuation and token scores of a run after two steps."""
     found = []
     for number, layout in enumerate(layouts):
@@ -222,12 +222,12 @@ def evaluate_and_generate(rank: int, world_size: int, folder: str, layouts: list
 
 
 def test_evaluation_generation_and_scores_equal_one_rank(folder: Path) -> None:
-    ((expected,),) = run_ranks(evaluate_and_generate, 1, str(folder), [LayoutCase(1, 1, 1, 2)])
+    ((expected,),) = run_ranks(evaluate_and_generate, 1, folder, [LayoutCase(1, 1, 1, 2)])
     for world_size, layouts in (
         (2, [LayoutCase(1, 2, 1, 2), LayoutCase(1, 2, 1, 2, TWO_CHUNKS)]),
         (4, [LayoutCase(2, 2, 1, 2, SEQUENCE), LayoutCase(1, 2, 2, 2)]),
     ):
-        by_rank = run_ranks(evaluate_and_generate, world_size, str(folder), layouts, timeout=200)
+        by_rank = run_ranks(evaluate_and_generate, world_size, folder, layouts, timeout=200)
         for layout, results in zip(layouts, map(list, zip(*by_rank, strict=True)), strict=True):
             for result in results:
                 assert result["loss"].lm_loss == pytest.approx(expected["loss"].lm_loss, rel=1e-5), layout

@@ -19,13 +19,13 @@ from tests.megatron.gpt2.train.training_runs import finish, start, write_text
 FLAGS = (
     "--num-layers 2 --hidden-size 32 --micro-batch-size 1 --global-batch-size 4 --max-skipped-steps 2 "
     "--log-interval 2 --train-iters 20"
-).split()
+)
 DOWN, UP = (f"transformer.layers.1.mlp.dense_{name}.weight" for name in ("4h_to_h", "h_to_4h"))
 
 
-def error_of_run(rank: int, world: int, folder: str, flags: list[str], save: str, fault: Fault) -> str:
+def error_of_run(rank: int, world: int, folder: Path, flags: str, save: str, fault: Fault) -> str:
     plant(fault)
-    trainer = start(rank, world, folder, [*FLAGS, "--save", f"{folder}/{save}", *flags])
+    trainer = start(rank, world, folder, f"{FLAGS} --save {folder}/{save} {flags}")
     try:
         train(trainer)
     except FloatingPointError as error:
@@ -35,19 +35,19 @@ def error_of_run(rank: int, world: int, folder: str, flags: list[str], save: str
     return ""
 
 
-def errors_of_two_runs(rank: int, world: int, folder: str) -> list[str]:
+def errors_of_two_runs(rank: int, world: int, folder: Path) -> list[str]:
     of_gradient, of_weight = partial(nan, name=UP), partial(break_weight, name=DOWN)
     return [
-        error_of_run(rank, world, folder, ["--use-distributed-optimizer"], "data", Fault(of_gradient, 1, 2)),
-        error_of_run(rank, world, folder, ["--model-parallel-size", "2"], "tensor", Fault(of_gradient, 1, 2)),
-        error_of_run(rank, world, folder, ["--pipeline-model-parallel-size", "2"], "stages", Fault(of_gradient, 1, 2)),
-        error_of_run(rank, world, folder, ["--model-parallel-size", "2"], "weight", Fault(of_weight, 0, 2)),
+        error_of_run(rank, world, folder, "--use-distributed-optimizer", "data", Fault(of_gradient, 1, 2)),
+        error_of_run(rank, world, folder, "--model-parallel-size 2", "tensor", Fault(of_gradient, 1, 2)),
+        error_of_run(rank, world, folder, "--pipeline-model-parallel-size 2", "stages", Fault(of_gradient, 1, 2)),
+        error_of_run(rank, world, folder, "--model-parallel-size 2", "weight", Fault(of_weight, 0, 2)),
     ]
 
 
 def test_the_line_names_rank_and_tensor(tmp_path: Path) -> None:
     write_text(tmp_path, 1000)
-    first, second = run_ranks(errors_of_two_runs, 2, str(tmp_path))
+    first, second = run_ranks(errors_of_two_runs, 2, tmp_path)
     assert first == second  # All ranks report the same.
     for line, save in zip(first[:3], ("data", "tensor", "stages"), strict=True):
         assert line.startswith("2 steps in a row had a gradient that is not finite (loss scale 1, learning rate "), line

@@ -25,14 +25,14 @@ def collect_grads(trainer: Trainer, grads: list[torch.Tensor]) -> None:
     grads.append(torch.cat(trainer.state.buffer.shard_grads()))
 
 
-def with_and_without_recompute(rank: int, world_size: int, folder: str, precision: str) -> list[Any]:
+def with_and_without_recompute(rank: int, world_size: int, folder: Path, precision: str) -> list[Any]:
     results: list[Any] = []
     for recompute in ("", "--recompute-granularity selective", *(f"--checkpoint-activations {way}" for way in WAYS)):
         flags = (
             f"--num-layers 3 --attention-dropout 0.1 --hidden-dropout 0.1 --precision {precision} {recompute} "
             f"--model-parallel-size {world_size} --save {folder}/recompute{len(results)}"
         )
-        trainer = start(rank, world_size, folder, flags.split())
+        trainer = start(rank, world_size, folder, flags)
         seen = steps(trainer, 3)
         grads: list[torch.Tensor] = []  # the gradients of one more step, before the optimizer uses the buffer
         with mock.patch.object(trainer.state.optimizer, "step", partial(collect_grads, trainer, grads)):
@@ -45,7 +45,7 @@ def with_and_without_recompute(rank: int, world_size: int, folder: str, precisio
 @pytest.mark.parametrize("world_size, precision", [(2, "fp32"), (1, "bf16")])
 def test_recomputation_is_bit_identical(tmp_path: Path, world_size: int, precision: str):
     write_text(tmp_path)
-    for plain, *others in run_ranks(with_and_without_recompute, world_size, str(tmp_path), precision):
+    for plain, *others in run_ranks(with_and_without_recompute, world_size, tmp_path, precision):
         for other in others:
             assert other[0] == plain[0]
             assert torch.equal(other[1], plain[1]) and plain[1].any()

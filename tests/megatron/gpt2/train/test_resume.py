@@ -25,7 +25,7 @@ SHARDED = "--use-distributed-optimizer"
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 
 
-def straight_twice_and_resumed(rank: int, world_size: int, folder: str, flags: str) -> dict[str, Any]:
+def straight_twice_and_resumed(rank: int, world_size: int, folder: Path, flags: str) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name in ("straight", "again"):
         trainer = start(rank, world_size, folder, f"--save {folder}/{name} {flags}")
@@ -76,7 +76,7 @@ def test_resume_is_bit_identical(tmp_path: Path, model_parallel: int, data_paral
         f"{DROPOUT} --model-parallel-size {model_parallel} --global-batch-size 8 --micro-batch-size 2 "
         f"--lr-decay-style cosine --warmup 0.005 {flags}"
     )
-    for results in run_ranks(straight_twice_and_resumed, model_parallel * data_parallel, str(tmp_path), flags):
+    for results in run_ranks(straight_twice_and_resumed, model_parallel * data_parallel, tmp_path, flags):
         seen, tensors = results["straight"]
         clean = [loss for loss, skipped in zip(seen["loss"], seen["skipped"], strict=True) if not skipped]
         assert len(seen["loss"]) == 8 and clean[-1] < clean[0]
@@ -89,7 +89,7 @@ def test_resume_is_bit_identical(tmp_path: Path, model_parallel: int, data_paral
                 assert torch.equal(other_tensors[name], tensor), (other, name)
 
 
-def masks(rank: int, world_size: int, folder: str) -> tuple[list[bool], list[bool]]:
+def masks(rank: int, world_size: int, folder: Path) -> tuple[list[bool], list[bool]]:
     """Return the elements that the first two dropouts of a step drop: of the embedding, and of a layer's attention."""
     flags = f"{DROPOUT} --dropout-rng torch --save {folder}/masks --model-parallel-size {world_size // 2}"
     trainer = start(rank, world_size, folder, flags)
@@ -116,7 +116,7 @@ def masks(rank: int, world_size: int, folder: str) -> tuple[list[bool], list[boo
 
 def test_masks_of_torchs_generators_differ_only_between_data_parallel_ranks(tmp_path: Path):
     write_text(tmp_path)
-    four = run_ranks(masks, 4, str(tmp_path))
+    four = run_ranks(masks, 4, tmp_path)
     assert all(any(mask) for masks_of_rank in four for mask in masks_of_rank)
     assert four[0] == four[1] and four[2] == four[3], "ranks that share layers hold the same activations"
     assert four[0][0] != four[2][0] and four[0][1] != four[2][1]
@@ -168,7 +168,7 @@ MOVED = {
 }
 
 
-def losses_after_resume(rank: int, world_size: int, folder: str, layouts: Sequence[str]) -> list[list[float]]:
+def losses_after_resume(rank: int, world_size: int, folder: Path, layouts: Sequence[str]) -> list[list[float]]:
     """Return the losses after a checkpoint from the ramp-up, for each layout of `world_size` ranks. Save each run after
     the first two steps."""
     losses = []
@@ -208,10 +208,10 @@ def test_a_growing_batch_equals_constant_runs_and_resumes_in_other_layouts(tmp_p
     assert seen["loss"] == pytest.approx(by_hand, rel=0, abs=1e-6)
     assert seen["loss"][-1] < seen["loss"][0] - 0.1
 
-    again, forgetful = losses_after_resume(0, 1, str(tmp_path), ["", "--no-load-optim"])
+    again, forgetful = losses_after_resume(0, 1, tmp_path, ["", "--no-load-optim"])
     assert again == seen["loss"][6:]
     assert again[1:] != pytest.approx(forgetful[1:], rel=0, abs=1e-3), "a lost moment would be seen"
-    for losses in run_ranks(losses_after_resume, world_size, str(tmp_path), MOVED[world_size]):
+    for losses in run_ranks(losses_after_resume, world_size, tmp_path, MOVED[world_size]):
         for after in losses:
             assert after == pytest.approx(again, rel=0, abs=1e-5)
     for number in range(len(MOVED[world_size])):  # The run moves there and back.
@@ -312,7 +312,7 @@ def checkpoint_lines(folder: Path, flags: str) -> list[str]:
 
 def test_each_changed_setting_has_a_line(tmp_path: Path) -> None:
     write_text(tmp_path)
-    trainer = start(0, 1, str(tmp_path), f"{BEFORE} {DECAY}")
+    trainer = start(0, 1, tmp_path, f"{BEFORE} {DECAY}")
     steps(trainer, 1)
     assert trainer.checkpoints.save() is not None
     finish(trainer)

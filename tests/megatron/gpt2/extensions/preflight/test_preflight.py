@@ -6,9 +6,10 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -45,104 +46,80 @@ def little_memory(device: torch.device, local_world_size: int) -> tuple[int, str
     return 1 << 20, "of this test"
 
 
-Patches = list[tuple[Any, str, Any]]  # These patches are made only on rank 1.
-DIFFERENT_CODE = (preflight, "code_hash", lambda: "x")
-# Each case is name: flags of all ranks, flags of rank 1, patches, {row: pattern of its text}.
-DEFECTS: dict[str, tuple[str, str, Patches, dict[str, str]]] = {
-    "nothing": ("", "", [], {}),
-    "a different torch": (
-        "",
-        "",
-        [(torch, "__version__", "9.9")],
-        {"versions": r"torch 9\.9 on rank 1 ", "flags": "torch"},
+class Defect(NamedTuple):
+    """A defect, and a pattern of the text of each row that names it.
+
+    flags: of all ranks. own, patches: of rank 1.
+    """
+
+    found: dict[str, str]
+    flags: str = ""
+    own: str = ""
+    patches: Sequence[tuple[Any, str, Any]] = ()
+
+
+DEFECTS = {
+    "nothing": Defect({}),
+    "a different torch": Defect(
+        {"versions": r"torch 9\.9 on rank 1 ", "flags": "torch"}, patches=[(torch, "__version__", "9.9")]
     ),
-    "different code and different data": (
-        "",
-        "--train-data {folder}/other.txt",
-        [DIFFERENT_CODE],
+    "different code and different data": Defect(
         {"code": "source files x on rank 1 ", "data": r"training data \S+ on rank 1 "},
+        own="--train-data {folder}/other.txt",
+        patches=[(preflight, "code_hash", lambda: "x")],
     ),
-    "a wrong product": (
-        "",
-        "",
-        [(preflight, "product_problem", lambda device, dtype: CHECK_PRODUCTS(device, dtype, wrong_product))],
+    "a wrong product": Defect(
         {"products": r"rank 1 .*: product 1 of 4 has 2 of 1,024"},
+        patches=[(preflight, "product_problem", lambda device, dtype: CHECK_PRODUCTS(device, dtype, wrong_product))],
     ),
-    "a wrong collective": (
-        "",
-        "",
-        [(dist, "all_reduce", wrong_reduce)],
-        {"tensor group": "rank 1 .*: all_reduce gave wrong values"},
+    "a wrong collective": Defect(
+        {"tensor group": "rank 1 .*: all_reduce gave wrong values"}, patches=[(dist, "all_reduce", wrong_reduce)]
     ),
-    "a skewed clock": ("", "", [(time, "time", lambda: NOW() + 30)], {"clocks": r"rank 1 .* 30\.\d s ahead of most"}),
-    "a full disk": (
-        "",
-        "",
-        [(shutil, "disk_usage", lambda path: mock.Mock(free=1_000_000))],
+    "a skewed clock": Defect(
+        {"clocks": r"rank 1 .* 30\.\d s ahead of most"}, patches=[(time, "time", lambda: NOW() + 30)]
+    ),
+    "a full disk": Defect(
         {"save folder": r"rank 1 .*MB needed, 1\.0 MB free.*--keep-last"},
+        patches=[(shutil, "disk_usage", lambda path: mock.Mock(free=1_000_000))],
     ),
-    "a folder that cannot be written": (
-        "",
-        "",
-        [(os, "access", lambda path, mode: mode != os.W_OK)],
+    "a folder that cannot be written": Defect(
         {"save folder": "rank 1 .* cannot be written"},
+        patches=[(os, "access", lambda path, mode: mode != os.W_OK)],
     ),
-    "a folder that another run uses": ("--save {folder}/taken", "", [], {"save folder": "taken is in use by"}),
-    "a damaged index": (
-        "--data-path {folder}/damaged",
-        "",
-        [],
-        {"flags": r"^--data-path: \S+damaged\.idx is damaged"},
-    ),
-    "too few samples": (
-        "--global-batch-size 4096",
-        "",
-        [],
-        {"length": "^[^:]+ samples, fewer than a batch of 4,096"},
-    ),
-    "text that is read too often": (
-        "--train-iters 20000",
-        "",
-        [],
+    "a folder that another run uses": Defect({"save folder": "taken is in use by"}, "--save {folder}/taken"),
+    "a damaged index": Defect({"flags": r"^--data-path: \S+damaged\.idx is damaged"}, "--data-path {folder}/damaged"),
+    "too few samples": Defect({"length": "^[^:]+ samples, fewer than a batch of 4,096"}, "--global-batch-size 4096"),
+    "text that is read too often": Defect(
         {"length": r"^\d+\.\d epochs: after about 4, .* repeated text use a larger corpus or a smaller --train-iters"},
+        "--train-iters 20000",
     ),
-    "too little memory": (
-        "",
-        "",
-        [(preflight, "available_memory", little_memory), (hook, "available_memory", little_memory)],
+    "too little memory": Defect(
         {"memory": "rank 1 .*MB are expected per rank, and 1 MB are available"},
+        patches=[(module, "available_memory", little_memory) for module in (preflight, hook)],
     ),
-    "a world that cannot be divided": (
-        "--model-parallel-size 3 --num-attention-heads 3 --hidden-size 96",
-        "",
-        [],
+    "a world that cannot be divided": Defect(
         {"flags": "--tensor-model-parallel-size 3 needs a multiple of 3 ranks"},
+        "--model-parallel-size 3 --num-attention-heads 3 --hidden-size 96",
     ),
-    "different flags on a rank": (
-        "",
-        "--lr 1e-2 --seed 7",
-        [],
-        {"flags": r"--lr 0\.01 on rank 1 .*\n.*--seed 7 on rank 1 "},
+    "different flags on a rank": Defect(
+        {"flags": r"--lr 0\.01 on rank 1 .*\n.*--seed 7 on rank 1 "}, own="--lr 1e-2 --seed 7"
     ),
-    "a checkpoint of a different shape": (
-        "--save {folder}/stale --hidden-size 64",
-        "",
-        [],
-        {"flags": "--hidden-size: here 64, checkpoint 128"},
+    "a checkpoint of a different shape": Defect(
+        {"flags": "--hidden-size: here 64, checkpoint 128"}, "--save {folder}/stale --hidden-size 64"
     ),
 }
 
 
-def results_of_defects(rank: int, world_size: int, folder: str) -> dict[str, list[CheckResult]]:
+def results_of_defects(rank: int, world_size: int, folder: Path) -> dict[str, list[CheckResult]]:
     found = {}
     with mock.patch.object(preflight, "WRITE_TEST_BYTES", 1 << 20):
-        for name, (flags, own, patches, _) in DEFECTS.items():
+        for name, (_, flags, own, patches) in DEFECTS.items():
             line = f"--data-cache-path {folder}/cache --save {folder}/save --train-iters 20 --model-parallel-size 2"
             if "--data-path" not in flags:
                 line += f" --train-data {folder}/text.txt"
             words = [*SMALL, *f"{line} {flags} {own * rank}".format(folder=folder).split()]
             with ExitStack() as stack:
-                for target, attribute, new in patches * rank:
+                for target, attribute, new in patches if rank else ():
                     stack.enter_context(mock.patch.object(target, attribute, new))
                 found[name] = preflight.run_checks(parse(words), RankInfo(rank, world_size, rank, world_size))
     return found
@@ -158,7 +135,7 @@ def test_each_planted_defect_is_found(tmp_path: Path) -> None:
     index = bytearray((tmp_path / "damaged.idx").read_bytes())
     index[-1] = 9
     (tmp_path / "damaged.idx").write_bytes(index)
-    trainer = start(0, 1, str(tmp_path), ["--save", f"{tmp_path}/stale"])
+    trainer = start(0, 1, tmp_path, f"--save {tmp_path}/stale")
     trainer.checkpoints.save()
     finish(trainer)
     (tmp_path / "taken").mkdir()
@@ -167,10 +144,10 @@ def test_each_planted_defect_is_found(tmp_path: Path) -> None:
         assert try_lock(lock)
         lock.write(b"process 7 on a machine\n")
         lock.flush()
-        first, second = run_ranks(results_of_defects, 2, str(tmp_path))
+        first, second = run_ranks(results_of_defects, 2, tmp_path)
     assert first == second, "the ranks would end with different exit codes"
     assert {path.name for path in tmp_path.iterdir()} == before | {"cache"}, "a check left a file"
-    for name, (*_, expected) in DEFECTS.items():
+    for name, (expected, *_) in DEFECTS.items():
         odd = [row for row in first[name] if row.mark != "ok"]
         assert list(dict.fromkeys(row.name for row in odd)) == list(expected), (name, odd)
         assert {row.mark for row in odd} <= {"WARN" if "too often" in name else "FIX"}

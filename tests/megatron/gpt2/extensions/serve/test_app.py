@@ -304,18 +304,16 @@ def test_bad_clients_leave_it_serving(served: RunningServer) -> None:
     assert served.ask(seed=1).choices[0].text == text
 
 
-@pytest.mark.parametrize(
-    "host, status",
-    [
-        *((host, 200) for host in ("LOCALHOST.:80", "127.0.0.1:5000", "[::1]", "192.0.2.7", "gpt2.EXAMPLE:80")),
-        *((host, 403) for host in ("other.example", "127.0.0.1.other.example", "[::1", "", "other.example:127.0.0.1")),
-        *((host, 403) for host in ("localhost@other.example", "x.gpt2.example", "a b")),
-    ],
-)
-def test_only_known_hosts(served: RunningServer, host: str, status: int) -> None:
+KNOWN = "LOCALHOST.:80 127.0.0.1:5000 [::1] 192.0.2.7 gpt2.EXAMPLE:80".split()
+UNKNOWN = """other.example 127.0.0.1.other.example [::1 other.example:127.0.0.1 localhost@other.example
+    x.gpt2.example""".split()
+
+
+@pytest.mark.parametrize("host", [*KNOWN, *UNKNOWN, "", "a b"])
+def test_only_known_hosts(served: RunningServer, host: str) -> None:
     """A page of a different site sends the name of its site, even if this name resolves to 127.0.0.1."""
     found, answer = served.send("GET", "/health", headers={"Host": host})
-    assert found == status and (status == 200 or "--allowed-hosts" in answer["message"])
+    assert found == 200 if host in KNOWN else found == 403 and "--allowed-hosts" in answer["message"]
 
 
 SLOW = [
@@ -425,50 +423,50 @@ SERVED = ServedModel("tiny", TOKENIZER, context=32, max_tokens=100_000, max_text
 # The first field of each request is invalid, and the error must name it. pydantic checks types and ranges; one of each
 # is here.
 BAD = [
-    {"max_tokens": 10**9},
-    {"max_tokens": 1.5},
-    {"n": 33},
-    {"temperature": math.nan},
-    {"temperature": 1e-9},
-    {"top_p": 1.01},
-    {"stop": ""},
+    *map(json.loads, """{"max_tokens": 1000000000}
+{"max_tokens": 1.5}
+{"n": 33}
+{"temperature": NaN}
+{"temperature": 1e-9}
+{"top_p": 1.01}
+{"stop": ""}
+{"echo": 1}
+{"stream_options": {"include_usage": true}}
+{"stream_options": {"x": 1}, "stream": true}
+{"best_of": 2}
+{"logit_bias": {"50256": -100}}
+{"functions": []}
+{"\\ud800": 1}
+{"prompt": 0}
+{"prompt": []}
+{"prompt": [257]}
+{"prompt": [true]}
+{"prompt": ["a", 1]}
+{"prompt": "\\ud800"}
+{"model": "gpt-4"}""".splitlines()),
     {"stop": ["a"] * 17},
-    {"echo": 1},
-    {"stream_options": {"include_usage": True}},
-    {"stream_options": {"x": 1}, "stream": True},
-    {"best_of": 2},
-    {"logit_bias": {"50256": -100}},
-    {"functions": []},
-    {"\ud800": 1},
-    {"prompt": 0},
-    {"prompt": []},
-    {"prompt": [257]},
-    {"prompt": [True]},
-    {"prompt": ["a", 1]},
-    {"prompt": "\ud800"},
     {"prompt": ["a"] * 17, "n": 2},
     {"prompt": "x" * 33},
     {"prompt": [[1] * 33]},
     {"prompt": "x" * 10**6},
-    {"model": "gpt-4"},
-]
+]  # fmt: skip
 BAD_FOR_MEGATRON = [
-    {"prompts": None},
-    {"prompts": "a"},
+    *map(json.loads, """{"prompts": null}
+{"prompts": "a"}
+{"prompts": [""]}
+{"max_len": 9}
+{"beam_width": 2}
+{"tokens_to_generate": 0}
+{"tokens_to_generate": 1000000000}
+{"temperature": 0}
+{"top_p": 0.5, "top_k": 2}
+{"top_p_decay": 0.9, "top_p": 0.5}
+{"top_p_bound": 0.6, "top_p": 0.5}
+{"stop_token": 10}
+{"n": 2}""".splitlines()),
     {"prompts": ["a"] * 33},
-    {"prompts": [""]},
     {"prompts": ["x" * 32], "add_BOS": True},
-    {"max_len": 9},
-    {"beam_width": 2},
-    {"tokens_to_generate": 0},
-    {"tokens_to_generate": 10**9},
-    {"temperature": 0},
-    {"top_p": 0.5, "top_k": 2},
-    {"top_p_decay": 0.9, "top_p": 0.5},
-    {"top_p_bound": 0.6, "top_p": 0.5},
-    {"stop_token": 10},
-    {"n": 2},
-]
+]  # fmt: skip
 
 
 def read(fields: dict[str, Any]) -> CompletionRequest:

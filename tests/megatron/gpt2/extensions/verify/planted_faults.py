@@ -23,11 +23,11 @@ from mpu import kernels
 from mpu.layers import linear
 
 Patch = pytest.MonkeyPatch
-TENSOR_PARALLEL = ("--model-parallel-size", "2", "--micro-batch-size", "4")
-SEQUENCE_PARALLEL = (*TENSOR_PARALLEL, "--sequence-parallel")
-SHARDED = tuple("--micro-batch-size 2 --use-distributed-optimizer --ddp-bucket-size 4000".split())
-STAGES = ("--micro-batch-size", "2", "--pipeline-model-parallel-size", "2")
-ACCUMULATED = ("--micro-batch-size", "1")  # With two ranks and a global batch of 4, these are two micro-batches.
+TENSOR_PARALLEL = "--model-parallel-size 2 --micro-batch-size 4"
+SEQUENCE_PARALLEL = TENSOR_PARALLEL + " --sequence-parallel"
+SHARDED = "--micro-batch-size 2 --use-distributed-optimizer --ddp-bucket-size 4000"
+STAGES = "--micro-batch-size 2 --pipeline-model-parallel-size 2"
+ACCUMULATED = "--micro-batch-size 1"  # With two ranks and a global batch of 4, these are two micro-batches.
 
 
 class PlantedFault(NamedTuple):
@@ -39,7 +39,7 @@ class PlantedFault(NamedTuple):
     plant: Callable[[Trainer, Patch], None]
     tensor: str
     operation: str
-    flags: tuple[str, ...] = TENSOR_PARALLEL
+    flags: str = TENSOR_PARALLEL
     step: int = 1
     ranks: tuple[int, ...] = (0, 1)
 

@@ -26,34 +26,34 @@ from tests.megatron.gpt2.extensions.verify.planted_faults import (
 )
 from tests.megatron.gpt2.train.training_runs import SMALL, finish, start, write_text
 
-TINY = "--hidden-size 32 --seq-length 16 --global-batch-size 4 --hidden-dropout 0.1 --attention-dropout 0.1".split()
+TINY = "--hidden-size 32 --seq-length 16 --global-batch-size 4 --hidden-dropout 0.1 --attention-dropout 0.1"
 STEPS = 2
 CLEAN = {
     "split in two": TENSOR_PARALLEL,
-    "sequence-parallel": (*SEQUENCE_PARALLEL, "--recompute-granularity", "selective"),
+    "sequence-parallel": SEQUENCE_PARALLEL + " --recompute-granularity selective",
     "sharded": SHARDED,
     "two stages": STAGES,
-    "accumulated, recomputed": ("--micro-batch-size", "1", "--recompute-granularity", "full"),
-    "gradients in bf16": ("--micro-batch-size", "2", "--grad-reduce-in-bf16"),
-    "torch's DDP": ("--micro-batch-size", "2", "--DDP-impl", "torch"),
+    "accumulated, recomputed": "--micro-batch-size 1 --recompute-granularity full",
+    "gradients in bf16": "--micro-batch-size 2 --grad-reduce-in-bf16",
+    "torch's DDP": "--micro-batch-size 2 --DDP-impl torch",
 }
 
 
 def run_case(
     rank: int,
     world_size: int,
-    folder: str,
-    flags: tuple[str, ...],
+    folder: Path,
+    flags: str,
     plant: Callable[[Trainer, pytest.MonkeyPatch], None] | None = None,
     *,
     records: bool = False,
 ) -> RankReport:
     """Return a rank's report of a run that is compared with the trace or, with `records`, recorded as the trace."""
-    trainer = start(rank, world_size, folder, [*TINY, *flags, "--save", f"{folder}/run"])
+    trainer = start(rank, world_size, folder, f"{TINY} {flags} --save {folder}/run")
     with pytest.MonkeyPatch.context() as patch:
         if plant:
             plant(trainer, patch)
-        report = capture_steps(trainer, RankTask(Path(folder, "trace"), Path(folder), STEPS, records))
+        report = capture_steps(trainer, RankTask(folder / "trace", folder, STEPS, records))
     finish(trainer)
     return report
 
@@ -80,7 +80,7 @@ def mark_wide(names: Iterable[str]) -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.wide if name in WIDE else ()) for name in names]
 
 
-def run_cases(rank: int, world_size: int, folder: str, names: Sequence[str]) -> dict[str, RankReport]:
+def run_cases(rank: int, world_size: int, folder: Path, names: Sequence[str]) -> dict[str, RankReport]:
     return {name: run_case(rank, world_size, folder, *CASES[name]) for name in names}
 
 
@@ -91,14 +91,14 @@ class Comparisons:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         write_text(folder)
-        report = run_case(0, 1, str(folder), ("--micro-batch-size", "4"), records=True)
+        report = run_case(0, 1, folder, "--micro-batch-size 4", records=True)
         write_index(folder / "trace", report.facts, [report.findings])
         self._ranks: dict[Sequence[str], list[dict[str, RankReport]]] = {}
 
     def __getitem__(self, name: str) -> tuple[Comparison, dict[str, Any]]:
         group = COVERING if name in COVERING else WIDE
         if group not in self._ranks:
-            self._ranks[group] = run_ranks(run_cases, 2, str(self._folder), group)
+            self._ranks[group] = run_ranks(run_cases, 2, self._folder, group)
         reports = [of_rank[name] for of_rank in self._ranks[group]]
         return Comparison([report.findings for report in reports], Trace(self._folder / "trace")), reports[0].facts
 

@@ -28,9 +28,7 @@ from tests.distributed import run_ranks
 from tests.faults.injector import Fault, flip, plant, slow, spike
 from tests.megatron.gpt2.train.training_runs import finish, start, write_text
 
-FLAGS = (
-    "--num-layers 1 --hidden-size 32 --micro-batch-size 1 --global-batch-size 6 --check-replicas-interval 2"
-).split()
+FLAGS = "--num-layers 1 --hidden-size 32 --micro-batch-size 1 --global-batch-size 6 --check-replicas-interval 2"
 UP, NORM = "transformer.layers.0.mlp.dense_h_to_4h.weight", "transformer.final_layernorm.weight"
 
 
@@ -52,12 +50,12 @@ def step(trainer: Any) -> None:
 
 
 def errors_of_flips(
-    rank: int, world: int, folder: str, flags: list[str], cases: list[tuple[int, int, str, str]]
+    rank: int, world: int, folder: Path, flags: str, cases: list[tuple[int, int, str, str]]
 ) -> list[str]:
     """Return the error of each case (rank, iteration after which a bit flips, kind, name)."""
     lines = []
     for number, (bad, iteration, kind, name) in enumerate(cases):
-        trainer = start(rank, world, folder, [*FLAGS, "--save", f"{folder}/save-{world}-{number}", *flags])
+        trainer = start(rank, world, folder, f"{FLAGS} --save {folder}/save-{world}-{number} {flags}")
         line = ""
         try:
             for done in range(6):
@@ -76,8 +74,8 @@ def test_one_process_names_the_tensor(tmp_path: Path) -> None:
     lines = errors_of_flips(
         0,
         1,
-        str(tmp_path),
-        ["--precision", "bf16"],
+        tmp_path,
+        "--precision bf16",
         [(0, 2, kind, UP) for kind in ("weight", "master", "exp_avg", "exp_avg_sq")] + [(9, 0, "", "")],
     )
     for line, kind in zip(lines, ("weight", "master", "exp_avg", "exp_avg_sq"), strict=False):
@@ -91,7 +89,7 @@ def test_one_process_names_the_tensor(tmp_path: Path) -> None:
 def test_replicas_name_the_rank(tmp_path: Path) -> None:
     """The replicas find a bit that flips while the rank's own state is not hashed."""
     write_text(tmp_path, 1000)
-    three = run_ranks(errors_of_flips, 3, str(tmp_path), [], [(1, 3, "exp_avg", UP), (2, 2, "weight", NORM)])
+    three = run_ranks(errors_of_flips, 3, tmp_path, "", [(1, 3, "exp_avg", UP), (2, 2, "weight", NORM)])
     assert three[0] == three[1] == three[2]
     of_others, of_itself = three[0]
     assert of_others.startswith(
@@ -103,18 +101,18 @@ def test_replicas_name_the_rank(tmp_path: Path) -> None:
     )
 
 
-def errors_of_layouts(rank: int, world: int, folder: str) -> list[str]:
-    tensor = ["--model-parallel-size", "2", "--sequence-parallel"]
-    lines = errors_of_flips(rank, world, f"{folder}", tensor, [(1, 3, "weight", NORM), (1, 2, "exp_avg", UP)])
-    sharded = [*"--use-distributed-optimizer --precision bf16 --save".split(), f"{folder}/sharded"]
+def errors_of_layouts(rank: int, world: int, folder: Path) -> list[str]:
+    tensor = "--model-parallel-size 2 --sequence-parallel"
+    lines = errors_of_flips(rank, world, folder, tensor, [(1, 3, "weight", NORM), (1, 2, "exp_avg", UP)])
+    sharded = f"--use-distributed-optimizer --precision bf16 --save {folder}/sharded"
     lines += errors_of_flips(rank, world, folder, sharded, [(1, 2, "master", ""), (0, 3, "weight", "")])
-    stages = [*"--num-layers 2 --pipeline-model-parallel-size 2 --save".split(), f"{folder}/stages"]
+    stages = f"--num-layers 2 --pipeline-model-parallel-size 2 --save {folder}/stages"
     return lines + errors_of_flips(rank, world, folder, stages, [(1, 2, "exp_avg_sq", NORM)])
 
 
 def test_split_sharded_and_staged_state(tmp_path: Path) -> None:
     write_text(tmp_path, 1000)
-    first, second = run_ranks(errors_of_layouts, 2, str(tmp_path))
+    first, second = run_ranks(errors_of_layouts, 2, tmp_path)
     assert first == second
     norm_apart, up, master, weight, staged = first
     assert norm_apart.startswith(f"4: ranks 0-1 hold a different weight of {NORM}"), norm_apart
@@ -128,7 +126,7 @@ def test_split_sharded_and_staged_state(tmp_path: Path) -> None:
 SPIKE_FLAGS = (
     "--num-layers 1 --hidden-size 32 --micro-batch-size 1 --global-batch-size 4 --log-interval 1 "
     "--save-interval 3 --rewind-on-spike 1.2 --lr 1e-2 --check-replicas-interval 1"
-).split()
+)
 
 
 def test_spike_threshold() -> None:
@@ -145,9 +143,9 @@ def test_spike_threshold() -> None:
     assert spikes.median_if_spike(99.0) is None
 
 
-def samples_read(rank: int, world: int, folder: str, flags: list[str], until: int) -> dict[int, list[int]]:
+def samples_read(rank: int, world: int, folder: Path, flags: str, until: int) -> dict[int, list[int]]:
     """Return the samples that this rank read, by iteration. A repeated iteration has the samples of its last time."""
-    trainer = start(rank, world, folder, [*SPIKE_FLAGS, *flags, "--exit-interval", str(until)])
+    trainer = start(rank, world, folder, f"{SPIKE_FLAGS} {flags} --exit-interval {until}")
     seen: dict[int, list[int]] = {}
     read = trainer.data.to_device
 
@@ -162,14 +160,14 @@ def samples_read(rank: int, world: int, folder: str, flags: list[str], until: in
     return seen
 
 
-def samples_read_with_spike(rank: int, world: int, folder: str) -> dict[int, list[int]]:
+def samples_read_with_spike(rank: int, world: int, folder: Path) -> dict[int, list[int]]:
     plant(Fault(spike, rank, 16))  # Each rank reads noise in the step after 16.
-    return samples_read(rank, world, folder, ["--use-distributed-optimizer"], 20)
+    return samples_read(rank, world, folder, "--use-distributed-optimizer", 20)
 
 
 def test_the_run_rewinds_and_skips_samples(tmp_path: Path) -> None:
     write_text(tmp_path, 4000)
-    seen = run_ranks(samples_read_with_spike, 2, str(tmp_path))
+    seen = run_ranks(samples_read_with_spike, 2, tmp_path)
     save = tmp_path / "save"
     (said,) = {record["text"] for record in read_incidents(save) if record["kind"] == "spike"}
     assert said.startswith("WARNING: at iteration 17 the loss is ") and said.endswith(
@@ -187,7 +185,7 @@ def test_the_run_rewinds_and_skips_samples(tmp_path: Path) -> None:
     assert (save / TRACKER).read_text() == "20\n"
 
     # A different layout continues the run.
-    on_one = samples_read(0, 1, str(tmp_path), ["--model-parallel-size", "1"], 22)
+    on_one = samples_read(0, 1, tmp_path, "--model-parallel-size 1", 22)
     assert on_one == {21: [88, 89, 90, 91], 22: [92, 93, 94, 95]}
 
 
@@ -209,16 +207,14 @@ def test_a_warning_is_logged_once_after_two_lines() -> None:
     assert lines(stages) == lines(stages) == [], "each stage has different work"
 
 
-def slow_optimizer(rank: int, world: int, folder: str) -> list[str]:
+def slow_optimizer(rank: int, world: int, folder: Path) -> list[str]:
     plant(Fault(partial(slow, part="optimizer", seconds=0.2), rank=1, step=0))
     trainer = start(
         rank,
         world,
         folder,
-        (
-            "--num-layers 1 --hidden-size 32 --micro-batch-size 1 --global-batch-size 3 --log-straggler "
-            "--log-interval 2 --train-iters 6"
-        ).split(),
+        "--num-layers 1 --hidden-size 32 --micro-batch-size 1 --global-batch-size 3 --log-straggler "
+        "--log-interval 2 --train-iters 6",
     )
     train(trainer)
     finish(trainer)
@@ -227,7 +223,7 @@ def slow_optimizer(rank: int, world: int, folder: str) -> list[str]:
 
 def test_the_slow_rank_is_named(tmp_path: Path) -> None:
     write_text(tmp_path, 1000)
-    texts = run_ranks(slow_optimizer, 3, str(tmp_path))[0]
+    texts = run_ranks(slow_optimizer, 3, tmp_path)[0]
     of_one = [text for text in texts if "rank 1 takes" in text and 'longer in "optimizer"' in text]
     assert of_one and 190 < int(of_one[0].split(" takes ")[1].split(" ms")[0]) < 2000, texts
     assert "WARNING: rank 1 takes" in (tmp_path / "save" / "history.jsonl").read_text()
