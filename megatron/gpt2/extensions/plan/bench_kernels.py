@@ -49,7 +49,8 @@ from megatron.gpt2.extensions.plan.simulate import BACKWARD_PRODUCTS, CAUSAL, FO
 PRODUCTS = tuple(itertools.product((256, 1024), (512, 2048), (256, 1024)))  # rows, columns, inner elements
 ELEMENTS = (1 << 8, 1 << 16, 1 << 19, 1 << 21)
 ATTENTION = (4, 8, 256, 64)  # batch, heads, sequence, head size
-BYTES = (1 << 12, 1 << 16, 1 << 19, 1 << 21, 1 << 23)
+BYTES = (1 << 12, 1 << 16, 1 << 19, 1 << 21, 1 << 23, 1 << 25)
+LONGEST = 0.5  # After a size that takes longer, in seconds, larger ones are left out.
 COLLECTIVES = {
     "all_reduce_sum": "all_reduce",
     "all_gather": "all_gather",
@@ -145,13 +146,15 @@ def measure_collectives(device: torch.device, seconds: float) -> Times:
             nodes = len({hosts[rank] for rank in ranks})
             for size in BYTES:
                 run, nbytes, first, _ = run_and_check(OPERATIONS[operation], group, size, device, torch.float32)
-                times[name, len(ranks), nodes, nbytes] = time_collective(run, device, seconds, first)
+                taken = times[name, len(ranks), nodes, nbytes] = time_collective(run, device, seconds, first)
+                if taken[0] > LONGEST:
+                    break
     return times
 
 
 def rows_of_collectives(times: Times) -> dict[str, list[Measured]]:
     """Return the sizes and times of each collective in each kind of group."""
-    groups = itertools.groupby(times.items(), lambda item: item[0][:3])
+    groups = itertools.groupby(sorted(times.items(), key=lambda item: item[0]), lambda item: item[0][:3])
     return {
         collective_key(*key): [Measured(size, *taken.tolist()) for (*_, size), taken in group] for key, group in groups
     }

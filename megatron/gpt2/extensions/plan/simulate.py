@@ -9,11 +9,13 @@ has these queues:
 - one for each communicator. A collective starts after the kernels before it. A wait in the program stops compute until
   its collective has ended.
 
-On a CPU the host computes, so it has no launches. All ranks of a stage are equally fast.
+On a CPU the host computes, so it has no launches, and a measured collective occupies it for a part of its time. If
+ranks share cores, a kernel takes longer while other stages of its machine compute. All ranks of a stage are equally
+fast.
 
-Left out: torch.compile; the slower kernels while a collective runs; contention of groups for the network; differences
-between ranks; loading of data; waits of the collectives that ranks of several stages share, since these come at the end
-of the step.
+Left out: torch.compile; the slower kernels while a collective runs on a GPU; contention of groups for the network,
+unless it was measured; differences between ranks; loading of data; dropout on a CPU; waits of the collectives that
+ranks of several stages share, since these come at the end of the step.
 
 Times are in seconds.
 """
