@@ -181,22 +181,14 @@ def fit_cluster(kernels: Times, collectives: Times, itemsize: int, nodes: int, r
     cluster = Cluster(
         gpus_per_node=ranks // nodes,
         matmul_flops=1 / whole,
-        half_m=of_sizes[0] / whole,
-        half_n=of_sizes[1] / whole,
-        half_k=of_sizes[2] / whole,
+        **{f"half_{size}": each / whole for size, each in zip("mnk", of_sizes, strict=True)},
         memory_bandwidth=1 / per_byte,
-        kernel=kernel,
-        launch=kernel,
+        **dict.fromkeys(("kernel", "launch", "step"), kernel),
         launch_growth=SMALL,
-        hop=hop,
-        link=link,
-        data_link=link,
-        network=link,
-        network_hop=hop,
-        send=sent,
+        **dict.fromkeys(("hop", "network_hop"), hop),
+        **dict.fromkeys(("link", "data_link", "network"), link),
+        **dict.fromkeys(("send", "network_send"), sent),
         send_latency=send[0].seconds,
-        network_send=sent,
-        step=kernel,
         adam=ADAM_BYTES * per_byte,
         collectives=measured,
         **known,
@@ -235,18 +227,14 @@ def bench_kernels(argv: Sequence[str], rank_info: RankInfo, log: Log) -> int:
         ):
             shortest |= {key: np.minimum(taken, shortest.get(key, taken)) for key, taken in measured.items()}
     nodes = len(set(gather_objects(os.uname().nodename)))
-    memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else machine_memory("MemTotal") or 0
-    local = ranks // nodes
-    cluster = fit_cluster(
-        kernels,
-        collectives,
-        dtype.itemsize,
-        nodes,
-        ranks,
-        memory=memory if device.type == "cuda" else memory / local,
-        peak_flops=peak_flops(device, dtype)[0],
-        ranks_per_core=1.0 if device.type == "cuda" else max(1.0, local * torch.get_num_threads() / usable_cores()),
-    )
+    known = {"peak_flops": peak_flops(device, dtype)[0]}
+    if device.type == "cuda":
+        known["memory"] = torch.cuda.mem_get_info(device)[1]
+    else:
+        local = ranks // nodes
+        known["memory"] = (machine_memory("MemTotal") or 0) / local
+        known["ranks_per_core"] = max(1.0, local * torch.get_num_threads() / usable_cores())
+    cluster = fit_cluster(kernels, collectives, dtype.itemsize, nodes, ranks, **known)
     if rank_info.rank == 0:
         about = f"{plural(ranks, 'rank')} on {plural(nodes, 'host')}; {line}; {args.dtype}; torch {torch.__version__}"
         content = {"about": about, "cluster": vars(cluster)}
