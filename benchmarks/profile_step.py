@@ -91,7 +91,7 @@ def main() -> None:
         for _ in range(3):
             train_step(trainer)
         times, _ = profile_train_step(trainer, trainer.device)
-        train_worker.close_trainer(trainer)
+        trainer.close()
     whole = sum(times.values())
     rows = [[part, f"{ms:.1f}", f"{ms / whole:.1%}"] for part, ms in {**times, "all operators": whole}.items()]
     print("\n" + harness.format_table(["part of a step", "ms", "share"], rows))

@@ -148,13 +148,6 @@ def build_our_trainer(workload: Workload, arm: Arm, rank_info: RankInfo | None =
     return trainer
 
 
-def close_trainer(trainer: Trainer) -> None:
-    """Close the threads and files of a trainer."""
-    trainer.data.loader.close()
-    trainer.stop_signal.close()
-    trainer.close()
-
-
 def build_ours(workload: Workload, arm: Arm, rank_info: RankInfo | None = None) -> TimedStep:
     """Build our training step."""
     trainer = build_our_trainer(workload, arm, rank_info)
@@ -186,7 +179,7 @@ def build_ours(workload: Workload, arm: Arm, rank_info: RankInfo | None = None) 
         step,
         read,
         computes,
-        close=lambda: close_trainer(trainer),
+        close=trainer.close,
         expected_peak=MemoryPlan(trainer.config).expected_memory(trainer),
     )
 

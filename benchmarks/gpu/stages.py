@@ -276,8 +276,7 @@ def kernels(cfg: StageConfig, cases: CaseRecorder) -> None:
 def measure_kernels(cfg: StageConfig, arm: Arm) -> dict[str, Any]:
     """Profile a step. busy: the part of its time in which the device runs kernels instead of waiting for the host."""
     trainer = train_worker.build_our_trainer(cfg.with_tokens(cfg.workload("345M")), arm)
-    with contextlib.ExitStack() as stack:
-        stack.callback(train_worker.close_trainer, trainer)
+    with contextlib.closing(trainer):
         began = time.perf_counter()
         train_step(trainer)
         if cfg.device.type == "cuda":

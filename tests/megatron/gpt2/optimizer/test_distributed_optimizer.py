@@ -3,6 +3,8 @@ the ranges and shards of the buffer, and the order in which gradients are reduce
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -307,3 +309,15 @@ def replicated_sums(rank: int, world_size: int, folder: Path) -> None:
 def test_gradients_of_replicated_parameters_are_summed_once(tmp_path: Path):
     write_text(tmp_path)
     run_ranks(replicated_sums, 4, tmp_path)
+
+
+def test_a_closed_run_frees_its_buffers(tmp_path: Path):
+    """Python's garbage collector does not find cycles through hooks of parameters."""
+    write_text(tmp_path)
+    trainer = begin(0, 1, tmp_path, "run")
+    train_step(trainer)
+    finish(trainer)
+    buffer = weakref.ref(trainer.state.buffer)
+    del trainer
+    gc.collect()
+    assert buffer() is None
