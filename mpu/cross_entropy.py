@@ -78,7 +78,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def vocab_parallel_cross_entropy(
-    logits: Tensor, target: Tensor, group: ProcessGroup | None = None, *, vocab_size: int | None = None
+    logits: Tensor, target: Tensor, *, group: ProcessGroup | None = None, vocab_size: int | None = None
 ) -> Tensor:
     """Return -log softmax(logits)[target] [...] in float32, equal on every rank. Forward: one all-gather; backward: no
     communication.
@@ -86,6 +86,8 @@ def vocab_parallel_cross_entropy(
     logits: [..., v/tp], this rank's columns.
     target: [...] int64, ids in the whole vocabulary. No id means "ignore", see `check_ids`.
     vocab_size: the true vocabulary size; columns after it are masked (default: no column is masked).
+
+    The label_smoothing of megatron.core is not implemented.
     """
     group = group if group is not None else get_tensor_model_parallel_group()
     vocab_size = vocab_size or logits.size(-1) * group_rank_and_size(group)[1]

@@ -31,11 +31,14 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
 def checkpoint(
     function: Callable[..., Any], *args: Any, distribute_saved_activations: bool | None = None, **options: Any
 ) -> Any:
-    """Call `mpu.random.checkpoint`.
+    """Call `mpu.random.checkpoint`. The arguments are those of 2019, or of megatron.core, where a bool,
+    distribute_saved_activations, stands between `function` and its arguments.
 
     distribute_saved_activations: an argument of that function (default: the value that
         `partition_activations_in_checkpoint` has set, or False).
     """
+    if args and isinstance(args[0], bool):
+        distribute_saved_activations, args = args[0], args[1:]
     if distribute_saved_activations is None:
         distribute_saved_activations = _partition_activations
     return random.checkpoint(function, *args, distribute_saved_activations=distribute_saved_activations, **options)

@@ -52,7 +52,7 @@ class TransformerConfig:
     gelu: "tanh" (GPT-2) or "erf".
 
     recompute_granularity: what backward computes again instead of loading saved activations. "selective": the outputs
-    of GELU and layer norm. "full": everything except the inputs of blocks of `recompute_num_layers` layers.
+        of GELU and layer norm (in megatron.core: the core of attention). "full": everything except the inputs of blocks of `recompute_num_layers` layers.
 
     distribute_saved_activations: with "full", each rank saves only its shard of these inputs. It has no effect with
         sequence_parallel, which shards them already.
@@ -75,7 +75,7 @@ class TransformerConfig:
     hidden_dropout: float = 0.0
     layernorm_epsilon: float = 1e-5
     gelu: str = "tanh"
-    recompute_granularity: str = "none"
+    recompute_granularity: str | None = "none"
     recompute_num_layers: int = 1
     distribute_saved_activations: bool = False
     checkpoint_in_cpu: bool = False
@@ -86,7 +86,7 @@ class TransformerConfig:
 
     def __post_init__(self) -> None:
         divide(self.hidden_size, self.num_attention_heads)
-        for value, choices in ((self.gelu, GELU), (self.recompute_granularity, RECOMPUTE_GRANULARITY)):
+        for value, choices in ((self.gelu, GELU), (self.recompute_granularity or "none", RECOMPUTE_GRANULARITY)):
             if value not in choices:
                 raise ValueError(f"{value!r} is not one of {', '.join(choices)}")
 

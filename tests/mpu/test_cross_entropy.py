@@ -83,6 +83,9 @@ def check(rank: int, world_size: int) -> None:
     with pytest.raises(IndexError, match=f"^the target {PADDED} is not in the vocabulary, 0 to {PADDED - 1}"):
         mpu.vocab_parallel_cross_entropy(mine, torch.full_like(target, PADDED))
 
+    with pytest.raises(TypeError, match="positional"):  # megatron.core's third argument is label_smoothing
+        mpu.vocab_parallel_cross_entropy(mine, target, 0.0)
+
     # Very large logits do not overflow.
     big = mpu.vocab_parallel_cross_entropy(1e4 * mine.detach(), target, vocab_size=VOCAB)
     assert torch.isfinite(big).all()

@@ -174,5 +174,6 @@ def test_layers_equal_plain_torch(world_size: int):
     ],
 )
 def test_wrong_configs_are_refused(fields: dict[str, Any], message: str) -> None:
+    TransformerConfig(64, 4, 256, recompute_granularity=None)  # megatron.core's default
     with pytest.raises(ValueError, match=message):
         TransformerConfig(**{"hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 256, **fields})

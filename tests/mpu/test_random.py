@@ -99,8 +99,9 @@ def test_checkpoint_repeats_both_random_streams():
         return y.detach(), x.grad, torch.get_rng_state(), after
 
     plain, again = run(block), run(lambda x: mpu.checkpoint(block, x))
-    for a, b in zip(plain, again, strict=True):
-        assert torch.equal(a, b)
+    in_core = run(lambda x: mpu.checkpoint(block, False, x))  # the arguments of megatron.core
+    for a, b, c in zip(plain, again, in_core, strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)
 
 
 ELEMENTS = 10_007  # The number is a prime, so no number of ranks divides it.

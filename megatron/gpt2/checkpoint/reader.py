@@ -239,10 +239,7 @@ class NativeCheckpoint(BaseCheckpoint):
             )
         if version < OLDEST_CHECKPOINT_VERSION:
             raise ValueError(f"format version {version} does not exist")
-        self.metadata = dict(manifest["facts"])
-        for parent, key in ((self.metadata, "layout"), (self.metadata.get("config"), "parallel")):
-            if isinstance(parent, dict) and key in parent:
-                parent[key] = with_new_names(parent[key])
+        self.metadata = with_new_names(dict(manifest["facts"]))
         self.tensors = {
             name: TensorInfo(DTYPES[info["dtype"]], _integers(info["shape"]))
             for name, info in manifest["tensors"].items()

@@ -48,7 +48,12 @@ from megatron.gpt2.pipeline.schedule import FIRST_LAYERS_FLAG, LAST_LAYERS_FLAG
 MEGATRON = ("megatron-2019", "megatron-v2", "megatron-v3", "megatron-core", "torch_dist")
 OTHERS = ("huggingface", "gguf", "nanogpt", "dcp")
 TARGETS = ("native", *OTHERS, *MEGATRON)
-TENSOR_FLAGS = ("--tensor-model-parallel-size", "--model-parallel-size", "--target-tensor-model-parallel-size")
+TENSOR_FLAGS = (
+    "--tensor-model-parallel-size",
+    "--model-parallel-size",
+    "--target-tensor-model-parallel-size",
+    "--target-tensor-parallel-size",
+)
 CHECK_LIMIT = 1e-4  # This limits the difference of a logit. A correct conversion gives 0, and other kernels give 1e-6.
 
 
@@ -98,6 +103,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         made.add_argument(
             PIPELINE_FLAG,
             "--target-pipeline-model-parallel-size",
+            "--target-pipeline-parallel-size",
             dest="pipeline",
             type=int,
             default=1,

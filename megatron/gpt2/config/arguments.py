@@ -43,7 +43,7 @@ from megatron.gpt2.config.sections import (
 )
 
 LENGTH_KEYS = ("train.train_iters", "train.train_samples", "train.train_tokens", "train.train_epochs")
-WARMUP_KEYS = ("optimizer.warmup", "optimizer.lr_warmup_iters", "optimizer.lr_warmup_samples")
+WARMUP_KEYS = ("optimizer.lr_warmup_fraction", "optimizer.lr_warmup_iters", "optimizer.lr_warmup_samples")
 DECAY_KEYS = ("optimizer.lr_decay_iters", "optimizer.lr_decay_samples", "optimizer.lr_wsd_decay_iters")
 SCHEDULER_KEYS = ("optimizer.override_opt_param_scheduler", "optimizer.use_checkpoint_opt_param_scheduler")
 # The checkpoint decides these values unless a flag gives them. The other fields of ModelConfig do not change the
@@ -364,10 +364,10 @@ def _merge_schedule(
     if values.get("optimizer.use_checkpoint_opt_param_scheduler"):
         values |= then | {"optimizer.lr_decay_iters": horizon}
         return [], ""
-    if "optimizer.warmup" in given:
+    if "optimizer.lr_warmup_fraction" in given:
         given |= set(WARMUP_KEYS)
     if any(run.get(key) is not None for run in (values, then) for key in WARMUP_KEYS[1:]):
-        del then["optimizer.warmup"]
+        del then["optimizer.lr_warmup_fraction"]
     if then["optimizer.lr_decay_iters"] is None:
         if "optimizer.lr_decay_iters" in given:
             then["optimizer.lr_decay_iters"] = horizon

@@ -163,6 +163,11 @@ def _size_of_a_head(word: str, given: Mapping[str, Any]) -> Fields:
     return {}
 
 
+def _one_group_per_head(word: str, given: Mapping[str, Any]) -> Fields:
+    require(_count(word) == given.get("model.num_attention_heads"), "is not --num-attention-heads: leave it out")
+    return {}
+
+
 def by_name(*rules: CompatRule) -> dict[str, CompatRule]:
     """Return a dictionary that has the rule of each name in `rules`."""
     return {name: rule for rule in rules for name in rule.names}
@@ -257,12 +262,7 @@ MEGATRON_RULES = by_name(
     ),
     # Memory
     read_as("--checkpoint-activations", "train.recompute_granularity", "full"),
-    read_as(
-        "--recompute-activations",
-        "train.recompute_granularity",
-        "selective",
-        note=" (GELU and layer norms, not the core of attention)",
-    ),
+    read_as("--recompute-activations", "train.recompute_granularity", "selective"),
     ignored("--recompute-modules=", "--recompute-granularity selective recomputes GELU and layer norms"),
     ignored("--recompute-method=", "--recompute-num-layers is uniform", "uniform"),
     read_as("--activations-checkpoint-method=", "train.recompute_granularity", "full", "uniform"),
@@ -331,6 +331,12 @@ MEGATRON_RULES = by_name(
         "attention divides by √d: give --mup-base-head-dim d",
         unless="--mup-base-head-dim",
     ),
+    translated(
+        "--num-query-groups= --num-key-value-heads=",
+        "it is --num-attention-heads, the only number",
+        _one_group_per_head,
+    ),
+    _rule("refused", "--group-query-attention", NOT_GPT2, unless="--num-query-groups"),
     ignored("--mup-width-mult=", "it is --hidden-size / --mup-base-width"),
     ignored("--mup-{attn-scale-power,embedding-mult,output-mult}", "as here", "1", "1.0"),
     ignored("--num-experts=", "GPT-2 has no experts", "1"),
@@ -339,10 +345,9 @@ MEGATRON_RULES = by_name(
         "--encoder-tensor-model-parallel-size= --encoder-pipeline-model-parallel-size=", "GPT-2 has no encoder", "0"
     ),
     refused(
-        "--swiglu --glu-activation= --quick-geglu --squared-relu --group-query-attention --num-query-groups= "
-        "--num-key-value-heads= --untie-embeddings-and-output-weights --disable-bias-linear "
-        "--apply-residual-connection-post-layernorm --apply-layernorm-1p --embed-layernorm --qk-layernorm --qk-l2-norm "
-        "--qk-clip --use-rotary-position-embeddings --no-position-embedding --multi-latent-attention "
+        "--swiglu --glu-activation= --quick-geglu --squared-relu --untie-embeddings-and-output-weights "
+        "--disable-bias-linear --apply-residual-connection-post-layernorm --apply-layernorm-1p --embed-layernorm --qk-layernorm "
+        "--qk-l2-norm --qk-clip --use-rotary-position-embeddings --no-position-embedding --multi-latent-attention "
         "--init-method-xavier-uniform --embedding-init-method-std= --num-unique-layers= "
         "--param-sharing-style= --vocab-extra-ids= --window-size= --attention-output-gate --linear-attention-freq= "
         "--experimental-attention-variant= --mtp-num-layers= --enable-mhc-connections --spec= --is-hybrid-model "

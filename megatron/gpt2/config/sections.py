@@ -225,10 +225,10 @@ class OptimizerConfig(ConfigSection):
     )
     lr_decay_iters: int | None = flag_field(None, "iterations over which the learning rate decays (default: all)")
     lr_decay_samples: int | None = flag_field(None, "--lr-decay-iters in samples")
-    warmup: float = flag_field(
+    lr_warmup_fraction: float = flag_field(
         0.01,
         "warmup as a fraction of the decay iterations",
-        "--lr-warmup-fraction",
+        "--warmup",
         bound=SHARE,
     )
     lr_warmup_iters: int | None = flag_field(None, "warmup in iterations", "--warmup-iters", bound=NOT_NEGATIVE)
@@ -267,7 +267,7 @@ class OptimizerConfig(ConfigSection):
         decay = self.lr_decay_iters or (self.lr_decay_samples or 0) / batch or default_decay_iters
         if self.lr_warmup_samples is not None:
             return self.lr_warmup_samples / batch, decay
-        return self.warmup * decay if self.lr_warmup_iters is None else self.lr_warmup_iters, decay
+        return self.lr_warmup_fraction * decay if self.lr_warmup_iters is None else self.lr_warmup_iters, decay
 
 
 @dataclass(frozen=True)
@@ -853,7 +853,7 @@ class Config:
     def from_dict(values: Mapping[str, Mapping[str, Any]]) -> "Config":
         """Return the configuration that `as_dict` converted. JSON may have turned tuples into lists. Missing fields get
         defaults."""
-        values = {section: with_new_names(fields) for section, fields in values.items()}
+        values = with_new_names(values)
         unknown = flatten_sections(values).keys() - config_fields().keys()
         require(
             not unknown,
@@ -878,12 +878,16 @@ def config_fields() -> dict[str, dataclasses.Field[Any]]:
 NEW_NAMES = {
     "model_parallel_size": "tensor_model_parallel_size",
     "pipeline_parallel_size": "pipeline_model_parallel_size",
+    "warmup": "lr_warmup_fraction",
 }
 
 
 def with_new_names(values: Any) -> Any:
-    """Return a dictionary from a file with today's names of its keys. Other values, of damaged files, do not change."""
-    return {NEW_NAMES.get(name, name): value for name, value in values.items()} if isinstance(values, dict) else values
+    """Return a dictionary from a file with today's names of its keys, also of those of dictionaries in it. Other values
+    do not change."""
+    if not isinstance(values, dict):
+        return values
+    return {NEW_NAMES.get(name, name): with_new_names(value) for name, value in values.items()}
 
 
 def flatten_sections(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -898,7 +902,8 @@ def non_default_values(config: Config) -> dict[str, Any]:
 
 
 def ignored_flags(config: Config, device: str) -> Iterator[str]:
-    """Yield a line for each flag about saved activations or stages that has no effect in this run.
+    """Yield a line for each flag about kernels, saved activations or stages that has no effect in this run, or not the
+    effect that it has in Megatron.
 
     device: cpu or cuda.
     """
@@ -920,7 +925,10 @@ def ignored_flags(config: Config, device: str) -> Iterator[str]:
         (parallel.partition_activations, "--partition-activations", kept or split),
         (parallel.checkpoint_in_cpu, "--checkpoint-in-cpu", kept or on_host),
         (parallel.cpu_offloading_num_layers, "--cpu-offloading-num-layers", on_host),
+        (config.train.attention_backend != "auto", "--attention-backend", on_host),
         *((getattr(parallel, name), flag_name(name), one_stage) for name in of_stages),
     ):
         if given and reason:
             yield f"{name}: ignored: {reason}"
+    if config.train.recompute_granularity == "selective":
+        yield "--recompute-granularity selective: recomputes GELU and layer norms; Megatron's: the core of attention"

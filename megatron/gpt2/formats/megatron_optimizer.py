@@ -219,7 +219,7 @@ def _read_scheduler(
         "lr": float(saved[names.peak]),
         "min_lr": float(saved.get("min_lr", 0.0)),
         "lr_decay_style": style,
-        "warmup": float(saved[names.warmup]) / end,
+        "lr_warmup_fraction": float(saved[names.warmup]) / end,
         **fixed,
     }
 

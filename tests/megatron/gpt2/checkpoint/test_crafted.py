@@ -96,12 +96,14 @@ def change(folder: Path, *changes: Change, base: dict[str, Any] | None = None) -
 
 
 def test_names_of_earlier_versions(newest: Path) -> None:
-    """The sizes of tensor and pipeline parallelism had other names."""
+    """The sizes of tensor and pipeline parallelism had other names, and so had the warmup."""
     old, new = {"model_parallel_size": 4}, {"tensor_model_parallel_size": 4}
-    change(newest, ("facts layout", old | {"pipeline_parallel_size": 2}), ("facts config", {"parallel": old}))
+    config = {"parallel": old, "optimizer": {"warmup": 0.5}}
+    change(newest, ("facts layout", old | {"pipeline_parallel_size": 2}), ("facts config", config))
     metadata = NativeCheckpoint(newest).metadata
-    assert metadata["layout"] == new | {"pipeline_model_parallel_size": 2} and metadata["config"] == {"parallel": new}
-    assert Config.from_dict({"parallel": old}).parallel.tensor_model_parallel_size == 4
+    assert metadata["layout"] == new | {"pipeline_model_parallel_size": 2}
+    assert metadata["config"] == {"parallel": new, "optimizer": {"lr_warmup_fraction": 0.5}}
+    assert Config.from_dict(config).parallel.tensor_model_parallel_size == 4
 
 
 def refused(folder: Path) -> str:

@@ -100,7 +100,7 @@ def test_verify_finds_another_tokenizer(runs: Path, tmp_path: Path, capsys: pyte
 
 def test_split_merge_diff(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     save, split, merged = (str(path) for path in (runs / "save", tmp_path / "split", tmp_path / "merged"))
-    assert main(["split", save, split, "--target-tensor-model-parallel-size", "4"]) == 0
+    assert main(["split", save, split, "--target-tensor-parallel-size", "4"]) == 0
     assert len(list(Path(split).glob("iter_*/mp_rank_*"))) == 4
     assert main(["merge", split, merged]) == 0
     capsys.readouterr()

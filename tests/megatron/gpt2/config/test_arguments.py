@@ -95,7 +95,7 @@ def test_save_defaults_to_the_folder_loaded_unless_it_is_fine_tuned():
     [
         ("--batch-size 3", "train.micro_batch_size", 3),
         ("--model-parallel-size 2", "parallel.tensor_model_parallel_size", 2),
-        ("--lr-warmup-fraction .2", "optimizer.warmup", 0.2),
+        ("--warmup .2", "optimizer.lr_warmup_fraction", 0.2),
         ("--min-scale 4", "optimizer.min_loss_scale", 4.0),
         ("--norm-epsilon 1e-6", "model.layernorm_epsilon", 1e-6),
         ("--override-opt_param-scheduler", "optimizer.override_opt_param_scheduler", True),
@@ -166,7 +166,7 @@ def test_ignored_flags_are_noted_once():
         "--train-data-path a --split 90,10": "--train-data-path a contradicts --split 90,10",
         "--valid-data a --valid-data-path b": "give --valid-data-path or --valid-data, not both",
         "--data-order random": "--data-order: invalid choice: 'random'",
-        "--warmup .1 --lr-warmup-iters 3": "give --warmup or --lr-warmup-iters, not both",
+        "--warmup .1 --lr-warmup-iters 3": "give --lr-warmup-fraction or --lr-warmup-iters, not both",
         "--lr-decay-samples 40 --lr-decay-iters 3": "give --lr-decay-iters or --lr-decay-samples, not both",
         "--vocab-file a --tokenizer-model b": "choose one with --tokenizer-type",
         "--context-parallel-size": "--context-parallel-size: expected a value",
@@ -280,7 +280,11 @@ def test_without_a_model_the_run_of_the_checkpoint_continues():
     arguments = merge_checkpoint(read("--load x"), before)
     config = arguments.config
     assert (config.train.train_iters, config.train.micro_batch_size, config.train.seed) == (20, 3, 7)
-    assert (config.data.train_data, config.data.split, config.optimizer.warmup) == (("a", "b"), "8,1,1", 0.3)
+    assert (config.data.train_data, config.data.split, config.optimizer.lr_warmup_fraction) == (
+        ("a", "b"),
+        "8,1,1",
+        0.3,
+    )
     assert (config.train.precision, config.optimizer.weight_decay) == ("fp16-on-gpu", 0.01)
     assert (config.train.device, config.train.exit_interval, config.checkpoint.save) == ("auto", None, "x")
     assert arguments.preset is None
@@ -317,7 +321,7 @@ def test_a_run_may_be_invalid_until_the_checkpoint_is_merged():
         "--model 345m": "--num-layers: here 24, checkpoint 2; --hidden-size: here 1024, checkpoint 64; "
         "--num-attention-heads: here 16, checkpoint 2; .*: leave these flags out",
         "--num-layers 3 --lr 2e-3 --warmup .5": "--num-layers: here 3, checkpoint 2: .* and --load; "
-        "--lr: here 0.002, checkpoint 0.001; --warmup: here 0.5, .*--override",
+        "--lr: here 0.002, checkpoint 0.001; --lr-warmup-fraction: here 0.5, .*--override",
     }.items(),
 )
 def test_a_given_shape_that_differs_is_refused(line, message):
@@ -334,7 +338,7 @@ def test_flags_may_repeat_the_checkpoint_and_some_may_differ():
 
 def schedule(line: str, before: str, **changes: object) -> tuple[object, ...]:
     o = merge_checkpoint(read(line), saved(before, **changes)).config.optimizer
-    return o.lr, o.lr_decay_style, o.lr_decay_iters, o.warmup, o.lr_warmup_iters
+    return o.lr, o.lr_decay_style, o.lr_decay_iters, o.lr_warmup_fraction, o.lr_warmup_iters
 
 
 def test_schedule_comes_from_the_checkpoint_unless_given():

@@ -103,6 +103,8 @@ def test_beginnings_and_opposites():
         "--use-npy-data-loader": "give loose JSON or text with --train-data",
         "--load-openai --load x": "tools/checkpoint.py convert",
         "--kv-channels 32 --hidden-size 64 --num-attention-heads 4": "--kv-channels 32 is not --hidden-size / ",
+        "--num-query-groups 2 --num-attention-heads 4": "--num-query-groups 2 is not --num-attention-heads: leave",
+        "--group-query-attention": "--group-query-attention is not supported",
         "--use-mup --mup-base-hidden-size 64": "--use-mup is not supported: attention divides by √d",
         "--optimizer dist_muon": "--optimizer dist_muon is not supported: give --optimizer muon --use-dist",
         "--lr-decay-tokens 100": "--lr-decay-tokens 100 needs --seq-length",
@@ -143,11 +145,15 @@ def test_translated():
         "--use-mup --mup-base-hidden-size 256 --mup-base-head-dim 64 --mup-output-mult 1 --num-layers 2".split()
     )
     assert mup.config.model.mup_scale == 0.25
-    line = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --kv-channels 16 --no-mmap-bin-files"
+    line = (
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --kv-channels 16 --no-mmap-bin-files "
+        "--group-query-attention --num-query-groups 4"
+    )
     assert parse(line.split()).notes == (
         "--kv-channels 16: it is --hidden-size / --num-attention-heads, the only size",
         "--no-mmap-bin-files: ignored: token files (.bin) are always memory-mapped, and text is tokenised to such a "
         "file once",
+        "--num-query-groups 4: it is --num-attention-heads, the only number",
     )
 
 

@@ -237,7 +237,7 @@ def in_memory_checkpoint(num_layers: int, dtype: torch.dtype) -> BaseCheckpoint:
         for kind, value in zip(KINDS, (weight, weight.float(), x + 1, x**2), strict=True):
             tensors[f"{kind}.{name}"] = value
     scaler = {"scale": 8.0, "clean_steps": 5.0, "hysteresis_left": 1.0} if dtype == torch.float16 else {"scale": 1.0}
-    schedule = {"lr": 0.2, "min_lr": 0.1, "lr_decay_style": "cosine", "lr_decay_iters": 100, "warmup": 0.1}
+    schedule = {"lr": 0.2, "min_lr": 0.1, "lr_decay_style": "cosine", "lr_decay_iters": 100, "lr_warmup_fraction": 0.1}
     metadata = {
         "consumed_samples": 24,
         "global_batch_size": 4,

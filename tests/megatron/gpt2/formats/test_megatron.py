@@ -334,7 +334,7 @@ def test_there_and_back(tmp_path: Path, format: str, num_layers: int, layout: Me
     assert difference.equal and len(difference.rows) == (4 if with_optimizer else 1) * (4 + 12 * num_layers)
     if with_optimizer:
         assert back.metadata["optimizer"] == source.metadata["optimizer"]
-        known = {"lr": 0.2, "warmup": 0.1, "lr_decay_style": "cosine", "weight_decay": 0.1, "min_lr": 0.1}
+        known = {"lr": 0.2, "lr_warmup_fraction": 0.1, "lr_decay_style": "cosine", "weight_decay": 0.1, "min_lr": 0.1}
         assert known.items() <= back.metadata["config"]["optimizer"].items()
     for rank in range(t):
         for stage in range(p):

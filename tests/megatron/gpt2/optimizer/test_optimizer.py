@@ -29,7 +29,7 @@ from tests.megatron.gpt2.train.training_runs import finish, snapshot, start, ste
 def test_published_runs(iterations, final_scale, skipped, logged):
     """The run is Megatron's 345M in fp16. Every step overflows until the scale is small enough. Skipped steps do not
     count."""
-    config = OptimizerConfig(lr=1.5e-4, lr_decay_style="cosine-2019", warmup=0.01)
+    config = OptimizerConfig(lr=1.5e-4, lr_decay_style="cosine-2019", lr_warmup_fraction=0.01)
     scaler = LossScaler(2.0**32, dynamic=True)
     n, shown = 0, []
     for iteration in range(1, 100 * len(logged) + 1):
@@ -43,7 +43,7 @@ def test_published_runs(iterations, final_scale, skipped, logged):
 
 
 def make_schedule(style: str, **changes: Any) -> Callable[[float], float]:
-    config = OptimizerConfig(lr=1.0, min_lr=0.1, lr_decay_style=style, warmup=0.1)
+    config = OptimizerConfig(lr=1.0, min_lr=0.1, lr_decay_style=style, lr_warmup_fraction=0.1)
     config = dataclasses.replace(config, **changes)
     return lambda n: float(learning_rates(config, 100, 8, np.array([float(n)]))[0])
 
@@ -64,7 +64,7 @@ def test_styles(style, half_way, end):
     assert [rate(n) for n in (0, 5, 10)] == [0.0, 0.5, 1.0]  # The rate is below the floor during the warm-up.
     assert rate(55) == pytest.approx(half_way, rel=1e-12)
     assert rate(100) == pytest.approx(end, rel=1e-12) and rate(1000) == rate(100)
-    config = OptimizerConfig(lr=1.0, min_lr=0.1, lr_decay_style=style, warmup=0.1)
+    config = OptimizerConfig(lr=1.0, min_lr=0.1, lr_decay_style=style, lr_warmup_fraction=0.1)
     table = learning_rates(config, 100, 8, np.arange(121.0))
     assert table.dtype == np.float64 and table.tolist() == [rate(n) for n in range(121)]
     assert np.all(np.diff(table[10:]) <= 0)
@@ -77,10 +77,10 @@ def test_wsd_decays_only_at_the_end():
 
 def test_warmup_in_iterations_and_none():
     assert make_schedule("linear", lr_warmup_iters=4)(2) == 0.5
-    assert make_schedule("linear", lr_warmup_iters=0)(0) == make_schedule("linear", warmup=0.0)(0) == 1.0
-    assert make_schedule("cosine", warmup=1.0)(50) == 0.5 and make_schedule("cosine", warmup=1.0)(101) == pytest.approx(
-        0.1
-    )
+    assert make_schedule("linear", lr_warmup_iters=0)(0) == make_schedule("linear", lr_warmup_fraction=0.0)(0) == 1.0
+    assert make_schedule("cosine", lr_warmup_fraction=1.0)(50) == 0.5 and make_schedule(
+        "cosine", lr_warmup_fraction=1.0
+    )(101) == pytest.approx(0.1)
 
 
 def test_the_decay_may_have_a_separate_length():
