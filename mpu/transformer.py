@@ -52,16 +52,8 @@ class TransformerConfig:
     gelu: "tanh" (GPT-2) or "erf".
 
     recompute_granularity: what backward computes again instead of loading saved activations. "selective": the outputs
-        of GELU and layer norm (in megatron.core: the core of attention). "full": everything except the inputs of blocks of `recompute_num_layers` layers.
-
-    distribute_saved_activations: with "full", each rank saves only its shard of these inputs. It has no effect with
-        sequence_parallel, which shards them already.
-    checkpoint_in_cpu: with "full", these inputs are saved in host memory.
-    cpu_offloading_num_layers: with "none", the activations of the first N layers are saved in host memory.
-        `checkpoint_in_cpu` and `cpu_offloading_num_layers` have no effect on a CPU. `TransformerBlock` in
-        megatron/gpt2/model/gpt2.py implements these two and `distribute_saved_activations`; a single layer ignores
-        them.
-
+        of GELU and layer norm (in megatron.core: the core of attention). "full": everything except the inputs of
+        layers; a stack of layers implements it, and a single layer ignores it.
     sequence_parallel: shard activations along the sequence between the split layers; the group's size must divide the
         sequence.
     group: the ranks over which the layer is split (default: the default tensor-parallel group).
@@ -76,10 +68,6 @@ class TransformerConfig:
     layernorm_epsilon: float = 1e-5
     gelu: str = "tanh"
     recompute_granularity: str | None = "none"
-    recompute_num_layers: int = 1
-    distribute_saved_activations: bool = False
-    checkpoint_in_cpu: bool = False
-    cpu_offloading_num_layers: int = 0
     sequence_parallel: bool = False
     group: ProcessGroup | None = None
     device: Device = None

@@ -346,9 +346,9 @@ MEGATRON_RULES = by_name(
     ),
     refused(
         "--swiglu --glu-activation= --quick-geglu --squared-relu --untie-embeddings-and-output-weights "
-        "--disable-bias-linear --apply-residual-connection-post-layernorm --apply-layernorm-1p --embed-layernorm --qk-layernorm "
-        "--qk-l2-norm --qk-clip --use-rotary-position-embeddings --no-position-embedding --multi-latent-attention "
-        "--init-method-xavier-uniform --embedding-init-method-std= --num-unique-layers= "
+        "--disable-bias-linear --apply-residual-connection-post-layernorm --apply-layernorm-1p --embed-layernorm "
+        "--qk-layernorm --qk-l2-norm --qk-clip --use-rotary-position-embeddings --no-position-embedding "
+        "--multi-latent-attention --init-method-xavier-uniform --embedding-init-method-std= --num-unique-layers= "
         "--param-sharing-style= --vocab-extra-ids= --window-size= --attention-output-gate --linear-attention-freq= "
         "--experimental-attention-variant= --mtp-num-layers= --enable-mhc-connections --spec= --is-hybrid-model "
         "--hybrid-override-pattern= --hybrid-layer-pattern= --hybrid-attention-ratio= --hybrid-mlp-ratio= "

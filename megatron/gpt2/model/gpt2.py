@@ -14,6 +14,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -45,6 +46,24 @@ def seeded_normal(seed: int, name: str, std: float) -> InitMethod:
     return fill
 
 
+@dataclass(frozen=True)
+class TransformerBlockConfig(mpu.TransformerConfig):
+    """The configuration of the layers, and what a stack of them saves for backward. Names are those of megatron.core.
+
+    recompute_num_layers: with recompute_granularity "full", the layers per saved input.
+    distribute_saved_activations: with "full", each rank saves only its shard of these inputs. It has no effect with
+        sequence_parallel, which shards them already.
+    checkpoint_in_cpu: with "full", these inputs are saved in host memory. It has no effect on a CPU.
+    cpu_offloading_num_layers: with "none", the activations of the first N layers are saved in host memory. It has no
+        effect on a CPU.
+    """
+
+    recompute_num_layers: int = 1
+    distribute_saved_activations: bool = False
+    checkpoint_in_cpu: bool = False
+    cpu_offloading_num_layers: int = 0
+
+
 class TransformerBlock(nn.Module):
     """The layers and, after the last one, the final layer norm. [s, b, h] -> [s, b, h], or [s/tp, b, h] with sequence
     parallelism.
@@ -58,7 +77,7 @@ class TransformerBlock(nn.Module):
         self,
         num_layers: int,
         layer_numbers: Sequence[int],
-        config: mpu.TransformerConfig,
+        config: TransformerBlockConfig,
         init_method_for: Callable[[str], InitMethod],
         submodules: mpu.ModelSubmodules,
     ) -> None:
@@ -71,7 +90,7 @@ class TransformerBlock(nn.Module):
         is_default = submodules == mpu.DEFAULT_SUBMODULES
         layer_class = FusedTransformerLayer if is_default else mpu.ParallelTransformerLayer
 
-        def layer(number: int) -> mpu.ParallelTransformerLayer:
+        def build_layer(number: int) -> mpu.ParallelTransformerLayer:
             return layer_class(
                 config,
                 init_method_for=lambda name: init_method_for(f"transformer.layers.{number}.{name}"),
@@ -79,7 +98,7 @@ class TransformerBlock(nn.Module):
             )
 
         self.layers = nn.ModuleList(
-            layer(number) if number in layer_numbers else None  # type: ignore[misc]
+            build_layer(number) if number in layer_numbers else None  # type: ignore[misc]
             for number in range(num_layers)
         )
         if num_layers - 1 in layer_numbers:
@@ -175,13 +194,13 @@ class TiedGradHook(Protocol):
         """Add gradients [t, h] of the rows [t] int64. A row may occur several times."""
 
 
-def layer_config(config: ModelConfig, **overrides: Any) -> mpu.TransformerConfig:
+def layer_config(config: ModelConfig, **overrides: Any) -> TransformerBlockConfig:
     """Return the config of a model's layers.
 
-    overrides: fields of `mpu.TransformerConfig` for parallelism, recomputation and device (default: no recomputation,
+    overrides: fields of `TransformerBlockConfig` for parallelism, recomputation and device (default: no recomputation,
         the default tensor-parallel group).
     """
-    return mpu.TransformerConfig(
+    return TransformerBlockConfig(
         config.hidden_size,
         config.num_attention_heads,
         config.ffn_size,
@@ -207,7 +226,7 @@ class GPT2Model(nn.Module):
     Attention divides by √d, as without muP: for a constant d this differs only by a constant from muP's d.
 
     config: its vocab_size is the true size; None raises ValueError.
-    layer: a result of `layer_config` (default: `layer_config(config)`).
+    block_config: a result of `layer_config` (default: `layer_config(config)`).
     layer_ranges: the layers of each model chunk of this pipeline rank (default: all layers in one chunk).
     dropout_seed: makes dropout masks that do not depend on the layout, if `forward` gets `sample_ids`; None draws masks
         from torch's generators.
@@ -220,7 +239,7 @@ class GPT2Model(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        layer: mpu.TransformerConfig | None = None,
+        block_config: TransformerBlockConfig | None = None,
         *,
         layer_ranges: Sequence[range] | None = None,
         seed: int = 1234,
@@ -230,17 +249,17 @@ class GPT2Model(nn.Module):
         super().__init__()
         if config.vocab_size is None:
             raise ValueError("the model needs the tokenizer's vocabulary size (--vocab-size)")
-        layer = layer or layer_config(config)
+        block_config = block_config or layer_config(config)
         self.config = config
         self.vocab_size = config.vocab_size
         self.head_weight: Tensor | None = None  # a copy of the embeddings' weight for inference
         self.layer_ranges = tuple(layer_ranges) if layer_ranges is not None else (range(config.num_layers),)
         self.has_embeddings = self.layer_ranges[0].start == 0
         self.has_head = self.layer_ranges[-1].stop == config.num_layers
-        self.group = layer.group if layer.group is not None else mpu.get_tensor_model_parallel_group()
+        self.group = block_config.group if block_config.group is not None else mpu.get_tensor_model_parallel_group()
         self.rank, self.world_size = group_rank_and_size(self.group)
-        self.sequence_parallel = layer.sequence_parallel and self.world_size > 1
-        layer = dataclasses.replace(layer, group=self.group, sequence_parallel=self.sequence_parallel)
+        self.sequence_parallel = block_config.sequence_parallel and self.world_size > 1
+        block_config = dataclasses.replace(block_config, group=self.group, sequence_parallel=self.sequence_parallel)
         std = config.init_method_std
         layer_std = std * math.sqrt(config.mup_scale)
         # Each layer adds two branches to the residual stream, so their output weights start smaller (GPT-2).
@@ -260,17 +279,17 @@ class GPT2Model(nn.Module):
                 config.hidden_size,
                 padded_size=self.padded_vocab_size,
                 init_method=init_method_for(TIED_WEIGHT),
-                **layer.layer_kwargs,
+                **block_config.layer_kwargs,
             )
         if self.has_embeddings:
             self.position_embeddings = submodules.position_embedding(
                 config.max_position_embeddings,
                 config.hidden_size,
                 init_method_for("position_embeddings.weight"),
-                **layer.layer_kwargs,
+                **block_config.layer_kwargs,
             )
         layer_numbers = [number for layer_range in self.layer_ranges for number in layer_range]
-        self.transformer = TransformerBlock(config.num_layers, layer_numbers, layer, init_method_for, submodules)
+        self.transformer = TransformerBlock(config.num_layers, layer_numbers, block_config, init_method_for, submodules)
         if self.has_head:
             nn.init.constant_(self.transformer.final_layernorm.weight, config.mup_scale)
         self.dropout_seed = dropout_seed
