@@ -47,7 +47,7 @@ from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.device import DTYPES, set_allocator, set_threads
 from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.extensions.plan.hook import MemoryPlan
-from megatron.gpt2.model.gpt2 import GPT2Model, count_parameters
+from megatron.gpt2.model.gpt2 import GPT2Model, TransformerBlockConfig, count_parameters
 from megatron.gpt2.train.setup import build_context
 from megatron.gpt2.train.train_step import train_step
 from megatron.gpt2.train.trainer import Trainer, build_trainer
@@ -199,11 +199,11 @@ def build_one_rank(workload: Workload, arm: Arm) -> TimedStep:
         return build_ours(workload, arm)
 
 
-def build_random_model(config: ModelConfig, layer: mpu.TransformerConfig, **kwargs: Any) -> GPT2Model:
+def build_random_model(config: ModelConfig, block_config: TransformerBlockConfig, **kwargs: Any) -> GPT2Model:
     """Build `GPT2Model` with random weights. This is quick, because they are drawn on the device."""
-    model = GPT2Model(config, dataclasses.replace(layer, device="meta"), **kwargs)
+    model = GPT2Model(config, dataclasses.replace(block_config, device="meta"), **kwargs)
     marks = {name: vars(parameter) for name, parameter in model.named_parameters()}
-    model.to_empty(device=layer.device)
+    model.to_empty(device=block_config.device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             vars(parameter).update(marks[name])  # The marks say which parameters are split.

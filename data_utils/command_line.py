@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
+Log = Callable[[str], None]
 ROOT = Path(__file__).resolve().parents[1]
 # The names of `gpt2`'s subcommands that differ from the file's name in tools/ or scripts/.
 COMMANDS = {
@@ -21,6 +22,12 @@ COMMANDS = {
     "pretrain_gpt2_distributed": "pretrain --nproc-per-node 2",
     "run_text_generation_server": "serve",
 }
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ValueError(message) if `condition` is false. The user sees the message as one line."""
+    if not condition:
+        raise ValueError(message)
 
 
 def how_to_call(program: str) -> str:

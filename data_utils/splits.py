@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data_utils.command_line import plural
-from data_utils.corpora import BUILTIN, MAX_BAD_FRACTION, Log, expand_paths
+from data_utils.command_line import Log, plural
+from data_utils.corpora import BUILTIN, MAX_BAD_FRACTION, expand_paths
 from data_utils.files import fingerprint_of
 from data_utils.gpt2_dataset import (
     BLOCK,

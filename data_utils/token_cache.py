@@ -18,11 +18,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from data_utils.command_line import progress_bar
+from data_utils.command_line import Log, progress_bar
 from data_utils.corpora import (
     BUILTIN,
     MAX_BAD_FRACTION,
-    Log,
     default_key,
     is_json,
     read_documents,

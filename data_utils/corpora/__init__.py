@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from data_utils.command_line import how_to_call, missing_package
+from data_utils.command_line import Log, how_to_call, missing_package
 from data_utils.corpora.builtin import builtin_documents
 from data_utils.files import MAX_CONFIG_BYTES, read_json_object
 
@@ -46,7 +46,6 @@ MAX_LEADING_BAD_LINES = 1000  # A file or shard that begins with this number of 
 SHIPPED_CORPORA = Path("data", "corpora.json")
 CORPORA_VARIABLE = "MEGATRON_CORPORA"
 
-Log = Callable[[str], None]
 Corpus = tuple[tuple[str, ...], str | None]  # the files, and the key of the text field
 
 

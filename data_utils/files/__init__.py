@@ -29,6 +29,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import stat
@@ -134,6 +135,13 @@ def atomic_write_text(path: str | Path, text: str) -> None:
     """Write `text` to `path` in UTF-8, atomically. A lone surrogate, which UTF-8 cannot encode, is written as "?"."""
     with atomic_write(path) as file:
         file.write(text.encode("utf-8", errors="replace"))
+
+
+def rename_old(path: Path) -> Path:
+    """Rename a file or folder to `NAME.old-N` with the first free N. Return the new path."""
+    aside = next(new for n in itertools.count(1) if not (new := path.with_name(f"{path.name}.old-{n}")).exists())
+    os.replace(path, aside)
+    return aside
 
 
 def append_line(path: str | Path, line: str) -> None:

@@ -22,11 +22,10 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from data_utils.command_line import progress_bar
+from data_utils.command_line import Log, progress_bar
 from data_utils.corpora import (
     MAX_BAD_FRACTION,
     MAX_LEADING_BAD_LINES,
-    Log,
     detect_compression,
     error_reason,
     expand_paths,

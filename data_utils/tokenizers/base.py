@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from data_utils.command_line import missing_package
-from data_utils.corpora import BUILTIN, MAX_BAD_FRACTION, Log, expand_paths, read_documents, utf8
+from data_utils.command_line import Log, missing_package
+from data_utils.corpora import BUILTIN, MAX_BAD_FRACTION, expand_paths, read_documents, utf8
 from data_utils.files import atomic_write, file_lock, fingerprint_of, make_folder, one_line, read_file
 from data_utils.files.restricted_pickle import read_pickle
 

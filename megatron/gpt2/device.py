@@ -30,8 +30,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from data_utils.command_line import ROOT, plural
-from megatron.gpt2.config import require
+from data_utils.command_line import ROOT, plural, require
 from megatron.gpt2.dist.launch import in_slurm_step
 from megatron.gpt2.dist.ranks import RankInfo, format_ranks
 from mpu.kernels import causal_attention

@@ -25,8 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from data_utils.command_line import plural
-from data_utils.corpora import Log
+from data_utils.command_line import Log, plural
 from data_utils.files import fsync_path, make_folder
 from megatron.gpt2.checkpoint.reader import MANIFEST, NativeCheckpoint, table_path
 from megatron.gpt2.checkpoint.save_folder import TRACKER, list_iterations

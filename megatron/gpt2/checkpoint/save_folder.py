@@ -19,13 +19,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from data_utils.command_line import how_to_call
-from data_utils.corpora import Log
-from data_utils.files import add_path, make_folder, wrap_errors
+from data_utils.command_line import Log, how_to_call
+from data_utils.files import add_path, make_folder, rename_old, wrap_errors
 from megatron.gpt2.checkpoint.reader import MANIFEST, NativeCheckpoint
 from megatron.gpt2.monitor.html_report import METRICS
 from megatron.gpt2.monitor.incidents import FOLDER as INCIDENTS
-from megatron.gpt2.monitor.run_log import rename_old
 
 TRACKER = "latest_checkpointed_iteration.txt"
 BEST = "best"

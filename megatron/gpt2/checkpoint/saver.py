@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data_utils.corpora import Log
+from data_utils.command_line import Log
 from data_utils.files import machine_memory, run_future
 from megatron.gpt2.checkpoint.reader import table_path
 from megatron.gpt2.checkpoint.save_folder import Gather, gather_alone

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data_utils.corpora import Log
+from data_utils.command_line import Log
 from data_utils.files import (
     IO_THREADS,
     add_path,
@@ -35,6 +35,7 @@ from data_utils.files import (
     flush_to_disk,
     fsync_path,
     in_threads,
+    rename_old,
 )
 from megatron.gpt2.checkpoint.interface import TensorInfo
 from megatron.gpt2.checkpoint.reader import (
@@ -51,7 +52,6 @@ from megatron.gpt2.checkpoint.reader import (
     tensor_name,
 )
 from megatron.gpt2.checkpoint.save_folder import TRACKER, list_iterations
-from megatron.gpt2.monitor.run_log import rename_old
 from mpu.partition import TensorSlice
 
 _CHUNK = 1 << 20  # A chunk of this number of bytes is hashed from the processor's cache.

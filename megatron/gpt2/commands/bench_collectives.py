@@ -24,9 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import mpu
-from data_utils.command_line import Parser, how_to_call, plural, positive_int
-from data_utils.corpora import Log
-from megatron.gpt2.config import require
+from data_utils.command_line import Log, Parser, how_to_call, plural, positive_int, require
 from megatron.gpt2.device import DTYPES, choose_backend, choose_device, set_threads
 from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.dist.rendezvous import initialize_distributed

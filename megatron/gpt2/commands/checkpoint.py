@@ -21,9 +21,8 @@ import sys
 from pathlib import Path
 
 from data_utils import Tokenizer, build_tokenizer, kind_of_vocabulary, load_tokenizer
-from data_utils.command_line import Parser, plural
+from data_utils.command_line import Parser, plural, require
 from megatron.gpt2.checkpoint.reader import NativeCheckpoint
-from megatron.gpt2.config import require
 from megatron.gpt2.device import DTYPES
 from megatron.gpt2.formats import BaseCheckpoint, Hints, open_checkpoint
 from megatron.gpt2.formats.compare import (

@@ -14,8 +14,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from data_utils.command_line import Parser, plural
-from megatron.gpt2.config import require
+from data_utils.command_line import Parser, plural, require
 from megatron.gpt2.pipeline.analysis import (
     draw_timetable,
     max_in_flight,

@@ -12,8 +12,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from data_utils.command_line import positive_int
-from data_utils.corpora import BUILTIN, Log, expand_paths
+from data_utils.command_line import Log, positive_int, require
+from data_utils.corpora import BUILTIN, expand_paths
 from data_utils.files import hash_file
 from megatron.gpt2.checkpoint.reader import NativeCheckpoint
 from megatron.gpt2.commands.inference import (
@@ -23,7 +23,7 @@ from megatron.gpt2.commands.inference import (
     score_metadata,
     write_scores,
 )
-from megatron.gpt2.config import flag_name, require
+from megatron.gpt2.config import flag_name
 from megatron.gpt2.config.arguments import CHECKPOINT_KEYS, Arguments
 from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.dist.run_program import run_program

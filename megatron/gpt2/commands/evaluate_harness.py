@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from data_utils import Tokenizer
-from data_utils.command_line import missing_package
-from data_utils.corpora import Log
+from data_utils.command_line import Log, missing_package
 from megatron.gpt2.commands.inference import (
     ModelParser,
     check_output,

@@ -20,10 +20,9 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from data_utils.command_line import positive_int, progress_bar
-from data_utils.corpora import Log, check_exists
+from data_utils.command_line import Log, positive_int, progress_bar, require
+from data_utils.corpora import check_exists
 from megatron.gpt2.commands.inference import ModelParser, check_world_size, open_model_from_flags
-from megatron.gpt2.config import require
 from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.dist.run_program import run_program
 from megatron.gpt2.generate.generation import Continuation, Generator

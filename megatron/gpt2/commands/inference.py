@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 import mpu
-from data_utils.command_line import Parser, plural, positive_int
-from data_utils.corpora import Log
+from data_utils.command_line import Log, Parser, plural, positive_int
 from data_utils.files import atomic_write_text
 from megatron.gpt2.config import PRECISION_CHOICES, LaunchConfig, ParallelConfig, flag_name
 from megatron.gpt2.config.arguments import Arguments, parse

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_utils.command_line import Parser, align_columns
-from megatron.gpt2.config import require
+from data_utils.command_line import Parser, align_columns, require
 from megatron.gpt2.monitor.html_report import METRICS
 from megatron.gpt2.monitor.incidents import read_records
 from megatron.gpt2.monitor.plots import curve_points

@@ -24,7 +24,6 @@ from megatron.gpt2.config.sections import (
     flatten_sections,
     ignored_flags,
     non_default_values,
-    require,
 )
 
 __all__ = [
@@ -43,7 +42,6 @@ __all__ = [
     "config_fields",
     "flag_name",
     "read_config",
-    "require",
     "ignored_flags",
     "write_config",
 ]

@@ -22,6 +22,7 @@ from functools import cached_property
 from typing import Any
 
 from data_utils import BatchSchedule, kind_of_vocabulary
+from data_utils.command_line import require
 from megatron.gpt2.config.compat import (
     MEGATRON_RULES,
     OTHER_VALUES,
@@ -39,7 +40,6 @@ from megatron.gpt2.config.sections import (
     config_fields,
     flag_name,
     flatten_sections,
-    require,
 )
 
 LENGTH_KEYS = ("train.train_iters", "train.train_samples", "train.train_tokens", "train.train_epochs")

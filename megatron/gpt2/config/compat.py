@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from data_utils.command_line import how_to_call
-from megatron.gpt2.config.sections import config_fields, flag_name, require
+from data_utils.command_line import how_to_call, require
+from megatron.gpt2.config.sections import config_fields, flag_name
 
 Fields = dict[str, Any]  # The keys have the form "section.field".
 

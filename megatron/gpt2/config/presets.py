@@ -11,8 +11,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from data_utils.command_line import require
 from data_utils.files import MAX_CONFIG_BYTES, atomic_write_text, one_line, read_json_object
-from megatron.gpt2.config.sections import Config, non_default_values, require
+from megatron.gpt2.config.sections import Config, non_default_values
 
 CONFIG_FILE = "config.json"
 RUN_SETTINGS_VERSION = 1

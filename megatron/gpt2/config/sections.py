@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from data_utils.command_line import plural
+from data_utils.command_line import plural, require
 from data_utils.samplers import BatchSchedule
 from megatron.gpt2.pipeline.schedule import (
     SCHEDULES,
@@ -73,12 +73,6 @@ def flag_field(
 def flag_name(key: str) -> str:
     """Return the flag of a field: "--num-layers" for "num_layers" or "model.num_layers"."""
     return "--" + key.rpartition(".")[2].replace("_", "-")
-
-
-def require(condition: bool, message: str) -> None:
-    """Raise ValueError(message) if `condition` is false. The user sees the message as one line."""
-    if not condition:
-        raise ValueError(message)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from urllib.parse import urlsplit
 
 import torch
 
-from megatron.gpt2.config import LaunchConfig, require
+from data_utils.command_line import require
+from megatron.gpt2.config import LaunchConfig
 from megatron.gpt2.config.flags import parse_launch_flags
 from megatron.gpt2.dist.ranks import RankInfo
 

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from megatron.gpt2.config import require
+from data_utils.command_line import require
 from megatron.gpt2.monitor.incidents import IncidentLog
 
 POLL_INTERVAL = 0.05  # seconds between two reads of the store

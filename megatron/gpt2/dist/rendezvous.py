@@ -33,9 +33,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore  # type: ignore[attr-defined]
 
-from data_utils.command_line import plural
+from data_utils.command_line import plural, require
 from data_utils.files import atomic_write_text
-from megatron.gpt2.config import require
 from megatron.gpt2.dist.launch import Launch, host_port
 from megatron.gpt2.dist.ranks import (
     HEARTBEAT_INTERVAL,

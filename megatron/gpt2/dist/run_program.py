@@ -37,9 +37,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
 import mpu
-from data_utils.command_line import configure_output, error_line, how_to_call
-from data_utils.corpora import Log
-from megatron.gpt2.config import require
+from data_utils.command_line import Log, configure_output, error_line, how_to_call, require
 from megatron.gpt2.dist.launch import Launch, read_launch
 from megatron.gpt2.dist.ranks import (
     HEARTBEAT_INTERVAL,

@@ -21,9 +21,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from data_utils.command_line import plural
+from data_utils.command_line import plural, require
 from megatron.gpt2.checkpoint.interface import BaseCheckpoint, TensorInfo, check_inside
-from megatron.gpt2.config import Config, ModelConfig, OptimizerConfig, require
+from megatron.gpt2.config import Config, ModelConfig, OptimizerConfig
 from megatron.gpt2.model.gpt2 import model_partition_specs
 from megatron.gpt2.optimizer.optimizer import MOMENTS
 from mpu.partition import TensorSlice

@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 
 from data_utils import Tokenizer
-from data_utils.command_line import missing_package
+from data_utils.command_line import missing_package, require
 from data_utils.tokenizers.base import MODEL_FILE, SentencePieceTokenizer
 from data_utils.tokenizers.gpt2 import END_OF_TEXT
 from megatron.gpt2.checkpoint.interface import BaseCheckpoint, check_metadata
-from megatron.gpt2.config import require
 from megatron.gpt2.device import PRECISIONS
 from megatron.gpt2.formats.nanogpt_and_dcp import export_kind, openai_name, to_openai
 from megatron.gpt2.formats.native import check_tokenizer, new_folder

@@ -17,10 +17,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from data_utils import Tokenizer
+from data_utils.command_line import require
 from data_utils.files import read_json_object, read_safetensors_header
 from megatron.gpt2.checkpoint.interface import BaseCheckpoint, TensorInfo, check_metadata
 from megatron.gpt2.checkpoint.reader import DTYPES
-from megatron.gpt2.config import require
 from megatron.gpt2.device import DTYPES as PRECISION_DTYPES
 from megatron.gpt2.formats.compare import describe, format_description
 from megatron.gpt2.formats.foreign_checkpoint import (

@@ -22,10 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from data_utils.command_line import plural
+from data_utils.command_line import plural, require
 from megatron.gpt2.checkpoint.interface import BaseCheckpoint
 from megatron.gpt2.checkpoint.save_folder import TRACKER
-from megatron.gpt2.config import require
 from megatron.gpt2.formats.foreign_checkpoint import (
     OPTIMIZER_KINDS,
     ForeignCheckpoint,

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data_utils.command_line import plural
+from data_utils.command_line import plural, require
 from data_utils.files.restricted_pickle import PickledObject
 from megatron.gpt2.checkpoint.interface import BaseCheckpoint, check_metadata
-from megatron.gpt2.config import ModelConfig, require
+from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.formats.foreign_checkpoint import (
     GPT2_VOCAB_SIZE,
     Hints,

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from data_utils.command_line import require
 from megatron.gpt2.checkpoint.interface import BaseCheckpoint, TensorInfo
-from megatron.gpt2.config import OptimizerConfig, require
+from megatron.gpt2.config import OptimizerConfig
 from megatron.gpt2.formats.foreign_checkpoint import (
     OPTIMIZER_KINDS,
     LazyTensor,

@@ -24,11 +24,12 @@ import torch
 from torch import Tensor
 
 from data_utils import Tokenizer
+from data_utils.command_line import require
 from data_utils.files import flush_to_disk
 from data_utils.files.restricted_pickle import plain_pickle
 from data_utils.tokenizers.base import CharacterTokenizer
 from megatron.gpt2.checkpoint.interface import BaseCheckpoint, TensorInfo, check_metadata
-from megatron.gpt2.config import ModelConfig, require
+from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.formats.foreign_checkpoint import (
     GPT2_VOCAB_SIZE,
     ForeignCheckpoint,

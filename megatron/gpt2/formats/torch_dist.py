@@ -30,10 +30,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data_utils.command_line import require
 from data_utils.files import read_json_object
 from megatron.gpt2.checkpoint.interface import BaseCheckpoint, TensorInfo
 from megatron.gpt2.checkpoint.save_folder import TRACKER
-from megatron.gpt2.config import ModelConfig, require
+from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.formats.foreign_checkpoint import (
     MAX_JSON_BYTES,
     ForeignCheckpoint,

@@ -27,10 +27,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from data_utils.command_line import require
 from data_utils.files.restricted_pickle import PickledObject, read_pickle
 from megatron.gpt2.checkpoint.interface import BaseCheckpoint, TensorInfo, check_coverage, intersection, relative_slice
 from megatron.gpt2.checkpoint.reader import without_garbage_collection
-from megatron.gpt2.config import require
 from megatron.gpt2.formats.foreign_checkpoint import LazyTensor, file_errors
 from mpu.partition import TensorSlice
 

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from data_utils import Tokenizer
-from data_utils.corpora import Log, error_reason, is_json, json_object, open_bytes, read_documents, read_items
+from data_utils.command_line import Log
+from data_utils.corpora import error_reason, is_json, json_object, open_bytes, read_documents, read_items
 from data_utils.corpora.detokenizers import ptb_detokenizer, wikitext_detokenizer
 from megatron.gpt2.generate.scoring import Window, score_windows, sliding_windows
 from megatron.gpt2.model.gpt2 import GPT2Model

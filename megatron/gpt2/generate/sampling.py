@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.gpt2.config import require
+from data_utils.command_line import require
 
 # Top-p sorts this number of candidates first. They nearly always have the probability p.
 _FIRST_CANDIDATES = 1024

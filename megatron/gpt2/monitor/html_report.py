@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from data_utils.command_line import require
 from data_utils.files import MAX_CONFIG_BYTES, atomic_write_text, read_json_object, wrap_errors
-from megatron.gpt2.config import Config, flag_name, flatten_sections, non_default_values, require
+from megatron.gpt2.config import Config, flag_name, flatten_sections, non_default_values
 from megatron.gpt2.monitor.incidents import read_records
 from megatron.gpt2.monitor.plots import GREEN, Curve, as_svg, curve_points, loss_curves
 

@@ -3,10 +3,8 @@
 import contextlib
 import dataclasses
 import importlib.util
-import itertools
 import json
 import math
-import os
 import secrets
 import sys
 import time
@@ -16,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from data_utils.command_line import progress_bar
-from data_utils.files import append_line, atomic_write_text, fsync_path
+from data_utils.files import append_line, atomic_write_text, fsync_path, rename_old
 from megatron.gpt2.config import Config
 from megatron.gpt2.monitor.html_report import HISTORY, METRICS, REPORT, SAMPLES, write_report
 from megatron.gpt2.monitor.incidents import read_records
@@ -227,13 +225,6 @@ class RunLog:
             tracker.close()
         self._write(REPORT, lambda path: str(write_report(path.parent)))
         return self._write("loss.png", lambda path: plot_loss(self.directory / METRICS, path, title))
-
-
-def rename_old(path: Path) -> Path:
-    """Rename a file or folder to `NAME.old-N` with the first free N. Return the new path."""
-    aside = next(new for n in itertools.count(1) if not (new := path.with_name(f"{path.name}.old-{n}")).exists())
-    os.replace(path, aside)
-    return aside
 
 
 def drop_records_after(path: Path, iteration: int) -> None:

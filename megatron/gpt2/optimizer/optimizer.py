@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import mpu
-from megatron.gpt2.config import OptimizerConfig, require
+from data_utils.command_line import require
+from megatron.gpt2.config import OptimizerConfig
 from megatron.gpt2.optimizer.bucket_reducer import ParamAllGather
 from megatron.gpt2.optimizer.param_and_grad_buffer import ParamAndGradBuffer, ParamShard
 from mpu import kernels

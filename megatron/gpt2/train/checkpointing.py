@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import mpu
-from data_utils.corpora import Log
+from data_utils.command_line import Log
 from data_utils.files import atomic_write_text
 from megatron.gpt2.checkpoint.lease import Lease, LeaseLostError
 from megatron.gpt2.checkpoint.local import RUN_NAME_FILE, LocalCheckpoints, run_name

@@ -27,13 +27,14 @@ from data_utils import (
     ensure_sentencepiece_model,
     load_tokenizer,
 )
-from data_utils.corpora import Log, find_corpora
+from data_utils.command_line import Log, require
+from data_utils.corpora import find_corpora
 from megatron.gpt2 import device as devices
 from megatron.gpt2.checkpoint.interface import check_metadata, saved_decay_iters
 from megatron.gpt2.checkpoint.local import assemble_local_checkpoint
 from megatron.gpt2.checkpoint.reader import NativeCheckpoint
 from megatron.gpt2.checkpoint.save_folder import find_checkpoint, require_native_format
-from megatron.gpt2.config import Config, DataConfig, flag_name, flatten_sections, require
+from megatron.gpt2.config import Config, DataConfig, flag_name, flatten_sections
 from megatron.gpt2.config.arguments import Arguments, merge_checkpoint
 from megatron.gpt2.dist.gathering import gather_strings
 from megatron.gpt2.dist.hang import set_flight_recorder

@@ -9,12 +9,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from data_utils import DamagedData, GPT2Dataset, unigram_bits_per_byte, xz_bits_per_byte
-from data_utils.command_line import how_to_call, plural
-from data_utils.corpora import Log
+from data_utils.command_line import Log, how_to_call, plural, require
 from megatron.gpt2.checkpoint.local import newest_local_iteration
 from megatron.gpt2.checkpoint.reader import NativeCheckpoint
 from megatron.gpt2.checkpoint.save_folder import FolderInUse, find_checkpoint
-from megatron.gpt2.config import CheckpointConfig, DataConfig, flag_name, non_default_values, require
+from megatron.gpt2.config import CheckpointConfig, DataConfig, flag_name, non_default_values
 from megatron.gpt2.config.arguments import Arguments, parse
 from megatron.gpt2.device import PRECISIONS, set_threads
 from megatron.gpt2.dist.launch import Launch

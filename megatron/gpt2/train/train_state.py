@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import mpu
-from data_utils.corpora import Log
+from data_utils.command_line import Log
 from megatron.gpt2.config import ignored_flags
 from megatron.gpt2.device import choose_attention
 from megatron.gpt2.hooks import Hook

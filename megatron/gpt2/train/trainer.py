@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import mpu
-from data_utils.corpora import Log
+from data_utils.command_line import Log
 from megatron.gpt2 import device as devices
 from megatron.gpt2.checkpoint.lease import Lease
 from megatron.gpt2.checkpoint.save_folder import rename_old_best

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 import mpu
-from megatron.gpt2.config import Config, require
+from data_utils.command_line import require
+from megatron.gpt2.config import Config
 from megatron.gpt2.extensions.exact.norm import exact_squared_norm, norm_block_size
 from megatron.gpt2.extensions.exact.reducer import EMBEDDING_GRADIENT, ExactBucketReducer
 from megatron.gpt2.extensions.exact.transformer import exact_submodules

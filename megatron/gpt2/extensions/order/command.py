@@ -38,12 +38,11 @@ from unittest import mock
 import torch
 
 import mpu
-from data_utils.command_line import Parser
+from data_utils.command_line import Parser, require
 from megatron.gpt2 import device as devices
 from megatron.gpt2 import hooks
 from megatron.gpt2.checkpoint.saver import PendingSave, Saver
 from megatron.gpt2.commands.pretrain_gpt2 import finish_run
-from megatron.gpt2.config import require
 from megatron.gpt2.config.arguments import DECAY_KEYS, LENGTH_KEYS, WARMUP_KEYS, Arguments, parse
 from megatron.gpt2.config.flags import parse_launch_flags
 from megatron.gpt2.dist.ranks import RankInfo

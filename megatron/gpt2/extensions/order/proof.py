@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from itertools import pairwise, zip_longest
 from typing import Any
 
-from megatron.gpt2.config import require
+from data_utils.command_line import require
 from megatron.gpt2.extensions.order.recording import Call, Record
 
 BACKENDS = ("nccl", "gloo")

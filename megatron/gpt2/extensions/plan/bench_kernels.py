@@ -26,11 +26,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from data_utils.command_line import Parser, how_to_call, plural, positive_int
-from data_utils.corpora import Log
+from data_utils.command_line import Log, Parser, how_to_call, plural, positive_int, require
 from data_utils.files import machine_memory
 from megatron.gpt2.commands.bench_collectives import OPERATIONS, gather_objects, make_groups, run_and_check
-from megatron.gpt2.config import require
 from megatron.gpt2.device import (
     DTYPES,
     choose_backend,

@@ -27,11 +27,11 @@ from typing import Any
 import torch
 
 from data_utils import build_tokenizer, default_tokenizer_kind
-from data_utils.command_line import Parser, plural
+from data_utils.command_line import Parser, plural, require
 from megatron.gpt2 import device as devices
 from megatron.gpt2.checkpoint.interface import saved_decay_iters
 from megatron.gpt2.checkpoint.save_folder import find_checkpoint
-from megatron.gpt2.config import Config, require
+from megatron.gpt2.config import Config
 from megatron.gpt2.config.arguments import Arguments, merge_checkpoint, parse
 from megatron.gpt2.config.flags import parse_launch_flags
 from megatron.gpt2.extensions.plan.cluster import Cluster, read_cluster

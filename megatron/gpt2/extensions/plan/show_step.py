@@ -20,8 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from data_utils.command_line import Parser, plural
-from megatron.gpt2.config import require
+from data_utils.command_line import Parser, plural, require
 from megatron.gpt2.extensions.plan.cluster import read_cluster
 from megatron.gpt2.extensions.plan.command import planned_config, planned_inputs
 from megatron.gpt2.extensions.plan.memory import MemoryInputs

@@ -28,8 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import mpu
-from data_utils.command_line import Parser, plural
-from data_utils.corpora import Log
+from data_utils.command_line import Log, Parser, plural
 from data_utils.files import flush_to_disk
 from megatron.gpt2 import device as devices
 from megatron.gpt2.checkpoint.lease import check_not_in_use

@@ -18,8 +18,7 @@ from pathlib import Path
 
 import torch
 
-from data_utils.command_line import missing_package, plural, positive_int
-from data_utils.corpora import Log
+from data_utils.command_line import Log, missing_package, plural, positive_int
 
 try:
     from megatron.gpt2.extensions.serve.app import Service

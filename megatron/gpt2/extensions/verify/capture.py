@@ -17,10 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from data_utils.command_line import missing_package
+from data_utils.command_line import missing_package, require
 from data_utils.samplers import micro_batch_starts
 from megatron.gpt2.checkpoint.sharded_state import sharded_state_dict
-from megatron.gpt2.config import require
 from megatron.gpt2.dist.gathering import all_reduce_over_data_and_pipeline, sum_losses
 from megatron.gpt2.extensions.verify.trace import TensorKey, TensorShard
 from megatron.gpt2.formats.nanogpt_and_dcp import openai_name, to_openai

@@ -26,13 +26,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from data_utils.command_line import Parser, configure_output, positive_int
-from data_utils.corpora import Log
+from data_utils.command_line import Log, Parser, configure_output, positive_int, require
 from data_utils.files import atomic_write_text
 from megatron.gpt2 import device as devices
 from megatron.gpt2.checkpoint.interface import check_metadata, saved_decay_iters
 from megatron.gpt2.checkpoint.save_folder import find_checkpoint
-from megatron.gpt2.config import flag_name, flatten_sections, require
+from megatron.gpt2.config import flag_name, flatten_sections
 from megatron.gpt2.config.arguments import merge_checkpoint
 from megatron.gpt2.config.arguments import parse as parse_run
 from megatron.gpt2.config.flags import parse_launch_flags

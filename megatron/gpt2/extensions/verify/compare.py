@@ -51,7 +51,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.gpt2.config import Config, require
+from data_utils.command_line import require
+from megatron.gpt2.config import Config
 from megatron.gpt2.device import DTYPES
 from megatron.gpt2.extensions.verify.trace import SECOND_MOMENT, TensorKey, TensorShard, Trace, TraceEntry, measured
 from megatron.gpt2.optimizer.muon import NEWTON_SCHULZ

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import mpu
-from data_utils.corpora import Log
+from data_utils.command_line import Log
 from data_utils.corpora.detokenizers import ptb_detokenizer, wikitext_detokenizer
 from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.dist.run_program import run_program

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import mpu
-from data_utils.corpora import Log
+from data_utils.command_line import Log
 from megatron.gpt2 import device as devices
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.config.arguments import parse
