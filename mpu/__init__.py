@@ -1,7 +1,7 @@
 """Model parallelism in the Megatron style: process groups, split layers and their collectives. It needs only torch;
 dropout with given seeds also needs numpy on a CPU and triton on a GPU.
 
-Reading order of the modules:
+The modules, from the lowest to the highest:
 
     partition         which slice of a parameter each rank holds
     initialize        process groups, and `ParallelState`
@@ -59,7 +59,7 @@ from mpu.initialize import (
 )
 from mpu.kernels import linear_without_gradient, weight_for_inference
 from mpu.kv_cache import KeyValueCache
-from mpu.layers import PositionEmbedding, VocabParallelEmbedding
+from mpu.layers import ColumnParallelLinear, PositionEmbedding, RowParallelLinear, VocabParallelEmbedding
 from mpu.mappings import (
     copy_to_model_parallel_region,
     gather_from_model_parallel_region,
@@ -69,9 +69,7 @@ from mpu.mappings import (
     scatter_to_model_parallel_region,
 )
 from mpu.megatron_2019 import (
-    ColumnParallelLinear,
     ParallelEmbedding,
-    RowParallelLinear,
     broadcast_data,
     checkpoint,
     partition_activations_in_checkpoint,

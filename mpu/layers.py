@@ -156,13 +156,31 @@ def linear(
 
 class ParallelLinear(ParallelLayer):
     """A linear layer with weight A [output_size, input_size], split along dimension `dim`, and bias b, split if the
-    outputs are."""
+    outputs are. The positional arguments of the subclasses are those of 2019.
+
+    stride: must be 1; other values raise ValueError.
+    keep_master_weight_for_test: keep the whole weight as `master_weight`.
+    """
 
     weight: Tensor
     bias: Tensor | None
 
-    def _make_weights(self, shape: tuple[int, int], dim: int, bias: bool, init_method: InitMethod) -> None:
-        self.make_parameter("weight", PartitionSpec(shape, dim), init_method)
+    def _make_weights(
+        self,
+        shape: tuple[int, int],
+        dim: int,
+        bias: bool,
+        init_method: InitMethod,
+        stride: int,
+        keep_master_weight: bool,
+    ) -> None:
+        if stride != 1:  # in 2019 each rank had a part of each of `stride` blocks
+            raise ValueError(
+                f"stride={stride}: each rank holds a contiguous part of a weight, so stride must be 1; "
+                "order a fused query-key-value weight [heads, 3, head size] as ParallelSelfAttention does"
+            )
+        whole = self.make_parameter("weight", PartitionSpec(shape, dim), init_method)
+        self.master_weight = whole if keep_master_weight else None
         # Pipeline schedules that compute weight gradients later set this function.
         self.weight_grad_fn: WeightGradFn | None = None
         self.register_parameter("bias", None)
@@ -191,6 +209,8 @@ class ColumnParallelLinear(ParallelLinear):
         bias: bool = True,
         gather_output: bool = True,
         init_method: InitMethod = nn.init.xavier_normal_,
+        stride: int = 1,
+        keep_master_weight_for_test: bool = False,
         *,
         sequence_parallel: bool = False,
         group: ProcessGroup | None = None,
@@ -198,7 +218,7 @@ class ColumnParallelLinear(ParallelLinear):
     ) -> None:
         super().__init__(group, device, sequence_parallel)
         self.gather_output = gather_output
-        self._make_weights((output_size, input_size), 0, bias, init_method)
+        self._make_weights((output_size, input_size), 0, bias, init_method, stride, keep_master_weight_for_test)
 
     def forward(self, x: Tensor, *, bias_gradient: bool = True) -> Tensor:
         """[..., input_size] -> [..., output_size/tp], or [..., output_size] with gather_output. bias_gradient: False
@@ -226,6 +246,8 @@ class RowParallelLinear(ParallelLinear):
         bias: bool = True,
         input_is_parallel: bool = False,
         init_method: InitMethod = nn.init.xavier_normal_,
+        stride: int = 1,
+        keep_master_weight_for_test: bool = False,
         *,
         sequence_parallel: bool = False,
         group: ProcessGroup | None = None,
@@ -233,7 +255,7 @@ class RowParallelLinear(ParallelLinear):
     ) -> None:
         super().__init__(group, device, sequence_parallel)
         self.input_is_parallel = input_is_parallel
-        self._make_weights((output_size, input_size), 1, bias, init_method)
+        self._make_weights((output_size, input_size), 1, bias, init_method, stride, keep_master_weight_for_test)
         if bias and sequence_parallel:
             mark_sequence_parallel([self.get_parameter("bias")])
 

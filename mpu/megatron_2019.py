@@ -1,5 +1,5 @@
-"""Classes and functions with the arguments of Megatron's `mpu` of 2019, for programs that were written for it. The
-GPT-2 model uses only `checkpoint`, which is `mpu.random.checkpoint` with a process-wide default.
+"""Functions and classes that programs for Megatron's `mpu` of 2019 use, with its arguments. The GPT-2 model uses only
+`checkpoint`, which is `mpu.random.checkpoint` with a process-wide default.
 
 Legend: h hidden, tp tensor-parallel size.
 """
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from mpu import layers, random
+from mpu import random
 from mpu.initialize import get_parallel_state
 from mpu.layers import Device, InitMethod, ParallelLayer
 from mpu.mappings import gather_from_model_parallel_region
@@ -44,63 +44,7 @@ def checkpoint(
     return random.checkpoint(function, *args, distribute_saved_activations=distribute_saved_activations, **options)
 
 
-class _LayerOf2019(ParallelLayer):
-    """A layer that can keep the whole weight, as `master_weight`."""
-
-    master_weight: Tensor | None = None
-
-    def make_parameter(self, name: str, spec: PartitionSpec, init_method: InitMethod) -> Tensor:
-        full = super().make_parameter(name, spec, init_method)
-        self.master_weight = full if name == "weight" else self.master_weight
-        return full
-
-    def _check_last_arguments(self, stride: int, keep_master_weight: bool) -> None:
-        if stride != 1:  # in 2019 each rank had a part of each of `stride` blocks
-            raise ValueError(
-                f"stride={stride}: each rank holds a contiguous part of a weight, so stride must be 1; "
-                "order a fused query-key-value weight [heads, 3, head size] as ParallelSelfAttention does"
-            )
-        if not keep_master_weight:
-            self.master_weight = None
-
-
-class ColumnParallelLinear(_LayerOf2019, layers.ColumnParallelLinear):
-    """`mpu.layers.ColumnParallelLinear` with the positional arguments of 2019. Raises ValueError if stride is not 1."""
-
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        bias: bool = True,
-        gather_output: bool = True,
-        init_method: InitMethod = nn.init.xavier_normal_,
-        stride: int = 1,
-        keep_master_weight_for_test: bool = False,
-        **options: Any,
-    ) -> None:
-        super().__init__(input_size, output_size, bias, gather_output, init_method, **options)
-        self._check_last_arguments(stride, keep_master_weight_for_test)
-
-
-class RowParallelLinear(_LayerOf2019, layers.RowParallelLinear):
-    """`mpu.layers.RowParallelLinear` with the positional arguments of 2019. Raises ValueError if stride is not 1."""
-
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        bias: bool = True,
-        input_is_parallel: bool = False,
-        init_method: InitMethod = nn.init.xavier_normal_,
-        stride: int = 1,
-        keep_master_weight_for_test: bool = False,
-        **options: Any,
-    ) -> None:
-        super().__init__(input_size, output_size, bias, input_is_parallel, init_method, **options)
-        self._check_last_arguments(stride, keep_master_weight_for_test)
-
-
-class ParallelEmbedding(_LayerOf2019):
+class ParallelEmbedding(ParallelLayer):
     """An embedding whose columns are split by embedding dimension. Forward: all-gather; backward: no communication.
 
     [...] int64 -> [..., h]. Raises ValueError if embedding_dim is not divisible by tp.
@@ -119,8 +63,8 @@ class ParallelEmbedding(_LayerOf2019):
         device: Device = None,
     ) -> None:
         super().__init__(group, device)
-        self.make_parameter("weight", PartitionSpec((num_embeddings, embedding_dim), 1), init_method)
-        self._check_last_arguments(1, keep_master_weight_for_test)
+        whole = self.make_parameter("weight", PartitionSpec((num_embeddings, embedding_dim), 1), init_method)
+        self.master_weight = whole if keep_master_weight_for_test else None
 
     def forward(self, ids: Tensor) -> Tensor:
         """[...] int64 -> [..., h]."""

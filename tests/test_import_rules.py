@@ -230,9 +230,17 @@ CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 CORE = re.findall(r"^\| \d+ \| `([\w/]+\.py)` \| .+ \|$", CONTRIBUTING, re.MULTILINE)
 
 
+OTHER_TRAIN_FILES = ["evaluate", "start_and_end", "resume_equivalence", "not_finite"]
+
+
 def test_the_list_of_the_core() -> None:
-    """The list begins with the entry point and the set-up, and names all other files that the listed files import."""
-    assert CORE[:2] == ["megatron/gpt2/commands/pretrain_gpt2.py", "megatron/gpt2/train/setup.py"]
+    """The list goes from a training step down to the groups, ends with the start of a run, and names all other files
+    that the listed files import. The page of `megatron/gpt2/train` has the same order."""
+    train = [Path(file).stem for file in CORE if "/train/" in file]
+    assert CORE[0] == "megatron/gpt2/train/train_step.py" and train[-4:] == ["setup", "trainer", "train_state", "loop"]
+    assert re.findall(r"^(\w+)  ", (ROOT / "megatron/gpt2/train/__init__.py").read_text("utf-8"), re.MULTILINE) == (
+        [*train, *OTHER_TRAIN_FILES]
+    )
     assert re.findall(r"^\| (\d+) \| `", CONTRIBUTING, re.MULTILINE) == [str(n + 1) for n in range(len(set(CORE)))]
     graph, file_of = import_graph(), {module_name(path): path for package in PACKAGES for path in sources(package)}
     listed = {module_name(ROOT / file) for file in CORE}

@@ -149,6 +149,11 @@ def check_2019s_arguments(rank: int, world_size: int) -> None:
     assert words(torch.tensor([0])).sum() == 5 and columns(torch.tensor([0])).sum() == two
     norm = mpu.LayerNorm(4, 1e-3)
     assert torch.equal(norm(torch.arange(4.0)), F.layer_norm(torch.arange(4.0), (4,), eps=1e-3))
+    attention = mpu.ParallelSelfAttention(
+        TransformerConfig(4 * world_size, world_size, 4), init_method=ones, output_init_method=ones
+    )
+    assert type(attention.query_key_value) is mpu.ColumnParallelLinear
+    assert type(attention.dense) is mpu.RowParallelLinear
     for layer in (mpu.ColumnParallelLinear, mpu.RowParallelLinear):
         with pytest.raises(ValueError, match="^stride=3: .* must be 1; order a fused query-key-value weight"):
             layer(two, two, stride=3)

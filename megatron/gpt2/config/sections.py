@@ -827,8 +827,8 @@ class Config:
 
     def num_microbatches(self, world_size: int, consumed_samples: int = 0) -> int:
         """Return the number of micro-batches of each rank in a step with the final batch size."""
-        samples_per_pass = self.train.micro_batch_size * self.data_parallel_size(world_size)
-        return self.batch_schedule(world_size, consumed_samples).final // samples_per_pass
+        batch = self.batch_schedule(world_size, consumed_samples).final
+        return batch // (self.train.micro_batch_size * self.data_parallel_size(world_size))
 
     def usable_ranks(self, ranks: int) -> int:
         """Return the largest world size up to `ranks` that fits the layout and divides the batches, or 0 if there is

@@ -102,8 +102,8 @@ class RunContext:
     @property
     def num_microbatches(self) -> int:
         """The number of micro-batches of a rank in a step with the final global batch size."""
-        samples = self.config.train.micro_batch_size * self.config.data_parallel_size(self.rank_info.world_size)
-        return self.global_batch_size // samples
+        consumed_samples = self.resume_metadata.get("consumed_samples", 0)
+        return self.config.num_microbatches(self.rank_info.world_size, consumed_samples)
 
     @property
     def batch_growth(self) -> str:
