@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from data_utils.command_line import require
+
 ROOT = Path(__file__).resolve().parents[4]
 FLOPS_PER_MULTIPLICATION = 2
 
@@ -127,6 +129,7 @@ def read_cluster(name: str) -> tuple[Cluster, dict[str, Any]]:
         content = json.loads(path.read_text(encoding="utf-8"))
         constants = content.pop("cluster")
         measured = {key: list(starmap(Measured, rows)) for key, rows in constants.pop("collectives", {}).items()}
+        require(all(len(rows) > 1 for rows in measured.values()), "a collective needs at least two sizes")
         cluster = Cluster(**constants)
     except OSError as error:
         known = ", ".join(sorted(file.stem for file in path.parent.glob("*.json"))) or "none"

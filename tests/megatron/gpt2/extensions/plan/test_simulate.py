@@ -111,6 +111,22 @@ def test_stages_share_cores() -> None:
     assert step(ranks_per_core=2.0, gpus_per_node=1).seconds == pytest.approx(2 * alone.seconds)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"link": 0}, "link in .* must be a positive number, not 0"),
+        ({"lnik": 1}, "does not describe a cluster: .*lnik"),
+        ({"collectives": {collective_key("send", 2, 1): [[1, 1, 1]]}}, "a collective needs at least two sizes"),
+    ],
+)
+def test_bad_files_of_clusters_are_one_line(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    content = json.loads((ROOT / "clusters/cpu.json").read_text())
+    path = tmp_path / "bad.json"
+    path.write_text(json.dumps({"cluster": content["cluster"] | change}))
+    with pytest.raises(ValueError, match=message):
+        read_cluster(str(path))
+
+
 def test_a_measured_machine(tmp_path: Path, python: WarmPython, capsys: pytest.CaptureFixture[str]) -> None:
     """Two ranks measure this machine, and the file describes it for the plan."""
     path = tmp_path / "machine.json"
