@@ -1,6 +1,6 @@
 """A cluster, as it is described in `clusters/NAME.json`, and the time that kernels and collectives take on it.
 
-Times are in seconds. All methods also take numpy arrays, one element per configuration.
+Times are in seconds. All formulas also take numpy arrays, one element per configuration.
 """
 
 from __future__ import annotations
