@@ -141,7 +141,7 @@ FAULTS: dict[str, tuple[Check, Plant, str]] = {
     "a tensor for a list of tensors": (
         step,
         before_update(lambda self: torch._foreach_add_([self.found_inf.clone()], self.found_inf)),
-        "reads a value for a list",
+        "reads a value",
     ),
     "a mask as an index": (step, before_counting(lambda mask: mask[mask > 0]), "nonzero"),
     "torch.cuda.synchronize": (step, before_update(lambda self: torch.cuda.synchronize()), "synchronizes the device"),
@@ -154,6 +154,11 @@ FAULTS: dict[str, tuple[Check, Plant, str]] = {
     "a batch that a side stream copies without an event": (
         step,
         changed(data.TrainingData, "to_device", on_another_stream),
+        "before it is there",
+    ),
+    "another stream waits for a collective": (
+        data_parallel,
+        changed(bucket_reducer.BucketReducer, "_arrived", on_another_stream),
         "before it is there",
     ),
     "no wait for the all-reduce of gradients": (
