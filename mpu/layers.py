@@ -46,7 +46,7 @@ class ParallelLayer(nn.Module):
     def __init__(self, group: ProcessGroup | None, device: Device, sequence_parallel: bool = False) -> None:
         super().__init__()
         self.group = group if group is not None else get_tensor_model_parallel_group()
-        self.rank, self.world_size = group_rank_and_size(self.group)
+        self.tp_rank, self.tp_size = group_rank_and_size(self.group)
         self.sequence_parallel = sequence_parallel
         self._device = device
         self._specs: dict[str, PartitionSpec] = {}
@@ -64,7 +64,7 @@ class ParallelLayer(nn.Module):
             full = torch.empty(spec.global_shape)
             with torch.no_grad():
                 init_method(full)
-        parameter = nn.Parameter(spec.split(full, self.rank, self.world_size).to(self._device))
+        parameter = nn.Parameter(spec.split(full, self.tp_rank, self.tp_size).to(self._device))
         if spec.dim is not None:
             parameter.model_parallel = True  # type: ignore[attr-defined]  # clip_grad_norm and DeepSpeed read it
         self._specs[name] = spec
@@ -223,7 +223,7 @@ class ColumnParallelLinear(ParallelLinear):
     def forward(self, x: Tensor, *, bias_gradient: bool = True) -> Tensor:
         """[..., input_size] -> [..., output_size/tp], or [..., output_size] with gather_output. bias_gradient: False
         if a function that uses the output computes the gradient of b."""
-        group = self.group if self.world_size > 1 else None
+        group = self.group if self.tp_size > 1 else None
         is_part = self.sequence_parallel and group is not None
         bias = self.bias if bias_gradient or self.bias is None else self.bias.detach()
         y = linear(x, self.weight, bias, self.weight_grad_fn, group, is_part)
@@ -265,7 +265,7 @@ class RowParallelLinear(ParallelLinear):
         if not self.input_is_parallel:
             x = scatter_to_model_parallel_region(x, self.group)
         bias = None if skip_bias_add else self.bias
-        if self.world_size == 1:
+        if self.tp_size == 1:
             return linear(x, self.weight, bias, self.weight_grad_fn)  # XAᵀ + b
         y = self.reduce(linear(x, self.weight, None, self.weight_grad_fn))
         return y if bias is None else y + bias.to(y.dtype)  # y has a lower precision under torch.autocast.
@@ -313,8 +313,8 @@ class VocabParallelEmbedding(ParallelLayer):
         super().__init__(group, device, sequence_parallel)
         self.num_embeddings = num_embeddings
         spec = PartitionSpec((num_embeddings, embedding_dim), 0, padded_size)
-        part = spec.local_shape(self.world_size)[0]
-        self.vocab_start_index, self.vocab_end_index = self.rank * part, (self.rank + 1) * part
+        part = spec.local_shape(self.tp_size)[0]
+        self.vocab_start_index, self.vocab_end_index = self.tp_rank * part, (self.tp_rank + 1) * part
         self.make_parameter("weight", spec, init_method)
 
     def forward(self, ids: Tensor, grad_hook: Callable[[Tensor, Tensor], object] | None = None) -> Tensor:
@@ -325,7 +325,7 @@ class VocabParallelEmbedding(ParallelLayer):
         """
         check_ids(ids, self.num_embeddings, "token id")
         is_local = None
-        if self.world_size > 1:
+        if self.tp_size > 1:
             ids, is_local = local_ids(ids, self.vocab_start_index, self.vocab_end_index)
         rows: Tensor = (
             F.embedding(ids, self.weight)
@@ -363,7 +363,7 @@ class PositionEmbedding(ParallelLayer):
 
     def local_positions(self, x: Tensor) -> slice:
         """Return the positions of the hidden states x: [s, ...], or [s/tp, ...] with sequence_parallel."""
-        first = self.rank * x.size(0) if self.sequence_parallel else 0
+        first = self.tp_rank * x.size(0) if self.sequence_parallel else 0
         return slice(first, first + x.size(0))
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:

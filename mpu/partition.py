@@ -82,37 +82,37 @@ class PartitionSpec:
     dim: int | None = None
     padded_size: int | None = None
 
-    def local_shape(self, world_size: int) -> tuple[int, ...]:
+    def local_shape(self, tp_size: int) -> tuple[int, ...]:
         """Return the shape in each rank's memory, with padding. Raises ValueError if `dim` does not split evenly."""
         shape = list(self.global_shape)
         if self.dim is not None:
-            shape[self.dim] = divide(self.padded_size or shape[self.dim], world_size)
+            shape[self.dim] = divide(self.padded_size or shape[self.dim], tp_size)
         return tuple(shape)
 
-    def local_slice(self, rank: int, world_size: int) -> TensorSlice:
-        """Return the part of the global tensor that `rank` holds. The part is empty if the rank holds only padding.
+    def local_slice(self, tp_rank: int, tp_size: int) -> TensorSlice:
+        """Return the part of the global tensor that `tp_rank` holds. The part is empty if the rank holds only padding.
         Raises ValueError if the rank does not exist."""
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank {rank} is not one of {world_size}")
+        if not 0 <= tp_rank < tp_size:
+            raise ValueError(f"rank {tp_rank} is not one of {tp_size}")
         offset, shape = [0] * len(self.global_shape), list(self.global_shape)
         if self.dim is not None:
             whole = shape[self.dim]
-            part = self.local_shape(world_size)[self.dim]
-            start = min(rank * part, whole)
+            part = self.local_shape(tp_size)[self.dim]
+            start = min(tp_rank * part, whole)
             offset[self.dim], shape[self.dim] = start, min(start + part, whole) - start
         return TensorSlice(tuple(offset), tuple(shape))
 
-    def without_padding(self, local: Tensor, rank: int, world_size: int) -> Tensor:
-        """Return the tensor of `rank` without its padding, as a view of `local`."""
+    def without_padding(self, local: Tensor, tp_rank: int, tp_size: int) -> Tensor:
+        """Return the tensor of `tp_rank` without its padding, as a view of `local`."""
         if self.dim is None:
             return local
-        return local.narrow(self.dim, 0, self.local_slice(rank, world_size).shape[self.dim])
+        return local.narrow(self.dim, 0, self.local_slice(tp_rank, tp_size).shape[self.dim])
 
-    def split(self, full: Tensor, rank: int, world_size: int) -> Tensor:
-        """Return the part of `full`, the global tensor, that `rank` holds, as a new tensor. Its padding is zero."""
+    def split(self, full: Tensor, tp_rank: int, tp_size: int) -> Tensor:
+        """Return the part of `full`, the global tensor, that `tp_rank` holds, as a new tensor. Its padding is zero."""
         assert tuple(full.shape) == self.global_shape, (full.shape, self.global_shape)
-        local = full.new_zeros(self.local_shape(world_size))
-        self.without_padding(local, rank, world_size).copy_(full[self.local_slice(rank, world_size).slices()])
+        local = full.new_zeros(self.local_shape(tp_size))
+        self.without_padding(local, tp_rank, tp_size).copy_(full[self.local_slice(tp_rank, tp_size).slices()])
         return local
 
     def merge(self, shards: list[Tensor]) -> Tensor:

@@ -168,7 +168,7 @@ def apply_hidden_dropout(
     dropout_seeds: Tensor | None = None,
     location: int = EMBEDDING_DROPOUT,
     rank: int = 0,
-    rank_local_dropout: Callable[[Tensor, float], Tensor] = rank_local_dropout,
+    rank_local_dropout_fn: Callable[[Tensor, float], Tensor] = rank_local_dropout,
 ) -> Tensor:
     """Dropout of hidden states [s, b, h], or [s/tp, b, h] with sequence_parallel.
 
@@ -176,13 +176,13 @@ def apply_hidden_dropout(
         generator, because all ranks hold the same activations and must drop the same elements. With sequence_parallel,
         each rank holds a different part, and the mask is drawn from the tracker.
     rank: this rank's number in the tensor-parallel group.
-    rank_local_dropout: draws a mask from the tracker. A compiled layer passes a function outside its graph.
+    rank_local_dropout_fn: draws a mask from the tracker. A compiled layer passes a function outside its graph.
     """
     if p == 0:
         return x
     if dropout_seeds is not None:
         return kernels.seeded_dropout(x, p, dropout_seeds, location, rank * x.size(0) if sequence_parallel else 0)
-    return rank_local_dropout(x, p) if sequence_parallel else F.dropout(x, p)
+    return rank_local_dropout_fn(x, p) if sequence_parallel else F.dropout(x, p)
 
 
 @contextlib.contextmanager

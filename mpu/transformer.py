@@ -136,9 +136,9 @@ class ParallelSelfAttention(nn.Module):
         self.dense = row_parallel_linear(
             h, h, input_is_parallel=True, init_method=output_init_method, **config.layer_kwargs
         )
-        divide(config.num_attention_heads, self.dense.world_size)
+        divide(config.num_attention_heads, self.dense.tp_size)
         # For documents, and for masks from torch's generators. The layer's `compile` moves it out of the graph.
-        self.dynamic_attention = core_attention
+        self.uncompiled_attention = core_attention
 
     def forward(
         self,
@@ -158,7 +158,7 @@ class ParallelSelfAttention(nn.Module):
         out: Tensor = self.dense(
             attention_fn(qkv)
             if attention_fn is not None
-            else self.compute_attention(qkv, packed_seq_params, dropout_seeds, self.dense.rank * qkv.size(2))
+            else self.compute_attention(qkv, packed_seq_params, dropout_seeds, self.dense.tp_rank * qkv.size(2))
         )
         return out
 
@@ -180,7 +180,7 @@ class ParallelSelfAttention(nn.Module):
         if dropout_p == 0 and packed_seq_params is None:
             return kernels.causal_attention(qkv, 0.0, bias)
         is_static = packed_seq_params is None and dropout_seeds is not None
-        attention = core_attention if is_static else self.dynamic_attention
+        attention = core_attention if is_static else self.uncompiled_attention
         return attention(qkv, dropout_p, packed_seq_params, dropout_seeds, first_head)
 
 
@@ -284,7 +284,7 @@ class ParallelTransformerLayer(nn.Module):
             **linears,
         )
         # The function is an attribute because `compile` replaces it.
-        self.rank_local_dropout = rank_local_dropout
+        self.rank_local_dropout_fn = rank_local_dropout
         self._is_compiled = False
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -292,8 +292,8 @@ class ParallelTransformerLayer(nn.Module):
         breaks at attention within documents, whose lengths differ in every batch, and without `dropout_seeds` where
         dropout draws from the tracker, because torch.compile cannot trace a change of the random stream.
         """
-        self.attention.dynamic_attention = _disable_compile(core_attention)
-        self.rank_local_dropout = _disable_compile(rank_local_dropout)
+        self.attention.uncompiled_attention = _disable_compile(core_attention)
+        self.rank_local_dropout_fn = _disable_compile(rank_local_dropout)
         super().compile(*args, **kwargs)
         self._is_compiled = True
 
@@ -346,8 +346,8 @@ class ParallelTransformerLayer(nn.Module):
             self.sequence_parallel,
             dropout_seeds=dropout_seeds,
             location=location,
-            rank=self.attention.dense.rank,
-            rank_local_dropout=self.rank_local_dropout,
+            rank=self.attention.dense.tp_rank,
+            rank_local_dropout_fn=self.rank_local_dropout_fn,
         )
 
 
@@ -377,13 +377,13 @@ class FusedTransformerLayer(ParallelTransformerLayer):
         if is_plain or self.input_layernorm._forward_hooks or not kernels.has_fused_layer(x):
             return super().forward(x, packed_seq_params, attention_fn, dropout_seeds)
         attention, mlp = self.attention, self.mlp
-        seeds, first = dropout_seeds if p > 0 else None, attention.dense.rank * x.size(0) * self.sequence_parallel
+        seeds, first = dropout_seeds if p > 0 else None, attention.dense.tp_rank * x.size(0) * self.sequence_parallel
 
         x, y = kernels.add_norm(x, None, None, self.input_layernorm)
         sums_bias = packed_seq_params is None and not (self.training and attention.attention_dropout > 0)
         qkv = attention.split_heads(attention.query_key_value(y, bias_gradient=not sums_bias))
         bias = attention.query_key_value.bias if sums_bias else None
-        first_head = attention.dense.rank * qkv.size(2)
+        first_head = attention.dense.tp_rank * qkv.size(2)
         y = attention.compute_attention(qkv, packed_seq_params, dropout_seeds, first_head, bias)
         branch = attention.dense(y, skip_bias_add=True)
         dropout = seeds, p, POST_ATTENTION_DROPOUT, first

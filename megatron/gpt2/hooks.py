@@ -140,7 +140,9 @@ class Hooks(list[Hook]):
         """Call a method, for example `Hook.on_log`, of every hook. Return the results."""
         return [getattr(hook, method.__name__)(*args, **kwargs) for hook in self]
 
-    def first(self, method: Callable[Concatenate[Hook, P], T | None], *args: P.args, **kwargs: P.kwargs) -> T | None:
+    def call_first(
+        self, method: Callable[Concatenate[Hook, P], T | None], *args: P.args, **kwargs: P.kwargs
+    ) -> T | None:
         """Call a method of one hook after the other, until a result is not None. Return it, or None."""
         results = (getattr(hook, method.__name__)(*args, **kwargs) for hook in self)
         return next((result for result in results if result is not None), None)

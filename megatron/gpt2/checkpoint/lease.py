@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 from data_utils.files import add_path, fsync_path, no_follow, try_lock
-from megatron.gpt2.checkpoint.save_folder import BEST, TRACKER, FolderInUse, make_save_folder
+from megatron.gpt2.checkpoint.save_folder import BEST, LATEST_FILE, FolderInUse, make_save_folder
 
 PATTERN = "lease_" + 10 * "[0-9]"
 RENEWAL_INTERVAL = 2.0  # seconds between two renewals
@@ -110,7 +110,7 @@ class Lease:
         """Remove what an earlier owner may be about to commit. The next save deletes the renamed folders."""
         for folder in (self._folder, self._folder / BEST):
             with contextlib.suppress(OSError):
-                for path in folder.glob(f"{TRACKER}.tmp*"):
+                for path in folder.glob(f"{LATEST_FILE}.tmp*"):
                     path.unlink(missing_ok=True)
             for path in folder.glob("iter_*.tmp-*"):
                 with contextlib.suppress(OSError):

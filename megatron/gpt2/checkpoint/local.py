@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroup
 from data_utils.command_line import Log, plural
 from data_utils.files import fsync_path, make_folder
 from megatron.gpt2.checkpoint.reader import MANIFEST, NativeCheckpoint, table_path
-from megatron.gpt2.checkpoint.save_folder import TRACKER, list_iterations
+from megatron.gpt2.checkpoint.save_folder import LATEST_FILE, list_iterations
 from megatron.gpt2.checkpoint.writer import (
     ShardedFiles,
     manifest_bytes,
@@ -209,7 +209,7 @@ def assemble_local_checkpoint(save: str, directory: str, newest: int, rank_info:
     try:
         _fetch(path, [one.get(str(number)) for one in everywhere], rank_info, log)
         if rank_info.local_rank == 0:
-            write_atomically(folder / TRACKER, f"{number}\n".encode())
+            write_atomically(folder / LATEST_FILE, f"{number}\n".encode())
         problem = NativeCheckpoint(path).find_damage(rank_info.local_rank, rank_info.local_world_size)
     except (OSError, ValueError) as error:
         problem = str(error)

@@ -25,7 +25,7 @@ from megatron.gpt2.checkpoint.reader import MANIFEST, NativeCheckpoint
 from megatron.gpt2.monitor.html_report import METRICS
 from megatron.gpt2.monitor.incidents import FOLDER as INCIDENTS
 
-TRACKER = "latest_checkpointed_iteration.txt"
+LATEST_FILE = "latest_checkpointed_iteration.txt"
 BEST = "best"
 # A run writes into these folders of the --save folder by name.
 WRITTEN = ("", INCIDENTS, "tokenizer", BEST, f"{BEST}/tokenizer")
@@ -112,7 +112,7 @@ def find_checkpoint(
     for number, newer in list_iterations(directory):
         if checkpoint.iteration == tracked < number:
             log(
-                f"WARNING: {newer} is newer than iteration {tracked}, which {TRACKER} names and "
+                f"WARNING: {newer} is newer than iteration {tracked}, which {LATEST_FILE} names and "
                 "which is loaded; it will be renamed to .old-N when its iteration is saved again"
             )
     return checkpoint
@@ -122,7 +122,7 @@ def _load_order(directory: Path) -> tuple[Any, ...]:
     """Return the tracker's iteration, the folder names in the order to try them, and a problem with
     the tracker if it has one."""
     names = [path.name for _, path in list_iterations(directory, include_old=True)]
-    tracker = directory / TRACKER
+    tracker = directory / LATEST_FILE
     if not names and not os.path.lexists(tracker):
         return None, names
     try:
@@ -150,7 +150,7 @@ def _open_on_all_ranks(path: Path, rank: int, gather: Gather, verify: bool) -> N
     checkpoint = None
     try:
         if not path.is_dir():
-            raise ValueError(f"{path}: missing, but {TRACKER} names it")
+            raise ValueError(f"{path}: missing, but {LATEST_FILE} names it")
         checkpoint = NativeCheckpoint(path)
         seen = checkpoint.digest
     except ValueError as error:
@@ -182,7 +182,7 @@ def best_loss(folder: Path, data_fingerprint: str, log: Log) -> float:
 
 def rename_old_best(save: Path, log: Log) -> None:
     """Rename `best/` of an earlier run in `save`. A run that starts at iteration 0 calls this function."""
-    if (save / BEST / TRACKER).exists():
+    if (save / BEST / LATEST_FILE).exists():
         log(f"WARNING: {save / BEST} is of an earlier run: it is now {rename_old(save / BEST)}")
 
 
@@ -233,7 +233,7 @@ def _candidates(path: Path, iteration: int | None) -> Iterator[Path]:
     names = [str(iteration), f"global_step{iteration}"]
     if iteration is None:
         # Megatron and this project use the first name, DeepSpeed the second.
-        trackers = (path / TRACKER, path / "latest")
+        trackers = (path / LATEST_FILE, path / "latest")
         names = [_read_start(file).decode("ascii", "replace").strip() for file in trackers if file.is_file()]
     for name in names:
         if re.fullmatch(r"\w[\w.-]*", name, re.ASCII):  # The name is not a path that leads out of the folder.
@@ -254,8 +254,8 @@ def require_native_format(
     if format == "native":
         if found == Path(load):
             raise ValueError(
-                f"--load {load} is the folder of an iteration: give --load {found.parent}, whose {TRACKER} names the "
-                "iteration"
+                f"--load {load} is the folder of an iteration: give --load {found.parent}, whose {LATEST_FILE} names "
+                "the iteration"
             )
         return
     flags = ""

@@ -51,7 +51,7 @@ from megatron.gpt2.checkpoint.reader import (
     table_path,
     tensor_name,
 )
-from megatron.gpt2.checkpoint.save_folder import TRACKER, list_iterations
+from megatron.gpt2.checkpoint.save_folder import LATEST_FILE, list_iterations
 from mpu.partition import TensorSlice
 
 _CHUNK = 1 << 20  # A chunk of this number of bytes is hashed from the processor's cache.
@@ -225,9 +225,9 @@ def commit(
     except ValueError as error:
         raise OSError(f"the files were not written correctly: {error}") from error
     sync_folders(folder)
-    tracker, number = final.parent / TRACKER, f"{iteration}\n".encode()
+    tracker, number = final.parent / LATEST_FILE, f"{iteration}\n".encode()
     # The tracker file is replaced last. After a crash before that, it still names the earlier checkpoint.
-    successor_path = tracker.with_name(f"{TRACKER}.tmp-{folder.name}")  # Only this run uses this name.
+    successor_path = tracker.with_name(f"{LATEST_FILE}.tmp-{folder.name}")  # Only this run uses this name.
     with _write_errors(tracker, len(number)), atomic_write(tracker, successor_path) as successor:
         successor.write(number)
         # The file is flushed before the renames, so that a full disk cannot stop the commit between them.
@@ -270,7 +270,7 @@ def rename_newer_checkpoints(directory: str | Path, iteration: int, log: Log) ->
     newest = next((number for number, _ in iterations if number <= iteration), -1)
     if newest >= 0:
         # The tracker file is written to the disk first, so that it is right even after a crash in the next lines.
-        write_atomically(Path(directory) / TRACKER, f"{newest}\n".encode())
+        write_atomically(Path(directory) / LATEST_FILE, f"{newest}\n".encode())
         fsync_path(directory)
         for number, folder in reversed(iterations):
             if number > iteration:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from data_utils.command_line import plural, require
 from megatron.gpt2.checkpoint.interface import BaseCheckpoint
-from megatron.gpt2.checkpoint.save_folder import TRACKER
+from megatron.gpt2.checkpoint.save_folder import LATEST_FILE
 from megatron.gpt2.formats.foreign_checkpoint import (
     OPTIMIZER_KINDS,
     ForeignCheckpoint,
@@ -332,5 +332,5 @@ def write_megatron(
                     groups[vector].append({kind: own(kind, name) for kind in OPTIMIZER_KINDS})
                 saved["optimizer"] = optimizer_state_dict(source, groups, format)
             torch.save(saved, path)
-        (folder / TRACKER).write_text(f"{source.iteration}")
+        (folder / LATEST_FILE).write_text(f"{source.iteration}")
     return Path(out) / iteration.name

@@ -33,7 +33,7 @@ from torch import Tensor
 from data_utils.command_line import require
 from data_utils.files import read_json_object
 from megatron.gpt2.checkpoint.interface import BaseCheckpoint, TensorInfo
-from megatron.gpt2.checkpoint.save_folder import TRACKER
+from megatron.gpt2.checkpoint.save_folder import LATEST_FILE
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.formats.foreign_checkpoint import (
     MAX_JSON_BYTES,
@@ -367,7 +367,7 @@ def write_torch_dist(
         torch.save(top, path / COMMON)
         config = {"sharded_backend": "torch_dist", "common_backend": "torch"}
         (path / CONFIG).write_text(json.dumps(config | {f"{name}_version": 1 for name in config}))
-        (folder / TRACKER).write_text(f"{source.iteration}")
+        (folder / LATEST_FILE).write_text(f"{source.iteration}")
     return Path(out) / path.name
 
 

@@ -3,7 +3,7 @@
 The first rank is the driver, as in vLLM. It broadcasts a command for each forward pass, and the other ranks execute
 the same command. If an error ends the driver, the other ranks end, too.
 
-Legend: b rows, s sequence, h hidden, v vocabulary without padding, p model-parallel size.
+Legend: b rows, s sequence, h hidden, v vocabulary without padding, tp tensor-parallel size.
 """
 
 import contextlib
@@ -121,7 +121,7 @@ class ModelRunner:
         self.cache = mpu.KeyValueCache(
             sum(map(len, self.model.layer_ranges)),
             rows,
-            config.num_attention_heads // self.model.world_size,
+            config.num_attention_heads // self.model.tp_size,
             capacity,
             config.hidden_size // config.num_attention_heads,
             dtype=next(self.model.parameters()).dtype,
@@ -158,7 +158,7 @@ class ModelRunner:
             self.cache.set_prompts(rows, width)
         elif self.model.sequence_parallel:
             # The length must be a multiple of the group size; the padding is at the end.
-            padded += -width % self.model.world_size
+            padded += -width % self.model.tp_size
         tokens = torch.tensor([[*context, *[0] * (padded - len(context))] for context in contexts]).to(self.device)
         hidden = self.model.hidden_states(tokens, cache=self.cache)  # [s, b, h]
         scores = torch.empty(0)

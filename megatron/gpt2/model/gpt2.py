@@ -257,8 +257,8 @@ class GPT2Model(nn.Module):
         self.has_embeddings = self.layer_ranges[0].start == 0
         self.has_head = self.layer_ranges[-1].stop == config.num_layers
         self.group = block_config.group if block_config.group is not None else mpu.get_tensor_model_parallel_group()
-        self.rank, self.world_size = group_rank_and_size(self.group)
-        self.sequence_parallel = block_config.sequence_parallel and self.world_size > 1
+        self.tp_rank, self.tp_size = group_rank_and_size(self.group)
+        self.sequence_parallel = block_config.sequence_parallel and self.tp_size > 1
         block_config = dataclasses.replace(block_config, group=self.group, sequence_parallel=self.sequence_parallel)
         std = config.init_method_std
         layer_std = std * math.sqrt(config.mup_scale)
@@ -271,7 +271,7 @@ class GPT2Model(nn.Module):
             return seeded_normal(seed, name, output_std if is_output else layer_std if in_layer else std)
 
         self.padded_vocab_size = mpu.padded_vocab_size(
-            config.vocab_size, config.make_vocab_size_divisible_by, self.world_size
+            config.vocab_size, config.make_vocab_size_divisible_by, self.tp_size
         )
         if self.has_embeddings or self.has_head:
             self.word_embeddings = mpu.VocabParallelEmbedding(
@@ -375,7 +375,7 @@ class GPT2Model(nn.Module):
     def empty_hidden(self, b: int, s: int) -> Tensor:
         """Return an uninitialised tensor for the hidden states of the previous chunk: [s, b, h], or [s/tp, b, h]."""
         some = next(self.parameters())
-        part = mpu.divide(s, self.world_size) if self.sequence_parallel else s
+        part = mpu.divide(s, self.tp_size) if self.sequence_parallel else s
         return some.new_empty(part, b, self.config.hidden_size)
 
     def logits(self, x: Tensor) -> Tensor:
@@ -387,7 +387,7 @@ class GPT2Model(nn.Module):
         """Hidden states [t, h] from `hidden_states` -> this rank's logits [t, v/tp]. Without gradient. Every rank of
         the pipeline must call this method."""
         return mpu.broadcast_from_last_stage(
-            self.logits(x) if self.has_head else x.new_empty(len(x), self.padded_vocab_size // self.world_size)
+            self.logits(x) if self.has_head else x.new_empty(len(x), self.padded_vocab_size // self.tp_size)
         )
 
     def _embed(
@@ -405,7 +405,7 @@ class GPT2Model(nn.Module):
             p,
             self.sequence_parallel,
             dropout_seeds=None if dropout_seeds is None else dropout_seeds[0],
-            rank=self.rank,
+            rank=self.tp_rank,
         )
 
     def compile_layers(self, backend: str = "inductor", *, by_document: bool = False) -> None:

@@ -1,4 +1,5 @@
-"""The log of a run: printed lines, metrics.jsonl, samples.jsonl, history.jsonl, trackers, loss.png and report.html."""
+"""The log of a run: printed lines, metrics.jsonl, samples.jsonl, history.jsonl, metric writers, loss.png and
+report.html."""
 
 import contextlib
 import dataclasses
@@ -76,24 +77,24 @@ class WeightsAndBiases:
         self._run.log(dict(numbers), step=iteration)  # wandb ignores repeated steps.
 
 
-Tracker = TensorBoard | WeightsAndBiases
+MetricWriter = TensorBoard | WeightsAndBiases
 
 
-def open_trackers(config: Config, *, start_iteration: int, active: bool) -> list[Tracker]:
-    """Open the trackers that the flags select; none if this rank is not `active`.
+def open_metric_writers(config: Config, *, start_iteration: int, active: bool) -> list[MetricWriter]:
+    """Open the metric writers that the flags select; none if this rank is not `active`.
 
     Raises ValueError on every rank if one is not installed, and on the active rank if it cannot start.
     """
-    trackers: list[Tracker] = []
-    for flag, wanted, module, tracker in (
+    metric_writers: list[MetricWriter] = []
+    for flag, wanted, module, writer in (
         ("--tensorboard-dir", config.train.tensorboard_dir, "tensorboard", TensorBoard),
         ("--wandb-project", config.train.wandb_project, "wandb", WeightsAndBiases),
     ):
         if wanted is not None and importlib.util.find_spec(module) is None:
             raise ValueError(f"{flag} needs {module}: pip install {module}")
         if wanted is not None and active:
-            trackers.append(tracker(config, start_iteration))
-    return trackers
+            metric_writers.append(writer(config, start_iteration))
+    return metric_writers
 
 
 class RunLog:
@@ -102,7 +103,7 @@ class RunLog:
     active: False on all ranks but one, where all methods do nothing.
     start_iteration: later metrics and samples are removed, because these steps are repeated. A run that starts at 0
         renames the record files of an earlier run.
-    trackers: also get the metrics, and are closed at the end.
+    metric_writers: also get the metrics, and are closed at the end.
     is_owner: returns False when another run has taken the folder; then nothing is written there.
     """
 
@@ -112,13 +113,18 @@ class RunLog:
         *,
         train_iters: int,
         start_iteration: int = 0,
-        trackers: Sequence[Tracker] = (),
+        metric_writers: Sequence[MetricWriter] = (),
         active: bool = True,
         is_owner: Callable[[], bool] = lambda: True,
     ) -> None:
         self.active, self._is_owner = active, is_owner
         self.directory = Path(save_directory)
-        self._iteration, self._trackers, self._next_report, self._closed = start_iteration, trackers, 0.0, not active
+        self._iteration, self._metric_writers, self._next_report, self._closed = (
+            start_iteration,
+            metric_writers,
+            0.0,
+            not active,
+        )
         self._has_warned = False  # whether it has warned about lost records
         self.progress = progress_bar(total=train_iters, initial=start_iteration, unit="it", leave=False, visible=active)
         if not active:
@@ -153,7 +159,7 @@ class RunLog:
             drop_records_after(self.directory / name, iteration)
 
     def record(self, record: IterationRecord | EvaluationRecord | TaskRecord) -> None:
-        """Write a record to metrics.jsonl and the trackers."""
+        """Write a record to metrics.jsonl and the metric writers."""
         metrics = dataclasses.asdict(record)
         if isinstance(record, EvaluationRecord):
             metrics["ppl"] = record.ppl
@@ -163,8 +169,8 @@ class RunLog:
         self._append(METRICS, metrics)
         prefix = f"{metrics.pop('split')}/" if "split" in metrics else ""
         numbers = {prefix + name: value for name, value in metrics.items() if name != "iteration" and value is not None}
-        for tracker in self._trackers:
-            tracker.log(numbers, record.iteration)
+        for writer in self._metric_writers:
+            writer.log(numbers, record.iteration)
 
     def sample(self, text: str) -> None:
         """Write a text sample of the model to samples.jsonl."""
@@ -212,7 +218,7 @@ class RunLog:
             return ""
 
     def close(self, title: str = "GPT-2") -> str:
-        """Close the trackers, write the report and plot the loss.
+        """Close the metric writers, write the report and plot the loss.
 
         Returns the path of the plot, a text plot without matplotlib, or "" if there are fewer than two points, the file
         cannot be written, or the log is already closed.
@@ -221,8 +227,8 @@ class RunLog:
             return ""
         self._closed = True
         self.progress.close()
-        for tracker in self._trackers:
-            tracker.close()
+        for writer in self._metric_writers:
+            writer.close()
         self._write(REPORT, lambda path: str(write_report(path.parent)))
         return self._write("loss.png", lambda path: plot_loss(self.directory / METRICS, path, title))
 

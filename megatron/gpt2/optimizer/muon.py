@@ -71,7 +71,7 @@ class MuonOptimizer(MixedPrecisionOptimizer):
         super().__init__(*others)
         self._specs, self._heads = mpu.partition_specs(model), model.config.num_attention_heads
         self._mup_scale = model.config.mup_scale
-        self._tensor_group, self._tensor_rank, self._tensor_size = model.group, model.rank, model.world_size
+        self._tensor_group, self._tensor_rank, self._tensor_size = model.group, model.tp_rank, model.tp_size
         self._data_group = mpu.get_parallel_state().data_parallel_group
         self._matrix_shards = [i for i, shard in enumerate(self.buffer.local_shards) if shard.group_key.is_matrix]
         # Each rank orthogonalizes one matrix of a round. The matrices of a round have similar sizes.

@@ -107,7 +107,7 @@ class ProcessState:
         if self.context is not None and is_out_of_memory(error):
             if trainer is None:
                 self.context.incidents.refused(error)
-            line = self.context.hooks.first(Hook.explain_out_of_memory, self.context)
+            line = self.context.hooks.call_first(Hook.explain_out_of_memory, self.context)
             code = report_out_of_memory(line or f"out of memory on rank {rank_info.rank}: {error}", rank_info)
             shutdown_distributed(rank_info)
             return code

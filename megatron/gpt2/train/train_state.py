@@ -123,7 +123,7 @@ def build_train_state(context: RunContext, parallel: mpu.ParallelState, log: Log
         seed=train_config.seed,
         layer_ranges=config.layers_of_stages()[stage::stages],
         dropout_seed=train_config.seed if draws_by_counter else None,
-        submodules=hooks.first(Hook.submodules) or mpu.DEFAULT_SUBMODULES,
+        submodules=hooks.call_first(Hook.submodules) or mpu.DEFAULT_SUBMODULES,
     )
     if train_config.compile:
         model.compile_layers(by_document=config.data.reset_attention_mask)
@@ -152,7 +152,7 @@ def build_train_state(context: RunContext, parallel: mpu.ParallelState, log: Log
         config.optimizer,
         build_loss_scaler(config.optimizer, context.dtype, device),
         torch.from_numpy(learning_rates(config.optimizer, context.decay_iters, batch, steps_so_far)),
-        hooks.first(Hook.squared_norm, device) or mpu.all_reduced_squared_norm,
+        hooks.call_first(Hook.squared_norm, device) or mpu.all_reduced_squared_norm,
     )
     return TrainState(
         model=model, forward=forward, buffer=buffer, reducer=reducer, param_gather=param_gather, optimizer=optimizer
@@ -168,7 +168,7 @@ def build_reducer(
         ddp = TorchDDPReducer(buffer, model, group, bucket_size=config.ddp_bucket_size)
         return ddp, ddp.module
     is_whole = model.has_embeddings and model.has_head
-    if (extended := context.hooks.first(Hook.reducer, buffer, model, parallel)) is not None:
+    if (extended := context.hooks.call_first(Hook.reducer, buffer, model, parallel)) is not None:
         return extended, model
     reducer_class = ShardedBucketReducer if config.shard_gradients and buffer.is_sharded else BucketReducer
     reducer = reducer_class(buffer, group, in_bf16=config.grad_reduce_in_bf16, embedding_group=parallel.embedding_group)

@@ -18,7 +18,7 @@ from megatron.gpt2.dist.rendezvous import initialize_distributed
 from megatron.gpt2.dist.signals import StopSignal
 from megatron.gpt2.hooks import Hook, Hooks
 from megatron.gpt2.monitor.incidents import IncidentLog
-from megatron.gpt2.monitor.run_log import RunLog, open_trackers
+from megatron.gpt2.monitor.run_log import RunLog, open_metric_writers
 from megatron.gpt2.monitor.timers import Timers
 from megatron.gpt2.train.checkpointing import (
     CheckpointManager,
@@ -193,7 +193,7 @@ def open_log(context: RunContext, iteration: int, lease: Lease | None) -> RunLog
         context.save_directory,
         train_iters=context.train_iters,
         start_iteration=iteration,
-        trackers=open_trackers(context.config, start_iteration=iteration, active=active),
+        metric_writers=open_metric_writers(context.config, start_iteration=iteration, active=active),
         active=active,
         is_owner=lease.is_held if lease is not None else lambda: False,
     )

@@ -47,8 +47,8 @@ def test_the_first_result_that_is_not_none() -> None:
         def expected_memory(self, trainer: object) -> int:
             return 0
 
-    assert Hooks([Hook(), Answering(), Hook()]).first(Hook.expected_memory, None) == 0  # type: ignore[arg-type]
-    assert Hooks([Hook()]).first(Hook.submodules) is None
+    assert Hooks([Hook(), Answering(), Hook()]).call_first(Hook.expected_memory, None) == 0  # type: ignore[arg-type]
+    assert Hooks([Hook()]).call_first(Hook.submodules) is None
 
 
 def test_the_order_of_hook_calls(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """The output layer and its loss, computed in V shards of the vocabulary. Each shard has its own maximum.
 
-Legend: c tokens of a chunk, t tokens, h hidden, v padded vocabulary, p model-parallel size, V virtual ranks.
+Legend: c tokens of a chunk, t tokens, h hidden, v padded vocabulary, tp tensor-parallel size, V virtual ranks.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _ExactLinearCrossEntropy(LinearCrossEntropy):
     ) -> Tensor:
         """Compute the loss.
 
-        is_split: whether hidden is this rank's shard [t/p, h] of the sequence.
+        is_split: whether hidden is this rank's shard [t/tp, h] of the sequence.
         """
         needs_grad = grad_enabled and any(ctx.needs_input_grad)
         hidden = virtual.all_gather(hidden) if is_split else hidden

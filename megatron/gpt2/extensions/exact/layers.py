@@ -2,7 +2,8 @@
 
 Between a column- and a row-parallel layer, hidden states are a tuple with one tensor per virtual rank of this rank.
 
-Legend: b batch, s sequence, h hidden, i input and o output features, t tokens, p model-parallel size, V virtual ranks.
+Legend: b batch, s sequence, h hidden, i input and o output features, t tokens, tp tensor-parallel size, V virtual
+ranks.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
 
 
 class ExactColumnParallelLinear(ColumnParallelLinear):
-    """Y = XAᵀ + b, A and b split by output features. [s, b, i], or [s/p, b, i] with sequence_parallel -> tuple of
+    """Y = XAᵀ + b, A and b split by output features. [s, b, i], or [s/tp, b, i] with sequence_parallel -> tuple of
     [s, b, o/V]. Forward: no communication (all-gather of X); backward: tree sum of dX."""
 
     def __init__(self, *args: Any, virtual_ranks: int, **kwargs: Any) -> None:
@@ -88,7 +89,7 @@ class ExactColumnParallelLinear(ColumnParallelLinear):
         )
 
     def weight_gradient(self, dy: Sequence[Tensor], x: Tensor) -> Tensor:  # type: ignore[override]
-        """Return dYᵀX [o/p, i].
+        """Return dYᵀX [o/tp, i].
 
         dy: [t, o/V] of each virtual rank.
         """
@@ -144,7 +145,7 @@ class _AddParameter(torch.autograd.Function):
 
 
 class ExactRowParallelLinear(RowParallelLinear):
-    """Y = XAᵀ + b, A split by input features, b replicated. Tuple of [s, b, i/V] -> [s, b, o], or [s/p, b, o] with
+    """Y = XAᵀ + b, A split by input features, b replicated. Tuple of [s, b, i/V] -> [s, b, o], or [s/tp, b, o] with
     sequence_parallel. Forward: tree sum of Y; backward: no communication (all-gather of dY)."""
 
     def __init__(self, *args: Any, virtual_ranks: int, sequence_parallel: bool = False, **kwargs: Any) -> None:
@@ -176,7 +177,7 @@ class ExactRowParallelLinear(RowParallelLinear):
         )
 
     def weight_gradient(self, dy: Tensor, x: Sequence[Tensor]) -> Tensor:  # type: ignore[override]
-        """Return dYᵀX [o, i/p].
+        """Return dYᵀX [o, i/tp].
 
         x: [t, i/V] of each virtual rank.
         """

@@ -70,13 +70,13 @@ class VirtualRanks:
 
     def reduce(self, partial_sums: Tensor, dtype: torch.dtype, scatter: bool) -> Tensor:
         """Sum partial sums [k, n, ...] over all ranks and round to `dtype`: [n, ...], or this
-        rank's [n/p, ...] with scatter.
+        rank's [n/tp, ...] with scatter.
 
         Raises ValueError if p does not divide the number of elements or, with scatter, of rows."""
         if self.group is None:
             return partial_sums[0].to(dtype)
         size, rows = self.group.size(), partial_sums if scatter else partial_sums.flatten(1)
-        # [k, n, ...] -> [p, k, n/p, ...]
+        # [k, n, ...] -> [tp, k, n/tp, ...]
         sent = rows.unflatten(1, (size, divide(rows.size(1), size))).transpose(0, 1).contiguous()
         terms = torch.empty_like(sent)
         dist.all_to_all_single(terms, sent, group=self.group)

@@ -41,7 +41,7 @@ class ExactSelfAttention(ParallelSelfAttention):
         if attention_fn is not None:  # The KV cache keeps all heads of a rank in one tensor.
             outputs = attention_fn(torch.cat(qkv, dim=2)).chunk(len(qkv), dim=-1)
         else:
-            first = self.dense.rank * len(qkv)
+            first = self.dense.tp_rank * len(qkv)
             outputs = tuple(
                 self.compute_attention(part, packed_seq_params, dropout_seeds, (first + number) * part.size(2))
                 for number, part in enumerate(qkv)

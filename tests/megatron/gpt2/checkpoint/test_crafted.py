@@ -26,7 +26,7 @@ import torch
 from data_utils.files import append_checksum, checksummed_lines
 from megatron.gpt2.checkpoint.interface import check_metadata
 from megatron.gpt2.checkpoint.reader import MANIFEST, NativeCheckpoint, table_path
-from megatron.gpt2.checkpoint.save_folder import TRACKER, find_checkpoint
+from megatron.gpt2.checkpoint.save_folder import LATEST_FILE, find_checkpoint
 from megatron.gpt2.checkpoint.writer import ShardedTensor
 from megatron.gpt2.config import Config, ModelConfig
 from megatron.gpt2.config.arguments import parse
@@ -347,11 +347,11 @@ def test_pickles_are_not_executed(oldest: Path, monkeypatch: pytest.MonkeyPatch)
     payload = pickle.dumps(Evil())
     pickle.loads(payload)
     Path("executed").unlink()  # The file exists, so the payload would have worked.
-    tracker = (oldest.parent / TRACKER).read_bytes()
-    (oldest.parent / TRACKER).write_bytes(payload)
+    tracker = (oldest.parent / LATEST_FILE).read_bytes()
+    (oldest.parent / LATEST_FILE).write_bytes(payload)
     checkpoint = find_checkpoint(oldest.parent, log=lambda line: None)
     assert torch.equal(checkpoint.read("x"), WHOLE)
-    (oldest.parent / TRACKER).write_bytes(tracker)
+    (oldest.parent / LATEST_FILE).write_bytes(tracker)
     put_first_file(oldest, payload.ljust((oldest / FILES[0]).stat().st_size, b"\0"))
     refused(oldest)
     (oldest / MANIFEST).write_bytes(append_checksum(payload))

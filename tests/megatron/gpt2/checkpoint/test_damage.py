@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.gpt2.checkpoint.save_folder import TRACKER, find_checkpoint
+from megatron.gpt2.checkpoint.save_folder import LATEST_FILE, find_checkpoint
 from tests.megatron.gpt2.checkpoint.saved_states import find, save
 
 OLDER, NEWER = 1, 3  # A flipped bit in the tracker file changes one into the other.
@@ -82,7 +82,7 @@ WORDS = b"abc release None -3 +3 3.0 3e0 0x3 0_3 1,3 {} iter_0000003 ../iter_000
 GARBAGE = [*WORDS, b"", b"\n", b" ", b"1\n3", b"\0\0\0\0", b"\xff\xfe3\0", b"9" * 70, b"9" * 5_000_000]
 # The bytes are digits of other scripts, and a byte order mark.
 GARBAGE += [text.encode() for text in ("٣", "３", "\ufeff3")]
-LINKS = [TRACKER, "nowhere", FOLDERS[OLDER], "/dev/zero", "/dev/null"]
+LINKS = [LATEST_FILE, "nowhere", FOLDERS[OLDER], "/dev/zero", "/dev/null"]
 
 
 def trackers(path: Path) -> Iterator[None]:
@@ -106,16 +106,16 @@ def trackers(path: Path) -> Iterator[None]:
 
 
 def test_garbage_trackers_end_at_the_newest_valid_one(folder: Path) -> None:
-    for _ in trackers(folder / TRACKER):
+    for _ in trackers(folder / LATEST_FILE):
         logged: list[str] = []
         checkpoint = find_checkpoint(folder, log=logged.append)
         assert checkpoint.iteration == NEWER
         assert len(logged) == 2 and all(line.startswith("WARNING: ") and len(line) < 500 for line in logged)
-        assert TRACKER in logged[0] and f"{FOLDERS[NEWER]} is loaded, the newest valid checkpoint" in logged[1]
+        assert LATEST_FILE in logged[0] and f"{FOLDERS[NEWER]} is loaded, the newest valid checkpoint" in logged[1]
 
 
 def test_how_a_number_is_written_does_not_matter(folder: Path) -> None:
     for text in (b"1", b"1\n", b"1\r\n", b"\n 1 \n", b"0000001"):
-        (folder / TRACKER).write_bytes(text)
+        (folder / LATEST_FILE).write_bytes(text)
         iteration, logged = find(folder)
         assert iteration == OLDER and f"{FOLDERS[NEWER]} is newer than iteration 1" in logged and " | " not in logged

@@ -16,7 +16,7 @@ import mpu
 from megatron.gpt2.checkpoint import reader
 from megatron.gpt2.checkpoint.interface import check_coverage
 from megatron.gpt2.checkpoint.reader import MANIFEST, NativeCheckpoint
-from megatron.gpt2.checkpoint.save_folder import TRACKER, find_checkpoint
+from megatron.gpt2.checkpoint.save_folder import LATEST_FILE, find_checkpoint
 from megatron.gpt2.checkpoint.sharded_state import load_rng_state, load_sharded_state_dict, rng_state_dict
 from megatron.gpt2.checkpoint.writer import ShardedTensor
 from megatron.gpt2.generate.load_model import load_for_inference
@@ -33,10 +33,10 @@ from tests.megatron.gpt2.checkpoint.saved_states import (
 
 def test_what_is_on_the_disk(tmp_path: Path) -> None:
     save(tmp_path, 300)
-    assert (tmp_path / TRACKER).read_text().strip() == "300"
+    assert (tmp_path / LATEST_FILE).read_text().strip() == "300"
     folder = tmp_path / "iter_0000300"
     assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()) == sorted(
-        [TRACKER, "iter_0000300/manifest.json"]
+        [LATEST_FILE, "iter_0000300/manifest.json"]
         + [f"iter_0000300/boxes/rank_0000{r}.jsonl" for r in (0, 1)]
         + [f"iter_0000300/mp_rank_0{r}/{n}.safetensors" for r in (0, 1) for n in ("model", "optim_dp_00")]
     )

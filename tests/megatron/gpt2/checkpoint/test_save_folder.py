@@ -29,7 +29,7 @@ from megatron.gpt2.checkpoint import lease, writer
 from megatron.gpt2.checkpoint.lease import Lease, LeaseLostError
 from megatron.gpt2.checkpoint.reader import MANIFEST, NativeCheckpoint
 from megatron.gpt2.checkpoint.save_folder import (
-    TRACKER,
+    LATEST_FILE,
     FolderInUse,
     Gather,
     best_loss,
@@ -61,7 +61,7 @@ def test_the_tracker_decides_and_a_newer_one_is_reported(tmp_path: Path) -> None
     save(tmp_path, 100)
     save(tmp_path, 200)
     assert find(tmp_path) == (200, "")
-    (tmp_path / TRACKER).write_text("100")
+    (tmp_path / LATEST_FILE).write_text("100")
     iteration, logged = find(tmp_path)
     assert iteration == 100
     assert "iter_0000200 is newer" in logged
@@ -91,11 +91,11 @@ def test_falls_back_to_the_newest_valid_one(tmp_path: Path) -> None:
 
 
 def test_tracker_that_names_a_missing_iteration(tmp_path: Path) -> None:
-    (tmp_path / TRACKER).write_text("700")
-    with pytest.raises(ValueError, match=f"iter_0000700: missing, but {TRACKER} names it"):
+    (tmp_path / LATEST_FILE).write_text("700")
+    with pytest.raises(ValueError, match=f"iter_0000700: missing, but {LATEST_FILE} names it"):
         find(tmp_path)
     save(tmp_path, 100)
-    (tmp_path / TRACKER).write_text("700")
+    (tmp_path / LATEST_FILE).write_text("700")
     iteration, logged = find(tmp_path)
     assert iteration == 100
     assert "iter_0000700: missing" in logged
@@ -134,7 +134,7 @@ class ThreadRanks:
 def test_all_ranks_come_to_the_same_answer(tmp_path: Path) -> None:
     save(tmp_path, 100)
     save(tmp_path, 200)
-    (tmp_path / TRACKER).write_text("garbage")
+    (tmp_path / LATEST_FILE).write_text("garbage")
 
     def load(rank: int, gather: Gather, folder: Path = tmp_path) -> Any:
         return find(folder, rank=rank, gather=gather)
@@ -151,7 +151,7 @@ def test_all_ranks_come_to_the_same_answer(tmp_path: Path) -> None:
         assert all(f"{file}: damaged" in logged for _, logged in found)
         victim.write_bytes(data)
     # If nodes do not share the folder, every rank raises an error and no rank waits forever.
-    (tmp_path / TRACKER).write_text("200")
+    (tmp_path / LATEST_FILE).write_text("200")
     elsewhere = tmp_path / "elsewhere"
     found = ThreadRanks(3).run(lambda rank, gather: load(rank, gather, elsewhere if rank == 2 else tmp_path))
     assert all(isinstance(error, ValueError) for error in found)
@@ -187,11 +187,11 @@ def test_keep_last(tmp_path: Path) -> None:
     assert list_iterations(tmp_path) == ["300", "400"]
     # The run goes back to 300. Newer iterations and folders renamed to .old-N belong to an earlier course of the run
     # and stay.
-    (tmp_path / TRACKER).write_text("300")
+    (tmp_path / LATEST_FILE).write_text("300")
     shutil.rmtree(tmp_path / "iter_0000300" / "mp_rank_01")
     assert "now" in "".join(save(tmp_path, 300, keep_last=1, seed=5))
     assert list_iterations(tmp_path) == ["300", "300.old-1", "400"]
-    assert (tmp_path / TRACKER).read_text() == "300\n"
+    assert (tmp_path / LATEST_FILE).read_text() == "300\n"
     save(tmp_path, 350, keep_last=1)
     assert list_iterations(tmp_path) == ["300.old-1", "350", "400"]
     iteration, logged = find(tmp_path)
@@ -378,7 +378,7 @@ def test_a_run_changes_nothing_through_links_and_waits_for_no_pipe_in_its_folder
         "lease_0000000001",
         "history.jsonl",
         "metrics.jsonl",
-        f"{TRACKER}.tmp",
+        f"{LATEST_FILE}.tmp",
         "incidents/launcher.jsonl",
         "best/tokenizer/x",
     ]
@@ -497,7 +497,7 @@ def test_an_owner_that_stops_inside_a_commit(
     assert f"now belongs to process {os.getpid()} on " in warning, warning
     found = find_checkpoint(tmp_path, log=pytest.fail)
     assert found.metadata["owner"] == id(owners[1]) and found.iteration == iteration
-    assert (tmp_path / TRACKER).read_text() == f"{iteration}\n" and not list(tmp_path.glob(f"{TRACKER}.tmp*"))
+    assert (tmp_path / LATEST_FILE).read_text() == f"{iteration}\n" and not list(tmp_path.glob(f"{LATEST_FILE}.tmp*"))
     owners[1].release()
 
 
@@ -530,12 +530,16 @@ def test_the_other_half_of_a_partition_ends(tmp_path: Path) -> None:
     os.kill(first.process.pid, signal.SIGSTOP)
     code, output = start_run("--train-iters 100000 --exit-interval 30").end()
     assert code == 0, output
-    before = sorted(path.name for path in save_folder.glob("iter_*")), (save_folder / TRACKER).read_text(), records()
+    before = (
+        sorted(path.name for path in save_folder.glob("iter_*")),
+        (save_folder / LATEST_FILE).read_text(),
+        records(),
+    )
     os.kill(first.process.pid, signal.SIGCONT)
     code, output = first.end()
     assert code == 1, output
     assert output.splitlines()[-1].startswith(f"stopped: --save {save_folder} now belongs to "), output
-    after = sorted(path.name for path in save_folder.glob("iter_*")), (save_folder / TRACKER).read_text(), records()
+    after = sorted(path.name for path in save_folder.glob("iter_*")), (save_folder / LATEST_FILE).read_text(), records()
     assert after == before
     iterations = [record["iteration"] for record in records() if "split" not in record]
     assert iterations == list(range(1, len(iterations) + 1))

@@ -26,7 +26,7 @@ from data_utils.files import atomic_write_text, machine_memory
 from megatron.gpt2.checkpoint import saver
 from megatron.gpt2.checkpoint import writer as checkpointing
 from megatron.gpt2.checkpoint.reader import MANIFEST, FileInfo, NativeCheckpoint
-from megatron.gpt2.checkpoint.save_folder import TRACKER, find_checkpoint, make_save_folder
+from megatron.gpt2.checkpoint.save_folder import LATEST_FILE, find_checkpoint, make_save_folder
 from megatron.gpt2.checkpoint.saver import Saver
 from megatron.gpt2.checkpoint.writer import ShardedTensor, write_atomically, write_safetensors
 from megatron.gpt2.commands import pretrain_gpt2
@@ -290,7 +290,7 @@ def save_until_it_fits(folder: str) -> None:
         )
         assert found, problems
         full[found[1].rpartition("/")[2]] += 1
-        assert sorted(os.listdir(disk / "save")) == ["iter_0000001", TRACKER], pages
+        assert sorted(os.listdir(disk / "save")) == ["iter_0000001", LATEST_FILE], pages
         checkpoint = find_checkpoint(disk / "save", log=pytest.fail)
         assert torch.equal(checkpoint.read("x"), state[1])
         ballast.unlink()
@@ -322,5 +322,5 @@ def test_a_full_disk(tmp_path: Path) -> None:
         "rank_00001.jsonl",
         "rank_00000.jsonl",
         MANIFEST,
-        TRACKER,
+        LATEST_FILE,
     }

@@ -14,7 +14,7 @@ import pytest
 
 from megatron.gpt2.config import CheckpointConfig, Config, TrainConfig
 from megatron.gpt2.monitor.log_lines import EvaluationRecord
-from megatron.gpt2.monitor.run_log import RunLog, open_trackers
+from megatron.gpt2.monitor.run_log import RunLog, open_metric_writers
 from tests.megatron.gpt2.monitor.test_log_lines import record
 
 
@@ -23,8 +23,8 @@ def config(folder: Path, **train: Any) -> Config:
 
 
 def log_two(config: Config, folder: Path, iteration: int = 0) -> None:
-    trackers = open_trackers(config, start_iteration=iteration, active=True)
-    log = RunLog(folder / "gpt2", train_iters=20, start_iteration=iteration, trackers=trackers)
+    metric_writers = open_metric_writers(config, start_iteration=iteration, active=True)
+    log = RunLog(folder / "gpt2", train_iters=20, start_iteration=iteration, metric_writers=metric_writers)
     log.record(record(iteration + 10))
     log.record(EvaluationRecord(iteration + 10, "valid", 2.0))
     log.close()
@@ -110,7 +110,7 @@ def test_an_error_of_wandb_is_one_line(tmp_path: Path, monkeypatch: pytest.Monke
     names = []
     for iteration in (0, 5, 0):  # A new run gets a new id.
         with pytest.raises(ValueError, match="--wandb-project gpt2: No API key configured .WANDB_MODE=offline"):
-            open_trackers(config(tmp_path, wandb_project="gpt2"), start_iteration=iteration, active=True)
+            open_metric_writers(config(tmp_path, wandb_project="gpt2"), start_iteration=iteration, active=True)
         names.append((tmp_path / "gpt2" / "wandb_run_id.txt").read_text())
     assert names[0] == names[1] != names[2]
 
@@ -123,4 +123,4 @@ def test_a_missing_library_is_an_error_on_every_rank(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     spelled = "--" + flag.replace("_", "-")
     with pytest.raises(ValueError, match=rf"{spelled} needs (\w+): pip install \1$"):
-        open_trackers(config(tmp_path, **{flag: "x"}), start_iteration=0, active=active)
+        open_metric_writers(config(tmp_path, **{flag: "x"}), start_iteration=0, active=active)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import mpu
-from megatron.gpt2.checkpoint.save_folder import TRACKER
+from megatron.gpt2.checkpoint.save_folder import LATEST_FILE
 from megatron.gpt2.extensions.watch.replicas import ROW, StateCorrupted, hash_ranges
 from megatron.gpt2.extensions.watch.spikes import MAX_REWINDS, WINDOW, SpikeDetector
 from megatron.gpt2.extensions.watch.stragglers import StragglerDetector
@@ -182,7 +182,7 @@ def test_the_run_rewinds_and_skips_samples(tmp_path: Path) -> None:
     assert read(16) == [68, 69, 70, 71] and read(20) == [84, 85, 86, 87]  # The samples 60 to 67 were in the window.
     logged = [json.loads(line)["iteration"] for line in (save / "metrics.jsonl").read_text().splitlines()]
     assert logged == list(range(1, 21))
-    assert (save / TRACKER).read_text() == "20\n"
+    assert (save / LATEST_FILE).read_text() == "20\n"
 
     # A different layout continues the run.
     on_one = samples_read(0, 1, tmp_path, "--model-parallel-size 1", 22)
