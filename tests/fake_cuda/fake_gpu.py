@@ -427,10 +427,6 @@ class FakeGPU(TorchDispatchMode):
             self._check_pending(on_gpu, [])
             self._host_waits("reads a value")
             return 0.0 if args[0].is_floating_point() else 0
-        if name.startswith("_foreach_") and func._overloadname == "Tensor" and on_gpu:
-            self._host_waits(
-                "reads a value for a list of tensors"
-            )  # On a GPU, torch passes it to the kernel as a number.
         if name in ("_to_copy", "copy_") and (copied := self._between(name, args, kwargs)) is not None:
             return copied
         if (

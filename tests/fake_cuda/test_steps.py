@@ -52,6 +52,8 @@ MODES = {
     "offload": "--cpu-offload-optimizer",
     "no clipping": "--clip-grad 0",
     "exact layouts": "--exact-layouts 4 --global-batch-size 4",
+    "muon": "--optimizer muon",
+    "muon, exact layouts": "--optimizer muon --exact-layouts 4 --global-batch-size 4",
     "compiled": "--compile",
     "compiled, dropout": f"--compile {DROPOUT}",
 }

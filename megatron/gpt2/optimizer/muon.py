@@ -22,8 +22,9 @@ step a rank then sends and receives 4 bytes for each element that it updates, tw
 several ranks.
 """
 
+import collections
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ from megatron.gpt2.optimizer.optimizer import MixedPrecisionOptimizer
 # With Keller Jordan's coefficients, singular values end between 0.7 and 1.2 after 5 steps. Smaller values grow by up to
 # 3.4445 in each step.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+# The kernels of a GPU for one small matrix are shorter than their launches. A batch takes up to 128 MiB in float32.
+GPU_BATCH_ELEMENTS = 2**25
 
 
 def layer_matrices(model: GPT2Model) -> list[str]:
@@ -65,35 +68,53 @@ class MuonOptimizer(MixedPrecisionOptimizer):
     """Updates `buffer.matrices` of `model` with Muon, and the other parameters with AdamW.
 
     others: the arguments of `MixedPrecisionOptimizer`.
+    batch_elements: how many elements of matrices a rank may orthogonalize together; it takes at least one matrix. A
+        batch can round differently than its matrices would.
     """
 
-    def __init__(self, model: GPT2Model, *others: Any) -> None:
+    def __init__(self, model: GPT2Model, *others: Any, batch_elements: int) -> None:
         super().__init__(*others)
         self._specs, self._heads = mpu.partition_specs(model), model.config.num_attention_heads
         self._mup_scale = model.config.mup_scale
         self._tensor_group, self._tensor_rank, self._tensor_size = model.group, model.tp_rank, model.tp_size
         self._data_group = mpu.get_parallel_state().data_parallel_group
         self._matrix_shards = [i for i, shard in enumerate(self.buffer.local_shards) if shard.group_key.is_matrix]
-        # Each rank orthogonalizes one matrix of a round. The matrices of a round have similar sizes.
-        names = sorted(self.buffer.matrices, key=lambda name: -self.buffer.parameters[name].numel())
-        size = len(self.buffer.shard_sizes(names[0])) * self._tensor_size
-        self._rounds = [names[start : start + size] for start in range(0, len(names), size)]
+        self._empty = torch.empty(0, device=self.buffer.params.device)  # torch.cat needs a tensor.
+        # Matrices of equal shape are neighbours. Rank 1 of 4 orthogonalizes the matrices 1, 5, 9, ... of a round.
+        shapes = {name: self.buffer.parameters[name].shape for name in self.buffer.matrices}
+        names = sorted(shapes, key=lambda name: (shapes[name].numel(), shapes[name]), reverse=True)
+        self._ranks = len(self.buffer.shard_sizes(names[0])) * self._tensor_size
+        self._rounds: list[list[str]] = []
+        while names:
+            length = self._ranks * max(1, batch_elements // (self._tensor_size * shapes[names[0]].numel()))
+            self._rounds.append(names[:length])
+            names = names[length:]
 
     def _update(self, grads: Sequence[Tensor], rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
         super()._update(grads, rate, grad_scale, found_inf)
         momentum, skipped = self._config.muon_momentum, found_inf > 0
+        matrix_grads, exp_avgs, masters, steps = (
+            [tensors[index] for index in self._matrix_shards]
+            for tensors in (grads, self.moments["exp_avg"], self.buffer.masters, self._adam_steps)
+        )
         # Each operation rounds once, so no bit depends on where a kernel starts to vectorise.
-        for index in self._matrix_shards:
-            grad, exp_avg = grads[index], self.moments["exp_avg"][index]
-            grad.masked_fill_(skipped, 0.0).mul_((1 - momentum) / grad_scale)
-            exp_avg.mul_(torch.where(skipped, 1.0, momentum)).add_(grad)
-            grad.add_(exp_avg * momentum)
+        if self._matrix_shards:  # torch refuses empty lists.
+            for grad in matrix_grads:
+                grad.masked_fill_(skipped, 0.0)
+            torch._foreach_mul_(matrix_grads, (1 - momentum) / grad_scale)
+            torch._foreach_mul_(exp_avgs, torch.where(skipped, 1.0, momentum))
+            torch._foreach_add_(exp_avgs, matrix_grads)
+            for grad, exp_avg in zip(matrix_grads, exp_avgs, strict=True):
+                grad.add_(exp_avg * momentum)
         for names in self._rounds:
             self._orthogonalize_round(grads, names)
-        rate = rate * (1 - found_inf)
+        if self._matrix_shards:
+            rate = rate * (1 - found_inf)
+            torch._foreach_mul_(masters, 1 - rate * self._config.weight_decay)
+            torch._foreach_mul_(matrix_grads, rate)
+            torch._foreach_sub_(masters, matrix_grads)
+            torch._foreach_add_(steps, [1 - found_inf] * len(steps))
         for index in self._matrix_shards:
-            self.buffer.masters[index].mul_(1 - rate * self._config.weight_decay).sub_(grads[index].mul_(rate))
-            self._adam_steps[index] += 1 - found_inf
             self.buffer.round_master(index)
 
     def _orthogonalize_round(self, grads: Sequence[Tensor], names: Sequence[str]) -> None:
@@ -101,46 +122,62 @@ class MuonOptimizer(MixedPrecisionOptimizer):
 
         The parts of a tensor-parallel rank's matrix are gathered on a data-parallel rank, then the whole matrix on a
         tensor-parallel rank of this data-parallel rank. The results return the same way."""
-        buffer, t, j = self.buffer, self._tensor_size, self._tensor_rank
+        buffer, t = self.buffer, self._tensor_size
         sizes = {name: buffer.shard_sizes(name) for name in names}
-        shards = range(len(sizes[names[0]]))
-        names_of = [names[r * t : (r + 1) * t] for r in shards]  # the names by the data-parallel rank that gathers them
-        own = names_of[buffer.shard_rank]
         parts = {name: grads[index][part] for name in names for index, part, _ in [buffer.local_shard_of(name)]}
-        lengths = [[sum(sizes[name])] for name in own] + [[]] * (t - len(own))
+        # The names by data-parallel and tensor-parallel rank, and by data-parallel rank
+        names_of = [[names[i + j :: self._ranks] for j in range(t)] for i in range(0, self._ranks, t)]
+        gathered_by = [list(itertools.chain(*of_ranks)) for of_ranks in names_of]
+        own, gathered = names_of[buffer.shard_rank], gathered_by[buffer.shard_rank]
+        lengths = [[sum(sizes[name]) for name in of_rank] for of_rank in own]
 
         received = self._exchange(
-            [[parts[name] for name in of] for of in names_of],
-            [[sizes[name][r] for name in own] for r in shards],
+            [[parts[name] for name in of_shard] for of_shard in gathered_by],
+            [[sizes[name][r] for name in gathered] for r in range(len(gathered_by))],
             self._data_group,
         )
-        local = [[torch.cat(pieces)] for pieces in zip(*received, strict=True)] + [[]] * (t - len(own))
-        from_ranks = self._exchange(local, [lengths[j]] * t, self._tensor_group)
-        results: list[list[Tensor]] = [[] for _ in range(t)]
-        if j < len(own):
-            name, spec = own[j], self._specs[own[j]]
-            whole = spec.merge([flat.view(spec.local_shape(t)) for (flat,) in from_ranks])
-            update = self._scaled_update(name, whole)
-            results = [[spec.split(update, rank, t).flatten()] for rank in range(t)]
-        local = self._exchange(results, lengths, self._tensor_group)
-        updates = [flat.split(sizes[name]) for (flat,), name in zip(local, own, strict=False)]
+        pieces = [self._empty, *itertools.chain(*zip(*received, strict=True))]
+        local = iter(torch.cat(pieces).split(list(itertools.chain(*lengths))))
+        from_ranks = self._exchange(
+            [[next(local) for _ in of_rank] for of_rank in own], [lengths[self._tensor_rank]] * t, self._tensor_group
+        )
+        wholes = {}
+        for name, *flats in zip(own[self._tensor_rank], *from_ranks, strict=True):
+            spec = self._specs[name]
+            wholes[name] = spec.merge([flat.view(spec.local_shape(t)) for flat in flats])
+        updates = self._scaled_updates(wholes)
+        slices = [{name: self._specs[name].local_slice(rank, t).slices() for name in updates} for rank in range(t)]
+        returned = self._exchange(
+            [[updates[name][part].flatten() for name, part in of_rank.items()] for of_rank in slices],
+            lengths,
+            self._tensor_group,
+        )
+        split = [flat.split(sizes[name]) for name, flat in zip(gathered, itertools.chain(*returned), strict=True)]
         received = self._exchange(
-            [[update[r] for update in updates] for r in shards],
-            [[sizes[name][buffer.shard_rank] for name in of] for of in names_of],
+            [[of_name[r] for of_name in split] for r in range(len(gathered_by))],
+            [[sizes[name][buffer.shard_rank] for name in of_shard] for of_shard in gathered_by],
             self._data_group,
         )
-        for name, result in zip(names, itertools.chain(*received), strict=True):
-            parts[name].copy_(result)
+        targets = [parts[name] for name in itertools.chain(*gathered_by)]
+        torch._foreach_copy_(targets, list(itertools.chain(*received)))
 
-    def _scaled_update(self, name: str, x: Tensor) -> Tensor:
-        """Return c · √(r max(m, n)) · orthogonalize(x) for a whole matrix x [m, n], in float32."""
-        heads = self._heads if name.endswith("query_key_value.weight") else 0
-        # [n 3 d, h] -> [3, n d, h]
-        blocks = x.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(1, 2) if heads else x.unsqueeze(0)
-        scale = self._config.muon_extra_scale_factor * (self._mup_scale * max(blocks.shape[1:])) ** 0.5
-        blocks = orthogonalize(blocks, self._config.muon_num_ns_steps, self.buffer.params.dtype).float() * scale
-        # [3, n d, h] -> [n 3 d, h]
-        return blocks.unflatten(1, (heads, -1)).transpose(0, 1).flatten(0, 2) if heads else blocks[0]
+    def _scaled_updates(self, wholes: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return c · √(r max(m, n)) · orthogonalize(x) for the whole matrices x [m, n], in float32. Matrices of equal
+        shape are one batch."""
+        batches = collections.defaultdict[tuple[int, torch.Size], list[str]](list)
+        for name, x in wholes.items():
+            batches[self._heads * name.endswith("query_key_value.weight"), x.shape].append(name)
+        updates: dict[str, Tensor] = {}
+        for (heads, _), names in batches.items():
+            x = torch.stack([wholes[name] for name in names])
+            # [k, n 3 d, h] -> [k 3, n d, h]
+            x = x.unflatten(1, (heads, 3, -1)).transpose(1, 2).flatten(2, 3).flatten(0, 1) if heads else x
+            scale = self._config.muon_extra_scale_factor * (self._mup_scale * max(x.shape[1:])) ** 0.5
+            x = orthogonalize(x, self._config.muon_num_ns_steps, self.buffer.params.dtype).float() * scale
+            # [k 3, n d, h] -> [k, n 3 d, h]
+            x = x.unflatten(0, (-1, 3)).unflatten(2, (heads, -1)).transpose(1, 2).flatten(1, 3) if heads else x
+            updates |= zip(names, x, strict=True)
+        return updates
 
     def _exchange(
         self, sent: list[list[Tensor]], sizes: Sequence[Sequence[int]], group: ProcessGroup | None
@@ -151,11 +188,10 @@ class MuonOptimizer(MixedPrecisionOptimizer):
         """
         if len(sent) == 1:
             return sent
-        empty = torch.empty(0, device=self.buffer.params.device)  # torch.cat needs a tensor.
-        received = empty.new_empty(sum(map(sum, sizes)))
+        received = self._empty.new_empty(sum(map(sum, sizes)))
         dist.all_to_all_single(
             received,
-            torch.cat([empty, *itertools.chain(*sent)]),
+            torch.cat([self._empty, *itertools.chain(*sent)]),
             [sum(lengths) for lengths in sizes],
             [sum(tensor.numel() for tensor in tensors) for tensors in sent],
             group=group,

@@ -23,7 +23,7 @@ from megatron.gpt2.optimizer.bucket_reducer import (
     TorchDDPReducer,
     choose_bucket_size,
 )
-from megatron.gpt2.optimizer.muon import MuonOptimizer, layer_matrices
+from megatron.gpt2.optimizer.muon import GPU_BATCH_ELEMENTS, MuonOptimizer, layer_matrices
 from megatron.gpt2.optimizer.optimizer import MixedPrecisionOptimizer, build_loss_scaler, learning_rates
 from megatron.gpt2.optimizer.param_and_grad_buffer import ParamAndGradBuffer
 from megatron.gpt2.train.setup import RunContext
@@ -145,7 +145,10 @@ def build_train_state(context: RunContext, parallel: mpu.ParallelState, log: Log
     param_gather = ParamAllGather(buffer, model, parallel.data_parallel_group)
     batch = context.global_batch_size
     steps_so_far = context.batch_schedule.samples_before_steps(context.train_iters) / batch
-    optimizer_class = functools.partial(MuonOptimizer, model) if buffer.matrices else MixedPrecisionOptimizer
+    # A batch can round differently than its matrices would, and the layout decides which matrices are in a batch.
+    in_batches = device.type == "cuda" and parallel_config.exact_layouts is None
+    muon = functools.partial(MuonOptimizer, model, batch_elements=GPU_BATCH_ELEMENTS if in_batches else 0)
+    optimizer_class = muon if buffer.matrices else MixedPrecisionOptimizer
     optimizer = optimizer_class(
         buffer,
         param_gather,

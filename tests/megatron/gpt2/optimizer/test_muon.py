@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +15,9 @@ from torch import Tensor
 from megatron.gpt2.checkpoint.save_folder import find_checkpoint
 from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.formats.native import write_native
-from megatron.gpt2.optimizer.muon import NEWTON_SCHULZ, orthogonalize
+from megatron.gpt2.optimizer import muon
+from megatron.gpt2.optimizer.muon import NEWTON_SCHULZ, MuonOptimizer, orthogonalize
+from megatron.gpt2.train import train_state
 from megatron.gpt2.train.trainer import Trainer
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train import test_exact_layouts as exact
@@ -88,18 +94,42 @@ def with_muon(cases: list[LayoutCase]) -> list[LayoutCase]:
     return [case._replace(flags=f"{case.flags} {MUON} --mup-base-width 32") for case in cases]  # The width h is 64.
 
 
+def train_in_batches(*arguments: Any) -> list[dict[str, Any]]:
+    """Orthogonalize up to four of the largest matrices together, as on a GPU."""
+    batches: list[int] = []
+
+    def counted(x: Tensor, *others: Any) -> Tensor:
+        batches.append(len(x))
+        return orthogonalize(x, *others)
+
+    limited = functools.partial(MuonOptimizer, batch_elements=4 * 64 * 256)
+    with (
+        mock.patch.object(train_state, "MuonOptimizer", lambda *others, batch_elements: limited(*others)),
+        mock.patch.object(muon, "orthogonalize", counted),
+    ):
+        found = layouts.train(*arguments)
+    assert set(batches) == {2, 6}
+    return found
+
+
 @pytest.mark.parametrize(
-    "cases, count",
-    [(QUICK, 10), pytest.param([*layouts.QUICK, *layouts.WIDE][::3], 30, marks=pytest.mark.wide)],
-    ids=["quick", "wide"],
+    "cases, count, train",
+    [
+        (QUICK, 10, layouts.train),
+        (QUICK[:2], 10, train_in_batches),
+        pytest.param([*layouts.QUICK, *layouts.WIDE][::3], 30, layouts.train, marks=pytest.mark.wide),
+    ],
+    ids=["quick", "in batches", "wide"],
 )
-def test_losses_do_not_depend_on_the_layout(folder: Path, cases: list[LayoutCase], count: int) -> None:
+def test_losses_do_not_depend_on_the_layout(
+    folder: Path, cases: list[LayoutCase], count: int, train: Callable[..., list[dict[str, Any]]]
+) -> None:
     alone = with_muon([LayoutCase(1, 1, 1, 8, layers=layers) for layers in sorted({case.layers for case in cases})])
-    results = run_ranks(layouts.train, 1, str(folder), alone, count)[0]
+    results = run_ranks(layouts.train, 1, folder, alone, count)[0]
     references = {case.layers: result for case, result in zip(alone, results, strict=True)}
     for world_size in sorted({case.world_size for case in cases}):
         here = [case for case in cases if case.world_size == world_size]
-        layouts.assert_same(folder, with_muon(here), references, count)
+        layouts.assert_same(folder, with_muon(here), references, count, train)
 
 
 @pytest.mark.parametrize(

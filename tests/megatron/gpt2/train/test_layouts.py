@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -148,7 +149,13 @@ def references(folder: Path) -> dict[int, dict[str, Any]]:
     return results
 
 
-def assert_same(folder: Path, layouts: list[LayoutCase], references: dict[int, dict[str, Any]], count: int) -> None:
+def assert_same(
+    folder: Path,
+    layouts: list[LayoutCase],
+    references: dict[int, dict[str, Any]],
+    count: int,
+    train: Callable[..., list[dict[str, Any]]] = train,
+) -> None:
     by_rank = run_ranks(train, layouts[0].world_size, folder, layouts, count, timeout=900)
     for layout, results in zip(layouts, map(list, zip(*by_rank, strict=True)), strict=True):
         reference, names = references[layout.layers], set()
