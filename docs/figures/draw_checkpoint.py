@@ -48,9 +48,9 @@ def checkpoint() -> str:
     ]
     saved, memory, wanted = 150, 440, 730
     for x, words in (
-        (saved, "saved by 2 model-parallel ranks"),
+        (saved, "saved by 2 tensor-parallel ranks"),
         (memory, "the tensor (global shape)"),
-        (wanted, "read by 4 model-parallel ranks"),
+        (wanted, "read by 4 tensor-parallel ranks"),
     ):
         parts.append(text(x + 105, BELOW - 8, words, size=12, bold=True))
     for rank, color in enumerate(RANKS):

@@ -63,7 +63,7 @@ def branch(x: float, first: list[str], second: list[str]) -> list[str]:
 
 
 def layer() -> str:
-    """A transformer layer on two model-parallel ranks: the branch of attention, then that of the MLP."""
+    """A transformer layer on two tensor-parallel ranks: the branch of attention, then that of the MLP."""
     parts = [
         text(34, top + LANE / 2 + 4, f"rank {rank}", color=color, bold=True)
         for rank, (top, color) in enumerate(zip(LANES, RANKS, strict=True))
@@ -72,7 +72,7 @@ def layer() -> str:
     parts += branch(
         76 + BRANCH, ["MLP in", "column-parallel", "h → 4h/tp", "GELU"], ["MLP out", "row-parallel", "4h/tp → h"]
     )
-    parts += [text(WIDTH / 2, 24, "One transformer layer on two model-parallel ranks", size=16, bold=True)]
+    parts += [text(WIDTH / 2, 24, "One transformer layer on two tensor-parallel ranks", size=16, bold=True)]
     return picture(WIDTH, HEIGHT, parts)
 
 

@@ -11,7 +11,10 @@ INK, GREY, PAPER, WHOLE = "#1c2733", "#5b6875", "#ffffff", "#eef1f4"
 def text(
     x: float, y: float, words: str, *, size: int = 13, color: str = INK, bold: bool = False, anchor: str = "middle"
 ) -> str:
-    """A line of text on the baseline `y`. anchor: the part of the text that is at `x`: start, middle or end."""
+    """A line of text on the baseline `y`.
+
+    anchor: the part of the text that is at `x`: start, middle or end.
+    """
     weight = ' font-weight="600"' if bold else ""
     return (
         f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="{color}"{weight} text-anchor="{anchor}">'
