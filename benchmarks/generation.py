@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # This also works in a clone that is not installed.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Find the packages if they are not installed.
 
 import torch
 
@@ -80,7 +80,7 @@ def compare(ours: GPT2Model, theirs: Any, batch: int, length: int, new: int, rou
         return time.perf_counter() - began
 
     sides = {side: partial(timed, side) for side in ("ours", "transformers")}
-    harness.alternate(sides, 2)  # These runs warm up the caches.
+    harness.alternate(sides, 2)  # to warm up the caches
     seconds = harness.alternate(sides, 2 * rounds)
     assert all(len(ids) == new for ids in tokens["ours"] + tokens["transformers"])
     speed = {side: batch * new / statistics.median(times) for side, times in seconds.items()}

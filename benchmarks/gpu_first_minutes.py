@@ -29,13 +29,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # This also works in a clone that is not installed.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Find the packages if they are not installed.
 
 import torch
 
 from benchmarks import harness
 
-BROKEN = 3  # This is the exit code after an error that made the CUDA context unusable.
+BROKEN = 3  # exit code after an error that made the CUDA context unusable
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ BUDGET = sum(stage.limit for stage in STAGES.values())
 
 
 class CudaContextError(Exception):
-    """This error says that all further CUDA calls would fail, so the stage continues in a new process."""
+    """Raised if all further CUDA calls would fail, so that the stage continues in a new process."""
 
 
 class CaseRecorder:

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # This also works in a clone that is not installed.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Find the packages if they are not installed.
 
 from data_utils.command_line import align_columns
 from megatron.gpt2.extensions.plan.cluster import ROOT, Cluster, read_cluster
@@ -56,7 +56,7 @@ PRIORS = {
     "adam": (2e-11, 1.3),
 }
 NOISE = 0.04  # The fit expects this relative error of a row.
-TABLE_WEIGHT = 4.0  # This is the weight of a row of a published table, because few rows stand for a program.
+TABLE_WEIGHT = 4.0  # weight of a row of a published table, because few rows stand for a program
 SOFTWARE_PRIORS = {
     "unfused_kernels": (25, 1.3),
     "backward_kernels": (1, 1.2),
@@ -64,7 +64,7 @@ SOFTWARE_PRIORS = {
     "loss_bytes": (30, 1.2),
     "gradient_bytes": (6, 1.5),
 }
-# These constants belong to the program of the CSV files.
+# the constants of the program of the CSV files
 CSV_PRIORS = {
     "kernels": (65.0, 1.2),
     "traffic": (1.0, 1.5),
@@ -107,16 +107,16 @@ def shapes(rows: Rows) -> np.ndarray:
 
 # --- published tables ------------------------------------------------------------------------------------------------
 
-# This is the table of the README of Megatron-LM in 2020, for one node: layers, hidden size, heads, tensor-parallel
-# size, ms on V100 (batch 8) and A100 (16).
+# The table of the README of Megatron-LM in 2020, for one node: layers, hidden size, heads, tensor-parallel size, ms on
+# V100 (batch 8) and A100 (16).
 TABLE_2020 = [
     (24, 1920, 15, 1, 1121, 1076),
     (30, 2304, 18, 2, 1093, 1026),
     (36, 3072, 24, 4, 1238, 1162),
     (42, 4096, 32, 8, 1407, 1343),
 ]
-# This is table 1 of arXiv:2104.04473: hidden size, layers, heads, model-parallel size, GPUs, batch, TFLOP/s of a GPU,
-# virtual stages. The paper does not give the virtual stages: this is the largest number up to 4 that divides a stage's
+# Table 1 of arXiv:2104.04473: hidden size, layers, heads, tensor-parallel size, GPUs, batch, TFLOP/s of a GPU, virtual
+# stages. The paper does not give the virtual stages, so they are the largest number up to 4 that divides a stage's
 # layers.
 TABLE_2021 = [
     (2304, 24, 24, 1, 32, 512, 137, 1),
@@ -130,8 +130,8 @@ TABLE_2021 = [
     (20480, 105, 128, 280, 2520, 2520, 163, 3),
     (25600, 128, 160, 512, 3072, 3072, 163, 2),
 ]
-# This is table 5 of arXiv:2205.05198: hidden size, layers, heads, pipeline stages, virtual stages, batch, micro-batch,
-# seconds with full recomputation, and with sequence parallelism and selective recomputation.
+# Table 5 of arXiv:2205.05198: hidden size, layers, heads, pipeline stages, virtual stages, batch, micro-batch, seconds
+# with full recomputation, and with sequence parallelism and selective recomputation.
 TABLE_2022 = [
     (6144, 48, 64, 1, 1, 4, 4, 1.42, 1.10),
     (12288, 96, 96, 8, 3, 64, 1, 18.13, 13.75),
@@ -142,8 +142,8 @@ TABLE_2022 = [
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A published table: the name of its cluster and of its program in `clusters/NAME.json`, its rows, and if the
-    micro-batch is unknown. The row is then the fastest layout according to the model."""
+    """A published table: the name of its cluster and of its program in `clusters/NAME.json`, its rows, and whether the
+    micro-batch is unknown. If it is, the layout that is fastest in the model is compared."""
 
     title: str
     cluster: str

@@ -29,7 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # This also works in a clone that is not installed.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Find the packages if they are not installed.
 
 from benchmarks import harness
 from benchmarks.harness import ROOT
@@ -45,9 +45,9 @@ from benchmarks.workload import (
     utilisation,
 )
 
-GATE = 1e-4  # This limit is relative, in fp32. Correct models differ by 2e-6, the two forms of GELU by 7e-4.
-# These limits are relative differences of loss and gradient norm at the first step: of two fp32 arms, and with a bf16
-# arm. nanoGPT's softmax has 47 padding rows, so log(50,304 / 50,257) nats are subtracted from its first loss.
+GATE = 1e-4  # relative, in fp32: correct models differ by 2e-6, the two forms of GELU by 7e-4
+# Limits of the relative differences of loss and gradient norm at the first step: of two fp32 arms, and with a bf16 arm.
+# nanoGPT's softmax has 47 padding rows, so log(50,304 / 50,257) nats are subtracted from its first loss.
 TOLERANCE = {"fp32": (2e-4, 1e-3), "bf16": (1e-3, 2e-2)}
 NOTES = (
     "all arms have the same weights (ours, converted), the same samples in the same order from the same loader, and "

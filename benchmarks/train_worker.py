@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # This also works in a clone that is not installed.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Find the packages if they are not installed.
 
 import numpy as np
 import torch
@@ -57,8 +57,9 @@ from megatron.gpt2.train.trainer import Trainer, build_trainer
 class TimedStep:
     """A training step to time.
 
-    step: one complete update. read: waits for the device and returns the mean loss since the last read, and the last
-    gradient norm. computes: a description for the report.
+    step: one complete update.
+    read: waits for the device and returns the mean loss since the last read, and the last gradient norm.
+    computes: a description for the report.
     """
 
     step: Callable[[], None]
@@ -185,8 +186,8 @@ def build_ours(workload: Workload, arm: Arm, rank_info: RankInfo | None = None) 
 
 
 def build_one_rank(workload: Workload, arm: Arm) -> TimedStep:
-    """Build only the first of `arm.ranks` model-parallel ranks. Its collectives do nothing, and its weights are random,
-    so its values are meaningless, but its computation is that of one rank."""
+    """Build only the first of `arm.ranks` tensor-parallel ranks. Its collectives do nothing, so its values are
+    meaningless, but it computes as much as a rank of a real run."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

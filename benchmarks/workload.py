@@ -14,12 +14,12 @@ from data_utils.indexed_dataset import IndexedDatasetBuilder, token_dtype
 from megatron.gpt2.config import ModelConfig
 
 MODELS = {"124M": (12, 768, 12), "345M": (24, 1024, 16), "774M": (36, 1280, 20), "1.5B": (48, 1600, 25)}
-# For each part of benchmarks/gpu.sh, this is (model, b, micro-batches). Part 1 is benchmarks/gpu_first_minutes.py.
+# {part of benchmarks/gpu.sh: (model, b, micro-batches)}. Part 1 is benchmarks/gpu_first_minutes.py.
 PARTS = {2: ("345M", 32, 1), 3: ("774M", 16, 2), 4: ("1.5B", 16, 2), 5: ("345M", 32, 1)}
 LR, WEIGHT_DECAY, BETAS, CLIP_GRAD, SEED = 1e-4, 0.1, (0.9, 0.95), 1.0, 1234
 TOKENS = 1 << 22  # The file has at most this number of tokens. Arms that need more tokens read the file again.
-PEAK_FLOPS = 989e12  # These are dense bf16 FLOP/s, from the datasheet of H100 SXM and H200.
-# These figures are published for other machines, in bf16, with llm.c's count of FLOPs.
+PEAK_FLOPS = 989e12  # dense bf16 FLOP/s, from the datasheet of H100 SXM and H200
+# Figures that were published for other machines, in bf16, with llm.c's count of FLOPs.
 LLM_C_RESULTS: list[dict[str, Any]] = [
     {"model": "1.5B", "gpus": "8 H100", "mfu": 0.486, "source": "llm.c, its run of GPT-2 1.56B"},
     {"model": "1.5B", "gpus": "8 H100", "tokens_per_s": [374e3, 388e3], "source": "llm.c, its scripts' step times"},
@@ -93,7 +93,7 @@ class Arm:
     shipped: nanoGPT's defaults on a CPU (fp32, no autocast, no fused AdamW, default allocator).
     flags: further flags of our program.
     changes: fields of the workload that differ for this arm.
-    kind: ours, rank (one rank of ours, with model-parallel size `ranks`), huggingface or nanogpt.
+    kind: ours, rank (one rank of ours, with tensor-parallel size `ranks`), huggingface or nanogpt.
     """
 
     name: str

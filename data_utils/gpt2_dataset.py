@@ -180,7 +180,7 @@ class BlendedDataset:
         self.num_tokens = sum(component.num_tokens for component in components)
         sizes = np.array(list(map(len, components)))
         self._orders = [SampleOrder(int(size), seed + number, training) for number, size in enumerate(sizes)]
-        # These give, for each position in a block, its component and the number of earlier samples of this component.
+        # For each position in a block: its component, and the number of earlier samples of this component.
         self._component = np.searchsorted(
             np.cumsum(counts), permute(np.arange(BLOCK), BLOCK, permutation_key(seed)), "right"
         )
@@ -188,7 +188,7 @@ class BlendedDataset:
         for number, count in enumerate(counts):
             self._before[self._component == number] = np.arange(count)
         self._len = int(sizes.sum())
-        if not training:  # These are the positions at which each component's second epoch would begin.
+        if not training:  # Find the positions at which each component's second epoch would begin.
             blocks, left = np.divmod(sizes, counts)
             places = [np.flatnonzero(self._component == number)[rest] for number, rest in enumerate(left)]
             self._len = int((blocks * BLOCK + places).min())

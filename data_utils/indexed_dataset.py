@@ -67,7 +67,9 @@ class IndexedDatasetBuilder:
     """Writes a pair of files. Call `add` and `end_document` for each document, or `add_file` to append another file.
 
     `finish` completes both files and fsyncs them; `abandon` removes them. A `with` block calls `finish` at its end, or
-    `abandon` after an error. hashes: the chunk hashes of both files, by suffix, after `finish`.
+    `abandon` after an error.
+
+    hashes: the chunk hashes of both files, by suffix, after `finish`.
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype) -> None:

@@ -1,6 +1,6 @@
 """The order of samples, the batch size of each step, and data loaders.
 
-The order depends only on the seed and the global sample number. A step takes n micro-batches from each of
+The order depends only on the seed, the epoch and the global sample number. A step takes n micro-batches from each of
 `data_parallel_size` ranks. Micro-batch k of rank r holds the global samples
 
     consumed + (k · data_parallel_size + r) · micro_batch_size + [0, micro_batch_size)    the ranks take turns
@@ -25,11 +25,12 @@ import numpy as np
 
 MISSING = -1  # This id pads a window after the split's last token. The loss ignores it as a label.
 ROUNDS = 6
-# This number of samples is permuted in one call, because numpy's cost is per call and not per sample.
+# The loader permutes this number of samples in one call, because the time of numpy's call hardly depends on their
+# number.
 PERMUTED_AT_ONCE = 1024
-NEVER = 1 << 62  # No run consumes this number of samples.
+NEVER = 1 << 62  # more samples than any run consumes
 
-# It maps global sample numbers, int64 [k], to indices in a dataset, int64 [k].
+# a function from global sample numbers, int64 [k], to indices in a dataset, int64 [k]
 Order = Callable[[np.ndarray], np.ndarray]
 
 

@@ -37,7 +37,7 @@ def make_shard(path: Path, folder: Path, expected: Mapping[str, Any], write: Cal
         damaged = any(find_damaged_chunks(folder / name, parts) for name, parts in outputs.items())
         if expected.items() <= found.items() and not damaged:
             return found
-        # These files were made from other input or with other parameters, which may give other names.
+        # Remove files of other input or parameters, because the new files may have other names.
         for name in outputs:
             if folder.resolve() in (folder / name).resolve().parents:  # A folder from someone else may name any file.
                 (folder / name).unlink(missing_ok=True)

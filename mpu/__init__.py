@@ -15,8 +15,8 @@ The modules, from the lowest to the highest:
     transformer       attention, MLP and transformer layer
 
 `kv_cache` is for generation. `activation_offload` copies activations to host memory. `megatron_2019` has functions
-of Megatron's 2019 API. `kernels` computes single operations; its choice depends on device, dtype and shape. This module
-does not use process groups.
+of Megatron's 2019 API. `kernels` computes single operations; its choice depends on device, dtype and shape. The modules
+in `kernels` use no process groups.
 
 Functions and classes of Megatron's `mpu` of 2019 keep their meaning and the order of their arguments. Arguments that
 were added later are keyword-only.
@@ -98,7 +98,7 @@ from mpu.transformer import (
     TransformerConfig,
 )
 
-# These names are those of version 0.2 and before.
+# These names were public until version 0.3.
 squared_norm, hidden_dropout = all_reduced_squared_norm, apply_hidden_dropout
 exchange, send_to_next_stage, receive_from_previous_stage = batched_p2p_ops, send_forward, recv_forward
 

@@ -107,7 +107,7 @@ def initialize_model_parallel(
     tp, pp = tensor_model_parallel_size, pipeline_model_parallel_size
     if tp < 1 or pp < 1 or world_size % (tp * pp):
         raise ValueError(
-            f"the world size {world_size} is not divisible by the model-parallel size {tp}"
+            f"the world size {world_size} is not divisible by the tensor-parallel size {tp}"
             + (f" x {pp} pipeline stages" if pp != 1 else "")
         )
     dp = world_size // (tp * pp)

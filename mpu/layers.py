@@ -4,8 +4,8 @@ Legend: b batch, s sequence, h hidden, i input and o output features of this ran
 
 With sequence_parallel (arXiv:2205.05198), activations outside the split layers are sharded by their first dimension:
 [s/tp, ...] instead of [s, ...]. This concerns the input of a column-parallel layer and the output of a row-parallel
-layer or an embedding. Each all-reduce becomes an all-gather and a reduce-scatter, with the same number of bytes in
-total.
+layer or an embedding. Each all-reduce becomes an all-gather and a reduce-scatter, which together send as many bytes.
+Backward of a column-parallel layer sends one all-gather more, because it gathers the input again.
 
 A layer draws the whole weight on the CPU with its `init_method` and keeps its slice. So a layer that is built after
 `torch.manual_seed(s)` has the same weights for every group size, equal to those of the plain `torch.nn` layer.
@@ -221,8 +221,10 @@ class ColumnParallelLinear(ParallelLinear):
         self._make_weights((output_size, input_size), 0, bias, init_method, stride, keep_master_weight_for_test)
 
     def forward(self, x: Tensor, *, bias_gradient: bool = True) -> Tensor:
-        """[..., input_size] -> [..., output_size/tp], or [..., output_size] with gather_output. bias_gradient: False
-        if a function that uses the output computes the gradient of b."""
+        """[..., input_size] -> [..., output_size/tp], or [..., output_size] with gather_output.
+
+        bias_gradient: False if a function that uses the output computes the gradient of b.
+        """
         group = self.group if self.tp_size > 1 else None
         is_part = self.sequence_parallel and group is not None
         bias = self.bias if bias_gradient or self.bias is None else self.bias.detach()
@@ -260,8 +262,10 @@ class RowParallelLinear(ParallelLinear):
             mark_sequence_parallel([self.get_parameter("bias")])
 
     def forward(self, x: Tensor, *, skip_bias_add: bool = False) -> Tensor:
-        """[..., input_size/tp], or [..., input_size] unless input_is_parallel -> [..., output_size]. skip_bias_add: the
-        caller adds b."""
+        """[..., input_size/tp], or [..., input_size] unless input_is_parallel -> [..., output_size].
+
+        skip_bias_add: the caller adds b.
+        """
         if not self.input_is_parallel:
             x = scatter_to_model_parallel_region(x, self.group)
         bias = None if skip_bias_add else self.bias

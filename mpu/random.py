@@ -1,16 +1,15 @@
 """Random number streams, dropout, and activation checkpointing that repeats the same random numbers.
 
-GPT-2 uses `make_dropout_seeds` by default (`--dropout-rng counter`), see below, except for attention on a GPU. All
-other dropout draws from two streams:
+GPT-2's dropout uses `make_dropout_seeds` by default (`--dropout-rng counter`, described below), but attention on a GPU
+does not. All other dropout draws from two streams:
 
-    default generator   equal on all ranks of a model-parallel group. Used for the dropout of embeddings and hidden
+    default generator   the same on all ranks of a tensor-parallel group. Used for the dropout of embeddings and hidden
                         states, which are replicated
-    tracker             different on each rank of a model-parallel group. Used for the dropout of attention, whose heads
+    tracker             seeded with seed + 2718 + tensor-parallel rank. Used for the dropout of attention, whose heads
                         are split, and of hidden states with sequence parallelism
 
-Both depend only on the seed and the model-parallel rank, as in 2019. A program that needs different numbers on each
-data-parallel rank must pass a different seed there. All functions work on CPU and GPU; "cuda" in some names is from
-2019.
+A program that needs different numbers on each data-parallel rank or pipeline stage must pass a different seed there.
+All functions work on CPU and GPU; "cuda" in some names is from 2019.
 
 Dropout with `make_dropout_seeds` does not use these streams, and its masks do not depend on the layout. A mask is a
 function of the seed, the sample's global number, the layer, the location in the layer, and the position and channel (in
@@ -37,7 +36,7 @@ from mpu.initialize import get_tensor_model_parallel_group, get_tensor_model_par
 
 MODEL_PARALLEL_RNG = "model-parallel-rng"
 _TRACKER_OFFSET = 2718
-# These are the operations in a layer that use dropout. The dropout of the embeddings counts as part of the first layer.
+# the locations of dropout in a layer; the dropout of the embeddings belongs to the first layer
 EMBEDDING_DROPOUT, ATTENTION_DROPOUT, POST_ATTENTION_DROPOUT, POST_MLP_DROPOUT = range(4)
 
 _device: str | None = None  # "cpu" or "cuda", the device of dropout's generator; None if it is not set
@@ -141,8 +140,8 @@ def model_parallel_cuda_manual_seed(seed: int, device: torch.device | str | None
 
 
 def make_dropout_seeds(seed: int, sample_ids: Tensor, num_layers: int) -> Tensor:
-    """Return the seeds of a micro-batch's dropout masks, int64 [l, b, 3]: the seed, the sample's
-    number, and the layer's number.
+    """Return what identifies the dropout masks of a micro-batch, int64 [l, b, 3]: the run's seed, the sample's number
+    and the layer's number.
 
     sample_ids: int64 [b], the global numbers of the samples, on the model's device. They are tensors because
         torch.compile would compile a layer again for each new integer.

@@ -137,7 +137,8 @@ class ParallelSelfAttention(nn.Module):
             h, h, input_is_parallel=True, init_method=output_init_method, **config.layer_kwargs
         )
         divide(config.num_attention_heads, self.dense.tp_size)
-        # For documents, and for masks from torch's generators. The layer's `compile` moves it out of the graph.
+        # This is used for documents, and if torch's generators draw the dropout masks. The layer's `compile` excludes
+        # it from the graph.
         self.uncompiled_attention = core_attention
 
     def forward(
@@ -174,8 +175,10 @@ class ParallelSelfAttention(nn.Module):
         first_head: int,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """Compute attention of some heads, starting at head `first_head`: [s, b, n/tp, 3, d] -> [s, b, h/tp]. bias: see
-        `kernels.causal_attention`; only without documents and dropout."""
+        """Compute attention of some heads, starting at head `first_head`: [s, b, n/tp, 3, d] -> [s, b, h/tp].
+
+        bias: see `kernels.causal_attention`; only without documents and dropout.
+        """
         dropout_p = self.attention_dropout if self.training else 0.0
         if dropout_p == 0 and packed_seq_params is None:
             return kernels.causal_attention(qkv, 0.0, bias)
@@ -352,12 +355,12 @@ class ParallelTransformerLayer(nn.Module):
 
 
 class FusedTransformerLayer(ParallelTransformerLayer):
-    """`ParallelTransformerLayer` for a GPU: with the functions of `kernels/layer.py` between its matrix products, which
-    move less memory.
+    """`ParallelTransformerLayer` for a GPU. Between the matrix products it calls the fused functions of
+    `kernels/layer.py`, which read and write less memory than PyTorch's operators.
 
-    It runs the base class's forward for everything that these functions do not support: a CPU, generation, selective
-    recomputation and masks from torch's generators. It also does so if the first layer norm has a hook, because these
-    functions do not call the modules of the layer norms.
+    It runs the base class's forward in the cases that these functions do not support: on a CPU, in generation, with
+    selective recomputation, and with dropout masks from torch's generators. It also does so if the first layer norm has
+    a hook, because these functions do not call the modules of the layer norms.
     """
 
     def __init__(self, config: TransformerConfig, **kwargs: Any) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from types import ModuleType
 
-# This is set before torch is imported. Ranks that tests start inherit it.
+# Set this before torch is imported. Ranks that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
@@ -52,7 +52,7 @@ def tool(name: str) -> ModuleType:
 
 @pytest.fixture
 def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make a current folder with text.txt, without a launcher's variables."""
+    """Change to a new folder with text.txt, and remove the variables of launchers."""
     from tests.megatron.gpt2.train.training_runs import write_text
 
     write_text(tmp_path, 1000)

@@ -38,11 +38,10 @@ def _worker(
         torch.save(result, f"{folder}/result_{rank}")
         dist.barrier()
     except BaseException:
-        at = (
-            time.monotonic_ns()
-        )  # All processes share the monotonic clock. A file's time does not change for some milliseconds.
+        # All processes share this clock. A file's time is only exact to some milliseconds.
+        at = time.monotonic_ns()
         Path(f"{folder}/error_{rank}").write_text(f"{at}\n{traceback.format_exc()}")
-        # This exits without clean-up, so the other ranks notice the lost connection immediately and end as well.
+        # Exit without clean-up, so that the other ranks notice the lost connection immediately and end as well.
         os._exit(1)
 
 

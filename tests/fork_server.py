@@ -39,7 +39,7 @@ LIBRARIES = (
     "transformers.models.gpt2.modeling_gpt2",
 )
 
-# This client sends its standard streams, arguments, folder and environment, forwards signals, and ends with the exit
+# The client. It sends its standard streams, arguments, folder and environment, forwards signals, and ends with the exit
 # code of the command. It imports as little as possible, because imports are slow.
 CLIENT = """#!{python} -IS
 import _signal, _socket, posix, sys
@@ -235,14 +235,14 @@ def preload() -> None:
     """Import the libraries and the programs."""
     for name in (*LIBRARIES, *(f"megatron.gpt2.{program}" for program in PROGRAMS)):
         importlib.import_module(name)
-    # The function that is unregistered takes as long as all others together.
+    # This function takes as long as all other functions at exit together.
     atexit.unregister(importlib.import_module("torch._dynamo.utils").dump_compile_times)
     import torch
 
     from megatron.gpt2 import device
 
     for dtype in (torch.float32, torch.bfloat16):
-        # This saves 0.3 s of each run, because the result is cached.
+        # Call it once now: the result is cached, which saves 0.3 s of each run.
         device._measure_gemm_flops(torch.device("cpu"), dtype)
     gc.freeze()  # Objects that are never collected are not copied for each command.
 

@@ -31,7 +31,7 @@ from tests.distributed import run_ranks
 from tests.fork_server import WarmPython
 from tests.megatron.gpt2.train.training_runs import write_text
 
-# These flags make a run of a few seconds.
+# flags for a run of a few seconds
 SHORT = (
     "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "
     "--max-position-embeddings 16 --tokenizer-type bytes --micro-batch-size 4 --lr 1e-3 --device cpu "
@@ -64,7 +64,7 @@ def test_a_run_from_beginning_to_end_and_on(work: Path, train: Train):
     flags = f"{TEXT} --save runs/a --log-interval 4 --eval-interval 6 --eval-iters 1000"
     said, warned = train(f"{flags} --train-iters 10")
     assert "arn" not in warned, warned  # No library prints a warning.
-    # This is the number of samples of the run that continues below.
+    # the number of samples of the run that continues below
     assert int(re.search(r"train: [\d,]+ tokens, (\d+) samples", said)[1]) < 14 * 4
     assert re.search(
         r"^iteration        4/      10 \| elapsed time per iteration \(ms\): [\d.]+ \| learning rate: "
@@ -423,7 +423,7 @@ def torchrun(
 
 
 def test_torchrun_reports_exit_code_2_of_each_worker(python: WarmPython, tmp_path: Path):
-    """This includes the case in which the rank that prints is the last to find the error."""
+    """Rank 0 prints the error, also if it starts after the other rank has ended."""
     (tmp_path / "late.py").write_text(
         "import os, runpy, time\ntime.sleep(4 * (os.environ['RANK'] == '0'))\n"
         "runpy.run_module('megatron.pretrain_gpt2', run_name='__main__')\n"

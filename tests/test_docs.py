@@ -48,7 +48,7 @@ COMMANDS = [
     (page, line) for page, block in blocks("bash") for line in block.splitlines() if line and not line.startswith("#")
 ]
 
-# These commands take too long for a test: a pattern for the command, the flags, and the reason.
+# commands that take too long for a test: a pattern for the command, the flags, and the reason
 SHAPE = "--num-layers 1 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64"
 STEPS = "--train-iters 2 --eval-iters 1"
 QUICKSTART = f"--model quickstart {SHAPE} --micro-batch-size 2 --eval-iters 1"
@@ -181,7 +181,7 @@ def test_commands_run_in_the_order_of_each_page(page: str, reader: Path, python:
     printed = {}
     for line in (line for of, line in COMMANDS if of == page):
         if re.search(r"scripts/test\w*\.sh|\.venv-cuda/", line):
-            # This is that command. The other one, and what needs its environment, are tests of tests/fake_cuda.
+            # This command runs the tests themselves. tests/fake_cuda has the tests of commands that need .venv-cuda.
             continue
         if page == "README.md" and line in FIRST:
             continue  # `reader` has already run it.
@@ -215,7 +215,7 @@ def check_printed(block: str, output: str) -> None:
         ), f"{shown}\nis not in\n{output}"
 
 
-# These lines are printed by a cell that starts this program.
+# {program that a cell starts: lines that it prints}
 CELL_OUTPUT = {
     "pretrain_gpt2.py": r"saved checkpoints/\w+/iter_00000",
     "tools/plan.py": r"\n  all +\d",
@@ -348,7 +348,7 @@ def test_a_figure_is_what_its_script_draws(script: Path):
 
 
 PAGE = (ROOT / "docs" / "how-to" / "troubleshooting.md").read_text()
-# These are the title and the text of each entry.
+# the title and the text of each entry
 ENTRIES = re.findall(r"^### (.+)\n((?:(?!#{2,3} ).*\n)*)", PAGE, re.MULTILINE)
 
 

@@ -16,7 +16,7 @@ from megatron.gpt2.__main__ import PROGRAMS
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("mpu", "data_utils", "megatron")
 OURS = {*PACKAGES, "tools", "tasks", "scripts", "tests", "benchmarks"}
-# These are the levels of each package, from the lowest. A file or folder imports only from lower levels of its package.
+# The levels of each package, from the lowest. A file or folder imports only from lower levels of its package.
 LEVELS: dict[str, list[str]] = {
     "mpu": [
         "partition kernels",
@@ -211,7 +211,7 @@ def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
     return seen
 
 
-# The training program imports this number of files, including imports inside functions. The number may only decrease.
+# The number of files that the training program imports, including imports inside functions. It may only decrease.
 TRAINING_IMPORTS = 90
 
 

@@ -32,7 +32,7 @@ from tests.megatron.gpt2.train.training_runs import write_text
 ROOT = Path(__file__).resolve().parent.parent
 LINES = (ROOT / "tests" / "megatron_commands.sh").read_text()
 PASTED = dict(re.findall(r"^## (\S+)\n(.*?\n)(?=\n## |\Z)", LINES, re.MULTILINE | re.DOTALL))
-# This maps a name to the flags and keys that it asks for, its DeepSpeed file, and its words.
+# {name: (the flags and keys that it asks for, its DeepSpeed file, its words)}
 PUBLIC = {
     name: (asks.split(), file, shlex.split(line))
     for name, asks, file, line in re.findall(
@@ -53,7 +53,7 @@ ONE_RANK = (
 )
 Run = Callable[..., tuple[str, str]]
 
-# These are the DeepSpeed JSON files that the lines name, without the settings of logging.
+# The DeepSpeed JSON files that the lines name, without the settings of logging.
 DEEPSPEED_FILES: dict[str, dict[str, Any]] = json.loads("""{
 "ds_config.json":
     {"train_batch_size": 256, "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0, "fp16": {"enabled": true,
@@ -192,13 +192,13 @@ def test_2019_on_one_device_and_what_follows_it_then_and_in_v1_and_v2(work: Path
     said, _ = run(words("pretrain_gpt2.sh", SMALL + GLOO))
     learned(work / "checkpoints/gpt2_345m")
     assert "--resume-dataloader: " in said and "--lazy-loader: " in said and "--batch-size is read as" in said
-    assert "the text is the field 'text'" not in said  # The corpus decides this.
+    assert "the text is the field 'text'" not in said  # The corpus names the field.
 
     flags = "--out-seq-length 6 --num-samples 2 --device cpu"
     _, warned = run(words("generate_text.sh", flags))
     written = [json.loads(line) for line in (work / "dbg_unconditional.json").read_text().splitlines()]
     assert len(written) == 2 and all(0 < entry["length"] <= 6 for entry in written)
-    assert "full sampling" in warned  # The script means greedy sampling.
+    assert "full sampling" in warned  # top-k 0 with top-p 0 draws from all tokens
 
     run(words("v1_generate_text.sh", flags))
     assert len((work / "unconditional_samples.json").read_text().splitlines()) == 2
@@ -218,7 +218,7 @@ def test_2019_on_two_data_parallel_ranks(python: WarmPython, work: Path):
         python, work, "pretrain_gpt2_distributed.sh", SMALL + GLOO + "--save checkpoints/dp --load checkpoints/dp"
     )
     assert done.returncode == 0, done.stdout
-    assert re.search(r"2 ranks: model-parallel 1 × data-parallel 2", done.stdout)
+    assert re.search(r"2 ranks: tensor-parallel 1 × data-parallel 2", done.stdout)
     learned(work / "checkpoints/dp")
 
 
@@ -229,7 +229,7 @@ def test_2019_model_parallel_with_deepspeed(python: WarmPython, work: Path):
     )
     done = launched(python, work, "pretrain_gpt2_model_parallel.sh", SMALL + GLOO + "--deepspeed_config ds_config.json")
     assert done.returncode == 0, done.stdout
-    assert re.search(r"2 ranks: model-parallel 2 × data-parallel 1", done.stdout)
+    assert re.search(r"2 ranks: tensor-parallel 2 × data-parallel 1", done.stdout)
     assert "8 samples × 1 data-parallel rank × 2 accumulated = 16 a step" in done.stdout
     assert (
         "ignored: the keys of --deepspeed-config are translated instead" in done.stdout
@@ -278,7 +278,7 @@ def test_deepspeed_examples_lines_are_read(work: Path, run: Run):
     pipeline = config("3D_parallelism_ds_pretrain_gpt2_pipe", "")
     assert pipeline.data_parallel_size(16) == 4 and pipeline.batch_schedule(16).final == 256 == 4 * 4 * 16
     assert [len(layers) for layers in pipeline.layers_of_stages()] == [12, 12]
-    # These are two lines of early 2020.
+    # two lines of early 2020
     (work / "ds_config.json").write_text(json.dumps(DEEPSPEED_FILES["ds_early_2020.json"]))
     model_parallel = config("ds_pretrain_gpt2_model_parallel", "--model-parallel-size 4")
     assert (model_parallel.parallel.tensor_model_parallel_size, model_parallel.train.global_batch_size) == (4, 16)
@@ -299,7 +299,7 @@ def test_todays_gpt_example(work: Path, run: Run):
     # The line's warm-up has 430 x 1536 samples.
     small += "--pipeline-model-parallel-size 1 --micro-batch-size 16 --lr-warmup-fraction 0 "
     said, _ = train(small)
-    learned(work / "ckpt", below=5.45)  # The weights are smaller at the start.
+    learned(work / "ckpt", below=5.45)  # The initial weights of this line are smaller.
     assert list((work / "logs").glob("events*"))
     assert "1536 a step, 24,576 tokens; it grows from 16 to this size over 750,000,000 samples" in said
     # Continue after 40 steps of 16 samples with 16 tokens each. The batch grows at once.

@@ -122,8 +122,7 @@ for line in sys.argv[1:]:
 
 
 def test_installed_packages_and_commands_work_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
-    """It starts with training on two model-parallel ranks and continues with the commands that
-    the run prints at its end."""
+    """Train on two tensor-parallel ranks, then run the commands that the run prints at its end."""
     commands = {path.name for path in installed.parent.glob("gpt2*")}
     (tmp_path / "text.txt").write_text("It was a dark night. " * 400)
     said = run(
@@ -173,7 +172,7 @@ def test_training_with_torch_numpy_and_safetensors_alone(tmp_path: Path) -> None
     assert not (tmp_path / "run" / "loss.png").exists()
 
 
-# These packages are directly under megatron/ in NVIDIA's wheels and repository, of current and earlier releases.
+# packages directly under megatron/ in NVIDIA's wheels and repository, of current and earlier releases
 THEIRS = set(
     (
         "core training inference legacy post_training rl elastification bridge energon model mpu data fp16 optimizer "

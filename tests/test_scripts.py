@@ -161,7 +161,7 @@ NEWEST = "--load 'checkpoints/the newest'"
         ("python.sh tools/generate_text.py --load 'a b'", "tools/generate_text.py --load 'a b'"),
         (f"NNODES=2 NODE_RANK=1 GPUS_PER_NODE=8 {DISTRIBUTED}", training(8, 2, 1)),
         (f"MP_SIZE=7 GPUS_PER_NODE=1 {DISTRIBUTED}", training(1)),  # This script does not use the variable.
-        (f"PROGRAM=other.py {DISTRIBUTED}", training()),  # This script does not use the variable, either.
+        (f"PROGRAM=other.py {DISTRIBUTED}", training()),  # does not use the variable
         # A flag of the user follows and overrides this one.
         (f"{MODEL_PARALLEL} --model-parallel-size 1", f"{training(size=2)} --model-parallel-size 1"),
         (f"MP_SIZE=4 {MODEL_PARALLEL}", training(size=4)),

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Run `gpt2 bench-collectives`. This also works in a clone that is not installed."""
+"""Run `gpt2 bench-collectives`, also if the project is not installed."""
 
 import sys
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Run `gpt2 merge-mp-partitions`. This also works in a clone that is not installed."""
+"""Run `gpt2 merge-mp-partitions`, also if the project is not installed."""
 
 import sys
 

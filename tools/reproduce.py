@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""`gpt2 reproduce`, also in a clone that is not installed."""
+"""Run `gpt2 reproduce`, also if the project is not installed."""
 
 import sys
 

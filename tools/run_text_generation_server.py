@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Run `gpt2 serve`. This also works in a clone that is not installed."""
+"""Run `gpt2 serve`, also if the project is not installed."""
 
 import sys
 

@@ -46,12 +46,13 @@ MARKS = tuple(
 )
 BEGINS = re.compile(r"""["'“‘(]?[A-Z]""")
 ENDS = re.compile(r"""[.!?:]["'”’)]*$""")
-# These characters show that a line is not prose: code, tables, grammars, or an XXX remark.
+# A line with one of these is not prose, but code, a table, a grammar or a remark.
 FOREIGN = re.compile(r"[\\|{}<>=~^$@#`*+]|--|\.\.|X{3}")
 PLAIN_WORD = re.compile(r"""["'“‘(\[]*[A-Za-z]+(?:['’-][A-Za-z]+)*["'”’)\]]*[.,;:!?]*["'”’)\]]*$""")
 
 
-@functools.lru_cache(maxsize=1)  # The reading takes seconds, and is needed once for the hash and once for the tokens.
+# cached, because reading takes seconds and both the hash and the tokens need the documents
+@functools.lru_cache(maxsize=1)
 def builtin_documents() -> tuple[str, ...]:
     """Return the documents: one per module and one per topic, with a paragraph on each line.
 

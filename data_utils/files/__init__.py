@@ -208,7 +208,7 @@ def read_checksummed_json(path: Path) -> dict[str, Any] | None:
         raise ValueError(f"{path} is damaged, or was not written by these tools")
     with wrap_errors(path):
         entries = parse_json_object(data)
-        # This raises an error for "\\ud800", which is JSON but cannot be printed.
+        # Encoding fails for "\\ud800", which is valid JSON but not valid text.
         json.dumps(entries, ensure_ascii=False).encode()
     del entries["sha256"]
     return entries

@@ -67,7 +67,7 @@ from data_utils.tokenizers.base import PART_CHARACTERS, Tokenizer, split_text
 SAMPLE_CHARACTERS = 1 << 16
 COMPRESSION_RATIO = 4  # An estimate: each byte of a compressed file gives this number of bytes of text.
 
-Progress = Callable[[int], object]  # It is called with the number of input bytes that were read since its last call.
+Progress = Callable[[int], object]  # called with the number of input bytes read since the last call
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class PreprocessingJob:
         return fingerprint_of(str(PREPROCESSING_SHARD_VERSION), entries, tokenizer_of(self).fingerprint)
 
 
-@functools.lru_cache(1)  # A worker makes many shards.
+@functools.lru_cache(1)  # cached, because a worker makes many shards
 def tokenizer_of(job: PreprocessingJob) -> Tokenizer:
     """Build the tokenizer of a job once in each process."""
     return build_tokenizer(**dict(job.tokenizer))

@@ -28,10 +28,10 @@ OLD_METADATA_FILE = "tokenizer.json"
 CHARACTERS_FILE = "characters.json"
 MODEL_FILE = "sentencepiece.model"
 MAX_FILE_BYTES = 256 << 20  # A tokenizer's file has at most this size. Those of GPT-2 have 1 MB.
-NO_EOD = -1  # The value of `Tokenizer.eod` if there is no end-of-document id.
+NO_EOD = -1  # `Tokenizer.eod` of a tokenizer that has no end-of-document id
 PART_CHARACTERS = 1 << 20
 SINGLE_SPACE = re.compile(r" (?=\S)(?<=\S )")
-SPACE = "\u2581"  # This character stands for a space in SentencePiece's vocabulary.
+SPACE = "\u2581"  # SentencePiece's character for a space
 SPACE_IN_BYTES = [f"<0x{value:02X}>" for value in SPACE.encode()]
 TRAINING_CHARACTERS = 100_000_000  # A SentencePiece model is trained on at most about this number of characters.
 
@@ -59,7 +59,8 @@ class Tokenizer(ABC):
     eod: the end-of-document id, or NO_EOD.
     byte_lengths: int64 [vocab_size], the lengths of `token_bytes`.
     fingerprint: a sha256 of everything that decides the ids.
-    files: names and contents of the files to save. engine: the library that runs the tokenizer, if there is a choice.
+    files: names and contents of the files to save.
+    engine: the library that runs the tokenizer, if there is a choice.
     """
 
     engine = ""

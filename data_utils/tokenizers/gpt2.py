@@ -131,7 +131,7 @@ class Gigatoken:
 def gigatoken(ranked: Sequence[bytes]) -> Gigatoken | None:
     """Return the engine, or None if the package is missing, has a different release, or panics. It panics if a token is
     not the result of merges."""
-    from importlib import metadata  # This import takes 7 ms, and many programs read no text.
+    from importlib import metadata  # imported here, because the import takes 7 ms and many programs read no text
 
     try:
         return Gigatoken(ranked) if metadata.version("gigatoken").startswith(GIGATOKEN_RELEASE) else None

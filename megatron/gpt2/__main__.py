@@ -11,8 +11,7 @@ from typing import NoReturn
 
 from data_utils.command_line import as_command, configure_output
 
-# This maps a program's name to "module:function". Only the called program is imported, so it needs no other program's
-# packages.
+# {name of a program: "module:function"}. Only the called program is imported, so it needs no other program's packages.
 PROGRAMS = {
     "pretrain": "commands.pretrain_gpt2:main",
     "generate-text": "commands.generate_text:main",

@@ -38,10 +38,11 @@ from mpu.kernels import causal_attention
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
 
-# These values make cuBLAS deterministic with several streams (cuBLAS documentation, "Results Reproducibility").
+# cuBLAS is deterministic with several streams if its workspace has one of these values (cuBLAS documentation, "Results
+# Reproducibility").
 CUBLAS_WORKSPACES = (":4096:8", ":16:8")
 
-# These are dense 16-bit TFLOP/s of datasheets. The key is a pattern of the device name; the first match is used.
+# {pattern of the device name: dense 16-bit TFLOP/s of the datasheet}; the first match is used.
 DATASHEET_TFLOPS = (
     ("B200", 2250),
     ("GB200", 2500),
@@ -347,7 +348,7 @@ def set_allocator(device: torch.device, environ: Mapping[str, str] = os.environ)
     if device.type != "cpu" or own or "LD_PRELOAD" in environ or platform.libc_ver()[0] != "glibc":
         return ""
     mallopt = ctypes.CDLL(None).mallopt
-    mmap_threshold, trim_threshold, top_pad = -3, -1, -2  # The numbers are those of malloc.h.
+    mmap_threshold, trim_threshold, top_pad = -3, -1, -2  # the constants of malloc.h
     kept = next((size for size in (256, 32) if mallopt(mmap_threshold, size << 20)), 0)  # An old glibc allows only 32.
     if not kept or not mallopt(trim_threshold, -1) or not mallopt(top_pad, 64 << 20):
         return ""

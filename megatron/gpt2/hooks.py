@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from megatron.gpt2.train.setup import RunContext
     from megatron.gpt2.train.trainer import Trainer
 
-# This maps the key of a flag to "module:class" in megatron/gpt2/extensions. The constructor takes the configuration.
+# {key of a flag: "module:class" in megatron/gpt2/extensions}. The constructor takes the configuration.
 EXTENSIONS = {
     "parallel.exact_layouts": "exact.hook:ExactLayouts",
     "train.check_replicas_interval": "watch.replicas:ReplicaCheck",
@@ -45,7 +45,7 @@ P = ParamSpec("P")
 
 
 class StopRun(Exception):
-    """This error ends the run, on every rank after the same step. The message is one line; the exit code is 1."""
+    """Raised on every rank after the same step to end the run. The message is one line; the exit code is 1."""
 
 
 class Hook:
@@ -73,15 +73,16 @@ class Hook:
     def reducer(
         self, buffer: ParamAndGradBuffer, model: GPT2Model, parallel: mpu.ParallelState
     ) -> BucketReducer | None:
-        """Return a reducer that replaces the default one, or None. The method must also set `model.tied_grad_hook`."""
+        """Return the gradient reducer of the run, or None for the default one. A reducer that is returned must have set
+        `model.tied_grad_hook`."""
 
     def squared_norm(self, device: torch.device) -> Callable[..., torch.Tensor] | None:
-        """Return a function that replaces `mpu.all_reduced_squared_norm` for the norm of all gradients, or None."""
+        """Return the function that computes Σ g² of all gradients, or None for `mpu.all_reduced_squared_norm`."""
 
     # The methods below are called while the run trains:
 
     def on_train_begin(self, trainer: Trainer) -> None:
-        """The run calls this method when it is built, resumed or rewound, before the next step."""
+        """Called when the run is built, resumed or rewound, before the next step."""
 
     def start_rows(self, trainer: Trainer) -> list[tuple[str, str]]:
         """Return rows (name, text) of the start table."""
@@ -92,20 +93,19 @@ class Hook:
         return []
 
     def on_step_begin(self, trainer: Trainer) -> None:
-        """The run calls this method before a step."""
+        """Called before each step."""
 
     def on_pre_optimizer_step(self, trainer: Trainer) -> None:
-        """The run calls this method when the gradients are summed over all ranks, before the optimizer step."""
+        """Called before the optimizer step. The gradients are summed over all ranks."""
 
     def on_step_end(self, trainer: Trainer) -> None:
-        """The run calls this method after a step, which `trainer.progress.iteration` already counts."""
+        """Called after each step. `trainer.progress.iteration` already counts this step."""
 
     def on_evaluate(self, trainer: Trainer) -> None:
-        """The run calls this method when the validation loss is due: every --eval-interval iterations, and at the
-        end."""
+        """Called when the validation loss is due: every --eval-interval iterations, and at the end."""
 
     def on_save(self, trainer: Trainer) -> None:
-        """The run calls this method before it saves a checkpoint."""
+        """Called before a checkpoint is saved."""
 
     def on_log(self, trainer: Trainer, record: IterationRecord) -> list[str]:
         """Return lines to print after a log line.
@@ -115,7 +115,7 @@ class Hook:
         return []
 
     def maybe_rewind(self, trainer: Trainer) -> bool:
-        """The run calls this method after each step. Return whether this hook has called `Trainer.rewind`."""
+        """Called after each step. Return whether this hook has called `Trainer.rewind`."""
         return False
 
     def expected_memory(self, trainer: Trainer) -> int | None:
@@ -130,7 +130,7 @@ class Hook:
         return False
 
     def on_train_end(self, trainer: Trainer) -> None:
-        """The run calls this method when it ends or has failed. The method must not wait for other ranks."""
+        """Called when the run ends or has failed. This method must not wait for other ranks."""
 
 
 class Hooks(list[Hook]):

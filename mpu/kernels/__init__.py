@@ -1,4 +1,4 @@
-"""Chooses the kernel of each operation by device, dtype and shape.
+"""Chooses the kernel of each operation by device, dtype and shape. `TritonKernel` chooses between PyTorch and Triton.
 
 The modules above this folder, which follow the papers, call the functions below. `linear_without_gradient`,
 `weight_gradient` and `gelu_tanh` have the plain equation as their last line; the lines before it select
@@ -137,7 +137,8 @@ def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
 def add_rows_(total: Tensor, rows: Tensor, gradients: Tensor) -> None:
     """total[rows[i]] += gradients[i] for each i: [v, h] float32, [t] int64, [t, h]. The order of the sums is fixed."""
     if total.is_cuda:
-        # It sums equal rows in parallel parts. index_put_ adds them one after the other: 1 ms for 32k tokens of text.
+        # This operator sums the gradients of a row in parallel. index_put_ adds them one after the other, which takes
+        # 1 ms for 32k tokens of text.
         total += torch.ops.aten.embedding_dense_backward(gradients.float(), rows, total.size(0), -1, False)
     else:
         total.index_put_((rows,), gradients.float(), accumulate=True)

@@ -28,7 +28,8 @@ SAVED_UP_TO = 512
 
 
 def fused_attention(qkv: Tensor, dropout_p: float, bias: Tensor | None = None) -> Tensor:
-    """softmax(QKᵀ/√d, keys up to the query's position) V: [s, b, n, 3, d] -> [s, b, n·d]. bias: see `split_qkv`.
+    """softmax(QKᵀ/√d, keys up to the query's position) V: [s, b, n, 3, d] -> [s, b, n·d]. `bias` is described in
+    `split_qkv`.
 
     Used on every GPU, where torch selects FlashAttention, cuDNN or a different kernel, and on a CPU in fp32.
     """

@@ -38,7 +38,7 @@ def _has_amx() -> bool:
 
 def _has_bf16_products() -> bool:
     if platform.machine() not in ("x86_64", "AMD64"):
-        return True  # This processor was not measured; keep torch's default.
+        return True  # No measurement covers this processor, so keep torch's default.
     return torch.cpu._is_avx512_bf16_supported() and _limit() not in _WITHOUT_BF16
 
 

@@ -5,8 +5,8 @@ numbers: as easy as 1, 2, 3", SC 2011). No draw depends on earlier draws, so any
 any time. On a CPU this uses numpy's Philox generator, whose output numpy guarantees not to change. `in_triton.py`
 is the GPU version; a test compares the two.
 
-    key        the seed, 0
-    counter    the number of a block, from 1 on, then three words that identify a mask
+    key        two words: the run's seed, and 0
+    counter    four words: the number of a block, counted from 1, and three words that identify a mask
 
 Each block gives the random bits of 16 elements, 16 bits for each.
 
@@ -42,7 +42,7 @@ def keep_scale(p: float) -> float:
 
 
 def sample_masks(seeds: Tensor, location: int, first_position: int = 0) -> list[MaskId]:
-    """Return the mask of each sample.
+    """Return the id of each sample's mask.
 
     seeds: int64 [b, 3], see `mpu.make_dropout_seeds`.
     """
@@ -70,8 +70,8 @@ def random_draws(mask: MaskId, first_block: int, blocks: int) -> Tensor:
 def zero_dropped(x: Tensor, drawn: Tensor, p: float, out: Tensor) -> None:
     """out = x, with zeros where the draw drops an element.
 
-    ReLU's backward does this in one pass if the bits of x are its gradient. A comparison and a product would be two
-    passes, and the whole dropout in bf16 would take 4 % longer.
+    torch's operator for the backward pass of `threshold` does this in one pass. It gets the bits of x, as integers, as
+    its gradient. A comparison and a product would be two passes, and dropout in bf16 would take 4 % longer.
 
     drawn: int16, of x's shape.
     out: may be x.

@@ -1,4 +1,4 @@
-"""The parts of a transformer layer between its matrix products, for a GPU. The speed of its memory limits them.
+"""The parts of a transformer layer between its matrix products, for a GPU. They are limited by memory bandwidth.
 
     add_norm                   out = x + dropout(branch + bias) and y = norm(out)
     split_qkv                  queries, keys and values; backward copies their gradients once
@@ -24,7 +24,7 @@ from torch import Tensor
 from mpu.kernels.dropout import DROPOUT, drop_threshold, keep_scale
 from mpu.kernels.triton_kernel import TritonKernel, example_tensor
 
-# The seeds [b, 3] of `seeded_dropout`, or None without dropout; p; the location; the first position.
+# (seeds [b, 3], p, location, first position) of `seeded_dropout`; the seeds are None without dropout.
 HiddenDropout = tuple[Tensor | None, float, int, int]
 WIDEST = 4096  # elements of a row whose sums a GPU's registers hold
 NO_DROPOUT: HiddenDropout = (None, 0.0, 0, 0)

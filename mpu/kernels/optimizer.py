@@ -29,7 +29,11 @@ def _sum_of_squares_in_triton(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _add_grads_(totals: Sequence[Tensor], grads: Sequence[Tensor], add: bool) -> None:
-    """totals += grads, or totals = grads without `add`. totals: float32; grads: of one dtype."""
+    """totals += grads, or totals = grads without `add`.
+
+    totals: float32.
+    grads: of one dtype.
+    """
     for total, grad in zip(totals, grads, strict=True):
         if add:
             total.add_(grad)

@@ -1,7 +1,7 @@
 """Kernels in Triton for GPUs, each with a function in plain PyTorch as its reference.
 
-A GPU kernel consists of three functions and a line. The Triton code is in a file of its own, which is imported only
-when a GPU uses it. Triton is a part of torch's builds for GPUs.
+A GPU kernel consists of three functions and a line. The Triton code is in a separate file, which is imported only when
+a GPU uses it. Triton is a part of torch's builds for GPUs.
 
     def _halve_(x: Tensor, factor: float) -> None:  # the reference. Its annotations give the operator's schema.
         x.mul_(factor)
@@ -42,21 +42,18 @@ LEAST_TOLERANCE = 1e-5
 class TritonKernel(Generic[P, R]):
     """An operation with a Triton kernel for GPUs. See the module's docstring.
 
-    Arguments:
-        name: the name of the operator in torch.ops.mpu.
-        reference: the operation in plain PyTorch, for every device. Its first argument is a tensor, or a list of
-            tensors with at least one, which decides device and dtype. An operator either returns new tensors, or
-            writes into arguments and returns None.
-        kernel: the operation in Triton, with the same arguments.
-        examples: (device, dtype) -> lists of small arguments for the comparison. They must not use torch's
-            generators, whose states belong to the run: see `example_tensor`.
-        mutates_args: names of the arguments that the operation writes into.
-        fake: the results' shapes and dtypes for tensors without values. The default is the reference; one that reads
-            values or uses the CPU needs another.
+    name: the name of the operator in torch.ops.mpu.
+    reference: the operation in plain PyTorch, for every device. Its first argument is a tensor, or a list of
+        tensors with at least one, which decides device and dtype. An operator either returns new tensors, or
+        writes into arguments and returns None.
+    kernel: the operation in Triton, with the same arguments.
+    examples: (device, dtype) -> lists of small arguments for the comparison. They must not use torch's
+        generators, whose states belong to the run: see `example_tensor`.
+    mutates_args: names of the arguments that the operation writes into.
+    fake: the results' shapes and dtypes for tensors without values. The default is the reference; one that reads
+        values or uses the CPU needs another.
 
-    Attributes:
-        name, reference, kernel, examples: the arguments.
-        operator: the custom operator, for callers that must not be traced by torch.compile on a CPU either.
+    operator: the custom operator, for callers that must not be traced by torch.compile on a CPU either.
     """
 
     def __init__(
@@ -81,7 +78,8 @@ class TritonKernel(Generic[P, R]):
         self.operator.register_fake(fake or reference)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        # A CPU calls the function, because calling an operator loads torch's compiler, which takes 1 s and 70 MB.
+        # On a CPU, call the reference directly: a call of the operator loads torch's compiler, which takes 1 s and 70
+        # MB.
         function: Callable[P, R] = self.operator if _first_tensor(args).is_cuda else self.reference
         return function(*args, **kwargs)
 

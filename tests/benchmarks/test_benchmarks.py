@@ -20,7 +20,7 @@ from megatron.gpt2.extensions.plan.step_time import Layouts
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# This model has nanoGPT's interface and parameter names, but a different MLP: its GELU is the tanh form.
+# A model with nanoGPT's interface and parameter names, but with the tanh form of GELU in its MLP.
 WRONG_MODEL = """
 from dataclasses import dataclass
 import torch

@@ -149,7 +149,7 @@ class Hosts:
         self.kill(host)
 
     def limit(self, rate: str) -> None:
-        """Limit what each host sends, for example to 200mbit."""
+        """Limit the rate at which each host sends, for example to 200mbit."""
         for space in self._spaces:
             for network in range(self.networks):
                 tool(
@@ -157,7 +157,7 @@ class Hosts:
                 )
 
     def block(self, host: int, rule: str) -> None:
-        """Filter what arrives at a host from others, for example with the rule "tcp dport 29500 drop"."""
+        """Filter the packets that arrive at a host, for example with the rule "tcp dport 29500 drop"."""
         nft = ("ip", "netns", "exec", self._spaces[host], "nft")
         tool("which", "nft")
         tool(*nft, "add table inet filter; add chain inet filter input { type filter hook input priority 0; }")

@@ -271,7 +271,7 @@ def test_a_link_that_drops_for_a_moment(folder: Path) -> None:
 
 def test_a_link_between_two_other_hosts_is_cut(folder: Path) -> None:
     """Both hosts still reach the first host, which serves the store."""
-    # This import is not at the top, because the ranks import this file.
+    # Import here and not at the top, because the ranks import this file.
     from megatron.gpt2.extensions.post_mortem.command import report
 
     with Hosts(folder, 3) as hosts:
@@ -295,11 +295,11 @@ def without_locks() -> None:
 @dataclass
 class Partition:
     """Three hosts train with --elastic until the network between `left` and the others is cut. All still reach the
-    storage, and a supervisor on each side starts its hosts again, with a rendezvous of their own.
+    storage, and a supervisor on each side starts its hosts again, with a separate rendezvous.
 
-    left: the hosts of one side; host 0 has rank 0. moment: the cut is in a step, while host 2 writes its files,
-    or while rank 0 is between its check and its commit. Without locks, host 0 then stands still, and goes on after the
-    other side has saved.
+    locks: whether the storage has file locks. Without locks, host 0 is suspended until the other side has saved.
+    left: the hosts of one side; host 0 has rank 0.
+    moment: the cut is in a step, while host 2 writes its files, or while rank 0 is between its check and its commit.
     """
 
     locks: bool

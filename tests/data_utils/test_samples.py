@@ -365,8 +365,8 @@ def theirs(prefix: str, seq_length: int, seed: int, split: str, sizes: list[int]
     return list(builder.BlendedMegatronDatasetBuilder(gpt.GPTDataset, sizes, lambda: True, config).build())
 
 
-# These cases have two epochs, with and without 80 % of the second one (below that, it is shuffled separately);
-# documents that span many samples; and an epoch that is shorter than a sample.
+# Cases with two epochs, with and without 80 % of the second one (below that, it is shuffled separately); documents that
+# span many samples; and an epoch that is shorter than a sample.
 @pytest.mark.parametrize(
     "documents, longest, seq_length, split, epochs",
     [

@@ -189,7 +189,11 @@ OLD = time.time_ns() - 10**12
 
 
 class Cache:
-    """A folder of texts and its cache. said: the log. times: number of times that text was tokenised."""
+    """A folder of texts and its cache.
+
+    said: the lines of the log.
+    times: how often a text was tokenised.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.texts, self.folder = folder, folder / "cache"
@@ -229,9 +233,9 @@ def test_text_is_tokenised_once_and_hashed_if_the_file_is_new(cache: Cache, monk
     for name, text, mtime, tokenised, hashes in (
         ("a.txt", "first text", OLD, 1, 1),
         ("a.txt", "first text", OLD, 1, 1),
-        ("a.txt", "first text", OLD + 5, 1, 2),  # The mtime is new, so the file is hashed again, but not tokenised.
+        ("a.txt", "first text", OLD + 5, 1, 2),  # a new mtime: the file is hashed again, but not tokenised
         ("a.txt", "other text", OLD + 6, 2, 3),
-        ("copy.txt", "other text", OLD, 2, 4),  # The path is new, so the file is hashed, but found by its content.
+        ("copy.txt", "other text", OLD, 2, 4),  # a new path: the file is hashed, and found by its content
         ("b.txt", "text one", time.time_ns(), 3, 5),
     ):
         assert cache.read(cache.write(name, text, mtime)) == text
@@ -323,7 +327,7 @@ def test_the_cache_of_a_user_without_a_home(home: str, tmp_path: Path, monkeypat
     folder = tmp_path / f"user-{os.getuid()}"
     if home == "/":
         with pytest.raises(ValueError, match=f"must be a folder of user {os.getuid()} with mode 0700"):
-            files.user_cache_dir()  # This user is not really the owner.
+            files.user_cache_dir()  # The test replaces the user's id, so this user is not the owner.
         return
     for _ in range(2):
         assert files.user_cache_dir() == folder / ".cache" / "gpt2-model-parallel"

@@ -46,8 +46,7 @@ EXAMPLES = [
     "a" * 5000,
     "\n \n" * 3000,
 ]
-# These are classes of GPT-2's pattern (contractions, whitespace, numbers, letters of all planes) and names of special
-# tokens.
+# Classes of GPT-2's pattern (contractions, whitespace, numbers, letters of all planes) and names of special tokens.
 PIECES = [*" \n\t\u00a0\u3000\u2028'’é\u0301漢😀\U00018d89\U000325ee\ua7d2\u200d\x00\u2581", "'s", "'ll", "the", " 20"]
 PIECES += ["  ", "<|endoftext|>", "</s>", "<0xE2>"]
 
@@ -346,7 +345,7 @@ class Engines:
         self.ours = ours
         assert self.ours._faster is not None, f"the installed gigatoken is not {gpt2.GIGATOKEN_RELEASE}x"
         self.tiktoken = self.ours._ranks_of
-        # This one is made from ranks; the reference is made from the merges file.
+        # Our tokenizer is made from ranks, the reference from the merges file.
         self.fallback = _hf_tokenizers(self.ours._ranked)
         self.reference = ByteLevelBPETokenizer(str(folder / "encoder.json"), str(folder / "vocab.bpe"))
 

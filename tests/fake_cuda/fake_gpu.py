@@ -277,7 +277,7 @@ ALLOCATION = 512  # CUDA's caching allocator rounds each tensor up to a multiple
 # The host may wait for an event if the device has at least so many operations after it: it does not run out of work.
 ENOUGH_QUEUED = 200
 
-# These operators start no kernel: views and allocations.
+# operators that start no kernel: views and allocations
 VIEWS = (
     "view _unsafe_view t transpose permute select slice unbind detach expand alias unsqueeze squeeze as_strided split "
     "split_with_sizes lift_fresh unfold _reshape_alias record_stream is_pinned resize_ set_"
@@ -287,8 +287,12 @@ FREE = {*VIEWS.split(), "empty", "empty_like", "new_empty", "empty_strided", "ne
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel that a GPU would run. read, written: bytes. place: file and line in this project, or "autograd".
-    shapes: the shapes of its arguments."""
+    """A kernel that a GPU would run.
+
+    read, written: numbers of bytes.
+    place: file and line in this project, or "autograd".
+    shapes: the shapes of its arguments.
+    """
 
     name: str
     read: int

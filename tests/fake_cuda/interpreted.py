@@ -1,5 +1,5 @@
 """Triton kernels compute the values of their references. Triton's interpreter runs them with NumPy on CPU tensors. It
-must be enabled before Triton is imported, so `test_kernels.py` runs this file in a process of its own:
+must be enabled before Triton is imported, so `test_kernels.py` runs this file in a separate process:
 
     FAKE_CUDA=1 TRITON_INTERPRET=1 python -m pytest tests/fake_cuda/interpreted.py
 """
@@ -70,7 +70,7 @@ def test_dropout_drops_what_the_cpu_drops(h: int, dtype: torch.dtype):
 def test_the_loss_and_its_gradient_equal_float64(
     triton_on_cpu: None, shards: int, columns: int, width: int, dtype: torch.dtype
 ):
-    """Of one rank, and of two ranks whose statistics are combined. With (257, 384) the second rank has padding only."""
+    """Test one rank, and two ranks whose statistics are combined. With (257, 384) the second rank has padding only."""
     logits = (4 * torch.randn(5, width)).to(dtype)
     target, weight = torch.randint(0, columns, (5,)), torch.rand(5)
     exact = logits[:, :columns].double().requires_grad_()
@@ -135,7 +135,7 @@ def test_its_own_check_finds_a_wrong_number_in_each_result(
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("h, heads, dtype", list(zip((40, 150, 600), (4, 3, 5), DTYPES, strict=True)))
 def test_a_layer_is_as_exact_as_the_plain_layer(h: int, heads: int, dtype: torch.dtype, dropout: float):
-    """Output and gradients, compared with the plain layer in float64."""
+    """Compare output and gradients with those of the plain layer in float64."""
     mpu.initialize_model_parallel(1)
     config = mpu.TransformerConfig(h, heads, 2 * h + 1, hidden_dropout=dropout, gelu="erf" if dropout else "tanh")
     plain, fused = (layer.to(dtype) for layer in test_layer.layers(config))
@@ -155,7 +155,8 @@ def test_a_layer_is_as_exact_as_the_plain_layer(h: int, heads: int, dtype: torch
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
 def test_adamw_equals_float64(triton_on_cpu: None, dtype: torch.dtype | None):
-    """Three steps, of which the second is skipped, with a loss scale: tensors of odd sizes, at places of one buffer."""
+    """Run three steps with a loss scale, of which the second is skipped. The tensors have odd sizes and are parts of
+    one buffer."""
     sizes, places = (7, 64, 20_001), (0, 64, 128)
     length = places[-1] + sizes[-1]
     beta1, beta2, eps, decay, rate = 0.9, 0.95, 1e-8, 0.1, 1e-2
@@ -189,7 +190,7 @@ def test_adamw_equals_float64(triton_on_cpu: None, dtype: torch.dtype | None):
 
 
 def test_sums_of_many_tensors_equal_float64(triton_on_cpu: None):
-    """Also of tensors at places that the kernel cannot read, for which the reference is used."""
+    """The kernel cannot read some of the tensors, because of their address. For these the reference is used."""
     whole = torch.randn(70_000)
     for starts in ((0, 64, 33_008), (0, 5, 33_001)):
         tensors = [whole[start:stop] for start, stop in zip(starts, (*starts[1:], 70_000), strict=True)]

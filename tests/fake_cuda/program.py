@@ -34,7 +34,7 @@ BUDGETS = Path(__file__).with_name("budgets.json")
 # constraints.txt has this version of torch.
 NEWEST = "2.13"
 
-# These are layers of GPT-2 345M, in bf16, the default precision on a GPU.
+# layers of GPT-2 345M, in bf16, the default precision on a GPU
 FLAGS = (
     "--num-layers 2 --hidden-size 1024 --num-attention-heads 16 --seq-length 256 --max-position-embeddings 256 "
     "--micro-batch-size 2 --tokenizer-type bytes --train-iters 1000 --eval-iters 1 --attention-dropout 0 "

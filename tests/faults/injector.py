@@ -32,9 +32,9 @@ class Fault:
     """A fault that happens once on `rank`, before the step after iteration `step`. `action` is one of the functions
     below and gets the trainer.
 
-    attempt: the number of restarts before the fault; None: in every attempt. in_save: inject the fault into the save of
-    iteration `step` instead, at this file operation of the rank in the checkpoint's folder. `action` then gets no
-    argument.
+    attempt: the number of restarts before the fault; None: in every attempt.
+    in_save: inject the fault into the save of iteration `step` instead, at this file operation of the rank in the
+        checkpoint's folder. `action` then gets no argument.
     """
 
     action: Callable[..., None]
@@ -77,7 +77,7 @@ def plant(*faults: Fault) -> None:
         sys.addaudithook(audit)
 
 
-# These faults end a process or block it.
+# faults that end a process or block it
 
 
 def kill(trainer: Trainer | None = None) -> None:
@@ -115,7 +115,7 @@ def cut(trainer: Trainer) -> None:
         with suppress(OSError):  # The socket is already closed, or was never connected.
             if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 with socket.socket(fileno=os.dup(int(name))) as one:
-                    # A lost network does not close sockets that listen.
+                    # A listening socket has no connection that a lost network could cut.
                     listens = one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
                     if one.family in (socket.AF_INET, socket.AF_INET6) and not listens:
                         one.shutdown(socket.SHUT_RDWR)
@@ -126,7 +126,7 @@ def full(trainer: Trainer) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
-# The rank survives these faults, so the run must detect them.
+# faults that a rank survives, so that the run must detect them
 
 
 def nan(trainer: Trainer, name: str = "") -> None:

@@ -103,7 +103,7 @@ def test_full(ended: Ended) -> None:
 
 
 def test_stop(ended: Ended) -> None:
-    """The fault of this test is SIGSTOP."""
+    """A rank that gets SIGSTOP sends no heartbeat and closes no connection."""
     code, lines, save = ended["stop"]
     check(
         save,

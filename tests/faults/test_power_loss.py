@@ -41,10 +41,10 @@ from tests.megatron.gpt2.train.training_runs import SMALL, write_text
 
 CALLS = "openat,write,fsync,mkdir,rmdir,unlink,unlinkat,rename"
 ARGUMENT = re.compile(r'<((?:\\x..)+)>|"((?:\\x..)*)"')  # the path of a descriptor, or a text
-ALLOW_ANY_TRACER = 0x59616D61, ctypes.c_ulong(2**64 - 1)  # The first number is PR_SET_PTRACER.
+ALLOW_ANY_TRACER = 0x59616D61, ctypes.c_ulong(2**64 - 1)  # prctl's PR_SET_PTRACER with PR_SET_PTRACER_ANY
 MARK = "mark"  # Everything that is written before a write to this file was committed.
 TEXT = ROOT / "LICENSE"
-UNREAD = re.compile(r".*\.tmp|save/(lease|incidents|report|samples)")  # The checks do not read these files.
+UNREAD = re.compile(r".*\.tmp|save/(lease|incidents|report|samples)")  # files that no check reads
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,10 @@ def apply(change: Change, entries_of: Callable[[Node], dict[str, Node]]) -> None
 
 
 class Disk:
-    """An empty folder on which calls are replayed. events: what was committed."""
+    """An empty folder on which calls are replayed.
+
+    events: what was committed.
+    """
 
     def __init__(self) -> None:
         self._root, self.events = Node({}, {}), list[str]()
@@ -260,7 +263,7 @@ def check_training(folder: Path, events: Sequence[str]) -> None:
     if iteration:
         assert json.loads((where / "config.json").read_bytes()) and load_tokenizer(where / "tokenizer")
     for name, covered in ((METRICS, list(range(1, iteration + 1))), (HISTORY, [0])) if iteration else ():
-        append_line(where / name, json.dumps({"iteration": -1}))  # The line before may be incomplete.
+        append_line(where / name, json.dumps({"iteration": -1}))  # The last line of the file may be incomplete.
         *found, last = (record["iteration"] for record in read_records(where / name))
         assert found[: len(covered)] == covered and last == -1
 
@@ -342,8 +345,10 @@ def test_no_state_is_lost_and_each_fault_is_found(
     all_files: bool,
     tmp_path: Path,
 ) -> None:
-    """check: raises an error if the state in a folder, after these commits, is lost. together: the exceptions in a
-    state. all_files: states that differ only in files that no check reads count, too."""
+    """check: raises an error if the state in a folder, after these commits, is lost.
+    together: the number of exceptions in a state.
+    all_files: whether states count that differ only in files that no check reads.
+    """
     folder, state, seen = tmp_path / "disk", tmp_path / "state", set[Any]()
     folder.mkdir()
     calls = record(make, folder)

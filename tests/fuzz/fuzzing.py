@@ -63,8 +63,8 @@ class Input:
         self.valid: Files = {str(path.relative_to(folder)): path.read_bytes() for path in files["**/*"]}
         self.changeable = sorted(str(path.relative_to(folder)) for path in files[target.files])
         assert self.changeable, f"{target.name}: no file is of the form {target.files}"
-        # The reader must accept the input. This call also imports and caches objects that must not count as memory
-        # later.
+        # Check that the reader accepts the valid input. This first read also imports modules and fills caches, whose
+        # memory must not count later.
         target.read(folder)
 
     def changed(self, seed: int) -> Files:
@@ -101,7 +101,7 @@ class Input:
         finally:
             for path in self.folder.rglob("*"):
                 if path.is_file() and str(path.relative_to(self.folder)) not in self.valid:
-                    path.unlink()  # The reader has written this file.
+                    path.unlink()  # a file that the reader has written
             for name in changed:
                 (self.folder / name).write_bytes(self.valid[name])
 
@@ -197,7 +197,7 @@ def _data_bytes() -> int:
 
 MAX_CHANGES = 4  # A file has at most this number of changes.
 MAX_REPLACED = 1 << 12  # At most this number of bytes is replaced or inserted at once.
-# This pattern matches a value, or a small list or object, of JSON.
+# a value of JSON, or a small list or object
 VALUE = re.compile(rb'"(?:[^"\\\n]|\\.){0,200}"|-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null')
 BRACKETED = re.compile(rb"[\[{][^\[\]{}]{0,2000}[\]}]")
 ODD_VALUES = [
@@ -238,8 +238,8 @@ def _place(data: bytes, rng: Random) -> int:
 
 
 def _other_value(old: bytes, data: bytes, rng: Random) -> bytes:
-    """Return an odd value, a number or string that is slightly different, another value of the file, or the value
-    twice."""
+    """Return a replacement for the value `old`: an odd value, a slightly changed number or string, another value of the
+    file, or `old` twice."""
     near = old[:1] + rng.choice((b"x", b"", b"\\", b"#1")) + old[1:]
     if old.isdigit() and len(old) < 30:
         near = b"%d" % (int(old) + rng.choice((-1, 1, -int(old), 8, 2**31, 2**53)))

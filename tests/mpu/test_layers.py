@@ -97,7 +97,7 @@ def check_autocast(rank: int, world_size: int) -> None:
         with torch.autocast("cpu", torch.bfloat16), mock.patch("mpu.kernels.cpu_features.HAS_AMX", amx):
             check_layers(rank, world_size)
             plain = nn.Linear(IN, OUT)
-            for rows in (1, 8, 32):  # Without gradients, each number has a different kernel.
+            for rows in (1, 8, 32):  # numbers of rows for which linear layers without gradients use different kernels
                 x = torch.randn(rows, IN)
                 with torch.no_grad():
                     close(mpu.linear_without_gradient(x, plain.weight, plain.bias), plain(x), f"{rows} rows")

@@ -12,7 +12,7 @@ from tests.distributed import run_ranks
 def groups(rank: int, world_size: int) -> list[tuple[int, ...]]:
     import torch.distributed as dist
 
-    with pytest.raises(ValueError, match="world size 4 is not divisible by the model-parallel size 3"):
+    with pytest.raises(ValueError, match="world size 4 is not divisible by the tensor-parallel size 3"):
         mpu.initialize_model_parallel(3)
     assert not mpu.model_parallel_is_initialized()
     found = []

@@ -22,7 +22,7 @@ def test_vocabulary_padding_does_not_depend_on_the_layout():
         PartitionSpec((12,), 0),
         PartitionSpec((7, 3)),
         PartitionSpec((13, 4), 0, 16),
-        PartitionSpec((3, 2), 0, 16),  # Some ranks have only padding.
+        PartitionSpec((3, 2), 0, 16),  # a size at which some ranks have only padding
     ],
 )
 @pytest.mark.parametrize("world_size", [1, 2, 4])

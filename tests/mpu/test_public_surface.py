@@ -10,7 +10,7 @@ import torch
 import mpu
 
 ROOT = Path(__file__).resolve().parents[2]
-# These are the names in mpu/__init__.py of Megatron-LM 72c5f666b9 (2019).
+# the names in mpu/__init__.py of Megatron-LM 72c5f666b9 (2019)
 OF_2019 = set(
     (
         "vocab_parallel_cross_entropy broadcast_data clip_grad_norm destroy_model_parallel get_data_parallel_group "

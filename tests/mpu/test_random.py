@@ -104,7 +104,7 @@ def test_checkpoint_repeats_both_random_streams():
         assert torch.equal(a, b) and torch.equal(a, c)
 
 
-ELEMENTS = 10_007  # The number is a prime, so no number of ranks divides it.
+ELEMENTS = 10_007  # a prime, so that no number of ranks divides it
 
 
 def block(x: Tensor, mask: Tensor) -> Tensor:

@@ -53,7 +53,8 @@ class Change(NamedTuple):
 
     source: the thread or paper that reports the bug; empty for a harmless change.
     named: the tensor, group or line that a tool must print.
-    ranks: those that have the change, of `world_size`. flags: of the layout.
+    ranks: those that have the change, of `world_size`.
+    flags: the flags of the layout.
     """
 
     plant: Plant

@@ -21,7 +21,7 @@ def test_the_page_lists_the_bugs():
 
 
 def test_each_change_finds_what_it_changes():
-    """The program may have renamed it."""
+    """A change of a name in the program may leave a patch without effect."""
     for change in CHANGES.values():
         with Patch.context() as patch:
             change.plant(patch)

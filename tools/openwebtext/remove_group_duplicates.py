@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Run `gpt2 remove-group-duplicates`. This also works in a clone that is not installed."""
+"""Run `gpt2 remove-group-duplicates`, also if the project is not installed."""
 
 import sys
 

@@ -2,10 +2,11 @@
 
     lease_0000000012     the owner's name; the number is the fencing token, and the highest number is the owner
 
-A network that is cut can leave two halves of a run that both go on. Each start takes the next number, which only one
-process can create, and removes the file of the owner before it. Before each commit, the owner checks that its file is
-still there. The check is not sufficient: the process may stop between the check and the commit. So a new owner also
-removes what an earlier owner has not yet committed. The commit is a rename of these files, which then fails.
+If a network fails, a restarted run and the old one may run at the same time. Each start creates the file with the next
+number, which only one process can do, and removes the file of the owner before it. Before each commit, the owner checks
+that its file still exists. The check is not sufficient, because the process may be suspended between the check and the
+commit. So a new owner also removes the uncommitted files of earlier owners. A commit is a rename of these files, which
+then fails.
 
 The owner locks its file and sets the file's time every two seconds; a time of 0 ends the lease. A start is
 refused if the newest file is locked. Otherwise it waits LIFETIME seconds to see whether the owner still sets the
@@ -30,12 +31,14 @@ LIFETIME = 10.0  # A lease ends after this number of seconds without a renewal.
 
 
 class LeaseLostError(OSError):
-    """This error says that a later run has taken the folder. Its message is one line."""
+    """Raised if a later run has taken the folder. The message is one line."""
 
 
 class Lease:
-    """The lease of a folder, which a thread renews until `release`. is_lost: whether a later run was seen to have the
-    folder."""
+    """The lease of a folder. A thread renews it until `release`.
+
+    is_lost: whether a later run has been found to own the folder.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder, self.is_lost, self._released = folder, False, threading.Event()

@@ -40,7 +40,7 @@ from megatron.gpt2.checkpoint.writer import (
 from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.dist.rendezvous import temporary_group
 
-RUN_NAME_FILE = "local_checkpoints"  # This file in the --save folder names the run.
+RUN_NAME_FILE = "local_checkpoints"  # the file in the --save folder that names the run
 CHECKPOINTS_KEPT = 2  # Each machine keeps this number of checkpoints.
 MESSAGE_BYTES = 64 << 20
 Transfer = tuple[str, int, int]  # a file, the sending rank, the receiving rank

@@ -64,7 +64,7 @@ from mpu.partition import TensorSlice
 CHECKPOINT_VERSION = 2
 OLDEST_CHECKPOINT_VERSION = 1
 MANIFEST = "manifest.json"
-MAX_MANIFEST_BYTES = 16 << 20  # This limits the manifest and each table, to 1,000 times their size in a small run.
+MAX_MANIFEST_BYTES = 16 << 20  # the largest size of a manifest or a table: 1,000 times the size in a small run
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -75,7 +75,7 @@ DTYPES = {
     "U8": torch.uint8,
 }
 DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
-# This pattern excludes absolute paths and "..".
+# a relative path without ".."
 _FILE_NAME = re.compile(r"mp_rank_\d{2,5}(_\d{3})?/[a-z]\w*\.safetensors", re.ASCII)
 
 
@@ -121,8 +121,8 @@ def tensor_name(key: str) -> str:
 
 @contextlib.contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Disable Python's garbage collector inside the block. It would visit the growing objects again and again, which
-    took two thirds of the time."""
+    """Disable Python's garbage collector inside the block. The collector would visit the growing objects again and
+    again, which took two thirds of the time."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -138,7 +138,7 @@ def row_range(tensor_slice: TensorSlice) -> tuple[int, int]:
 
 
 def extent(shards: Sequence[SavedShard]) -> tuple[int, int, int]:
-    """Return the first row of some shards of a tensor, the row after their last one, and the number of shards."""
+    """Return the first row of some shards of a tensor, the row after their last one, and their number of elements."""
     tops, bottoms = zip(*(row_range(shard.tensor_slice) for shard in shards), strict=True)
     return min(tops), max(bottoms), sum(shard.tensor_slice.numel for shard in shards)
 
@@ -201,7 +201,9 @@ def _integers(values: Any, at_most: int = 2) -> tuple[int, ...]:
 
 
 class NativeCheckpoint(BaseCheckpoint):
-    """A checkpoint in the native format, opened for reading. digest: sha256 of the manifest.
+    """A checkpoint in the native format, opened for reading.
+
+    digest: sha256 of the manifest.
     tables: `TableInfo` by path.
 
     The constructor reads and checks the manifest. A table is read, and checked against the manifest, when a read needs

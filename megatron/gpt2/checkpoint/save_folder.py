@@ -30,7 +30,7 @@ BEST = "best"
 # A run writes into these folders of the --save folder by name.
 WRITTEN = ("", INCIDENTS, "tokenizer", BEST, f"{BEST}/tokenizer")
 _ITERATION = re.compile(r"iter_(\d{7,12})(?:\.old-(\d{1,3}))?", re.ASCII)
-# These are the formats, each with patterns of files in the folder of its iteration. "megatron" stands for all versions.
+# (format, patterns of files in the folder of an iteration). "megatron" stands for all versions of Megatron's formats.
 FORMAT_FILES = (
     ("native", MANIFEST),
     ("torch_dist", ".metadata", "metadata.json"),
@@ -43,18 +43,18 @@ FORMAT_FILES = (
 )
 # A folder with one of these .pt files is not nanoGPT's.
 FOLDER_FILES = re.compile(r"model(_optim)?_rng\.pt|common\.pt|mp_rank_.*")
-# It is a collective: each rank passes a text and gets the texts of all ranks, in the order of the ranks.
+# a collective: each rank passes a text, and gets the texts of all ranks in their order
 Gather = Callable[[str], list[str]]
 
 
 class NoValidCheckpoint(ValueError):
-    """This error says that all checkpoints of a folder are damaged."""
+    """Raised if every checkpoint of a folder is damaged."""
 
     cause = "damaged checkpoint"
 
 
 class FolderInUse(ValueError):
-    """This error says that another process uses the folder.
+    """Raised if another process uses the folder.
 
     exit_code: the exit code of this process.
     """
@@ -236,7 +236,7 @@ def _candidates(path: Path, iteration: int | None) -> Iterator[Path]:
         trackers = (path / LATEST_FILE, path / "latest")
         names = [_read_start(file).decode("ascii", "replace").strip() for file in trackers if file.is_file()]
     for name in names:
-        if re.fullmatch(r"\w[\w.-]*", name, re.ASCII):  # The name is not a path that leads out of the folder.
+        if re.fullmatch(r"\w[\w.-]*", name, re.ASCII):  # a name that does not lead out of the folder
             yield from (path / f"iter_{int(name):07d}", path / name) if name.isdigit() else (path / name,)
     if iteration is None:
         yield from (folder for _, folder in list_iterations(path))

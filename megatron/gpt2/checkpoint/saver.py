@@ -4,9 +4,8 @@ with --async-save, continues.
     save: wait for the last save -> with --async-save, copy to host memory -> the thread writes and commits
     finish: wait for this rank's files -> all ranks exchange errors -> wait for the commit -> all ranks exchange results
 
-The thread runs `write`, which calls no collective. All collectives run in the caller's thread. Only after
-the first collective in `finish` does rank 0 start a time limit for the files of other ranks. That
-collective fails if a rank died.
+The thread runs `write`, which calls no collective. All collectives run in the caller's thread. Rank 0 starts the time
+limit for the files of other ranks after the first collective of `finish`, which fails if a rank died.
 """
 
 import dataclasses
@@ -50,8 +49,8 @@ _ALIGNMENT = 64  # Every tensor in the host buffer starts at a multiple of this 
 class PendingSave:
     """State that the writing thread and the training thread share during a save.
 
-    own: the result of writing this rank's files.
-    committed: that of `Saver.write`.
+    own: done when this rank's files are written.
+    committed: the result of `Saver.write`.
     deadline: the `time.monotonic()` at which rank 0 stops waiting for other ranks.
     problem: the error of the first rank that could not write its files, else "".
     """
@@ -237,15 +236,14 @@ def _sizes(files: ShardedFiles) -> list[int]:
 
 
 def _allocate_host_buffer(files: ShardedFiles, local_world_size: int) -> tuple[Tensor | None, int]:
-    """Allocate host memory for a copy of `files`. Also return the number of bytes that are missing if all
-    `local_world_size` ranks need as much. It is 0 on success."""
+    """Allocate host memory for a copy of `files`. Return (buffer, 0), or (None, missing bytes) if the machine has too
+    little memory for `local_world_size` such buffers."""
     size, available = sum(_sizes(files)), machine_memory("MemAvailable")
     if available is not None and (lacking := size * local_world_size - available) > 0:
         return None, lacking
     try:
-        buffer = torch.empty(
-            size, dtype=torch.uint8
-        ).zero_()  # zero_ maps the pages; otherwise the first copy takes 10 times as long.
+        # zero_ maps the pages; otherwise the first copy takes 10 times as long.
+        buffer = torch.empty(size, dtype=torch.uint8).zero_()
         if any(shard.data.is_cuda for shards in files.values() for shard in shards.values()):
             # Pin the memory by hand, because pin_memory=True allocates the next power of two.
             cudart = torch.cuda.cudart()

@@ -31,13 +31,13 @@ from megatron.gpt2.dist.rendezvous import initialize_distributed
 from megatron.gpt2.dist.run_program import run_program
 from mpu.mappings import all_gather_single, reduce_scatter_single
 
-PERIOD = 375  # The test values repeat after this number of elements.
+PERIOD = 375  # the period of the test values, in elements
 # The tolerances are relative and allow any order of summation.
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 TIMEOUT_MINUTES = 5  # The process group has this time limit; one operation takes much less time.
 # Without --iters, an operation runs this often, or for this number of seconds, at each size.
 MIN_RUNS, MAX_RUNS, RUNS_SECONDS = 5, 1000, 0.2
-UNITS = {"G": 30, "M": 20, "K": 10, "": 0}  # The numbers are the powers of two.
+UNITS = {"G": 30, "M": 20, "K": 10, "": 0}  # exponents of two
 PAIRS_BYTES, PAIRS_RUNS, MAX_PAIR_RANKS = 1 << 20, 9, 16  # Below 1 MB, noise looks like a slow pair.
 LINE = "{:<18} {:>9} {:>5} {:>11} {:>23} {:>10} {:>9}  {}"  # The format of a line of the table.
 HEADER = LINE.format("operation", "bytes", "runs", "median µs", "p10 – p90 µs", "algorithm", "bus GB/s", "result")

@@ -7,7 +7,7 @@
     python tools/checkpoint.py convert IN OUT --to {native,huggingface,megatron-2019,...} [--check]
     python tools/checkpoint.py diff A B
 
-It runs on a CPU without a process group, and holds about one tensor in memory. The program detects the format of the
+The program runs on a CPU without a process group, holds about one tensor in memory, and detects the format of the
 source.
 Exit codes: 0; 1 if a difference or damage was found; 2 for bad input.
 """
@@ -53,7 +53,8 @@ TENSOR_FLAGS = (
     "--target-tensor-model-parallel-size",
     "--target-tensor-parallel-size",
 )
-CHECK_LIMIT = 1e-4  # This limits the difference of a logit. A correct conversion gives 0, and other kernels give 1e-6.
+# the largest difference of a logit that --check accepts; a correct conversion gives 0, or 1e-6 with other kernels
+CHECK_LIMIT = 1e-4
 
 
 def return_freed_memory() -> None:
@@ -117,8 +118,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
     command("inspect", "print its content", "DIR").add_argument("--json", action="store_true", help="as JSON")
     command("verify", "read and check every byte", "DIR")
-    writes(command("merge", "write the files of one model-parallel rank", "DIR", "OUT"))
-    split = command("split", "write the files of N model-parallel ranks", "DIR", "OUT")
+    writes(command("merge", "write the files of one tensor-parallel rank", "DIR", "OUT"))
+    split = command("split", "write the files of N tensor-parallel ranks", "DIR", "OUT")
     split.add_argument(*TENSOR_FLAGS, type=int, required=True, metavar="N")
     pipelined(split)
     writes(split)
@@ -263,7 +264,7 @@ def main(argv: list[str] | None = None) -> int:
     path = write_format(args, source, to, layout)
     what = to
     if to not in OTHERS:
-        what += f", {plural(layout.tensor, 'model-parallel rank')}"
+        what += f", {plural(layout.tensor, 'tensor-parallel rank')}"
     what += f" of {layout.pipeline} pipeline stages" * (layout.pipeline > 1)
     print(f"{source.path} ({source.format}) is now {path} ({what})")
     if args.command == "convert" and args.check:

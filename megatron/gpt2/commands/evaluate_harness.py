@@ -47,8 +47,8 @@ LoglikelihoodRequest = tuple[Any, list[int], list[int]]  # (request, ids of the 
 
 @register_model("gpt2-model-parallel")
 class HarnessLM(TemplateLM):  # type: ignore[misc]
-    """Wrap a model for lm-eval. Every rank makes every request and gets every answer, while `score` divides the work
-    over the ranks. For lm-eval the run is one process."""
+    """Wrap a model for lm-eval, which sees one process. Each rank makes all requests and gets all answers; `score`
+    divides the work over the ranks."""
 
     def __init__(self, model: GPT2Model, tokenizer: Tokenizer, batch_size: int = 4, **_: Any) -> None:
         super().__init__()

@@ -29,7 +29,7 @@ from megatron.gpt2.generate.generation import Continuation, Generator
 from megatron.gpt2.generate.model_runner import new_command_group
 from megatron.gpt2.generate.sampling import Sampling
 
-# These fields of `Sampling` become flags, each with its (metavar, help).
+# the fields of `Sampling` that become flags, each with its (metavar, help)
 SAMPLING_FLAGS = {
     "temperature": ("T", "below 1, likely tokens become likelier; 0 takes the likeliest token"),
     "top_k": ("K", "sample from the K likeliest tokens; 0: from all"),
@@ -113,7 +113,7 @@ def stream_text(generator: Generator, prompt: str, sampling: Sampling) -> None:
 
 def run_interactive(generator: Generator, sampling: Sampling, log: Log) -> None:
     """Ask for prompts until the user types `stop`, Ctrl-D or Ctrl-C."""
-    with contextlib.suppress(ImportError):  # This module is not available everywhere; input() uses it if it is loaded.
+    with contextlib.suppress(ImportError):  # input() has line editing if this module is loaded. Some systems lack it.
         import readline  # noqa: F401
     sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]  # stream_text() refuses invalid text
     log("Type a prompt. To end, type `stop`, Ctrl-D or Ctrl-C. Ctrl-C during a text ends only the text.")

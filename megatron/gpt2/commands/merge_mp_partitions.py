@@ -1,4 +1,4 @@
-"""Merge the files of model-parallel ranks: `tools/checkpoint.py merge` with the name and the flags of Megatron:
+"""Merge the files of tensor-parallel ranks: `tools/checkpoint.py merge` with the name and the flags of Megatron:
 
     python tools/merge_mp_partitions.py --model-type GPT --tensor-model-parallel-size 2 --num-layers 24 \\
         --hidden-size 1024 --num-attention-heads 16 --max-position-embeddings 1024 --load checkpoints/gpt2_345m

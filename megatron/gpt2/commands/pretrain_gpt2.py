@@ -106,7 +106,7 @@ def finish_run(trainer: Trainer, reason: str) -> int:
     trainer.stop_signal.close()
     rank_info.end(code)
     shutdown_distributed(rank_info)  # The report can take a while and does not need the other ranks.
-    # The name is not UTF-8 in some locales.
+    # In some locales the folder's name is not UTF-8.
     name = os.fsencode(trainer.context.save_directory.name).decode(errors="replace")
     plot = trainer.log.close(title=name)
     if rank_info.rank == 0:

@@ -1,5 +1,4 @@
-"""Rules for Megatron's other flags and for the keys of a DeepSpeed file. These names are not fields of the
-configuration.
+"""Rules for flags of Megatron and keys of a DeepSpeed file that are not fields of the configuration.
 
 The tables cover the parsers of NVIDIA/Megatron-LM from 2019 to d98e8a6 (2026-08-22, after Core 0.19),
 microsoft/DeepSpeedExamples, microsoft/Megatron-DeepSpeed f4157be and bigscience-workshop/Megatron-DeepSpeed 8387ae1.
@@ -105,7 +104,7 @@ def read_as(names: str, key: str, value: Any, *accepts: Any, note: str = "", **o
 
 
 def numeric(names: str, key: str, note: str = "") -> CompatRule:
-    """Return a rule for a number that sets the field `key`."""
+    """Return a rule for a flag whose number is stored in the field `key`."""
     return translated(
         names, f"read as {flag_name(key)}{note}", lambda value, _: {key: _number(value, config_fields()[key].type)}
     )
@@ -655,7 +654,7 @@ MEGATRON_RULES = by_name(
         "--n-layer= --n-head= --n-embd= --block-size= --max-iters= --init-from= --out-dir=",
         "nanoGPT's; give --num-layers, --num-attention-heads, --hidden-size, --seq-length, --train-iters, --save",
     ),
-    # These are flags of DeepSpeed. --deepspeed-config is read below.
+    # flags of DeepSpeed; `read_deepspeed_config` reads --deepspeed-config
     ignored("--deepspeed --deepscale --deepspeed-mpi", "the keys of --deepspeed-config are translated instead"),
     translated("--zero-stage=", STAGE, _zero_stage),
     ignored(
@@ -770,7 +769,7 @@ DEEPSPEED_RULES = by_name(
         True,
     ),
     refused("scheduler", "give --lr-decay-style, --lr-decay-iters, --lr-warmup-iters and --min-lr"),
-    # These settings would change the run.
+    # settings that would change the run
     refused("sparse_gradients sparse_attention", "gradients and attention are always dense; take it out"),
     refused(
         "progressive_layer_drop curriculum_learning data_efficiency compression_training quantize_training "
@@ -778,7 +777,7 @@ DEEPSPEED_RULES = by_name(
         "not implemented; take it out",
     ),
 )
-# These keys are true by default in DeepSpeed, so `false` is a request.
+# DeepSpeed's default of these keys is true, so `false` is a request.
 DEFAULT_TRUE_KEYS = ("optimizer.params.adam_w_mode", "optimizer.params.bias_correction")
 
 

@@ -58,7 +58,7 @@ ARGPARSE_KEYWORDS: dict[Any, dict[str, Any]] = {
     int: {"type": _integer, "metavar": "N"},
     float: {"type": _finite_float, "metavar": "X"},
     str: {"metavar": "TEXT"},
-    tuple[int, ...]: {"nargs": "*", "type": _integer},  # Today's --profile has no value.
+    tuple[int, ...]: {"nargs": "*", "type": _integer},  # In Megatron today, --profile takes no value.
     tuple[str, ...]: {"nargs": "+"},
 }
 ARGPARSE_KEYWORDS |= {kind | None: ARGPARSE_KEYWORDS[kind] for kind in (int, float, str)}
@@ -114,7 +114,7 @@ def add_section(parser: argparse.ArgumentParser, section: str, kind: Any) -> Non
 def help_of_field(f: dataclasses.Field[Any]) -> str:
     """Return the help text of a flag with its default."""
     default = " ".join(map(str, f.default)) if isinstance(f.default, tuple) else f.default
-    has_none = default is None or default is False or default == ""  # The number 0 is shown.
+    has_none = default is None or default is False or default == ""  # the default 0 is shown
     return f.metadata["help"] + ("" if has_none else f" (default: {default})")
 
 

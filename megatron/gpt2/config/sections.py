@@ -55,7 +55,7 @@ def flag_field(
     help: the text of --help and docs/reference/flags.md.
     aliases: other spellings of the flag.
     bound: the allowed range of a number.
-    choices: the allowed values; empty: any.
+    choices: the allowed values (default: all).
     metavar: the name of the value in --help.
     const: the value if the flag is given without one.
     """
@@ -97,12 +97,12 @@ class ModelConfig(ConfigSection):
     max_position_embeddings: int = flag_field(512, "learned positions; at least --seq-length")
     vocab_size: int | None = flag_field(None, "true vocabulary size (default: the tokenizer's)")
     make_vocab_size_divisible_by: int = flag_field(
-        128, "pad the vocabulary to a multiple of this and of the model-parallel size"
+        128, "pad the vocabulary to a multiple of this and of the tensor-parallel size"
     )
     attention_dropout: float = flag_field(0.1, "dropout of the attention probabilities", bound=FRACTION)
     hidden_dropout: float = flag_field(0.1, "dropout of the embeddings and of both residual branches", bound=FRACTION)
     layernorm_epsilon: float = flag_field(1e-5, "epsilon of the layer norms", "--norm-epsilon")
-    gelu: str = flag_field("tanh", "GELU by tanh as in GPT-2, or erf, 4 times faster on a CPU", choices=("tanh", "erf"))
+    gelu: str = flag_field("tanh", "GELU by tanh (as GPT-2) or erf (4 times as fast on a CPU)", choices=("tanh", "erf"))
     init_method_std: float = flag_field(0.02, "standard deviation of the initial weights")
     mup_base_width: int = flag_field(
         0, "muP: --lr is tuned for this --hidden-size", "--mup-base-hidden-size", bound=NOT_NEGATIVE
@@ -311,7 +311,7 @@ class ParallelConfig(ConfigSection):
     )
     exact_layouts: int | None = flag_field(
         None,
-        "give bit-identical losses in every layout whose model-parallel size divides V",
+        "give bit-identical losses in every layout whose tensor-parallel size divides V",
         metavar="V",
     )
     grad_reduce_in_bf16: bool = flag_field(False, "reduce gradients in bf16; they are accumulated in fp32")
@@ -324,7 +324,7 @@ class ParallelConfig(ConfigSection):
 
     partition_activations: bool = flag_field(
         False,
-        "with --recompute-granularity full: split the saved layer inputs over the model-parallel ranks",
+        "with --recompute-granularity full: split the saved layer inputs over the tensor-parallel ranks",
         "--distribute-saved-activations",
         "--distribute-checkpointed-activations",
     )
@@ -907,7 +907,7 @@ def ignored_flags(config: Config, device: str) -> Iterator[str]:
     on_host = "it needs a GPU" if device == "cpu" else ""
     split = "--sequence-parallel splits these inputs already" if parallel.sequence_parallel else ""
     if parallel.tensor_model_parallel_size == 1:
-        split = "there is one model-parallel rank"
+        split = "there is one tensor-parallel rank"
     one_stage = "there is one pipeline stage" if parallel.pipeline_model_parallel_size == 1 else ""
     of_stages = (
         "num_layers_per_virtual_pipeline_stage",

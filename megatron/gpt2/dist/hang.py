@@ -41,12 +41,11 @@ from megatron.gpt2.hooks import Hook
 from megatron.gpt2.monitor.incidents import FOLDER, IncidentLog
 
 SOURCE_FOLDERS = ("mpu/", "data_utils/", "megatron/")
-# These calls in our source lines wait for other ranks, or for a device that waits for other ranks.
+# A source line of this program with one of these calls waits for other ranks, or for a device that waits for them.
 WAITING_CALL = re.compile(r"\.(wait|synchronize|item|tolist)\(")
 # gloo writes "Timed out waiting 6000ms" or "Application timeout caused".
 TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
-# After a rank's timeout, the connections of other ranks to it fail within this number of seconds.
-PEER_FAILURE_SECONDS = 0.5
+PEER_FAILURE_SECONDS = 0.5  # If a rank times out, the connections of other ranks to it fail within this time.
 
 Frames = Sequence[tuple[FrameType, int]]  # stack frames with their line numbers, the innermost one last
 
@@ -55,8 +54,8 @@ class RankLocation(NamedTuple):
     """The location of a rank's main thread.
 
     is_waiting: whether it waits in a collective.
-    text: for example "all_reduce (mpu/mappings.py:61, called at mpu/layers.py:210)" or "data_utils/samplers.py:88
-        (next_batch)".
+    text: for example "all_reduce (mpu/mappings.py:61, called at mpu/layers.py:210)" or
+        "data_utils/gpt2_dataset.py:88 (rows)".
     """
 
     is_waiting: bool

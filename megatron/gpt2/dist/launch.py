@@ -31,18 +31,19 @@ Environment = Mapping[str, str]
 # The step ids of Slurm's special steps (interactive, batch, extern …) count down from this number. `srun` counts up
 # from 0.
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
-OPEN_FILES, OPEN_FILES_FOR_A_RANK = 128, 8  # gloo has a connection between two ranks for each of some groups.
-DEFAULT_PORT = "29500"  # torchrun has the same default.
-# These variables give the rank and the world size, globally and on this machine, for torchrun, Open MPI, and PMI
-# (MPICH, Intel MPI …).
+# open files of a process, and for each other rank: gloo connects two ranks once for each group
+OPEN_FILES, OPEN_FILES_FOR_A_RANK = 128, 8
+DEFAULT_PORT = "29500"  # the default of torchrun, too
+# Variables with the rank and the world size, globally and on this machine, of torchrun, Open MPI, and PMI (MPICH, Intel
+# MPI …).
 VARIABLES = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
-# These variables have the id of a job, which is the same on all ranks.
+# variables with the id of a job, which is the same on all ranks
 JOBS = ("SLURM_JOB_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "PBS_JOBID", "LSB_JOBID")
-# These variables have the id of an allocation. The second name is the program that starts ranks in it.
+# (variable with the id of an allocation, program that starts ranks in it)
 ALLOCATIONS = {"SLURM_JOB_ID": "srun", "PBS_JOBID": "mpirun", "LSB_JOBID": "mpirun"}
 
 

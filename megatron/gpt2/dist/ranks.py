@@ -96,9 +96,8 @@ class Heartbeat(threading.Thread):
     def __init__(self, store: Store, rank: int, hosts: Mapping[int, str], *, is_first_on_node: bool) -> None:
         super().__init__(name="heartbeat", daemon=True)
         self.store, self.reads_all = store, False
-        # The first rank that noticed the loss has published it in the store.
-        self.published_lost: LostRanks | None = None
-        # The heartbeat's thread calls the function after each heartbeat.
+        self.published_lost: LostRanks | None = None  # what the first rank that noticed a loss wrote into the store
+        # This thread calls `on_beat` after each heartbeat.
         self.on_beat: Callable[[Store], None] = lambda store: None
         self._hosts, self._key, self._is_first, self._beats = hosts, f"beat/{rank}", is_first_on_node, 0
         # each rank's last heartbeat and the time at which it changed
@@ -124,11 +123,11 @@ class Heartbeat(threading.Thread):
         self.store.set(self._key, str(self._beats))
         ranks = list(self._hosts) if self._is_first or self.reads_all else []
         beats = self.store.multi_get([f"beat/{rank}" for rank in ranks]) if ranks else []
-        # This is read after the heartbeats but used first, so that a rank that publishes lost ranks and exits is not
-        # lost itself.
+        # Read the published lost ranks after the heartbeats, but use them first. So a rank that publishes lost ranks
+        # and exits does not count as lost.
         if self.store.check(["lost"]):
             self.published_lost = dict(json.loads(self.store.get("lost")))
-        # If this process was suspended, maybe together with the others.
+        # This process was suspended, and the other ranks may have been, too. So their old heartbeats say nothing.
         if time.monotonic() - self._last_read > SILENCE_TIMEOUT / 2:
             self._last_beats.clear()
         self._waiting_since, self._last_read = math.inf, time.monotonic()
@@ -145,7 +144,7 @@ class Heartbeat(threading.Thread):
         now = time.monotonic()
         if not self.store_answers(seconds):
             return {0: now - self._waiting_since}
-        # If this process itself was suspended, it read no heartbeats.
+        # This process was suspended and has read no heartbeats, so it cannot tell which ranks are lost.
         if now - self._last_read > 2 * HEARTBEAT_INTERVAL:
             return {}
         heard = list(self._last_beats.items())
@@ -183,7 +182,8 @@ class Heartbeat(threading.Thread):
         return self._stopped.is_set()
 
     def stop(self) -> None:
-        """Stop the thread, which tells the other ranks. The method waits at most HEARTBEAT_INTERVAL seconds."""
+        """Stop the thread, which tells the other ranks that this rank has left. Wait at most HEARTBEAT_INTERVAL
+        seconds."""
         self._stopped.set()
         self.join(HEARTBEAT_INTERVAL)
 

@@ -56,10 +56,10 @@ from megatron.gpt2.dist.ranks import (
 CONTINUE_HINT = "the run ends here; the same command continues from the last checkpoint"
 OPEN_PORTS = "open all ports between the machines, or name the interface in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
 ALL_JOINED = "all ranks have joined"
-LINK_TIMEOUT = 8.0  # The machines have this number of seconds to test the connections between them.
-SIOCGIFADDR = 0x8915  # This number asks Linux for the IPv4 address of an interface.
+LINK_TIMEOUT = 8.0  # time limit for the test of the connections between machines, in seconds
+SIOCGIFADDR = 0x8915  # Linux's ioctl request for the IPv4 address of an interface
 
-UsableRanks = Callable[[int], int]  # It returns the number of ranks that the run can use, for a number of joined ranks.
+UsableRanks = Callable[[int], int]  # (number of joined ranks) -> number of ranks that the run can use
 
 
 class StandbyExit(Exception):
@@ -278,7 +278,7 @@ def set_gloo_interface(own: str, elsewhere: Sequence[str], environ: MutableMappi
             f"{', '.join(interfaces)}: correct the variable or unset it",
         )
         return
-    if elsewhere and own and ipaddress.ip_address(own).is_loopback:  # This machine is rank 0's machine.
+    if elsewhere and own and ipaddress.ip_address(own).is_loopback:  # This is rank 0's machine.
         own = next(filter(None, map(address_towards, elsewhere)), "")
     if elsewhere:
         address = own.partition("%")[0]  # The scope of an IPv6 address is removed.
@@ -407,9 +407,9 @@ def end_if_rank_lost(rank_info: RankInfo, backend: str) -> None:
         if heartbeat.published_lost is None and not any(not has_group or silence is not None for silence in gone):
             continue
         if has_group and backend == "gloo":
-            heartbeat.wait_for_lost_ranks()  # The call publishes the lost ranks before the collectives fail.
+            heartbeat.wait_for_lost_ranks()  # Publish the lost ranks before the collectives fail.
             return close_connections(rank_info.rendezvous.store.underlying_store.port)  # type: ignore[attr-defined]
-        time.sleep(LOST_TIMEOUT)  # If a gloo collective has failed, the training thread ends the run in this time.
+        time.sleep(LOST_TIMEOUT)  # If a gloo collective fails, the training thread ends the run during this sleep.
         if report_lost_ranks(rank_info):
             os._exit(1)  # Nothing else ends a thread that waits for a GPU or for a connection.
 

@@ -66,24 +66,24 @@ BAD_INPUT = 2
 INTERRUPTED = 128 + signal.SIGINT
 NO_RESTART = (BAD_INPUT, INTERRUPTED)  # After these exit codes, ranks are not started again.
 CRASH_LOOP_FAILURES = 3  # After this number of failures at one iteration, ranks are not restarted.
-EXIT_TIMEOUT = 6.0  # The other ranks have this number of seconds to name a failed rank, or to save.
+EXIT_TIMEOUT = 6.0  # seconds in which the other ranks name a failed rank, or save
 STOP_TIMEOUT = 2.0  # A launcher that does not run its signal handler ends after this number of seconds.
-SAVE_TIMEOUT = 600  # The ranks have this number of seconds to finish their step and save when a machine joins.
-RESTART_SIGNAL = signal.SIGUSR2  # This signal asks the ranks to finish their step and save.
+SAVE_TIMEOUT = 600  # seconds in which the ranks finish their step and save when a machine joins
+RESTART_SIGNAL = signal.SIGUSR2  # asks the ranks to finish their step and save
 # The launcher forwards all of these except Ctrl-C.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
-# Other launchers kill all ranks when the first one ends. So a rank that prints an error waits before it exits, until
-# the other ranks have found the same error. Those ranks wait for SIGTERM, or longer.
+# Other launchers kill all ranks when the first one ends. So a rank that prints an error waits this number of seconds
+# before it exits, in which the other ranks find the same error. The other ranks wait longer, or until SIGTERM.
 LAUNCHER_GRACE = 2.0  # number of seconds
-FIRST_GRACE = 0.5  # The first rank of a machine has this number of seconds to print its error before other ranks do.
+FIRST_GRACE = 0.5  # seconds in which the first rank of a machine prints its error before other ranks do
 SILENT_GRACE = 10.0
 
 
 def run_program(program: Program, argv: Sequence[str] | None) -> int:
-    """Run `program(argv, rank_info, log)` on each rank that the command line or a launcher
-    starts. Returns the exit code.
+    """Run `program(argv, rank_info, log)` on each rank that the command line or a launcher starts. Return the exit
+    code.
 
-    program: a top-level function of a module. It returns its exit code or None for 0. `log` prints a line on rank 0's
+    program: a top-level function of a module, which returns its exit code (None is 0). `log` prints a line on rank 0's
         standard error.
     argv: None for this process's command line. Exit codes: the program's; 1 if another rank was lost; 2 for bad input,
         which one rank reports in one line; 130 after Ctrl-C.
@@ -250,7 +250,10 @@ class NodeRendezvous(DynamicRendezvousHandler):
 
 
 class NodeAgent(LocalElasticAgent):
-    """The agent that starts, watches and restarts the ranks of this machine. code: the exit code of the launcher."""
+    """The agent that starts, watches and restarts the ranks of this machine.
+
+    code: the exit code of the launcher.
+    """
 
     def __init__(
         self, store: TCPStore, program: RankProgram, argv: Sequence[str], launch: Launch, save_folder: SaveFolder | None

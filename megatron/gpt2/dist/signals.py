@@ -23,10 +23,10 @@ import torch.distributed as dist
 OUT_OF_TIME = "--exit-duration-in-mins"
 MORE_RANKS = "new ranks (--elastic)"
 FOLDER_LOST = "another run in the --save folder"
-# These are the reasons to stop, by priority. The highest index of all ranks is used.
+# the reasons to stop; if ranks have different ones, the last of this list is used
 _REASONS = ("", MORE_RANKS, OUT_OF_TIME, "SIGUSR1", "SIGHUP", "SIGTERM", "Ctrl-C", FOLDER_LOST)
 _REASON_OF = {
-    signal.SIGUSR2: MORE_RANKS,  # The launcher sends this signal.
+    signal.SIGUSR2: MORE_RANKS,  # sent by the launcher when a machine joins
     signal.SIGUSR1: "SIGUSR1",
     signal.SIGHUP: "SIGHUP",
     signal.SIGTERM: "SIGTERM",
@@ -113,7 +113,7 @@ class StopSignal:
         self._requested = max(self._requested, _REASONS.index(_REASON_OF[signal.Signals(number)]))
 
     def _report(self, number: signal.Signals) -> None:
-        """Print the first signal, and exit on the second one. The method runs in the separate thread."""
+        """Print the first signal, and exit on the second one. `SignalThread` calls this method in its own thread."""
         if number not in REPEAT_SECONDS:
             return
         if number == signal.SIGHUP:  # Writing to a terminal that no longer exists would be an error.

@@ -25,8 +25,8 @@ FORMATS = ("native", *OF_RANKS, *OPENERS)
 
 
 def detect_format(path: str | Path, iteration: int | None = None) -> tuple[str, Path] | None:
-    """Like `detect_format_by_file_names`, but also tells Megatron's versions apart, by reading the files. The function
-    reads no tensor. Raises ValueError if such a file cannot be read."""
+    """Return what `detect_format_by_file_names` returns, but distinguish Megatron's versions by the contents of the
+    files. No tensor is read. Raises ValueError if such a file cannot be read."""
     found = detect_format_by_file_names(path, iteration)
     if found is None or found[0] not in ("megatron", "deepspeed"):
         return found

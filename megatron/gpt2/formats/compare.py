@@ -222,7 +222,7 @@ def compute_logits(
         mpu.initialize_model_parallel(1)
     config = check_metadata(source)
     model = GPT2Model(config, layer_config(config, device="meta"))
-    model.to_empty(device="cpu").eval()  # The random initialisation is skipped.
+    model.to_empty(device="cpu").eval()  # without a random initialisation
     weights = [ParamShard(kind, name, parameter.detach().view(-1)) for name, parameter in model.named_parameters()]
     load_sharded_state_dict(weights, model_partition_specs(config), source, tp_rank=0, tp_size=1)
     for weight in weights:

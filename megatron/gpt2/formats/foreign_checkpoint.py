@@ -30,7 +30,7 @@ from mpu.partition import TensorSlice
 
 OPTIMIZER_KINDS = ("master", *MOMENTS)
 GPT2_VOCAB_SIZE = 50257
-MAX_JSON_BYTES = 2 << 20  # This is ten times the size of the index of GPT-2's largest model.
+MAX_JSON_BYTES = 2 << 20  # ten times the size of the index of GPT-2's largest model
 # Code that reads data of an unexpected form raises these exceptions.
 PARSE_ERRORS = (
     LookupError,

@@ -1,7 +1,8 @@
 """Write GGUF files, which llama.cpp reads, with llama.cpp's own `gguf` package.
 
-llama.cpp's GPT-2 computes GELU in its tanh form and has no padding rows. Names, the choice of types and the keys are
-those of its converter `convert_hf_to_gguf.py`: matrices have the asked type, vectors and position embeddings are fp32.
+llama.cpp's GPT-2 computes GELU in its tanh form and has no padding rows. Names, types and keys are those that
+llama.cpp's converter `convert_hf_to_gguf.py` writes: matrices have the requested type, vectors and position embeddings
+are fp32.
 """
 
 import json
@@ -32,7 +33,7 @@ TYPES = {
     "q8_0": ("Q8_0", "MOSTLY_Q8_0"),
 }
 SPACES = "  a  b "
-NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # llama.cpp has these numbers for the types of tokens.
+NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # llama.cpp's numbers for the types of tokens
 
 
 def write_gguf(
@@ -72,7 +73,8 @@ def write_gguf(
         shape = specs[name].global_shape
         if len(shape) == 1 or name.startswith("position_embeddings."):
             return types.F32
-        return types.F16 if matrix_type == "Q8_0" and shape[-1] % 32 else types[matrix_type]  # Q8_0 has blocks of 32.
+        # Q8_0 needs rows of whole blocks of 32 values.
+        return types.F16 if matrix_type == "Q8_0" and shape[-1] % 32 else types[matrix_type]
 
     with new_folder(out) as folder:
         writer = gguf.GGUFWriter(folder / GGUF_FILE, "gpt2")
@@ -150,7 +152,7 @@ def _add_sentencepiece(writer: Any, tokenizer: SentencePieceTokenizer) -> str:
         return "it is not a BPE of SentencePiece"
     if model.decode(model.encode(SPACES)) != SPACES or model.encode(SPACES) == model.encode(SPACES.strip()):
         return "its SentencePiece model changes spaces"
-    end = [END_OF_TEXT] * (tokenizer.vocab_size - len(numbers))  # The model does not have this id.
+    end = [END_OF_TEXT] * (tokenizer.vocab_size - len(numbers))  # the ids that are not in the SentencePiece model
     writer.add_tokenizer_model("llama")
     writer.add_token_list([model.id_to_piece(i) for i in numbers] + end)
     writer.add_token_scores(scores + [0.0] * len(end))

@@ -40,7 +40,7 @@ from megatron.gpt2.formats.torch_files import load_torch_file
 from megatron.gpt2.model.gpt2 import TIED_WEIGHT
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-# Hugging Face has these names for our fields.
+# {our field: Hugging Face's name}
 CONFIG_INTEGERS = {**CONFIG_SIZES, "n_positions": "max_position_embeddings"}
 CONFIG_FRACTIONS = {
     "attn_pdrop": "attention_dropout",
@@ -50,14 +50,14 @@ CONFIG_FRACTIONS = {
 }
 CONFIG_DEFAULTS = {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "layer_norm_epsilon": 1e-5, "initializer_range": 0.02}
 GELU = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu_fast": "tanh", "gelu": "erf"}
-# These settings change the model's formula; the values are those of the original GPT-2.
+# settings that change the model's formula, with the values of the original GPT-2
 REQUIRED_VALUES = {
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
     "reorder_and_upcast_attn": False,
     "add_cross_attention": False,
 }
-# These are the files of a tokenizer: transformers 4 writes both sets, transformers 5 only the second.
+# The files of a tokenizer. transformers 4 writes both sets, transformers 5 only the second.
 TOKENIZER_FILES = (("vocab.json", "merges.txt"), ("tokenizer.json",))
 SHARD_BYTES = 5 * 10**9
 
@@ -189,7 +189,7 @@ def write_huggingface(
             "model_type": "gpt2",
             "architectures": ["GPT2LMHeadModel"],
             **{theirs: getattr(model, ours) for theirs, ours in {**CONFIG_INTEGERS, **CONFIG_FRACTIONS}.items()},
-            "n_ctx": model.max_position_embeddings,  # llama.cpp's converter reads this key.
+            "n_ctx": model.max_position_embeddings,  # for llama.cpp's converter
             "n_inner": model.ffn_hidden_size,
             "activation_function": {"tanh": "gelu_new", "erf": "gelu"}[model.gelu],
             "embd_pdrop": model.hidden_dropout,
@@ -215,7 +215,8 @@ def _write_weights(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
     where: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
-        save_file(shard, folder / file, {"format": "pt"})  # transformers reads such files from their memory map.
+        # {"format": "pt"} lets transformers map the file into memory.
+        save_file(shard, folder / file, {"format": "pt"})
         where |= dict.fromkeys(shard, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(x.nbytes for x in tensors.values())}, "weight_map": where}

@@ -70,7 +70,7 @@ RANK_FILES = ("model_optim_rng.pt", "model_rng.pt")
 DEEPSPEED_FILE = re.compile(r"mp_rank_(\d{2,3})_model_states\.pt", re.ASCII)
 FOLDER = re.compile(r"mp_rank_(\d{2,3})(?:_(\d{3}))?", re.ASCII)
 ZERO_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,5})_mp_rank_(\d{2,3})_?optim_states\.pt", re.ASCII)
-SHARDED_OPTIMIZER = ("*/distrib_optim.pt", "*/optim.pt")  # Today's Megatron and v3.0 write these files.
+SHARDED_OPTIMIZER = ("*/distrib_optim.pt", "*/optim.pt")  # files of Megatron v3.0 and later
 MAX_TENSORS = 20_000  # A layer has twelve tensors.
 
 
@@ -86,7 +86,7 @@ class RankFile(NamedTuple):
 
 
 def rank_files(folder: Path) -> dict[tuple[int, int], Path]:
-    """Return the files of the ranks in `folder`, by (model-parallel rank, pipeline stage)."""
+    """Return the files of the ranks in `folder`, by (tensor-parallel rank, pipeline stage)."""
     found = {}
     for path in sorted(folder.glob("mp_rank_*")):
         if match := DEEPSPEED_FILE.fullmatch(path.name):
@@ -109,9 +109,9 @@ def detect_megatron_format(path: Path) -> str:
             return "megatron-core"
         if "language_model" not in model:
             return "megatron-2019"
-        if "transformer_impl" in namespace_dict(top.get("args")):  # Megatron has this flag since v3.0.
+        if "transformer_impl" in namespace_dict(top.get("args")):  # a flag of Megatron since v3.0
             return "megatron-v3"
-        number = top.get("checkpoint_version", 0)  # The number is 2 since v2.0.
+        number = top.get("checkpoint_version", 0)  # 2 in files since v2.0
         return "megatron-v2" if type(number) in (int, float) and number >= 2 else "megatron-v1"
 
 
@@ -192,7 +192,7 @@ def _zero_files(path: Path, tp_size: int) -> list[list[Path]]:
 
 
 def _open_files(path: Path) -> tuple[list[RankFile], int]:
-    """Return all files of the iteration, ordered by stage and then by rank, and the model-parallel size. The highest
+    """Return all files of the iteration, ordered by stage and then by rank, and the tensor-parallel size. The highest
     ranks in the folder and the saved arguments give the expected files. Raises ValueError that names the file if one is
     missing or belongs to a different run."""
     paths = rank_files(path)
@@ -209,7 +209,7 @@ def _open_files(path: Path) -> tuple[list[RankFile], int]:
             name = f"mp_rank_{rank:02d}" + f"_{stage:03d}" * (first.parent.name.count("_") == 3 or pp_size > 1)
             missing = f"{name}_model_states.pt" if first.parent == path else f"{name}/{first.name}"
             raise ValueError(
-                f"{missing} is missing; all files of {plural(tp_size, 'model-parallel rank')} and "
+                f"{missing} is missing; all files of {plural(tp_size, 'tensor-parallel rank')} and "
                 f"{plural(pp_size, 'pipeline stage')} are needed"
             )
     files = [
@@ -235,7 +235,7 @@ def _open_files(path: Path) -> tuple[list[RankFile], int]:
         for number, file in enumerate(files, 1):
             with file_errors(file.path):
                 local = _add_chunk(file.top[chunk], file.weights, layers)
-            if number % tp_size == 0:  # All files of this stage were read.
+            if number % tp_size == 0:  # This was the last file of a stage.
                 layers += len(local)
     return files, tp_size
 

@@ -36,7 +36,7 @@ from mpu.partition import PartitionSpec
 EMBEDDINGS_FOR_HEAD = "word_embeddings_for_head.weight"
 TRUE_VOCAB_SIZE = "true_vocab_size"  # Our exports have this key, which Megatron does not read.
 LAYER = re.compile(r"transformer\.layers\.(\d{1,5})\.(.+)", re.ASCII)
-# These are parts of our names, which are those of Megatron in 2019, and of Megatron Core's names.
+# (part of our names, which are those of Megatron in 2019; the same part of Megatron Core's names)
 MEGATRON_CORE_WORDS = {
     "word_embeddings": "embedding.word_embeddings",
     "position_embeddings": "embedding.position_embeddings",
@@ -56,12 +56,12 @@ NATIVE_WORDS = {theirs: ours for ours, theirs in MEGATRON_CORE_WORDS.items()} | 
     "final_norm": "final_layernorm",
 }
 SKIPPED_WORDS = ("module", "language_model", "embedding")
-# These are layer norms of Megatron Core, and their names with Transformer Engine. torch_dist always uses the latter.
+# Megatron Core's names of layer norms, without and with Transformer Engine. torch_dist always uses the latter.
 FUSED = {
     ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
     ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
 }
-# These arguments change the model's formula. They are absent, None or False for a GPT-2.
+# Arguments that change the model's formula. A GPT-2 lacks them, or has None or False.
 UNSUPPORTED_ARGS = (
     "apply_residual_connection_post_layernorm",
     "swiglu",
@@ -126,7 +126,8 @@ def format_state_dict(format: str, tensors: Mapping[str, Tensor]) -> dict[str, A
 class MegatronLayout:
     """The parallel layout of an export: tensor and pipeline sizes.
 
-    first, last: the numbers of layers of the first and the last stage, if they differ from the other stages.
+    first: the number of layers of the first stage, if it differs from the middle stages.
+    last: the same for the last stage.
     virtual_layers: the number of layers of a chunk, if stages are interleaved.
     """
 

@@ -53,7 +53,7 @@ class ScheduleKeys(NamedTuple):
     done: str
 
 
-SCHEDULE_KEYS = {  # The version of 2019 counts iterations, later versions count samples.
+SCHEDULE_KEYS = {  # Megatron of 2019 counts iterations, later versions count samples.
     "megatron-2019": ScheduleKeys("start_lr", "decay_style", "warmup_iter", "end_iter", "num_iters"),
     "megatron-v2": ScheduleKeys("max_lr", "decay_style", "warmup_steps", "decay_steps", "num_steps"),
     "megatron-v3": ScheduleKeys("max_lr", "lr_decay_style", "lr_warmup_steps", "lr_decay_steps", "num_steps"),
@@ -89,7 +89,8 @@ def read_rank_optimizer(optimizer: Any, weights: LazyTensors) -> RankOptimizer:
 
     weights: the weights of the same file, in its order.
     """
-    # These are the keys of 2019, and those since v2. For fp32 weights, `optimizer` is Adam's state and has no masters.
+    # Megatron of 2019 and Megatron since v2 use different keys. With fp32 weights there are no masters, and `optimizer`
+    # is Adam's state.
     adam = optimizer.get("optimizer_state_dict", optimizer.get("optimizer", optimizer))
     masters = optimizer.get("fp32_from_fp16", optimizer.get("fp32_from_fp16_params"))
     groups, moments = adam["param_groups"], adam["state"]
@@ -168,7 +169,7 @@ def megatron_adam_metadata(
     args = namespace_dict(top.get("args"))
     flags: dict[str, Any] = {"clip_grad": args["clip_grad"]} if type(args.get("clip_grad")) is float else {}
     scaler, saved = {"scale": 1.0}, optimizer.get("grad_scaler")
-    if "loss_scaler" in optimizer:  # Files of 2019 and of DeepSpeed have this key.
+    if "loss_scaler" in optimizer:  # the key of files of 2019 and of DeepSpeed
         saved = namespace_dict(optimizer["loss_scaler"])
         scaler = {"scale": float(saved["cur_scale"])}
         if optimizer.get("dynamic_loss_scale"):
@@ -234,7 +235,7 @@ def optimizer_state_dict(source: BaseCheckpoint, groups: Groups, format: str) ->
     numbered = [{moment: states[moment] for moment in MOMENTS} for group in groups for states in group]
     first, param_groups = len(groups[0]), megatron_param_groups(source)
     param_groups[0]["params"], param_groups[1]["params"] = list(range(first)), list(range(first, len(numbered)))
-    adam = {"state": dict(enumerate(numbered)), "param_groups": param_groups}  # The form is that of Apex's FusedAdam.
+    adam = {"state": dict(enumerate(numbered)), "param_groups": param_groups}  # in the form of Apex's FusedAdam
     masters = [[states["master"] for states in group] for group in groups]
     if format != "megatron-2019":
         if source.tensors[f"model.{TIED_WEIGHT}"].dtype == torch.float32:

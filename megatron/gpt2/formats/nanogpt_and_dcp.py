@@ -53,7 +53,7 @@ from megatron.gpt2.formats.torch_files import DcpCheckpoint, load_torch_file, sa
 from megatron.gpt2.model.gpt2 import TIED_WEIGHT, model_partition_specs
 from megatron.gpt2.optimizer.optimizer import MOMENTS
 
-GPT2_PADDED_VOCAB_SIZE = 50304  # GPT-2's vocabulary is padded to a multiple of 64.
+GPT2_PADDED_VOCAB_SIZE = 50304  # nanoGPT pads GPT-2's vocabulary to a multiple of 64.
 WTE, LM_HEAD = "wte.weight", "lm_head.weight"
 # Each pair has a part of our names and the same part of OpenAI's names.
 OPENAI_WORDS = {
@@ -77,7 +77,7 @@ CONFIG_SIZES = {
     "n_head": "num_attention_heads",
     "vocab_size": "vocab_size",
 }
-NANOGPT_EPSILON = 1e-5  # nanoGPT's layer norms have this epsilon.
+NANOGPT_EPSILON = 1e-5  # the epsilon of nanoGPT's layer norms
 OPTIMIZER_STATE = re.compile(r"(?:.+\.)?optim(?:izer)?\.state\.(.+)\.(exp_avg|exp_avg_sq|step)", re.ASCII)
 PARAM_GROUP = re.compile(r"(?:.+\.)?optim(?:izer)?\.param_groups\.(\d+)\.(weight_decay|betas|eps)", re.ASCII)
 WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.", re.ASCII)
@@ -395,7 +395,7 @@ def _named_state(
         name = _strip_prefix(prefix, match[1])
         if match[2] == "step":
             steps.add(int(folder.read(theirs)))
-        elif name != LM_HEAD:  # The tied head has a copy of the word embeddings' state.
+        elif name != LM_HEAD:  # skip the tied head, whose state is a copy of the word embeddings'
             kinds[match[2]][name] = folder.lazy_tensor(theirs)
     groups: dict[str, dict[str, Any]] = {}
     for theirs in folder.objects:

@@ -15,8 +15,7 @@ from data_utils.tokenizers.gpt2 import END_OF_TEXT, bytes_to_unicode, find_merge
 from megatron.gpt2.formats.foreign_checkpoint import short_repr
 
 MAX_TOKENIZER_BYTES = 64 << 20  # GPT-2's tokenizer takes 3.5 MB.
-# These settings change the ids of a text; the values are those that are allowed. ABSENT: files of older versions lack
-# the setting.
+# Settings that change the ids of a text, with the allowed values. ABSENT: files of older versions lack the setting.
 ABSENT = object()
 REQUIRED_SETTINGS: dict[str, dict[str, tuple[Any, ...]]] = {
     "model": {

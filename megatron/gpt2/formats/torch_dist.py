@@ -134,8 +134,8 @@ def open_torch_dist(path: Path, hints: Hints, *, log: Callable[[str], None]) -> 
             objects = {name: f"{BUCKET_PREFIX}0.{name}/shard_0_1" for name in ("optimizer", "grad_scaler")}
             optimizer = {name: folder.object(key)[0] for name, key in objects.items() if key in folder.objects}
         else:
-            states, optimizer = kinds, top["optimizer"]  # For fp32 weights, this has no masters.
-        # It is inside a dictionary that also has masters and loss scaler.
+            states, optimizer = kinds, top["optimizer"]  # fp32 weights have no masters
+        # With masters, Adam's state is inside a dictionary that also has the loss scaler.
         inner = optimizer.get("optimizer", optimizer)
         groups, state = inner["param_groups"], inner.get("state", {})
         step = int(state["common_step"] if "common_step" in state else groups[0]["step"])

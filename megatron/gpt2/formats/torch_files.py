@@ -35,9 +35,9 @@ from megatron.gpt2.formats.foreign_checkpoint import LazyTensor, file_errors
 from mpu.partition import TensorSlice
 
 ZIP = b"PK\x03\x04"
-MAX_DIRECTORY_BYTES = 2 << 20  # This limits the directory of a zip file. It is enough for 20,000 records.
+MAX_DIRECTORY_BYTES = 2 << 20  # the largest directory of a zip file; 20,000 records need less
 MAGIC = 0x1950A86A20F9469CFC6C  # A legacy stream starts with this number, then with version 1001.
-BUDGET = 1_250_000  # This is twice the need of a 72-layer model with Adam's state. It takes less than half a second.
+BUDGET = 1_250_000  # instructions; twice the need of a 72-layer model with Adam's state, less than half a second
 STORAGE_DTYPES = {
     "Half": torch.float16,
     "BFloat16": torch.bfloat16,
@@ -77,8 +77,8 @@ ALLOWED_DCP_NAMES = re.compile(
     r"|torch\.(Size|device|serialization\._get_layout)|pathlib\.(_local\.)?PosixPath|collections\.OrderedDict",
     re.ASCII,
 )
-FILE = re.compile(r"\w[\w.-]*", re.ASCII)  # The name is not a path that leads out of the folder.
-# It returns the first byte in the file for (dtype, key, number of elements).
+FILE = re.compile(r"\w[\w.-]*", re.ASCII)  # a name that does not lead out of the folder
+# (dtype, key, number of elements) -> first byte in the file
 FindStorage = Callable[[torch.dtype, str, int], int]
 Storage = tuple[torch.dtype, int, int]  # dtype, first byte in the file, number of elements
 
@@ -263,7 +263,7 @@ class DcpCheckpoint(BaseCheckpoint):
             size = where.stat().st_size
             require(listed <= size, f"{where}: has {size:,} bytes, but {DCP_METADATA} lists {listed:,}")
         with file_errors(path / DCP_METADATA):
-            for name, info in self.tensors.items():  # The file sizes were checked first, because that is faster.
+            for name, info in self.tensors.items():  # after the file sizes, because their check is faster
                 check_coverage(name[:120], info.shape, [tensor_slice for tensor_slice, _ in self._parts[name]])
 
     def read_into(self, out: Tensor, name: str, offset: tuple[int, ...]) -> None:
@@ -363,6 +363,6 @@ def save_dcp(folder: Path, state: Mapping[str, Any]) -> None:
     from torch.distributed.checkpoint.state_dict_saver import save
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # The warning is about the missing process group.
+        warnings.simplefilter("ignore")  # torch warns about the missing process group
         planner = DefaultSavePlanner(flatten_state_dict=False)
         save(dict(state), checkpoint_id=folder, planner=planner, no_dist=True)

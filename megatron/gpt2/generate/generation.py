@@ -42,11 +42,11 @@ class Continuation:
         self.prompt_tokens: list[GeneratedToken] = []
         self.ids: list[int] = []
         self.finish = ""
-        # These are its number in a ContinuousBatch, and the ids that the model has read or will read.
+        # the number in a ContinuousBatch, and the ids that the model has read or will read
         self.number = -1
         self.context: list[int] = []
         self._text = TextStream(sampling.stop)
-        self._sampler: Sampler | None = None  # It is made at the first token, because it may need GPU memory.
+        self._sampler: Sampler | None = None  # made at the first token, because it may need GPU memory
 
     def cancel(self) -> None:
         """End the continuation before its next token. Any thread may call this method."""

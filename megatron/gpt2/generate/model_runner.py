@@ -25,7 +25,7 @@ from megatron.gpt2.model.gpt2 import GPT2Model
 
 P = ParamSpec("P")
 R = TypeVar("R")
-ROWS = 1024  # This number of rows of logits is computed at a time: 200 MB in float32.
+ROWS = 1024  # rows of logits that are computed at a time: 200 MB in float32
 # The "end" command sends the index of the driver's error in this list. RuntimeError stands for every other class.
 _ERRORS = (ValueError, OSError, KeyboardInterrupt, RuntimeError)
 

@@ -86,7 +86,7 @@ class TransformerBlock(nn.Module):
         # The block calls the hook before each layer's forward.
         self.layer_pre_hook: Callable[[int], object] = lambda number: None
 
-        # The fused layer is for the default parts. On a CPU it computes what ParallelTransformerLayer computes.
+        # FusedTransformerLayer supports only the default submodules. On a CPU it runs the base class's forward.
         is_default = submodules == mpu.DEFAULT_SUBMODULES
         layer_class = FusedTransformerLayer if is_default else mpu.ParallelTransformerLayer
 

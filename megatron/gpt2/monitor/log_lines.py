@@ -191,7 +191,7 @@ def closing_report(
         lines.append(
             "  The model is not better than token frequencies: train with more --train-iters or a higher --lr."
         )
-    lines += ["", "samples: the model continues the words in brackets, which are from held-out text:"]
+    lines += ["", "samples: the model continues the words in brackets:"]
     for line in sample.splitlines():
         lines += textwrap.wrap(line, WIDTH, initial_indent="  ", subsequent_indent="  ") or [""]
     lines.append("")

@@ -69,7 +69,10 @@ class DeviceTimer:
 
 
 class Timers:
-    """Timers by name, for `with timers(name):`, and their log line. last_ms: the last result of `take_ms`."""
+    """Timers by name, for `with timers(name):`, and their log line.
+
+    last_ms: the last result of `take_ms`.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._make: type[HostTimer | DeviceTimer] = DeviceTimer if device.type == "cuda" else HostTimer

@@ -194,16 +194,16 @@ class MixedPrecisionOptimizer:
     It is the same for fp32, bf16 and fp16, except for `buffer` (in fp32 the masters are the parameters) and `scaler`.
     In every precision, a gradient norm that is not finite skips the step, to protect the weights.
 
-    Arguments:
-        lr_by_update: [iterations + 1], the learning rate after n updates, that is, steps that were not skipped. After
-            the end of the schedule, the last rate is used.
-        squared_norm: a function with the signature of `mpu.all_reduced_squared_norm`.
+    lr_by_update: [iterations + 1], the learning rate after n updates, that is, steps that were not skipped. After
+        the end of the schedule, the last rate is used.
+    squared_norm: a function with the signature of `mpu.all_reduced_squared_norm`.
 
-    Attributes, all scalars on the device:
-        num_updates, skipped_steps, skipped_in_a_row: int64 counts.
-        found_inf: float32, 1.0 if the last step was skipped.
-        grad_norm: float32, of the last step before clipping.
-        learning_rate: float32, of the next step.
+    These attributes are scalars on the device:
+
+    num_updates, skipped_steps, skipped_in_a_row: int64 counts.
+    found_inf: float32, 1.0 if the last step was skipped.
+    grad_norm: float32, of the last step before clipping.
+    learning_rate: float32, of the next step.
 
     With an offloaded optimizer, masters and moments are in host memory and AdamW runs on the CPU. Gradients are copied
     to the host and weights back, in one copy per local shard. The host waits for the device once in a step, for the
@@ -237,9 +237,9 @@ class MixedPrecisionOptimizer:
         grads = self.buffer.shard_grads()
         self.grad_norm = self._unscaled_norm(grads)
         # The norm is the same on all ranks, so either all ranks or none skip the step.
-        # Infinity · 0 and NaN · 0 are NaN, which differs from 0: 3 kernels of a GPU, torch.isfinite takes 6.
+        # Infinity · 0 and NaN · 0 are NaN, which differs from 0. This takes 3 kernels on a GPU, torch.isfinite 6.
         self.found_inf = (self.grad_norm * 0 != 0).float()
-        # AdamW's fused kernel divides gradients by grad_scale. This unscales and clips them in the same pass.
+        # AdamW's fused kernel divides gradients by grad_scale, so it unscales and clips them in its own pass.
         grad_scale = (self.scaler.scale / self._clip_factor(self.grad_norm)).nan_to_num(1.0)
         grads = self._to_masters(grads)
         # With an offloaded optimizer, this copy to the host waits, also for the earlier copies of the gradients.

@@ -76,25 +76,23 @@ class ParamAndGradBuffer:
         parameters    | weight A | weight B      | padding | weight C        | bias D | padding |
         owned range   | shard of rank 0 | shard of rank 1  | shard of rank 0 | shard of rank 1  |
 
-    Arguments:
-        bucket_size: approximate number of elements of a bucket. A larger parameter has a separate bucket.
-        data_parallel_rank, data_parallel_size: this rank's number in the data-parallel group, and that group's size.
-        sharded: whether the optimizer of this rank updates only its shard of every bucket.
-        offloaded: whether the state of the optimizer is in host memory.
-        tied_param: a parameter that another pipeline stage has, too. It has a separate bucket, so that both stages
-            shard it alike.
-        is_duplicate: whether the other stage counts the tied parameter in the norm.
-        matrices: the parameters that Muon updates.
-        lr_multipliers: factors of AdamW's rate and epsilon by the names of parameters (default: 1).
+    bucket_size: approximate number of elements of a bucket. A larger parameter has a separate bucket.
+    data_parallel_rank, data_parallel_size: this rank's number in the data-parallel group, and that group's size.
+    sharded: whether the optimizer of this rank updates only its shard of every bucket.
+    offloaded: whether the state of the optimizer is in host memory.
+    tied_param: a parameter that another pipeline stage has, too. It has a separate bucket, so that both stages
+        shard it alike.
+    is_duplicate: whether the other stage counts the tied parameter in the norm.
+    matrices: the parameters that Muon updates.
+    lr_multipliers: factors of AdamW's rate and epsilon by the names of parameters (default: 1).
 
-    Attributes:
-        params: [numel] of dtype. The module's parameters are views of this buffer.
-        shard_rank: this rank's number among those that share the optimizer's work.
-        local_shards: the ranges that this rank's optimizer updates.
-        masters: for each local shard, the float32 weights before they are rounded to `dtype`. In fp32 they are views of
-            `params`, unless the optimizer is offloaded.
-        rounded: for each local shard, the weights rounded to `dtype`: views of `params`, or copies in host memory if
-            the optimizer is offloaded. In fp32 it is `masters`.
+    params: [numel] of dtype. The module's parameters are views of this buffer.
+    shard_rank: this rank's number among those that share the optimizer's work.
+    local_shards: the ranges that this rank's optimizer updates.
+    masters: for each local shard, the float32 weights before they are rounded to `dtype`. In fp32 they are views of
+        `params`, unless the optimizer is offloaded.
+    rounded: for each local shard, the weights rounded to `dtype`: views of `params`, or copies in host memory if
+        the optimizer is offloaded. In fp32 it is `masters`.
 
     The gradients of a bucket are allocated when backward computes the first of them, and freed by `free_grads`.
     Backward has then already freed activations, which lowers the peak. `keep_shard` keeps only the local shard
@@ -282,8 +280,8 @@ class ParamAndGradBuffer:
     ) -> list[Tensor]:
         """Return a tensor of zeros for each range in `local_shards`, on the device of the optimizer's state.
 
-        pinned: whether memory on the host is pinned.
-        matrices: false makes the tensors of `self.matrices` empty.
+        pinned: pin the memory if it is on the host.
+        matrices: if false, the tensors of matrices are empty.
         """
         sizes = [
             shard.range.stop - shard.range.start if matrices or not shard.group_key.is_matrix else 0

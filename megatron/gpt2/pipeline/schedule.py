@@ -207,6 +207,6 @@ def _distribute_evenly(sizes: list[int], stages: Sequence[int], layers: int) -> 
     """Distribute `layers` over `stages` as evenly as possible, and write the numbers into `sizes`."""
     for index, stage in enumerate(stages):
         sizes[stage] = layers // len(stages)
-        # It is 0 for the second-to-last stage, and largest for the last one.
+        # The second-to-last stage has 0 and gets a left-over layer first; the last stage has the largest number.
         from_behind = (len(stages) - 2 - index) % len(stages)
         sizes[stage] += from_behind < layers % len(stages)

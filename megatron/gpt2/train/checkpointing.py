@@ -305,9 +305,8 @@ def dropout_changes(context: RunContext, metadata: Mapping[str, Any], *, has_str
     saved_train = metadata.get("config", {}).get("train", {})
     if not model_config.has_dropout:
         return False
-    if train_config.dropout_rng != saved_train.get(
-        "dropout_rng", "torch"
-    ):  # An older checkpoint has no value of this flag.
+    # Older checkpoints have no "dropout_rng": their runs used torch's generators.
+    if train_config.dropout_rng != saved_train.get("dropout_rng", "torch"):
         return True
     by_counter = train_config.dropout_rng == "counter" and (
         model_config.attention_dropout == 0 or kernels.has_seeded_attention(context.device.type)

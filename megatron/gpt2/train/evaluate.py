@@ -76,8 +76,8 @@ def evaluate_and_log(trainer: Trainer, split: str, *, final: bool = False) -> Ev
 
 
 def sample_text(trainer: Trainer, count: int = 1) -> str:
-    """Generate `count` samples: the first words of held-out text, in brackets, and the model's continuation. Log them.
-    Every rank must call this function. Only the first rank of each model-parallel group gets the continuations."""
+    """Continue the prompts of `prompts_from_split`, and log and return the samples, with the prompts in brackets. Every
+    rank must call this function. Only the first rank of each model-parallel group gets the continuations."""
     tokenizer, prompts = trainer.data.tokenizer, prompts_from_split(trainer, count)
     sampling = replace(SAMPLING, seed=trainer.config.train.seed)
     samples = [Continuation([tokenizer.bos, *tokenizer.encode(prompt)], sampling) for prompt in prompts]

@@ -127,7 +127,7 @@ class IterationLogger:
         if iteration % trainer.config.train.log_interval == 0 or iteration == trainer.context.train_iters:
             trainer.data.check_batches_match(iteration)
             self.log()
-            # This needs no extra wait, because the log line has already waited.
+            # Reading these values needs no extra wait, because the log line has already waited for the device.
             in_a_row = max(in_a_row, int(optimizer.skipped_in_a_row))
         return in_a_row
 

@@ -31,8 +31,8 @@ def find_first_not_finite(trainer: Trainer) -> str:
     folder of the incident log."""
     optimizer, buffer, folder = trainer.state.optimizer, trainer.state.buffer, trainer.context.save_directory / FOLDER
     optimizer.param_gather.finish_param_sync()
-    seen: list[tuple[str, str]] = []  # The names are in the order of the step.
-    all_finite: list[Tensor] = []  # The values stay on the device, so that the host does not wait.
+    seen: list[tuple[str, str]] = []  # names of tensors, in the order of the step
+    all_finite: list[Tensor] = []  # one per name, on the device, so that the host does not wait
 
     def observe(phase: str, name: str, tensor: Any) -> None:
         if isinstance(tensor, Tensor) and tensor.is_floating_point():

@@ -67,7 +67,7 @@ DISPLAY_NAMES = {
     "data_fingerprint": "the training data or --split",
     "global_batch_size": "--global-batch-size",
     "batch_growth": "how the batch grows:",
-    "layout.tensor_model_parallel_size": "model-parallel size",
+    "layout.tensor_model_parallel_size": "tensor-parallel size",
     "layout.pipeline_model_parallel_size": "pipeline-parallel size",
     "layout.data_parallel_size": "data-parallel size",
     "layout.optimizer_is_sharded": "a sharded optimizer",
@@ -129,9 +129,9 @@ def _describe_changes(keys: Iterable[str], saved: Mapping[str, Any], current: Ma
 def _changed_keys(
     keys: Iterable[str], saved: Mapping[str, Any], current: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (key, saved value, current value) of each key that both have with different values. A flag that is missing
-    in a section of the checkpoint did not exist yet, so it had its default. In a checkpoint of another program the
-    value is unknown."""
+    """Yield (key, saved value, current value) of each key that both have with different values. If a section of the
+    checkpoint lacks a flag, the flag did not exist yet. Its value was then today's default. In a checkpoint of another
+    program the value is unknown."""
     is_converted = saved.get("converted_from", "native") != "native"
     for key in keys:
         *path, name = key.split(".")

@@ -152,7 +152,7 @@ def build_context(arguments: Arguments, rank_info: RankInfo, log: Log) -> RunCon
     device, dtype, backend, keeps_freed_memory = _choose_hardware(config, rank_info, hooks, log)
     resume_metadata = checkpoint.metadata if checkpoint is not None and not config.checkpoint.finetune else {}
     iteration, consumed_samples = resume_metadata.get("iteration", 0), resume_metadata.get("consumed_samples", 0)
-    # This raises ValueError if the batch size does not fit the ranks.
+    # Raise ValueError early if the batch size does not fit the ranks.
     batch_schedule = arguments.batch_schedule(rank_info.world_size, consumed_samples)
 
     (train, valid, test), text_key = find_corpora(  # `find_corpora` replaces names of corpora by files.
@@ -275,7 +275,7 @@ def _resolve_checkpoint(
             options.load, num_attention_heads=arguments.values[heads] if heads in arguments.given else None
         )
     checkpoint = _open_checkpoint(source)
-    # These are what an earlier start of this command saved, and the folder that holds it.
+    # Find what an earlier start of this command saved, and the folder that holds it.
     own_checkpoint, own_folder = None, save
     if source != save:
         own_checkpoint = _open_checkpoint(save)
@@ -388,7 +388,7 @@ def run_metadata(context: RunContext, parallel: mpu.ParallelState, *, sharded: b
     return {"layout": layout, **context.metadata()}
 
 
-# These flags may differ between ranks: paths, which may differ between machines, and settings of a single rank. The
+# The flags that may differ between ranks: paths, which may differ between machines, and settings of a single rank. The
 # fingerprints of data and tokenizer compare the contents of the files.
 MAY_DIFFER = {
     "data.train_data",

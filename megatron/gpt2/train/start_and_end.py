@@ -86,7 +86,7 @@ class ProcessState:
                 "before a checkpoint is read",
             )
             usable = arguments.config.usable_ranks
-        self.rank_info = with_incident_log(join_rendezvous(launch, usable))  # This call may change the rank's number.
+        self.rank_info = with_incident_log(join_rendezvous(launch, usable))  # joining may change the rank's number
         set_threads(self.rank_info)
         self.log(launch.notice)
         return arguments
@@ -149,7 +149,7 @@ def log_start(trainer: Trainer, warnings: Sequence[str]) -> None:
     (_, smallest), *growth = batches.milestones
     layers = ", ".join(f"{stage.start}-{stage.stop - 1}" for stage in config.layers_of_stages())
     interval = config.checkpoint.save_interval
-    sizes = f"model-parallel {t} × {f'pipeline {stages} × ' * (stages > 1)}data-parallel {d}"
+    sizes = f"tensor-parallel {t} × {f'pipeline {stages} × ' * (stages > 1)}data-parallel {d}"
     layout = f"{plural(p.world_size, 'rank')}: {sizes}"
     begins = f"weights of {context.source}" if context.source else "random weights"
     if progress.iteration:

@@ -27,7 +27,7 @@ def train_step(trainer: Trainer) -> None:
         state.reducer.finish_grad_sync()
     trainer.hooks.call(Hook.on_pre_optimizer_step, trainer)
     with timers("optimizer"):
-        optimizer.step()  # This computes the norm, skips or clips, and updates the weights and the learning rate.
+        optimizer.step()  # compute the norm; skip the step, or clip and update the weights; set the next learning rate
     # The loss of a skipped step may not be finite, so the mean does not include it.
     trainer.progress.loss_sum += torch.where(optimizer.found_inf > 0, 0.0, sum_losses(losses))
 

@@ -186,7 +186,7 @@ def test_allocator_ends_the_page_faults_of_large_tensors():
         [sys.executable, "-c", FAULTS], text=True, check=True, capture_output=True, timeout=240, env=clean
     )
     faults = [int(count) for count in done.stdout.split()]
-    assert faults[0] > 40 and faults[1] < 5  # Huge pages would be 48.
+    assert faults[0] > 40 and faults[1] < 5  # With huge pages there would be 48 faults.
 
 
 def cuda_variables(size: int, users: dict[str, str] | None = None, *, deterministic: bool = False) -> dict[str, str]:
@@ -264,7 +264,7 @@ def test_peak(monkeypatch):
     gpus(monkeypatch, 1)
     assert on.peak_flops(GPU, torch.bfloat16) == (989e12, "datasheet 989 TFLOP/s dense bf16 of NVIDIA H200")
     gpus(monkeypatch, 1, (7, 0), "Tesla V100-SXM2-16GB")
-    monkeypatch.setattr(on, "_measure_gemm_flops", lambda device, dtype: 1e13)  # The device is one that emulates bf16.
+    monkeypatch.setattr(on, "_measure_gemm_flops", lambda device, dtype: 1e13)  # a device that emulates bf16
     assert on.peak_flops(GPU, torch.bfloat16)[0] == 1e13 and on.peak_flops(GPU, torch.float16)[0] == 125e12
 
 

@@ -12,7 +12,7 @@ from mpu.kernels import seeded_dropout
 from mpu.kernels.dropout import WORD, drop_threshold, keep_scale, random_draws, zero_dropped
 from mpu.random import POST_ATTENTION_DROPOUT, POST_MLP_DROPOUT
 
-# These are Random123's known answers for philox4x64 with 10 rounds: counter, key, result.
+# Random123's known answers for philox4x64 with 10 rounds: counter, key, result
 KNOWN = [
     ((0, 0, 0, 0), (0, 0), (0x16554D9ECA36314C, 0xDB20FE9D672D0FDC, 0xD7E772CEE186176B, 0x7E68B68AEC7BA23B)),
     (

@@ -31,7 +31,7 @@ class ExactLayouts(Hook):
         self._virtual_ranks, self._shape = config.parallel.exact_layouts, config.model
 
     def validate(self, config: Config, device: torch.device) -> None:
-        """Raise ValueError if attention on this GPU is not reproducible across layouts or runs."""
+        """Raise ValueError if attention dropout on `device` depends on the layout."""
         dropout = config.model.attention_dropout
         require(
             dropout == 0 or kernels.has_seeded_attention(device.type),

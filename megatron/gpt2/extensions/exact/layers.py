@@ -123,8 +123,10 @@ class _RowParallelLinear(torch.autograd.Function):
 
 
 class _AddParameter(torch.autograd.Function):
-    """x + term(parameter) for a replicated parameter. gradient: returns the parameter's gradient from dY of a slice of
-    the sequence, and that slice."""
+    """x + term(parameter) for a replicated parameter.
+
+    gradient: returns the parameter's gradient from dY of a slice of the sequence, and that slice.
+    """
 
     @staticmethod
     def forward(

@@ -87,7 +87,7 @@ def small_run(arguments: Arguments, folder: Path) -> dict[str, Any]:
         "data.split": "80,10,10",
         "data.data_cache_path": str(folder / "cache"),
         "data.tokenizer_type": "bytes",
-        # The number of buckets is that of the whole run.
+        # Keep the number of buckets of the whole run.
         "parallel.ddp_bucket_size": max(1, int(config.parallel.ddp_bucket_size * scale**2)),
         "train.device": "cpu",
         "train.train_iters": 3,

@@ -46,10 +46,12 @@ Span = tuple[int, int, bool]
 class Call:
     """A call of a collective, a send or a receive on one rank.
 
-    channel: calls of one channel meet in their order: the first of each member, the second, and so on. members: the
-    global ranks that must call. arguments: shapes, dtypes and options, which must be equal on all members. place: lines
-    of the program, from the innermost. backend: that the program asked for; "" for that of the world. batch: the number
-    of its `batch_isend_irecv`.
+    channel: calls of one channel meet in their order: the first of each member, the second, and so on.
+    members: the global ranks that must call.
+    arguments: shapes, dtypes and options, which must be equal on all members.
+    place: lines of the program, from the innermost.
+    backend: the backend that the program asked for; "" for that of the world.
+    batch: the number of its `batch_isend_irecv`.
     """
 
     name: str
@@ -187,7 +189,7 @@ class Recorder(TorchDispatchMode):
         self._counts: Counter[Any] = Counter()  # number of groups by ranks, of calls by channel, and of batches
         # the ranks and the backend of the next group
         self._wanted: tuple[Sequence[int], str] = range(own.world_size), ""
-        # These are the calls that no wait has ended: their tensors, which must stay alive, and their memory.
+        # For each call that no wait has ended: its tensors, which must stay alive, and their memory.
         self.pending: dict[Call, tuple[list[Tensor], list[Span]]] = {}
 
     @classmethod
@@ -243,7 +245,7 @@ class Recorder(TorchDispatchMode):
             written, read = ([], first) if name == "send" else (first, [])
         elif name in ("gather", "scatter"):  # Only the root has the other list.
             compared = read if name == "gather" else written
-        elif name == "all_to_all" and any(arguments[2:4]):  # The call is an all-to-all of unequal parts.
+        elif name == "all_to_all" and any(arguments[2:4]):  # an all-to-all of unequal parts
             compared, options = [], [f"{read[0].dtype}"]
         shapes = Counter(f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in compared)
         options += [shape if count == 1 else f"{count} x {shape}" for shape, count in shapes.items()]

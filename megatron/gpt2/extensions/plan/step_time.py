@@ -154,7 +154,7 @@ def step_parts(cluster: Cluster, software: Software, x: Layouts) -> dict[str, An
     head = np.maximum(head_gpu, cluster.host(software.head_kernels, t)) + table_gradient
     embedding = cluster.move(30 * row_bytes) + reduce / 2 + table_gradient
 
-    # In the schedule 1F1B, the slowest stage works on each micro-batch, and the first one waits until the pipeline is
+    # 1F1B: a step takes as long as the slowest stage needs for all micro-batches, plus the time until the pipeline is
     # full.
     micro_batches = x.global_batch / d / b
     crosses_nodes = multi_node & (t * d >= cluster.gpus_per_node)

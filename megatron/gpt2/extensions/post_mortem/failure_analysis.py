@@ -16,7 +16,7 @@ Incident = Mapping[str, Any]
 
 START_WINDOW = 600.0  # All ranks of an attempt start within this number of seconds.
 KILL_WINDOW = 2.0  # A scheduler ends all ranks within this number of seconds.
-# This pattern matches a line of a stack in the data loader.
+# a line of a stack in the data loader
 LOADING_LINE = re.compile(r"data_utils/|train/data\.py|dataloader|DataLoader")
 STOP_SIGNALS = {"SIGTERM", "SIGHUP", "SIGINT", "SIGUSR1"}
 KILLER = "a user, the scheduler, or the system because of too little memory (see the machine's log) ended"
@@ -211,8 +211,8 @@ def _signal_failure(incident: Incident, found: Sequence[Incident]) -> Failure:
     if name != "SIGKILL":
         return make_failure("crashed rank", how)
     killed = [other for other in found if other["kind"] == "rank ended" and other.get("signal") == name]
-    # This checks whether all ranks of the host were lost. The launcher also kills healthy ranks after the first one,
-    # and nobody lost those.
+    # A machine is lost if all of its ranks were lost. The ranks that a launcher kills after the first failure do not
+    # count: no other rank reports them as lost.
     here = {reporting_rank(other) for other in found if other.get("host") == incident["host"]} - {None}
     accused = {rank for other in found if reporting_rank(other) not in here for rank in lost_ranks(other)}
     if len(here) > 1 and here <= {other["rank"] for other in killed} & accused:

@@ -53,8 +53,8 @@ MAX_CLOCK_SKEW = 2.0
 CLOCK_ROUNDS = 5
 SLOW_SAVE = 600.0  # If a save takes more seconds, the disk is too slow.
 SAME_FILES = "give all machines the same files"
-WRITE_TEST_BYTES = 16 << 20  # This number of bytes is written to measure the speed of the --save folder.
-OPTIMIZER_BYTES = 12  # A parameter takes this number of bytes: the master and two moments in fp32.
+WRITE_TEST_BYTES = 16 << 20  # bytes to write for a measurement of the --save folder's speed
+OPTIMIZER_BYTES = 12  # bytes of a parameter: the master and two moments in fp32
 PRODUCT_COUNT = 4
 INNER_SIZE = 256  # Sums of 256 products of -1, 0 and 1 are exact in every precision.
 COLLECTIVES = ("all_reduce_sum", "all_gather", "reduce_scatter", "broadcast")
@@ -210,7 +210,7 @@ def check_clocks(rank_info: RankInfo, device: torch.device) -> Finding:
         dist.barrier()
         rounds.append(gather_rows(torch.tensor([time.time()], dtype=torch.float64, device=device))[:, 0])
     times = torch.stack(rounds)  # [rounds, ranks]
-    # This is the number of seconds by which a clock is ahead of rank 0's clock.
+    # the seconds by which each clock is ahead of rank 0's clock
     offsets = (times - times[:, :1]).median(0).values
     own = float(offsets[rank_info.rank] - offsets.median())
     problem = (

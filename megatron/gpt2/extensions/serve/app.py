@@ -42,7 +42,7 @@ PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 )
 BODY_SECONDS = 30.0  # The body of a request must arrive within this number of seconds.
-ERROR_SEND_SECONDS = 1.0  # This limits the time for sending a final error, because its client may have stopped reading.
+ERROR_SEND_SECONDS = 1.0  # time limit for sending a final error, because the client may have stopped reading
 
 
 def json_response(content: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -7,7 +7,7 @@ from megatron.gpt2.generate.generation import Continuation, ContinuousBatch, Eve
 
 
 class ServerStopping:
-    """This is sent instead of an event if the server stops before the job is complete."""
+    """Passed to `Deliver` instead of an event if the server stops before the job is complete."""
 
 
 # The thread that generates calls this with (number, event) for each event of continuation `number` of a request. An

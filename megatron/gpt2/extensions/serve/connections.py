@@ -12,7 +12,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 GRACE = 2  # When the server stops, open connections have this number of seconds to end.
 CONNECTIONS = 512  # At most this number of connections is open.
-# This limits the seconds for the headers of a request, and for a client that does not read its answer.
+# time limit for the headers of a request, and for a client that does not read its answer
 IDLE_SECONDS = 10.0
 HOST = re.compile(r"(?:\[([^\[\]]*)\]|([^\[\]:]*))(?::\d*)?")  # The form is [IPv6 address]:port or name:port.
 

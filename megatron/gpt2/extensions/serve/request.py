@@ -104,7 +104,7 @@ class MegatronRequestBody(RequestBody):
     temperature: float = Field(1.0, ge=1e-5, le=100)
     add_BOS: bool = False
     stop_token: int | None = None
-    no_log: bool = False  # Texts are never logged.
+    no_log: bool = False  # accepted, because texts are never logged
     beam_width: Literal[None] = None
     top_p_decay: Literal[0, 1] = 0
     prevent_newline_after_colon: Literal[False] = False
@@ -420,7 +420,7 @@ def read_request(body: bytes, served: ServedModel) -> CompletionRequest:
 
 
 def read_megatron_request(body: bytes, served: ServedModel) -> MegatronRequest:
-    """Parse a request in Megatron's form, like `read_request`. Such a request names no model."""
+    """Parse a request in Megatron's form, like `read_request`. Megatron's requests do not name a model."""
     asked, end = parse_body(MegatronRequestBody, body), served.tokenizer.eod
     length = served.length("tokens_to_generate", asked.tokens_to_generate, 64)
     check_rules(

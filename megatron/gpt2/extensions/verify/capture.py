@@ -2,7 +2,7 @@
 
 The ranks do not communicate: each shard has its offset in the global tensor.
 
-Legend: b samples of a micro-batch, s sequence, w width, n heads, d head size, v vocabulary, p model-parallel size.
+Legend: b samples of a micro-batch, s sequence, w width, n heads, d head size, v vocabulary, p tensor-parallel size.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class CapturePoint(NamedTuple):
     gradient: bool = False
 
 
-# These are the outputs of a whole layer, of the embeddings and of the final norm.
+# the outputs of a whole layer, of the embeddings and of the final norm
 MODULE_OUTPUT = CapturePoint(gradient=True)
 # The operations are in the order of a layer.
 CAPTURE_POINTS = (
@@ -161,7 +161,7 @@ class Capture(Hook):
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
         self._is_forward = False
-        if out.dim() == 0:  # This is a loss, and not the hidden states of a stage.
+        if out.dim() == 0:  # the loss, not the hidden states of a stage
             self._losses.append(out.detach())
 
     def _capture(

@@ -54,7 +54,7 @@ from megatron.gpt2.train.trainer import Trainer, build_trainer
 
 STEPS = 3
 HUGGINGFACE = "huggingface"
-# These flags give output for the user, or do work in addition to the training steps.
+# flags for output to the user, and for work in addition to the training steps
 IGNORED_FLAGS = (
     "train.tensorboard_dir",
     "train.wandb_project",
@@ -62,7 +62,7 @@ IGNORED_FLAGS = (
     "checkpoint.async_save",
     "checkpoint.keep_best",
 )
-# These flags define the training and must be equal in all layouts.
+# flags that define the training and must be equal in all layouts
 SAME_FLAGS = (
     "model.num_layers",
     "model.hidden_size",

@@ -64,7 +64,7 @@ MIN_BULK = 1000  # number of elements
 ONE_ROUNDING = 2.0  # a bound for weights that the two runs have in different precisions
 SCALAR_BOUND = 4.0  # a bound for scalars that are not sums over ranks, in units of fp32
 PARAMETERS = ("parameter", "master")
-# These are the upper edges of the histogram's bins, in units: 0, then two edges for each factor of two.
+# the upper edges of the histogram's bins, in units: 0, then two edges for each factor of two
 EDGES = [0.0, *(2.0 ** (half / 2 - 8) for half in range(96)), math.inf]
 
 

@@ -19,7 +19,7 @@ from megatron.gpt2.monitor.plots import BLUE, ORANGE, Curve, as_svg
 COLUMNS = ("ranks", "verdict", "equal", "median", "99 %", "greatest", "of bound", "layout")
 MAX_TENSORS = 300  # A table of the page has at most this number of tensors.
 DATA = "the data loader: the order of the samples, or their assignment to ranks"
-STATE_KINDS = ("gradient", "moment", "master", "parameter")  # These kinds of tensors belong to a parameter.
+STATE_KINDS = ("gradient", "moment", "master", "parameter")  # kinds of tensors that belong to a parameter
 FORWARD_OPERATIONS = {
     "input_layernorm": "the layer norm {module}",
     "post_attention_layernorm": "the layer norm {module}, or the residual sum and the dropout before it",
@@ -78,7 +78,7 @@ def producing_operation(key: TensorKey, facts: Mapping[str, Any]) -> str:
         sums = {
             f"over {num_microbatches} micro-batches": num_microbatches > 1,
             f"over {dp} data-parallel ranks by the {by} of its bucket": dp > 1,
-            f"over {p} model-parallel ranks, since each has a part of the sequence": sequence and is_partial,
+            f"over {p} tensor-parallel ranks, since each has a part of the sequence": sequence and is_partial,
             "over the first and the last stage of the pipeline": facts["pipeline_model_parallel_size"] > 1
             and name == TIED_WEIGHT,
         }

@@ -31,7 +31,7 @@ from mpu.partition import TensorSlice
 
 FORMAT = 2
 INDEX = "trace.json"
-SECOND_MOMENT = "exp_avg_sq of "  # The name of a parameter follows.
+SECOND_MOMENT = "exp_avg_sq of "  # before the name of a parameter
 # The kinds of tensors have the order in which a step computes them.
 KINDS = ("input", "activation", "loss", "activation gradient", "gradient", "scalar", "moment", "master", "parameter")
 
@@ -162,8 +162,10 @@ def write_index(folder: Path, facts: Mapping[str, Any], found: Sequence[Sequence
 
 
 class Trace:
-    """The trace in `folder`; its tensors stay on disk. entries: the entries by (step, name). Raises ValueError if
-    `folder` is not a trace of this version."""
+    """The trace in `folder`; its tensors stay on disk. Raises ValueError if `folder` is not a trace of this version.
+
+    entries: the entries by (step, name).
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -174,6 +174,6 @@ def minority(values: Sequence[int]) -> list[int]:
 
 
 def describe_tensors(tensors: Sequence[tuple[str, str]]) -> str:
-    """Return a text such as "exp_avg of transformer.layers.0.mlp.up.weight and 3 others"."""
+    """Return a text such as "exp_avg of transformer.layers.0.mlp.dense_h_to_4h.weight and 3 others"."""
     (kind, name), *others = tensors
     return f"{kind} of {name}" + (f" and {len(others)} other{'s' * (len(others) > 1)}" if others else "")

@@ -27,9 +27,9 @@ from megatron.gpt2.monitor.timers import TIMER_ORDER, Timers
 from megatron.gpt2.train.trainer import Trainer
 
 MIN_RATIO = 1.5  # A slow part takes this number of times the median of the other ranks.
-# It is also longer than the median by this share of a step, because the times of short parts vary a lot.
+# A slow part is also longer than the median by this share of a step, because the times of short parts vary a lot.
 MIN_SHARE = 0.05
-MIN_LINES = 2  # This must be true for this number of log lines in a row, because one may be chance.
+MIN_LINES = 2  # A warning needs this number of log lines in a row, because one may be chance.
 SAMPLE_INTERVAL = 0.003  # the seconds between two samples of the training thread
 
 

@@ -18,11 +18,11 @@ from data_utils.tokenizers.base import Tokenizer
 from megatron.gpt2.extensions.webtext.shards import UNREADABLE, Shard, ShardRun, document_label
 
 SHORTEST, LONGEST = 9, 2048  # the number of characters of a URL
-# These are names of sites of pictures, sound, video, programs, shops, short links and log-ins, with or without the
-# public suffix; and suffixes of files that are not pages.
+# Names of sites of pictures, sound, video, programs, shops, short links and log-ins, with or without the public suffix;
+# and suffixes of files that are not pages.
 BLACKLIST = Path(__file__).with_name("blacklist.json")
 LANGUAGE_CHARACTERS = 3000  # The language detection reads this number of characters of a text, at 4 MB/s.
-# This pattern matches what ftfy may change: anything but printable ASCII without an ampersand.
+# what ftfy may change: anything but printable ASCII without an ampersand
 SUSPECT = re.compile(r"[^\t\n\x20-\x25\x27-\x7e]")
 WORDS = 13
 WORD = re.compile(r"\w+")
@@ -150,7 +150,7 @@ def word_ngrams(text: str) -> Iterator[tuple[str, ...]]:
     return zip(*(words[start:] for start in range(WORDS)), strict=False)
 
 
-@functools.lru_cache(1)  # A process works on many shards.
+@functools.lru_cache(1)  # cached, because a process works on many shards
 def evaluation_ngrams(paths: tuple[Path, ...], text_key: str) -> tuple[set[tuple[str, ...]], int]:
     """Return the runs of 13 words of the evaluation texts at `paths`, and the number of shorter texts, which cannot be
     found. Raises ValueError if there are no runs, or for a line without text under `text_key`."""

@@ -35,7 +35,7 @@ EMPTY = np.uint64(2**64 - 1)
 FACTORS = tuple(np.uint64(factor) for factor in (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9))
 MIXER = np.uint64(0xFF51AFD7ED558CCD)
 HALF = np.uint64(32)
-# These values, added to the first hashes, give the hashes of each round.
+# The hashes of round i are the first hashes plus ROUNDS[i].
 ROUNDS = np.arange(2 * VALUES, dtype=np.uint64) * FACTORS[1]
 
 ShardTable = list[dict[str, Any]]  # Each shard has "name", "documents" and "sha256".
@@ -195,7 +195,7 @@ def shard_offsets(shards: ShardTable) -> list[int]:
     return [0, *itertools.accumulate(shard["documents"] for shard in shards)][:-1]
 
 
-@functools.lru_cache(1)  # A process works on many shards.
+@functools.lru_cache(1)  # cached, because a process works on many shards
 def read_table(path: Path) -> tuple[ShardTable, list[Any]]:
     """Return the shards and the other lines of a file of pairs or groups. Raises ValueError for other files."""
     try:

@@ -44,7 +44,7 @@ SAMPLES = 3  # A manifest has this number of samples for each reason.
 UNREADABLE = "unreadable"
 
 Document = dict[str, Any]
-Progress = Callable[[int], object]  # The stage calls it with the number of bytes that were read.
+Progress = Callable[[int], object]  # called by the stage with the number of bytes that were read
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def parse_document(path: Path, content: bytes, text_key: str) -> Document:
     if text_key != "text":
         document["text"] = document.pop(text_key)
     if b"\\ud" in content.lower():
-        # This raises an error for a lone surrogate, which only an escape can contain.
+        # Encoding fails for a lone surrogate, which only an escape in the JSON can contain.
         json_line({**document, "text": text})
     return document
 

@@ -18,7 +18,7 @@ from megatron.gpt2.checkpoint.writer import ShardedTensor
 from megatron.gpt2.optimizer.param_and_grad_buffer import ParamShard
 from mpu import PartitionSpec
 
-VOCAB = 130  # It is padded to 256, so at model-parallel size 4 the last rank has only padding.
+VOCAB = 130  # padded to 256, so that at tensor-parallel size 4 the last rank has only padding
 SPECS = {
     "embedding": PartitionSpec((VOCAB, 8), 0, 256),
     "column": PartitionSpec((24, 8), 0),

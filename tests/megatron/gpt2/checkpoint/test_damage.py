@@ -13,7 +13,8 @@ import pytest
 from megatron.gpt2.checkpoint.save_folder import LATEST_FILE, find_checkpoint
 from tests.megatron.gpt2.checkpoint.saved_states import find, save
 
-OLDER, NEWER = 1, 3  # A flipped bit in the tracker file changes one into the other.
+# iterations whose numbers differ in one bit, so that a flipped bit in the tracker file names the other one
+OLDER, NEWER = 1, 3
 FOLDERS = {iteration: f"iter_{iteration:07d}" for iteration in (OLDER, NEWER)}
 
 
@@ -78,7 +79,8 @@ def test_no_damage_is_silent(folder: Path, name: str) -> None:
 # ---------------------------------------------------------------------------------------------------------- trackers
 
 
-WORDS = b"abc release None -3 +3 3.0 3e0 0x3 0_3 1,3 {} iter_0000003 ../iter_0000003 700".split()  # 700 does not exist.
+# words for the tracker file; iteration 700 does not exist
+WORDS = b"abc release None -3 +3 3.0 3e0 0x3 0_3 1,3 {} iter_0000003 ../iter_0000003 700".split()
 GARBAGE = [*WORDS, b"", b"\n", b" ", b"1\n3", b"\0\0\0\0", b"\xff\xfe3\0", b"9" * 70, b"9" * 5_000_000]
 # The bytes are digits of other scripts, and a byte order mark.
 GARBAGE += [text.encode() for text in ("٣", "３", "\ufeff3")]

@@ -29,7 +29,7 @@ ROWS = torch.arange(32.0).view(8, 4)  # Each rank has two rows.
 
 def save_lose_and_assemble(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     logged: list[str] = []
-    own = folder / HOSTS[rank]  # This folder represents the memory of this machine.
+    own = folder / HOSTS[rank]  # a folder that represents the memory of this machine
     local = LocalCheckpoints(own / "abc", HOSTS, rank, dist.group.WORLD, "word", logged.append)
     saved, synced = [], list[str]()
     patch = pytest.MonkeyPatch()
@@ -43,7 +43,7 @@ def save_lose_and_assemble(rank: int, world_size: int, folder: Path) -> dict[str
     found["files"] = sorted(str(path.relative_to(own / "abc")) for path in own.rglob("*.safetensors"))
     dist.barrier()
     if rank == 0:
-        shutil.rmtree(folder / "b")  # A new machine replaces it.
+        shutil.rmtree(folder / "b")  # A new machine with an empty disk replaces machine b.
         (folder / RUN_NAME_FILE).write_text("abc")
     port = [TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False) if rank == 0 else None]
     number = torch.tensor(port[0].port if port[0] else 0)
@@ -76,7 +76,7 @@ def test_a_machine_that_is_lost_gets_everything_from_the_others(tmp_path: Path) 
     found = run_ranks(save_lose_and_assemble, 4, tmp_path)
     assert all(one["saved"] == [True] * 3 and one["older"] is None for one in found)
     assert sum(one["synced"] for one in found) == 3 * (4 + 4), "the files of four ranks, and a copy of each"
-    # These are the last two checkpoints. Each machine has the files of its ranks and of the previous machine.
+    # the last two checkpoints; each machine has the files of its ranks and of the previous machine
     by_machine = {"a": (0, 2, 3), "b": (1, 0), "c": (2, 3, 1)}
     for host, one in zip(HOSTS, found, strict=True):
         assert one["files"] == sorted(

@@ -161,7 +161,7 @@ def test_boxes_of_more_than_one_manifest_holds(tmp_path: Path, monkeypatch: pyte
 
 # ---------------------------------------------------------------------------------------------------- version 1
 
-# This is the hash of names and values that the program of version 1 computed.
+# the hash of names and values that the program of version 1 computed
 VALUES = "51a1e16ca887702a72ed94f9af38b9afabe8aa1833a34a7c5d594fceb6b8aea4"
 
 

@@ -185,8 +185,7 @@ def test_keep_last(tmp_path: Path) -> None:
     assert list_iterations(tmp_path) == ["100", "200", "300"]
     save(tmp_path, 400, keep_last=2)
     assert list_iterations(tmp_path) == ["300", "400"]
-    # The run goes back to 300. Newer iterations and folders renamed to .old-N belong to an earlier course of the run
-    # and stay.
+    # The run was rewound to 300. Newer iterations and folders renamed to .old-N are from before that, and stay.
     (tmp_path / LATEST_FILE).write_text("300")
     shutil.rmtree(tmp_path / "iter_0000300" / "mp_rank_01")
     assert "now" in "".join(save(tmp_path, 300, keep_last=1, seed=5))
@@ -449,7 +448,7 @@ def test_one_owner(tmp_path: Path) -> None:
     with pytest.raises(FolderInUse, match=rf"--save {tmp_path} is in use by process {os.getpid()} on "):
         Lease(tmp_path)
     assert not save_as(first, 1)
-    first._released.set()  # The first owner stops renewing, as if its machine had stopped.
+    first._released.set()  # Stop renewing the first lease, as if its machine had stopped.
     second = Lease(tmp_path)
     assert not save_as(second, 2)
     (warning,) = save_as(first, 3)
@@ -475,7 +474,7 @@ def test_an_owner_that_stops_inside_a_commit(
     back."""
     first = Lease(tmp_path)
     assert not save_as(first, 1)
-    first._released.set()  # The owner stops, so its thread does not renew the lease.
+    first._released.set()  # Stop renewing the lease, as a suspended owner would.
     first._renewal.join()
     owners, check = [first], first.check
 
@@ -509,8 +508,8 @@ def wait_until(condition: Callable[[], object], rank: StartedRank) -> None:
 
 
 def test_the_other_half_of_a_partition_ends(tmp_path: Path) -> None:
-    """The first run stops and later goes on, like machines that lost the network for a time. The first run must not
-    save or write records any more."""
+    """The first run is suspended and later continues, like a machine that lost the network for a time. It must not save
+    or write records any more."""
     write_text(tmp_path)
     save_folder = tmp_path / "save"
 

@@ -56,7 +56,7 @@ def test_what_changes_after_the_save_began_is_not_saved(tmp_path: Path, monkeypa
     go = threading.Event()
 
     def slow(*arguments: Any) -> FileInfo:
-        assert go.wait(240)  # The thread waits until `save` has returned.
+        assert go.wait(240)  # lets the writing thread wait until `save` has returned
         return write_safetensors(*arguments)
 
     monkeypatch.setattr(checkpointing, "write_safetensors", slow)

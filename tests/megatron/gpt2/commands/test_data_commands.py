@@ -81,8 +81,8 @@ def test_killed_at_any_moment_and_started_again(tmp_path: Path) -> None:
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
-    """The disk is full at the start, in a shard, in the merge: one error line, no partial files; with room, it
-    continues."""
+    """If the disk is full at the start, in a shard or in the merge, the program prints one error line and leaves no
+    partial files. With room it continues."""
     disk = tmp_path / "disk"
     disk.mkdir()
     path = write(tmp_path / "a.jsonl", 20_000)  # 21 MB, which are 2 shards with 42 MB of tokens in each of two copies

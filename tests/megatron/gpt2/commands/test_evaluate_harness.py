@@ -234,7 +234,7 @@ def scores(folder: Path, model: Any, **settings: Any) -> Scores:
 
 
 def test_the_same_scores_over_http(folder: Path, loaded: LoadedModel, served: Any) -> None:
-    """The settings are those of the manual. Texts that are too long for the model lose the same tokens."""
+    """Use the settings of docs/how-to/evaluation.md. Texts that are too long for the model lose the same tokens."""
     text = (ROOT / "docs" / "how-to" / "evaluation.md").read_text()
     arguments = re.search(r"--model local-completions --model_args (\S+)", text)[1] + ",num_concurrent=3,batch_size=4"
     for printed, own in (

@@ -187,7 +187,7 @@ def test_a_terminal(saved: Path, ranks: str) -> None:
 
     try:
         wait_for(rb"prompt> ")
-        os.write(main_end, b"Obce\x1b[D\x1b[D\x7fn\r")  # The keys are twice left, backspace, and the right letter.
+        os.write(main_end, b"Obce\x1b[D\x1b[D\x7fn\r")  # the keys left, left, backspace, and the right letter
         wait_for(rb"\nOnce.")
         os.write(main_end, b"\x03")
         wait_for(rb"prompt> ")

@@ -171,7 +171,7 @@ def test_the_page_of_flags_is_up_to_date(capsys: pytest.CaptureFixture[str]):
     )
 
 
-# These are the most common keys in DeepSpeed's own examples and documentation.
+# the most common keys in DeepSpeed's own examples and documentation
 WHOLE = """
     {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2,
     "gradient_clipping": 0.5, "steps_per_print": 10, "wall_clock_breakdown": false, "fp16": {"enabled": true,

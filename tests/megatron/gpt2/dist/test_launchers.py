@@ -45,7 +45,7 @@ for task in "${tasks[@]}"; do wait "$task" || exit; done
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("launchers")
-    os.utime(write_text(folder), (1e9, 1e9))  # The time is old, because each rank would hash a new file again.
+    os.utime(write_text(folder), (1e9, 1e9))  # an old mtime, because each rank would hash a new file again
     return folder
 
 
@@ -209,7 +209,7 @@ def test_ranks_with_different_data_end_with_one_line(folder: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("flags, code", [("", 2), ("--elastic", 1)])
 def test_exit_code_without_rank_0(folder: Path, flags: str, code: int) -> None:
-    """With --elastic the network may come back, so launchers must try again."""
+    """With --elastic the network may return, so the exit code must let launchers try again."""
     words = f"--save {folder}/alone --rank 1 --world-size 2 --init-method tcp://localhost:{free_port()} {flags}"
     ended, said = StartedRank(folder, [*words.split(), "--init-timeout", "0.2"], {}).end()
     assert ended == code and re.fullmatch(r"error \(\S+\): rank 0 did not join within 0.2 s .*\n", said), said
@@ -231,7 +231,7 @@ STEP = variables(
     "SLURM_PROCID=5 SLURM_NTASKS=7 SLURM_LOCALID=1 SLURM_NODEID=1 SLURM_STEP_ID=0 SLURM_STEP_TASKS_PER_NODE=4,3 "
     "SLURM_JOB_ID=123456 SLURMD_NODENAME=node004 SLURM_STEP_NODELIST=node[003-004]"
 )
-SCRIPT = {name: value for name, value in STEP.items() if "STEP" not in name}  # A batch script has these variables.
+SCRIPT = {name: value for name, value in STEP.items() if "STEP" not in name}  # the variables of a batch script
 BY_HAND = "--rank 1 --world-size=3 --init-method tcp://node1:6000"
 
 
@@ -349,7 +349,7 @@ def test_errors_of_launch_settings(argv: str, environ: str, message: str) -> Non
     "flags, gpus, starts",
     [
         ("--nproc-per-node 4", 0, 4),
-        ("--nproc_per_node=1", 0, 0),  # This process is the rank.
+        ("--nproc_per_node=1", 0, 0),  # The launched process is the rank.
         ("--nproc-per-node 0", 0, 2),
         ("--nproc-per-node 0", 1, 0),
         ("--nproc-per-node 0", 8, 8),

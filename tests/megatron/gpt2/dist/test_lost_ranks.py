@@ -28,7 +28,7 @@ HOST = os.uname().nodename
 OF_REDUCE = "all_reduce (mpu/mappings.py:61, called at mpu/layers.py:210)"
 REDUCES = RankLocation(True, OF_REDUCE)
 RECEIVES = RankLocation(True, "wait (mpu/p2p_communication.py:35, called at schedule_runner.py:9)")
-READS = RankLocation(False, "data_utils/samplers.py:88 (next_batch)")
+READS = RankLocation(False, "data_utils/gpt2_dataset.py:88 (rows)")
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ READS = RankLocation(False, "data_utils/samplers.py:88 (next_batch)")
             {3: REDUCES, 0: REDUCES, 1: REDUCES, 2: READS},
             {},
             f"rank 2 (b) did not reach {OF_REDUCE} within 6 s, where ranks 0-1 (a) and 3 (b) wait: rank 2 is at "
-            "data_utils/samplers.py:88 (next_batch)",
+            "data_utils/gpt2_dataset.py:88 (rows)",
         ),
         (
             {0: REDUCES, 1: RECEIVES, 3: REDUCES},

@@ -367,7 +367,7 @@ def test_a_gloo_interface_that_does_not_exist() -> None:
 
 
 def test_the_gloo_interface_of_a_mac(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo0"), (4, "en0")])  # A Mac has these interfaces.
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo0"), (4, "en0")])  # the interfaces of a Mac
     environ: dict[str, str] = {}
     set_gloo_interface("127.0.0.1", [], environ)
     assert environ == {"GLOO_SOCKET_IFNAME": "lo0"}

@@ -43,7 +43,7 @@ def first_stop(stop: StopSignal, at_step: Callable[[int], bool | None]) -> tuple
 
 def stop_two_ranks(rank: int, world_size: int) -> list[tuple[int, str]]:
     results = []
-    with contextlib.closing(StopSignal()) as stop:  # The signal goes only to rank 1.
+    with contextlib.closing(StopSignal()) as stop:  # Send the signal to rank 1 only.
         results.append(
             first_stop(stop, lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == rank * 7 else None)
         )

@@ -190,7 +190,7 @@ STREAMS = IN_BOTH | {
     "nothing": b"",
 }  # fmt: skip
 GOOD_LEGACY = tensor(storage(end=b"N"))
-# These are records of 100 MB each, in a file of 400 KB.
+# records of 100 MB each, in a file of 400 KB
 THOUSANDS = b"".join(tensor(storage(numel=b"J\0\0\x80\x01", end=b"N", key=text(str(i)))) for i in range(2000))
 LEGACY: dict[str, tuple[bytes, Any, bytes]] = {
     **{name: (stream.replace(b"K\x04tQ", b"K\x04NtQ"), ["0"], FOUR) for name, stream in IN_BOTH.items()},
@@ -387,7 +387,7 @@ FILES |= {function.__name__: function for function in (ranks_up_to_999, a_tracke
 
 # --- .metadata: streams of instructions, and genuine ones in which one thing was changed
 
-# These functions have side effects; the cases are the ways in which a pickle calls them.
+# Functions with side effects. The cases are the ways in which a pickle calls them.
 ACTING = """os.system posix.system subprocess.check_call builtins.eval builtins.open builtins.__import__
     builtins.getattr builtins.bytearray shutil.rmtree pathlib.Path.touch pathlib.Path torch.load torch.save
     functools.partial numpy.save torch.distributed.checkpoint.metadata.os.system

@@ -33,11 +33,11 @@ from tests.conftest import error_line
 SHAPE = ModelConfig(
     num_layers=4, hidden_size=48, num_attention_heads=4, ffn_hidden_size=80, vocab_size=101, max_position_embeddings=24
 )
-PADDED = 128  # The padded size is this number times the number of ranks.
+PADDED = 128  # padded size / number of ranks
 KINDS = ("model", "master", "exp_avg", "exp_avg_sq")
 TOLERANCE = 5e-6  # the tolerance of a logit
 RANK_FILE = "model_optim_rng.pt"
-# These are parts of our names, and of the names of other programs.
+# parts of our names, and the same parts of the names of other programs
 OPENAI = {
     "word_embeddings": "wte",
     "position_embeddings": "wpe",
@@ -71,10 +71,10 @@ def random_weights(shape: ModelConfig = SHAPE, seed: int = 0) -> dict[str, Tenso
 
 FORMATS = {
     "flat": "megatron-2019",
-    "v1": "megatron-v2",  # Megatron v1.0 and v2.0 write this form.
-    "v2": "megatron-v3",  # Megatron v2.6 writes this form.
+    "v1": "megatron-v2",  # the form of Megatron v1.0 and v2.0
+    "v2": "megatron-v3",  # the form of Megatron v2.6
     "core": "megatron-core",
-    "fused": "megatron-core",  # Megatron Core with Transformer Engine writes this form.
+    "fused": "megatron-core",  # the form of Megatron Core with Transformer Engine
 }
 
 

@@ -1,4 +1,5 @@
-"""Test `convert --to gguf`: tensors and tokens by the reader of the gguf package; tokens and logits of llama.cpp."""
+"""Test `convert --to gguf`: read tensors and tokens with the gguf package, and compare tokens and logits with those of
+llama.cpp."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from tests.megatron.gpt2.formats.sample_checkpoints import (
 
 KINDS = ("builtin", "bytes", "SentencePieceTokenizer")
 WORDS = "the children of a small town went home when it was late, and their 12 dogs didn't follow: «été» 日本".split()
-# This is the largest error of a logit, for weights of this type.
+# the largest error of a logit, for weights of this type
 ROUNDING = {"fp32": 2e-3, "fp16": 5e-3, "bf16": 5e-2, "q8_0": 2e-1}
 
 pytestmark = needs("gguf", extra="gguf")

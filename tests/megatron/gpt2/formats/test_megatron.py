@@ -134,7 +134,7 @@ def joined(kind: str, name: str) -> Tensor:
         else:
             number = held["optimizer_state_dict"]["param_groups"][vector]["params"][index]
             shards.append(held["optimizer_state_dict"]["state"][number][kind])
-    # Its QKV rows already have the order [heads, 3, head size], so they equal the rank's shard.
+    # The QKV rows already have the order [heads, 3, head size], so they equal the rank's shard.
     if "query_key_value" in name:
         q, k, v = (torch.cat([shard.view(3, 2, 16, -1)[part] for shard in shards]) for part in range(3))
         return torch.stack([q, k, v], 1).reshape(-1, *shards[0].shape[1:])
@@ -192,7 +192,7 @@ def test_ranks_of_two_iterations_or_two_runs(tmp_path: Path):
 
 # --- files of every version, made of known weights
 
-# Each case has form, checkpoint_version, model-parallel size, pipeline stages, legacy stream, and the format's name.
+# Each case has form, checkpoint_version, tensor-parallel size, pipeline stages, legacy stream, and the format's name.
 MADE = [
     ("flat", 0, 1, 1, True, "megatron-2019"),
     ("flat", 0, 2, 1, True, "megatron-2019"),
@@ -351,7 +351,7 @@ def as_megatron_splits(
     top: dict[str, Any], source: BaseCheckpoint, layout: MegatronLayout, rank: int, stage: int
 ) -> None:
     """Check a file with Megatron's own formulas (ParallelTransformer of v2.6, get_transformer_layer_offset of Core): it
-    has the layers of its stage. Its QKV rows already have the order [heads, 3, head size], so they equal the rank's
+    has the layers of its stage. The QKV rows already have the order [heads, 3, head size], so they equal the rank's
     shard."""
     num_layers = source.metadata["config"]["model"]["num_layers"]
     p, v = layout.pipeline, layout.virtual(num_layers)
@@ -402,7 +402,8 @@ def test_a_stage_that_is_missing_or_of_another_run_is_named(tmp_path: Path):
         files = sorted(folder.glob(f"iter_0000007/{gone}"))
         for file in files:
             shutil.rmtree(file)
-        assert_refused(folder, f"{files[0].name}/{RANK_FILE} is missing", "2 model-parallel ranks", "3 pipeline stages")
+        missing = f"{files[0].name}/{RANK_FILE} is missing"
+        assert_refused(folder, missing, "2 tensor-parallel ranks", "3 pipeline stages")
         shutil.rmtree(folder)
     file = whole / f"iter_0000007/mp_rank_01_001/{RANK_FILE}"
     changed(file, lambda top: top.pop("model1"))
@@ -439,7 +440,7 @@ def test_the_program_reads_and_writes_pipelines(tmp_path: Path, capsys: pytest.C
     layout = ["--model-parallel-size", "2", "--target-pipeline-model-parallel-size", "2", V, "1"]
     assert tool.main(["convert", theirs, deeper, "--to", "megatron-core", "--check", *layout]) == 0
     said = capsys.readouterr().out
-    assert "(megatron-core, 2 model-parallel ranks of 2 pipeline stages)\n" in said and "in fp32: 0\n" in said
+    assert "(megatron-core, 2 tensor-parallel ranks of 2 pipeline stages)\n" in said and "in fp32: 0\n" in said
     assert tool.main(["split", theirs, four, "--model-parallel-size", "1", P, "4"]) == 0
     merge = ["--load", deeper, "--save", single, "--tensor-model-parallel-size", "2", P]
     with pytest.raises(ValueError, match=f"{P} 4: .* holds the files of 2"):

@@ -62,7 +62,7 @@ def test_tensors_are_those_that_megatron_core_held(folders: dict[str, Path], nam
             found = source.read(f"{kind}.{parameter}")
             assert found.dtype == (torch.bfloat16 if kind == "model" and not fp32 else torch.float32)
             rows = value[:VOCABULARY] if parameter == "word_embeddings.weight" else value
-            # Some fixtures have 16 positions.
+            # The checkpoints of some cases have 16 positions.
             found = found[:12] if parameter == "position_embeddings.weight" else found
             assert torch.equal(found.float(), rows), f"{kind}.{parameter}"
     assert without == ("master.word_embeddings.weight" not in source.tensors)
@@ -228,7 +228,7 @@ def moved(source: BaseCheckpoint) -> BaseCheckpoint:
     )
 
 
-@pytest.mark.wide  # Importing megatron-core takes 11 s, twice.
+@pytest.mark.wide  # in the wide run, because it imports megatron-core twice, which takes 22 s
 def test_megatron_cores_own_loader_reads_what_is_written(folders: dict[str, Path], tmp_path: Path):
     """megatron-core loads the weights (checked by logits), the schedule, and Adam's state in three layouts (checked by
     saving it again)."""

@@ -128,7 +128,7 @@ def prompt_scores(model: GPT2Model, **options: Any) -> list[tuple[list[float], l
 
 
 def test_prompt_scores_equal_text_scores(model: GPT2Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_runner, "ROWS", 7)  # Each prompt then has several parts.
+    monkeypatch.setattr(model_runner, "ROWS", 7)  # so that each prompt is scored in several parts
     found = prompt_scores(model)
     assert [len(nats) for nats, _ in found] == [15, 0, 0, 31, 2], "of a prompt that is too long, its end"
     for (nats, likeliest), (prompt, alternatives) in zip(found, SCORED, strict=True):
@@ -269,7 +269,8 @@ def test_finish_reasons_and_text(model: GPT2Model) -> None:
         model.transformer.final_layernorm.weight.zero_()
         model.transformer.final_layernorm.bias.copy_(model.word_embeddings.weight[TOKENIZER.eod] * 10)
         model.word_embeddings.weight[TOKENIZER.vocab_size :].copy_(model.word_embeddings.weight[TOKENIZER.eod] * 20)
-    c = Continuation(list(b"Once"), Sampling())  # The padded ids are even more likely, but never drawn.
+    # The logits of padded ids are even higher, but these ids are never drawn.
+    c = Continuation(list(b"Once"), Sampling())
     assert [getattr(generated, "id", None) for generated in generator.stream([c])] == [TOKENIZER.eod]
     assert (c.ids, c.finish) == ([], "end")
 

@@ -63,7 +63,7 @@ def huggingface_results(gelu: str) -> Expected:
         )
     ).train()
     with torch.no_grad():
-        # This includes biases, because zeros would hide a bias that each rank adds.
+        # Change the biases too, because zeros would hide a bias that each rank adds.
         for parameter in theirs.parameters():
             parameter.normal_(0, 0.15)
     text = torch.randint(0, 101, (3, 21))
@@ -116,7 +116,7 @@ def test_published_parameter_counts():
     config = SHAPE_345M
     assert count_parameters(config, 1) == (354_823_168, 354_871_296)
     assert count_parameters(config, 2)[1] == 178_034_688
-    # Megatron pads to a multiple of 128 × model-parallel size: 50,432 rows at size 2.
+    # Megatron pads to a multiple of 128 × tensor-parallel size: 50,432 rows at size 2.
     assert count_parameters(replace(config, make_vocab_size_divisible_by=256), 2)[1] == 178_100_224
 
 
@@ -133,8 +133,8 @@ def test_specs_and_counts_are_those_of_the_real_model(world_size: int):
 
 
 def test_specs_need_no_process_group():
-    """For every size, even if it does not divide the model's dimensions. The order is that of
-    the model's parameters."""
+    """Specs exist for every size, even if it does not divide the model's dimensions, in the order of the model's
+    parameters."""
     mpu.destroy_model_parallel()
     for size in (1, 3, 512):
         specs = model_partition_specs(SHAPE_345M, size)
@@ -167,8 +167,8 @@ def test_flops_per_token_is_megatrons_formula():
 
 
 def partial_and_complete(rank: int, world_size: int) -> dict[str, list[bool]]:
-    """For each replicated parameter, is its gradient complete (that of whole sequences)? After a plain backward, after
-    mpu's sum in fp32 and in bf16, and with a hook on the parameter."""
+    """Return for each replicated parameter whether its gradient is that of whole sequences: after a plain backward,
+    after mpu's sum in fp32 and in bf16, and with a hook on the parameter."""
     mpu.initialize_model_parallel(world_size)
     tokens = torch.arange(4 * 32).view(4, 32) % 97
 
@@ -248,7 +248,7 @@ FULL = {"recompute_granularity": "full"}
         (2, 0.0, FULL, {"allreduce": ALL_REDUCES + LAYERS, "allgather": 1}),
         (2, 0.1, FULL, {"allreduce": ALL_REDUCES + 2 * LAYERS, "allgather": 1}),
         # Each all-reduce becomes a reduce-scatter and an all-gather; backward gathers the input of both column-parallel
-        # layers again. The loss uses a different all-gather (of a list).
+        # layers again. The loss still calls the all-gather of a list, which torch counts separately.
         (
             2,
             0.0,

@@ -79,7 +79,7 @@ def test_evaluation_line() -> None:
     final = log_lines.evaluation_line(EvaluationRecord(1000, "test", 3.0), final=True)
     assert "validation loss at the end of training for test data | LM loss: 3.000000E+00 |" in final
     assert "the end of training for val data" in log_lines.evaluation_line(evaluation, final=True)
-    assert EvaluationRecord(1, "valid", 1e6).ppl == math.inf  # The run has diverged.
+    assert EvaluationRecord(1, "valid", 1e6).ppl == math.inf  # a run that has diverged
 
 
 def test_metrics_have_one_record_per_line_and_no_nan(tmp_path: Path) -> None:
@@ -302,7 +302,7 @@ def test_device_events_are_read_only_when_done(monkeypatch: pytest.MonkeyPatch) 
     for _ in range(3):
         with timers("forward"):
             pass
-    LateEvent.done = 4  # Of 6 events, these are two intervals of one tick each.
+    LateEvent.done = 4  # The first 4 of 6 events are complete: two intervals of one tick.
     assert timers.take_ms(1) == {"forward": 2.0}
     with timers("forward"):  # The timer uses a pair of events again.
         pass
@@ -343,7 +343,7 @@ def test_profile(work: Path, capfd: pytest.CaptureFixture[str]) -> None:
     {
         "": (),
         "--profile 10 20": (10, 20),
-        # Today's Megatron profiles the iterations after the start.
+        # In Megatron today, the first profiled iteration is the one after --profile-step-start.
         "--profile --use-pytorch-profiler": (11, 12),
         "--profile --profile-step-start 4 --profile-step-end 6 --profile-ranks 0 3": (5, 6),
         "--profile-step-start 4": (),

@@ -211,7 +211,7 @@ class EventRecorder:
         )
 
     def _reduce(self, sent: Tensor, **options: Any) -> Any:
-        if options.get("async_op"):  # The all-reduce of the norm is synchronous.
+        if options.get("async_op"):  # Leave out the all-reduce of the norm, which is synchronous.
             self.events.append(("reduce", self.bucket_with_gradients(sent)))
         return EventRecorder.all_reduce(sent, **options)
 

@@ -91,7 +91,8 @@ def test_update_is_that_of_torch(folder: Path) -> None:
 
 
 def with_muon(cases: list[LayoutCase]) -> list[LayoutCase]:
-    return [case._replace(flags=f"{case.flags} {MUON} --mup-base-width 32") for case in cases]  # The width h is 64.
+    # h is 64, twice the base width.
+    return [case._replace(flags=f"{case.flags} {MUON} --mup-base-width 32") for case in cases]
 
 
 def train_in_batches(*arguments: Any) -> list[dict[str, Any]]:

@@ -61,7 +61,7 @@ def make_schedule(style: str, **changes: Any) -> Callable[[float], float]:
 )
 def test_styles(style, half_way, end):
     rate = make_schedule(style)
-    assert [rate(n) for n in (0, 5, 10)] == [0.0, 0.5, 1.0]  # The rate is below the floor during the warm-up.
+    assert [rate(n) for n in (0, 5, 10)] == [0.0, 0.5, 1.0]  # During the warm-up the rate may be below the floor.
     assert rate(55) == pytest.approx(half_way, rel=1e-12)
     assert rate(100) == pytest.approx(end, rel=1e-12) and rate(1000) == rate(100)
     config = OptimizerConfig(lr=1.0, min_lr=0.1, lr_decay_style=style, lr_warmup_fraction=0.1)
@@ -157,7 +157,8 @@ def test_fp16_overflow_is_agreed_and_survived(tmp_path: Path, world_size: int, f
         # With hysteresis 2, the first overflow only skips, the next two halve the scale, and three clean steps double
         # it.
         assert result["scale"] == [1024, 1024, 1024, 1024, 512, 256, 256, 256, 512, 512]
-        assert result["moved"] == [False, True, False, False, False, True, True, True, True]  # The first rate is 0.
+        # The first update has rate 0.
+        assert result["moved"] == [False, True, False, False, False, True, True, True, True]
         assert result["counted"] == (3, 7)
         assert result["rate"][2:6] == [result["rate"][2]] * 4, "a skipped step does not move the schedule"
         assert result["finite"]

@@ -97,7 +97,7 @@ def formula_values(config: Config, stage: int, replica: int) -> dict[str, float]
     buffers."""
     h, s, layers, padded = 1024, 1024, 24 // P, 50304
     partial = 6 * h * layers + (s * h if stage == 0 else 0) + (2 * h if stage == P - 1 else 0)
-    others = layers * 7 * h // T  # These are split biases, which share the last bucket with partial gradients.
+    others = layers * 7 * h // T  # split biases, which share the last bucket with partial gradients
     matrices, tied = layers * 12 * h * h // T, padded * h // T if stage in (0, P - 1) else 0
     parameters = matrices + tied + others + partial
     bucket = others + partial + (0 if tied else matrices)  # The tied matrix separates two buckets.

@@ -20,7 +20,8 @@ FLAGS = (
     "--exact-layouts 4 --global-batch-size 12 --micro-batch-size 1 --attention-dropout 0.1 --hidden-dropout 0.1 "
     "--hidden-size 64 --num-layers 4 --split 80,20 --clip-grad 0.5"
 )
-FP16 = f"--precision fp16 --initial-loss-scale {2**21} --loss-scale-window 3"  # The first steps overflow.
+# a scale with which the first steps overflow
+FP16 = f"--precision fp16 --initial-loss-scale {2**21} --loss-scale-window 3"
 
 
 class ExactCase(NamedTuple):

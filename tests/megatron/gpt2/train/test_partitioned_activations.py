@@ -55,7 +55,7 @@ def test_recomputation_is_bit_identical(tmp_path: Path, world_size: int, precisi
 @pytest.mark.parametrize(
     "line, device, said",
     [
-        ("--checkpoint-activations --partition-activations", "cuda", ["there is one model-parallel rank"]),
+        ("--checkpoint-activations --partition-activations", "cuda", ["there is one tensor-parallel rank"]),
         ("--partition-activations --model-parallel-size 2", "cuda", ["it needs --recompute-granularity full"]),
         (
             "--checkpoint-activations --distribute-saved-activations --sequence-parallel --model-parallel-size 2",

@@ -40,7 +40,7 @@ def straight_twice_and_resumed(rank: int, world_size: int, folder: Path, flags: 
     trainer.checkpoints.finish()
     assert trainer.checkpoints.saved_iteration == 4
     finish(trainer)
-    torch.manual_seed(99)  # Changes of the generators before the resume must not matter.
+    torch.manual_seed(99)  # The state of the generators before the resume must not matter.
     trainer = start(rank, world_size, folder, f"--save {folder}/resumed --load {folder}/resumed {flags}")
     assert trainer.progress.iteration == 4
     second = steps(trainer, 4)

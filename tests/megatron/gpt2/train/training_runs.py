@@ -29,7 +29,7 @@ SMALL = (
     "--hidden-dropout 0 --make-vocab-size-divisible-by 8"
 ).split()
 
-# These flags give the same model for tests without a training run.
+# flags that give the same model, for tests without a training run
 SHAPE = ModelConfig(
     num_layers=2,
     hidden_size=128,

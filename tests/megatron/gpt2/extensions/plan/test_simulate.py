@@ -95,8 +95,8 @@ def test_pipeline_takes_as_long_as_its_timetable(flags: str) -> None:
 
 
 def test_stages_share_cores() -> None:
-    """Two stages on one core work in turn, without a bubble. If each has a machine of its own, the file of this machine
-    says that a core has two ranks, so the other rank of a stage takes half of it."""
+    """Two stages on one core work in turn, without a bubble. On separate machines, each core still has two ranks, as
+    the machine's file says, so a stage gets half of it."""
     free = dict.fromkeys(("matmul_flops", "memory_bandwidth", "send", "network_send"), 1e30)
     machine = cluster(**free, send_latency=1e-30, kernel=1.0)
     inputs = dataclasses.replace(gpu_inputs(f"{PIPELINE} --num-layers 4", 2), device="cpu")

@@ -295,7 +295,7 @@ FAILURES: dict[str, tuple[list[Line], str, str]] = {
         "crash loop: crashed rank",
         "rank 1 .node001. was ended by SIGSEGV",
     ),
-    # The error itself has this cause.
+    # The error has an attribute with this cause.
     **{
         cause: (
             [rank_incident(1, 9, kind, f"an error: {cause}", cause=cause)],

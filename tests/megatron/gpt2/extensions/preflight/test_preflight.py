@@ -49,7 +49,9 @@ def little_memory(device: torch.device, local_world_size: int) -> tuple[int, str
 class Defect(NamedTuple):
     """A defect, and a pattern of the text of each row that names it.
 
-    flags: of all ranks. own, patches: of rank 1.
+    flags: the flags of all ranks.
+    own: further flags of rank 1.
+    patches: changes on rank 1.
     """
 
     found: dict[str, str]

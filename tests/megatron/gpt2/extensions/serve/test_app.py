@@ -55,7 +55,7 @@ def model() -> Iterator[GPT2Model]:
     mpu.initialize_model_parallel(1)
     model = GPT2Model(CONFIG).eval()
     with torch.no_grad():
-        model.word_embeddings.weight[TOKENIZER.eod] = 0  # The end of a document is never among the most likely tokens.
+        model.word_embeddings.weight[TOKENIZER.eod] = 0  # Its logit is 0, which is never among the 3 largest ones.
     yield model
     mpu.destroy_model_parallel()
 
@@ -67,7 +67,7 @@ class RunningServer:
 
     @property
     def client(self) -> openai.OpenAI:
-        import openai  # This import is slow, so it is not at the start of every test process.
+        import openai  # imported here, because it is slow and most test processes do not need it
 
         return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=240)
 
@@ -320,7 +320,7 @@ SLOW = [
     b"G",
     post_request(60, b"{"),  # The body of this request is never complete.
     b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n",
-    # This request is answered; then the headers of a second request follow.
+    # The server answers a first request. Then the headers of a second request follow.
     b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n",
 ]
 

@@ -52,7 +52,10 @@ def generate_texts(prompts: list[str], **settings: Any) -> list[str]:
 
 
 class ServerProcess:
-    """The server in a separate process. said: its standard error."""
+    """The server in a separate process.
+
+    said: its standard error.
+    """
 
     def __init__(self, saved: Path, *flags: str) -> None:
         self.process = subprocess.Popen(
@@ -71,7 +74,7 @@ class ServerProcess:
             assert self.process.poll() is None and time.monotonic() < deadline, self.said
             time.sleep(0.05)
         self.url = re.search(r"page +(http://127\.0\.0\.1:\d+/)\n", self.said)[1]
-        import openai  # This import is slow, so it is not at the start of every test process.
+        import openai  # imported here, because it is slow and most test processes do not need it
 
         self.client = openai.OpenAI(base_url=f"{self.url}v1", api_key="none", max_retries=0, timeout=240)
 

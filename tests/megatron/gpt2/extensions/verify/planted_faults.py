@@ -31,7 +31,8 @@ ACCUMULATED = "--micro-batch-size 1"  # With two ranks and a global batch of 4, 
 
 
 class PlantedFault(NamedTuple):
-    """A fault, and the tensor, a part of the operation's name, the step and the ranks that must be reported.
+    """A fault, and what `verify` must report about it: the tensor, a part of the operation's name, the step and the
+    ranks.
 
     flags: the flags of the layout.
     """
@@ -192,7 +193,7 @@ FAULTS = {
         step=2,
     ),
     "gradient summed twice": PlantedFault(
-        gradient_summed_twice, LAST, "over 2 model-parallel ranks", SEQUENCE_PARALLEL
+        gradient_summed_twice, LAST, "over 2 tensor-parallel ranks", SEQUENCE_PARALLEL
     ),
     "position by local index": PlantedFault(
         local_index, "embeddings", "position embeddings", SEQUENCE_PARALLEL, ranks=(1,)

@@ -61,7 +61,7 @@ def run_case(
 CASES = {name: (flags, None) for name, flags in CLEAN.items()} | {
     name: (fault.flags, fault.plant) for name, fault in FAULTS.items()
 }
-# These are some layouts, and faults in the forward pass, the backward pass, the reduction, the data and the optimizer.
+# some layouts, and faults in the forward pass, the backward pass, the reduction, the data and the optimizer
 COVERING = (
     "sequence-parallel",
     "sharded",

@@ -38,7 +38,7 @@ def test_each_bit_changes_only_the_hash_of_its_range(dtype: torch.dtype, bits: t
     before = hash_ranges(buffer, parts)
     for place, part in ((0, 0), (69, 0), (2 * ROW, 2), (4 * ROW - 1, 2)):
         for bit in range(8 * dtype.itemsize):
-            buffer.view(bits)[place] ^= -1 << bit  # The bit and all higher bits flip.
+            buffer.view(bits)[place] ^= -1 << bit  # flip this bit and all higher ones
             assert (hash_ranges(buffer, parts) != before).nonzero().view(-1).tolist() == [part]
             buffer.view(bits)[place] ^= -1 << bit
 
@@ -83,7 +83,7 @@ def test_one_process_names_the_tensor(tmp_path: Path) -> None:
             f"2: rank 0 holds a different {kind} of {UP} than the update of iteration 2 left, the last "
             "clean hash: the memory of a rank has changed by itself"
         ), lines
-    assert lines[4] == ""  # No bit flipped.
+    assert lines[4] == ""  # a case without a flip
 
 
 def test_replicas_name_the_rank(tmp_path: Path) -> None:
@@ -133,8 +133,8 @@ def test_spike_threshold() -> None:
     spikes = SpikeDetector(1.5)
     assert [spikes.median_if_spike(loss) for loss in (9.0, 3.0, None, 3.1, 3.2, 4.6)] == [
         None
-    ] * 6  # The value 9.0 is in the median.
-    # The loss is not among them afterwards.
+    ] * 6  # 9.0 is among the values of the median.
+    # Afterwards this loss is not among the values of the median.
     assert spikes.median_if_spike(4.9) == 3.2 and spikes.median_if_spike(4.9) == 3.2
     for _ in range(WINDOW):
         spikes.median_if_spike(2.0)

@@ -110,7 +110,7 @@ def test_a_page_and_redirects(server: tuple[str, list[bytes]]):
 )
 def test_reasons(server: tuple[str, list[bytes]], answer: bytes, reason: str):
     address, answers = server
-    answers += [answer] * 6  # These are for redirects, and because aiohttp repeats a request after a lost connection.
+    answers += [answer] * 6  # for redirects, and because aiohttp repeats a request after a lost connection
     with pytest.raises(PageError) as refused:
         get(address)
     assert str(refused.value) == reason

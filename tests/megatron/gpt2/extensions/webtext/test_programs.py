@@ -93,7 +93,7 @@ def test_file_names_of_2019_from_addresses_to_a_data_set():
     program("blacklist_urls", "urls.txt", "clean_urls.txt", "--urls-per-file", "1")
     assert Path("clean_urls.txt").read_text() == "http://a.org/1\nhttp://b.org/2\n"
     with open("shards/2.jsonl", "a") as file:
-        file.write(json.dumps({"text": f"Tale 1, 1. {STORY}"}) + "\n")  # This line is a duplicate.
+        file.write(json.dumps({"text": f"Tale 1, 1. {STORY}"}) + "\n")  # a duplicate
     program("cleanup_dataset", "shards", "clean.json", "--workers", "1")  # Three shards become one file.
     program("cleanup_dataset", "clean.json", "clean_again.jsonl")
     assert Path("clean.json").read_bytes() == Path("clean_again.jsonl").read_bytes()
