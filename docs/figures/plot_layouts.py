@@ -25,12 +25,10 @@ THEMES = {
 }
 
 
-def draw(layouts: list[dict[str, Any]], theme: str) -> None:
-    """Write the figure of `theme`: the losses above, and below their differences from one process."""
-    ink, grid, grey, colors = THEMES[theme]
-    by_processes = dict(zip((1, 2, 4, 8), colors, strict=True))
-    steps = range(1, len(layouts[0]["losses"]) + 1)
-    style: Any = {
+def style(theme: str) -> dict[str, Any]:
+    """Return the settings of matplotlib for `theme`."""
+    ink, grid, *_ = THEMES[theme]
+    return {
         **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), ink),
         "grid.color": grid,
         "axes.edgecolor": grid,
@@ -41,7 +39,21 @@ def draw(layouts: list[dict[str, Any]], theme: str) -> None:
         "font.size": 10.5,
         "svg.hashsalt": "layouts",
     }
-    with matplotlib.rc_context(style):
+
+
+def save(figure: Figure, name: str) -> None:
+    """Write `figure` to NAME.svg, with fewer digits, which make the file smaller."""
+    file = FOLDER / f"{name}.svg"
+    figure.savefig(file, transparent=True, metadata={"Date": None})
+    file.write_text(re.sub(r"(\d\d\.\d\d)\d+", r"\1", file.read_text()))
+
+
+def draw(layouts: list[dict[str, Any]], theme: str) -> None:
+    """Write the figure of `theme`: the losses above, and below their differences from one process."""
+    _, _, grey, colors = THEMES[theme]
+    by_processes = dict(zip((1, 2, 4, 8), colors, strict=True))
+    steps = range(1, len(layouts[0]["losses"]) + 1)
+    with matplotlib.rc_context(style(theme)):
         figure = Figure(figsize=(8, 4.6), layout="constrained")
         losses, differences = figure.subplots(2, sharex=True, height_ratios=[2, 1])
         for number, layout in enumerate(layouts):
@@ -61,9 +73,7 @@ def draw(layouts: list[dict[str, Any]], theme: str) -> None:
         differences.set_ylabel("difference\n× 10⁻⁶")
         differences.set_ylim(0, 1.25e6 * greatest)
         differences.set_xlabel(f"step (greatest relative difference from one process: {greatest:.1e})")
-        file = FOLDER / f"layouts_{theme}.svg"
-        figure.savefig(file, transparent=True, metadata={"Date": None})
-    file.write_text(re.sub(r"(\d\d\.\d\d)\d+", r"\1", file.read_text()))  # fewer digits make the file smaller
+        save(figure, f"layouts_{theme}")
 
 
 if __name__ == "__main__":

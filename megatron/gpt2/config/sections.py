@@ -209,7 +209,9 @@ class DataConfig(ConfigSection):
 class OptimizerConfig(ConfigSection):
     """AdamW or Muon, learning rate schedule and loss scale."""
 
-    optimizer: str = flag_field("adam", "AdamW, or Muon for layers' matrices", choices=("adam", "muon"))
+    optimizer: str = flag_field(
+        "adam", "AdamW, or Muon for layers' matrices: fewer, longer steps", choices=("adam", "muon")
+    )
     lr: float = flag_field(1e-4, "peak learning rate")
     min_lr: float = flag_field(0.0, "minimum learning rate", bound=NOT_NEGATIVE)
     lr_decay_style: str = flag_field(
