@@ -21,6 +21,7 @@ import torch
 from megatron.gpt2.config import Config
 from megatron.gpt2.extensions.plan.trace import Allocation, Communication, Mark, Release, Trace, trace_step
 
+WHOLE = 8  # A model of at most this number of layers is traced as it is, which takes as long as traces of 3 and 4.
 NEAR = 4  # A trace of few layers keeps this number of a line's allocations apart, at the start and the end of a phase.
 PARTS = (
     "weights",
@@ -201,7 +202,7 @@ def with_layers(inputs: MemoryInputs) -> tuple[MemoryInputs, MemoryInputs, float
     counts = 3 * group, 4 * group
     is_regular = len(set(map(len, layers))) == 1
     is_regular = is_regular and not (parallel.cpu_offloading_num_layers or parallel.checkpoint_in_cpu)
-    if not is_regular or length <= counts[1]:
+    if not is_regular or length <= WHOLE * group:
         return None
 
     def of(count: int) -> MemoryInputs:
@@ -222,11 +223,13 @@ def stage_memory(inputs: MemoryInputs, stage: int) -> dict[Moment, Held]:
         return traced_memory(inputs, stage)
     few_layers, more_layers, steps = counts
     few, more = traced_memory(few_layers, stage), traced_memory(more_layers, stage)
-    return {
+    extended = {
         key: {name: int(size + steps * (size - few[key][name])) for name, size in held.items()}
         for key, held in more.items()
         if key in few and key.order is not None
     }
+    # If layers share buckets, two moments of one key may differ. Then some part often becomes negative.
+    return {key: held for key, held in extended.items() if min(held.values()) >= 0}
 
 
 def traced_memory(inputs: MemoryInputs, stage: int) -> dict[Moment, Held]:

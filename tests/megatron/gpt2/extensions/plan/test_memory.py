@@ -179,7 +179,7 @@ def test_estimate_matches_resident_memory(tmp_path: Path, flags: str):
     "flags, ranks",
     {
         "--num-layers 12": 1,
-        "--num-layers 12 --recompute-granularity full --recompute-num-layers 2 --use-distributed-optimizer": 4,
+        "--num-layers 20 --recompute-granularity full --recompute-num-layers 2 --use-distributed-optimizer": 4,
         "--num-layers 16 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2": 4,
         "--num-layers 12 --model-parallel-size 2 --sequence-parallel --zero-stage 2 --global-batch-size 32": 4,
     }.items(),
@@ -190,6 +190,13 @@ def test_few_layers_are_extrapolated_to_all(flags: str, ranks: int):
     for stage in range(inputs.stages):
         rough, exact = (max(map(held_bytes, found(inputs, stage).values())) for found in (stage_memory, traced_memory))
         assert rough == pytest.approx(exact, rel=0.002)
+
+
+def test_layers_that_share_buckets_are_extrapolated():
+    flags = "--num-layers 10 --hidden-size 384 --num-attention-heads 6 --seq-length 256 --micro-batch-size 16"
+    inputs = dataclasses.replace(gpu_inputs(f"{flags} --recompute-granularity full"), device="cpu")
+    rough, exact = (max(map(held_bytes, found(inputs, 0).values())) for found in (stage_memory, traced_memory))
+    assert rough == pytest.approx(exact, rel=0.06)
 
 
 @pytest.mark.wide

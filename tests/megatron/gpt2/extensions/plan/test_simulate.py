@@ -44,13 +44,13 @@ def seconds_of(step: StepTime, queue: str) -> float:
 @pytest.mark.parametrize(
     "flags, ranks",
     [
-        (f"{SHAPE} 6 --micro-batch-size 8 --global-batch-size 48", 1),
-        (f"{PIPELINE} --use-distributed-optimizer", 4),
-        (f"{PIPELINE} --num-layers 10 --model-parallel-size 2 --sequence-parallel", 4),
+        (f"{SHAPE} 10 --micro-batch-size 8 --global-batch-size 48", 1),
+        (f"{PIPELINE} --num-layers 20 --use-distributed-optimizer", 4),
+        (f"{PIPELINE} --num-layers 18 --model-parallel-size 2 --sequence-parallel", 4),
         pytest.param(
-            f"{PIPELINE} --num-layers 20 --num-layers-per-virtual-pipeline-stage 5", 2, marks=pytest.mark.wide
+            f"{PIPELINE} --num-layers 36 --num-layers-per-virtual-pipeline-stage 9", 2, marks=pytest.mark.wide
         ),
-        pytest.param(f"{PIPELINE} --pipeline-schedule zero-bubble", 2, marks=pytest.mark.wide),
+        pytest.param(f"{PIPELINE} --num-layers 20 --pipeline-schedule zero-bubble", 2, marks=pytest.mark.wide),
     ],
 )
 def test_parts_add_up_and_few_layers_stand_for_all(flags: str, ranks: int) -> None:
