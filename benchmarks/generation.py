@@ -31,9 +31,9 @@ from benchmarks import harness, other_libraries
 from data_utils.tokenizers.base import NO_EOD
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.device import DTYPES
-from megatron.gpt2.generate.generation import Continuation, Generator
+from megatron.gpt2.generate.generation import GenerationRequest, Generator
 from megatron.gpt2.generate.load_model import store_for_inference
-from megatron.gpt2.generate.sampling import Sampling
+from megatron.gpt2.generate.sampling import SamplingParams
 from megatron.gpt2.model.gpt2 import GPT2Model
 
 GPT2 = ModelConfig(
@@ -52,7 +52,7 @@ class IdOnlyTokenizer:
 
 def generate_ours(model: GPT2Model, prompts: torch.Tensor, new: int) -> tuple[list[list[int]], list[float]]:
     """Return the new tokens, and the time at the end of each step."""
-    made = [Continuation(prompt, Sampling(temperature=0, max_new_tokens=new)) for prompt in prompts.tolist()]
+    made = [GenerationRequest(prompt, SamplingParams(temperature=0, max_new_tokens=new)) for prompt in prompts.tolist()]
     ends = [time.perf_counter()]
     for generated in Generator(model, IdOnlyTokenizer(model.vocab_size)).stream(made):  # type: ignore[arg-type]
         if generated.number == len(made) - 1:

@@ -67,7 +67,7 @@ from data_utils.tokenizers.base import PART_CHARACTERS, Tokenizer, split_text
 SAMPLE_CHARACTERS = 1 << 16
 COMPRESSION_RATIO = 4  # An estimate: each byte of a compressed file gives this number of bytes of text.
 
-Progress = Callable[[int], object]  # called with the number of input bytes read since the last call
+ReportProgress = Callable[[int], object]  # called with the number of input bytes read since the last call
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ def _make_shards(job: PreprocessingJob, shards: Sequence[Shard]) -> list[Manifes
 
 
 def preprocess_shard(
-    job: PreprocessingJob, number: int, shard: Shard, progress: Progress = lambda count: None
+    job: PreprocessingJob, number: int, shard: Shard, progress: ReportProgress = lambda count: None
 ) -> Manifest:
     """Make a shard, unless it exists, and return its manifest.
 
@@ -223,7 +223,7 @@ def preprocess_shard(
     return make_shard(job.folder / f"{number:05d}.json", job.folder, {"recipe": job.recipe(), "pieces": pieces}, write)
 
 
-def _write_shard(job: PreprocessingJob, stem: str, shard: Shard, progress: Progress) -> Manifest:
+def _write_shard(job: PreprocessingJob, stem: str, shard: Shard, progress: ReportProgress) -> Manifest:
     """Write the pairs and the unusable lines. Return the manifest's counts and hashes."""
     before = [os.stat(span.path).st_mtime_ns for span in shard]
     tokenizer = tokenizer_of(job)

@@ -36,7 +36,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron.gpt2.extensions.order.recording import Call
+from megatron.gpt2.extensions.order.recording import RecordedCall
 
 # --- streams and events; detection of memory that is used or freed while another stream may still use it --------------
 
@@ -363,7 +363,7 @@ class FakeGPU(TorchDispatchMode):
         super().__init__()
         self.kernels: list[Kernel] = []
         self.waits: list[str] = []
-        self.events: list[tuple[bool, Call]] = []
+        self.events: list[tuple[bool, RecordedCall]] = []
         self.recorded = 0
         self.copies: list[Copy] = []
         self.faults: list[str] = []
@@ -551,7 +551,7 @@ class FakeGPU(TorchDispatchMode):
             channel = *channel, members, "message"
         arguments = ", ".join(f"{tuple(x.shape)} {str(x.dtype)[6:]}" for x in given)
         batch = 0 if self._batch is None else id(self._batch)
-        call = Call(name.strip("_"), channel, members, arguments, [where()], batch=batch)
+        call = RecordedCall(name.strip("_"), channel, members, arguments, [where()], batch=batch)
         self.events.append((True, call))
         if self._batch is not None:
             self._batch.append(work)
@@ -586,7 +586,7 @@ class FakeGPU(TorchDispatchMode):
                     self.faults.append(f"{where()} {verb} {call} before its wait")
 
 
-Pending = list[tuple[Call, list[Tensor], list[Tensor]]]  # calls of a work, and what they send and receive
+Pending = list[tuple[RecordedCall, list[Tensor], list[Tensor]]]  # calls of a work, and what they send and receive
 
 
 def tensors_in(value: Any) -> list[Tensor]:

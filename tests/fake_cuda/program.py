@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron.gpt2 import device as devices
 from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.dist.ranks import RankInfo
-from megatron.gpt2.extensions.order import Record, prove
+from megatron.gpt2.extensions.order import RankRecord, prove
 from megatron.gpt2.extensions.plan.hook import memory_inputs
 from megatron.gpt2.extensions.plan.memory import estimate_memory
 from megatron.gpt2.model import gpt2
@@ -120,11 +120,11 @@ def check_step(trainer: Trainer, gpu: FakeGPU, allowed: Sequence[str] = ()) -> N
 def check_same_order(text: Path, save: Path, flags: str, world_size: int) -> dict[str, int]:
     """Assert that the calls of all ranks match, and that no rank waits forever under NCCL's rules. Also run
     `check_step` on each rank. Return the communication of the last rank."""
-    records: list[Record] = []
+    records: list[RankRecord] = []
     for rank in range(world_size):
         with running(text, save, flags, rank=rank, world_size=world_size) as (trainer, gpu):
             check_step(trainer, gpu, OFFLOAD if "--cpu-offload-optimizer" in flags else ())
-            records.append(Record(rank, world_size, gpu.events))
+            records.append(RankRecord(rank, world_size, gpu.events))
             sent = communication(trainer, gpu)
     story = prove(records, ("nccl",))
     assert all(record.events for record in records) and not story, "\n".join(story)

@@ -18,7 +18,7 @@ from megatron.gpt2.extensions.preflight.command import run_checks
 from megatron.gpt2.extensions.verify.command import RankReport, RankTask, capture_steps
 from megatron.gpt2.extensions.verify.compare import Comparison
 from megatron.gpt2.extensions.verify.report import LayoutResult, LayoutSpec, explain_mismatch
-from megatron.gpt2.extensions.verify.trace import Trace, write_index
+from megatron.gpt2.extensions.verify.trace import TensorTrace, write_index
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.extensions.order.test_order import story_of
 from tests.megatron.gpt2.train.training_runs import SMALL, finish, start, write_text
@@ -99,7 +99,7 @@ def score(names: Sequence[str], folder: Path) -> dict[str, list[Score]]:
     for name in started:
         flags = CHANGES[name].flags
         preflight, report, seconds = ranks[0][name]
-        comparison = Comparison([rank[name][1].findings for rank in ranks], Trace(trace_of(folder, flags)))
+        comparison = Comparison([rank[name][1].findings for rank in ranks], TensorTrace(trace_of(folder, flags)))
         result = LayoutResult(LayoutSpec(flags, (), 2, 4), report.facts, comparison)
         text = "\n".join(explain_mismatch(result)) if comparison.mismatches else ""
         scores[name] += [Score("verify", text, seconds), preflight]

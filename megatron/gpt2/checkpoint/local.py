@@ -43,7 +43,7 @@ from megatron.gpt2.dist.rendezvous import temporary_group
 RUN_NAME_FILE = "local_checkpoints"  # the file in the --save folder that names the run
 CHECKPOINTS_KEPT = 2  # Each machine keeps this number of checkpoints.
 MESSAGE_BYTES = 64 << 20
-Transfer = tuple[str, int, int]  # a file, the sending rank, the receiving rank
+FileTransfer = tuple[str, int, int]  # a file, the sending rank, the receiving rank
 T = TypeVar("T")
 # An inventory of a checkpoint on this machine: the "digest" of its manifest, all its "files" with their sizes, and the
 # list "present" of those files that this machine has.
@@ -80,7 +80,7 @@ def run_on_all_ranks(work: Callable[[], T], group: ProcessGroup | None) -> list[
 
 
 def transfer_files(
-    path: Path, transfers: Sequence[Transfer], sizes: Mapping[str, int], rank: int, group: ProcessGroup | None
+    path: Path, transfers: Sequence[FileTransfer], sizes: Mapping[str, int], rank: int, group: ProcessGroup | None
 ) -> None:
     """Send files of the folder `path` between ranks. If the disk of one rank is full, every rank raises OSError before
     anything is sent.
@@ -228,7 +228,7 @@ def _fetch(path: Path, by_rank: Sequence[LocalInventory | None], rank_info: Rank
     hosts = rank_info.hosts or {0: ""}
     # The first rank of each machine represents it.
     firsts = {host: rank for rank, host in reversed(hosts.items())}.values()
-    transfers: list[Transfer] = []
+    transfers: list[FileTransfer] = []
     for file in files:
         having = [rank for rank in firsts if (one := by_rank[rank]) and file in one["present"]]
         transfers += [(file, having[0], rank) for rank in firsts if rank not in having]

@@ -97,7 +97,7 @@ def isend_irecv(group: ProcessGroup, x: Tensor, y: Tensor) -> None:
         exchange(partner, x, partner, y)
 
 
-class Operation(NamedTuple):
+class BenchOperation(NamedTuple):
     """An operation on x [blocks, count], which holds `sample_values`, with the result y [blocks, count].
 
     expected(x, group): the first blocks of y, from the x of all ranks, [n, blocks, PERIOD]; None if this rank gets no
@@ -116,9 +116,11 @@ class Operation(NamedTuple):
     messages: int = 0
 
 
-def all_reduce(kind: Any, combine: Callable[[Tensor], Tensor] = lambda x: x.sum(0), over: str = "") -> Operation:
+def all_reduce(kind: Any, combine: Callable[[Tensor], Tensor] = lambda x: x.sum(0), over: str = "") -> BenchOperation:
     """Run an all-reduce. combine(x): its result over the first dimension of x."""
-    return Operation(lambda g, x, y: dist.all_reduce(y, kind, group=g), lambda x, g: combine(x), ring_factor, over=over)
+    return BenchOperation(
+        lambda g, x, y: dist.all_reduce(y, kind, group=g), lambda x, g: combine(x), ring_factor, over=over
+    )
 
 
 def ring_factor(n: int) -> float:
@@ -127,18 +129,20 @@ def ring_factor(n: int) -> float:
 
 
 # A rank keeps its own one of n blocks, and its link carries the other blocks.
-block_operation = functools.partial(Operation, bus=lambda n: (n - 1) / n, has_blocks=True)
+block_operation = functools.partial(BenchOperation, bus=lambda n: (n - 1) / n, has_blocks=True)
 # The operations have the order of the table.
 OPERATIONS = {
-    "broadcast": Operation(lambda g, x, y: dist.broadcast(y, group=g, group_src=0), lambda x, g: x[0]),
+    "broadcast": BenchOperation(lambda g, x, y: dist.broadcast(y, group=g, group_src=0), lambda x, g: x[0]),
     "all_reduce_sum": all_reduce(dist.ReduceOp.SUM),
     "all_reduce_product": all_reduce(dist.ReduceOp.PRODUCT, lambda x: x.prod(0)),
     "all_reduce_min": all_reduce(dist.ReduceOp.MIN, lambda x: x.amin(0)),
     "all_reduce_max": all_reduce(dist.ReduceOp.MAX, lambda x: x.amax(0)),
-    "ring_all_reduce": Operation(lambda g, x, y: ring_all_reduce(y), lambda x, g: x.sum(0), ring_factor, messages=1),
+    "ring_all_reduce": BenchOperation(
+        lambda g, x, y: ring_all_reduce(y), lambda x, g: x.sum(0), ring_factor, messages=1
+    ),
     "all_reduce_halves": all_reduce(dist.ReduceOp.SUM, over="halves"),
     "all_reduce_across": all_reduce(dist.ReduceOp.SUM, over="across"),
-    "reduce": Operation(
+    "reduce": BenchOperation(
         lambda g, x, y: dist.reduce(y, group=g, group_dst=0), lambda x, g: None if g.rank() else x.sum(0)
     ),
     "all_gather": block_operation(lambda g, x, y: all_gather_single(y.view(-1), x[0], g), lambda x, g: x[:, 0]),
@@ -154,9 +158,9 @@ OPERATIONS = {
         lambda x, g: x[0, g.rank() :][:1],
     ),
     "all_to_all": block_operation(lambda g, x, y: dist.all_to_all_single(y, x, group=g), lambda x, g: x[:, g.rank()]),
-    "send_recv": Operation(send_recv, lambda x, g: x[partner_of(g)], messages=2),
-    "isend_irecv": Operation(isend_irecv, lambda x, g: x[partner_of(g)], messages=1),
-    "barrier": Operation(lambda g, x, y: dist.barrier(g), lambda x, g: None, None),
+    "send_recv": BenchOperation(send_recv, lambda x, g: x[partner_of(g)], messages=2),
+    "isend_irecv": BenchOperation(isend_irecv, lambda x, g: x[partner_of(g)], messages=1),
+    "barrier": BenchOperation(lambda g, x, y: dist.barrier(g), lambda x, g: None, None),
 }
 
 
@@ -168,7 +172,7 @@ def sample_values(rank: int, blocks: int) -> Tensor:
 
 
 def run_and_check(
-    operation: Operation, group: ProcessGroup, size: int, device: torch.device, dtype: torch.dtype
+    operation: BenchOperation, group: ProcessGroup, size: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Callable[[], object], int, float, bool]:
     """Run an operation once, with buffers of at most `size` bytes. Returns a function that repeats it, the bytes of a
     buffer, the seconds on this rank, and whether this rank's result is right within the rounding of the dtype."""

@@ -26,8 +26,8 @@ from megatron.gpt2.commands.inference import (
 )
 from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.dist.run_program import run_program
-from megatron.gpt2.generate.generation import Continuation, generate
-from megatron.gpt2.generate.sampling import Sampling
+from megatron.gpt2.generate.generation import GenerationRequest, generate
+from megatron.gpt2.generate.sampling import SamplingParams
 from megatron.gpt2.generate.scoring import Window, score_windows
 from megatron.gpt2.model.gpt2 import GPT2Model
 
@@ -102,14 +102,14 @@ class HarnessLM(TemplateLM):  # type: ignore[misc]
             ]
         return answers
 
-    def _make_continuation(self, context: str, given: dict[str, Any]) -> Continuation:
+    def _make_continuation(self, context: str, given: dict[str, Any]) -> GenerationRequest:
         wanted: dict[str, Any] = dict(normalize_gen_kwargs(given))
         length, stops = wanted["max_gen_toks"], handle_stop_sequences(wanted["until"], eos=None)
         if length >= self.max_length:
             raise ValueError(f"a task asks for {length} new tokens; the model has {self.max_length} positions")
-        return Continuation(
+        return GenerationRequest(
             self.tok_encode(context)[length - self.max_length :],
-            Sampling(
+            SamplingParams(
                 temperature=wanted["temperature"],
                 top_k=wanted.get("top_k", 0),
                 top_p=wanted.get("top_p", 0.0),

@@ -25,11 +25,11 @@ from data_utils.corpora import check_exists
 from megatron.gpt2.commands.inference import ModelParser, check_world_size, open_model_from_flags
 from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.dist.run_program import run_program
-from megatron.gpt2.generate.generation import Continuation, Generator
+from megatron.gpt2.generate.generation import GenerationRequest, Generator
 from megatron.gpt2.generate.model_runner import new_command_group
-from megatron.gpt2.generate.sampling import Sampling
+from megatron.gpt2.generate.sampling import SamplingParams
 
-# the fields of `Sampling` that become flags, each with its (metavar, help)
+# the fields of `SamplingParams` that become flags, each with its (metavar, help)
 SAMPLING_FLAGS = {
     "temperature": ("T", "below 1, likely tokens become likelier; 0 takes the likeliest token"),
     "top_k": ("K", "sample from the K likeliest tokens; 0: from all"),
@@ -56,7 +56,7 @@ def parse_args(argv: Sequence[str], rank_info: RankInfo, log: Log) -> argparse.N
         "--max-new-tokens", "--out-seq-length", type=positive_int, default=200, metavar="N", help="default: 200"
     )
     for name, (metavar, help) in SAMPLING_FLAGS.items():
-        default = getattr(Sampling, name)
+        default = getattr(SamplingParams, name)
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, type=type(default), default=default, metavar=metavar, help=help)
     parser.add_argument("--greedy", dest="temperature", action="store_const", const=0.0, help="--temperature 0")
@@ -72,7 +72,7 @@ def parse_args(argv: Sequence[str], rank_info: RankInfo, log: Log) -> argparse.N
         "--batch-size", type=positive_int, default=8, metavar="N", help="texts generated together (default: 8)"
     )
     args, _ = parser.parse_with_training_flags(argv, log)
-    args.sampling = Sampling(
+    args.sampling = SamplingParams(
         max_new_tokens=args.max_new_tokens,
         stop=tuple(args.stop),
         **{name: getattr(args, name) for name in SAMPLING_FLAGS},
@@ -96,10 +96,10 @@ def parse_args(argv: Sequence[str], rank_info: RankInfo, log: Log) -> argparse.N
     return args
 
 
-def stream_text(generator: Generator, prompt: str, sampling: Sampling) -> None:
+def stream_text(generator: Generator, prompt: str, sampling: SamplingParams) -> None:
     """Print the prompt, and its continuation token by token. Ctrl-C ends the continuation between two tokens. Raises
     ValueError for a prompt that is not valid text."""
-    c = Continuation(generator.tokenizer.encode(prompt), sampling)
+    c = GenerationRequest(generator.tokenizer.encode(prompt), sampling)
     sys.stdout.write(prompt)
     before = signal.signal(signal.SIGINT, lambda number, frame: c.cancel())
     try:
@@ -111,7 +111,7 @@ def stream_text(generator: Generator, prompt: str, sampling: Sampling) -> None:
     print(flush=True)
 
 
-def run_interactive(generator: Generator, sampling: Sampling, log: Log) -> None:
+def run_interactive(generator: Generator, sampling: SamplingParams, log: Log) -> None:
     """Ask for prompts until the user types `stop`, Ctrl-D or Ctrl-C."""
     with contextlib.suppress(ImportError):  # input() has line editing if this module is loaded. Some systems lack it.
         import readline  # noqa: F401
@@ -138,7 +138,7 @@ def read_prompts(path: str) -> Iterator[str | ValueError]:
 
 
 def generate_entries(
-    generator: Generator, prompts: Iterable[str | ValueError], sampling: Sampling, batch_size: int
+    generator: Generator, prompts: Iterable[str | ValueError], sampling: SamplingParams, batch_size: int
 ) -> Iterator[dict[str, Any]]:
     """Yield an entry for each prompt, in order. Its text depends only on the prompt, the seed and its number.
 
@@ -147,7 +147,7 @@ def generate_entries(
     numbered = enumerate(prompts)
     while batch := list(itertools.islice(numbered, batch_size)):
         made = {
-            number: Continuation(
+            number: GenerationRequest(
                 generator.tokenizer.encode(prompt), dataclasses.replace(sampling, seed=sampling.seed + number)
             )
             for number, prompt in batch

@@ -37,7 +37,7 @@ from megatron.gpt2.model.gpt2 import TIED_WEIGHT
 from megatron.gpt2.optimizer.optimizer import MOMENTS
 
 # For each parameter of each param group, there is a dictionary of tensors by kind.
-Groups = list[list[dict[str, Tensor]]]
+ParamGroups = list[list[dict[str, Tensor]]]
 # The state consists of the tensors by kind and our name, the saved optimizer with the loss scaler, Adam's param groups,
 # and its steps.
 RankOptimizer = tuple[dict[str, LazyTensors], Mapping[str, Any], list[Any], int]
@@ -229,7 +229,7 @@ def _read_scheduler(
 # --- written
 
 
-def optimizer_state_dict(source: BaseCheckpoint, groups: Groups, format: str) -> dict[str, Any]:
+def optimizer_state_dict(source: BaseCheckpoint, groups: ParamGroups, format: str) -> dict[str, Any]:
     """Return the entry `optimizer` of a rank's file. The loss scaler of 2019, an object in Megatron, is a dictionary
     here. For fp32 weights, later versions save only Adam's state, because the weights are the masters."""
     numbered = [{moment: states[moment] for moment in MOMENTS} for group in groups for states in group]

@@ -22,11 +22,11 @@ from torch import Tensor
 from data_utils import Tokenizer
 from megatron.gpt2.device import inference
 from megatron.gpt2.generate.model_runner import ModelRunner
-from megatron.gpt2.generate.sampling import Sampler, Sampling
+from megatron.gpt2.generate.sampling import Sampler, SamplingParams
 from megatron.gpt2.model.gpt2 import GPT2Model
 
 
-class Continuation:
+class GenerationRequest:
     """A request for the text that follows `prompt`, a list of ids. An empty prompt begins a new document.
 
     ids: the new tokens so far, without the end-of-document token.
@@ -36,7 +36,9 @@ class Continuation:
         `prompt_tokens` before the first new token.
     """
 
-    def __init__(self, prompt: Sequence[int] | np.ndarray, sampling: Sampling, *, score_prompt: bool = False) -> None:
+    def __init__(
+        self, prompt: Sequence[int] | np.ndarray, sampling: SamplingParams, *, score_prompt: bool = False
+    ) -> None:
         self.prompt = [int(i) for i in prompt]
         self.sampling, self.score_prompt = sampling, score_prompt
         self.prompt_tokens: list[GeneratedToken] = []
@@ -52,7 +54,7 @@ class Continuation:
         """End the continuation before its next token. Any thread may call this method."""
         self.finish = self.finish or "cancelled"
 
-    def next(self, logits: Tensor, total: Tensor, tokenizer: Tokenizer) -> "Event":
+    def next(self, logits: Tensor, total: Tensor, tokenizer: Tokenizer) -> "GenerationEvent":
         """Draw the next token, or finish.
 
         logits: [v].
@@ -88,14 +90,17 @@ class Continuation:
         self.score_prompt = False  # The prompt is scored only once.
 
 
+Continuation = GenerationRequest  # the name until version 0.3
+
+
 @dataclass(frozen=True)
 class GeneratedToken:
     """One new token of continuation `number`.
 
     text: the characters that this token completes; may be empty, and may include characters of earlier tokens.
     probability: the model's probability, before penalty, temperature, top-k and top-p.
-    likeliest: the `Sampling.alternatives` likeliest ids with their probabilities.
-    finish: see `Continuation.finish`.
+    likeliest: the `SamplingParams.alternatives` likeliest ids with their probabilities.
+    finish: see `GenerationRequest.finish`.
     """
 
     number: int
@@ -108,16 +113,16 @@ class GeneratedToken:
 
 @dataclass(frozen=True)
 class Finished:
-    """Continuation `number` ended without a new token: it was cancelled, or `max_new_tokens` is 0 and its prompt
+    """Request `number` ended without a new token: it was cancelled, or `max_new_tokens` is 0 and its prompt
     was read (finish "length")."""
 
     number: int
     finish: str
-    text: str = ""  # Every Event has this attribute.
+    text: str = ""  # Every event has this attribute.
 
 
-Event = GeneratedToken | Finished
-EventStream = collections.abc.Generator[Event, None, None]
+GenerationEvent = GeneratedToken | Finished
+EventStream = collections.abc.Generator[GenerationEvent, None, None]
 
 
 class Generator:
@@ -144,7 +149,7 @@ class Generator:
         self.recompute = recompute or model.sequence_parallel
         self.limit = model.config.max_position_embeddings
 
-    def stream(self, continuations: Sequence[Continuation]) -> EventStream:
+    def stream(self, continuations: Sequence[GenerationRequest]) -> EventStream:
         """Generate all continuations and yield an event for each token. Closing the iterator stops the generation.
 
         A text does not depend on the rest of its batch, except for rounding. If a prompt is longer than the model's
@@ -184,11 +189,11 @@ class ContinuousBatch:
         self._generator, self._model, self._limit = generator, generator.model, generator.limit
         self._tokenizer = generator.tokenizer
         self._numbers = itertools.count()
-        self._waiting: deque[Continuation] = deque()
+        self._waiting: deque[GenerationRequest] = deque()
         self._size, self._notified = rows, False
-        self._rows: dict[int, Continuation] = {}  # the continuations by their row in the cache
+        self._rows: dict[int, GenerationRequest] = {}  # the continuations by their row in the cache
 
-    def add(self, c: Continuation) -> int:
+    def add(self, c: GenerationRequest) -> int:
         """Add a continuation, also while `events` runs. Returns the number of the continuation (0, 1, 2, …); its events
         carry it."""
         if len(c.prompt) > self._limit:
@@ -310,7 +315,7 @@ class TextStream:
         return held[:sure]
 
 
-def generate(model: GPT2Model, tokenizer: Tokenizer, continuations: Sequence[Continuation]) -> None:
+def generate(model: GPT2Model, tokenizer: Tokenizer, continuations: Sequence[GenerationRequest]) -> None:
     """Generate all continuations. Every rank of the model-parallel group calls this; the driver gets the results."""
     generator = Generator(model, tokenizer)
     if not generator.is_driver:

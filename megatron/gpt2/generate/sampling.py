@@ -14,8 +14,8 @@ _FIRST_CANDIDATES = 1024
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """Sampling parameters of a continuation, applied in the order of the fields: penalty, temperature, top-k, top-p.
+class SamplingParams:
+    """The sampling parameters of a request, applied in the order of the fields: penalty, temperature, top-k, top-p.
 
     Raises ValueError, which names the flag, for an impossible value.
     """
@@ -48,10 +48,13 @@ class Sampling:
         return self.temperature > 0 and self.top_k == 0 and self.top_p in (0, 1)
 
 
+Sampling = SamplingParams  # the name until version 0.3
+
+
 class Sampler:
     """Draws the tokens of one continuation. A draw depends only on the logits, the seed and the tokens before it."""
 
-    def __init__(self, sampling: Sampling, context: Sequence[int], vocab_size: int, device: torch.device) -> None:
+    def __init__(self, sampling: SamplingParams, context: Sequence[int], vocab_size: int, device: torch.device) -> None:
         self.sampling = sampling
         self._noise = torch.Generator().manual_seed(sampling.seed)
         self._seen: Tensor | None = None
@@ -90,7 +93,7 @@ class Sampler:
         return tuple(zip(tokens.tolist(), values.double().exp().tolist(), strict=True))
 
 
-def filter_logits(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
+def filter_logits(logits: Tensor, sampling: SamplingParams, seen: Tensor | None = None) -> Tensor:
     """Return the logits of the distribution to draw from, -inf for excluded tokens.
 
     seen: [v] bool, the tokens that the text already has, for the repetition penalty (arXiv:1909.05858).

@@ -9,15 +9,15 @@ import torch
 from data_utils import evaluation_batches
 from data_utils.samplers import SampleDataset
 from megatron.gpt2.dist.gathering import all_reduce_over_data_and_pipeline, sum_losses
-from megatron.gpt2.generate.generation import Continuation, generate
-from megatron.gpt2.generate.sampling import Sampling
+from megatron.gpt2.generate.generation import GenerationRequest, generate
+from megatron.gpt2.generate.sampling import SamplingParams
 from megatron.gpt2.hooks import Hook
 from megatron.gpt2.monitor.log_lines import EvaluationRecord, evaluation_line
 from megatron.gpt2.train.trainer import Trainer
 
 # The temperature is low because the unlikely words of a small model are often wrong. The penalty prevents repetitions
 # ("the class of the class of the class").
-SAMPLING = Sampling(max_new_tokens=60, temperature=0.5, top_k=40, repetition_penalty=1.2)
+SAMPLING = SamplingParams(max_new_tokens=60, temperature=0.5, top_k=40, repetition_penalty=1.2)
 PROMPT_WORDS = 4
 PROMPT_CHARACTERS = 40  # A prompt has at most this number of characters, for languages without spaces.
 
@@ -80,7 +80,7 @@ def sample_text(trainer: Trainer, count: int = 1) -> str:
     rank must call this function. Only the first rank of each model-parallel group gets the continuations."""
     tokenizer, prompts = trainer.data.tokenizer, prompts_from_split(trainer, count)
     sampling = replace(SAMPLING, seed=trainer.config.train.seed)
-    samples = [Continuation([tokenizer.bos, *tokenizer.encode(prompt)], sampling) for prompt in prompts]
+    samples = [GenerationRequest([tokenizer.bos, *tokenizer.encode(prompt)], sampling) for prompt in prompts]
     # Generation does not call the model's forward, whose hooks would wait.
     trainer.state.param_gather.finish_param_sync()
     generate(trainer.state.model, tokenizer, samples)

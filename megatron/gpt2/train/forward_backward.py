@@ -22,7 +22,7 @@ from mpu.layers import ParallelLinear
 
 MicroBatch = Mapping[str, Any]  # the arguments of the model
 PassKey = tuple[int, int]  # the model chunk and the micro-batch
-TensorKey = tuple[str, int, int]  # whether it is an activation or a gradient, the stage, and the micro-batch
+MessageKey = tuple[str, int, int]  # whether it is an activation or a gradient, the stage, and the micro-batch
 
 
 class ForwardBackward:
@@ -50,8 +50,8 @@ class ForwardBackward:
         # From a forward until its backward, this has the input, the root of the autograd graph, and the gradient of the
         # output.
         self._kept: dict[PassKey, tuple[Tensor | None, Tensor, list[Tensor]]] = {}
-        self._received: dict[TensorKey, mpu.Transfer] = {}
-        self._to_send: dict[TensorKey, Tensor] = {}
+        self._received: dict[MessageKey, mpu.Transfer] = {}
+        self._to_send: dict[MessageKey, Tensor] = {}
         self._sent: list[mpu.Transfer] = []
         if self._group is not None:  # With NCCL, batched sends and receives must not be the first call in a group.
             dist.all_reduce(torch.zeros((), device=state.buffer.params.device), group=self._group)
@@ -139,7 +139,7 @@ class ForwardBackward:
             self._weight_grads.pop((action.model_chunk, action.micro_batch))
 
 
-def _tensor_key(message: P2PMessage) -> TensorKey:
+def _tensor_key(message: P2PMessage) -> MessageKey:
     return message.kind, message.stage, message.micro_batch
 
 

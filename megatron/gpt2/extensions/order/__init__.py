@@ -6,5 +6,5 @@ command     tools/prove_order.py: records a small run with the layout of a comma
 """
 
 from megatron.gpt2.extensions.order.proof import prove as prove
-from megatron.gpt2.extensions.order.recording import Record as Record
+from megatron.gpt2.extensions.order.recording import RankRecord as RankRecord
 from megatron.gpt2.extensions.order.recording import record as record

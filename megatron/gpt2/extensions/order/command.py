@@ -47,7 +47,7 @@ from megatron.gpt2.config.arguments import DECAY_KEYS, LENGTH_KEYS, WARMUP_KEYS,
 from megatron.gpt2.config.flags import parse_launch_flags
 from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.extensions.order.proof import prove
-from megatron.gpt2.extensions.order.recording import Record, record
+from megatron.gpt2.extensions.order.recording import RankRecord, record
 from megatron.gpt2.monitor.run_log import RunLog
 from megatron.gpt2.train import evaluate
 from megatron.gpt2.train.loop import train
@@ -120,9 +120,9 @@ def write_nothing(
     return Path(into or saver.folder) / f"iter_{iteration:07d}"
 
 
-def record_layout(arguments: Arguments, world_size: int) -> list[Record]:
+def record_layout(arguments: Arguments, world_size: int) -> list[RankRecord]:
     """Record all ranks of a run that has the layout of `arguments`."""
-    records: list[Record] = []
+    records: list[RankRecord] = []
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="order_")))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))

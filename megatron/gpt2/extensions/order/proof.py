@@ -21,12 +21,12 @@ from itertools import pairwise, zip_longest
 from typing import Any
 
 from data_utils.command_line import require
-from megatron.gpt2.extensions.order.recording import Call, Record
+from megatron.gpt2.extensions.order.recording import RankRecord, RecordedCall
 
 BACKENDS = ("nccl", "gloo")
 
 
-def prove(records: Sequence[Record], backends: Sequence[str] = BACKENDS) -> list[str]:
+def prove(records: Sequence[RankRecord], backends: Sequence[str] = BACKENDS) -> list[str]:
     """Return the lines that explain a fault in the shortest way, or an empty list if there is none. Raises
     ValueError if a rank is missing.
 
@@ -42,14 +42,14 @@ def prove(records: Sequence[Record], backends: Sequence[str] = BACKENDS) -> list
 class Playback:
     """Plays the records of all ranks back under the rules of a backend."""
 
-    def __init__(self, records: Sequence[Record], backend: str) -> None:
+    def __init__(self, records: Sequence[RankRecord], backend: str) -> None:
         self._records, self._backend = records, backend
         self._next = [0] * len(records)  # the next event of each rank
-        self._queues: list[defaultdict[Any, deque[list[Call]]]] = [defaultdict(deque) for _ in records]
+        self._queues: list[defaultdict[Any, deque[list[RecordedCall]]]] = [defaultdict(deque) for _ in records]
         # the calls that have started, by meeting and member
-        self._started: dict[Any, dict[int, Call]] = defaultdict(dict)
-        self._meeting: dict[Call, Any] = {}
-        self._complete: set[Call] = set()
+        self._started: dict[Any, dict[int, RecordedCall]] = defaultdict(dict)
+        self._meeting: dict[RecordedCall, Any] = {}
+        self._complete: set[RecordedCall] = set()
         self._counts: list[Counter[Any]] = [Counter() for _ in records]
         self._ready = set(range(len(records)))
 
@@ -86,7 +86,7 @@ class Playback:
             if not progress:
                 return []
 
-    def _issue(self, rank: int, call: Call) -> None:
+    def _issue(self, rank: int, call: RecordedCall) -> None:
         is_nccl = "nccl" in (call.backend or self._backend)
         channel = call.channel[:4] if is_nccl else call.channel  # NCCL has no tags, so the tag is left out.
         self._meeting[call] = *channel, self._counts[rank][channel]
@@ -97,7 +97,7 @@ class Playback:
         else:
             queue.append([call])
 
-    def _start(self, rank: int, call: Call) -> list[str]:
+    def _start(self, rank: int, call: RecordedCall) -> list[str]:
         started = self._started[self._meeting[call]]
         if rank in started:
             return []
@@ -110,7 +110,7 @@ class Playback:
         self._ready.update(started)
         return []
 
-    def _compare(self, met: list[tuple[int, Call]]) -> list[str]:
+    def _compare(self, met: list[tuple[int, RecordedCall]]) -> list[str]:
         """Return the lines that describe calls which meet but do not match."""
         rank, call = met[0]
         for other, its in met[1:]:
@@ -120,7 +120,7 @@ class Playback:
                 return lines + self._first_difference(rank, other, call)
         return []
 
-    def _first_difference(self, rank: int, other: int, call: Call) -> list[str]:
+    def _first_difference(self, rank: int, other: int, call: RecordedCall) -> list[str]:
         """Return a line about the first calls of two ranks in a group that are on different lines of the program."""
         if call.name in ("send", "recv"):
             return []
@@ -157,7 +157,7 @@ class Playback:
                     paths.append([*path, rank])
         return []
 
-    def _waits_in(self, rank: int) -> Call | None:
+    def _waits_in(self, rank: int) -> RecordedCall | None:
         """Return the call that keeps a rank from continuing or ending."""
         events = self._records[rank].events
         wanted = events[self._next[rank]][1] if self._next[rank] < len(events) else None

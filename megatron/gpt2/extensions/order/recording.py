@@ -39,11 +39,11 @@ BACKEND = "recorded"  # the name of the backend in torch.distributed
 KEPT = 1 << 14
 DEPTH = 3  # A call is described by this number of lines of the program, starting at the innermost one.
 # the first address of memory, the address after the last one, and whether the memory is written
-Span = tuple[int, int, bool]
+MemoryRange = tuple[int, int, bool]
 
 
 @dataclass(eq=False)
-class Call:
+class RecordedCall:
     """A call of a collective, a send or a receive on one rank.
 
     channel: calls of one channel meet in their order: the first of each member, the second, and so on.
@@ -68,7 +68,7 @@ class Call:
 
 
 @dataclass
-class Record:
+class RankRecord:
     """The recorded communication of one rank.
 
     events: (True, call) for a call and (False, call) for the first wait for it, in order.
@@ -79,7 +79,7 @@ class Record:
 
     rank: int
     world_size: int
-    events: list[tuple[bool, Call]] = field(default_factory=list)
+    events: list[tuple[bool, RecordedCall]] = field(default_factory=list)
     faults: list[list[str]] = field(default_factory=list)
     values: dict[Any, list[Tensor]] = field(default_factory=dict)
     error: Exception | None = None
@@ -116,7 +116,7 @@ def _tensors(value: Any) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else []
 
 
-def _spans(tensors: Sequence[Tensor], writes: bool) -> list[Span]:
+def _spans(tensors: Sequence[Tensor], writes: bool) -> list[MemoryRange]:
     """Return the memory ranges of those tensors that have elements."""
     found = []
     for x in filter(Tensor.numel, tensors):
@@ -143,7 +143,7 @@ def _accesses(operator: Any) -> list[tuple[int, str, bool]]:
 class RecordedWork(dist.Work):
     """The handle of a recorded call."""
 
-    def __init__(self, recorder: Recorder, call: Call, written: list[Tensor]) -> None:
+    def __init__(self, recorder: CallRecorder, call: RecordedCall, written: list[Tensor]) -> None:
         super().__init__()
         self._recorder, self._call, self._written = recorder, call, written
 
@@ -168,29 +168,29 @@ class RecordedGroup(process_group.FakeProcessGroup):
     number: its number among the groups of the same ranks.
     """
 
-    def __init__(self, recorder: Recorder, rank: int, ranks: Sequence[int], number: int, backend: str) -> None:
+    def __init__(self, recorder: CallRecorder, rank: int, ranks: Sequence[int], number: int, backend: str) -> None:
         super().__init__(rank, ranks, recorder.call)
         self.number, self.backend = number, backend
 
     group_name = property(lambda self: distributed_c10d._world.pg_names[self])
 
 
-class Recorder(TorchDispatchMode):
+class CallRecorder(TorchDispatchMode):
     """Writes the record of a rank.
 
     earlier: the records of the ranks before it.
     """
 
-    current: ClassVar[Recorder]
+    current: ClassVar[CallRecorder]
 
-    def __init__(self, own: Record, earlier: Sequence[Record]) -> None:
+    def __init__(self, own: RankRecord, earlier: Sequence[RankRecord]) -> None:
         super().__init__()
         self.own, self._earlier, self._batch = own, earlier, 0
         self._counts: Counter[Any] = Counter()  # number of groups by ranks, of calls by channel, and of batches
         # the ranks and the backend of the next group
         self._wanted: tuple[Sequence[int], str] = range(own.world_size), ""
         # For each call that no wait has ended: its tensors, which must stay alive, and their memory.
-        self.pending: dict[Call, tuple[list[Tensor], list[Span]]] = {}
+        self.pending: dict[RecordedCall, tuple[list[Tensor], list[MemoryRange]]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -208,7 +208,7 @@ class Recorder(TorchDispatchMode):
         everyone = range(self.own.world_size)
         members = sorted(everyone if ranks is None else ranks)
         arguments = f"ranks {members}" + (f", backend {backend}" if backend else "")
-        call = Call("new_group", ("new_group",), everyone, arguments, _place(), backend="gloo")
+        call = RecordedCall("new_group", ("new_group",), everyone, arguments, _place(), backend="gloo")
         self.own.events += [(True, call), (False, call)]
         self._wanted = members, str(backend or "")
         return real(members, timeout, BACKEND, *args, **options)
@@ -250,7 +250,7 @@ class Recorder(TorchDispatchMode):
         shapes = Counter(f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in compared)
         options += [shape if count == 1 else f"{count} x {shape}" for shape, count in shapes.items()]
         channel = ranks, group.number, members, *key
-        call = Call(name, channel, members, ", ".join(options), _place(), group.backend, self._batch)
+        call = RecordedCall(name, channel, members, ", ".join(options), _place(), group.backend, self._batch)
         spans = _spans(read, False) + _spans(written, True)
         self._check(spans, name)
         with torch._C._DisableTorchDispatch():
@@ -259,7 +259,7 @@ class Recorder(TorchDispatchMode):
         self.pending[call] = [*read, *written], spans
         return RecordedWork(self, call, written)
 
-    def _fill(self, call: Call, rank: int, read: list[Tensor], results: list[Tensor]) -> None:
+    def _fill(self, call: RecordedCall, rank: int, read: list[Tensor], results: list[Tensor]) -> None:
         """Fill the results of a call with values.
 
         rank: this rank's number in the group.
@@ -286,7 +286,7 @@ class Recorder(TorchDispatchMode):
                 self._check(_spans(_tensors(value), writes), func.__name__)
         return func(*args, **kwargs)
 
-    def _check(self, spans: Sequence[Span], name: str) -> None:
+    def _check(self, spans: Sequence[MemoryRange], name: str) -> None:
         """Report an operator or a call that touches memory that is being sent or received."""
         for begin, end, writes in spans:
             for call, (_, on_way) in self.pending.items():
@@ -300,15 +300,15 @@ class Recorder(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def record(rank: int, world_size: int, records: list[Record]) -> Iterator[Record]:
+def record(rank: int, world_size: int, records: list[RankRecord]) -> Iterator[RankRecord]:
     """Record what the block does as rank `rank`, and append it to `records`, which has the records of the ranks before.
 
     The block finds RANK, LOCAL_RANK and WORLD_SIZE in the environment, and torch.distributed initialised. The program
     may call `init_process_group`, which does nothing, and `destroy_process_group`.
     """
-    recorder = Recorder.current = Recorder(Record(rank, world_size), records)
+    recorder = CallRecorder.current = CallRecorder(RankRecord(rank, world_size), records)
     if BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(BACKEND, lambda *a: Recorder.current.make_group(*a), devices=["cpu", "cuda"])
+        dist.Backend.register_backend(BACKEND, lambda *a: CallRecorder.current.make_group(*a), devices=["cpu", "cuda"])
     dist.init_process_group(BACKEND, rank=rank, world_size=world_size, store=dist.HashStore())  # type: ignore[attr-defined]
     try:
         with contextlib.ExitStack() as stack:

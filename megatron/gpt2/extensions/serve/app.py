@@ -33,7 +33,7 @@ from megatron.gpt2.extensions.serve.request import (
     read_megatron_request,
     read_request,
 )
-from megatron.gpt2.generate.generation import Event
+from megatron.gpt2.generate.generation import GenerationEvent
 
 MEGATRON = ("/api", "/generate")  # Megatron's servers have these addresses.
 PAGE = Path(__file__).with_name("page.html")
@@ -246,10 +246,10 @@ class CompletionResponse(Response):
             if event.finish or chunk["text"]:
                 yield chunk
 
-    async def _events(self) -> AsyncIterator[tuple[int, Event]]:
+    async def _events(self) -> AsyncIterator[tuple[int, GenerationEvent]]:
         """Yield the number of a text and its next event. Raises ApiError if the server stops."""
         loop = asyncio.get_running_loop()
-        events: asyncio.Queue[tuple[int, Event | ServerStopping]] = asyncio.Queue()
+        events: asyncio.Queue[tuple[int, GenerationEvent | ServerStopping]] = asyncio.Queue()
 
         def deliver(*event: Any) -> None:
             loop.call_soon_threadsafe(events.put_nowait, event)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
-from megatron.gpt2.generate.generation import Continuation, ContinuousBatch, Event, Generator
+from megatron.gpt2.generate.generation import ContinuousBatch, GenerationEvent, GenerationRequest, Generator
 
 
 class ServerStopping:
@@ -14,7 +14,7 @@ class ServerStopping:
 # event is a GeneratedToken, or Finished if the continuation ends without a token, because its `max_new_tokens` is 0 or
 # it was cancelled. Its `prompt_tokens` are complete before its first event. If the server stops before the end, the
 # call is deliver(0, ServerStopping()).
-Deliver = Callable[[int, Event | ServerStopping], None]
+Deliver = Callable[[int, GenerationEvent | ServerStopping], None]
 
 
 class Batcher:
@@ -24,11 +24,11 @@ class Batcher:
     def __init__(self, batch_size: int) -> None:
         self._batch_size = batch_size
         # A signal handler may call `put` during a `get`. SimpleQueue allows this.
-        self._incoming: SimpleQueue[tuple[Sequence[Continuation], Deliver]] = SimpleQueue()
+        self._incoming: SimpleQueue[tuple[Sequence[GenerationRequest], Deliver]] = SimpleQueue()
         self._texts: dict[int, tuple[int, Deliver]] = {}  # the unfinished texts, by their number in the batch
         self._stopping = False
 
-    def submit(self, continuations: Sequence[Continuation], deliver: Deliver) -> None:
+    def submit(self, continuations: Sequence[GenerationRequest], deliver: Deliver) -> None:
         """Queue the continuations of a request. Any thread may call this method."""
         if self._stopping:
             deliver(0, ServerStopping())

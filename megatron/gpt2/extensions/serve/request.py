@@ -18,8 +18,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from data_utils import Tokenizer
-from megatron.gpt2.generate.generation import Continuation, Event, GeneratedToken
-from megatron.gpt2.generate.sampling import Sampling
+from megatron.gpt2.generate.generation import GeneratedToken, GenerationEvent, GenerationRequest
+from megatron.gpt2.generate.sampling import SamplingParams
 
 FINISH_REASONS = {"end": "stop", "stop": "stop", "length": "length"}
 MIN_LOGPROB = -9999.0  # OpenAI's answers have this number instead of the logarithm of 0.
@@ -150,9 +150,9 @@ class GeneratedText:
     events: its tokens so far, also an end-of-document token; or Finished, if it ended without one.
     """
 
-    c: Continuation
+    c: GenerationRequest
     prompt: str
-    events: list[Event] = field(default_factory=list)
+    events: list[GenerationEvent] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class ServedModel:
         self,
         name: str,
         prompts: Sequence[Any],
-        sampling: Sampling,
+        sampling: SamplingParams,
         seed: int | None,
         *,
         n: int = 1,
@@ -211,7 +211,7 @@ class ServedModel:
             ids, text = self._read_prompt(name, prompt)
             for j in range(n):
                 own = random.getrandbits(63) if seed is None else (seed + j + 2**63) % 2**64 - 2**63
-                c = Continuation([*start, *ids], dataclasses.replace(sampling, seed=own), score_prompt=scored)
+                c = GenerationRequest([*start, *ids], dataclasses.replace(sampling, seed=own), score_prompt=scored)
                 if len(c.prompt) > self.context:
                     raise self._too_long(name)
                 texts.append(GeneratedText(c, text))
@@ -253,7 +253,7 @@ class CompletionChoice:
         self._decoded = self._certain = 0  # number of characters of all tokens, and of the text that was returned
         self._held: deque[tuple[int, GeneratedToken]] = deque()  # pairs of a token and the index of its first character
 
-    def echo(self, prompt: str, c: Continuation) -> dict[str, Any]:
+    def echo(self, prompt: str, c: GenerationRequest) -> dict[str, Any]:
         """Return the first part of an answer with `echo`, which repeats the prompt.
 
         Its log-probabilities are those of the continuation's `prompt_tokens`, with null for the first token.
@@ -268,7 +268,7 @@ class CompletionChoice:
         self._decoded = self._certain = len(prompt)
         return {"text": prompt, "index": self.index, "logprobs": logprobs, "finish_reason": None}
 
-    def add(self, event: Event) -> dict[str, Any]:
+    def add(self, event: GenerationEvent) -> dict[str, Any]:
         """Return what the next token adds to the text, in the form of a streamed chunk.
 
         A token is listed in the chunk with its first character, and an end-of-document token in the last chunk. The
@@ -396,10 +396,10 @@ def read_request(body: bytes, served: ServedModel) -> CompletionRequest:
         ("temperature", 0 < asked.temperature < 1e-5, "it must be 0, or at least 0.00001"),
         ("stream_options", asked.stream_options and not asked.stream, "it needs stream: true"),
     )
-    sampling = Sampling(
+    sampling = SamplingParams(
         repetition_penalty=asked.repetition_penalty,
         temperature=asked.temperature,
-        # If top_p is 0, OpenAI takes the likeliest token, and `Sampling` takes all tokens.
+        # If top_p is 0, OpenAI takes the likeliest token, and `SamplingParams` takes all tokens.
         top_k=asked.top_k if asked.top_p else 1,
         top_p=asked.top_p,
         max_new_tokens=served.length("max_tokens", asked.max_tokens, 16),
@@ -434,7 +434,7 @@ def read_megatron_request(body: bytes, served: ServedModel) -> MegatronRequest:
         ("prompts", "" in asked.prompts and not asked.add_BOS, "an empty prompt needs add_BOS: true"),
         ("stop_token", asked.stop_token not in (None, end), f"only {end} ends a document"),
     )
-    sampling = Sampling(
+    sampling = SamplingParams(
         temperature=asked.temperature,
         top_k=asked.top_k,
         top_p=asked.top_p,

@@ -48,7 +48,7 @@ from megatron.gpt2.extensions.verify.report import (
     reference_lines,
     render_html,
 )
-from megatron.gpt2.extensions.verify.trace import Trace, TraceWriter, write_index
+from megatron.gpt2.extensions.verify.trace import TensorTrace, TraceWriter, write_index
 from megatron.gpt2.train.setup import build_context
 from megatron.gpt2.train.trainer import Trainer, build_trainer
 
@@ -272,7 +272,7 @@ def capture_steps(trainer: Trainer, task: RankTask) -> RankReport:
     if task.records:
         take: TraceWriter | TraceComparer = TraceWriter(task.trace)
     else:
-        trace = Trace(task.trace)
+        trace = TensorTrace(task.trace)
         check_same_run(trace.facts, own)
         take = TraceComparer(trace, own, trainer.parallel.rank)
     trainer.state.model.train()
@@ -313,14 +313,14 @@ def check_same_run(then: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     require(here["steps"] <= then["steps"], f"--steps {here['steps']}: the trace has {then['steps']}")
 
 
-def compare_layouts(options: argparse.Namespace, scratch: Path) -> tuple[str, Trace, list[LayoutResult]]:
+def compare_layouts(options: argparse.Namespace, scratch: Path) -> tuple[str, TensorTrace, list[LayoutResult]]:
     """Run the layouts and compare them. Returns a description of the reference, its trace, and the results. The trace
     may be in the folder `scratch`."""
     first = read_layout(options.command, options.layout[0])
     layouts = [read_layout(options.command, flags, first.batch) for flags in options.layout]
     by_transformers = options.against == HUGGINGFACE
     if options.against and not by_transformers:
-        reference, trace = f"the trace {options.against}", Trace(Path(options.against))
+        reference, trace = f"the trace {options.against}", TensorTrace(Path(options.against))
     else:
         reference, folder = f"the layout {first.name}", options.save_trace or scratch / "trace"
         if by_transformers:
@@ -332,7 +332,7 @@ def compare_layouts(options: argparse.Namespace, scratch: Path) -> tuple[str, Tr
             first, RankTask(folder, scratch / "reference", options.steps or STEPS, True, by_transformers)
         )
         write_index(folder, recorded[0].facts, [report.findings for report in recorded])
-        trace = Trace(folder)
+        trace = TensorTrace(folder)
     results = []
     for number, layout in enumerate(layouts):
         task = RankTask(trace.folder, scratch / f"layout_{number}", options.steps or trace.facts["steps"])

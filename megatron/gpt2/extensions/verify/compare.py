@@ -54,7 +54,14 @@ from torch import Tensor
 from data_utils.command_line import require
 from megatron.gpt2.config import Config
 from megatron.gpt2.device import DTYPES
-from megatron.gpt2.extensions.verify.trace import SECOND_MOMENT, TensorKey, TensorShard, Trace, TraceEntry, measured
+from megatron.gpt2.extensions.verify.trace import (
+    SECOND_MOMENT,
+    TensorKey,
+    TensorShard,
+    TensorTrace,
+    TraceEntry,
+    measured,
+)
 from megatron.gpt2.optimizer.muon import NEWTON_SCHULZ
 
 MAX_ROUNDINGS = 8.0
@@ -188,7 +195,7 @@ class TraceComparer:
     facts: the metadata of its run, see `run_metadata`.
     """
 
-    def __init__(self, trace: Trace, facts: Mapping[str, Any], rank: int) -> None:
+    def __init__(self, trace: TensorTrace, facts: Mapping[str, Any], rank: int) -> None:
         self._trace, self._rank, both, config = trace, rank, (trace.facts, facts), trace.facts["config"]
         self._found: defaultdict[TensorKey, Difference] = defaultdict(Difference)
         model, s = config["model"], config["data"]["seq_length"]
@@ -309,7 +316,7 @@ class Comparison:
     found: `TraceComparer.findings` of each rank, possibly read from JSON.
     """
 
-    def __init__(self, found: Sequence[Sequence[Any]], trace: Trace) -> None:
+    def __init__(self, found: Sequence[Sequence[Any]], trace: TensorTrace) -> None:
         merged: defaultdict[TraceEntry, Difference] = defaultdict(Difference)
         for step, name, difference in itertools.chain(*found):
             merged[trace.entries[step, name]].add(Difference(**difference))

@@ -12,7 +12,7 @@ from data_utils.command_line import align_columns, plural
 from megatron.gpt2.config import flag_name, flatten_sections
 from megatron.gpt2.dist.ranks import format_ranks
 from megatron.gpt2.extensions.verify.compare import Comparison, Difference
-from megatron.gpt2.extensions.verify.trace import TensorKey, Trace, TraceEntry
+from megatron.gpt2.extensions.verify.trace import TensorKey, TensorTrace, TraceEntry
 from megatron.gpt2.model.gpt2 import TIED_WEIGHT
 from megatron.gpt2.monitor.plots import BLUE, ORANGE, Curve, as_svg
 
@@ -127,7 +127,7 @@ def format_units(value: float) -> str:
     return f"{value:.2g}" if value < 100 or value >= 1e4 else f"{value:.0f}"
 
 
-def reference_lines(reference: str, trace: Trace) -> list[str]:
+def reference_lines(reference: str, trace: TensorTrace) -> list[str]:
     """Return a line that describes the reference, and a warning if it skipped steps."""
     facts, entries = trace.facts, trace.entries.values()
     size, steps = sum(entry.dtype.itemsize * math.prod(entry.shape) for entry in entries), facts["steps"]
@@ -198,7 +198,7 @@ def describe_mismatch(key: TensorKey, found: Difference, size: int) -> str:
     )
 
 
-def render_html(lines: Sequence[str], command: str, trace: Trace, results: Sequence[LayoutResult]) -> str:
+def render_html(lines: Sequence[str], command: str, trace: TensorTrace, results: Sequence[LayoutResult]) -> str:
     """Return the comparison as one self-contained HTML page.
 
     lines: see `reference_lines`.

@@ -161,7 +161,7 @@ def write_index(folder: Path, facts: Mapping[str, Any], found: Sequence[Sequence
     (folder / INDEX).write_text(json.dumps({"format": FORMAT, "facts": facts, "tensors": entries}), encoding="utf-8")
 
 
-class Trace:
+class TensorTrace:
     """The trace in `folder`; its tensors stay on disk. Raises ValueError if `folder` is not a trace of this version.
 
     entries: the entries by (step, name).

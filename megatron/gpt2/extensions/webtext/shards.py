@@ -44,7 +44,7 @@ SAMPLES = 3  # A manifest has this number of samples for each reason.
 UNREADABLE = "unreadable"
 
 Document = dict[str, Any]
-Progress = Callable[[int], object]  # called by the stage with the number of bytes that were read
+ReportProgress = Callable[[int], object]  # called by the stage with the number of bytes that were read
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class ShardRun:
         shard: Shard,
         output: Path = Path(),
         limit: int | None = None,
-        read: Progress = lambda count: None,
+        read: ReportProgress = lambda count: None,
     ) -> None:
         self.args, self.shard, self.output, self.limit = args, shard, output, limit
         self.entered = self.left = 0
@@ -268,7 +268,7 @@ class ShardRun:
 
 
 def run_shard(
-    stage: WebtextStage, shard: Shard, output: Path, limit: int | None = None, read: Progress = lambda count: None
+    stage: WebtextStage, shard: Shard, output: Path, limit: int | None = None, read: ReportProgress = lambda count: None
 ) -> Manifest:
     """Return the manifest of the shard. If its outputs do not exist, make them first. A failure leaves no files."""
     expected = {**stage.manifest(limit), "input": shard.metadata()}

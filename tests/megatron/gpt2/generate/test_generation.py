@@ -24,7 +24,7 @@ from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.formats.huggingface import write_huggingface
 from megatron.gpt2.generate import model_runner
 from megatron.gpt2.generate.generation import (
-    Continuation,
+    GenerationRequest,
     ContinuousBatch,
     Finished,
     GeneratedToken,
@@ -33,7 +33,7 @@ from megatron.gpt2.generate.generation import (
 )
 from megatron.gpt2.generate.load_model import load_for_inference
 from megatron.gpt2.generate.model_runner import new_command_group
-from megatron.gpt2.generate.sampling import Sampling
+from megatron.gpt2.generate.sampling import SamplingParams
 from megatron.gpt2.generate.scoring import Window, score_windows
 from megatron.gpt2.model.gpt2 import GPT2Model, layer_config
 from tests.distributed import run_ranks
@@ -50,11 +50,11 @@ CONFIG = ModelConfig(
 )
 PROMPTS = [b"", b"O", b"Once upon a time", b"The", b"A prompt that is longer than the context of this model is."]
 SETTINGS = [
-    Sampling(temperature=0),
-    Sampling(),
-    Sampling(temperature=0.7, top_k=5, seed=7),
-    Sampling(top_p=0.8, repetition_penalty=1.3),
-    Sampling(top_k=1),
+    SamplingParams(temperature=0),
+    SamplingParams(),
+    SamplingParams(temperature=0.7, top_k=5, seed=7),
+    SamplingParams(top_p=0.8, repetition_penalty=1.3),
+    SamplingParams(top_k=1),
 ]
 
 
@@ -65,9 +65,9 @@ def model() -> Any:
     mpu.destroy_model_parallel()
 
 
-def continued(model: GPT2Model, prompts: list[bytes], settings: list[Sampling], **options: Any) -> list[list[int]]:
+def continued(model: GPT2Model, prompts: list[bytes], settings: list[SamplingParams], **options: Any) -> list[list[int]]:
     made = [
-        Continuation(list(prompt), dataclasses.replace(sampling, max_new_tokens=70))
+        GenerationRequest(list(prompt), dataclasses.replace(sampling, max_new_tokens=70))
         for prompt, sampling in zip(prompts, settings, strict=True)
     ]
     generate(model, TOKENIZER, made, **options)
@@ -89,7 +89,7 @@ def test_greedy_equals_transformers(tmp_path: Path) -> None:
         assert isinstance(theirs, GPT2LMHeadModel)
         draw = np.random.default_rng(0)
         prompts = [bytes(draw.integers(256, size=size).tolist()) for size in (*range(1, 17), 25, 32, 41, 55)]
-        mine = [Continuation(list(prompt), Sampling(temperature=0, max_new_tokens=100)) for prompt in prompts]
+        mine = [GenerationRequest(list(prompt), SamplingParams(temperature=0, max_new_tokens=100)) for prompt in prompts]
         generate(ours, TOKENIZER, mine)
     finally:
         mpu.destroy_model_parallel()
@@ -115,12 +115,12 @@ SCORED = [(b"Once upon a time", 3), (b"O", 1), (b"", 2), (PROMPTS[4], 0), (b"The
 def prompt_scores(model: GPT2Model, **options: Any) -> list[tuple[list[float], list[Any]]]:
     """Return the nats and the most likely tokens of each prompt, next to a prompt that is not scored."""
     made = [
-        Continuation(
-            list(prompt), Sampling(alternatives=alternatives, max_new_tokens=i % 2, top_k=1), score_prompt=True
+        GenerationRequest(
+            list(prompt), SamplingParams(alternatives=alternatives, max_new_tokens=i % 2, top_k=1), score_prompt=True
         )
         for i, (prompt, alternatives) in enumerate(SCORED)
     ]
-    generate(model, TOKENIZER, [Continuation([70] * 9, Sampling(max_new_tokens=2)), *made], **options)
+    generate(model, TOKENIZER, [GenerationRequest([70] * 9, SamplingParams(max_new_tokens=2)), *made], **options)
     return [
         ([-math.log(token.probability) for token in c.prompt_tokens], [token.likeliest for token in c.prompt_tokens])
         for c in made
@@ -172,7 +172,7 @@ def ends_of_a_rank(rank: int, world_size: int) -> list[tuple[str, str]]:
     model = GPT2Model(CONFIG)
     ends: list[tuple[str, str]] = []
     for fail in (divide, refuse, lambda: None):
-        c = Continuation([65], Sampling(temperature=0, max_new_tokens=30))
+        c = GenerationRequest([65], SamplingParams(temperature=0, max_new_tokens=30))
         c.ids = Failing(fail)
         if len(ends) == 2 and rank == 0:  # The second interrupt happens during a forward pass.
             model.transformer.final_layernorm.register_forward_hook(lambda *_: signal.raise_signal(signal.SIGINT))
@@ -234,8 +234,8 @@ def waiting_ranks(rank: int, world_size: int) -> tuple[list[str], float]:
         for wanted in (3, 1000):
             time.sleep(1.0)
             made = [
-                Continuation([65], Sampling(max_new_tokens=30, temperature=0)),
-                Continuation([66], Sampling(top_k=1)),
+                GenerationRequest([65], SamplingParams(max_new_tokens=30, temperature=0)),
+                GenerationRequest([66], SamplingParams(top_k=1)),
             ]
             stream = generator.stream(made)
             for number, _ in enumerate(stream):
@@ -255,22 +255,22 @@ def test_streams_can_be_closed_and_waiting_ranks_sleep() -> None:
 
 
 def test_finish_reasons_and_text(model: GPT2Model) -> None:
-    wanted = continued(model, [b"Once"], [Sampling(temperature=0)])[0]
+    wanted = continued(model, [b"Once"], [SamplingParams(temperature=0)])[0]
     text = bytes(i for i in wanted if i < 256).decode(errors="replace")
     generator = Generator(model, TOKENIZER)
     stop = text[4:6]
-    c = Continuation(list(b"Once"), Sampling(temperature=0, stop=(stop,), max_new_tokens=50))
+    c = GenerationRequest(list(b"Once"), SamplingParams(temperature=0, stop=(stop,), max_new_tokens=50))
     shards = [shard for shard in generator.stream([c]) if isinstance(shard, GeneratedToken)]
     assert "".join(generated.text for generated in shards) == text[: text.index(stop)] and c.finish == "stop"
     assert all(0 < generated.probability <= 1 and generated.number == 0 for generated in shards)
-    c = Continuation(list(b"Once"), Sampling(temperature=0, max_new_tokens=3))
+    c = GenerationRequest(list(b"Once"), SamplingParams(temperature=0, max_new_tokens=3))
     assert len(list(generator.stream([c]))) == 3 and c.finish == "length" and c.ids == wanted[:3]
     with torch.no_grad():
         model.transformer.final_layernorm.weight.zero_()
         model.transformer.final_layernorm.bias.copy_(model.word_embeddings.weight[TOKENIZER.eod] * 10)
         model.word_embeddings.weight[TOKENIZER.vocab_size :].copy_(model.word_embeddings.weight[TOKENIZER.eod] * 20)
     # The logits of padded ids are even higher, but these ids are never drawn.
-    c = Continuation(list(b"Once"), Sampling())
+    c = GenerationRequest(list(b"Once"), SamplingParams())
     assert [getattr(generated, "id", None) for generated in generator.stream([c])] == [TOKENIZER.eod]
     assert (c.ids, c.finish) == ([], "end")
 
@@ -278,13 +278,13 @@ def test_finish_reasons_and_text(model: GPT2Model) -> None:
 def test_notices_of_the_context(model: GPT2Model) -> None:
     said: list[str] = []
     generator = Generator(model, TOKENIZER, log=said.append)
-    list(generator.stream([Continuation([65] * 31, Sampling(max_new_tokens=2, top_k=1))]))
+    list(generator.stream([GenerationRequest([65] * 31, SamplingParams(max_new_tokens=2, top_k=1))]))
     assert said == []
-    c = Continuation(list(range(200)), Sampling(max_new_tokens=40, top_k=1))
+    c = GenerationRequest(list(range(200)), SamplingParams(max_new_tokens=40, top_k=1))
     list(generator.stream([c]))
     assert [line.split(":")[0] for line in said] == ["notice"] * 2
     assert "200 tokens the last 32" in said[0] and "last 16" in said[1]
-    other = Continuation(list(range(168, 200)), Sampling(max_new_tokens=40, top_k=1))
+    other = GenerationRequest(list(range(168, 200)), SamplingParams(max_new_tokens=40, top_k=1))
     list(generator.stream([other]))
     assert other.ids == c.ids
 
@@ -359,17 +359,17 @@ class CountingGenerator:
         endless_model.prefill, endless_model.decode = watched_read, watched_step  # type: ignore[method-assign, assignment]
 
 
-def requests(count: int) -> list[tuple[int, Continuation]]:
+def requests(count: int) -> list[tuple[int, GenerationRequest]]:
     """Return random requests, each with the number of events before its arrival. Some prompts and texts are longer than
     the context, and some requests want no text."""
     dice = random.Random(3)
     found = [
         (
             dice.randrange(12 * count),
-            Continuation(
+            GenerationRequest(
                 [dice.randrange(256) for _ in range(dice.choice([0, 1, 3, 9, 20, 32, 40]))],
                 dataclasses.replace(
-                    dice.choice([Sampling(temperature=0), *SETTINGS]),
+                    dice.choice([SamplingParams(temperature=0), *SETTINGS]),
                     seed=i,
                     max_new_tokens=dice.choice([0, 1, 2, 10, 30, 60]),
                 ),
@@ -380,7 +380,7 @@ def requests(count: int) -> list[tuple[int, Continuation]]:
     return sorted(found, key=lambda request: request[0])
 
 
-def served(batch: ContinuousBatch, arriving: list[tuple[int, Continuation]]) -> list[list[int]]:
+def served(batch: ContinuousBatch, arriving: list[tuple[int, GenerationRequest]]) -> list[list[int]]:
     """Run the requests. Return the ids of each one, collected from the events."""
     waiting, ids, now = [*arriving], [list[int]() for _ in arriving], 0
     while waiting:
@@ -422,16 +422,16 @@ def test_a_request_next_to_a_long_text_begins_within_two_steps() -> None:
     config = dataclasses.replace(CONFIG, max_position_embeddings=640)
     try:
         watched = CountingGenerator(Generator(endless(GPT2Model(config)), TOKENIZER))
-        greedy = Sampling(temperature=0, max_new_tokens=500)
+        greedy = SamplingParams(temperature=0, max_new_tokens=500)
         asked: dict[int, int] = {}  # the step after which the request of each number arrived
         begun: dict[int, int] = {}
         with watched.generator.batch(8) as batch:
-            batch.add(Continuation([1, 2, 3], greedy))
+            batch.add(GenerationRequest([1, 2, 3], greedy))
             for event in batch.events():
                 begun.setdefault(event.number, watched.steps)
                 if event.number == 0 and watched.steps in (3, 100, 321) and watched.steps not in asked.values():
                     for size in (600, 1, 20) if watched.steps == 100 else (200,) * 3:
-                        number = batch.add(Continuation([7] * size, dataclasses.replace(greedy, max_new_tokens=30)))
+                        number = batch.add(GenerationRequest([7] * size, dataclasses.replace(greedy, max_new_tokens=30)))
                         asked[number] = watched.steps
     finally:
         mpu.destroy_model_parallel()
@@ -442,7 +442,7 @@ def test_a_request_next_to_a_long_text_begins_within_two_steps() -> None:
 def test_ends_without_a_token(endless_model: GPT2Model) -> None:
     """A continuation can be cancelled while it waits and while it runs; the next one takes its row."""
     with Generator(endless_model, TOKENIZER).batch(1) as batch:
-        made = [Continuation([65], Sampling(max_new_tokens=n)) for n in (9, 9, 0, 2)]
+        made = [GenerationRequest([65], SamplingParams(max_new_tokens=n)) for n in (9, 9, 0, 2)]
         for c in made:
             batch.add(c)
         seen = []

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from megatron.gpt2.generate.generation import TextStream
-from megatron.gpt2.generate.sampling import Sampler, Sampling, filter_logits
+from megatron.gpt2.generate.sampling import Sampler, SamplingParams, filter_logits
 
 CPU = torch.device("cpu")
 
 
-def of_transformers(logits: torch.Tensor, sampling: Sampling, context: torch.Tensor) -> torch.Tensor:
+def of_transformers(logits: torch.Tensor, sampling: SamplingParams, context: torch.Tensor) -> torch.Tensor:
     from transformers.generation.logits_process import (
         RepetitionPenaltyLogitsProcessor,
         TemperatureLogitsWarper,
@@ -48,7 +48,7 @@ def of_transformers(logits: torch.Tensor, sampling: Sampling, context: torch.Ten
 )
 @pytest.mark.parametrize("spread", [0.1, 3.0])
 def test_distributions_equal_those_of_transformers(settings: dict[str, Any], spread: float) -> None:
-    sampling = Sampling(**settings)
+    sampling = SamplingParams(**settings)
     draw = torch.Generator().manual_seed(0)
     for size in (300, 50257):
         # In float32, the rounding of a sum of 50,000 values would decide which tokens are the last before p.
@@ -64,7 +64,7 @@ def test_distributions_equal_those_of_transformers(settings: dict[str, Any], spr
 
 def test_draws_follow_the_distribution() -> None:
     logits = torch.tensor([0.0, 3.0, 1.0, 2.0])
-    sampler = Sampler(Sampling(temperature=2.0, top_k=3), [], 4, CPU)
+    sampler = Sampler(SamplingParams(temperature=2.0, top_k=3), [], 4, CPU)
     drawn = torch.tensor([sampler.draw(logits, logits.logsumexp(0))[0] for _ in range(4000)])
     expected = filter_logits(logits, sampler.sampling).softmax(0)
     torch.testing.assert_close(drawn.bincount(minlength=4) / 4000, expected, rtol=0, atol=0.03)
@@ -72,12 +72,12 @@ def test_draws_follow_the_distribution() -> None:
 
 def test_greedy_penalty_probability_and_seed() -> None:
     logits = torch.tensor([0.0, 3.0, 1.0, 2.0])
-    sampler = Sampler(Sampling(temperature=0, repetition_penalty=2.0), [0], 4, CPU)
+    sampler = Sampler(SamplingParams(temperature=0, repetition_penalty=2.0), [0], 4, CPU)
     assert [sampler.draw(logits, logits.logsumexp(0))[0] for _ in range(4)] == [1, 3, 1, 1]
     assert sampler.draw(logits, logits.logsumexp(0))[1] == pytest.approx(float(logits.softmax(0)[1]))
 
     def drawn(seed: int) -> list[int]:
-        sampler, even = Sampler(Sampling(seed=seed), [], 1000, CPU), torch.zeros(1000)
+        sampler, even = Sampler(SamplingParams(seed=seed), [], 1000, CPU), torch.zeros(1000)
         return [sampler.draw(even, even.logsumexp(0))[0] for _ in range(10)]
 
     assert drawn(1) == drawn(1) != drawn(2)
@@ -100,7 +100,7 @@ def test_greedy_penalty_probability_and_seed() -> None:
 )
 def test_bad_settings_name_their_flag(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"^--{name.replace('_', '-')} must "):
-        dataclasses.replace(Sampling(), **{name: value})
+        dataclasses.replace(SamplingParams(), **{name: value})
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

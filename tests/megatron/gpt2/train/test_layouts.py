@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.gpt2.generate.generation import Continuation, generate
-from megatron.gpt2.generate.sampling import Sampling
+from megatron.gpt2.generate.generation import GenerationRequest, generate
+from megatron.gpt2.generate.sampling import SamplingParams
 from megatron.gpt2.generate.scoring import score_windows, sliding_windows
 from megatron.gpt2.model.gpt2 import TIED_WEIGHT
 from megatron.gpt2.optimizer.optimizer import MOMENTS
@@ -207,10 +207,10 @@ def evaluate_and_generate(rank: int, world_size: int, folder: Path, layouts: lis
         loss = evaluate(trainer, trainer.data.splits.valid, "valid", 12)
         trainer.state.param_gather.finish_param_sync()
         texts = [
-            Continuation([5, 6, 7], Sampling(temperature=0, max_new_tokens=9)),
-            Continuation([9] * 11, Sampling(temperature=0, max_new_tokens=40)),
+            GenerationRequest([5, 6, 7], SamplingParams(temperature=0, max_new_tokens=9)),
+            GenerationRequest([9] * 11, SamplingParams(temperature=0, max_new_tokens=40)),
         ]
-        scored = Continuation(list(range(3, 14)), Sampling(max_new_tokens=0), score_prompt=True)
+        scored = GenerationRequest(list(range(3, 14)), SamplingParams(max_new_tokens=0), score_prompt=True)
         generate(trainer.state.model, trainer.data.tokenizer, [*texts, scored])
         ids = trainer.data.splits.valid.rows(torch.arange(2).numpy()).ravel()
         scores = score_windows(trainer.state.model, sliding_windows(ids, 32, 16), batch_size=2)

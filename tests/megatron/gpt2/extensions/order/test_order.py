@@ -18,7 +18,7 @@ import mpu
 from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.dist.gathering import gather_rows, gather_strings
 from megatron.gpt2.dist.signals import StopSignal
-from megatron.gpt2.extensions.order import Record, command, prove, record
+from megatron.gpt2.extensions.order import RankRecord, command, prove, record
 from megatron.gpt2.optimizer import bucket_reducer
 from megatron.gpt2.optimizer.bucket_reducer import BucketReducer
 from megatron.gpt2.train import checkpointing, data, loop
@@ -133,7 +133,7 @@ def test_the_layouts_are_many():
 
 def test_a_program_of_the_user(monkeypatch: Patch, capsys: pytest.CaptureFixture[str]):
     """Without a batch, gloo starts both directions at the same time, and NCCL one after the other."""
-    records: list[Record] = []
+    records: list[RankRecord] = []
     for rank in range(2):
         with record(rank, 2, records):
             dist.init_process_group("nccl")

@@ -20,8 +20,8 @@ import torch
 
 import mpu
 from data_utils import Tokenizer
-from megatron.gpt2.generate.generation import Continuation, Event, Generator, generate
-from megatron.gpt2.generate.sampling import Sampling
+from megatron.gpt2.generate.generation import GenerationEvent, GenerationRequest, Generator, generate
+from megatron.gpt2.generate.sampling import SamplingParams
 from megatron.gpt2.model.gpt2 import GPT2Model
 from tests.conftest import needs
 from tests.megatron.gpt2.generate.test_generation import CONFIG, TOKENIZER, CountingGenerator, endless
@@ -124,7 +124,7 @@ def alone(model: GPT2Model) -> Callable[..., list[int]]:
     """Return a function that generates the text of one prompt without the server."""
 
     def alone(prompt: str, **settings: Any) -> list[int]:
-        c = Continuation(TOKENIZER.encode(prompt), Sampling(**settings))
+        c = GenerationRequest(TOKENIZER.encode(prompt), SamplingParams(**settings))
         generate(model, TOKENIZER, [c])
         return c.ids
 
@@ -509,7 +509,7 @@ def seeds(request: CompletionRequest) -> list[int]:
     return [text.c.sampling.seed for text in request.texts]
 
 
-def sampling(request: CompletionRequest) -> Sampling:
+def sampling(request: CompletionRequest) -> SamplingParams:
     return request.texts[0].c.sampling
 
 
@@ -542,13 +542,13 @@ def test_64_clients(watched: CountingGenerator) -> None:
 
     def ask(client: int) -> None:
         made = [
-            Continuation([client] * (1 + client % 4), Sampling(max_new_tokens=1 + (7 * client + 5 * i) % 28))
+            GenerationRequest([client] * (1 + client % 4), SamplingParams(max_new_tokens=1 + (7 * client + 5 * i) % 28))
             for i in range(1 + client % 3)
         ]
         start = len(lengths)
         lengths.extend(c.sampling.max_new_tokens for c in made)
 
-        def deliver(number: int, event: Event | ServerStopping) -> None:
+        def deliver(number: int, event: GenerationEvent | ServerStopping) -> None:
             begun.setdefault(start + number, watched.steps)
             assert not isinstance(event, ServerStopping)
             if event.finish:

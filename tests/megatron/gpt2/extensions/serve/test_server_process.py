@@ -22,8 +22,8 @@ import pytest
 
 import mpu
 from data_utils import build_tokenizer
-from megatron.gpt2.generate.generation import Continuation, generate
-from megatron.gpt2.generate.sampling import Sampling
+from megatron.gpt2.generate.generation import GenerationRequest, generate
+from megatron.gpt2.generate.sampling import SamplingParams
 from megatron.gpt2.model.gpt2 import GPT2Model
 from tests.conftest import ROOT, needs
 from tests.megatron.gpt2.generate.test_generation import CONFIG, save
@@ -46,7 +46,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def generate_texts(prompts: list[str], **settings: Any) -> list[str]:
     """Generate texts with the model of `saved` in this process."""
-    made = [Continuation(TOKENIZER.encode(prompt), Sampling(**settings)) for prompt in prompts]
+    made = [GenerationRequest(TOKENIZER.encode(prompt), SamplingParams(**settings)) for prompt in prompts]
     generate(GPT2Model(CONFIG).eval(), TOKENIZER, made)
     return [TOKENIZER.decode(c.ids) for c in made]
 

@@ -14,7 +14,7 @@ import pytest
 from megatron.gpt2.extensions.verify.command import RankReport, RankTask, capture_steps, main
 from megatron.gpt2.extensions.verify.compare import Comparison
 from megatron.gpt2.extensions.verify.report import producing_operation
-from megatron.gpt2.extensions.verify.trace import Trace, write_index
+from megatron.gpt2.extensions.verify.trace import TensorTrace, write_index
 from megatron.gpt2.train.trainer import Trainer
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.extensions.verify.planted_faults import (
@@ -100,7 +100,9 @@ class Comparisons:
         if group not in self._ranks:
             self._ranks[group] = run_ranks(run_cases, 2, self._folder, group)
         reports = [of_rank[name] for of_rank in self._ranks[group]]
-        return Comparison([report.findings for report in reports], Trace(self._folder / "trace")), reports[0].facts
+        return Comparison([report.findings for report in reports], TensorTrace(self._folder / "trace")), reports[
+            0
+        ].facts
 
 
 @pytest.fixture(scope="module")
