@@ -141,7 +141,7 @@ def set_page_cache(folder: Path, warm: bool) -> None:
 def time_blocked(state: State, scratch: Path, smoke: bool, count: int) -> list[dict[str, float]]:
     """Time --async-save: how long a save blocks training, and when it is committed."""
     saver = Saver(folder=scratch / "async", start_id="a", asynchronous=True, keep_last=1, log=lambda line: None)
-    saver.prepare(checkpoint_files(state, smoke))  # A run does this before its first step.
+    saver.allocate_host_buffer(checkpoint_files(state, smoke))  # A run does this before its first step.
     visits = []
     for iteration in range(1, count + 1):
         os.sync()

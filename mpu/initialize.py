@@ -53,8 +53,8 @@ class ParallelState:
     @property
     def rank(self) -> int:
         """The global rank."""
-        tensor_group = self.pipeline_model_parallel_rank * self.data_parallel_size + self.data_parallel_rank
-        return tensor_group * self.tensor_model_parallel_size + self.tensor_model_parallel_rank
+        tensor_group_index = self.pipeline_model_parallel_rank * self.data_parallel_size + self.data_parallel_rank
+        return tensor_group_index * self.tensor_model_parallel_size + self.tensor_model_parallel_rank
 
     @property
     def model_parallel_rank(self) -> int:

@@ -167,8 +167,8 @@ def parse_table(files: Any, tensors: Mapping[str, TensorInfo]) -> RankTable:
         if not _FILE_NAME.fullmatch(file):
             raise ValueError(f"names the file {file!r}, which is not of the form mp_rank_00/name.safetensors")
         slices = {
-            key: TensorSlice(_integers(chunk["offset"]), _integers(chunk["shape"]))
-            for key, chunk in info["boxes"].items()
+            key: TensorSlice(_integers(saved["offset"]), _integers(saved["shape"]))
+            for key, saved in info["boxes"].items()
         }
         (size_on_disk,) = _integers([info["bytes"]])
         table.files[file] = FileInfo(size_on_disk, info["sha256"], slices)

@@ -167,7 +167,7 @@ def _open_on_all_ranks(path: Path, rank: int, gather: Gather, verify: bool) -> N
     return checkpoint
 
 
-def best_loss(folder: Path, data_fingerprint: str, log: Log) -> float:
+def saved_best_loss(folder: Path, data_fingerprint: str, log: Log) -> float:
     """Return the validation loss, in nats per token, of the checkpoint in `folder`. Infinity if the folder has no valid
     checkpoint, or if it was trained on different data."""
     try:

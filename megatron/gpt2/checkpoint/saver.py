@@ -94,7 +94,7 @@ class Saver:
     _saves: int = 0
     _pending: PendingSave | None = None
 
-    def prepare(self, files: ShardedFiles) -> None:
+    def allocate_host_buffer(self, files: ShardedFiles) -> None:
         """Allocate the host buffer into which --async-save copies `files`, once. A call before training avoids the wait
         in the first save. All later saves have the same shapes."""
         if not self.asynchronous or self._host_buffer is not None:
@@ -117,7 +117,7 @@ class Saver:
         into: save into this folder instead, and replace the checkpoint there (for `best/`).
         """
         self.finish()
-        self.prepare(files)
+        self.allocate_host_buffer(files)
         if self._host_buffer is not None:
             files = _copy_to_host(files, self._host_buffer)
         self._pending = pending = PendingSave()

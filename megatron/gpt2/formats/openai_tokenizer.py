@@ -36,7 +36,7 @@ def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> tuple[dict[str, by
         vocabulary, merges = tokenizer.files["encoder.json"], tokenizer.files["vocab.bpe"]
     elif tokenizer.kind in ("builtin", "bytes"):
         ranked, alphabet = list(tokenizer.token_bytes[: tokenizer.eod]), bytes_to_unicode()
-        written = {read_shard: "".join(alphabet[value] for value in read_shard) for read_shard in ranked}
+        written = {token: "".join(alphabet[value] for value in token) for token in ranked}
         numbers = {name: number for number, name in enumerate([*written.values(), END_OF_TEXT])}
         vocabulary = json.dumps(numbers, ensure_ascii=False).encode()
         pairs = [f"{written[a]} {written[b]}\n" for a, b in merges_of(ranked)]

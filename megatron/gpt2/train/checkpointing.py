@@ -16,7 +16,7 @@ from data_utils.command_line import Log
 from data_utils.files import atomic_write_text
 from megatron.gpt2.checkpoint.lease import Lease, LeaseLostError
 from megatron.gpt2.checkpoint.local import RUN_NAME_FILE, LocalCheckpoints, run_name
-from megatron.gpt2.checkpoint.save_folder import BEST, FolderInUse, best_loss, find_checkpoint
+from megatron.gpt2.checkpoint.save_folder import BEST, FolderInUse, find_checkpoint, saved_best_loss
 from megatron.gpt2.checkpoint.saver import Saver
 from megatron.gpt2.checkpoint.sharded_state import (
     load_rng_state,
@@ -81,7 +81,7 @@ class CheckpointManager:
             check_owner=lease.check if lease is not None else lambda: None,
         )
         self._files = partial(checkpoint_files, state, parallel, config, context.device)
-        self._saver.prepare(self._files())
+        self._saver.allocate_host_buffer(self._files())
         self._local: LocalCheckpoints | None = None
         if config.local_checkpoint_dir is not None:
             if parallel.rank == 0 and not (context.resume_metadata and run_name(context.save_directory)):
@@ -109,23 +109,23 @@ class CheckpointManager:
     def save(self) -> Path | None:
         """Write a checkpoint of this iteration. Return its folder, or None with a warning if it failed on any rank.
         With --async-save, only start to write and return None; `finish` waits for the result."""
-        self._prepare()
+        self._before_save()
         return self._saver.save(*self._contents())
 
     def save_locally(self) -> None:
         """Write a local checkpoint of this iteration, if one is due."""
         interval = self._context.config.checkpoint.local_checkpoint_interval
         if self._local is not None and interval is not None and self._progress.iteration % interval == 0:
-            self._prepare()
+            self._before_save()
             self._local.save(*self._contents())
 
     def save_if_best(self, valid_loss: float) -> None:
         """Write a checkpoint of this iteration into the folder `best` if `valid_loss`, in nats per token, is the lowest
         so far."""
-        self._prepare()
+        self._before_save()
         folder, data = self._context.save_directory / BEST, self._context.splits.fingerprint
         self.finish()  # A thread may still write the previous best checkpoint.
-        lower = self._parallel.rank == 0 and valid_loss < best_loss(folder, data, self._log.info)
+        lower = self._parallel.rank == 0 and valid_loss < saved_best_loss(folder, data, self._log.info)
         if any(gather_strings("lower" if lower else "")):
             iteration, files, metadata = self._contents()
             self._saver.save(iteration, files, metadata | {"valid_loss": valid_loss}, into=folder)
@@ -145,7 +145,7 @@ class CheckpointManager:
         if self._lease is not None:
             self._lease.release()
 
-    def _prepare(self) -> None:
+    def _before_save(self) -> None:
         self._restore_folder()
         self._log.sync()
         self._context.incidents.sync()

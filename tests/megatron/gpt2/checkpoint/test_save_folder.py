@@ -32,9 +32,9 @@ from megatron.gpt2.checkpoint.save_folder import (
     LATEST_FILE,
     FolderInUse,
     Gather,
-    best_loss,
     find_checkpoint,
     make_save_folder,
+    saved_best_loss,
 )
 from megatron.gpt2.checkpoint.saver import Saver
 from megatron.gpt2.checkpoint.writer import ShardedTensor
@@ -240,9 +240,9 @@ def losses(rank: int, world_size: int, folder: Path) -> list[tuple[int, float, l
         trainer.checkpoints.finish()  # All ranks call this.
         finish(trainer)
     data, logged = trainer.data.splits.fingerprint, list[str]()
-    assert best_loss(folder / "save/best", data, logged.append) == 2.4
-    assert best_loss(folder / "save/best", "other data", logged.append) == math.inf
-    assert best_loss(folder / "nowhere", data, logged.append) == math.inf and not logged
+    assert saved_best_loss(folder / "save/best", data, logged.append) == 2.4
+    assert saved_best_loss(folder / "save/best", "other data", logged.append) == math.inf
+    assert saved_best_loss(folder / "nowhere", data, logged.append) == math.inf and not logged
     return seen
 
 
@@ -253,7 +253,7 @@ def test_the_lowest_loss_is_kept_over_a_restart(tmp_path: Path) -> None:
         assert seen[1:] == [*expected, (6, 2.4, ["iter_0000006"])]
     (tmp_path / "save/best/iter_0000006/manifest.json").write_text("{}")
     logged: list[str] = []
-    assert best_loss(tmp_path / "save/best", "", logged.append) == math.inf and "WARNING" in logged[-1]
+    assert saved_best_loss(tmp_path / "save/best", "", logged.append) == math.inf and "WARNING" in logged[-1]
 
 
 def test_a_run_with_its_best_checkpoint_to_the_end(work: Path, capfd: pytest.CaptureFixture[str]) -> None:

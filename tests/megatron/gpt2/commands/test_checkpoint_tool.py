@@ -186,7 +186,7 @@ def test_a_run_goes_on_through_other_files(runs: Path, tmp_path: Path, form: str
     losses: list[list[float]] = []
     batches: list[tuple[torch.Tensor, torch.Tensor]] = []
     for load in (str(runs / "save"), shlex.split(command[2])[0]):
-        trainer = start(0, 1, runs, f"--load {load} --save {load}_on --precision bf16")
+        trainer = start(0, 1, runs, ["--load", load, "--save", f"{load}_on", "--precision", "bf16"])
         assert trainer.progress.iteration == 2 and trainer.context.tokenizer.kind == "bytes"
         batches = batches or [next(trainer.data.loader) for _ in range(3)]
         with pytest.MonkeyPatch.context() as patch:
