@@ -24,10 +24,10 @@ from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.formats.huggingface import write_huggingface
 from megatron.gpt2.generate import model_runner
 from megatron.gpt2.generate.generation import (
-    GenerationRequest,
     ContinuousBatch,
     Finished,
     GeneratedToken,
+    GenerationRequest,
     Generator,
     generate,
 )
@@ -65,7 +65,9 @@ def model() -> Any:
     mpu.destroy_model_parallel()
 
 
-def continued(model: GPT2Model, prompts: list[bytes], settings: list[SamplingParams], **options: Any) -> list[list[int]]:
+def continued(
+    model: GPT2Model, prompts: list[bytes], settings: list[SamplingParams], **options: Any
+) -> list[list[int]]:
     made = [
         GenerationRequest(list(prompt), dataclasses.replace(sampling, max_new_tokens=70))
         for prompt, sampling in zip(prompts, settings, strict=True)
@@ -89,7 +91,9 @@ def test_greedy_equals_transformers(tmp_path: Path) -> None:
         assert isinstance(theirs, GPT2LMHeadModel)
         draw = np.random.default_rng(0)
         prompts = [bytes(draw.integers(256, size=size).tolist()) for size in (*range(1, 17), 25, 32, 41, 55)]
-        mine = [GenerationRequest(list(prompt), SamplingParams(temperature=0, max_new_tokens=100)) for prompt in prompts]
+        mine = [
+            GenerationRequest(list(prompt), SamplingParams(temperature=0, max_new_tokens=100)) for prompt in prompts
+        ]
         generate(ours, TOKENIZER, mine)
     finally:
         mpu.destroy_model_parallel()
@@ -431,7 +435,9 @@ def test_a_request_next_to_a_long_text_begins_within_two_steps() -> None:
                 begun.setdefault(event.number, watched.steps)
                 if event.number == 0 and watched.steps in (3, 100, 321) and watched.steps not in asked.values():
                     for size in (600, 1, 20) if watched.steps == 100 else (200,) * 3:
-                        number = batch.add(GenerationRequest([7] * size, dataclasses.replace(greedy, max_new_tokens=30)))
+                        number = batch.add(
+                            GenerationRequest([7] * size, dataclasses.replace(greedy, max_new_tokens=30))
+                        )
                         asked[number] = watched.steps
     finally:
         mpu.destroy_model_parallel()
