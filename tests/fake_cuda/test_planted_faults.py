@@ -15,6 +15,7 @@ import mpu
 from megatron.gpt2.optimizer import bucket_reducer
 from megatron.gpt2.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.gpt2.train import data, train_step
+from megatron.gpt2.train.forward_backward import ForwardBackward
 from mpu import layers, transformer
 from mpu.activation_offload import ActivationOffload
 from tests.fake_cuda.fake_gpu import FakeStream
@@ -99,6 +100,12 @@ def reuse_pinned_batch(original: Any, self: data.TrainingData, text: Tensor, sam
     return batch
 
 
+def two_groups_in_another_order_on_rank_1(optimizer: MixedPrecisionOptimizer) -> None:
+    both = [None, mpu.get_tensor_model_parallel_group()]
+    for group in both if dist.get_rank() == 1 else both[::-1]:
+        dist.all_reduce(optimizer.found_inf, group=group)
+
+
 def on_gpu(*shape: int) -> Tensor:
     return torch.zeros(*shape, device="cuda")
 
@@ -138,6 +145,20 @@ FAULTS: dict[str, tuple[Check, Plant, str]] = {
         replaced(FakeStream, "wait_stream", lambda self, other: None),
         r"reads \(\d+,\) before it is there",
     ),
+    "a send that nobody receives": (
+        stages,
+        extra(
+            ForwardBackward,
+            "_backward",
+            lambda self, action: dist.send(on_gpu(2), dst=0) if dist.get_rank() == 1 else None,
+        ),
+        "rank 1 waits in send.*rank 0 does not come",
+    ),
+    "a branch on a tensor": (
+        step,
+        before_update(lambda self: self.found_inf.zero_() if self.found_inf > 0 else None),
+        "reads a value",
+    ),
     "a tensor for a list of tensors": (
         step,
         before_update(lambda self: torch._foreach_add_([self.found_inf.clone()], self.found_inf)),
@@ -165,6 +186,11 @@ FAULTS: dict[str, tuple[Check, Plant, str]] = {
         data_parallel,
         changed(dist, "all_reduce", without_wait),
         "grads.py.* reads what is received by allreduce",
+    ),
+    "no wait for the all-reduce of dX": (
+        tensor_parallel,
+        changed(dist, "all_reduce", without_wait),
+        "layer.py.* reads what is received by allreduce",
     ),
     "no wait for the all-gather of parameters": (
         sharded,
@@ -196,6 +222,11 @@ FAULTS: dict[str, tuple[Check, Plant, str]] = {
         step,
         before_update(lambda self: self.found_inf.to("cpu", non_blocking=True) + 1),
         r"on the host reads \(\) before it is there",
+    ),
+    "two groups in different orders": (
+        ranks,
+        before_update(two_groups_in_another_order_on_rank_1),
+        "(?s)rank 0 waits in allreduce.*rank 1 waits in allreduce",
     ),
 }
 
