@@ -138,7 +138,7 @@ class Hosts:
         tool(*f"ip -n {self._switch} link set port{host}_{network} master net{network}".split())
 
     def cut(self, host: int, other: int) -> None:
-        """Cut the route from a host to another one. Both can still reach the other hosts."""
+        """Cut the route between two hosts, which can both still reach the other hosts."""
         bits = "32" if self.family == 4 else "128"
         tool(*f"ip -n {self._spaces[host]} route add blackhole {self.address(other)}/{bits}".split())
 

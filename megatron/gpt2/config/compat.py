@@ -332,7 +332,7 @@ MEGATRON_RULES = by_name(
     ),
     translated(
         "--num-query-groups= --num-key-value-heads=",
-        "it is --num-attention-heads, the only number",
+        "must be equal to --num-attention-heads",
         _one_group_per_head,
     ),
     _rule("refused", "--group-query-attention", NOT_GPT2, unless="--num-query-groups"),

@@ -55,7 +55,7 @@ def error_response(error: ApiError) -> Response:
     # A request that took too long would do so again. With this header, OpenAI's client does not repeat it.
     headers = {"Retry-After": "1"} if error.status == 503 else {"x-should-retry": "false"}
     if error.status == 408:
-        headers["Connection"] = "close"  # The rest of the body has no meaning.
+        headers["Connection"] = "close"  # The server does not read the rest of the body.
     return json_response(error.json(), error.status, headers)
 
 

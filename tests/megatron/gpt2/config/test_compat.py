@@ -153,7 +153,7 @@ def test_translated():
         "--kv-channels 16: it is --hidden-size / --num-attention-heads, the only size",
         "--no-mmap-bin-files: ignored: token files (.bin) are always memory-mapped, and text is tokenised to such a "
         "file once",
-        "--num-query-groups 4: it is --num-attention-heads, the only number",
+        "--num-query-groups 4: must be equal to --num-attention-heads",
     )
 
 

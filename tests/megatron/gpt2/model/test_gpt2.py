@@ -149,7 +149,7 @@ def test_initialisation():
     model = GPT2Model(SMALL)
     std = {name: p.std().item() for name, p in model.named_parameters() if p.dim() > 1}
     assert std["transformer.layers.0.attention.query_key_value.weight"] == pytest.approx(0.02, rel=0.05)
-    for output in ("attention.dense", "mlp.dense_4h_to_h"):  # The scale is 0.02 / sqrt(2 · 3).
+    for output in ("attention.dense", "mlp.dense_4h_to_h"):  # their standard deviation is 0.02 / sqrt(2 · 3)
         assert std[f"transformer.layers.2.{output}.weight"] == pytest.approx(0.02 / 6**0.5, rel=0.05)
     assert not any(p.any() for name, p in model.named_parameters() if name.endswith("bias"))
     assert model.word_embeddings.weight.shape[0] == 128 and not model.word_embeddings.weight[101:].any()
