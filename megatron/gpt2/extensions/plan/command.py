@@ -285,11 +285,11 @@ def plan_table(config: Config, found: dict[str, Any]) -> list[str]:
             f"sequence {config.data.seq_length:,}",
         )
     ]
-    on, at_most = f"Megatron-LM of 2019, model-parallel {p}, fp16 on a GPU", ""
+    on, at_most = f"Megatron-LM of 2019, tensor-parallel {p}, fp16 on a GPU", ""
     if of_2019 is None:
         stages = f"pipeline {len(pipeline['stages'])} × " if pipeline else ""
         on = (
-            f"{plural(found['ranks'], 'rank')}, model-parallel {p} × {stages}"
+            f"{plural(found['ranks'], 'rank')}, tensor-parallel {p} × {stages}"
             f"data-parallel {found['data_parallel']}, {found['precision']} on {found['device']}"
         )
     rows.append(("layout", f"{on}, micro-batch {train.micro_batch_size}, recompute {train.recompute_granularity}"))

@@ -8,7 +8,8 @@ same training. Layouts are sorted by their cost, an estimate of how much longer 
     model parallel       1/0.95, 1/0.82 and 1/0.77 at 2, 4 and 8 ranks (arXiv:1909.08053, figure 5); beyond 8, 2 times
     pipeline             its bubble, and its messages at 100 GB/s
     half the micro-batch 3 %: smaller matrix products, and one more pass over the gradients
-    distributed optimizer, sequence parallel: nothing; they send as many bytes as the operations that they replace
+    distributed optimizer: nothing; it sends as many bytes as the all-reduce that it replaces
+    sequence parallel    nothing, although a layer sends a quarter more bytes: norms and dropout are divided
     optimizer on the host: its bytes over PCIe and through host memory, relative to a step at 40 % of 989 TFLOP/s
     sharded gradients    one more reduction for each further micro-batch at 100 GB/s; half of it overlaps with backward
     partitioned inputs   1 %: an all-gather in backward; only useful if the sequence cannot be split

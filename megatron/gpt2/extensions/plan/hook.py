@@ -69,8 +69,10 @@ def unless_failed(default: Any) -> Callable[[Callable[..., Any]], Callable[..., 
 
 
 class MemoryPlan(Hook):
-    """Prints the estimated memory of a run, and compares it with the available memory. failure: why there is no
-    estimate, or ""."""
+    """Prints the estimated memory of a run, and compares it with the available memory.
+
+    failure: why there is no estimate, or "".
+    """
 
     def __init__(self, config: Config) -> None:
         self.failure = ""

@@ -1,8 +1,8 @@
 """The memory of one rank in a training step, by part, from a trace of the program.
 
 Memory is largest at some line of the program. An allocation belongs to the gradients, to the logits and the loss, or to
-communication by the file that makes it. Of the others, those that exist after their forward pass are activations, and
-the rest are temporary.
+communication by the file that makes it. The others are activations if they exist after their forward pass, and
+otherwise temporary.
 
 A trace has fewer micro-batches than the step if there are many, because after two for each pipeline stage the memory
 repeats. It also has few layers: at each line of the program, memory is a linear function of the number of layers.
@@ -70,9 +70,13 @@ FRAGMENTATION = {
 
 @dataclass(frozen=True)
 class MemoryInputs:
-    """The inputs of an estimate. config: must have the vocabulary size. fixed: bytes in use before the model exists.
-    keeps_freed: glibc keeps freed memory (`megatron.gpt2.device.set_allocator`). consumed_samples: before the first
-    step, for batch sizes that grow."""
+    """The inputs of an estimate.
+
+    config: must have the vocabulary size.
+    fixed: bytes in use before the model exists.
+    keeps_freed: whether glibc keeps freed memory (`megatron.gpt2.device.set_allocator`).
+    consumed_samples: the samples before the first step, for batch sizes that grow.
+    """
 
     config: Config
     world_size: int
@@ -109,8 +113,12 @@ class MemoryInputs:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """The memory of a rank at its largest moment. parts: bytes by part. on_host: host memory, with a GPU.
-    parameters: their number on the rank."""
+    """The memory of a rank at its largest moment.
+
+    parts: bytes by part.
+    on_host: bytes of host memory, with a GPU.
+    parameters: the number of parameters on the rank.
+    """
 
     moment: str
     parts: Mapping[str, int]
@@ -194,8 +202,9 @@ def with_batch_size(config: Config, global_batch_size: int) -> Config:
 
 
 def with_layers(inputs: MemoryInputs) -> tuple[MemoryInputs, MemoryInputs, float] | None:
-    """Return two models with few layers, and by how many times their difference the model is larger than the second
-    one. Return None if the model itself must be traced: if its chunks have few layers, or not equally many."""
+    """Return two small models with few layers, and x, so that the model has the memory of the second one plus x times
+    their difference. Return None if the model itself must be traced, because its chunks have few layers or different
+    numbers of layers."""
     config, parallel = inputs.config, inputs.config.parallel
     layers = config.layers_of_stages()
     length, group = len(layers[0]), config.train.recompute_num_layers

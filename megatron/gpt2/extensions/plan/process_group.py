@@ -24,8 +24,11 @@ import mpu
 class Call(NamedTuple):
     """A collective or message that starts.
 
-    number: counts the calls of a rank. name: of torch.distributed, "all_reduce". ranks: global ranks of the group; for
-    "send" and "recv" the sender and the receiver. size: bytes of the input or the output, whichever is larger."""
+    number: counts the calls of a rank.
+    name: the name in torch.distributed, such as "all_reduce".
+    ranks: global ranks of the group; for "send" and "recv" the sender and the receiver.
+    size: bytes of the input or the output, whichever is larger.
+    """
 
     number: int
     name: str

@@ -1,16 +1,16 @@
 """A trace of one training step of one rank: the program itself runs on tensors without data.
 
 `trace_step` builds the model, the reducer and the optimizer of a rank, and calls `train_step` once, in one process,
-with torch's fake process group at the full world size. Every tensor is on torch's device "meta": it has a shape, a
-dtype and a storage, but no memory. Python code sees the device of the run ("cuda" or "cpu"), so it takes the branches
-that it takes there. A dispatch mode records operators, collectives, allocations and releases in their order.
+with the process groups of `process_group.py` at the full world size. Every tensor is on torch's device "meta": it has a
+shape, a dtype and a storage, but no memory. Python code sees the device of the run ("cuda" or "cpu"), so it takes the
+branches that it takes there. A dispatch mode records operators, collectives, allocations and releases in their order.
 
 torch's FakeTensorMode would do the same, but its first operator imports sympy and the compiler (1.3 s, 80 MB), which
 each training run would pay at its start. For CUDA tensors it also needs a CUDA build of torch.
 
-Traced in a shorter form: the softmax of the loss on a CPU covers its first block of rows, because all blocks are equal.
-Its operators have the number of blocks.
-Left out: torch.compile, documents within a sample (they need no more memory), and the choice of the attention kernel.
+On a CPU, only the first block of rows of the loss's softmax is traced, because all blocks are equal. Its operators are
+counted once per block. Not traced are torch.compile, documents within a sample (they need no more memory), and the
+choice of the attention kernel.
 """
 
 import contextlib
@@ -114,9 +114,12 @@ Event = Operation | Communication | Wait | Allocation | Release | Mark
 class Trace:
     """A step of one rank.
 
-    events: of the step, in order. parameters: their number on this rank. weights: bytes of the model. held: bytes that
-    exist before the step by device: weights, masters and moments. saved: bytes of masters and moments in a
-    checkpoint."""
+    events: the events of the step, in order.
+    parameters: the number of parameters on this rank.
+    weights: bytes of the model.
+    held: bytes that exist before the step, by device: weights, masters and moments.
+    saved: bytes of masters and moments in a checkpoint.
+    """
 
     events: list[Event]
     parameters: int
