@@ -140,7 +140,7 @@ def linear(
     """XAᵀ + b: [..., i], [o, i], [o] -> [..., o].
 
     weight_grad_fn: computes the weight gradient in backward (default: the fastest matrix product).
-    group: backward sums dX over it.
+    group: backward sums dX over it (default: no communication).
     sequence_parallel: x is this rank's [s/tp, ...] of the group's input.
     """
     needs_grad = torch.is_grad_enabled() or torch.compiler.is_compiling()

@@ -375,12 +375,13 @@ class FusedTransformerLayer(ParallelTransformerLayer):
         dropout_seeds: Tensor | None = None,
     ) -> Tensor:
         """See `ParallelTransformerLayer.forward`."""
-        p = self.hidden_dropout if self.training else 0.0
-        is_plain = self.recompute or attention_fn is not None or (p > 0 and dropout_seeds is None)
+        dropout_p = self.hidden_dropout if self.training else 0.0
+        is_plain = self.recompute or attention_fn is not None or (dropout_p > 0 and dropout_seeds is None)
         if is_plain or self.input_layernorm._forward_hooks or not kernels.has_fused_layer(x):
             return super().forward(x, packed_seq_params, attention_fn, dropout_seeds)
         attention, mlp = self.attention, self.mlp
-        seeds, first = dropout_seeds if p > 0 else None, attention.dense.tp_rank * x.size(0) * self.sequence_parallel
+        seeds = dropout_seeds if dropout_p > 0 else None
+        first = attention.dense.tp_rank * x.size(0) * self.sequence_parallel
 
         x, y = kernels.add_norm(x, None, None, self.input_layernorm)
         sums_bias = packed_seq_params is None and not (self.training and attention.attention_dropout > 0)
@@ -389,12 +390,12 @@ class FusedTransformerLayer(ParallelTransformerLayer):
         first_head = attention.dense.tp_rank * qkv.size(2)
         y = attention.compute_attention(qkv, packed_seq_params, dropout_seeds, first_head, bias)
         branch = attention.dense(y, skip_bias_add=True)
-        dropout = seeds, p, POST_ATTENTION_DROPOUT, first
+        dropout = seeds, dropout_p, POST_ATTENTION_DROPOUT, first
         x, y = kernels.add_norm(x, branch, attention.dense.bias, self.post_attention_layernorm, dropout)
         inside = mlp.dense_h_to_4h(y, bias_gradient=False)  # [s, b, f/tp]
         y = kernels.gelu_with_bias_gradient(inside, mlp.dense_h_to_4h.bias, self._approximate)
         branch = mlp.dense_4h_to_h(y, skip_bias_add=True)
-        return kernels.add_norm(x, branch, mlp.dense_4h_to_h.bias, None, (seeds, p, POST_MLP_DROPOUT, first))[0]
+        return kernels.add_norm(x, branch, mlp.dense_4h_to_h.bias, None, (seeds, dropout_p, POST_MLP_DROPOUT, first))[0]
 
 
 @functools.cache
