@@ -70,8 +70,8 @@ def choose_device(
     requested: str, rank_info: RankInfo, environ: Mapping[str, str] = os.environ
 ) -> tuple[torch.device, str]:
     """Return the device for --device auto|cpu|cuda, and the reason. Every rank must call this function. Raises
-    ValueError on all ranks if two ranks use the same GPU. An unusable GPU is not an error with `auto`, so that the
-    first run on a new machine works. Then the line starts with WARNING and names two solutions."""
+    ValueError on all ranks if two ranks use the same GPU. With `auto`, an unusable GPU is not an error, so that the
+    first run on a new machine works. The line then starts with WARNING and names two solutions."""
     device, why = _choose_own_device(requested, rank_info, environ)
     if rank_info.rendezvous is not None:
         mine = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""

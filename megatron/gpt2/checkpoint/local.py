@@ -176,7 +176,7 @@ class LocalCheckpoints:
             write_atomically(folder / MANIFEST, manifest)
             sync_folders(folder)
             if not list_iterations(self._folder):
-                make_folder(self._folder)  # The folder's name is written to the disk.
+                make_folder(self._folder)  # sync the folder's name to the disk
 
     def remove(self) -> None:
         """Remove all local checkpoints of the run."""

@@ -193,8 +193,8 @@ class RunLog:
                 self.info(f"WARNING: {name} will lack lines from now on: {error.strerror}")
 
     def sync(self) -> None:
-        """Write the records to the disk. Call it before a save, so that a checkpoint never has more iterations than the
-        records."""
+        """Write the records to the disk. Call this method before a save, so that the records never lack iterations of a
+        checkpoint."""
         # The name "" stands for the folder of these files.
         for name in (METRICS, SAMPLES, HISTORY, "") if self.active else ():
             with contextlib.suppress(OSError):  # There is no record yet, or `_append` has warned about the disk.

@@ -77,7 +77,7 @@ def test_ten_lines_about_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_a_run_that_ended_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The machine that an elastic run has lost before is named."""
+    """The report names a machine that the elastic run lost earlier."""
     (tmp_path / "run").mkdir()
     for rank, host in enumerate("ab"):
         IncidentLog(tmp_path / "run", rank_file_name(rank), host=host).note("start", iteration=0)
