@@ -3,7 +3,7 @@
 
     python docs/figures/plot_mup.py
 
-The numbers are in benchmarks/results/optimizers_h200.json.
+The numbers are in benchmarks/results/h200.json.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from plot_layouts import FOLDER, THEMES, save, style
 
 WIDTHS = ("128", "256", "512", "1024")
-RESULTS = FOLDER.parents[1] / "benchmarks" / "results" / "optimizers_h200.json"
+RESULTS = FOLDER.parents[1] / "benchmarks" / "results" / "h200.json"
 
 
 def draw(results: dict[str, Any], theme: str) -> None:
@@ -54,4 +54,4 @@ def draw(results: dict[str, Any], theme: str) -> None:
 
 if __name__ == "__main__":
     for theme in THEMES:
-        draw(json.loads(RESULTS.read_text()), theme)
+        draw(json.loads(RESULTS.read_text())["optimizers"], theme)
