@@ -41,7 +41,8 @@ WeightGradFn = Callable[[Tensor, Tensor], Tensor | None]
 
 
 class ParallelLayer(nn.Module):
-    """Base class of all layers. It resolves the group once and creates parameters from partition specs."""
+    """Base class of the linear and embedding layers. It resolves the group once and creates parameters from partition
+    specs."""
 
     def __init__(self, group: ProcessGroup | None, device: Device, sequence_parallel: bool = False) -> None:
         super().__init__()
@@ -79,11 +80,11 @@ class ParallelLayer(nn.Module):
 
 
 class _Linear(torch.autograd.Function):
-    """Y = XAᵀ + b. With a group, every rank has the whole X, so backward sums dX over the ranks (*f* in
-    arXiv:1909.08053); A and b are split by output features.
+    """Y = XAᵀ + b. With a group, A and b are split by output features, and every rank multiplies the whole X, so
+    backward sums dX over the ranks (*f* in arXiv:1909.08053). With sequence parallelism each rank has a part of X:
+    forward gathers the whole X, and backward gathers it again instead of saving it.
 
-    In backward, the all-reduce of dX overlaps the computation of dA. With sequence parallelism, backward gathers X
-    again instead of saving the gathered X.
+    In backward, the all-reduce of dX overlaps the computation of dA.
     """
 
     @staticmethod

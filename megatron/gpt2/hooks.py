@@ -1,13 +1,19 @@
-"""Extensions of training: an extension is a subclass of `Hook`, as a `TrainerCallback` of Hugging Face.
+"""Extensions of training: an extension is a subclass of `Hook`, like a `TrainerCallback` of Hugging Face.
 
 The program calls the methods of `Hook` at fixed points of a run; by default they do nothing. The program itself imports
-no extension. An extension is loaded if its flag is given; only the memory plan is always loaded.
+no extension. An extension is loaded if its flag is given. The memory plan has no flag and is loaded if it is installed.
+This extension has three parts:
 
-    class Grumbler(Hook):                                  # extensions/grumble.py
+    class Grumbler(Hook):  # a new file, extensions/grumble.py
+        def __init__(self, config):
+            self._limit = config.train.grumble
+
         def on_log(self, trainer, record):
-            return ["WARNING: the loss is high"] if record.lm_loss > 4 else []
+            return ["WARNING: the loss is high"] if (record.lm_loss or 0) > self._limit else []
 
-    EXTENSIONS["train.grumble"] = "grumble:Grumbler"       # the flag's section and name
+    grumble: float | None = flag_field(None, "warn about losses above this")  # in TrainConfig, config/sections.py
+
+    EXTENSIONS["train.grumble"] = "grumble:Grumbler"  # an entry of the dictionary below
 """
 
 from __future__ import annotations
@@ -37,7 +43,7 @@ EXTENSIONS = {
     "train.log_straggler": "watch.stragglers:LogStraggler",
     "train.rewind_on_spike": "watch.spikes:RewindOnSpike",
 }
-# This hook is always loaded if it is installed. Without it, a run does not print its expected memory.
+# This hook needs no flag: it is loaded if it is installed. Without it, a run does not print its expected memory.
 MEMORY_PLAN = "plan.hook:MemoryPlan"
 
 T = TypeVar("T")
@@ -49,7 +55,8 @@ class StopRun(Exception):
 
 
 class Hook:
-    """Base class of extensions, which change or observe a run. Every rank calls every method at the same point.
+    """Base class of extensions, which change or observe a run. Every rank calls every method at the same point, except
+    `explain_out_of_memory`, `handle_error` and, after an error, `on_train_end`.
 
     contiguous_samples: whether a data-parallel rank reads successive samples of a batch instead of every n-th sample.
     splits_tied_gradient: whether the tied matrix has a separate bucket, in which its gradient is summed in two parts.
@@ -96,7 +103,8 @@ class Hook:
         """Called before each step."""
 
     def on_pre_optimizer_step(self, trainer: Trainer) -> None:
-        """Called before the optimizer step. The gradients are summed over all ranks."""
+        """Called before the optimizer step. The gradients are reduced over the data-parallel ranks. With a distributed
+        optimizer this rank has its shard of them."""
 
     def on_step_end(self, trainer: Trainer) -> None:
         """Called after each step. `trainer.progress.iteration` already counts this step."""

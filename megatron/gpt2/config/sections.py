@@ -3,7 +3,7 @@
 
 Each field is one command-line flag (`num_layers` is `--num-layers`). `flag_field` adds its help text, its allowed
 values and the other spellings that Megatron uses. `flags.py` builds the parser from these fields, so each flag is
-defined in one place. Defaults are those of Megatron's 2019 release unless the help text says otherwise. Derived values
+defined in one place. Most defaults are those of Megatron's 2019 release; that of `--split` is today's. Derived values
 are properties or methods. `arguments.py` lists the flags that exclude each other.
 """
 
@@ -158,10 +158,10 @@ class DataConfig(ConfigSection):
         metavar="FILE",
     )
     valid_data: tuple[str, ...] = flag_field(
-        (), "files for validation, instead of a part of the training data", metavar="FILE"
+        (), "files for validation, instead of part of the training data", metavar="FILE"
     )
     test_data: tuple[str, ...] = flag_field(
-        (), "files for the test, instead of a part of the training data", metavar="FILE"
+        (), "files for the test, instead of part of the training data", metavar="FILE"
     )
     data_path: tuple[str, ...] = flag_field(
         (),
@@ -169,10 +169,10 @@ class DataConfig(ConfigSection):
         metavar="PREFIX",
     )
     valid_data_path: tuple[str, ...] = flag_field(
-        (), "prefixes for validation, instead of a part of the training data", "--val-data-path", metavar="PREFIX"
+        (), "prefixes for validation, instead of part of the training data", "--val-data-path", metavar="PREFIX"
     )
     test_data_path: tuple[str, ...] = flag_field(
-        (), "prefixes for the test, instead of a part of the training data", metavar="PREFIX"
+        (), "prefixes for the test, instead of part of the training data", metavar="PREFIX"
     )
     data_order: str = flag_field(
         "shuffled",
@@ -300,7 +300,9 @@ class ParallelConfig(ConfigSection):
     DDP_impl: str = flag_field(
         "local", "data parallelism with flat gradient buffers (local) or with torch's DDP", choices=("local", "torch")
     )
-    ddp_bucket_size: int = flag_field(25_000_000, "gradient elements in a bucket")
+    ddp_bucket_size: int = flag_field(
+        25_000_000, "gradient elements in a bucket; without data parallelism at most 1,000,000"
+    )
     sequence_parallel: bool = flag_field(
         False, "split activations outside the tensor-parallel layers along the sequence"
     )

@@ -25,7 +25,7 @@ Kind = Literal["F", "B", "W"]
 
 @dataclass(frozen=True)
 class Action:
-    """The forward or backward of one micro-batch in one chunk of a rank.
+    """The forward, the backward or the weight gradient of one micro-batch in one chunk of a rank.
 
     kind: F is forward. B is backward: the gradient of the chunk's input and, in a schedule without W, of its weights. W
     is the gradient of the weights.

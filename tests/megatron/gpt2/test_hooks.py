@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
+from textwrap import dedent
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from megatron.gpt2 import hooks
+from megatron.gpt2.config import SECTIONS, TrainConfig
 from megatron.gpt2.config.arguments import parse
+from megatron.gpt2.config.sections import flag_field
 from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.hooks import EXTENSIONS, MEMORY_PLAN, Hook, Hooks, load_hooks
 from megatron.gpt2.train.loop import train
@@ -24,6 +30,23 @@ def test_a_flag_loads_its_extension() -> None:
     planner = MEMORY_PLAN.split(":")[1]
     assert names() == [planner]
     assert names(*FLAGS) == [*(target.split(":")[1] for target in EXTENSIONS.values()), planner]
+
+
+def test_the_extension_in_the_docstring_works_as_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hooks.__doc__
+    module = ModuleType("megatron.gpt2.extensions.grumble")
+    vars(module).update(Hook=Hook, flag_field=flag_field, EXTENSIONS={})
+    exec(dedent(hooks.__doc__.partition(":\n\n")[2]), vars(module))
+    fields = [("grumble", float | None, module.grumble)]
+    extended = dataclasses.make_dataclass("Extended", fields, bases=(TrainConfig,), frozen=True)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(SECTIONS, "train", extended)
+    monkeypatch.setattr(hooks, "EXTENSIONS", module.EXTENSIONS)
+
+    grumbler = load_hooks(parse(["--grumble", "4"]).config)[0]
+    for loss, lines in ((None, 0), (3.0, 0), (5.0, 1)):
+        record = SimpleNamespace(lm_loss=loss)
+        assert len(grumbler.on_log(None, record)) == lines  # type: ignore[arg-type]
 
 
 def test_a_run_without_extensions_trains_and_a_flag_of_one_is_refused(
