@@ -1,5 +1,6 @@
 """Model parallelism in the Megatron style: process groups, split layers and their collectives. It needs only torch;
-dropout with given seeds also needs numpy on a CPU and triton on a GPU.
+dropout with given seeds also needs numpy. On a GPU, Triton (a part of torch's builds for GPUs) computes norms, GELU,
+the loss, AdamW and this dropout. If a Triton kernel fails, `TritonKernel` warns and uses PyTorch's operators.
 
 The modules, from the lowest to the highest:
 

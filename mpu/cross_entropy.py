@@ -1,6 +1,6 @@
 """Cross-entropy of logits whose vocabulary is split over ranks (arXiv:1909.08053, section 3). There are two versions:
-one takes logits; the other includes the output layer and keeps the logits of one chunk of tokens at a time: a
-sixteenth of the tokens on a CPU, up to 4 GB of logits on a GPU.
+one takes logits; the other includes the output layer and keeps the logits of one chunk of tokens at a time
+(`chunk_size_for`).
 
     loss = log Σ exp(logits - max) + max - logits[target]        d logits = softmax(logits) - one-hot(target)
 
@@ -161,10 +161,10 @@ LOGITS_AT_ONCE = 4 * 10**9  # bytes on a GPU
 def chunk_size_for(tokens: int, row_bytes: int = 0) -> int:
     """Return how many tokens have logits at the same time.
 
-    On a CPU 1/16 of all tokens, so that the logits take less than a tenth of the memory that float32 logits of all
-    tokens would take. At least 512, because smaller matrix products are slow. On a GPU, whose logits of a token have
-    `row_bytes`, as many as fit into 4 GB, in equal parts: each chunk passes once over the weight and over the sum of
-    its gradient. 32,768 tokens of GPT-2 in bf16 have 3.3 GB.
+    On a CPU 1/16 of all tokens, so that from 8,192 tokens on the logits take at most 1/16 of the memory that the logits
+    of all tokens would take. At least 512, because smaller matrix products are slow. On a GPU, whose logits of a token
+    have `row_bytes`, as many as fit into 4 GB, in equal parts: each chunk passes once over the weight and over the sum
+    of its gradient. 32,768 tokens of GPT-2 in bf16 have 3.3 GB.
     """
     if not row_bytes:
         return max(512, tokens // 16)

@@ -11,9 +11,9 @@ first dimension, and each all-reduce is replaced by its two halves:
     gather from sequence parallel region      forward: all-gather       backward: reduce-scatter   (g of 2205.05198)
     reduce-scatter to it                      forward: reduce-scatter   backward: all-gather       (its conjugate)
 
-Both papers use the letter g, for different operations. ColumnParallelLinear does the work of f itself (and of the
-gather under sequence parallelism), so that the sum over the ranks overlaps the computation of its weight gradient. The
-model's head calls the functions below.
+The two papers call different operations g. ColumnParallelLinear contains its own f (with sequence parallelism its own
+gather), whose collective in backward overlaps the computation of the weight gradient. The model's head calls the
+functions below.
 
 Each operation takes the group (None: the default tensor-parallel group) and keeps it on `ctx`. With one rank an
 operation returns its input. No operation writes to the caller's tensor.

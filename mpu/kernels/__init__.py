@@ -1,9 +1,9 @@
 """Chooses the kernel of each operation by device, dtype and shape. `TritonKernel` chooses between PyTorch and Triton.
 
-The modules above this folder, which follow the papers, call the functions below. `linear_without_gradient`,
-`weight_gradient` and `gelu_tanh` have the plain equation as their last line; the lines before it select
-faster kernels. The other functions have the equation in their docstring. Each kernel's docstring, or its module's, has
-the measurement that justifies it, and a test compares the kernel with the equation. Kernels do not use process groups.
+The modules above this folder, which follow the papers, call the functions below. `linear_without_gradient` and
+`gelu_tanh` have the plain equation as their last line; the lines before it select faster kernels. The other functions
+have the equation in their docstring. Each kernel's docstring, or its module's, has the measurement that justifies it,
+and a test compares the kernel with the equation. Kernels do not use process groups.
 
 Legend: b batch, s sequence, n heads of this rank, d head size, t tokens, i input and o output features, v padded
 vocabulary, tp tensor-parallel size.
@@ -162,7 +162,7 @@ def causal_attention(qkv: Tensor, dropout_p: float, bias: Tensor | None = None) 
     """softmax(QKᵀ/√d, keys up to the query's position) V for each head, with dropout of the probabilities.
 
     qkv: [s, b, n, 3, d]; each head has its query, key and value side by side. Returns [s, b, n·d].
-    bias: [3·n·d], is already in qkv; backward sums its gradient. Only if `has_fused_layer(qkv)`.
+    bias: see `split_qkv`. Only if `has_fused_layer(qkv)`.
     """
     is_slow = cpu_features.HAS_AMX and qkv.is_cpu and qkv.dtype == torch.bfloat16
     if is_slow and dropout_p == 0 and torch.is_grad_enabled() and bias is None:

@@ -18,7 +18,7 @@ from mpu.kernels.layer import split_qkv
 # The number of queries in a block of the blockwise backward. Smaller blocks mean smaller matrix products; larger blocks
 # compute more scores that the causal mask discards. Only the scores of one block exist at a time.
 BLOCK = 256
-# The number of queries in a block with seeded dropout. A different number gives different masks.
+# The number of queries in a block with seeded dropout. Changing this number changes the dropout masks.
 SEEDED_BLOCK = 128
 # The number of scores that a core computes at once. They stay in its cache, which takes 10 % less time than all heads
 # at once (b·n = 24, s = 1,024).
@@ -31,7 +31,8 @@ def fused_attention(qkv: Tensor, dropout_p: float, bias: Tensor | None = None) -
     """softmax(QKᵀ/√d, keys up to the query's position) V: [s, b, n, 3, d] -> [s, b, n·d]. `bias` is described in
     `split_qkv`.
 
-    Used on every GPU, where torch selects FlashAttention, cuDNN or a different kernel, and on a CPU in fp32.
+    Used on every GPU, where torch selects FlashAttention, cuDNN or a different kernel; and on a CPU without seeded
+    dropout, unless `attention_with_blockwise_backward` is faster.
     """
     if qkv.is_cuda or bias is not None:
         q, k, v = split_qkv(qkv, bias)
@@ -58,8 +59,7 @@ def varlen_attention(qkv: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
     longest: the largest length.
 
     This is torch's only kernel that takes cumulative lengths. It computes all documents in one launch, instead of one
-    launch for each, and makes no mask. A step of two layers
-    on an H200 has the loss and the gradient norm of a CPU.
+    launch for each, and makes no mask. A step of two layers on an H200 has the loss and the gradient norm of a CPU.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -82,9 +82,8 @@ def attention_with_blockwise_backward(qkv: Tensor) -> Tensor:
     rounding error grows with the scores: the queries' gradient is off by 0.4 % if the largest score is 4 and by 1.6 %
     if it is 30, compared with 0.25 and 0.45 % for torch's fused kernel.
 
-    The backward pass of torch 2.13's fused kernel is slower there: 31 ms instead of 26 (2 cores, b·n = 24, d = 64, s =
-    1,024). Without AMX the fused kernel is faster: 129 ms instead of 151 (one thread, 4 heads, s = 1,024). Source:
-    docs/explanation/performance.md.
+    The backward pass of torch 2.13's fused kernel is slower there, and faster without AMX: `cpu_features.py` has the
+    times.
     """
     out: Tensor = _BlockwiseAttention.apply(qkv, 0.0, None, 0, 0, 0)
     return out

@@ -9,7 +9,7 @@ computes the sum in its backward pass, which already has the values in registers
 
 A pass reads or writes as many elements as the layer's input has. Between its products, a layer without dropout takes
 44 passes; torch's operators take 63 and torch.compile takes 56. With dropout these are 46, 71 and 65. The numbers are
-counts (`tests/fake_cuda/test_kernels.py`). performance.md has the times on an H200.
+counts (`tests/fake_cuda/test_kernels.py`). `in_triton.py` has the times on an H200.
 
 Legend: b batch, s sequence, t = s · b tokens, h hidden, n heads, d head size.
 """
@@ -37,14 +37,19 @@ def has_fused_layer(x: Tensor) -> bool:
 
 
 def gelu_with_bias_gradient(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
-    """gelu(x) of any shape [..., f]. bias: [f], is already in x; it gets the sum of x's gradient."""
+    """gelu(x) of any shape [..., f].
+
+    bias: the bias [f] that was already added to x. It is passed only so that backward can return its gradient.
+    """
     out: Tensor = _Gelu.apply(x, bias, approximate)  # type: ignore[no-untyped-call]
     return out
 
 
 def split_qkv(qkv: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """[s, b, n, 3, d] -> three views [b, n, s, d]. bias: [3·n·d] or None, is already in qkv; it gets the sum of the
-    gradient."""
+    """[s, b, n, 3, d] -> three views [b, n, s, d].
+
+    bias: the bias [3·n·d] that was already added to qkv. It is passed only so that backward can return its gradient.
+    """
     out: tuple[Tensor, Tensor, Tensor] = _SplitQKV.apply(qkv, bias)  # type: ignore[no-untyped-call]
     return out
 

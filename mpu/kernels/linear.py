@@ -1,7 +1,7 @@
 """Linear layers on a CPU: xAᵀ + b without a gradient, for the few rows of x in generation and for processors without
 bf16 products; and the gradient of a weight.
 
-All times are in ms. They are compared with F.linear or with one whole product. Source: docs/explanation/performance.md.
+All times are in ms. They are compared with F.linear or with one whole product. `cpu_features.py` has more times.
 
 Legend: r rows of x, t tokens, i input features, o output features.
 """

@@ -170,8 +170,8 @@ class MemoryOrder:
 
 
 def memory_of(x: Tensor) -> tuple[int, int]:
-    """Return a key of the memory that `x` uses: its storage on a GPU; on the host, where views are used by themselves,
-    also its begin in the storage."""
+    """Return a key of the memory that `x` uses: its storage and, for a tensor on the host, its offset in the storage,
+    because operations use parts of a host buffer independently."""
     return x.untyped_storage()._cdata, 0 if x.device.type == "cuda" else int(x.storage_offset())
 
 

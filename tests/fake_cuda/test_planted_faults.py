@@ -179,7 +179,7 @@ FAULTS: dict[str, tuple[Check, Plant, str]] = {
     ),
     "another stream waits for a collective": (
         data_parallel,
-        changed(bucket_reducer.BucketReducer, "_arrived", on_another_stream),
+        changed(bucket_reducer.BucketReducer, "_wait_for_bucket", on_another_stream),
         "before it is there",
     ),
     "no wait for the all-reduce of gradients": (

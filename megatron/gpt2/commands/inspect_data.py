@@ -45,8 +45,8 @@ def verify(data: TokenFile, manifest: dict[str, Any] | None, vocab_size: int | N
 
 
 def plot_lengths(lengths: np.ndarray, path: Path, title: str) -> None:
-    """Draw a histogram of the document lengths, and the share of all tokens in documents of up to a length, to `path`.
-    Raises ValueError without matplotlib, or for a suffix that it does not support."""
+    """Save a plot to `path`: a histogram of the document lengths, and a curve of the share of tokens in documents no
+    longer than x. Raises ValueError without matplotlib, or for a suffix that it does not support."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

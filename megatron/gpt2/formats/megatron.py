@@ -192,9 +192,9 @@ def _zero_files(path: Path, tp_size: int) -> list[list[Path]]:
 
 
 def _open_files(path: Path) -> tuple[list[RankFile], int]:
-    """Return all files of the iteration, ordered by stage and then by rank, and the tensor-parallel size. The highest
-    ranks in the folder and the saved arguments give the expected files. Raises ValueError that names the file if one is
-    missing or belongs to a different run."""
+    """Return all files of the iteration, ordered by stage and then by rank, and the tensor-parallel size. Which
+    files must exist follows from the highest rank numbers in the folder and from the saved arguments. Raises ValueError
+    that names the file if one is missing or belongs to a different run."""
     paths = rank_files(path)
     first = paths[min(paths)]
     args, sizes = namespace_dict(_load(first).get("args")), []

@@ -215,8 +215,8 @@ def layer_config(config: ModelConfig, **overrides: Any) -> TransformerBlockConfi
 class GPT2Model(nn.Module):
     """GPT-2 over a tensor-parallel group, in float32. The optimizer or `.to(dtype)` lowers the precision.
 
-    With muP (`config.mup_base_width`, arXiv:2203.03466, table 8) the best learning rate does not depend on h, for a
-    constant head size d. With r = base width / h:
+    With muP (`config.mup_base_width`, arXiv:2203.03466, table 8) the best learning rate nearly does not depend on h,
+    for a constant head size d. With r = base width / h:
 
         matrices of layers   initial standard deviation · √r; AdamW's rate and epsilon · r, so also their decay
         logits               · r: the final layer norm starts at r, and AdamW's rate of it is multiplied by r

@@ -81,7 +81,7 @@ class BucketReducer:
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Add the gradient of a micro-batch for the parameter `name`: a tensor of its shape, in any dtype."""
-        if self._is_first(name):
+        if self._mark_begun(name):
             self._grad(name).copy_(gradient)
         else:
             self._grad(name).add_(gradient)
@@ -89,7 +89,7 @@ class BucketReducer:
     def add_rows(self, name: str, rows: Tensor, gradients: Tensor) -> None:
         """Add a gradient that is 0 except in some rows: gradients [t, h] for the rows [t] int64. The order of the rows
         must be the same in each run."""
-        if self._is_first(name):
+        if self._mark_begun(name):
             self._grad(name).zero_()
         kernels.add_rows_(self._grad(name), rows, gradients)
 
@@ -109,7 +109,8 @@ class BucketReducer:
         """Return the tensor in which the gradient `name` is accumulated."""
         return self._buffer.grad(name)
 
-    def _is_first(self, name: str) -> bool:
+    def _mark_begun(self, name: str) -> bool:
+        """Return True if this is the first gradient of the parameter `name` in this step."""
         first = name not in self._begun
         self._begun.add(name)
         return first
@@ -141,9 +142,10 @@ class BucketReducer:
 
     def _add_collected(self) -> None:
         gradients, self._collected = self._collected, {}
-        first = {name: self._is_first(name) for name in gradients}
-        for add in (False, True):
-            if names := [name for name in gradients if first[name] != add]:
+        first = [name for name in gradients if self._mark_begun(name)]
+        further = [name for name in gradients if name not in first]
+        for names, add in ((first, False), (further, True)):
+            if names:
                 kernels.add_grads_([self._grad(name) for name in names], [gradients[name] for name in names], add)
         for name in gradients:
             self.register_grad_ready(name)
@@ -165,11 +167,11 @@ class BucketReducer:
         return work, sent[inside]
 
     def _receive(self, index: int) -> None:
-        received = self._arrived(index)
+        received = self._wait_for_bucket(index)
         if self._in_bf16:
             self._buffer.bucket_shard_grads(index).copy_(received)
 
-    def _arrived(self, index: int) -> Tensor:
+    def _wait_for_bucket(self, index: int) -> Tensor:
         """Wait for bucket `index` and return this rank's shard of its sum."""
         sent, self._sent[index] = self._sent[index], None  # The assignment of None frees the tensor that was sent.
         assert sent is not None
@@ -197,7 +199,7 @@ class ShardedBucketReducer(BucketReducer):
             self.begin(self._rounds - 1)
 
     def _receive(self, index: int) -> None:
-        self._buffer.keep_shard(index, self._arrived(index))
+        self._buffer.keep_shard(index, self._wait_for_bucket(index))
 
 
 class TorchDDPReducer:
@@ -291,10 +293,10 @@ def choose_bucket_size(requested: int, data_parallel_size: int) -> int:
 class ParamAllGather:
     """Gathers the parameters that other ranks' optimizers have updated, while the next forward runs.
 
-    `start_param_sync` starts an all-gather for each bucket, from the end of the buffer, which is the order of forward.
-    The model waits for the parameters outside its layers before it starts, and for the buckets of a layer before the
-    layer. Other code must call `finish_param_sync` before it reads parameters. Without a sharded optimizer the object
-    does nothing.
+    `start_param_sync` starts an all-gather for each bucket, from the end of the buffer. This is the order of forward
+    inside each of the buffer's four groups of parameters. The model waits for the parameters outside its layers before
+    it starts, and for the buckets of a layer before the layer. Other code must call `finish_param_sync` before it reads
+    parameters. Without a sharded optimizer the object does nothing.
     """
 
     def __init__(self, buffer: ParamAndGradBuffer, model: GPT2Model, group: ProcessGroup | None) -> None:

@@ -1,7 +1,7 @@
-"""Batches on the device, and a check that ranks which share layers read the same.
+"""Batches on the device, and a check that all ranks of a model-parallel group (tensor · pipeline) read the same.
 
-Every rank of a model-parallel group reads its batches itself, because document lengths are needed on the host. No batch
-is sent. Each rank keeps a checksum of the text that it has read, and the ranks compare their checksums at log lines.
+Every rank of the group reads its batches itself, because document lengths are needed on the host. No batch is sent.
+Each rank keeps a checksum of the text that it has read, and the ranks compare their checksums at log lines.
 Legend: n samples, s sequence.
 """
 

@@ -25,7 +25,7 @@ PROMPT_CHARACTERS = 40  # A prompt has at most this number of characters, for la
 @torch.no_grad()
 def evaluate(trainer: Trainer, dataset: SampleDataset, split: str, max_samples: int) -> EvaluationRecord:
     """Compute the mean loss over the first `max_samples` samples of `dataset`. Each target token counts once. Every
-    rank calls this function. Raises DamagedData if ranks that share layers have read different text."""
+    rank calls this function. Raises DamagedData if ranks of a model-parallel group have read different text."""
     model, data, parallel = trainer.state.model, trainer.data, trainer.parallel
     model.eval()
     byte_lengths = torch.from_numpy(data.tokenizer.byte_lengths).to(trainer.device)

@@ -47,8 +47,8 @@ class ForwardBackward:
             lambda num_microbatches: build_p2p_schedule(pipeline_schedule(num_microbatches))[self._rank]
         )
         self._weight_grads = WeightGradStore(state) if schedule.splits_backward else None
-        # From a forward until its backward, this has the input, the root of the autograd graph, and the gradient of the
-        # output.
+        # Kept between forward and backward of a micro-batch: (input, root of the autograd graph, list for the output's
+        # gradient).
         self._kept: dict[PassKey, tuple[Tensor | None, Tensor, list[Tensor]]] = {}
         self._received: dict[MessageKey, mpu.Transfer] = {}
         self._to_send: dict[MessageKey, Tensor] = {}

@@ -21,8 +21,8 @@ def train(trainer: Trainer) -> str:
     """Train until the last iteration, or until a stop is requested. Return the reason of the stop, e.g. "SIGTERM", or
     "" at the end. Every rank stops after the same step.
 
-    Raises FloatingPointError if too many steps in a row were skipped, DamagedData if ranks that share layers have read
-    different text, and StopRun if a hook ends the run.
+    Raises FloatingPointError if too many steps in a row were skipped, DamagedData if ranks of a model-parallel group
+    have read different text, and StopRun if a hook ends the run.
     """
     config, progress, train_iters = trainer.config.train, trainer.progress, trainer.context.train_iters
     trainer.state.model.train()

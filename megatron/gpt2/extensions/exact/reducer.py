@@ -168,7 +168,7 @@ class ExactBucketReducer(BucketReducer):
     def _receive(self, index: int) -> None:
         assert self._group is not None
         grads = self._bucket(index)
-        terms = self._arrived(index).view(-1, grads.numel() // self._ranks)
+        terms = self._wait_for_bucket(index).view(-1, grads.numel() // self._ranks)
         own = self._add_terms(terms.unbind())
         if self._buffer.is_sharded:
             grads.view(self._ranks, -1)[self._rank].copy_(own)

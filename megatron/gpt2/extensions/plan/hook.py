@@ -179,7 +179,7 @@ def available_memory(device: torch.device, local_world_size: int = 1) -> tuple[i
 
 
 def _process_limit() -> list[tuple[int, str]]:
-    """Return `ulimit -v`, minus the address space that uses no memory."""
+    """Return the limit of `ulimit -v`, minus the address space that this process has reserved but does not use."""
     try:
         import resource  # Windows does not have this module.
     except ImportError:

@@ -2,8 +2,8 @@
 
 Only the optimizer's step changes the training state of a rank (weights, masters, moments). So the state is hashed after
 an update and again before the next one. Replicas of a tensor must also have equal hashes on all their ranks. All
-tensors have replicas on the data-parallel ranks, unless the optimizer is sharded. Tensors that tensor parallelism does
-not split also have replicas on the tensor-parallel ranks.
+tensors have replicas on the data-parallel ranks, except masters and moments of a sharded optimizer. Tensors that tensor
+parallelism does not split also have replicas on the tensor-parallel ranks.
 
 A hash is a sum of 64-bit integers modulo 2^64: each integer holds 8 bytes of the tensor, and each row of 64 elements
 has a different odd factor. A single flipped bit always changes the hash, and the order of the sum does not.

@@ -2,9 +2,9 @@
 
 PaLM (arXiv:2204.02311, section 5.1) had about 20 loss spikes at irregular times. It restarted about 100 steps before
 each spike and skipped 200 to 500 batches. The spike did not occur again. With other weights, the same batches caused
-no spike.
-OPT (arXiv:2205.01068, section 2.5) restarted when the loss had diverged. Neither paper gives a threshold. The default
-of 1.5 times the median is far above the usual differences between log lines (some percent), and below a diverged loss.
+no spike. OPT (arXiv:2205.01068, section 2.5) restarted when the loss had diverged. Neither paper gives a threshold. The
+default of 1.5 times the median is far above the usual differences between log lines (some percent), and below a
+diverged loss.
 """
 
 import statistics

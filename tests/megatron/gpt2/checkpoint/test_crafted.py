@@ -1,8 +1,8 @@
 """Crafted checkpoints with correct hashes, as an attacker could make them. Each must cause an error in one line,
 quickly and with little memory, and no code in it may run.
 
-A manifest of version 1 lists files and slices itself, and the reader parses it like a table of version 2. So the tests
-change table contents in version 1, and use version 2 only for what version 1 lacks.
+A manifest of version 1 contains the list of files and slices, which version 2 has in tables. The reader parses both in
+the same way. The tests therefore change this list in version 1, and use version 2 only for its other contents.
 """
 
 from __future__ import annotations

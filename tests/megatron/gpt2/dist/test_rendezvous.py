@@ -67,9 +67,10 @@ def make_launches(
 def join_all(
     make_launches: list[Launch], use: Callable[[RankInfo], Any] = lambda ranks: ranks, **usable: Any
 ) -> list[Any]:
-    """Run the rendezvous of `launches`, a thread each. Returns the result of `use` for each rank, or its error message.
+    """Run the rendezvous of each of `make_launches` in a thread. Return the result of `use` for each rank, or its error
+    message.
 
-    The joined ranks leave together, because the store's server waits for them."""
+    The ranks that joined leave together, because the server of the store waits for them."""
     met: list[RankInfo] = []
 
     def one(launch: Launch) -> Any:
