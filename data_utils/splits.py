@@ -30,7 +30,7 @@ from data_utils.tokenizers.base import Tokenizer
 
 SPLIT_NAMES = ("train", "valid", "test")
 MIN_TOKENS = 2  # A split needs an input and its label.
-# A prepared file may have terabytes. So only its first tokens are checked, and only its ends are hashed.
+# A prepared file may have terabytes, so only its first tokens are checked, and only its ends are hashed.
 CHECKED_TOKENS = 1 << 24
 HASHED_BYTES = 1 << 20
 

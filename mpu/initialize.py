@@ -161,29 +161,49 @@ def get_parallel_state() -> ParallelState:
     return _default
 
 
-def _getter(read: Callable[[ParallelState], Value]) -> Callable[[], Value]:
-    """Return a function that reads a value of the default state."""
-    return lambda: read(get_parallel_state())
+def _getter(name: str, read: Callable[[ParallelState], Value]) -> Callable[[], Value]:
+    """Return a function, called `name`, that reads a value of the default state."""
+
+    def get() -> Value:
+        return read(get_parallel_state())
+
+    get.__name__ = get.__qualname__ = name
+    get.__doc__ = "Return a value of `get_parallel_state()`. `ParallelState` describes the values."
+    return get
 
 
 # Megatron's functions. `ParallelState` describes the values.
-get_model_parallel_group = _getter(lambda state: state.model_parallel_group)
-get_model_parallel_rank = _getter(lambda state: state.model_parallel_rank)
-get_model_parallel_world_size = _getter(lambda state: state.model_parallel_size)
-get_model_parallel_src_rank = _getter(lambda state: state.model_parallel_src_rank)
-get_tensor_model_parallel_group = _getter(lambda state: state.tensor_model_parallel_group)
-get_tensor_model_parallel_rank = _getter(lambda state: state.tensor_model_parallel_rank)
-get_tensor_model_parallel_world_size = _getter(lambda state: state.tensor_model_parallel_size)
-get_tensor_model_parallel_src_rank = _getter(lambda state: state.tensor_model_parallel_src_rank)
-get_pipeline_model_parallel_group = _getter(lambda state: state.pipeline_model_parallel_group)
-get_pipeline_model_parallel_rank = _getter(lambda state: state.pipeline_model_parallel_rank)
-get_pipeline_model_parallel_world_size = _getter(lambda state: state.pipeline_model_parallel_size)
-is_pipeline_first_stage = _getter(lambda state: state.is_pipeline_first_stage)
-is_pipeline_last_stage = _getter(lambda state: state.is_pipeline_last_stage)
-get_embedding_group = _getter(lambda state: state.embedding_group)
-get_data_parallel_group = _getter(lambda state: state.data_parallel_group)
-get_data_parallel_rank = _getter(lambda state: state.data_parallel_rank)
-get_data_parallel_world_size = _getter(lambda state: state.data_parallel_size)
+get_model_parallel_group = _getter("get_model_parallel_group", lambda state: state.model_parallel_group)
+get_model_parallel_rank = _getter("get_model_parallel_rank", lambda state: state.model_parallel_rank)
+get_model_parallel_world_size = _getter("get_model_parallel_world_size", lambda state: state.model_parallel_size)
+get_model_parallel_src_rank = _getter("get_model_parallel_src_rank", lambda state: state.model_parallel_src_rank)
+get_tensor_model_parallel_group = _getter(
+    "get_tensor_model_parallel_group", lambda state: state.tensor_model_parallel_group
+)
+get_tensor_model_parallel_rank = _getter(
+    "get_tensor_model_parallel_rank", lambda state: state.tensor_model_parallel_rank
+)
+get_tensor_model_parallel_world_size = _getter(
+    "get_tensor_model_parallel_world_size", lambda state: state.tensor_model_parallel_size
+)
+get_tensor_model_parallel_src_rank = _getter(
+    "get_tensor_model_parallel_src_rank", lambda state: state.tensor_model_parallel_src_rank
+)
+get_pipeline_model_parallel_group = _getter(
+    "get_pipeline_model_parallel_group", lambda state: state.pipeline_model_parallel_group
+)
+get_pipeline_model_parallel_rank = _getter(
+    "get_pipeline_model_parallel_rank", lambda state: state.pipeline_model_parallel_rank
+)
+get_pipeline_model_parallel_world_size = _getter(
+    "get_pipeline_model_parallel_world_size", lambda state: state.pipeline_model_parallel_size
+)
+is_pipeline_first_stage = _getter("is_pipeline_first_stage", lambda state: state.is_pipeline_first_stage)
+is_pipeline_last_stage = _getter("is_pipeline_last_stage", lambda state: state.is_pipeline_last_stage)
+get_embedding_group = _getter("get_embedding_group", lambda state: state.embedding_group)
+get_data_parallel_group = _getter("get_data_parallel_group", lambda state: state.data_parallel_group)
+get_data_parallel_rank = _getter("get_data_parallel_rank", lambda state: state.data_parallel_rank)
+get_data_parallel_world_size = _getter("get_data_parallel_world_size", lambda state: state.data_parallel_size)
 
 
 def group_rank_and_size(group: ProcessGroup | None) -> tuple[int, int]:

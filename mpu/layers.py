@@ -7,7 +7,7 @@ With sequence_parallel (arXiv:2205.05198), activations outside the split layers 
 layer or an embedding. Each all-reduce becomes an all-gather and a reduce-scatter, which together send as many bytes.
 Backward of a column-parallel layer sends one all-gather more, because it gathers the input again.
 
-A layer draws the whole weight on the CPU with its `init_method` and keeps its slice. So a layer that is built after
+A layer draws the whole weight on the CPU with its `init_method` and keeps its slice. A layer that is built after
 `torch.manual_seed(s)` has the same weights for every group size, equal to those of the plain `torch.nn` layer.
 """
 

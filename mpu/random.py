@@ -13,7 +13,7 @@ All functions work on CPU and GPU; "cuda" in some names is from 2019.
 
 Dropout with `make_dropout_seeds` does not use these streams, and its masks do not depend on the layout. A mask is a
 function of the seed, the sample's global number, the layer, the location in the layer, and the position and channel (in
-attention: head, query and key). So it is equal for any number of ranks, in any micro-batch, and when a layer is
+attention: head, query and key), and is equal for any number of ranks, in any micro-batch, and when a layer is
 recomputed. No mask is saved. `kernels/dropout.py` has the function.
 
 Legend: b batch, s sequence, h hidden, tp tensor-parallel size, l layers.

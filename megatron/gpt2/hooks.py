@@ -127,7 +127,7 @@ class Hook:
         return False
 
     def expected_memory(self, trainer: Trainer) -> int | None:
-        """Return the bytes of memory that the run is expected to use, or None. The log prints this number once."""
+        """Return the expected peak memory of this rank in bytes, or None. The log prints it once, after a log line."""
 
     def explain_out_of_memory(self, context: RunContext) -> str | None:
         """Return the error line of a rank that has run out of memory, or None."""

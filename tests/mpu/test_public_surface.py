@@ -29,11 +29,13 @@ ABSENT = {name for name in OF_2019 if name.startswith(("Bert", "GPT2"))}
 def test_public_names_are_those_of_2019_and_of_the_page() -> None:
     """docs/reference/mpu.md lists the names that were added later, and those of 2019 that do not exist."""
     page = (ROOT / "docs" / "reference" / "mpu.md").read_text(encoding="utf-8")
-    listed = page.partition("## Names added after 2019")[2].partition("\nNames until")[0]
+    listed = page.partition("## Names added after 2019")[2].partition("\nOlder names")[0]
     later = set(re.findall(r"`(\w+)(?:\(.*?\))?`", listed))
     assert later and not later & OF_2019
     assert set(mpu.__all__) == (OF_2019 - ABSENT) | later
     assert mpu.__all__ == sorted(set(mpu.__all__)) and all(hasattr(mpu, name) for name in mpu.__all__)
+    getters = [name for name in mpu.__all__ if name.startswith(("get_", "is_"))]
+    assert all(getattr(mpu, name).__name__ == name and getattr(mpu, name).__doc__ for name in getters)
     assert "`GPT2Parallel…`, `BertParallel…`" in page
 
 

@@ -247,8 +247,8 @@ class NativeCheckpoint(BaseCheckpoint):
             for name, info in manifest["tensors"].items()
         }
         self.tables: dict[str, TableInfo] = {}
-        # For each tensor and table, this gives the first row, the row after the last one, and the number of entries in
-        # the table.
+        # For each tensor and table, this gives the first row, the row after the last one, and the number of
+        # the tensor's elements in the table.
         self._table_ranges: dict[str, dict[int, tuple[int, int, int]]] = {}
         if version == 1:
             self.tables[MANIFEST] = TableInfo(len(data), self.digest)

@@ -1,10 +1,10 @@
 """The --save folder: find the checkpoint to load, find the best checkpoint, make the folder,
 detect a checkpoint's format.
 
-The tracker, `latest_checkpointed_iteration.txt`, names the iteration to load. If an iteration is saved again, its
-existing folder is renamed to `iter_0000300.old-1`. `best/` (--keep-best) holds the checkpoint with the lowest
-validation loss. It is a folder for `--load`, with iter_0000700/, a tracker and tokenizer/. Only the manifest of that
-checkpoint has the loss. A resumed run reads the loss from that manifest.
+The latest-iteration file, `latest_checkpointed_iteration.txt` (`LATEST_FILE`), names the iteration to load. If an
+iteration is saved again, its existing folder is renamed to `iter_0000300.old-1`. `best/` (--keep-best) holds the
+checkpoint with the lowest validation loss. It is a folder for `--load`, with iter_0000700/, a latest-iteration file and
+tokenizer/. Only the manifest of that checkpoint has the loss. A resumed run reads the loss from that manifest.
 
 This module recognises checkpoints of other programs by their file names, so that training can refuse them.
 `tools/checkpoint.py` reads them with `megatron/gpt2/formats/`, which the training program does not import.
@@ -79,12 +79,12 @@ def list_iterations(directory: Path, *, include_old: bool = False) -> list[tuple
 def find_checkpoint(
     directory: str | Path, *, log: Log, rank: int = 0, gather: Gather = gather_alone, verify: bool = True
 ) -> NativeCheckpoint | None:
-    """Open the checkpoint that the tracker names. If it is damaged or missing, open the newest valid one and warn.
+    """Open the checkpoint that `LATEST_FILE` names. If it is damaged or missing, open the newest valid one and warn.
 
     All ranks call this function and get the same result. Rank 0 proposes a checkpoint, every rank opens it, and each
     rank hashes its share of the files (`verify`). The checkpoint is used if it is valid on all ranks. Folders renamed
-    to `.old-N` are tried last, except that of the tracker's iteration if this is missing. Nothing on the disk changes.
-    Every rank logs the warnings.
+    to `.old-N` are tried last, except that of the iteration in `LATEST_FILE` if this is missing. Nothing on the
+    disk changes. Every rank logs the warnings.
 
     Returns None if the folder does not exist or has no checkpoint. Raises ValueError if all its checkpoints are
     damaged.
@@ -119,17 +119,17 @@ def find_checkpoint(
 
 
 def _load_order(directory: Path) -> tuple[Any, ...]:
-    """Return the tracker's iteration, the folder names in the order to try them, and a problem with
-    the tracker if it has one."""
+    """Return the iteration in `LATEST_FILE`, the folder names in the order to try them, and a problem with
+    this file if it has one."""
     names = [path.name for _, path in list_iterations(directory, include_old=True)]
-    tracker = directory / LATEST_FILE
-    if not names and not os.path.lexists(tracker):
+    latest_file = directory / LATEST_FILE
+    if not names and not os.path.lexists(latest_file):
         return None, names
     try:
-        with wrap_errors(tracker):
-            if not tracker.is_file():  # Opening a pipe would wait for a writer.
-                raise ValueError("is not a file" if os.path.lexists(tracker) else "missing")
-            text = _read_start(tracker)
+        with wrap_errors(latest_file):
+            if not latest_file.is_file():  # Opening a pipe would wait for a writer.
+                raise ValueError("is not a file" if os.path.lexists(latest_file) else "missing")
+            text = _read_start(latest_file)
             if not re.fullmatch(rb"\s*\d{1,12}\s*", text):
                 raise ValueError(f"holds {text!r} instead of the number of an iteration")
     except ValueError as error:
@@ -213,9 +213,9 @@ def make_save_folder(folder: Path) -> None:
 
 def detect_format_by_file_names(path: str | Path, iteration: int | None = None) -> tuple[str, Path] | None:
     """Return the format of the checkpoint at `path`, and the iteration's folder or the file to open. None if the format
-    is unknown. The function reads only file names and the tracker.
+    is unknown. The function reads only file names and the latest-iteration file.
 
-    If a folder has several iterations, the function chooses `iteration`, else the tracker's, else the newest one.
+    If a folder has several iterations, this chooses `iteration`, else that in `LATEST_FILE`, else the newest one.
     """
     path = Path(path)
     if path.is_file() and path.suffix == ".pt" and not FOLDER_FILES.fullmatch(path.name):
@@ -233,8 +233,8 @@ def _candidates(path: Path, iteration: int | None) -> Iterator[Path]:
     names = [str(iteration), f"global_step{iteration}"]
     if iteration is None:
         # Megatron and this project use the first name, DeepSpeed the second.
-        trackers = (path / LATEST_FILE, path / "latest")
-        names = [_read_start(file).decode("ascii", "replace").strip() for file in trackers if file.is_file()]
+        latest_files = (path / LATEST_FILE, path / "latest")
+        names = [_read_start(file).decode("ascii", "replace").strip() for file in latest_files if file.is_file()]
     for name in names:
         if re.fullmatch(r"\w[\w.-]*", name, re.ASCII):  # a name that does not lead out of the folder
             yield from (path / f"iter_{int(name):07d}", path / name) if name.isdigit() else (path / name,)

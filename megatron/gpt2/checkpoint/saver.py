@@ -49,13 +49,13 @@ _ALIGNMENT = 64  # Every tensor in the host buffer starts at a multiple of this 
 class PendingSave:
     """State that the writing thread and the training thread share during a save.
 
-    own: done when this rank's files are written.
+    local_write: done when this rank's files are written.
     committed: the result of `Saver.write`.
     deadline: the `time.monotonic()` at which rank 0 stops waiting for other ranks.
     problem: the error of the first rank that could not write its files, else "".
     """
 
-    own: Future[None] = field(default_factory=Future)
+    local_write: Future[None] = field(default_factory=Future)
     committed: Future[Path] = field(default_factory=Future)
     deadline: float = math.inf
     problem: str = ""
@@ -65,7 +65,7 @@ class PendingSave:
 class Saver:
     """Writes the checkpoints of a run into `folder`. Every rank has a saver and calls its methods at the same steps.
 
-    start_id: a random text, equal on all ranks, new in every start of a run.
+    start_id: a random hex string that is drawn once per start and shared by all ranks.
     keep_last: the number of iterations to keep after a save, with the new one (default: all).
     timeout_s: how long rank 0 waits until it sees the files of other ranks.
     storage_timeout_s: how long each rank waits for its own files.
@@ -150,7 +150,7 @@ class Saver:
                 for stale in set(directory.glob("iter_*.tmp-*")) - {folder}:
                     shutil.rmtree(stale, ignore_errors=True)
             write_rank_files(folder, iteration, files, self.rank)
-            pending.own.set_result(None)
+            pending.local_write.set_result(None)
             if self.rank == 0:
                 self._wait_for_tables(folder, pending)
                 try:
@@ -160,8 +160,8 @@ class Saver:
                     raise
                 remove_old_checkpoints(directory, iteration, keep_last, self.log)
         except BaseException as error:
-            if not pending.own.done():
-                pending.own.set_exception(error)
+            if not pending.local_write.done():
+                pending.local_write.set_exception(error)
             if self.rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
             if isinstance(error, OSError):
@@ -191,7 +191,7 @@ class Saver:
         Raises StopRun on every rank if the storage of one takes longer than `storage_timeout_s`."""
         if (pending := self._pending) is None:
             return None
-        errors = self._gather_errors(pending.own, pending)
+        errors = self._gather_errors(pending.local_write, pending)
         pending.problem = next(
             (f"rank {rank} could not write its files: {text}" for rank, text in enumerate(errors) if text), ""
         )

@@ -1,12 +1,12 @@
 """Write a checkpoint in the native format, and commit it.
 
     checkpoints/gpt2_345m/
-      latest_checkpointed_iteration.txt     the tracker: the iteration to load
+      latest_checkpointed_iteration.txt     the latest-iteration file: the iteration to load
       iter_0000300/manifest.json, boxes/rank_00000.jsonl, mp_rank_00/model.safetensors, master_dp_00.safetensors, ...
 
 Every rank writes its files into `iter_0000300.tmp-<save_id>/`. Its table, with the slices and hashes of these files, is
-last. Rank 0 waits for all tables (saver.py), writes the manifest, renames the folder and replaces the tracker. No step
-is a collective operation. A crash at any moment leaves the earlier checkpoints and their tracker unchanged.
+last. Rank 0 waits for all tables (saver.py), writes the manifest, renames the folder and replaces the latest-iteration
+file. No step is a collective operation. A crash at any moment leaves the earlier checkpoints and this file unchanged.
 
 `save_id` is equal on all ranks and different in every save: `start_id` (saver.py) and the number of the save. A
 crashed save used a different folder name, so its files cannot mix with those of a new one. Rank 0 removes such
@@ -215,7 +215,7 @@ def commit(
     """Write the manifest of `folder`, whose other files are complete, and rename the folder to `final`.
 
     check_owner: raises OSError if another run has the folder of `final`. If another run takes over this folder after
-        the check, it removes `folder` and the new tracker, so the renames here fail.
+        the check, it removes `folder` and the new latest-iteration file, so the renames here fail.
     """
     iteration = int(final.name.removeprefix("iter_"))
     tables = ((folder / table_path(rank)).read_bytes() for rank in range(world_size))
@@ -225,10 +225,10 @@ def commit(
     except ValueError as error:
         raise OSError(f"the files were not written correctly: {error}") from error
     sync_folders(folder)
-    tracker, number = final.parent / LATEST_FILE, f"{iteration}\n".encode()
-    # The tracker file is replaced last. After a crash before that, it still names the earlier checkpoint.
-    successor_path = tracker.with_name(f"{LATEST_FILE}.tmp-{folder.name}")  # Only this run uses this name.
-    with _write_errors(tracker, len(number)), atomic_write(tracker, successor_path) as successor:
+    latest_file, number = final.parent / LATEST_FILE, f"{iteration}\n".encode()
+    # The latest-iteration file is replaced last. After a crash before that, it still names the earlier checkpoint.
+    successor_path = latest_file.with_name(f"{LATEST_FILE}.tmp-{folder.name}")  # Only this run uses this name.
+    with _write_errors(latest_file, len(number)), atomic_write(latest_file, successor_path) as successor:
         successor.write(number)
         # The file is flushed before the renames, so that a full disk cannot stop the commit between them.
         flush_to_disk(successor)
@@ -237,7 +237,7 @@ def commit(
             log(f"WARNING: {final} exists already and is saved again: the existing one is now {rename_old(final)}")
         folder.rename(final)
         fsync_path(final.parent)
-        # The end of this block renames the new tracker file into place.
+        # The end of this block renames the new latest-iteration file into place.
 
 
 def sync_folders(folder: Path) -> None:
@@ -263,13 +263,13 @@ def remove_old_checkpoints(directory: Path, iteration: int, keep_last: int | Non
 
 
 def rename_newer_checkpoints(directory: str | Path, iteration: int, log: Log) -> int:
-    """Rename checkpoints after `iteration` to `.old-N`, and let the tracker name the newest remaining one. Returns its
-    iteration. Without a remaining one, nothing changes and the result is -1. Only rank 0 calls this function, between
-    saves."""
+    """Rename checkpoints after `iteration` to `.old-N`, and let `LATEST_FILE` name the newest remaining one. Returns
+    its iteration. Without a remaining one, nothing changes and the result is -1. Only rank 0 calls this function,
+    between saves."""
     iterations = list_iterations(Path(directory))
     newest = next((number for number, _ in iterations if number <= iteration), -1)
     if newest >= 0:
-        # The tracker file is written to the disk first, so that it is right even after a crash in the next lines.
+        # This file is written to the disk first, so that it is right even after a crash in the next lines.
         write_atomically(Path(directory) / LATEST_FILE, f"{newest}\n".encode())
         fsync_path(directory)
         for number, folder in reversed(iterations):

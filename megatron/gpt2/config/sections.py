@@ -102,7 +102,9 @@ class ModelConfig(ConfigSection):
     attention_dropout: float = flag_field(0.1, "dropout of the attention probabilities", bound=FRACTION)
     hidden_dropout: float = flag_field(0.1, "dropout of the embeddings and of both residual branches", bound=FRACTION)
     layernorm_epsilon: float = flag_field(1e-5, "epsilon of the layer norms", "--norm-epsilon")
-    gelu: str = flag_field("tanh", "GELU by tanh (as GPT-2) or erf (4 times as fast on a CPU)", choices=("tanh", "erf"))
+    gelu: str = flag_field(
+        "tanh", "GELU: tanh (as GPT-2) or erf (exact, 4 times as fast on a CPU)", choices=("tanh", "erf")
+    )
     init_method_std: float = flag_field(0.02, "standard deviation of the initial weights")
     mup_base_width: int = flag_field(
         0, "muP: --lr is tuned for this --hidden-size", "--mup-base-hidden-size", bound=NOT_NEGATIVE
@@ -210,7 +212,7 @@ class OptimizerConfig(ConfigSection):
     """AdamW or Muon, learning rate schedule and loss scale."""
 
     optimizer: str = flag_field(
-        "adam", "AdamW, or Muon for layers' matrices: fewer, longer steps", choices=("adam", "muon")
+        "adam", "AdamW, or Muon for the layers' matrices (fewer steps, each longer)", choices=("adam", "muon")
     )
     lr: float = flag_field(1e-4, "peak learning rate")
     min_lr: float = flag_field(0.0, "minimum learning rate", bound=NOT_NEGATIVE)

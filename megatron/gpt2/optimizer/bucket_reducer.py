@@ -119,13 +119,13 @@ class BucketReducer:
         # A weak reference, because Python's garbage collector does not find a cycle through a hook of a parameter.
         reference = weakref.ref(self)
 
-        def take(parameter: Tensor) -> None:
+        def on_grad_accumulated(parameter: Tensor) -> None:
             reducer = reference()
             if parameter.grad is not None and reducer is not None:  # If it is None, `add` has already added it.
                 gradient, parameter.grad = parameter.grad, None
                 reducer.collect(name, gradient)
 
-        return take
+        return on_grad_accumulated
 
     def collect(self, name: str, gradient: Tensor) -> None:
         """Add a gradient that autograd has computed, and mark it as complete. On a GPU several gradients are added in

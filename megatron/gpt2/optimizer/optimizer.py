@@ -337,7 +337,7 @@ class MixedPrecisionOptimizer:
     def state_dict(self) -> dict[str, Any]:
         """Return the scalars that a resume needs in addition to `state_shards`, as JSON. This waits for the device."""
         return {
-            "good_steps": int(self.num_updates),
+            "good_steps": int(self.num_updates),  # the key of earlier checkpoints
             "skipped_steps": int(self.skipped_steps),
             "adam_steps": int(self._adam_steps[0]),
             "loss_scaler": self.scaler.state_dict(),

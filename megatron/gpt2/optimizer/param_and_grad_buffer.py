@@ -9,7 +9,7 @@ first, because backward computes their gradients first. Under sequence paralleli
 partial sums are at the end of their group. A bucket is a range of neighbouring parameters, which is sent as a whole.
 
 With a sharded optimizer (ZeRO stage 1, arXiv:1910.02054), the optimizer of data-parallel rank r updates the r-th shard
-of every bucket. Buckets have the same padding with and without sharding. So gradients are summed in the same order, and
+of every bucket. Buckets have the same padding with and without sharding, so gradients are summed in the same order, and
 the sums are bit-identical.
 """
 

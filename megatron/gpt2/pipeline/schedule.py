@@ -4,7 +4,7 @@ A rank has v model chunks. Chunk c of rank r is stage c·p + r of the p·v stage
 ranks once for each chunk. Stage 0 has the embedding, the last stage has the loss.
 
 Every schedule works with any number of micro-batches. On every rank the backwards of a chunk are in the order of the
-micro-batches, as in a run without a pipeline. So gradients are always summed in the same order.
+micro-batches, as in a run without a pipeline, so gradients are always summed in the same order.
 
 Layers are distributed as evenly as possible. If the number of stages divides the number of layers, all stages get the
 same number, as in Megatron. Otherwise some stages get one more, starting with the second-to-last stage and going back
@@ -70,7 +70,7 @@ class PipelineSchedule:
 
 def one_forward_one_backward(p: int, m: int) -> PipelineSchedule:
     """1F1B, also called PipeDream-flush (arXiv:2104.04473). Rank r starts with p − 1 − r forwards and then alternates
-    forward and backward. So it keeps the activations of at most p − r micro-batches. With p = 1: F0 B0 F1 B1 ..."""
+    forward and backward. The rank keeps the activations of at most p − r micro-batches. With p = 1: F0 B0 F1 B1 ..."""
     return PipelineSchedule(
         "1f1b", tuple(_alternate(_forwards(p, 1, m), _backwards(p, 1, m), p - 1 - rank) for rank in range(p)), 1, m
     )
@@ -94,8 +94,9 @@ def interleaved(p: int, v: int, m: int) -> PipelineSchedule:
 def zero_bubble(p: int, m: int) -> PipelineSchedule:
     """ZB-H1 (arXiv:2401.10241): 1F1B in which rank r delays the W of a micro-batch by r backwards.
 
-    So later ranks send the gradients of inputs sooner, and run their W's at the end, when they would otherwise wait.
-    Every rank keeps at most p micro-batches, as rank 0 does under 1F1B: p − r between F and B, and r between B and W.
+    Later ranks therefore send the gradients of inputs sooner, and run their W's at the end, when they would otherwise
+    wait. Every rank keeps at most p micro-batches, as rank 0 does under 1F1B: p − r between F and B, and r between B
+    and W.
     """
     ranks = []
     for rank in range(p):

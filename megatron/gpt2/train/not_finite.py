@@ -1,6 +1,6 @@
 """Finds the first tensor that is not finite: after too many skipped steps, the last step is run again and observed.
 
-Its micro-batches are still in memory, and a skipped step changes no weight. So the check costs nothing in a healthy
+Its micro-batches are still in memory, and a skipped step changes no weight. The check costs nothing in a healthy
 run. Each rank checks its weights, the outputs of its layers, and the gradients of its micro-batches before they are
 summed over ranks. The sum would spread a value that is not finite to all ranks.
 """

@@ -29,7 +29,7 @@ from megatron.gpt2.optimizer.param_and_grad_buffer import ParamAndGradBuffer
 from megatron.gpt2.train.setup import RunContext
 from mpu import kernels
 
-# The seeds of data-parallel ranks differ by more than any model-parallel size, so no two ranks share a random stream.
+# The seeds of data-parallel ranks differ by 65,536, more than any model-parallel size, so no two ranks share a stream.
 DATA_PARALLEL_STRIDE = 1 << 16
 PIPELINE_STRIDE = 100
 

@@ -242,8 +242,8 @@ def stage_memory(inputs: MemoryInputs, stage: int) -> dict[Moment, Held]:
 
 
 def traced_memory(inputs: MemoryInputs, stage: int) -> dict[Moment, Held]:
-    """Trace a step of the first rank of `stage`. Return what it holds by phase and line of the program, each when it is
-    most."""
+    """Trace a step of the first rank of `stage`. Return the bytes that this rank holds at each moment. If the step has
+    a moment several times, the result is the one with the most bytes."""
     config, m, p = inputs.config, inputs.num_microbatches, inputs.stages
     traced = m if m <= 3 * p or config.parallel.exact_layouts is not None else 2 * p + m % p
     samples = config.train.micro_batch_size * inputs.data_parallel_size

@@ -154,7 +154,7 @@ def read_layout(common: Sequence[str], flags: str, batch: int | None = None) -> 
 
     The number of ranks is --nproc-per-node, or tensor × pipeline × --data-parallel-size (default 1).
 
-    batch: the global batch size of the first layout; the layout's own one must be equal.
+    batch: the global batch size of the first layout. If `flags` give a different one, ValueError is raised.
     """
     launch, rest = parse_launch_flags([*common, *shlex.split(flags)])
     own = Parser(add_help=False)

@@ -3,7 +3,7 @@
     trace.json                 metadata of the run, and an entry for each tensor
     tensors/NUMBER.safetensors one global tensor each
 
-Each rank writes its shards directly into the files. So no rank has a global tensor in memory, and the ranks do not
+Each rank writes its shards directly into the files. No rank has a global tensor in memory, and the ranks do not
 communicate. All ranks must be on one machine.
 
 Legend: n samples of the global batch, s sequence, w width.

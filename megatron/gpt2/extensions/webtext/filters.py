@@ -186,7 +186,7 @@ def merge(run: ShardRun) -> None:
 
 
 def split(run: ShardRun) -> None:
-    """Assign each document to a split by the hash of its text and of --seed. So it stays in its split when the corpus
+    """Assign each document to a split by the hash of its text and of --seed. It stays in its split when the corpus
     grows, and equal texts stay together."""
     shares = list(map(Fraction, run.args.shares))
     ends = list(itertools.accumulate(shares))  # The last number is their sum.

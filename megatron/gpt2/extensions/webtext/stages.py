@@ -172,7 +172,7 @@ def run_locally(stage: WebtextStage, shards: Sequence[Shard], output: Path, excl
         named = {name for manifest in manifests for name in manifest["outputs"]}
         for path in sorted(output.iterdir()):
             if exclusive and path.is_file() and not path.name.startswith(".") and path.name not in named:
-                raise ValueError(f"{path} is not of this run: remove it, or the next stage will read it")
+                raise ValueError(f"{path} was not written by this run: remove it, or the next stage will read it")
     return manifests
 
 

@@ -137,7 +137,7 @@ def test_results_that_are_errors(shards: ThreeShards):
         shards.run("--max-bad-fraction", "1")
     (shards.input / "c.jsonl").unlink()
     (shards.output / "c.jsonl").write_text("")
-    with pytest.raises(ValueError, match=r"c\.jsonl is not of this run"):
+    with pytest.raises(ValueError, match=r"c\.jsonl was not written by this run"):
         shards.run("--max-bad-fraction", "1")
     shards.run("--max-bad-fraction", "1", exclusive=False)
 
