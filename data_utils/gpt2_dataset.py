@@ -2,12 +2,12 @@
 
 A blend has blocks of BLOCK samples. In every block, each component has the same number of samples: its weight's share,
 rounded by largest remainder. A Feistel permutation chosen by the seed decides their positions, which are the same in
-every block. So a sample number leads to its sample in O(1). Each component is read in the same order as without a
+every block. A sample number leads to its sample in O(1). Each component is read in the same order as without a
 blend, with a new permutation in each of its epochs.
 
 Megatron's order (`megatron.core.datasets.gpt_dataset.GPTDataset`) allows comparisons with Megatron. The documents of
 all epochs are shuffled together and concatenated. A sample begins every seq_length tokens, and the samples are shuffled
-again. If the run needs less than 80 % of the last epoch, that epoch is shuffled separately. So the order depends on the
+again. If the run needs less than 80 % of the last epoch, that epoch is shuffled separately. The order depends on the
 length of the run, and its arrays are computed at every start.
 """
 

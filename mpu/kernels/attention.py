@@ -100,7 +100,7 @@ def seeded_attention(
     first_head: number of this rank's first head.
     first_position: the position of a document in its sample; the masks of its queries and keys count from there.
 
-    Backward computes the masks of a block again, and the scores of long sequences. So no mask is saved, and above
+    Backward computes the masks of a block again, and the scores of long sequences. No mask is saved, and above
     SAVED_UP_TO tokens nothing of size [s, s]. bf16 is computed in float32 if the processor has no AMX. CPU time of
     forward and backward, one thread with AMX, 1,024 tokens, 12 heads, compared with torch's formula with all scores in
     memory: 455 and 115 ms in bf16, 465 and 249 ms in float32 (one run).

@@ -1,7 +1,7 @@
 """Properties of the CPU that select kernels: its instructions for bf16 matrix products, and packed weights.
 
 Measurements in bf16 with AMX, with AVX-512's bf16 products and with neither, and in float32 on all three, showed that
-these properties decide every choice. So nothing is timed at start: the choice does not depend on the machine's load,
+these properties decide every choice. Nothing is timed at start: the choice does not depend on the machine's load,
 and runs and ranks on the same kind of processor agree to the bit.
 
 Times of GPT-2 124M in ms, one thread of an Intel Xeon, the fastest run, 2026-11-22. "Without AMX" is the same processor

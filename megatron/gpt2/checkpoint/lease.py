@@ -5,7 +5,7 @@
 If a network fails, a restarted run and the old one may run at the same time. Each start creates the file with the next
 number, which only one process can do, and removes the file of the owner before it. Before each commit, the owner checks
 that its file still exists. The check is not sufficient, because the process may be suspended between the check and the
-commit. So a new owner also removes the uncommitted files of earlier owners. A commit is a rename of these files, which
+commit. A new owner also removes the uncommitted files of earlier owners. A commit is a rename of these files, which
 then fails.
 
 The owner locks its file and sets the file's time every two seconds; a time of 0 ends the lease. A start is

@@ -66,7 +66,7 @@ ARGPARSE_KEYWORDS |= {kind | None: ARGPARSE_KEYWORDS[kind] for kind in (int, flo
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of the training program. Its result has only the given flags, as "section.field". Megatron's
-    other flags remain: `arguments.py` reads them. So do bad choices, which it reports together with them."""
+    other flags remain: `arguments.py` reads them, and reports bad choices together with them."""
     parser = Parser(
         prog="pretrain_gpt2",
         argument_default=argparse.SUPPRESS,

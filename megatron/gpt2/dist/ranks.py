@@ -127,7 +127,7 @@ class Heartbeat(threading.Thread):
         # and exits does not count as lost.
         if self.store.check(["lost"]):
             self.published_lost = dict(json.loads(self.store.get("lost")))
-        # This process was suspended, and the other ranks may have been, too. So their old heartbeats say nothing.
+        # This process was suspended, and the other ranks may have been, too. Their old heartbeats say nothing.
         if time.monotonic() - self._last_read > SILENCE_TIMEOUT / 2:
             self._last_beats.clear()
         self._waiting_since, self._last_read = math.inf, time.monotonic()

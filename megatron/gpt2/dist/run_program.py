@@ -72,7 +72,7 @@ SAVE_TIMEOUT = 600  # seconds in which the ranks finish their step and save when
 RESTART_SIGNAL = signal.SIGUSR2  # asks the ranks to finish their step and save
 # The launcher forwards all of these except Ctrl-C.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
-# Other launchers kill all ranks when the first one ends. So a rank that prints an error waits this number of seconds
+# Other launchers kill all ranks when the first one ends. A rank that prints an error waits this number of seconds
 # before it exits, in which the other ranks find the same error. The other ranks wait longer, or until SIGTERM.
 LAUNCHER_GRACE = 2.0  # number of seconds
 FIRST_GRACE = 0.5  # seconds in which the first rank of a machine prints its error before other ranks do

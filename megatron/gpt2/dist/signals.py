@@ -89,7 +89,7 @@ class StopSignal:
     """Collects stop requests of all ranks. Call `close` at the end, or `restore` after an error.
 
     Each step starts an all-reduce of one CPU integer over a separate gloo group, and reads the result of the previous
-    step. So the ranks do not wait for the device, and a request in step i stops all ranks after step i + 1. Every rank
+    step. The ranks do not wait for the device, and a request in step i stops all ranks after step i + 1. Every rank
     must create a StopSignal, after the process group.
 
     timeout: the timeout of the gloo group, None for torch's default.

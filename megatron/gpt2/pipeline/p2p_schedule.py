@@ -1,7 +1,7 @@
 """The point-to-point messages of a pipeline schedule: which messages each rank sends and receives before each action.
 
 NCCL has no tags: two ranks must post their messages to each other in the same order. And a rank waits for all messages
-that it posts in one batch (`torch.distributed.batch_isend_irecv`). So the position of each receive determines whether
+that it posts in one batch (`torch.distributed.batch_isend_irecv`). The position of each receive determines whether
 the sender waits, and whether there is a deadlock.
 
 The positions are found by a simulation of the schedule in ticks. A message is exchanged at the first tick at which both

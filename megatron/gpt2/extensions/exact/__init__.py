@@ -1,7 +1,7 @@
 """Bitwise-reproducible layouts: layers with identical results at every tensor-parallel size that divides V.
 
 A group of p ranks emulates V *virtual ranks*: each rank computes the shards of V/p virtual ranks, one after the other.
-So every matrix product, attention and GELU has the same operands and shapes in every layout, with or without sequence
+Every matrix product, attention and GELU has the same operands and shapes in every layout, with or without sequence
 parallelism. Sums over virtual ranks are float32 sums along one binary tree: first within a rank, then over the ranks.
 These are *f* and *g* of Megatron's paper for V ranks. Sums over the sequence are formed from V slices of it.
 

@@ -9,7 +9,7 @@ A call is complete when each of its members has started the call with the same n
     gloo   the calls of a group start one after the other. Sends and receives start at once, and a send is complete when
            the receiver has started its receive, as if nothing was buffered.
 
-More can start whenever a call is complete, and never less, and each call has only one match. So every order in time
+More can start whenever a call is complete, and never less, and each call has only one match. Every order in time
 ends in the same state, and one playback covers them all.
 """
 

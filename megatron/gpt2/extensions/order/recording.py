@@ -5,8 +5,8 @@ of a collective, each send and receive, and each wait for one. A dispatch mode w
 being sent or received: an operator must not read what is still received, nor write to what is still sent or received.
 
 The program needs values to continue. A receive gives zeros. A collective gives the data of the first rank of its group
-to every rank, if they are small, and otherwise the rank's own data. So the values are wrong but equal, and decisions
-that depend on them are equal on all ranks. Therefore the ranks must be recorded in their order.
+to every rank, if they are small, and otherwise the rank's own data. The values are wrong but equal, and decisions
+that depend on them are equal on all ranks. The ranks must therefore be recorded in their order.
 
 The recorder does not see communication in other threads, memory that NumPy reads, the end of a call that is only
 polled, and the sizes of the parts of an uneven all-to-all. `Work.get_future()`, which torch's DDP calls, counts as a

@@ -198,7 +198,7 @@ class ServedModel:
         """Return the texts to generate, n for each prompt. A prompt is a text or a list of token ids; an empty one
         begins a new document.
 
-        Text j of a prompt has the seed `seed` + j, or without a seed a random one. So a text does not depend on other
+        Text j of a prompt has the seed `seed` + j, or without a seed a random one. A text does not depend on other
         requests. Raises ApiError for the field `name` if the model cannot read a prompt, or for too many texts.
 
         start: ids to prepend.

@@ -1,6 +1,6 @@
 """`--check-replicas-interval`: detects bits that flip in memory, and names the rank and the tensor.
 
-Only the optimizer's step changes the training state of a rank (weights, masters, moments). So the state is hashed after
+Only the optimizer's step changes the training state of a rank (weights, masters, moments), so the state is hashed after
 an update and again before the next one. Replicas of a tensor must also have equal hashes on all their ranks. All
 tensors have replicas on the data-parallel ranks, except masters and moments of a sharded optimizer. Tensors that tensor
 parallelism does not split also have replicas on the tensor-parallel ranks.

@@ -3,7 +3,7 @@
 All ranks take equally long for a step, because they wait for the slowest one. The time that a rank waits is therefore
 subtracted. On a CPU, a thread checks every few milliseconds whether the training thread waits in a collective, and
 counts this time for the timers that run. On a GPU, kernels wait on the device, and this time cannot be measured
-separately. So on a GPU only parts without collectives are comparable: the data loader, and forward and backward without
+separately. On a GPU only parts without collectives are comparable: the data loader, and forward and backward without
 tensor parallelism.
 """
 
