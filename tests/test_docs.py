@@ -185,7 +185,8 @@ def test_commands_run_in_the_order_of_each_page(page: str, reader: Path, python:
             continue
         if page == "README.md" and line in FIRST:
             continue  # `reader` has already run it.
-        if not TEST_DATA.is_dir() and ("download_gpt2_vocab" in line or "345m" in page + line):
+        needs_vocabulary = "345m" in page or ("345m" in line and "plan.py" not in line)
+        if not TEST_DATA.is_dir() and ("download_gpt2_vocab" in line or needs_vocabulary):
             continue  # The first command needs a network, the second one the files that the first one downloads.
         printed[line] = run(line, tmp_path / "project", python)
     if page in PRINTED:
