@@ -210,6 +210,7 @@ def test_a_terminal(saved: Path, ranks: str) -> None:
 
 def answers_of_a_rank(rank: int, world_size: int, saved: str, file: str, port: str) -> int:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    dist.barrier()  # The other rank may still connect, and would find the connection closed.
     dist.destroy_process_group()  # The program makes a new group.
     line = (
         f"--load {saved} --max-new-tokens 40 --sample-input-file {file} --sample-output-file {file}.answers --top-k 50"
