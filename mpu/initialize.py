@@ -12,17 +12,13 @@ neighbours. Example: 16 ranks with tensor size 2 and pipeline size 4:
 Without a pipeline, the model-parallel group is the tensor group, as in 2019.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-
-Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,49 +157,92 @@ def get_parallel_state() -> ParallelState:
     return _default
 
 
-def _getter(name: str, read: Callable[[ParallelState], Value]) -> Callable[[], Value]:
-    """Return a function, called `name`, that reads a value of the default state."""
-
-    def get() -> Value:
-        return read(get_parallel_state())
-
-    get.__name__ = get.__qualname__ = name
-    get.__doc__ = "Return a value of `get_parallel_state()`. `ParallelState` describes the values."
-    return get
+# Functions that read the default state, with the names of Megatron
 
 
-# Megatron's functions. `ParallelState` describes the values.
-get_model_parallel_group = _getter("get_model_parallel_group", lambda state: state.model_parallel_group)
-get_model_parallel_rank = _getter("get_model_parallel_rank", lambda state: state.model_parallel_rank)
-get_model_parallel_world_size = _getter("get_model_parallel_world_size", lambda state: state.model_parallel_size)
-get_model_parallel_src_rank = _getter("get_model_parallel_src_rank", lambda state: state.model_parallel_src_rank)
-get_tensor_model_parallel_group = _getter(
-    "get_tensor_model_parallel_group", lambda state: state.tensor_model_parallel_group
-)
-get_tensor_model_parallel_rank = _getter(
-    "get_tensor_model_parallel_rank", lambda state: state.tensor_model_parallel_rank
-)
-get_tensor_model_parallel_world_size = _getter(
-    "get_tensor_model_parallel_world_size", lambda state: state.tensor_model_parallel_size
-)
-get_tensor_model_parallel_src_rank = _getter(
-    "get_tensor_model_parallel_src_rank", lambda state: state.tensor_model_parallel_src_rank
-)
-get_pipeline_model_parallel_group = _getter(
-    "get_pipeline_model_parallel_group", lambda state: state.pipeline_model_parallel_group
-)
-get_pipeline_model_parallel_rank = _getter(
-    "get_pipeline_model_parallel_rank", lambda state: state.pipeline_model_parallel_rank
-)
-get_pipeline_model_parallel_world_size = _getter(
-    "get_pipeline_model_parallel_world_size", lambda state: state.pipeline_model_parallel_size
-)
-is_pipeline_first_stage = _getter("is_pipeline_first_stage", lambda state: state.is_pipeline_first_stage)
-is_pipeline_last_stage = _getter("is_pipeline_last_stage", lambda state: state.is_pipeline_last_stage)
-get_embedding_group = _getter("get_embedding_group", lambda state: state.embedding_group)
-get_data_parallel_group = _getter("get_data_parallel_group", lambda state: state.data_parallel_group)
-get_data_parallel_rank = _getter("get_data_parallel_rank", lambda state: state.data_parallel_rank)
-get_data_parallel_world_size = _getter("get_data_parallel_world_size", lambda state: state.data_parallel_size)
+def get_model_parallel_group() -> ProcessGroup | None:
+    """The ranks that hold one copy of the model: tensor-parallel × pipeline-parallel."""
+    return get_parallel_state().model_parallel_group
+
+
+def get_model_parallel_rank() -> int:
+    """This rank's place in the model-parallel group."""
+    return get_parallel_state().model_parallel_rank
+
+
+def get_model_parallel_world_size() -> int:
+    """How many ranks hold one copy of the model."""
+    return get_parallel_state().model_parallel_size
+
+
+def get_model_parallel_src_rank() -> int:
+    """The global rank of the first rank of the model-parallel group."""
+    return get_parallel_state().model_parallel_src_rank
+
+
+def get_tensor_model_parallel_group() -> ProcessGroup | None:
+    """The ranks that split the layers of this stage."""
+    return get_parallel_state().tensor_model_parallel_group
+
+
+def get_tensor_model_parallel_rank() -> int:
+    """This rank's place in the tensor-parallel group."""
+    return get_parallel_state().tensor_model_parallel_rank
+
+
+def get_tensor_model_parallel_world_size() -> int:
+    """How many ranks split a layer."""
+    return get_parallel_state().tensor_model_parallel_size
+
+
+def get_tensor_model_parallel_src_rank() -> int:
+    """The global rank of the first rank of the tensor-parallel group."""
+    return get_parallel_state().tensor_model_parallel_src_rank
+
+
+def get_pipeline_model_parallel_group() -> ProcessGroup | None:
+    """The stages of the pipeline, or None without a pipeline."""
+    return get_parallel_state().pipeline_model_parallel_group
+
+
+def get_pipeline_model_parallel_rank() -> int:
+    """The number of this rank's stage."""
+    return get_parallel_state().pipeline_model_parallel_rank
+
+
+def get_pipeline_model_parallel_world_size() -> int:
+    """The number of stages."""
+    return get_parallel_state().pipeline_model_parallel_size
+
+
+def is_pipeline_first_stage() -> bool:
+    """Return True if this rank embeds the tokens."""
+    return get_parallel_state().is_pipeline_first_stage
+
+
+def is_pipeline_last_stage() -> bool:
+    """Return True if this rank computes the loss."""
+    return get_parallel_state().is_pipeline_last_stage
+
+
+def get_embedding_group() -> ProcessGroup | None:
+    """The first and the last stage, which both have the tied matrix, or None on other stages."""
+    return get_parallel_state().embedding_group
+
+
+def get_data_parallel_group() -> ProcessGroup | None:
+    """The ranks that hold the same part of the model and read different samples."""
+    return get_parallel_state().data_parallel_group
+
+
+def get_data_parallel_rank() -> int:
+    """This rank's place in the data-parallel group."""
+    return get_parallel_state().data_parallel_rank
+
+
+def get_data_parallel_world_size() -> int:
+    """The number of copies of the model."""
+    return get_parallel_state().data_parallel_size
 
 
 def group_rank_and_size(group: ProcessGroup | None) -> tuple[int, int]:
