@@ -150,10 +150,12 @@ def dropout_on_gpu(
 
 
 @triton.jit
-def normal_cdf(z, bell, FAST: tl.constexpr):
-    """Φ(z), with bell = exp(-z²/2). FAST: formula 7.1.26 of Abramowitz and Stegun, with an error of at most 4e-7 in
-    float32; the kernels of GELU take 20 % less time than with erf."""
-    if FAST:
+def gelu_gate(z, bell, TANH: tl.constexpr, FAST: tl.constexpr):
+    """gelu(z) / z. bell: exp(-z²/2). FAST: formula 7.1.26 of Abramowitz and Stegun for Φ(z), with an error of at most
+    4e-7 in float32; the kernels of GELU take 20 % less time than with erf."""
+    if TANH:  # ½(1 + tanh(u)) = sigmoid(2u)
+        return tl.sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))
+    elif FAST:
         t = 1 / (1 + 0.2316418882 * tl.abs(z))
         series = t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145))
         tail = t * (0.127414796 + t * (-0.142248368 + series)) * bell
@@ -167,10 +169,7 @@ def gelu_kernel(x, y, size, TANH: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.co
     """y = gelu(x). program_id is the number of a block of BLOCK elements."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     z = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32)
-    if TANH:  # ½(1 + tanh(u)) = sigmoid(2u)
-        gate = tl.sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))
-    else:
-        gate = normal_cdf(z, tl.exp(-0.5 * z * z), FAST)
+    gate = gelu_gate(z, tl.exp(-0.5 * z * z), TANH, FAST)
     tl.store(y + at, (z * gate).to(y.dtype.element_ty), mask=at < size)
 
 
@@ -203,12 +202,12 @@ def gelu_backward_kernel(
         inside = (row < t)[:, None] & (column < f)[None, :]
         at = row.to(tl.int64)[:, None] * f + column[None, :]
         z = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        bell = tl.exp(-0.5 * z * z)
+        gate = gelu_gate(z, bell, TANH, FAST)
         if TANH:
-            gate = tl.sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))
             slope = gate + z * gate * (1 - gate) * 1.5957691216057308 * (1 + 0.134145 * z * z)
         else:
-            bell = tl.exp(-0.5 * z * z)
-            slope = normal_cdf(z, bell, FAST) + z * bell * 0.3989422804014327
+            slope = gate + z * bell * 0.3989422804014327
         grad = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32) * slope
         tl.store(dx + at, grad.to(dx.dtype.element_ty), mask=inside)
         total += grad
