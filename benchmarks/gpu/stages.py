@@ -31,7 +31,7 @@ from benchmarks.harness import ROOT, milliseconds
 from benchmarks.profile_step import profile_train_step
 from benchmarks.train import run_arm
 from benchmarks.workload import COMPILED, MODELS, Arm, Workload, utilisation
-from megatron.gpt2.device import datasheet_tflops
+from megatron.gpt2.device import datasheet_tflops, synchronize
 from megatron.gpt2.train.train_step import train_step
 
 
@@ -279,8 +279,7 @@ def measure_kernels(cfg: StageConfig, arm: Arm) -> dict[str, Any]:
     with contextlib.closing(trainer):
         began = time.perf_counter()
         train_step(trainer)
-        if cfg.device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(cfg.device)
         first = time.perf_counter() - began
         ms = milliseconds(lambda: train_step(trainer), cfg.device, 1 if cfg.smoke else 5)
         parts, recorded = profile_train_step(trainer, trainer.device)

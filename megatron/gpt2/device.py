@@ -374,6 +374,12 @@ def datasheet_tflops(name: str) -> float | None:
     return next((flops for pattern, flops in DATASHEET_TFLOPS if re.search(rf"\b{pattern}\b", name)), None)
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has finished its work. A CPU has no queue."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 @functools.cache
 @torch.no_grad()
 def _measure_gemm_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:
@@ -386,8 +392,7 @@ def _measure_gemm_flops(device: torch.device, dtype: torch.dtype, seconds: float
             numbers = torch.arange(size * size, device=device, dtype=torch.float32).sin().view(size, size).to(dtype)
         start = time.perf_counter()
         torch.nn.functional.linear(numbers, numbers)  # [size, size] x [size, size]
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         took = time.perf_counter() - start
         if not is_new:  # The first product of a size is a warm-up.
             best = max(best, 2 * size**3 / took)

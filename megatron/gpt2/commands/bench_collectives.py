@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 
 import mpu
 from data_utils.command_line import Log, Parser, how_to_call, plural, positive_int, require
-from megatron.gpt2.device import DTYPES, choose_backend, choose_device, set_threads
+from megatron.gpt2.device import DTYPES, choose_backend, choose_device, set_threads, synchronize
 from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.dist.rendezvous import initialize_distributed
 from megatron.gpt2.dist.run_program import run_program
@@ -195,12 +195,11 @@ def run_and_check(
 
 def time_run(run: Callable[[], object], device: torch.device, group: ProcessGroup | None = None) -> float:
     """Return the seconds of one run on this rank, from a barrier until the device has the result."""
-    wait = functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     dist.barrier(group)
-    wait()
+    synchronize(device)
     start = time.perf_counter()
     run()
-    wait()
+    synchronize(device)
     return time.perf_counter() - start
 
 

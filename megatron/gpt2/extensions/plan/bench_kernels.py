@@ -36,6 +36,7 @@ from megatron.gpt2.device import (
     peak_flops,
     set_allocator,
     set_threads,
+    synchronize,
     usable_cores,
 )
 from megatron.gpt2.dist.ranks import RankInfo
@@ -83,17 +84,16 @@ def time_kernel(run: Callable[..., Tensor], operands: Sequence[Tensor], seconds:
     device = operands[0].device
     is_cpu = device.type == "cpu"
     clock = time.process_time if is_cpu else time.perf_counter
-    wait = int if is_cpu else functools.partial(torch.cuda.synchronize, device)
     copies = min(MOST_COPIES, max(1, CACHE_BYTES // sum(x.nbytes for x in operands)))
     sets = [[x.clone() for x in operands] for _ in range(copies)]
     outputs = deque((run(*each) for each in sets), copies)
     dist.barrier()
-    wait()
+    synchronize(device)
     start, end, count = clock(), time.perf_counter() + seconds, 0
     while count == 0 or time.perf_counter() < end:
         outputs.append(run(*sets[count % copies]))
         count += 1
-    wait()
+    synchronize(device)
     taken = (clock() - start) / (torch.get_num_threads() if is_cpu else 1)
     return np.mean(gather_objects(taken / count), keepdims=True)
 
@@ -103,14 +103,13 @@ def time_collective(run: Callable[[], object], device: torch.device, seconds: fl
 
     first: the time of the first run on this rank.
     """
-    wait = functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else int
     count = gather_objects(max(3, min(200, int(seconds / first))))[0]
     run()
-    wait()
+    synchronize(device)
     start = time.perf_counter(), time.process_time()
     for _ in range(count):
         run()
-    wait()
+    synchronize(device)
     end = time.perf_counter(), time.process_time()
     return np.mean(gather_objects(np.subtract(end, start) / count), axis=0)
 
