@@ -10,9 +10,9 @@ benchmarks/gpu_first_minutes.py. Part 2: 345M with all arms. Parts 3 and 4: 774M
 peer of part 2. Part 5: only ours, at 345M with dropout, recomputation and the settings of 2019, and one of 8 ranks of
 8.3B.
 
-First, a gate checks that all models compute the same. Then every arm runs in a new process, in mirrored order
-(A B C C B A), on the same tokens; one such run is a visit. JSON is written after each visit, and the same command
-continues there, unless --again is given. The nanoGPT checkout is imported.
+First, a gate checks that all models compute the same. Then every arm runs in a new process, in mirrored order (A B C C
+B A), on the same tokens; one such run is a visit. JSON is written after each visit, and the same command continues
+there, unless --again is given. The nanoGPT checkout is imported.
 """
 
 from __future__ import annotations

@@ -93,8 +93,8 @@ class GPT2Dataset:
         return rows
 
     def check_unchanged(self) -> None:
-        """Raise DamagedData if the file was changed. Reading behind the end of a shortened file
-        would kill the process."""
+        """Raise DamagedData if the file was changed. Reading behind the end of a shortened file would kill the
+        process."""
         if name := self.changed_file():
             raise DamagedData(
                 f"{name} was changed while this run reads it: restore it; the same command continues from the last "

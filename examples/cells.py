@@ -78,8 +78,8 @@ def start(*words: str, seconds: float = 600) -> None:
 
 
 def change(file: str, old: str, new: str, seconds: float = 60) -> None:
-    """Run a copy of an example with `old` replaced by `new`. Raises ValueError if the example
-    does not contain `old`."""
+    """Run a copy of an example with `old` replaced by `new`. Raises ValueError if the example does not contain
+    `old`."""
     text = (EXAMPLES / file).read_text(encoding="utf-8")
     if old not in text:
         raise ValueError(f"examples/{file} has no {old!r}")

@@ -40,8 +40,8 @@ class G(torch.autograd.Function):
 def main(rank: int, world_size: int) -> None:
     h, width = 6, 8
     x, up, down = torch.randn(3, h), torch.randn(width, h), torch.randn(h, width)
-    # `up` is stored [out, in], like the weight of nn.Linear: A of the page is up.T, and the columns
-    # of A are the rows of `up`.
+    # `up` is stored [out, in], like the weight of nn.Linear: A of the page is up.T, and the columns of A are the rows
+    # of `up`.
     whole = x.clone().requires_grad_()
     expected = gelu(whole @ up.T) @ down.T
     expected.sum().backward()

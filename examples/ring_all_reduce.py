@@ -1,5 +1,5 @@
-"""An all-reduce from sends and receives. Each rank sends only to its right neighbour, so all
-ranks have the same work."""
+"""An all-reduce from sends and receives. Each rank sends only to its right neighbour, so all ranks have the same
+work."""
 
 import torch
 import torch.distributed as dist
@@ -18,12 +18,12 @@ def shift(part: Tensor, rank: int, world_size: int) -> Tensor:
 
 
 def ring_all_reduce(x: Tensor, rank: int, world_size: int) -> int:
-    """Replace x by its sum over all ranks. Return how many numbers this rank has sent.
-    world_size must divide x's size."""
+    """Replace x by its sum over all ranks. Return how many numbers this rank has sent. world_size must divide x's
+    size."""
     parts = list(x.chunk(world_size))  # views of x
     sent = 0
-    # Reduce-scatter: a part travels around the ring, and each rank adds its numbers. After world_size - 1 steps
-    # rank r holds the whole sum of part r + 1 (the last rank: of part 0).
+    # Reduce-scatter: a part travels around the ring, and each rank adds its numbers. After world_size - 1 steps rank r
+    # holds the whole sum of part r + 1 (the last rank: of part 0).
     for step in range(world_size - 1):
         give, take = (rank - step) % world_size, (rank - step - 1) % world_size
         parts[take] += shift(parts[give], rank, world_size)

@@ -36,8 +36,8 @@ def vocab_parallel_targets(target: Tensor, number: int, columns: int, vocab_size
 
 
 def _combine_over(group: ProcessGroup | None) -> Callable[[Tensor], Tensor] | None:
-    """Return a function that combines the statistics [3, ...] of all ranks of `group`. Return None if
-    there is only one rank."""
+    """Return a function that combines the statistics [3, ...] of all ranks of `group`. Return None if there is only one
+    rank."""
     if group is None or group.size() == 1:
         return None
 

@@ -189,8 +189,8 @@ class ParallelLinear(ParallelLayer):
             self.make_parameter("bias", PartitionSpec(shape[:1], 0 if dim == 0 else None), nn.init.zeros_)
 
     def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
-        """dYᵀX [output_size, input_size] of this rank, from the arguments of `weight_grad_fn`:
-        [t, output_size], [t, input_size]."""
+        """dYᵀX [output_size, input_size] of this rank, from the arguments of `weight_grad_fn`: [t, output_size],
+        [t, input_size]."""
         return kernels.weight_gradient(dy, x)
 
 

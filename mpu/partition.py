@@ -20,8 +20,8 @@ def divide(numerator: int, denominator: int) -> int:
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tp_size: int) -> int:
-    """Return the number of rows of the embedding: the smallest multiple of both other numbers
-    that is at least `vocab_size`.
+    """Return the number of rows of the embedding: the smallest multiple of both other numbers that is at least
+    `vocab_size`.
 
     Megatron rounds up to a multiple of their product. Here it is their least common multiple: 50,257 becomes 50,304 for
     every power of two up to 128, so shapes do not depend on the layout.

@@ -66,8 +66,8 @@ posix._exit(code)
 
 class WarmPython:
     def __init__(self, folder: Path):
-        """Start the server in `folder`, or use the one that a different test process started.
-        Return when it listens."""
+        """Start the server in `folder`, or use the one that a different test process started. Return when it
+        listens."""
         address = f"{folder}/socket"
         client = folder / "bin" / "python"
         self.python, self.path = str(client), f"{client.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"

@@ -159,8 +159,8 @@ def test_installed_packages_and_commands_work_outside_the_checkout(installed: Pa
 
 
 def test_training_with_torch_numpy_and_safetensors_alone(tmp_path: Path) -> None:
-    """Without other libraries, a run uses the byte tokenizer and the built-in corpus, and draws
-    the loss curve as text."""
+    """Without other libraries, a run uses the byte tokenizer and the built-in corpus, and draws the loss curve as
+    text."""
     (tmp_path / "alone.py").write_text(
         f"import sys\nfor name in {OPTIONAL}: sys.modules[name] = None\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"

@@ -270,8 +270,8 @@ def test_slurm(project: Project) -> None:
 
 
 def test_slurm_queues_an_unfinished_run_again(project: Project) -> None:
-    """The script queues a run again if it died or was stopped, up to a limit. It does not if the run
-    is finished or refused."""
+    """The script queues a run again if it died or was stopped, up to a limit. It does not if the run is finished or
+    refused."""
     srun = (
         '[ -z "$REASON" ] || echo "{\\"reason\\": \\"$REASON\\"}" > ended.json\n'
         '[ "$REASON" != cancelled ] || kill -TERM $PPID\nexit "$CODE"'

@@ -121,9 +121,9 @@ def texts_of(source: str) -> Iterator[str]:
 
 
 def prose(text: str) -> Iterator[str]:
-    """Return the paragraphs of `text` that are prose, each as one line. Such a paragraph has at least
-    LEAST_WORDS words, begins with a capital letter and ends with a final sign; PLAIN_SHARE of its words are
-    letters and plain punctuation.
+    """Return the paragraphs of `text` that are prose, each as one line. Such a paragraph has at least LEAST_WORDS
+    words, begins with a capital letter and ends with a final sign; PLAIN_SHARE of its words are letters and plain
+    punctuation.
     """
     for paragraph in BORDER.split(text):
         if paragraph.count(" ") + paragraph.count("\n") < LEAST_WORDS - 1:

@@ -123,8 +123,8 @@ def atomic_write(path: str | Path, temporary: Path | None = None) -> Iterator[Bi
 
 
 def make_folder(folder: Path) -> None:
-    """Make `folder` with its parents, and put their names on the disk. A parent that
-    cannot be read, because it belongs to someone else, is left out."""
+    """Make `folder` with its parents, and put their names on the disk. A parent that cannot be read, because it belongs
+    to someone else, is left out."""
     folder.mkdir(parents=True, exist_ok=True)
     for parent in folder.resolve().parents:
         with contextlib.suppress(OSError):
@@ -260,8 +260,8 @@ def parse_json_object(data: bytes) -> dict[str, Any]:
 
 
 def read_file(path: Path, max_bytes: int) -> bytes:
-    """Read a file. Raises ValueError if it is larger than `max_bytes`, or if it is a pipe or a
-    device, which may have no end."""
+    """Read a file. Raises ValueError if it is larger than `max_bytes`, or if it is a pipe or a device, which may have
+    no end."""
     if not path.is_file() and path.exists():
         raise ValueError("is not a file")
     if path.stat().st_size > max_bytes:

@@ -74,8 +74,8 @@ FLOAT32_ROWS = 4  # From this number of rows on, blocks in float32 are faster on
 
 
 def cast_for_autocast(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the operands of a linear layer in the dtype that torch.autocast uses for matrix products;
-    without autocast they are unchanged.
+    """Return the operands of a linear layer in the dtype that torch.autocast uses for matrix products; without autocast
+    they are unchanged.
 
     torch casts inside its own products. A custom autograd function must cast its operands before it saves them;
     otherwise the gradients would have a different dtype.
@@ -122,8 +122,8 @@ def weight_for_inference(weight: Tensor, *, single_row: bool) -> Tensor:
 
 
 def weight_gradient_kernel(x: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """Return the function that computes `weight_gradient` for the device and dtype of x. None stands
-    for the plain matrix product."""
+    """Return the function that computes `weight_gradient` for the device and dtype of x. None stands for the plain
+    matrix product."""
     is_slow = cpu_features.HAS_AMX and x.is_cpu and x.dtype == torch.bfloat16
     return weight_gradient_in_parts if is_slow else None
 
@@ -153,8 +153,8 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 
 def has_seeded_attention(device: str) -> bool:
-    """Return True if `seeded_attention` supports the device, "cpu" or "cuda". The fused kernels of a
-    GPU draw their own masks."""
+    """Return True if `seeded_attention` supports the device, "cpu" or "cuda". The fused kernels of a GPU draw their own
+    masks."""
     return device == "cpu"
 
 

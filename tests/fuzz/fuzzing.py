@@ -250,8 +250,8 @@ def _other_value(old: bytes, data: bytes, rng: Random) -> bytes:
 
 
 def _other_bytes(old: bytes, data: bytes, rng: Random) -> bytes:
-    """No bytes, or the old ones with a flipped bit, as a different number, as noise, repeated, or
-    from a different place."""
+    """No bytes, or the old ones with a flipped bit, as a different number, as noise, repeated, or from a different
+    place."""
     size, at = len(old), _place(data, rng)
     number, top = int.from_bytes(old, "little"), 1 << 8 * size
     numbers = (

@@ -105,8 +105,8 @@ def test_chunks_are_counted_in_tokens_on_a_cpu_and_in_bytes_on_a_gpu(tokens: int
 
 
 def test_fp16_keeps_small_gradients_when_scaled_first():
-    """token_weight applies the loss scale before the gradient is rounded, so no gradient that
-    fp32 can hold becomes 0."""
+    """token_weight applies the loss scale before the gradient is rounded, so no gradient that fp32 can hold becomes
+    0."""
     mpu.initialize_model_parallel(1)
     torch.manual_seed(0)
     hidden, weight = torch.randn(64, 16).half(), torch.randn(512, 16).half()
@@ -129,8 +129,8 @@ def test_fp16_keeps_small_gradients_when_scaled_first():
 
 
 class MemoryCounter(TorchDispatchMode):
-    """Counts the peak of the bytes in all live storages that operators allocate inside, and the
-    calls of each operator."""
+    """Counts the peak of the bytes in all live storages that operators allocate inside, and the calls of each
+    operator."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -121,8 +121,8 @@ class Lease:
 
 
 def check_not_in_use(folder: Path) -> int:
-    """Return the number of the newest lease of `folder`, 0 without one. Raises FolderInUse if
-    its owner still uses it."""
+    """Return the number of the newest lease of `folder`, 0 without one. Raises FolderInUse if its owner still uses
+    it."""
     newest = max(folder.glob(PATTERN), default=None)
     if newest is None:
         return 0

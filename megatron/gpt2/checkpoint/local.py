@@ -3,9 +3,9 @@ that fails continues from there and loses steps instead of hours.
 
     <--local-checkpoint-dir>/<run>/iter_0000120/
 
-The files have the usual format (writer.py), but they need no file system that all machines share. Each
-machine keeps the files of its ranks, a copy of the files of the previous machine, and all tables. The run can therefore
-lose any one machine.
+The files have the usual format (writer.py), but they need no file system that all machines share. Each machine keeps
+the files of its ranks, a copy of the files of the previous machine, and all tables. The run can therefore lose any one
+machine.
 
 After a restart, `assemble_local_checkpoint` completes the newest local checkpoint. If a machine was replaced or has not
 saved the last checkpoint, it gets the missing files from the other machines before any rank reads them.

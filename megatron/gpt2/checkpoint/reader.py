@@ -247,8 +247,8 @@ class NativeCheckpoint(BaseCheckpoint):
             for name, info in manifest["tensors"].items()
         }
         self.tables: dict[str, TableInfo] = {}
-        # For each tensor and table, this gives the first row, the row after the last one, and the number of
-        # the tensor's elements in the table.
+        # For each tensor and table, this gives the first row, the row after the last one, and the number of the
+        # tensor's elements in the table.
         self._table_ranges: dict[str, dict[int, tuple[int, int, int]]] = {}
         if version == 1:
             self.tables[MANIFEST] = TableInfo(len(data), self.digest)
@@ -332,8 +332,8 @@ class NativeCheckpoint(BaseCheckpoint):
         return ""
 
     def verify(self) -> str:
-        """Check every byte of all files, and that the slices of each tensor cover it. Return the first
-        error, in one line, or ""."""
+        """Check every byte of all files, and that the slices of each tensor cover it. Return the first error, in one
+        line, or ""."""
         try:
             for name, info in self.tensors.items():
                 self._shards_in(name, TensorSlice((0,) * len(info.shape), info.shape))

@@ -1,5 +1,5 @@
-"""The --save folder: find the checkpoint to load, find the best checkpoint, make the folder,
-detect a checkpoint's format.
+"""The --save folder: find the checkpoint to load, find the best checkpoint, make the folder, detect a checkpoint's
+format.
 
 The latest-iteration file, `latest_checkpointed_iteration.txt` (`LATEST_FILE`), names the iteration to load. If an
 iteration is saved again, its existing folder is renamed to `iter_0000300.old-1`. `best/` (--keep-best) holds the
@@ -119,8 +119,8 @@ def find_checkpoint(
 
 
 def _load_order(directory: Path) -> tuple[Any, ...]:
-    """Return the iteration in `LATEST_FILE`, the folder names in the order to try them, and a problem with
-    this file if it has one."""
+    """Return the iteration in `LATEST_FILE`, the folder names in the order to try them, and a problem with this file if
+    it has one."""
     names = [path.name for _, path in list_iterations(directory, include_old=True)]
     latest_file = directory / LATEST_FILE
     if not names and not os.path.lexists(latest_file):

@@ -1,5 +1,5 @@
-"""`Saver` writes the checkpoints of a run, one at a time, in a thread. Training waits for the thread or,
-with --async-save, continues.
+"""`Saver` writes the checkpoints of a run, one at a time, in a thread. Training waits for the thread or, with
+--async-save, continues.
 
     save: wait for the last save -> with --async-save, copy to host memory -> the thread writes and commits
     finish: wait for this rank's files -> all ranks exchange errors -> wait for the commit -> all ranks exchange results

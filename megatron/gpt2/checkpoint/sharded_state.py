@@ -106,9 +106,8 @@ def parameter_states(named_parameters: Iterable[tuple[str, Tensor]]) -> Iterator
 
 
 def model_rank_name(parallel: mpu.ParallelState) -> str:
-    """Return the part of the names of files and random states that says which part of the model
-    a rank has, as in Megatron:
-    "00", the tensor-parallel rank, or with a pipeline "00_001", tensor-parallel rank and stage."""
+    """Return the part of the names of files and random states that says which part of the model a rank has, as in
+    Megatron: "00", the tensor-parallel rank, or with a pipeline "00_001", tensor-parallel rank and stage."""
     stage = f"_{parallel.pipeline_model_parallel_rank:03d}" if parallel.pipeline_model_parallel_size > 1 else ""
     return f"{parallel.tensor_model_parallel_rank:02d}{stage}"
 
@@ -118,8 +117,8 @@ def _rng_prefix(parallel: mpu.ParallelState) -> str:
 
 
 def rng_state_dict(parallel: mpu.ParallelState, device: torch.device) -> dict[str, ShardedTensor]:
-    """Return the states of this rank's random generators: of the CPU, of the GPU if `device` is
-    one, and of mpu's tracker."""
+    """Return the states of this rank's random generators: of the CPU, of the GPU if `device` is one, and of mpu's
+    tracker."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)

@@ -167,8 +167,8 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def _write_errors(path: Path, size: int) -> Iterator[None]:
-    """Make the folder of `path`. An OSError in the block is raised again in one line that names `path`
-    and its `size` in bytes."""
+    """Make the folder of `path`. An OSError in the block is raised again in one line that names `path` and its `size`
+    in bytes."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield

@@ -253,8 +253,8 @@ class BandwidthRow(NamedTuple):
 def measure_sizes(
     name: str, groups: dict[str, ProcessGroup], device: torch.device, args: argparse.Namespace, deadline: float
 ) -> Iterator[BandwidthRow]:
-    """Try, check, then time one operation at every size. Every rank must call it; rank 0's clock
-    decides about the deadline.
+    """Try, check, then time one operation at every size. Every rank must call it; rank 0's clock decides about the
+    deadline.
 
     Raises SkipOperation if the operation, or a larger size, cannot be measured: the backend lacks it if all ranks fail
     before anything is sent. Raises RuntimeError if only some ranks fail.

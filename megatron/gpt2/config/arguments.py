@@ -230,8 +230,8 @@ def _other_flags(args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def similar_flag(name: str) -> str | None:
-    """Return the flag that `name` is a typing error of: one character is missing, added or
-    wrong, or two are swapped."""
+    """Return the flag that `name` is a typing error of: one character is missing, added or wrong, or two are
+    swapped."""
     typed = "--" + name.lstrip("-").lower()
     for known, _, _ in flag_table():
         start = len(os.path.commonprefix([typed, known.lower()]))
@@ -291,8 +291,8 @@ def merge_checkpoint(
     saved_iterations: the length of its schedule (default: its train_iters).
 
     Shape and tokenizer: flags that are not given take the checkpoint's values. Given flags that differ
-    raise ValueError, all in one line. --seq-length may differ; it takes the checkpoint's value if neither a
-    flag nor --model gives it.
+    raise ValueError, all in one line. --seq-length may differ; it takes the checkpoint's value if neither a flag nor
+    --model gives it.
 
     Without --model or a shape, the checkpoint's run continues: its values (data, batch, optimizer, seed, length …)
     replace those of the quickstart. --finetune does not take its length.

@@ -768,8 +768,8 @@ class Config:
         return layers_of_stages(self.model.num_layers, stages, self.virtual_stages, first, last)
 
     def pipeline_schedule(self, num_microbatches: int) -> PipelineSchedule:
-        """Return the actions of each pipeline stage in a step. Raises ValueError if
-        --pipeline-schedule does not fit."""
+        """Return the actions of each pipeline stage in a step. Raises ValueError if --pipeline-schedule does not
+        fit."""
         v = self.virtual_stages
         return build_schedule(
             self.parallel.pipeline_schedule or ("1f1b" if v == 1 else "interleaved"),

@@ -24,8 +24,8 @@ def gather_rows(row: Tensor) -> Tensor:
 
 
 def gather_strings(text: str, group: ProcessGroup | None = None) -> list[str]:
-    """Gather a string from each rank of `group` (default: all ranks). NCCL needs the rank's own GPU as
-    the current CUDA device."""
+    """Gather a string from each rank of `group` (default: all ranks). NCCL needs the rank's own GPU as the current CUDA
+    device."""
     if not dist.is_initialized():
         return [text]
     texts = [""] * dist.get_world_size(group)

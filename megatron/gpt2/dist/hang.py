@@ -128,8 +128,7 @@ class HangDetector(Hook):
 
     def handle_error(self, trainer: Any, error: BaseException) -> bool:
         """After a collective has failed with `error`, return True if ranks waited for a late rank. In this case one
-        rank of each machine has printed it, and this process has left the rendezvous. This runs in the
-        main thread."""
+        rank of each machine has printed it, and this process has left the rendezvous. This runs in the main thread."""
         if self._heartbeat.is_stopped or not self._heartbeat.store_answers(LOST_TIMEOUT):
             return False  # Reading from an unreachable store would block for --init-timeout seconds.
         self._main_thread_exits = True

@@ -177,8 +177,8 @@ def _from_slurm(environ: Environment) -> Launch | None:
 
 
 def restart_count(environ: Environment = os.environ) -> int:
-    """Return how often the launcher has restarted the ranks: torchrun, or --max-restarts, which
-    sets the same variable."""
+    """Return how often the launcher has restarted the ranks: torchrun, or --max-restarts, which sets the same
+    variable."""
     return int(environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 

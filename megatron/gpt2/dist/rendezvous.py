@@ -428,8 +428,8 @@ def close_connections(store_port: int) -> None:
 
 
 def report_lost_ranks(rank_info: RankInfo) -> bool:
-    """After a collective has failed, return True if other ranks are lost. One rank of each machine prints
-    the lost ranks.
+    """After a collective has failed, return True if other ranks are lost. One rank of each machine prints the lost
+    ranks.
 
     If ranks are lost, this process has left the rendezvous.
     """

@@ -131,8 +131,8 @@ class CheckpointDifference:
 
 
 def compare_tensors(a: BaseCheckpoint, b: BaseCheckpoint) -> CheckpointDifference:
-    """Compare all values of `a` and `b`, which may have different dtypes and layouts. Only one tensor of each
-    is in memory at a time."""
+    """Compare all values of `a` and `b`, which may have different dtypes and layouts. Only one tensor of each is in
+    memory at a time."""
     kinds_a, kinds_b = ({name.partition(".")[0] for name in source.tensors} - {"rng"} for source in (a, b))
     names = [name for name in {**a.tensors, **b.tensors} if name.partition(".")[0] in kinds_a & kinds_b]
     return CheckpointDifference([_row(a, b, name) for name in names], sorted(kinds_a ^ kinds_b))
@@ -192,8 +192,8 @@ def _format_shape(shape: tuple[int, ...]) -> str:
 def compare_logits(
     a: BaseCheckpoint, b: BaseCheckpoint, *, kind: str = "model", log: Callable[[str], None] = print
 ) -> float:
-    """Return the largest absolute difference of the logits of `a` and `b` in fp32, on fixed random
-    tokens; NaN if one has a NaN.
+    """Return the largest absolute difference of the logits of `a` and `b` in fp32, on fixed random tokens; NaN if one
+    has a NaN.
 
     kind: the tensors of `a` from which the weights of `b` were converted, "model" or "master". The weights are first
         rounded to the dtype of `b`. Only one model is in memory at a time. Raises ValueError if the vocabularies

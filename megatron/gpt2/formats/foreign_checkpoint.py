@@ -178,8 +178,8 @@ class ForeignCheckpoint(BaseCheckpoint):
         }
 
     def read_into(self, out: Tensor, name: str, offset: tuple[int, ...]) -> None:
-        """Fill `out`, of any dtype and device, with the slice of `name` at `offset`. Raises ValueError if it
-        is outside of the tensor."""
+        """Fill `out`, of any dtype and device, with the slice of `name` at `offset`. Raises ValueError if it is outside
+        of the tensor."""
         tensor_slice = TensorSlice(offset, tuple(out.shape))
         if tensor_slice.numel:
             check_inside(f"{self.path}: {name}", self.tensors[name].shape, tensor_slice)
@@ -258,8 +258,8 @@ def check_integer(name: str, value: Any, least: int = 1, most: int = 2**31) -> i
 
 
 def short_repr(value: Any) -> str:
-    """Format `value` for a message. Other objects than strings and numbers are shown as their type, because
-    their repr can be very long."""
+    """Format `value` for a message. Other objects than strings and numbers are shown as their type, because their repr
+    can be very long."""
     plain = isinstance(value, (str, int, float, type(None)))
     return repr(value[:40] if isinstance(value, str) else value)[:60] if plain else f"a {type(value).__name__}"
 

@@ -161,12 +161,12 @@ def write_huggingface(
     tokenizer: Tokenizer | None = None,
     log: Callable[[str], None] = print,
 ) -> Path:
-    """Write `source` as a `GPT2LMHeadModel` into the new folder `out`, and return the folder. Only one
-    tensor is in memory at a time.
+    """Write `source` as a `GPT2LMHeadModel` into the new folder `out`, and return the folder. Only one tensor is in
+    memory at a time.
 
     dtype: "source" keeps the dtype of the weights. "fp32", "bf16" and "fp16" convert the fp32 masters, or
-    the weights if the source has no masters. Raises ValueError, in one line, if `out` exists or the
-    tokenizer does not fit the model.
+    the weights if the source has no masters. Raises ValueError, in one line, if `out` exists or the tokenizer does not
+    fit the model.
     """
     model = check_metadata(source)
     check_tokenizer(source, tokenizer)

@@ -229,9 +229,9 @@ def _concatenate(*parts: Tensor, dim: int | None) -> Tensor:
 
 
 def read_shard(source: BaseCheckpoint, name: str, spec: PartitionSpec, kind: str, rank: int, tp_size: int) -> Tensor:
-    """Read a rank's shard of a parameter. Padding rows repeat the last true row, as in Megatron's
-    converter, because its softmax includes them: zero rows would have logits of 0, often above all true
-    ones. Moments of padding rows are 0."""
+    """Read a rank's shard of a parameter. Padding rows repeat the last true row, as in Megatron's converter, because
+    its softmax includes them: zero rows would have logits of 0, often above all true ones. Moments of padding rows are
+    0."""
     full_name = f"{kind}.{name}"
     local = torch.zeros(spec.local_shape(tp_size), dtype=source.tensors[full_name].dtype)
     own = spec.without_padding(local, rank, tp_size)

@@ -274,9 +274,9 @@ def grad_scaler_state_dict(source: BaseCheckpoint) -> dict[str, Any]:
 
 
 def megatron_param_groups(source: BaseCheckpoint) -> list[dict[str, Any]]:
-    """Adam's param groups with and without weight decay. Since v2, Megatron multiplies the learning rate
-    and the decay by `lr_mult` and `wd_mult` of each group. Megatron Core identifies groups by these two and
-    by the two `is_...` keys."""
+    """Adam's param groups with and without weight decay. Since v2, Megatron multiplies the learning rate and the decay
+    by `lr_mult` and `wd_mult` of each group. Megatron Core identifies groups by these two and by the two `is_...`
+    keys."""
     config = optimizer_config(source)
     return [
         {
@@ -296,8 +296,8 @@ def megatron_param_groups(source: BaseCheckpoint) -> list[dict[str, Any]]:
 
 
 def scheduler_state_dict(source: BaseCheckpoint, format: str, log: Callable[[str], None]) -> dict[str, Any] | None:
-    """Return the state `lr_scheduler` of 2019 and v2, or `opt_param_scheduler` of v3; None if the
-    format lacks this schedule."""
+    """Return the state `lr_scheduler` of 2019 and v2, or `opt_param_scheduler` of v3; None if the format lacks this
+    schedule."""
     config, metadata = optimizer_config(source), source.metadata
     style, old = config.lr_decay_style, format == "megatron-2019"
     batch: Any = metadata.get("global_batch_size")

@@ -2,9 +2,9 @@
 
 QKV rows have the order [3, heads, head size]. Hugging Face stores linear layers as [in, out], nanoGPT as [out, in].
 
-nanoGPT's ckpt.pt has weights, AdamW's state and `model_args`; its meta.pkl has the characters. nanoGPT uses the
-erf form of GELU and fp32 weights, which are also the masters. Its sample.py loads our exports. With Adam's
-state, train.py loads them, too.
+nanoGPT's ckpt.pt has weights, AdamW's state and `model_args`; its meta.pkl has the characters. nanoGPT uses the erf
+form of GELU and fp32 weights, which are also the masters. Its sample.py loads our exports. With Adam's state, train.py
+loads them, too.
 
 A DCP folder is the output of `torch.distributed.checkpoint.save` for an FSDP model, with or without AdamW's state,
 under the names of Hugging Face or nanoGPT. It contains neither the number of heads nor the form of GELU. Our
@@ -239,8 +239,8 @@ def build_checkpoint(
 
 
 def export_kind(source: BaseCheckpoint, dtype: str) -> str:
-    """Return the kind of tensors to export in `dtype`: "master" if `dtype` is not "source" and
-    masters exist, else "model"."""
+    """Return the kind of tensors to export in `dtype`: "master" if `dtype` is not "source" and masters exist, else
+    "model"."""
     return "master" if dtype != "source" and f"master.{TIED_WEIGHT}" in source.tensors else "model"
 
 
@@ -261,8 +261,8 @@ def export_tensors(
 
 
 def adamw_param_groups(source: BaseCheckpoint, weights: Mapping[str, Tensor]) -> list[tuple[dict[str, Any], list[str]]]:
-    """Return the two param groups of torch's AdamW, matrices first, each with its settings and the
-    names of its parameters."""
+    """Return the two param groups of torch's AdamW, matrices first, each with its settings and the names of its
+    parameters."""
     off = dict.fromkeys(("amsgrad", "maximize", "capturable", "differentiable"), False)
     settings = [
         {**group, **off, "foreach": None, "fused": None, "decoupled_weight_decay": True}

@@ -31,9 +31,9 @@ def require_new_folder(out: str | Path) -> None:
 
 @contextlib.contextmanager
 def new_folder(out: str | Path) -> Iterator[Path]:
-    """Yield a temporary folder next to `out`. At the end of the block, its files are synced to disk and it
-    is renamed to `out`. After an error in the block, the folder is removed. Raises ValueError if `out` exists and
-    is not an empty folder."""
+    """Yield a temporary folder next to `out`. At the end of the block, its files are synced to disk and it is renamed
+    to `out`. After an error in the block, the folder is removed. Raises ValueError if `out` exists and is not an empty
+    folder."""
     require_new_folder(out)
     out = Path(out)
     folder = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
@@ -95,9 +95,9 @@ def write_native(
 
 
 def native_metadata(source: BaseCheckpoint, tp_size: int, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Return the metadata for the new manifest: that of `source`, with defaults for missing values that
-    a run needs. Without `consumed_samples`, a run starts at the beginning of the data. Without a
-    tokenizer, training asks for one."""
+    """Return the metadata for the new manifest: that of `source`, with defaults for missing values that a run needs.
+    Without `consumed_samples`, a run starts at the beginning of the data. Without a tokenizer, training asks for
+    one."""
     given: dict[str, Any] = {"tokenizer": None, **source.metadata}
     given.pop("tokenizer_files", None)
     sections = {name: dict(values) for name, values in given["config"].items()}

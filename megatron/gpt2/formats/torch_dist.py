@@ -6,11 +6,11 @@ The tensors are global and do not depend on the layout of the run. The layers ar
 `optimizer.state.KIND.`. The form `fully_sharded_model_space` (until Megatron Core 0.15) saves a tensor [x, y] that was
 split over a grid of [f, g] ranks as [f, g, xy / fg].
 
-The form `dp_reshardable` has flat buckets of each model-parallel rank. A rank stores its parameters from the
-last to the first in a flat buffer. Each parameter starts at a multiple of 64 values, and bucket boundaries lie
-between parameters. Each bucket is one tensor of the checkpoint, for any number of data-parallel ranks. The
-checkpoint contains the length of each bucket, but not the positions of the parameters. The positions follow from the
-order of Megatron Core's modules.
+The form `dp_reshardable` has flat buckets of each model-parallel rank. A rank stores its parameters from the last to
+the first in a flat buffer. Each parameter starts at a multiple of 64 values, and bucket boundaries lie between
+parameters. Each bucket is one tensor of the checkpoint, for any number of data-parallel ranks. The checkpoint contains
+the length of each bucket, but not the positions of the parameters. The positions follow from the order of Megatron
+Core's modules.
 
 Megatron Core 0.16 writes some values of `fully_reshardable` to a wrong place if it pads a bucket that is not the last
 in its buffer. `ForeignCheckpoint` finds them, and a wrong order of parameters, because a master, rounded to the dtype
@@ -180,8 +180,8 @@ def _positive_arg(args: Mapping[str, Any], name: str) -> int | None:
 
 
 def _tensors_by_kind(folder: DcpCheckpoint) -> dict[str, dict[str, LazyTensor]]:
-    """Return the tensors of the folder by kind and our name, with separate layers. Raises
-    ValueError for duplicate names."""
+    """Return the tensors of the folder by kind and our name, with separate layers. Raises ValueError for duplicate
+    names."""
     found: dict[str, dict[str, LazyTensor]] = {}
     for theirs in folder.tensors:
         if theirs.startswith(BUCKET_PREFIX):

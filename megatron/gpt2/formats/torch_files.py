@@ -1,5 +1,5 @@
-"""Read files of torch.save and torch.distributed.checkpoint (DCP) without executing code.
-Tensors are views of the file.
+"""Read files of torch.save and torch.distributed.checkpoint (DCP) without executing code. Tensors are views of the
+file.
 
 torch.load(weights_only=True) reads valid files of torch.save, but does not limit the cost of crafted ones. With torch
 2.13, a stream of 100 bytes can allocate a bytearray of a gigabyte, and deeply nested tuples as a dictionary's key crash
@@ -139,8 +139,8 @@ def _load_zip(mapped: _BoundedMmap, data: memoryview) -> Any:
 
 
 def _load_legacy(data: memoryview) -> Any:
-    """Load a legacy file: magic number, version, system, object, keys of storages, then the
-    storages with their lengths.
+    """Load a legacy file: magic number, version, system, object, keys of storages, then the storages with their
+    lengths.
 
     The object precedes the storages, so it is read a second time when their positions are known.
     """

@@ -113,8 +113,8 @@ class GeneratedToken:
 
 @dataclass(frozen=True)
 class Finished:
-    """Request `number` ended without a new token: it was cancelled, or `max_new_tokens` is 0 and its prompt
-    was read (finish "length")."""
+    """Request `number` ended without a new token: it was cancelled, or `max_new_tokens` is 0 and its prompt was read
+    (finish "length")."""
 
     number: int
     finish: str

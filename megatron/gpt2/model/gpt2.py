@@ -452,8 +452,8 @@ def model_partition_specs(config: ModelConfig, tp_size: int = 1) -> dict[str, mp
 
 
 def count_parameters(config: ModelConfig, tp_size: int = 1) -> tuple[int, int]:
-    """Return the number of parameters of the model (true vocabulary), and on each rank (padded
-    vocabulary). No weight is created."""
+    """Return the number of parameters of the model (true vocabulary), and on each rank (padded vocabulary). No weight
+    is created."""
     specs = model_partition_specs(config, tp_size).values()
     return (
         sum(math.prod(spec.global_shape) for spec in specs),

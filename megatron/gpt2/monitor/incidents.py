@@ -71,8 +71,8 @@ class IncidentLog:
             fsync_path(self._path)
 
     def error(self, error: BaseException) -> None:
-        """Record that `error` ends this process: its message, its cause, and the line of this
-        project that raised it."""
+        """Record that `error` ends this process: its message, its cause, and the line of this project that raised
+        it."""
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(str(ROOT))]
         at = f"{Path(frames[-1].filename).relative_to(ROOT)}:{frames[-1].lineno}" if frames else ""
         text = " ".join(f"{type(error).__name__}: {error}".split())[:3000]

@@ -99,8 +99,8 @@ def _draw_curve(axes: Any, curve: Curve) -> None:
 
 
 def as_svg(panels: dict[str, list[Curve]]) -> str:
-    """Return `draw_figure` as a self-contained `<svg>` for light and dark pages. Raises
-    ImportError without matplotlib."""
+    """Return `draw_figure` as a self-contained `<svg>` for light and dark pages. Raises ImportError without
+    matplotlib."""
     import matplotlib
 
     grey: Any = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), GREY)

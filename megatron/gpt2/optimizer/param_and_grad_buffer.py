@@ -95,8 +95,8 @@ class ParamAndGradBuffer:
         the optimizer is offloaded. In fp32 it is `masters`.
 
     The gradients of a bucket are allocated when backward computes the first of them, and freed by `free_grads`.
-    Backward has then already freed activations, which lowers the peak. `keep_shard` keeps only the local shard
-    of a bucket (ZeRO stage 2).
+    Backward has then already freed activations, which lowers the peak. `keep_shard` keeps only the local shard of a
+    bucket (ZeRO stage 2).
     """
 
     def __init__(

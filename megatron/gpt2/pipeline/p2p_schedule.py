@@ -39,9 +39,8 @@ class StageCosts:
 
 # With these ticks a step takes no longer than the schedule without communication: 1F1B for all times, ZB-H1 if a W
 # takes no longer than an F or a B, and interleaved 1F1B if a backward takes twice as long as a forward
-# (tests/megatron/gpt2/pipeline/test_analysis.py). With a different ratio, and if a group of
-# micro-batches is not full, an interleaved step takes a few percent longer. The odd tick prevents accidental
-# simultaneous ends.
+# (tests/megatron/gpt2/pipeline/test_analysis.py). With a different ratio, and if a group of micro-batches is not full,
+# an interleaved step takes a few percent longer. The odd tick prevents accidental simultaneous ends.
 DEFAULT_TICKS, SPLIT_BACKWARD_TICKS = StageCosts(10, 10, 11), StageCosts(2, 2, 1)
 
 

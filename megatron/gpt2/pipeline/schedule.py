@@ -1,7 +1,7 @@
 """Pipeline schedules: a table of the actions of each rank, in order. It also has the layers of each stage.
 
-A rank has v model chunks. Chunk c of rank r is stage c·p + r of the p·v stages, so a micro-batch passes all
-ranks once for each chunk. Stage 0 has the embedding, the last stage has the loss.
+A rank has v model chunks. Chunk c of rank r is stage c·p + r of the p·v stages, so a micro-batch passes all ranks once
+for each chunk. Stage 0 has the embedding, the last stage has the loss.
 
 Every schedule works with any number of micro-batches. On every rank the backwards of a chunk are in the order of the
 micro-batches, as in a run without a pipeline, so gradients are always summed in the same order.

@@ -26,9 +26,9 @@ Observer = Callable[[str, str, Any], None]
 
 
 def find_first_not_finite(trainer: Trainer) -> str:
-    """Run forward and backward of the last step again. Return a text that names the first tensor that is
-    not finite, or "" if all are finite. Every rank must call it, and writes its state into a file in the
-    folder of the incident log."""
+    """Run forward and backward of the last step again. Return a text that names the first tensor that is not finite, or
+    "" if all are finite. Every rank must call it, and writes its state into a file in the folder of the incident
+    log."""
     optimizer, buffer, folder = trainer.state.optimizer, trainer.state.buffer, trainer.context.save_directory / FOLDER
     optimizer.param_gather.finish_param_sync()
     seen: list[tuple[str, str]] = []  # names of tensors, in the order of the step

@@ -41,8 +41,8 @@ class TrainState:
     forward: the module to call in training. It is the model, or torch's DDP around it under --DDP-impl torch.
     buffer: the parameters and gradients of the model in contiguous buffers.
     reducer: sums gradients over micro-batches and data-parallel ranks into `buffer`.
-    param_gather: fetches the parameters that other ranks' optimizers update. Call its
-        `finish_param_sync` before you read parameters.
+    param_gather: fetches the parameters that other ranks' optimizers update. Call its `finish_param_sync` before you
+        read parameters.
     """
 
     model: GPT2Model

@@ -69,8 +69,8 @@ class VirtualRanks:
         return all_gather_first_dim(local, self.group)[0]
 
     def reduce(self, partial_sums: Tensor, dtype: torch.dtype, scatter: bool) -> Tensor:
-        """Sum partial sums [k, n, ...] over all ranks and round to `dtype`: [n, ...], or this
-        rank's [n/tp, ...] with scatter.
+        """Sum partial sums [k, n, ...] over all ranks and round to `dtype`: [n, ...], or this rank's [n/tp, ...] with
+        scatter.
 
         Raises ValueError if p does not divide the number of elements or, with scatter, of rows."""
         if self.group is None:

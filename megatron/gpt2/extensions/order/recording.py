@@ -127,8 +127,8 @@ def _spans(tensors: Sequence[Tensor], writes: bool) -> list[MemoryRange]:
 
 @functools.cache
 def _accesses(operator: Any) -> list[tuple[int, str, bool]]:
-    """Return position and name of each argument of an operator, and whether it is written to. The list
-    is empty for an operator that does not touch memory."""
+    """Return position and name of each argument of an operator, and whether it is written to. The list is empty for an
+    operator that does not touch memory."""
     schema = operator._schema
     name = schema.name.split("::")[1]
     is_view = any(value.alias_info is not None and not value.alias_info.is_write for value in schema.returns)

@@ -75,9 +75,9 @@ def _software(config: Config) -> tuple[str, bool, bool, bool]:
 
 
 def search(inputs: MemoryInputs, cluster: Cluster, budget: int, count: int) -> list[tuple[Candidate, StepTime]]:
-    """Return up to `count` layouts that need at most `budget` bytes, with their steps, the fastest first.
-    Layouts that differ only in recomputation, sharding and --sequence-parallel count as one. Raises ValueError if the
-    global batch cannot be shared.
+    """Return up to `count` layouts that need at most `budget` bytes, with their steps, the fastest first. Layouts that
+    differ only in recomputation, sharding and --sequence-parallel count as one. Raises ValueError if the global batch
+    cannot be shared.
 
     inputs: those of the layout that the flags name, with a global batch size.
     """

@@ -1,5 +1,5 @@
-"""The modelled time of a training step of other Megatron-style programs, from a description of
-the program and a cluster.
+"""The modelled time of a training step of other Megatron-style programs, from a description of the program and a
+cluster.
 
 It validates the model of machine, network and schedule against published measurements (`benchmarks/step_times.py`).
 

@@ -1,9 +1,9 @@
 """Download the pages of a shard of URLs with aiohttp, and extract their text with trafilatura, in the order of the
 URLs.
 
-The time of a whole page is limited, for any behaviour of the server. HTTP_PROXY, HTTPS_PROXY and NO_PROXY are
-used. trafilatura runs in the processes of a pebble pool. If the extraction of a page takes too long, its
-process is killed and replaced.
+The time of a whole page is limited, for any behaviour of the server. HTTP_PROXY, HTTPS_PROXY and NO_PROXY are used.
+trafilatura runs in the processes of a pebble pool. If the extraction of a page takes too long, its process is killed
+and replaced.
 """
 
 import asyncio

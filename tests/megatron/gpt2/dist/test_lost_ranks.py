@@ -90,8 +90,8 @@ def test_a_hanging_rank_reports_its_location(tmp_path: Path) -> None:
 
 
 def stop_after_a_save(folder: Path) -> None:
-    """Rank 1 stops in its third step, after it has written its part of a checkpoint. Rank 0 writes its part
-    when the file `go` exists."""
+    """Rank 1 stops in its third step, after it has written its part of a checkpoint. Rank 0 writes its part when the
+    file `go` exists."""
 
     def stop_later(trainer: Trainer) -> None:
         wait_until(lambda: any(folder.glob("save/*.tmp-*/boxes/rank_00001.jsonl")))

@@ -1,5 +1,5 @@
-"""torch.compile of the layers: equal losses and gradients, one graph for all layers also with dropout, and
-the known graph breaks."""
+"""torch.compile of the layers: equal losses and gradients, one graph for all layers also with dropout, and the known
+graph breaks."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def forget() -> None:
 
 
 def differences(rank: int, world_size: int) -> dict[str, float]:
-    """The greatest difference between compiled and eager, relative to the loss and to each
-    gradient's greatest entry."""
+    """The greatest difference between compiled and eager, relative to the loss and to each gradient's greatest
+    entry."""
     mpu.initialize_model_parallel(world_size)
     forget()
     greatest, shape = {}, replace(SHAPE, attention_dropout=0.1, hidden_dropout=0.1)

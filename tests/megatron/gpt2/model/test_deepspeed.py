@@ -52,8 +52,8 @@ class FakeDeepSpeedCheckpointing:
         return kept
 
     def gathered(self, kept: list[Any]) -> list[Any]:
-        """The arguments. A size follows each tensor; anything else after an argument is an
-        argument, as in DeepSpeed."""
+        """The arguments. A size follows each tensor; anything else after an argument is an argument, as in
+        DeepSpeed."""
         args = []
         for x, size in zip(kept[::2], kept[1::2], strict=True):
             if is_shared(x):

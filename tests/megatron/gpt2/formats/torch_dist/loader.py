@@ -117,8 +117,8 @@ def rewrite(rank: int, world_size: int, source: Path, folder: Path, case: str, r
             [whole],
         )
         schedule = OptimizerParamScheduler(optimizer, 0.0, 0.01, 0.001, 40, 400, "cosine", 0.1, 0.1, 400, "constant")
-        # torch's AdamW replaces Apex's. It has no state before its first step, and keeps `step` in the
-        # state, which this form lacks.
+        # torch's AdamW replaces Apex's. It has no state before its first step, and keeps `step` in the state, which
+        # this form lacks.
         inner = optimizer.chained_optimizers[0]
         inner._init_optimizer_states_with_dummy_values()
         held, put = inner._get_main_param_and_optimizer_states, inner._set_main_param_and_optimizer_states
