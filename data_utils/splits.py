@@ -44,8 +44,8 @@ class Splits:
     fingerprint: a hash of the training text, the tokenizer, the borders, the weights of a blend, and Megatron's order
         if it is used.
     description: lines for the log.
-    train_documents: for Megatron's order, int64 [documents + 1], the first token of each training document in
-        `train.tokens`, and the end.
+    train_documents: only for Megatron's order: int64 [documents + 1], the index in `train.tokens` at which each
+        training document begins, and then the length of `train.tokens`.
     """
 
     train: Dataset

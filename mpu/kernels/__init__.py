@@ -110,8 +110,8 @@ def linear_without_gradient(x: Tensor, weight: Tensor, bias: Tensor | None = Non
 def weight_for_inference(weight: Tensor, *, single_row: bool) -> Tensor:
     """Return the weight [o, i] in the order that `linear_without_gradient` reads fastest. The values stay the same.
 
-    single_row: most products have one row, as in the generation of a single text. The memory's bandwidth then limits
-        float32, and the order by column has the best access.
+    single_row: most products have one row, as in the generation of a single text. In float32 the bandwidth of memory
+        limits such a product, and a weight that is stored by column is read fastest.
     """
     is_float32 = weight.dtype == torch.float32
     if not weight.is_cpu or not (is_float32 or weight.dtype == torch.bfloat16):

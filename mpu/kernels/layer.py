@@ -25,7 +25,8 @@ from torch import Tensor
 from mpu.kernels.dropout import DROPOUT, drop_threshold, keep_scale
 from mpu.kernels.triton_kernel import TritonKernel, example_tensor
 
-# (seeds [b, 3], p, location, first position) of `seeded_dropout`; the seeds are None without dropout.
+# The arguments of `seeded_dropout` after x: seeds [b, 3] (None: no dropout), p, which dropout of the layer, and the
+# first position.
 HiddenDropout = tuple[Tensor | None, float, int, int]
 WIDEST = 4096  # elements of a row whose sums a GPU's registers hold
 NO_DROPOUT: HiddenDropout = (None, 0.0, 0, 0)

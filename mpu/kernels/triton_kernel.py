@@ -19,7 +19,8 @@ a GPU uses it. Triton is a part of torch's builds for GPUs.
 A call on a CPU calls the reference. A call on a GPU calls the custom operator `mpu::halve_`, which torch.compile does
 not trace into. In a run, the operator's first call with a dtype compares the Triton kernel with the reference on the
 examples. If they differ, or if the kernel cannot be compiled, one line in the log of Python's `logging` says so, and
-the run uses the reference. A GPU or a compiler that no test has met cannot change results.
+the run uses the reference. A GPU or a compiler that was never tested can therefore make a run slower, but cannot change
+its results.
 
 To test a Triton kernel without a GPU, call it, or `TritonKernel.run`, with CPU tensors in Triton's interpreter
 (TRITON_INTERPRET=1); see `tests/fake_cuda/interpreted.py`.

@@ -261,7 +261,7 @@ def newest_local_iteration(save: str, directory: str, *, one_machine: bool) -> i
     """Return the newest iteration of the run in `save` that has a local checkpoint on this machine; 0 without one. No
     tensor is read.
 
-    one_machine: the run has only this machine, so incomplete checkpoints do not count.
+    one_machine: no other machine can hold missing files, so only complete checkpoints count.
     """
     own = local_inventory(Path(directory) / run) if (run := run_name(save)) else {}
     return newest_complete_iteration([own]) if one_machine else max(map(int, own), default=0)

@@ -6,7 +6,8 @@
 
 Every rank writes its files into `iter_0000300.tmp-<save_id>/`. Its table, with the slices and hashes of these files, is
 last. Rank 0 waits for all tables (saver.py), writes the manifest, renames the folder and replaces the latest-iteration
-file. No step is a collective operation. A crash at any moment leaves the earlier checkpoints and this file unchanged.
+file. No step is a collective operation. A crash before the last of these steps leaves the earlier checkpoints and the
+latest-iteration file unchanged.
 
 `save_id` is equal on all ranks and different in every save: `start_id` (saver.py) and the number of the save. A
 crashed save used a different folder name, so its files cannot mix with those of a new one. Rank 0 removes such

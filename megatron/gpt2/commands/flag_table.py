@@ -18,7 +18,7 @@ TITLES = {
     "ignored": "Ignored with these values",
     "refused": "Refused: give the flag after the colon, or leave the flag out",
 }
-# The title or the head of the page says these words once for all flags.
+# These words are removed from the text of a flag, because the title of its section or the head of the page says them.
 REPEATED = re.compile(r"^(read as|give) |[;:]? ?(leave|take) it out$|bash scripts/python\.sh ")
 
 

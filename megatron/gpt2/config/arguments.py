@@ -331,7 +331,8 @@ def merge_checkpoint(
 def _take_from_checkpoint(
     then: Mapping[str, Any], values: dict[str, Any], given: frozenset[str], way_out: str
 ) -> tuple[list[str], str]:
-    """Update `values` with those of the checkpoint, `then`. Return the changes and an error about `given` flags."""
+    """Update `values` with those of the checkpoint, `then`. Return a text for each flag that changed, and an error that
+    names those which the command line gave, or ""."""
     now = {key: values.get(key, config_fields()[key].default) for key in then}
     changed = {key: value for key, value in then.items() if value != now[key]}
     values |= changed

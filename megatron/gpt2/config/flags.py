@@ -65,8 +65,9 @@ ARGPARSE_KEYWORDS |= {kind | None: ARGPARSE_KEYWORDS[kind] for kind in (int, flo
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of the training program. Its result has only the given flags, as "section.field". Megatron's
-    other flags remain: `arguments.py` reads them, and reports bad choices together with them."""
+    """Build the parser of the training program. Its result has only the given flags, as "section.field". It leaves
+    flags of Megatron that are no fields unparsed; `arguments.py` reads them, and reports errors of both kinds of flags
+    together."""
     parser = Parser(
         prog="pretrain_gpt2",
         argument_default=argparse.SUPPRESS,

@@ -43,7 +43,7 @@ class MissingRanksError(ValueError):
     exit_code: the exit code of the process; 1 with --elastic, so that launchers try again.
     """
 
-    cause = "missing ranks"  # The incident log uses this name of the error.
+    cause = "missing ranks"  # the name of this error in the incident log
     exit_code = 2
 
 

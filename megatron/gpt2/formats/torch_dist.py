@@ -13,10 +13,10 @@ the length of each bucket, but not the positions of the parameters. The position
 Core's modules.
 
 Megatron Core 0.16 writes some values of `fully_reshardable` to a wrong place if it pads a bucket that is not the last
-in its buffer. `ForeignCheckpoint` finds them, and a wrong order of parameters, because a master, rounded to the dtype
-of the weights, is then not the weight. Exports have the form `fully_reshardable`, which Megatron Core's distributed
-optimizer loads in every layout, and torch's DCP writer writes them. The stacked layers are memory-mapped from temporary
-files, so that only one layer must be in memory.
+in its buffer. `ForeignCheckpoint` finds these values, and a wrong order of parameters: it rounds each master to the
+dtype of the weights and compares it with the weight. Exports have the form `fully_reshardable`, which Megatron Core's
+distributed optimizer loads in every layout, and torch's DCP writer writes them. The stacked layers are memory-mapped
+from temporary files, so that only one layer must be in memory.
 """
 
 import json

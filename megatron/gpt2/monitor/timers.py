@@ -98,7 +98,8 @@ class Timers:
         return self.last_ms
 
     def line(self, iterations: int) -> str:
-        """Return `time (ms) | forward: 12.34 | backward: 24.68 | ...`, with the means of `take_ms`."""
+        """Return the line `time (ms) | forward: 12.34 | backward: 24.68 | ...`, with the average times that `take_ms`
+        returns."""
         return " | ".join(["time (ms)", *(f"{name}: {ms:.2f}" for name, ms in self.take_ms(iterations).items())])
 
 

@@ -236,8 +236,8 @@ class MixedPrecisionOptimizer:
         """Update the weights from the summed, scaled gradients in `buffer.shard_grads()`, and free the gradients."""
         grads = self.buffer.shard_grads()
         self.grad_norm = self._unscaled_norm(grads)
-        # The norm is the same on all ranks, so either all ranks or none skip the step. Infinity · 0 and NaN · 0 are
-        # NaN, which differs from 0. This takes 3 kernels on a GPU, torch.isfinite 6.
+        # The norm is the same on all ranks, so either all ranks or none skip the step. x · 0 is NaN exactly if x is not
+        # finite. This test takes 3 kernels on a GPU; torch.isfinite takes 6.
         self.found_inf = (self.grad_norm * 0 != 0).float()
         # AdamW's fused kernel divides gradients by grad_scale, so it unscales and clips them in its own pass.
         grad_scale = (self.scaler.scale / self._clip_factor(self.grad_norm)).nan_to_num(1.0)

@@ -6,9 +6,9 @@ the sender waits, and whether there is a deadlock.
 
 The positions are found by a simulation of the schedule in ticks. A message is exchanged at the first tick at which both
 of its ranks are between two actions, and both post it at this position. The receiver keeps the tensor until an action
-needs it. A rank starts its next action as soon as it can. Exception: if a busy partner needs this rank's message next,
-the rank waits for it, unless its own next action would end sooner. Because all messages are exchanged in the order of
-the ticks, no deadlock is possible.
+needs it. A rank starts its next action as soon as it can. There is one exception: if a busy partner needs a message
+from this rank next, the rank waits for the partner, unless its own next action would end sooner. Because all messages
+are exchanged in the order of the ticks, no deadlock is possible.
 
 For example, 1F1B with two ranks and two micro-batches gives these steps (F0: forward of micro-batch 0, > send its
 result, < receive it):
@@ -40,7 +40,8 @@ class StageCosts:
 # With these ticks a step takes no longer than the schedule without communication: 1F1B for all times, ZB-H1 if a W
 # takes no longer than an F or a B, and interleaved 1F1B if a backward takes twice as long as a forward
 # (tests/megatron/gpt2/pipeline/test_analysis.py). With a different ratio, and if a group of micro-batches is not full,
-# an interleaved step takes a few percent longer. The odd tick prevents accidental simultaneous ends.
+# an interleaved step takes a few percent longer. One tick is odd, so that two ranks rarely end an action at the same
+# tick.
 DEFAULT_TICKS, SPLIT_BACKWARD_TICKS = StageCosts(10, 10, 11), StageCosts(2, 2, 1)
 
 
@@ -87,8 +88,8 @@ def build_p2p_schedule(schedule: PipelineSchedule, ticks: StageCosts | None = No
     exchanged: set[P2PMessage | None] = {None}
 
     def waits_for_partner(rank: int, end: float) -> bool:
-        """Return whether a busy partner needs a message of this rank next, and would wait longer for it, if this rank
-        is busy until `end`, than this rank waits for the partner."""
+        """Return whether the next action of a busy partner needs a message from this rank, and an action of this rank
+        until `end` would delay the partner longer than this rank would have to wait for it."""
         for message in pending:
             partner = message.destination
             action = steps[partner][next_step[partner]].action

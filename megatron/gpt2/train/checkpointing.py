@@ -194,8 +194,8 @@ class CheckpointManager:
 
 
 def lease_save_folder(context: RunContext, rank: int) -> Lease | None:
-    """Take the lease of the --save folder on rank 0, and return it there. Raises FolderInUse on every rank if another
-    run uses the folder, and ValueError if the folder cannot be used."""
+    """On rank 0, take the lease of the --save folder and return it; on other ranks return None. Raises FolderInUse on
+    every rank if another run uses the folder, and ValueError if the folder cannot be used."""
     lease, kind, problem = None, "", ""
     if rank == 0:
         try:

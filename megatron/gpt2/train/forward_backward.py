@@ -26,7 +26,7 @@ MessageKey = tuple[str, int, int]  # whether it is an activation or a gradient, 
 
 
 class ForwardBackward:
-    """Runs the actions of this pipeline rank. Every rank calls its methods at the same steps.
+    """Runs the actions of this pipeline rank. All ranks call the methods of this class at the same steps.
 
     pipeline_schedule: returns the schedule for a number of micro-batches.
     micro_batches: the micro-batches of the last step.

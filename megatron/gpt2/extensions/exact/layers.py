@@ -1,6 +1,7 @@
 """Linear layers, computed in V shards, and other layers whose gradients are sums over the sequence.
 
-Between a column- and a row-parallel layer, hidden states are a tuple with one tensor per virtual rank of this rank.
+Between a column- and a row-parallel layer, hidden states are a tuple: one tensor for each virtual rank that this rank
+emulates.
 
 Legend: b batch, s sequence, h hidden, i input and o output features, t tokens, tp tensor-parallel size, V virtual
 ranks.

@@ -1,7 +1,7 @@
 """Gradients summed over micro-batches and data-parallel ranks along one binary tree.
 
 The bits of the sum do not depend on the number of data-parallel ranks or on the buckets. The leaves of the tree are the
-micro-batches of the global batch; each rank has successive ones. Like in `sums.tree_sum`, an even number of leaves is
+micro-batches of the global batch; each rank has successive ones. As in `sums.tree_sum`, an even number of leaves is
 split into halves, and an odd number is added from left to right. With 2^j ranks, each rank sums one subtree. With any
 other number, a rank's leaves form several subtrees, and the rank sends the sum of each one.
 """
@@ -21,8 +21,8 @@ from mpu import ParallelState
 from mpu.mappings import all_gather_single
 
 # The tied matrix has two gradients, those of the embedding and of the head. In a pipeline they are on two stages. So
-# they are reduced separately and then added, also if one rank has both. This is then the name of the embedding's
-# gradient.
+# they are reduced separately and then added, even if one rank has both. In that case the gradient of the embedding has
+# this name.
 EMBEDDING_GRADIENT = f"{TIED_WEIGHT}, the embedding's"
 
 LeafRange = tuple[int, int]  # the leaves of a partial sum: the first leaf, and the leaf after the last one

@@ -46,8 +46,8 @@ class VirtualRanks:
         rank, ranks = group_rank_and_size(group)
         self.size, self.group, self.per_rank = size, group if ranks > 1 else None, divide(size, ranks)
         self.first = rank * self.per_rank
-        # The terms of 2^j ranks form one subtree, so a rank sends one partial sum. With other numbers of ranks (3 for V
-        # = 6), a rank's terms belong to different subtrees, so it sends each of them.
+        # With 2^j ranks, the terms of each rank form one subtree, so a rank sends one partial sum. With any other
+        # number (3 for V = 6), the terms of a rank belong to different subtrees, so the rank sends each term.
         self.num_partial_sums = 1 if ranks & (ranks - 1) == 0 else self.per_rank
 
     def partial_sums(self, terms: Sequence[Tensor]) -> Tensor:

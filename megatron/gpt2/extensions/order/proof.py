@@ -9,8 +9,8 @@ A call is complete when each of its members has started the call with the same n
     gloo   the calls of a group start one after the other. Sends and receives start at once, and a send is complete when
            the receiver has started its receive, as if nothing was buffered.
 
-More can start whenever a call is complete, and never less, and each call has only one match. Every order in time
-ends in the same state, and one playback covers them all.
+A complete call only allows more calls to start, and each call can match only one call of each other rank. Therefore the
+state at the end does not depend on the order in which the calls happen in time, and one playback covers all orders.
 """
 
 from __future__ import annotations

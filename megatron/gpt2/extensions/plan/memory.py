@@ -151,7 +151,8 @@ def low_bytes(inputs: MemoryInputs) -> float:
     frees = parallel.shard_gradients or (parallel.use_distributed_optimizer and inputs.num_microbatches == 1)
     state += 4 / (inputs.data_parallel_size if frees else 1)
     if on_host or parallel.checkpoint_in_cpu or parallel.cpu_offloading_num_layers or parallel.partition_activations:
-        # Activations are split or moved. With an optimizer on the host, they are freed before gradients are whole.
+        # Activations are split or moved. With an optimizer on the host, the activations are freed before all gradients
+        # exist, so the estimate leaves them out.
         return state * parameters + inputs.fixed
     full = 2 / train.recompute_num_layers, 0
     whole, divided = {"none": (8, 24), "selective": (4, 16), "full": full}[train.recompute_granularity]
@@ -345,7 +346,7 @@ def estimate_stages(inputs: MemoryInputs) -> list[MemoryEstimate]:
 
 
 def estimate_kinds(inputs: MemoryInputs) -> dict[str, MemoryEstimate]:
-    """Estimate the first stage, the largest of those between, and the last one."""
+    """Estimate the memory of the first stage, of the largest stage between, and of the last stage, by name."""
     last, layers = inputs.stages - 1, [len(layers) for layers in inputs.config.layers_of_stages()]
     found = {"stage 0": estimate_memory(inputs, 0)}
     if between := range(1, last):  # of stages with equally many layers, the first one keeps the most micro-batches

@@ -59,7 +59,7 @@ class FakeProcessGroup(dist.ProcessGroup):
 
     rank: the global rank of this process.
     ranks: the ranks of the group.
-    start: each operation returns the handle `start(name, group, arguments)`.
+    start: each operation calls `start(name, group, arguments)` and returns its result, the handle to wait for.
     """
 
     def __init__(self, rank: int, ranks: Sequence[int], start: Start) -> None:

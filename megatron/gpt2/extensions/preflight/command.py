@@ -294,8 +294,8 @@ def _format_size(count: float) -> str:
 
 
 def checkpoint_bytes(context: RunContext) -> tuple[int, int]:
-    """Return the bytes of a checkpoint (of all ranks, without the JSON files), and the maximum number that the run
-    keeps."""
+    """Return the size of a checkpoint in bytes (files of all ranks, without the JSON files), and how many checkpoints
+    the run keeps at most."""
     config = context.config.checkpoint
     bytes_each = context.dtype.itemsize + (0 if config.no_save_optim else OPTIMIZER_BYTES)
     steps = max(0, context.train_iters - context.resume_metadata.get("iteration", 0))
