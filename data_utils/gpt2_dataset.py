@@ -180,7 +180,8 @@ class BlendedDataset:
         self.num_tokens = sum(component.num_tokens for component in components)
         sizes = np.array(list(map(len, components)))
         self._orders = [SampleOrder(int(size), seed + number, training) for number, size in enumerate(sizes)]
-        # For each position in a block: its component, and the number of earlier samples of this component.
+        # For each position in a block, `_component` is its component, and `_before` counts the earlier samples of this
+        # component in the block.
         self._component = np.searchsorted(
             np.cumsum(counts), permute(np.arange(BLOCK), BLOCK, permutation_key(seed)), "right"
         )

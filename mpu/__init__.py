@@ -8,11 +8,11 @@ The modules, from the lowest to the highest:
     initialize        process groups, and `ParallelState`
     mappings          the collectives of tensor and sequence parallelism, with their gradients
     p2p_communication sends and receives between pipeline stages
-    random            random number streams, dropout, activation checkpointing
     grads             sums of partial gradients, the global norm, clipping
+    random            random number streams, dropout, activation checkpointing
     layers            column-parallel and row-parallel linear layers, embeddings
-    attention         causal self-attention, also within documents
     cross_entropy     the loss when the vocabulary is split over ranks
+    attention         causal self-attention, over samples or within documents
     transformer       attention, MLP and transformer layer
 
 `kv_cache` is for generation. `activation_offload` copies activations to host memory. `megatron_2019` has functions

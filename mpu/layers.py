@@ -84,7 +84,7 @@ class _Linear(torch.autograd.Function):
     backward sums dX over the ranks (*f* in arXiv:1909.08053). With sequence parallelism each rank has a part of X:
     forward gathers the whole X, and backward gathers it again instead of saving it.
 
-    In backward, the all-reduce of dX overlaps the computation of dA.
+    In backward, the all-gather of X overlaps the computation of dX, and the reduction of dX that of dA.
     """
 
     @staticmethod

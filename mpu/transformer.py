@@ -374,7 +374,8 @@ class FusedTransformerLayer(ParallelTransformerLayer):
         attention_fn: AttentionFn | None = None,
         dropout_seeds: Tensor | None = None,
     ) -> Tensor:
-        """See `ParallelTransformerLayer.forward`."""
+        """See `ParallelTransformerLayer.forward`. `kernels.add_norm` ends a branch and starts the next one: it returns
+        x = x + dropout(branch + bias) and y = norm(x). The output layers therefore leave out their biases."""
         dropout_p = self.hidden_dropout if self.training else 0.0
         is_plain = self.recompute or attention_fn is not None or (dropout_p > 0 and dropout_seeds is None)
         if is_plain or self.input_layernorm._forward_hooks or not kernels.has_fused_layer(x):

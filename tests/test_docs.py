@@ -45,7 +45,10 @@ def blocks(language: str) -> list[tuple[str, str]]:
 
 
 COMMANDS = [
-    (page, line) for page, block in blocks("bash") for line in block.splitlines() if line and not line.startswith("#")
+    (page, line)
+    for page, block in blocks("bash")
+    for line in re.sub(r"\\\n *", "", block).splitlines()  # A line that ends in \ continues on the next one.
+    if line and not line.startswith("#")
 ]
 
 # commands that take too long for a test: a pattern for the command, the flags, and the reason

@@ -14,7 +14,7 @@ MODEL, DATA, SENT = 222, 322, 72  # tops of the groups' lanes, and their height
 
 # Left edge, width and words of what a rank computes.
 COMPUTED = [
-    (120, 112, ["batch", "tokens [n, s+1]"]),
+    (120, 112, ["batch", "tokens", "[samples, s + 1]"]),
     (256, 168, ["forward", "embedding, l layers,", "head and loss", "in chunks of tokens"]),
     (448, 160, ["backward", "layers in reverse;", "gradients are added", "in float32 buckets"]),
     (632, 116, ["wait", "until all buckets", "are reduced"]),

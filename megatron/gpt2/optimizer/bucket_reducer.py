@@ -151,6 +151,7 @@ class BucketReducer:
             self.register_grad_ready(name)
 
     def _send_ready(self) -> None:
+        """Start to reduce the buckets that are complete, in the order of the buckets."""
         while len(self._sent) < len(self._incomplete) and not self._incomplete[len(self._sent)]:
             self._sent.append(self._send(len(self._sent)))
 
@@ -185,10 +186,15 @@ class ShardedBucketReducer(BucketReducer):
     previous one, which is being sent. Micro-batches must run their backward passes in order."""
 
     def begin(self, num_microbatches: int) -> None:
+        """Start a step of `num_microbatches` rounds. A round is one micro-batch, which the base class treats as a step
+        with one gradient per parameter. `_send_ready` starts each next round. The last call, with 0, awaits no
+        gradient."""
         self._rounds, self._received = num_microbatches, 0
         super().begin(1 if num_microbatches else 0)
 
     def _send_ready(self) -> None:
+        """Also receive all buckets that were sent, except the last one, whose reduction overlaps backward. After the
+        last bucket of a round, receive it, too, and start the next round."""
         super()._send_ready()
         is_last = len(self._sent) == len(self._buffer.buckets)
         while self._received < len(self._sent) - (0 if is_last else 1):
@@ -250,6 +256,7 @@ class TiedGradReducer:
         self._of_head: Tensor | None = None
 
     def add(self, gradient: Tensor) -> None:
+        """Add the gradient of the head. If both gradients have one name, `add_rows` adds it later."""
         if self._of_embedding is None:
             # Keep the head's gradient in the model's precision for now, because memory is fullest at the start of
             # backward.
@@ -259,6 +266,7 @@ class TiedGradReducer:
             self._reducer.register_grad_ready(self._name)
 
     def add_rows(self, rows: Tensor, gradients: Tensor) -> None:
+        """Add the gradient of the embedding, which backward computes last."""
         if self._of_embedding is None:
             assert self._of_head is not None, "backward of the head is first"
             self._reducer.add(self._name, self._of_head)

@@ -86,6 +86,8 @@ class ParamAndGradBuffer:
     matrices: the parameters that Muon updates.
     lr_multipliers: factors of AdamW's rate and epsilon by the names of parameters (default: 1).
 
+    Further attributes:
+
     params: [numel] of dtype. The module's parameters are views of this buffer.
     shard_rank: this rank's number among those that share the optimizer's work.
     local_shards: the ranges that this rank's optimizer updates.
@@ -145,6 +147,7 @@ class ParamAndGradBuffer:
             parameter.data = self.view(self.params, name)
 
     def _group_key(self, name: str, parameter: nn.Parameter) -> ParamGroupKey:
+        """Return the treatment of the parameter `name`."""
         return ParamGroupKey(
             is_tensor_parallel=getattr(parameter, "model_parallel", False),
             is_sequence_parallel=is_sequence_parallel(parameter),

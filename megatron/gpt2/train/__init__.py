@@ -1,13 +1,14 @@
 """A training run. Reading order:
 
 train_step          one update of the model
+trainer             Trainer: the parts of a run
+train_state         model, buffers and optimizer
 forward_backward    forward and backward passes, in the order of the pipeline schedule
+
 data                batches on the device, and a check that all ranks of a group read the same
 checkpointing       saving and loading
 
 setup               what each rank decides by itself: checkpoint, device, precision, tokenizer, data
-trainer             Trainer: the parts of a run
-train_state         model, buffers and optimizer
 loop                the training loop
 
 evaluate            the loss over a split, and a sample of text

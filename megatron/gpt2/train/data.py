@@ -80,6 +80,7 @@ class TrainingData:
         self.loader = self._read_from(consumed_samples, skipped_samples)
 
     def _read_from(self, consumed_samples: int, skipped: int) -> BatchLoader:
+        """Return a loader of this rank's samples after the first `consumed_samples` + `skipped` samples of the run."""
         config, parallel, schedule = self._context.config, self._parallel, self._context.batch_schedule
         count = schedule.samples_after_steps(self._context.train_iters) + skipped
         samples, order = self.splits.training_samples(config.train.seed, count)

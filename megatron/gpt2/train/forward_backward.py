@@ -103,6 +103,7 @@ class ForwardBackward:
         self._sent = []
 
     def _forward(self, action: Action) -> None:
+        """Run the forward pass of a micro-batch. Keep what its backward needs, and the output that is sent next."""
         stage, number = action.model_chunk * self._size + self._rank, action.micro_batch
         arguments = dict(self.micro_batches[number])
         hidden = None
@@ -121,6 +122,8 @@ class ForwardBackward:
         self._kept[action.model_chunk, number] = hidden, root, received_gradient
 
     def _backward(self, action: Action) -> None:
+        """Run the backward pass of a micro-batch, from the loss or from the gradient that the next stage has sent. Keep
+        the gradient of the input, which is sent next."""
         stage, number = action.model_chunk * self._size + self._rank, action.micro_batch
         hidden, root, received_gradient = self._kept.pop((action.model_chunk, number))
         if stage < self._last_stage:

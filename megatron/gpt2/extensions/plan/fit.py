@@ -76,7 +76,7 @@ class Candidate:
 
 
 def cost(inputs: MemoryInputs, *, batch: int) -> float:
-    """Return `Candidate.cost`."""
+    """Return the estimated time of a step, divided by the time of its matrix products, minus 1."""
     config, model = inputs.config, inputs.config.model
     whole = model.flops_per_token(config.data.seq_length)
     assert model.vocab_size is not None

@@ -22,7 +22,7 @@ import mpu
 
 
 class Call(NamedTuple):
-    """A collective or message that starts.
+    """The start of a collective or of a message.
 
     number: counts the calls of a rank.
     name: the name in torch.distributed, such as "all_reduce".
