@@ -6,9 +6,9 @@
     python benchmarks/step_times.py one_node.csv many_nodes.csv --fit    # fit clusters/*.json (scipy; minutes)
 
 A row of the CSV file is one configuration: gpus, global_batch, micro_batch, hidden_size, attention_heads, layers,
-sequence_length, tensor_parallel, data_parallel, pipeline_parallel, ms_per_iteration. The constants of `clusters/*.json`
-belong to a machine or a program. None belongs to a row or a shape. With --fit, the program prints the errors of rows
-that the fit has not seen: five parts at random, and each shape in turn.
+sequence_length, tensor_parallel, data_parallel, pipeline_parallel, ms_per_iteration. Each constant in `clusters/*.json`
+belongs to a machine or to a program, not to a row or a shape. With --fit, the program prints the errors of rows that
+the fit has not seen: five parts at random, and each shape in turn.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ def run_arm(spec: dict[str, Any], scratch: Path, timeout: float) -> dict[str, An
 
 
 def run_benchmark(args: argparse.Namespace, scratch: Path) -> int:
-    """Run all visits of a preset. Return the exit code."""
+    """Measure all programs (arms) of a preset. Return the exit code."""
     began, gpu = time.monotonic(), args.preset == "gpu" and not args.smoke
     workload, arms = make_workload(args, scratch), select_arms(args)
     # The untimed steps come in addition to the first step, which compiles.

@@ -1,4 +1,5 @@
-"""The workloads of the training benchmarks by preset and part, their arms, and the two ways to count FLOPs.
+"""The workloads of the training benchmarks by preset and part, the programs and settings that are compared (arms), and
+the two ways to count FLOPs.
 
 Legend: b micro-batch; N parameters, L layers, C hidden size, T sequence length (the names of llm.c).
 """

@@ -58,7 +58,7 @@ def missing_package(needed_by: str, package: str | None, extra: str = "") -> Val
 def configure_output(*, line_buffering: bool | None = None) -> None:
     """Print "?" for a character that the encoding of the output does not have.
 
-    line_buffering: write each line immediately, also to a pipe or a file.
+    line_buffering: write each line immediately, even to a pipe or a file.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

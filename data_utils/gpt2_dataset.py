@@ -228,8 +228,10 @@ class MegatronOrderDataset:
     """The samples of a training split in Megatron's order. A loader reads it in sequential order.
 
     dataset: the training split.
-    document_starts: int64 [documents + 1], the first token of each document in `dataset.tokens`, and the end.
-    num_samples: the samples of the whole run. If a loader prefetches more, the samples repeat from the first one.
+    document_starts: int64 [documents + 1], the index in `dataset.tokens` at which each document begins, and then the
+        number of tokens.
+    num_samples: the samples of the whole run. A loader that reads ahead beyond the end of the run gets the first
+        samples again.
     """
 
     def __init__(self, dataset: GPT2Dataset, document_starts: np.ndarray, *, seed: int, num_samples: int) -> None:

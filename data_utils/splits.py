@@ -156,9 +156,9 @@ def build_splits(
 ) -> Splits:
     """Tokenise files that are not in the cache, and open the splits. Without data, the built-in corpus is used.
 
-    `valid_data` or `valid_data_path` is the validation split, if given, and so for the test split. `split` divides the
-    training data into the remaining splits, each pair of a blend separately. Raises ValueError, which names --split or
-    the file, if a split that is needed and has a share would be empty.
+    `valid_data` or `valid_data_path`, if given, is the validation split; `test_data` or `test_data_path` is the test
+    split. `split` divides the training data into the remaining splits, each pair of a blend separately. Raises
+    ValueError, which names --split or the file, if a split that is needed and has a share would be empty.
 
     log: receives one line at a time.
     """

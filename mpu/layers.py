@@ -277,7 +277,7 @@ class RowParallelLinear(ParallelLinear):
 
 
 class _EmbeddingWithGradHook(torch.autograd.Function):
-    """Return weight[ids]. Backward passes the gradient of the rows to a hook."""
+    """Return weight[ids]. In backward, a hook receives the gradient of these rows."""
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, grad_hook: Callable[[Tensor, Tensor], object]) -> Tensor:

@@ -192,7 +192,8 @@ class ParallelMLP(nn.Module):
     [s, b, h] -> [s, b, h], or [s/tp, b, h] -> [s/tp, b, h] with sequence_parallel. Collectives: as in
     `ParallelSelfAttention`.
 
-    With selective recomputation, backward computes the output of GELU again; it is a quarter of a layer's activations.
+    With selective recomputation, backward computes the output of GELU again. This output is a quarter of a layer's
+    activations.
     column_parallel_linear, row_parallel_linear: constructors of the linear layers.
     """
 

@@ -19,7 +19,7 @@ The versions of all formats that this project writes to disk and reads again:
 | a stage's manifest | OUTPUT/manifests/NAME.json, "format" | 2 | 1: the shard is made again | the shard is made again |
 
 A tokenizer's folder has no version, because the files of each kind of tokenizer keep their format. Its metadata is in
-tokenizer_facts.json; in older folders the file is called tokenizer.json, which is read, too. Raise a version when
+tokenizer_facts.json; in older folders the file is called tokenizer.json, which is still read. Raise a version when
 older programs cannot read the new format, and describe in the table what happens to older files.
 """
 

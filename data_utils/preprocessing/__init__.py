@@ -364,8 +364,8 @@ def _merge_shards(job: PreprocessingJob, key: str, shard_manifests: Sequence[Man
 
 
 def _merged_prefix(job: PreprocessingJob, key: str) -> str:
-    """Return the temporary prefix of a key's pair. It is in the shards' folder, so that a killed run leaves files only
-    there."""
+    """Return the temporary prefix of a key's `.bin/.idx` pair. The pair is in the shards' folder, so that a killed run
+    leaves files only there."""
     return str(job.folder / f"merged_{key}")
 
 

@@ -576,7 +576,7 @@ def is_aligned(*lists: Sequence[Tensor]) -> bool:
 
 def table_of(*lists: Sequence[Tensor]) -> tuple[Tensor, int, dict[str, int]]:
     """Return the table of these lists, whose tensors have equal sizes, the number of chunks, and the constants of a
-    kernel. Sizes are counted in whole units, too, if that is possible."""
+    kernel. If possible, the sizes are also counted in whole units."""
     assert is_aligned(*lists)
     sizes, device = [x.numel() for x in lists[0]], lists[0][0].device
     first_chunks = list(itertools.accumulate((triton.cdiv(size, CHUNK) for size in sizes), initial=0))
@@ -657,7 +657,7 @@ def add_kernel(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """total += x, or total = x without ADD."""
+    """total += x if ADD, else total = x."""
     column, start, end = find_chunk(table, tensors, TENSORS, SIZE_UNIT, CHUNK)
     total += tl.load(column + 2 * tensors) * UNIT
     x += tl.load(column + 3 * tensors) * UNIT

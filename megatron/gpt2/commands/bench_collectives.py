@@ -165,8 +165,8 @@ OPERATIONS = {
 
 
 def sample_values(rank: int, blocks: int) -> Tensor:
-    """[blocks, PERIOD] random values 1/2, 1 and 2 of a global rank. Those of ranks 2k and 2k + 1 are reciprocal, so
-    that products over many ranks stay in the range of every dtype."""
+    """Return the random values of a global rank, each 1/2, 1 or 2: [blocks, PERIOD]. The values of ranks 2k and 2k + 1
+    are reciprocal, so that products over many ranks stay in the range of every dtype."""
     exponents = torch.randint(-1, 2, (blocks, PERIOD), generator=torch.Generator().manual_seed(rank // 2))
     return torch.pow(2.0, exponents * (-1) ** rank).double()
 

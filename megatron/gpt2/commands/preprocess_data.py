@@ -3,10 +3,10 @@
     python tools/preprocess_data.py --input corpus.jsonl --output-prefix corpus \\
         --tokenizer-type GPT2BPETokenizer --vocab-file encoder.json --merge-file vocab.bpe --append-eod --workers 8
 
-The input is JSON (one object per line, or one array), plain text (one document per file), or Parquet, also compressed
-with gzip or zstd. For each of --json-keys it writes PREFIX_KEY_document.bin, .idx and .json, the manifest. After a
-kill, the same command continues. Unusable lines are skipped, counted, and written to PREFIX.bad.jsonl. Exit codes: 0; 2
-for bad input.
+The input is JSON (one object per line, or one array), plain text (one document per file), or Parquet. Files may be
+compressed with gzip or zstd. For each of --json-keys it writes PREFIX_KEY_document.bin, .idx and .json, the manifest.
+After a kill, the same command continues. Unusable lines are skipped, counted, and written to PREFIX.bad.jsonl. Exit
+codes: 0; 2 for bad input.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Train a GPT-2 with Megatron's flags, as a single process or under a launcher (dist/launch.py).
 
-Exit codes: 0 if the run ended as requested (also after SIGTERM), 1 if it failed, 2 for bad input. For bad input one
+Exit codes: 0 if the run ended as requested (including SIGTERM), 1 if it failed, 2 for bad input. For bad input one
 rank prints one line.
 """
 

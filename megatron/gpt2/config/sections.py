@@ -151,7 +151,7 @@ class ModelConfig(ConfigSection):
 
 @dataclass(frozen=True)
 class DataConfig(ConfigSection):
-    """Training data and tokenizer."""
+    """Flags of the training data and the tokenizer."""
 
     seq_length: int = flag_field(512, "tokens in a sample", "--encoder-seq-length")
     train_data: tuple[str, ...] = flag_field(
@@ -209,7 +209,7 @@ class DataConfig(ConfigSection):
 
 @dataclass(frozen=True)
 class OptimizerConfig(ConfigSection):
-    """AdamW or Muon, learning rate schedule and loss scale."""
+    """Flags of the optimizer, the learning rate schedule and the loss scale."""
 
     optimizer: str = flag_field(
         "adam", "AdamW, or Muon for the layers' matrices (fewer steps, each longer)", choices=("adam", "muon")
@@ -270,7 +270,7 @@ class OptimizerConfig(ConfigSection):
 
 @dataclass(frozen=True)
 class ParallelConfig(ConfigSection):
-    """Parallelism: how model and data are split over the ranks."""
+    """Flags of parallelism: how model and data are split over the ranks."""
 
     tensor_model_parallel_size: int = flag_field(
         1, "ranks that each layer is split over (tensor parallelism)", "--model-parallel-size"
@@ -367,7 +367,7 @@ PRECISION_CHOICES = ("auto", "fp32", "bf16", "fp16", "fp16-on-gpu")
 
 @dataclass(frozen=True)
 class TrainConfig(ConfigSection):
-    """Length, batch size, precision, recomputation, evaluation and logs."""
+    """Flags of a training run: length, batch size, precision, recomputation, evaluation and logs."""
 
     micro_batch_size: int = flag_field(4, "samples of one forward pass on a data-parallel rank", "--batch-size")
     global_batch_size: int | None = flag_field(
@@ -552,7 +552,7 @@ def _parse_count(number: str) -> int:
 
 @dataclass(frozen=True)
 class CheckpointConfig(ConfigSection):
-    """Saving and loading."""
+    """Flags of saving and loading."""
 
     save: str | None = flag_field(None, "folder for checkpoints, metrics and plots (default: checkpoints/gpt2_<model>)")
     load: str | None = flag_field(None, "folder to continue from (default: --save, if it has a checkpoint)")
@@ -883,8 +883,8 @@ NEW_NAMES = {
 
 
 def with_new_names(values: Any) -> Any:
-    """Return a dictionary from a file with today's names of its keys, also of those of dictionaries in it. Other values
-    do not change."""
+    """Replace old names of keys by today's names in a dictionary from a file, including the dictionaries inside it, and
+    return the result. Other values do not change."""
     if not isinstance(values, dict):
         return values
     return {NEW_NAMES.get(name, name): with_new_names(value) for name, value in values.items()}

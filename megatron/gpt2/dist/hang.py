@@ -102,7 +102,7 @@ class HangDetector(Hook):
     """Finds and reports the cause of a hanging collective. Each rank with a rendezvous has a detector.
 
     timeout: the timeout of a collective.
-    watches_steps: a training step that takes longer is a hang, too.
+    watches_steps: whether a training step that takes longer than the timeout counts as a hang.
     """
 
     def __init__(self, rank_info: RankInfo, timeout: timedelta, incidents: IncidentLog, *, watches_steps: bool) -> None:

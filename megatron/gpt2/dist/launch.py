@@ -5,7 +5,7 @@
     MPI        OMPI_COMM_WORLD_RANK …, or PMI_RANK …
     Slurm      SLURM_PROCID … inside a step of srun
 
-torch reads only torchrun's variables. A plain `python` runs as a single rank, also inside an allocation. This module
+torch reads only torchrun's variables. A plain `python` runs as a single rank, even inside an allocation. This module
 does not use the network: see rendezvous.py.
 """
 

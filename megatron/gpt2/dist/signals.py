@@ -38,7 +38,7 @@ REPEAT_SECONDS = {signal.SIGUSR1: 5.0, signal.SIGHUP: 5.0, signal.SIGTERM: 5.0, 
 
 
 class SignalThread:
-    """Handles signals in a thread, also while the main thread is inside a call of torch.
+    """Handles signals in a thread, even while the main thread is inside a call of torch.
 
     in_thread: called in the thread with each of the signals `numbers`.
     in_main: the usual handler, which runs later.

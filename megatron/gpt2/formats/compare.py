@@ -163,8 +163,8 @@ def _stored_weight(source: BaseCheckpoint, name: str, other: TensorInfo) -> str:
 
 
 def max_abs_difference(x: Tensor, y: Tensor) -> float:
-    """Return the largest absolute difference of two tensors of equal shape, computed in float64. Two NaNs are equal,
-    and so are two equal infinities. The difference of a NaN and a number is NaN."""
+    """Return the largest absolute difference of two tensors of equal shape, computed in float64. Two NaNs count as
+    equal. Two infinities of the same sign count as equal. The difference of a NaN and a number is NaN."""
     max_difference = []
     for some, other in zip(x.flatten().split(CHUNK), y.flatten().split(CHUNK), strict=True):
         some, other = some.double(), other.double()

@@ -1,5 +1,5 @@
-"""Read and write Adam's state, the loss scaler and the learning-rate schedule of Megatron in 2019, and of v2 and later,
-and read those that DeepSpeed sharded.
+"""Read and write Adam's state, the loss scaler and the learning-rate schedule in the forms of Megatron 2019, and of v2
+and later. Read Adam's state that DeepSpeed has sharded.
 
 A rank keeps fp32 masters and moments in lists without names: first weights and embeddings, then biases and layer norms,
 both in the order of the file's model.

@@ -3,8 +3,8 @@
 QKV rows have the order [3, heads, head size]. Hugging Face stores linear layers as [in, out], nanoGPT as [out, in].
 
 nanoGPT's ckpt.pt has weights, AdamW's state and `model_args`; its meta.pkl has the characters. nanoGPT uses the erf
-form of GELU and fp32 weights, which are also the masters. Its sample.py loads our exports. With Adam's state, train.py
-loads them, too.
+form of GELU and fp32 weights, which are also the masters. Its sample.py loads our exports. Its train.py loads them if
+they have Adam's state.
 
 A DCP folder is the output of `torch.distributed.checkpoint.save` for an FSDP model, with or without AdamW's state,
 under the names of Hugging Face or nanoGPT. It contains neither the number of heads nor the form of GELU. Our
@@ -121,9 +121,10 @@ def from_openai(x: Tensor, name: str, heads: int, *, transposed: bool = True) ->
 
 
 def find_weights(found: LazyTensors, left_out: list[str]) -> tuple[dict[str, LazyTensor], bool]:
-    """Return the parameters without name prefixes, buffers and LM head, and whether `found` has an LM head. `left_out`
-    gets a line for tensors that do not belong to the model. Raises ValueError if the model is not a GPT-2, with the
-    name of the other architecture if it is known, or if the head differs from the word embeddings."""
+    """Return the parameters of the model by their names without a prefix, and whether `found` has an LM head. Buffers
+    and the LM head are not among the parameters. `left_out` gets a line for tensors that do not belong to the model.
+    Raises ValueError if the model is not a GPT-2, with the name of the other architecture if it is known, or if the
+    head differs from the word embeddings."""
     prefix = _find_prefix(list(found))
     named = {theirs: _strip_prefix(prefix, theirs) for theirs in found}
     others = [theirs for theirs, name in named.items() if not name]

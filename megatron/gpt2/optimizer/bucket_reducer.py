@@ -194,7 +194,7 @@ class ShardedBucketReducer(BucketReducer):
 
     def _send_ready(self) -> None:
         """Also receive all buckets that were sent, except the last one, whose reduction overlaps backward. After the
-        last bucket of a round, receive it, too, and start the next round."""
+        last bucket of a round, receive all and start the next round."""
         super()._send_ready()
         is_last = len(self._sent) == len(self._buffer.buckets)
         while self._received < len(self._sent) - (0 if is_last else 1):

@@ -16,10 +16,10 @@ Q, K and V are orthogonalized separately, as in Megatron: attention uses them as
 with the largest gradient would decide the scale of all three. The order of the heads does not matter, because
 orthogonalization does not depend on the order of rows.
 
-Each whole matrix is orthogonalized by one rank, with the same operands in every layout. So --exact-layouts holds, and
-the work is divided over the tensor-parallel ranks, with a sharded optimizer also over the data-parallel ranks. Per
-step a rank then sends and receives 4 bytes for each element that it updates, twice, or four times if both groups have
-several ranks.
+Each whole matrix is orthogonalized by one rank, with the same operands in every layout. So --exact-layouts holds. The
+work is divided over the tensor-parallel ranks and, with a sharded optimizer, over the data-parallel ranks. Per step a
+rank then sends and receives 4 bytes for each element that it updates, twice, or four times if both groups have several
+ranks.
 """
 
 import collections

@@ -242,7 +242,8 @@ class MixedPrecisionOptimizer:
         # AdamW's fused kernel divides gradients by grad_scale, so it unscales and clips them in its own pass.
         grad_scale = (self.scaler.scale / self._clip_factor(self.grad_norm)).nan_to_num(1.0)
         grads = self._to_masters(grads)
-        # With an offloaded optimizer, this copy to the host waits, also for the earlier copies of the gradients.
+        # With an offloaded optimizer, this copy to the host makes the host wait for the device, including the earlier
+        # copies of the gradients.
         scalars = torch.stack([self.learning_rate, grad_scale, self.found_inf]).to(self.buffer.masters[0].device)
         self.param_gather.finish_param_sync()  # before the update overwrites the parameters
         self._update(grads, *scalars.unbind())

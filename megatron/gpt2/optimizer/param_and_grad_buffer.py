@@ -80,7 +80,7 @@ class ParamAndGradBuffer:
     data_parallel_rank, data_parallel_size: this rank's number in the data-parallel group, and that group's size.
     sharded: whether the optimizer of this rank updates only its shard of every bucket.
     offloaded: whether the state of the optimizer is in host memory.
-    tied_param: a parameter that another pipeline stage has, too. It has a separate bucket, so that both stages
+    tied_param: a parameter of which another pipeline stage has a copy. It has a separate bucket, so that both stages
         shard it alike.
     is_duplicate: whether the other stage counts the tied parameter in the norm.
     matrices: the parameters that Muon updates.

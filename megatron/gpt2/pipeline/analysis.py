@@ -1,5 +1,5 @@
-"""Analysis of a pipeline schedule without running it: start and end of each action, and micro-batches in memory. Also
-drawings of a schedule, as text and as a figure."""
+"""Analysis of a pipeline schedule without running it: start and end of each action, and micro-batches in memory. The
+module also draws a schedule, as text and as a figure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

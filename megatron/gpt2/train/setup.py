@@ -1,5 +1,5 @@
 """The set-up that each rank does before the process group exists: flags, checkpoint, device, precision, tokenizer, and
-tokenised text. Also the check that all ranks have made the same decisions.
+tokenised text. The module also checks that all ranks have made the same decisions.
 
 Tokenising can take hours, so it must not count against the time-out of a collective. Each rank reads its own command
 line, looks for a checkpoint in its own file system and chooses the precision for its device. If one rank decided

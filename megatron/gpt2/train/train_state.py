@@ -181,7 +181,8 @@ def build_reducer(
 
 def seed_random_streams(seed: int, parallel: mpu.ParallelState, device: torch.device) -> None:
     """Seed mpu's random streams for a model on `device`. Each pipeline stage has a different seed, as in Megatron. Each
-    data-parallel rank has one, too, because its samples differ. Megatron gave these ranks the same seed in 2019."""
+    data-parallel rank has a different seed because its samples differ; Megatron gave these ranks the same seed in
+    2019."""
     mpu.model_parallel_cuda_manual_seed(
         seed
         + DATA_PARALLEL_STRIDE * parallel.data_parallel_rank

@@ -214,7 +214,7 @@ class _LayerNorm(torch.autograd.Function):
 
 
 class ExactLayerNorm(LayerNorm):
-    """A `LayerNorm` whose parameters get complete gradients, also with sequence parallelism."""
+    """A `LayerNorm` whose parameters get complete gradients, even with sequence parallelism."""
 
     def __init__(self, *args: Any, virtual: VirtualRanks, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -226,7 +226,7 @@ class ExactLayerNorm(LayerNorm):
 
 
 class ExactPositionEmbedding(PositionEmbedding):
-    """A `PositionEmbedding` whose weight gets a complete gradient, also with sequence parallelism."""
+    """A `PositionEmbedding` whose weight gets a complete gradient, even with sequence parallelism."""
 
     def __init__(self, *args: Any, virtual_ranks: int, sequence_parallel: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

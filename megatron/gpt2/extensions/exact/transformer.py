@@ -36,7 +36,7 @@ class ExactSelfAttention(ParallelSelfAttention):
         attention_fn: AttentionFn | None = None,
         dropout_seeds: Tensor | None = None,
     ) -> Tensor:
-        """Compute the output, see `ParallelSelfAttention.forward`: [s, b, h] -> [s, b, h]."""
+        """[s, b, h] -> [s, b, h], with the arguments of `ParallelSelfAttention.forward`."""
         qkv = [self.split_heads(part) for part in self.query_key_value(x)]
         if attention_fn is not None:  # The KV cache keeps all heads of a rank in one tensor.
             outputs = attention_fn(torch.cat(qkv, dim=2)).chunk(len(qkv), dim=-1)

@@ -3,7 +3,7 @@
 The records are played back together. A rank issues its calls in order, and stops at a wait until the call is complete.
 A call is complete when each of its members has started the call with the same number in its channel.
 
-    nccl   the calls of a rank start one after the other, also those of different groups: NCCL demands the same order of
+    nccl the calls of a rank start one after the other, even those of different groups: NCCL demands the same order of
            all communicators, because a call occupies the device until its peers come. The sends and receives of a batch
            start together. Tags are ignored.
     gloo   the calls of a group start one after the other. Sends and receives start at once, and a send is complete when

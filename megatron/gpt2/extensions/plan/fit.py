@@ -155,7 +155,7 @@ def layouts(inputs: MemoryInputs, *, batch: int | None = None, offload: bool = T
     ranks per model.
 
     batch: the largest micro-batch size (default: that of `inputs`).
-    offload: yield layouts that use memory of the host, too.
+    offload: yield also layouts that use memory of the host.
     """
     asked = inputs.config
     largest = batch or asked.train.micro_batch_size

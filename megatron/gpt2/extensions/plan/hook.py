@@ -1,5 +1,5 @@
-"""A training run prints its memory: rows and a warning at the start, and the error if it runs out of memory.
-Sizes are in MB of 2^20 bytes, like in the log.
+"""A training run prints its memory: rows and a warning at the start, and the error if it runs out of memory. Sizes are
+in MB of 2^20 bytes, as in the log.
 """
 
 import functools

@@ -228,7 +228,7 @@ class Lane:
         self.now += seconds
 
     def is_active(self, time: float) -> bool:
-        """Return whether the processor works at `time`."""
+        """Return whether the processor is busy at `time`."""
         return not self.is_blocked and self.resumed <= time
 
     def record(self, queue: str, name: str, start: float, end: float, text: str) -> None:

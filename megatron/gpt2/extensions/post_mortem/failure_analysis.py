@@ -127,8 +127,8 @@ def make_failure(kind: str, cause: str) -> Failure:
 def last_attempt(incidents: Sequence[Incident]) -> list[Incident]:
     """Return the incidents of the last start of the ranks, by a user or by --max-restarts.
 
-    If the last incident is a refused start by a user, return the refused starts only. Later attempts ignore these
-    incidents."""
+    If the last incident is a start by a user that was refused, return only the refused starts. Later starts ignore
+    these incidents."""
     if incidents and incidents[-1]["kind"] == "refused" and not incidents[-1].get("attempt"):
         refused = {incident["who"]: incident for incident in incidents if incident["kind"] == "refused"}
         return [incident for incident in refused.values() if incident["time"] > incidents[-1]["time"] - START_WINDOW]

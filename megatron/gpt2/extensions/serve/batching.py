@@ -41,8 +41,8 @@ class Batcher:
         self._incoming.put(((), lambda number, event: None))  # An empty request wakes the thread.
 
     def run(self, generator: Generator) -> None:
-        """Generate until `stop` is called. Every unfinished request is then told that the server stops, also after an
-        error."""
+        """Generate until `stop` is called. Every unfinished request then gets an error that the server stops, even
+        after an exception."""
         try:
             with generator.batch(self._batch_size) as batch:
                 while not self._stopping:

@@ -147,7 +147,7 @@ def check_rules(*rules: tuple[str, object, str]) -> None:
 class GeneratedText:
     """A continuation and the text of its prompt.
 
-    events: its tokens so far, also an end-of-document token; or Finished, if it ended without one.
+    events: its tokens so far, including an end-of-document token; or Finished, if it ended without one.
     """
 
     c: GenerationRequest

@@ -96,7 +96,7 @@ def change(folder: Path, *changes: Change, base: dict[str, Any] | None = None) -
 
 
 def test_names_of_earlier_versions(newest: Path) -> None:
-    """The sizes of tensor and pipeline parallelism had other names, and so had the warmup."""
+    """Earlier versions had other names for the tensor- and pipeline-parallel sizes and for the warm-up."""
     old, new = {"model_parallel_size": 4}, {"tensor_model_parallel_size": 4}
     config: dict[str, dict[str, Any]] = {"parallel": old, "optimizer": {"warmup": 0.5}}
     change(newest, ("facts layout", old | {"pipeline_parallel_size": 2}), ("facts config", config))

@@ -160,7 +160,7 @@ def test_ctrl_c(case: str) -> None:
 
 
 def step_without_end(folder: Path) -> None:
-    """Train with a second step that takes half a minute in one call."""
+    """Train. In the second step one call takes half a minute."""
 
     def hang(trainer: Trainer) -> None:
         (folder / f"hangs_{trainer.parallel.rank}").touch()

@@ -109,7 +109,7 @@ def write_megatron(
     """Write a --save folder with iteration 7, and return the first file. The files are those of our export, with the
     order of QKV of `version`, without what only our export holds.
 
-    args: Megatron's arguments to write. True writes the usual ones, False writes none.
+    args: Megatron's arguments to write; True stands for the usual arguments, False for none.
     """
     source = InMemoryCheckpoint({f"model.{name}": x for name, x in weights.items()}, iteration=7)
     made = export_megatron(source, folder, FORMATS[form], MegatronLayout(tp, pp), log=silent)
