@@ -54,7 +54,7 @@ class ActivationOffload:
         self._free_offloaded(keep=0)
 
     def next_group(self) -> OffloadGroup:
-        """Start the next group of this forward pass."""
+        """Return a new group for the next tensors that this forward pass offloads."""
         self._free_offloaded(keep=1)
         self._last_group = OffloadGroup(self, self._last_group)
         self._offloading.append(self._last_group)

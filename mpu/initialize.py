@@ -111,8 +111,8 @@ def initialize_model_parallel(
     pipelines = ranks.permute(1, 2, 0).reshape(-1, pp)
 
     def own_group(groups: Tensor) -> ProcessGroup | None:
-        """Create all groups of `groups`, a row each, and return this rank's group. All ranks must create all groups in
-        the same order."""
+        """Create a process group for each row of `groups`, and return the group of this rank. All ranks must create all
+        groups in the same order."""
         if not dist.is_initialized():
             return None
         return dist.new_subgroups_by_enumeration(groups.tolist(), timeout=timeout)[0]  # type: ignore[no-any-return]

@@ -63,8 +63,8 @@ def _pipeline(group: ProcessGroup | None) -> tuple[ProcessGroup | None, int, int
 
 
 def send_forward(x: Tensor, group: ProcessGroup | None = None) -> None:
-    """Send x to the next rank of the pipeline; the last rank sends to the first, and in megatron.core to none. Any
-    shape. The function returns when x is sent."""
+    """Send x, of any shape, to the next rank of the pipeline. The last rank sends to the first (in megatron.core it
+    sends nothing). The function returns when x is sent."""
     group, rank, size = _pipeline(group)
     if group is not None:
         dist.send(x.contiguous(), group=group, group_dst=(rank + 1) % size)

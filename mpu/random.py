@@ -92,8 +92,8 @@ class RNGStatesTracker:
 
     @contextlib.contextmanager
     def fork(self, name: str = MODEL_PARALLEL_RNG) -> Iterator[None]:
-        """Return a context in which the default generator is the stream `name`. Afterwards it continues its former
-        stream. Raises KeyError if the stream does not exist."""
+        """Return a context in which the default generator is the stream `name`. After the context, the default
+        generator continues its former stream. Raises KeyError if the stream does not exist."""
         if name not in self._states:
             raise KeyError(f"no random stream {name!r}: call mpu.model_parallel_cuda_manual_seed first")
         before = _get_state()

@@ -51,8 +51,8 @@ class TritonKernel(Generic[P, R]):
     examples: (device, dtype) -> lists of small arguments for the comparison. They must not use torch's
         generators, whose states belong to the run: see `example_tensor`.
     mutates_args: names of the arguments that the operation writes into.
-    fake: the results' shapes and dtypes for tensors without values. The default is the reference; one that reads
-        values or uses the CPU needs another.
+    fake: returns tensors of the results' shapes and dtypes, for tensors without values (default: the reference). A
+        reference that reads values or uses the CPU needs such a function.
 
     operator: the custom operator, for callers that must not be traced by torch.compile on a CPU either.
     """

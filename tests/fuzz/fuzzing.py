@@ -87,7 +87,7 @@ class Input:
         return time.process_time() - start
 
     def attempt(self, changed: Files, usual: float = 0.0) -> tuple[str, str]:
-        """Read the input with the changed files, and return as `attempt` does.
+        """Read the input with the changed files, and return the result of the function `attempt`.
 
         usual: seconds of processor time to allow in addition to MAX_SECONDS.
         """

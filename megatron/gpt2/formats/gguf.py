@@ -106,7 +106,7 @@ def write_gguf(
 
 
 def _add_tokenizer(writer: Any, tokenizer: Tokenizer | None) -> str:
-    """Add the tokenizer to the file, and return "". If llama.cpp has no such tokenizer, return this reason."""
+    """Add the tokenizer to the file, and return "". If llama.cpp has no such tokenizer, return a text that says why."""
     if tokenizer is None:
         return "the source has none"
     if isinstance(tokenizer, SentencePieceTokenizer):

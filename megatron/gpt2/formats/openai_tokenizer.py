@@ -1,7 +1,7 @@
 """Read and write GPT-2-like tokenizers in Hugging Face's files.
 
-Exports have vocab.json, merges.txt and tokenizer_config.json. The reader needs the first two, which transformers 4
-writes, or tokenizer.json, which transformers 5 writes instead.
+Exports have vocab.json, merges.txt and tokenizer_config.json. The reader needs vocab.json and merges.txt, which
+transformers 4 writes, or tokenizer.json, which transformers 5 writes instead.
 """
 
 import json

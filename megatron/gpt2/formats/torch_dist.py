@@ -276,8 +276,11 @@ def _bucket_states(
 
 
 def _in_module_order(chunk: Mapping[str, str], order: Sequence[str]) -> list[str]:
-    """Sort the parameters of a chunk by the order of the rank's modules. Returns our names, and `EMBEDDINGS_FOR_HEAD`.
-    chunk: {the rank's name: our name}, by layer."""
+    """Sort the parameters of a chunk by the order of the rank's modules. Return our names of them, and
+    `EMBEDDINGS_FOR_HEAD`.
+
+    chunk: our name of each parameter, by the rank's name.
+    """
 
     def place(name: str) -> tuple[int, ...]:
         if match := LAYER.fullmatch(name):

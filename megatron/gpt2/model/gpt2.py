@@ -50,7 +50,7 @@ def seeded_normal(seed: int, name: str, std: float) -> InitMethod:
 class TransformerBlockConfig(mpu.TransformerConfig):
     """The configuration of the layers, and what a stack of them saves for backward. Names are those of megatron.core.
 
-    recompute_num_layers: with recompute_granularity "full", the layers per saved input.
+    recompute_num_layers: with recompute_granularity "full", how many layers are recomputed from one saved input.
     distribute_saved_activations: with "full", each rank saves only its shard of these inputs. It has no effect with
         sequence_parallel, which shards them already.
     checkpoint_in_cpu: with "full", these inputs are saved in host memory. It has no effect on a CPU.
@@ -123,7 +123,7 @@ class TransformerBlock(nn.Module):
         """[s, b, h] -> [s, b, h].
 
         packed_seq_params: the documents of this micro-batch.
-        cache: gives and stores keys and values.
+        cache: stores the keys and values of earlier tokens.
         dropout_seeds: see `mpu.make_dropout_seeds`.
         layer_range: the layers to compute (default: all).
         """
@@ -452,8 +452,8 @@ def model_partition_specs(config: ModelConfig, tp_size: int = 1) -> dict[str, mp
 
 
 def count_parameters(config: ModelConfig, tp_size: int = 1) -> tuple[int, int]:
-    """Return the number of parameters of the model (true vocabulary), and on each rank (padded vocabulary). No weight
-    is created."""
+    """Return two numbers of parameters: of the whole model with the true vocabulary, and of each tensor-parallel rank
+    with the padded vocabulary. No weight is created."""
     specs = model_partition_specs(config, tp_size).values()
     return (
         sum(math.prod(spec.global_shape) for spec in specs),

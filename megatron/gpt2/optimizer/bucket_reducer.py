@@ -243,12 +243,12 @@ class TorchDDPReducer:
 
 
 class TiedGradReducer:
-    """Adds the gradient of the tied matrix to the reducer without autograd. It has two parts, of the head and of the
-    embedding.
+    """Adds the gradient of the tied matrix to the reducer without autograd. This gradient has two parts, that of the
+    head and that of the embedding.
 
     name: the name under which the gradient of the head is reduced.
-    of_embedding: the name for the gradient of the embedding, if it is reduced separately or is on another pipeline
-        rank. None: it is added to that of the head.
+    of_embedding: the name under which the gradient of the embedding is reduced, if it is reduced separately or the two
+        are on different pipeline ranks. None: it is added to the gradient of the head.
     """
 
     def __init__(self, reducer: BucketReducer, name: str, of_embedding: str | None = None) -> None:

@@ -121,7 +121,7 @@ class MuonOptimizer(MixedPrecisionOptimizer):
         """Replace the parts of the matrices `names` in `grads` by those of the scaled, orthogonalized matrices.
 
         The parts of a tensor-parallel rank's matrix are gathered on a data-parallel rank, then the whole matrix on a
-        tensor-parallel rank of this data-parallel rank. The results return the same way."""
+        tensor-parallel rank of this data-parallel rank. The results are sent back in the same way."""
         buffer, t = self.buffer, self._tensor_size
         sizes = {name: buffer.shard_sizes(name) for name in names}
         parts = {name: grads[index][part] for name in names for index, part, _ in [buffer.local_shard_of(name)]}

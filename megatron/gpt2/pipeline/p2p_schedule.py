@@ -147,7 +147,7 @@ def input_message(schedule: PipelineSchedule, rank: int, action: Action) -> P2PM
 
 
 def dependencies(schedule: PipelineSchedule, stage: int, action: Action) -> list[tuple[Kind, int]]:
-    """Return the actions on the same micro-batch that must be finished before, as (kind, stage)."""
+    """Return the actions on the same micro-batch that must be finished before this action, as (kind, stage)."""
     if action.kind == "F":
         return [("F", stage - 1)] if stage else []
     if action.kind == "W":

@@ -1,4 +1,5 @@
-"""Pipeline schedules: a table of the actions of each rank, in order. It also has the layers of each stage.
+"""Pipeline schedules: a table of the actions of each rank, in order. The module also distributes the layers over the
+stages.
 
 A rank has v model chunks. Chunk c of rank r is stage c·p + r of the p·v stages, so a micro-batch passes all ranks once
 for each chunk. Stage 0 has the embedding, the last stage has the loss.
@@ -80,8 +81,8 @@ def interleaved(p: int, v: int, m: int) -> PipelineSchedule:
     """1F1B with v chunks per rank (arXiv:2104.04473): p micro-batches pass chunk 0, then the same ones pass chunk 1,
     ...
 
-    The order is built for whole groups of p micro-batches. Then micro-batches from m on are removed. The order stays
-    valid, because actions of different micro-batches do not depend on each other.
+    The order is built for whole groups of p micro-batches. Then the micro-batches with numbers from m on are removed.
+    The order stays valid, because actions of different micro-batches do not depend on each other.
     """
     whole = -(-m // p) * p
     ranks = []

@@ -148,8 +148,8 @@ def _tensor_key(message: P2PMessage) -> MessageKey:
 
 class _DeallocateOutput(torch.autograd.Function):
     """Replaces the output that goes to the next stage by a scalar, so that the output can be freed after it is sent.
-    Backward starts from the only element of `received_gradient`, which the caller adds before. Megatron has
-    `deallocate_output_tensor` for this."""
+    Before backward, the caller puts the gradient of the next stage into `received_gradient`, and backward starts from
+    it. Megatron has `deallocate_output_tensor` for this."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, received_gradient: list[Tensor]) -> Tensor:

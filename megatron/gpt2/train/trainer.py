@@ -73,7 +73,7 @@ class Trainer:
 
     @property
     def hosts(self) -> dict[int, str]:
-        """The host name of each rank. For a run of one rank there are no names."""
+        """The host name of each rank; empty for a run of one rank."""
         return self.context.rank_info.hosts
 
     @property

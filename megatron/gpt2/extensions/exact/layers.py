@@ -24,7 +24,7 @@ from mpu.transformer import LayerNorm
 
 
 def _columns(weight: Tensor, count: int) -> list[Tensor]:
-    """Split a weight [o, i] by columns. Each shard is contiguous, as it would be on a rank with one virtual rank."""
+    """Split a weight [o, i] by columns. Each shard is contiguous, as on a rank that has only this shard."""
     return [part.contiguous() for part in weight.chunk(count, dim=1)]
 
 

@@ -113,7 +113,7 @@ class MemoryInputs:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """The memory of a rank at its largest moment.
+    """The memory of a rank at the time at which it is largest.
 
     parts: bytes by part.
     on_host: bytes of host memory, with a GPU.

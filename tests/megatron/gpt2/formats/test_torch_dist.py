@@ -1,9 +1,9 @@
 """Megatron's `torch_dist` checkpoints: megatron-core's files and our exports, read by torch, by megatron-core and by
 this program, and used for training.
 
-megatron-core 0.15 to 0.19 wrote the files, in `7c1f71a:tests/megatron/gpt2/formats/torch_dist/make.py`. Every file
-holds the same model of two layers after a step of Adam, `expected.npz` its tensors, and `logits.npz` tokens and their
-logits by megatron-core.
+megatron-core 0.15 to 0.19 wrote the files, in `7c1f71a:tests/megatron/gpt2/formats/torch_dist/make.py`. Every
+checkpoint holds the same model of two layers after a step of Adam. `expected.npz` holds the tensors of this model, and
+`logits.npz` holds tokens and the logits that megatron-core computes for them.
 """
 
 from __future__ import annotations
