@@ -148,9 +148,11 @@ OURS_ONLY_ARMS = [
 
 
 def flops_by_llm_c(parameters: int, num_layers: int, hidden_size: int, seq_length: int) -> int:
-    """Return 6N + 6LCT, as `gpt2_estimate_mfu` of llm.c. It counts attention twice as high, but no biases and norms.
+    """Return 6N + 6LCT, the formula of `gpt2_estimate_mfu` of llm.c. Compared with Megatron's formula, it counts
+    attention twice as high, and no biases and norms.
 
-    parameters: their number N, with the padded vocabulary. Megatron's formula is in `ModelConfig.flops_per_token`.
+    parameters: N, the number of parameters with the padded vocabulary. Megatron's formula is in
+        `ModelConfig.flops_per_token`.
     """
     return 6 * parameters + 6 * num_layers * hidden_size * seq_length
 

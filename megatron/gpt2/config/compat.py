@@ -48,7 +48,7 @@ class CompatRule:
 
     @property
     def help_text(self) -> str:
-        """The text and the allowed values."""
+        """The text of the rule, with the allowed values."""
         return f"only {self.allowed}: {self.text}" if self.accepts else self.text
 
     @property

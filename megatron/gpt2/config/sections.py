@@ -851,8 +851,8 @@ class Config:
 
     @staticmethod
     def from_dict(values: Mapping[str, Mapping[str, Any]]) -> "Config":
-        """Return the configuration that `as_dict` converted. JSON may have turned tuples into lists. Missing fields get
-        defaults."""
+        """Return the configuration of which `values` is the result of `as_dict`. JSON may have turned tuples into
+        lists. Missing fields get defaults."""
         values = with_new_names(values)
         unknown = flatten_sections(values).keys() - config_fields().keys()
         require(

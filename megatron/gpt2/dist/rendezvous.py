@@ -457,7 +457,8 @@ def shutdown_distributed(rank_info: RankInfo) -> None:
 
 @contextlib.contextmanager
 def temporary_group(rank_info: RankInfo) -> Iterator[ProcessGroup]:
-    """Create a gloo process group of all ranks, before the run has its own. The group ends with the context."""
+    """Create a gloo process group of all ranks, before the run has its own. The group is destroyed at the end of the
+    context."""
     assert rank_info.rendezvous is not None and dist.group.WORLD is None
     store = PrefixStore("temporary group", rank_info.rendezvous.store)
     dist.init_process_group("gloo", store=store, rank=rank_info.rank, world_size=rank_info.world_size)

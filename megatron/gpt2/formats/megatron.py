@@ -1,5 +1,5 @@
-"""Read and write Megatron's checkpoints with one file per rank, of every version, and read DeepSpeed's of a Megatron
-model.
+"""Read and write Megatron's checkpoints with one file per rank, of every version. Read DeepSpeed's checkpoints of a
+Megatron model.
 
 Each folder `mp_rank_TT` or, with a pipeline, `mp_rank_TT_PPP` has a file model_optim_rng.pt. DeepSpeed writes
 mp_rank_TT_model_states.pt. A file holds one chunk of layers, `model`, or several with interleaved stages: `model0`,

@@ -1,7 +1,7 @@
 """Find the layouts of a run that fit into a given memory, the cheapest first.
 
-They vary the micro-batch, recomputation, model parallelism, pipelines, sharding and offloading. All layouts compute the
-same training. Layouts are sorted by their cost, an estimate of how much longer a step takes:
+The layouts differ in micro-batch, recomputation, model parallelism, pipelines, sharding and offloading. All compute the
+same training. They are sorted by their cost, an estimate of how much longer a step takes:
 
     recompute full       a second forward pass of the layers, from the model's FLOPs: 29 % at 345M
     recompute selective  2 %: 1 to 2 measured on a CPU (docs/explanation/performance.md)

@@ -91,7 +91,7 @@ class MemoryInputs:
 
     @property
     def stages(self) -> int:
-        """The number of stages. Each rank of a pipeline holds one, which has several chunks if the schedule is
+        """The number of stages. Each rank of a pipeline holds one stage, which has several chunks if the schedule is
         interleaved."""
         return self.config.parallel.pipeline_model_parallel_size
 
