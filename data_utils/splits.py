@@ -160,6 +160,14 @@ def build_splits(
     split. `split` divides the training data into the remaining splits, each pair of a blend separately. Raises
     ValueError, which names --split or the file, if a split that is needed and has a share would be empty.
 
+    train_data, valid_data, test_data: files of text or JSON, folders, or patterns.
+    data_path, valid_data_path, test_data_path: prefixes of `.bin/.idx` pairs, with weights.
+    data_order: "shuffled" or "megatron" (--data-order).
+    split: the shares of the three splits, e.g. "969,30,1".
+    text_key: the field of a JSON line that holds the text.
+    max_bad_fraction: the share of lines that may be unusable.
+    cache_path: the folder of tokenised files (default: in the cache folder of the user).
+    need_valid, need_test: False leaves the split out.
     log: receives one line at a time.
     """
     files = {

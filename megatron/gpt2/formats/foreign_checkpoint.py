@@ -100,9 +100,11 @@ class LazyTensor:
         return LazyTensor(info, lambda: change(*(part.load() for part in parts)))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> LazyTensor:
+        """Return a lazy tensor whose value is `change` of this value."""
         return LazyTensor.combine(change, self)
 
     def equal(self, other: LazyTensor) -> bool:
+        """Return whether shapes, dtypes and values are equal."""
         return self.info == other.info and torch.equal(self.load(), other.load())
 
 

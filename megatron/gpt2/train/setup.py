@@ -139,7 +139,8 @@ def build_context(arguments: Arguments, rank_info: RankInfo, log: Log) -> RunCon
     """Do everything up to the tokenised data, without a process group. Raises ValueError or OSError with a one-line
     message for bad input.
 
-    log: receives a line for each decision, with its reason.
+    log: receives a line for each decision, with its reason. Tokenising prints its lines itself, because any rank may do
+        it.
     """
     arguments, checkpoint, source = _resolve_checkpoint(arguments, rank_info, log)
     if checkpoint is not None:
