@@ -230,8 +230,8 @@ def checkpoint_without_output(
     `function` saves its input for its own backward anyway, so this adds no memory. The function's output must be
     contiguous. Under torch.compile this is a plain call, because the compiler decides what to save or recompute.
 
-    It saves 19 of the 50 MB that a layer of GPT-2 124M keeps for a micro-batch on a CPU, and costs 1 to 2 % of the time
-    (docs/explanation/performance.md). torch.utils.checkpoint would also recompute the consumer's matrix product.
+    It saves 19 of the 50 MB that a layer of GPT-2 124M keeps for a micro-batch on a CPU, and costs up to 6 % of the
+    time (docs/explanation/performance.md). torch.utils.checkpoint would also recompute the consumer's matrix product.
     Megatron's CheckpointWithoutOutput frees the output and restores it in a hook. Here, a saved-tensor hook recognises
     the output by its address when the consumer saves it, and saves the input instead.
     """

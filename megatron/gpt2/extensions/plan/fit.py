@@ -4,7 +4,7 @@ The layouts differ in micro-batch, recomputation, model parallelism, pipelines, 
 same training. They are sorted by their cost, an estimate of how much longer a step takes:
 
     recompute full       a second forward pass of the layers, from the model's FLOPs: 29 % at 345M
-    recompute selective  2 %: 1 to 2 measured on a CPU (docs/explanation/performance.md)
+    recompute selective  2 %: -4 to 6 measured on CPUs (docs/explanation/performance.md)
     model parallel       1/0.95, 1/0.82 and 1/0.77 at 2, 4 and 8 ranks (arXiv:1909.08053, figure 5); beyond 8, 2 times
     pipeline             its bubble, and its messages at 100 GB/s
     half the micro-batch 3 %: smaller matrix products, and one more pass over the gradients
