@@ -154,7 +154,7 @@ def compare_with_peer(config: ModelConfig, device: str, kind: str, *, nanogpt: s
     """Compare two layers of the given width with a peer, in fp32, with weights and biases of standard deviation 0.1 and
     the same tokens. nanoGPT has the true vocabulary here.
 
-    Returns the relative differences of loss and gradient norm, and the greatest difference of a gradient, relative to
+    Return the relative differences of loss and gradient norm, and the greatest difference of a gradient, relative to
     the largest entry of its tensor.
     """
     mpu.initialize_model_parallel(1)

@@ -67,7 +67,7 @@ def _feistel_round(half: np.ndarray, key: np.ndarray) -> np.ndarray:
 
 
 def permute(indices: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
-    """Permute range(size) as `key` chooses. Returns the position of each index, in O(1) time and memory per index.
+    """Permute range(size) as `key` chooses. Return the position of each index, in O(1) time and memory per index.
 
         >>> permute(np.arange(5), 5, permutation_key(1))
         array([1, 2, 0, 4, 3])
@@ -75,7 +75,7 @@ def permute(indices: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
     indices: int64 [k], in range(size).
     key: uint64 [k], or [1] for all.
 
-    Returns int64 [k]. A Feistel network permutes the next power of two; a result outside range(size) is permuted again
+    Return int64 [k]. A Feistel network permutes the next power of two; a result outside range(size) is permuted again
     until it is inside (cycle walking). The power is below 2 · size, except for the smallest sizes, so one or two passes
     are usual.
     """

@@ -99,7 +99,7 @@ def parse_split(split: str) -> tuple[Fraction, Fraction, Fraction]:
 
 
 def split_borders(document_starts: np.ndarray, shares: Sequence[Fraction], closed: bool) -> list[int]:
-    """Divide tokens in proportion to `shares`. Returns len(shares) + 1 borders, in tokens, from 0 to the end.
+    """Divide tokens in proportion to `shares`. Return len(shares) + 1 borders, in tokens, from 0 to the end.
 
     document_starts: int64 [documents + 1]. By default, borders are between documents, as close to the shares as
         possible, and each part with a share gets at least one document. Borders are by position instead if there are

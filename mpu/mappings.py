@@ -99,7 +99,7 @@ class _ApplyCollective(torch.autograd.Function):
 
 
 def apply_collective(x: Tensor, group: ProcessGroup | None, *, forward: Collective, backward: Collective) -> Tensor:
-    """Apply `forward` to x over the group. The gradient is `backward`. Returns x itself if there is only one rank."""
+    """Apply `forward` to x over the group. The gradient is `backward`. Return x itself if there is only one rank."""
     group = group if group is not None else get_tensor_model_parallel_group()
     if group is None or group.size() == 1:
         return x

@@ -33,7 +33,7 @@ class Transfer:
 def batched_p2p_ops(
     sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], group: ProcessGroup
 ) -> tuple[list[Transfer], list[Transfer]]:
-    """Start to send and receive contiguous tensors, each with its peer. Returns the transfers of the sends and of the
+    """Start to send and receive contiguous tensors, each with its peer. Return the transfers of the sends and of the
     receives, in order.
 
     NCCL runs them as one operation: all proceed at once. Transfers between two ranks are matched by their order.

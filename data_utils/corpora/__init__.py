@@ -53,7 +53,7 @@ Corpus = tuple[tuple[str, ...], str | None]  # the files, and the key of the tex
 
 
 def find_corpora(flags: Mapping[str, Sequence[str]], text_key: str | None) -> tuple[list[tuple[str, ...]], str | None]:
-    """Replace names of corpora by their files. Returns the files of each flag, in order, and the text key: `text_key`
+    """Replace names of corpora by their files. Return the files of each flag, in order, and the text key: `text_key`
     if it is given, otherwise that of the corpora.
 
     flags: the words of each flag. A word with "/" or "." is a path and never a name. Raises FileNotFoundError, which

@@ -160,7 +160,7 @@ def no_follow(path: str, flags: int) -> int:
 
 
 def try_lock(file: IO[Any]) -> bool:
-    """Lock the open `file` until it is closed. Returns False if another process holds the lock. Raises OSError if the
+    """Lock the open `file` until it is closed. Return False if another process holds the lock. Raises OSError if the
     file system has no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -361,7 +361,7 @@ def fingerprint_of(*parts: bytes | str) -> str:
 
 
 def update_hash(digest: Any, path: str | Path, start: int = 0, stop: int = sys.maxsize) -> int:
-    """Update `digest` with the bytes of a file from `start` to `stop` or its end. Returns the number of bytes."""
+    """Update `digest` with the bytes of a file from `start` to `stop` or its end. Return the number of bytes."""
     buffer, position = memoryview(bytearray(BLOCK)), start
     with open(path, "rb", buffering=0) as file:
         file.seek(start)
@@ -409,7 +409,7 @@ def hash_chunks(path: str | Path, sizes: Sequence[int] | None = None) -> list[Ch
 
 
 def find_damaged_chunks(path: str | Path, parts: Sequence[ChunkHash]) -> list[str]:
-    """Compare a file with its chunk hashes `parts`. Returns a line for each difference; reads every byte."""
+    """Compare a file with its chunk hashes `parts`. Return a line for each difference; reads every byte."""
     found = []
     sizes = [part["bytes"] for part in parts]
     if (size := os.path.getsize(path)) != sum(sizes):

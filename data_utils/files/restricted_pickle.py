@@ -47,7 +47,7 @@ def read_pickle(
     persistent: Callable[[Any], Any] | None = None,
     budget: int = BUDGET,
 ) -> tuple[Any, int]:
-    """Read the pickle from byte `at` of `data`, at most to `end`. Returns the object and the index of the next byte.
+    """Read the pickle from byte `at` of `data`, at most to `end`. Return the object and the index of the next byte.
 
     names: a pattern of the allowed classes and functions, "module.name", which become `PickledObject`.
     values: the objects for other allowed names.

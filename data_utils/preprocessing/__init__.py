@@ -119,7 +119,7 @@ def tokenizer_of(job: PreprocessingJob) -> Tokenizer:
 
 
 def preprocess(job: PreprocessingJob, *, log: Log) -> dict[str, Manifest]:
-    """Make the pairs, unless they exist and were made from the same input in the same way. Returns each key's manifest.
+    """Make the pairs, unless they exist and were made from the same input in the same way. Return each key's manifest.
 
     Raises ValueError or OSError if the input, a flag or the disk is wrong. Finished shards are kept after an error.
     """
@@ -338,7 +338,7 @@ def _check_bad_lines(job: PreprocessingJob, shard_manifests: Sequence[Manifest],
 
 
 def _merge_shards(job: PreprocessingJob, key: str, shard_manifests: Sequence[Manifest]) -> Manifest:
-    """Merge the shards of a key into a pair in the shards' folder. Returns its manifest."""
+    """Merge the shards of a key into a pair in the shards' folder. Return its manifest."""
     tokenizer, inputs = tokenizer_of(job), list[dict[str, Any]]()
     with IndexedDatasetBuilder(_merged_prefix(job, key), token_dtype(tokenizer.vocab_size)) as builder:
         for number, shard in enumerate(shard_manifests):
@@ -377,7 +377,7 @@ def _rename_pair(temporary: str, prefix: str) -> None:
 
 
 def merge_datasets(sources: Sequence[str], output_prefix: str, eod: int) -> Manifest:
-    """Merge the documents of all `sources`, in order, into the pair at `output_prefix`. Returns its manifest.
+    """Merge the documents of all `sources`, in order, into the pair at `output_prefix`. Return its manifest.
 
     eod: the end-of-document id in files of nanoGPT and llm.c. Raises ValueError or FileNotFoundError if the sources
     cannot be merged.

@@ -99,7 +99,7 @@ def find_merge(token: bytes, ranks: Mapping[bytes, int]) -> tuple[bytes, bytes] 
 
 
 class Gigatoken:
-    """Encodes valid UTF-8 to ranks, uint32 [tokens]. Returns None if tiktoken's ranks may differ.
+    """Encode valid UTF-8 to ranks, uint32 [tokens]. Return None if tiktoken's ranks may differ.
 
     ranked: the tokens in the order of training.
     """

@@ -161,7 +161,7 @@ def has_seeded_attention(device: str) -> bool:
 def causal_attention(qkv: Tensor, dropout_p: float, bias: Tensor | None = None) -> Tensor:
     """softmax(QKᵀ/√d, keys up to the query's position) V for each head, with dropout of the probabilities.
 
-    qkv: [s, b, n, 3, d]; each head has its query, key and value side by side. Returns [s, b, n·d].
+    qkv: [s, b, n, 3, d]; each head has its query, key and value side by side. The result is [s, b, n·d].
     bias: see `split_qkv`. Only if `has_fused_layer(qkv)`.
     """
     is_slow = cpu_features.HAS_AMX and qkv.is_cpu and qkv.dtype == torch.bfloat16

@@ -25,7 +25,7 @@ as_command(main)()
 
 
 def end(main: str, head: bool = False) -> tuple[int, str, str]:
-    """Run a program with this `main`. Returns exit code, output and errors.
+    """Run a program with this `main`. Return exit code, output and errors.
 
     head: the reader of its output reads one character and closes the pipe while the program's standard input is still
         open.

@@ -113,7 +113,7 @@ def attempt(
     refusals: tuple[type[Exception], ...] = (ValueError,),
     most: float = MAX_SECONDS,
 ) -> tuple[str, str]:
-    """Call `read` for an input of `size` bytes. Returns ("accepted", ""), ("refused", the error's line), or (a finding,
+    """Call `read` for an input of `size` bytes. Return ("accepted", ""), ("refused", the error's line), or (a finding,
     its details).
 
     place: a text that an error must contain, unless it names a flag.

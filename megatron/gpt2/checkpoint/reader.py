@@ -391,7 +391,7 @@ class NativeCheckpoint(BaseCheckpoint):
 
 
 def _parse_table_ranges(entries: Any, tables: int) -> dict[int, tuple[int, int, int]]:
-    """Parse a list of the manifest's `held`. Returns the first row, one past the last row, and the entries, by
+    """Parse a list of the manifest's `held`. Return the first row, one past the last row, and the entries, by
     table."""
     ranges = {table: (top, bottom, count) for table, top, bottom, count in (_integers(entry, 4) for entry in entries)}
     if any(table >= tables for table in ranges):

@@ -86,7 +86,7 @@ def find_checkpoint(
     to `.old-N` are tried last, except that of the iteration in `LATEST_FILE` if this is missing. Nothing on the
     disk changes. Every rank logs the warnings.
 
-    Returns None if the folder does not exist or has no checkpoint. Raises ValueError if all its checkpoints are
+    Return None if the folder does not exist or has no checkpoint. Raises ValueError if all its checkpoints are
     damaged.
     """
     directory = Path(directory)

@@ -110,7 +110,7 @@ class Saver:
     def save(
         self, iteration: int, files: ShardedFiles, metadata: Mapping[str, Any], *, into: Path | None = None
     ) -> Path | None:
-        """Start saving a checkpoint. Returns its folder if the save is committed, and None if it failed with a warning
+        """Start saving a checkpoint. Return its folder if the save is committed, and None if it failed with a warning
         or if the thread is still writing (--async-save).
 
         metadata: values of JSON types for the manifest; those of rank 0 are written.

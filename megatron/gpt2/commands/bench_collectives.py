@@ -174,7 +174,7 @@ def sample_values(rank: int, blocks: int) -> Tensor:
 def run_and_check(
     operation: BenchOperation, group: ProcessGroup, size: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Callable[[], object], int, float, bool]:
-    """Run an operation once, with buffers of at most `size` bytes. Returns a function that repeats it, the bytes of a
+    """Run an operation once, with buffers of at most `size` bytes. Return a function that repeats it, the bytes of a
     buffer, the seconds on this rank, and whether this rank's result is right within the rounding of the dtype."""
     blocks = group.size() if operation.has_blocks else 1
     count = max(1, size // dtype.itemsize // blocks)

@@ -120,7 +120,7 @@ def help_of_field(f: dataclasses.Field[Any]) -> str:
 
 
 def parse_launch_flags(argv: Sequence[str]) -> tuple[LaunchConfig, list[str]]:
-    """Parse the flags of `LaunchConfig`. Returns the flags and the remaining words.
+    """Parse the flags of `LaunchConfig`. Return the flags and the remaining words.
 
     They are parsed before all others, because they decide which rank reports a bad flag."""
     names = {flag_name(f.name) for f in dataclasses.fields(LaunchConfig)}

@@ -154,7 +154,7 @@ def connect_store(at: tuple[str, int], timeout: float) -> TCPStore:
 
 
 def join_rendezvous(launch: Launch, usable: UsableRanks | None = None) -> RankInfo:
-    """Wait until all ranks have joined. Returns this process's rank and world size, with the rendezvous.
+    """Wait until all ranks have joined. Return this process's rank and world size, with the rendezvous.
 
     Raises MissingRanksError if some ranks do not join within `launch.timeout` seconds, and ValueError for a bad
     address. A world of one rank has no rendezvous.

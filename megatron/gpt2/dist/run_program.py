@@ -132,7 +132,7 @@ def handle_error(error: Exception, rank_info: RankInfo) -> int:
 
 
 def exit_with_error(error: Exception, rank_info: RankInfo) -> int:
-    """Print `error` in one line, on one rank of each machine, and leave the rendezvous. Returns the exit code, which is
+    """Print `error` in one line, on one rank of each machine, and leave the rendezvous. Return the exit code, which is
     2 unless the error has an `exit_code`."""
     code, prints = getattr(error, "exit_code", BAD_INPUT), _is_first_error(rank_info)
     if prints:
@@ -167,7 +167,7 @@ def _is_first_error(rank_info: RankInfo) -> bool:
 
 
 def report_out_of_memory(line: str, rank_info: RankInfo) -> int:
-    """Print `line` about out-of-memory on the first rank that runs out of memory. Returns exit code 2.
+    """Print `line` about out-of-memory on the first rank that runs out of memory. Return exit code 2.
 
     The caller leaves the process group and the rendezvous.
     """
@@ -193,7 +193,7 @@ def start_ranks(
     """Run `program(argv)` on `launch.ranks_to_start` ranks of this machine. `launch` describes the first of these
     ranks.
 
-    Returns the exit code of the first rank that fails, or 0. If one fails, the others end within EXIT_TIMEOUT seconds,
+    Return the exit code of the first rank that fails, or 0. If one fails, the others end within EXIT_TIMEOUT seconds,
     and all ranks are restarted at most `launch.max_restarts` times. SIGTERM and SIGUSR1 are forwarded to the ranks;
     Ctrl-C reaches them from the terminal.
 

@@ -57,7 +57,7 @@ def write_native(
     tokenizer: Tokenizer | None = None,
     log: Callable[[str], None] = print,
 ) -> Path:
-    """Write the iteration of `source` into the new folder `out`. Returns the iteration's folder.
+    """Write the iteration of `source` into the new folder `out`. Return the iteration's folder.
 
     tp_size: any size that divides the model's shape.
     tokenizer: saved with the checkpoint, if given. Only one tensor is in memory at a time. Masters and moments are

@@ -323,7 +323,7 @@ def _viewed(values: Callable[[], Tensor], shape: tuple[int, ...]) -> Tensor:
 def write_torch_dist(
     source: BaseCheckpoint, out: str | Path, layout: MegatronLayout, *, log: Callable[[str], None] = print
 ) -> Path:
-    """Write `source`, with Adam's state if it has one, into the new folder `out`. Returns the iteration's folder.
+    """Write `source`, with Adam's state if it has one, into the new folder `out`. Return the iteration's folder.
     Megatron can load it in every layout; `layout` is saved in the arguments. Raises ValueError for a layout that
     Megatron Core does not support."""
     model = padded_model_config(source, layout.tensor)

@@ -294,7 +294,7 @@ class DcpCheckpoint(BaseCheckpoint):
 
 
 def read_dcp_metadata(path: Path) -> tuple[dict[str, TensorInfo], dict[str, SavedSlices], dict[str, FileRegion]]:
-    """Read the file `.metadata`. Returns tensors, slices with their regions, and regions of objects, all by name.
+    """Read the file `.metadata`. Return tensors, slices with their regions, and regions of objects, all by name.
     Raises ValueError, in one line, if the file is damaged or names an unknown class."""
     infos: dict[str, TensorInfo] = {}
     parts: dict[str, SavedSlices] = {}

@@ -194,7 +194,7 @@ class ContinuousBatch:
         self._rows: dict[int, GenerationRequest] = {}  # the continuations by their row in the cache
 
     def add(self, c: GenerationRequest) -> int:
-        """Add a continuation, even while `events` runs. Returns the number of the continuation (0, 1, 2, …); its events
+        """Add a continuation, even while `events` runs. Return the number of the continuation (0, 1, 2, …); its events
         carry it."""
         if len(c.prompt) > self._limit:
             self._generator.log(

@@ -177,7 +177,7 @@ class ModelRunner:
 
 
 def token_scores(model: GPT2Model, hidden: Tensor, targets: Tensor, alternatives: int = 0) -> Tensor:
-    """Score each target token. Returns float64 [t, 2 + 2a], equal on every rank of the model-parallel group.
+    """Score each target token. Return float64 [t, 2 + 2a], equal on every rank of the model-parallel group.
 
     hidden: [t, h], from `model.hidden_states`.
     targets: [t]. The columns are ln p(target); 1 if the target is the arg-max, else 0; the a = `alternatives` likeliest

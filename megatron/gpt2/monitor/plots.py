@@ -115,7 +115,7 @@ def as_svg(panels: dict[str, list[Curve]]) -> str:
 def plot_loss(metrics_path: str | Path, png_path: str | Path, title: str) -> str:
     """Plot training loss, validation loss and learning rate into `png_path`.
 
-    Returns that path, or a text plot without matplotlib. With fewer than two points it returns "", because importing
+    Return that path, or a text plot without matplotlib. With fewer than two points it returns "", because importing
     matplotlib takes half a second.
     """
     records = read_records(metrics_path)

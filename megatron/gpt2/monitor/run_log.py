@@ -220,7 +220,7 @@ class RunLog:
     def close(self, title: str = "GPT-2") -> str:
         """Close the metric writers, write the report and plot the loss.
 
-        Returns the path of the plot, a text plot without matplotlib, or "" if there are fewer than two points, the file
+        Return the path of the plot, a text plot without matplotlib, or "" if there are fewer than two points, the file
         cannot be written, or the log is already closed.
         """
         if self._closed:

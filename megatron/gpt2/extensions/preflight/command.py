@@ -116,7 +116,7 @@ def combine_findings(name: str, found: Mapping[int, Finding], hosts: Mapping[int
 
 
 def run_checks(arguments: Arguments, rank_info: RankInfo) -> list[CheckResult]:
-    """Run all checks, on every rank. Returns the same rows on every rank. Raises ValueError if the flags name a device
+    """Run all checks, on every rank. Return the same rows on every rank. Raises ValueError if the flags name a device
     or a backend that is not available."""
     config = arguments.config
     device, _ = devices.choose_device(config.train.device, rank_info)

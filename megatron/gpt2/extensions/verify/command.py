@@ -314,7 +314,7 @@ def check_same_run(then: Mapping[str, Any], here: Mapping[str, Any]) -> None:
 
 
 def compare_layouts(options: argparse.Namespace, scratch: Path) -> tuple[str, TensorTrace, list[LayoutResult]]:
-    """Run the layouts and compare them. Returns a description of the reference, its trace, and the results. The trace
+    """Run the layouts and compare them. Return a description of the reference, its trace, and the results. The trace
     may be in the folder `scratch`."""
     first = read_layout(options.command, options.layout[0])
     layouts = [read_layout(options.command, flags, first.batch) for flags in options.layout]

@@ -356,7 +356,7 @@ def test_what_two_ranks_of_fsdp_saved(fsdp: Path, form: str, ending: str):
 
 
 def load(rank: int, world_size: int, folder: Path, out: Path, tokens: Tensor) -> Tensor:
-    """Load `folder` into transformers' model and torch's AdamW, both sharded, and save it again into `out`. Returns the
+    """Load `folder` into transformers' model and torch's AdamW, both sharded, and save it again into `out`. Return the
     logits [b, s, v]."""
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 

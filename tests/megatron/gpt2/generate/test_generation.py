@@ -224,7 +224,7 @@ def test_the_same_text_on_any_number_of_ranks(model: GPT2Model, ranks: int, sequ
 
 
 def waiting_ranks(rank: int, world_size: int) -> tuple[list[str], float]:
-    """Run two streams with pauses; the first one is closed early. Returns the finishes, and the processor time that a
+    """Run two streams with pauses; the first one is closed early. Return the finishes, and the processor time that a
     waiting rank used."""
     mpu.initialize_model_parallel(world_size)
     generator = Generator(GPT2Model(CONFIG), TOKENIZER, group=new_command_group())
