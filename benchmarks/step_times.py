@@ -30,7 +30,7 @@ from data_utils.command_line import align_columns
 from megatron.gpt2.extensions.plan.cluster import ROOT, Cluster, read_cluster
 from megatron.gpt2.extensions.plan.step_time import Layouts, Software, step_seconds
 
-COLUMNS = [field.name for field in dataclasses.fields(Layouts) if field.name != "virtual_stages"]
+COLUMNS = [field.name for field in dataclasses.fields(Layouts) if field.name != "num_model_chunks"]
 PROGRAM = "megatron_deepspeed"  # The CSV files have this name of the program.
 WORST = 0.05  # The report lists this share of the rows, those with the largest errors.
 INTERVAL = 0.8  # An interval should contain this share of the rows.
@@ -159,7 +159,7 @@ def layouts(columns: Sequence[Sequence[float]], names: str) -> Layouts:
 def published() -> list[Table]:
     """Return the published tables."""
     names = "global_batch micro_batch hidden_size attention_heads layers sequence_length tensor_parallel data_parallel "
-    names += "pipeline_parallel virtual_stages"
+    names += "pipeline_parallel num_model_chunks"
     tables = []
     for gpu, batch, column in (("v100", 8, 4), ("selene", 16, 5)):
         rows = [(batch, batch, h, n, depth, 1024, t, 1, 1, 1) for depth, h, n, t, *_ in TABLE_2020]

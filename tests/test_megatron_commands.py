@@ -277,7 +277,7 @@ def test_deepspeed_examples_lines_are_read(work: Path, run: Run):
     # The line asks for 16 ranks: tensor size 2, pipeline size 2, data size 4.
     pipeline = config("3D_parallelism_ds_pretrain_gpt2_pipe", "")
     assert pipeline.data_parallel_size(16) == 4 and pipeline.batch_schedule(16).final == 256 == 4 * 4 * 16
-    assert [len(layers) for layers in pipeline.layers_of_stages()] == [12, 12]
+    assert [len(layers) for layers in pipeline.layers_of_virtual_stages()] == [12, 12]
     # two lines of early 2020
     (work / "ds_config.json").write_text(json.dumps(DEEPSPEED_FILES["ds_early_2020.json"]))
     model_parallel = config("ds_pretrain_gpt2_model_parallel", "--model-parallel-size 4")

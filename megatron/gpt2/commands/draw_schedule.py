@@ -23,14 +23,14 @@ from megatron.gpt2.pipeline.analysis import (
     timetable,
     uniform_costs,
 )
-from megatron.gpt2.pipeline.p2p_schedule import StageCosts
+from megatron.gpt2.pipeline.p2p_schedule import ActionCosts
 from megatron.gpt2.pipeline.schedule import (
     FIRST_LAYERS_FLAG,
     LAST_LAYERS_FLAG,
     SCHEDULES,
     build_schedule,
-    layers_of_stages,
-    virtual_stages,
+    layers_of_virtual_stages,
+    num_model_chunks,
 )
 
 CHUNK = "--num-layers-per-virtual-pipeline-stage"
@@ -80,13 +80,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line `argv` (default: this process's)."""
     args = parse_args(argv)
     p, layers, size = args.pipeline_model_parallel_size, args.num_layers, args.num_layers_per_virtual_pipeline_stage
-    v = virtual_stages(layers, p, size) if size is not None and p > 0 else 1
+    v = num_model_chunks(layers, p, size) if size is not None and p > 0 else 1
     schedule = build_schedule(args.pipeline_schedule, p, v, args.micro_batches)
     costs = uniform_costs(schedule, *args.times)
     if layers is not None:
         first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
-        shares = [p * len(own) / layers for own in layers_of_stages(layers, p, v, first, last)]
-        costs = [StageCosts(*(time * share for time in args.times)) for share in shares]
+        shares = [p * len(own) / layers for own in layers_of_virtual_stages(layers, p, v, first, last)]
+        costs = [ActionCosts(*(time * share for time in args.times)) for share in shares]
     table = timetable(schedule, costs)
     m, has_chunks = schedule.num_microbatches, schedule.num_model_chunks > 1
     what = (

@@ -20,8 +20,8 @@ from megatron.gpt2.pipeline.schedule import (
     SCHEDULES,
     PipelineSchedule,
     build_schedule,
-    layers_of_stages,
-    virtual_stages,
+    layers_of_virtual_stages,
+    num_model_chunks,
 )
 
 
@@ -700,7 +700,7 @@ class Config:
         )
         if parallel.exact_layouts is not None:
             self._check_exact_layouts(parallel.exact_layouts)
-        self.layers_of_stages()
+        self.layers_of_virtual_stages()
         require(
             not (self.pipeline_schedule(1).splits_backward and self.train.compile),
             "--pipeline-schedule zero-bubble and --compile: a compiled layer cannot compute the gradients of input and "
@@ -749,32 +749,31 @@ class Config:
         return self.train.deterministic or self.parallel.exact_layouts is not None
 
     @property
-    def virtual_stages(self) -> int:
-        """The number of virtual stages of each pipeline rank. Without a pipeline the number is 1."""
+    def num_model_chunks(self) -> int:
+        """The number of model chunks of each pipeline rank. Without a pipeline the number is 1."""
         parallel = self.parallel
         if parallel.pipeline_model_parallel_size == 1:
             return 1
         if (size := parallel.num_layers_per_virtual_pipeline_stage) is None:
             return parallel.num_virtual_stages_per_pipeline_rank or 1
-        return virtual_stages(self.model.num_layers, parallel.pipeline_model_parallel_size, size)
+        return num_model_chunks(self.model.num_layers, parallel.pipeline_model_parallel_size, size)
 
-    def layers_of_stages(self) -> list[range]:
-        """Return the layers of each pipeline stage or virtual stage. Raises ValueError if the layers cannot be
-        divided."""
+    def layers_of_virtual_stages(self) -> list[range]:
+        """Return the layers of each virtual stage. Raises ValueError if the layers cannot be divided."""
         parallel = self.parallel
         first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
-        if (stages := parallel.pipeline_model_parallel_size) == 1:
+        if (pp := parallel.pipeline_model_parallel_size) == 1:
             first = last = None
-        return layers_of_stages(self.model.num_layers, stages, self.virtual_stages, first, last)
+        return layers_of_virtual_stages(self.model.num_layers, pp, self.num_model_chunks, first, last)
 
     def pipeline_schedule(self, num_microbatches: int) -> PipelineSchedule:
-        """Return the actions of each pipeline stage in a step. Raises ValueError if --pipeline-schedule does not
+        """Return the actions of each pipeline rank in a step. Raises ValueError if --pipeline-schedule does not
         fit."""
-        v = self.virtual_stages
+        vpp = self.num_model_chunks
         return build_schedule(
-            self.parallel.pipeline_schedule or ("1f1b" if v == 1 else "interleaved"),
+            self.parallel.pipeline_schedule or ("1f1b" if vpp == 1 else "interleaved"),
             self.parallel.pipeline_model_parallel_size,
-            v,
+            vpp,
             num_microbatches,
         )
 

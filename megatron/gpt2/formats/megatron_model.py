@@ -29,7 +29,12 @@ from megatron.gpt2.formats.foreign_checkpoint import (
 )
 from megatron.gpt2.model.gpt2 import TIED_WEIGHT, model_partition_specs
 from megatron.gpt2.optimizer.optimizer import MOMENTS
-from megatron.gpt2.pipeline.schedule import FIRST_LAYERS_FLAG, LAST_LAYERS_FLAG, layers_of_stages, virtual_stages
+from megatron.gpt2.pipeline.schedule import (
+    FIRST_LAYERS_FLAG,
+    LAST_LAYERS_FLAG,
+    layers_of_virtual_stages,
+    num_model_chunks,
+)
 from mpu.partition import PartitionSpec
 
 # The last stage has a copy of the tied word embeddings. Megatron Core calls it output_layer.weight.
@@ -139,7 +144,7 @@ class MegatronLayout:
 
     def virtual(self, num_layers: int) -> int:
         """Return the number of chunks of layers per stage. Raises ValueError that names the flag."""
-        return 1 if self.virtual_layers is None else virtual_stages(num_layers, self.pipeline, self.virtual_layers)
+        return 1 if self.virtual_layers is None else num_model_chunks(num_layers, self.pipeline, self.virtual_layers)
 
 
 def chunks_of_stages(model: ModelConfig, layout: MegatronLayout, format: str) -> list[list[dict[str, str]]]:
@@ -161,7 +166,7 @@ def chunks_of_stages(model: ModelConfig, layout: MegatronLayout, format: str) ->
             given is None or core,
             f"{flag}: all stages of {format} have equally many layers; megatron-core has this flag",
         )
-    layers = layers_of_stages(model.num_layers, pp_size, vpp_size, layout.first, layout.last)
+    layers = layers_of_virtual_stages(model.num_layers, pp_size, vpp_size, layout.first, layout.last)
     # the sizes of the chunks of each stage
     sizes = [tuple(map(len, layers[stage::pp_size])) for stage in range(pp_size)]
     middle = sizes[layout.first is not None : pp_size - (layout.last is not None)]

@@ -13,7 +13,7 @@ from megatron.gpt2.checkpoint.reader import NativeCheckpoint
 from megatron.gpt2.checkpoint.save_folder import find_checkpoint, require_native_format
 from megatron.gpt2.checkpoint.sharded_state import load_sharded_state_dict, parameter_states
 from megatron.gpt2.model.gpt2 import GPT2Model, layer_config, model_partition_specs
-from megatron.gpt2.pipeline.schedule import layers_of_stages
+from megatron.gpt2.pipeline.schedule import layers_of_virtual_stages
 from mpu.layers import ParallelLinear
 
 
@@ -69,7 +69,7 @@ def load_for_inference(
             f"--load {directory}: {ranks} ranks cannot share its {heads} attention heads: give a number "
             "that divides them (--nproc-per-node; the scripts: MP_SIZE)"
         )
-    stage = layers_of_stages(config.num_layers, parallel.pipeline_model_parallel_size)[
+    stage = layers_of_virtual_stages(config.num_layers, parallel.pipeline_model_parallel_size)[
         parallel.pipeline_model_parallel_rank
     ]
     model = GPT2Model(config, layer_config(config, device=device), layer_ranges=[stage])

@@ -1,3 +1,3 @@
-"""Pipeline parallelism: the layers of each stage, the order of work on each rank, and the messages between ranks.
+"""Pipeline parallelism: the layers of each rank, the order of its work, and the messages between ranks.
 
-Legend: p ranks of a pipeline, v chunks of the model per rank, m micro-batches. torch is not imported here."""
+Legend: pp ranks of a pipeline, vpp model chunks per rank, m micro-batches. torch is not imported here."""

@@ -8,10 +8,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.gpt2.pipeline.p2p_schedule import StageCosts, dependencies
+from megatron.gpt2.pipeline.p2p_schedule import ActionCosts, dependencies
 from megatron.gpt2.pipeline.schedule import Kind, PipelineSchedule
 
-ActionKey = tuple[Kind, int, int]  # an action, by its kind, stage and micro-batch
+ActionKey = tuple[Kind, int, int]  # an action: its kind, virtual stage and micro-batch
 
 
 class Span(NamedTuple):
@@ -39,48 +39,44 @@ class Timetable:
         return 1 - busy / (len(self.ranks) * self.length)
 
 
-def uniform_costs(schedule: PipelineSchedule, forward: float, backward: float, weight: float) -> list[StageCosts]:
-    """Return equal costs for each stage. The arguments are the times of all chunks of a rank together."""
-    v = schedule.num_model_chunks
-    return [StageCosts(forward / v, backward / v, weight / v)] * schedule.num_stages
+def uniform_costs(schedule: PipelineSchedule, forward: float, backward: float, weight: float) -> list[ActionCosts]:
+    """Return equal costs for each virtual stage. The arguments are the times of all chunks of a rank together."""
+    vpp = schedule.num_model_chunks
+    return [ActionCosts(forward / vpp, backward / vpp, weight / vpp)] * schedule.num_virtual_stages
 
 
 def published_length(schedule: PipelineSchedule, forward: float, backward: float, weight: float) -> float:
     """Return the length of a step by the published formulas. The arguments are the times of a whole rank.
 
-    1F1B and interleaved: (m + (p − 1)/v)·(F + B + W). With interleaved chunks m must be a multiple of p.
-    ZB-H1: m·(F + B + W) + (p − 1)·(F + B − W), if m >= p and a W takes no longer than an F or a B.
+    1F1B and interleaved: (m + (pp − 1)/vpp)·(F + B + W). With interleaved chunks m must be a multiple of pp.
+    ZB-H1: m·(F + B + W) + (pp − 1)·(F + B − W), if m >= pp and a W takes no longer than an F or a B.
     """
-    p, v, m, whole = (
-        schedule.num_ranks,
-        schedule.num_model_chunks,
-        schedule.num_microbatches,
-        forward + backward + weight,
-    )
-    return m * whole + (p - 1) * ((forward + backward - weight) if schedule.splits_backward else whole / v)
+    pp, vpp, m = schedule.num_ranks, schedule.num_model_chunks, schedule.num_microbatches
+    time = forward + backward + weight
+    return m * time + (pp - 1) * ((forward + backward - weight) if schedule.splits_backward else time / vpp)
 
 
-def timetable(schedule: PipelineSchedule, costs: Sequence[StageCosts]) -> Timetable:
+def timetable(schedule: PipelineSchedule, costs: Sequence[ActionCosts]) -> Timetable:
     """Return the timetable in which each action starts as soon as its rank is free and its inputs are complete.
 
-    costs: one per stage. Raises graphlib.CycleError if actions depend on each other in a cycle.
+    costs: one per virtual stage. Raises graphlib.CycleError if actions depend on each other in a cycle.
     """
     before: dict[ActionKey, list[ActionKey]] = {}  # The actions are in the order of each rank.
     for rank, actions in enumerate(schedule.ranks):
         previous: list[ActionKey] = []
         for action in actions:
-            stage, number = schedule.stage(rank, action.model_chunk), action.micro_batch
-            needed = [(kind, other, number) for kind, other in dependencies(schedule, stage, action)]
-            before[action.kind, stage, number] = needed + previous
-            previous = [(action.kind, stage, number)]
+            virtual_stage, number = schedule.virtual_stage(rank, action.model_chunk), action.micro_batch
+            needed = [(kind, other, number) for kind, other in dependencies(schedule, virtual_stage, action)]
+            before[action.kind, virtual_stage, number] = needed + previous
+            previous = [(action.kind, virtual_stage, number)]
     spans: dict[ActionKey, Span] = {}
-    for done in TopologicalSorter(before).static_order():
-        kind, stage, _ = done
-        start = max((spans[other].end for other in before[done]), default=0.0)
-        spans[done] = Span(start, start + costs[stage].duration(kind, schedule.splits_backward))
+    for key in TopologicalSorter(before).static_order():
+        kind, virtual_stage, _ = key
+        start = max((spans[other].end for other in before[key]), default=0.0)
+        spans[key] = Span(start, start + costs[virtual_stage].duration(kind, schedule.splits_backward))
     return Timetable(
         tuple(
-            tuple(spans[done] for done in before if done[1] % schedule.num_ranks == rank)
+            tuple(spans[key] for key in before if key[1] % schedule.num_ranks == rank)
             for rank in range(schedule.num_ranks)
         )
     )
@@ -104,7 +100,8 @@ def render_text(schedule: PipelineSchedule, table: Timetable) -> list[str]:
         for actions in schedule.ranks
     ]
     shortest = min(span.end - span.start for spans in table.ranks for span in spans if span.end > span.start)
-    wide = (1 + max(len(name) for own in names for name in own)) / shortest  # number of characters per unit of time
+    # number of characters per unit of time
+    wide = (1 + max(len(name) for of_rank in names for name in of_rank)) / shortest
     lines = []
     for rank, spans in enumerate(table.ranks):
         line = ""

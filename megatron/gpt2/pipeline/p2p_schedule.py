@@ -24,8 +24,8 @@ from megatron.gpt2.pipeline.schedule import Action, Kind, PipelineSchedule
 
 
 @dataclass(frozen=True)
-class StageCosts:
-    """The time that one stage takes for one micro-batch, in any unit."""
+class ActionCosts:
+    """The times of the actions of one virtual stage for one micro-batch, in any unit."""
 
     forward: float
     backward: float  # the time of the input's gradient
@@ -42,23 +42,23 @@ class StageCosts:
 # (tests/megatron/gpt2/pipeline/test_analysis.py). With a different ratio, and if a group of micro-batches is not full,
 # an interleaved step takes a few percent longer. One tick is odd, so that two ranks rarely end an action at the same
 # tick.
-DEFAULT_TICKS, SPLIT_BACKWARD_TICKS = StageCosts(10, 10, 11), StageCosts(2, 2, 1)
+DEFAULT_TICKS, SPLIT_BACKWARD_TICKS = ActionCosts(10, 10, 11), ActionCosts(2, 2, 1)
 
 
 @dataclass(frozen=True)
 class P2PMessage:
-    """Hidden states, or their gradient, that one rank of the pipeline sends to another rank for `stage`."""
+    """Hidden states, or their gradient, that one rank of the pipeline sends to another rank for `virtual_stage`."""
 
     kind: Literal["activation", "gradient"]
-    stage: int
+    virtual_stage: int
     micro_batch: int
     source: int
     destination: int
 
     def __str__(self) -> str:
         return (
-            f"the {self.kind} of micro-batch {self.micro_batch} for stage {self.stage} from rank {self.source} to "
-            f"rank {self.destination}"
+            f"the {self.kind} of micro-batch {self.micro_batch} for virtual stage {self.virtual_stage} from rank "
+            f"{self.source} to rank {self.destination}"
         )
 
 
@@ -74,7 +74,7 @@ class CommStep:
     receives: list[P2PMessage] = field(default_factory=list)
 
 
-def build_p2p_schedule(schedule: PipelineSchedule, ticks: StageCosts | None = None) -> list[list[CommStep]]:
+def build_p2p_schedule(schedule: PipelineSchedule, ticks: ActionCosts | None = None) -> list[list[CommStep]]:
     """Return the steps of each rank. Any two ranks have their messages to each other in the same order.
 
     ticks: the relative times of F, B and W as whole numbers, equal on all ranks. They affect how long ranks wait, but
@@ -94,8 +94,8 @@ def build_p2p_schedule(schedule: PipelineSchedule, ticks: StageCosts | None = No
             partner = message.destination
             action = steps[partner][next_step[partner]].action
             is_needed_next = action is not None and input_message(schedule, partner, action) == message
-            own_wait, wait_of_partner = free_at[partner] - now, end - free_at[partner]
-            if message.source == rank and is_needed_next and 0 < own_wait < wait_of_partner:
+            wait, partner_wait = free_at[partner] - now, end - free_at[partner]
+            if message.source == rank and is_needed_next and 0 < wait < partner_wait:
                 return True
         return False
 
@@ -105,7 +105,7 @@ def build_p2p_schedule(schedule: PipelineSchedule, ticks: StageCosts | None = No
             steps[message.destination][next_step[message.destination]].receives.append(message)
             pending.remove(message)
             exchanged.add(message)
-        new = []
+        results = []
         for rank in range(schedule.num_ranks):
             action = steps[rank][next_step[rank]].action
             if action is None or free_at[rank] > now or input_message(schedule, rank, action) not in exchanged:
@@ -114,31 +114,30 @@ def build_p2p_schedule(schedule: PipelineSchedule, ticks: StageCosts | None = No
             if not waits_for_partner(rank, end):
                 free_at[rank] = end
                 next_step[rank] += 1
-                new.append(output_message(schedule, rank, action))
-        pending += filter(None, new)
+                results.append(output_message(schedule, rank, action))
+        pending += filter(None, results)
         if max(free_at) <= now:
-            return [own if own[-1].sends else own[:-1] for own in steps]
+            return [of_rank if of_rank[-1].sends else of_rank[:-1] for of_rank in steps]
         now = min(time for time in free_at if time > now)
 
 
 def output_message(schedule: PipelineSchedule, rank: int, action: Action) -> P2PMessage | None:
     """Return the message with the result of `action`, or None if no other rank needs it."""
-    to = schedule.stage(rank, action.model_chunk) + {"F": 1, "B": -1, "W": 0}[action.kind]
-    if not 0 <= to < schedule.num_stages:
+    receiver = schedule.virtual_stage(rank, action.model_chunk) + {"F": 1, "B": -1, "W": 0}[action.kind]
+    if not 0 <= receiver < schedule.num_virtual_stages:
         return None
-    return input_message(
-        schedule, to % schedule.num_ranks, Action(action.kind, to // schedule.num_ranks, action.micro_batch)
-    )
+    model_chunk, rank = divmod(receiver, schedule.num_ranks)
+    return input_message(schedule, rank, Action(action.kind, model_chunk, action.micro_batch))
 
 
 def input_message(schedule: PipelineSchedule, rank: int, action: Action) -> P2PMessage | None:
     """Return the message that `action` needs, or None if it needs no message."""
-    stage = schedule.stage(rank, action.model_chunk)
-    for kind, source in dependencies(schedule, stage, action):
+    virtual_stage = schedule.virtual_stage(rank, action.model_chunk)
+    for kind, source in dependencies(schedule, virtual_stage, action):
         if source % schedule.num_ranks != rank:
             return P2PMessage(
                 "activation" if kind == "F" else "gradient",
-                stage,
+                virtual_stage,
                 action.micro_batch,
                 source % schedule.num_ranks,
                 rank,
@@ -146,11 +145,11 @@ def input_message(schedule: PipelineSchedule, rank: int, action: Action) -> P2PM
     return None
 
 
-def dependencies(schedule: PipelineSchedule, stage: int, action: Action) -> list[tuple[Kind, int]]:
-    """Return the actions on the same micro-batch that must be finished before this action, as (kind, stage)."""
+def dependencies(schedule: PipelineSchedule, virtual_stage: int, action: Action) -> list[tuple[Kind, int]]:
+    """Return the actions on the same micro-batch that must be finished before, as (kind, virtual stage)."""
     if action.kind == "F":
-        return [("F", stage - 1)] if stage else []
+        return [("F", virtual_stage - 1)] if virtual_stage else []
     if action.kind == "W":
-        return [("B", stage)]
-    needed: list[tuple[Kind, int]] = [("F", stage), ("B", stage + 1)]
-    return needed if stage + 1 < schedule.num_stages else needed[:1]
+        return [("B", virtual_stage)]
+    needed: list[tuple[Kind, int]] = [("F", virtual_stage), ("B", virtual_stage + 1)]
+    return needed if virtual_stage + 1 < schedule.num_virtual_stages else needed[:1]

@@ -22,7 +22,7 @@ from mpu.layers import ParallelLinear
 
 MicroBatch = Mapping[str, Any]  # the arguments of the model
 PassKey = tuple[int, int]  # the model chunk and the micro-batch
-MessageKey = tuple[str, int, int]  # whether it is an activation or a gradient, the stage, and the micro-batch
+MessageKey = tuple[str, int, int]  # "activation" or "gradient", the virtual stage, and the micro-batch
 
 
 class ForwardBackward:
@@ -42,7 +42,7 @@ class ForwardBackward:
         self._state, self._timers, self._group = state, timers, parallel.pipeline_model_parallel_group
         self._rank, self._size = parallel.pipeline_model_parallel_rank, parallel.pipeline_model_parallel_size
         schedule = pipeline_schedule(1)
-        self._last_stage = self._size * schedule.num_model_chunks - 1
+        self._last_virtual_stage = schedule.num_virtual_stages - 1
         self._comm_steps = functools.cache(
             lambda num_microbatches: build_p2p_schedule(pipeline_schedule(num_microbatches))[self._rank]
         )
@@ -104,35 +104,35 @@ class ForwardBackward:
 
     def _forward(self, action: Action) -> None:
         """Run the forward pass of a micro-batch. Keep what its backward needs, and the output that is sent next."""
-        stage, number = action.model_chunk * self._size + self._rank, action.micro_batch
+        virtual_stage, number = action.model_chunk * self._size + self._rank, action.micro_batch
         arguments = dict(self.micro_batches[number])
         hidden = None
-        if self._last_stage > 0:
-            if stage > 0:
-                hidden = self._received.pop(("activation", stage, number)).wait().requires_grad_()
+        if self._last_virtual_stage > 0:
+            if virtual_stage > 0:
+                hidden = self._received.pop(("activation", virtual_stage, number)).wait().requires_grad_()
             arguments |= {"layer_range": self._state.model.layer_ranges[action.model_chunk], "hidden": hidden}
         with self._timers("forward"), self._state.reducer.forward_context(number):
             root = self._state.forward(**arguments)
         received_gradient: list[Tensor] = []  # `_backward` puts the next stage's gradient into it
-        if stage == self._last_stage:
+        if virtual_stage == self._last_virtual_stage:
             self._losses.append(root.detach())
         else:
-            self._to_send["activation", stage + 1, number] = root.detach().contiguous()
+            self._to_send["activation", virtual_stage + 1, number] = root.detach().contiguous()
             root = _DeallocateOutput.apply(root, received_gradient)
         self._kept[action.model_chunk, number] = hidden, root, received_gradient
 
     def _backward(self, action: Action) -> None:
         """Run the backward pass of a micro-batch, from the loss or from the gradient that the next stage has sent. Keep
         the gradient of the input, which is sent next."""
-        stage, number = action.model_chunk * self._size + self._rank, action.micro_batch
+        virtual_stage, number = action.model_chunk * self._size + self._rank, action.micro_batch
         hidden, root, received_gradient = self._kept.pop((action.model_chunk, number))
-        if stage < self._last_stage:
-            received_gradient.append(self._received.pop(("gradient", stage, number)).wait())
+        if virtual_stage < self._last_virtual_stage:
+            received_gradient.append(self._received.pop(("gradient", virtual_stage, number)).wait())
         with self._timers("backward"):
             root.backward()
         if hidden is not None:
             assert hidden.grad is not None
-            self._to_send["gradient", stage - 1, number] = hidden.grad
+            self._to_send["gradient", virtual_stage - 1, number] = hidden.grad
         if self._weight_grads is not None:
             self._weight_grads.flush((action.model_chunk, number))
 
@@ -143,7 +143,7 @@ class ForwardBackward:
 
 
 def _tensor_key(message: P2PMessage) -> MessageKey:
-    return message.kind, message.stage, message.micro_batch
+    return message.kind, message.virtual_stage, message.micro_batch
 
 
 class _DeallocateOutput(torch.autograd.Function):

@@ -147,7 +147,7 @@ def log_start(trainer: Trainer, warnings: Sequence[str]) -> None:
     needed = batches.samples_after_steps(context.train_iters - progress.iteration, progress.consumed_samples)
     epochs = needed / samples
     (_, smallest), *growth = batches.milestones
-    layers = ", ".join(f"{stage.start}-{stage.stop - 1}" for stage in config.layers_of_stages())
+    layers = ", ".join(f"{stage.start}-{stage.stop - 1}" for stage in config.layers_of_virtual_stages())
     interval = config.checkpoint.save_interval
     sizes = f"tensor-parallel {t} × {f'pipeline {stages} × ' * (stages > 1)}data-parallel {d}"
     layout = f"{plural(p.world_size, 'rank')}: {sizes}"

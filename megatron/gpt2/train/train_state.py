@@ -121,7 +121,7 @@ def build_train_state(context: RunContext, parallel: mpu.ParallelState, log: Log
             device=device,
         ),
         seed=train_config.seed,
-        layer_ranges=config.layers_of_stages()[stage::stages],
+        layer_ranges=config.layers_of_virtual_stages()[stage::stages],
         dropout_seed=train_config.seed if draws_by_counter else None,
         submodules=hooks.call_first(Hook.submodules) or mpu.DEFAULT_SUBMODULES,
     )

@@ -228,7 +228,7 @@ def plan_facts(config: Config, plan: MemoryInputs | None) -> dict[str, Any]:
             "precision": devices.PRECISIONS[plan.dtype],
         }
         if plan.stages > 1:  # The next lines show the schedule, its bubble, and each stage.
-            chunks = config.layers_of_stages()
+            chunks = config.layers_of_virtual_stages()
             more["pipeline"] = {
                 "schedule": config.pipeline_schedule(1).name,
                 "micro_batches": plan.num_microbatches,

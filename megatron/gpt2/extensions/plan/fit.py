@@ -36,7 +36,7 @@ from megatron.gpt2.extensions.plan.memory import (
 )
 from megatron.gpt2.model.gpt2 import count_parameters
 from megatron.gpt2.pipeline.analysis import timetable
-from megatron.gpt2.pipeline.p2p_schedule import StageCosts
+from megatron.gpt2.pipeline.p2p_schedule import ActionCosts
 from megatron.gpt2.pipeline.schedule import build_schedule
 from mpu.partition import padded_vocab_size
 
@@ -111,21 +111,21 @@ def cost(inputs: MemoryInputs, *, batch: int) -> float:
     if offloaded and on_gpu:
         more += _OFFLOADED + max(0.0, inputs.num_microbatches * 2 * offloaded / _PCIE / step - 1)
     if inputs.stages > 1:  # Each chunk sends hidden states forward and gradients back.
-        more += inputs.num_microbatches * config.virtual_stages * 2 * own / _BETWEEN_GPUS / step
+        more += inputs.num_microbatches * config.num_model_chunks * 2 * own / _BETWEEN_GPUS / step
         more = (1 + more) / (1 - bubble(config, inputs.num_microbatches)) - 1
     return more
 
 
 def bubble(config: Config, num_microbatches: int) -> float:
     """Return the fraction of time in which the ranks wait, if F, B and W of each layer take the same time."""
-    schedule, layers = config.pipeline_schedule(1), tuple(len(layers) for layers in config.layers_of_stages())
+    schedule, layers = config.pipeline_schedule(1), tuple(len(layers) for layers in config.layers_of_virtual_stages())
     return _bubble(schedule.name, schedule.num_ranks, schedule.num_model_chunks, num_microbatches, layers)
 
 
 @functools.lru_cache(maxsize=256)
 def _bubble(name: str, p: int, v: int, m: int, layers: tuple[int, ...]) -> float:
     of_layer = p / sum(layers)  # A rank with the mean number of layers takes 1 for each of F, B and W.
-    costs = [StageCosts(*[number * of_layer] * 3) for number in layers]
+    costs = [ActionCosts(*[number * of_layer] * 3) for number in layers]
     fewer = m if m <= 3 * p else 2 * p + m % p  # The schedule repeats after this number.
     slowest = 3 * of_layer * max(sum(layers[rank::p]) for rank in range(p))
     length = timetable(build_schedule(name, p, v, fewer), costs).length + (m - fewer) * slowest
@@ -143,7 +143,7 @@ def stage_parameters(config: Config) -> int:
     rows = padded_vocab_size(model.vocab_size, model.make_vocab_size_divisible_by, p) // p
     whole = _count_parameters(model, p)[1]
     of_layers = whole - (rows + model.max_position_embeddings + 2) * model.hidden_size
-    layers = sum(map(len, config.layers_of_stages()[::stages]))
+    layers = sum(map(len, config.layers_of_virtual_stages()[::stages]))
     return whole - of_layers + of_layers * layers // model.num_layers
 
 
@@ -224,7 +224,7 @@ def _model_splits(inputs: MemoryInputs) -> Iterator[dict[str, Any]]:
     asked, model = inputs.config.parallel, inputs.config.model
     p, stages = asked.tensor_model_parallel_size, asked.pipeline_model_parallel_size
     divisors = {n for n in range(1, inputs.world_size + 1) if inputs.world_size % n == 0}
-    own_schedule = asked.pipeline_schedule or inputs.config.virtual_stages > 1
+    own_schedule = asked.pipeline_schedule or inputs.config.num_model_chunks > 1
     for tensor, pipeline in itertools.product(
         sorted({p, *divisors & set(_MODEL_PARALLEL)}), sorted({stages, *divisors})
     ):

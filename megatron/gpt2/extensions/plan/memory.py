@@ -141,8 +141,8 @@ def low_bytes(inputs: MemoryInputs) -> float:
     docs/explanation/memory.md."""
     config, model, parallel, train = inputs.config, inputs.config.model, inputs.config.parallel, inputs.config.train
     assert model.vocab_size is not None
-    h, t, p, v = model.hidden_size, parallel.tensor_model_parallel_size, inputs.stages, config.virtual_stages
-    layers = sum(map(len, config.layers_of_stages()[::p]))
+    h, t, p, v = model.hidden_size, parallel.tensor_model_parallel_size, inputs.stages, config.num_model_chunks
+    layers = sum(map(len, config.layers_of_virtual_stages()[::p]))
     parameters = (layers * (4 * h + 2 * model.ffn_size) + model.vocab_size) * h / t
     on_host = parallel.cpu_offload_optimizer and inputs.device == "cuda"
     moments = 0 if on_host else 8 if inputs.dtype == torch.float32 else 12  # with masters, if the weights are rounded
@@ -207,7 +207,7 @@ def with_layers(inputs: MemoryInputs) -> tuple[MemoryInputs, MemoryInputs, float
     their difference. Return None if the model itself must be traced, because its chunks have few layers or different
     numbers of layers."""
     config, parallel = inputs.config, inputs.config.parallel
-    layers = config.layers_of_stages()
+    layers = config.layers_of_virtual_stages()
     length, group = len(layers[0]), config.train.recompute_num_layers
     counts = 3 * group, 4 * group
     is_regular = len(set(map(len, layers))) == 1
@@ -333,7 +333,7 @@ def estimate_memory(inputs: MemoryInputs, stage: int | None = None) -> MemoryEst
     """Estimate the largest memory of a training step on `stage` of the pipeline (default: the stage that needs the
     most)."""
     if stage is None:
-        layers = [len(layers) for layers in inputs.config.layers_of_stages()[: inputs.stages]]
+        layers = [len(layers) for layers in inputs.config.layers_of_virtual_stages()[: inputs.stages]]
         # If stages have equally many layers, the first one keeps the most micro-batches. The last one has the loss.
         largest = {layers.index(max(layers)), 0, inputs.stages - 1}
         return max((estimate_memory(inputs, each) for each in largest), key=lambda memory: memory.total)
@@ -347,7 +347,7 @@ def estimate_stages(inputs: MemoryInputs) -> list[MemoryEstimate]:
 
 def estimate_kinds(inputs: MemoryInputs) -> dict[str, MemoryEstimate]:
     """Estimate the memory of the first stage, of the largest stage between, and of the last stage, by name."""
-    last, layers = inputs.stages - 1, [len(layers) for layers in inputs.config.layers_of_stages()]
+    last, layers = inputs.stages - 1, [len(layers) for layers in inputs.config.layers_of_virtual_stages()]
     found = {"stage 0": estimate_memory(inputs, 0)}
     if between := range(1, last):  # of stages with equally many layers, the first one keeps the most micro-batches
         largest = max(between, key=layers.__getitem__)

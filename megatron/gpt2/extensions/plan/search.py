@@ -37,7 +37,7 @@ def quick_seconds(config: Config, cluster: Cluster, candidates: Sequence[Candida
     for (recompute, sequence, sharded, per_micro_batch), chosen in groups.items():
         of = [candidates[number].inputs for number in chosen]
         pipeline, micro_batches = np.array([x.stages for x in of]), np.array([x.num_microbatches for x in of])
-        chunks = np.array([x.config.virtual_stages for x in of])
+        chunks = np.array([x.config.num_model_chunks for x in of])
         software = dataclasses.replace(
             PROGRAM, recompute=recompute, sequence_parallel=sequence, sharded_optimizer=sharded
         )
@@ -54,7 +54,7 @@ def quick_seconds(config: Config, cluster: Cluster, candidates: Sequence[Candida
                 tensor_parallel=np.array([x.config.parallel.tensor_model_parallel_size for x in of]),
                 data_parallel=np.array([x.data_parallel_size for x in of]),
                 pipeline_parallel=pipeline,
-                virtual_stages=chunks,
+                num_model_chunks=chunks,
             ),
         )
         zero_bubble = np.array([x.config.parallel.pipeline_schedule == "zero-bubble" for x in of])
@@ -94,7 +94,12 @@ def search(inputs: MemoryInputs, cluster: Cluster, budget: int, count: int) -> l
         made = candidate.inputs
         parallel = made.config.parallel
         key = (
-            *(parallel.tensor_model_parallel_size, made.stages, made.config.virtual_stages, parallel.pipeline_schedule),
+            *(
+                parallel.tensor_model_parallel_size,
+                made.stages,
+                made.config.num_model_chunks,
+                parallel.pipeline_schedule,
+            ),
             made.config.train.micro_batch_size,
         )
         if key in found:

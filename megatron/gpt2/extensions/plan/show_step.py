@@ -24,12 +24,12 @@ from data_utils.command_line import Parser, plural, require
 from megatron.gpt2.extensions.plan.cluster import read_cluster
 from megatron.gpt2.extensions.plan.command import planned_config, planned_inputs
 from megatron.gpt2.extensions.plan.memory import MemoryInputs
-from megatron.gpt2.extensions.plan.simulate import Span, simulate
+from megatron.gpt2.extensions.plan.simulate import QueueSpan, simulate
 
 PAGE = Path(__file__).with_name("page.html")
 
 
-def page(about: str, ranks: Sequence[int], spans: Sequence[Span]) -> str:
+def page(about: str, ranks: Sequence[int], spans: Sequence[QueueSpan]) -> str:
     """Return the HTML page.
 
     ranks: the rank that each stage of the spans stands for.
@@ -52,7 +52,7 @@ def describe(inputs: MemoryInputs, cluster: str) -> str:
     )
 
 
-def measured_spans(number: int, trace: dict[str, Any], start: float) -> Iterator[Span]:
+def measured_spans(number: int, trace: dict[str, Any], start: float) -> Iterator[QueueSpan]:
     """Yield the outermost operators of each thread in a trace of torch's profiler, and the collectives.
 
     number: the number of the rank's lanes.
@@ -66,7 +66,7 @@ def measured_spans(number: int, trace: dict[str, Any], start: float) -> Iterator
         if is_collective or (event["cat"] == "cpu_op" and first >= ends[event["tid"]]):
             queue = ("pipeline" if name in ("gloo:send", "gloo:recv") else "other") if is_collective else "compute"
             shapes = " × ".join(map(str, filter(None, event["args"].get("Input Dims", []))))
-            yield Span(number, queue, name, (first - start) / 1e6, (end - start) / 1e6, shapes)
+            yield QueueSpan(number, queue, name, (first - start) / 1e6, (end - start) / 1e6, shapes)
             ends[event["tid"]] = end
 
 

@@ -41,10 +41,11 @@ FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5  # numbers of matrix products of fuse
 CAUSAL = 0.5  # Causal attention computes this share of the scores.
 READS_ROWS = ("embedding", "index_select", "gather")  # These operators read a part of their first tensor.
 FUNCTIONS = {"gelu": 1, "gelu_backward": 2, "exp": 1, "exp_": 1}  # exponentials for each element
-ActionKey = tuple[Kind, int, int]  # kind, chunk, and micro-batch of the trace: 0 for the first ones, 1 for the last one
+# kind, model chunk, and micro-batch of the trace: 0 stands for all but the last one, 1 for the last one
+TracedAction = tuple[Kind, int, int]
 
 
-class Span(NamedTuple):
+class QueueSpan(NamedTuple):
     """A kernel, a collective, a message or a wait of the first rank of `stage`.
 
     queue: "compute" or a kind of communication.
@@ -71,7 +72,7 @@ class StepTime:
 
     seconds: float
     parts: Mapping[str, float]
-    spans: Sequence[Span] = ()
+    spans: Sequence[QueueSpan] = ()
 
     def extended(self, fewer: "StepTime", steps: float) -> "StepTime":
         """Return the step that is longer by `steps` times the difference to `fewer`."""
@@ -102,7 +103,7 @@ class StageJobs:
     """The jobs of a stage: before the first action, of each action, and after the last one."""
 
     before: list[Job]
-    actions: dict[ActionKey, list[Job]]
+    actions: dict[TracedAction, list[Job]]
     after: list[Job]
 
 
@@ -209,7 +210,7 @@ class Lane:
     is_blocked: it waits for a message of unknown time, or has ended.
     """
 
-    def __init__(self, stage: int, launch: float, spans: list[Span] | None) -> None:
+    def __init__(self, stage: int, launch: float, spans: list[QueueSpan] | None) -> None:
         self.stage, self.now, self.launch, self.resumed, self.is_blocked = stage, 0.0, launch, 0.0, False
         self.parts = dict.fromkeys(PARTS, 0.0)
         self._host, self._spans = 0.0, spans
@@ -234,7 +235,7 @@ class Lane:
     def record(self, queue: str, name: str, start: float, end: float, text: str) -> None:
         """Add a span, if spans are recorded."""
         if self._spans is not None:
-            self._spans.append(Span(self.stage, queue, name, start, end, text))
+            self._spans.append(QueueSpan(self.stage, queue, name, start, end, text))
 
     def run(self, jobs: Sequence[Job], slowdown: Callable[["Lane"], float] | None) -> Iterator[None]:
         """Run jobs in the queues.
@@ -288,7 +289,7 @@ def simulate(inputs: MemoryInputs, cluster: Cluster, *, record: bool = False) ->
 
 
 def _simulate(inputs: MemoryInputs, cluster: Cluster, record: bool) -> StepTime:
-    p, m, layers = inputs.stages, inputs.num_microbatches, inputs.config.layers_of_stages()
+    p, m, layers = inputs.stages, inputs.num_microbatches, inputs.config.layers_of_virtual_stages()
 
     kinds: dict[tuple[object, ...], StageJobs] = {}
     jobs = []
@@ -314,7 +315,7 @@ def _run_stages(
     tokens = config.train.micro_batch_size * config.data.seq_length
     size = inputs.dtype.itemsize * tokens * config.model.hidden_size // (t if config.parallel.sequence_parallel else 1)
     posted: dict[tuple[P2PMessage, int], float] = {}  # the time at which a rank is ready for a message
-    spans: list[Span] = []
+    spans: list[QueueSpan] = []
     launch = float(cluster.host(1, t)) if inputs.device == "cuda" else 0.0
     lanes = [Lane(stage, launch, spans if record else None) for stage in range(p)]
 
@@ -386,7 +387,7 @@ def ends_of(message: P2PMessage) -> tuple[int, int]:
     return message.source, message.destination
 
 
-def _traced(action: Action, num_microbatches: int) -> ActionKey:
+def _traced(action: Action, num_microbatches: int) -> TracedAction:
     is_last = num_microbatches > 1 and action.micro_batch == num_microbatches - 1
     return action.kind, action.model_chunk, int(is_last)
 

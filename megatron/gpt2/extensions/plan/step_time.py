@@ -70,7 +70,7 @@ class Software:
 
 @dataclass(frozen=True)
 class Layouts:
-    """Configurations, as arrays of equal length, one element each. `virtual_stages` are model chunks per rank."""
+    """Configurations, as arrays of equal length, one element each. `num_model_chunks` are model chunks per rank."""
 
     global_batch: Any
     micro_batch: Any
@@ -81,7 +81,7 @@ class Layouts:
     tensor_parallel: Any
     data_parallel: Any
     pipeline_parallel: Any
-    virtual_stages: Any = 1
+    num_model_chunks: Any = 1
 
 
 def step_parts(cluster: Cluster, software: Software, x: Layouts) -> dict[str, Any]:
@@ -172,8 +172,8 @@ def step_parts(cluster: Cluster, software: Software, x: Layouts) -> dict[str, An
         "layers": micro_batches * layers_of_stage * (full + back + again - passes * reduce),
         "tensor_parallel": micro_batches * layers_of_stage * passes * reduce,
         "head": micro_batches * ends,
-        "bubble": (p - 1) * (stage / x.virtual_stages),
-        "send": send * (micro_batches * x.virtual_stages + p - 1),
+        "bubble": (p - 1) * (stage / x.num_model_chunks),
+        "send": send * (micro_batches * x.num_model_chunks + p - 1),
         "data_parallel": data_parallel + np.where(p > 1, tied, 0.0),
         "optimizer": cluster.step + cluster.adam * owned,
     }

@@ -24,7 +24,7 @@ from megatron.gpt2.model.gpt2 import TIED_WEIGHT, GPT2Model
 from megatron.gpt2.optimizer.muon import layer_matrices
 from megatron.gpt2.optimizer.optimizer import MixedPrecisionOptimizer, build_loss_scaler
 from megatron.gpt2.optimizer.param_and_grad_buffer import ParamAndGradBuffer
-from megatron.gpt2.pipeline.schedule import layers_of_stages
+from megatron.gpt2.pipeline.schedule import layers_of_virtual_stages
 from megatron.gpt2.train.checkpointing import checkpoint_files, load_checkpoint
 from tests.megatron.gpt2.checkpoint.saved_states import write
 
@@ -110,7 +110,7 @@ def make_rank(layout: ParallelLayout, tp_rank: int, pp_rank: int, dp_rank: int, 
         data_parallel_rank=dp_rank,
         data_parallel_size=layout.data_parallel,
     )
-    stages = layers_of_stages(SHAPE.num_layers, layout.pipeline, layout.chunks)
+    stages = layers_of_virtual_stages(SHAPE.num_layers, layout.pipeline, layout.chunks)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mpu.initialize._default", parallel)
         model = GPT2Model(SHAPE, layer_ranges=stages[pp_rank :: layout.pipeline])

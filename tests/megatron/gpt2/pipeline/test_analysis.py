@@ -19,9 +19,9 @@ from megatron.gpt2.pipeline.analysis import (
     uniform_costs,
 )
 from megatron.gpt2.pipeline.p2p_schedule import (
+    ActionCosts,
     CommStep,
     P2PMessage,
-    StageCosts,
     build_p2p_schedule,
     dependencies,
 )
@@ -59,20 +59,24 @@ def check(schedule: PipelineSchedule, steps: Sequence[Sequence[CommStep]]) -> No
                 here.add(producer_of(message))
                 received[message.source, message.destination].append(message)
             if step.action:
-                stage = schedule.stage(rank, step.action.model_chunk)
-                for kind, other in dependencies(schedule, stage, step.action):
+                virtual_stage = schedule.virtual_stage(rank, step.action.model_chunk)
+                for kind, other in dependencies(schedule, virtual_stage, step.action):
                     assert (kind, other, step.action.micro_batch) in here, f"{step.action} lacks {kind} of {other}"
-                here.add((step.action.kind, stage, step.action.micro_batch))
+                here.add((step.action.kind, virtual_stage, step.action.micro_batch))
     assert sent == received
 
 
 def producer_of(message: P2PMessage) -> tuple[str, int, int]:
-    """Return the action that computes the content of a message: its kind, stage and micro-batch."""
+    """Return the action that computes the content of a message: its kind, virtual stage and micro-batch."""
     forward = message.kind == "activation"
-    return "F" if forward else "B", message.stage - 1 if forward else message.stage + 1, message.micro_batch
+    return (
+        "F" if forward else "B",
+        message.virtual_stage - 1 if forward else message.virtual_stage + 1,
+        message.micro_batch,
+    )
 
 
-def step_length(schedule: PipelineSchedule, steps: Sequence[Sequence[CommStep]], costs: Sequence[StageCosts]) -> float:
+def step_length(schedule: PipelineSchedule, steps: Sequence[Sequence[CommStep]], costs: Sequence[ActionCosts]) -> float:
     """Return the length of a step if each rank waits for all messages of a batch, as with NCCL. Raises CycleError for a
     deadlock."""
     places = {
@@ -94,7 +98,7 @@ def step_length(schedule: PipelineSchedule, steps: Sequence[Sequence[CommStep]],
         if place >= 0:
             ends[rank, place] = max(ends[other] for other in before[rank, place])
             if action := steps[rank][place].action:
-                costs_of = costs[schedule.stage(rank, action.model_chunk)]
+                costs_of = costs[schedule.virtual_stage(rank, action.model_chunk)]
                 ends[rank, place] += costs_of.duration(action.kind, schedule.splits_backward)
     return max(ends.values())
 
@@ -138,7 +142,7 @@ def test_a_step_is_as_long_as_published(p: int, m: int):
             assert published_length(schedule, forward, backward, weight) == pytest.approx(expected), schedule
             assert step_length(schedule, build_p2p_schedule(schedule), costs) == pytest.approx(expected), schedule
         if schedule.name == "interleaved":
-            costs, steps = uniform_costs(schedule, 1, 2, 1), build_p2p_schedule(schedule, StageCosts(1, 2, 1))
+            costs, steps = uniform_costs(schedule, 1, 2, 1), build_p2p_schedule(schedule, ActionCosts(1, 2, 1))
             assert step_length(schedule, steps, costs) == pytest.approx(published_length(schedule, 1, 2, 1)), schedule
 
 

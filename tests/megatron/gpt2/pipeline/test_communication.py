@@ -112,7 +112,7 @@ def formula_values(config: Config, stage: int, replica: int) -> dict[str, float]
         "t": T,
         "p": P,
         "d": D,
-        "v": config.virtual_stages,
+        "v": config.num_model_chunks,
         "m": M,
         "l": layers,
         "b": B,

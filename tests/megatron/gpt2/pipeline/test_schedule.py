@@ -14,20 +14,20 @@ from megatron.gpt2.pipeline.schedule import (
     PipelineSchedule,
     build_schedule,
     interleaved,
-    layers_of_stages,
+    layers_of_virtual_stages,
+    num_model_chunks,
     one_forward_one_backward,
-    virtual_stages,
     zero_bubble,
 )
 from tests.conftest import ROOT, error_line, tool
 
 
 def sizes(*arguments: int | None) -> list[int]:
-    return [len(layers) for layers in layers_of_stages(*arguments)]  # type: ignore[arg-type]
+    return [len(layers) for layers in layers_of_virtual_stages(*arguments)]  # type: ignore[arg-type]
 
 
 def test_layers_are_distributed_evenly():
-    assert layers_of_stages(4, 2) == [range(2), range(2, 4)]
+    assert layers_of_virtual_stages(4, 2) == [range(2), range(2, 4)]
     assert sizes(24, 4, 2) == [3] * 8
     assert sizes(6, 4) == [1, 2, 2, 1]
     assert sizes(7, 4) == [2, 2, 2, 1]
@@ -37,7 +37,7 @@ def test_layers_are_distributed_evenly():
     assert sizes(5, 1) == [5]
     for layers, p, v in product(range(1, 30), range(1, 9), range(1, 4)):
         if layers >= p * v:
-            stages = layers_of_stages(layers, p, v)
+            stages = layers_of_virtual_stages(layers, p, v)
             assert [layer for stage in stages for layer in stage] == list(range(layers))
             counts = [len(stage) for stage in stages]
             assert max(counts) - min(counts) <= 1 and counts[-1] == min(counts)
@@ -87,14 +87,14 @@ def test_layers_of_the_first_and_last_rank_can_be_given():
     ],
 )
 def test_impossible_layers_are_one_line_that_names_the_flag(arguments: tuple[int, ...], message: str):
-    assert error_line(lambda: layers_of_stages(*arguments)) == message
+    assert error_line(lambda: layers_of_virtual_stages(*arguments)) == message
 
 
-def test_virtual_stages_have_at_most_the_given_layers():
-    assert [virtual_stages(24, 4, size) for size in (1, 2, 3, 4, 6, 7)] == [6, 3, 2, 2, 1, 1]
-    assert virtual_stages(6, 2, 2) == 2
+def test_model_chunks_have_at_most_the_given_layers():
+    assert [num_model_chunks(24, 4, size) for size in (1, 2, 3, 4, 6, 7)] == [6, 3, 2, 2, 1, 1]
+    assert num_model_chunks(6, 2, 2) == 2
     with pytest.raises(ValueError, match="--num-layers-per-virtual-pipeline-stage must be positive, not 0"):
-        virtual_stages(6, 2, 0)
+        num_model_chunks(6, 2, 0)
 
 
 def as_letters(schedule: PipelineSchedule) -> list[str]:
@@ -127,9 +127,9 @@ def test_the_tables_of_small_pipelines():
         "F0a F1a F0b B0b F1b B1b F2a B0a B1a F2b B2b B2a",
     ]
     schedule = zero_bubble(3, 4)
-    assert (schedule.num_ranks, schedule.num_stages, schedule.splits_backward) == (3, 3, True)
+    assert (schedule.num_ranks, schedule.num_virtual_stages, schedule.splits_backward) == (3, 3, True)
     assert not interleaved(2, 2, 3).splits_backward
-    assert interleaved(2, 3, 4).stage(1, 2) == 5
+    assert interleaved(2, 3, 4).virtual_stage(1, 2) == 5
     assert str(Action("B", 1, 7)) == "B of micro-batch 7 in chunk 1"
 
 

@@ -23,7 +23,7 @@ from megatron.gpt2.extensions.plan.search import DAY, training_cost
 from megatron.gpt2.extensions.plan.show_step import main as show_step
 from megatron.gpt2.extensions.plan.simulate import StepTime, simulate, stage_jobs
 from megatron.gpt2.pipeline.analysis import timetable
-from megatron.gpt2.pipeline.p2p_schedule import StageCosts
+from megatron.gpt2.pipeline.p2p_schedule import ActionCosts
 from megatron.gpt2.pipeline.schedule import Kind
 from tests.fork_server import WarmPython
 from tests.megatron.gpt2.extensions.plan.test_memory import gpu_inputs
@@ -87,7 +87,9 @@ def test_pipeline_takes_as_long_as_its_timetable(flags: str) -> None:
     def seconds(stage: int, kind: Kind) -> float:
         return sum(job.seconds for job in jobs[stage % 2].actions.get((kind, stage // 2, 0), ()))
 
-    costs = [StageCosts(*(seconds(stage, kind) for kind in ("F", "B", "W"))) for stage in range(schedule.num_stages)]
+    costs = [
+        ActionCosts(*(seconds(stage, kind) for kind in ("F", "B", "W"))) for stage in range(schedule.num_virtual_stages)
+    ]
     ends = sum(job.seconds for job in (*jobs[0].before, *jobs[0].after) if job.queue == "compute")
     assert simulate(inputs, machine, record=True).seconds == pytest.approx(
         timetable(schedule, costs).length + ends, rel=0.03
