@@ -310,7 +310,7 @@ def test_todays_gpt_example(work: Path, run: Run):
         ("32", "42"),
         ("64", "43"),
     ]
-    state = json.loads(next((work / "ckpt").glob("iter_0000050/manifest.json")).read_text())["facts"]
+    state = json.loads(next((work / "ckpt").glob("iter_0000050/manifest.json")).read_text())["metadata"]
     assert state["consumed_samples"] == 41 * 16 + 32 + 8 * 64
 
 

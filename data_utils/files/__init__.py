@@ -10,7 +10,7 @@ The versions of all formats that this project writes to disk and reads again:
 
 | file | where | version | older versions | unknown version |
 |---|---|---|---|---|
-| a checkpoint | iter_0000300/manifest.json, "version" | 2 | 1 is read | an error that says to update |
+| a checkpoint | iter_0000300/manifest.json, "version" | 3 | 1 and 2 are read | an error that says to update |
 | a run's settings | config.json of a save folder, "version" | 1 | none | an error of --config |
 | a pair's index | PREFIX.idx, after its magic; Megatron's format | 1 | none | an error |
 | a pair's manifest | PREFIX.json, "format" | 1 | none | not checked yet |

@@ -11,7 +11,7 @@ from drawing import GREY, INK, PAPER, RANKS, WHOLE, arrow, box, line, picture, t
 WIDTH, HEIGHT = 1090, 500
 STEPS = [
     ["1 files", "each rank writes", "mp_rank_TT/…", "and hashes it"],
-    ["2 table", "each rank writes", "boxes/rank_R.jsonl:", "slices and hashes"],
+    ["2 table", "each rank writes", "tables/rank_R.jsonl:", "slices and hashes"],
     ["3 manifest", "rank 0 waits for", "all tables, writes", "manifest.json"],
     ["4 rename", "iter_N.tmp-…", "becomes iter_N:", "now it exists"],
     ["5 tracker", "latest_checkpointed_", "iteration.txt", "says N"],

@@ -109,12 +109,14 @@ def update_checksum(files: Files) -> None:
 def update_table_hashes(files: Files) -> None:
     """Rebuild the manifest for the changed tables. If they cannot be parsed, update only their hashes."""
     name = f"{ITERATION}/{MANIFEST}"
-    manifest, tables = json.loads(files[name]), sorted(name for name in files if "/boxes/" in name)
+    manifest, tables = json.loads(files[name]), sorted(name for name in files if "/tables/" in name)
     for table in tables:
         data = files[table]
-        manifest["tables"][f"boxes/{Path(table).name}"].update(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+        manifest["tables"][f"tables/{Path(table).name}"].update(
+            bytes=len(data), sha256=hashlib.sha256(data).hexdigest()
+        )
     try:
-        files[name] = manifest_bytes(7, manifest["facts"], [files[table] for table in tables])
+        files[name] = manifest_bytes(7, manifest["metadata"], [files[table] for table in tables])
     except (ValueError, TypeError, LookupError, AttributeError, AssertionError, RecursionError):
         files[name] = json.dumps(manifest).encode()
         update_checksum(files)
@@ -184,7 +186,9 @@ read_dcp = functools.partial(read_external, hints=HEADS)
 TARGETS = [
     Target("checkpoint", save_seven, read_saved),
     Target("checkpoint: manifest behind its seal", save_seven, read_any, f"{ITERATION}/{MANIFEST}", update_checksum),
-    Target("checkpoint: tables behind their hashes", save_seven, read_any, f"{ITERATION}/boxes/*", update_table_hashes),
+    Target(
+        "checkpoint: tables behind their hashes", save_seven, read_any, f"{ITERATION}/tables/*", update_table_hashes
+    ),
     Target(
         "checkpoint: manifest of version 1",
         lambda folder: shutil.unpack_archive(VERSION_1, folder, filter="data"),

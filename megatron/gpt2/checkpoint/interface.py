@@ -29,7 +29,7 @@ _NATURAL = range(1 << 62)
 _PADDING = 1 << 16  # At most this number of padding rows of the vocabulary is accepted.
 _MAX_CELLS = 1 << 26  # The grid in `check_coverage` has at most this number of cells.
 _COUNTS = ("vocab_size", "iteration", "train_iters", "decay_iters", "consumed_samples", "global_batch_size")
-_STEPS = ("optimizer.good_steps", "optimizer.skipped_steps", "optimizer.adam_steps")
+_STEPS = ("optimizer.num_updates", "optimizer.skipped_steps", "optimizer.adam_steps")
 _SCALER = [f"optimizer.loss_scaler.{name}" for name in ("scale", "clean_steps", "hysteresis_left")]
 
 

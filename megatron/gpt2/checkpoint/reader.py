@@ -5,21 +5,25 @@ manifest.json, in an iteration's folder, is one JSON object:
 
     version     the version of this format, `CHECKPOINT_VERSION`
     iteration   the same number as in the folder's name
-    facts       metadata about the run
-    tensors     {tensor: {"dtype", "shape", "held"}}; shapes are global, without padding; "held" is an index of `held`
-    held        lists of [table, first row, one past the last row, entries]. Each list names the tables that have slices
+    metadata    about the run
+    tensors     {tensor: {"dtype", "shape": global, without padding, "table_ranges": an index of `table_ranges`}}
+    table_ranges
+                lists of [table, first row, one past the last row, entries]. Each list names the tables that have slices
                 of a tensor, by their index in `tables`. Tensors that are split equally, such as moments, share a list
     tables      {path: {"bytes", "sha256", "files": the number of files that the table lists}}
     sha256      the hash of all bytes of the manifest before this entry
 
-boxes/rank_00000.jsonl, the table of a rank, has two lines, each a JSON object:
+tables/rank_00000.jsonl, the table of a rank, has two lines, each a JSON object:
 
     {"files": their number, "tensors": {tensor: [dtype, shape, first row, one past the last row, entries]}}
-    {path: {"bytes", "sha256", "boxes": {key: {"offset", "shape"}}}}
+    {path: {"bytes", "sha256", "slices": {key: {"offset", "shape"}}}}
 
 The manifest has the hashes of the tables, and the tables have the hashes of the files. A commit reads only the first
-line of each table. A load reads the second lines of those tables that have rows which it needs. In version 1, the
-manifest itself had the second lines of all ranks as `files`. The reader treats such a manifest as its only table.
+line of each table. A load reads the second lines of those tables that have rows which it needs.
+
+Older versions are read, too. Version 2 differs in names: `facts` for metadata, `held` for table_ranges, "boxes" for
+slices and for the folder of the tables. In version 1, the manifest itself had the second lines of all ranks as `files`.
+The reader treats such a manifest as its only table.
 
 The key of a slice is the tensor's name. If a file has several slices of a tensor, the next keys end in "#1", "#2" and
 so on. The reader computes the expected safetensors header of a file from its table and compares the bytes. It never
@@ -61,7 +65,7 @@ from megatron.gpt2.config.sections import with_new_names
 from mpu.partition import TensorSlice
 
 # The docstring of data_utils/files has a table of all formats and their versions.
-CHECKPOINT_VERSION = 2
+CHECKPOINT_VERSION = 3
 OLDEST_CHECKPOINT_VERSION = 1
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 16 << 20  # the largest size of a manifest or a table: 1,000 times the size in a small run
@@ -109,9 +113,9 @@ class TableInfo(NamedTuple):
     sha256: str
 
 
-def table_path(rank: int) -> str:
+def table_path(rank: int, version: int = CHECKPOINT_VERSION) -> str:
     """Return the path of a rank's table, relative to the folder of the iteration."""
-    return f"boxes/rank_{rank:05d}.jsonl"
+    return f"{'boxes' if version < 3 else 'tables'}/rank_{rank:05d}.jsonl"
 
 
 def tensor_name(key: str) -> str:
@@ -168,7 +172,7 @@ def parse_table(files: Any, tensors: Mapping[str, TensorInfo]) -> RankTable:
             raise ValueError(f"names the file {file!r}, which is not of the form mp_rank_00/name.safetensors")
         slices = {
             key: TensorSlice(_integers(saved["offset"]), _integers(saved["shape"]))
-            for key, saved in info["boxes"].items()
+            for key, saved in info["slices"].items()
         }
         (size_on_disk,) = _integers([info["bytes"]])
         table.files[file] = FileInfo(size_on_disk, info["sha256"], slices)
@@ -234,6 +238,7 @@ class NativeCheckpoint(BaseCheckpoint):
         self.digest = verify_checksum(data)
         manifest = parse_json(data)
         version, self.iteration = _integers([manifest["version"], manifest["iteration"]])
+        self._version = version
         if version > CHECKPOINT_VERSION:
             raise ValueError(
                 f"format version {version} is newer than {CHECKPOINT_VERSION}, the newest that this "
@@ -241,7 +246,8 @@ class NativeCheckpoint(BaseCheckpoint):
             )
         if version < OLDEST_CHECKPOINT_VERSION:
             raise ValueError(f"format version {version} does not exist")
-        self.metadata = with_new_names(dict(manifest["facts"]))
+        manifest = self._with_new_names(manifest)
+        self.metadata = dict(manifest["metadata"])
         self.tensors = {
             name: TensorInfo(DTYPES[info["dtype"]], _integers(info["shape"]))
             for name, info in manifest["tensors"].items()
@@ -257,22 +263,25 @@ class NativeCheckpoint(BaseCheckpoint):
         else:
             for number, (path, info) in enumerate(manifest["tables"].items()):
                 (size,) = _integers([info["bytes"]])
-                if path != table_path(number):
-                    raise ValueError(f"names the file {path!r} instead of {table_path(number)}")
+                if path != (expected := table_path(number, version)):
+                    raise ValueError(f"names the file {path!r} instead of {expected}")
                 if size > MAX_MANIFEST_BYTES:
                     raise ValueError(f"{path} has {size:,} bytes, more than the limit of {MAX_MANIFEST_BYTES:,}")
                 self.tables[path] = TableInfo(size, info["sha256"])
-            lists = [_parse_table_ranges(entries, len(self.tables)) for entries in manifest["held"]]
+            lists = [_parse_table_ranges(entries, len(self.tables)) for entries in manifest["table_ranges"]]
             for name, info in manifest["tensors"].items():
-                (range_index,) = _integers([info["held"]])
+                (range_index,) = _integers([info["table_ranges"]])
                 if range_index >= len(lists):
-                    raise ValueError(f"{name}: `held` has no entry {range_index}")
+                    raise ValueError(f"{name}: `table_ranges` has no entry {range_index}")
                 self._table_ranges[name] = lists[range_index]
         entries = {id(ranges): sum(count for _, _, count in ranges.values()) for ranges in self._table_ranges.values()}
         for name, tensor in self.tensors.items():
             saved_entries = entries[id(self._table_ranges[name])] if name in self._table_ranges else 0
             if saved_entries != math.prod(tensor.shape):
                 raise ValueError(f"{name}: its slices hold {saved_entries} entries of {math.prod(tensor.shape)}")
+
+    def _with_new_names(self, values: Any) -> Any:
+        return with_new_names(values) if self._version < 3 else values
 
     def _add_table(self, number: int, table: RankTable) -> None:
         if twice := self._file_infos.keys() & table.files.keys():
@@ -290,7 +299,7 @@ class NativeCheckpoint(BaseCheckpoint):
                     data = (self.path / path).read_bytes()
                     if hashlib.sha256(data).hexdigest() != info.sha256:
                         raise ValueError(f"damaged: its sha256 differs from {MANIFEST}")
-                    table = parse_table(parse_json(data.partition(b"\n")[2]), self.tensors)
+                    table = parse_table(self._with_new_names(parse_json(data.partition(b"\n")[2])), self.tensors)
                     for name, shards in table.shards.items():
                         if self._table_ranges[name].get(number) != extent(shards):
                             raise ValueError(f"its rows of {name} differ from {MANIFEST}")
@@ -391,7 +400,7 @@ class NativeCheckpoint(BaseCheckpoint):
 
 
 def _parse_table_ranges(entries: Any, tables: int) -> dict[int, tuple[int, int, int]]:
-    """Parse a list of the manifest's `held`. Return the first row, one past the last row, and the entries, by
+    """Parse a list of the manifest's `table_ranges`. Return the first row, one past the last row, and the entries, by
     table."""
     ranges = {table: (top, bottom, count) for table, top, bottom, count in (_integers(entry, 4) for entry in entries)}
     if any(table >= tables for table in ranges):

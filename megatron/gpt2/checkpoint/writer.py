@@ -2,7 +2,7 @@
 
     checkpoints/gpt2_345m/
       latest_checkpointed_iteration.txt     the latest-iteration file: the iteration to load
-      iter_0000300/manifest.json, boxes/rank_00000.jsonl, mp_rank_00/model.safetensors, master_dp_00.safetensors, ...
+      iter_0000300/manifest.json, tables/rank_00000.jsonl, mp_rank_00/model.safetensors, master_dp_00.safetensors, ...
 
 Every rank writes its files into `iter_0000300.tmp-<save_id>/`. Its table, with the slices and hashes of these files, is
 last. Rank 0 waits for all tables (saver.py), writes the manifest, renames the folder and replaces the latest-iteration
@@ -100,7 +100,7 @@ def write_rank_files(folder: Path, iteration: int, files: ShardedFiles, rank: in
         file: {
             "bytes": info.bytes,
             "sha256": info.sha256,
-            "boxes": {key: vars(tensor_slice) for key, tensor_slice in info.slices.items()},
+            "slices": {key: vars(tensor_slice) for key, tensor_slice in info.slices.items()},
         }
         for file, info in zip(files, infos, strict=True)
         if info.slices
@@ -200,9 +200,9 @@ def manifest_bytes(iteration: int, metadata: Mapping[str, Any], tables: Iterable
         listed[table_path(rank)] = {"bytes": len(table), "sha256": sha256, "files": first["files"]}
     range_index: dict[tuple[tuple[int, ...], ...], int] = {}
     for name, info in tensors.items():
-        info["held"] = range_index.setdefault(tuple(table_ranges[name]), len(range_index))
-    entries = {"version": CHECKPOINT_VERSION, "iteration": iteration, "facts": metadata, "tensors": tensors}
-    return checksummed_lines(entries | {"held": list(range_index), "tables": listed})
+        info["table_ranges"] = range_index.setdefault(tuple(table_ranges[name]), len(range_index))
+    entries = {"version": CHECKPOINT_VERSION, "iteration": iteration, "metadata": metadata, "tensors": tensors}
+    return checksummed_lines(entries | {"table_ranges": list(range_index), "tables": listed})
 
 
 def commit(

@@ -873,8 +873,12 @@ def config_fields() -> dict[str, dataclasses.Field[Any]]:
     return {f"{name}.{f.name}": f for name, kind in SECTIONS.items() for f in dataclasses.fields(kind)}
 
 
-# Names of fields in files of earlier versions.
+# Names in files of earlier versions.
 NEW_NAMES = {
+    "facts": "metadata",
+    "held": "table_ranges",
+    "boxes": "slices",
+    "good_steps": "num_updates",
     "model_parallel_size": "tensor_model_parallel_size",
     "pipeline_parallel_size": "pipeline_model_parallel_size",
     "warmup": "lr_warmup_fraction",

@@ -59,7 +59,7 @@ def describe(source: BaseCheckpoint) -> dict[str, Any]:
     if isinstance(source, NativeCheckpoint):
         found["manifest_sha256"] = source.digest
         found["files"] = {
-            file: {"bytes": info.bytes, "boxes": len(info.slices), "sha256": info.sha256}
+            file: {"bytes": info.bytes, "slices": len(info.slices), "sha256": info.sha256}
             for file, info in source.files.items()
         }
     return found
@@ -84,7 +84,7 @@ def format_description(found: dict[str, Any]) -> list[str]:
     text += align_columns([("kind", "part", "dtype", "tensors", "values", "bytes"), *parts], "<<<>>>")
     if "files" in found:
         files = [
-            (file, format_value(info["bytes"]), format_value(info["boxes"]), info["sha256"][:12])
+            (file, format_value(info["bytes"]), format_value(info["slices"]), info["sha256"][:12])
             for file, info in found["files"].items()
         ]
         text += ["", *align_columns([("file", "bytes", "slices", "sha256"), *files], "<>>>")]

@@ -284,7 +284,7 @@ def adam_metadata(step: int, groups: Sequence[Any], flags: Mapping[str, Any], **
         config["adam_beta1"], config["adam_beta2"] = map(float, group["betas"])
         config["adam_eps"] = float(group["eps"])
     OptimizerConfig(**config)
-    steps = {"good_steps": step, "skipped_steps": 0, "adam_steps": step, "loss_scaler": {"scale": 1.0}, **progress}
+    steps = {"num_updates": step, "skipped_steps": 0, "adam_steps": step, "loss_scaler": {"scale": 1.0}, **progress}
     return {"optimizer": steps, "config": {"optimizer": config}}
 
 

@@ -187,7 +187,7 @@ def megatron_adam_metadata(
             scaler["hysteresis_left"] = float(max(1, saved["hysteresis_tracker"]))
     good, more = _read_scheduler(top, args, step, left_out)
     skipped = max(0, top.get("iteration", top.get("total_iters", good)) - good)
-    progress = {"good_steps": good, "skipped_steps": skipped, "loss_scaler": scaler}
+    progress = {"num_updates": good, "skipped_steps": skipped, "loss_scaler": scaler}
     return adam_metadata(step, groups, {**flags, **more}, **progress)
 
 
@@ -210,14 +210,14 @@ def _read_scheduler(
         if style in ("linear", "exponential"):
             left_out.append(f"the {style} schedule of 2019: today's formula, which is close to it, is used instead")
     grows = args.get("rampup_batch_size") or args.get("step_batch_size_schedule")
-    good_steps = step if grows else int(saved[names.done]) // unit
+    num_updates = step if grows else int(saved[names.done]) // unit
     if style not in OptimizerConfig.__dataclass_fields__["lr_decay_style"].metadata["choices"]:
         left_out.append(f"the schedule: its style {short_repr(style)} is unknown")
-        return good_steps, {}
+        return num_updates, {}
     # Megatron fills in --train-iters if there is no --lr-decay-iters. The decay then follows the length of the new run.
     length, decay = ("samples", end) if end % unit else ("iters", end // unit)
     fixed = {} if decay == args.get(f"train_{length}") else {f"lr_decay_{length}": decay}
-    return good_steps, {
+    return num_updates, {
         "lr": float(saved[names.peak]),
         "min_lr": float(saved.get("min_lr", 0.0)),
         "lr_decay_style": style,
@@ -318,7 +318,7 @@ def scheduler_state_dict(source: BaseCheckpoint, format: str, log: Callable[[str
         return None
     warmup, end = config.warmup_and_decay(metadata.get("decay_iters") or length or source.iteration, batch or 1)
     names, unit = SCHEDULE_KEYS[format], 1 if old else batch
-    train, done = metadata["config"].get("train", {}), metadata["optimizer"]["good_steps"] * unit
+    train, done = metadata["config"].get("train", {}), metadata["optimizer"]["num_updates"] * unit
     if not old and (train.get("rampup_batch_size") or train.get("step_batch_size_schedule")):
         done = metadata["consumed_samples"]
     state = {

@@ -111,7 +111,7 @@ def native_metadata(source: BaseCheckpoint, tp_size: int, tokenizer: Tokenizer |
     Config.from_dict(sections)  # `from_dict` raises ValueError for values that a run cannot use.
     return {
         "consumed_samples": 0,
-        "optimizer": {"good_steps": source.iteration, "skipped_steps": 0, "adam_steps": 0, "loss_scaler": {}},
+        "optimizer": {"num_updates": source.iteration, "skipped_steps": 0, "adam_steps": 0, "loss_scaler": {}},
         "converted_from": source.format,
         **given,
         "config": sections,

@@ -338,7 +338,7 @@ class MixedPrecisionOptimizer:
     def state_dict(self) -> dict[str, Any]:
         """Return the scalars that a resume needs in addition to `state_shards`, as JSON. This waits for the device."""
         return {
-            "good_steps": int(self.num_updates),  # the key of earlier checkpoints
+            "num_updates": int(self.num_updates),
             "skipped_steps": int(self.skipped_steps),
             "adam_steps": int(self._adam_steps[0]),
             "loss_scaler": self.scaler.state_dict(),
@@ -348,7 +348,7 @@ class MixedPrecisionOptimizer:
         """Load the result of `state_dict`, after `state_shards` were filled. Round the masters into the model."""
         self.scaler.load_state_dict(state["loss_scaler"])
         self.skipped_steps.fill_(state["skipped_steps"])
-        self.set_num_updates(state["good_steps"])
+        self.set_num_updates(state["num_updates"])
         for steps in self._adam_steps:
             # Fewer than `num_updates` if the moments were reset once (--no-load-optim).
             steps.fill_(state["adam_steps"])

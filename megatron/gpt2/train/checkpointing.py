@@ -271,7 +271,7 @@ def load_checkpoint(
         if not options.no_load_optim:
             log(f"WARNING: {checkpoint.path} holds no optimizer (--no-save-optim): its moments start at zero")
         not_restored.append("the optimizer's moments start at zero")
-        state.optimizer.set_num_updates(int(checkpoint.metadata["optimizer"]["good_steps"]))
+        state.optimizer.set_num_updates(int(checkpoint.metadata["optimizer"]["num_updates"]))
     else:
         load_sharded_state_dict(state.optimizer.state_shards(), specs, checkpoint, **layout)
         state.optimizer.load_state_dict(checkpoint.metadata["optimizer"])

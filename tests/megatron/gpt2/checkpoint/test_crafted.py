@@ -1,8 +1,9 @@
 """Crafted checkpoints with correct hashes, as an attacker could make them. Each must cause an error in one line,
 quickly and with little memory, and no code in it may run.
 
-A manifest of version 1 contains the list of files and slices, which version 2 has in tables. The reader parses both in
-the same way. The tests therefore change this list in version 1, and use version 2 only for its other contents.
+A manifest of version 1 contains the list of files and slices, which later versions have in tables. The reader parses
+both in the same way. The tests therefore change this list in version 1, and use the newest version only for its other
+contents.
 """
 
 from __future__ import annotations
@@ -68,10 +69,13 @@ def oldest(newest: Path) -> Path:
     """Return a copy of the same checkpoint in version 1."""
     manifest = contents(newest)
     tables = [(newest / table).read_bytes() for table in manifest.pop("tables")]
-    del manifest["held"], manifest["tensors"]["x"]["held"]
+    del manifest["table_ranges"], manifest["tensors"]["x"]["table_ranges"]
     files = {file: info for table in tables for file, info in json.loads(table.partition(b"\n")[2]).items()}
-    shutil.rmtree(newest / "boxes")
-    (newest / MANIFEST).write_bytes(checksummed_lines(manifest | {"version": 1, "files": files}))
+    for info in files.values():
+        info["boxes"] = info.pop("slices")
+    shutil.rmtree(newest / "tables")
+    old = {"version": 1, "facts": manifest.pop("metadata"), "files": files}
+    (newest / MANIFEST).write_bytes(checksummed_lines(manifest | old))
     return newest
 
 
@@ -95,15 +99,47 @@ def change(folder: Path, *changes: Change, base: dict[str, Any] | None = None) -
     (folder / MANIFEST).write_bytes(checksummed_lines(manifest))
 
 
-def test_names_of_earlier_versions(newest: Path) -> None:
+def test_names_of_earlier_versions(oldest: Path) -> None:
     """Earlier versions had other names for the tensor- and pipeline-parallel sizes and for the warm-up."""
     old, new = {"model_parallel_size": 4}, {"tensor_model_parallel_size": 4}
     config: dict[str, dict[str, Any]] = {"parallel": old, "optimizer": {"warmup": 0.5}}
-    change(newest, ("facts layout", old | {"pipeline_parallel_size": 2}), ("facts config", config))
-    metadata = NativeCheckpoint(newest).metadata
+    change(oldest, ("facts layout", old | {"pipeline_parallel_size": 2}), ("facts config", config))
+    metadata = NativeCheckpoint(oldest).metadata
     assert metadata["layout"] == new | {"pipeline_model_parallel_size": 2}
     assert metadata["config"] == {"parallel": new, "optimizer": {"lr_warmup_fraction": 0.5}}
     assert Config.from_dict(config).parallel.tensor_model_parallel_size == 4
+
+
+# The tables and the manifest that a program of version 2 wrote for the files of `written`.
+OLD_TABLES = [
+    '{"files": 1, "tensors": {"x": ["F32", [8, 6], 0, 4, 24]}}\n'
+    '{"mp_rank_00/model.safetensors": {"bytes": 248, "sha256": "d4aec4a82d31a94a348022be5a5a07959834ebe49cbfd8aeeb1fa4'
+    '19adae5965", "boxes": {"x": {"offset": [0, 0], "shape": [4, 6]}}}}\n',
+    '{"files": 1, "tensors": {"x": ["F32", [8, 6], 4, 8, 24]}}\n'
+    '{"mp_rank_01/model.safetensors": {"bytes": 248, "sha256": "e77ace22b31de50f564c129534ac8d4ef8adb3629bfd563386222c'
+    '874c1bb4e1", "boxes": {"x": {"offset": [4, 0], "shape": [4, 6]}}}}\n',
+]
+OLD_MANIFEST = """{"version": 2,
+"iteration": 1,
+"facts": {"optimizer": {"good_steps": 1}},
+"tensors": {"x": {"dtype": "F32", "shape": [8, 6], "held": 0}},
+"held": [[[0, 0, 4, 24], [1, 4, 8, 24]]],
+"tables": {"boxes/rank_00000.jsonl": {"bytes": 238, "sha256": \
+"9d63a244eba964a1933f5c50c1db8972c23e37c1d367453823f9adaa295eeca6", "files": 1}, "boxes/rank_00001.jsonl": \
+{"bytes": 238, "sha256": "c262b27b4f8cc26e444269a62e20bb5b12a5ed616537a1df83b18f58f5ee13cc", "files": 1}},
+"sha256": "a57ce9d568dbff1f4fb252b1b6f5eb1bea9be91e5958bc515e73552b0996be82"}
+"""
+
+
+def test_version_2(newest: Path) -> None:
+    shutil.rmtree(newest / "tables")
+    (newest / "boxes").mkdir()
+    for rank, table in enumerate(OLD_TABLES):
+        (newest / table_path(rank, version=2)).write_text(table)
+    (newest / MANIFEST).write_text(OLD_MANIFEST)
+    checkpoint = NativeCheckpoint(newest)
+    assert torch.equal(checkpoint.read("x"), WHOLE) and checkpoint.verify() == ""
+    assert checkpoint.metadata == {"optimizer": {"num_updates": 1}}
 
 
 def refused(folder: Path) -> str:
@@ -156,7 +192,7 @@ TEXTS: dict[str, Callable[[], str]] = {  # Some have megabytes, so each is built
 
 NUMBERS = ["version", "iteration", "tensors x shape 1"]
 NUMBERS += [f"{FILE} bytes", f"{FILE} boxes x offset 0", f"{FILE} boxes x shape 1"]
-TABLE_NUMBERS = [*(f"held 0 0 {column}" for column in range(4)), "tensors x held", f"{TABLE} bytes"]
+TABLE_NUMBERS = [*(f"table_ranges 0 0 {column}" for column in range(4)), "tensors x table_ranges", f"{TABLE} bytes"]
 
 
 VALUES = ["tensors", "tensors x", "tensors x dtype", "tensors x shape", "files", FILE]
@@ -226,8 +262,8 @@ PATHS = """/etc/passwd /dev/zero .. ../../secret ../iter_0000002/mp_rank_00/mode
     ./mp_rank_00/model.safetensors mp_rank_00/model.safetensors/ mp_rank_00\\..\\x.safetensors
     mp_rank_٠٠/model.safetensors mp_rank_00/x.pt ~/x.safetensors $HOME/x.safetensors C:/x.safetensors
     file:///etc/passwd""".split()
-TABLE_PATHS = """../boxes/rank_00000.jsonl /dev/zero boxes/../boxes/rank_00000.jsonl manifest.json
-    mp_rank_00/model.safetensors boxes/rank_٠٠٠٠٠.jsonl boxes//rank_00000.jsonl boxes/rank_00001.jsonl""".split()
+TABLE_PATHS = """../tables/rank_00000.jsonl /dev/zero tables/../tables/rank_00000.jsonl manifest.json
+    mp_rank_00/model.safetensors tables/rank_٠٠٠٠٠.jsonl tables//rank_00000.jsonl boxes/rank_00000.jsonl""".split()
 
 
 def test_paths_elsewhere(oldest: Path) -> None:
@@ -244,28 +280,28 @@ def test_paths_elsewhere(oldest: Path) -> None:
 
 def test_tables_elsewhere(newest: Path) -> None:
     true = contents(newest)
-    for path in (*TABLE_PATHS, "boxes/rank_00000.jsonl\n"):
+    for path in (*TABLE_PATHS, "tables/rank_00000.jsonl\n"):
         change(newest, ("tables", {path: {"bytes": 1, "sha256": "", "files": 1}}), base=true)
         assert "names the file" in refused(newest), path
 
 
 SAID: list[list[Change]] = [
-    [("held 0 1 0", 0)],
-    [("held 0 0 3", 23)],
-    [("held 0 0 2", 5)],
-    [("held 0", [[0, 0, 4, 23], [1, 4, 8, 25]])],
-    [("held 0", [[0, 0, 8, 48]])],
-    [("held 0 0", [0, 0, 4])],
-    [("held", GONE)],
-    [("tensors x held", 1)],
-    [("tensors x held", GONE)],
-    [("tensors y", {"dtype": "F32", "shape": [8, 6], "held": 0})],
+    [("table_ranges 0 1 0", 0)],
+    [("table_ranges 0 0 3", 23)],
+    [("table_ranges 0 0 2", 5)],
+    [("table_ranges 0", [[0, 0, 4, 23], [1, 4, 8, 25]])],
+    [("table_ranges 0", [[0, 0, 8, 48]])],
+    [("table_ranges 0 0", [0, 0, 4])],
+    [("table_ranges", GONE)],
+    [("tensors x table_ranges", 1)],
+    [("tensors x table_ranges", GONE)],
+    [("tensors y", {"dtype": "F32", "shape": [8, 6], "table_ranges": 0})],
     [("tables", {})],
     [(f"{TABLE} sha256", "0" * 64)],
     [(f"{TABLE} bytes", 10)],
     [(f"{TABLE} bytes", 1 << 40)],
-    [("tensors x shape", [1 << 30, 1 << 30]), ("held 0", [[0, 0, 1 << 30, 1 << 60]])],
-    [("held", [[[0, 0, 4, 24], [1, 4, 8, 24]], [[i, 0, 1, 1] for i in range(100_000)]])],
+    [("tensors x shape", [1 << 30, 1 << 30]), ("table_ranges 0", [[0, 0, 1 << 30, 1 << 60]])],
+    [("table_ranges", [[[0, 0, 4, 24], [1, 4, 8, 24]], [[i, 0, 1, 1] for i in range(100_000)]])],
 ]
 
 
@@ -274,9 +310,9 @@ def test_what_a_manifest_says_of_tables(newest: Path) -> None:
     for changes in SAID:
         change(newest, *changes, base=true)
         refused(newest)
-    change(newest, ("version", 3), base=true)
+    change(newest, ("version", 4), base=true)
     assert (
-        f"{newest / MANIFEST}: format version 3 is newer than 2, the newest that this program reads: update the "
+        f"{newest / MANIFEST}: format version 4 is newer than 3, the newest that this program reads: update the "
         "program" in refused(newest)
     )
 
@@ -298,7 +334,7 @@ def test_tables_of_other_things(newest: Path) -> None:
         refused(newest)
     put_table(newest, own)
     put_table(newest, own, rank=1)
-    change(newest, ("held 0", [[0, 0, 4, 24], [1, 0, 4, 24]]))
+    change(newest, ("table_ranges 0", [[0, 0, 4, 24], [1, 0, 4, 24]]))
     assert "a different table lists, too" in refused(newest)
 
 
@@ -415,7 +451,9 @@ PLACES: dict[str, list[Any]] = {
     "tokenizer": [{}],
     "tokenizer fingerprint": [3],
     "optimizer": [{}],
-    **dict.fromkeys((f"optimizer {name}_steps" for name in ("good", "skipped", "adam")), [-1, 1.0, 1 << 62]),
+    **dict.fromkeys(
+        (f"optimizer {name}" for name in ("num_updates", "skipped_steps", "adam_steps")), [-1, 1.0, 1 << 62]
+    ),
     "optimizer loss_scaler": [{"scale": "1"}, {"scale": None}],
 }
 
@@ -456,7 +494,7 @@ def test_invalid_metadata(trained: NativeCheckpoint, place: str) -> None:
 
 
 def test_training_and_generation_check_the_metadata(trained: NativeCheckpoint) -> None:
-    change(trained.path, (f"facts {MODEL} num_layers", GREAT))
+    change(trained.path, (f"metadata {MODEL} num_layers", GREAT))
     folder, message = trained.path.parent, f"has {GREAT:,} layers, but"
     with pytest.raises(ValueError, match=message):
         build_context(parse(["--save", str(folder), "--device", "cpu"]), RankInfo(0, 1, 0, 1), print)

@@ -37,7 +37,7 @@ def test_what_is_on_the_disk(tmp_path: Path) -> None:
     folder = tmp_path / "iter_0000300"
     assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()) == sorted(
         [LATEST_FILE, "iter_0000300/manifest.json"]
-        + [f"iter_0000300/boxes/rank_0000{r}.jsonl" for r in (0, 1)]
+        + [f"iter_0000300/tables/rank_0000{r}.jsonl" for r in (0, 1)]
         + [f"iter_0000300/mp_rank_0{r}/{n}.safetensors" for r in (0, 1) for n in ("model", "optim_dp_00")]
     )
     # Other programs can read the files, which do not contain the padding of the vocabulary.
@@ -46,8 +46,8 @@ def test_what_is_on_the_disk(tmp_path: Path) -> None:
     assert torch.equal(torch.cat([s["model.embedding"] for s in shards]), full_state(300)["model", "embedding"])
     data = (folder / MANIFEST).read_bytes()
     assert json.loads(data)["sha256"] == hashlib.sha256(data[:-67]).hexdigest()
-    table = (folder / "boxes/rank_00000.jsonl").read_bytes()
-    assert hashlib.sha256(table).hexdigest() == json.loads(data)["tables"]["boxes/rank_00000.jsonl"]["sha256"]
+    table = (folder / "tables/rank_00000.jsonl").read_bytes()
+    assert hashlib.sha256(table).hexdigest() == json.loads(data)["tables"]["tables/rank_00000.jsonl"]["sha256"]
     assert (
         hashlib.sha256((folder / "mp_rank_00/model.safetensors").read_bytes()).hexdigest()
         == json.loads(table.splitlines()[1])["mp_rank_00/model.safetensors"]["sha256"]
@@ -135,13 +135,13 @@ def test_a_load_opens_no_table_that_it_does_not_need(tmp_path: Path) -> None:
         checkpoint.read("x", (7, 0), (2, 4))
     with pytest.raises(ValueError, match="holds no tensor y"):
         checkpoint.read("y")
-    (checkpoint.path / "boxes/rank_00003.jsonl").write_bytes(b"")
+    (checkpoint.path / "tables/rank_00003.jsonl").write_bytes(b"")
     assert torch.equal(checkpoint.read("x", (0, 0), (6, 4)), whole[:6])
     with pytest.raises(ValueError, match=r"rank_00003.jsonl: has 0 bytes instead of"):
         checkpoint.read("x")
 
 
-def test_boxes_of_more_than_one_manifest_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices_of_more_than_one_manifest_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lower limit simulates a thousand ranks. Masters and moments have the same slices and share one list in the
     manifest."""
     limit, kinds = 20_000, ("master", "exp_avg", "exp_avg_sq")
@@ -153,8 +153,8 @@ def test_boxes_of_more_than_one_manifest_holds(tmp_path: Path, monkeypatch: pyte
     checkpoint = NativeCheckpoint(tmp_path / "iter_0000001")
     assert not checkpoint.find_damage(check_hashes=False) and len(checkpoint.tensors) == 90
     logged = (checkpoint.path / MANIFEST).read_bytes()
-    assert len(logged) < limit < sum(table.stat().st_size for table in (checkpoint.path / "boxes").iterdir())
-    assert json.loads(logged)["held"] == [[[rank, rank, rank + 1, 2] for rank in range(16)]]
+    assert len(logged) < limit < sum(table.stat().st_size for table in (checkpoint.path / "tables").iterdir())
+    assert json.loads(logged)["table_ranges"] == [[[rank, rank, rank + 1, 2] for rank in range(16)]]
     again = NativeCheckpoint(checkpoint.path)
     assert torch.equal(again.read("exp_avg.7", (5, 0), (2, 2)), torch.tensor([[5.0, 5.0], [6.0, 6.0]]))
 
@@ -191,7 +191,7 @@ def test_the_tools_read_version_1(version_1: Path, tmp_path: Path, capsys: pytes
     for words in (["verify"], ["inspect"], ["merge", str(merged)], ["diff", str(merged)]):
         assert main([words[0], str(version_1), *words[1:]]) == 0
     assert "mp_rank_01/exp_avg_sq_dp_01.safetensors" in capsys.readouterr().out
-    assert json.loads((merged / "iter_0000003" / MANIFEST).read_bytes())["version"] == 2
+    assert json.loads((merged / "iter_0000003" / MANIFEST).read_bytes())["version"] == 3
     mpu.initialize_model_parallel(1)
     tokenizer = load_for_inference(version_1, torch.device("cpu"), torch.float32, log=pytest.fail).tokenizer
     assert tokenizer.kind == "bytes" and (version_1 / "tokenizer/tokenizer.json").exists(), "as it was called then"

@@ -141,7 +141,7 @@ def test_all_ranks_come_to_the_same_answer(tmp_path: Path) -> None:
 
     assert [found[0] for found in ThreadRanks(3).run(load)] == [200] * 3
     # If the share of one rank is damaged, all ranks report the same file.
-    tables = [f"boxes/rank_0000{rank}.jsonl" for rank in (0, 1)]
+    tables = [f"tables/rank_0000{rank}.jsonl" for rank in (0, 1)]
     for file in [*sorted(NativeCheckpoint(tmp_path / "iter_0000200").files), *tables]:
         victim = tmp_path / "iter_0000200" / file
         data = victim.read_bytes()

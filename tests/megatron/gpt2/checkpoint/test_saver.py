@@ -217,7 +217,7 @@ def test_rank_0_may_commit_as_soon_as_it_sees_the_last_table(tmp_path: Path, mon
 
     monkeypatch.setattr(Path, "replace", replace_and_commit)
     write(tmp_path, 200, rank_files(full_state(200), 1, 2), rank=1, world_size=2)
-    assert (tmp_path / "committed/boxes/rank_00001.jsonl").is_file()
+    assert (tmp_path / "committed/tables/rank_00001.jsonl").is_file()
 
 
 def test_a_disk_without_inodes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

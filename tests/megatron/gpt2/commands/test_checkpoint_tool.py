@@ -55,7 +55,7 @@ def test_inspect(runs: Path, capsys: pytest.CaptureFixture):
     assert found["model"]["hidden_size"] == 128 and found["iteration"] == 2
     for file, info in found["files"].items():
         path = runs / "save" / "iter_0000002" / file
-        assert path.stat().st_size == info["bytes"] and len(info["sha256"]) == 64 and info["boxes"]
+        assert path.stat().st_size == info["bytes"] and len(info["sha256"]) == 64 and info["slices"]
     assert found["tensors"]["master.word_embeddings.weight"] == {
         "dtype": "float32",
         "shape": [257, 128],

@@ -94,7 +94,7 @@ def stop_after_a_save(folder: Path) -> None:
     file `go` exists."""
 
     def stop_later(trainer: Trainer) -> None:
-        wait_until(lambda: any(folder.glob("save/*.tmp-*/boxes/rank_00001.jsonl")))
+        wait_until(lambda: any(folder.glob("save/*.tmp-*/tables/rank_00001.jsonl")))
         stop(trainer)
 
     def write_late(path: Path, file: str, *rest: Any) -> Any:

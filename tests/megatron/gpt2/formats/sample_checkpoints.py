@@ -242,7 +242,7 @@ def in_memory_checkpoint(num_layers: int, dtype: torch.dtype) -> BaseCheckpoint:
         "consumed_samples": 24,
         "global_batch_size": 4,
         "train_iters": 100,
-        "optimizer": {"good_steps": 6, "skipped_steps": 1, "adam_steps": 6, "loss_scaler": scaler},
+        "optimizer": {"num_updates": 6, "skipped_steps": 1, "adam_steps": 6, "loss_scaler": scaler},
         "config": {"optimizer": {**schedule, "weight_decay": 0.1}, "train": {"micro_batch_size": 2, "seed": 7}},
     }
     return InMemoryCheckpoint(tensors, shape, metadata, 7)
@@ -324,4 +324,4 @@ def compute_logits(source: BaseCheckpoint, tokens: Tensor) -> Tensor:
 def next_learning_rate(source: BaseCheckpoint) -> float:
     """Return the learning rate of the next step, in a run of 100 steps."""
     config = OptimizerConfig(**source.metadata["config"]["optimizer"])
-    return float(learning_rates(config, 100, 1, np.arange(101.0))[source.metadata["optimizer"]["good_steps"]])
+    return float(learning_rates(config, 100, 1, np.arange(101.0))[source.metadata["optimizer"]["num_updates"]])

@@ -153,7 +153,7 @@ def test_the_optimizer_of_2019_goes_on():
         if kind != "model":
             assert torch.equal(source.read(tensor), joined(kind, name)), tensor
     assert source.metadata["optimizer"] == {
-        "good_steps": 3,
+        "num_updates": 3,
         "skipped_steps": 15,
         "adam_steps": 3,
         "loss_scaler": {"scale": 2.0**18, "clean_steps": 3.0, "hysteresis_left": 1.0},

@@ -67,7 +67,7 @@ def test_tensors_are_those_that_megatron_core_held(folders: dict[str, Path], nam
             assert torch.equal(found.float(), rows), f"{kind}.{parameter}"
     assert without == ("master.word_embeddings.weight" not in source.tensors)
     if not without:
-        progress = {"good_steps": 3, "skipped_steps": 0, "adam_steps": 1, "loss_scaler": {"scale": 1.0}}
+        progress = {"num_updates": 3, "skipped_steps": 0, "adam_steps": 1, "loss_scaler": {"scale": 1.0}}
         assert source.metadata["optimizer"] == progress
         assert next_learning_rate(source) == pytest.approx(0.003), "which megatron-core had set for its next step"
         # The files store 100 for the decay and for the length. The decay then follows the length of the run that
