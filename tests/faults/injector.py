@@ -156,7 +156,7 @@ def flip(trainer: Trainer, kind: str = "weight", name: str = "", element: int = 
 def break_weight(trainer: Trainer, name: str) -> None:
     """Set a weight and its master to infinity."""
     buffer = trainer.state.buffer
-    index, part, _ = buffer.local_shard_of(name)
+    index, part, _ = buffer.owned_part(name)
     buffer.masters[index][part][0] = float("inf")
     buffer.view(buffer.params, name).view(-1)[0] = float("inf")
 

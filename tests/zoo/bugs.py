@@ -86,7 +86,7 @@ def scaled(factor: float) -> Plant:
     return extra(
         BucketReducer,
         "finish_grad_sync",
-        lambda _, self: [gradient.mul_(factor) for gradient in self._buffer.shard_grads()],
+        lambda _, self: [gradient.mul_(factor) for gradient in self._buffer.owned_grads()],
         after=True,
     )
 

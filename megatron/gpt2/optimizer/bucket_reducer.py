@@ -1,7 +1,7 @@
 """Data parallelism: buckets of gradients are reduced while backward runs. With a sharded optimizer, buckets of updated
 parameters are gathered while the next forward runs.
 
-`param_and_grad_buffer.py` has the buffers and the shards of each rank. `ShardedBucketReducer` is for ZeRO stage 2.
+`param_and_grad_buffer.py` has the buffers and the shards of each rank. `ShardedGradReducer` is for ZeRO stage 2.
 `TorchDDPReducer` uses torch's DistributedDataParallel.
 """
 
@@ -25,7 +25,7 @@ BYTES_AT_ONCE = 32 << 20  # of gradients that a GPU adds to their buckets in one
 
 
 class BucketReducer:
-    """Sums the gradients of a step over micro-batches and data-parallel ranks. `buffer.shard_grads()` has the result.
+    """Sums the gradients of a step over micro-batches and data-parallel ranks. `buffer.owned_grads()` has the result.
 
     Each gradient is added to its bucket in float32 as soon as autograd has computed it, and is then freed. When a
     bucket has the gradients of all micro-batches, it is sent asynchronously: by all-reduce, or by reduce-scatter if the
@@ -77,7 +77,7 @@ class BucketReducer:
         self._sent.clear()
         all_reduce_partial_grads(self._buffer)
         if self._embedding_group is not None and self._buffer.tied_param is not None:
-            dist.all_reduce(self._buffer.shard_grad(self._buffer.tied_param), group=self._embedding_group)
+            dist.all_reduce(self._buffer.owned_grad(self._buffer.tied_param), group=self._embedding_group)
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Add the gradient of a micro-batch for the parameter `name`: a tensor of its shape, in any dtype."""
@@ -143,8 +143,8 @@ class BucketReducer:
     def _add_collected(self) -> None:
         gradients, self._collected = self._collected, {}
         first = [name for name in gradients if self._mark_begun(name)]
-        further = [name for name in gradients if name not in first]
-        for names, add in ((first, False), (further, True)):
+        later = [name for name in gradients if name not in first]
+        for names, add in ((first, False), (later, True)):
             if names:
                 kernels.add_grads_([self._grad(name) for name in names], [gradients[name] for name in names], add)
         for name in gradients:
@@ -158,7 +158,7 @@ class BucketReducer:
     def _send(self, index: int) -> tuple[dist.Work, Tensor]:
         """Start to reduce bucket `index`. Return the collective, and the tensor for this rank's shard of the sum."""
         grads, bucket = self._buffer.bucket_grads(index), self._buffer.buckets[index]
-        inside = slice_within(self._buffer.bucket_shard(bucket), bucket.range)
+        inside = slice_within(self._buffer.shard_range(bucket), bucket.range)
         sent = grads.bfloat16() if self._in_bf16 else grads
         if self._buffer.is_sharded:
             work = reduce_scatter_single(sent[inside], sent, group=self._group, async_op=True)
@@ -170,7 +170,7 @@ class BucketReducer:
     def _receive(self, index: int) -> None:
         received = self._wait_for_bucket(index)
         if self._in_bf16:
-            self._buffer.bucket_shard_grads(index).copy_(received)
+            self._buffer.shard_grads(index).copy_(received)
 
     def _wait_for_bucket(self, index: int) -> Tensor:
         """Wait for bucket `index` and return this rank's shard of its sum."""
@@ -180,7 +180,7 @@ class BucketReducer:
         return sent[1]
 
 
-class ShardedBucketReducer(BucketReducer):
+class ShardedGradReducer(BucketReducer):
     """--shard-gradients: ZeRO stage 2 (arXiv:1910.02054). Every micro-batch sends its gradients, and each rank keeps
     only its shard of the sums. At most two whole buckets exist at a time: the bucket that backward fills, and the
     previous one, which is being sent. Micro-batches must run their backward passes in order."""
@@ -189,7 +189,7 @@ class ShardedBucketReducer(BucketReducer):
         """Start a step of `num_microbatches` rounds. A round is one micro-batch, which the base class treats as a step
         with one gradient per parameter. `_send_ready` starts each next round. The last call, with 0, awaits no
         gradient."""
-        self._rounds, self._received = num_microbatches, 0
+        self._remaining_rounds, self._received = num_microbatches, 0
         super().begin(1 if num_microbatches else 0)
 
     def _send_ready(self) -> None:
@@ -202,10 +202,10 @@ class ShardedBucketReducer(BucketReducer):
             self._received += 1
         if is_last:
             self._sent.clear()
-            self.begin(self._rounds - 1)
+            self.begin(self._remaining_rounds - 1)
 
     def _receive(self, index: int) -> None:
-        self._buffer.keep_shard(index, self._wait_for_bucket(index))
+        self._buffer.accumulate_shard(index, self._wait_for_bucket(index))
 
 
 class TorchDDPReducer:
@@ -247,44 +247,43 @@ class TiedGradReducer:
     head and that of the embedding.
 
     name: the name under which the gradient of the head is reduced.
-    of_embedding: the name under which the gradient of the embedding is reduced, if it is reduced separately or the two
-        are on different pipeline ranks. None: it is added to the gradient of the head.
+    embedding_name: the name under which the gradient of the embedding is reduced.
+    joins_parts: whether this rank has both parts and reduces their sum. Otherwise each part is reduced when it exists.
     """
 
-    def __init__(self, reducer: BucketReducer, name: str, of_embedding: str | None = None) -> None:
-        self._reducer, self._name, self._of_embedding = reducer, name, of_embedding
-        self._of_head: Tensor | None = None
+    def __init__(self, reducer: BucketReducer, name: str, embedding_name: str, *, joins_parts: bool = False) -> None:
+        self._reducer, self._name, self._embedding_name = reducer, name, embedding_name
+        self._joins_parts = joins_parts
+        self._head_gradient: Tensor | None = None
 
     def add(self, gradient: Tensor) -> None:
-        """Add the gradient of the head. If both gradients have one name, `add_rows` adds it later."""
-        if self._of_embedding is None:
-            # Keep the head's gradient in the model's precision for now, because memory is fullest at the start of
-            # backward.
-            self._of_head = gradient
+        """Add the gradient of the head, [v/tp, h]. With joins_parts, `add_rows` adds it later."""
+        if self._joins_parts:
+            # Keep it in the model's precision for now, because memory is fullest at the start of backward.
+            self._head_gradient = gradient
         else:
             self._reducer.add(self._name, gradient)
             self._reducer.register_grad_ready(self._name)
 
     def add_rows(self, rows: Tensor, gradients: Tensor) -> None:
-        """Add the gradient of the embedding, which backward computes last."""
-        if self._of_embedding is None:
-            assert self._of_head is not None, "backward of the head is first"
-            self._reducer.add(self._name, self._of_head)
-            self._of_head = None
-        name = self._of_embedding or self._name
-        self._reducer.add_rows(name, rows, gradients)
-        self._reducer.register_grad_ready(name)
+        """Add the gradient of the embedding, which backward computes last: [t, h] for the rows [t] int64."""
+        if self._joins_parts:
+            assert self._head_gradient is not None, "backward of the head is first"
+            self._reducer.add(self._name, self._head_gradient)
+            self._head_gradient = None
+        self._reducer.add_rows(self._embedding_name, rows, gradients)
+        self._reducer.register_grad_ready(self._embedding_name)
 
 
 def all_reduce_partial_grads(buffer: ParamAndGradBuffer) -> None:
     """Sum the gradients that are partial under sequence parallelism over the tensor-parallel group. Each rank sums its
-    local shards, which are the same ranges on all ranks of the group."""
-    if any(shard.group_key.is_sequence_parallel for shard in buffer.local_shards):
+    owned ranges, which are the same on all ranks of the group."""
+    if any(owned.group_key.is_sequence_parallel for owned in buffer.owned_ranges):
         all_reduce_coalesced(
             [
                 grad
-                for grad, shard in zip(buffer.shard_grads(), buffer.local_shards, strict=True)
-                if shard.group_key.is_sequence_parallel
+                for grad, owned in zip(buffer.owned_grads(), buffer.owned_ranges, strict=True)
+                if owned.group_key.is_sequence_parallel
             ]
         )
 
@@ -329,7 +328,7 @@ class ParamAllGather:
             for index, bucket in reversed(list(enumerate(self._buffer.buckets))):
                 work = all_gather_single(
                     self._buffer.params[bucket.range],
-                    self._buffer.params[self._buffer.bucket_shard(bucket)],
+                    self._buffer.params[self._buffer.shard_range(bucket)],
                     group=self._group,
                     async_op=True,
                 )

@@ -78,12 +78,12 @@ class MuonOptimizer(MixedPrecisionOptimizer):
         self._mup_scale = model.config.mup_scale
         self._tensor_group, self._tensor_rank, self._tensor_size = model.group, model.tp_rank, model.tp_size
         self._data_group = mpu.get_parallel_state().data_parallel_group
-        self._matrix_shards = [i for i, shard in enumerate(self.buffer.local_shards) if shard.group_key.is_matrix]
+        self._matrix_indices = [i for i, owned in enumerate(self.buffer.owned_ranges) if owned.group_key.is_matrix]
         self._empty = torch.empty(0, device=self.buffer.params.device)  # torch.cat needs a tensor.
         # Matrices of equal shape are neighbours. Rank 1 of 4 orthogonalizes the matrices 1, 5, 9, ... of a round.
         shapes = {name: self.buffer.parameters[name].shape for name in self.buffer.matrices}
         names = sorted(shapes, key=lambda name: (shapes[name].numel(), shapes[name]), reverse=True)
-        self._ranks = len(self.buffer.shard_sizes(names[0])) * self._tensor_size
+        self._ranks = len(self.buffer.elements_by_rank(names[0])) * self._tensor_size
         self._rounds: list[list[str]] = []
         while names:
             length = self._ranks * max(1, batch_elements // (self._tensor_size * shapes[names[0]].numel()))
@@ -94,11 +94,11 @@ class MuonOptimizer(MixedPrecisionOptimizer):
         super()._update(grads, rate, grad_scale, found_inf)
         momentum, skipped = self._config.muon_momentum, found_inf > 0
         matrix_grads, exp_avgs, masters, steps = (
-            [tensors[index] for index in self._matrix_shards]
+            [tensors[index] for index in self._matrix_indices]
             for tensors in (grads, self.moments["exp_avg"], self.buffer.masters, self._adam_steps)
         )
         # Each operation rounds once, so no bit depends on where a kernel starts to vectorise.
-        if self._matrix_shards:  # torch refuses empty lists.
+        if self._matrix_indices:  # torch refuses empty lists.
             for grad in matrix_grads:
                 grad.masked_fill_(skipped, 0.0)
             torch._foreach_mul_(matrix_grads, (1 - momentum) / grad_scale)
@@ -108,13 +108,13 @@ class MuonOptimizer(MixedPrecisionOptimizer):
                 grad.add_(exp_avg * momentum)
         for names in self._rounds:
             self._orthogonalize_round(grads, names)
-        if self._matrix_shards:
+        if self._matrix_indices:
             rate = rate * (1 - found_inf)
             torch._foreach_mul_(masters, 1 - rate * self._config.weight_decay)
             torch._foreach_mul_(matrix_grads, rate)
             torch._foreach_sub_(masters, matrix_grads)
             torch._foreach_add_(steps, [1 - found_inf] * len(steps))
-        for index in self._matrix_shards:
+        for index in self._matrix_indices:
             self.buffer.round_master(index)
 
     def _orthogonalize_round(self, grads: Sequence[Tensor], names: Sequence[str]) -> None:
@@ -123,8 +123,8 @@ class MuonOptimizer(MixedPrecisionOptimizer):
         The parts of a tensor-parallel rank's matrix are gathered on a data-parallel rank, then the whole matrix on a
         tensor-parallel rank of this data-parallel rank. The results are sent back in the same way."""
         buffer, t = self.buffer, self._tensor_size
-        sizes = {name: buffer.shard_sizes(name) for name in names}
-        parts = {name: grads[index][part] for name in names for index, part, _ in [buffer.local_shard_of(name)]}
+        sizes = {name: buffer.elements_by_rank(name) for name in names}
+        parts = {name: grads[index][part] for name in names for index, part, _ in [buffer.owned_part(name)]}
         # The names by data-parallel and tensor-parallel rank, and by data-parallel rank
         names_of = [[names[i + j :: self._ranks] for j in range(t)] for i in range(0, self._ranks, t)]
         gathered_by = [list(itertools.chain(*of_ranks)) for of_ranks in names_of]

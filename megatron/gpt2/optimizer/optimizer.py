@@ -227,14 +227,14 @@ class MixedPrecisionOptimizer:
         self.found_inf, self.grad_norm = torch.zeros(2, dtype=torch.float32, device=device).unbind()
         self.learning_rate = self._lr_by_update[0].clone()
 
-        self._host_grads = buffer.zeros_like_shards(pinned=True) if buffer.offloaded else None
+        self._host_grads = buffer.zeros_like_owned_ranges(pinned=True) if buffer.offloaded else None
         self._config = config
-        self.moments = {name: buffer.zeros_like_shards(matrices=name == "exp_avg") for name in MOMENTS}
+        self.moments = {name: buffer.zeros_like_owned_ranges(matrices=name == "exp_avg") for name in MOMENTS}
         self._adam_steps = [torch.zeros((), dtype=torch.float32, device=master.device) for master in buffer.masters]
 
     def step(self) -> None:
-        """Update the weights from the summed, scaled gradients in `buffer.shard_grads()`, and free the gradients."""
-        grads = self.buffer.shard_grads()
+        """Update the weights from the summed, scaled gradients in `buffer.owned_grads()`, and free the gradients."""
+        grads = self.buffer.owned_grads()
         self.grad_norm = self._unscaled_norm(grads)
         # The norm is the same on all ranks, so either all ranks or none skip the step. x · 0 is NaN exactly if x is not
         # finite. This test takes 3 kernels on a GPU; torch.isfinite takes 6.
@@ -249,16 +249,16 @@ class MixedPrecisionOptimizer:
         self._update(grads, *scalars.unbind())
         del grads
         self.buffer.free_grads()
-        self.buffer.copy_rounded_to_params()
+        self.buffer.copy_model_weights_to_params()
         self.param_gather.start_param_sync()
         self._count_step()
 
     def _unscaled_norm(self, grads: Sequence[Tensor]) -> Tensor:
         """Return the norm of the gradients of all ranks, without the loss scale."""
         counted = [
-            (grad, shard.group_key.is_tensor_parallel)
-            for grad, shard in zip(grads, self.buffer.local_shards, strict=True)
-            if not shard.group_key.is_duplicate
+            (grad, owned.group_key.is_tensor_parallel)
+            for grad, owned in zip(grads, self.buffer.owned_ranges, strict=True)
+            if not owned.group_key.is_duplicate
         ]
         squared = self.squared_norm(
             (g for g, is_tensor_parallel in counted if is_tensor_parallel),
@@ -296,14 +296,14 @@ class MixedPrecisionOptimizer:
         """Update the masters, and round them."""
         config, buffer = self._config, self.buffer
         groups = collections.defaultdict[tuple[bool, float], list[int]](list)
-        for index, shard in enumerate(buffer.local_shards):
-            if not shard.group_key.is_matrix:
-                groups[shard.group_key.decays, shard.group_key.lr_multiplier].append(index)
-        rounded = [] if buffer.rounded is buffer.masters else buffer.rounded
-        for (decays, multiplier), chosen in groups.items():
+        for index, (_, _, key) in enumerate(buffer.owned_ranges):
+            if not key.is_matrix:
+                groups[key.decays, key.lr_multiplier].append(index)
+        weights = [] if buffer.model_weights is buffer.masters else buffer.model_weights
+        for (decays, multiplier), indices in groups.items():
             masters, gradients, exp_avgs, exp_avg_sqs, steps, params = (
-                [tensors[index] for index in chosen if tensors]
-                for tensors in (buffer.masters, grads, *self.moments.values(), self._adam_steps, rounded)
+                [tensors[index] for index in indices if tensors]
+                for tensors in (buffer.masters, grads, *self.moments.values(), self._adam_steps, weights)
             )
             kernels.adamw_(
                 masters,
@@ -330,7 +330,7 @@ class MixedPrecisionOptimizer:
     def state_shards(self) -> Iterator[ParamShard]:
         """Yield this rank's shards of masters and moments, parameter by parameter, as views. Checkpoints save them."""
         for name in self.buffer.ranges:
-            index, part, start = self.buffer.local_shard_of(name)
+            index, part, start = self.buffer.owned_part(name)
             yield ParamShard("master", name, self.buffer.masters[index][part], start)
             for moment in MOMENTS[:1] if name in self.buffer.matrices else MOMENTS:
                 yield ParamShard(moment, name, self.moments[moment][index][part], start)

@@ -28,7 +28,7 @@ _ALIGNMENT = 64
 
 
 class ParamGroupKey(NamedTuple):
-    """The treatment that all parameters of a `BufferShard` have in common."""
+    """The treatment that all parameters of a `OwnedRange` have in common."""
 
     is_tensor_parallel: bool
     is_sequence_parallel: bool  # The gradient of each tensor-parallel rank is a partial sum.
@@ -38,9 +38,9 @@ class ParamGroupKey(NamedTuple):
     is_duplicate: bool  # Another pipeline stage has the same parameter and counts it in the norm.
 
 
-class BufferShard(NamedTuple):
-    """A range of the buffer that this rank's optimizer updates. It lies in one bucket, and its parameters have the same
-    `group_key`."""
+class OwnedRange(NamedTuple):
+    """A range of the buffer that this rank's optimizer updates: the part of its shard of a bucket in which all
+    parameters have the same `group_key`."""
 
     range: slice
     bucket: int
@@ -90,15 +90,15 @@ class ParamAndGradBuffer:
 
     params: [numel] of dtype. The module's parameters are views of this buffer.
     shard_rank: this rank's number among those that share the optimizer's work.
-    local_shards: the ranges that this rank's optimizer updates.
-    masters: for each local shard, the float32 weights before they are rounded to `dtype`. In fp32 they are views of
+    owned_ranges: the ranges that this rank's optimizer updates.
+    masters: for each owned range, the float32 weights before they are rounded to `dtype`. In fp32 they are views of
         `params`, unless the optimizer is offloaded.
-    rounded: for each local shard, the weights rounded to `dtype`: views of `params`, or copies in host memory if
-        the optimizer is offloaded. In fp32 it is `masters`.
+    model_weights: for each owned range, the weights rounded to `dtype`: views of `params`, or copies in host memory
+        if the optimizer is offloaded. In fp32 it is `masters`.
 
     The gradients of a bucket are allocated when backward computes the first of them, and freed by `free_grads`.
-    Backward has then already freed activations, which lowers the peak. `keep_shard` keeps only the local shard of a
-    bucket (ZeRO stage 2).
+    Backward has then already freed activations, which lowers the peak. `accumulate_shard` keeps only this rank's shard
+    of a bucket (ZeRO stage 2).
     """
 
     def __init__(
@@ -126,23 +126,23 @@ class ParamAndGradBuffer:
         self.parameters = dict(sorted(reversed(parameters.items()), key=lambda item: self._sort_key(*item)))
         self._build_buckets(bucket_size, data_parallel_size)
         self.bucket_of = {name: index for index, bucket in enumerate(self.buckets) for name in bucket.names}
-        self._build_local_shards()
+        self._build_owned_ranges()
 
         device = next(iter(self.parameters.values())).device
         self.params = torch.zeros(self.buckets[-1].range.stop, dtype=dtype, device=device)
         self.free_grads()
-        in_params = [self.params[shard.range] for shard in self.local_shards]
+        views = [self.params[owned.range] for owned in self.owned_ranges]
         is_float32 = dtype == torch.float32
         if offloaded:
-            self.masters = self.zeros_like_shards(pinned=True)
-            self.rounded = self.masters if is_float32 else self.zeros_like_shards(dtype, pinned=True)
+            self.masters = self.zeros_like_owned_ranges(pinned=True)
+            self.model_weights = self.masters if is_float32 else self.zeros_like_owned_ranges(dtype, pinned=True)
         else:
-            self.masters = in_params if is_float32 else self.zeros_like_shards()
-            self.rounded = in_params
+            self.masters = views if is_float32 else self.zeros_like_owned_ranges()
+            self.model_weights = views
         for name, parameter in self.parameters.items():
             values = parameter.detach().reshape(-1)
             self.params[self.ranges[name]].copy_(values)
-            index, part, start = self.local_shard_of(name)
+            index, part, start = self.owned_part(name)
             self.masters[index][part].copy_(values[start : start + part.stop - part.start])
             parameter.data = self.view(self.params, name)
 
@@ -185,18 +185,18 @@ class ParamAndGradBuffer:
                 self.buckets.append(Bucket(slice(start, end), tuple(in_bucket)))
                 start, in_bucket = end, []
 
-    def _build_local_shards(self) -> None:
-        """Set `local_shards`: for each bucket, this rank's shard, cut where the `ParamGroupKey` changes."""
-        self.local_shards: list[BufferShard] = []
-        self._shard_index_of: dict[str, int] = {}
+    def _build_owned_ranges(self) -> None:
+        """Set `owned_ranges`: for each bucket, this rank's shard, cut where the `ParamGroupKey` changes."""
+        self.owned_ranges: list[OwnedRange] = []
+        self._range_index_of: dict[str, int] = {}
         for index, bucket in enumerate(self.buckets):
             by_key = itertools.groupby(bucket.names, lambda name: self._group_key(name, self.parameters[name]))
             groups = [(key, list(members)) for key, members in by_key]
             starts = [self.ranges[members[0]].start for _, members in groups]
             for (key, members), start, stop in zip(groups, starts, [*starts[1:], bucket.range.stop], strict=True):
-                if common := _overlap(self.bucket_shard(bucket), slice(start, stop)):
-                    self._shard_index_of |= dict.fromkeys(members, len(self.local_shards))
-                    self.local_shards.append(BufferShard(common, index, key))
+                if common := _overlap(self.shard_range(bucket), slice(start, stop)):
+                    self._range_index_of |= dict.fromkeys(members, len(self.owned_ranges))
+                    self.owned_ranges.append(OwnedRange(common, index, key))
 
     def view(self, buffer: Tensor, name: str) -> Tensor:
         """Return the view of `buffer` that belongs to the parameter `name`, in its shape."""
@@ -206,12 +206,12 @@ class ParamAndGradBuffer:
         """Return the gradients of bucket `index`, float32 [length of its range]. Only the padding is initialised."""
         grads = self._grads[index]
         if grads is None:
-            whole, names = self.buckets[index]
-            grads = torch.empty(whole.stop - whole.start, dtype=torch.float32, device=self.params.device)
-            stops = [self.ranges[name].start for name in names[1:]] + [whole.stop]
+            bucket, names = self.buckets[index]
+            grads = torch.empty(bucket.stop - bucket.start, dtype=torch.float32, device=self.params.device)
+            stops = [self.ranges[name].start for name in names[1:]] + [bucket.stop]
             for name, stop in zip(names, stops, strict=True):
                 if self.ranges[name].stop < stop:
-                    grads[slice_within(slice(self.ranges[name].stop, stop), whole)].zero_()
+                    grads[slice_within(slice(self.ranges[name].stop, stop), bucket)].zero_()
             self._grads[index] = grads
         return grads
 
@@ -221,101 +221,100 @@ class ParamAndGradBuffer:
         part = slice_within(self.ranges[name], self.buckets[index].range)
         return self.bucket_grads(index)[part].view(self.parameters[name].shape)
 
-    def shard_grads(self) -> list[Tensor]:
-        """Return the gradients of each range in `local_shards`."""
-        return [
-            self.bucket_shard_grads(shard.bucket)[
-                slice_within(shard.range, self.bucket_shard(self.buckets[shard.bucket]))
-            ]
-            for shard in self.local_shards
-        ]
+    def owned_grads(self) -> list[Tensor]:
+        """Return the gradients of each range in `owned_ranges`."""
+        return [self._grads_of_range(owned) for owned in self.owned_ranges]
 
-    def bucket_shard_grads(self, index: int) -> Tensor:
+    def _grads_of_range(self, owned: OwnedRange) -> Tensor:
+        return self.shard_grads(owned.bucket)[slice_within(owned.range, self.shard_range(self.buckets[owned.bucket]))]
+
+    def shard_grads(self, index: int) -> Tensor:
         """Return this rank's shard of the gradients of bucket `index`, [length of the shard] float32."""
-        if (kept := self._shard_grads[index]) is not None:
-            return kept
+        if (accumulated := self._accumulated_shards[index]) is not None:
+            return accumulated
         bucket = self.buckets[index]
-        return self.bucket_grads(index)[slice_within(self.bucket_shard(bucket), bucket.range)]
+        return self.bucket_grads(index)[slice_within(self.shard_range(bucket), bucket.range)]
 
-    def keep_shard(self, index: int, reduced: Tensor) -> None:
+    def accumulate_shard(self, index: int, reduced: Tensor) -> None:
         """Free the gradients of bucket `index`. Add `reduced`, this rank's shard of their sum over the ranks in any
         dtype, to the shard that this rank keeps."""
-        kept = self._shard_grads[index]
-        self._shard_grads[index] = reduced.to(torch.float32, copy=True) if kept is None else kept.add_(reduced)
+        accumulated = self._accumulated_shards[index]
+        self._accumulated_shards[index] = (
+            reduced.to(torch.float32, copy=True) if accumulated is None else accumulated.add_(reduced)
+        )
         self._grads[index] = None
 
-    def shard_grad(self, name: str) -> Tensor:
-        """Return the part of the gradient of the parameter `name` that is in this rank's shard, [elements]."""
-        index, part, _ = self.local_shard_of(name)
-        return self.shard_grads()[index][part]
+    def owned_grad(self, name: str) -> Tensor:
+        """Return the part of the gradient of the parameter `name` that this rank's optimizer uses, [elements]."""
+        index, part, _ = self.owned_part(name)
+        return self._grads_of_range(self.owned_ranges[index])[part]
 
     def free_grads(self) -> None:
         """Free all gradients, after the optimizer has used them."""
         self._grads: list[Tensor | None] = [None] * len(self.buckets)
-        self._shard_grads: list[Tensor | None] = [None] * len(self.buckets)  # `keep_shard` fills it.
+        self._accumulated_shards: list[Tensor | None] = [None] * len(self.buckets)  # `accumulate_shard` fills it.
 
-    def bucket_shard(self, bucket: Bucket) -> slice:
-        """Return the range of a bucket that this rank's optimizer updates. Without sharding the range is the whole
-        bucket."""
+    def shard_range(self, bucket: Bucket) -> slice:
+        """Return the range of this rank's shard of a bucket. Without sharding it is the whole bucket."""
         length = (bucket.range.stop - bucket.range.start) // self._num_shards
         start = bucket.range.start + self.shard_rank * length
         return slice(start, start + length)
 
-    def local_shard_of(self, name: str) -> tuple[int, slice, int]:
-        """Return the part of a parameter that this rank's optimizer updates: the index in `local_shards`, the range in
-        this shard, and the start in the flattened parameter. The range is empty if the rank has no part of it."""
-        index = self._shard_index_of.get(name, 0)
-        whole, shard = self.ranges[name], self.local_shards[index].range
-        if name in self._shard_index_of and (common := _overlap(whole, shard)):
-            return index, slice_within(common, shard), common.start - whole.start
+    def owned_part(self, name: str) -> tuple[int, slice, int]:
+        """Return the part of a parameter that this rank's optimizer updates: the index in `owned_ranges`, the part of
+        this range, and the start in the flattened parameter. The part is empty if the rank has no part of it."""
+        index = self._range_index_of.get(name, 0)
+        parameter, owned = self.ranges[name], self.owned_ranges[index].range
+        if name in self._range_index_of and (common := _overlap(parameter, owned)):
+            return index, slice_within(common, owned), common.start - parameter.start
         return 0, slice(0, 0), 0
 
-    def shard_sizes(self, name: str) -> list[int]:
+    def elements_by_rank(self, name: str) -> list[int]:
         """Return how many elements of a parameter the optimizer of each data-parallel rank updates. Without sharding
         there is one number. The parts are in the order of the ranks."""
-        whole, bucket = self.ranges[name], self.buckets[self.bucket_of[name]].range
+        parameter, bucket = self.ranges[name], self.buckets[self.bucket_of[name]].range
         length = (bucket.stop - bucket.start) // self._num_shards
         starts = range(bucket.start, bucket.stop, length)
-        return [max(min(whole.stop, start + length) - max(whole.start, start), 0) for start in starts]
+        return [max(min(parameter.stop, start + length) - max(parameter.start, start), 0) for start in starts]
 
-    def zeros_like_shards(
+    def zeros_like_owned_ranges(
         self, dtype: torch.dtype = torch.float32, *, pinned: bool = False, matrices: bool = True
     ) -> list[Tensor]:
-        """Return a tensor of zeros for each range in `local_shards`, on the device of the optimizer's state.
+        """Return a tensor of zeros for each range in `owned_ranges`, on the device of the optimizer's state.
 
         pinned: pin the memory if it is on the host.
         matrices: if false, the tensors of matrices are empty.
         """
         sizes = [
-            shard.range.stop - shard.range.start if matrices or not shard.group_key.is_matrix else 0
-            for shard in self.local_shards
+            owned.range.stop - owned.range.start if matrices or not owned.group_key.is_matrix else 0
+            for owned in self.owned_ranges
         ]
         device = self.params.device
         on_host = {"device": "cpu", "pin_memory": pinned and device.type == "cuda"}
-        together = torch.zeros(sum(sizes), dtype=dtype, **(on_host if self.offloaded else {"device": device}))
-        return list(together.split(sizes))
+        zeros = torch.zeros(sum(sizes), dtype=dtype, **(on_host if self.offloaded else {"device": device}))
+        return list(zeros.split(sizes))
 
     def copy_masters_to_params(self) -> None:
         """Round the masters to `dtype`, and write them into this rank's shards of `params`."""
         for index in range(len(self.masters)):
             self.round_master(index)
-        self.copy_rounded_to_params()
+        self.copy_model_weights_to_params()
 
     def round_master(self, index: int) -> None:
-        """Round the master of one local shard."""
-        if self.rounded[index] is not self.masters[index]:
-            self.rounded[index].copy_(self.masters[index])
+        """Round the masters of one owned range."""
+        if self.model_weights[index] is not self.masters[index]:
+            self.model_weights[index].copy_(self.masters[index])
 
-    def copy_rounded_to_params(self) -> None:
-        """Copy rounded masters that are in host memory into this rank's shards of `params`."""
+    def copy_model_weights_to_params(self) -> None:
+        """Copy `model_weights` that are in host memory into this rank's shards of `params`."""
         if self.offloaded:
-            for shard, rounded in zip(self.local_shards, self.rounded, strict=True):
-                self.params[shard.range].copy_(rounded, non_blocking=True)
+            for owned, weights in zip(self.owned_ranges, self.model_weights, strict=True):
+                self.params[owned.range].copy_(weights, non_blocking=True)
 
     def copy_params_to_masters(self) -> None:
         """Set the masters to the parameters, for weights that were loaded in the model's precision."""
-        for shard, master in zip(self.local_shards, self.masters, strict=True):
-            master.copy_(self.params[shard.range])
+        for owned, master in zip(self.owned_ranges, self.masters, strict=True):
+            master.copy_(self.params[owned.range])
 
 
 def _round_up(number: int, multiple: int) -> int:
@@ -327,6 +326,6 @@ def _overlap(a: slice, b: slice) -> slice | None:
     return slice(start, stop) if start < stop else None
 
 
-def slice_within(part: slice, whole: slice) -> slice:
-    """Return `part` relative to the start of `whole`."""
-    return slice(part.start - whole.start, part.stop - whole.start)
+def slice_within(part: slice, outer: slice) -> slice:
+    """Return `part` relative to the start of `outer`."""
+    return slice(part.start - outer.start, part.stop - outer.start)

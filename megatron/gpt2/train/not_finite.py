@@ -57,7 +57,7 @@ def find_first_not_finite(trainer: Trainer) -> str:
         "learning_rate": optimizer.learning_rate.item(),
         "first": found and found[3:],
         "norms": {
-            name: {"weight": _norm(parameter.detach()), "summed gradient": _norm(buffer.shard_grad(name))}
+            name: {"weight": _norm(parameter.detach()), "summed gradient": _norm(buffer.owned_grad(name))}
             for name, parameter in buffer.parameters.items()
         },
     }

@@ -18,7 +18,7 @@ from megatron.gpt2.model.gpt2 import TIED_WEIGHT, GPT2Model, layer_config
 from megatron.gpt2.optimizer.bucket_reducer import (
     BucketReducer,
     ParamAllGather,
-    ShardedBucketReducer,
+    ShardedGradReducer,
     TiedGradReducer,
     TorchDDPReducer,
     choose_bucket_size,
@@ -170,12 +170,12 @@ def build_reducer(
     if config.DDP_impl == "torch" and group is not None and group.size() > 1:
         ddp = TorchDDPReducer(buffer, model, group, bucket_size=config.ddp_bucket_size)
         return ddp, ddp.module
-    is_whole = model.has_embeddings and model.has_head
+    has_both_parts = model.has_embeddings and model.has_head
     if (extended := context.hooks.call_first(Hook.reducer, buffer, model, parallel)) is not None:
         return extended, model
-    reducer_class = ShardedBucketReducer if config.shard_gradients and buffer.is_sharded else BucketReducer
+    reducer_class = ShardedGradReducer if config.shard_gradients and buffer.is_sharded else BucketReducer
     reducer = reducer_class(buffer, group, in_bf16=config.grad_reduce_in_bf16, embedding_group=parallel.embedding_group)
-    model.tied_grad_hook = TiedGradReducer(reducer, TIED_WEIGHT, None if is_whole else TIED_WEIGHT)
+    model.tied_grad_hook = TiedGradReducer(reducer, TIED_WEIGHT, TIED_WEIGHT, joins_parts=has_both_parts)
     return reducer, model
 
 

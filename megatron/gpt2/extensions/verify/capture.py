@@ -206,8 +206,8 @@ class Capture(Hook):
         )
         buffer = self._trainer.state.buffer
         for name in buffer.ranges:
-            start = buffer.local_shard_of(name)[2]
-            self._take_state(ParamShard("gradient", name, self._unscale(buffer.shard_grad(name)), start))
+            start = buffer.owned_part(name)[2]
+            self._take_state(ParamShard("gradient", name, self._unscale(buffer.owned_grad(name)), start))
 
     def _take_parameters(self) -> None:
         """Capture the weights of the model."""

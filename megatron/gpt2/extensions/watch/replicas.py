@@ -145,9 +145,9 @@ def state_buffers(optimizer: MixedPrecisionOptimizer) -> Iterator[tuple[str, Ten
         owned = [
             # Muon's matrices have no second moment.
             (starts[index] + part.start, starts[index] + part.stop) if parts[index].numel() else (0, 0)
-            for index, part, _ in map(buffer.local_shard_of, buffer.ranges)
+            for index, part, _ in map(buffer.owned_part, buffer.ranges)
         ]
-        # `ParamAndGradBuffer.zeros_like_shards` puts them next to each other.
+        # `ParamAndGradBuffer.zeros_like_owned_ranges` puts them next to each other.
         yield kind, parts[0].as_strided((starts[-1],), (1,)), owned
 
 

@@ -215,8 +215,8 @@ def assert_loads(checkpoint: NativeCheckpoint, rank: Any, state: dict[tuple[str,
         assert torch.equal(values, expected), (kind, name)
         owned += values.numel() if kind == "master" else 0
     for name in rank.buffer.ranges:
-        index, part, _ = rank.buffer.local_shard_of(name)
-        rounded = rank.buffer.params[rank.buffer.local_shards[index].range][part]
+        index, part, _ = rank.buffer.owned_part(name)
+        rounded = rank.buffer.params[rank.buffer.owned_ranges[index].range][part]
         assert torch.equal(rounded, rank.buffer.masters[index][part].to(rounded.dtype)), name
     return owned
 

@@ -107,7 +107,7 @@ BUCKETS = f"{SHARDED} --ddp-bucket-size 40000 --hidden-dropout 0.1"
 def gradient_bytes(trainer: Trainer) -> int:
     """Return the bytes of all allocated gradients."""
     buffer = trainer.state.buffer
-    return sum(grads.nbytes for grads in (*buffer._grads, *buffer._shard_grads) if grads is not None)
+    return sum(grads.nbytes for grads in (*buffer._grads, *buffer._accumulated_shards) if grads is not None)
 
 
 def gradients_in_a_step(trainer: Trainer) -> tuple[list[int], int]:
@@ -279,8 +279,8 @@ def replicated_sums(rank: int, world_size: int, folder: Path) -> None:
         buffer, p = trainer.state.buffer, trainer.parallel
         for name, parameter in buffer.parameters.items():
             is_tensor_parallel = getattr(parameter, "model_parallel", False)
-            shard = buffer.local_shards[buffer.local_shard_of(name)[0]]
-            assert buffer.local_shard_of(name)[1] == slice(0, 0) or (
+            shard = buffer.owned_ranges[buffer.owned_part(name)[0]]
+            assert buffer.owned_part(name)[1] == slice(0, 0) or (
                 shard.group_key.is_tensor_parallel == is_tensor_parallel
                 and shard.group_key.is_sequence_parallel != is_tensor_parallel
             ), name
@@ -291,7 +291,7 @@ def replicated_sums(rank: int, world_size: int, folder: Path) -> None:
             reducer.finish_grad_sync()
         replicated = [
             grad
-            for grad, s in zip(buffer.shard_grads(), buffer.local_shards, strict=True)
+            for grad, s in zip(buffer.owned_grads(), buffer.owned_ranges, strict=True)
             if not s.group_key.is_tensor_parallel
         ]
         assert [call.args[0].numel() for call in spy.call_args_list] == [sum(map(torch.numel, replicated))], (
@@ -300,7 +300,7 @@ def replicated_sums(rank: int, world_size: int, folder: Path) -> None:
         assert all((grad == 3.0).all() for grad in replicated)
         assert all(
             (grad == 1.0 + p.model_parallel_rank).all()
-            for grad, s in zip(buffer.shard_grads(), buffer.local_shards, strict=True)
+            for grad, s in zip(buffer.owned_grads(), buffer.owned_ranges, strict=True)
             if s.group_key.is_tensor_parallel
         )
         finish(trainer)

@@ -22,7 +22,7 @@ WAYS = ("", "--checkpoint-num-layers 2", "--partition-activations")
 
 
 def collect_grads(trainer: Trainer, grads: list[torch.Tensor]) -> None:
-    grads.append(torch.cat(trainer.state.buffer.shard_grads()))
+    grads.append(torch.cat(trainer.state.buffer.owned_grads()))
 
 
 def with_and_without_recompute(rank: int, world_size: int, folder: Path, precision: str) -> list[Any]:

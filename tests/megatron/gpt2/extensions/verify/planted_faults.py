@@ -162,7 +162,7 @@ def stale_parameter(trainer: Trainer, patch: Patch) -> None:
         launch()
         param_gather.finish_param_sync()
         if trainer.parallel.rank == 1:
-            _, part, start = buffer.local_shard_of(STALE)
+            _, part, start = buffer.owned_part(STALE)
             whole = buffer.params[buffer.ranges[STALE]]
             mine = whole[start : start + part.stop - part.start].clone()
             whole.copy_(own)
