@@ -30,7 +30,7 @@ import mpu
 from benchmarks import harness, other_libraries
 from data_utils.tokenizers.base import NO_EOD
 from megatron.gpt2.config import ModelConfig
-from megatron.gpt2.device import DTYPES
+from megatron.gpt2.device import PRECISION_DTYPES
 from megatron.gpt2.generate.generation import GenerationRequest, Generator
 from megatron.gpt2.generate.load_model import store_for_inference
 from megatron.gpt2.generate.sampling import SamplingParams
@@ -130,7 +130,7 @@ def main(argv: list[str] | None = None) -> None:
     other_libraries.load_peer_weights(theirs, ours, config, conv1d=True)
     print(f"{'':22}{'ours':>10}{'transformers':>14}{'ratio':>8}   tokens per second")
     for precision in [args.precision] if args.precision else PRECISIONS:
-        ours, theirs = ours.to(DTYPES[precision]), theirs.to(DTYPES[precision])
+        ours, theirs = ours.to(PRECISION_DTYPES[precision]), theirs.to(PRECISION_DTYPES[precision])
         for batch in (8, 1):
             stored = copy.deepcopy(ours)
             store_for_inference(stored, single_row=batch == 1)

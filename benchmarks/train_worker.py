@@ -44,7 +44,7 @@ from data_utils import (
 )
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.config.arguments import parse
-from megatron.gpt2.device import DTYPES, set_allocator, set_threads
+from megatron.gpt2.device import PRECISION_DTYPES, set_allocator, set_threads
 from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.extensions.plan.hook import MemoryPlan
 from megatron.gpt2.model.gpt2 import GPT2Model, TransformerBlockConfig, count_parameters
@@ -233,7 +233,7 @@ def build_peer_step(workload: Workload, arm: Arm, nanogpt: str) -> TimedStep:
         text = next(loader).to(device, non_blocking=True)
         optimizer.zero_grad(set_to_none=True)
         for part in text.split(b):
-            with torch.autocast(device.type, DTYPES["bf16"], enabled=arm.precision == "bf16"):
+            with torch.autocast(device.type, PRECISION_DTYPES["bf16"], enabled=arm.precision == "bf16"):
                 loss = loss_of(called, part[:, :-1], part[:, 1:]) / workload.accumulation
             loss.backward()
             total.add_(loss.detach())
@@ -321,7 +321,7 @@ def measure_ceiling(workload: Workload, precision: str, seconds: float) -> dict[
     The ceiling is the FLOP-weighted mean speed of the model's matrix products: forward, input gradient and weight
     gradient of each linear layer and of the head. Each product is repeated for `seconds`, and its shortest time counts.
     """
-    dtype, m = DTYPES[precision], workload.micro_batch_size * workload.seq_length
+    dtype, m = PRECISION_DTYPES[precision], workload.micro_batch_size * workload.seq_length
     padded = mpu.padded_vocab_size(workload.vocab_size, workload.model.make_vocab_size_divisible_by, 1)
     flops = total = 0.0
     for name, (n, k) in linear_shapes(workload.hidden_size, padded).items():

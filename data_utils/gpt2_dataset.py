@@ -1,8 +1,8 @@
 """Datasets of samples with `seq_length + 1` tokens, which hold inputs and labels: a text, a blend, Megatron's order.
 
-A blend has blocks of BLOCK samples. In every block, each component has the same number of samples: its weight's share,
-rounded by largest remainder. A Feistel permutation chosen by the seed decides their positions, which are the same in
-every block. A sample number leads to its sample in O(1). Each component is read in the same order as without a
+A blend has blocks of `BLEND_BLOCK` samples. In every block, each component has the same number of samples: its weight's
+share, rounded by largest remainder. A Feistel permutation chosen by the seed decides their positions, which are the
+same in every block. A sample number leads to its sample in O(1). Each component is read in the same order as without a
 blend, with a new permutation in each of its epochs.
 
 Megatron's order (`megatron.core.datasets.gpt_dataset.GPTDataset`) allows comparisons with Megatron. The documents of
@@ -22,7 +22,7 @@ from data_utils.command_line import how_to_call
 from data_utils.samplers import MISSING, SampleOrder, permutation_key, permute
 from data_utils.tokenizers.base import Tokenizer
 
-BLOCK = 10_000
+BLEND_BLOCK = 10_000
 SEPARATE_BELOW = 0.80  # If the run needs a smaller share of the last epoch, that epoch is shuffled separately.
 
 
@@ -150,16 +150,16 @@ def parse_blend(words: Sequence[str], flag: str) -> tuple[list[str], list[float]
 
 def block_counts(weights: Sequence[float], names: Sequence[str], flag: str) -> np.ndarray:
     """Return each component's number of samples in a block, int64 [components]. A count differs by less than 1 from the
-    weight's share of BLOCK. A ValueError names a component whose count is 0."""
+    weight's share of BLEND_BLOCK. A ValueError names a component whose count is 0."""
     shares = np.array(weights, dtype=np.float64)
-    shares *= BLOCK / shares.sum()
+    shares *= BLEND_BLOCK / shares.sum()
     counts = np.floor(shares).astype(np.int64)
     most_left = np.argsort(counts - shares, kind="stable")
-    counts[most_left[: BLOCK - counts.sum()]] += 1
+    counts[most_left[: BLEND_BLOCK - counts.sum()]] += 1
     for name, weight, count in zip(names, weights, counts, strict=True):
         if count == 0:
             raise ValueError(
-                f"{flag}: the weight {weight:g} of {name} is too small: it gets none of {BLOCK:,} samples; "
+                f"{flag}: the weight {weight:g} of {name} is too small: it gets none of {BLEND_BLOCK:,} samples; "
                 "leave it out or give it a larger weight"
             )
     return counts
@@ -183,16 +183,16 @@ class BlendedDataset:
         # For each position in a block, `_component` is its component, and `_before` counts the earlier samples of this
         # component in the block.
         self._component = np.searchsorted(
-            np.cumsum(counts), permute(np.arange(BLOCK), BLOCK, permutation_key(seed)), "right"
+            np.cumsum(counts), permute(np.arange(BLEND_BLOCK), BLEND_BLOCK, permutation_key(seed)), "right"
         )
-        self._before = np.empty(BLOCK, dtype=np.int64)
+        self._before = np.empty(BLEND_BLOCK, dtype=np.int64)
         for number, count in enumerate(counts):
             self._before[self._component == number] = np.arange(count)
         self._len = int(sizes.sum())
         if not training:  # Find the positions at which each component's second epoch would begin.
             blocks, left = np.divmod(sizes, counts)
             places = [np.flatnonzero(self._component == number)[rest] for number, rest in enumerate(left)]
-            self._len = int((blocks * BLOCK + places).min())
+            self._len = int((blocks * BLEND_BLOCK + places).min())
 
     def shuffled(self, seed: int) -> "BlendedDataset":
         """Return a training blend of the same components in the order of `seed`."""
@@ -203,7 +203,7 @@ class BlendedDataset:
 
     def rows(self, numbers: np.ndarray) -> np.ndarray:
         """Return the samples of `numbers` [k] as int64 [k, seq_length + 1]."""
-        blocks, places = np.divmod(numbers, BLOCK)
+        blocks, places = np.divmod(numbers, BLEND_BLOCK)
         which = self._component[places]
         # Each component counts its own samples.
         own_numbers = blocks * self._counts[which] + self._before[places]

@@ -47,7 +47,7 @@ from data_utils.files import (
 
 MAGIC = b"MMIDIDX\0\0"
 HEADER = struct.Struct("<9sQBQQ")
-DTYPES: dict[int, np.dtype] = {
+INDEX_DTYPES: dict[int, np.dtype] = {
     code: np.dtype(name).newbyteorder("<")
     for code, name in {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "f8", 7: "f4", 8: "u2"}.items()
 }
@@ -60,7 +60,7 @@ EOD_SEARCH_TOKENS = 1 << 24
 
 def token_dtype(vocab_size: int) -> np.dtype:
     """Return the dtype that Megatron chooses: uint16 for fewer than 65,500 ids, otherwise int32."""
-    return DTYPES[8] if vocab_size < 65_500 else DTYPES[4]
+    return INDEX_DTYPES[8] if vocab_size < 65_500 else INDEX_DTYPES[4]
 
 
 class IndexedDatasetBuilder:
@@ -142,7 +142,7 @@ class IndexedDatasetBuilder:
             return
         lengths = np.frombuffer(self._lengths, dtype=np.intc)
         pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * self._dtype.itemsize
-        code = next(code for code, known in DTYPES.items() if known == self._dtype)
+        code = next(code for code, known in INDEX_DTYPES.items() if known == self._dtype)
         with open(f"{self.prefix}.idx", "wb") as file:
             index = HashingWriter(file)
             index.write(HEADER.pack(MAGIC, INDEX_VERSION, code, len(lengths), len(self) + 1))
@@ -243,14 +243,16 @@ class IndexedDataset(TokenFile):
             magic, version, code, sequences, documents = HEADER.unpack(head)
             check(magic == MAGIC, "it does not begin with the magic of an index")
             check(version == INDEX_VERSION, f"version {version}, not {INDEX_VERSION}")
-            check(code in DTYPES and DTYPES[code].kind in "iu", f"dtype code {code} is not an integer dtype")
+            check(
+                code in INDEX_DTYPES and INDEX_DTYPES[code].kind in "iu", f"dtype code {code} is not an integer dtype"
+            )
             # Check the sizes with Python's integers before memory is allocated.
             plain = HEADER.size + 12 * sequences + 8 * documents
             check(size in (plain, plain + sequences), f"{size} bytes, not the {plain} of {sequences} sequences")
             lengths = np.frombuffer(file.read(4 * sequences), dtype="<i4")
             pointers = np.frombuffer(file.read(8 * sequences), dtype="<i8")
             firsts = np.frombuffer(file.read(8 * documents), dtype="<i8")
-        width = DTYPES[code].itemsize
+        width = INDEX_DTYPES[code].itemsize
         starts = np.zeros(sequences + 1, dtype=np.int64)
         check(sequences == 0 or int(lengths.min()) >= 0, "a negative length")
         np.cumsum(lengths, dtype=np.int64, out=starts[1:])
@@ -262,7 +264,7 @@ class IndexedDataset(TokenFile):
             f"its documents do not run from 0 to {sequences}",
         )
         self.sequence_lengths, self.document_indices, self.document_starts = lengths, firsts, starts[firsts]
-        super().__init__(prefix, DTYPES[code])
+        super().__init__(prefix, INDEX_DTYPES[code])
         check(self.tokens.nbytes == expected, f"{prefix}.bin changed while it was opened")
 
 

@@ -15,7 +15,7 @@ from data_utils.command_line import Log, plural
 from data_utils.corpora import BUILTIN, MAX_BAD_FRACTION, expand_paths
 from data_utils.files import fingerprint_of
 from data_utils.gpt2_dataset import (
-    BLOCK,
+    BLEND_BLOCK,
     BlendedDataset,
     GPT2Dataset,
     MegatronOrderDataset,
@@ -226,7 +226,7 @@ def build_splits(
         names = [part.name for part, *_ in parts]
         counts = block_counts(weights or list(map(len, components)), names, flag)
         for (part, start, stop), component, count in zip(parts, components, counts, strict=True):
-            mixed = f"{100 * count / BLOCK:.2f} % of the samples out of " if len(parts) > 1 else ""
+            mixed = f"{100 * count / BLEND_BLOCK:.2f} % of the samples out of " if len(parts) > 1 else ""
             starts, line = part.data.document_starts, f"{stop - start:,} tokens, {plural(len(component), 'sample')}, "
             line += f"{100 * (stop - start) / len(part.data.tokens):.2f} % of {part.name}"
             if share:

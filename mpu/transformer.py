@@ -33,7 +33,7 @@ from mpu.random import (
     rank_local_dropout,
 )
 
-GELU = ("tanh", "erf")
+GELU_FORMS = ("tanh", "erf")
 RECOMPUTE_GRANULARITY = ("none", "selective", "full")
 AttentionFn = Callable[[Tensor], Tensor]
 
@@ -74,7 +74,7 @@ class TransformerConfig:
 
     def __post_init__(self) -> None:
         divide(self.hidden_size, self.num_attention_heads)
-        for value, choices in ((self.gelu, GELU), (self.recompute_granularity or "none", RECOMPUTE_GRANULARITY)):
+        for value, choices in ((self.gelu, GELU_FORMS), (self.recompute_granularity or "none", RECOMPUTE_GRANULARITY)):
             if value not in choices:
                 raise ValueError(f"{value!r} is not one of {', '.join(choices)}")
 

@@ -35,7 +35,7 @@ COMPRESSED_SUFFIXES = (".gz", ".zst")
 MANIFESTS = "manifests"  # A stage of tools/openwebtext/ writes its manifests into this folder of its output.
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 ZSTD_SKIPPABLE = b"\x2a\x4d\x18"  # pzstd writes these bytes after a first byte of 0x50 to 0x5f.
-BLOCK = 1 << 18
+BUFFER_BYTES = 1 << 18
 BOM = b"\xef\xbb\xbf"
 
 DEFAULT_KEYS = ("text", "sentence")
@@ -197,7 +197,13 @@ def open_bytes(path: str | Path) -> Iterator[BinaryIO]:
     frames. If a read in the block finds it damaged, ValueError names the file."""
     kind = detect_compression(path)
     try:
-        with _zstd(path) if kind == "zstd" else gzip.open(path) if kind else open(path, "rb", buffering=BLOCK) as file:
+        with (
+            _zstd(path)
+            if kind == "zstd"
+            else gzip.open(path)
+            if kind
+            else open(path, "rb", buffering=BUFFER_BYTES) as file
+        ):
             yield cast(BinaryIO, file)
     except (OSError, EOFError, zlib.error) as error:
         # The operating system failed to read the file; the content is not damaged.
@@ -211,7 +217,7 @@ def _zstd(path: str | Path) -> io.BufferedReader:
         import pyarrow
     except ImportError:
         raise missing_package(f"{path} is compressed by zstd, which", "pyarrow", "data") from None
-    return io.BufferedReader(pyarrow.CompressedInputStream(str(path), "zstd"), BLOCK)
+    return io.BufferedReader(pyarrow.CompressedInputStream(str(path), "zstd"), BUFFER_BYTES)
 
 
 # --- read documents

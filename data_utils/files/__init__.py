@@ -53,7 +53,7 @@ MAX_CONFIG_BYTES = 2 << 20  # A run's config.json has at most this size. It usua
 # A manifest has at most this size. It takes about 100 bytes for each GB of tokens and each input file.
 MAX_MANIFEST_BYTES = 1 << 30
 CHUNK_BYTES = 1 << 30
-BLOCK = 1 << 18  # A block of this size fits into the processor's cache.
+HASH_BYTES = 1 << 18  # A block of this size fits into the processor's cache.
 SAFETENSORS_ALIGNMENT = 8
 IO_THREADS = 4
 
@@ -332,11 +332,11 @@ class HashingWriter:
 
     def write(self, data: bytes | memoryview) -> None:
         """Append the bytes of `data`. Small pieces are collected into a block."""
-        if len(data) >= BLOCK:
+        if len(data) >= HASH_BYTES:
             self._flush(data)
             return
         self._block += data
-        if len(self._block) >= BLOCK:
+        if len(self._block) >= HASH_BYTES:
             self._flush()
 
     def _flush(self, more: bytes | memoryview = b"") -> None:
@@ -362,7 +362,7 @@ def fingerprint_of(*parts: bytes | str) -> str:
 
 def update_hash(digest: Any, path: str | Path, start: int = 0, stop: int = sys.maxsize) -> int:
     """Update `digest` with the bytes of a file from `start` to `stop` or its end. Return the number of bytes."""
-    buffer, position = memoryview(bytearray(BLOCK)), start
+    buffer, position = memoryview(bytearray(HASH_BYTES)), start
     with open(path, "rb", buffering=0) as file:
         file.seek(start)
         while size := file.readinto(buffer[: stop - position]):

@@ -35,8 +35,8 @@ from megatron.gpt2.dist.launch import in_slurm_step
 from megatron.gpt2.dist.ranks import RankInfo, format_ranks
 from mpu.kernels import causal_attention
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
+PRECISION_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISIONS = {dtype: name for name, dtype in PRECISION_DTYPES.items()}
 
 # cuBLAS is deterministic with several streams if its workspace has one of these values (cuBLAS documentation, "Results
 # Reproducibility").
@@ -153,7 +153,7 @@ def choose_precision(requested: str, device: torch.device) -> tuple[torch.dtype,
         )
     if requested != "auto":
         name = requested.removesuffix("-on-gpu")
-        return DTYPES[name], f"precision: {name} (--precision {requested})"
+        return PRECISION_DTYPES[name], f"precision: {name} (--precision {requested})"
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         if major >= 8:

@@ -17,9 +17,9 @@ from mpu.kernels.layer import split_qkv
 
 # The number of queries in a block of the blockwise backward. Smaller blocks mean smaller matrix products; larger blocks
 # compute more scores that the causal mask discards. Only the scores of one block exist at a time.
-BLOCK = 256
+QUERY_BLOCK = 256
 # The number of queries in a block with seeded dropout. Changing this number changes the dropout masks.
-SEEDED_BLOCK = 128
+SEEDED_QUERY_BLOCK = 128
 # The number of scores that a core computes at once. They stay in its cache, which takes 10 % less time than all heads
 # at once (b·n = 24, s = 1,024).
 SCORES = 3 << 18
@@ -145,12 +145,14 @@ class _AttentionMasks:
         on.
         """
         heads, rows, end = like.shape
-        head_blocks = rows * -(-min(start + SEEDED_BLOCK, self._s) // ELEMENTS)  # number of counter blocks of a head
+        head_blocks = rows * -(
+            -min(start + SEEDED_QUERY_BLOCK, self._s) // ELEMENTS
+        )  # number of counter blocks of a head
         done = 0
         while done < heads:
             sample, head = divmod(first + done, self._n)
             count = min(self._n - head, heads - done)
-            begin = (start // SEEDED_BLOCK << 40) + (self._first_head + head) * head_blocks
+            begin = (start // SEEDED_QUERY_BLOCK << 40) + (self._first_head + head) * head_blocks
             drawn = random_draws(self._samples[sample], begin, count * head_blocks).view(count, rows, -1)
             yield slice(done, done + count), drawn[:, :, :end]
             done += count
@@ -166,7 +168,7 @@ def _forward(
     q, k, v = _operands(qkv)
     out = torch.empty(s, b, n * d, dtype=qkv.dtype)
     y = out.view(s, b * n, d).transpose(0, 1)  # [b·n, s, d]
-    for first, some, start, end in _blocks(s, b * n, SEEDED_BLOCK, seeded_heads_at_once(s)):
+    for first, some, start, end in _blocks(s, b * n, SEEDED_QUERY_BLOCK, seeded_heads_at_once(s)):
         # Contiguous operands, and scaling a block while it is in the cache, halve the time.
         block_q, block_k, block_v = (x.contiguous() for x in (q[some, start:end], k[some, :end], v[some, :end]))
         probabilities = _probabilities(block_q * d**-0.5, block_k, start)
@@ -194,10 +196,10 @@ def _backward(
     kept: saved probabilities of each block; without them they are recomputed.
     """
     s, b, n, _, d = qkv.shape
-    masks, block, heads = None, BLOCK, heads_at_once(s)
+    masks, block, heads = None, QUERY_BLOCK, heads_at_once(s)
     if dropout_seeds is not None:
         masks = _AttentionMasks(qkv, p, dropout_seeds, location, first_head, first_position)
-        block, heads = SEEDED_BLOCK, seeded_heads_at_once(s)
+        block, heads = SEEDED_QUERY_BLOCK, seeded_heads_at_once(s)
     q, k, v = _operands(qkv)
     dy = dy.to(q.dtype).reshape(s, b * n, d).transpose(0, 1)  # [b·n, s, d]
     d_qkv = torch.empty(qkv.shape, dtype=qkv.dtype)
@@ -244,7 +246,7 @@ def _(qkv: Tensor, *arguments: object) -> tuple[Tensor, list[Tensor]]:
     s, b, n, _, d = qkv.shape
     kept = []
     if s <= SAVED_UP_TO:
-        for _, some, start, end in _blocks(s, b * n, SEEDED_BLOCK, seeded_heads_at_once(s)):
+        for _, some, start, end in _blocks(s, b * n, SEEDED_QUERY_BLOCK, seeded_heads_at_once(s)):
             heads = len(range(b * n)[some])
             kept.append(qkv.new_empty(heads, end - start, end, dtype=compute_dtype(qkv.dtype)))
     return qkv.new_empty(s, b, n * d), kept
@@ -255,7 +257,7 @@ def _(qkv: Tensor, *arguments: object) -> Tensor:
     return qkv.new_empty(qkv.shape)
 
 
-def heads_at_once(s: int, block: int = BLOCK) -> int:
+def heads_at_once(s: int, block: int = QUERY_BLOCK) -> int:
     """Return how many heads, over all samples, are computed together if a block has `block` queries."""
     return max(torch.get_num_threads() * SCORES // (block * s), 1)
 
@@ -263,7 +265,7 @@ def heads_at_once(s: int, block: int = BLOCK) -> int:
 def seeded_heads_at_once(s: int) -> int:
     """`heads_at_once` for seeded dropout: twice as many, which takes 4 % less time (8 samples of 256 tokens, 4 heads,
     bf16, one thread)."""
-    return heads_at_once(s, SEEDED_BLOCK // 2)
+    return heads_at_once(s, SEEDED_QUERY_BLOCK // 2)
 
 
 def _heads(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -24,7 +24,7 @@ from data_utils import (
     build_splits,
     evaluation_batches,
 )
-from data_utils.gpt2_dataset import BLOCK, MegatronOrderDataset, parse_blend
+from data_utils.gpt2_dataset import BLEND_BLOCK, MegatronOrderDataset, parse_blend
 from data_utils.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from tests.data_utils.data_files import BYTES, write_pair
 
@@ -283,15 +283,17 @@ def blend(sizes: list[int], counts: list[int], **more: Any) -> BlendedDataset:
 def test_blocks_and_epochs_of_a_blend() -> None:
     sizes, counts = [900, 5000, 37], [7000, 2990, 10]
     made = blend(sizes, counts, training=True)
-    rows = made.shuffled(3).rows(np.arange(4 * BLOCK))
-    for block in rows[:, 1].reshape(4, BLOCK):
+    rows = made.shuffled(3).rows(np.arange(4 * BLEND_BLOCK))
+    for block in rows[:, 1].reshape(4, BLEND_BLOCK):
         assert np.bincount(block).tolist() == counts
         # The components are mixed evenly.
         assert all(abs(np.mean(tenth == 0) - 0.7) < 0.1 for tenth in block.reshape(10, -1))
     for number, size in enumerate(sizes):
         expected = SampleOrder(size, 3 + number)(np.arange(4 * counts[number]))
         assert (rows[rows[:, 1] == number, 0] == expected).all()
-    assert len(made) == sum(sizes) and not np.array_equal(made.shuffled(4).rows(np.arange(BLOCK)), rows[:BLOCK])
+    assert len(made) == sum(sizes) and not np.array_equal(
+        made.shuffled(4).rows(np.arange(BLEND_BLOCK)), rows[:BLEND_BLOCK]
+    )
     assert (made.shuffled(3).rows(np.arange(777, 780)) == rows[777:780]).all()  # Samples can be read in any order.
 
 
@@ -320,7 +322,7 @@ def test_the_command_line_of_a_blend(tmp_path: Path) -> None:
         f"train: 70.00 % of the samples out of 800 tokens, 99 samples, 80.00 % of {a} (asked: 80.00 %)"
     )
     dataset, order = made.training_samples(seed=1, num_samples=10)
-    rows = dataset.rows(order(np.arange(BLOCK)))
+    rows = dataset.rows(order(np.arange(BLEND_BLOCK)))
     assert [(rows == value).any(axis=1).sum() for value in (1, 2)] == [7000, 3000]
 
     by_size = splits(data_path=[a, b])

@@ -69,7 +69,7 @@ CHECKPOINT_VERSION = 3
 OLDEST_CHECKPOINT_VERSION = 1
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 16 << 20  # the largest size of a manifest or a table: 1,000 times the size in a small run
-DTYPES = {
+SAFETENSORS_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -78,7 +78,7 @@ DTYPES = {
     "I32": torch.int32,
     "U8": torch.uint8,
 }
-DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
+SAFETENSORS_CODES = {dtype: code for code, dtype in SAFETENSORS_DTYPES.items()}
 # a relative path without ".."
 _FILE_NAME = re.compile(r"mp_rank_\d{2,5}(_\d{3})?/[a-z]\w*\.safetensors", re.ASCII)
 
@@ -158,7 +158,11 @@ def file_header(
     for key in sorted(slices, key=lambda key: (-slices[key][0].itemsize, key)):
         dtype, tensor_slice = slices[key]
         starts[key], end = end, end + tensor_slice.numel * dtype.itemsize
-        entries[key] = {"dtype": DTYPE_CODES[dtype], "shape": tensor_slice.shape, "data_offsets": [starts[key], end]}
+        entries[key] = {
+            "dtype": SAFETENSORS_CODES[dtype],
+            "shape": tensor_slice.shape,
+            "data_offsets": [starts[key], end],
+        }
     header = safetensors_header(entries)
     return header, {key: len(header) + start for key, start in starts.items()}, len(header) + end
 
@@ -249,7 +253,7 @@ class NativeCheckpoint(BaseCheckpoint):
         manifest = self._with_new_names(manifest)
         self.metadata = dict(manifest["metadata"])
         self.tensors = {
-            name: TensorInfo(DTYPES[info["dtype"]], _integers(info["shape"]))
+            name: TensorInfo(SAFETENSORS_DTYPES[info["dtype"]], _integers(info["shape"]))
             for name, info in manifest["tensors"].items()
         }
         self.tables: dict[str, TableInfo] = {}

@@ -41,8 +41,8 @@ from data_utils.files import (
 from megatron.gpt2.checkpoint.interface import TensorInfo
 from megatron.gpt2.checkpoint.reader import (
     CHECKPOINT_VERSION,
-    DTYPE_CODES,
     MANIFEST,
+    SAFETENSORS_CODES,
     FileInfo,
     NativeCheckpoint,
     check_file_size,
@@ -55,7 +55,7 @@ from megatron.gpt2.checkpoint.reader import (
 from megatron.gpt2.checkpoint.save_folder import LATEST_FILE, list_iterations
 from mpu.partition import TensorSlice
 
-_CHUNK = 1 << 20  # A chunk of this number of bytes is hashed from the processor's cache.
+_HASH_BYTES = 1 << 20  # A block of this size is hashed from the processor's cache.
 _WRITE_BACK = 16 << 20
 
 
@@ -118,7 +118,7 @@ def write_rank_files(folder: Path, iteration: int, files: ShardedFiles, rank: in
     except ValueError as error:
         raise OSError(f"the files were not written correctly: {error}") from error
     extents = {
-        name: [DTYPE_CODES[tensors[name].dtype], tensors[name].shape, *extent(shards)]
+        name: [SAFETENSORS_CODES[tensors[name].dtype], tensors[name].shape, *extent(shards)]
         for name, shards in table.shards.items()
     }
     data = f"{json.dumps({'files': len(listed), 'tensors': extents})}\n{second}\n".encode()
@@ -141,10 +141,10 @@ def write_safetensors(folder: Path, file: str, iteration: int, shards: Mapping[s
         for shard in (shards[key] for key in starts):
             values = shard.load() if shard.load else shard.data
             data = values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-            for start in range(0, len(data), _CHUNK):
-                chunk = data[start : start + _CHUNK]
-                stream.write(chunk)
-                sha256.update(chunk)
+            for start in range(0, len(data), _HASH_BYTES):
+                block = data[start : start + _HASH_BYTES]
+                stream.write(block)
+                sha256.update(block)
                 # The data goes to the disk from now on, so that the fsync at the end takes little time.
                 if (end := stream.tell()) - started >= _WRITE_BACK and hasattr(os, "posix_fadvise"):
                     os.posix_fadvise(stream.fileno(), started, end - started, os.POSIX_FADV_DONTNEED)

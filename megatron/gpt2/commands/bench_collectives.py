@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 
 import mpu
 from data_utils.command_line import Log, Parser, how_to_call, plural, positive_int, require
-from megatron.gpt2.device import DTYPES, choose_backend, choose_device, set_threads, synchronize
+from megatron.gpt2.device import PRECISION_DTYPES, choose_backend, choose_device, set_threads, synchronize
 from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.dist.rendezvous import initialize_distributed
 from megatron.gpt2.dist.run_program import run_program
@@ -269,7 +269,7 @@ def measure_sizes(
         check_deadline(deadline, f"{format_size(size)} and above:")
         failure, right, nbytes = "", False, 0
         try:
-            run, nbytes, _, right = run_and_check(operation, group, size, device, DTYPES[args.dtype])
+            run, nbytes, _, right = run_and_check(operation, group, size, device, PRECISION_DTYPES[args.dtype])
         except (RuntimeError, ValueError, TypeError) as error:
             failure = f"{type(error).__name__}: {' '.join(str(error).split())}"
         if any(failures := gather_objects(failure)):
@@ -376,7 +376,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     sizes = "default %(default)s; each size is 4 times the one before, up to this one"
     add("--max-bytes", type=parse_size, default="256M", metavar="SIZE", help=sizes)
     add("--operations", nargs="+", default=names, choices=names, metavar="NAME", help=f"of {', '.join(names)}")
-    add("--dtype", default="fp32", choices=tuple(DTYPES))
+    add("--dtype", default="fp32", choices=tuple(PRECISION_DTYPES))
     runs = f"runs of each operation at each size (default: for {RUNS_SECONDS} s, {MIN_RUNS} to {MAX_RUNS})"
     add("--iters", type=positive_int, metavar="N", help=runs)
     limit = "for all operations, which share it and make fewer runs if needed; omitted sizes are named (default 900)"
@@ -417,7 +417,7 @@ def measure_all(args: argparse.Namespace, device: torch.device, where: str) -> i
         deadline = now + (end - now) / (len(names) - number)
         try:
             if name == "pairs":
-                pairs = measure_pairs(device, DTYPES[args.dtype], deadline)
+                pairs = measure_pairs(device, PRECISION_DTYPES[args.dtype], deadline)
                 log(f"\n{pairs_table(pairs)}")
                 lines += describe_pairs(pairs, hosts)
             else:

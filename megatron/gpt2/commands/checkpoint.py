@@ -23,7 +23,7 @@ from pathlib import Path
 from data_utils import Tokenizer, build_tokenizer, kind_of_vocabulary, load_tokenizer
 from data_utils.command_line import Parser, plural, require
 from megatron.gpt2.checkpoint.reader import NativeCheckpoint
-from megatron.gpt2.device import DTYPES
+from megatron.gpt2.device import PRECISION_DTYPES
 from megatron.gpt2.formats import BaseCheckpoint, Hints, open_checkpoint
 from megatron.gpt2.formats.compare import (
     compare_logits,
@@ -205,7 +205,7 @@ def write_format(args: argparse.Namespace, source: BaseCheckpoint, to: str, layo
         f"and this writes {to}" + ", which loads under any of them" * (to == "native"),
     )
     if args.command == "convert":
-        dtypes = {"gguf": tuple(GGUF_TYPES), "huggingface": tuple(DTYPES)}
+        dtypes = {"gguf": tuple(GGUF_TYPES), "huggingface": tuple(PRECISION_DTYPES)}
         allowed = dtypes.get(to, ())
         require(
             args.dtype == "source" or args.dtype in allowed,

@@ -21,7 +21,7 @@ from data_utils.tokenizers import build_tokenizer
 from megatron.gpt2.commands.merge_datasets import GPT2_EOD
 from megatron.gpt2.commands.preprocess_data import add_tokenizer_flags, describe_tokens, tokenizer_arguments
 
-BLOCK = 1 << 24  # number of tokens
+TOKENS_AT_ONCE = 1 << 24
 
 
 def verify(data: TokenFile, manifest: dict[str, Any] | None, vocab_size: int | None) -> list[str]:
@@ -37,7 +37,7 @@ def verify(data: TokenFile, manifest: dict[str, Any] | None, vocab_size: int | N
             found += find_damaged_chunks(f"{data.prefix}{suffix}", manifest[suffix])
         vocab_size = vocab_size or (manifest["tokenizer"] or {}).get("vocab_size")
     if vocab_size is not None and len(data.tokens):
-        blocks = [data.tokens[first : first + BLOCK] for first in range(0, len(data.tokens), BLOCK)]
+        blocks = [data.tokens[first : first + TOKENS_AT_ONCE] for first in range(0, len(data.tokens), TOKENS_AT_ONCE)]
         least, most = min(int(block.min()) for block in blocks), max(int(block.max()) for block in blocks)
         if not 0 <= least <= most < vocab_size:
             found.append(f"{data.prefix}.bin holds ids from {least} to {most}, but the vocabulary has {vocab_size:,}")

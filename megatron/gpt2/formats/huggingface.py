@@ -20,8 +20,8 @@ from data_utils import Tokenizer
 from data_utils.command_line import require
 from data_utils.files import read_json_object, read_safetensors_header
 from megatron.gpt2.checkpoint.interface import BaseCheckpoint, TensorInfo, check_metadata
-from megatron.gpt2.checkpoint.reader import DTYPES
-from megatron.gpt2.device import DTYPES as PRECISION_DTYPES
+from megatron.gpt2.checkpoint.reader import SAFETENSORS_DTYPES
+from megatron.gpt2.device import PRECISION_DTYPES
 from megatron.gpt2.formats.compare import describe, format_description
 from megatron.gpt2.formats.foreign_checkpoint import (
     MAX_JSON_BYTES,
@@ -49,7 +49,7 @@ CONFIG_FRACTIONS = {
     "initializer_range": "init_method_std",
 }
 CONFIG_DEFAULTS = {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "layer_norm_epsilon": 1e-5, "initializer_range": 0.02}
-GELU = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu_fast": "tanh", "gelu": "erf"}
+GELU_FORMS = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu_fast": "tanh", "gelu": "erf"}
 # settings that change the model's formula, with the values of the original GPT-2
 REQUIRED_VALUES = {
     "scale_attn_weights": True,
@@ -91,9 +91,9 @@ def _model_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     for name, plain in REQUIRED_VALUES.items():
         if config.get(name, plain) is not plain:
             raise ValueError(f"{name} is {short_repr(config[name])}, which this program's GPT-2 does not compute")
-    if not isinstance(activation, str) or activation not in GELU:
+    if not isinstance(activation, str) or activation not in GELU_FORMS:
         raise ValueError(
-            f"activation_function is {short_repr(activation)}, and this program supports {', '.join(GELU)}"
+            f"activation_function is {short_repr(activation)}, and this program supports {', '.join(GELU_FORMS)}"
         )
     sizes: dict[str, int | None] = {}
     for name, ours in CONFIG_INTEGERS.items():
@@ -101,7 +101,7 @@ def _model_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         sizes[ours] = check_integer(name, config[name])
     inner = config.get("n_inner")
     sizes["ffn_hidden_size"] = None if inner in (None, 4 * config["n_embd"]) else check_integer("n_inner", inner)
-    fields: dict[str, Any] = {"gelu": GELU[activation], "heads": sizes.pop("num_attention_heads"), "sizes": sizes}
+    fields: dict[str, Any] = {"gelu": GELU_FORMS[activation], "heads": sizes.pop("num_attention_heads"), "sizes": sizes}
     for name, ours in CONFIG_FRACTIONS.items():
         value = fields[ours] = config.get(name, CONFIG_DEFAULTS[name])
         if type(value) not in (int, float) or not 0 <= value < 1:
@@ -145,7 +145,7 @@ def _load_file(path: Path) -> LazyTensors:
         return {
             # Only buffers have other dtypes, and they are not read.
             name: LazyTensor(
-                TensorInfo(DTYPES.get(entry["dtype"], torch.bool), tuple(entry["shape"])),
+                TensorInfo(SAFETENSORS_DTYPES.get(entry["dtype"], torch.bool), tuple(entry["shape"])),
                 partial(file.get_tensor, name),
             )
             for name, entry in header.items()

@@ -53,7 +53,7 @@ STORAGE_DTYPES = {
 STORAGES = {
     f"{module}.{kind}Storage": dtype for module in ("torch", "torch.cuda") for kind, dtype in STORAGE_DTYPES.items()
 }
-DTYPES = {str(dtype): dtype for dtype in STORAGES.values()}
+TORCH_DTYPES = {str(dtype): dtype for dtype in STORAGES.values()}
 # Files of real programs contain these names. The reader builds tensors and ordered dictionaries, reads the attributes
 # of loss scalers and arguments, and ignores other objects.
 ALLOWED_NAMES = re.compile(
@@ -185,7 +185,7 @@ def _read(data: memoryview, at: int, end: int, find: FindStorage) -> tuple[Any, 
         at,
         end,
         names=ALLOWED_NAMES,
-        values=DTYPES,
+        values=TORCH_DTYPES,
         call=partial(_rebuild, data),
         persistent=storage,
         budget=BUDGET,
@@ -303,7 +303,7 @@ def read_dcp_metadata(path: Path) -> tuple[dict[str, TensorInfo], dict[str, Save
         with open(path, "rb") as stream:
             data = stream.read(MAX_METADATA_BYTES + 1)
         require(len(data) <= MAX_METADATA_BYTES, f"is larger than {MAX_METADATA_BYTES:,} bytes")
-        top = read_pickle(data, names=ALLOWED_DCP_NAMES, values=DTYPES)[0].attributes()
+        top = read_pickle(data, names=ALLOWED_DCP_NAMES, values=TORCH_DTYPES)[0].attributes()
         regions = _regions(top["storage_data"])
         for name, entry in top["state_dict_metadata"].items():
             if entry.name == "torch.distributed.checkpoint.metadata.BytesStorageMetadata":

@@ -11,15 +11,15 @@ from torch import Tensor
 
 from mpu.initialize import get_parallel_state
 
-BLOCK = 64  # Each local shard of a flat buffer starts at a multiple of this number of elements.
+SHARD_ALIGNMENT = 64  # Each local shard of a flat buffer starts at a multiple of this number of elements.
 _BITS = 27  # Each of the two integer sums has this number of bits of a square; 2^35 of them do not overflow an int64.
-_CHUNK = 1 << 24  # At most this number of elements is squared at the same time.
+_ELEMENTS_AT_ONCE = 1 << 24  # At most this number of elements is squared at the same time.
 
 
 def norm_block_size(virtual_ranks: int, *widths: int, device: torch.device) -> int:
     """Return the largest block of elements that no boundary between virtual ranks cuts, for weights of these widths.
     It is 1 on a GPU, where the bits of a reduction depend on the number of blocks."""
-    return 1 if device.type == "cuda" else math.gcd(BLOCK, *(width // virtual_ranks for width in widths))
+    return 1 if device.type == "cuda" else math.gcd(SHARD_ALIGNMENT, *(width // virtual_ranks for width in widths))
 
 
 def exact_squared_norm(
@@ -55,7 +55,7 @@ def exact_squared_norm(
     shift = torch.frexp(greatest).mantissa / greatest  # The shift is a power of two, so scaling does not round.
     sums = torch.zeros(2, dtype=torch.int64, device=device)
     for norms in counted:
-        for part in norms.split(_CHUNK):
+        for part in norms.split(_ELEMENTS_AT_ONCE):
             square = (part * shift).square_().mul_(1 << _BITS)
             whole = square.trunc()
             sums[0] += whole.sum(dtype=torch.int64)

@@ -30,7 +30,7 @@ from data_utils.command_line import Log, Parser, how_to_call, plural, positive_i
 from data_utils.files import machine_memory
 from megatron.gpt2.commands.bench_collectives import OPERATIONS, gather_objects, make_groups, run_and_check
 from megatron.gpt2.device import (
-    DTYPES,
+    PRECISION_DTYPES,
     choose_backend,
     choose_device,
     peak_flops,
@@ -202,13 +202,15 @@ def bench_kernels(argv: Sequence[str], rank_info: RankInfo, log: Log) -> int:
     """Start the process group, measure, and write the file. Return the exit code."""
     parser = Parser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True, metavar="FILE.json", help="the file of the cluster")
-    parser.add_argument("--dtype", default="fp32", choices=tuple(DTYPES), help="of the kernels (default: %(default)s)")
+    parser.add_argument(
+        "--dtype", default="fp32", choices=tuple(PRECISION_DTYPES), help="of the kernels (default: %(default)s)"
+    )
     parser.add_argument("--rounds", type=positive_int, default=3, metavar="N", help="default: %(default)s")
     seconds = "of each measurement (default: %(default)s)"
     parser.add_argument("--seconds", type=float, default=0.2, metavar="X", help=seconds)
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     args = parser.parse_args(argv)
-    ranks, dtype = rank_info.world_size, DTYPES[args.dtype]
+    ranks, dtype = rank_info.world_size, PRECISION_DTYPES[args.dtype]
     require(ranks > 1, f"this needs at least two ranks: {how_to_call('bench_kernels')} --nproc-per-node 2")
     set_threads(rank_info)
     device, line = choose_device(args.device, rank_info)

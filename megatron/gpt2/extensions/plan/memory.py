@@ -21,8 +21,10 @@ import torch
 from megatron.gpt2.config import Config
 from megatron.gpt2.extensions.plan.trace import Allocation, Communication, Mark, Release, Trace, trace_step
 
-WHOLE = 8  # A model of at most this number of layers is traced as it is, which takes as long as traces of 3 and 4.
-NEAR = 4  # A trace of few layers keeps this number of a line's allocations apart, at the start and the end of a phase.
+# A model of at most this number of layers is traced as it is, which takes as long as traces of 3 and 4.
+MAX_TRACED_LAYERS = 8
+# A trace of few layers keeps this number of a line's allocations apart, at the start and the end of a phase.
+EDGE_COUNT = 4
 PARTS = (
     "weights",
     "gradients",
@@ -43,7 +45,7 @@ PART_OF_FILE = {
     "mpu/kernels/cross_entropy.py": "logits and loss",
     "megatron/gpt2/extensions/exact/cross_entropy.py": "logits and loss",
 }
-MOMENTS = {
+PHASE_NAMES = {
     "forward": "the forward pass",
     "backward": "the backward pass",
     "allreduce": "the reduction of gradients",
@@ -172,7 +174,7 @@ def in_mb(size: float) -> str:
 Held = dict[str, int]
 
 
-class Moment(NamedTuple):
+class PointInStep(NamedTuple):
     """An allocation or a communication.
 
     order: its number among those of the same line in the same phase: 0, 1, … for the first ones, …, -2, -1 for the last
@@ -212,7 +214,7 @@ def with_layers(inputs: MemoryInputs) -> tuple[MemoryInputs, MemoryInputs, float
     counts = 3 * group, 4 * group
     is_regular = len(set(map(len, layers))) == 1
     is_regular = is_regular and not (parallel.cpu_offloading_num_layers or parallel.checkpoint_in_cpu)
-    if not is_regular or length <= WHOLE * group:
+    if not is_regular or length <= MAX_TRACED_LAYERS * group:
         return None
 
     def of(count: int) -> MemoryInputs:
@@ -225,7 +227,7 @@ def with_layers(inputs: MemoryInputs) -> tuple[MemoryInputs, MemoryInputs, float
 
 
 @functools.lru_cache(maxsize=4096)
-def stage_memory(inputs: MemoryInputs, stage: int) -> dict[Moment, Held]:
+def stage_memory(inputs: MemoryInputs, stage: int) -> dict[PointInStep, Held]:
     """Return the result of `traced_memory`. If all chunks of the model have equally many layers, few layers are
     traced."""
     counts = with_layers(inputs)
@@ -242,7 +244,7 @@ def stage_memory(inputs: MemoryInputs, stage: int) -> dict[Moment, Held]:
     return {key: held for key, held in extended.items() if min(held.values()) >= 0}
 
 
-def traced_memory(inputs: MemoryInputs, stage: int) -> dict[Moment, Held]:
+def traced_memory(inputs: MemoryInputs, stage: int) -> dict[PointInStep, Held]:
     """Trace a step of the first rank of `stage`. Return the bytes that this rank holds at each moment. If the step has
     a moment several times, the result is the one with the most bytes."""
     config, m, p = inputs.config, inputs.num_microbatches, inputs.stages
@@ -265,7 +267,7 @@ def traced_memory(inputs: MemoryInputs, stage: int) -> dict[Moment, Held]:
         now["gradients"] = 2 * trace.weights  # DDP has gradients and buckets in the model's precision.
     now["host"] = most_on_host = trace.held["cpu"] if inputs.device == "cuda" else 0
     now["total"] = sum(now[part] for part in PARTS)
-    moments, of_phase = dict[Moment, Held](), defaultdict[str, list[Held]](list)
+    moments, of_phase = dict[PointInStep, Held](), defaultdict[str, list[Held]](list)
     kept, blocks, copies = _kept_blocks(trace), dict[int, tuple[str, int]](), 0
 
     def allocate(part: str, size: int) -> None:
@@ -286,11 +288,11 @@ def traced_memory(inputs: MemoryInputs, stage: int) -> dict[Moment, Held]:
             allocate("communication", more)
         elif isinstance(event, Mark):
             for place, row in of_phase.items():
-                near = min(NEAR, (len(row) + 1) // 2)
+                near = min(EDGE_COUNT, (len(row) + 1) // 2)
                 for number, held in enumerate(row):
                     last = number - len(row)
                     order = number if number < near else last if last >= -near else None
-                    moment = Moment(event.phase, place, order)
+                    moment = PointInStep(event.phase, place, order)
                     moments[moment] = max(moments.get(moment, held), held, key=held_bytes)
             of_phase.clear()
             if event.phase == "allreduce" and event.ends:
@@ -356,11 +358,11 @@ def estimate_kinds(inputs: MemoryInputs) -> dict[str, MemoryEstimate]:
     return found | {f"stage {last}": estimate_memory(inputs, last)}
 
 
-def _largest(inputs: MemoryInputs, stage: int, moments: Mapping[Moment, Held]) -> MemoryEstimate:
+def _largest(inputs: MemoryInputs, stage: int, moments: Mapping[PointInStep, Held]) -> MemoryEstimate:
     config = inputs.config
     at, held = max(moments.items(), key=lambda item: held_bytes(item[1]))
     of_loss = at.phase == "forward" and PART_OF_FILE.get(at.place.split(":")[0]) == "logits and loss"
-    moment = "the loss" if of_loss else MOMENTS.get(at.phase, at.phase)
+    moment = "the loss" if of_loss else PHASE_NAMES.get(at.phase, at.phase)
     parts = {part: held[part] for part in PARTS} | {"fixed": inputs.fixed}
     saved, on_host = held["saved"] if config.checkpoint.async_save else 0, held["host"]
     if inputs.device == "cuda":

@@ -53,7 +53,7 @@ from torch import Tensor
 
 from data_utils.command_line import require
 from megatron.gpt2.config import Config
-from megatron.gpt2.device import DTYPES
+from megatron.gpt2.device import PRECISION_DTYPES
 from megatron.gpt2.extensions.verify.trace import (
     SECOND_MOMENT,
     TensorKey,
@@ -200,7 +200,7 @@ class TraceComparer:
         self._found: defaultdict[TensorKey, Difference] = defaultdict(Difference)
         model, s = config["model"], config["data"]["seq_length"]
         h, v = model["hidden_size"], model["vocab_size"]
-        self._roundoff = max(roundoff(DTYPES[of["precision"]]) for of in both)
+        self._roundoff = max(roundoff(PRECISION_DTYPES[of["precision"]]) for of in both)
         in_bf16 = any(of["config"]["parallel"]["grad_reduce_in_bf16"] for of in both)
         self._gradient_roundoff = roundoff(torch.bfloat16) if in_bf16 else self._roundoff
         self._layers, self._optimizer = model["num_layers"], Config.from_dict(config).optimizer

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from data_utils.files import safetensors_header
-from megatron.gpt2.checkpoint.reader import DTYPE_CODES, DTYPES
+from megatron.gpt2.checkpoint.reader import SAFETENSORS_CODES, SAFETENSORS_DTYPES
 from mpu.partition import TensorSlice
 
 FORMAT = 2
@@ -120,7 +120,7 @@ class TraceWriter:
             return
         key, shape, values = shard.key, shard.shape, shard.values.detach().cpu()
         size = math.prod(shape) * values.itemsize
-        entry = {"dtype": DTYPE_CODES[values.dtype], "shape": shape, "data_offsets": [0, size]}
+        entry = {"dtype": SAFETENSORS_CODES[values.dtype], "shape": shape, "data_offsets": [0, size]}
         header = safetensors_header({"__metadata__": {"step": str(key.step), "kind": key.kind}, key.name: entry})
         path = tensor_file(self._folder, key)
         path.touch()
@@ -157,7 +157,7 @@ def write_index(folder: Path, facts: Mapping[str, Any], found: Sequence[Sequence
         rms = 0.0
         if values.is_floating_point():
             rms = float(torch.linalg.vector_norm(measured(key, values), dtype=torch.float64)) / math.sqrt(made[key])
-        entries.append({"key": key, "dtype": DTYPE_CODES[values.dtype], "shape": values.shape, "rms": rms})
+        entries.append({"key": key, "dtype": SAFETENSORS_CODES[values.dtype], "shape": values.shape, "rms": rms})
     (folder / INDEX).write_text(json.dumps({"format": FORMAT, "facts": facts, "tensors": entries}), encoding="utf-8")
 
 
@@ -175,7 +175,9 @@ class TensorTrace:
                 raise ValueError(f"its format is {index['format']}, and this program reads format {FORMAT}")
             self.facts: dict[str, Any] = index["facts"]
             rows = [
-                TraceEntry(TensorKey(*entry["key"]), DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["rms"])
+                TraceEntry(
+                    TensorKey(*entry["key"]), SAFETENSORS_DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["rms"]
+                )
                 for entry in index["tensors"]
             ]
         except FileNotFoundError as error:

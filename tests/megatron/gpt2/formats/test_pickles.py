@@ -18,8 +18,7 @@ from torch import Tensor
 
 from data_utils.files.restricted_pickle import PickledObject
 from megatron.gpt2.formats import open_checkpoint
-from megatron.gpt2.formats.torch_files import DCP_METADATA, load_torch_file, read_dcp_metadata
-from megatron.gpt2.formats.torch_files import DTYPES as NAMED_DTYPES
+from megatron.gpt2.formats.torch_files import DCP_METADATA, TORCH_DTYPES, load_torch_file, read_dcp_metadata
 from tests.fuzz.fuzzing import refusal
 from tests.megatron.gpt2.formats import crafted
 from tests.megatron.gpt2.formats.sample_checkpoints import (
@@ -47,7 +46,7 @@ def test_what_torch_saves_comes_back(tmp_path: Path, legacy: bool):
         x.tensor_model_parallel = True  # type: ignore[attr-defined]  # an attribute that Megatron sets on its masters
     plain = [None, True, 1, -1, 255, 65535, 2**31, -(2**40), 10**30, 1.5, math.inf, "é\n", (), (1,), (1, 2, 3)]
     saved = {
-        "tensors": [torch.arange(5).to(dtype) for dtype in NAMED_DTYPES.values()],
+        "tensors": [torch.arange(5).to(dtype) for dtype in TORCH_DTYPES.values()],
         "views": [base, base.t(), base[2:4, 1:3], base[5], torch.empty(0, 3), torch.tensor(3.5)],
         "plain": [*plain, collections.OrderedDict(a=1), {5: {0.5: None}}],
     }
