@@ -66,8 +66,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         columns, target = logits.size(-1), target.flatten()
         targets = vocab_parallel_targets(target, group_rank_and_size(group)[0], columns, vocab_size)
         x = logits.clone(memory_format=torch.contiguous_format)  # the softmax overwrites it with the gradient
-        weight = torch.ones(target.shape, device=logits.device) if needs_grad else None
-        stats = kernels.vocab_parallel_softmax(x.view(-1, columns), targets, weight, _combine_over(group))
+        token_weight = torch.ones(target.shape, device=logits.device) if needs_grad else None
+        stats = kernels.vocab_parallel_softmax(x.view(-1, columns), targets, token_weight, _combine_over(group))
         if needs_grad:
             ctx.save_for_backward(x)
         return loss_from_stats(stats).view(logits.shape[:-1])
@@ -113,7 +113,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         group: ProcessGroup | None,
         vocab_size: int,
         chunk_size: int,
-        weight_grad_hook: Callable[[Tensor], object] | None,
+        weight_grad_sink: Callable[[Tensor], object] | None,
         grad_enabled: bool,
     ) -> Tensor:
         """See `vocab_parallel_linear_cross_entropy`."""
@@ -140,7 +140,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         if needs_grad:
             # Round now, as autograd would do later: this halves the memory until backward.
             ctx.gradients = d_hidden, d_weight.total().to(weight.dtype)
-            ctx.weight_grad_hook = weight_grad_hook
+            ctx.weight_grad_sink = weight_grad_sink
         return loss
 
     @staticmethod
@@ -149,8 +149,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         del ctx.gradients  # The gradients are scaled in place below, so a second backward is impossible.
         if not (grad.is_cpu and grad == 1):  # Reading a value on a GPU would make the host wait.
             d_hidden, d_weight = d_hidden.mul_(grad), d_weight.mul_(grad)
-        if ctx.weight_grad_hook is not None:
-            ctx.weight_grad_hook(d_weight)
+        if ctx.weight_grad_sink is not None:
+            ctx.weight_grad_sink(d_weight)
             d_weight = None
         return d_hidden, d_weight, *[None] * 7
 
@@ -181,7 +181,7 @@ def vocab_parallel_linear_cross_entropy(
     vocab_size: int,
     sequence_parallel: bool = False,
     chunk_size: int | None = None,
-    weight_grad_hook: Callable[[Tensor], object] | None = None,
+    weight_grad_sink: Callable[[Tensor], object] | None = None,
 ) -> Tensor:
     """Return Σ token_weight · -log softmax(hidden @ weightᵀ)[target], a float32 scalar, equal on every rank.
 
@@ -194,7 +194,7 @@ def vocab_parallel_linear_cross_entropy(
     target: [t] int64, see `check_ids`.
     token_weight: [t] float32, the product of the loss mask, 1 / tokens of the global batch, and the loss scale.
     vocab_size: the true vocabulary size; rows after it are masked.
-    weight_grad_hook: backward calls it with the gradient of `weight` instead of giving the gradient to autograd. The
+    weight_grad_sink: backward calls it with the gradient of `weight` instead of giving the gradient to autograd. The
         gradient has the dtype of `weight`, or of the products under torch.autocast.
     """
     group = group if group is not None else get_tensor_model_parallel_group()
@@ -210,6 +210,6 @@ def vocab_parallel_linear_cross_entropy(
         group,
         vocab_size,
         chunk_size or chunk_size_for(hidden.size(0), row_bytes),
-        weight_grad_hook,
+        weight_grad_sink,
         torch.is_grad_enabled(),
     )

@@ -276,19 +276,19 @@ class RowParallelLinear(ParallelLinear):
         return y if bias is None else y + bias.to(y.dtype)  # y has a lower precision under torch.autocast.
 
 
-class _EmbeddingWithGradHook(torch.autograd.Function):
+class _EmbeddingWithGradSink(torch.autograd.Function):
     """Return weight[ids]. In backward, a hook receives the gradient of these rows."""
 
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, grad_hook: Callable[[Tensor, Tensor], object]) -> Tensor:
-        ctx.grad_hook = grad_hook
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, grad_sink: Callable[[Tensor, Tensor], object]) -> Tensor:
+        ctx.grad_sink = grad_sink
         ctx.save_for_backward(ids)
         return F.embedding(ids, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
         (ids,) = ctx.saved_tensors
-        ctx.grad_hook(ids.reshape(-1), grad.reshape(-1, grad.size(-1)))  # [...] -> [t]; [..., h] -> [t, h]
+        ctx.grad_sink(ids.reshape(-1), grad.reshape(-1, grad.size(-1)))  # [...] -> [t]; [..., h] -> [t, h]
         return None, None, None
 
 
@@ -322,10 +322,10 @@ class VocabParallelEmbedding(ParallelLayer):
         self.vocab_start_index, self.vocab_end_index = self.tp_rank * part, (self.tp_rank + 1) * part
         self.make_parameter("weight", spec, init_method)
 
-    def forward(self, ids: Tensor, grad_hook: Callable[[Tensor, Tensor], object] | None = None) -> Tensor:
+    def forward(self, ids: Tensor, grad_sink: Callable[[Tensor, Tensor], object] | None = None) -> Tensor:
         """[...] int64 -> [..., h].
 
-        grad_hook: backward calls it with this rank's row numbers [t] int64 and their gradients [t, h]. Autograd then
+        grad_sink: backward calls it with this rank's row numbers [t] int64 and their gradients [t, h]. Autograd then
         gets no gradient, and does not allocate a matrix of the weight's size.
         """
         check_ids(ids, self.num_embeddings, "token id")
@@ -334,8 +334,8 @@ class VocabParallelEmbedding(ParallelLayer):
             ids, is_local = local_ids(ids, self.vocab_start_index, self.vocab_end_index)
         rows: Tensor = (
             F.embedding(ids, self.weight)
-            if grad_hook is None
-            else _EmbeddingWithGradHook.apply(ids, self.weight, grad_hook)
+            if grad_sink is None
+            else _EmbeddingWithGradSink.apply(ids, self.weight, grad_sink)
         )
         if is_local is None:
             return rows

@@ -137,9 +137,9 @@ class ParallelSelfAttention(nn.Module):
             h, h, input_is_parallel=True, init_method=output_init_method, **config.layer_kwargs
         )
         divide(config.num_attention_heads, self.dense.tp_size)
-        # This is used for documents, and if torch's generators draw the dropout masks. The layer's `compile` excludes
-        # it from the graph.
-        self.uncompiled_attention = core_attention
+        # The attention of documents, and that whose dropout masks torch's generators draw. In a compiled layer it
+        # runs outside the graph.
+        self.eager_attention_fn = core_attention
 
     def forward(
         self,
@@ -182,8 +182,8 @@ class ParallelSelfAttention(nn.Module):
         dropout_p = self.attention_dropout if self.training else 0.0
         if dropout_p == 0 and packed_seq_params is None:
             return kernels.causal_attention(qkv, 0.0, bias)
-        is_static = packed_seq_params is None and dropout_seeds is not None
-        attention = core_attention if is_static else self.uncompiled_attention
+        can_be_compiled = packed_seq_params is None and dropout_seeds is not None
+        attention = core_attention if can_be_compiled else self.eager_attention_fn
         return attention(qkv, dropout_p, packed_seq_params, dropout_seeds, first_head)
 
 
@@ -296,7 +296,7 @@ class ParallelTransformerLayer(nn.Module):
         breaks at attention within documents, whose lengths differ in every batch, and without `dropout_seeds` where
         dropout draws from the tracker, because torch.compile cannot trace a change of the random stream.
         """
-        self.attention.uncompiled_attention = _disable_compile(core_attention)
+        self.attention.eager_attention_fn = _disable_compile(core_attention)
         self.rank_local_dropout_fn = _disable_compile(rank_local_dropout)
         super().compile(*args, **kwargs)
         self._is_compiled = True
@@ -310,11 +310,11 @@ class ParallelTransformerLayer(nn.Module):
     ) -> Tensor:
         """`forward`. A compiled layer runs in the tracker's stream if its attention draws random numbers from a
         generator. The other dropout of this layer draws none: its masks are computed from `dropout_seeds`."""
-        draws = (
+        attention_draws = (
             self.training and self.attention.attention_dropout > 0 and not kernels.has_seeded_attention(x.device.type)
         )
-        in_stream = self._is_compiled and draws and dropout_seeds is not None and packed_seq_params is None
-        with current_rng_tracker().fork() if in_stream else contextlib.nullcontext():
+        uses_tracker = self._is_compiled and attention_draws and dropout_seeds is not None and packed_seq_params is None
+        with current_rng_tracker().fork() if uses_tracker else contextlib.nullcontext():
             out: Tensor = super().__call__(x, packed_seq_params, attention_fn, dropout_seeds)
         return out
 
@@ -378,8 +378,8 @@ class FusedTransformerLayer(ParallelTransformerLayer):
         """See `ParallelTransformerLayer.forward`. `kernels.add_norm` ends a branch and starts the next one: it returns
         x = x + dropout(branch + bias) and y = norm(x). The output layers therefore leave out their biases."""
         dropout_p = self.hidden_dropout if self.training else 0.0
-        is_plain = self.recompute or attention_fn is not None or (dropout_p > 0 and dropout_seeds is None)
-        if is_plain or self.input_layernorm._forward_hooks or not kernels.has_fused_layer(x):
+        is_unsupported = self.recompute or attention_fn is not None or (dropout_p > 0 and dropout_seeds is None)
+        if is_unsupported or self.input_layernorm._forward_hooks or not kernels.has_fused_layer(x):
             return super().forward(x, packed_seq_params, attention_fn, dropout_seeds)
         attention, mlp = self.attention, self.mlp
         seeds = dropout_seeds if dropout_p > 0 else None

@@ -81,7 +81,7 @@ class Hook:
         self, buffer: ParamAndGradBuffer, model: GPT2Model, parallel: mpu.ParallelState
     ) -> BucketReducer | None:
         """Return the gradient reducer of the run, or None for the default one. A reducer that is returned must have set
-        `model.tied_grad_hook`."""
+        `model.tied_grad_sink`."""
 
     def squared_norm(self, device: torch.device) -> Callable[..., torch.Tensor] | None:
         """Return the function that computes Σ g² of all gradients, or None for `mpu.all_reduced_squared_norm`."""

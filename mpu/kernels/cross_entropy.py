@@ -46,15 +46,15 @@ class VocabParallelTargets:
         max_logit = logits.amax(dim=-1).clamp_min(torch.finfo(torch.float32).min)
         return torch.stack((max_logit, logits.sub_(max_logit.unsqueeze(-1)).exp_().sum(dim=-1), target_logit))
 
-    def d_logits(self, exp: Tensor, local: Tensor, stats: Tensor, weight: Tensor) -> Tensor:
-        """weight · (softmax - one-hot(target)) [..., v/tp], written over `exp`, the result of `exp_and_stats`.
+    def d_logits(self, exp: Tensor, local: Tensor, stats: Tensor, token_weight: Tensor) -> Tensor:
+        """token_weight · (softmax - one-hot(target)) [..., v/tp], written over `exp`, the result of `exp_and_stats`.
 
         local, stats: [3, ...], the statistics of this shard and of the whole vocabulary.
-        weight: [...].
+        token_weight: [...].
         """
-        factor = (local[0] - stats[0]).exp() / stats[1] * weight
+        factor = (local[0] - stats[0]).exp() / stats[1] * token_weight
         exp.mul_(factor.unsqueeze(-1))
-        return exp.scatter_add_(-1, self.target.unsqueeze(-1), (self.is_local * -weight).unsqueeze(-1))
+        return exp.scatter_add_(-1, self.target.unsqueeze(-1), (self.is_local * -token_weight).unsqueeze(-1))
 
 
 def _statistics(logits: Tensor, target: Tensor, is_local: Tensor, columns: int) -> Tensor:
@@ -68,7 +68,7 @@ def _gradient_(
     target: Tensor,
     is_local: Tensor,
     columns: int,
-    weight: Tensor,
+    token_weight: Tensor,
     find_stats: bool,
 ) -> None:
     """Overwrite the logits with their gradient.
@@ -79,7 +79,7 @@ def _gradient_(
     local = targets.exp_and_stats(x)
     if find_stats:
         stats.copy_(local)
-    logits.copy_(targets.d_logits(x, local, stats, weight))
+    logits.copy_(targets.d_logits(x, local, stats, token_weight))
 
 
 def _statistics_in_triton(logits: Tensor, target: Tensor, is_local: Tensor, columns: int) -> Tensor:
@@ -106,10 +106,10 @@ def _examples_of_statistics(device: torch.device, dtype: torch.dtype) -> Iterato
 
 def _examples_of_gradient(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     for logits, target, is_local, columns in _examples_of_statistics(device, dtype):
-        weight = torch.tensor([0.5, 2.0, 1.0], device=device)
+        token_weight = torch.tensor([0.5, 2.0, 1.0], device=device)
         stats = _statistics(logits, target, is_local, columns)
         for find_stats, of_whole in ((True, torch.zeros_like(stats)), (False, stats + 1)):
-            yield logits, of_whole, target, is_local, columns, weight, find_stats
+            yield logits, of_whole, target, is_local, columns, token_weight, find_stats
 
 
 VOCAB_STATISTICS = TritonKernel("vocab_statistics", _statistics, _statistics_in_triton, _examples_of_statistics)
@@ -126,30 +126,33 @@ def rows_in_cache(columns: int) -> int:
 
 
 def vocab_parallel_softmax(
-    logits: Tensor, targets: VocabParallelTargets, weight: Tensor | None, combine: Callable[[Tensor], Tensor] | None
+    logits: Tensor,
+    targets: VocabParallelTargets,
+    token_weight: Tensor | None,
+    combine: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
     """This rank's logits [c, v/tp] -> statistics of the whole vocabulary [3, c] float32: largest logit, sum of
     exponentials, target's logit.
 
-    weight: [c]; if given, the logits are overwritten with weight · (softmax - one-hot(target)).
+    token_weight: [c]; if given, the logits are overwritten with token_weight · (softmax - one-hot(target)).
     combine: computes the statistics of the whole vocabulary from this rank's; None if this rank has the whole
         vocabulary.
     """
     if not logits.is_cpu:
         of_targets = targets.target, targets.is_local, targets.columns
-        if weight is not None and combine is None:
+        if token_weight is not None and combine is None:
             stats = logits.new_empty(3, len(logits), dtype=torch.float32)
-            CROSS_ENTROPY_GRADIENT(logits, stats, *of_targets, weight, True)
+            CROSS_ENTROPY_GRADIENT(logits, stats, *of_targets, token_weight, True)
             return stats
         stats = VOCAB_STATISTICS(logits, *of_targets)
         stats = stats if combine is None else combine(stats)
-        if weight is not None:
-            CROSS_ENTROPY_GRADIENT(logits, stats, *of_targets, weight, False)
+        if token_weight is not None:
+            CROSS_ENTROPY_GRADIENT(logits, stats, *of_targets, token_weight, False)
         return stats
     return softmax_by_rows(
         [logits],
         [targets],
-        weight,
+        token_weight,
         lambda parts: parts[0] if combine is None else combine(parts[0]),
         rows=rows_in_cache(logits.size(1)),
         by_block=combine is None,
@@ -159,7 +162,7 @@ def vocab_parallel_softmax(
 def softmax_by_rows(
     logits: Sequence[Tensor],
     targets: Sequence[VocabParallelTargets],
-    weight: Tensor | None,
+    token_weight: Tensor | None,
     combine: Callable[[Tensor], Tensor],
     *,
     rows: int,
@@ -181,26 +184,26 @@ def softmax_by_rows(
         for part, one, buffer, own in zip(logits, targets, buffers, local, strict=True):
             own[:, rows] = one[rows].exp_and_stats(buffer[: rows.stop - rows.start].copy_(part[rows]))
 
-    def to_gradient(rows: slice, weight: Tensor) -> None:
+    def to_gradient(rows: slice, token_weight: Tensor) -> None:
         for part, one, buffer, own in zip(logits, targets, buffers, local, strict=True):
             x = buffer[: rows.stop - rows.start]
-            part[rows] = one[rows].d_logits(x, own[:, rows], stats[:, rows], weight[rows])
+            part[rows] = one[rows].d_logits(x, own[:, rows], stats[:, rows], token_weight[rows])
 
     for block in blocks:
         fill_exp(block)
         if by_block:
             stats[:, block] = combine(local[:, :, block])
-            if weight is not None:
-                to_gradient(block, weight)
+            if token_weight is not None:
+                to_gradient(block, token_weight)
     if by_block:
         return stats
     stats.copy_(combine(local))
-    if weight is not None:
+    if token_weight is not None:
         for block in blocks:
             if len(blocks) > 1:
                 # The exponentials are computed again, because all rows in float32 do not fit into the cache.
                 fill_exp(block)
-            to_gradient(block, weight)
+            to_gradient(block, token_weight)
     return stats
 
 

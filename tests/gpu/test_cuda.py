@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import mpu
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.device import ATTENTION_BACKENDS, choose_attention
-from megatron.gpt2.model.gpt2 import GPT2Model, layer_config
+from megatron.gpt2.model.gpt2 import GPT2Model, build_block_config
 from megatron.gpt2.train.train_step import train_step
 from megatron.gpt2.train.trainer import Trainer
 from mpu.attention import core_attention
@@ -53,7 +53,7 @@ def loss_and_gradients(model: GPT2Model, device: str) -> tuple[float, dict[str, 
 
 def model_on(device: str, config: ModelConfig = SHAPE, recompute: str = "none") -> GPT2Model:
     mpu.initialize_model_parallel(1)
-    return GPT2Model(config, layer_config(config, device=device, recompute_granularity=recompute)).train()
+    return GPT2Model(config, build_block_config(config, device=device, recompute_granularity=recompute)).train()
 
 
 def test_fp32_equals_the_cpu_and_compiled_equals_eager():

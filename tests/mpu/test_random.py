@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mpu
-from megatron.gpt2.model.gpt2 import GPT2Model, layer_config
+from megatron.gpt2.model.gpt2 import GPT2Model, build_block_config
 from mpu.random import MODEL_PARALLEL_RNG
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import SHAPE
@@ -166,7 +166,7 @@ def test_offloading_does_not_change_a_step(recompute: str, monkeypatch: pytest.M
     def two_passes(host: mpu.ActivationOffload | None) -> list[Tensor]:
         """Return losses and gradients of two forward passes. Both backward passes run after them, as in a pipeline."""
         offloaded_layers = 3 if recompute == "none" else 0
-        layer = layer_config(shape, recompute_granularity=recompute, cpu_offloading_num_layers=offloaded_layers)
+        layer = build_block_config(shape, recompute_granularity=recompute, cpu_offloading_num_layers=offloaded_layers)
         model = GPT2Model(shape, layer, dropout_seed=1)
         model.transformer.activation_offload = host
         losses = [

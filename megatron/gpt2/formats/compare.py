@@ -14,7 +14,7 @@ from data_utils.command_line import align_columns
 from megatron.gpt2.checkpoint.interface import BaseCheckpoint, TensorInfo, check_metadata
 from megatron.gpt2.checkpoint.reader import NativeCheckpoint
 from megatron.gpt2.checkpoint.sharded_state import load_sharded_state_dict
-from megatron.gpt2.model.gpt2 import TIED_WEIGHT, GPT2Model, layer_config, model_partition_specs
+from megatron.gpt2.model.gpt2 import TIED_WEIGHT, GPT2Model, build_block_config, model_partition_specs
 from megatron.gpt2.optimizer.param_and_grad_buffer import ParamShard
 
 SHAPE_KEYS = (
@@ -221,7 +221,7 @@ def compute_logits(
     if not mpu.model_parallel_is_initialized():
         mpu.initialize_model_parallel(1)
     config = check_metadata(source)
-    model = GPT2Model(config, layer_config(config, device="meta"))
+    model = GPT2Model(config, build_block_config(config, device="meta"))
     model.to_empty(device="cpu").eval()  # without a random initialisation
     weights = [ParamShard(kind, name, parameter.detach().view(-1)) for name, parameter in model.named_parameters()]
     load_sharded_state_dict(weights, model_partition_specs(config), source, tp_rank=0, tp_size=1)

@@ -12,7 +12,7 @@ from megatron.gpt2.checkpoint.interface import check_metadata
 from megatron.gpt2.checkpoint.reader import NativeCheckpoint
 from megatron.gpt2.checkpoint.save_folder import find_checkpoint, require_native_format
 from megatron.gpt2.checkpoint.sharded_state import load_sharded_state_dict, parameter_states
-from megatron.gpt2.model.gpt2 import GPT2Model, layer_config, model_partition_specs
+from megatron.gpt2.model.gpt2 import GPT2Model, build_block_config, model_partition_specs
 from megatron.gpt2.pipeline.schedule import layers_of_virtual_stages
 from mpu.layers import ParallelLinear
 
@@ -72,7 +72,7 @@ def load_for_inference(
     stage = layers_of_virtual_stages(config.num_layers, parallel.pipeline_model_parallel_size)[
         parallel.pipeline_model_parallel_rank
     ]
-    model = GPT2Model(config, layer_config(config, device=device), layer_ranges=[stage])
+    model = GPT2Model(config, build_block_config(config, device=device), layer_ranges=[stage])
     load_sharded_state_dict(
         parameter_states(model.named_parameters()),
         model_partition_specs(config, ranks),

@@ -182,7 +182,7 @@ class TransformerBlock(nn.Module):
         return self.activation_offload.offload_layer(self.layers[number])
 
 
-class TiedGradHook(Protocol):
+class TiedGradSink(Protocol):
     """Receives the gradient of the word embeddings, which are also the head's weight: in backward first the head's
     gradient, then the embedding's. Autograd would add the two in the model's precision and allocate three more matrices
     of that size."""
@@ -194,8 +194,8 @@ class TiedGradHook(Protocol):
         """Add gradients [t, h] of the rows [t] int64. A row may occur several times."""
 
 
-def layer_config(config: ModelConfig, **overrides: Any) -> TransformerBlockConfig:
-    """Return the config of a model's layers.
+def build_block_config(config: ModelConfig, **overrides: Any) -> TransformerBlockConfig:
+    """Return the config of the transformer block of a model.
 
     overrides: fields of `TransformerBlockConfig` for parallelism, recomputation and device (default: no recomputation,
         the default tensor-parallel group).
@@ -226,7 +226,7 @@ class GPT2Model(nn.Module):
     Attention divides by √d, as without muP: for a constant d this differs only by a constant from muP's d.
 
     config: its vocab_size is the true size; None raises ValueError.
-    block_config: a result of `layer_config` (default: `layer_config(config)`).
+    block_config: a result of `build_block_config` (default: `build_block_config(config)`).
     layer_ranges: the layers of each model chunk of this pipeline rank (default: all layers in one chunk).
     dropout_seed: makes dropout masks that do not depend on the layout, if `forward` gets `sample_ids`; None draws masks
         from torch's generators.
@@ -249,7 +249,7 @@ class GPT2Model(nn.Module):
         super().__init__()
         if config.vocab_size is None:
             raise ValueError("the model needs the tokenizer's vocabulary size (--vocab-size)")
-        block_config = block_config or layer_config(config)
+        block_config = block_config or build_block_config(config)
         self.config = config
         self.vocab_size = config.vocab_size
         self.head_weight: Tensor | None = None  # a copy of the embeddings' weight for inference
@@ -294,7 +294,7 @@ class GPT2Model(nn.Module):
             nn.init.constant_(self.transformer.final_layernorm.weight, config.mup_scale)
         self.dropout_seed = dropout_seed
         self._cross_entropy = submodules.linear_cross_entropy
-        self.tied_grad_hook: TiedGradHook | None = None  # If it is None, autograd adds the gradients.
+        self.tied_grad_sink: TiedGradSink | None = None  # If it is None, autograd adds the gradients.
         self.is_compiled = False
 
     def forward(
@@ -323,11 +323,15 @@ class GPT2Model(nn.Module):
             hidden states.
         """
         layer_range = layer_range if layer_range is not None else range(self.config.num_layers)
-        tied = self.tied_grad_hook if labels is not None else None
+        tied_sink = self.tied_grad_sink if labels is not None else None
         dropout_seeds = None
         if self.training and sample_ids is not None and self.dropout_seed is not None and self.config.has_dropout:
             dropout_seeds = mpu.make_dropout_seeds(self.dropout_seed, sample_ids, self.config.num_layers)
-        x = self._embed(tokens, positions, tied.add_rows if tied else None, dropout_seeds) if hidden is None else hidden
+        x = (
+            self._embed(tokens, positions, tied_sink.add_rows if tied_sink else None, dropout_seeds)
+            if hidden is None
+            else hidden
+        )
         x = self.transformer(x, packed_seq_params, dropout_seeds=dropout_seeds, layer_range=layer_range)
         if layer_range.stop < self.config.num_layers:
             return x
@@ -343,7 +347,7 @@ class GPT2Model(nn.Module):
             self.group,
             vocab_size=self.vocab_size,
             sequence_parallel=self.sequence_parallel,
-            weight_grad_hook=tied.add if tied else None,
+            weight_grad_sink=tied_sink.add if tied_sink else None,
         )
 
     def hidden_states(
@@ -394,11 +398,11 @@ class GPT2Model(nn.Module):
         self,
         tokens: Tensor,
         positions: Tensor | None,
-        grad_hook: Callable[[Tensor, Tensor], object] | None = None,
+        grad_sink: Callable[[Tensor, Tensor], object] | None = None,
         dropout_seeds: Tensor | None = None,
     ) -> Tensor:
         """Embed the tokens: [b, s] -> [s, b, h], or [s/tp, b, h]."""
-        x = self.position_embeddings(self.word_embeddings(tokens.t(), grad_hook), positions)
+        x = self.position_embeddings(self.word_embeddings(tokens.t(), grad_sink), positions)
         p = self.config.hidden_dropout if self.training else 0.0
         return mpu.apply_hidden_dropout(
             x,
@@ -436,7 +440,7 @@ def model_partition_specs(config: ModelConfig, tp_size: int = 1) -> dict[str, mp
     multiple = math.lcm(config.make_vocab_size_divisible_by, tp_size)
     alone = ProcessGroup(0, 1)  # type: ignore[call-arg]  # rank and size, without a store
     one = dataclasses.replace(config, num_layers=1, make_vocab_size_divisible_by=multiple)
-    model = GPT2Model(one, layer_config(one, group=alone, device="meta"))
+    model = GPT2Model(one, build_block_config(one, group=alone, device="meta"))
     layer_specs, first = mpu.partition_specs(model), "transformer.layers.0."
     layers = {
         name.replace(first, f"transformer.layers.{number}."): spec

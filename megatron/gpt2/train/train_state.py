@@ -14,7 +14,7 @@ from data_utils.command_line import Log
 from megatron.gpt2.config import ignored_flags
 from megatron.gpt2.device import choose_attention
 from megatron.gpt2.hooks import Hook
-from megatron.gpt2.model.gpt2 import TIED_WEIGHT, GPT2Model, layer_config
+from megatron.gpt2.model.gpt2 import TIED_WEIGHT, GPT2Model, build_block_config
 from megatron.gpt2.optimizer.bucket_reducer import (
     BucketReducer,
     ParamAllGather,
@@ -110,7 +110,7 @@ def build_train_state(context: RunContext, parallel: mpu.ParallelState, log: Log
     stage, stages = parallel.pipeline_model_parallel_rank, parallel.pipeline_model_parallel_size
     model = GPT2Model(
         model_config,
-        layer_config(
+        build_block_config(
             model_config,
             recompute_granularity=train_config.recompute_granularity,
             recompute_num_layers=train_config.recompute_num_layers,
@@ -175,7 +175,7 @@ def build_reducer(
         return extended, model
     reducer_class = ShardedGradReducer if config.shard_gradients and buffer.is_sharded else BucketReducer
     reducer = reducer_class(buffer, group, in_bf16=config.grad_reduce_in_bf16, embedding_group=parallel.embedding_group)
-    model.tied_grad_hook = TiedGradReducer(reducer, TIED_WEIGHT, TIED_WEIGHT, joins_parts=has_both_parts)
+    model.tied_grad_sink = TiedGradReducer(reducer, TIED_WEIGHT, TIED_WEIGHT, joins_parts=has_both_parts)
     return reducer, model
 
 

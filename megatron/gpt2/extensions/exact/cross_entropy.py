@@ -40,7 +40,7 @@ class _ExactLinearCrossEntropy(LinearCrossEntropy):
         virtual: VirtualRanks,
         vocab_size: int,
         is_split: bool,
-        weight_grad_hook: Callable[[Tensor], object] | None,
+        weight_grad_sink: Callable[[Tensor], object] | None,
         grad_enabled: bool,
     ) -> Tensor:
         """Compute the loss.
@@ -62,10 +62,10 @@ class _ExactLinearCrossEntropy(LinearCrossEntropy):
         for start in range(0, hidden.size(0), chunk_size):
             rows = slice(start, start + chunk_size)
             logits = [hidden[rows] @ part.t() for part in weights]  # [c, v/V]
-            own = [one[rows] for one in targets]
+            row_targets = [shard_targets[rows] for shard_targets in targets]
             stats = kernels.softmax_by_rows(
                 logits,
-                own,
+                row_targets,
                 token_weight[rows] if needs_grad else None,
                 lambda local: _combine(virtual.all_gather(local)),
                 # Every layout processes the same number of rows at the same time.
@@ -81,7 +81,7 @@ class _ExactLinearCrossEntropy(LinearCrossEntropy):
         if needs_grad:
             totals = [d_weight.total().to(weight.dtype) for d_weight in d_weights]
             ctx.gradients = virtual.reduce(d_hidden, hidden.dtype, is_split), torch.cat(totals)
-            ctx.weight_grad_hook = weight_grad_hook
+            ctx.weight_grad_sink = weight_grad_sink
         return loss
 
 
@@ -95,7 +95,7 @@ def exact_linear_cross_entropy(
     virtual_ranks: int,
     vocab_size: int,
     sequence_parallel: bool = False,
-    weight_grad_hook: Callable[[Tensor], object] | None = None,
+    weight_grad_sink: Callable[[Tensor], object] | None = None,
 ) -> Tensor:
     """`mpu.vocab_parallel_linear_cross_entropy`, computed in V = `virtual_ranks` shards of the vocabulary.
 
@@ -111,6 +111,6 @@ def exact_linear_cross_entropy(
         virtual,
         vocab_size,
         is_split,
-        weight_grad_hook,
+        weight_grad_sink,
         torch.is_grad_enabled(),
     )

@@ -53,7 +53,7 @@ class ExactLayouts(Hook):
         """Build the reducer. The tied matrix has separate gradients of the head and of the embedding."""
         embedding_gradient = EMBEDDING_GRADIENT if model.has_embeddings and model.has_head else TIED_WEIGHT
         reducer = ExactBucketReducer(buffer, parallel, by_rows=embedding_gradient if model.has_embeddings else None)
-        model.tied_grad_hook = TiedGradReducer(reducer, TIED_WEIGHT, embedding_gradient)
+        model.tied_grad_sink = TiedGradReducer(reducer, TIED_WEIGHT, embedding_gradient)
         return reducer
 
     def squared_norm(self, device: torch.device) -> Callable[..., Tensor]:

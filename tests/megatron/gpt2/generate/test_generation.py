@@ -35,7 +35,7 @@ from megatron.gpt2.generate.load_model import load_for_inference
 from megatron.gpt2.generate.model_runner import new_command_group
 from megatron.gpt2.generate.sampling import SamplingParams
 from megatron.gpt2.generate.scoring import Window, score_windows
-from megatron.gpt2.model.gpt2 import GPT2Model, layer_config
+from megatron.gpt2.model.gpt2 import GPT2Model, build_block_config
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.checkpoint.saved_states import write
 
@@ -201,7 +201,7 @@ def texts_of_a_rank(rank: int, world_size: int, sequence_parallel: bool) -> tupl
     mpu.initialize_model_parallel(world_size)
     try:
         torch.manual_seed(rank)  # Ranks that drew tokens themselves would differ.
-        model = GPT2Model(CONFIG, layer_config(CONFIG, sequence_parallel=sequence_parallel)).train()
+        model = GPT2Model(CONFIG, build_block_config(CONFIG, sequence_parallel=sequence_parallel)).train()
         # Only the prompts of the first rank are used.
         made = continued(model, PROMPTS if rank == 0 else [b"?"] * 5, SETTINGS)
         assert model.training, "as it was before"

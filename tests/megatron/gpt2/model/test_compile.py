@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import mpu
-from megatron.gpt2.model.gpt2 import GPT2Model, layer_config
+from megatron.gpt2.model.gpt2 import GPT2Model, build_block_config
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import SHAPE
 
@@ -36,7 +36,9 @@ def differences(rank: int, world_size: int) -> dict[str, float]:
     greatest, shape = {}, replace(SHAPE, attention_dropout=0.1, hidden_dropout=0.1)
     for name, how in {"plain": {}, "sequence_parallel": {"sequence_parallel": True}}.items():
         if name == "plain" or world_size > 1:
-            eager, compiled = (GPT2Model(shape, layer_config(shape, **how), dropout_seed=5).train() for _ in range(2))
+            eager, compiled = (
+                GPT2Model(shape, build_block_config(shape, **how), dropout_seed=5).train() for _ in range(2)
+            )
             # Inductor compiles one graph for each world size, which is slow. This one differs only in its collectives.
             compiled.compile_layers(backend="aot_eager" if name == "plain" and world_size > 1 else "inductor")
             (loss, grads), (loss_c, grads_c) = loss_and_gradients(eager), loss_and_gradients(compiled)
@@ -63,7 +65,7 @@ def graphs(
     mpu.initialize_model_parallel(world_size)
     mpu.model_parallel_cuda_manual_seed(1)
     shape = replace(SHAPE, attention_dropout=dropout, hidden_dropout=dropout, num_layers=1)
-    layer = layer_config(shape, sequence_parallel=sequence_parallel)
+    layer = build_block_config(shape, sequence_parallel=sequence_parallel)
     model = GPT2Model(shape, layer, dropout_seed=dropout_seed).train()
     forget()
     model.compile_layers(backend="eager")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import mpu
-from megatron.gpt2.model.gpt2 import GPT2Model, layer_config
+from megatron.gpt2.model.gpt2 import GPT2Model, build_block_config
 from mpu.random import RNGStatesTracker
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import SHAPE
@@ -107,7 +107,9 @@ def gradients(dtype: torch.dtype, recompute: str, of_documents: bool, sequence_p
     model = (
         GPT2Model(
             SHAPE_WITH_DROPOUT,
-            layer_config(SHAPE_WITH_DROPOUT, recompute_granularity=recompute, sequence_parallel=sequence_parallel),
+            build_block_config(
+                SHAPE_WITH_DROPOUT, recompute_granularity=recompute, sequence_parallel=sequence_parallel
+            ),
         )
         .to(dtype)
         .train()

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mpu
-from megatron.gpt2.model.gpt2 import GPT2Model, layer_config, model_partition_specs
+from megatron.gpt2.model.gpt2 import GPT2Model, build_block_config, model_partition_specs
 from megatron.gpt2.train.data import document_positions
 from megatron.gpt2.train.evaluate import evaluate
 from mpu.attention import PackedSeqParams, core_attention
@@ -91,7 +91,7 @@ def by_document(rank: int, world_size: int, b: int) -> dict[str, tuple[Tensor, d
     if world_size > 1:
         layouts["sequence parallel"] = {**layouts["full"], "sequence_parallel": True, "recompute_num_layers": 2}
     return {
-        name: loss_and_gradients(GPT2Model(SHAPE, layer_config(SHAPE, **how)).train(), b)
+        name: loss_and_gradients(GPT2Model(SHAPE, build_block_config(SHAPE, **how)).train(), b)
         for name, how in layouts.items()
     }
 

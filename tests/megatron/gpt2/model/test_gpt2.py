@@ -15,7 +15,13 @@ from torch import Tensor
 import mpu
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.formats.nanogpt_and_dcp import from_openai, openai_name
-from megatron.gpt2.model.gpt2 import GPT2Model, count_parameters, layer_config, model_partition_specs, seeded_normal
+from megatron.gpt2.model.gpt2 import (
+    GPT2Model,
+    build_block_config,
+    count_parameters,
+    model_partition_specs,
+    seeded_normal,
+)
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import SHAPE
 from tests.mpu.test_cross_entropy import MemoryCounter
@@ -173,7 +179,7 @@ def partial_and_complete(rank: int, world_size: int) -> dict[str, list[bool]]:
     tokens = torch.arange(4 * 32).view(4, 32) % 97
 
     def model_after_backward(dtype: torch.dtype = torch.float32, hook: bool = False, **how: Any) -> GPT2Model:
-        model = GPT2Model(SHAPE, layer_config(SHAPE, **how)).to(dtype)
+        model = GPT2Model(SHAPE, build_block_config(SHAPE, **how)).to(dtype)
         for parameter in model.parameters():
             if hook and getattr(parameter, "sequence_parallel", False):
                 parameter.register_hook(mpu.reduce_from_model_parallel_region)
@@ -224,7 +230,7 @@ def count(rank: int, world_size: int, dropout: float, how: dict[str, Any]) -> di
     mpu.initialize_model_parallel(world_size)
     mpu.model_parallel_cuda_manual_seed(1)
     shape = replace(SHAPE, attention_dropout=dropout, hidden_dropout=dropout)
-    model = GPT2Model(shape, layer_config(shape, **how)).train()
+    model = GPT2Model(shape, build_block_config(shape, **how)).train()
     tokens = torch.arange(4 * 32).view(4, 32) % 97
     with MemoryCounter() as counter:
         model(tokens, tokens, torch.full((4, 32), 1 / 128)).backward()

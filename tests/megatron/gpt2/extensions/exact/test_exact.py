@@ -13,7 +13,7 @@ import mpu
 from megatron.gpt2.config import ModelConfig
 from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.extensions.exact import exact_squared_norm, exact_submodules
-from megatron.gpt2.model.gpt2 import GPT2Model, layer_config
+from megatron.gpt2.model.gpt2 import GPT2Model, build_block_config
 from tests.conftest import error_line
 from tests.distributed import run_ranks
 
@@ -49,7 +49,7 @@ def gradients(
     tokens, labels = (torch.randint(0, 500, (3, s), generator=draw) for _ in range(2))
     found = []
     for dtype, sequence_parallel, recompute, by_document in cases:
-        layers = layer_config(shape, sequence_parallel=sequence_parallel, recompute_granularity=recompute)
+        layers = build_block_config(shape, sequence_parallel=sequence_parallel, recompute_granularity=recompute)
         model = GPT2Model(shape, layers, dropout_seed=7, submodules=submodules).to(dtype).train()
         more: dict[str, Any] = {}
         if by_document:
