@@ -199,8 +199,8 @@ class BatchLoader:
 
     schedule: the global batch sizes, multiples of micro_batch_size · data_parallel_size.
     contiguous: the micro-batches of a rank are contiguous; otherwise the ranks take turns.
-    collate_fn: receives this rank's n samples of a step, int64 [n, seq_length + 1], in the order of micro-batches, and
-        their global numbers, int64 [n]. `next` returns its result, by default the samples.
+    collate_fn: receives this rank's b samples of a step, int64 [b, seq_length + 1], in the order of micro-batches, and
+        their global numbers, int64 [b]. `next` returns its result, by default the samples.
 
     A thread prepares `prefetch` steps ahead, including `collate_fn`; with 0, `next` prepares the step. `next` raises
     the thread's errors. `wait_seconds` is the total time that callers spent in `next`.

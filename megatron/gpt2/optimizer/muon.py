@@ -122,14 +122,14 @@ class MuonOptimizer(MixedPrecisionOptimizer):
 
         The parts of a tensor-parallel rank's matrix are gathered on a data-parallel rank, then the whole matrix on a
         tensor-parallel rank of this data-parallel rank. The results are sent back in the same way."""
-        buffer, t = self.buffer, self._tensor_size
+        buffer, tp = self.buffer, self._tensor_size
         sizes = {name: buffer.elements_by_rank(name) for name in names}
         parts = {name: grads[index][part] for name in names for index, part, _ in [buffer.owned_part(name)]}
         # The names by data-parallel and tensor-parallel rank, and by data-parallel rank
-        names_of = [[names[i + j :: self._ranks] for j in range(t)] for i in range(0, self._ranks, t)]
+        names_of = [[names[i + j :: self._ranks] for j in range(tp)] for i in range(0, self._ranks, tp)]
         gathered_by = [list(itertools.chain(*of_ranks)) for of_ranks in names_of]
-        own, gathered = names_of[buffer.shard_rank], gathered_by[buffer.shard_rank]
-        lengths = [[sum(sizes[name]) for name in of_rank] for of_rank in own]
+        local_names, gathered = names_of[buffer.shard_rank], gathered_by[buffer.shard_rank]
+        lengths = [[sum(sizes[name]) for name in of_rank] for of_rank in local_names]
 
         received = self._exchange(
             [[parts[name] for name in of_shard] for of_shard in gathered_by],
@@ -139,14 +139,16 @@ class MuonOptimizer(MixedPrecisionOptimizer):
         pieces = [self._empty, *itertools.chain(*zip(*received, strict=True))]
         local = iter(torch.cat(pieces).split(list(itertools.chain(*lengths))))
         from_ranks = self._exchange(
-            [[next(local) for _ in of_rank] for of_rank in own], [lengths[self._tensor_rank]] * t, self._tensor_group
+            [[next(local) for _ in of_rank] for of_rank in local_names],
+            [lengths[self._tensor_rank]] * tp,
+            self._tensor_group,
         )
-        wholes = {}
-        for name, *flats in zip(own[self._tensor_rank], *from_ranks, strict=True):
+        matrices = {}
+        for name, *flats in zip(local_names[self._tensor_rank], *from_ranks, strict=True):
             spec = self._specs[name]
-            wholes[name] = spec.merge([flat.view(spec.local_shape(t)) for flat in flats])
-        updates = self._scaled_updates(wholes)
-        slices = [{name: self._specs[name].local_slice(rank, t).slices() for name in updates} for rank in range(t)]
+            matrices[name] = spec.merge([flat.view(spec.local_shape(tp)) for flat in flats])
+        updates = self._scaled_updates(matrices)
+        slices = [{name: self._specs[name].local_slice(rank, tp).slices() for name in updates} for rank in range(tp)]
         returned = self._exchange(
             [[updates[name][part].flatten() for name, part in of_rank.items()] for of_rank in slices],
             lengths,
@@ -161,15 +163,15 @@ class MuonOptimizer(MixedPrecisionOptimizer):
         targets = [parts[name] for name in itertools.chain(*gathered_by)]
         torch._foreach_copy_(targets, list(itertools.chain(*received)))
 
-    def _scaled_updates(self, wholes: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _scaled_updates(self, matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return c · √(r max(m, n)) · orthogonalize(x) for the whole matrices x [m, n], in float32. Matrices of equal
         shape are one batch."""
         batches = collections.defaultdict[tuple[int, torch.Size], list[str]](list)
-        for name, x in wholes.items():
+        for name, x in matrices.items():
             batches[self._heads * name.endswith("query_key_value.weight"), x.shape].append(name)
         updates: dict[str, Tensor] = {}
         for (heads, _), names in batches.items():
-            x = torch.stack([wholes[name] for name in names])
+            x = torch.stack([matrices[name] for name in names])
             # [k, n 3 d, h] -> [k 3, n d, h]
             x = x.unflatten(1, (heads, 3, -1)).transpose(1, 2).flatten(2, 3).flatten(0, 1) if heads else x
             scale = self._config.muon_extra_scale_factor * (self._mup_scale * max(x.shape[1:])) ** 0.5

@@ -2,7 +2,7 @@
 
 Every rank of the group reads its batches itself, because document lengths are needed on the host. No batch is sent.
 Each rank keeps a checksum of the text that it has read, and the ranks compare their checksums at log lines.
-Legend: n samples, s sequence.
+Legend: b samples of a step on this rank, s sequence.
 """
 
 import zlib
@@ -22,11 +22,11 @@ from megatron.gpt2.train.setup import RunContext
 class Batch:
     """Samples on the device.
 
-    tokens, labels: [n, s] int64.
-    mask: [n, s] float32, 0 for tokens without a loss.
-    sample_ids: [n] int64, the index of each sample in the run; None in an evaluation.
-    positions: [n, s] int64 under --reset-position-ids.
-    host_tokens: [n, s] int64 on the host under --reset-attention-mask, in which `eod` ends a document.
+    tokens, labels: [b, s] int64.
+    mask: [b, s] float32, 0 for tokens without a loss.
+    sample_ids: [b] int64, the index of each sample in the run; None in an evaluation.
+    positions: [b, s] int64 under --reset-position-ids.
+    host_tokens: [b, s] int64 on the host under --reset-attention-mask, in which `eod` ends a document.
     """
 
     tokens: Tensor
@@ -39,7 +39,7 @@ class Batch:
 
     def split(self, size: int, token_weight: Tensor) -> list[dict[str, Tensor | mpu.PackedSeqParams | None]]:
         """Split the batch into micro-batches of `size` samples. Return the arguments of the model for each of them.
-        token_weight: [n, s] float32."""
+        token_weight: [b, s] float32."""
         columns = {
             "tokens": self.tokens,
             "labels": self.labels,
@@ -60,7 +60,7 @@ class Batch:
 class TrainingData:
     """The data of a run: the tokenizer, the splits, and the batches of this rank.
 
-    loader: yields training batches, int64 [n, s + 1] on the host, with the sample indices [n]. A thread prepares the
+    loader: yields training batches, int64 [b, s + 1] on the host, with the sample indices [b]. A thread prepares the
         batches.
     to_host_tensor: converts a NumPy array to a tensor, in pinned memory if the device is a GPU.
     """
@@ -101,7 +101,7 @@ class TrainingData:
         )
 
     def to_device(self, token_ids: Tensor, sample_ids: Tensor | None = None) -> Batch:
-        """Build the batch from token ids [n, s + 1] int64 and sample ids [n], both on the host. An entry of -1 is
+        """Build the batch from token ids [b, s + 1] int64 and sample ids [b], both on the host. An entry of -1 is
         padding: a token that has no weight as a label. The copy from pinned memory is asynchronous."""
         config, device, eod = self._context.config, self._context.device, self.tokenizer.eod
         if self._parallel.model_parallel_size > 1:
@@ -138,7 +138,7 @@ class TrainingData:
 
 
 def document_positions(tokens: Tensor, eod: int) -> Tensor:
-    """tokens [n, s] int64 -> [n, s] int64: the position of each token in its document, or in its sample. The token
+    """tokens [b, s] int64 -> [b, s] int64: the position of each token in its document, or in its sample. The token
     `eod` ends a document."""
     positions = torch.arange(tokens.size(1), device=tokens.device)
     first = torch.zeros_like(tokens)

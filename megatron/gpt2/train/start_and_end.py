@@ -127,30 +127,34 @@ def log_start(trainer: Trainer, warnings: Sequence[str]) -> None:
 
     warnings: lines that were printed before the run had a log; they are added to it.
     """
-    context, config, p, progress = trainer.context, trainer.config, trainer.parallel, trainer.progress
-    if p.rank == 0:
+    context, config, parallel, progress = trainer.context, trainer.config, trainer.parallel, trainer.progress
+    if parallel.rank == 0:
         (context.save_directory / ENDED).unlink(missing_ok=True)
-    t, stages, d = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.data_parallel_size
+    tp, pp, dp = (
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.data_parallel_size,
+    )
     trainer.incidents.note(
         "start",
-        f"on {plural(p.world_size, 'rank')} from iteration {progress.iteration}",
+        f"on {plural(parallel.world_size, 'rank')} from iteration {progress.iteration}",
         command=[sys.executable, *sys.argv],
-        layout={"world_size": p.world_size, "tensor": t, "pipeline": stages, "data": d},
+        layout={"world_size": parallel.world_size, "tensor": tp, "pipeline": pp, "data": dp},
     )
     for line in warnings:
         trainer.log.note(line)
 
     model, data, train, tokenizer, splits = config.model, config.data, config.train, context.tokenizer, context.splits
-    total, padded = count_parameters(model, t)[0], trainer.state.model.padded_vocab_size
-    own = sum(parameter.numel() for parameter in trainer.state.model.parameters())
+    total, padded = count_parameters(model, tp)[0], trainer.state.model.padded_vocab_size
+    on_this_rank = sum(parameter.numel() for parameter in trainer.state.model.parameters())
     batches, batch, samples = context.batch_schedule, context.global_batch_size, len(splits.train)
     needed = batches.samples_after_steps(context.train_iters - progress.iteration, progress.consumed_samples)
     epochs = needed / samples
     (_, smallest), *growth = batches.milestones
-    layers = ", ".join(f"{stage.start}-{stage.stop - 1}" for stage in config.layers_of_virtual_stages())
+    layers = ", ".join(f"{layers.start}-{layers.stop - 1}" for layers in config.layers_of_virtual_stages())
     interval = config.checkpoint.save_interval
-    sizes = f"tensor-parallel {t} × {f'pipeline {stages} × ' * (stages > 1)}data-parallel {d}"
-    layout = f"{plural(p.world_size, 'rank')}: {sizes}"
+    sizes = f"tensor-parallel {tp} × {f'pipeline {pp} × ' * (pp > 1)}data-parallel {dp}"
+    layout = f"{plural(parallel.world_size, 'rank')}: {sizes}"
     begins = f"weights of {context.source}" if context.source else "random weights"
     if progress.iteration:
         begins = f"iteration {progress.iteration} of {context.source}"
@@ -164,17 +168,17 @@ def log_start(trainer: Trainer, warnings: Sequence[str]) -> None:
         ),
         (
             "parameters",
-            f"{total:,} in all, {own:,} {'on this' if stages > 1 else 'per'} rank with the padded vocabulary",
+            f"{total:,} in all, {on_this_rank:,} {'on this' if pp > 1 else 'per'} rank with the padded vocabulary",
         ),
         ("layout", layout),
         ("precision", f"{PRECISIONS[context.dtype]} on {trainer.device}; MFU is of {trainer.peak_flops[1]}"),
         (
             "batch",
-            f"{plural(train.micro_batch_size, 'sample')} × {plural(d, 'data-parallel rank')} × "
+            f"{plural(train.micro_batch_size, 'sample')} × {plural(dp, 'data-parallel rank')} × "
             f"{context.num_microbatches} accumulated = {batch} a step, {batch * data.seq_length:,} tokens"
             + (f"; it grows from {smallest} to this size over {plural(growth[-1][0], 'sample')}" if growth else ""),
         ),
-        *([("schedule", f"{config.pipeline_schedule(1).name}; layers {layers}")] if stages > 1 else []),
+        *([("schedule", f"{config.pipeline_schedule(1).name}; layers {layers}")] if pp > 1 else []),
         *(row for rows in trainer.hooks.call(Hook.start_rows, trainer) for row in rows),
         ("FLOPs per token", f"{model.flops_per_token(data.seq_length):,}"),
         (

@@ -1,6 +1,6 @@
 """Sums in a fixed order, and collectives of virtual ranks that use this order.
 
-Legend: p ranks of the group, V virtual ranks, n rows.
+Legend: tp ranks of the group, V virtual ranks, n rows.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class VirtualRanks:
         self.num_partial_sums = 1 if ranks & (ranks - 1) == 0 else self.per_rank
 
     def partial_sums(self, terms: Sequence[Tensor]) -> Tensor:
-        """Sum the terms of this rank as far as the tree allows: V/p of [...] -> [k, ...], k = `num_partial_sums`."""
+        """Sum the terms of this rank as far as the tree allows: V/tp of [...] -> [k, ...], k = `num_partial_sums`."""
         return tree_sum(terms).unsqueeze(0) if self.num_partial_sums == 1 else torch.stack([x.float() for x in terms])
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -63,7 +63,7 @@ class VirtualRanks:
         return tree_sum(self.all_gather(partial_sums).unbind())
 
     def all_gather(self, local: Tensor) -> Tensor:
-        """Concatenate the tensors of all ranks: [n, ...] -> [n · p, ...]."""
+        """Concatenate the tensors of all ranks: [n, ...] -> [n · tp, ...]."""
         if self.group is None:
             return local
         return all_gather_first_dim(local, self.group)[0]
@@ -72,7 +72,7 @@ class VirtualRanks:
         """Sum partial sums [k, n, ...] over all ranks and round to `dtype`: [n, ...], or this rank's [n/tp, ...] with
         scatter.
 
-        Raises ValueError if p does not divide the number of elements or, with scatter, of rows."""
+        Raises ValueError if tp does not divide the number of elements or, with scatter, of rows."""
         if self.group is None:
             return partial_sums[0].to(dtype)
         size, rows = self.group.size(), partial_sums if scatter else partial_sums.flatten(1)
@@ -84,7 +84,7 @@ class VirtualRanks:
         return total if scatter else self.all_gather(total).view(partial_sums.shape[1:])
 
     def sum_of_products(self, xs: Sequence[Tensor], weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """Σ x · w over this rank's virtual ranks: V/p pairs of [t, i] and [i, o] -> [k, t, o]. Each product is rounded
+        """Σ x · w over this rank's virtual ranks: V/tp pairs of [t, i] and [i, o] -> [k, t, o]. Each product is rounded
         to its own dtype, the sum to the dtype of partial sums."""
         t = xs[0].size(0)
         out = xs[0].new_empty((self.num_partial_sums, t, weights[0].size(1)), dtype=self.sum_dtype(dtype))

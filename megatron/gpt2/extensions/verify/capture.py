@@ -2,7 +2,7 @@
 
 The ranks do not communicate: each shard has its offset in the global tensor.
 
-Legend: b samples of a micro-batch, s sequence, w width, n heads, d head size, v vocabulary, p tensor-parallel size.
+Legend: b samples of a micro-batch, s sequence, w width, n heads, d head size, v vocabulary, tp tensor-parallel size.
 """
 
 from __future__ import annotations

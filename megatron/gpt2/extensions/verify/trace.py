@@ -6,7 +6,7 @@
 Each rank writes its shards directly into the files. No rank has a global tensor in memory, and the ranks do not
 communicate. All ranks must be on one machine.
 
-Legend: n samples of the global batch, s sequence, w width.
+Legend: b samples of the global batch, s sequence, w width.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class TensorShard(NamedTuple):
 
     values: the shard, with any strides and device.
     offset: the first index of the shard in the global tensor.
-    shape: the shape of the global tensor. Activations are [n, s, w] with the samples in the order of the global batch;
+    shape: the shape of the global tensor. Activations are [b, s, w] with the samples in the order of the global batch;
         parameters have no padding; a scalar is [1].
     writes: True on one of the ranks that hold the same shard, so that each element counts once.
     """

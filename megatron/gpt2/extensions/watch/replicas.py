@@ -103,12 +103,12 @@ class ReplicaCheck(Hook):
         buffer, parallel = self._optimizer.buffer, self._parallel
         is_split = getattr(buffer.parameters[name], "model_parallel", False)
         is_sharded = buffer.is_sharded and kind != "weight"
-        t, d = parallel.tensor_model_parallel_size, parallel.data_parallel_size
+        tp, dp = parallel.tensor_model_parallel_size, parallel.data_parallel_size
 
-        def held(rank: int) -> tuple[int, int, int]:
-            return rank // (t * d), rank % t if is_split else 0, rank // t % d if is_sharded else 0
+        def position(rank: int) -> tuple[int, int, int]:
+            return rank // (tp * dp), rank % tp if is_split else 0, rank // tp % dp if is_sharded else 0
 
-        return [rank for rank in range(parallel.world_size) if held(rank) == held(parallel.rank)]
+        return [rank for rank in range(parallel.world_size) if position(rank) == position(parallel.rank)]
 
     def _describe_change(self, tensors: Sequence[tuple[str, str]]) -> str:
         """Describe the tensors of this rank that have changed since its last update."""
