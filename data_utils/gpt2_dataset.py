@@ -64,12 +64,12 @@ class GPT2Dataset:
         if training and len(readable) <= seq_length:
             readable = np.resize(readable, seq_length + 1)
         # A view with a row for each window. Indexing it with an array copies the rows without a Python loop.
-        whole, step = (len(readable) - 1) // seq_length, readable.strides[0]
+        num_windows, step = (len(readable) - 1) // seq_length, readable.strides[0]
         self._windows = np.lib.stride_tricks.as_strided(
-            readable, (whole, seq_length + 1), (seq_length * step, step), writeable=False
+            readable, (num_windows, seq_length + 1), (seq_length * step, step), writeable=False
         )
-        self._rest = readable[whole * seq_length :]  # The rest is one token, or the incomplete last window.
-        self._len = whole + (not training and len(self._rest) > 1)
+        self._rest = readable[num_windows * seq_length :]  # The rest is one token, or the incomplete last window.
+        self._len = num_windows + (not training and len(self._rest) > 1)
 
     def __len__(self) -> int:
         return self._len
@@ -154,8 +154,8 @@ def block_counts(weights: Sequence[float], names: Sequence[str], flag: str) -> n
     shares = np.array(weights, dtype=np.float64)
     shares *= BLEND_BLOCK / shares.sum()
     counts = np.floor(shares).astype(np.int64)
-    most_left = np.argsort(counts - shares, kind="stable")
-    counts[most_left[: BLEND_BLOCK - counts.sum()]] += 1
+    by_remainder = np.argsort(counts - shares, kind="stable")
+    counts[by_remainder[: BLEND_BLOCK - counts.sum()]] += 1
     for name, weight, count in zip(names, weights, counts, strict=True):
         if count == 0:
             raise ValueError(
@@ -190,9 +190,9 @@ class BlendedDataset:
             self._before[self._component == number] = np.arange(count)
         self._len = int(sizes.sum())
         if not training:  # Find the positions at which each component's second epoch would begin.
-            blocks, left = np.divmod(sizes, counts)
-            places = [np.flatnonzero(self._component == number)[rest] for number, rest in enumerate(left)]
-            self._len = int((blocks * BLEND_BLOCK + places).min())
+            blocks, remainders = np.divmod(sizes, counts)
+            ends = [np.flatnonzero(self._component == number)[remainder] for number, remainder in enumerate(remainders)]
+            self._len = int((blocks * BLEND_BLOCK + ends).min())
 
     def shuffled(self, seed: int) -> "BlendedDataset":
         """Return a training blend of the same components in the order of `seed`."""

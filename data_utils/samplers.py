@@ -138,8 +138,8 @@ class BatchSchedule:
         for number in range(1, increments + 1):
             first = -(-number * samples // increments)
             # Megatron divides floats. If its quotient is rounded below `number`, its batch grows one sample later.
-            late = samples > 0 and int(first / (samples / increments)) < number
-            milestones[first + late] = start + number * increment
+            delay = samples > 0 and int(first / (samples / increments)) < number
+            milestones[first + delay] = start + number * increment
         return BatchSchedule(tuple(milestones.items()))
 
     @property

@@ -75,8 +75,10 @@ def core_attention(
             parts, start = [], 0
             for part in tokens.split(lengths):
                 sample, first = divmod(start, s)
-                own = seeds[sample : sample + 1]
-                parts.append(kernels.seeded_attention(part, dropout_p, own, ATTENTION_DROPOUT, first_head, first))
+                sample_seeds = seeds[sample : sample + 1]
+                parts.append(
+                    kernels.seeded_attention(part, dropout_p, sample_seeds, ATTENTION_DROPOUT, first_head, first)
+                )
                 start += part.size(0)
             y = torch.cat(parts)
     return y.view(b, s, n * d).transpose(0, 1)  # [t, 1, n·d] -> [b, s, n·d] -> [s, b, n·d]

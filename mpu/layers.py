@@ -180,8 +180,8 @@ class ParallelLinear(ParallelLayer):
                 f"stride={stride}: each rank holds a contiguous part of a weight, so stride must be 1; "
                 "order a fused query-key-value weight [heads, 3, head size] as ParallelSelfAttention does"
             )
-        whole = self.make_parameter("weight", PartitionSpec(shape, dim), init_method)
-        self.master_weight = whole if keep_master_weight else None
+        full_weight = self.make_parameter("weight", PartitionSpec(shape, dim), init_method)
+        self.master_weight = full_weight if keep_master_weight else None
         # Pipeline schedules that compute weight gradients later set this function.
         self.weight_grad_fn: WeightGradFn | None = None
         self.register_parameter("bias", None)
@@ -376,8 +376,8 @@ class PositionEmbedding(ParallelLayer):
 
         positions: [b, s] int64 (default: 0 to s - 1).
         """
-        own = self.local_positions(x)
+        local = self.local_positions(x)
         # [s, h] -> [s, 1, h], or [b, s] -> [s, b] -> [s, b, h]; s/tp with sequence_parallel
         return x + (
-            self.weight[own].unsqueeze(1) if positions is None else F.embedding(positions.t()[own], self.weight)
+            self.weight[local].unsqueeze(1) if positions is None else F.embedding(positions.t()[local], self.weight)
         )

@@ -42,8 +42,8 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 def all_gather_first_dim(x: Tensor, group: ProcessGroup, *, async_op: bool = False) -> tuple[Tensor, dist.Work | None]:
     """Gather [s/tp, ...] of every rank to [s, ...]. Return it, and the work handle if async_op. No gradient flows
     back."""
-    whole = x.new_empty((x.size(0) * group.size(), *x.shape[1:]))
-    return whole, all_gather_single(whole, x.contiguous(), group=group, async_op=async_op)
+    gathered = x.new_empty((x.size(0) * group.size(), *x.shape[1:]))
+    return gathered, all_gather_single(gathered, x.contiguous(), group=group, async_op=async_op)
 
 
 def reduce_scatter_first_dim(
@@ -71,7 +71,7 @@ def _all_gather_last_dim(x: Tensor, group: ProcessGroup) -> Tensor:
     return torch.cat(parts, dim=-1)
 
 
-def _own_slice_of_last_dim(x: Tensor, group: ProcessGroup) -> Tensor:
+def _local_slice_of_last_dim(x: Tensor, group: ProcessGroup) -> Tensor:
     part = divide(x.size(-1), group.size())
     return x.narrow(-1, group.rank() * part, part).contiguous()
 
@@ -119,12 +119,12 @@ def reduce_from_model_parallel_region(x: Tensor, group: ProcessGroup | None = No
 def scatter_to_model_parallel_region(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """[..., n] -> [..., n/tp]: this rank's slice of the last dimension. Backward gathers the slices. Raises ValueError
     if n is not divisible by tp."""
-    return apply_collective(x, group, forward=_own_slice_of_last_dim, backward=_all_gather_last_dim)
+    return apply_collective(x, group, forward=_local_slice_of_last_dim, backward=_all_gather_last_dim)
 
 
 def gather_from_model_parallel_region(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """[..., n/tp] -> [..., n]: the slices of all ranks, in rank order. Backward keeps this rank's slice."""
-    return apply_collective(x, group, forward=_all_gather_last_dim, backward=_own_slice_of_last_dim)
+    return apply_collective(x, group, forward=_all_gather_last_dim, backward=_local_slice_of_last_dim)
 
 
 def gather_from_sequence_parallel_region(x: Tensor, group: ProcessGroup | None = None) -> Tensor:

@@ -96,10 +96,10 @@ class PartitionSpec:
             raise ValueError(f"rank {tp_rank} is not one of {tp_size}")
         offset, shape = [0] * len(self.global_shape), list(self.global_shape)
         if self.dim is not None:
-            whole = shape[self.dim]
+            size = shape[self.dim]
             part = self.local_shape(tp_size)[self.dim]
-            start = min(tp_rank * part, whole)
-            offset[self.dim], shape[self.dim] = start, min(start + part, whole) - start
+            start = min(tp_rank * part, size)
+            offset[self.dim], shape[self.dim] = start, min(start + part, size) - start
         return TensorSlice(tuple(offset), tuple(shape))
 
     def without_padding(self, local: Tensor, tp_rank: int, tp_size: int) -> Tensor:

@@ -209,8 +209,8 @@ class Saver:
 
     def _gather_errors(self, result: Future[Any], pending: PendingSave) -> list[str]:
         """Wait for `result`, and return the OSError of each rank as text, "" if it has none."""
-        done, _ = wait([result], self.storage_timeout_s)
-        error = result.exception() if done else OSError(_TOO_SLOW)
+        finished, _ = wait([result], self.storage_timeout_s)
+        error = result.exception() if finished else OSError(_TOO_SLOW)
         texts = self.gather((str(error) or repr(error)) if isinstance(error, OSError) else "")
         if _TOO_SLOW in texts:
             self._pending = None

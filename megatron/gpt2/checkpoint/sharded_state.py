@@ -84,20 +84,20 @@ def _shard_slices(
     """Split `values`, a flat range of a rank's tensor that begins at element `start`, into slices of the global
     tensor, each with its view. There are up to three slices: a partial first row, whole rows, and a partial last
     row. Padding is left out."""
-    owned, shape = spec.local_slice(tp_rank, tp_size), spec.local_shape(tp_size)
-    assert owned.shape[1:] == shape[1:], "padding must be whole rows at the end"
-    row = math.prod(shape[1:])
-    at, stop = start, min(start + values.numel(), owned.numel)
-    while at < stop:
-        top, left = divmod(at, row)
-        if left or stop - at < row:
-            height, width = 1, min(row - left, stop - at)
+    local_slice, shape = spec.local_slice(tp_rank, tp_size), spec.local_shape(tp_size)
+    assert local_slice.shape[1:] == shape[1:], "padding must be whole rows at the end"
+    row_size = math.prod(shape[1:])
+    position, stop = start, min(start + values.numel(), local_slice.numel)
+    while position < stop:
+        row, column = divmod(position, row_size)
+        if column or stop - position < row_size:
+            height, width = 1, min(row_size - column, stop - position)
         else:
-            height, width = (stop - at) // row, row
-        offset = tuple(a + b for a, b in zip(owned.offset, (top, left), strict=False))
+            height, width = (stop - position) // row_size, row_size
+        offset = tuple(x + y for x, y in zip(local_slice.offset, (row, column), strict=False))
         tensor_slice = TensorSlice(offset, (height, width)[: len(shape)])
-        yield tensor_slice, values[at - start : at - start + tensor_slice.numel].view(tensor_slice.shape)
-        at += tensor_slice.numel
+        yield tensor_slice, values[position - start : position - start + tensor_slice.numel].view(tensor_slice.shape)
+        position += tensor_slice.numel
 
 
 def parameter_states(named_parameters: Iterable[tuple[str, Tensor]]) -> Iterator[ParamShard]:
@@ -133,14 +133,14 @@ def load_rng_state(checkpoint: BaseCheckpoint, parallel: mpu.ParallelState, devi
     layout or device type, return False on every rank and change nothing."""
     prefix, layout = _rng_prefix(parallel), checkpoint.metadata.get("layout", {})
     names = {name.removeprefix(prefix): name for name in checkpoint.tensors if name.startswith(prefix)}
-    for saved, here in (
+    for saved_value, value in (
         (layout.get("tensor_model_parallel_size"), parallel.tensor_model_parallel_size),
         (layout.get("pipeline_model_parallel_size", 1), parallel.pipeline_model_parallel_size),
         (layout.get("data_parallel_size"), parallel.data_parallel_size),
         ("cpu" in names, True),
         ("cuda" in names, device.type == "cuda"),
     ):
-        if saved != here:
+        if saved_value != value:
             return False
     states = {generator: checkpoint.read(name) for generator, name in names.items()}
     torch.set_rng_state(states.pop("cpu"))

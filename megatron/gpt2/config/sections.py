@@ -722,7 +722,7 @@ class Config:
             require(
                 number % parts == 0, f"{name} {number} is not divisible by --exact-layouts {parts}: change one of them"
             )
-        for given, name, why in (
+        for is_given, name, why in (
             (parallel.DDP_impl == "torch", "--DDP-impl torch", "torch's DDP sums in a different order; leave one out"),
             (
                 parallel.grad_reduce_in_bf16,
@@ -741,7 +741,7 @@ class Config:
                 "its masks depend on the layout; leave one out, or give --hidden-dropout 0 --attention-dropout 0",
             ),
         ):
-            require(not given, f"--exact-layouts and {name}: {why}")
+            require(not is_given, f"--exact-layouts and {name}: {why}")
 
     @property
     def is_deterministic(self) -> bool:
@@ -860,8 +860,8 @@ class Config:
         )
         sections = {}
         for name, kind in SECTIONS.items():
-            given = values.get(name, {}).items()
-            sections[name] = kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in given})
+            fields = values.get(name, {}).items()
+            sections[name] = kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields})
         return Config(**sections)
 
 
@@ -912,11 +912,11 @@ def ignored_flags(config: Config, device: str) -> Iterator[str]:
     """
     parallel = config.parallel
     recomputes = config.train.recompute_granularity == "full"
-    kept = "" if recomputes else "it needs --recompute-granularity full"
+    needs_full = "" if recomputes else "it needs --recompute-granularity full"
     on_host = "it needs a GPU" if device == "cpu" else ""
-    split = "--sequence-parallel splits these inputs already" if parallel.sequence_parallel else ""
+    already_split = "--sequence-parallel splits these inputs already" if parallel.sequence_parallel else ""
     if parallel.tensor_model_parallel_size == 1:
-        split = "there is one tensor-parallel rank"
+        already_split = "there is one tensor-parallel rank"
     one_stage = "there is one pipeline stage" if parallel.pipeline_model_parallel_size == 1 else ""
     of_stages = (
         "num_layers_per_virtual_pipeline_stage",
@@ -924,14 +924,14 @@ def ignored_flags(config: Config, device: str) -> Iterator[str]:
         "decoder_first_pipeline_num_layers",
         "decoder_last_pipeline_num_layers",
     )
-    for given, name, reason in (
-        (parallel.partition_activations, "--partition-activations", kept or split),
-        (parallel.checkpoint_in_cpu, "--checkpoint-in-cpu", kept or on_host),
+    for is_given, name, reason in (
+        (parallel.partition_activations, "--partition-activations", needs_full or already_split),
+        (parallel.checkpoint_in_cpu, "--checkpoint-in-cpu", needs_full or on_host),
         (parallel.cpu_offloading_num_layers, "--cpu-offloading-num-layers", on_host),
         (config.train.attention_backend != "auto", "--attention-backend", on_host),
         *((getattr(parallel, name), flag_name(name), one_stage) for name in of_stages),
     ):
-        if given and reason:
+        if is_given and reason:
             yield f"{name}: ignored: {reason}"
     if config.train.recompute_granularity == "selective":
         yield "--recompute-granularity selective: recomputes GELU and layer norms; Megatron's: the core of attention"

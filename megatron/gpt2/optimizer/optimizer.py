@@ -169,8 +169,8 @@ def learning_rates(
         f"--lr-wsd-decay-iters {wsd_iters} does not fit between the warm-up of {w:g} and the end of the decay at "
         f"{end:g}",
     )
-    late = np.minimum(n, end)
-    r = (late - w) / (end - w) if end > w else np.ones_like(n)
+    iterations = np.minimum(n, end)
+    r = (iterations - w) / (end - w) if end > w else np.ones_like(n)
     if style == "constant":
         rates = np.full_like(n, p)
     elif style == "linear":
@@ -183,7 +183,7 @@ def learning_rates(
         rates = np.maximum(f, p * 0.5**r)
     else:
         assert style == "WSD"
-        q = np.maximum(0.0, (late - (end - wsd_iters)) / wsd_iters)
+        q = np.maximum(0.0, (iterations - (end - wsd_iters)) / wsd_iters)
         rates = f + (p - f) * (2 * 0.5**q - 1)
     return np.where(n <= w, p * n / w, rates) if w else rates
 

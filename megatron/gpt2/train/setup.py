@@ -90,9 +90,9 @@ class RunContext:
     @cached_property
     def incidents(self) -> IncidentLog:
         """The incident log of this rank, at the iteration from which the run starts."""
-        kept = self.rank_info.incidents or IncidentLog(self.save_directory, rank_file_name(self.rank_info.rank))
-        kept.iteration = self.resume_metadata.get("iteration", 0)
-        return kept
+        incident_log = self.rank_info.incidents or IncidentLog(self.save_directory, rank_file_name(self.rank_info.rank))
+        incident_log.iteration = self.resume_metadata.get("iteration", 0)
+        return incident_log
 
     @property
     def global_batch_size(self) -> int:
@@ -423,25 +423,23 @@ def check_settings_match(context: RunContext, log: Log) -> None:
     different programs. Every rank must call this function."""
     settings = settings_equal_on_all_ranks(context)
     program = devices.code_hash() if context.rank_info.world_size > 1 else ""
-    everyone = [
-        json.loads(text) for text in gather_strings(json.dumps([settings, context.splits.fingerprint, program]))
-    ]
-    (first, data, first_program), *_ = everyone
+    by_rank = [json.loads(text) for text in gather_strings(json.dumps([settings, context.splits.fingerprint, program]))]
+    (first, data, first_program), *_ = by_rank
     for name, value in settings.items():
-        for rank, (theirs, *_) in enumerate(everyone):
+        for rank, (settings_of_rank, *_) in enumerate(by_rank):
             require(
-                theirs.get(name) == first.get(name),
+                settings_of_rank.get(name) == first.get(name),
                 f"rank {rank} has a different {name} than rank 0 (on rank {context.rank_info.rank} it is {value}): "
                 "start every rank with the same command line and environment, and let all machines see the same files",
             )
     require(
-        all(theirs == data for _, theirs, _ in everyone),
+        all(data_of_rank == data for _, data_of_rank, _ in by_rank),
         "the ranks read different training data: every machine needs the same files",
     )
-    if others := [rank for rank, (*_, theirs) in enumerate(everyone) if theirs != first_program]:
+    if ranks := [rank for rank, (*_, program_of_rank) in enumerate(by_rank) if program_of_rank != first_program]:
         hosts = context.rank_info.hosts
         log(
-            f"WARNING: the source files of {format_ranks(others, hosts)} are not those of {format_ranks([0], hosts)}: "
+            f"WARNING: the source files of {format_ranks(ranks, hosts)} are not those of {format_ranks([0], hosts)}: "
             "install the same version on every machine"
         )
 

@@ -93,8 +93,8 @@ class Trainer:
         self.checkpoints.finish()
         self.state.param_gather.finish_param_sync()
         # The whole state is loaded: these flags apply only to the checkpoint from which the run started.
-        own = replace(self.config.checkpoint, finetune=False, no_load_optim=False, no_load_rng=False)
-        source = replace(self.context, source=str(folder), config=replace(self.config, checkpoint=own))
+        checkpoint_config = replace(self.config.checkpoint, finetune=False, no_load_optim=False, no_load_rng=False)
+        source = replace(self.context, source=str(folder), config=replace(self.config, checkpoint=checkpoint_config))
         progress.iteration, progress.consumed_samples, _ = load_checkpoint(
             source, self.parallel, self.state, self.log.info
         )
