@@ -49,7 +49,9 @@ class ForwardBackward:
         self._weight_grads = WeightGradStore(state) if schedule.splits_backward else None
         # Kept between forward and backward of a micro-batch: (input, root of the autograd graph, list for the output's
         # gradient).
-        self._kept: dict[PassKey, tuple[Tensor | None, Tensor, list[Tensor]]] = {}
+        self._saved_for_backward: dict[PassKey, tuple[Tensor | None, Tensor, list[Tensor]]] = {}
+        self.micro_batches: Sequence[MicroBatch] = ()
+        self._losses: list[Tensor] = []
         self._received: dict[MessageKey, mpu.Transfer] = {}
         self._to_send: dict[MessageKey, Tensor] = {}
         self._sent: list[mpu.Transfer] = []
@@ -60,7 +62,7 @@ class ForwardBackward:
         """Run forward and backward of all micro-batches. Gradients go to the reducer. Return the loss of each
         micro-batch, float32 on the device, or a single 0 if another stage has the loss."""
         self.micro_batches = micro_batches
-        self._losses: list[Tensor] = []
+        self._losses = []
         self._state.reducer.begin(len(micro_batches))
         run_action = {"F": self._forward, "B": self._backward, "W": self._weight_gradients}
         for step in self._comm_steps(len(micro_batches)):
@@ -104,37 +106,37 @@ class ForwardBackward:
 
     def _forward(self, action: Action) -> None:
         """Run the forward pass of a micro-batch. Keep what its backward needs, and the output that is sent next."""
-        virtual_stage, number = action.model_chunk * self._size + self._rank, action.micro_batch
-        arguments = dict(self.micro_batches[number])
+        virtual_stage, micro_batch = action.model_chunk * self._size + self._rank, action.micro_batch
+        arguments = dict(self.micro_batches[micro_batch])
         hidden = None
         if self._last_virtual_stage > 0:
             if virtual_stage > 0:
-                hidden = self._received.pop(("activation", virtual_stage, number)).wait().requires_grad_()
+                hidden = self._received.pop(("activation", virtual_stage, micro_batch)).wait().requires_grad_()
             arguments |= {"layer_range": self._state.model.layer_ranges[action.model_chunk], "hidden": hidden}
-        with self._timers("forward"), self._state.reducer.forward_context(number):
+        with self._timers("forward"), self._state.reducer.forward_context(micro_batch):
             root = self._state.forward(**arguments)
         received_gradient: list[Tensor] = []  # `_backward` puts the next stage's gradient into it
         if virtual_stage == self._last_virtual_stage:
             self._losses.append(root.detach())
         else:
-            self._to_send["activation", virtual_stage + 1, number] = root.detach().contiguous()
+            self._to_send["activation", virtual_stage + 1, micro_batch] = root.detach().contiguous()
             root = _DeallocateOutput.apply(root, received_gradient)
-        self._kept[action.model_chunk, number] = hidden, root, received_gradient
+        self._saved_for_backward[action.model_chunk, micro_batch] = hidden, root, received_gradient
 
     def _backward(self, action: Action) -> None:
         """Run the backward pass of a micro-batch, from the loss or from the gradient that the next stage has sent. Keep
         the gradient of the input, which is sent next."""
-        virtual_stage, number = action.model_chunk * self._size + self._rank, action.micro_batch
-        hidden, root, received_gradient = self._kept.pop((action.model_chunk, number))
+        virtual_stage, micro_batch = action.model_chunk * self._size + self._rank, action.micro_batch
+        hidden, root, received_gradient = self._saved_for_backward.pop((action.model_chunk, micro_batch))
         if virtual_stage < self._last_virtual_stage:
-            received_gradient.append(self._received.pop(("gradient", virtual_stage, number)).wait())
+            received_gradient.append(self._received.pop(("gradient", virtual_stage, micro_batch)).wait())
         with self._timers("backward"):
             root.backward()
         if hidden is not None:
             assert hidden.grad is not None
-            self._to_send["gradient", virtual_stage - 1, number] = hidden.grad
+            self._to_send["gradient", virtual_stage - 1, micro_batch] = hidden.grad
         if self._weight_grads is not None:
-            self._weight_grads.flush((action.model_chunk, number))
+            self._weight_grads.flush((action.model_chunk, micro_batch))
 
     def _weight_gradients(self, action: Action) -> None:
         assert self._weight_grads is not None
@@ -168,11 +170,11 @@ class WeightGradStore:
     def __init__(self, state: TrainState) -> None:
         assert isinstance(state.reducer, BucketReducer), "Config refuses torch's DDP"
         self._reducer = state.reducer
-        self._new: list[tuple[str, Callable[[], Tensor]]] = []
-        self._kept: dict[PassKey, list[tuple[str, Callable[[], Tensor]]]] = {}
+        self._pending: list[tuple[str, Callable[[], Tensor]]] = []
+        self._stored: dict[PassKey, list[tuple[str, Callable[[], Tensor]]]] = {}
 
         def weight_grad_fn_of(name: str, module: ParallelLinear) -> Callable[..., None]:
-            return lambda dy, x: self._new.append((name, functools.partial(module.weight_gradient, dy, x)))
+            return lambda dy, x: self._pending.append((name, functools.partial(module.weight_gradient, dy, x)))
 
         for name, module in state.model.named_modules():
             if isinstance(module, ParallelLinear):
@@ -180,11 +182,11 @@ class WeightGradStore:
 
     def flush(self, key: PassKey) -> None:
         """Store the pending weight gradients under `key`."""
-        self._kept[key], self._new = self._new, []
+        self._stored[key], self._pending = self._pending, []
 
     @torch.no_grad()  # Gradients are also disabled inside backward.
     def pop(self, key: PassKey) -> None:
         """Compute the weight gradients of `key` and add them to the reducer."""
-        for name, product in self._kept.pop(key):
+        for name, product in self._stored.pop(key):
             self._reducer.add(name, product())
             self._reducer.register_grad_ready(name)
