@@ -213,10 +213,10 @@ def shard_and_offload_saved_tensors(
     def pack(x: Tensor) -> Tensor | Reload:
         if isinstance(x, nn.Parameter) or not x.numel():
             return x
-        own = x if group is None else flat_shard(x, group)
-        kept = own if offload_group is None else offload_group.offload(own)
+        part = x if group is None else flat_shard(x, group)
+        saved = part if offload_group is None else offload_group.offload(part)
         shape = x.shape
-        return lambda: unpack(kept) if group is None else gather_flat_shards(unpack(kept), shape, group)
+        return lambda: unpack(saved) if group is None else gather_flat_shards(unpack(saved), shape, group)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
@@ -226,8 +226,8 @@ def flat_shard(x: Tensor, group: ProcessGroup) -> Tensor:
     padded. Any shape and dtype."""
     length = -(-x.numel() // group.size())
     shard = x.new_zeros(length)
-    own = x.detach().reshape(-1)[group.rank() * length : (group.rank() + 1) * length]
-    shard[: own.numel()] = own
+    elements = x.detach().reshape(-1)[group.rank() * length : (group.rank() + 1) * length]
+    shard[: elements.numel()] = elements
     return shard
 
 

@@ -344,15 +344,17 @@ def set_allocator(device: torch.device, environ: Mapping[str, str] = os.environ)
     time. With these settings such tensors are in the heap, which is never returned to the system. Blocks above 256 MB
     are still mapped, because they would fragment the heap.
     """
-    own = any(name.startswith("MALLOC_") for name in environ) or "malloc" in environ.get("GLIBC_TUNABLES", "")
-    if device.type != "cpu" or own or "LD_PRELOAD" in environ or platform.libc_ver()[0] != "glibc":
+    user_settings = any(name.startswith("MALLOC_") for name in environ) or "malloc" in environ.get("GLIBC_TUNABLES", "")
+    if device.type != "cpu" or user_settings or "LD_PRELOAD" in environ or platform.libc_ver()[0] != "glibc":
         return ""
     mallopt = ctypes.CDLL(None).mallopt
     mmap_threshold, trim_threshold, top_pad = -3, -1, -2  # the constants of malloc.h
-    kept = next((size for size in (256, 32) if mallopt(mmap_threshold, size << 20)), 0)  # An old glibc allows only 32.
-    if not kept or not mallopt(trim_threshold, -1) or not mallopt(top_pad, 64 << 20):
+    megabytes = next(
+        (size for size in (256, 32) if mallopt(mmap_threshold, size << 20)), 0
+    )  # An old glibc allows only 32.
+    if not megabytes or not mallopt(trim_threshold, -1) or not mallopt(top_pad, 64 << 20):
         return ""
-    return f"allocator: glibc keeps freed blocks of up to {kept} MB for the next step"
+    return f"allocator: glibc keeps freed blocks of up to {megabytes} MB for the next step"
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:

@@ -107,14 +107,14 @@ class TritonKernel(Generic[P, R]):
         for example in self.examples(device, dtype):
             expected = self._results(self.reference, example)
             try:
-                found = self._results(self.kernel, example)
+                results = self._results(self.kernel, example)
             except Exception as error:  # If the kernel fails in any way, the reference replaces it.
                 reason = " ".join(str(error).split())
                 return f"it raised {type(error).__name__}: {reason[:200]}"
-            for a, b in zip(expected, found, strict=True):
-                difference = (b.double() - a.double()).abs().max() / a.double().abs().max().clamp_min(1e-30)
-                if not difference <= tolerance(a.dtype):  # The condition is also true if the difference is NaN.
-                    return f"it differs from its reference by {difference:.1e} of the largest value {tuple(a.shape)}"
+            for x, y in zip(expected, results, strict=True):
+                difference = (y.double() - x.double()).abs().max() / x.double().abs().max().clamp_min(1e-30)
+                if not difference <= tolerance(x.dtype):  # The condition is also true if the difference is NaN.
+                    return f"it differs from its reference by {difference:.1e} of the largest value {tuple(x.shape)}"
         return ""
 
     def _results(self, function: Callable[..., Any], example: Sequence[Any]) -> list[Tensor]:
@@ -127,11 +127,11 @@ class TritonKernel(Generic[P, R]):
             else value
             for value in example
         ]
-        made = function(*args)
-        found = [made] if isinstance(made, Tensor) else [*(made or ())]
+        output = function(*args)
+        results = [output] if isinstance(output, Tensor) else [*(output or ())]
         for index in self._written:
-            found += [args[index]] if isinstance(args[index], Tensor) else args[index]
-        return [x for x in found if x.numel()]
+            results += [args[index]] if isinstance(args[index], Tensor) else args[index]
+        return [x for x in results if x.numel()]
 
 
 def tolerance(dtype: torch.dtype) -> float:

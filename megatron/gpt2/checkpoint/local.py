@@ -253,7 +253,7 @@ def local_inventory(folder: Path) -> dict[str, LocalInventory]:
             present = [
                 file for file, size in files.items() if (path / file).is_file() and os.path.getsize(path / file) == size
             ]
-            found[str(number)] = {"digest": checkpoint.digest, "files": files, "present": present}
+            found[str(number)] = {"digest": checkpoint.manifest_sha256, "files": files, "present": present}
     return found
 
 

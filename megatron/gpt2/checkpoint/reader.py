@@ -211,7 +211,7 @@ def _integers(values: Any, at_most: int = 2) -> tuple[int, ...]:
 class NativeCheckpoint(BaseCheckpoint):
     """A checkpoint in the native format, opened for reading.
 
-    digest: sha256 of the manifest.
+    manifest_sha256: the hash of the manifest's bytes.
     tables: `TableInfo` by path.
 
     The constructor reads and checks the manifest. A table is read, and checked against the manifest, when a read needs
@@ -239,7 +239,7 @@ class NativeCheckpoint(BaseCheckpoint):
     def _parse(self, data: bytes) -> None:
         """Set the attributes from the manifest. Raises ValueError if it is damaged or contradicts itself, or if this
         program does not read its version."""
-        self.digest = verify_checksum(data)
+        self.manifest_sha256 = verify_checksum(data)
         manifest = parse_json(data)
         version, self.iteration = _integers([manifest["version"], manifest["iteration"]])
         self._version = version
@@ -261,7 +261,7 @@ class NativeCheckpoint(BaseCheckpoint):
         # tensor's elements in the table.
         self._table_ranges: dict[str, dict[int, tuple[int, int, int]]] = {}
         if version == 1:
-            self.tables[MANIFEST] = TableInfo(len(data), self.digest)
+            self.tables[MANIFEST] = TableInfo(len(data), self.manifest_sha256)
             self._add_table(0, parse_table(manifest["files"], self.tensors))
             self._table_ranges = {name: {0: extent(shards)} for name, shards in self._parsed[0].shards.items()}
         else:

@@ -152,7 +152,7 @@ def _open_on_all_ranks(path: Path, rank: int, gather: Gather, verify: bool) -> N
         if not path.is_dir():
             raise ValueError(f"{path}: missing, but {LATEST_FILE} names it")
         checkpoint = NativeCheckpoint(path)
-        seen = checkpoint.digest
+        seen = checkpoint.manifest_sha256
     except ValueError as error:
         seen = str(error)
     answers = gather(seen)

@@ -99,10 +99,10 @@ class Saver:
         in the first save. All later saves have the same shapes."""
         if not self.asynchronous or self._host_buffer is not None:
             return
-        self._host_buffer, lacking = _allocate_host_buffer(files, self.local_world_size)
-        if lacking := max(map(int, self.gather(str(lacking)))):
+        self._host_buffer, missing = _buffer_for(files, self.local_world_size)
+        if missing := max(map(int, self.gather(str(missing)))):
             self.log(
-                f"WARNING: --async-save is off, so training waits for every save: its copy needs {lacking:,} more "
+                f"WARNING: --async-save is off, so training waits for every save: its copy needs {missing:,} more "
                 "bytes of host memory"
             )
             self.asynchronous, self._host_buffer = False, None
@@ -235,12 +235,12 @@ def _sizes(files: ShardedFiles) -> list[int]:
     return [-(-shard.data.nbytes // _ALIGNMENT) * _ALIGNMENT for shards in files.values() for shard in shards.values()]
 
 
-def _allocate_host_buffer(files: ShardedFiles, local_world_size: int) -> tuple[Tensor | None, int]:
+def _buffer_for(files: ShardedFiles, local_world_size: int) -> tuple[Tensor | None, int]:
     """Allocate host memory for a copy of `files`. Return (buffer, 0), or (None, missing bytes) if the machine has too
     little memory for `local_world_size` such buffers."""
     size, available = sum(_sizes(files)), machine_memory("MemAvailable")
-    if available is not None and (lacking := size * local_world_size - available) > 0:
-        return None, lacking
+    if available is not None and (missing := size * local_world_size - available) > 0:
+        return None, missing
     try:
         # zero_ maps the pages; otherwise the first copy takes 10 times as long.
         buffer = torch.empty(size, dtype=torch.uint8).zero_()

@@ -138,8 +138,8 @@ def evaluate(argv: Sequence[str], rank_info: RankInfo, log: Log) -> None:
     """Run the tasks that the flags name. Rank 0 prints lm-eval's table and writes its results."""
     args = parse_args(argv)
     manager = TaskManager(include_path=args.include_path)
-    found = {name: manager.match_tasks([name]) for name in args.tasks.split(",")}  # A name may be a pattern.
-    if unknown := [name for name, tasks in found.items() if not tasks]:
+    tasks_by_name = {name: manager.match_tasks([name]) for name in args.tasks.split(",")}  # A name may be a pattern.
+    if unknown := [name for name, tasks in tasks_by_name.items() if not tasks]:
         raise ValueError(f"--tasks: lm-eval has no task {', '.join(unknown)}")
     loaded = open_model_from_flags(args, rank_info, log)
     with open(os.devnull, "w") as nowhere, contextlib.ExitStack() as quiet:
@@ -149,7 +149,7 @@ def evaluate(argv: Sequence[str], rank_info: RankInfo, log: Log) -> None:
         results = lm_eval.simple_evaluate(
             "gpt2-model-parallel",
             {"model": loaded.model, "tokenizer": loaded.tokenizer},
-            tasks=[task for tasks in found.values() for task in tasks],
+            tasks=[task for tasks in tasks_by_name.values() for task in tasks],
             num_fewshot=args.num_fewshot,
             limit=args.limit,
             batch_size=args.micro_batch_size,
@@ -159,8 +159,8 @@ def evaluate(argv: Sequence[str], rank_info: RankInfo, log: Log) -> None:
     if rank_info.rank:
         return
     print(make_table(results))
-    kept = {key: results[key] for key in ("results", "n-shot", "versions")}
-    write_scores(args.output, score_metadata(loaded, args.micro_batch_size) | kept)
+    scores = {key: results[key] for key in ("results", "n-shot", "versions")}
+    write_scores(args.output, score_metadata(loaded, args.micro_batch_size) | scores)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -90,10 +90,10 @@ def main(argv: list[str] | None = None) -> int:
             f"{made_by['kind']} of {made_by['vocab_size']:,} ids"
         )
     if args.verify:
-        found = verify(data, manifest, tokenizer.vocab_size if tokenizer else None)
-        whole = "all hashes match" if manifest else "every id is in the vocabulary"
-        print("\n".join(f"DAMAGED: {line}" for line in found) or f"{data.prefix}: {whole}")
-        return 1 if found else 0
+        damage = verify(data, manifest, tokenizer.vocab_size if tokenizer else None)
+        result = "all hashes match" if manifest else "every id is in the vocabulary"
+        print("\n".join(f"DAMAGED: {line}" for line in damage) or f"{data.prefix}: {result}")
+        return 1 if damage else 0
     print("\n".join(describe_tokens(data, manifest)))
     for number in args.documents:
         if not 0 <= number < len(data):

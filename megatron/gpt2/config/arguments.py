@@ -301,25 +301,25 @@ def merge_checkpoint(
     values of this run, --use-checkpoint-opt-param-scheduler takes all values of the checkpoint. A decay length that
     neither run gives is --train-iters, so extending a finished run stretches its schedule.
     """
-    old, given, continues = flatten_sections(saved), arguments.given, arguments.continues
+    old, given_flags, continues = flatten_sections(saved), arguments.given, arguments.continues
     keeps_schedule = any(
         arguments.values.get(key)
         for key in ("checkpoint.finetune", "checkpoint.no_load_optim", "optimizer.override_opt_param_scheduler")
     )
     values = _continued_values(arguments, old, keeps_schedule) if continues else dict(arguments.values)
     # An older checkpoint may not have all keys.
-    then = {key: old.get(key, config_fields()[key].default) for key in CHECKPOINT_KEYS}
-    shape = {key: value for key, value in then.items() if value is not None}
-    if "model.ffn_hidden_size" in given:
+    saved_values = {key: old.get(key, config_fields()[key].default) for key in CHECKPOINT_KEYS}
+    shape = {key: value for key, value in saved_values.items() if value is not None}
+    if "model.ffn_hidden_size" in given_flags:
         shape.setdefault("model.ffn_hidden_size", 4 * old["model.hidden_size"])
     _, problem = _take_from_checkpoint(
-        shape, values, given, "leave these flags out, or start a new run with different --save and --load"
+        shape, values, given_flags, "leave these flags out, or start a new run with different --save and --load"
     )
     problems, notes = [problem], list(arguments.notes)
-    if arguments.preset is None and "data.seq_length" not in given:
+    if arguments.preset is None and "data.seq_length" not in given_flags:
         values["data.seq_length"] = old["data.seq_length"]
     if not keeps_schedule:
-        lines, problem = _merge_schedule(values, given, old, saved_iterations or old.get("train.train_iters"))
+        lines, problem = _merge_schedule(values, given_flags, old, saved_iterations or old.get("train.train_iters"))
         problems.append(problem)
         notes += lines
     require(not any(problems), "; ".join(filter(None, problems)))
@@ -329,25 +329,27 @@ def merge_checkpoint(
 
 
 def _take_from_checkpoint(
-    then: Mapping[str, Any], values: dict[str, Any], given: frozenset[str], way_out: str
+    saved_values: Mapping[str, Any], values: dict[str, Any], given: frozenset[str], way_out: str
 ) -> tuple[list[str], str]:
-    """Update `values` with those of the checkpoint, `then`. Return a text for each flag that changed, and an error that
+    """Update `values` with those of the checkpoint. Return a text for each flag that changed, and an error that
     names those which the command line gave, or ""."""
-    now = {key: values.get(key, config_fields()[key].default) for key in then}
-    changed = {key: value for key, value in then.items() if value != now[key]}
+    current = {key: values.get(key, config_fields()[key].default) for key in saved_values}
+    changed = {key: value for key, value in saved_values.items() if value != current[key]}
     values |= changed
-    differing = [f"{flag_name(key)}: here {now[key]}, checkpoint {changed[key]}" for key in changed if key in given]
+    differing = [f"{flag_name(key)}: here {current[key]}, checkpoint {changed[key]}" for key in changed if key in given]
     problem = f"{'; '.join(differing)}: {way_out}" if differing else ""
     return [f"{flag_name(key)} {value}" for key, value in changed.items()], problem
 
 
 def _continued_values(arguments: Arguments, old: Mapping[str, Any], keeps_schedule: bool) -> dict[str, Any]:
     """Return the values of the checkpoint's run. The command line overrides these values."""
-    left = NEVER_FROM_CHECKPOINT + (DECAY_KEYS if keeps_schedule else ())
+    left_out = NEVER_FROM_CHECKPOINT + (DECAY_KEYS if keeps_schedule else ())
     if arguments.values.get("checkpoint.finetune"):
-        left += LENGTH_KEYS
+        left_out += LENGTH_KEYS
     from_checkpoint = {
-        key: value for key, value in old.items() if not key.startswith(("parallel.", "checkpoint.")) and key not in left
+        key: value
+        for key, value in old.items()
+        if not key.startswith(("parallel.", "checkpoint.")) and key not in left_out
     }
     command_line = {key: arguments.values[key] for key in arguments.given}
     values = _override_preset(from_checkpoint, command_line) | command_line
@@ -360,28 +362,30 @@ def _merge_schedule(
     values: dict[str, Any], given: frozenset[str], old: Mapping[str, Any], saved_iterations: int | None
 ) -> tuple[list[str], str]:
     """Update `values` with the schedule of the checkpoint, see `merge_checkpoint`. Return notes and an error."""
-    then = {key: old.get(key, config_fields()[key].default) for key in SCHEDULE_KEYS}
-    horizon = then["optimizer.lr_decay_iters"] or (None if then["optimizer.lr_decay_samples"] else saved_iterations)
+    saved_schedule = {key: old.get(key, config_fields()[key].default) for key in SCHEDULE_KEYS}
+    horizon = saved_schedule["optimizer.lr_decay_iters"] or (
+        None if saved_schedule["optimizer.lr_decay_samples"] else saved_iterations
+    )
     if values.get("optimizer.use_checkpoint_opt_param_scheduler"):
-        values |= then | {"optimizer.lr_decay_iters": horizon}
+        values |= saved_schedule | {"optimizer.lr_decay_iters": horizon}
         return [], ""
     if "optimizer.lr_warmup_fraction" in given:
         given |= set(WARMUP_KEYS)
-    if any(run.get(key) is not None for run in (values, then) for key in WARMUP_KEYS[1:]):
-        del then["optimizer.lr_warmup_fraction"]
-    if then["optimizer.lr_decay_iters"] is None:
+    if any(run.get(key) is not None for run in (values, saved_schedule) for key in WARMUP_KEYS[1:]):
+        del saved_schedule["optimizer.lr_warmup_fraction"]
+    if saved_schedule["optimizer.lr_decay_iters"] is None:
         if "optimizer.lr_decay_iters" in given:
-            then["optimizer.lr_decay_iters"] = horizon
+            saved_schedule["optimizer.lr_decay_iters"] = horizon
         else:
-            del then["optimizer.lr_decay_iters"]
-    taken, problem = _take_from_checkpoint(
-        then,
+            del saved_schedule["optimizer.lr_decay_iters"]
+    changes, problem = _take_from_checkpoint(
+        saved_schedule,
         values,
         given,
         "--override-opt-param-scheduler takes the schedule of this run, --use-checkpoint-opt-param-scheduler that of "
         "the checkpoint",
     )
-    notes = [f"schedule from the checkpoint: {' '.join(taken)}"] if taken else []
+    notes = [f"schedule from the checkpoint: {' '.join(changes)}"] if changes else []
     length = values.get("train.train_iters")
     grows = values.get("train.rampup_batch_size") or values.get("train.step_batch_size_schedule")
     decays_over_all = values.get("optimizer.lr_decay_iters") is None and not grows

@@ -804,8 +804,11 @@ def apply_rules(
     given: the fields that the project's own flags set, by "section.field".
     given_wins: `given` replaces what a rule sets; otherwise a difference is an error.
     """
-    done = Applied({}, {}, [], [])
-    noted, refusals = collections.defaultdict[str, list[str]](list), collections.defaultdict[str, list[str]](list)
+    applied = Applied({}, {}, [], [])
+    names_by_text, refusals = (
+        collections.defaultdict[str, list[str]](list),
+        collections.defaultdict[str, list[str]](list),
+    )
     for name, value in read.items():
         rule = find_rule(rules, name)
         assert rule is not None, name
@@ -818,21 +821,23 @@ def apply_rules(
             continue
         try:
             require(not rule.accepts or value in rule.accepts, f"is not supported, only {rule.allowed}: {rule.text}")
-            for key, new in rule.sets(value, given).items():
-                now = given.get(key, done.values.get(key, new))
-                if key in given and now != new and (given_wins or now in rule.explicit_values):
-                    text = f"ignored: {flag_name(key)} {now} is given"
+            for key, value_of_rule in rule.sets(value, given).items():
+                current = given.get(key, applied.values.get(key, value_of_rule))
+                if key in given and current != value_of_rule and (given_wins or current in rule.explicit_values):
+                    text = f"ignored: {flag_name(key)} {current} is given"
                     continue
-                require(now == new, f"contradicts {done.set_by.get(key) or f'{flag_name(key)} {now}'}")
-                done.values[key], done.set_by[key] = new, name
+                require(
+                    current == value_of_rule, f"contradicts {applied.set_by.get(key) or f'{flag_name(key)} {current}'}"
+                )
+                applied.values[key], applied.set_by[key] = value_of_rule, name
         except (ValueError, OverflowError) as error:
-            done.problems.append(f"{spelled} {error}")
+            applied.problems.append(f"{spelled} {error}")
         else:
-            noted[text].append(spelled)
-    done.notes.extend(f"{', '.join(names)}: {text}" for text, names in noted.items())
+            names_by_text[text].append(spelled)
+    applied.notes.extend(f"{', '.join(names)}: {text}" for text, names in names_by_text.items())
     for text, names in refusals.items():
-        done.problems.append(f"{', '.join(names)} {'are' if len(names) > 1 else 'is'} not supported: {text}")
-    return done
+        applied.problems.append(f"{', '.join(names)} {'are' if len(names) > 1 else 'is'} not supported: {text}")
+    return applied
 
 
 def read_deepspeed_config(path: str, given: Mapping[str, Any]) -> Applied:

@@ -177,16 +177,16 @@ class HangDetector(Hook):
 
     def _report(self) -> LostRanks:
         """Print the locations of all ranks, on one rank of each machine. Return the lost ranks."""
-        locations, gone = self._collect_locations()
+        locations, lost = self._collect_locations()
         host = self._hosts[self._rank_info.rank]
-        late = [*gone, *(rank for rank, location in locations.items() if not location.is_waiting)]
-        cut = [] if late else find_cut_link(self._rank_info, "hang")
+        missing = [*lost, *(rank for rank, location in locations.items() if not location.is_waiting)]
+        cut = [] if missing else find_cut_link(self._rank_info, "hang")
         if self._store.add(f"reported/{host}", 1) == 1:
             first = int(self._store.get("hang"))
-            line = f"{describe_hang(locations, gone, self._hosts, first, self._seconds, cut)}: {CONTINUE_HINT}"
+            line = f"{describe_hang(locations, lost, self._hosts, first, self._seconds, cut)}: {CONTINUE_HINT}"
             print(f"error ({host}): {line}", file=sys.stderr, flush=True)
-            self._incidents.note("hang", line, ranks=late, cut=cut, found_by=self._rank_info.rank)
-        return gone
+            self._incidents.note("hang", line, ranks=missing, cut=cut, found_by=self._rank_info.rank)
+        return lost
 
     def _collect_locations(self) -> tuple[dict[int, RankLocation], LostRanks]:
         """Return the locations of the live ranks, and the other ranks with the seconds since their last heartbeat."""

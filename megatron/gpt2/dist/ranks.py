@@ -288,8 +288,8 @@ def describe_lost(gone: LostRanks, hosts: Mapping[int, str]) -> str:
     """
     silent = {rank: seconds for rank, seconds in gone.items() if seconds is not None}
     words = [f"{format_ranks(silent, hosts)} sent no heartbeat for {min(silent.values()):.0f} s"] if silent else []
-    if left := gone.keys() - silent.keys():
-        words.append(f"{format_ranks(left, hosts)} left")
+    if ended := gone.keys() - silent.keys():
+        words.append(f"{format_ranks(ended, hosts)} left")
     return " and ".join(words)
 
 

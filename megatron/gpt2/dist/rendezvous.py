@@ -270,11 +270,11 @@ def set_gloo_interface(own: str, elsewhere: Sequence[str], environ: MutableMappi
 
     Raises ValueError if the variable names an interface that this machine does not have.
     """
-    interfaces, chosen = [name for _, name in socket.if_nameindex()], environ.get("GLOO_SOCKET_IFNAME")
-    if chosen is not None:
+    interfaces, user_setting = [name for _, name in socket.if_nameindex()], environ.get("GLOO_SOCKET_IFNAME")
+    if user_setting is not None:
         require(
-            set(chosen.split(",")) <= set(interfaces),
-            f"GLOO_SOCKET_IFNAME={chosen} is not a network interface of this machine, which has "
+            set(user_setting.split(",")) <= set(interfaces),
+            f"GLOO_SOCKET_IFNAME={user_setting} is not a network interface of this machine, which has "
             f"{', '.join(interfaces)}: correct the variable or unset it",
         )
         return

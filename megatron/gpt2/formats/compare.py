@@ -57,7 +57,7 @@ def describe(source: BaseCheckpoint) -> dict[str, Any]:
         "left_out": list(source.left_out),
     }
     if isinstance(source, NativeCheckpoint):
-        found["manifest_sha256"] = source.digest
+        found["manifest_sha256"] = source.manifest_sha256
         found["files"] = {
             file: {"bytes": info.bytes, "slices": len(info.slices), "sha256": info.sha256}
             for file, info in source.files.items()

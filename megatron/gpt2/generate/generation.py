@@ -295,7 +295,7 @@ class TextStream:
     def __init__(self, stop: Sequence[str] = ()) -> None:
         self.stopped = False
         self._stop = stop
-        self._held = ""
+        self._kept_back = ""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, data: bytes, *, last: bool = False) -> str:
@@ -303,16 +303,16 @@ class TextStream:
 
         last: whether `data` is the end of the text.
         """
-        held = self._held + self._decoder.decode(data, last)
-        found = [index for text in self._stop if (index := held.find(text)) >= 0]
-        if found:
+        text = self._kept_back + self._decoder.decode(data, last)
+        ends = [index for string in self._stop if (index := text.find(string)) >= 0]
+        if ends:
             self.stopped = True
-            return held[: min(found)]
+            return text[: min(ends)]
         # The longest end of the text that is the beginning of a stop string is kept back.
-        sizes = (size for stop in self._stop for size in range(1, len(stop)) if held.endswith(stop[:size]))
-        sure = len(held) - (0 if last else max(sizes, default=0))
-        self._held = held[sure:]
-        return held[:sure]
+        sizes = (size for stop in self._stop for size in range(1, len(stop)) if text.endswith(stop[:size]))
+        certain = len(text) - (0 if last else max(sizes, default=0))
+        self._kept_back = text[certain:]
+        return text[:certain]
 
 
 def generate(model: GPT2Model, tokenizer: Tokenizer, continuations: Sequence[GenerationRequest]) -> None:

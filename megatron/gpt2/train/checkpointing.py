@@ -217,7 +217,7 @@ def checkpoint_files(
     if not state.model.has_embeddings:
         specs.pop(TIED_WEIGHT, None)  # The first stage saves the tied weight.
     files: dict[str, dict[str, ShardedTensor]] = {}
-    folder, replica = f"mp_rank_{model_rank_name(parallel)}", f"dp_{parallel.data_parallel_rank:02d}.safetensors"
+    folder, suffix = f"mp_rank_{model_rank_name(parallel)}", f"dp_{parallel.data_parallel_rank:02d}.safetensors"
     layout = {"tp_rank": parallel.tensor_model_parallel_rank, "tp_size": parallel.tensor_model_parallel_size}
     if parallel.data_parallel_rank == 0:
         saved_parameters = [(name, parameter) for name, parameter in state.model.named_parameters() if name in specs]
@@ -228,11 +228,11 @@ def checkpoint_files(
         shards = sharded_state_dict(states, specs, **layout)
         # Each kind has its own file, so that files are written and hashed in parallel.
         for kind in ("master", *MOMENTS):
-            files[f"{folder}/{kind}_{replica}"] = {
+            files[f"{folder}/{kind}_{suffix}"] = {
                 key: shard for key, shard in shards.items() if key.startswith(f"{kind}.")
             }
     if not config.no_save_rng:
-        files[f"{folder}/rng_{replica}"] = rng_state_dict(parallel, device)
+        files[f"{folder}/rng_{suffix}"] = rng_state_dict(parallel, device)
     return files
 
 

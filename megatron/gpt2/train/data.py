@@ -70,7 +70,7 @@ class TrainingData:
     ) -> None:
         self.tokenizer: Tokenizer = context.tokenizer
         self.splits: Splits = context.splits
-        self._context, self._parallel, self._digest = context, parallel, 0
+        self._context, self._parallel, self._checksum = context, parallel, 0
         self.to_host_tensor = pin_tensor if context.device.type == "cuda" else torch.from_numpy
         self.loader = self._read_from(consumed_samples, skipped_samples)
 
@@ -105,7 +105,7 @@ class TrainingData:
         padding: a token that has no weight as a label. The copy from pinned memory is asynchronous."""
         config, device, eod = self._context.config, self._context.device, self.tokenizer.eod
         if self._parallel.model_parallel_size > 1:
-            self._digest = zlib.crc32(token_ids.numpy().tobytes(), self._digest)
+            self._checksum = zlib.crc32(token_ids.numpy().tobytes(), self._checksum)
         host_tokens = token_ids[:, :-1] if config.data.reset_attention_mask else None
         sent = token_ids.to(device, non_blocking=True)
         tokens, labels = sent[:, :-1], sent[:, 1:]
@@ -126,10 +126,10 @@ class TrainingData:
             parallel.tensor_model_parallel_size,
             parallel.world_size // parallel.pipeline_model_parallel_size,
         )
-        digests = gather_ints(self._digest, self._context.device)
-        for rank, digest in enumerate(digests):
+        checksums = gather_ints(self._checksum, self._context.device)
+        for rank, digest in enumerate(checksums):
             first = rank % ranks_per_stage // size * size  # the first rank of its model-parallel group
-            if digest != digests[first]:
+            if digest != checksums[first]:
                 raise DamagedData(
                     f"by iteration {iteration} rank {rank} has read different data than rank {first} of its "
                     "model-parallel group: every machine needs the same files, and they must not change while a run "

@@ -153,14 +153,18 @@ class ExactBucketReducer(BucketReducer):
         return [*before, last]
 
     def _send(self, index: int) -> tuple[dist.Work, Tensor]:
-        own = self._bucket_sums(index)
-        part = own[0].numel() // self._ranks
+        partial_sums = self._bucket_sums(index)
+        part = partial_sums[0].numel() // self._ranks
         # [receiving rank, partial sum, elements of its shard]
-        sent = own[0] if len(own) == 1 else torch.stack([x.view(self._ranks, part) for x in own], dim=1).view(-1)
+        sent = (
+            partial_sums[0]
+            if len(partial_sums) == 1
+            else torch.stack([x.view(self._ranks, part) for x in partial_sums], dim=1).view(-1)
+        )
         counts = [part * sums for sums in self._sums_per_rank]
         terms = sent.new_empty(sum(counts))
         work = dist.all_to_all_single(
-            terms, sent, counts, [part * len(own)] * self._ranks, group=self._group, async_op=True
+            terms, sent, counts, [part * len(partial_sums)] * self._ranks, group=self._group, async_op=True
         )
         assert work is not None
         return work, terms
@@ -169,23 +173,23 @@ class ExactBucketReducer(BucketReducer):
         assert self._group is not None
         grads = self._bucket(index)
         terms = self._wait_for_bucket(index).view(-1, grads.numel() // self._ranks)
-        own = self._add_terms(terms.unbind())
+        total = self._add_terms(terms.unbind())
         if self._buffer.is_sharded:
-            grads.view(self._ranks, -1)[self._rank].copy_(own)
+            grads.view(self._ranks, -1)[self._rank].copy_(total)
         else:
-            all_gather_single(grads, own, group=self._group)
+            all_gather_single(grads, total, group=self._group)
         if index == len(self._buffer.buckets):
             self._add_tied_gradient()
 
     def _add_terms(self, terms: Sequence[Tensor]) -> Tensor:
         """Return the sum of all leaves, from the partial sums of all ranks."""
         sums: list[Tensor] = []
-        for term, left in zip(terms, self._sums_after_receive, strict=True):
-            while len(sums) >= left:
+        for term, count in zip(terms, self._sums_after_receive, strict=True):
+            while len(sums) >= count:
                 term = sums.pop() + term
             sums.append(term)
-        (whole,) = sums
-        return whole
+        (total,) = sums
+        return total
 
     def _add_tied_gradient(self) -> None:
         """Add the embedding's gradient of the tied matrix to the head's gradient."""

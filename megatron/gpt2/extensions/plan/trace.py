@@ -544,7 +544,7 @@ def trace_step(
     with fake_groups(rank, world_size, *sizes, recorder.report) as parallel, patched(recorder, config), recorder:
         state = build_train_state(context, parallel, lambda line: None)
         data = TrainingData.__new__(TrainingData)
-        data._context, data._parallel, data.tokenizer, data._digest = context, parallel, context.tokenizer, 0
+        data._context, data._parallel, data.tokenizer, data._checksum = context, parallel, context.tokenizer, 0
         own = context.num_microbatches * config.train.micro_batch_size
         data.loader = iter(
             [(torch.empty(own, config.data.seq_length + 1, dtype=torch.int64), torch.empty(own, dtype=torch.int64))]

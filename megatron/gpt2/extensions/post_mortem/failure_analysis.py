@@ -204,20 +204,20 @@ def _root_cause(incident: Incident, found: Sequence[Incident]) -> Failure | None
     return None
 
 
-def _signal_failure(incident: Incident, found: Sequence[Incident]) -> Failure:
+def _signal_failure(incident: Incident, incidents: Sequence[Incident]) -> Failure:
     """Return the failure if a launcher reports that a signal ended a rank."""
-    name, at = incident["signal"], at_iteration(found)
+    name, at = incident["signal"], at_iteration(incidents)
     how = f"{ended_rank(incident)} was ended by {name}{at}"
     if name != "SIGKILL":
         return make_failure("crashed rank", how)
-    killed = [other for other in found if other["kind"] == "rank ended" and other.get("signal") == name]
+    killed = [other for other in incidents if other["kind"] == "rank ended" and other.get("signal") == name]
     # A machine is lost if all of its ranks were lost. The ranks that a launcher kills after the first failure do not
     # count: no other rank reports them as lost.
-    here = {reporting_rank(other) for other in found if other.get("host") == incident["host"]} - {None}
-    accused = {rank for other in found if reporting_rank(other) not in here for rank in lost_ranks(other)}
-    if len(here) > 1 and here <= {other["rank"] for other in killed} & accused:
+    ranks_of_host = {reporting_rank(other) for other in incidents if other.get("host") == incident["host"]} - {None}
+    accused = {rank for other in incidents if reporting_rank(other) not in ranks_of_host for rank in lost_ranks(other)}
+    if len(ranks_of_host) > 1 and ranks_of_host <= {other["rank"] for other in killed} & accused:
         return make_failure(
-            "killed node", f"{_rank_names(here)}, all of {incident['host']}, were ended by {name} at once{at}"
+            "killed node", f"{_rank_names(ranks_of_host)}, all of {incident['host']}, were ended by {name} at once{at}"
         )
     first = [other for other in killed if other.get("first") is not False]
     at_once = {ended_rank(other) for other in first if abs(other["time"] - incident["time"]) < KILL_WINDOW}
@@ -227,44 +227,48 @@ def _signal_failure(incident: Incident, found: Sequence[Incident]) -> Failure:
     return make_failure("killed rank", how)
 
 
-def _hang_failure(hangs: Sequence[Incident], found: Sequence[Incident]) -> Failure:
+def _hang_failure(hangs: Sequence[Incident], incidents: Sequence[Incident]) -> Failure:
     """Return the failure if ranks waited too long. Each rank records its own stack, and one rank of each machine the
     `ranks` that are missing."""
     if cut := next((incident["cut"] for incident in hangs if incident.get("cut")), None):
-        return make_failure("lost link", f"{' and '.join(cut)} could not connect to each other{at_iteration(found)}")
+        return make_failure(
+            "lost link", f"{' and '.join(cut)} could not connect to each other{at_iteration(incidents)}"
+        )
     missing: list[int] = next((incident["ranks"] for incident in hangs if "ranks" in incident), [])
     stacks = [incident["stack"] for incident in hangs if reporting_rank(incident) in missing and incident.get("stack")]
     stack: list[str] = stacks[0] if stacks else []
-    ours = [line.partition(" ")[0] for line in stack if re.match("(megatron|mpu|data_utils)/", line)]
-    who, at = _rank_names(missing) if missing else "a rank", f", at {ours[-1]}" if ours else ""
+    own_lines = [line.partition(" ")[0] for line in stack if re.match("(megatron|mpu|data_utils)/", line)]
+    who, at = _rank_names(missing) if missing else "a rank", f", at {own_lines[-1]}" if own_lines else ""
     kind = "hang in data loading" if any(LOADING_LINE.search(line) for line in stack) else "hang"
-    return make_failure(kind, f"{who} did not reach a collective that the others had entered{at}{at_iteration(found)}")
+    return make_failure(
+        kind, f"{who} did not reach a collective that the others had entered{at}{at_iteration(incidents)}"
+    )
 
 
-def _lost_failure(found: Sequence[Incident]) -> Failure | None:
+def _lost_failure(incidents: Sequence[Incident]) -> Failure | None:
     """Return the failure if ranks stopped responding and no launcher reported how they ended."""
-    witnesses = [incident for incident in found if incident["kind"] == "lost"]
+    witnesses = [incident for incident in incidents if incident["kind"] == "lost"]
     if not witnesses:
         return None
     accused = {rank for incident in witnesses for rank in lost_ranks(incident)}
     accusers = {reporting_rank(incident) for incident in witnesses} - {None}
-    at, seen_by = at_iteration(found), f"as {origin(witnesses[0])} saw it"
+    at, seen_by = at_iteration(incidents), f"as {origin(witnesses[0])} saw it"
     if accused and accused <= accusers:
         whom = "each other" if len(accused) > 1 else "the others"  # A rank that loses the store reports rank 0 as lost.
         return make_failure("lost link", f"{_rank_names(accused)} lost {whom}{at}")
-    gone = accused - accusers
-    hosts = {incident["host"] for incident in found if reporting_rank(incident) in gone}
+    lost = accused - accusers
+    hosts = {incident["host"] for incident in incidents if reporting_rank(incident) in lost}
     others = {
         incident["host"]
-        for incident in found
-        if reporting_rank(incident) is not None and reporting_rank(incident) not in gone
+        for incident in incidents
+        if reporting_rank(incident) is not None and reporting_rank(incident) not in lost
     }
     if hosts and not hosts & others:
         on = ", ".join(sorted(hosts))
-        return make_failure("lost node", f"{_rank_names(gone)} on {on} stopped responding{at}, {seen_by}")
+        return make_failure("lost node", f"{_rank_names(lost)} on {on} stopped responding{at}, {seen_by}")
     seconds = max((s for incident in witnesses for s in lost_ranks(incident).values() if s is not None), default=None)
     silence = "" if seconds is None else f" for {seconds:.0f} s"
-    return make_failure("silent rank", f"{_rank_names(gone or accused)} sent no heartbeat{silence}{at}, {seen_by}")
+    return make_failure("silent rank", f"{_rank_names(lost or accused)} sent no heartbeat{silence}{at}, {seen_by}")
 
 
 def _exit_code_failure(found: Sequence[Incident], ended: Mapping[str, Any] | None) -> Failure | None:

@@ -148,12 +148,12 @@ def exchange_findings(rank_info: RankInfo, name: str, own: Findings) -> list[Che
     rows."""
     text, rendezvous = json.dumps([platform.node(), own]), rank_info.rendezvous
     texts = rendezvous.gather(f"preflight {name}", rank_info.rank, text) if rendezvous else gather_strings(text)
-    hosts, found = dict[int, str](), defaultdict[str, dict[int, Finding]](dict)
+    hosts, by_check = dict[int, str](), defaultdict[str, dict[int, Finding]](dict)
     for rank, text in enumerate(texts):
         hosts[rank], findings = json.loads(text)
         for check, finding in findings.items():
-            found[check][rank] = Finding(*finding)
-    return [row for check, by_rank in found.items() for row in combine_findings(check, by_rank, hosts)]
+            by_check[check][rank] = Finding(*finding)
+    return [row for check, by_rank in by_check.items() for row in combine_findings(check, by_rank, hosts)]
 
 
 def check_process(rank_info: RankInfo, device: torch.device, backend: str) -> Findings:

@@ -293,17 +293,17 @@ class CompletionChoice:
         return start, token
 
     def _logprobs(self, tokens: list[tuple[int, GeneratedToken]]) -> dict[str, list[Any]]:
-        found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for start, token in tokens:
-            name, own = token_name(self._tokenizer, token.id), log_probability(token.probability)
+            name, logprob = token_name(self._tokenizer, token.id), log_probability(token.probability)
             likeliest = {
                 token_name(self._tokenizer, i): log_probability(probability) for i, probability in token.likeliest
             }
-            found["tokens"].append(name)
-            found["token_logprobs"].append(own)
-            found["top_logprobs"].append({**likeliest, name: own} if likeliest else {})
-            found["text_offset"].append(start)
-        return found
+            columns["tokens"].append(name)
+            columns["token_logprobs"].append(logprob)
+            columns["top_logprobs"].append({**likeliest, name: logprob} if likeliest else {})
+            columns["text_offset"].append(start)
+        return columns
 
 
 def token_name(tokenizer: Tokenizer, token: int) -> str:
