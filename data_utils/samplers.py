@@ -28,7 +28,7 @@ ROUNDS = 6
 # The loader permutes this number of samples in one call, because the time of numpy's call hardly depends on their
 # number.
 PERMUTED_AT_ONCE = 1024
-NEVER = 1 << 62  # more samples than any run consumes
+END_OF_RUN = 1 << 62  # samples, more than any run consumes
 
 # a function from global sample numbers, int64 [k], to indices in a dataset, int64 [k]
 Order = Callable[[np.ndarray], np.ndarray]
@@ -149,12 +149,12 @@ class BatchSchedule:
 
     def size(self, consumed: int) -> int:
         """Return the batch size of the next step after `consumed` samples."""
-        return self.milestones[bisect.bisect_right(self.milestones, (consumed, NEVER)) - 1][1]
+        return self.milestones[bisect.bisect_right(self.milestones, (consumed, END_OF_RUN)) - 1][1]
 
     def spans(self, consumed: int = 0) -> Iterator[range]:
         """Yield a range for each batch size: the samples consumed before each of its steps. The last range has no
         end."""
-        ends = [first for first, _ in self.milestones[1:]] + [NEVER]
+        ends = [first for first, _ in self.milestones[1:]] + [END_OF_RUN]
         for (_, size), end in zip(self.milestones, ends, strict=True):
             if consumed < end:
                 yield (span := range(consumed, end, size))

@@ -37,7 +37,7 @@ from torch import Tensor
 P = ParamSpec("P")
 R = TypeVar("R", bound="Tensor | tuple[Tensor, ...] | None")
 
-LEAST_TOLERANCE = 1e-5
+MIN_TOLERANCE = 1e-5
 
 
 class TritonKernel(Generic[P, R]):
@@ -136,7 +136,7 @@ class TritonKernel(Generic[P, R]):
 
 def tolerance(dtype: torch.dtype) -> float:
     """Return the largest difference between two ways to compute a tensor, relative to its largest value."""
-    return max(2 * torch.finfo(dtype).eps, LEAST_TOLERANCE) if dtype.is_floating_point else 0.0
+    return max(2 * torch.finfo(dtype).eps, MIN_TOLERANCE) if dtype.is_floating_point else 0.0
 
 
 def example_tensor(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -9,6 +9,7 @@ limit for the files of other ranks after the first collective of `finish`, which
 """
 
 import dataclasses
+import functools
 import math
 import os
 import shutil
@@ -121,9 +122,9 @@ class Saver:
         if self._host_buffer is not None:
             files = _copy_to_host(files, self._host_buffer)
         self._pending = pending = PendingSave()
-        job = (pending.committed, self.write, iteration, files, metadata, pending, into)
+        write = functools.partial(self.write, iteration, files, metadata, pending=pending, into=into)
         # The thread is a daemon, so storage that does not answer does not keep the process from ending.
-        threading.Thread(target=run_future, args=job, name="saver", daemon=True).start()
+        threading.Thread(target=run_future, args=(pending.committed, write), name="saver", daemon=True).start()
         return None if self.asynchronous else self.finish()
 
     def write(

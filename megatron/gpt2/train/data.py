@@ -127,9 +127,9 @@ class TrainingData:
             parallel.world_size // parallel.pipeline_model_parallel_size,
         )
         checksums = gather_ints(self._checksum, self._context.device)
-        for rank, digest in enumerate(checksums):
+        for rank, checksum in enumerate(checksums):
             first = rank % ranks_per_stage // size * size  # the first rank of its model-parallel group
-            if digest != checksums[first]:
+            if checksum != checksums[first]:
                 raise DamagedData(
                     f"by iteration {iteration} rank {rank} has read different data than rank {first} of its "
                     "model-parallel group: every machine needs the same files, and they must not change while a run "

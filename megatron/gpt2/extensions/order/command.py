@@ -64,7 +64,7 @@ LEFT_OUT = (
     "train.wandb_project",
 )
 DATA_FLAGS = ("data.eod_mask_loss", "data.reset_position_ids", "data.reset_attention_mask")
-HEAD_SIZE, LEAST_TOKENS, NEW_TOKENS = 8, 16, 3
+HEAD_SIZE, MIN_TOKENS, NEW_TOKENS = 8, 16, 3
 
 
 def small_run(arguments: Arguments, folder: Path) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def small_run(arguments: Arguments, folder: Path) -> dict[str, Any]:
     config = arguments.config
     heads = math.lcm(2, config.parallel.tensor_model_parallel_size, config.parallel.exact_layouts or 1)
     scale = heads * HEAD_SIZE / config.model.hidden_size
-    length = -(-LEAST_TOKENS // heads) * heads
+    length = -(-MIN_TOKENS // heads) * heads
     kept = {
         key: value
         for key, value in arguments.values.items()

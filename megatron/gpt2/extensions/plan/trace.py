@@ -43,7 +43,7 @@ from megatron.gpt2.train.train_step import train_step
 from mpu import kernels, random
 from mpu.kernels import attention
 
-ROOT, ROOM = str(Path(__file__).resolve().parents[4]), str(Path(__file__).resolve().parent)
+ROOT, PLAN_FOLDER = str(Path(__file__).resolve().parents[4]), str(Path(__file__).resolve().parent)
 ROUNDING = {"cuda": 512, "cpu": 64}  # The size of an allocation is a multiple of this number of bytes.
 META = torch.device("meta")
 
@@ -401,7 +401,7 @@ def place() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.startswith(ROOT) and not file.startswith(ROOM):
+        if file.startswith(ROOT) and not file.startswith(PLAN_FOLDER):
             return f"{file[len(ROOT) + 1 :]}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "autograd"
