@@ -111,28 +111,19 @@ def rank_file_name(rank: int) -> str:
     return f"rank_{rank:05d}"
 
 
-# An incident has these fields with these types. Every incident has the first five.
-INCIDENT_FIELDS: dict[str, Any] = {"time": int | float, "who": str, "kind": str, "text": str, "iteration": int}
-INCIDENT_FIELDS |= {
-    "host": str,
-    "attempt": int,
-    "rank": int,
-    "ranks": list,
-    "silences": dict,
-    "stack": list,
-    "cut": list,
-}
-INCIDENT_FIELDS |= {"signal": str, "exit_code": int, "cause": str, "at": str}
+# The fields of an incident, with the values of those that a line does not have. The values also give the types.
+INCIDENT_DEFAULTS: dict[str, Any] = {"time": 0.0, "who": "", "kind": "", "text": "", "iteration": -1, "host": "?"}
+INCIDENT_DEFAULTS |= {"attempt": 0, "rank": -1, "ranks": [], "silences": {}, "stack": [], "cut": [], "first": True}
+INCIDENT_DEFAULTS |= {"signal": "", "exit_code": 0, "cause": "", "at": ""}
 
 
 def read_incidents(save_directory: str | Path) -> list[dict[str, Any]]:
-    """Return the lines of all files, sorted by time. Damaged lines are skipped."""
+    """Return the lines of all files with all INCIDENT_DEFAULTS, sorted by time. Damaged lines are skipped."""
     found = [
-        record
+        INCIDENT_DEFAULTS | record
         for path in sorted((Path(save_directory) / FOLDER).glob("*.jsonl"))
         for record in read_records(path)
-        if all(name in record for name in list(INCIDENT_FIELDS)[:5])
-        and all(isinstance(record[name], kind) for name, kind in INCIDENT_FIELDS.items() if name in record)
+        if all(isinstance(record.get(name, value), type(value)) for name, value in INCIDENT_DEFAULTS.items())
     ]
     return sorted(found, key=lambda record: record["time"])
 

