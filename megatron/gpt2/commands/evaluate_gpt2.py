@@ -42,7 +42,7 @@ from megatron.gpt2.monitor.log_lines import align_rows
 def parse_args(argv: Sequence[str], log: Log) -> tuple[argparse.Namespace, Arguments]:
     """Parse the flags of this program, and flags of training. Raises ValueError if a flag is invalid.
     log: called with notices."""
-    parser = ModelParser(__doc__, precision="fp32")  # With this default, scores do not depend on the device.
+    parser = ModelParser(__doc__, scores=True)
     parser.add_argument("--valid-data", required=True, nargs="+", metavar="FILE", help="files to score the model on")
     parser.add_argument("--task", type=str.upper, choices=TASKS, help="kind of the files (default: by their names)")
     parser.add_argument(
@@ -64,7 +64,6 @@ def parse_args(argv: Sequence[str], log: Log) -> tuple[argparse.Namespace, Argum
         metavar="N",
         help="tokens of a window (default: all positions of the model)",
     )
-    parser.add_scoring_flags("--eval-batch-size", "--eval-micro-batch-size")
     parser.add_argument("--text-key", metavar="NAME", help="field of JSON lines that holds the text")
     parser.add_argument(
         "--max-bad-fraction",

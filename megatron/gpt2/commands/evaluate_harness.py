@@ -121,12 +121,11 @@ class HarnessLM(TemplateLM):  # type: ignore[misc]
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     """Parse and check the flags. Raises ValueError or FileNotFoundError if a flag is invalid."""
-    parser = ModelParser(__doc__, precision="fp32")
+    parser = ModelParser(__doc__, scores=True)
     parser.add_argument("--tasks", required=True, metavar="NAMES", help="names of lm-eval, separated by commas")
     parser.add_argument("--include-path", metavar="DIR", help="a folder with your own tasks")
     parser.add_argument("--num-fewshot", type=int, metavar="N", help="examples before each question")
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N examples of each task")
-    parser.add_scoring_flags()
     args = parser.parse_args(argv)
     if args.include_path and not Path(args.include_path).is_dir():
         raise FileNotFoundError(f"--include-path: no such folder: {args.include_path}")

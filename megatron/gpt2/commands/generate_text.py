@@ -22,7 +22,7 @@ from typing import Any
 
 from data_utils.command_line import Log, positive_int, progress_bar, require
 from data_utils.corpora import check_exists
-from megatron.gpt2.commands.inference import ModelParser, check_world_size, open_model_from_flags
+from megatron.gpt2.commands.inference import ModelParser, open_model_from_flags
 from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.dist.run_program import run_program
 from megatron.gpt2.generate.generation import GenerationRequest, Generator
@@ -39,12 +39,12 @@ SAMPLING_FLAGS = {
 }
 
 
-def parse_args(argv: Sequence[str], rank_info: RankInfo, log: Log) -> argparse.Namespace:
+def parse_args(argv: Sequence[str], log: Log) -> argparse.Namespace:
     """Parse and check the flags. Raises ValueError or FileNotFoundError if a flag is invalid.
 
     log: a function for notices.
     """
-    parser = ModelParser(__doc__, precision="auto", tensor_model_parallel_size=None)
+    parser = ModelParser(__doc__, scores=False)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", help="text to continue; empty: a new document (default: ask for prompts)")
     source.add_argument("--sample-input-file", metavar="FILE", help="a prompt on each line; answers are JSON lines")
@@ -77,7 +77,6 @@ def parse_args(argv: Sequence[str], rank_info: RankInfo, log: Log) -> argparse.N
         stop=tuple(args.stop),
         **{name: getattr(args, name) for name in SAMPLING_FLAGS},
     )
-    check_world_size(args, rank_info)
     prompts, output = args.sample_input_file, args.sample_output_file
     if prompts:
         check_exists(prompts, "--sample-input-file")
@@ -167,7 +166,7 @@ def generate_entries(
 def generate_text(argv: Sequence[str], rank_info: RankInfo, log: Log) -> None:
     """Load the model and continue the prompts that the flags name. The first rank writes, and the other ranks follow
     it."""
-    args = parse_args(argv, rank_info, log)
+    args = parse_args(argv, log)
     many = bool(args.num_samples or args.sample_input_file)
     loaded = open_model_from_flags(args, rank_info, log, single_row=not many)
     generator = Generator(loaded.model, loaded.tokenizer, recompute=args.recompute, group=new_command_group(), log=log)

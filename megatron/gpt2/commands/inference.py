@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import mpu
-from data_utils.command_line import Log, Parser, plural, positive_int
+from data_utils.command_line import Log, Parser, plural, positive_int, require
 from data_utils.files import atomic_write_text
 from megatron.gpt2.config import PRECISION_CHOICES, LaunchConfig, ParallelConfig, flag_name
 from megatron.gpt2.config.arguments import Arguments, parse
@@ -23,22 +23,21 @@ from megatron.gpt2.generate.load_model import LoadedModel, load_for_inference
 class ModelParser(Parser):
     """The parser of a program that uses a trained model, with the flags for the model, the device and the layout.
 
-    precision: the default of --precision.
-    tensor_model_parallel_size: the default of --tensor-model-parallel-size; None: the number of ranks /
-        --pipeline-model-parallel-size, see `check_world_size`.
+    scores: the program scores texts. Data-parallel ranks share this work, and the default precision does not depend on
+        the device. In a program that generates text, all ranks hold one model.
     """
 
-    def __init__(self, doc: str | None, *, precision: str, tensor_model_parallel_size: int | None = 1) -> None:
+    def __init__(self, doc: str | None, *, scores: bool) -> None:
         super().__init__(description=doc)
+        self.set_defaults(scores=scores)
         self.add_argument("--load", required=True, metavar="DIR", help="the --save folder of a training run")
         self.add_argument(
             "--tensor-model-parallel-size",
             "--model-parallel-size",
             type=positive_int,
             metavar="N",
-            default=tensor_model_parallel_size,
-            help="ranks that share each layer; may differ from the checkpoint's (default: "
-            f"{tensor_model_parallel_size or 'all'})",
+            default=1 if scores else None,
+            help=f"ranks that share each layer; may differ from the checkpoint's (default: {1 if scores else 'all'})",
         )
         self.add_argument(
             "--pipeline-model-parallel-size",
@@ -48,27 +47,21 @@ class ModelParser(Parser):
             help="ranks that hold successive layers (default: 1)",
         )
         self.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+        precision = "fp32" if scores else "auto"
         self.add_argument("--precision", default=precision, choices=PRECISION_CHOICES, help=f"default: {precision}")
         for name, meant in (("fp16", "fp16-on-gpu"), ("bf16", "bf16")):
             self.add_argument(f"--{name}", dest="precision", action="store_const", const=meant, help=argparse.SUPPRESS)
         self.add_argument("--distributed-backend", choices=("nccl", "gloo"), help="default: by the device")
         add_section(self, "launch", LaunchConfig)  # `run_program` has parsed these flags.
-
-    def add_scoring_flags(self, *batch_names: str) -> None:
-        """Add the flags of a program that scores texts; `check_output` checks them.
-
-        batch_names: further names of --micro-batch-size.
-        """
-        self.add_argument(
-            "--micro-batch-size",
-            "--batch-size",
-            *batch_names,
-            type=positive_int,
-            default=4,
-            metavar="N",
-            help="texts computed together (default: 4)",
-        )
-        self.add_argument("--output", metavar="FILE", help="write the result there, as JSON")
+        if scores:
+            self.add_argument(
+                *("--micro-batch-size", "--batch-size", "--eval-batch-size", "--eval-micro-batch-size"),
+                type=positive_int,
+                default=4,
+                metavar="N",
+                help="texts computed together (default: 4)",
+            )
+            self.add_argument("--output", metavar="FILE", help="write the result there, as JSON")
 
     def parse_with_training_flags(self, argv: Sequence[str], log: Log) -> tuple[argparse.Namespace, Arguments]:
         """Parse the flags of this program, and flags of training, which Megatron's command lines contain. `log` gets a
@@ -82,23 +75,6 @@ class ModelParser(Parser):
         return args, training
 
 
-def check_world_size(args: argparse.Namespace, rank_info: RankInfo) -> None:
-    """Raise ValueError unless all ranks together hold one model. Programs that generate text need such a layout."""
-    stages = args.pipeline_model_parallel_size
-    if args.tensor_model_parallel_size is None:
-        args.tensor_model_parallel_size = rank_info.world_size // stages or 1
-    if args.tensor_model_parallel_size * stages != rank_info.world_size:
-        raise ValueError(
-            f"{_layout(args)}, but {plural(rank_info.world_size, 'rank')} started, and all ranks must hold the model: "
-            "omit --tensor-model-parallel-size; --nproc-per-node starts ranks"
-        )
-
-
-def _layout(args: argparse.Namespace) -> str:
-    size, stages = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    return f"--tensor-model-parallel-size {size}" + f" × --pipeline-model-parallel-size {stages}" * (stages > 1)
-
-
 def open_model_from_flags(
     args: argparse.Namespace, rank_info: RankInfo, log: Log, *, single_row: bool = False
 ) -> LoadedModel:
@@ -109,6 +85,13 @@ def open_model_from_flags(
 
     single_row: see `mpu.weight_for_inference`.
     """
+    world_size, stages = rank_info.world_size, args.pipeline_model_parallel_size
+    size = args.tensor_model_parallel_size or world_size // stages or 1
+    require(
+        world_size % (size * stages) == 0 if args.scores else world_size == size * stages,
+        f"--tensor-model-parallel-size {size} × --pipeline-model-parallel-size {stages} does not fit the "
+        f"{plural(world_size, 'rank')}: omit --tensor-model-parallel-size; --nproc-per-node starts ranks",
+    )
     set_threads(rank_info)
     device, why = choose_device(args.device, rank_info)
     dtype, why_dtype = choose_precision(args.precision, device)
@@ -117,15 +100,8 @@ def open_model_from_flags(
             log(reason)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    initialize_distributed(
-        rank_info,
-        choose_backend(args.distributed_backend, device)[0],
-        device,
-        ParallelConfig().distributed_timeout_minutes,
-    )
-    size, stages = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    if rank_info.world_size % (size * stages):
-        raise ValueError(f"the world size {rank_info.world_size} is not divisible by {_layout(args)}")
+    backend, _ = choose_backend(args.distributed_backend, device)
+    initialize_distributed(rank_info, backend, device, ParallelConfig().distributed_timeout_minutes)
     mpu.initialize_model_parallel(size, stages)
     return load_for_inference(args.load, device, dtype, log=log, single_row=single_row)
 

@@ -13,15 +13,16 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from data_utils import Tokenizer
-from data_utils.command_line import Log
-from data_utils.corpora import error_reason, is_json, json_object, open_bytes, read_documents, read_items
+from data_utils.command_line import Log, require
+from data_utils.corpora import is_json, json_object, open_bytes, read_documents, read_items
 from data_utils.corpora.detokenizers import ptb_detokenizer, wikitext_detokenizer
+from data_utils.files import wrap_errors
 from megatron.gpt2.generate.scoring import Window, score_windows, sliding_windows
 from megatron.gpt2.model.gpt2 import GPT2Model
 from megatron.gpt2.monitor.log_lines import perplexity
@@ -62,7 +63,7 @@ class EvaluationTask:
 
 def guess_task(path: str) -> str:
     """Guess the task from the name of a file and its folder. An unknown name gives TEXT."""
-    name = "/".join(PurePath(path).parts[-2:]).lower()
+    name = "/".join(Path(path).parts[-2:]).lower()
     if is_json(path):
         return next((task for task in ("LAMBADA", "HELLASWAG") if task.lower() in name), "TEXT")
     return next((task for pattern, task in _BY_NAME if re.search(pattern, name)), "TEXT")
@@ -90,12 +91,13 @@ def read_task(
 
     Raises ValueError if the file does not fit the task.
     """
-    if overlapping_eval is not None and not 1 <= overlapping_eval <= length:
-        raise ValueError(f"--overlapping-eval {overlapping_eval} must be from 1 to the {length} tokens of a window")
-    if name in DETOKENIZERS and is_json(path):
-        raise ValueError(f"--task {name}: {path} is JSON; give the benchmark's text file, or --task TEXT")
-    if name in ("LAMBADA", "HELLASWAG") and not is_json(path):
-        raise ValueError(f"--task {name}: {path} should be JSON lines, named .jsonl")
+    require(
+        overlapping_eval is None or 1 <= overlapping_eval <= length,
+        f"--overlapping-eval {overlapping_eval} must be from 1 to the {length} tokens of a window",
+    )
+    if name != "TEXT":
+        wanted = "the benchmark's text file" if name in DETOKENIZERS else "JSON lines, named .jsonl"
+        require(is_json(path) != (name in DETOKENIZERS), f"--task {name}: {path} should be {wanted}; or --task TEXT")
     if name == "HELLASWAG":
         return _read_hellaswag(path, tokenizer, length)
     texts = read_documents(path, text_key, log, max_bad_fraction)
@@ -156,16 +158,13 @@ def _read_hellaswag(path: str, tokenizer: Tokenizer, length: int) -> EvaluationT
         for number, line in enumerate(read_items(file, path), 1):
             if isinstance(line, bytes) and not line.strip():
                 continue
-            try:
+            with wrap_errors(Path(f"{path}:{number}")):
                 item = json_object(line)
                 about, before, start = (item[key] for key in ("activity_label", "ctx_a", "ctx_b"))
                 context = _clean_wikihow(f"{about}: {before} {start.capitalize()}")
                 endings, label = [_clean_wikihow(ending) for ending in item["endings"]], int(item["label"])
-                if len(endings) != ENDINGS or not 0 <= label < ENDINGS or not all(endings):
-                    raise ValueError(f"should have {ENDINGS} endings and a label below {ENDINGS}")
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                reason = f"lacks {error}" if isinstance(error, KeyError) else error_reason(error)  # type: ignore[arg-type]
-                raise ValueError(f"{path}:{number}: is not a question of HellaSwag: {reason}") from None
+                is_valid = len(endings) == ENDINGS and 0 <= label < ENDINGS and all(endings)
+                require(is_valid, f"should have {ENDINGS} endings and a label below {ENDINGS}")
             num_context = len(_ids(tokenizer, context))
             for ending in endings:
                 ids = _ids(tokenizer, f"{context} {ending}")
@@ -191,7 +190,7 @@ def evaluate_task(model: GPT2Model, task: EvaluationTask, tokenizer: Tokenizer, 
     batch_size: windows per forward pass.
     """
     scores = score_windows(model, task.windows, batch_size=batch_size)
-    tokens, nats = sum(window.num_targets for window in task.windows), scores.total
+    tokens, nats = sum(window.num_targets for window in task.windows), math.fsum(scores.nats)
     metrics: Metrics = {"tokens": tokens, "loss": nats / tokens, "perplexity": perplexity(nats / tokens)}
     if task.name == "LAMBADA":
         correct, examples = int(scores.greedy.sum()), len(task.windows)
@@ -211,12 +210,8 @@ def evaluate_task(model: GPT2Model, task: EvaluationTask, tokenizer: Tokenizer, 
             **metrics,
         }
     if task.words is not None:
-        metrics |= {"words": task.words}
-        if task.words > 1:
-            metrics |= {
-                "token_ratio": tokens / (task.words - 1),
-                "adjusted_perplexity": perplexity(nats / (task.words - 1)),
-            }
+        words = max(task.words - 1, 1)
+        metrics |= {"words": task.words, "token_ratio": tokens / words, "adjusted_perplexity": perplexity(nats / words)}
         return metrics
     size = int(tokenizer.byte_lengths[task.targets].sum())
     return {**metrics, "bytes": size, "bits_per_byte": nats / math.log(2) / size}

@@ -7,19 +7,19 @@ Legend: b continuations in the batch, v vocabulary.
 """
 
 import codecs
-import collections.abc
 import contextlib
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
 from data_utils import Tokenizer
+from data_utils.command_line import Log
 from megatron.gpt2.device import inference
 from megatron.gpt2.generate.model_runner import ModelRunner
 from megatron.gpt2.generate.sampling import Sampler, SamplingParams
@@ -29,7 +29,8 @@ from megatron.gpt2.model.gpt2 import GPT2Model
 class GenerationRequest:
     """A request for the text that follows `prompt`, a list of ids. An empty prompt begins a new document.
 
-    ids: the new tokens so far, without the end-of-document token.
+    events: the new tokens so far, with an end-of-document token; or the end of the continuation without a token.
+    ids: the ids of the new tokens, without the end-of-document token.
     finish: the reason for the end, "end" (of the document), "stop" (a stop string), "length" or "cancelled"; "" before
         the end.
     score_prompt: put the prompt's tokens from the second on, with their probabilities and without text, into
@@ -42,6 +43,7 @@ class GenerationRequest:
         self.prompt = [int(i) for i in prompt]
         self.sampling, self.score_prompt = sampling, score_prompt
         self.prompt_tokens: list[GeneratedToken] = []
+        self.events: list[GeneratedToken] = []
         self.ids: list[int] = []
         self.finish = ""
         # the number in a ContinuousBatch, and the ids that the model has read or will read
@@ -54,7 +56,7 @@ class GenerationRequest:
         """End the continuation before its next token. Any thread may call this method."""
         self.finish = self.finish or "cancelled"
 
-    def next(self, logits: Tensor, total: Tensor, tokenizer: Tokenizer) -> "GenerationEvent":
+    def next(self, logits: Tensor, total: Tensor, tokenizer: Tokenizer) -> "GeneratedToken":
         """Draw the next token, or finish.
 
         logits: [v].
@@ -64,7 +66,7 @@ class GenerationRequest:
         if not wanted:
             self.finish = self.finish or "length"
         if self.finish:
-            return Finished(self.number, self.finish)
+            return GeneratedToken(self.number, finish=self.finish)
         if self._sampler is None:
             self._sampler = Sampler(self.sampling, self.context, logits.numel(), logits.device)
         token, probability = self._sampler.draw(logits, total)
@@ -93,10 +95,11 @@ class GenerationRequest:
 Continuation = GenerationRequest  # the name until version 0.3
 
 
-@dataclass(frozen=True)
-class GeneratedToken:
-    """One new token of continuation `number`.
+class GeneratedToken(NamedTuple):
+    """One new token of continuation `number`, or its end without a token, because it was cancelled or `max_new_tokens`
+    is 0.
 
+    id: -1 without a token.
     text: the characters that this token completes; may be empty, and may include characters of earlier tokens.
     probability: the model's probability, before penalty, temperature, top-k and top-p.
     likeliest: the `SamplingParams.alternatives` likeliest ids with their probabilities.
@@ -104,28 +107,14 @@ class GeneratedToken:
     """
 
     number: int
-    id: int
-    probability: float
-    text: str
+    id: int = -1
+    probability: float = 0.0
+    text: str = ""
     likeliest: tuple[tuple[int, float], ...] = ()
     finish: str = ""
 
 
-@dataclass(frozen=True)
-class Finished:
-    """Request `number` ended without a new token: it was cancelled, or `max_new_tokens` is 0 and its prompt was read
-    (finish "length")."""
-
-    number: int
-    finish: str
-    text: str = ""  # Every event has this attribute.
-
-
-GenerationEvent = GeneratedToken | Finished
-EventStream = collections.abc.Generator[GenerationEvent, None, None]
-
-
-class Generator:
+class Generator(ModelRunner):
     """Continues prompts. The driver calls `stream` or `batch` inside `driving`, and the other ranks call
     `execute_commands`."""
 
@@ -136,20 +125,19 @@ class Generator:
         *,
         recompute: bool = False,
         group: dist.ProcessGroup | None = None,
-        log: Callable[[str], None] = lambda line: None,
+        log: Log = lambda line: None,
     ) -> None:
         """recompute: read the whole context again for each token, without a key-value cache.
         group: the process group that broadcasts the commands (default: the model-parallel group).
         log: receives notices.
         """
-        self.model, self.tokenizer, self.log = ModelRunner(model, group), tokenizer, log
-        self.is_driver, self.driving = self.model.is_driver, self.model.driving
-        self.execute_commands = self.model.execute_commands
+        super().__init__(model, group)
+        self.tokenizer, self.log = tokenizer, log
         # Sequence parallelism splits the sequence over the ranks. A single token cannot be split.
         self.recompute = recompute or model.sequence_parallel
         self.limit = model.config.max_position_embeddings
 
-    def stream(self, continuations: Sequence[GenerationRequest]) -> EventStream:
+    def stream(self, continuations: Sequence[GenerationRequest]) -> Iterator[GeneratedToken]:
         """Generate all continuations and yield an event for each token. Closing the iterator stops the generation.
 
         A text does not depend on the rest of its batch, except for rounding. If a prompt is longer than the model's
@@ -170,12 +158,12 @@ class Generator:
         """
         assert self.is_driver
         try:
-            with inference(self.model.model):
+            with inference(self.model):
                 if not self.recompute:
-                    self.model.new_cache(rows, min(self.limit, longest or self.limit))
+                    self.new_cache(rows, min(self.limit, longest or self.limit))
                 yield ContinuousBatch(self, rows)
         finally:
-            self.model.cache = None
+            self.cache = None
 
 
 class ContinuousBatch:
@@ -186,8 +174,7 @@ class ContinuousBatch:
     """
 
     def __init__(self, generator: Generator, rows: int) -> None:
-        self._generator, self._model, self._limit = generator, generator.model, generator.limit
-        self._tokenizer = generator.tokenizer
+        self._generator, self._limit, self._tokenizer = generator, generator.limit, generator.tokenizer
         self._numbers = itertools.count()
         self._waiting: deque[GenerationRequest] = deque()
         self._size, self._notified = rows, False
@@ -205,13 +192,13 @@ class ContinuousBatch:
         self._waiting.append(c)
         return c.number
 
-    def events(self) -> EventStream:
+    def events(self) -> Iterator[GeneratedToken]:
         """Generate until every added continuation has ended. The method may be called again after more continuations
         are added."""
         while self._waiting or self._rows:
             for c in [c for c in self._waiting if c.finish]:
                 self._waiting.remove(c)
-                yield Finished(c.number, c.finish)
+                yield GeneratedToken(c.number, finish=c.finish)
             newcomers = self._admit()
             if not self._generator.recompute:
                 yield from self._read(newcomers)
@@ -221,7 +208,7 @@ class ContinuousBatch:
             elif sources:
                 contexts = [c.context for c in self._rows.values()]
                 last, positions = [context[-1] for context in contexts], [len(context) - 1 for context in contexts]
-                yield from self._draw(range(len(sources)), self._model.decode(last, positions, sources))
+                yield from self._draw(range(len(sources)), self._generator.decode(last, positions, sources))
 
     def _admit(self) -> list[int]:
         """Give free cache rows to waiting continuations in the order of their arrival. Return these rows."""
@@ -246,14 +233,14 @@ class ContinuousBatch:
         self._rows = {row: self._rows[source] for row, source in enumerate(sources)}
         return sources
 
-    def _read(self, rows: Sequence[int]) -> EventStream:
+    def _read(self, rows: Sequence[int]) -> Iterator[GeneratedToken]:
         """Read the contexts of these rows and draw one token for each."""
         if not rows:
             return
         texts = [self._rows[row] for row in rows]
+        alternatives = max(c.sampling.alternatives * c.score_prompt for c in texts)
         scored = [c.score_prompt for c in texts]
-        alternatives = max((c.sampling.alternatives for c in texts if c.score_prompt), default=0)
-        logits, scores = self._model.prefill(
+        logits, scores = self._generator.prefill(
             [c.context for c in texts], rows, scored, min(alternatives, self._tokenizer.vocab_size)
         )
         found = iter(scores.tolist())
@@ -262,7 +249,7 @@ class ContinuousBatch:
                 c.set_prompt_scores(found)
         yield from self._draw(rows, logits)
 
-    def _draw(self, rows: Sequence[int], logits: Tensor) -> EventStream:
+    def _draw(self, rows: Sequence[int], logits: Tensor) -> Iterator[GeneratedToken]:
         """Draw one token for each of these rows and remove finished continuations.
 
         logits: [b, v].
@@ -272,6 +259,7 @@ class ContinuousBatch:
         for i, row in enumerate(rows):
             c = self._rows[row]
             event = c.next(logits[i], totals[i], self._tokenizer)
+            c.events.append(event)
             if event.finish:
                 del self._rows[row]
             elif len(c.context) > self._limit:

@@ -1,13 +1,13 @@
 """Load a trained model to generate or score text."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 import mpu
 from data_utils import Tokenizer, load_tokenizer
+from data_utils.command_line import Log, require
 from megatron.gpt2.checkpoint.interface import check_metadata
 from megatron.gpt2.checkpoint.reader import NativeCheckpoint
 from megatron.gpt2.checkpoint.save_folder import find_checkpoint, require_native_format
@@ -17,8 +17,7 @@ from megatron.gpt2.pipeline.schedule import layers_of_virtual_stages
 from mpu.layers import ParallelLinear
 
 
-@dataclass(frozen=True)
-class LoadedModel:
+class LoadedModel(NamedTuple):
     """This rank's part of a trained model, on `device`, in `dtype` and in evaluation mode, with its checkpoint and
     tokenizer."""
 
@@ -34,7 +33,7 @@ def load_for_inference(
     device: torch.device,
     dtype: torch.dtype,
     *,
-    log: Callable[[str], None],
+    log: Log,
     single_row: bool = True,
 ) -> LoadedModel:
     """Load the newest checkpoint of the --save folder `directory`, split over the default model-parallel group.
@@ -51,25 +50,25 @@ def load_for_inference(
     if checkpoint is None:
         raise FileNotFoundError(f"--load {directory}: holds no checkpoint; give the --save folder of a training run")
     config = check_metadata(checkpoint)
-    if checkpoint.metadata.get("tokenizer") is None:
+    saved, folder = checkpoint.metadata.get("tokenizer"), Path(directory) / "tokenizer"
+    if saved is None:
         raise ValueError(
             f"{checkpoint.path} was converted without a tokenizer: convert it again with --vocab-file and "
             "--merge-file, --tokenizer-model or --tokenizer-type"
         )
-    tokenizer = load_tokenizer(Path(directory) / "tokenizer")
-    if tokenizer.fingerprint != checkpoint.metadata["tokenizer"]["fingerprint"]:
-        raise ValueError(
-            f"{Path(directory) / 'tokenizer'}: is not the tokenizer that {checkpoint.path} was trained "
-            "with; put that one back"
-        )
+    tokenizer = load_tokenizer(folder)
+    require(
+        tokenizer.fingerprint == saved["fingerprint"],
+        f"{folder}: is not the tokenizer that {checkpoint.path} was trained with; put that one back",
+    )
     parallel, heads = mpu.get_parallel_state(), config.num_attention_heads
     ranks = parallel.tensor_model_parallel_size
-    if heads % ranks:
-        raise ValueError(
-            f"--load {directory}: {ranks} ranks cannot share its {heads} attention heads: give a number "
-            "that divides them (--nproc-per-node; the scripts: MP_SIZE)"
-        )
-    stage = layers_of_virtual_stages(config.num_layers, parallel.pipeline_model_parallel_size)[
+    require(
+        heads % ranks == 0,
+        f"--load {directory}: {ranks} ranks cannot share its {heads} attention heads: give a number that divides them "
+        "(--nproc-per-node; the scripts: MP_SIZE)",
+    )
+    stage = layers_of_stages(config.num_layers, parallel.pipeline_model_parallel_size)[
         parallel.pipeline_model_parallel_rank
     ]
     model = GPT2Model(config, build_block_config(config, device=device), layer_ranges=[stage])

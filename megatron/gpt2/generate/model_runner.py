@@ -10,10 +10,9 @@ import contextlib
 import functools
 import json
 import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,27 +22,26 @@ import mpu
 from megatron.gpt2.device import inference
 from megatron.gpt2.model.gpt2 import GPT2Model
 
-P = ParamSpec("P")
-R = TypeVar("R")
+M = TypeVar("M", bound=Callable[..., Any])
 ROWS = 1024  # rows of logits that are computed at a time: 200 MB in float32
 # The "end" command sends the index of the driver's error in this list. RuntimeError stands for every other class.
 _ERRORS = (ValueError, OSError, KeyboardInterrupt, RuntimeError)
 
 
-def _on_all_ranks(method: Callable[Concatenate["ModelRunner", P], R]) -> Callable[Concatenate["ModelRunner", P], R]:
+def _on_all_ranks(method: M) -> M:
     """Let the driver's call of `method` run on every rank with the driver's arguments. Ctrl-C takes effect after the
     call."""
 
     @functools.wraps(method)
-    def call(self: "ModelRunner", /, *arguments: P.args, **named: P.kwargs) -> R:
+    def call(self: "ModelRunner", *arguments: Any) -> Any:
         with contextlib.nullcontext() if self._group is None else _delay_interrupt():
             self._executing = True
             self._broadcast_command(method.__name__, *arguments)
-            found: R = self._execute(method, *arguments)
+            found = self._execute(method, *arguments)
             self._executing = False
         return found
 
-    return call
+    return call  # type: ignore[return-value]
 
 
 class ModelRunner:
@@ -197,10 +195,7 @@ def token_scores(model: GPT2Model, hidden: Tensor, targets: Tensor, alternatives
 
 @contextlib.contextmanager
 def _delay_interrupt() -> Iterator[None]:
-    """Delay Ctrl-C to the end of the block. Only the main thread receives signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    """Delay Ctrl-C to the end of the block. This works only in the main thread, which receives signals."""
     arrived: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: arrived.append(number))
     try:

@@ -4,9 +4,8 @@ Every rank calls `score_windows` with the same windows and gets all scores. Lege
 t targets.
 """
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,20 +18,15 @@ from megatron.gpt2.generate.model_runner import token_scores
 from megatron.gpt2.model.gpt2 import GPT2Model
 
 
-@dataclass(frozen=True)
-class Window:
+class Window(NamedTuple):
     """The ids [n], int32, of a window. The last `num_targets` ids, fewer than n, are scored; the others are the
     context."""
 
     ids: np.ndarray
     num_targets: int
 
-    def __post_init__(self) -> None:
-        assert 0 < self.num_targets < len(self.ids)
 
-
-@dataclass(frozen=True)
-class Scores:
+class Scores(NamedTuple):
     """The scores of w windows.
 
     nats: [w] float64, -Σ ln p(target).
@@ -41,11 +35,6 @@ class Scores:
 
     nats: np.ndarray
     greedy: np.ndarray
-
-    @property
-    def total(self) -> float:
-        """The sum over all windows, in nats."""
-        return math.fsum(self.nats)
 
 
 def sliding_windows(ids: np.ndarray, length: int, stride: int) -> list[Window]:

@@ -23,7 +23,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from megatron.gpt2.extensions.serve.batching import Batcher, ServerStopping
+from megatron.gpt2.extensions.serve.batching import Batcher
 from megatron.gpt2.extensions.serve.connections import is_allowed_host
 from megatron.gpt2.extensions.serve.request import (
     ApiError,
@@ -33,7 +33,7 @@ from megatron.gpt2.extensions.serve.request import (
     read_megatron_request,
     read_request,
 )
-from megatron.gpt2.generate.generation import GenerationEvent
+from megatron.gpt2.generate.generation import GeneratedToken
 
 MEGATRON = ("/api", "/generate")  # Megatron's servers have these addresses.
 PAGE = Path(__file__).with_name("page.html")
@@ -42,7 +42,6 @@ PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 )
 BODY_SECONDS = 30.0  # The body of a request must arrive within this number of seconds.
-ERROR_SEND_SECONDS = 1.0  # time limit for sending a final error, because the client may have stopped reading
 
 
 def json_response(content: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -158,18 +157,14 @@ class Service:
         return CompletionResponse(self, wanted, f"{request.client.host if request.client else '?'} {request.url.path}")
 
     async def _body(self, request: Request) -> bytes:
-        too_large = ApiError(f"the body is larger than {self.served.max_body_bytes} bytes", status=413)
-        if int(request.headers.get("content-length", 0)) > self.served.max_body_bytes:
-            raise too_large
         body = bytearray()
-        limit = min(self.max_seconds, BODY_SECONDS)
-        with anyio.move_on_after(limit):
+        with anyio.move_on_after(BODY_SECONDS):
             async for part in request.stream():
                 body += part
                 if len(body) > self.served.max_body_bytes:
-                    raise too_large
+                    raise ApiError(f"the body is larger than {self.served.max_body_bytes} bytes", status=413)
             return bytes(body)
-        raise ApiError(f"the body took longer than {limit:g} seconds", status=408)
+        raise ApiError(f"the body took longer than {BODY_SECONDS:g} seconds", status=408)
 
 
 class CompletionResponse(Response):
@@ -178,7 +173,7 @@ class CompletionResponse(Response):
     def __init__(self, service: Service, request: CompletionRequest, origin: str) -> None:
         self.service, self.request, self.origin = service, request, origin
         self.started, self._began = time.monotonic(), False
-        self.texts = request.texts
+        self.texts, self.tokenizer = request.texts, service.served.tokenizer
         self.head = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
@@ -199,8 +194,7 @@ class CompletionResponse(Response):
             if deadline.cancelled_caught:
                 outcome = f"ended after {limit:g} seconds"
                 late = f"the answer took longer than {limit:g} seconds: ask for fewer tokens"
-                with anyio.move_on_after(ERROR_SEND_SECONDS):
-                    await self._end(ApiError(late, status=504))
+                await self._end(ApiError(late, status=504))
         finally:
             self.service.admitted -= len(self.texts)
             for text in self.texts:
@@ -216,40 +210,39 @@ class CompletionResponse(Response):
         request = self.request
         try:
             if request.stream:
-                uncounted = {"usage": None} if request.include_usage else {}
-                async for chunk in self._chunks():
-                    await self._event({**self.head, "choices": [chunk], **uncounted})
+                await self._stream()
             else:
-                async for number, event in self._events():
-                    self.texts[number].events.append(event)
+                async for _ in self._events():
+                    pass
+                answer = await run_in_threadpool(request.answer, self.tokenizer, self.head)
+                await json_response(answer)(*self._client)
         except ApiError as error:
             await self._end(error)
             return str(error)
-        if request.stream:
-            if request.include_usage:
-                await self._event({**self.head, "choices": [], "usage": request.usage()})
-            await self._write("[DONE]", more=False)
-        else:
-            answer = await run_in_threadpool(request.answer, self.service.served.tokenizer, self.head)
-            await json_response(answer)(*self._client)
         return "done"
 
-    async def _chunks(self) -> AsyncIterator[dict[str, Any]]:
-        """Yield choices in OpenAI's form, one token at a time."""
+    async def _stream(self) -> None:
+        """Send choices in OpenAI's form, one token at a time."""
         request, choices = self.request, dict[int, CompletionChoice]()
+        uncounted = {"usage": None} if request.include_usage else {}
         async for number, event in self._events():
+            chunks = []
             if number not in choices:
-                choices[number] = CompletionChoice(number, self.service.served.tokenizer, logprobs=request.logprobs)
+                choices[number] = CompletionChoice(number, self.tokenizer, logprobs=request.logprobs)
                 if request.echo:
-                    yield choices[number].echo(self.texts[number].prompt, self.texts[number].c)
-            chunk = choices[number].add(event)
-            if event.finish or chunk["text"]:
-                yield chunk
+                    chunks = [choices[number].echo(self.texts[number].prompt, self.texts[number].c)]
+            chunks.append(choices[number].add(event))
+            for chunk in chunks:
+                if event.finish or chunk["text"]:
+                    await self._write({**self.head, "choices": [chunk], **uncounted})
+        if request.include_usage:
+            await self._write({**self.head, "choices": [], "usage": request.usage()})
+        await self._write("[DONE]", more=False)
 
-    async def _events(self) -> AsyncIterator[tuple[int, GenerationEvent]]:
+    async def _events(self) -> AsyncIterator[tuple[int, GeneratedToken]]:
         """Yield the number of a text and its next event. Raises ApiError if the server stops."""
         loop = asyncio.get_running_loop()
-        events: asyncio.Queue[tuple[int, GenerationEvent | ServerStopping]] = asyncio.Queue()
+        events: asyncio.Queue[tuple[int, GeneratedToken | None]] = asyncio.Queue()
 
         def deliver(*event: Any) -> None:
             loop.call_soon_threadsafe(events.put_nowait, event)
@@ -258,16 +251,13 @@ class CompletionResponse(Response):
         running = len(self.texts)
         while running:
             number, event = await events.get()
-            if isinstance(event, ServerStopping):
+            if event is None:
                 raise ApiError("the server is stopping", status=503)
             running -= bool(event.finish)
             yield number, event
 
-    async def _event(self, content: dict[str, Any], *, more: bool = True) -> None:
-        await self._write(json.dumps(content, allow_nan=False), more=more)
-
-    async def _write(self, data: str, *, more: bool) -> None:
-        """Send a server-sent event. The headers go before the first one."""
+    async def _write(self, content: Any, *, more: bool = True) -> None:
+        """Send a server-sent event: JSON, or a string as it is. The headers go before the first one."""
         send = self._client[2]
         if not self._began:
             self._began = True
@@ -277,11 +267,12 @@ class CompletionResponse(Response):
                 (b"x-accel-buffering", b"no"),  # nginx reads this header.
             ]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
+        data = content if isinstance(content, str) else json.dumps(content, allow_nan=False)
         await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": more})
 
     async def _end(self, error: ApiError) -> None:
         if self._began:
-            await self._event(error.json(), more=False)
+            await self._write(error.json(), more=False)
         else:
             await error_response(error)(*self._client)
 

@@ -3,18 +3,11 @@
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
-from megatron.gpt2.generate.generation import ContinuousBatch, GenerationEvent, GenerationRequest, Generator
+from megatron.gpt2.generate.generation import ContinuousBatch, GeneratedToken, GenerationRequest, Generator
 
-
-class ServerStopping:
-    """Passed to `Deliver` instead of an event if the server stops before the job is complete."""
-
-
-# The thread that generates calls this with (number, event) for each event of continuation `number` of a request. An
-# event is a GeneratedToken, or Finished if the continuation ends without a token, because its `max_new_tokens` is 0 or
-# it was cancelled. Its `prompt_tokens` are complete before its first event. If the server stops before the end, the
-# call is deliver(0, ServerStopping()).
-Deliver = Callable[[int, GenerationEvent | ServerStopping], None]
+# The thread that generates calls this with (number, token) for each token of continuation `number` of a request, whose
+# `prompt_tokens` are complete before. If the server stops before the end, the call is deliver(0, None).
+Deliver = Callable[[int, GeneratedToken | None], None]
 
 
 class Batcher:
@@ -31,7 +24,7 @@ class Batcher:
     def submit(self, continuations: Sequence[GenerationRequest], deliver: Deliver) -> None:
         """Queue the continuations of a request. Any thread may call this method."""
         if self._stopping:
-            deliver(0, ServerStopping())
+            deliver(0, None)
         else:
             self._incoming.put((continuations, deliver))
 
@@ -61,7 +54,7 @@ class Batcher:
             while not self._incoming.empty():  # No other thread calls get.
                 unfinished[self._incoming.get()[1]] = None
             for deliver in unfinished:
-                deliver(0, ServerStopping())
+                deliver(0, None)
 
     def _admit(self, batch: ContinuousBatch) -> None:
         """Wait for a request, and add its texts to the batch."""

@@ -8,7 +8,6 @@ docs/how-to/server.md. The program needs the extra [serve]. Exit codes: 0 after 
 """
 
 import argparse
-import ipaddress
 import signal
 import socket
 import sys
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from data_utils.command_line import Log, missing_package, plural, positive_int
+from data_utils.command_line import Log, missing_package, positive_int, require
 
 try:
     from megatron.gpt2.extensions.serve.app import Service
@@ -29,7 +28,7 @@ except ImportError as error:
     print(f"error: {missing_package('the server', error.name, 'serve')}", file=sys.stderr)
     sys.exit(2)
 
-from megatron.gpt2.commands.inference import ModelParser, check_world_size, open_model_from_flags
+from megatron.gpt2.commands.inference import ModelParser, open_model_from_flags
 from megatron.gpt2.config.flags import with_dashes
 from megatron.gpt2.device import PRECISIONS
 from megatron.gpt2.dist.ranks import RankInfo
@@ -37,13 +36,12 @@ from megatron.gpt2.dist.run_program import run_program
 from megatron.gpt2.generate.generation import Generator
 from megatron.gpt2.generate.load_model import LoadedModel
 from megatron.gpt2.generate.model_runner import new_command_group
-from megatron.gpt2.model.gpt2 import count_parameters
 from megatron.gpt2.monitor.log_lines import align_rows
 
 
-def parse_args(argv: Sequence[str], rank_info: RankInfo) -> argparse.Namespace:
+def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     """Parse and check the flags. Raises ValueError if a flag is invalid."""
-    parser = ModelParser(__doc__, precision="auto", tensor_model_parallel_size=None)
+    parser = ModelParser(__doc__, scores=False)
     parser.add_argument(
         "--host",
         default="127.0.0.1",
@@ -68,11 +66,11 @@ def parse_args(argv: Sequence[str], rank_info: RankInfo) -> argparse.Namespace:
     ):
         parser.add_argument(flag, type=positive_int, default=default, metavar="N", help=f"{meant} (default: {default})")
     args = parser.parse_args([with_dashes(word) for word in argv])
-    if not 0 <= args.port < 2**16:
-        raise ValueError(f"--port must be from 0 to 65535, not {args.port}")
-    if args.max_texts < args.batch_size:
-        raise ValueError(f"--max-texts {args.max_texts} must be at least --batch-size, {args.batch_size}")
-    check_world_size(args, rank_info)
+    require(0 <= args.port < 2**16, f"--port must be from 0 to 65535, not {args.port}")
+    require(
+        args.max_texts >= args.batch_size,
+        f"--max-texts {args.max_texts} must be at least --batch-size, {args.batch_size}",
+    )
     return args
 
 
@@ -88,7 +86,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 def serve(argv: Sequence[str], rank_info: RankInfo, log: Log) -> None:
     """Load the model on every rank, and answer clients on the first rank until Ctrl-C or SIGTERM."""
-    args = parse_args(argv, rank_info)
+    args = parse_args(argv)
     listener = listen(args.host, args.port) if rank_info.rank == 0 else None
     loaded = open_model_from_flags(args, rank_info, log)
     if listener is None:
@@ -130,7 +128,12 @@ def run_server(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
     connections.start()
-    print_start(args, loaded, listener, log)
+    host, port, *_ = listener.getsockname()
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    iteration, precision = loaded.checkpoint.iteration, PRECISIONS[loaded.dtype]
+    model = f"{args.load}, iteration {iteration:,}, {precision} on {loaded.device.type}"
+    rows = [("model", model), ("page", f"{url}/"), ("OpenAI's base_url", f"{url}/v1"), ("to end", "Ctrl-C")]
+    log("\n".join(align_rows(rows)))
     try:
         batcher.run(generator)
     except torch.OutOfMemoryError as error:
@@ -141,43 +144,6 @@ def run_server(
         server.should_exit = True
         connections.join(2 * GRACE)
     log("stopped")
-
-
-def print_start(args: argparse.Namespace, loaded: LoadedModel, listener: socket.socket, log: Log) -> None:
-    """Print the model, the URLs, and how to stop."""
-    url, ranks = server_url(listener), args.tensor_model_parallel_size * args.pipeline_model_parallel_size
-    for line in align_rows(
-        [
-            (
-                "model",
-                f"{args.load}, iteration {loaded.checkpoint.iteration:,}, "
-                f"{count_parameters(loaded.model.config)[0]:,} parameters, {PRECISIONS[loaded.dtype]} on "
-                f"{loaded.device.type}, {plural(ranks, 'rank')}",
-            ),
-            ("page", f"{url}/"),
-            ("OpenAI's base_url", f"{url}/v1"),
-            ("to end", "Ctrl-C"),
-        ]
-    ):
-        log(line)
-    if notice := exposure_notice(args.host, listener):
-        log(notice)
-
-
-def server_url(listener: socket.socket) -> str:
-    """Return the URL of the server, without a path."""
-    host, port, *_ = listener.getsockname()
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
-
-
-def exposure_notice(host: str, listener: socket.socket) -> str:
-    """Return a notice if other machines can connect, else ""."""
-    if ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
-        return ""
-    return (
-        f"notice: --host {host}: every machine that reaches this address can use the model; it is safer to listen at "
-        "127.0.0.1 behind a proxy with a password"
-    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

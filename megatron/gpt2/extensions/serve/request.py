@@ -12,13 +12,13 @@ import random
 import reprlib
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeVar
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, ValidationError
 
 from data_utils import Tokenizer
-from megatron.gpt2.generate.generation import GeneratedToken, GenerationEvent, GenerationRequest
+from megatron.gpt2.generate.generation import GeneratedToken, GenerationRequest
 from megatron.gpt2.generate.sampling import SamplingParams
 
 FINISH_REASONS = {"end": "stop", "stop": "stop", "length": "length"}
@@ -75,10 +75,10 @@ class CompletionRequestBody(RequestBody):
     stream: bool = False
     stream_options: StreamOptions | None = None
     stop: NonEmptyStr | Annotated[list[NonEmptyStr], Field(max_length=MAX_STOPS)] = []
-    max_tokens: int | None = Field(None, ge=0)
+    max_tokens: NonNegativeInt | None = None
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, ge=0, le=1)
-    top_k: int = Field(0, ge=0)
+    top_k: NonNegativeInt = 0
     repetition_penalty: float = Field(1.0, ge=0.1, le=10)
     user: str = ""
     best_of: Literal[1] = 1
@@ -93,11 +93,11 @@ class MegatronRequestBody(RequestBody):
     without a decay, its bound is never reached; only beam search has a length penalty."""
 
     prompts: list[str]
-    tokens_to_generate: int | None = Field(None, ge=0)
+    tokens_to_generate: NonNegativeInt | None = None
     logprobs: bool = False
     top_k: int = Field(0, ge=0, le=1000)
     top_p: float = Field(0.0, ge=0, le=1)
-    top_p_bound: float = Field(0.0, ge=0)
+    top_p_bound: NonNegativeFloat = 0.0
     random_seed: int | None = Field(None, ge=0, lt=2**63)
     stop_on_double_eol: bool = False
     stop_on_eol: bool = False
@@ -118,22 +118,15 @@ def parse_body(kind: type[B], body: bytes) -> B:
     """Parse a body. Raises ApiError, which names the invalid field."""
     try:
         given = json.loads(body.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ApiError(f"the body is not JSON in UTF-8: {error}") from None
-    if not isinstance(given, dict):
-        raise ApiError("the body is not a JSON object")
-    given = {name: value for name, value in given.items() if value is not None}
-    if unknown := given.keys() - kind.model_fields:
-        name = min(unknown)
-        renamed = {"max_len": ": use tokens_to_generate", "sentences": ": use prompts"}.get(name, "")
-        raise ApiError(f"unrecognized request argument: {reprlib.repr(name)}{renamed}", param=name)
-    try:
+        if isinstance(given, dict):  # Some clients send null for each default.
+            given = {name: value for name, value in given.items() if value is not None}
         return kind.model_validate(given)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        name = str(first["loc"][0])
-        message = f"{name}: {first['msg']}, not {reprlib.repr(given.get(name))}"
-        raise ApiError(message, param=name) from None
+        name = str([*first["loc"], "the body"][0])
+        raise ApiError(f"{name[:99]}: {first['msg']}, not {reprlib.repr(first['input'])}", param=name) from None
+    except (ValueError, RecursionError) as error:
+        raise ApiError(f"the body is not JSON in UTF-8: {error}") from None
 
 
 def check_rules(*rules: tuple[str, object, str]) -> None:
@@ -143,20 +136,14 @@ def check_rules(*rules: tuple[str, object, str]) -> None:
             raise ApiError(f"{name}: {message}", param=name)
 
 
-@dataclass(frozen=True)
-class GeneratedText:
-    """A continuation and the text of its prompt.
-
-    events: its tokens so far, including an end-of-document token; or Finished, if it ended without one.
-    """
+class GeneratedText(NamedTuple):
+    """A continuation and the text of its prompt."""
 
     c: GenerationRequest
     prompt: str
-    events: list[GenerationEvent] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class ServedModel:
+class ServedModel(NamedTuple):
     """The name and the tokenizer of the served model, and the limits of a request.
 
     context: tokens that the model can read.
@@ -260,7 +247,7 @@ class CompletionChoice:
         """
         logprobs = None
         if self.logprobs:
-            first = [GeneratedToken(0, token, 0.0, "") for token in c.prompt[:1]]
+            first = [GeneratedToken(0, token) for token in c.prompt[:1]]
             logprobs = self._logprobs([self._with_offset(token) for token in first + c.prompt_tokens])
             for name in ("token_logprobs", "top_logprobs"):
                 logprobs[name][:1] = [None] * len(first)
@@ -268,14 +255,14 @@ class CompletionChoice:
         self._decoded = self._certain = len(prompt)
         return {"text": prompt, "index": self.index, "logprobs": logprobs, "finish_reason": None}
 
-    def add(self, event: GenerationEvent) -> dict[str, Any]:
+    def add(self, event: GeneratedToken) -> dict[str, Any]:
         """Return what the next token adds to the text, in the form of a streamed chunk.
 
         A token is listed in the chunk with its first character, and an end-of-document token in the last chunk. The
         tokens of a stop string are never listed.
         """
         self._certain += len(event.text)
-        if isinstance(event, GeneratedToken):
+        if event.id >= 0:
             self._held.append(self._with_offset(event))
         ready = []
         while self._held and (self._held[0][0] < self._certain or event.finish in ("end", "length")):
@@ -293,17 +280,13 @@ class CompletionChoice:
         return start, token
 
     def _logprobs(self, tokens: list[tuple[int, GeneratedToken]]) -> dict[str, list[Any]]:
-        columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        rows: list[tuple[Any, ...]] = []
         for start, token in tokens:
-            name, logprob = token_name(self._tokenizer, token.id), log_probability(token.probability)
-            likeliest = {
-                token_name(self._tokenizer, i): log_probability(probability) for i, probability in token.likeliest
-            }
-            columns["tokens"].append(name)
-            columns["token_logprobs"].append(logprob)
-            columns["top_logprobs"].append({**likeliest, name: logprob} if likeliest else {})
-            columns["text_offset"].append(start)
-        return columns
+            name, own = token_name(self._tokenizer, token.id), log_probability(token.probability)
+            likeliest = {token_name(self._tokenizer, i): log_probability(p) for i, p in token.likeliest}
+            rows.append((name, own, {**likeliest, name: own} if likeliest else {}, start))
+        columns = "tokens", "token_logprobs", "top_logprobs", "text_offset"
+        return {column: [row[number] for row in rows] for number, column in enumerate(columns)}
 
 
 def token_name(tokenizer: Tokenizer, token: int) -> str:
@@ -353,7 +336,7 @@ class CompletionRequest:
         for number, text in enumerate(self.texts):
             choice = CompletionChoice(number, tokenizer, logprobs=self.logprobs)
             echoed = [choice.echo(text.prompt, text.c)] if self.echo else []
-            choices.append(merge_chunks([*echoed, *map(choice.add, text.events)]))
+            choices.append(merge_chunks([*echoed, *map(choice.add, text.c.events)]))
         return {**head, "choices": choices, "usage": self.usage()}
 
     def usage(self) -> dict[str, int]:
@@ -375,8 +358,8 @@ class MegatronRequest(CompletionRequest):
             return END_NAME if token == tokenizer.eod else tokenizer.decode([token])
 
         def logprobs(text: GeneratedText) -> list[float]:
-            new = [event for event in text.events if isinstance(event, GeneratedToken)][: len(text.c.ids)]
-            return [log_probability(token.probability) for token in (*text.c.prompt_tokens, *new)]
+            tokens = [*text.c.prompt_tokens, *text.c.events[: len(text.c.ids)]]
+            return [log_probability(token.probability) for token in tokens]
 
         tokens = [[*text.c.prompt, *text.c.ids] for text in self.texts]
         return {

@@ -19,13 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 import mpu
 from megatron.gpt2.model.gpt2 import GPT2Model
 from tests.conftest import tool
-from tests.distributed import run_ranks
-from tests.megatron.gpt2.dist.started_ranks import free_port
 from tests.megatron.gpt2.generate.test_generation import CONFIG, save
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -206,23 +203,3 @@ def test_a_terminal(saved: Path, ranks: str) -> None:
     finally:
         process.kill()
         os.close(main_end)
-
-
-def answers_of_a_rank(rank: int, world_size: int, saved: str, file: str, port: str) -> int:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    dist.barrier()  # The other rank may still connect, and would find the connection closed.
-    dist.destroy_process_group()  # The program makes a new group.
-    line = (
-        f"--load {saved} --max-new-tokens 40 --sample-input-file {file} --sample-output-file {file}.answers --top-k 50"
-    )
-    code = main([*line.split(), *ON_CPU])
-    dist.init_process_group("gloo", init_method=f"file://{file}.rendezvous", rank=rank, world_size=world_size)
-    return code
-
-
-def test_two_ranks_answer_bad_prompts_alike(run: Any, saved: Path, tmp_path: Path) -> None:
-    file = tmp_path / "prompts.txt"
-    file.write_bytes(BAD_FILE)
-    assert run_ranks(answers_of_a_rank, 2, str(saved), str(file), str(free_port())) == [0, 0]
-    alone, _ = run("--max-new-tokens", "40", "--sample-input-file", str(file), "--top-k", "50")
-    assert (tmp_path / "prompts.txt.answers").read_text() == alone

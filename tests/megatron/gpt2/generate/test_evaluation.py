@@ -7,7 +7,6 @@ import json
 import math
 import re
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,7 @@ import pytest
 import torch
 
 import mpu
-from data_utils.command_line import Log
 from data_utils.corpora.detokenizers import ptb_detokenizer, wikitext_detokenizer
-from megatron.gpt2.dist.ranks import RankInfo
-from megatron.gpt2.dist.run_program import run_program
 from megatron.gpt2.generate.evaluation import evaluate_task, guess_task, plausibility_warning, read_task
 from megatron.gpt2.generate.load_model import load_for_inference
 from tests.conftest import ROOT, tool
@@ -245,13 +241,6 @@ def test_warning_for_the_wrong_tokenizer(folder: Path) -> None:
         assert said is not None and "does not belong to the checkpoint" in said
     finally:
         mpu.destroy_model_parallel()
-
-
-def test_ctrl_c_ends_a_program_without_a_traceback() -> None:
-    def interrupted(argv: Sequence[str], rank_info: RankInfo, log: Log) -> None:
-        raise KeyboardInterrupt
-
-    assert run_program(interrupted, []) == 130
 
 
 def test_detokenizers() -> None:

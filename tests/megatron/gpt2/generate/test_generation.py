@@ -8,7 +8,6 @@ import math
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,6 @@ from megatron.gpt2.formats.huggingface import write_huggingface
 from megatron.gpt2.generate import model_runner
 from megatron.gpt2.generate.generation import (
     ContinuousBatch,
-    Finished,
-    GeneratedToken,
     GenerationRequest,
     Generator,
     generate,
@@ -83,10 +80,7 @@ def test_greedy_equals_transformers(tmp_path: Path) -> None:
     config = dataclasses.replace(CONFIG, max_position_embeddings=160)
     mpu.initialize_model_parallel(1)
     try:
-        ours = GPT2Model(config).eval()
-        with torch.no_grad():
-            # This token is never the most likely one, so each text has 100 tokens.
-            ours.word_embeddings.weight[TOKENIZER.eod] = 0
+        ours = endless(GPT2Model(config))  # so that each text has 100 tokens
         theirs = hugging_face(ours, tmp_path)
         assert isinstance(theirs, GPT2LMHeadModel)
         draw = np.random.default_rng(0)
@@ -149,24 +143,16 @@ def test_prompt_scores_equal_text_scores(model: GPT2Model, monkeypatch: pytest.M
 
 
 class Failing(list[int]):
-    """A model that raises an error at the third token, between two forward passes."""
+    """The ids of a text, which raise an error at the third token, between two forward passes."""
 
-    def __init__(self, fail: Callable[[], object]) -> None:
+    def __init__(self, error: Exception) -> None:
         super().__init__()
-        self.fail = fail
+        self.error = error
 
     def append(self, token: int) -> None:
         if len(self) == 2:
-            self.fail()
+            raise self.error
         super().append(token)
-
-
-def divide() -> None:
-    raise ZeroDivisionError("divided")
-
-
-def refuse() -> None:
-    raise FileNotFoundError("gone")
 
 
 def ends_of_a_rank(rank: int, world_size: int) -> list[tuple[str, str]]:
@@ -175,10 +161,10 @@ def ends_of_a_rank(rank: int, world_size: int) -> list[tuple[str, str]]:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell's background jobs ignore SIGINT.
     model = GPT2Model(CONFIG)
     ends: list[tuple[str, str]] = []
-    for fail in (divide, refuse, lambda: None):
+    for ids in (Failing(ZeroDivisionError("divided")), Failing(FileNotFoundError("gone")), list[int]()):
         c = GenerationRequest([65], SamplingParams(temperature=0, max_new_tokens=30))
-        c.ids = Failing(fail)
-        if len(ends) == 2 and rank == 0:  # The second interrupt happens during a forward pass.
+        c.ids = ids
+        if len(ends) == 2 and rank == 0:  # The interrupt happens during a forward pass.
             model.transformer.final_layernorm.register_forward_hook(lambda *_: signal.raise_signal(signal.SIGINT))
         try:
             generate(model, TOKENIZER, [c])
@@ -247,7 +233,7 @@ def waiting_ranks(rank: int, world_size: int) -> tuple[list[str], float]:
                     break
                 if number == 10:
                     made[1].cancel()
-            stream.close()
+            stream.close()  # type: ignore[attr-defined]
             finishes += [c.finish for c in made]
     return finishes, 0.0
 
@@ -261,21 +247,18 @@ def test_streams_can_be_closed_and_waiting_ranks_sleep() -> None:
 def test_finish_reasons_and_text(model: GPT2Model) -> None:
     wanted = continued(model, [b"Once"], [SamplingParams(temperature=0)])[0]
     text = bytes(i for i in wanted if i < 256).decode(errors="replace")
-    generator = Generator(model, TOKENIZER)
-    stop = text[4:6]
+    generator, stop = Generator(model, TOKENIZER), text[4:6]
     c = GenerationRequest(list(b"Once"), SamplingParams(temperature=0, stop=(stop,), max_new_tokens=50))
-    shards = [shard for shard in generator.stream([c]) if isinstance(shard, GeneratedToken)]
-    assert "".join(generated.text for generated in shards) == text[: text.index(stop)] and c.finish == "stop"
-    assert all(0 < generated.probability <= 1 and generated.number == 0 for generated in shards)
-    c = GenerationRequest(list(b"Once"), SamplingParams(temperature=0, max_new_tokens=3))
-    assert len(list(generator.stream([c]))) == 3 and c.finish == "length" and c.ids == wanted[:3]
+    tokens = list(generator.stream([c]))
+    assert "".join(token.text for token in tokens) == text[: text.index(stop)] and c.finish == "stop"
+    assert all(0 < token.probability <= 1 and token.number == 0 for token in tokens)
     with torch.no_grad():
         model.transformer.final_layernorm.weight.zero_()
         model.transformer.final_layernorm.bias.copy_(model.word_embeddings.weight[TOKENIZER.eod] * 10)
         model.word_embeddings.weight[TOKENIZER.vocab_size :].copy_(model.word_embeddings.weight[TOKENIZER.eod] * 20)
     # The logits of padded ids are even higher, but these ids are never drawn.
     c = GenerationRequest(list(b"Once"), SamplingParams())
-    assert [getattr(generated, "id", None) for generated in generator.stream([c])] == [TOKENIZER.eod]
+    assert [token.id for token in generator.stream([c])] == [TOKENIZER.eod]
     assert (c.ids, c.finish) == ([], "end")
 
 
@@ -328,17 +311,15 @@ ROWS = 5
 
 
 @pytest.fixture
-def endless_model() -> Iterator[GPT2Model]:
-    mpu.initialize_model_parallel(1)
-    yield endless(GPT2Model(CONFIG))
-    mpu.destroy_model_parallel()
+def endless_model(model: GPT2Model) -> GPT2Model:
+    return endless(model)
 
 
-def endless(endless_model: GPT2Model) -> GPT2Model:
+def endless(model: GPT2Model) -> GPT2Model:
     """Change `model` so that it never generates the end-of-document token."""
     with torch.no_grad():
-        endless_model.word_embeddings.weight[TOKENIZER.eod] = 0
-    return endless_model.eval()
+        model.word_embeddings.weight[TOKENIZER.eod] = 0
+    return model.eval()
 
 
 class CountingGenerator:
@@ -348,7 +329,7 @@ class CountingGenerator:
         self.generator, self.steps = generator, 0
         self.reads: list[tuple[int, int]] = []  # (steps before the read, tokens with padding)
         self.cache_bytes = set[int]()
-        endless_model, read, step = generator.model, generator.model.prefill, generator.model.decode
+        read, step = generator.prefill, generator.decode
 
         def watched_read(contexts: Any, *others: Any) -> Any:
             self.reads.append((self.steps, len(contexts) * max(map(len, contexts))))
@@ -356,11 +337,11 @@ class CountingGenerator:
 
         def watched_step(*arguments: Any) -> Any:
             self.steps += 1
-            if endless_model.cache is not None:
-                self.cache_bytes.add(endless_model.cache._store.nbytes)
+            if generator.cache is not None:
+                self.cache_bytes.add(generator.cache._store.nbytes)
             return step(*arguments)
 
-        endless_model.prefill, endless_model.decode = watched_read, watched_step  # type: ignore[method-assign, assignment]
+        generator.prefill, generator.decode = watched_read, watched_step  # type: ignore[method-assign, assignment]
 
 
 def requests(count: int) -> list[tuple[int, GenerationRequest]]:
@@ -391,7 +372,7 @@ def served(batch: ContinuousBatch, arriving: list[tuple[int, GenerationRequest]]
         batch.add(waiting.pop(0)[1])
         for event in batch.events():
             now += 1
-            if not isinstance(event, Finished) and event.id != TOKENIZER.eod:
+            if event.id not in (-1, TOKENIZER.eod):
                 ids[event.number].append(event.id)
             assert event.finish == arriving[event.number][1].finish
             while waiting and waiting[0][0] <= now:

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import http.client
 import json
 import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ import torch
 
 import mpu
 from data_utils import Tokenizer
-from megatron.gpt2.generate.generation import GenerationEvent, GenerationRequest, Generator, generate
+from megatron.gpt2.generate.generation import GeneratedToken, GenerationRequest, Generator, generate
 from megatron.gpt2.generate.sampling import SamplingParams
 from megatron.gpt2.model.gpt2 import GPT2Model
 from tests.conftest import needs
@@ -34,7 +35,7 @@ for library in ("starlette", "uvicorn"):
 
 from megatron.gpt2.extensions.serve import app, connections  # noqa: E402
 from megatron.gpt2.extensions.serve.app import Service  # noqa: E402
-from megatron.gpt2.extensions.serve.batching import Batcher, ServerStopping  # noqa: E402
+from megatron.gpt2.extensions.serve.batching import Batcher  # noqa: E402
 from megatron.gpt2.extensions.serve.request import (  # noqa: E402
     ApiError,
     CompletionRequest,
@@ -47,6 +48,7 @@ from megatron.gpt2.extensions.serve.request import (  # noqa: E402
 pytestmark = needs("openai", extra="dev")
 
 ENDLESS = {"max_tokens": 100_000, "top_k": 3}  # `model` in this file never ends such a text early.
+SERVED = ServedModel("tiny", TOKENIZER, context=32, max_tokens=100_000, max_texts=32, max_body_bytes=1 << 16)
 JSON = {"Content-Type": "application/json"}
 
 
@@ -93,9 +95,8 @@ def serving(
     model: GPT2Model, tokenizer: Tokenizer = TOKENIZER, *, texts: int = 64, seconds: float = 60.0
 ) -> Iterator[RunningServer]:
     log: list[str] = []
-    served = ServedModel("tiny", tokenizer, context=32, max_tokens=100_000, max_texts=32, max_body_bytes=1 << 16)
-    batcher = Batcher(served.max_texts)
-    service = Service(served, batcher, texts, seconds, log.append, ["Gpt2.example"])
+    batcher = Batcher(SERVED.max_texts)
+    service = Service(SERVED._replace(tokenizer=tokenizer), batcher, texts, seconds, log.append, ["Gpt2.example"])
     listener = socket.create_server(("127.0.0.1", 0))
     server = connections.build_server(service.app())
     threads = [
@@ -119,21 +120,16 @@ def served(model: GPT2Model) -> Iterator[RunningServer]:
         yield served
 
 
-@pytest.fixture
-def alone(model: GPT2Model) -> Callable[..., list[int]]:
-    """Return a function that generates the text of one prompt without the server."""
-
-    def alone(prompt: str, **settings: Any) -> list[int]:
-        c = GenerationRequest(TOKENIZER.encode(prompt), SamplingParams(**settings))
-        generate(model, TOKENIZER, [c])
-        return c.ids
-
-    return alone
+def alone(model: GPT2Model, prompt: str, **settings: Any) -> list[int]:
+    """Generate the text of one prompt without the server."""
+    c = GenerationRequest(TOKENIZER.encode(prompt), SamplingParams(**settings))
+    generate(model, TOKENIZER, [c])
+    return c.ids
 
 
-def test_openai_client(served: RunningServer, alone: Any) -> None:
+def test_openai_client(served: RunningServer, model: GPT2Model) -> None:
     answer = served.ask(max_tokens=40, temperature=0, logprobs=3)
-    ids = alone("Once", max_new_tokens=40, temperature=0)
+    ids = alone(model, "Once", max_new_tokens=40, temperature=0)
     choice = answer.choices[0]
     assert choice.text == TOKENIZER.decode(ids) and choice.finish_reason == ("length" if len(ids) == 40 else "stop")
     assert answer.object == "text_completion" and answer.model == "tiny" and answer.id.startswith("cmpl-")
@@ -149,14 +145,12 @@ def test_openai_client(served: RunningServer, alone: Any) -> None:
 
 
 def test_probabilities_are_the_models(served: RunningServer, model: GPT2Model) -> None:
-    """They are computed before the temperature, and do not depend on the number of likeliest tokens."""
-    settings = {"max_tokens": 5, "seed": 3, "temperature": 0.5}
-    found, without = (served.ask(logprobs=count, **settings).choices[0].logprobs for count in (5, 0))
-    assert found.token_logprobs == without.token_logprobs
+    """They are computed before the temperature."""
+    found = served.ask(logprobs=5, max_tokens=1, temperature=0.5).choices[0].logprobs.top_logprobs[0]
     with torch.inference_mode():
         logits = model(torch.tensor([list(b"Once")]))[-1, 0, : TOKENIZER.vocab_size].log_softmax(0)
     expected = {token_name(TOKENIZER, i): float(logits[i]) for i in logits.topk(5).indices.tolist()}
-    assert {name: found.top_logprobs[0][name] for name in expected} == pytest.approx(expected, abs=1e-4)
+    assert {name: found[name] for name in expected} == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize("length", [0, 9])
@@ -205,7 +199,7 @@ def test_the_end_of_a_document_is_listed() -> None:
 
 
 @pytest.mark.parametrize("address", ["/api", "/generate"])
-def test_megatrons_form(served: RunningServer, alone: Any, address: str) -> None:
+def test_megatrons_form(served: RunningServer, model: GPT2Model, address: str) -> None:
     def put(**fields: Any) -> Any:
         status, answer = served.send("PUT", address, json.dumps(fields))
         assert status == 200, answer
@@ -214,14 +208,14 @@ def test_megatrons_form(served: RunningServer, alone: Any, address: str) -> None
     prompts = ["Once é", "a"]
     answer = put(prompts=prompts, tokens_to_generate=12, top_k=1, logprobs=True)
     for number, prompt in enumerate(prompts):
-        ids = [*prompt.encode(), *alone(prompt, max_new_tokens=12, temperature=0)]
+        ids = [*prompt.encode(), *alone(model, prompt, max_new_tokens=12, temperature=0)]
         assert answer["text"][number] == TOKENIZER.decode(ids) and answer["tokens"][number] == ids
         assert answer["segments"][number] == [TOKENIZER.decode([i]) for i in ids]
         scored = served.ask(ids, max_tokens=0, echo=True, logprobs=0).choices[0].logprobs
         assert answer["logprobs"][number] == pytest.approx(scored.token_logprobs[1:], abs=1e-5)
     seeded = put(prompts=["a"], random_seed=5)
     assert seeded["logprobs"] is None and seeded["text"][0] == "a" + TOKENIZER.decode(
-        alone("a", max_new_tokens=64, seed=5)
+        alone(model, "a", max_new_tokens=64, seed=5)
     )
     assert put(prompts=["a"], tokens_to_generate=0, logprobs=True)["text"] == ["a"]
     begun = put(prompts=[""], add_BOS=True, tokens_to_generate=1, logprobs=True, random_seed=1)
@@ -259,7 +253,7 @@ def test_a_stream_is_the_same_text(served: RunningServer) -> None:
 def test_errors_have_openais_form(served: RunningServer) -> None:
     import openai
 
-    for param, value in ("max_tokens", 10**9), ("\ud800", -1), ("prompt", "\ud800"):
+    for param, value in ("max_tokens", 10**9), ("prompt", "\ud800"):
         status, answer = served.send("POST", "/v1/completions", json.dumps({"prompt": "Once", param: value}))
         assert status == 400 and answer["error"].keys() == {"message", "type", "param", "code"}
         assert answer["error"]["param"] == param and answer["error"]["type"] == "invalid_request_error"
@@ -419,7 +413,6 @@ def test_stopping_answers_waiting_clients(model: GPT2Model) -> None:
                 one.result()
 
 
-SERVED = ServedModel("tiny", TOKENIZER, context=32, max_tokens=100_000, max_texts=32, max_body_bytes=1 << 16)
 # The first field of each request is invalid, and the error must name it. pydantic checks types and ranges; one of each
 # is here.
 BAD = [
@@ -436,7 +429,6 @@ BAD = [
 {"best_of": 2}
 {"logit_bias": {"50256": -100}}
 {"functions": []}
-{"\\ud800": 1}
 {"prompt": 0}
 {"prompt": []}
 {"prompt": [257]}
@@ -470,24 +462,19 @@ BAD_FOR_MEGATRON = [
 
 
 def read(fields: dict[str, Any]) -> CompletionRequest:
-    return read_request(json.dumps(fields).encode(), SERVED)
-
-
-def read_megatron(fields: dict[str, Any]) -> CompletionRequest:
-    return read_megatron_request(json.dumps(fields).encode(), SERVED)
+    own = read_megatron_request if "prompts" in fields else read_request
+    return own(json.dumps(fields).encode(), SERVED)
 
 
 @pytest.mark.parametrize(
-    "read, good, bad",
+    "good, bad",
     [
-        *((read, {"prompt": "Once"}, bad) for bad in BAD),
-        *((read_megatron, {"prompts": ["Once"]}, bad) for bad in BAD_FOR_MEGATRON),
+        *(({"prompt": "Once"}, bad) for bad in BAD),
+        *(({"prompts": ["Once"]}, bad) for bad in BAD_FOR_MEGATRON),
     ],
-    ids=lambda value: getattr(value, "__name__", str(value)[:40]),
+    ids=lambda value: str(value)[:40],
 )
-def test_a_bad_field_is_named(
-    read: Callable[[Any], CompletionRequest], good: dict[str, Any], bad: dict[str, Any]
-) -> None:
+def test_a_bad_field_is_named(good: dict[str, Any], bad: dict[str, Any]) -> None:
     with pytest.raises(ApiError) as refused:
         read({**good, **bad})
     param = next(iter(bad))
@@ -501,68 +488,40 @@ def test_a_body_that_is_not_a_json_object(body: bytes) -> None:
         read_request(body, SERVED)
 
 
-def prompts(request: CompletionRequest) -> list[tuple[list[int], str]]:
-    return [(text.c.prompt, text.prompt) for text in request.texts]
-
-
-def seeds(request: CompletionRequest) -> list[int]:
-    return [text.c.sampling.seed for text in request.texts]
-
-
-def sampling(request: CompletionRequest) -> SamplingParams:
-    return request.texts[0].c.sampling
-
-
 def test_prompts_and_seeds() -> None:
-    assert prompts(read({})) == [([], "")] == prompts(read({"prompt": ""}))
-    assert prompts(read({"prompt": "N\0"})) == [([78, 0], "N\0")] == prompts(read({"prompt": [78, 0]}))
+    for prompt, ids, text in (("", [], ""), ("N\0", [78, 0], "N\0"), ([78, 0], [78, 0], "N\0")):
+        assert [(one.c.prompt, one.prompt) for one in read({"prompt": prompt}).texts] == [(ids, text)]
     made = read({"prompt": ["a", "a"], "n": 2, "seed": 2**63 - 1, "user": "me", "best_of": 1, "suffix": None})
-    assert seeds(made) == [2**63 - 1, -(2**63)] * 2
-    assert len(set(seeds(read({"prompt": ["a", "a"], "n": 2})))) == 4
-    assert sampling(read({"top_p": 0, "top_k": 9})).top_k == 1, "only the likeliest"
-    least = read_request(b"{}", dataclasses.replace(SERVED, max_tokens=8))
-    assert sampling(least).max_new_tokens == 8, "the default must be within the limits"
+    assert [text.c.sampling.seed for text in made.texts] == [2**63 - 1, -(2**63)] * 2
+    assert len({text.c.sampling.seed for text in read({"prompt": ["a", "a"], "n": 2}).texts}) == 4
+    assert read({"top_p": 0, "top_k": 9}).texts[0].c.sampling.top_k == 1, "only the likeliest"
+    least = read_request(b"{}", SERVED._replace(max_tokens=8))
+    assert least.texts[0].c.sampling.max_new_tokens == 8, "the default must be within the limits"
 
 
 ROWS = 8
 
 
-@pytest.fixture
-def watched() -> Any:
-    mpu.initialize_model_parallel(1)
-    yield CountingGenerator(Generator(endless(GPT2Model(CONFIG)), TOKENIZER))
-    mpu.destroy_model_parallel()
-
-
-def test_64_clients(watched: CountingGenerator) -> None:
-    batcher = Batcher(ROWS)
-    lengths: list[int] = []  # lengths of the texts, in the order of the requests
+def test_the_texts_of_64_clients_begin_in_order(model: GPT2Model) -> None:
+    batcher, watched = Batcher(ROWS), CountingGenerator(Generator(endless(model), TOKENIZER))
+    made: list[GenerationRequest] = []  # in the order of the requests
     begun: dict[int, int] = {}
-    over: dict[int, str] = {}
+    over: list[str] = []
 
-    def ask(client: int) -> None:
-        made = [
-            GenerationRequest([client] * (1 + client % 4), SamplingParams(max_new_tokens=1 + (7 * client + 5 * i) % 28))
-            for i in range(1 + client % 3)
-        ]
-        start = len(lengths)
-        lengths.extend(c.sampling.max_new_tokens for c in made)
-
-        def deliver(number: int, event: GenerationEvent | ServerStopping) -> None:
-            begun.setdefault(start + number, watched.steps)
-            assert not isinstance(event, ServerStopping)
-            if event.finish:
-                over[start + number] = event.finish
-                if len(over) == len(lengths):
-                    batcher.stop()
-
-        batcher.submit(made, deliver)
+    def deliver(first: int, number: int, event: GeneratedToken | None) -> None:
+        assert event is not None
+        begun.setdefault(first + number, watched.steps)
+        over.extend([event.finish] * bool(event.finish))
+        if len(over) == len(made):
+            batcher.stop()
 
     for client in range(64):
-        ask(client)
+        lengths = (1 + (7 * client + 5 * i) % 28 for i in range(1 + client % 3))
+        own = [GenerationRequest([client] * (1 + client % 4), SamplingParams(max_new_tokens=n)) for n in lengths]
+        batcher.submit(own, functools.partial(deliver, len(made)))
+        made += own
     batcher.run(watched.generator)
-    assert list(over.values()) == ["length"] * len(lengths) and len(lengths) == 127
-    assert list(begun) == sorted(begun), "in the order of the requests"
+    assert over == ["length"] * 127 and list(begun) == sorted(begun)
     for number, step in begun.items():  # While a text waits, earlier texts fill all rows.
-        assert step * ROWS <= sum(max(1, length - 1) for length in lengths[:number]), number
+        assert step * ROWS <= sum(max(1, c.sampling.max_new_tokens - 1) for c in made[:number]), number
     assert watched.cache_bytes == {2 * ROWS * 2 * 32 * 32 * 4}  # The cache has l · rows · 2 · S · h numbers of 4 bytes.

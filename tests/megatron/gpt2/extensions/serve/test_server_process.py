@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -230,17 +229,3 @@ def test_bad_flags_are_one_line(flags: str, named: str, capsys: pytest.CaptureFi
     assert program.main(f"--load x --device cpu --port 0 {flags}".split()) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and named in error
-
-
-def test_notice_for_a_public_host(capsys: pytest.CaptureFixture[str]) -> None:
-    from megatron.gpt2.extensions.serve import command as program
-
-    for host in ("0.0.0.0", "localhost"):
-        with program.listen(host, 0) as listener:
-            notice = program.exposure_notice(host, listener)
-            assert notice.startswith("notice: --host 0.0.0.0") == bool(notice) == (host == "0.0.0.0")
-    if socket.has_ipv6:
-        with contextlib.suppress(ValueError), program.listen("::1", 0) as listener:
-            assert program.exposure_notice("::1", listener) == "" and program.server_url(listener).startswith(
-                "http://[::1]:"
-            )
