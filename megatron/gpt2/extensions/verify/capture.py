@@ -272,12 +272,12 @@ class TransformersCapture(Capture):
         ).to(trainer.device, trainer.context.dtype)
         hf_model.eval()
 
-        def weight(name: str, parameter: Tensor) -> Tensor:
-            return to_openai(self._specs[name].without_padding(parameter, 0, 1), name, config.num_attention_heads)
-
         def forward(tokens: Tensor, labels: Tensor, token_weight: Tensor, **others: Any) -> Tensor:
             """Compute the loss like `GPT2Model.forward`. The model's own parameters get the gradients."""
-            weights = {f"transformer.{openai_name(name)}": weight(name, p) for name, p in model.named_parameters()}
+            weights = {}
+            for name, p in model.named_parameters():
+                whole = self._specs[name].without_padding(p, 0, 1)
+                weights[f"transformer.{openai_name(name)}"] = to_openai(whole, name, config.num_attention_heads)
             logits = torch.func.functional_call(hf_model, weights, (tokens,)).logits.float()  # [b, s, v]
             losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
             return (losses * token_weight.flatten()).sum()

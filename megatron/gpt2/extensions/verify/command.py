@@ -85,10 +85,6 @@ SAME_FACTS = {
 }
 
 
-class LayoutFailed(Exception):
-    """The ranks of a layout ended with this exit code, after they had printed an error."""
-
-
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     """Parse and check the flags. `command` has the words after "--". Raises ValueError for bad flags."""
     parser = Parser(prog="verify", description=__doc__)
@@ -106,13 +102,14 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
         metavar="N",
         help=f"training steps of each layout (default: {STEPS}, or those of the trace)",
     )
-    parser.add_argument(
+    trace = parser.add_mutually_exclusive_group()
+    trace.add_argument(
         "--against",
         metavar="TRACE",
         help="compare all layouts with the trace in this folder, or with a run whose forward pass and gradients are "
         f"those of transformers' GPT-2 ({HUGGINGFACE})",
     )
-    parser.add_argument(
+    trace.add_argument(
         "--save-trace",
         type=Path,
         metavar="FOLDER",
@@ -133,15 +130,11 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
             words[index : index + 2] = [f"--layout={words[index + 1]}"]
     options = parser.parse_args(words)
     options.command = list(argv[end + 1 :])
-    against, save = options.against, options.save_trace
+    save = options.save_trace
     require(
-        not (against and save),
-        "--save-trace keeps the trace of the first layout, which does not exist with --against: give one of the two",
-    )
-    needed = "one --layout FLAGS" if against or save else "two layouts to compare, each by --layout FLAGS"
-    require(
-        len(options.layout) >= (1 if against or save else 2),
-        f'give at least {needed}; --layout "" is the command line as it is',
+        len(options.layout) >= (1 if options.against or save else 2),
+        "give at least two layouts to compare, each by --layout FLAGS, or one with --against or --save-trace; "
+        '--layout "" is the command line as it is',
     )
     require(
         not (save and save.exists() and any(save.iterdir())), f"--save-trace {save} is not empty: give a new folder"
@@ -159,7 +152,6 @@ def read_layout(common: Sequence[str], flags: str, batch: int | None = None) -> 
     launch, rest = parse_launch_flags([*common, *shlex.split(flags)])
     own = Parser(add_help=False)
     own.add_argument("--data-parallel-size", type=positive_int)
-    hint = ""
     try:
         require(
             launch.rank is None and launch.nnodes == 1,
@@ -186,16 +178,15 @@ def read_layout(common: Sequence[str], flags: str, batch: int | None = None) -> 
                 f"--nproc-per-node {world_size} is not the model-parallel size {p} × --data-parallel-size {dp}",
             )
         require(world_size % p == 0, f"--nproc-per-node {world_size} is not divisible by the model-parallel size {p}")
-        hint = ": give it a different --micro-batch-size"
         samples = arguments.config.batch_schedule(world_size).final
     except ValueError as error:
-        raise ValueError(f"--layout {flags!r}: {error}{hint}") from error
+        raise ValueError(f"--layout {flags!r}: {error}") from error
     require(
         batch in (None, samples),
         f"--layout {flags!r}: its --global-batch-size is {samples}, and that of the first layout "
         f"{batch}: a step must take the same samples in each",
     )
-    return LayoutSpec(flags, tuple(words), world_size, samples)
+    return LayoutSpec(flags or "(no flags)", tuple(words), world_size, samples)
 
 
 @dataclass(frozen=True)
@@ -227,11 +218,12 @@ class RankReport(NamedTuple):
 
 
 def run_layout(layout: LayoutSpec, task: RankTask) -> list[RankReport]:
-    """Run the task on all ranks of a layout, and return their reports. Raises LayoutFailed if a rank fails."""
+    """Run the task on all ranks of a layout, and return their reports. If a rank fails, which prints an error, this
+    program ends with its exit code."""
     task.out.mkdir(parents=True, exist_ok=True)
     launch = Launch(world_size=layout.world_size, local=(0, layout.world_size), ranks_to_start=layout.world_size)
     if code := start_ranks(functools.partial(run_program, functools.partial(run_task, task)), layout.words, launch):
-        raise LayoutFailed(code)
+        sys.exit(code)
     texts = [(task.out / f"rank_{rank}.json").read_text(encoding="utf-8") for rank in range(layout.world_size)]
     return [RankReport(*json.loads(text)) for text in texts]
 
@@ -296,8 +288,6 @@ def run_metadata(trainer: Trainer, steps: int) -> dict[str, Any]:
         "tokenizer": context.tokenizer.fingerprint,
         "precision": devices.PRECISIONS[context.dtype],
         "device": context.device.type,
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
     }
 
 
@@ -346,11 +336,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's). Return the exit code."""
     configure_output(line_buffering=True)
     options = parse_options(sys.argv[1:] if argv is None else argv)
-    try:
-        with tempfile.TemporaryDirectory(prefix="verify_", dir=options.scratch) as scratch:
-            reference, trace, results = compare_layouts(options, Path(scratch))
-    except LayoutFailed as error:
-        return int(error.args[0])
+    with tempfile.TemporaryDirectory(prefix="verify_", dir=options.scratch) as scratch:
+        reference, trace, results = compare_layouts(options, Path(scratch))
     lines = reference_lines(reference, trace)
     print("\n".join(lines))
     if results:
@@ -361,6 +348,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.save_trace:
         print(f"the trace is in {options.save_trace}: --against {options.save_trace} compares with it")
     if options.html:
-        atomic_write_text(options.html, render_html(lines, shlex.join(options.command), trace, results))
+        atomic_write_text(options.html, render_html(lines, shlex.join(options.command), results))
         print(f"the page is {options.html}")
     return 1 if differing else 0

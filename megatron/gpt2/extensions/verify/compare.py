@@ -109,45 +109,6 @@ class Difference:
     elements: int = 0
     ranks: list[int] = field(default_factory=list)
 
-    @staticmethod
-    def of(
-        reference: Tensor,
-        own: Tensor,
-        offset: Sequence[int],
-        *,
-        unit: float,
-        rms: float,
-        bound: float = math.inf,
-        allowed: Tensor | float = 0.0,
-    ) -> Difference:
-        """Compare `own` with `reference`, a slice of the same shape that starts at `offset` of the global tensor.
-
-        unit: the unit roundoff.
-        rms: the root mean square of the global reference.
-        allowed: an absolute difference that is always accepted, one for all elements or one for each. Different
-            integers have an infinite difference.
-        """
-        a, b = reference.float().contiguous(), own.float().contiguous()
-        apart = (a - b).abs() if own.is_floating_point() else math.inf
-        is_equal = (reference == own) | (a.isnan() & b.isnan())  # Equal infinities count as equal, too.
-        apart = torch.where(is_equal, 0.0, apart).nan_to_num_(math.inf, math.inf)
-        # The minimum scale is subnormal. It avoids 0 / 0.
-        scale = a.abs().clamp_min_(max(rms, 1e-30)).mul_(unit).clamp_min_(1e-38).nan_to_num_(1.0, posinf=1.0)
-        units, excess = (apart / scale).view(-1), (apart - allowed).clamp_min_(0.0).div_(scale).view(-1)
-        most = float(excess.max())
-        index = int((excess if most > 0 else units).argmax())
-        a, b = a.view(-1), b.view(-1)
-        return Difference(
-            torch.bincount(torch.bucketize(units, torch.tensor(EDGES)), minlength=len(EDGES)).numpy(),
-            float(units.max()),
-            most,
-            [int(i) + first for i, first in zip(np.unravel_index(index, own.shape), offset, strict=True)],
-            float(a[index]),
-            float(b[index]),
-            np.array([float(x.dot(y)) for x, y in ((a, a), (a, b), (b, b))]) if most > bound else np.zeros(3),
-            bound,
-        )
-
     def add(self, other: Difference) -> None:
         """Add the difference of another shard of the same tensor."""
         if not self.at or other.excess > self.excess:
@@ -226,21 +187,37 @@ class TraceComparer:
             return
         shapes = f"has shape {entry.shape} in the trace and {shard.shape} here"
         require(entry.shape == shard.shape, f"the trace is of a different run: {key.name} {shapes}")
-        unit, bound = self.unit_and_bound(entry)
         found = self._found[entry.key]
         found.elements += shard.writes * shard.values.numel()
         for chunk in shard.chunks():
-            found.add(
-                Difference.of(
-                    measured(key, self._trace.read(entry, chunk.slices)),
-                    measured(key, chunk.values.detach().cpu()),
-                    chunk.offset,
-                    unit=unit,
-                    rms=entry.rms,
-                    bound=bound,
-                    allowed=self.allowed_by_update(entry, chunk.slices),
-                )
-            )
+            found.add(self._compare(entry, chunk))
+
+    def _compare(self, entry: TraceEntry, shard: TensorShard) -> Difference:
+        """Compare a shard with the same slice of the reference. Different integers have an infinite difference."""
+        unit, bound = self.unit_and_bound(entry)
+        reference = measured(entry.key, self._trace.read(entry, shard.slices))
+        own = measured(entry.key, shard.values.detach().cpu())
+        a, b = reference.float().contiguous(), own.float().contiguous()
+        apart = (a - b).abs() if own.is_floating_point() else math.inf
+        is_equal = (reference == own) | (a.isnan() & b.isnan())  # Equal infinities count as equal, too.
+        apart = torch.where(is_equal, 0.0, apart).nan_to_num_(math.inf, math.inf)
+        # The minimum scale is subnormal. It avoids 0 / 0.
+        scale = a.abs().clamp_min_(max(entry.rms, 1e-30)).mul_(unit).clamp_min_(1e-38).nan_to_num_(1.0, posinf=1.0)
+        allowed = self.allowed_by_update(entry, shard.slices)
+        units, excess = (apart / scale).view(-1), (apart - allowed).clamp_min_(0.0).div_(scale).view(-1)
+        most = float(excess.max())
+        index = int((excess if most > 0 else units).argmax())
+        a, b = a.view(-1), b.view(-1)
+        return Difference(
+            torch.bincount(torch.bucketize(units, torch.tensor(EDGES)), minlength=len(EDGES)).numpy(),
+            float(units.max()),
+            most,
+            [int(i) + first for i, first in zip(np.unravel_index(index, own.shape), shard.offset, strict=True)],
+            float(a[index]),
+            float(b[index]),
+            np.array([float(x.dot(y)) for x, y in ((a, a), (a, b), (b, b))]) if most > bound else np.zeros(3),
+            bound,
+        )
 
     @property
     def findings(self) -> list[Any]:
@@ -312,7 +289,6 @@ class Comparison:
     mismatches: those that rounding does not explain, or of which not every element was computed once.
     total: the differences of all activations and gradients. Moments are left out because they also have the error of
         the gradient norm, and parameters because noise can change them by the learning rate.
-    missing: how many tensors of the trace the run does not have.
     found: `TraceComparer.findings` of each rank, possibly read from JSON.
     """
 
@@ -321,7 +297,6 @@ class Comparison:
         for step, name, difference in itertools.chain(*found):
             merged[trace.entries[step, name]].add(Difference(**difference))
         self.tensors = sorted(merged.items(), key=lambda item: item[0].key.order)
-        self.missing = len(trace.entries) - len(merged)
         self.mismatches = [
             (entry, each) for entry, each in self.tensors if each.ranks or each.elements != math.prod(entry.shape)
         ]

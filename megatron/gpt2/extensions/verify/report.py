@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from data_utils.command_line import align_columns, plural
-from megatron.gpt2.config import flag_name, flatten_sections
 from megatron.gpt2.dist.ranks import format_ranks
 from megatron.gpt2.extensions.verify.compare import Comparison, Difference
-from megatron.gpt2.extensions.verify.trace import TensorKey, TensorTrace, TraceEntry
+from megatron.gpt2.extensions.verify.trace import TensorKey, TensorTrace
 from megatron.gpt2.model.gpt2 import TIED_WEIGHT
-from megatron.gpt2.monitor.plots import BLUE, ORANGE, Curve, as_svg
 
 COLUMNS = ("ranks", "verdict", "equal", "median", "99 %", "greatest", "of bound", "layout")
 MAX_TENSORS = 300  # A table of the page has at most this number of tensors.
@@ -95,20 +93,15 @@ def producing_operation(key: TensorKey, facts: Mapping[str, Any]) -> str:
 class LayoutSpec(NamedTuple):
     """A layout to run.
 
-    flags: its --layout.
+    name: its --layout, or "(no flags)".
     words: its command line for pretrain_gpt2, without launcher flags.
     batch: the samples of a step.
     """
 
-    flags: str
+    name: str
     words: tuple[str, ...]
     world_size: int
     batch: int
-
-    @property
-    def name(self) -> str:
-        """The flags, or "(no flags)"."""
-        return self.flags or "(no flags)"
 
 
 class LayoutResult(NamedTuple):
@@ -130,11 +123,11 @@ def format_units(value: float) -> str:
 def reference_lines(reference: str, trace: TensorTrace) -> list[str]:
     """Return a line that describes the reference, and a warning if it skipped steps."""
     facts, entries = trace.facts, trace.entries.values()
-    size, steps = sum(entry.dtype.itemsize * math.prod(entry.shape) for entry in entries), facts["steps"]
     skipped = ", ".join(str(entry.key.step) for entry in entries if entry.key.name == "skipped" and entry.rms > 0)
     lines = [
-        f"compared with {reference}: {plural(steps, 'step')} of {plural(facts['global_batch_size'], 'sample')}, "
-        f"{facts['precision']} on {facts['device']}, {plural(len(entries), 'tensor')}, {size / 2**20:,.1f} MiB"
+        f"compared with {reference}: {plural(facts['steps'], 'step')} of "
+        f"{plural(facts['global_batch_size'], 'sample')}, {facts['precision']} on {facts['device']}, "
+        f"{plural(len(entries), 'tensor')}"
     ]
     if skipped:
         lines.append(
@@ -157,7 +150,7 @@ def table_rows(results: Sequence[LayoutResult]) -> list[tuple[str, ...]]:
 
 def comparison_table(results: Sequence[LayoutResult]) -> list[str]:
     """Return the lines of the table of all results."""
-    return align_columns([COLUMNS, *table_rows(results)], "><" + ">" * (len(COLUMNS) - 3) + "<")
+    return align_columns([COLUMNS, *table_rows(results)], "><>>>>><")
 
 
 def explain_mismatch(result: LayoutResult) -> list[str]:
@@ -198,7 +191,7 @@ def describe_mismatch(key: TensorKey, found: Difference, size: int) -> str:
     )
 
 
-def render_html(lines: Sequence[str], command: str, trace: TensorTrace, results: Sequence[LayoutResult]) -> str:
+def render_html(lines: Sequence[str], command: str, results: Sequence[LayoutResult]) -> str:
     """Return the comparison as one self-contained HTML page.
 
     lines: see `reference_lines`.
@@ -210,35 +203,15 @@ def render_html(lines: Sequence[str], command: str, trace: TensorTrace, results:
     template = jinja2.Environment(
         loader=jinja2.FileSystemLoader([folder, folder.parents[1] / "monitor"]), autoescape=True, trim_blocks=True
     ).get_template("page.html")
-
-    def sections() -> Iterator[tuple[LayoutResult, str, list[tuple[TraceEntry, Difference]]]]:
-        for result in results:
-            tensors = result.comparison.tensors
-            title = "greatest difference of each tensor in the order of the steps, log10 of units"
-            curves = [
-                Curve("difference", BLUE, log10_points(each.excess for _, each in tensors)),
-                Curve("explained by rounding", ORANGE, log10_points(each.bound for _, each in tensors)),
-            ]
-            worst = sorted(tensors, key=lambda each: (not each[1].ranks, -each[1].bound_fraction))[:MAX_TENSORS]
-            yield result, as_svg({title: curves}), worst
-
+    sections = []
+    for result in results:
+        worst = sorted(result.comparison.tensors, key=lambda each: (not each[1].ranks, -each[1].bound_fraction))
+        sections.append((result, explain_mismatch(result) if result.comparison.mismatches else [], worst[:MAX_TENSORS]))
     return template.render(
         lines=lines,
         head=COLUMNS,
         rows=table_rows(results),
-        results=sections(),
-        explain_mismatch=explain_mismatch,
+        sections=sections,
         format_units=format_units,
         command=command,
-        facts=[(name.replace("_", " "), value) for name, value in trace.facts.items() if name != "config"],
-        flags=[
-            (flag_name(k), value)
-            for k, value in flatten_sections(trace.facts["config"]).items()
-            if value not in (None, ())
-        ],
     )
-
-
-def log10_points(values: Iterable[float]) -> list[tuple[int, float]]:
-    """Return (index, log10) of each value that is positive and finite."""
-    return [(index, math.log10(value)) for index, value in enumerate(values) if 0 < value < math.inf]

@@ -25,8 +25,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from data_utils.files import safetensors_header
-from megatron.gpt2.checkpoint.reader import SAFETENSORS_CODES, SAFETENSORS_DTYPES
+from data_utils.command_line import require
+from data_utils.files import safetensors_header, wrap_errors
+from megatron.gpt2.checkpoint.reader import DTYPE_CODES, DTYPES
 from mpu.partition import TensorSlice
 
 FORMAT = 2
@@ -168,11 +169,12 @@ class TensorTrace:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        try:
-            index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-            if index["format"] != FORMAT:
-                raise ValueError(f"its format is {index['format']}, and this program reads format {FORMAT}")
+        self.folder, path = folder, folder / INDEX
+        require(path.is_file(), f"{folder} holds no trace: --save-trace writes one")
+        with wrap_errors(path):
+            index = json.loads(path.read_text(encoding="utf-8"))
+            found = index["format"]
+            require(found == FORMAT, f"its format is {found}, and this program reads format {FORMAT}")
             self.facts: dict[str, Any] = index["facts"]
             rows = [
                 TraceEntry(
@@ -180,10 +182,6 @@ class TensorTrace:
                 )
                 for entry in index["tensors"]
             ]
-        except FileNotFoundError as error:
-            raise ValueError(f"{folder} holds no trace: --save-trace writes one") from error
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{folder}/{INDEX} is not a trace of this program: {error}") from error
         self.entries = {(entry.key.step, entry.key.name): entry for entry in rows}
 
     def scalar(self, step: int, name: str, otherwise: float) -> float:

