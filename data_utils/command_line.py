@@ -133,6 +133,12 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(message.removeprefix("argument ").replace("ignored explicit argument", "leave out the value"))
 
 
+def print_help(prog: str, words: Sequence[str], description: str | None) -> None:
+    """If `words` contain --help, print the help of a program that takes the flags of pretrain_gpt2, and exit."""
+    if {"--help", "-h"} & {*words}:
+        Parser(prog=prog, usage=f"{prog} [flags of pretrain_gpt2]", description=description).parse_args(["--help"])
+
+
 def positive_int(text: str) -> int:
     """Convert an argument of the command line to an integer of at least 1, as a type for argparse."""
     number = int(text)

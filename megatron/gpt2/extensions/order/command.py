@@ -38,7 +38,7 @@ from unittest import mock
 import torch
 
 import mpu
-from data_utils.command_line import Parser, require
+from data_utils.command_line import print_help, require
 from megatron.gpt2 import device as devices
 from megatron.gpt2 import hooks
 from megatron.gpt2.checkpoint.saver import PendingSave, Saver
@@ -149,10 +149,7 @@ def record_layout(arguments: Arguments, world_size: int) -> list[RankRecord]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's). Return the exit code."""
     words = sys.argv[1:] if argv is None else list(argv)
-    if "--help" in words or "-h" in words:
-        Parser(prog="prove_order", usage="prove_order [flags of pretrain_gpt2]", description=__doc__).parse_args(
-            ["--help"]
-        )
+    print_help("prove_order", words, __doc__)
     launch, rest = parse_launch_flags(words)
     arguments = parse(rest)
     world_size = launch.world_size or (launch.nproc_per_node or 1) * launch.nnodes

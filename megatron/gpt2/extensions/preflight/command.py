@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import mpu
-from data_utils.command_line import Log, Parser, plural
-from data_utils.files import flush_to_disk
+from data_utils.command_line import Log, plural, print_help, require
+from data_utils.files import flush_to_disk, one_line
 from megatron.gpt2 import device as devices
 from megatron.gpt2.checkpoint.lease import check_not_in_use
 from megatron.gpt2.checkpoint.save_folder import make_save_folder
@@ -51,7 +51,6 @@ TIMEOUT_MINUTES = 1.0  # A collective has this time limit, in minutes.
 # The clocks may differ by this number of seconds, because the incidents of a failure are sorted by time.
 MAX_CLOCK_SKEW = 2.0
 CLOCK_ROUNDS = 5
-SLOW_SAVE = 600.0  # If a save takes more seconds, the disk is too slow.
 SAME_FILES = "give all machines the same files"
 WRITE_TEST_BYTES = 16 << 20  # bytes to write for a measurement of the --save folder's speed
 OPTIMIZER_BYTES = 12  # bytes of a parameter: the master and two moments in fp32
@@ -160,13 +159,12 @@ def check_process(rank_info: RankInfo, device: torch.device, backend: str) -> Fi
     """Compare library versions, source code and devices."""
     versions, code = devices.library_versions(device), code_hash()[:12]
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    commit = f", {devices.source_commit()}" if rank_info.rank == 0 else ""
     text = ", ".join(f"{name} {version}" for name, version in versions.items())
     install = "install the same versions on every machine; then the groups of ranks are tested, too"
     pace = "use machines of one kind: the slowest device sets the pace of all"
     return {
         "versions": Finding(text, install, must_match={**versions, "backend": backend}),
-        "code": Finding(code + commit, "run the same source files on all machines", must_match={"source files": code}),
+        "code": Finding(code, "run the same source files on all machines", must_match={"source files": code}),
         "devices": Finding(f"{rank_info.world_size} × {kind}", pace, must_match={"a device": kind}),
     }
 
@@ -176,7 +174,7 @@ def check_flags(arguments: Arguments, rank_info: RankInfo) -> tuple[RunContext |
     try:
         context = build_context(arguments, rank_info, lambda line: None)
     except (ValueError, OSError) as error:
-        return None, Finding(problem=" ".join(str(error).split()), fix="correct the flag or file that the error names")
+        return None, Finding(problem=one_line(error), fix="correct the flag or file that the error names")
     iteration = context.resume_metadata.get("iteration", 0)
     start = f"continues iteration {iteration:,}" if iteration else "from random weights"
     finished = ", which is finished: give a larger --train-iters" if context.is_finished else ""
@@ -244,12 +242,12 @@ def check_groups(config: ParallelConfig, rank_info: RankInfo, device: torch.devi
                 run_and_check(operation, group, COLLECTIVE_BYTES, device, torch.float32) for _ in range(COLLECTIVE_RUNS)
             ]
             medians.append(statistics.median(seconds for _, _, seconds, _ in runs))
-            wrong += [] if all(right for *_, right in runs) else [collective.removesuffix("_sum")]
+            if not all(right for *_, right in runs):
+                wrong.append(collective)
         slowest = gather_rows(torch.tensor(medians, device=device)).amax(0).tolist()
-        times = [f"{c.removesuffix('_sum')} {1000 * s:.2f} ms" for c, s in zip(COLLECTIVES, slowest, strict=True)]
-        problem = f"{', '.join(wrong)} gave wrong values" if wrong else ""
+        text = ", ".join(f"{c} {1000 * s:.2f} ms" for c, s in zip(COLLECTIVES, slowest, strict=True))
         fix = "a link or a device is faulty: tools/bench_collectives.py shows details"
-        findings[f"{name} group"] = Finding(", ".join(times), fix, problem)
+        findings[f"{name} group"] = Finding(text, fix, f"{', '.join(wrong)} gave wrong values" if wrong else "")
     return findings
 
 
@@ -259,50 +257,36 @@ def check_save_folder(arguments: Arguments, rank_info: RankInfo, context: RunCon
     The first rank of each machine also measures the write speed, with a temporary file of WRITE_TEST_BYTES."""
     folder = Path(str(arguments.checkpoint.save))
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    size, count = checkpoint_bytes(context) if context is not None else (0, 0)
     try:
         if rank_info.rank == 0 and folder.is_dir():
             make_save_folder(folder)
             check_not_in_use(folder)
-        if not existing.is_dir() or not os.access(existing, os.W_OK):
-            raise ValueError(f"--save {folder}: {existing} cannot be written")
-        free = shutil.disk_usage(existing).free
-        text = f"{_format_size(count * size)} needed, {_format_size(free)} free"
-        if count * size > free:
-            fix = f"free space, or keep fewer checkpoints of {_format_size(size)}: --keep-last"
-            return Finding(problem=text, fix=fix)
+        writable = existing.is_dir() and os.access(existing, os.W_OK)
+        require(writable, f"--save {folder}: {existing} cannot be written")
+        needed, free = checkpoint_bytes(context) if context else 0, shutil.disk_usage(existing).free
+        text = f"{needed / 1e9:,.3f} GB needed, {free / 1e9:,.3f} GB free"
+        if needed > free:
+            return Finding(problem=text, fix="free space, or keep fewer checkpoints: --keep-last")
         if rank_info.local_rank == 0:
-            data, start = os.urandom(1 << 20), time.perf_counter()
+            data, start = os.urandom(WRITE_TEST_BYTES), time.perf_counter()
             with tempfile.TemporaryFile(dir=existing) as file:
-                for _ in range(WRITE_TEST_BYTES >> 20):
-                    file.write(data)
+                file.write(data)
                 flush_to_disk(file)
-            speed = WRITE_TEST_BYTES / max(time.perf_counter() - start, 1e-9)
-            text += f", {speed / 1e6:.0f} MB/s"
-            # Each machine writes its part of the checkpoint.
-            seconds = size / speed * rank_info.local_world_size / rank_info.world_size
-            if seconds > SLOW_SAVE:
-                fix = "use a faster disk, or --async-save and a larger --save-interval"
-                return Finding(problem=f"{text}: a save takes {seconds:,.0f} s", fix=fix)
+            text += f", {WRITE_TEST_BYTES / 1e6 / (time.perf_counter() - start):.0f} MB/s"
         return Finding(text)
     except (ValueError, OSError) as error:
-        return Finding(problem=" ".join(str(error).split()), fix="make it writable, or give a different --save")
+        return Finding(problem=one_line(error), fix="make it writable, or give a different --save")
 
 
-def _format_size(count: float) -> str:
-    return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"
-
-
-def checkpoint_bytes(context: RunContext) -> tuple[int, int]:
-    """Return the size of a checkpoint in bytes (files of all ranks, without the JSON files), and how many checkpoints
-    the run keeps at most."""
+def checkpoint_bytes(context: RunContext) -> int:
+    """Return the bytes of the checkpoints that the run keeps, of all ranks, without the JSON files."""
     config = context.config.checkpoint
     bytes_each = context.dtype.itemsize + (0 if config.no_save_optim else OPTIMIZER_BYTES)
     steps = max(0, context.train_iters - context.resume_metadata.get("iteration", 0))
     saves = math.ceil(steps / config.save_interval) if config.save_interval else 1
     if config.keep_last is not None:
         saves = min(saves, config.keep_last + 1)  # A new checkpoint is written before the oldest one is deleted.
-    return count_parameters(context.config.model)[0] * bytes_each, saves + 2 * config.keep_best
+    return count_parameters(context.config.model)[0] * bytes_each * (saves + 2 * config.keep_best)
 
 
 def check_run(context: RunContext, rank_info: RankInfo) -> Findings:
@@ -356,6 +340,5 @@ def preflight(words: Sequence[str], rank_info: RankInfo, log: Log) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's). Return the exit code."""
     words = sys.argv[1:] if argv is None else argv
-    if "--help" in words or "-h" in words:
-        Parser(prog="preflight", usage="preflight [flags of pretrain_gpt2]", description=__doc__).parse_args(["--help"])
+    print_help("preflight", words, __doc__)
     return run_program(preflight, words)

@@ -75,13 +75,13 @@ DEFECTS = {
         patches=[(preflight, "product_problem", lambda device, dtype: CHECK_PRODUCTS(device, dtype, wrong_product))],
     ),
     "a wrong collective": Defect(
-        {"tensor group": "rank 1 .*: all_reduce gave wrong values"}, patches=[(dist, "all_reduce", wrong_reduce)]
+        {"tensor group": "rank 1 .*: all_reduce_sum gave wrong values"}, patches=[(dist, "all_reduce", wrong_reduce)]
     ),
     "a skewed clock": Defect(
         {"clocks": r"rank 1 .* 30\.\d s ahead of most"}, patches=[(time, "time", lambda: NOW() + 30)]
     ),
     "a full disk": Defect(
-        {"save folder": r"rank 1 .*MB needed, 1\.0 MB free.*--keep-last"},
+        {"save folder": r"rank 1 .*GB needed, 0\.001 GB free.*--keep-last"},
         patches=[(shutil, "disk_usage", lambda path: mock.Mock(free=1_000_000))],
     ),
     "a folder that cannot be written": Defect(
