@@ -6,11 +6,9 @@ settings from `config.json`. If a file is missing, its part of the page is empty
 
 import math
 from collections.abc import Mapping
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from data_utils.command_line import require
 from data_utils.files import MAX_CONFIG_BYTES, atomic_write_text, read_json_object, wrap_errors
@@ -20,7 +18,6 @@ from megatron.gpt2.monitor.plots import GREEN, Curve, as_svg, curve_points, loss
 
 METRICS, SAMPLES, HISTORY, REPORT = "metrics.jsonl", "samples.jsonl", "history.jsonl", "report.html"
 MOST_SAMPLES = 40  # The page has at most this number of samples.
-TRAINING_KEYS = {"iteration", "consumed_samples", "ms_per_iteration", "tokens_per_second"}
 MAX_NUMBER = 1e15  # Larger numbers are damaged.
 
 Records = list[dict[str, Any]]
@@ -53,15 +50,15 @@ def render_page(folder: Path) -> str:
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True
     )
     curves, no_curves = _render_curves(metrics)
-    shown = np.linspace(0, len(samples) - 1, min(len(samples), MOST_SAMPLES)).round().astype(int)
+    every = -(-len(samples) // MOST_SAMPLES) or 1
     return environment.get_template("report.html").render(
         title=folder.resolve().name,
         now=f"{datetime.now().astimezone():%Y-%m-%d at %H:%M:%S %Z}",
-        figures=summary_rows(metrics, settings, config),
+        figures=summary_rows(metrics, settings),
         curves=curves,
         no_curves=no_curves,
         samples=samples,
-        shown=[samples[number] for number in shown],
+        shown=samples[::-every][::-1],  # including the last one
         history=history,
         differing=[(flag_name(key), value) for key, value in non_default_values(config).items()],
         flags=[(flag_name(key), value) for key, value in flatten_sections(config.as_dict()).items()]
@@ -91,28 +88,19 @@ def _settings(path: Path) -> tuple[dict[str, Any], Config]:
         return settings, Config.from_dict(settings.get("config", {}))
 
 
-def summary_rows(metrics: Records, settings: Mapping[str, Any], config: Config) -> list[tuple[str, str, str]]:
+def summary_rows(metrics: Records, settings: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Return the most important numbers as (name, value, remark). The list is empty before the first log line."""
-    trained = [r for r in metrics if "split" not in r and all(r.get(key) is not None for key in TRAINING_KEYS)]
+    trained = [record for record in metrics if "split" not in record]
     if not trained:
         return []
-    last, before, seconds = trained[-1], 0, 0.0
-    for record in trained:
-        seconds += (record["iteration"] - before) * record["ms_per_iteration"] / 1000
-        before = record["iteration"]
+    last = trained[-1]
     evaluated = [r for r in metrics if r.get("split") == "valid" and r.get("lm_loss") is not None]
     best = min(evaluated, key=lambda record: record["lm_loss"], default={})
-    at = f"at {best['iteration']:,}" if best else ""
     bits = f", {best['bits_per_byte']:.3f} bits per byte" if best.get("bits_per_byte") else ""
-    tokens, memory = last["consumed_samples"] * config.data.seq_length, last.get("memory_bytes")
     rows = [
         ("iteration", f"{last['iteration']:,}", f"of {settings['train_iters']:,}" if "train_iters" in settings else ""),
         ("training loss", _format_loss(last), "nats per token"),
-        ("lowest validation loss", _format_loss(best), at + bits),
-        ("tokens", f"{tokens:,}", "read in training"),
-        ("training time", str(timedelta(seconds=round(seconds))), "without evaluations and saves"),
-        ("tokens a second", f"{last['tokens_per_second']:,.0f}", f"MFU {last['mfu']:.1%}" if last.get("mfu") else ""),
-        ("peak memory", f"{memory / 2**30:.2f} GiB" if memory else "", "of rank 0"),
+        ("lowest validation loss", _format_loss(best), f"at {best.get('iteration', 0):,}{bits}"),
     ]
     return [row for row in rows if row[1]]
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from data_utils.command_line import align_columns
+
 WIDTH = 100  # the width of the lines around tables and evaluations
 RULE = "-" * WIDTH
 SHOWN_LOSSES = 6
@@ -72,8 +74,7 @@ def perplexity(nats: float) -> float:
 
 def align_rows(rows: Rows) -> list[str]:
     """Return lines of `name   value` with aligned values."""
-    width = max((len(name) for name, _ in rows), default=0)
-    return [f"  {name:<{width}}  {value}" for name, value in rows]
+    return [f"  {line}" for line in align_columns(rows, "<<")]
 
 
 def start_table(rows: Rows, flags: Rows) -> str:

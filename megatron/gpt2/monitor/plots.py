@@ -127,11 +127,6 @@ def plot_loss(metrics_path: str | Path, png_path: str | Path, title: str) -> str
         figure = draw_figure({f"{title}: loss (nats per token)": [training, validation], "learning rate": rates})
     except ImportError:
         return ascii_plot(training.points, title)
-    if validation.points:
-        x, y = validation.points[-1]
-        figure.axes[0].annotate(
-            f"{y:.3f}", (x, y), textcoords="offset points", xytext=(0, 8), ha="right", color=validation.colour
-        )
     figure.savefig(png_path)
     return str(png_path)
 

@@ -118,13 +118,8 @@ class RunLog:
         is_owner: Callable[[], bool] = lambda: True,
     ) -> None:
         self.active, self._is_owner = active, is_owner
-        self.directory = Path(save_directory)
-        self._iteration, self._metric_writers, self._next_report, self._closed = (
-            start_iteration,
-            metric_writers,
-            0.0,
-            not active,
-        )
+        self.directory, self._metric_writers = Path(save_directory), metric_writers
+        self._iteration, self._next_report, self._closed = start_iteration, 0.0, not active
         self._has_warned = False  # whether it has warned about lost records
         self.progress = progress_bar(total=train_iters, initial=start_iteration, unit="it", leave=False, visible=active)
         if not active:
@@ -200,10 +195,10 @@ class RunLog:
             with contextlib.suppress(OSError):  # There is no record yet, or `_append` has warned about the disk.
                 fsync_path(self.directory / name)
 
-    def report(self) -> None:
-        """Write report.html, unless this takes more than REPORT_TIME_SHARE of the run's time."""
+    def report(self, *, final: bool = False) -> None:
+        """Write report.html. If it is not the `final` one, this takes at most REPORT_TIME_SHARE of the run's time."""
         began = time.monotonic()
-        if not self.active or began < self._next_report:
+        if not self.active or began < self._next_report and not final:
             return
         self._write(REPORT, lambda path: str(write_report(path.parent)))
         now = time.monotonic()
@@ -229,7 +224,7 @@ class RunLog:
         self.progress.close()
         for writer in self._metric_writers:
             writer.close()
-        self._write(REPORT, lambda path: str(write_report(path.parent)))
+        self.report(final=True)
         return self._write("loss.png", lambda path: plot_loss(self.directory / METRICS, path, title))
 
 

@@ -9,7 +9,6 @@ events are complete. Incomplete events are read with the next line. On a CPU a t
     print(timers.line(iterations=100))
 """
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -137,9 +136,7 @@ def start_profiler(
     def write(profiled: profile) -> None:
         count = min(profiled.step_num, last - start) - before
         if count > 0:
-            new = trace.with_name("tmp-" + trace.name)  # The suffix decides the compression.
-            profiled.export_chrome_trace(str(new))
-            os.replace(new, trace)
+            profiled.export_chrome_trace(str(trace))  # The suffix decides the compression.
             table = profiled.key_averages().table(sort_by=f"self_{device.type}_time_total", row_limit=PROFILE_ROWS)
             (log if rank == 0 else print)(
                 f"the slowest operations of {count} iterations, by self time on the {device.type}:\n{table}\n"

@@ -85,11 +85,16 @@ class ReplicaCheck(Hook):
         row = torch.zeros(1 + self._max_tensors, dtype=torch.int64, device=now.device)
         row[0], row[1 : 1 + len(now)] = changed.any(), now
         all_hashes = gather_rows(row)
-        if all_hashes[:, 0].any():
-            own = itertools.compress(self._tensors, changed.tolist())
-            text = self._describe_change(list(own))
-        else:
+        if not all_hashes[:, 0].any():
             text = "; ".join(self._describe_differences(all_hashes[:, 1:]))
+        elif tensors := list(itertools.compress(self._tensors, changed.tolist())):
+            who = format_ranks([self._parallel.rank], self._hosts)
+            text = (
+                f"{who} holds a different {describe_tensors(tensors)} than the update of iteration {self._iteration} "
+                "left, the last clean hash"
+            )
+        else:
+            text = ""
         if any(texts := gather_strings(text)):
             raise StateCorrupted(
                 "; ".join(filter(None, dict.fromkeys(texts))) + ": the memory of a rank has changed by "
@@ -110,16 +115,6 @@ class ReplicaCheck(Hook):
 
         return [rank for rank in range(parallel.world_size) if position(rank) == position(parallel.rank)]
 
-    def _describe_change(self, tensors: Sequence[tuple[str, str]]) -> str:
-        """Describe the tensors of this rank that have changed since its last update."""
-        if not tensors:
-            return ""
-        rank = format_ranks([self._parallel.rank], self._hosts)
-        return (
-            f"{rank} holds a different {describe_tensors(tensors)} than the update of iteration {self._iteration} "
-            "left, the last clean hash"
-        )
-
     def _describe_differences(self, all_hashes: Tensor) -> Iterator[str]:
         """Describe the tensors of this rank that differ from their replicas.
 
@@ -127,8 +122,12 @@ class ReplicaCheck(Hook):
         """
         found: dict[tuple[int, ...], list[tuple[str, str]]] = {}
         for number, (tensor, ranks) in enumerate(zip(self._tensors, self._replicas, strict=True)):
-            if odd := minority(all_hashes[ranks, number].tolist()):
-                found.setdefault(tuple(ranks[index] for index in odd), []).append(tensor)
+            hashes = all_hashes[ranks, number].tolist()
+            value, count = Counter(hashes).most_common(1)[0]
+            has_majority = 2 * count > len(ranks)
+            odd = [rank for rank, h in zip(ranks, hashes, strict=True) if h != value or not has_majority]
+            if odd:
+                found.setdefault(tuple(odd), []).append(tensor)
         for ranks_of_odd, tensors in found.items():
             hold, others = ("hold", "each other") if len(ranks_of_odd) > 1 else ("holds", "the other replicas")
             who = format_ranks(ranks_of_odd, self._hosts)
@@ -163,14 +162,6 @@ def hash_ranges(buffer: Tensor, ranges: ElementRanges) -> Tensor:
     torch.cumsum(rows, 0, out=ends[1:])
     bounds = torch.tensor([(start // ROW, -(-stop // ROW)) for start, stop in ranges], device=buffer.device)
     return ends[bounds[:, 1]] - ends[bounds[:, 0]]
-
-
-def minority(values: Sequence[int]) -> list[int]:
-    """Return the indices of the values that differ from the majority, or all indices if no value has a majority."""
-    value, count = Counter(values).most_common(1)[0]
-    if 2 * count <= len(values):
-        return list(range(len(values)))
-    return [index for index, other in enumerate(values) if other != value]
 
 
 def describe_tensors(tensors: Sequence[tuple[str, str]]) -> str:

@@ -74,32 +74,22 @@ class RewindOnSpike(Hook):
         """Reload the last checkpoint before the spike, if there was one, and skip the samples since then."""
         if not self._spike:
             return False
-        spike, self._spike = self._spike, ""
-        folder, at = trainer.context.save_directory, trainer.progress.iteration
-        self._detector.rewinds += 1
+        folder, spike, newest = trainer.context.save_directory, f"{trainer.progress.iteration} {self._spike}", -1
+        self._spike = ""
         trainer.checkpoints.finish()
-        newest = (
-            rename_newer_checkpoints(folder, self._last_clean, trainer.log.info) if trainer.parallel.rank == 0 else -1
-        )
-        if max(gather_ints(newest, trainer.device)) < 0:
-            self._detector.rewinds = MAX_REWINDS
-            log_spike(
-                trainer,
-                f"WARNING: at iteration {at} {spike}, and there is no earlier checkpoint: the run continues, and "
-                "further spikes are ignored",
+        if trainer.parallel.rank == 0:
+            newest = rename_newer_checkpoints(folder, self._last_clean, trainer.log.info)
+        if has_earlier := max(gather_ints(newest, trainer.device)) >= 0:
+            self._detector.rewinds += 1
+            skipped, left = trainer.rewind(folder), MAX_REWINDS - self._detector.rewinds
+            done = (
+                f": the run is back at iteration {trainer.progress.iteration} and skips {plural(skipped, 'sample')} "
+                f"(--rewind-on-spike; {plural(left, 'more rewind')}, then none)"
             )
-            return False
-        skipped = trainer.rewind(folder)
-        left = MAX_REWINDS - self._detector.rewinds
-        log_spike(
-            trainer,
-            f"WARNING: at iteration {at} {spike}: the run is back at iteration {trainer.progress.iteration} and "
-            f"skips {plural(skipped, 'sample')} (--rewind-on-spike; {plural(left, 'more rewind')}, then none)",
-        )
-        return True
-
-
-def log_spike(trainer: Trainer, line: str) -> None:
-    """Log a line about the spike, and record it in the history and as an incident."""
-    trainer.log.info(line)
-    trainer.incidents.note("spike", line)
+        else:
+            self._detector.rewinds = MAX_REWINDS
+            done = ", and there is no earlier checkpoint: the run continues, and further spikes are ignored"
+        line = f"WARNING: at iteration {spike}{done}"
+        trainer.log.info(line)
+        trainer.incidents.note("spike", line)
+        return has_earlier

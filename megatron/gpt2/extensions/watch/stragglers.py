@@ -37,29 +37,22 @@ class LogStraggler(Hook):
     """Compares the ranks at each log line."""
 
     def __init__(self, config: Config) -> None:
-        self._detector: StragglerDetector | None = None
         self._wait_sampler: WaitSampler | None = None
-        self._iteration = 0
 
     def on_train_begin(self, trainer: Trainer) -> None:
-        """Start the detector, if there are other ranks."""
+        """Start the detector."""
         self._iteration = trainer.progress.iteration
-        if trainer.parallel.world_size > 1 and self._detector is None:
-            self._detector = StragglerDetector(trainer.parallel, trainer.hosts)
-            if trainer.device.type == "cpu":
-                self._wait_sampler = WaitSampler(trainer.timers)
+        self._detector = StragglerDetector(trainer.parallel, trainer.hosts)
+        if trainer.device.type == "cpu" and self._wait_sampler is None:
+            self._wait_sampler = WaitSampler(trainer.timers)
 
     def on_log(self, trainer: Trainer, record: IterationRecord) -> list[str]:
         """Return the result of `StragglerDetector.warnings`."""
-        if self._detector is None:
-            return []
         waited_ms = self._wait_sampler.take_ms(record.iteration - self._iteration) if self._wait_sampler else {}
         self._iteration = record.iteration
-        own_us = [
-            round(1000 * (trainer.timers.last_ms.get(name, 0.0) - waited_ms.get(name, 0.0))) for name in TIMER_ORDER
-        ]
-        all_us = gather_rows(torch.tensor(own_us, device=trainer.device))
-        lines = self._detector.warnings((all_us.double() / 1000).tolist(), record.ms_per_iteration)
+        own_ms = [trainer.timers.last_ms.get(name, 0.0) - waited_ms.get(name, 0.0) for name in TIMER_ORDER]
+        all_ms = gather_rows(torch.tensor(own_ms, device=trainer.device)).tolist()
+        lines = self._detector.warnings(all_ms, record.ms_per_iteration)
         for line in lines:
             trainer.incidents.note("slow", line)
         return lines
