@@ -120,7 +120,7 @@ class Failure(NamedTuple):
 def last_attempt(incidents: Sequence[Incident]) -> list[Incident]:
     """Return the incidents of the last start of the ranks, by a user or by --max-restarts.
 
-    If the last incident is a refused start by a user, return the refused starts only."""
+    If the last incident is a start by a user that was refused, return only the refused starts."""
     if incidents and incidents[-1]["kind"] == "refused" and not incidents[-1]["attempt"]:
         refused = {incident["who"]: incident for incident in incidents if incident["kind"] == "refused"}
         return [incident for incident in refused.values() if incident["time"] > incidents[-1]["time"] - START_WINDOW]
@@ -187,14 +187,15 @@ def _signal_failure(incident: Incident, incidents: Sequence[Incident]) -> Failur
     how = f"{ended_rank(incident)} was ended by {name}{at}"
     if name != "SIGKILL":
         return Failure("crashed rank", how)
-    killed = [other for other in found if other["kind"] == "rank ended" and other["signal"] == name]
+    killed = [other for other in incidents if other["kind"] == "rank ended" and other["signal"] == name]
     # A machine is lost if all of its ranks were lost. The ranks that a launcher kills after the first failure do not
     # count: no other rank reports them as lost.
-    here = {reporting_rank(other) for other in found if other["host"] == incident["host"]} - {-1}
-    accused = {rank for other in found if reporting_rank(other) not in here for rank in lost_ranks(other)}
-    if len(here) > 1 and here <= {other["rank"] for other in killed} & accused:
+    ranks_of_host = {reporting_rank(other) for other in incidents if other["host"] == incident["host"]} - {-1}
+    accused = {rank for other in incidents if reporting_rank(other) not in ranks_of_host for rank in lost_ranks(other)}
+    if len(ranks_of_host) > 1 and ranks_of_host <= {other["rank"] for other in killed} & accused:
         return Failure(
-            "killed node", f"{format_ranks(here, {})}, all of {incident['host']}, were ended by {name} at once{at}"
+            "killed node",
+            f"{format_ranks(ranks_of_host, {})}, all of {incident['host']}, were ended by {name} at once{at}",
         )
     at_once = {
         other["rank"] for other in killed if other["first"] and abs(other["time"] - incident["time"]) < KILL_WINDOW
@@ -205,18 +206,18 @@ def _signal_failure(incident: Incident, incidents: Sequence[Incident]) -> Failur
     return Failure("killed rank", how)
 
 
-def _hang_failure(found: Sequence[Incident]) -> Failure:
+def _hang_failure(incidents: Sequence[Incident]) -> Failure:
     """Return the failure if ranks waited too long. Each rank records its own stack, and one rank of each machine the
     `ranks` that are missing."""
-    hangs = [incident for incident in found if incident["kind"] == "hang"]
+    hangs = [incident for incident in incidents if incident["kind"] == "hang"]
     if cut := next((incident["cut"] for incident in hangs if incident["cut"]), None):
-        return Failure("lost link", f"{' and '.join(cut)} could not connect to each other{at_iteration(found)}")
+        return Failure("lost link", f"{' and '.join(cut)} could not connect to each other{at_iteration(incidents)}")
     missing: list[int] = next((incident["ranks"] for incident in hangs if incident["ranks"]), [])
     stack: list[str] = next((i["stack"] for i in hangs if reporting_rank(i) in missing and i["stack"]), [])
-    ours = [line.partition(" ")[0] for line in stack if re.match("(megatron|mpu|data_utils)/", line)]
-    who, at = format_ranks(missing, {}) if missing else "a rank", f", at {ours[-1]}" if ours else ""
+    own_lines = [line.partition(" ")[0] for line in stack if re.match("(megatron|mpu|data_utils)/", line)]
+    who, at = format_ranks(missing, {}) if missing else "a rank", f", at {own_lines[-1]}" if own_lines else ""
     kind = "hang in data loading" if any(LOADING_LINE.search(line) for line in stack) else "hang"
-    return Failure(kind, f"{who} did not reach a collective that the others had entered{at}{at_iteration(found)}")
+    return Failure(kind, f"{who} did not reach a collective that the others had entered{at}{at_iteration(incidents)}")
 
 
 def _lost_failure(incidents: Sequence[Incident]) -> Failure | None:
@@ -226,21 +227,21 @@ def _lost_failure(incidents: Sequence[Incident]) -> Failure | None:
         return None
     accused = {rank for incident in witnesses for rank in lost_ranks(incident)}
     accusers = {reporting_rank(incident) for incident in witnesses} - {-1}
-    at, seen_by = at_iteration(found), f"as {origin(witnesses[0])} saw it"
+    at, seen_by = at_iteration(incidents), f"as {origin(witnesses[0])} saw it"
     if accused and accused <= accusers:
         whom = "each other" if len(accused) > 1 else "the others"  # A rank that loses the store reports rank 0 as lost.
         return Failure("lost link", f"{format_ranks(accused, {})} lost {whom}{at}")
-    gone = accused - accusers
-    hosts: dict[bool, set[str]] = {True: set(), False: set()}  # of the ranks that are gone, and of the others
-    for incident in found:
+    lost = accused - accusers
+    hosts: dict[bool, set[str]] = {True: set(), False: set()}  # of the lost ranks, and of the others
+    for incident in incidents:
         if (rank := reporting_rank(incident)) >= 0:
-            hosts[rank in gone].add(incident["host"])
+            hosts[rank in lost].add(incident["host"])
     if hosts[True] and not hosts[True] & hosts[False]:
         on = ", ".join(sorted(hosts[True]))
-        return Failure("lost node", f"{format_ranks(gone, {})} on {on} stopped responding{at}, {seen_by}")
+        return Failure("lost node", f"{format_ranks(lost, {})} on {on} stopped responding{at}, {seen_by}")
     seconds = max((s for incident in witnesses for s in lost_ranks(incident).values() if s is not None), default=None)
     silence = "" if seconds is None else f" for {seconds:.0f} s"
-    return Failure("silent rank", f"{format_ranks(gone or accused, {})} sent no heartbeat{silence}{at}, {seen_by}")
+    return Failure("silent rank", f"{format_ranks(lost or accused, {})} sent no heartbeat{silence}{at}, {seen_by}")
 
 
 def _exit_code_failure(found: Sequence[Incident], ended: dict[str, Any]) -> Failure | None:

@@ -113,7 +113,7 @@ def test_program(folder: Path, expected: Figures, capsys: pytest.CaptureFixture[
     for wrong, said in (
         (["--tasks", "ch*,none"], "--tasks: lm-eval has no task none"),
         (["--tasks", "choice", "--output", "no/such/folder/x"], "--output no/such/folder/x"),
-        (["--tasks", "choice", "--batch-size", "0"], "--micro-batch-size/--batch-size/--eval-batch-size/--eval-micro-batch-size: must be at least 1, not 0"),
+        (["--tasks", "choice", "--batch-size", "0"], "--micro-batch-size/--batch-size/--eval-batch-size"),
     ):
         assert main([*flags, *wrong]) == 2
         out, error = capsys.readouterr()
