@@ -68,7 +68,7 @@ def load_for_inference(
         f"--load {directory}: {ranks} ranks cannot share its {heads} attention heads: give a number that divides them "
         "(--nproc-per-node; the scripts: MP_SIZE)",
     )
-    stage = layers_of_stages(config.num_layers, parallel.pipeline_model_parallel_size)[
+    stage = layers_of_virtual_stages(config.num_layers, parallel.pipeline_model_parallel_size)[
         parallel.pipeline_model_parallel_rank
     ]
     model = GPT2Model(config, build_block_config(config, device=device), layer_ranges=[stage])

@@ -282,9 +282,9 @@ class CompletionChoice:
     def _logprobs(self, tokens: list[tuple[int, GeneratedToken]]) -> dict[str, list[Any]]:
         rows: list[tuple[Any, ...]] = []
         for start, token in tokens:
-            name, own = token_name(self._tokenizer, token.id), log_probability(token.probability)
+            name, logprob = token_name(self._tokenizer, token.id), log_probability(token.probability)
             likeliest = {token_name(self._tokenizer, i): log_probability(p) for i, p in token.likeliest}
-            rows.append((name, own, {**likeliest, name: own} if likeliest else {}, start))
+            rows.append((name, logprob, {**likeliest, name: logprob} if likeliest else {}, start))
         columns = "tokens", "token_logprobs", "top_logprobs", "text_offset"
         return {column: [row[number] for row in rows] for number, column in enumerate(columns)}
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from data_utils.command_line import require
 from data_utils.files import safetensors_header, wrap_errors
-from megatron.gpt2.checkpoint.reader import DTYPE_CODES, DTYPES
+from megatron.gpt2.checkpoint.reader import SAFETENSORS_CODES, SAFETENSORS_DTYPES
 from mpu.partition import TensorSlice
 
 FORMAT = 2
