@@ -54,8 +54,8 @@ class Fault:
 
 
 def plant(*faults: Fault) -> None:
-    """Patch this process and its future children, so that the faults happen there. Replaces the faults of earlier
-    calls."""
+    """Patch this process and its future children, so that the faults happen there. The faults of earlier calls no
+    longer happen."""
 
     def step(trainer: Trainer) -> None:
         for fault in faults:

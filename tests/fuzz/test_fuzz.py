@@ -44,7 +44,7 @@ def test_inputs_are_taken_or_refused(inputs: Callable[[str], Input], name: str) 
 
 
 def bad_reader(name: str) -> Target:
-    """Return a reader of a file of ten bytes that has a defect at about every fourth seed."""
+    """Return a reader of a file of ten bytes. The reader has a defect that about every fourth seed shows."""
     kept: list[bytes] = []
 
     def read(folder: Path) -> None:

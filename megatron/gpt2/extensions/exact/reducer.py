@@ -97,8 +97,8 @@ class ExactBucketReducer(BucketReducer):
         super().begin(num_microbatches)
 
     def register_grad_ready(self, name: str) -> None:
-        """See `BucketReducer.register_grad_ready`. Adds the current partial sum to the stored ones where the tree does.
-        Stores it if the next leaf starts a new sum."""
+        """See `BucketReducer.register_grad_ready`. The current partial sum is added to stored sums where the tree does
+        this, and is then stored if the next leaf starts a new sum."""
         sums = self._sums[1 + self._num_microbatches - self._awaited[name]]
         grad, waiting = self._grad(name), self._waiting[name]
         while len(waiting) >= len(sums):

@@ -32,7 +32,7 @@ PAGE = Path(__file__).with_name("page.html")
 def page(about: str, ranks: Sequence[int], spans: Sequence[QueueSpan]) -> str:
     """Return the HTML page.
 
-    ranks: the rank that each stage of the spans stands for.
+    ranks: for each stage, the number of the rank that the page shows.
     """
     rows = [
         (*span[:3], round(1e6 * span.start, 3), round(1e6 * span.end, 3), span.text)

@@ -56,7 +56,7 @@ class Operation(NamedTuple):
     read, written: number of bytes.
     phase: the timer of the program that runs, such as "forward", or "".
     place: file and line of the program, or "autograd".
-    times: how often the program runs it in a row.
+    times: how often in a row the program runs this operator.
     """
 
     name: str

@@ -33,7 +33,7 @@ pytestmark = needs("gguf", extra="gguf")
 
 @pytest.fixture(scope="module", params=KINDS)
 def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """Return a tokenizer of this kind. The SentencePiece one is trained on random texts of WORDS."""
+    """Return a tokenizer of this kind. The SentencePiece tokenizer is trained on random texts of WORDS."""
     model = tmp_path_factory.mktemp("sentencepiece") / "model"
     if request.param == "SentencePieceTokenizer":
         draw = random.Random(0)
