@@ -388,7 +388,7 @@ class TrainConfig(ConfigSection):
         'TOKENS:SIZE …: use batch size SIZE after TOKENS tokens, e.g. "0:16 2.4B:320"; K, M, B, T: powers of 1000',
         metavar="TOKENS:SIZE",
     )
-    train_iters: int | None = flag_field(None, "number of training iterations; of several lengths, the shortest")
+    train_iters: int | None = flag_field(None, "training iterations; the shortest of several lengths counts")
     train_samples: int | None = flag_field(None, "training length in samples")
     train_tokens: int | None = flag_field(None, "training length in tokens")
     train_epochs: float | None = flag_field(None, "training length in epochs of the training split")
