@@ -66,7 +66,7 @@ ARGPARSE_KEYWORDS |= {kind | None: ARGPARSE_KEYWORDS[kind] for kind in (int, flo
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of the training program. Its result has only the given flags, as "section.field". It leaves
-    flags of Megatron that are no fields unparsed; `arguments.py` reads them, and reports errors of both kinds of flags
+    flags of Megatron that have no field unparsed; `arguments.py` reads them, and reports errors of both kinds of flags
     together."""
     parser = Parser(
         prog="pretrain_gpt2",
