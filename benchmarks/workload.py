@@ -30,7 +30,7 @@ LLM_C_RESULTS: list[dict[str, Any]] = [
 
 @dataclass(frozen=True)
 class Workload:
-    """The training task of all arms.
+    """The training task that all compared programs (arms) run.
 
     scratch: a temporary folder.
     compiler: the backend of torch.compile.

@@ -1,8 +1,8 @@
 """The memory of one rank in a training step, by part, from a trace of the program.
 
 Memory is largest at some line of the program. An allocation belongs to the gradients, to the logits and the loss, or to
-communication by the file that makes it. The others are activations if they exist after their forward pass, and
-otherwise temporary.
+communication by the file that makes it. All other allocations are activations if they exist after their forward pass,
+and otherwise temporary.
 
 A trace has fewer micro-batches than the step if there are many, because after two for each pipeline stage the memory
 repeats. It also has few layers: at each line of the program, memory is a linear function of the number of layers.
