@@ -268,9 +268,10 @@ def test_the_list_of_the_core() -> None:
 def test_no_pickle(package: str) -> None:
     for path in sources(package):
         tree = tree_of(path)
-        assert "pickle" not in roots(imported(path)), f"{path.relative_to(ROOT)} imports pickle"
+        # nanogpt_and_dcp.py writes nanoGPT's meta.pkl. The rule below keeps it from reading one.
+        assert "pickle" not in roots(imported(path)) or path.name == "nanogpt_and_dcp.py", f"{path} imports pickle"
         called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-        bad = called & {"torch.load", "torch.save", "eval", "exec"}
+        bad = called & {"torch.load", "torch.save", "pickle.load", "pickle.loads", "pickle.Unpickler", "eval", "exec"}
         if path.name in ("megatron.py", "nanogpt_and_dcp.py", "torch_dist.py"):
             bad -= {"torch.save"}  # The format that it writes is a pickle.
         assert not bad, f"{path.relative_to(ROOT)} calls {bad}"
@@ -283,6 +284,9 @@ def test_entry_points_only_open_a_program() -> None:
     """`tasks/` only has the one name that Megatron v1 and v2 had."""
     assert [path.name for path in (ROOT / "tasks").iterdir() if path.name != "__pycache__"] == ["main.py"]
     for path in (*sources("tools"), *sources("tasks"), *ROOT.glob("*.py")):
-        assert imported(path) <= {"sys", "setuptools.setup", "megatron.gpt2.__main__.run"}, path.relative_to(ROOT)
+        if path.name == "checkout.py":  # The files next to it import `run` from it.
+            assert imported(path) == {"sys", "pathlib.Path", "megatron.gpt2.__main__.run"}
+            continue
+        assert imported(path) <= {"sys", "setuptools.setup", "checkout.run", "megatron.gpt2.__main__.run"}, path
         called = re.findall(r'^    run\("([a-z-]+)"\)$', path.read_text(encoding="utf-8"), re.MULTILINE)
         assert path.name == "setup.py" or len(called) == 1 and called[0] in PROGRAMS, path.relative_to(ROOT)

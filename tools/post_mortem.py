@@ -1,10 +1,7 @@
 #!/usr/bin/env python3
 """Run `gpt2 post-mortem`, also if the project is not installed."""
 
-import sys
+from checkout import run
 
 if __name__ == "__main__":  # false in child processes, which import this file
-    sys.path.insert(0, sys.path[0].removesuffix("tools"))
-    from megatron.gpt2.__main__ import run
-
     run("post-mortem")

@@ -43,6 +43,7 @@ def test_all_ways_to_call_a_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All ways print the same line. A file of tools/ can be run from any folder."""
+    monkeypatch.syspath_prepend(ROOT / "tools")
     for argv in (["gpt2", "report"], ["/bin/gpt2-report"], [str(ROOT / "tools/report.py")]):
         if argv[0].endswith(".py"):
             monkeypatch.setattr(sys, "argv", [*argv, "nowhere"])
