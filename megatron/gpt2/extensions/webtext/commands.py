@@ -8,16 +8,16 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from data_utils.command_line import missing_package
+from data_utils.command_line import bounded_float, missing_package
 from data_utils.corpora import TEXT_SUFFIX
 from data_utils.files import hash_file
 from data_utils.splits import parse_split
 from data_utils.tokenizers import build_tokenizer
+from megatron.gpt2.commands.preprocess_data import add_tokenizer_flags, tokenizer_arguments
 from megatron.gpt2.extensions.webtext import filters, near_duplicates
 from megatron.gpt2.extensions.webtext.shards import Shard, WebtextStage, find_files, find_shards, shard_name
 from megatron.gpt2.extensions.webtext.stages import (
     add_number,
-    bounded_number,
     log,
     run_stage,
     shard_folder,
@@ -25,7 +25,7 @@ from megatron.gpt2.extensions.webtext.stages import (
 )
 
 Argv = Sequence[str] | None
-seconds = bounded_number(float, 1e-3, 86400, "a number of seconds between 0 and a day")
+seconds = bounded_float(1e-3, 86400)
 
 
 def blacklist_urls(argv: Argv = None) -> None:
@@ -84,16 +84,9 @@ def cleanup_dataset(argv: Argv = None) -> None:
     parser = stage_parser(cleanup_dataset)
     parser.add_argument("--language", default="en", metavar="CODE", help="two letters, or any (default: %(default)s)")
     add_number(parser, "--min-tokens", 128, "least tokens of a document")
-    parser.add_argument(
-        "--tokenizer-type",
-        choices=("builtin", "bytes", "GPT2BPETokenizer"),
-        default="builtin",
-        help="tokenizer that counts the tokens (default: %(default)s, which needs no files)",
-    )
-    parser.add_argument("--vocab-file", metavar="FILE", help="for GPT2BPETokenizer (default: the user's cache)")
-    parser.add_argument("--merge-file", metavar="FILE")
+    add_tokenizer_flags(parser, default="builtin", help="tokenizer that counts the tokens (default: %(default)s)")
     args = parser.parse_args(argv)
-    args.tokenizer = {"kind": args.tokenizer_type, "vocab_file": args.vocab_file, "merge_file": args.merge_file}
+    args.tokenizer = tokenizer_arguments(args)
     args.fingerprint = build_tokenizer(**args.tokenizer).fingerprint
     libraries = ("ftfy",) if args.language == "any" else ("ftfy", "py3langid")
     run_stage(
@@ -116,7 +109,7 @@ def find_duplicates(argv: Argv = None) -> None:
         "--min-jaccard",
         0.8,
         "least Jaccard index of a pair",
-        kind=bounded_number(float, 1e-9, 1, "between 0 and 1"),
+        kind=bounded_float(1e-9, 1),
     )
     args = parser.parse_args(argv)
     shards, folder = find_shards(args.input), shard_folder(args.output) / "signatures"
@@ -205,19 +198,15 @@ def merge_jsons(argv: Argv = None) -> None:
     parser.add_argument(
         "--output_file",
         "--output-file",
+        dest="output",
         type=Path,
         default=Path("merged_output.json"),
         metavar="FILE",
         help="to write (default: %(default)s)",
     )
     args = parser.parse_args(argv)
-    files, path = find_files([args.data_path], "--data_path"), args.output_file
-    if path in files:
-        raise ValueError(f"--output_file {path} is one of the files to merge: give a different name")
-    args.output, args.name = path.parent, path.name
-    run_stage(
-        WebtextStage("merge_jsons", filters.merge, args, ("name",)), [Shard(shard_name(path), files)], exclusive=False
-    )
+    shard = Shard(shard_name(args.output), find_files([args.data_path], "--data_path"))
+    run_stage(WebtextStage("merge_jsons", filters.merge, args), [shard])
 
 
 def split_dataset(argv: Argv = None) -> None:

@@ -33,6 +33,7 @@ HEADERS = {
 KINDS = ("text/html", "application/xhtml+xml", "text/plain")
 NO_HOST, CONNECTION_FAILED = "no such host", "connection failed"
 
+
 Result = tuple[dict[str, Any], str | None]  # the record of a URL, and its text
 
 
@@ -109,19 +110,16 @@ async def _follow(
     raise PageError(f"more than {REDIRECTS} redirects")
 
 
-def extract_text(page: Page) -> tuple[str | None, str]:
-    """Return the main text of a page, or None; and the name of an error, or "". Bytes are decoded with the charset from
-    the server, else as UTF-8, else as trafilatura guesses."""
+def extract_text(page: Page) -> str | None:
+    """Return the main text of a page, or None. Bytes are decoded with the charset from the server, else as UTF-8, else
+    as trafilatura guesses."""
     import trafilatura
 
     content: bytes | str = page.body
     with contextlib.suppress(LookupError, ValueError):
         content = page.body.decode(page.charset or "utf-8")
-    try:
-        options = {"include_comments": False, "include_tables": False, "deduplicate": False}
-        return trafilatura.extract(content, url=page.url, **options), ""
-    except Exception as error:  # A hostile page may cause any error.
-        return None, type(error).__name__
+    options = {"include_comments": False, "include_tables": False, "deduplicate": False}
+    return trafilatura.extract(content, url=page.url, **options)
 
 
 def _start_extractor() -> None:
@@ -141,13 +139,13 @@ async def extract(pool: pebble.ProcessPool, page: Page, seconds: float) -> str:
     """Return the main text of a page. Raises PageError with the reason if there is none; a process that takes longer
     than `seconds` is killed."""
     try:
-        text, error = await asyncio.wrap_future(pool.schedule(extract_text, args=[page], timeout=seconds))
+        text = await asyncio.wrap_future(pool.schedule(extract_text, args=[page], timeout=seconds))
     except (asyncio.TimeoutError, TimeoutError):
         raise PageError("text not found in time") from None
     except pebble.ProcessExpired:
         raise PageError("its extraction ended a process") from None
-    if error:
-        raise PageError(f"not readable ({error})")
+    except Exception as error:  # A hostile page may cause any error.
+        raise PageError(f"not readable ({type(error).__name__})") from None
     if not text or not text.strip():
         raise PageError("page without text")
     return text
@@ -193,15 +191,13 @@ def download(run: ShardRun) -> None:
     async def write() -> None:
         async for record, text in fetch_records(run):
             records.write(json_line(record))
-            unreachable.append(record["result"] in (NO_HOST, CONNECTION_FAILED))
             if text is None:
                 run.drop(record["result"], record["url"])
             else:
                 run.write({"url": record["url"], "text": text})
 
     records = run.file(f"records/{run.shard.name}.jsonl")
-    unreachable: list[bool] = []
     asyncio.run(write())
-    # No server answered, so the network may be down: the result is not recorded.
-    if sum(unreachable) == run.entered > 1:
+    # If no server answered, the network may be down, and the result is not recorded.
+    if run.dropped.keys() <= {NO_HOST, CONNECTION_FAILED} and not run.left and run.entered > 1:
         raise OSError(f"no URL of {run.shard.files[0]} could be reached: is there a network?")

@@ -14,7 +14,6 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from data_utils.tokenizers import build_tokenizer
-from data_utils.tokenizers.base import Tokenizer
 from megatron.gpt2.extensions.webtext.shards import UNREADABLE, Shard, ShardRun, document_label
 
 SHORTEST, LONGEST = 9, 2048  # the number of characters of a URL
@@ -119,13 +118,6 @@ def detect_language(text: str) -> str:
     return py3langid.classify(text[:LANGUAGE_CHARACTERS])[0]
 
 
-def has_min_tokens(tokenizer: Tokenizer, text: str, least: int) -> bool:
-    """Return True if a text has at least `least` tokens. It is tokenized only if its number of bytes does not
-    decide."""
-    size = len(text.encode("utf-8"))
-    return size >= least and (size > least * int(tokenizer.byte_lengths.max()) or len(tokenizer.encode(text)) >= least)
-
-
 def cleanup(run: ShardRun) -> None:
     """Fix each document with ftfy. Drop it if it is then empty, has fewer than --min-tokens tokens, or is not in
     --language."""
@@ -135,7 +127,7 @@ def cleanup(run: ShardRun) -> None:
         text = document["text"] = fix_text(document["text"]).strip()
         if not text:
             run.drop("empty once fixed", document)
-        elif not has_min_tokens(tokenizer, text, args.min_tokens):
+        elif len(tokenizer.encode(text)) < args.min_tokens:
             run.drop(f"fewer than {args.min_tokens} tokens", document)
         elif args.language != "any" and (found := detect_language(text)) != args.language:
             run.drop(f"not {args.language}", f"{found}: {document_label(document)}")
@@ -182,7 +174,7 @@ def decontaminate(run: ShardRun) -> None:
 def merge(run: ShardRun) -> None:
     """Write all documents of all files, in order, to one file."""
     for document in run.documents():
-        run.write(document, run.args.name)
+        run.write(document)
 
 
 def split(run: ShardRun) -> None:

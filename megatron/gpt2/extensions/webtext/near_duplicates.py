@@ -108,28 +108,29 @@ def is_seekable(shard: Shard) -> bool:
 def write_signatures(run: ShardRun) -> None:
     """Write the signatures [documents, 21] of a shard, and a copy of its documents if the shard is not seekable."""
     signatures = run.file(f"{run.shard.name}.signatures")
-    documents_with_offsets = run.documents_with_offsets()
-    while batch := list(itertools.islice(documents_with_offsets, SIGN_BATCH)):
-        offsets = []
-        for offset, document in batch:
-            if not is_seekable(run.shard):
-                copies = run.file(f"{run.shard.name}.jsonl")
-                offset = copies.size
+    copies = None if is_seekable(run.shard) else run.file(f"{run.shard.name}.jsonl")
+
+    def texts_with_offsets() -> Iterator[tuple[int, str]]:
+        for document in run.documents():
+            yield run.offset if copies is None else copies.size, document["text"]
+            if copies is not None:
                 copies.write(json_line(document))
-            offsets.append(offset)
-        keys = band_keys(np.stack([sketch(document["text"]) for _, document in batch]))
-        signatures.write(np.column_stack([keys, np.array(offsets, np.uint64)]).astype("<u8").tobytes())
+
+    texts = texts_with_offsets()
+    while batch := list(itertools.islice(texts, SIGN_BATCH)):
+        keys = band_keys(np.stack([sketch(text) for _, text in batch]))
+        offsets = np.array([offset for offset, _ in batch], np.uint64)
+        signatures.write(np.column_stack([keys, offsets]).astype("<u8").tobytes())
         run.left += len(batch)
 
 
 def buckets(keys: np.ndarray) -> Iterator[list[int]]:
     """Yield, for each key that occurs at least twice, the indices with this key in ascending order."""
-    order = np.argsort(keys, kind="stable")
-    ordered = keys[order]
-    starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
-    stops = np.append(starts[1:], len(keys))
-    for bucket in np.flatnonzero(stops - starts > 1):
-        yield order[starts[bucket] : stops[bucket]].tolist()
+    _, inverse, counts = np.unique(keys, return_inverse=True, return_counts=True)
+    repeated = np.flatnonzero(counts[inverse] > 1)
+    order = repeated[np.argsort(keys[repeated], kind="stable")]
+    for bucket in np.split(order, np.flatnonzero(np.diff(keys[order])) + 1):
+        yield bucket.tolist()
 
 
 def duplicate_pairs(
@@ -143,10 +144,7 @@ def duplicate_pairs(
 
     @functools.cache  # A pair may share several bands.
     def index_of(first: int, second: int) -> float:
-        one, other = shingles_of(first), shingles_of(second)
-        if min(len(one), len(other)) < min_jaccard * max(len(one), len(other)):
-            return 0.0
-        return jaccard(one, other)
+        return jaccard(shingles_of(first), shingles_of(second))
 
     joined = UnionFind()
     for band in range(BANDS):
@@ -232,10 +230,9 @@ def duplicates_to_remove(path: Path) -> set[int]:
 def remove_duplicates(run: ShardRun) -> None:
     """Write the documents of a shard, except those that have an earlier document in their group."""
     path = run.args.groups_file
-    table, (file, *_) = read_table(path)[0], run.shard.files
-    facts = run.shard.metadata()
+    table, file, found = read_table(path)[0], run.shard.files[0], run.shard.metadata()
     matches = [
-        index for index, shard in enumerate(table) if all(shard[key] == facts[key] for key in ("name", "sha256"))
+        index for index, shard in enumerate(table) if all(shard[key] == found[key] for key in ("name", "sha256"))
     ]
     if not matches:
         raise ValueError(f"{path} was not made from the present {file}: search it for duplicates first")

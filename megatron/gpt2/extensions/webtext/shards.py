@@ -119,7 +119,7 @@ def json_line(document: Any) -> bytes:
 
 def parse_document(path: Path, content: bytes, text_key: str) -> Document:
     """Parse a document from a line of JSON or a whole .txt file. The text of the document is moved to "text". Raises
-    ValueError or RecursionError if there is none."""
+    ValueError if there is none."""
     if is_text(path):
         return {"id": path.name, "text": content.decode("utf-8-sig").replace("\r\n", "\n")}
     document = json_object(content)
@@ -186,17 +186,17 @@ class ShardRun:
         read: ReportProgress = lambda count: None,
     ) -> None:
         self.args, self.shard, self.output, self.limit = args, shard, output, limit
-        self.entered = self.left = 0
+        self.entered = self.left = self.offset = 0
         self.dropped: dict[str, dict[str, Any]] = {}
         self._read = read
         self._files: dict[str, HashingWriter] = {}
         self._open = contextlib.ExitStack()
 
-    def _entries(self, whole_texts: bool) -> Iterator[tuple[Path, int, int, bytes]]:
-        """Yield (file, line number, offset in the decompressed file, content) of each line that is not blank, or of a
-        whole .txt file, and count it."""
+    def _entries(self, whole_texts: bool) -> Iterator[tuple[Path, str, bytes]]:
+        """Yield (file, its place in messages, content) of each line that is not blank, or of a whole .txt file, and
+        count it."""
         for path in self.shard.files:
-            whole, offset = whole_texts and is_text(path), 0
+            whole, self.offset = whole_texts and is_text(path), 0
             with open_bytes(path) as file:
                 for number, content in enumerate([file.read()] if whole else file, 1):
                     self._read(len(content))
@@ -204,26 +204,21 @@ class ShardRun:
                         if self.entered == self.limit:
                             return
                         self.entered += 1
-                        yield path, number, offset, content
-                    offset += len(content)
+                        yield path, f"{path}" if whole else f"{path}:{number}", content
+                    self.offset += len(content)
 
     def lines(self) -> Iterator[str]:
         """Yield the stripped lines of the shard that are not empty."""
         return (content.decode("utf-8-sig", "replace").strip() for *_, content in self._entries(whole_texts=False))
 
     def documents(self) -> Iterator[Document]:
-        """Yield the documents of the shard."""
-        return (document for _, document in self.documents_with_offsets())
-
-    def documents_with_offsets(self) -> Iterator[tuple[int, Document]]:
-        """Yield (offset in the decompressed file, document) of each document of the shard. Raises ValueError if the
-        first thousand are all unreadable."""
-        for path, number, offset, content in self._entries(whole_texts=True):
-            source = f"{path}" if is_text(path) else f"{path}:{number}"
+        """Yield the documents of the shard. `offset` is where the current one begins in its decompressed file. Raises
+        ValueError if the first thousand are all unreadable."""
+        for path, place, content in self._entries(whole_texts=True):
             try:
                 document = parse_document(path, content, self.args.text_key)
-            except (ValueError, RecursionError) as error:
-                self.drop(UNREADABLE, f"{source}: {error}")
+            except ValueError as error:
+                self.drop(UNREADABLE, f"{place}: {error}")
                 bad = self.dropped[UNREADABLE]
                 if bad["count"] == self.entered == MAX_LEADING_BAD_LINES:  # Fail now instead of after hours.
                     raise ValueError(
@@ -231,9 +226,9 @@ class ShardRun:
                     ) from None
                 continue
             if document["text"].strip():
-                yield offset, document
+                yield document
             else:
-                self.drop("empty", source)
+                self.drop("empty", place)
 
     def drop(self, reason: str, what: Document | str) -> None:
         """Drop and count an entry. The first entries of each reason are kept as samples."""

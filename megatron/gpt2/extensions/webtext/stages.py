@@ -6,17 +6,27 @@ manifests of its shards and skips them.
 """
 
 import argparse
-import contextlib
 import functools
 import inspect
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_utils.command_line import ROOT, Parser, missing_package, plural, progress_bar
+from data_utils.command_line import (
+    ROOT,
+    Parser,
+    align_columns,
+    bounded_float,
+    missing_package,
+    plural,
+    positive_int,
+    progress_bar,
+)
 from data_utils.corpora import COMPRESSED_SUFFIXES, JSON_SUFFIXES, MAX_BAD_FRACTION, TEXT_SUFFIX
 from data_utils.files import file_lock
 from data_utils.shards import Manifest, map_in_processes
@@ -37,25 +47,6 @@ POSITIONAL: dict[str, dict[str, Any]] = {
 }
 
 
-def bounded_number(kind: type, least: float, most: float, words: str) -> Callable[[str], Any]:
-    """Make an argparse type for numbers from `least` to `most`.
-
-    words: the words that an error uses for such a number.
-    """
-
-    def parse(text: str) -> Any:
-        with contextlib.suppress(ValueError):
-            if least <= (value := kind(text)) <= most:
-                return value
-        raise argparse.ArgumentTypeError(f"{text} is not {words}")
-
-    return parse
-
-
-positive = bounded_number(int, 1, float("inf"), "a whole number above 0")
-fraction = bounded_number(float, 0, 1, "between 0 and 1")
-
-
 def stage_parser(program: Callable[..., object], positional: Sequence[str] = ("input", "output")) -> Parser:
     """Make a parser with the docstring of `program`, the positional arguments, and the flags of every stage."""
     parser = Parser(description=inspect.getdoc(program))
@@ -66,7 +57,8 @@ def stage_parser(program: Callable[..., object], positional: Sequence[str] = ("i
     parser.add_argument(
         "--text-key", default="text", metavar="KEY", help="the JSON field with the text (default: text)"
     )
-    add_number(parser, "--max-bad-fraction", MAX_BAD_FRACTION, "fail if more of the documents are unreadable", fraction)
+    words = "fail if more of the documents are unreadable"
+    add_number(parser, "--max-bad-fraction", MAX_BAD_FRACTION, words, bounded_float(0, 1))
     cluster = parser.add_argument_group("on a cluster, with datatrove")
     cluster.add_argument(
         "--executor", choices=("local", "slurm", "ray"), help="default: processes on this machine, without datatrove"
@@ -78,7 +70,7 @@ def stage_parser(program: Callable[..., object], positional: Sequence[str] = ("i
 
 
 def add_number(
-    parser: argparse._ActionsContainer, flag: str, default: float | None, words: str, kind: Any = positive
+    parser: argparse._ActionsContainer, flag: str, default: float | None, words: str, kind: Any = positive_int
 ) -> None:
     """Add a flag that takes a number."""
     shown = "" if default is None else " (default: %(default)s)"
@@ -91,16 +83,11 @@ def log(line: str) -> None:
 
 
 def run_stage(
-    stage: WebtextStage,
-    shards: Sequence[Shard] | None = None,
-    *,
-    exclusive: bool = True,
-    one_file: tuple[str, ...] = JSON_SUFFIXES,
+    stage: WebtextStage, shards: Sequence[Shard] | None = None, *, one_file: tuple[str, ...] = JSON_SUFFIXES
 ) -> list[Manifest]:
     """Run `stage` on `shards` (default: those of INPUT). Return the manifests of all shards, in order; none if the
     shards were submitted to Slurm.
 
-    exclusive: OUTPUT may hold nothing else.
     one_file: the suffixes of an OUTPUT that is one file.
 
     Raises ValueError for a bad flag, or if the next stage cannot use the result.
@@ -128,13 +115,11 @@ def run_stage(
                 "reports, and repeats failed shards"
             )
             return []
-        manifests = run_locally(stage, shards, folder, exclusive)
+        manifests = run_locally(stage, shards, folder)
     except KeyboardInterrupt:
         print("interrupted: the same command continues", file=sys.stderr)
         sys.exit(130)
-    for line in summarize_stage(stage.name, manifests):
-        log(line)
-    check_counts(manifests, args.max_bad_fraction)
+    report_stage(stage, manifests)
     if folder != output:
         with atomic_file(output) as together:
             for name in (name for manifest in manifests for name in manifest["outputs"]):
@@ -150,9 +135,9 @@ def shard_folder(output: Path) -> Path:
     return output.with_name(f"{output.name}.shards") if is_file else output
 
 
-def run_locally(stage: WebtextStage, shards: Sequence[Shard], output: Path, exclusive: bool) -> list[Manifest]:
+def run_locally(stage: WebtextStage, shards: Sequence[Shard], output: Path) -> list[Manifest]:
     """Process the shards on this machine and return their manifests. With a limit, they run one after the other until
-    it is reached. Raises ValueError if `exclusive` and `output` holds a file of a different run."""
+    it is reached. Raises ValueError if `output` holds a file of a different run."""
     limit, workers = stage.args.limit, stage.args.workers
     output.mkdir(parents=True, exist_ok=True)
     bar = progress_bar(
@@ -171,26 +156,9 @@ def run_locally(stage: WebtextStage, shards: Sequence[Shard], output: Path, excl
                     manifests.append(run_shard(stage, shard, output, left, bar.update))
         named = {name for manifest in manifests for name in manifest["outputs"]}
         for path in sorted(output.iterdir()):
-            if exclusive and path.is_file() and not path.name.startswith(".") and path.name not in named:
+            if path.is_file() and not path.name.startswith(".") and path.name not in named:
                 raise ValueError(f"{path} was not written by this run: remove it, or the next stage will read it")
     return manifests
-
-
-def check_counts(manifests: Sequence[Manifest], max_bad_fraction: float) -> None:
-    """Raise ValueError if the input was empty, too much was unreadable, or everything was dropped."""
-    entered = total(manifests, "entered")
-    if not entered:
-        raise ValueError("the input is empty: give other files")
-    unreadable = [manifest["dropped"][UNREADABLE] for manifest in manifests if UNREADABLE in manifest["dropped"]]
-    bad = sum(entry["count"] for entry in unreadable)
-    if bad > max_bad_fraction * entered:
-        raise ValueError(
-            f"{unreadable[0]['samples'][0]}; {bad} of {entered} entries are unreadable, more than "
-            f"--max-bad-fraction {max_bad_fraction:g}: fix the files, give the field of the text with --text-key, "
-            "or allow a greater part"
-        )
-    if not total(manifests, "left"):
-        raise ValueError(f"all of {entered} entries were dropped: see the reasons above")
 
 
 def total(manifests: Sequence[Manifest], key: str) -> int:
@@ -198,33 +166,40 @@ def total(manifests: Sequence[Manifest], key: str) -> int:
     return sum(manifest[key] for manifest in manifests)
 
 
-def summarize_stage(name: str, manifests: Sequence[Manifest]) -> Iterator[str]:
-    """Yield the counts of a stage, and a table of dropped entries: reason, count, share of the input, a sample."""
+def report_stage(stage: WebtextStage, manifests: Sequence[Manifest]) -> None:
+    """Print the counts of a stage, and a table of dropped entries: reason, count, share of the input, a sample. Raises
+    ValueError if the input was empty, too much was unreadable, or everything was dropped."""
     entered, left = total(manifests, "entered"), total(manifests, "left")
-    kept = f" ({left / entered:.1%})" if entered else ""
+    if not entered:
+        raise ValueError("the input is empty: give other files")
     size = sum(part["bytes"] for manifest in manifests for parts in manifest["outputs"].values() for part in parts)
-    shards = f"{plural(len(manifests), 'shard')}"
-    yield f"{name}: {entered:,} in, {left:,} out{kept}; {shards}, {size / 1e6:,.1f} MB"
-    reasons: dict[str, tuple[int, str]] = {}
+    shards = plural(len(manifests), "shard")
+    log(f"{stage.name}: {entered:,} in, {left:,} out ({left / entered:.1%}); {shards}, {size / 1e6:,.1f} MB")
+    counts, samples = Counter[str](), dict[str, str]()
     for manifest in manifests:
         for reason, entry in manifest["dropped"].items():
-            count, sample = reasons.get(reason, (0, entry["samples"][0]))
-            reasons[reason] = count + entry["count"], sample
-    if reasons:
-        width = max(map(len, reasons))
-        yield f"  {'dropped':<{width}}  {'count':>10}  {'share':>6}  for example"
-        for reason, (count, sample) in sorted(reasons.items(), key=lambda item: (-item[1][0], item[0])):
-            yield f"  {reason:<{width}}  {count:>10,}  {count / entered:>6.1%}  {sample}"
+            counts[reason] += entry["count"]
+            samples.setdefault(reason, entry["samples"][0])
+    rows = [(reason, f"{n:,}", f"{n / entered:.1%}", samples[reason]) for reason, n in counts.most_common()]
+    for line in align_columns([("dropped", "count", "share", "for example"), *rows], "<>><") if rows else ():
+        log(f"  {line}")
+    bad, limit = counts[UNREADABLE], stage.args.max_bad_fraction
+    if bad > limit * entered:
+        raise ValueError(
+            f"{samples[UNREADABLE]}; {bad} of {entered} entries are unreadable, more than --max-bad-fraction "
+            f"{limit:g}: fix the files, give the field of the text with --text-key, or allow a greater part"
+        )
+    if not left:
+        raise ValueError(f"all of {entered} entries were dropped: see the reasons above")
 
 
+@dataclass(repr=False)
 class ShardStep:
     """The only step of a datatrove pipeline. Rank r of w processes the shards r, r + w, r + 2w, …"""
 
-    def __init__(self, stage: WebtextStage, shards: Sequence[Shard], output: Path) -> None:
-        self.stage, self.shards, self.output = stage, shards, output
-
-    def __repr__(self) -> str:
-        return f"{self.stage.name} of {plural(len(self.shards), 'shard')}"
+    stage: WebtextStage
+    shards: Sequence[Shard]
+    output: Path
 
     def __call__(self, data: object, rank: int = 0, world_size: int = 1) -> None:
         for shard in self.shards[rank::world_size]:

@@ -41,10 +41,10 @@ class ThreeShards:
     def write(self, shard: str, texts: Sequence[str]) -> None:
         (self.input / f"{shard}.jsonl").write_bytes(b"".join(json_line({"text": text}) for text in texts))
 
-    def run(self, *flags: str, least: int = 3, library: str = "numpy", **options: Any) -> list[dict[str, Any]]:
+    def run(self, *flags: str, least: int = 3, library: str = "numpy") -> list[dict[str, Any]]:
         args = stage_parser(shorten).parse_args([str(self.input), str(self.output), "--workers", "1", *flags])
         args.least, args.calls = least, self.calls
-        return run_stage(WebtextStage("shorten", shorten, args, ("least",), (library,)), **options)
+        return run_stage(WebtextStage("shorten", shorten, args, ("least",), (library,)))
 
     def ran(self) -> str:
         """Return the shards that ran since the last call."""
@@ -108,6 +108,9 @@ def test_complete_shards_are_skipped(shards: ThreeShards):
     write_checksummed_json(shards.output / "manifests/b.json", {"outputs": {str(foreign): []}})
     shards.run()
     assert foreign.exists()
+    (shards.output / "d.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"d\.jsonl was not written by this run"):
+        shards.run()
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
@@ -125,6 +128,11 @@ def test_results_that_are_errors(shards: ThreeShards):
     with pytest.raises(ValueError, match=r"needs the package no-such-library: .*\[curate\]"):
         shards.run(library="no-such-library")
     assert not shards.ran()
+    whole, shards.input = shards.input, shards.input.with_name("empty.jsonl")
+    shards.input.write_text("\n")
+    with pytest.raises(ValueError, match="the input is empty: give other files"):
+        shards.run()
+    shards.input = whole
     with pytest.raises(ValueError, match="all of 12 entries were dropped"):
         shards.run(least=99)
     with open(shards.input / "b.jsonl", "a") as file:
@@ -135,11 +143,6 @@ def test_results_that_are_errors(shards: ThreeShards):
     (shards.input / "c.jsonl").write_text("{\n" * 1000)
     with pytest.raises(ValueError, match=r"c\.jsonl:1: .*all of the first 1000"):
         shards.run("--max-bad-fraction", "1")
-    (shards.input / "c.jsonl").unlink()
-    (shards.output / "c.jsonl").write_text("")
-    with pytest.raises(ValueError, match=r"c\.jsonl was not written by this run"):
-        shards.run("--max-bad-fraction", "1")
-    shards.run("--max-bad-fraction", "1", exclusive=False)
 
 
 def read(path: Path, text_key: str = "text") -> tuple[list[tuple[int, Document]], dict[str, dict[str, Any]]]:
@@ -148,7 +151,7 @@ def read(path: Path, text_key: str = "text") -> tuple[list[tuple[int, Document]]
     dropped: dict[str, dict[str, Any]] = {}
     for shard in find_shards(str(path)):
         run = ShardRun(Namespace(text_key=text_key), shard)
-        found += run.documents_with_offsets()
+        found += [(run.offset, document) for document in run.documents()]
         dropped.update(run.dropped)
     return found, dropped
 
