@@ -172,11 +172,11 @@ def loading(smoke: bool) -> dict[str, Any]:
     tokenizer = build_tokenizer("bytes")
     with tempfile.TemporaryDirectory() as scratch:
         tokens = Path(scratch) / "tokens"
-        draw, builder = np.random.default_rng(0), IndexedDatasetBuilder(tokens, np.dtype("<u2"))
-        for _ in range(2_000 if smoke else 50_000):
-            builder.add(draw.integers(0, 257, 1000))
-            builder.end_document()
-        builder.finish()
+        draw = np.random.default_rng(0)
+        with IndexedDatasetBuilder(tokens, np.dtype("<u2")) as builder:
+            for _ in range(2_000 if smoke else 50_000):
+                builder.add(draw.integers(0, 257, 1000))
+                builder.end_document()
         given: dict[str, Any] = {"data_path": [str(tokens)], "split": "1", "tokenizer": tokenizer}
         dataset = build_splits(train_data=(), **given, seq_length=SEQUENCE, log=print).train
         order = SampleOrder(len(dataset), seed=1234)

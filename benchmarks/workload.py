@@ -81,10 +81,9 @@ class Workload:
             (self.tokens, self.vocab_size, count),
             (f"{self.scratch}/bytes", 256, self.seq_length + 1),
         ):
-            builder = IndexedDatasetBuilder(prefix, token_dtype(size))
-            builder.add((np.exp(draw.random(length) * np.log(size + 1)) - 1).astype(np.int64).clip(0, size - 1))
-            builder.end_document()
-            builder.finish()
+            with IndexedDatasetBuilder(prefix, token_dtype(size)) as builder:
+                builder.add((np.exp(draw.random(length) * np.log(size + 1)) - 1).astype(np.int64).clip(0, size - 1))
+                builder.end_document()
 
 
 @dataclass(frozen=True)

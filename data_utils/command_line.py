@@ -147,6 +147,18 @@ def positive_int(text: str) -> int:
     return number
 
 
+def bounded_float(least: float, most: float) -> Callable[[str], float]:
+    """Return a type for argparse: a number from `least` to `most`."""
+
+    def number(text: str) -> float:
+        value = float(text)
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"must be between {least:g} and {most:g}, not {text}")
+        return value
+
+    return number
+
+
 def error_line(error: Exception) -> str:
     """Return the text of `error` in one line. A name that the locale cannot encode is shown with escapes."""
     text = str(error)

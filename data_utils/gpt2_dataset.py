@@ -129,23 +129,15 @@ def parse_blend(words: Sequence[str], flag: str) -> tuple[list[str], list[float]
     """Parse the words of a flag, `0.7 a 0.3 b` or `a b`, into prefixes and weights (None for `a b`). A ValueError names
     `flag`."""
 
-    def number(word: str) -> float | None:
-        try:
-            return float(word)
-        except ValueError:
-            return None
-
-    weights = [number(word) for word in words[::2]]
-    # As in Megatron, there are no weights if the number of words is odd, or if no pair of words begins with a number.
-    if len(words) % 2 or all(weight is None for weight in weights):
+    try:
+        weights = [float(word) for word in words[::2]]
+    except ValueError:
         return list(words), None
-    valid_weights = [weight for weight in weights if weight is not None and 0 < weight < math.inf]
-    if len(valid_weights) < len(weights):
-        raise ValueError(
-            f"{flag} {' '.join(words)}: give only prefixes, or a weight above 0 before each of them, "
-            "such as 0.7 a 0.3 b"
-        )
-    return list(words[1::2]), valid_weights
+    if len(words) % 2:  # As in Megatron, the names of an odd number of prefixes may be numbers.
+        return list(words), None
+    if not all(0 < weight < math.inf for weight in weights):
+        raise ValueError(f"{flag} {' '.join(words)}: give only prefixes, or a weight above 0 before each of them")
+    return list(words[1::2]), weights
 
 
 def block_counts(weights: Sequence[float], names: Sequence[str], flag: str) -> np.ndarray:
@@ -177,7 +169,6 @@ class BlendedDataset:
     def __init__(self, components: Sequence[GPT2Dataset], counts: np.ndarray, *, training: bool, seed: int = 0) -> None:
         self.components, self._counts = tuple(components), counts
         self.seq_length = components[0].seq_length
-        self.num_tokens = sum(component.num_tokens for component in components)
         sizes = np.array(list(map(len, components)))
         self._orders = [SampleOrder(int(size), seed + number, training) for number, size in enumerate(sizes)]
         # For each position in a block, `_component` is its component, and `_before` counts the earlier samples of this

@@ -29,7 +29,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
@@ -39,11 +39,13 @@ from data_utils.files import (
     ChunkHash,
     HashingWriter,
     flush_to_disk,
-    hash_chunks,
     read_checksummed_json,
     wrap_errors,
     write_checksummed_json,
 )
+
+if TYPE_CHECKING:
+    from data_utils.tokenizers.base import Tokenizer
 
 MAGIC = b"MMIDIDX\0\0"
 HEADER = struct.Struct("<9sQBQQ")
@@ -54,7 +56,6 @@ INDEX_DTYPES: dict[int, np.dtype] = {
 LLM_C_MAGIC = 20240520
 LLM_C_HEADER = 1024  # number of bytes
 
-BUFFERED = 1 << 20  # number of bytes
 EOD_SEARCH_TOKENS = 1 << 24
 
 
@@ -74,12 +75,12 @@ class IndexedDatasetBuilder:
 
     def __init__(self, prefix: str | Path, dtype: np.dtype) -> None:
         self.prefix = str(prefix)
-        self._bin: BinaryIO = open(f"{prefix}.bin", "wb", BUFFERED)  # noqa: SIM115  closed by `finish` or `abandon`
+        self._bin: BinaryIO = open(f"{prefix}.bin", "wb")  # noqa: SIM115  closed by `finish` or `abandon`
         self._chunk = HashingWriter(self._bin)
         self._dtype = np.dtype(dtype)
         self._open_length = 0  # number of tokens of the open document
         self._lengths = array("i")  # number of tokens of each sequence
-        self._ends = array("q")  # end of each document, counted in sequences
+        self._starts = array("q", [0])  # start of each document and end of the last one, counted in sequences
         self.num_tokens = 0
         self.hashes: dict[str, list[ChunkHash]] = {".bin": [], ".idx": []}
 
@@ -95,7 +96,7 @@ class IndexedDatasetBuilder:
 
     def __len__(self) -> int:
         """The number of documents."""
-        return len(self._ends)
+        return len(self._starts) - 1
 
     def add(self, tokens: Sequence[int] | np.ndarray) -> None:
         """Append tokens to the open document. The ids must fit the dtype."""
@@ -111,7 +112,7 @@ class IndexedDatasetBuilder:
         if self._open_length >= 2**31:
             raise ValueError("a document of 2^31 tokens or more does not fit the .idx format: cut the file into parts")
         self._lengths.append(self._open_length)
-        self._ends.append(len(self._lengths))
+        self._starts.append(len(self._lengths))
         self.num_tokens += self._open_length
         self._open_length = 0
 
@@ -125,7 +126,7 @@ class IndexedDatasetBuilder:
         (self._bin if chunks else self._chunk).write(file.tokens.data)
         self._end_chunk()
         self.hashes[".bin"] += chunks
-        self._ends.frombytes((file.document_indices[1:] + len(self._lengths)).astype(np.int64).tobytes())
+        self._starts.frombytes((file.document_indices[1:] + len(self._lengths)).astype(np.int64).tobytes())
         self._lengths.frombytes(file.sequence_lengths.astype(np.intc).tobytes())
         self.num_tokens += len(file.tokens)
 
@@ -138,23 +139,34 @@ class IndexedDatasetBuilder:
     def finish(self) -> None:
         """Write the index and fsync both files."""
         assert self._open_length == 0, "the last document was not ended"
-        if self._bin.closed:
-            return
         lengths = np.frombuffer(self._lengths, dtype=np.intc)
         pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * self._dtype.itemsize
         code = next(code for code, known in INDEX_DTYPES.items() if known == self._dtype)
         with open(f"{self.prefix}.idx", "wb") as file:
             index = HashingWriter(file)
-            index.write(HEADER.pack(MAGIC, INDEX_VERSION, code, len(lengths), len(self) + 1))
+            index.write(HEADER.pack(MAGIC, INDEX_VERSION, code, len(lengths), len(self._starts)))
             index.write(lengths.astype("<i4").data)
             index.write(pointers.astype("<i8").data)
-            index.write(bytes(8))
-            index.write(np.frombuffer(self._ends, dtype=np.int64).astype("<i8").data)
+            index.write(np.frombuffer(self._starts, dtype=np.int64).astype("<i8").data)
             self.hashes[".idx"] = [index.chunk()]
             flush_to_disk(file)
         self._end_chunk()
         flush_to_disk(self._bin)
         self._bin.close()
+
+    def write_manifest(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+        """Write and return the manifest of the finished pair: `entries`, and the counts, dtype and hashes of its
+        files."""
+        manifest = {
+            "format": PAIR_MANIFEST_VERSION,
+            **entries,
+            "documents": len(self),
+            "tokens": self.num_tokens,
+            "dtype": self._dtype.name,
+            **self.hashes,
+        }
+        write_checksummed_json(Path(f"{self.prefix}.json"), manifest)
+        return manifest
 
     def abandon(self) -> None:
         """Close and remove both files."""
@@ -166,17 +178,10 @@ class IndexedDatasetBuilder:
 
 class TokenFile:
     """A file of tokens. `tokens` is a memory-mapped array. `document_starts`, int64 [documents + 1], is in tokens, from
-    0 to `len(tokens)`. `kind` names the format.
-
-    sequence_lengths: int32 [S], the tokens of each sequence.
-    document_indices: int64 [documents + 1], the first sequence of each document, and S. In files without `.idx`, each
-        document is one sequence.
-    """
+    0 to `len(tokens)`. `kind` names the format."""
 
     kind = "indexed"
     document_starts: np.ndarray
-    sequence_lengths: np.ndarray
-    document_indices: np.ndarray
 
     def __init__(self, prefix: str | Path, dtype: np.dtype, offset: int = 0) -> None:
         self.prefix, path = str(prefix), f"{prefix}.bin"
@@ -199,6 +204,17 @@ class TokenFile:
         """The dtype of the tokens."""
         return self.tokens.dtype
 
+    @cached_property
+    def sequence_lengths(self) -> np.ndarray:
+        """The number of tokens of each sequence, int [sequences]. In files without `.idx`, each document is one
+        sequence."""
+        return np.diff(self.document_starts)
+
+    @cached_property
+    def document_indices(self) -> np.ndarray:
+        """The first sequence of each document, int64 [documents + 1], and at the end the number of sequences."""
+        return np.arange(len(self) + 1)
+
     def _file_states(self) -> dict[tuple[str, int], tuple[int, int]]:
         """Return the size and mtime of each file, keyed by name and inode."""
         states = {}
@@ -217,6 +233,15 @@ class TokenFile:
     def manifest(self) -> dict[str, Any] | None:
         """Read the manifest of a pair; None if it does not exist. Raises ValueError if the manifest is damaged."""
         return read_manifest(self.prefix) if self.kind == "indexed" else None
+
+    def check_tokenizer(self, tokenizer: "Tokenizer") -> None:
+        """Raise ValueError if the manifest names a different tokenizer."""
+        made_by = (self.manifest() or {}).get("tokenizer")
+        if made_by and made_by["fingerprint"] != tokenizer.fingerprint:
+            raise ValueError(
+                f"{self.prefix} was made by another tokenizer, {made_by['kind']} of {made_by['vocab_size']:,} tokens, "
+                f"not {tokenizer.kind} of {tokenizer.vocab_size:,}: give its --tokenizer-type and files"
+            )
 
 
 class IndexedDataset(TokenFile):
@@ -302,16 +327,6 @@ class RawTokenFile(TokenFile):
         ]
         return np.unique(np.concatenate([[0], *blocks, [len(self.tokens)]]))
 
-    @property
-    def sequence_lengths(self) -> np.ndarray:  # type: ignore[override]
-        """The number of tokens of each sequence, int64 [sequences]."""
-        return np.diff(self.document_starts)
-
-    @property
-    def document_indices(self) -> np.ndarray:  # type: ignore[override]
-        """The first sequence of each document, int64 [documents + 1], from 0 to the number of sequences."""
-        return np.arange(len(self) + 1)
-
 
 def open_token_file(path: str | Path, eod: int) -> TokenFile:
     """Open a token file: a pair, given by its prefix or one of its files, or a `.bin` of nanoGPT or llm.c.
@@ -345,22 +360,4 @@ def read_manifest(prefix: str | Path) -> dict[str, Any] | None:
             raise ValueError("one of its counts is not a number of at least 0")
         if not all(isinstance(text, str) for text in texts):
             raise ValueError("one of its names or hashes is not a text")
-    return manifest
-
-
-def write_manifest(
-    prefix: str | Path, entries: dict[str, Any], hashes: Mapping[str, Sequence[ChunkHash]] | None = None
-) -> dict[str, Any]:
-    """Write and return the manifest of the pair at `prefix`: `entries`, and the counts, dtype and hashes of its files.
-    hashes: the chunk hashes of its files, if they are known, by suffix."""
-    data = IndexedDataset(prefix)
-    manifest = {
-        "format": PAIR_MANIFEST_VERSION,
-        **entries,
-        "documents": len(data),
-        "tokens": len(data.tokens),
-        "dtype": data.dtype.name,
-        **(hashes or {suffix: hash_chunks(f"{prefix}{suffix}") for suffix in (".bin", ".idx")}),
-    }
-    write_checksummed_json(Path(f"{prefix}.json"), manifest)
     return manifest

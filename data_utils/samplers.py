@@ -14,7 +14,6 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -203,7 +202,7 @@ class BatchLoader:
         their global numbers, int64 [b]. `next` returns its result, by default the samples.
 
     A thread prepares `prefetch` steps ahead, including `collate_fn`; with 0, `next` prepares the step. `next` raises
-    the thread's errors. `wait_seconds` is the total time that callers spent in `next`.
+    the thread's errors.
     """
 
     def __init__(
@@ -228,7 +227,6 @@ class BatchLoader:
         self._ordered: deque[np.ndarray] = deque()  # the indices of the samples of the next steps
         self._thread = ThreadPoolExecutor(1, "data loader") if prefetch else None
         self._ready: deque[Callable[[], Any]] = deque()
-        self.wait_seconds = 0.0
         for _ in range(prefetch):
             self._begin()
 
@@ -236,11 +234,8 @@ class BatchLoader:
         return self
 
     def __next__(self) -> Any:
-        started = time.perf_counter()
         self._begin()
-        batch = self._ready.popleft()()
-        self.wait_seconds += time.perf_counter() - started
-        return batch
+        return self._ready.popleft()()
 
     def close(self) -> None:
         """End the thread and drop the batches that it has prepared."""

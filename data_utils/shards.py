@@ -83,7 +83,8 @@ def map_in_processes(
     finished: Callable[..., object],
     start: str | None = None,
 ) -> list[Result]:
-    """Return `work(*item)` for every item, in order, with at most `workers` processes.
+    """Return `work(*item)` for every item, in order, with at most `workers` processes, or in this process if one is
+    enough.
 
     finished: is called as `finished(*item)` after each item.
     start: the start method of `multiprocessing`. After an error, no further item is started, and the error is raised
@@ -91,8 +92,14 @@ def map_in_processes(
 
     Raises OSError if a worker dies.
     """
-    context = multiprocessing.get_context(start)
-    with ProcessPoolExecutor(min(workers, len(items)), context, exit_with_parent) as pool:
+    workers = min(workers, len(items))
+    if workers < 2:
+        results = []
+        for item in items:
+            results.append(work(*item))
+            finished(*item)
+        return results
+    with ProcessPoolExecutor(workers, multiprocessing.get_context(start), exit_with_parent) as pool:
         try:
             futures = {pool.submit(work, *item): item for item in items}
             for future in as_completed(futures):

@@ -276,16 +276,10 @@ def _open_prefix(path: str, flag: str, tokenizer: Tokenizer) -> _TokenSource:
     if a different tokenizer made them."""
     try:
         dataset = open_token_file(path, tokenizer.eod)
-        manifest = dataset.manifest()
+        dataset.check_tokenizer(tokenizer)
     except (FileNotFoundError, ValueError) as error:
         raise type(error)(f"{flag}: {error}") from None
-    prefix, made_by = dataset.prefix, (manifest or {}).get("tokenizer")
-    if made_by and made_by["fingerprint"] != tokenizer.fingerprint:
-        raise ValueError(
-            f"{flag} {prefix} was made by another tokenizer, {made_by['kind']} of "
-            f"{made_by['vocab_size']:,} tokens, not {tokenizer.kind} of {tokenizer.vocab_size:,}: give "
-            "its --tokenizer-type and files"
-        )
+    prefix = dataset.prefix
     part = dataset.tokens[:CHECKED_TOKENS]
     if len(part) and not 0 <= int(part.min()) <= int(part.max()) < tokenizer.vocab_size:
         raise ValueError(

@@ -20,11 +20,10 @@ from typing import Any
 
 import pytest
 
-from data_utils.indexed_dataset import IndexedDatasetBuilder, token_dtype
 from megatron.gpt2.config import Config
 from megatron.gpt2.config.arguments import parse
 from tests.conftest import error_line
-from tests.data_utils.data_files import write_byte_vocabulary
+from tests.data_utils.data_files import write_byte_vocabulary, write_pair
 from tests.fork_server import WarmPython
 from tests.megatron.gpt2.dist.started_ranks import free_port
 from tests.megatron.gpt2.train.training_runs import write_text
@@ -113,23 +112,16 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("gpt2-vocab.json", "gpt2-merges.txt"):
         for place in (folder, folder / "data"):
             shutil.copy(folder / "cache" / name, place)
-    write_pair(folder / "data" / "webtext" / "webtext_text_document")
+    document = [*b"What an old script asks for is done, or refused. ", 256]
+    write_pair(folder / "data" / "webtext" / "webtext_text_document", [document] * 60)
     return folder
-
-
-def write_pair(prefix: Path) -> None:
-    """Write 60 documents of single bytes as `.bin` and `.idx`."""
-    builder = IndexedDatasetBuilder(prefix, token_dtype(257))
-    for _ in range(60):
-        builder.add(list(b"What an old script asks for is done, or refused. "))
-        builder.end_document(256)
-    builder.finish()
 
 
 @pytest.fixture(autouse=True)
 def here(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(work)
     monkeypatch.setenv("XDG_CACHE_HOME", str(work / "users_cache"))
+    monkeypatch.syspath_prepend(ROOT / "tools")
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MEGATRON_CORPORA"):
         monkeypatch.delenv(name, raising=False)
 

@@ -66,22 +66,16 @@ def find_corpora(flags: Mapping[str, Sequence[str]], text_key: str | None) -> tu
     for flag, names in flags.items():
         files: list[str] = []
         for name in names:
+            paths: tuple[str, ...] = (name,)
             if name in corpora:
                 paths, keys[name] = corpora[name]
-                for path in paths:
-                    if not Path(path).exists():
-                        raise FileNotFoundError(
-                            f"{flag} {name}: no such file: {path}, which {listed} names: put it "
-                            f"there, or write {_entry_of(name)} into {listed}"
-                        )
-                files += paths
-            elif name != BUILTIN and not Path(name).exists() and not {"/", "."} & set(name):
+            missing = [path for path in paths if path != BUILTIN and not Path(path).exists()]
+            if missing and not {"/", "."} & set(name):
                 raise FileNotFoundError(
-                    f"{flag}: no such file: {name}; to define a corpus of this name, write {_entry_of(name)} "
-                    f"into {listed}"
+                    f"{flag} {name}: no such file: {missing[0]}; to define a corpus of this name, write "
+                    f"{_entry_of(name)} into {listed}"
                 )
-            else:
-                files.append(name)
+            files += paths
         found.append(tuple(files))
     if text_key is None and keys:
         if len(set(keys.values())) > 1:
@@ -104,19 +98,16 @@ def _corpora_file() -> Path:
 def read_corpora(path: Path) -> dict[str, Corpus]:
     """Read the corpora in the file `path`, by name. Raises ValueError or FileNotFoundError if it is missing or
     wrong."""
-    if not path.exists():
-        raise FileNotFoundError(f"${CORPORA_VARIABLE}: no such file: {path}")
-    corpora = {}
+    check_exists(str(path), f"${CORPORA_VARIABLE}")
+    corpora: dict[str, Any] = {}
     for name, entry in read_json_object(path, MAX_CONFIG_BYTES).items():
-        files = entry.get("files") if isinstance(entry, dict) else None
-        if (
-            not isinstance(files, list)
-            or not files
-            or entry.keys() - {"files", "text_key"}
-            or not all(isinstance(value, str) for value in [*files, entry.get("text_key", "")])
-        ):
-            raise ValueError(f"{path}: the entry {reprlib.repr(name)} is not of the form {_entry_of('name')}")
-        corpora[name] = tuple(files), entry.get("text_key")
+        match entry:
+            case {"files": [_, *_] as files, **more} if more.keys() <= {"text_key"} and all(
+                isinstance(value, str) for value in [*files, *more.values()]
+            ):
+                corpora[name] = tuple(files), more.get("text_key")
+            case _:
+                raise ValueError(f"{path}: the entry {reprlib.repr(name)} is not of the form {_entry_of('name')}")
     return corpora
 
 
@@ -170,8 +161,6 @@ def check_exists(path: str, flag: str) -> None:
         raise FileNotFoundError(f"{flag}: no such file: {path}")
     if not Path(path).is_file():
         raise ValueError(f"{flag}: {path} is not a file: name the files in it")
-    if not os.access(path, os.R_OK):
-        raise ValueError(f"{flag}: {path} cannot be read: this user lacks the permission")
 
 
 def is_json(path: str) -> bool:
@@ -250,11 +239,11 @@ def read_documents(
                         raise ValueError(f"neither {' nor '.join(DEFAULT_KEYS)} is a field of it, {_fields(item)}")
                     log(f"{path}: the text is the field {key!r} (--text-key)")
                 text = get_text(item, key)
-            except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+            except ValueError as error:
                 bad += 1
-                first_bad = first_bad or f"{path}:{number}: {error_reason(error)}"
+                first_bad = first_bad or f"{path}:{number}: {error}"
                 if bad <= MAX_LOGGED_BAD_LINES:
-                    log(f"{path}:{number}: skipped: {error_reason(error)}")
+                    log(f"{path}:{number}: skipped: {error}")
                 if bad == MAX_LEADING_BAD_LINES and not good:
                     break  # Fail now instead of after hours.
                 continue
@@ -296,7 +285,7 @@ def default_key(path: str) -> str | None:
     with open_bytes(path) as file:
         items = (line for line in read_items(file, path) if not isinstance(line, bytes) or line.strip())
         for line in itertools.islice(items, MAX_LEADING_BAD_LINES):
-            with contextlib.suppress(ValueError, RecursionError):
+            with contextlib.suppress(ValueError):
                 if key := _default_key(json_object(line)):
                     return key
     return None
@@ -324,9 +313,12 @@ def read_items(content: Iterable[bytes], path: str) -> Iterator[Any]:
 
 
 def json_object(line: Any) -> dict[str, Any]:
-    """Parse a line of bytes as a JSON object, or return `line` if it is an object. Raises ValueError or RecursionError
-    for anything else."""
-    item = json.loads(line.decode("utf-8-sig")) if isinstance(line, bytes) else line
+    """Parse a line of bytes as a JSON object, or return `line` if it is an object. Raises ValueError for anything
+    else."""
+    try:
+        item = json.loads(line.decode("utf-8-sig")) if isinstance(line, bytes) else line
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
     if not isinstance(item, dict):
         raise ValueError("not an object")
     return item
@@ -345,11 +337,6 @@ def get_text(item: dict[str, Any], key: str) -> str:
 
 def _fields(item: dict[str, Any]) -> str:
     return "which has " + (", ".join(repr(key) for key in list(item)[:10]) or "no fields")
-
-
-def error_reason(error: Exception) -> str:
-    """Describe the error that `json_object` or `get_text` raised."""
-    return "nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 def utf8(text: str) -> bytes:

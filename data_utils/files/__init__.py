@@ -52,7 +52,6 @@ END = b'"}\n'  # the end of a manifest that has one line per entry
 MAX_CONFIG_BYTES = 2 << 20  # A run's config.json has at most this size. It usually takes some KB.
 # A manifest has at most this size. It takes about 100 bytes for each GB of tokens and each input file.
 MAX_MANIFEST_BYTES = 1 << 30
-CHUNK_BYTES = 1 << 30
 HASH_BYTES = 1 << 18  # A block of this size fits into the processor's cache.
 SAFETENSORS_ALIGNMENT = 8
 IO_THREADS = 4
@@ -203,15 +202,13 @@ def read_checksummed_json(path: Path) -> dict[str, Any] | None:
         if not path.exists():
             return None
         data = read_file(path, MAX_MANIFEST_BYTES)
-    body, _, end = data.rpartition(CHECKSUM_ENTRY.encode())
-    if not body or end != hashlib.sha256(body).hexdigest().encode() + b'"\n}\n':
-        raise ValueError(f"{path} is damaged, or was not written by these tools")
-    with wrap_errors(path):
+        body, _, end = data.rpartition(CHECKSUM_ENTRY.encode())
+        if not body or end != hashlib.sha256(body).hexdigest().encode() + b'"\n}\n':
+            raise ValueError("is damaged, or was not written by these tools")
         entries = parse_json_object(data)
-        # Encoding fails for "\\ud800", which is valid JSON but not valid text.
-        json.dumps(entries, ensure_ascii=False).encode()
-    del entries["sha256"]
-    return entries
+        json.dumps(entries, ensure_ascii=False).encode()  # fails for "\\ud800", which is valid JSON but not valid text
+        del entries["sha256"]
+        return entries
 
 
 def checksummed_lines(entries: Mapping[str, Any]) -> bytes:
@@ -277,8 +274,9 @@ def read_json_object(path: Path, max_bytes: int) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def wrap_errors(path: Path) -> Iterator[None]:
-    """Turn errors in the block, such as KeyError and TypeError, into a ValueError of one line that names `path`."""
+def wrap_errors(path: str | Path) -> Iterator[None]:
+    """Turn errors in the block, such as KeyError and TypeError, into a ValueError of one line that names `path`, which
+    may be a flag."""
     try:
         yield
     except KeyError as error:
@@ -360,15 +358,14 @@ def fingerprint_of(*parts: bytes | str) -> str:
     return digest.hexdigest()
 
 
-def update_hash(digest: Any, path: str | Path, start: int = 0, stop: int = sys.maxsize) -> int:
-    """Update `digest` with the bytes of a file from `start` to `stop` or its end. Return the number of bytes."""
-    buffer, position = memoryview(bytearray(HASH_BYTES)), start
+def update_hash(digest: Any, path: str | Path, start: int = 0, stop: int = sys.maxsize) -> None:
+    """Update `digest` with the bytes of a file from `start` to `stop` or its end."""
+    buffer = memoryview(bytearray(HASH_BYTES))
     with open(path, "rb", buffering=0) as file:
         file.seek(start)
-        while size := file.readinto(buffer[: stop - position]):
+        while size := file.readinto(buffer[: stop - start]):
             digest.update(buffer[:size])
-            position += size
-    return position - start
+            start += size
 
 
 def hash_file(path: str | Path) -> str:
@@ -391,34 +388,19 @@ def content_hash(path: str, start: int, stop: int) -> str:
     return f"{digest.name.lower()}:{digest.hexdigest()}"
 
 
-def hash_chunks(path: str | Path, sizes: Sequence[int] | None = None) -> list[ChunkHash]:
-    """Hash consecutive chunks of a file with sha256.
-
-    sizes: the bytes of each chunk (default: CHUNK_BYTES).
-    """
-    if sizes is None:
-        sizes = [CHUNK_BYTES] * -(-os.path.getsize(path) // CHUNK_BYTES)
-    parts: list[ChunkHash] = []
-    start = 0
-    for size in sizes:
-        digest = hashlib.sha256()
-        read = update_hash(digest, path, start, start + size)
-        parts.append({"bytes": read, "sha256": digest.hexdigest()})
-        start += read
-    return parts
-
-
-def find_damaged_chunks(path: str | Path, parts: Sequence[ChunkHash]) -> list[str]:
-    """Compare a file with its chunk hashes `parts`. Return a line for each difference; reads every byte."""
-    found = []
-    sizes = [part["bytes"] for part in parts]
-    if (size := os.path.getsize(path)) != sum(sizes):
-        found.append(f"{path}: {size} bytes, not the {sum(sizes)} that were written")
-    stop = 0
-    for part, read in zip(parts, hash_chunks(path, sizes), strict=True):
-        start, stop = stop, stop + part["bytes"]
-        if part != read:
+def find_damaged_chunks(path: str | Path, chunks: Sequence[ChunkHash]) -> list[str]:
+    """Compare a file with the hashes of its consecutive chunks. Return a line for each difference; reads every
+    byte."""
+    found, start = [], 0
+    size, expected = os.path.getsize(path), sum(chunk["bytes"] for chunk in chunks)
+    if size != expected:
+        found.append(f"{path}: {size} bytes, not the {expected} that were written")
+    for chunk in chunks:
+        digest, stop = hashlib.sha256(), start + chunk["bytes"]
+        update_hash(digest, path, start, stop)
+        if digest.hexdigest() != chunk["sha256"]:
             found.append(f"{path}: bytes {start} to {stop - 1} are not as they were written")
+        start = stop
     return found
 
 

@@ -189,17 +189,3 @@ def _update(held: Any, items: Sequence[Any]) -> None:
         if type(key) not in (str, int, float, bool, type(None), PickledObject) or key in held:
             raise TypeError(f"a dictionary's key occurs twice, or is of type {type(key).__name__}")
         held[key] = value
-
-
-def plain_pickle(value: str | int | dict[Any, Any]) -> bytes:
-    """Pickle, with protocol 2, a string, a 32-bit integer, or a dictionary of such values and dictionaries."""
-    return b"\x80\x02" + _written(value) + b"."
-
-
-def _written(value: Any) -> bytes:
-    if isinstance(value, str):
-        data = value.encode("utf-8")
-        return b"X" + struct.pack("<I", len(data)) + data
-    if isinstance(value, int):
-        return b"J" + struct.pack("<i", value)
-    return b"}(" + b"".join(_written(key) + _written(of_key) for key, of_key in value.items()) + b"u"

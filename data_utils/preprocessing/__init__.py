@@ -4,8 +4,7 @@ The input is cut into shards by its size (`inputs`), so that the result does not
 output of shard 7 is in PREFIX.shards:
 
     00007_text.bin, .idx   its documents in order, a pair for each JSON key
-    00007.bad.jsonl        its unusable lines
-    00007.json             its manifest: the input and the hashes of all files; written last
+    00007.json             its manifest: the input, its unusable lines and the hashes of its files; written last
 
 Preprocessing can be restarted: a finished shard is not made again (`data_utils.shards`). At the end the shards are
 merged, and the pairs are renamed to their final names, each `.idx` last.
@@ -18,7 +17,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +26,12 @@ from data_utils.corpora import (
     MAX_BAD_FRACTION,
     MAX_LEADING_BAD_LINES,
     detect_compression,
-    error_reason,
     expand_paths,
     get_text,
     json_object,
 )
 from data_utils.files import (
     PREPROCESSING_SHARD_VERSION,
-    HashingWriter,
     atomic_write,
     content_hash,
     file_lock,
@@ -49,7 +46,6 @@ from data_utils.indexed_dataset import (
     open_token_file,
     read_manifest,
     token_dtype,
-    write_manifest,
 )
 from data_utils.preprocessing.inputs import (
     FileRange,
@@ -66,8 +62,6 @@ from data_utils.tokenizers.base import PART_CHARACTERS, Tokenizer, split_text
 
 SAMPLE_CHARACTERS = 1 << 16
 COMPRESSION_RATIO = 4  # An estimate: each byte of a compressed file gives this number of bytes of text.
-
-ReportProgress = Callable[[int], object]  # called with the number of input bytes read since the last call
 
 
 @dataclass(frozen=True)
@@ -86,10 +80,6 @@ class PreprocessingJob:
     max_bad_fraction: float = MAX_BAD_FRACTION
 
     def __post_init__(self) -> None:
-        if self.workers < 1:
-            raise ValueError(f"--workers must be positive, not {self.workers}")
-        if not 0 <= self.max_bad_fraction <= 1:
-            raise ValueError(f"--max-bad-fraction must lie between 0 and 1, not {self.max_bad_fraction}")
         if not self.keys or len(set(self.keys)) < len(self.keys) or any("/" in key for key in self.keys):
             raise ValueError(f"--json-keys {' '.join(self.keys)}: name each field once, without a slash")
         output = Path(self.output_prefix).resolve()
@@ -105,6 +95,10 @@ class PreprocessingJob:
     def folder(self) -> Path:
         """The folder of the shards."""
         return Path(f"{self.output_prefix}.shards")
+
+    def merged(self, key: str) -> str:
+        """Return the temporary prefix of a key's pair, in the shards' folder, where a killed run may leave files."""
+        return f"{self.folder}/merged_{key}"
 
     def recipe(self) -> str:
         """Return a hash of everything that decides the tokens of a text."""
@@ -145,7 +139,7 @@ def preprocess(job: PreprocessingJob, *, log: Log) -> dict[str, Manifest]:
             _check_bad_lines(job, shard_manifests, log)
             manifests = {key: _merge_shards(job, key, shard_manifests) for key in job.keys}
             for key in job.keys:  # All pairs are complete before the first one is renamed.
-                _rename_pair(_merged_prefix(job, key), job.output(key))
+                _rename_pair(job.merged(key), job.output(key))
     shutil.rmtree(folder)
     return manifests
 
@@ -156,7 +150,7 @@ def _existing_manifests(job: PreprocessingJob, shards: Sequence[Shard]) -> dict[
     existing = [key for key in job.keys if os.path.exists(f"{job.output(key)}.idx")]
     if not existing:
         return None
-    pieces = [[span.path, span.size, content_hash(*span.place)] for shard in shards for span in shard]
+    pieces = [[part.path, part.size, content_hash(*part[:3])] for shard in shards for part in shard]
     found = {}
     for key in existing:
         found[key] = manifest = read_manifest(job.output(key)) or {"inputs": []}
@@ -174,13 +168,15 @@ def _check_disk_space(job: PreprocessingJob, files: Sequence[FileRange]) -> None
     first documents."""
     sample, tokenizer = "", tokenizer_of(job)
     for _, record in records(files[0], job.keys):
-        with contextlib.suppress(ValueError, RecursionError):
+        with contextlib.suppress(ValueError):
             item = json_object(record)
             sample += "".join(get_text(item, key)[:SAMPLE_CHARACTERS] for key in job.keys)
         if len(sample) > SAMPLE_CHARACTERS:
             break
-    packed = [span.kind == "parquet" or detect_compression(span.path) is not None for span in files]
-    text = sum(span.size * (COMPRESSION_RATIO if small else 1) for span, small in zip(files, packed, strict=True))
+    text = sum(
+        file.size * (COMPRESSION_RATIO if file.kind == "parquet" or detect_compression(file.path) else 1)
+        for file in files
+    )
     pair = text * len(tokenizer.encode(sample)) // max(1, len(sample)) * token_dtype(tokenizer.vocab_size).itemsize
     needed = 2 * pair - sum(path.stat().st_size for path in job.folder.iterdir())
     free = shutil.disk_usage(job.folder).free
@@ -198,94 +194,81 @@ def _make_shards(job: PreprocessingJob, shards: Sequence[Shard]) -> list[Manifes
     """Make all shards and return their manifests. Raises OSError if a worker dies."""
 
     def size(shard: Shard) -> int:
-        return sum(span.size for span in shard)
+        return sum(part.size for part in shard)
 
     with progress_bar(total=sum(map(size, shards)), unit="B", unit_scale=True, desc="tokenising") as bar:
-        items = list(enumerate(shards))
-        if job.workers > 1 and len(shards) > 1:
-            # Spawn the workers: a fork would break the threads that the tokenizers' libraries start.
-            work, workers = functools.partial(preprocess_shard, job), job.workers
-            return map_in_processes(
-                work, items, workers=workers, finished=lambda number, shard: bar.update(size(shard)), start="spawn"
-            )
-        return [preprocess_shard(job, number, shard, bar.update) for number, shard in items]
+        return map_in_processes(
+            functools.partial(_make_shard, job),
+            list(enumerate(shards)),
+            workers=job.workers,
+            finished=lambda number, shard: bar.update(size(shard)),
+            start="spawn",  # A fork would break the threads that the tokenizers' libraries start.
+        )
 
 
-def preprocess_shard(
-    job: PreprocessingJob, number: int, shard: Shard, progress: ReportProgress = lambda count: None
-) -> Manifest:
+def _make_shard(job: PreprocessingJob, number: int, shard: Shard) -> Manifest:
     """Make a shard, unless it exists, and return its manifest.
 
     Raises ValueError if nothing of the input is usable or the input changes meanwhile, and OSError if the disk fails.
     """
-    pieces = [[list(astuple(span)), content_hash(*span.place)] for span in shard]
-    write = functools.partial(_write_shard, job, f"{number:05d}", shard, progress)
+    pieces = [[*part, content_hash(*part[:3])] for part in shard]
+    write = functools.partial(_write_shard, job, f"{number:05d}", shard)
     return make_shard(job.folder / f"{number:05d}.json", job.folder, {"recipe": job.recipe(), "pieces": pieces}, write)
 
 
-def _write_shard(job: PreprocessingJob, stem: str, shard: Shard, progress: ReportProgress) -> Manifest:
-    """Write the pairs and the unusable lines. Return the manifest's counts and hashes."""
-    before = [os.stat(span.path).st_mtime_ns for span in shard]
+def _write_shard(job: PreprocessingJob, stem: str, shard: Shard) -> Manifest:
+    """Write the pairs. Return the manifest's counts, unusable lines and hashes."""
+    before = [os.stat(part.path).st_mtime_ns for part in shard]
     tokenizer = tokenizer_of(job)
     dtype, eod = token_dtype(tokenizer.vocab_size), tokenizer.eod if job.append_eod else None
     counts = {key: {"empty": 0, "text_bytes": 0} for key in job.keys}
-    lines, usable, bad = [], 0, 0
+    lines, usable, bad = [], 0, list[dict[str, Any]]()
     with contextlib.ExitStack() as stack:
-        names = {f"{stem}_{key}": key for key in job.keys}
-        pairs = [stack.enter_context(IndexedDatasetBuilder(job.folder / name, dtype)) for name in names]
-        bad_lines = HashingWriter(stack.enter_context(atomic_write(job.folder / f"{stem}.bad.jsonl")))
-        for span in shard:
-            number, left, bad_before = 0, span.size, bad
-            for number, record in records(span, job.keys):
-                if span.kind == "json":
-                    progress(len(record))
-                    left -= len(record)
+        pairs = {
+            key: stack.enter_context(IndexedDatasetBuilder(job.folder / f"{stem}_{key}", dtype)) for key in job.keys
+        }
+        for part in shard:
+            number, bad_before = 0, len(bad)
+            for number, record in records(part, job.keys):
                 if isinstance(record, bytes) and not record.strip():
                     continue
                 try:
                     texts = _parse_texts(record, job.keys)
-                except (ValueError, RecursionError) as error:
-                    bad += 1
-                    if bad == MAX_LEADING_BAD_LINES and not usable:  # Fail now instead of after hours.
+                except ValueError as error:
+                    content = record.decode("utf-8", "backslashreplace") if isinstance(record, bytes) else repr(record)
+                    reason = {"reason": str(error), "content": content.rstrip("\n")}
+                    bad.append({"file": part.path, "line": number, **reason})
+                    if len(bad) == MAX_LEADING_BAD_LINES and not usable:  # Fail now instead of after hours.
                         raise ValueError(
-                            f"{span.path}: {error_reason(error)}; none of {MAX_LEADING_BAD_LINES} lines is usable: "
+                            f"{part.path}: {error}; none of {MAX_LEADING_BAD_LINES} lines is usable: "
                             "name the text fields with --json-keys"
                         ) from None
-                    content = record.decode("utf-8", "backslashreplace") if isinstance(record, bytes) else repr(record)
-                    entry = {"line": number, "reason": error_reason(error), "content": content.rstrip("\n")}
-                    bad_lines.write(json.dumps({"file": span.path, **entry}).encode() + b"\n")
                     continue
                 usable += 1
-                for pair, key, text in zip(pairs, job.keys, texts, strict=True):
-                    _add_document(pair, text, tokenizer, eod)
+                for (key, pair), text in zip(pairs.items(), texts, strict=True):
                     counts[key]["empty"] += not text
                     counts[key]["text_bytes"] += len(text)
-            progress(left)
+                    if text:
+                        _add_document(pair, text, tokenizer, eod)
             lines.append(number)
-            if span.kind == "text":  # The file is one document, but bad lines are counted.
-                usable += number - 1 - (bad - bad_before)
-        if [os.stat(span.path).st_mtime_ns for span in shard] != before:
+            if part.kind == "text":  # The file is one document, but bad lines are counted.
+                usable += number - 1 - (len(bad) - bad_before)
+        if [os.stat(part.path).st_mtime_ns for part in shard] != before:
             raise ValueError(f"{shard[0].path} changed while it was read: start again")
-        outputs = {f"{stem}.bad.jsonl": [bad_lines.chunk()]}
-    for (name, key), pair in zip(names.items(), pairs, strict=True):
-        counts[key].update(documents=len(pair), tokens=pair.num_tokens)
-        outputs.update({f"{name}{suffix}": chunks for suffix, chunks in pair.hashes.items()})
+    outputs = {f"{stem}_{key}{suffix}": chunks for key, pair in pairs.items() for suffix, chunks in pair.hashes.items()}
     return {"lines": lines, "records": usable, "bad": bad, "keys": counts, "outputs": outputs}
 
 
 def _add_document(pair: IndexedDatasetBuilder, text: bytes, tokenizer: Tokenizer, eod: int | None) -> None:
-    """Append a document, unless the text is empty."""
-    if len(text) > PART_CHARACTERS:  # Encode in parts, because the ids of a very long text need much memory.
-        for part in split_text(text.decode()):
-            pair.add(tokenizer.encode_utf8(part.encode()))
-    elif text:
-        pair.add(tokenizer.encode_utf8(text))
-    if text:
-        pair.end_document(eod)
+    """Append a document. A very long one is encoded in parts, because its ids need much memory."""
+    parts = [text] if len(text) <= PART_CHARACTERS else map(str.encode, split_text(text.decode()))
+    for part in parts:
+        pair.add(tokenizer.encode_utf8(part))
+    pair.end_document(eod)
 
 
 def _parse_texts(record: Record, keys: tuple[str, ...]) -> list[bytes]:
-    """Return the texts of a document in UTF-8. Raises ValueError or RecursionError if the document is unusable."""
+    """Return the texts of a document in UTF-8. Raises ValueError if the document is unusable."""
     try:
         item = json_parser()(record)
         return [item[key].encode() for key in keys]
@@ -310,46 +293,46 @@ def json_parser() -> Callable[[bytes], Any]:
 
 
 def _check_bad_lines(job: PreprocessingJob, shard_manifests: Sequence[Manifest], log: Log) -> None:
-    """Collect the unusable lines of all shards. Raises ValueError if there are too many, or if there is no text."""
-    bad, usable = (sum(shard[name] for shard in shard_manifests) for name in ("bad", "records"))
+    """Collect the unusable lines of all shards. Raises ValueError if there are too many."""
+    bad = sum(len(shard["bad"]) for shard in shard_manifests)
+    usable = sum(shard["records"] for shard in shard_manifests)
     path, first = Path(f"{job.output_prefix}.bad.jsonl"), ""
     path.unlink(missing_ok=True)  # Remove the file of an earlier run.
     if bad:
         lines_before: Counter[str] = Counter()  # number of lines of each file in earlier shards
         with atomic_write(path, job.folder / "bad_lines") as out:
-            for number, shard in enumerate(shard_manifests):
-                for line in (job.folder / f"{number:05d}.bad.jsonl").read_bytes().splitlines():
-                    entry = json.loads(line)
+            for shard in shard_manifests:
+                for entry in shard["bad"]:
                     entry["line"] += lines_before[entry["file"]]
                     first = first or f"{entry['file']}:{entry['line']}: {entry['reason']}"
                     out.write(json.dumps(entry).encode() + b"\n")
-                for ((name, *_), _), lines in zip(shard["pieces"], shard["lines"], strict=True):
+                for (name, *_), lines in zip(shard["pieces"], shard["lines"], strict=True):
                     lines_before[name] += lines
     if bad > job.max_bad_fraction * (bad + usable):
         raise ValueError(
             f"{first}; {bad:,} of {bad + usable:,} lines are unusable, more than --max-bad-fraction "
             f"{job.max_bad_fraction:g}: see {path}, or name the text fields with --json-keys"
         )
-    for key in job.keys:
-        if not any(shard["keys"][key]["documents"] for shard in shard_manifests):
-            raise ValueError(f"--input {' '.join(job.inputs)} holds no text under the key {key!r}")
     if bad:
         log(f"{bad:,} of {bad + usable:,} lines are unusable and left out: see {path}")
 
 
 def _merge_shards(job: PreprocessingJob, key: str, shard_manifests: Sequence[Manifest]) -> Manifest:
-    """Merge the shards of a key into a pair in the shards' folder. Return its manifest."""
+    """Merge the shards of a key into a pair in the shards' folder. Returns its manifest. Raises ValueError if there is
+    no text."""
     tokenizer, inputs = tokenizer_of(job), list[dict[str, Any]]()
-    with IndexedDatasetBuilder(_merged_prefix(job, key), token_dtype(tokenizer.vocab_size)) as builder:
+    with IndexedDatasetBuilder(job.merged(key), token_dtype(tokenizer.vocab_size)) as builder:
         for number, shard in enumerate(shard_manifests):
             name = f"{number:05d}_{key}"
             builder.add_file(IndexedDataset(job.folder / name), shard["outputs"][f"{name}.bin"])
-            for ((path, _, start, stop), hashed), lines in zip(shard["pieces"], shard["lines"], strict=True):
+            for (path, start, stop, _, hashed), lines in zip(shard["pieces"], shard["lines"], strict=True):
                 if start == 0:
                     inputs.append({"file": path, "bytes": 0, "lines": 0, "parts": []})
                 inputs[-1]["bytes"] = stop
                 inputs[-1]["lines"] += lines
                 inputs[-1]["parts"].append([stop - start, hashed])
+        if not len(builder):
+            raise ValueError(f"--input {' '.join(job.inputs)} holds no text under the key {key!r}")
     entries = {
         "key": key,
         "append_eod": job.append_eod,
@@ -357,16 +340,10 @@ def _merge_shards(job: PreprocessingJob, key: str, shard_manifests: Sequence[Man
         "tokenizer": {name: getattr(tokenizer, name) for name in ("kind", "fingerprint", "vocab_size", "eod")},
         "text_bytes": sum(shard["keys"][key]["text_bytes"] for shard in shard_manifests),
         "empty_documents": sum(shard["keys"][key]["empty"] for shard in shard_manifests),
-        "bad_lines": sum(shard["bad"] for shard in shard_manifests),
+        "bad_lines": sum(len(shard["bad"]) for shard in shard_manifests),
         "inputs": inputs,
     }
-    return write_manifest(builder.prefix, entries, builder.hashes)
-
-
-def _merged_prefix(job: PreprocessingJob, key: str) -> str:
-    """Return the temporary prefix of a key's `.bin/.idx` pair. The pair is in the shards' folder, so that a killed run
-    leaves files only there."""
-    return str(job.folder / f"merged_{key}")
+    return builder.write_manifest(entries)
 
 
 def _rename_pair(temporary: str, prefix: str) -> None:
@@ -401,6 +378,6 @@ def merge_datasets(sources: Sequence[str], output_prefix: str, eod: int) -> Mani
             builder.add_file(file, manifest[".bin"] if manifest else ())
     inputs = [{"file": name, "bytes": file.tokens.nbytes} for name, file in zip(sources, files, strict=True)]
     made_by = tokenizers[0] if len(tokenizers) == len(sources) else None
-    merged = write_manifest(temporary, {"tokenizer": made_by, "inputs": inputs}, builder.hashes)
+    merged = builder.write_manifest({"tokenizer": made_by, "inputs": inputs})
     _rename_pair(temporary, output_prefix)
     return merged

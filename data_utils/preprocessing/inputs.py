@@ -6,9 +6,8 @@ or the rows of a Parquet file.
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from data_utils.command_line import missing_package
 from data_utils.corpora import (
@@ -28,26 +27,20 @@ MAX_SHARDS = 1024  # This is an approximate number: `cut_into_shards` makes larg
 Record = Any  # A record is the bytes of a line, or an object.
 
 
-@dataclass(frozen=True)
-class FileRange:
+class FileRange(NamedTuple):
     """The bytes from `start` to `stop` of an input file: whole lines for kind `json`, otherwise the whole file.
 
     kind: json, packed (compressed JSON or a JSON array), text or parquet.
     """
 
     path: str
-    kind: str
     start: int
     stop: int
-
-    @property
-    def place(self) -> tuple[str, int, int]:
-        """The path, the start and the end of the span."""
-        return self.path, self.start, self.stop
+    kind: str
 
     @property
     def size(self) -> int:
-        """The number of bytes of the span."""
+        """The number of bytes of the range."""
         return self.stop - self.start
 
 
@@ -75,64 +68,63 @@ def whole_file(path: str, keys: tuple[str, ...]) -> FileRange:
         kind = "text"
         if len(keys) > 1:
             raise ValueError(f"{path} is plain text, which does not have the fields --json-keys {' '.join(keys)}")
-    return FileRange(path, kind, 0, os.path.getsize(path))
+    return FileRange(path, 0, os.path.getsize(path), kind)
 
 
 def _is_object(head: bytes, keys: tuple[str, ...]) -> bool:
     try:
-        return all(key in json_object(head.partition(b"\n")[0]) for key in keys)
-    except (ValueError, RecursionError):
+        return json_object(head.partition(b"\n")[0]).keys() >= set(keys)
+    except ValueError:
         return False
 
 
-def cut_into_shards(spans: Sequence[FileRange]) -> list[Shard]:
+def cut_into_shards(files: Sequence[FileRange]) -> list[Shard]:
     """Make shards of about equal size: cut large files of JSON lines between lines, and join small files."""
-    least = max(MIN_SHARD_BYTES, -(-sum(span.size for span in spans) // MAX_SHARDS))
+    least = max(MIN_SHARD_BYTES, -(-sum(file.size for file in files) // MAX_SHARDS))
     shards: list[list[FileRange]] = [[]]
     size = 0  # number of bytes of the last shard
-    for span in (part for whole in spans for part in _parts(whole, least)):
+    for part in (part for file in files for part in _parts(file, least)):
         if size >= least:
             shards.append([])
             size = 0
-        shards[-1].append(span)
-        size += span.size
+        shards[-1].append(part)
+        size += part.size
     return list(map(tuple, shards))
 
 
-def _parts(span: FileRange, least: int) -> Iterator[FileRange]:
-    if span.kind != "json" or span.stop < 2 * least:
-        yield span
+def _parts(file: FileRange, least: int) -> Iterator[FileRange]:
+    if file.kind != "json" or file.size < 2 * least:
+        yield file
         return
-    start = 0
-    with open(span.path, "rb") as file:
-        while start < span.stop:
-            file.seek(min(start + least, span.stop) - 1)
-            file.readline()  # Read to the end of this line.
-            stop = min(file.tell(), span.stop)
-            yield FileRange(span.path, span.kind, start, stop)
-            start = stop
+    stop = 0
+    with open(file.path, "rb") as content:
+        while (start := stop) < file.stop:
+            content.seek(min(start + least, file.stop) - 1)
+            content.readline()  # Read to the end of this line.
+            stop = min(content.tell(), file.stop)
+            yield FileRange(file.path, start, stop, file.kind)
 
 
-def records(span: FileRange, keys: tuple[str, ...]) -> Iterator[tuple[int, Record]]:
+def records(part: FileRange, keys: tuple[str, ...]) -> Iterator[tuple[int, Record]]:
     """Yield the documents in a range of a file, each with the number of its (last) line or row. Unreadable lines are
     yielded as bytes; in plain text these are the lines that are not UTF-8.
 
     keys: the fields to read; a Parquet file must have them as columns. A ValueError names a damaged file.
     """
-    if span.kind == "parquet":
-        yield from enumerate(_rows(span.path, keys), 1)
+    if part.kind == "parquet":
+        yield from enumerate(_rows(part.path, keys), 1)
         return
-    with open_bytes(span.path) as file:
-        if span.kind == "text":
+    with open_bytes(part.path) as file:
+        if part.kind == "text":
             yield from read_plain_text(file, keys[0])
-        elif span.kind == "packed":
-            yield from enumerate(read_items(file, span.path), 1)
+        elif part.kind == "packed":
+            yield from enumerate(read_items(file, part.path), 1)
         else:
-            file.seek(span.start)
-            left = span.size
+            file.seek(part.start)
+            left = part.size
             for number, line in enumerate(file, 1):
                 left -= len(line)
-                yield number, line.removeprefix(BOM) if span.start == 0 and number == 1 else line
+                yield number, line.removeprefix(BOM) if part.start == 0 and number == 1 else line
                 if left <= 0:
                     return
 

@@ -4,11 +4,10 @@ base  the base class; tokenizers of bytes, of characters as in nanoGPT's small e
 gpt2  byte-level BPE, run by tiktoken, HF tokenizers or gigatoken
 """
 
-import json
 import reprlib
 from pathlib import Path
 
-from data_utils.files import one_line, read_file, user_cache_dir, wrap_errors
+from data_utils.files import read_file, read_json_object, user_cache_dir, wrap_errors
 from data_utils.tokenizers.base import (
     CHARACTERS_FILE,
     MAX_FILE_BYTES,
@@ -53,8 +52,7 @@ def build_tokenizer(
         return read_characters(vocab_file)
     if kind == "GPT2BPETokenizer":
         vocab, merges = find_gpt2_files(vocab_file, merge_file, cache_dir)
-        names = f"--vocab-file {vocab}", f"--merge-file {merges}"
-        return gpt2_tokenizer(_read(vocab), _read(merges), *names)
+        return gpt2_tokenizer(_read(vocab), _read(merges), f"--vocab-file {vocab}", f"--merge-file {merges}")
     if kind == "SentencePieceTokenizer":
         if model_file is None:
             raise ValueError(
@@ -83,11 +81,8 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     named = next((path for name in (METADATA_FILE, OLD_METADATA_FILE) if (path := directory / name).is_file()), None)
     if named is None:
         raise FileNotFoundError(f"{directory} does not hold a tokenizer: the file {METADATA_FILE} is missing")
-    try:
-        metadata = json.loads(read_file(named, MAX_FILE_BYTES))
-        kind, fingerprint = str(metadata["kind"]), str(metadata["fingerprint"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{named} is damaged: {type(error).__name__}: {one_line(error)}") from None
+    metadata = read_json_object(named, MAX_FILE_BYTES)
+    kind = metadata.get("kind")
     if kind not in KINDS:
         raise ValueError(f"{named} is damaged: {reprlib.repr(kind)} is not a kind of tokenizer")
     if kind == "builtin":  # Use the saved copy, because this version may ship a different vocabulary.
@@ -99,7 +94,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
             merge_file=str(directory / "vocab.bpe"),
             model_file=str(directory / MODEL_FILE),
         )
-    if tokenizer.fingerprint != fingerprint:
+    if tokenizer.fingerprint != metadata.get("fingerprint"):
         raise ValueError(f"{directory}: the tokenizer's files are not those that were saved there")
     return tokenizer
 

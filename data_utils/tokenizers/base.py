@@ -5,7 +5,6 @@ encoded as the end-of-document id. The only exception is a SentencePiece model t
 may normalise text or add a space before it, and decoding returns the normalised text.
 """
 
-import contextlib
 import io
 import json
 import re
@@ -18,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from data_utils.command_line import Log, missing_package
-from data_utils.corpora import BUILTIN, MAX_BAD_FRACTION, expand_paths, read_documents, utf8
-from data_utils.files import atomic_write, file_lock, fingerprint_of, make_folder, one_line, read_file
+from data_utils.corpora import BUILTIN, MAX_BAD_FRACTION, check_exists, expand_paths, read_documents, utf8
+from data_utils.files import atomic_write, file_lock, fingerprint_of, make_folder, read_file, wrap_errors
 from data_utils.files.restricted_pickle import read_pickle
 
 METADATA_FILE = "tokenizer_facts.json"
@@ -114,7 +113,7 @@ class Tokenizer(ABC):
         content = (json.dumps(metadata, indent=1) + "\n").encode()
         for name, data in [*self.files.items(), (METADATA_FILE, content)]:
             path = directory / name
-            if not path.is_file() or path.stat().st_size != len(data) or path.read_bytes() != data:
+            if not path.is_file() or path.read_bytes() != data:
                 with atomic_write(path) as file:
                     file.write(data)
 
@@ -170,24 +169,20 @@ class CharacterTokenizer(Tokenizer):
         return ids
 
 
-def read_characters(path: str | Path) -> CharacterTokenizer:
+def read_characters(path: str) -> CharacterTokenizer:
     """Read nanoGPT's meta.pkl, or this project's JSON list. Raises ValueError or FileNotFoundError."""
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"--vocab-file: no such file: {path}")
-    try:
-        data = read_file(path, MAX_FILE_BYTES)
-        if path.suffix == ".json":
+    check_exists(path, "--vocab-file")
+    with wrap_errors(path):
+        data = read_file(Path(path), MAX_FILE_BYTES)
+        if path.endswith(".json"):
             return CharacterTokenizer(json.loads(data))
         meta, _ = read_pickle(data)
         characters = meta.get("itos") if isinstance(meta, dict) else None
         if not isinstance(characters, dict):
             raise ValueError("not a meta.pkl of nanoGPT: it lacks itos, the character of each id")
-        if sorted(characters, key=str) != sorted(range(len(characters)), key=str):
+        if characters.keys() != set(range(len(characters))):
             raise ValueError("its ids are not 0, 1, 2 …")
         return CharacterTokenizer([characters[number] for number in range(len(characters))])
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path}: {one_line(error)}") from None
 
 
 # --- SentencePiece
@@ -236,7 +231,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 def train_sentencepiece(texts: Iterable[str], model_file: str | Path, vocab_size: int) -> None:
     """Train a BPE with byte fallback and `vocab_size` tokens on `texts` and write it to `model_file`, atomically.
-    Raises ValueError if there is too little text for the size, or if the file cannot be written."""
+    Raises ValueError if there is too little text for the size, and OSError if the file cannot be written."""
     model = io.BytesIO()
     # Split long documents, because the trainer drops sentences above its limit. `utf8` refuses lone surrogates.
     sentences = (part for text in texts for part in split_text(text, 1 << 14) if utf8(part))
@@ -262,10 +257,8 @@ def train_sentencepiece(texts: Iterable[str], model_file: str | Path, vocab_size
             f"--tokenizer-vocab-size {vocab_size}: a SentencePiece model of this size cannot be trained on this text: "
             + " ".join(str(error).split())
         ) from None
-    with _errors_of_writing(model_file):
-        Path(model_file).parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(model_file) as file:
-            file.write(model.getvalue())
+    with atomic_write(model_file) as file:
+        file.write(model.getvalue())
 
 
 def ensure_sentencepiece_model(
@@ -292,19 +285,12 @@ def ensure_sentencepiece_model(
             size += len(text)
             yield text[:TRAINING_CHARACTERS]
 
-    def waiting() -> None:
-        log("another process is training the SentencePiece model: waiting for it")
-
-    with _errors_of_writing(model_file), file_lock(Path(f"{model_file}.lock"), waiting):
-        if not Path(model_file).exists():
-            log(f"training a SentencePiece model of {vocab_size} pieces: {model_file}")
-            train_sentencepiece(texts(), model_file, vocab_size)
-
-
-@contextlib.contextmanager
-def _errors_of_writing(model_file: str | Path) -> Iterator[None]:
+    waiting = "another process is training the SentencePiece model: waiting for it"
     try:
-        yield
+        with file_lock(Path(f"{model_file}.lock"), lambda: log(waiting)):
+            if not Path(model_file).exists():
+                log(f"training a SentencePiece model of {vocab_size} pieces: {model_file}")
+                train_sentencepiece(texts(), model_file, vocab_size)
     except OSError as error:
         raise ValueError(f"--tokenizer-model {model_file} cannot be written: {error.strerror}") from None
 

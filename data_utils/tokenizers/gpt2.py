@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_utils.files import fingerprint_of, one_line, read_file
+from data_utils.files import fingerprint_of, parse_json_object, read_file, wrap_errors
 from data_utils.tokenizers.base import MAX_FILE_BYTES, Tokenizer
 
 BUILTIN_FILE = "builtin_bpe.json"
@@ -200,32 +200,29 @@ def _split_whitespace_runs(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def _byte_strings(tokens: Sequence[str], name: str) -> list[bytes]:
+def _byte_strings(tokens: Sequence[str]) -> list[bytes]:
     """Decode tokens from GPT-2's alphabet to bytes. Raises ValueError if one of the 256 bytes is missing or a token
     occurs twice."""
     values = {character: value for value, character in enumerate(bytes_to_unicode())}
     try:
-        ranked = [bytes(values[character] for character in token) for token in tokens]
-    except (KeyError, TypeError):
-        raise ValueError(f"{name} holds a token that is not written in GPT-2's byte alphabet") from None
+        ranked = [bytes(map(values.__getitem__, token)) for token in tokens]
+    except KeyError:
+        raise ValueError("holds a token that is not written in GPT-2's byte alphabet") from None
     if len(set(ranked)) < len(ranked) or not {bytes([value]) for value in range(256)} <= set(ranked):
-        raise ValueError(f"{name} holds a token twice or lacks one of the 256 bytes")
+        raise ValueError("holds a token twice or lacks one of the 256 bytes")
     return ranked
 
 
 def builtin_tokenizer(path: Path | None = None) -> BytePairTokenizer:
-    """Load the small BPE of the built-in corpus, which `tools/train_tokenizer.py` made.
+    """Load the small BPE of the built-in corpus. `train_bpe` of `tools/train_tokenizer.py` learned it from the first
+    17/20 of the documents. The file lists the tokens in the order of their ids.
 
     path: a copy (default: the shipped file).
     """
-    name = str(path or BUILTIN_FILE)
-    try:
-        data = read_file(path or Path(__file__).with_name(BUILTIN_FILE), MAX_FILE_BYTES)
-        ranked = _byte_strings(list(json.loads(data)), name)
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{name}: no such file: the tokenizer is incomplete") from None
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{name} is damaged: {one_line(error)}") from None
+    path = path or Path(__file__).with_name(BUILTIN_FILE)
+    with wrap_errors(path):
+        data = read_file(path, MAX_FILE_BYTES)
+        ranked = _byte_strings(list(json.loads(data)))
     eod = len(ranked)
     return BytePairTokenizer("builtin", ranked, range(eod), eod + 1, eod, {BUILTIN_FILE: data})
 
@@ -235,31 +232,24 @@ def gpt2_tokenizer(
 ) -> BytePairTokenizer:
     """Make GPT-2's BPE, or another in its format, from the contents of two files: JSON of token to id, and the merges
     in order. Error messages use the names. Raises ValueError if a file has a different format."""
-    try:
-        vocabulary: dict[str, int] = json.loads(vocab_data)
-        dense = sorted(vocabulary.values()) == list(range(len(vocabulary)))
-    except (ValueError, TypeError, AttributeError, RecursionError):
-        dense = False
-    if not dense or END_OF_TEXT not in vocabulary:
-        raise ValueError(
-            f"{vocab_name} must be a JSON object of token to id, with ids from 0 on without a "
-            f"gap and the token {END_OF_TEXT}"
-        )
-    try:
-        merges = [line.split() for line in merge_data.decode("utf-8").split("\n")]
-    except ValueError:
-        raise ValueError(f"{merge_name} is not UTF-8 text") from None
-    if merges[0][:1] == ["#version:"]:
-        del merges[0]
-    if any(len(pair) not in (0, 2) for pair in merges):
-        raise ValueError(f"{merge_name} is not a list of merges, with two tokens per line")
+    with wrap_errors(vocab_name):
+        vocabulary: dict[str, int] = parse_json_object(vocab_data)
+        if sorted(vocabulary.values()) != list(range(len(vocabulary))) or END_OF_TEXT not in vocabulary:
+            raise ValueError(f"its ids must run from 0 without a gap, and {END_OF_TEXT} must be one of its tokens")
     alphabet = bytes_to_unicode()
-    tokens = list(dict.fromkeys([*alphabet, *("".join(pair) for pair in merges if pair)]))
-    missing = next((token for token in tokens if token not in vocabulary), None)
-    if missing is not None:
-        raise ValueError(f"{vocab_name} lacks the token {reprlib.repr(missing)} of {merge_name}")
-    tokens[:256] = sorted(alphabet, key=vocabulary.__getitem__)  # In this order, GPT-2's ids are equal to its ranks.
-    ranked = _byte_strings(tokens, merge_name)
+    with wrap_errors(merge_name):
+        merges = [line.split() for line in merge_data.decode("utf-8").split("\n")]
+        if merges[0][:1] == ["#version:"]:
+            del merges[0]
+        if any(len(pair) not in (0, 2) for pair in merges):
+            raise ValueError("is not a list of merges, with two tokens per line")
+        tokens = list(dict.fromkeys([*alphabet, *("".join(pair) for pair in merges if pair)]))
+        if missing := [token for token in tokens if token not in vocabulary]:
+            raise ValueError(f"{vocab_name} lacks its token {reprlib.repr(missing[0])}")
+        tokens[:256] = sorted(
+            alphabet, key=vocabulary.__getitem__
+        )  # In this order, GPT-2's ids are equal to its ranks.
+        ranked = _byte_strings(tokens)
     ids = [vocabulary[token] for token in tokens]
     files = {"encoder.json": vocab_data, "vocab.bpe": merge_data}
     return BytePairTokenizer("GPT2BPETokenizer", ranked, ids, len(vocabulary), vocabulary[END_OF_TEXT], files)

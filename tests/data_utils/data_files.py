@@ -40,11 +40,14 @@ def write_lines(path: Path, texts: Iterable[str], key: str = "text") -> str:
     return write(path, "".join(f"{line}\n" for line in lines))
 
 
-def write_pair(prefix: str | Path, documents: Iterable[Any], dtype: Any = "<u2") -> str:
+def write_pair(prefix: str | Path, documents: Iterable[Any], dtype: Any = "<u2", made_by: Any = None) -> str:
+    """Write a .bin/.idx pair, and its manifest if `made_by`, the entry of the tokenizer, is given."""
     with IndexedDatasetBuilder(prefix, np.dtype(dtype)) as builder:
         for document in documents:
             builder.add(document)
             builder.end_document()
+    if made_by:
+        builder.write_manifest({"inputs": [], "tokenizer": made_by})
     return str(prefix)
 
 

@@ -77,8 +77,6 @@ def test_bad_lines_are_skipped_and_reported(tmp_path: Path, bad: bytes) -> None:
         ("a.jsonl", lines(5, "body"), None, "neither text nor sentence .*'id', 'body'"),
         ("a.txt", b"one\n\xe9t\xe9\n", None, r"a\.txt:2: .*convert the file to UTF-8"),
         ("a.txt", b"", None, "holds no text"),
-        ("a.jsonl", b"", None, "holds no text"),
-        ("a.jsonl", b"\n\n", None, "holds no text"),
         ("a.json", b"[]", None, "holds no text"),
         ("a.jsonl", b'{"text": ""}\n', None, "holds no text"),
         ("a.json", b'[{"text": "a"},', None, "begins like a JSON array"),

@@ -26,7 +26,6 @@ from data_utils import (
     xz_bits_per_byte,
 )
 from data_utils.corpora.builtin import builtin_documents
-from data_utils.indexed_dataset import write_manifest
 from data_utils.splits import parse_split, split_borders
 from data_utils.token_cache import tokenise
 from data_utils.tokenizers.base import ByteTokenizer, Tokenizer
@@ -158,15 +157,14 @@ def test_a_prepared_pair(tmp_path: Path) -> None:
 
 def test_a_prepared_pair_of_a_different_tokenizer(tmp_path: Path) -> None:
     """All ids are within this tokenizer's vocabulary, so only the manifest shows the difference."""
-    prefix = write_pair(tmp_path / "pair", [list(range(100))])
     made_by = {"kind": "GPT2BPETokenizer", "vocab_size": 50257, "fingerprint": BYTES.fingerprint}
-    write_manifest(prefix, {"inputs": [], "tokenizer": made_by})
+    prefix = write_pair(tmp_path / "pair", [range(100)], made_by=made_by)
     assert len(splits(tmp_path, data_path=[prefix]).train)
-    write_manifest(prefix, {"inputs": [], "tokenizer": {**made_by, "fingerprint": "another"}})
-    with pytest.raises(ValueError, match="--data-path .*pair was made by another tokenizer, GPT2BPETok.* 50,257"):
+    write_pair(prefix, [range(100)], made_by={**made_by, "fingerprint": "another"})
+    with pytest.raises(ValueError, match="--data-path: .*pair was made by another tokenizer, GPT2BPETok.* 50,257"):
         splits(tmp_path, data_path=[prefix])
     write(Path(f"{prefix}.json"), "{}")
-    with pytest.raises(ValueError, match="--data-path: .*pair.json is damaged"):
+    with pytest.raises(ValueError, match="--data-path: .*pair.json: is damaged"):
         splits(tmp_path, data_path=[prefix])
 
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 from data_utils.corpora import default_key, read_corpora, read_documents
 from data_utils.files import CHECKSUM_ENTRY, append_checksum
-from data_utils.indexed_dataset import IndexedDatasetBuilder, TokenFile, open_token_file
+from data_utils.indexed_dataset import TokenFile, open_token_file
 from data_utils.preprocessing.inputs import cut_into_shards, records, whole_file
 from data_utils.tokenizers import build_tokenizer, load_tokenizer
 from data_utils.tokenizers.base import ByteTokenizer, Tokenizer, read_characters, train_sentencepiece
@@ -50,7 +50,7 @@ from megatron.gpt2.generate.sampling import Sampler
 from megatron.gpt2.model.gpt2 import model_partition_specs
 from megatron.gpt2.monitor.html_report import render_page
 from megatron.gpt2.monitor.incidents import IncidentLog, rank_file_name, read_incidents
-from tests.data_utils.data_files import write_lines
+from tests.data_utils.data_files import write_lines, write_pair
 from tests.data_utils.test_preprocessing import run, some_texts
 from tests.fuzz.fuzzing import Files, Target
 from tests.megatron.gpt2.checkpoint.saved_states import find, save
@@ -275,11 +275,7 @@ def read_text(folder: Path) -> None:
 
 
 def pair(folder: Path) -> None:
-    builder = IndexedDatasetBuilder(folder / "a", np.dtype("<u2"))
-    for number in range(40):
-        builder.add(list(range(number % 7)))
-        builder.end_document(255)
-    builder.finish()
+    write_pair(folder / "a", [[*range(number % 7), 255] for number in range(40)])
 
 
 def check_tokens(data: TokenFile) -> None:

@@ -8,7 +8,6 @@ Exit codes: 0; 2 for bad input.
 import argparse
 import contextlib
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,8 +38,7 @@ try:
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
 except ImportError as error:
-    print(f"error: {missing_package('this program', error.name, 'eval')}", file=sys.stderr)
-    sys.exit(2)
+    raise missing_package("this program", error.name, "eval") from None
 
 LoglikelihoodRequest = tuple[Any, list[int], list[int]]  # (request, ids of the context, ids of the continuation)
 

@@ -130,10 +130,9 @@ def read_prompts(path: str) -> Iterator[str | ValueError]:
     with open(path, "rb") as lines:
         for line in lines:
             try:
-                prompt = line.rstrip(b"\r\n").decode("utf-8")
-                yield prompt if prompt else ValueError("the line is empty")
+                yield line.rstrip(b"\r\n").decode("utf-8") or ValueError("the line is empty")
             except UnicodeDecodeError as error:
-                yield ValueError(f"not UTF-8: byte {error.start + 1} of the line is 0x{error.object[error.start]:02x}")
+                yield error
 
 
 def generate_entries(

@@ -45,25 +45,16 @@ def verify(data: TokenFile, manifest: dict[str, Any] | None, vocab_size: int | N
 
 
 def plot_lengths(lengths: np.ndarray, path: Path, title: str) -> None:
-    """Save a plot to `path`: a histogram of the document lengths, and a curve of the share of tokens in documents no
-    longer than x. Raises ValueError without matplotlib, or for a suffix that it does not support."""
+    """Save a histogram of the document lengths to `path`. Raises ValueError without matplotlib, or for a suffix that it
+    does not support."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise missing_package(f"--plot {path}", "matplotlib") from None
-    figure = Figure(figsize=(9, 3.6), dpi=120, layout="constrained")
-    figure.suptitle(title, fontsize=10)
-    left, right = figure.subplots(1, 2)
-    there = np.sort(lengths[lengths > 0])
-    left.hist(there, bins=np.geomspace(1, max(2, int(there[-1])), 40))
-    left.set_ylabel("documents")
-    # The curve has at most 2,000 points.
-    shown = np.unique(np.linspace(0, len(there) - 1, 2000).astype(np.int64))
-    right.plot(there[shown], (np.cumsum(there, dtype=np.int64) / there.sum(dtype=np.int64))[shown])
-    right.set_ylabel("share of the tokens, in documents of up to this length")
-    for axes in (left, right):
-        axes.set_xscale("log")
-        axes.set_xlabel("document length in tokens")
+    figure = Figure(figsize=(6, 3.6), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    axes.hist(lengths[lengths > 0], bins=np.geomspace(1, lengths.max(initial=2), 40).tolist())
+    axes.set(title=title, xscale="log", xlabel="document length in tokens", ylabel="documents")
     if path.suffix.lower().lstrip(".") not in figure.canvas.get_supported_filetypes():
         raise ValueError(f"--plot {path}: give a file that ends in .png, .svg or .pdf")
     figure.savefig(path)
@@ -83,12 +74,8 @@ def main(argv: list[str] | None = None) -> int:
         raise ValueError("--documents needs --tokenizer-type, and its files if they are not in the user's cache")
     data = open_token_file(args.path, tokenizer.eod if tokenizer else GPT2_EOD)
     manifest = data.manifest()
-    made_by = manifest["tokenizer"] if manifest else None
-    if made_by and tokenizer and made_by["fingerprint"] != tokenizer.fingerprint:
-        raise ValueError(
-            f"--tokenizer-type {tokenizer.kind}: {data.prefix}.json names a different tokenizer, a "
-            f"{made_by['kind']} of {made_by['vocab_size']:,} ids"
-        )
+    if tokenizer:
+        data.check_tokenizer(tokenizer)
     if args.verify:
         damage = verify(data, manifest, tokenizer.vocab_size if tokenizer else None)
         result = "all hashes match" if manifest else "every id is in the vocabulary"

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from data_utils import IndexedDataset
-from data_utils.command_line import Parser, plural
+from data_utils.command_line import Parser, bounded_float, plural, positive_int
 from data_utils.corpora import MAX_BAD_FRACTION
 from data_utils.indexed_dataset import TokenFile
 from data_utils.preprocessing import PreprocessingJob, preprocess
@@ -96,23 +96,23 @@ def main(argv: list[str] | None = None) -> int:
     add_tokenizer_flags(parser, required=True, help="as in training")
     parser.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
     parser.add_argument(
-        "--workers", type=int, default=1, metavar="N", help="processes; the result does not depend on them"
+        "--workers", type=positive_int, default=1, metavar="N", help="processes; the result does not depend on them"
     )
     parser.add_argument(
         "--max-bad-fraction",
-        type=float,
+        type=bounded_float(0, 1),
         default=MAX_BAD_FRACTION,
         metavar="F",
         help="fail if more of the lines are unusable (default: %(default)s)",
     )
     ignored = parser.add_argument_group("Megatron's flags, ignored")
-    ignored.add_argument("--partitions", type=int, metavar="N", help="the input is cut into shards by its size")
+    ignored.add_argument(
+        "--partitions", type=positive_int, metavar="N", help="the input is cut into shards by its size"
+    )
     ignored.add_argument("--log-interval", type=int, metavar="N", help="a progress bar shows the rate")
     ignored.add_argument("--keep-sequential-samples", action="store_true", help="the order is always that of the input")
     ignored.add_argument("--dataset-impl", choices=["mmap"], help="the only implementation")
     args = parser.parse_args(argv)
-    if args.partitions is not None and args.partitions < 1:
-        raise ValueError(f"--partitions must be positive, not {args.partitions}")
     job = PreprocessingJob(
         inputs=tuple(args.input),
         output_prefix=args.output_prefix,

@@ -14,6 +14,7 @@ with weight decay, then vectors.
 """
 
 import operator
+import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -26,7 +27,6 @@ from torch import Tensor
 from data_utils import Tokenizer
 from data_utils.command_line import require
 from data_utils.files import flush_to_disk
-from data_utils.files.restricted_pickle import plain_pickle
 from data_utils.tokenizers.base import CharacterTokenizer
 from megatron.gpt2.checkpoint.interface import BaseCheckpoint, TensorInfo, check_metadata
 from megatron.gpt2.config import ModelConfig
@@ -365,8 +365,8 @@ def write_nanogpt(
         if isinstance(tokenizer, CharacterTokenizer):
             itos = dict(enumerate(tokenizer.characters))
             stoi = {character: number for number, character in itos.items()}
-            meta = plain_pickle({"vocab_size": tokenizer.vocab_size, "itos": itos, "stoi": stoi})
-            (folder / "meta.pkl").write_bytes(meta)
+            meta = {"vocab_size": tokenizer.vocab_size, "itos": itos, "stoi": stoi}
+            (folder / "meta.pkl").write_bytes(pickle.dumps(meta, protocol=2))
             log(f"sample.py looks for the characters in its own folder: copy meta.pkl to data/{Path(out).name}/")
     return Path(out)
 

@@ -100,7 +100,7 @@ def fill_up(path: str, disk: str) -> None:
     """Run in a separate mount namespace, with less and less free space on a disk of 100 MB."""
     unchecked = (
         "import sys; sys.argv = sys.argv[1:]; import data_utils.preprocessing as p; "
-        "p._check_disk_space = lambda *_: None; import runpy; runpy.run_path(sys.argv[0], run_name='__main__')"
+        "p._check_disk_space = lambda *_: None; from megatron.gpt2.__main__ import run; run('preprocess-data')"
     )
     line, kept = flags(path, Path(disk) / "out"), []
     words = [sys.executable, "-c", unchecked, f"{ROOT}/tools/preprocess_data.py", *line.split()]
@@ -179,7 +179,7 @@ def test_ids_outside_the_vocabulary_are_found_without_a_manifest(
     {
         "{0} --documents 20 --tokenizer-type bytes": "there are documents 0 to 19",
         "{0} --documents 0": "--documents needs --tokenizer-type",
-        "{0} --tokenizer-type builtin": "names a different tokenizer",
+        "{0} --tokenizer-type builtin": "was made by another tokenizer, bytes of 257",
         "{0} --plot {0}.xyz": "--plot .*.xyz: give a file",
         "{0} --plt": "unrecognized",
         "{0}/none": "no such file",

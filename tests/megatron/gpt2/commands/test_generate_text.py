@@ -73,7 +73,7 @@ def test_every_line_of_a_file_is_answered(run: Any, tmp_path: Path) -> None:
         "stop",
         "long long l",
         "N\0UL",
-        "not UTF-8: byte 3 of the line is 0xff",
+        "'utf-8' codec can't decode byte 0xff in position 2: invalid start byte",
         "é",
         "no newline",
     ]

@@ -12,18 +12,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from data_utils import IndexedDatasetBuilder
 from data_utils.files import try_lock
 from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.extensions.plan import hook
 from megatron.gpt2.extensions.preflight import command as preflight
 from megatron.gpt2.extensions.preflight.command import CheckResult, Finding, combine_findings, result_table
+from tests.data_utils.data_files import write_pair
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import SMALL, finish, start, write_text
 
@@ -130,10 +129,7 @@ def results_of_defects(rank: int, world_size: int, folder: Path) -> dict[str, li
 def test_each_planted_defect_is_found(tmp_path: Path) -> None:
     write_text(tmp_path)
     (tmp_path / "other.txt").write_text("other words " * 3000)
-    builder = IndexedDatasetBuilder(tmp_path / "damaged", np.dtype("<u2"))
-    builder.add([1] * 5000)
-    builder.end_document()
-    builder.finish()
+    write_pair(tmp_path / "damaged", [[1] * 5000])
     index = bytearray((tmp_path / "damaged.idx").read_bytes())
     index[-1] = 9
     (tmp_path / "damaged.idx").write_bytes(index)
