@@ -318,7 +318,7 @@ def _check_bad_lines(job: PreprocessingJob, shard_manifests: Sequence[Manifest],
 
 
 def _merge_shards(job: PreprocessingJob, key: str, shard_manifests: Sequence[Manifest]) -> Manifest:
-    """Merge the shards of a key into a pair in the shards' folder. Returns its manifest. Raises ValueError if there is
+    """Merge the shards of a key into a pair in the shards' folder. Return its manifest. Raises ValueError if there is
     no text."""
     tokenizer, inputs = tokenizer_of(job), list[dict[str, Any]]()
     with IndexedDatasetBuilder(job.merged(key), token_dtype(tokenizer.vocab_size)) as builder:
