@@ -289,13 +289,13 @@ def test_python_examples_run(page: str, block: str, python: WarmPython):
 def test_every_link_and_flag_that_is_named_exists():
     from megatron.gpt2.commands.generate_text import SAMPLING_FLAGS
     from megatron.gpt2.config.compat import MEGATRON_RULES, find_rule
-    from megatron.gpt2.config.flags import flag_table
+    from megatron.gpt2.config.flags import build_parser
 
     # Flags of pip, torchrun, sbatch, docker, apptainer, pytest, lm-eval, Megatron and nanoGPT.
     others = """--help --index-url --local-dir --rdzv-backend --rdzv-conf --rdzv-endpoint --rdzv-id --master-addr
         --nodes --gpus --signal --ntasks-per-node --gpu-bind --gpus-per-task --ipc --ulimit --network --nv
         --collect-only --model_args --use-checkpoint-opt_param-scheduler --out_dir --init_from"""
-    known = {*others.split(), *(row[0] for row in flag_table())}
+    known = {*others.split(), *build_parser()._option_string_actions, *MEGATRON_RULES}
     known |= {f"--{name.replace('_', '-')}" for name in SAMPLING_FLAGS}
     for program in (
         *(ROOT / "megatron" / "gpt2").rglob("*.py"),

@@ -24,11 +24,12 @@ REPEATED = re.compile(r"^(read as|give) |[;:]? ?(leave|take) it out$|bash script
 
 def section_lines(kind: type) -> list[str]:
     """Return a line for each flag of a section: its spellings and its help text."""
-    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
-    names = [" ".join(f"`{name}`" for name in (flag_name(f.name), *f.metadata["aliases"])) for f in fields]
-    choices = [f"{{{','.join(choices)}}} " if (choices := f.metadata["choices"]) else "" for f in fields]
-    texts = [re.sub(r"\(default: ([^)]*)\)", r"[\1]", help_of_field(f)) for f in fields]
-    return [f"- {name}: {listed}{text}" for name, listed, text in zip(names, choices, texts, strict=True)]
+    lines = []
+    for f in dataclasses.fields(kind):  # type: ignore[arg-type]
+        names = " ".join(f"`{name}`" for name in (flag_name(f.name), *f.metadata["aliases"]))
+        choices = f"{{{','.join(f.metadata['choices'])}}} " * bool(f.metadata["choices"])
+        lines.append(f"- {names}: {choices}" + re.sub(r"\(default: ([^)]*)\)", r"[\1]", help_of_field(f)))
+    return lines
 
 
 def rule_lines(rules: Mapping[str, CompatRule], heading: str) -> list[str]:
@@ -57,10 +58,9 @@ def flags_page() -> str:
         [
             "# Every flag",
             "",
-            "`tools/flag_table.py` generates this page. In a flag, `_` may replace `-`. Defaults are in brackets; a",
-            "preset (`--model`) and the quickstart, which runs without a shape, change some. `--bert-*` stands for all",
-            "flags with this beginning. Flags of Megatron-LM, Megatron-DeepSpeed and BigScience that are not here have",
-            "no effect on GPT-2.",
+            "`tools/flag_table.py` generates this page. In a flag, `_` may replace `-`. Defaults are in brackets;",
+            "presets (`--model`) and the quickstart change some. `--bert-*` stands for all flags with this beginning.",
+            "Flags of Megatron-LM, Megatron-DeepSpeed and BigScience that are not here have no effect on GPT-2.",
             "",
             f"- `--model`: {MODEL_HELP}",
             f"- `--config`: {CONFIG_HELP}",

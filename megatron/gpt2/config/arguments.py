@@ -12,7 +12,7 @@ Later sources override earlier ones:
 
 import contextlib
 import dataclasses
-import os
+import difflib
 import re
 import string
 import sys
@@ -31,7 +31,7 @@ from megatron.gpt2.config.compat import (
     iterations_to_profile,
     read_deepspeed_config,
 )
-from megatron.gpt2.config.flags import build_parser, flag_table, with_dashes
+from megatron.gpt2.config.flags import build_parser, with_dashes
 from megatron.gpt2.config.presets import DEFAULT_TRAIN_ITERS, PRESETS, SHAPE_KEYS, read_config
 from megatron.gpt2.config.sections import (
     SECTIONS,
@@ -151,12 +151,15 @@ def parse(argv: Sequence[str] | None = None) -> Arguments:
     Raises ValueError in one line for unknown flags and bad values. Values that do not fit together raise it at the
     first access to `.config`."""
     args = [with_dashes(word) for word in (sys.argv[1:] if argv is None else argv)]
-    namespace, rest = build_parser().parse_known_args(args)
+    parser = build_parser()
+    namespace, rest = parser.parse_known_args(args)
     read = vars(namespace)
     named, config_file = read.pop("preset", None), read.pop("config_file", None)
     require(not (named and config_file), "give --model or --config, not both")
     command_line = {key: value for key, value in read.items() if not key.startswith("launch.")}
-    other, problems = _other_flags(rest)
+    other, problems = _other_flags(
+        rest, {flag.lower(): flag for flag in (*parser._option_string_actions, *MEGATRON_RULES)}
+    )
     for key, value in command_line.items():
         if (choices := config_fields()[key].metadata["choices"]) and value not in choices:
             problems.append(
@@ -197,8 +200,11 @@ def parse(argv: Sequence[str] | None = None) -> Arguments:
     )
 
 
-def _other_flags(args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+def _other_flags(args: Sequence[str], known: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
     """Return {name: value} of the flags of other programs in `args`, and errors about the remaining ones.
+
+    known: all flags, by their spelling in lower case. An error about an unknown flag names the known flag that is
+        nearly the same.
 
     The value is None, the word that follows the flag, or a list of several."""
     groups: list[tuple[str, list[str]]] = [("", [])]
@@ -211,13 +217,16 @@ def _other_flags(args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     read: dict[str, Any] = {}
     unknown, problems = [], []
     for name, values in groups:
-        rule, meant = find_rule(MEGATRON_RULES, name), similar_flag(name)
-        if not name or rule and not rule.names.get(name, True) and rule.status != "refused":
+        rule = find_rule(MEGATRON_RULES, name)
+        takes_values = rule.names.get(name) if rule and rule.status != "refused" else None
+        if not name or takes_values is False:
             problems += [f"unexpected argument {value!r}: a value must follow a flag" for value in values[:1]]
             values = []
-        if rule is None or meant and name not in MEGATRON_RULES:
-            unknown += [f"{name}: did you mean {meant}?" if meant else name] * bool(name)
-        elif values or not rule.names.get(name, False) or rule.status == "refused":
+        if rule is None:
+            typed = "" if name.startswith("--no-") else "--" + name.lstrip("-").lower()  # --no-x does not mean --x.
+            meant = difflib.get_close_matches(typed, known, n=1, cutoff=0.9)
+            unknown += [f"{name}: did you mean {known[meant[0]]}?" if meant else name] * bool(name)
+        elif values or not takes_values:
             read[name] = values if len(values) > 1 else values[0] if values else None
         else:
             problems.append(f"{name}: expected a value")
@@ -227,20 +236,6 @@ def _other_flags(args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
             + ("" if unknown[-1].endswith("?") else ": --help lists the flags")
         )
     return read, problems
-
-
-def similar_flag(name: str) -> str | None:
-    """Return the flag that `name` is a typing error of: one character is missing, added or wrong, or two are
-    swapped."""
-    typed = "--" + name.lstrip("-").lower()
-    for known, _, _ in flag_table():
-        start = len(os.path.commonprefix([typed, known.lower()]))
-        a, b = typed[start:], known.lower()[start:]
-        end = len(os.path.commonprefix([a[::-1], b[::-1]]))
-        a, b = a[: len(a) - end], b[: len(b) - end]
-        if max(len(a), len(b)) <= 1 and not known.endswith("*") or len(a) == 2 and a == b[::-1]:
-            return known
-    return None
 
 
 def _alias_notes(args: Sequence[str]) -> list[str]:
@@ -385,13 +380,4 @@ def _merge_schedule(
         "--override-opt-param-scheduler takes the schedule of this run, --use-checkpoint-opt-param-scheduler that of "
         "the checkpoint",
     )
-    notes = [f"schedule from the checkpoint: {' '.join(changes)}"] if changes else []
-    length = values.get("train.train_iters")
-    grows = values.get("train.rampup_batch_size") or values.get("train.step_batch_size_schedule")
-    decays_over_all = values.get("optimizer.lr_decay_iters") is None and not grows
-    if decays_over_all and None not in (horizon, length) and horizon != length:
-        notes.append(
-            f"the learning rate now decays over {length} iterations, not the checkpoint's {horizon}: "
-            f"--lr-decay-iters {horizon} would keep it"
-        )
-    return notes, problem
+    return [f"schedule from the checkpoint: {' '.join(changes)}"] if changes else [], problem

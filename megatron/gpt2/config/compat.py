@@ -29,22 +29,21 @@ Fields = dict[str, Any]  # The keys have the form "section.field".
 class CompatRule:
     """One rule for one or more flags or keys.
 
-    names: each name, and if it takes values. A name that ends in `*` stands for the names in `known` with this
-    beginning, or for all if it is in `known`.
+    names: each name, and if it takes values (None: it may). A name that ends in `*` stands for all names with this
+        beginning.
     accepts: the allowed values; empty: all.
     sets: (value, the fields that the command line gives) -> fields, or ValueError for a bad value.
     unless: the rule does not apply if this flag is given.
     explicit_values: if the field's own flag has one of these values, it wins over the rule.
     """
 
-    names: Mapping[str, bool]
+    names: Mapping[str, bool | None]
     status: str
     text: str
     accepts: tuple[Any, ...] = ()
     sets: Callable[[Any, Mapping[str, Any]], Fields] = lambda value, given: {}
     unless: str = ""
     explicit_values: tuple[Any, ...] = ()
-    known: frozenset[str] = frozenset()
 
     @property
     def help_text(self) -> str:
@@ -60,15 +59,15 @@ class CompatRule:
 def _rule(status: str, names: str, text: str, *accepts: Any, **others: Any) -> CompatRule:
     """Return a rule.
 
-    names: separated by spaces; `--a=` and `--a-*` take values, `--a` takes none. `--a-{b,c}` is `--a-*` for the names
-        --a-b and --a-c only, so that a typing error in a family that this project has, too, is an error.
+    names: separated by spaces; `--a=` takes values, `--a` takes none. `--a-{b,c}` stands for `--a-b` and `--a-c`, which
+        may take values.
     """
-    takes_values, known = {}, set[str]()
-    for name in names.split():
-        beginning, brace, endings = name.removesuffix("}").partition("{")
-        takes_values[f"{beginning}*" if brace else name.removesuffix("=")] = bool(brace) or name.endswith(("=", "*"))
-        known |= {beginning + ending for ending in endings.split(",")} if brace else {name}
-    return CompatRule(takes_values, status, text, accepts, known=frozenset(known), **others)
+    takes_values: dict[str, bool | None] = {}
+    for word in names.split():
+        beginning, brace, endings = word.rstrip("=}").partition("{")
+        for ending in endings.split(","):
+            takes_values[beginning + ending] = None if brace else word.endswith("=")
+    return CompatRule(takes_values, status, text, accepts, **others)
 
 
 def ignored(names: str, text: str, *accepts: Any) -> CompatRule:
@@ -178,7 +177,7 @@ def find_rule(rules: Mapping[str, CompatRule], name: str) -> CompatRule | None:
     if name in rules:
         return rules[name]
     for end in range(len(name), 0, -1):
-        if (rule := rules.get(pattern := f"{name[:end]}*")) and rule.known & {name, pattern}:
+        if rule := rules.get(f"{name[:end]}*"):
             return rule
     for opposite in ("--no-", "--disable-"):
         if name.startswith(opposite):
@@ -232,13 +231,6 @@ MEGATRON_RULES = by_name(
         "fp8 and fp4 are not implemented; give --precision bf16",
     ),
     ignored(
-        "--fp8-{amax-compute-algo,amax-history-len,interval,margin,output-proj,param-gather,quantizer-factory,recipe,"
-        "wgrad} --fp4-{param-gather,quantizer-factory,recipe} --kitchen-{attention-backend} "
-        "--keep-fp8-{transpose-cache} --first-last-layers-bf16 --num-layers-at-{end-in-bf16,start-in-bf16} "
-        "--reuse-grad-buf-for-mxfp8-param-ag",
-        "a setting of fp8",
-    ),
-    ignored(
         "--fp32-allreduce --accumulate-allreduce-grads-in-fp32 --ddp-reduce-scatter-with-fp32-accumulation "
         "--ddp-param-name-patterns-for-fp32-local-accumulation=",
         "gradients are accumulated in fp32, and reduced in fp32 without --grad-reduce-in-bf16",
@@ -280,12 +272,6 @@ MEGATRON_RULES = by_name(
     refused(
         "--fine-grained-activation-offloading",
         "give --cpu-offloading-num-layers, or --recompute-granularity full --checkpoint-in-cpu",
-    ),
-    ignored(
-        "--offload-modules= --min-offloaded-tensor-size= --fine-grained-offloading-{max-inflight-offloads} "
-        "--delay-offload-{until-cuda-graph} --delta-offload-{bytes-across-pp-ranks} --activation-offload-{fraction} "
-        "--cpu-offloading-retain-pinned-cpu-buffers",
-        "a setting of --fine-grained-activation-offloading",
     ),
     ignored(
         "--use-pin-memory --pin-cpu-grads --pin-cpu-params --overlap-cpu-optimizer-d2h-h2d "
@@ -355,34 +341,6 @@ MEGATRON_RULES = by_name(
         "--encoder-num-layers= --decoder-num-layers= --retro-add-retriever",
         NOT_GPT2,
     ),
-    ignored(
-        "--moe-* --overlap-moe-{expert-parallel-comm} --topk= --expert-interval= --create-moe-param-group --use-tutel "
-        "--enable-expert-{tensor-parallelism} --overlap-dispatch-{backward-with-experts-wgrad} --delay-wgrad-compute "
-        "--ep-overlap-{early-attn-memory-release} --num-experts-switch= --use-grouped-gemm-for-shared-expert "
-        "--high-priority-a2a-comm-stream",
-        "a setting of --num-experts",
-    ),
-    ignored(
-        "--rotary-{base,interleaved,percent,position-embeddings-theta,scaling-factor,seq-len-interpolation-factor} "
-        "--rope-{scaling-factor,type} --use-rope-scaling --no-rope-freq= --mrope-{section} --yarn-{beta-fast,"
-        "beta-slow,correction-range-round-to-int,original-max-position-embeddings} --mscale{,-all-dim} "
-        "--relative-attention-{max-distance,num-buckets}",
-        "a setting of --position-embedding-type",
-    ),
-    ignored(
-        "--q-lora-rank= --kv-lora-rank= --qk-head-dim= --qk-pos-emb-head-dim= --v-head-dim= --mla-{down-proj-fusion} "
-        "--cache-mla-latents",
-        "a setting of --multi-latent-attention",
-    ),
-    ignored(
-        "--mtp-* --mhc-* --mamba-* --dsa-* --gdp-* --linear-{conv-kernel-dim,key-head-dim,num-key-heads,"
-        "num-value-heads,value-head-dim} --qk-clip-{alpha,threshold} --window-attn-{skip-freq} "
-        "--glu-linear-offset= --activation-func-{clamp-value} --use-fused-weighted-squared-relu "
-        "--fused-residual-rmsnorm --apply-wd-to-qk-layernorm --retro-{attention-gate,cyclic-train-iters,"
-        "encoder-attention-dropout,encoder-hidden-dropout,encoder-layers,no-verify-neighbor-count,num-neighbors,"
-        "num-retrieved-chunks,project-dir,return-doc-ids,workdir}",
-        "a setting of a model that is not GPT-2",
-    ),
     ignored("--use-cpu-initialization --no-initialization", "every device gets the same initial weights"),
     # Parallelism
     ignored(
@@ -397,23 +355,9 @@ MEGATRON_RULES = by_name(
         "--force-ds-sequence-parallel --ds-sequence-parallel-fpdt --hybrid-context-parallel",
         "give --sequence-parallel with --tensor-model-parallel-size",
     ),
-    ignored(
-        "--cp-comm-type= --hierarchical-context-parallel-sizes= --max-seqlen-per-dp-cp-rank= "
-        "--ds-sequence-parallel-{fpdt-chunk-size,fpdt-offloading}",
-        "a setting of context parallelism",
-    ),
     refused(
         "--use-torch-fsdp2 --use-megatron-fsdp --use-custom-fsdp",
         "give --use-distributed-optimizer --shard-gradients, and --tensor-model-parallel-size to split the weights",
-    ),
-    ignored(
-        "--fsdp-{db-use-persist-buf-on-alloc-fail,double-buffer,manual-registration} "
-        "--megatron-fsdp-{enable-fine-grained-param-gather,grad-comm-dtype,main-grads-dtype,main-params-dtype,"
-        "max-pool-double-buffer,version} --torch-fsdp2-{no-reshard-after-forward} --strict-fsdp-{dtensor-load} "
-        "--data-parallel-sharding-strategy= --outer-dp-{sharding-strategy} --enable-full-sharding-in-hsdp "
-        "--suggested-communication-unit-size= --init-model-with-meta-device --gtp-{expert-remat-nccl-ub,"
-        "remat-nccl-ub,remat-opt-in-modules,remat-reduce-scatter-with-fp32-accumulation}",
-        "a setting of FSDP",
     ),
     translated("--pipe-parallel-size=", "read as --pipeline-model-parallel-size; 0 means 1", _pipeline_stages),
     read_as("--no-pipeline-parallel", "parallel.pipeline_model_parallel_size", 1),
@@ -469,13 +413,6 @@ MEGATRON_RULES = by_name(
         "bpe",
         *(f"bert-{size}-{case}" for size in ("base", "large") for case in ("uncased", "cased")),
     ),
-    ignored(
-        "--legacy-tokenizer --trust-remote-code --tokenizer-hf-{include-special-tokens,no-include-special-tokens,"
-        "no-use-fast,use-fast} --tokenizer-sentencepiece-{ignore-extra-whitespaces,legacy} "
-        "--tiktoken-{num-special-tokens,pattern,special-tokens} --tokenizer-special-tokens= --null-tokenizer-{eod-id,"
-        "pad-id} --use-gigatoken --allow-ambiguous-pad-tokens --chat-template=",
-        "a setting of a tokenizer that --tokenizer-type does not have",
-    ),
     refused(
         "--tokenizer-name-or-path= --tokenizer-metadata=", "give --vocab-file and --merge-file, or --tokenizer-model"
     ),
@@ -504,7 +441,6 @@ MEGATRON_RULES = by_name(
         "--train-shuffle-idx-path= --phase-transition-iterations=",
         "give --data-path with weights and prefixes, --split, and --train-epochs",
     ),
-    ignored("--validation-set-names=", "a setting of --multiple-validation-sets"),
     refused("--dataloader-inter-document-masking", "give --reset-attention-mask"),
     ignored("--sample-rate=", "an epoch reads every sample once", "1", "1.0"),
     refused(
@@ -516,11 +452,6 @@ MEGATRON_RULES = by_name(
     refused(
         "--decrease-batch-size-if-needed",
         "give batch sizes that are divisible by --micro-batch-size × data-parallel ranks",
-    ),
-    ignored(
-        "--fim-{eod-token,fragment-rate,middle-token,no-prefix,pad-token,prefix-token,rate,split-sample,spm-rate,"
-        "suffix-token} --sft-{tokenizer-prompt-format}",
-        "a setting of --fim-data or --sft",
     ),
     refused(
         "--pretrained-bert --presplit-sentences --bert-* --biencoder-* --faiss-* --retriever-* --train-with-neg "
@@ -542,7 +473,6 @@ MEGATRON_RULES = by_name(
     ignored("--lr-wsd-decay-style=", "the decay of WSD is exponential", "exponential"),
     ignored("--lr-warmup-init=", "warmup starts at 0", "0", "0.0"),
     refused("--decoupled-lr= --decoupled-min-lr= --freeze-all-layers", "all weights have the rate --lr; leave it out"),
-    ignored("--sgd-momentum= --lion-{beta1,beta2}", "a setting of another optimizer"),
     ignored("--muon-nesterov --muon-use-nesterov", "Muon always uses Nesterov's momentum"),
     ignored("--muon-fp32-matmul-prec= --muon-use-syrk", "Newton-Schulz runs in the precision of the model"),
     ignored("--muon-scale-mode=", "as here", "spectral"),
@@ -558,11 +488,6 @@ MEGATRON_RULES = by_name(
     refused(
         "--perform-rl-step --kd --mos --load-teacher= --export-* --logits-*",
         "the loss is that of the next token; leave it out",
-    ),
-    ignored(
-        "--rl-* --grpo-* --langrl-* --refit-method= --kd-{alpha-ce,beta-ce,temp} --num-layers-teacher= "
-        "--num-experts-teacher= --hidden-size-teacher= --num-attention-heads-teacher=",
-        "a setting of --perform-rl-step, --kd or --mos",
     ),
     refused("--skip-train --eval-only= --no-train= --inference", f"not for pretraining; use {EVALUATE}"),
     refused("--cloze-eval --strict-lambada --overlapping-eval= --task=", f"not for pretraining; give it to {EVALUATE}"),
@@ -663,6 +588,46 @@ MEGATRON_RULES = by_name(
     ),
     ignored("--remote-device=", "weights stay on the device; --tensor-model-parallel-size splits them", "none"),
     translated("--deepspeed-config= --deepscale-config=", "each key is translated, ignored or refused", lambda *_: {}),
+    # A flag that turns one of these features on is refused or has only one value.
+    ignored(
+        "--fp8-{amax-compute-algo,amax-history-len,interval,margin,output-proj,param-gather,quantizer-factory,recipe,"
+        "wgrad} --fp4-{param-gather,quantizer-factory,recipe} --kitchen-{attention-backend} "
+        "--keep-fp8-{transpose-cache} --first-last-layers-bf16 --num-layers-at-{end-in-bf16,start-in-bf16} "
+        "--reuse-grad-buf-for-mxfp8-param-ag --offload-modules= --min-offloaded-tensor-size= "
+        "--fine-grained-offloading-{max-inflight-offloads} --delay-offload-{until-cuda-graph} "
+        "--delta-offload-{bytes-across-pp-ranks} --activation-offload-{fraction} "
+        "--cpu-offloading-retain-pinned-cpu-buffers --moe-* --overlap-moe-{expert-parallel-comm} --topk= "
+        "--expert-interval= --create-moe-param-group --use-tutel --enable-expert-{tensor-parallelism} "
+        "--overlap-dispatch-{backward-with-experts-wgrad} --delay-wgrad-compute "
+        "--ep-overlap-{early-attn-memory-release} --num-experts-switch= --use-grouped-gemm-for-shared-expert "
+        "--high-priority-a2a-comm-stream --rotary-{base,interleaved,percent,position-embeddings-theta,scaling-factor,"
+        "seq-len-interpolation-factor} --rope-{scaling-factor,type} --use-rope-scaling --no-rope-freq= "
+        "--mrope-{section} --yarn-{beta-fast,beta-slow,correction-range-round-to-int,"
+        "original-max-position-embeddings} --mscale{,-all-dim} --relative-attention-{max-distance,num-buckets} "
+        "--q-lora-rank= --kv-lora-rank= --qk-head-dim= --qk-pos-emb-head-dim= --v-head-dim= --mla-{down-proj-fusion} "
+        "--cache-mla-latents --mtp-* --mhc-* --mamba-* --dsa-* --gdp-* --linear-{conv-kernel-dim,key-head-dim,"
+        "num-key-heads,num-value-heads,value-head-dim} --qk-clip-{alpha,threshold} --window-attn-{skip-freq} "
+        "--glu-linear-offset= --activation-func-{clamp-value} --use-fused-weighted-squared-relu "
+        "--fused-residual-rmsnorm --apply-wd-to-qk-layernorm --retro-{attention-gate,cyclic-train-iters,"
+        "encoder-attention-dropout,encoder-hidden-dropout,encoder-layers,no-verify-neighbor-count,num-neighbors,"
+        "num-retrieved-chunks,project-dir,return-doc-ids,workdir} --cp-comm-type= "
+        "--hierarchical-context-parallel-sizes= --max-seqlen-per-dp-cp-rank= --ds-sequence-parallel-{fpdt-chunk-size,"
+        "fpdt-offloading} --fsdp-{db-use-persist-buf-on-alloc-fail,double-buffer,manual-registration} "
+        "--megatron-fsdp-{enable-fine-grained-param-gather,grad-comm-dtype,main-grads-dtype,main-params-dtype,"
+        "max-pool-double-buffer,version} --torch-fsdp2-{no-reshard-after-forward} --strict-fsdp-{dtensor-load} "
+        "--data-parallel-sharding-strategy= --outer-dp-{sharding-strategy} --enable-full-sharding-in-hsdp "
+        "--suggested-communication-unit-size= --init-model-with-meta-device --gtp-{expert-remat-nccl-ub,"
+        "remat-nccl-ub,remat-opt-in-modules,remat-reduce-scatter-with-fp32-accumulation} --legacy-tokenizer "
+        "--trust-remote-code --tokenizer-hf-{include-special-tokens,no-include-special-tokens,no-use-fast,use-fast} "
+        "--tokenizer-sentencepiece-{ignore-extra-whitespaces,legacy} --tiktoken-{num-special-tokens,pattern,"
+        "special-tokens} --tokenizer-special-tokens= --null-tokenizer-{eod-id,pad-id} --use-gigatoken "
+        "--allow-ambiguous-pad-tokens --chat-template= --validation-set-names= --fim-{eod-token,fragment-rate,"
+        "middle-token,no-prefix,pad-token,prefix-token,rate,split-sample,spm-rate,suffix-token} "
+        "--sft-{tokenizer-prompt-format} --sgd-momentum= --lion-{beta1,beta2} --rl-* --grpo-* --langrl-* "
+        "--refit-method= --kd-{alpha-ce,beta-ce,temp} --num-layers-teacher= --num-experts-teacher= "
+        "--hidden-size-teacher= --num-attention-heads-teacher=",
+        "a setting of a feature that is not used",
+    ),
     # Generation
     ignored(
         "--temperature= --top-k= --top-p= --out-seq-length= --sample-input-file= --sample-output-file= --num-samples="
@@ -854,16 +819,9 @@ def read_deepspeed_config(path: str, given: Mapping[str, Any]) -> Applied:
         if content.get("zero_optimization") is True:
             content["zero_optimization"] = {"stage": 1}  # Files of early 2020 have this form.
         read = dict(_flatten_keys(content))
-        unknown = sorted(_format_value(key) for key in read if find_rule(DEEPSPEED_RULES, key) is None)
-        known = {key: value for key, value in read.items() if find_rule(DEEPSPEED_RULES, key)}
+        unknown = sorted(key for key in read if find_rule(DEEPSPEED_RULES, key) is None)
+        known = {key: value for key, value in read.items() if key not in unknown}
         values, set_by, notes, problems = apply_rules(DEEPSPEED_RULES, known, given, given_wins=True)
-        # DeepSpeed needs two of micro-batch size, accumulation steps and batch size, and computes the third from the
-        # number of ranks, which is not known here.
-        sets_batch = "train.global_batch_size" in values
-        if sets_batch and "train.micro_batch_size" not in {*values, *given}:
-            problems.append(
-                "train_batch_size: give --micro-batch-size as well, the samples of one forward pass on a rank"
-            )
         require(not problems, "; ".join(problems))
     except OSError as error:
         raise FileNotFoundError(f"--deepspeed_config {path}: {error.strerror}") from None
@@ -871,11 +829,11 @@ def read_deepspeed_config(path: str, given: Mapping[str, Any]) -> Applied:
         raise ValueError(f"--deepspeed_config {path} is not JSON: {error}") from None
     except ValueError as error:
         raise ValueError(f"--deepspeed_config {path}: {error}") from None
-    if sets_batch or "train.global_batch_size" in given:
+    if "train.global_batch_size" in {*values, *given}:
         values.pop("train.gradient_accumulation_steps", None)
     notes = [f"{path}: {note}" for note in notes]
     if unknown:
-        notes.append(f"WARNING: {path}: {', '.join(unknown)}: unknown keys are ignored")
+        notes.append(f"WARNING: {path}: {', '.join(map(_format_value, unknown))}: unknown keys are ignored")
     return Applied(values, {key: f"{name} in {path}" for key, name in set_by.items()}, notes, [])
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from data_utils.command_line import Parser
 from megatron.gpt2.config.compat import MEGATRON_RULES
 from megatron.gpt2.config.presets import PRESETS
-from megatron.gpt2.config.sections import SECTIONS, LaunchConfig, config_fields, flag_name
+from megatron.gpt2.config.sections import SECTIONS, LaunchConfig, flag_name
 
 MODEL_HELP = f"preset: {', '.join(PRESETS)}"
 CONFIG_HELP = "config.json of an earlier run: use its flags; flags on the command line win"
@@ -88,10 +88,11 @@ def build_parser() -> argparse.ArgumentParser:
         add_section(parser, section, kind)
     listed = (
         f"{status}: {' '.join(name for name, rule in MEGATRON_RULES.items() if rule.status == status)}."
-        for status in ("translated", "ignored", "refused")
+        for status in ("translated", "refused")
     )
     parser.add_argument_group(
-        "Megatron's other flags", "\n".join(textwrap.fill(text, 100, break_on_hyphens=False) for text in listed)
+        "Megatron's other flags, without those that have no effect",
+        "\n".join(textwrap.fill(text, 100, break_on_hyphens=False) for text in listed),
     )
     return parser
 
@@ -129,12 +130,3 @@ def parse_launch_flags(argv: Sequence[str]) -> tuple[LaunchConfig, list[str]]:
     add_section(parser, "launch", LaunchConfig)
     given, rest = parser.parse_known_args(words)
     return LaunchConfig(**{key.removeprefix("launch."): value for key, value in vars(given).items()}), rest
-
-
-def flag_table() -> list[tuple[str, str, str]]:
-    """Return (flag, status, text) of every flag. The status is supported, translated, ignored or refused."""
-    table = [("--model", "supported", MODEL_HELP), ("--config", "supported", CONFIG_HELP)]
-    for f in (*config_fields().values(), *dataclasses.fields(LaunchConfig)):
-        table.append((flag_name(f.name), "supported", help_of_field(f)))
-        table += [(alias, "translated", f"read as {flag_name(f.name)}") for alias in f.metadata["aliases"]]
-    return table + [(name, rule.status, rule.help_text) for name, rule in MEGATRON_RULES.items()]

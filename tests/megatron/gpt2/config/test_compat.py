@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from megatron.gpt2.config.arguments import Arguments, parse, similar_flag
+from megatron.gpt2.config.arguments import Arguments, parse
 from megatron.gpt2.config.compat import MEGATRON_RULES, find_rule
-from megatron.gpt2.config.flags import build_parser, flag_table
+from megatron.gpt2.config.flags import build_parser
 from tests.conftest import error_line, tool
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -39,8 +39,6 @@ def test_every_flag_of_each_program_has_a_rule(source: str):
     asked = [name.replace("_", "-") for name in names(LISTS[source])]
     assert len(asked) == COUNTS[source]
     assert [name for name in asked if name not in own and find_rule(MEGATRON_RULES, name) is None] == []
-    # A flag with a rule must not be taken for a typing error.
-    assert [name for name in asked if name not in {*own, *MEGATRON_RULES} and similar_flag(name)] == []
 
 
 def error_of(line: str) -> str:
@@ -67,7 +65,6 @@ def test_all_errors_are_in_one_line():
 @pytest.mark.parametrize(
     "name, meant",
     {
-        "--ckpt-fuly-parallel-save": None,
         "--log-nonsense": None,
         "--disable-log-anything": None,
         "--no-sequence-parallel": None,
@@ -88,7 +85,7 @@ def test_beginnings_and_opposites():
     notes = parse(
         "--moe-router-topk 2 --moe-anything --no-tp-comm-overlap-ag --disable-log-energy --fp8-recipe x".split()
     ).notes
-    assert len(notes) == 4 and all(": ignored: " in note for note in notes)
+    assert len(notes) == 3 and all(": ignored: " in note for note in notes)
     assert find_rule(MEGATRON_RULES, "--no-bf16") is find_rule(MEGATRON_RULES, "--no-swiglu") is None
 
 
@@ -157,14 +154,12 @@ def test_translated():
     )
 
 
-def test_the_page_of_flags_is_up_to_date(capsys: pytest.CaptureFixture[str]):
+def test_the_page_of_flags_is_up_to_date():
     page = tool("flag_table").flags_page()
     assert ": only 1: parallelism is tensor, pipeline and data: use --tensor-model-parallel-size" in page
     without_effect = {name for name, rule in MEGATRON_RULES.items() if rule.status == "ignored" and not rule.accepts}
-    assert all(f"`{name}`" in page for name, _, _ in flag_table() if name not in without_effect)
-    with pytest.raises(SystemExit):
-        parse(["--help"])
-    assert without_effect <= set(re.findall(r"--[\w*-]+", capsys.readouterr().out))
+    names = {*build_parser()._option_string_actions, *MEGATRON_RULES} - without_effect - {"-h", "--help"}
+    assert all(f"`{name}`" in page for name in names)
     assert len(page.split()) < 3000
     assert (ROOT / "docs" / "reference" / "flags.md").read_text() == page, (
         "python tools/flag_table.py > docs/reference/flags.md"
@@ -263,7 +258,6 @@ def test_unknown_keys_are_noted(tmp_path: Path):
         ({"optimizer": {"params": {"betas": 0.9}}}, "optimizer.params.betas 0.9 is not a pair"),
         ({"scheduler": {"type": "WarmupLR"}}, "--lr-decay-style"),
         ({"amp": {"enabled": True}}, 'amp {"enabled": true} is not supported: give --precision'),
-        ({"train_batch_size": 16}, "train_batch_size: give --micro-batch-size as well"),
         ({"train_batch_size": "16"}, "train_batch_size 16 is not a whole number but a str"),
         ({"gradient_clipping": "x"}, "gradient_clipping x is not a number but a str"),
         ({"fp16": {"enabled": True, "initial_scale_power": 5000}}, "fp16.initial_scale_power"),
