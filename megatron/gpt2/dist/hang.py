@@ -250,8 +250,6 @@ def set_flight_recorder(save_directory: str | Path, environ: MutableMapping[str,
     Variables that the user has set are kept."""
     folder = Path(save_directory).resolve() / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    environ.setdefault("TORCH_FR_BUFFER_SIZE", environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"))
+    environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-    # TORCH_NCCL_DEBUG_INFO_TEMP_FILE is the older name of the variable.
-    if "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in environ:
-        environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{folder}/nccl_trace_rank_")
+    environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{folder}/nccl_trace_rank_")

@@ -9,7 +9,6 @@ torch reads only torchrun's variables. A plain `python` runs as a single rank, e
 does not use the network: see rendezvous.py.
 """
 
-import itertools
 import os
 import re
 import resource
@@ -58,7 +57,6 @@ class Launch:
     init_method: str = ""  # the rendezvous address, as for --init-method
     use_agent_store: bool = False  # The launcher, and not rank 0, serves the store.
     host: str = ""  # this machine's name
-    hosts: tuple[str, ...] = ()  # the host of each rank, if the launcher lists the hosts
     timeout: float = LaunchConfig.init_timeout
     ranks_to_start: int = 0  # number of ranks that this process starts; the first one is `rank`
     max_restarts: int = 0
@@ -149,7 +147,7 @@ def _from_variables(environ: Environment) -> Launch | None:
             rank, world, *local = (_number(environ, name) for name in names if name in environ)
             served, host, port = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True", "", ""
             if names[0] != "RANK":
-                host = "localhost" if local[1:] == [world] else next(iter(_slurm_hosts(environ)), "")
+                host = "localhost" if local[1:] == [world] else _first_slurm_host(environ)
                 served, port = False, _job_port(environ)
             address = _tcp_address(environ, host, port)
             return Launch(rank, world, (local[0], local[1]) if len(local) == 2 else None, address, served)
@@ -159,7 +157,7 @@ def _from_variables(environ: Environment) -> Launch | None:
 def _from_slurm(environ: Environment) -> Launch | None:
     if not in_slurm_step(environ):
         return None
-    hosts, node = _slurm_hosts(environ), int(environ.get("SLURM_NODEID", 0))
+    node = int(environ.get("SLURM_NODEID", 0))
     tasks = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     # "4(x2),3" means nodes with 4, 4 and 3 ranks.
     counts = [int(count) for count, times in tasks for _ in range(int(times or 1))]
@@ -171,8 +169,7 @@ def _from_slurm(environ: Environment) -> Launch | None:
         _number(environ, "SLURM_PROCID"),
         sum(counts) or _number(environ, "SLURM_NTASKS"),
         (_number(environ, "SLURM_LOCALID"), counts[node]) if node < len(counts) else None,
-        _tcp_address(environ, next(iter(hosts), ""), _job_port(environ)),
-        hosts=tuple(host for host, count in zip(hosts, counts, strict=False) for _ in range(count)),
+        _tcp_address(environ, _first_slurm_host(environ), _job_port(environ)),
     )
 
 
@@ -250,26 +247,10 @@ def _job_port(environ: Environment) -> str:
     return str(15000 + zlib.crc32(f"{job}.{environ.get('SLURM_STEP_ID', 0)}".encode()) % 14000)
 
 
-def _slurm_hosts(environ: Environment) -> list[str]:
+def _first_slurm_host(environ: Environment) -> str:
+    """Return the first host of Slurm's list, or "": rack1n01 for "rack[1-2]n[01-02],login". Slurm's own tool for this,
+    scontrol, may not be installed."""
     names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-    return expand_hosts(next((environ[name] for name in names if environ.get(name)), ""))
-
-
-def expand_hosts(text: str) -> list[str]:
-    """Expand Slurm's host list: "rack[1-2]n[01-02],login" is rack1n01, rack1n02, rack2n01, rack2n02, login.
-
-    Slurm's own tool for this, scontrol, may not be installed.
-    """
-    hosts: list[str] = []
-    for item in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", text):  # The pattern splits at the commas outside brackets.
-        parts = [_expand_ranges(part) if part[0] == "[" else [part] for part in re.findall(r"\[[^\]]*\]|[^\[]+", item)]
-        hosts += map("".join, itertools.product(*parts))
-    return hosts
-
-
-def _expand_ranges(text: str) -> list[str]:
-    """Expand ranges: "[002-004,7]" becomes 002, 003, 004, 7."""
-    numbers: list[str] = []
-    for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
-        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
-    return numbers
+    text = next((environ[name] for name in names if environ.get(name)), "")
+    first = "".join(re.findall(r"^(?:\[[^\]]*\]|[^,\[])+", text))  # The pattern ends at a comma outside brackets.
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first)

@@ -231,12 +231,9 @@ def describe_missing(hosts: Mapping[int, str], world_size: int, launch: Launch) 
     hosts: the machines of the ranks that joined.
     """
     missing = [rank for rank in range(world_size) if rank not in hosts]
-    listed = dict(enumerate(launch.hosts))
-    # Slurm lists the hosts by blocks of ranks, unless srun has another --distribution.
-    fits = all(listed.get(rank) == host for rank, host in hosts.items())
     return (
-        f"{format_ranks(missing, listed if fits else {})} of {world_size} did not join within {launch.timeout:g} s "
-        f"(--init-timeout); {format_ranks(hosts, hosts)} did"
+        f"{format_ranks(missing, {})} of {world_size} did not join within {launch.timeout:g} s (--init-timeout); "
+        f"{format_ranks(hosts, hosts)} did"
     )
 
 

@@ -140,6 +140,6 @@ def test_the_flight_recorder_writes_next_to_the_incidents(tmp_path: Path) -> Non
         "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/incidents/nccl_trace_rank_",
     }
     assert (tmp_path / "incidents").is_dir()
-    own = {"TORCH_FR_BUFFER_SIZE": "7", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/x"}
+    own = {"TORCH_FR_BUFFER_SIZE": "7", "TORCH_FR_DUMP_TEMP_FILE": "/x"}
     set_flight_recorder(tmp_path, environ := dict(own))
     assert environ == own | {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}

@@ -38,7 +38,6 @@ from megatron.gpt2.dist.rendezvous import (
     StandbyExit,
     initialize_distributed,
     join_rendezvous,
-    node_line,
     set_gloo_interface,
     shutdown_distributed,
 )
@@ -51,15 +50,12 @@ PAIR = [RankInfo(0, 2, 0, 2), RankInfo(1, 2, 1, 2)]  # Both ranks are on one mac
 
 
 def make_launches(
-    world_size: int, hosts: str, where: str = "", *, timeout: float = 60.0, slurm: str = "", first: int = 0
+    world_size: int, hosts: str, where: str = "", *, timeout: float = 60.0, first: int = 0
 ) -> list[Launch]:
-    """Return a launch for each of the `hosts`, from rank `first` on.
-
-    slurm: the hosts of all ranks in Slurm's list.
-    """
+    """Return a launch for each of the `hosts`, from rank `first` on."""
     where = where or f"tcp://localhost:{free_port()}"
     return [
-        Launch(rank, world_size, init_method=where, host=host, timeout=timeout, hosts=tuple(slurm))
+        Launch(rank, world_size, init_method=where, host=host, timeout=timeout)
         for rank, host in enumerate(hosts, start=first)
     ]
 
@@ -124,10 +120,9 @@ def test_a_file_of_an_earlier_run(tmp_path: Path) -> None:
     assert not card.exists()
 
 
-def test_missing_ranks_are_named_with_the_hosts_of_slurm() -> None:
-    came = join_all(make_launches(4, "aa", slurm="aabb", timeout=1))
-    assert came == ["ranks 2-3 (b) of 4 did not join within 1 s (--init-timeout); ranks 0-1 (a) did"] * 2
-    assert "ranks 2-3 of 4" in join_all(make_launches(4, "cc", slurm="aabb", timeout=1))[0]  # The list does not match.
+def test_missing_ranks_are_named() -> None:
+    came = join_all(make_launches(4, "aa", timeout=1))
+    assert came == ["ranks 2-3 of 4 did not join within 1 s (--init-timeout); ranks 0-1 (a) did"] * 2
     launch = Launch(0, 4, (0, 2), init_method=f"tcp://localhost:{free_port()}", host="a", ranks_to_start=2, timeout=1)
     with pytest.raises(MissingRanksError, match=r"ranks 2-3 of 4 did not join within 1 s \(.*\); ranks 0-1 \(a\) did"):
         start_ranks(lambda words: 0, [], launch)
@@ -307,11 +302,6 @@ def test_flags_that_elastic_needs(program: Any, flags: str, line: str, capsys: p
     assert capsys.readouterr().err.startswith(f"error: {line}")
 
 
-def test_line_of_a_node() -> None:
-    gpus = {2: "cuda:0\tNVIDIA H100", 3: "cuda:1\tNVIDIA H100"}
-    assert node_line("node4", gpus, 4) == "host node4: ranks 2-3 of 4 on cuda:0, cuda:1 (NVIDIA H100)"
-
-
 def test_silent_ranks_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Ranks 2 and 3 of two machines hang. Ranks that wait for a GPU also end."""
     times = {"HEARTBEAT_INTERVAL": 0.1, "LOST_TIMEOUT": 0.5, "SILENCE_TIMEOUT": 2.0}
@@ -365,10 +355,3 @@ def test_a_gloo_interface_that_does_not_exist() -> None:
     line = r"GLOO_SOCKET_IFNAME=lo,ib7 is not a network interface of this machine, which has .*\blo\b.*: correct"
     with pytest.raises(ValueError, match=line):
         set_gloo_interface("10.0.0.1", [], {"GLOO_SOCKET_IFNAME": "lo,ib7"})
-
-
-def test_the_gloo_interface_of_a_mac(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo0"), (4, "en0")])  # the interfaces of a Mac
-    environ: dict[str, str] = {}
-    set_gloo_interface("127.0.0.1", [], environ)
-    assert environ == {"GLOO_SOCKET_IFNAME": "lo0"}
