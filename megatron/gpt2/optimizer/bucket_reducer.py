@@ -53,7 +53,9 @@ class BucketReducer:
         # For each bucket that was sent, this has the collective and this rank's shard of the sum. It is None after the
         # shard was received.
         self._sent: list[tuple[dist.Work, Tensor] | None] = []
-        self._collected: dict[str, Tensor] = {}  # the gradients that `collect` has not added yet
+        # the gradients that `collect` has not added yet, and their size
+        self._collected: dict[str, Tensor] = {}
+        self._collected_bytes = 0
         self.begin(0)
         for name, parameter in buffer.parameters.items():
             parameter.register_post_accumulate_grad_hook(self._hook(name))
@@ -137,11 +139,12 @@ class BucketReducer:
         if not self._collected:
             torch.autograd.Variable._execution_engine.queue_callback(self._add_collected)
         self._collected[name] = gradient
-        if sum(each.nbytes for each in self._collected.values()) >= BYTES_AT_ONCE:
+        self._collected_bytes += gradient.nbytes
+        if self._collected_bytes >= BYTES_AT_ONCE:
             self._add_collected()
 
     def _add_collected(self) -> None:
-        gradients, self._collected = self._collected, {}
+        gradients, self._collected, self._collected_bytes = self._collected, {}, 0
         first = [name for name in gradients if self._mark_begun(name)]
         later = [name for name in gradients if name not in first]
         for names, add in ((first, False), (later, True)):

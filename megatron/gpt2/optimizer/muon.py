@@ -16,15 +16,15 @@ Q, K and V are orthogonalized separately, as in Megatron: attention uses them as
 with the largest gradient would decide the scale of all three. The order of the heads does not matter, because
 orthogonalization does not depend on the order of rows.
 
-Each whole matrix is orthogonalized by one rank, with the same operands in every layout. So --exact-layouts holds. The
-work is divided over the tensor-parallel ranks and, with a sharded optimizer, over the data-parallel ranks. Per step a
-rank then sends and receives 4 bytes for each element that it updates, twice, or four times if both groups have several
-ranks.
+Each whole matrix is orthogonalized by one rank, with the same operands in every layout. So --exact-layouts holds, and
+the work is divided over the tensor-parallel ranks, with a sharded optimizer also over the data-parallel ranks. Per
+step a rank then sends its part of each matrix and receives the update, 4 bytes for each element.
 """
 
 import collections
 import itertools
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -70,25 +70,37 @@ class MuonOptimizer(MixedPrecisionOptimizer):
     others: the arguments of `MixedPrecisionOptimizer`.
     batch_elements: how many elements of matrices a rank may orthogonalize together; it takes at least one matrix. A
         batch can round differently than its matrices would.
+    timeout: the time limit of a collective.
     """
 
-    def __init__(self, model: GPT2Model, *others: Any, batch_elements: int) -> None:
+    def __init__(self, model: GPT2Model, *others: Any, batch_elements: int, timeout: timedelta | None = None) -> None:
         super().__init__(*others)
         self._specs, self._heads = mpu.partition_specs(model), model.config.num_attention_heads
         self._mup_scale = model.config.mup_scale
-        self._tensor_group, self._tensor_rank, self._tensor_size = model.group, model.tp_rank, model.tp_size
-        self._data_group = mpu.get_parallel_state().data_parallel_group
+        self._tensor_rank, self._tensor_size = model.tp_rank, model.tp_size
+        self._group = self._ranks_of_a_matrix(model.group, timeout)
         self._matrix_indices = [i for i, owned in enumerate(self.buffer.owned_ranges) if owned.group_key.is_matrix]
         self._empty = torch.empty(0, device=self.buffer.params.device)  # torch.cat needs a tensor.
         # Matrices of equal shape are neighbours. Rank 1 of 4 orthogonalizes the matrices 1, 5, 9, ... of a round.
         shapes = {name: self.buffer.parameters[name].shape for name in self.buffer.matrices}
         names = sorted(shapes, key=lambda name: (shapes[name].numel(), shapes[name]), reverse=True)
-        self._ranks = len(self.buffer.elements_by_rank(names[0])) * self._tensor_size
+        self._ranks = len(self.buffer.elements_by_rank(names[0])) * self._tensor_size  # of `_group`
         self._rounds: list[list[str]] = []
         while names:
             length = self._ranks * max(1, batch_elements // (self._tensor_size * shapes[names[0]].numel()))
             self._rounds.append(names[:length])
             names = names[length:]
+
+    def _ranks_of_a_matrix(self, tensor_group: ProcessGroup | None, timeout: timedelta | None) -> ProcessGroup | None:
+        """Return the ranks that hold the parts of a matrix: the tensor-parallel group, or with a sharded optimizer all
+        ranks of this pipeline stage."""
+        parallel = mpu.get_parallel_state()
+        if not self.buffer.is_sharded:
+            return tensor_group
+        if self._tensor_size == 1:
+            return parallel.data_parallel_group
+        stages = torch.arange(parallel.world_size).view(parallel.pipeline_model_parallel_size, -1)
+        return dist.new_subgroups_by_enumeration(stages.tolist(), timeout=timeout)[0]  # type: ignore[no-any-return]
 
     def _update(self, grads: Sequence[Tensor], rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
         super()._update(grads, rate, grad_scale, found_inf)
@@ -120,48 +132,32 @@ class MuonOptimizer(MixedPrecisionOptimizer):
     def _orthogonalize_round(self, grads: Sequence[Tensor], names: Sequence[str]) -> None:
         """Replace the parts of the matrices `names` in `grads` by those of the scaled, orthogonalized matrices.
 
-        The parts of a tensor-parallel rank's matrix are gathered on a data-parallel rank, then the whole matrix on a
-        tensor-parallel rank of this data-parallel rank. The results are sent back in the same way."""
-        buffer, tp = self.buffer, self._tensor_size
+        Each rank sends its parts of a matrix to the rank that orthogonalizes it, and gets the results back."""
+        buffer, t = self.buffer, self._tensor_size
         sizes = {name: buffer.elements_by_rank(name) for name in names}
         parts = {name: grads[index][part] for name in names for index, part, _ in [buffer.owned_part(name)]}
-        # The names by data-parallel and tensor-parallel rank, and by data-parallel rank
-        names_of = [[names[i + j :: self._ranks] for j in range(tp)] for i in range(0, self._ranks, tp)]
-        gathered_by = [list(itertools.chain(*of_ranks)) for of_ranks in names_of]
-        local_names, gathered = names_of[buffer.shard_rank], gathered_by[buffer.shard_rank]
-        lengths = [[sum(sizes[name]) for name in of_rank] for of_rank in local_names]
-
+        names_of = [names[rank :: self._ranks] for rank in range(self._ranks)]
+        own = names_of[buffer.shard_rank * t + self._tensor_rank]
         received = self._exchange(
-            [[parts[name] for name in of_shard] for of_shard in gathered_by],
-            [[sizes[name][r] for name in gathered] for r in range(len(gathered_by))],
-            self._data_group,
-        )
-        pieces = [self._empty, *itertools.chain(*zip(*received, strict=True))]
-        local = iter(torch.cat(pieces).split(list(itertools.chain(*lengths))))
-        from_ranks = self._exchange(
-            [[next(local) for _ in of_rank] for of_rank in local_names],
-            [lengths[self._tensor_rank]] * tp,
-            self._tensor_group,
+            [[parts[name] for name in of_rank] for of_rank in names_of],
+            [[sizes[name][rank // t] for name in own] for rank in range(self._ranks)],
         )
         matrices = {}
-        for name, *flats in zip(local_names[self._tensor_rank], *from_ranks, strict=True):
+        for name, *pieces in zip(own, *received, strict=True):
             spec = self._specs[name]
-            matrices[name] = spec.merge([flat.view(spec.local_shape(tp)) for flat in flats])
+            # A tensor-parallel rank's part of the matrix is cut into pieces by the shards of the optimizer.
+            local_parts = [torch.cat(pieces[rank::t]) if len(pieces) > t else pieces[rank] for rank in range(t)]
+            matrices[name] = spec.merge([flat.view(spec.local_shape(t)) for flat in local_parts])
         updates = self._scaled_updates(matrices)
-        slices = [{name: self._specs[name].local_slice(rank, tp).slices() for name in updates} for rank in range(tp)]
-        returned = self._exchange(
-            [[updates[name][part].flatten() for name, part in of_rank.items()] for of_rank in slices],
-            lengths,
-            self._tensor_group,
-        )
-        split = [flat.split(sizes[name]) for name, flat in zip(gathered, itertools.chain(*returned), strict=True)]
-        received = self._exchange(
-            [[of_name[r] for of_name in split] for r in range(len(gathered_by))],
-            [[sizes[name][buffer.shard_rank] for name in of_shard] for of_shard in gathered_by],
-            self._data_group,
-        )
-        targets = [parts[name] for name in itertools.chain(*gathered_by)]
-        torch._foreach_copy_(targets, list(itertools.chain(*received)))
+        sent: list[list[Tensor]] = [[] for _ in range(self._ranks)]
+        for name in own:
+            for rank in range(t):
+                local_part = updates[name][self._specs[name].local_slice(rank, t).slices()].flatten()
+                for of_rank, piece in zip(sent[rank::t], local_part.split(sizes[name]), strict=True):
+                    of_rank.append(piece)
+        returned = self._exchange(sent, [[sizes[name][buffer.shard_rank] for name in of_rank] for of_rank in names_of])
+        targets = [parts[name] for name in itertools.chain(*names_of)]
+        torch._foreach_copy_(targets, list(itertools.chain(*returned)))
 
     def _scaled_updates(self, matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return c · √(r max(m, n)) · orthogonalize(x) for the whole matrices x [m, n], in float32. Matrices of equal
@@ -181,9 +177,7 @@ class MuonOptimizer(MixedPrecisionOptimizer):
             updates |= zip(names, x, strict=True)
         return updates
 
-    def _exchange(
-        self, sent: list[list[Tensor]], sizes: Sequence[Sequence[int]], group: ProcessGroup | None
-    ) -> list[list[Tensor]]:
+    def _exchange(self, sent: list[list[Tensor]], sizes: Sequence[Sequence[int]]) -> list[list[Tensor]]:
         """Send the 1-D tensors `sent[r]` to rank r of the group. Return those that each rank sends here.
 
         sizes: the lengths of these tensors.
@@ -196,7 +190,7 @@ class MuonOptimizer(MixedPrecisionOptimizer):
             torch.cat([self._empty, *itertools.chain(*sent)]),
             [sum(lengths) for lengths in sizes],
             [sum(tensor.numel() for tensor in tensors) for tensors in sent],
-            group=group,
+            group=self._group,
         )
         tensors = iter(received.split(list(itertools.chain(*sizes))))
         return [[next(tensors) for _ in lengths] for lengths in sizes]

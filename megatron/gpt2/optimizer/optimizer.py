@@ -37,51 +37,38 @@ class DelayedScalarReader:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._copies = torch.zeros(READ_DELAY, dtype=torch.int64, pin_memory=self._on_gpu)
-        self._values = self._copies.numpy()  # The array and the tensor share their memory.
-        self._arrivals: list[torch.cuda.Event | None] = [None] * READ_DELAY
-        self._calls = 0
+        self._copies = collections.deque[tuple[Tensor, torch.cuda.Event | None]]()
 
     def __call__(self, value: Tensor) -> int:
         """Submit `value`, an int64 scalar on the device. Return the value that was submitted READ_DELAY calls
         before."""
-        slot = self._calls % READ_DELAY
-        self._calls += 1
-        if (arrival := self._arrivals[slot]) is not None:
+        copy = torch.empty((), dtype=torch.int64, pin_memory=self._on_gpu).copy_(value, non_blocking=True)
+        self._copies.append((copy, torch.cuda.current_stream().record_event() if self._on_gpu else None))
+        if len(self._copies) <= READ_DELAY:
+            return 0
+        before, arrival = self._copies.popleft()
+        if arrival is not None:
             arrival.synchronize()
-        before = int(self._values[slot])
-        self._copies[slot].copy_(value, non_blocking=True)
-        if self._on_gpu:
-            self._arrivals[slot] = arrival = torch.cuda.Event()
-            arrival.record()
-        return before
+        return int(before)
 
 
 class LossScaler:
-    """The loss scale, constant or adapted to overflows. It is on the device, so an update does not make the host wait.
+    """The loss scale of a run that computes in `dtype`: dynamic or constant in fp16, 1 in fp32 and bf16. It is on the
+    device, so an update does not make the host wait.
 
     The semantics of a dynamic scale are those of Megatron. The first `hysteresis` - 1 overflows only skip the step.
-    Each later overflow also halves the scale. `window` steps in a row without an overflow double the scale and reset
-    the hysteresis.
+    Each later overflow also halves the scale, to `min_loss_scale` at least. `loss_scale_window` steps in a row without
+    an overflow double the scale and reset the hysteresis.
 
     scale: float32 scalar on the device.
-    minimum: the smallest scale.
     """
 
-    def __init__(
-        self,
-        initial: float = 1.0,
-        *,
-        dynamic: bool = False,
-        minimum: float = 1.0,
-        window: int = 1000,
-        hysteresis: int = 2,
-        device: torch.device | str = "cpu",
-    ) -> None:
+    def __init__(self, config: OptimizerConfig, dtype: torch.dtype, device: torch.device | str) -> None:
+        initial = (config.loss_scale or config.initial_loss_scale) if dtype == torch.float16 else 1.0
         self.scale = torch.tensor(initial, dtype=torch.float32, device=device)
-        self._dynamic, self._minimum, self._window, self._hysteresis = dynamic, minimum, window, hysteresis
+        self._config, self._dynamic = config, dtype == torch.float16 and config.loss_scale is None
         self._clean_steps = torch.zeros_like(self.scale)
-        self._hysteresis_left = torch.full_like(self.scale, hysteresis)
+        self._hysteresis_left = torch.full_like(self.scale, config.hysteresis)
 
     def update(self, found_inf: Tensor) -> None:
         """Halve, double or keep the scale after a step.
@@ -93,15 +80,12 @@ class LossScaler:
         overflow = found_inf > 0
         halve = overflow & (self._hysteresis_left <= 1)
         self._clean_steps = torch.where(overflow, 0.0, self._clean_steps + 1)
-        double = ~overflow & (self._clean_steps % self._window == 0)
-        factor = torch.where(halve, 0.5, torch.where(double, 2.0, 1.0))
+        double = ~overflow & (self._clean_steps % self._config.loss_scale_window == 0)
+        halved = (self.scale / 2).clamp_min(self._config.min_loss_scale)
         # The update is in place, so that all references to `scale` see the new value.
-        self.scale.copy_(torch.where(halve, (self.scale * factor).clamp_min(self._minimum), self.scale * factor))
-        self._hysteresis_left = torch.where(
-            double,
-            float(self._hysteresis),
-            torch.where(overflow & ~halve, self._hysteresis_left - 1, self._hysteresis_left),
-        )
+        self.scale.copy_(torch.where(halve, halved, torch.where(double, self.scale * 2, self.scale)))
+        left = self._hysteresis_left - (overflow & ~halve).float()
+        self._hysteresis_left = torch.where(double, float(self._config.hysteresis), left)
 
     def state_dict(self) -> dict[str, float]:
         """Return the scale and, if it is dynamic, its two counters, for a checkpoint. This waits for the device."""
@@ -116,22 +100,6 @@ class LossScaler:
             self.scale.fill_(state["scale"])
             self._clean_steps.fill_(state["clean_steps"])
             self._hysteresis_left.fill_(state["hysteresis_left"])
-
-
-def build_loss_scaler(config: OptimizerConfig, dtype: torch.dtype, device: torch.device | str) -> LossScaler:
-    """Build the loss scaler of a run that computes in `dtype`: dynamic or constant in fp16, 1 in fp32 and bf16."""
-    if dtype != torch.float16:
-        return LossScaler(device=device)
-    if config.loss_scale is not None:
-        return LossScaler(config.loss_scale, device=device)
-    return LossScaler(
-        config.initial_loss_scale,
-        dynamic=True,
-        minimum=config.min_loss_scale,
-        window=config.loss_scale_window,
-        hysteresis=config.hysteresis,
-        device=device,
-    )
 
 
 def learning_rates(

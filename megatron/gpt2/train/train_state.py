@@ -24,7 +24,7 @@ from megatron.gpt2.optimizer.bucket_reducer import (
     choose_bucket_size,
 )
 from megatron.gpt2.optimizer.muon import GPU_BATCH_ELEMENTS, MuonOptimizer, layer_matrices
-from megatron.gpt2.optimizer.optimizer import MixedPrecisionOptimizer, build_loss_scaler, learning_rates
+from megatron.gpt2.optimizer.optimizer import LossScaler, MixedPrecisionOptimizer, learning_rates
 from megatron.gpt2.optimizer.param_and_grad_buffer import ParamAndGradBuffer
 from megatron.gpt2.train.setup import RunContext
 from mpu import kernels
@@ -147,13 +147,14 @@ def build_train_state(context: RunContext, parallel: mpu.ParallelState, log: Log
     steps_so_far = context.batch_schedule.samples_before_steps(context.train_iters) / batch
     # A batch can round differently than its matrices would, and the layout decides which matrices are in a batch.
     in_batches = device.type == "cuda" and parallel_config.exact_layouts is None
-    muon = functools.partial(MuonOptimizer, model, batch_elements=GPU_BATCH_ELEMENTS if in_batches else 0)
+    batch_elements = GPU_BATCH_ELEMENTS if in_batches else 0
+    muon = functools.partial(MuonOptimizer, model, batch_elements=batch_elements, timeout=context.timeout)
     optimizer_class = muon if buffer.matrices else MixedPrecisionOptimizer
     optimizer = optimizer_class(
         buffer,
         param_gather,
         config.optimizer,
-        build_loss_scaler(config.optimizer, context.dtype, device),
+        LossScaler(config.optimizer, context.dtype, device),
         torch.from_numpy(learning_rates(config.optimizer, context.decay_iters, batch, steps_so_far)),
         hooks.call_first(Hook.squared_norm, device) or mpu.all_reduced_squared_norm,
     )

@@ -22,7 +22,7 @@ from megatron.gpt2.checkpoint.save_folder import find_checkpoint
 from megatron.gpt2.config import CheckpointConfig, Config, DataConfig, ModelConfig, OptimizerConfig
 from megatron.gpt2.model.gpt2 import TIED_WEIGHT, GPT2Model
 from megatron.gpt2.optimizer.muon import layer_matrices
-from megatron.gpt2.optimizer.optimizer import MixedPrecisionOptimizer, build_loss_scaler
+from megatron.gpt2.optimizer.optimizer import LossScaler, MixedPrecisionOptimizer
 from megatron.gpt2.optimizer.param_and_grad_buffer import ParamAndGradBuffer
 from megatron.gpt2.pipeline.schedule import layers_of_virtual_stages
 from megatron.gpt2.train.checkpointing import checkpoint_files, load_checkpoint
@@ -127,7 +127,7 @@ def make_rank(layout: ParallelLayout, tp_rank: int, pp_rank: int, dp_rank: int, 
     )
     param_gather: Any = OneRankWork()
     adam = OptimizerConfig()
-    optimizer = MixedPrecisionOptimizer(buffer, param_gather, adam, build_loss_scaler(adam, dtype, CPU), torch.ones(10))
+    optimizer = MixedPrecisionOptimizer(buffer, param_gather, adam, LossScaler(adam, dtype, CPU), torch.ones(10))
     return SimpleNamespace(
         parallel=parallel, model=model, buffer=buffer, param_gather=param_gather, optimizer=optimizer
     )

@@ -1,5 +1,5 @@
-"""muP: sizes of activations that do not depend on the width, AdamW's parameter groups, and equal losses in every
-layout."""
+"""muP: sizes of activations that do not depend on the width, and AdamW's parameter groups. test_muon.py tests muP in
+several layouts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.distributed import run_ranks
-from tests.megatron.gpt2.train import test_layouts as layouts
-from tests.megatron.gpt2.train.test_layouts import SEQUENCE, SHARDED, LayoutCase
 from tests.megatron.gpt2.train.training_runs import finish, snapshot, start, steps, write_text
 
 WIDTHS = (64, 256)
@@ -83,14 +80,3 @@ def test_weights_and_updates_are_those_of_parameter_groups(folder: Path) -> None
     for name, parameter in parameters.items():
         assert torch.allclose(parameter, theirs[name], atol=1e-7), name
     finish(trainer)
-
-
-@pytest.mark.wide
-def test_losses_do_not_depend_on_the_layout(folder: Path) -> None:
-    """The default run has muP in the layouts of test_muon.py."""
-    cases = [LayoutCase(2, 1, 2, 4, f"{SEQUENCE} {SHARDED}"), LayoutCase(1, 2, 2, 1, SHARDED), LayoutCase(2, 2, 1, 2)]
-    alone, *cases = (
-        case._replace(flags=f"{case.flags} --lr 1e-3 --mup-base-width 16") for case in (LayoutCase(1, 1, 1, 8), *cases)
-    )
-    reference = run_ranks(layouts.train, 1, str(folder), [alone], 10)[0][0]
-    layouts.assert_same(folder, cases, {alone.layers: reference}, 10)

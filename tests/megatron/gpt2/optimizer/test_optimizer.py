@@ -30,7 +30,7 @@ def test_published_runs(iterations, final_scale, skipped, logged):
     """The run is Megatron's 345M in fp16. Every step overflows until the scale is small enough. Skipped steps do not
     count."""
     config = OptimizerConfig(lr=1.5e-4, lr_decay_style="cosine-2019", lr_warmup_fraction=0.01)
-    scaler = LossScaler(2.0**32, dynamic=True)
+    scaler = LossScaler(config, torch.float16, "cpu")
     n, shown = 0, []
     for iteration in range(1, 100 * len(logged) + 1):
         overflow = scaler.scale.item() > final_scale
@@ -165,10 +165,10 @@ def test_fp16_overflow_is_agreed_and_survived(tmp_path: Path, world_size: int, f
 
 
 def test_the_scale_has_a_minimum_and_may_be_constant():
-    scaler = LossScaler(2.0, dynamic=True, minimum=1.0, hysteresis=1)
+    scaler = LossScaler(OptimizerConfig(initial_loss_scale=2.0, hysteresis=1), torch.float16, "cpu")
     for _ in range(5):
         scaler.update(torch.ones(()))
     assert scaler.scale.item() == 1.0
-    constant = LossScaler(128.0)
+    constant = LossScaler(OptimizerConfig(loss_scale=128.0), torch.float16, "cpu")
     constant.load_state_dict(scaler.state_dict())
     assert constant.scale.item() == 128.0
