@@ -2,7 +2,6 @@
 
 import ast
 import importlib
-import importlib.util
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -66,9 +65,8 @@ def about(target: str) -> str:
     """Return the first paragraph of a program's docstring, in one line. Parse the file instead of importing it,
     because an import may be slow or fail."""
     module, _, function = target.partition(":")
-    spec = importlib.util.find_spec(f"megatron.gpt2.{module}")
-    assert spec is not None and spec.origin is not None, target
-    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    file = Path(__file__).parent.joinpath(*module.split(".")).with_suffix(".py")
+    tree = ast.parse(file.read_text(encoding="utf-8"))
     named = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function]
     described = tree if function.startswith("main") else named[0]
     return textwrap.shorten((ast.get_docstring(described) or "").split("\n\n")[0].rstrip(":"), 95, placeholder=" …")

@@ -164,17 +164,11 @@ def choose_precision(requested: str, device: torch.device) -> tuple[torch.dtype,
     return torch.float32, "precision: fp32 (this CPU has no bf16 arithmetic: AMX, avx512_bf16)"
 
 
-def cpu_bf16_feature(cpuinfo: str = "/proc/cpuinfo") -> str:
-    """Return the name of the CPU's feature for bf16 products, or "".
-
-    cpuinfo: the file that lists the features.
-    """
-    text = ""
-    with contextlib.suppress(OSError):
-        text = Path(cpuinfo).read_text()
-    line = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)  # x86 has the first name, ARM the second.
-    features = line[1].split() if line else []
-    return next((name for name in ("amx_bf16", "avx512_bf16", "bf16") if name in features), "")
+def cpu_bf16_feature() -> str:
+    """Return the name of the CPU's feature for bf16 products, or "". It was measured only on Linux."""
+    found = torch.cpu.get_capabilities() if sys.platform == "linux" else {}
+    # The last name is that of ARM.
+    return next((name for name in ("amx_bf16", "avx512_bf16", "bf16") if found.get(name)), "")
 
 
 def choose_backend(requested: str | None, device: torch.device) -> tuple[str, str]:
@@ -509,11 +503,8 @@ def library_versions(device: torch.device) -> dict[str, str]:
     return found
 
 
-def describe_environment(device: torch.device, *, world_size: int, local_world_size: int) -> dict[str, str]:
-    """Return a description of hardware and software, name to text, for config.json and report.html.
-
-    local_world_size: the number of ranks on this machine.
-    """
+def describe_environment(device: torch.device, rank_info: RankInfo) -> dict[str, str]:
+    """Return a description of hardware and software, name to text, for config.json and report.html."""
     devices = f"{os.cpu_count()} CPU cores per host, {plural(torch.get_num_threads(), 'thread')} per rank"
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
@@ -521,8 +512,8 @@ def describe_environment(device: torch.device, *, world_size: int, local_world_s
     return {
         "command": shlex.join(sys.orig_argv),
         "commit": source_commit(),
-        "hosts": f"{max(1, world_size // local_world_size)}, rank 0 on {platform.node()}",
-        "ranks": f"{world_size}",
+        "hosts": f"{max(1, rank_info.world_size // rank_info.local_world_size)}, rank 0 on {platform.node()}",
+        "ranks": f"{rank_info.world_size}",
         "devices": devices,
         "versions": ", ".join(f"{name} {version}" for name, version in library_versions(device).items()),
         "system": platform.platform(),
@@ -534,22 +525,19 @@ def source_commit(root: Path = ROOT) -> str:
     unknown."""
     if not (root / ".git").exists():
         return "none: no git checkout"
-    git = functools.partial(
-        subprocess.run, check=True, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=10, cwd=root
-    )
+    git = ["git", "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=, with changes"]
     try:
-        commit = git(["git", "rev-parse", "HEAD"]).stdout.strip()
-        is_changed = git(["git", "status", "--porcelain", "--untracked-files=no"]).stdout.strip()
+        return subprocess.check_output(
+            git, stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL, timeout=10, cwd=root
+        ).strip()
     except (OSError, subprocess.SubprocessError) as error:
         return f"none: git failed: {error}"
-    return f"{commit}, with changes" if is_changed else commit
 
 
 def code_hash() -> str:
     """Return a hash of all source files of the program."""
     digest = hashlib.sha256()
-    for path in (
-        path for folder in ("mpu", "data_utils", "megatron/gpt2") for path in sorted((ROOT / folder).rglob("*.py"))
-    ):
-        digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    for folder in ("mpu", "data_utils", "megatron/gpt2"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
     return digest.hexdigest()

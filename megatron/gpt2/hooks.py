@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 import torch
 
 import mpu
-from megatron.gpt2.config import Config, flag_name
+from megatron.gpt2.config import Config, flag_name, flatten_sections
 
 if TYPE_CHECKING:
     from megatron.gpt2.model.gpt2 import GPT2Model
@@ -151,17 +151,15 @@ class Hooks(list[Hook]):
     def call_first(
         self, method: Callable[Concatenate[Hook, P], T | None], *args: P.args, **kwargs: P.kwargs
     ) -> T | None:
-        """Call a method of one hook after the other, until a result is not None. Return it, or None."""
-        results = (getattr(hook, method.__name__)(*args, **kwargs) for hook in self)
-        return next((result for result in results if result is not None), None)
+        """Call a method of every hook. Return the first result that is not None, or None."""
+        return next((result for result in self.call(method, *args, **kwargs) if result is not None), None)
 
 
 def load_hooks(config: Config) -> Hooks:
     """Load the extensions that the flags choose. Raises ValueError with a one-line message if one is not installed."""
-    hooks = Hooks()
+    hooks, values = Hooks(), flatten_sections(config.as_dict())
     for key, target in EXTENSIONS.items():
-        section, name = key.split(".")
-        if getattr(getattr(config, section), name):
+        if values[key]:
             if (extension := _load(target)) is None:
                 raise ValueError(
                     f"{flag_name(key)} needs megatron.gpt2.extensions.{target.split(':')[0]}, which is not installed: "

@@ -83,12 +83,8 @@ def finish_run(trainer: Trainer, reason: str) -> int:
     missing = "" if checkpoints.saved_iteration == iteration else f"iteration {iteration} is not saved"
     code = 1 if missing else 0
     if reason:
-        goes_on = (
-            f"{missing}: the same command continues from an earlier checkpoint"
-            if missing
-            else "the same command continues"
-        )
-        trainer.log.info(f"stopped by {reason} at iteration {iteration}: {goes_on}")
+        earlier = " from an earlier checkpoint" * bool(missing)
+        trainer.log.info(f"stopped by {reason} at iteration {iteration}: the same command continues{earlier}")
     else:
         valid = evaluate_and_log(trainer, "valid", final=True)
         evaluate_and_log(trainer, "test", final=True)
@@ -102,7 +98,6 @@ def finish_run(trainer: Trainer, reason: str) -> int:
         checkpoints.remove_local()
         if rank_info.rank == 0:
             write_ended(trainer.context.save_directory, reason or FINISHED, iteration, code)
-    trainer.data.loader.close()
     trainer.stop_signal.close()
     rank_info.end(code)
     shutdown_distributed(rank_info)  # The report can take a while and does not need the other ranks.

@@ -166,16 +166,6 @@ def _is_first_error(rank_info: RankInfo) -> bool:
         return rank_info.local_rank == 0
 
 
-def report_out_of_memory(line: str, rank_info: RankInfo) -> int:
-    """Print `line` about out-of-memory on the first rank that runs out of memory. Return exit code 2.
-
-    The caller leaves the process group and the rendezvous.
-    """
-    if rank_info.rendezvous is None or rank_info.rendezvous.store.add("out of memory", 1) == 1:
-        print(f"error: {line}", file=sys.stderr, flush=True)
-    return BAD_INPUT
-
-
 @dataclass(frozen=True)
 class SaveFolder:
     """The --save folder of a run.

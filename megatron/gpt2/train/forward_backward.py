@@ -173,12 +173,12 @@ class WeightGradStore:
         self._pending: list[tuple[str, Callable[[], Tensor]]] = []
         self._stored: dict[PassKey, list[tuple[str, Callable[[], Tensor]]]] = {}
 
-        def weight_grad_fn_of(name: str, module: ParallelLinear) -> Callable[..., None]:
-            return lambda dy, x: self._pending.append((name, functools.partial(module.weight_gradient, dy, x)))
-
         for name, module in state.model.named_modules():
             if isinstance(module, ParallelLinear):
-                module.weight_grad_fn = weight_grad_fn_of(f"{name}.weight", module)
+                module.weight_grad_fn = functools.partial(self._store, f"{name}.weight", module)
+
+    def _store(self, name: str, module: ParallelLinear, dy: Tensor, x: Tensor) -> None:
+        self._pending.append((name, functools.partial(module.weight_gradient, dy, x)))
 
     def flush(self, key: PassKey) -> None:
         """Store the pending weight gradients under `key`."""

@@ -8,7 +8,6 @@ summed over ranks. The sum would spread a value that is not finite to all ranks.
 import contextlib
 import functools
 import json
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor
 from megatron.gpt2.dist.gathering import gather_strings
 from megatron.gpt2.dist.ranks import format_ranks
 from megatron.gpt2.monitor.incidents import FOLDER, rank_file_name
+from megatron.gpt2.optimizer.bucket_reducer import BucketReducer
 from megatron.gpt2.train.trainer import Trainer
 
 PHASES = ("weight", "output", "gradient")  # The phases have their order in a step.
@@ -57,7 +57,7 @@ def find_first_not_finite(trainer: Trainer) -> str:
         "learning_rate": optimizer.learning_rate.item(),
         "first": found and found[3:],
         "norms": {
-            name: {"weight": _norm(parameter.detach()), "summed gradient": _norm(buffer.owned_grad(name))}
+            name: {"weight": parameter.float().norm().item(), "summed gradient": buffer.owned_grad(name).norm().item()}
             for name, parameter in buffer.parameters.items()
         },
     }
@@ -78,36 +78,24 @@ def find_first_not_finite(trainer: Trainer) -> str:
 
 @contextlib.contextmanager
 def observe_tensors(trainer: Trainer, observe: Observer) -> Iterator[None]:
-    """Inside, call `observe` for each output of the model's modules and for each gradient. Gradients are observed in
-    the reducer, or in autograd with torch's DDP. Modules inside a compiled layer are not observed."""
-    model, reducer = trainer.state.model, trainer.state.reducer
-    methods = [name for name in ("add", "add_rows", "collect") if hasattr(reducer, name)]
+    """Inside, call `observe` for each output of the modules of the model and for each gradient that the reducer gets.
+    Modules inside a compiled layer are not observed."""
+
+    def observed(method: Callable[..., None], name: str, *gradients: Tensor) -> None:
+        observe("gradient", name, gradients[-1])
+        method(name, *gradients)
+
+    reducer = trainer.state.reducer
     with contextlib.ExitStack() as hooks:
-        for name, module in model.named_modules():
+        for name, module in trainer.state.model.named_modules():
             if name:
                 see = functools.partial(_observe_output, observe, name)
                 hooks.enter_context(module.register_forward_hook(see))
-        for method in methods:
-            setattr(reducer, method, _wrap(getattr(reducer, method), observe))
+        for method in ("add", "add_rows", "collect") if isinstance(reducer, BucketReducer) else ():
+            setattr(reducer, method, functools.partial(observed, getattr(reducer, method)))
             hooks.callback(delattr, reducer, method)  # Deleting the attribute restores the method of the class.
-        for name, parameter in model.named_parameters() if not methods else ():
-            hooks.enter_context(parameter.register_hook(functools.partial(observe, "gradient", name)))
         yield
 
 
 def _observe_output(observe: Observer, name: str, module: torch.nn.Module, args: Any, output: Any) -> None:
     observe("output", name, output)
-
-
-def _wrap(method: Callable[..., None], observe: Observer) -> Callable[..., None]:
-    def see(name: str, *gradients: Tensor) -> None:
-        observe("gradient", name, gradients[-1])
-        method(name, *gradients)
-
-    return see
-
-
-def _norm(tensor: Tensor) -> float | str:
-    """Return the norm. If it is not finite, return it as a string, because JSON has no NaN."""
-    norm = tensor.double().norm().item()
-    return norm if math.isfinite(norm) else str(norm)

@@ -4,7 +4,7 @@ Model shape, tokenizer and schedule are compared elsewhere (`merge_checkpoint` i
 they differ, the run is refused, or a note says which value it uses.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -117,22 +117,10 @@ def resume_equivalence(
 
 
 def _describe_changes(keys: Iterable[str], saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    found = []
-    for key, before, now in _changed_keys(keys, saved, current):
-        name = DISPLAY_NAMES.get(key) or flag_name(key)
-        found.append(
-            name if key == "data_fingerprint" else f"{name} {_as_flag_value(now)}, was {_as_flag_value(before)}"
-        )
-    return found
-
-
-def _changed_keys(
-    keys: Iterable[str], saved: Mapping[str, Any], current: Mapping[str, Any]
-) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (key, saved value, current value) of each key that both have with different values. If a section of the
-    checkpoint lacks a flag, the flag did not exist yet. Its value was then today's default. In a checkpoint of another
-    program the value is unknown."""
+    """Describe each key that both have with different values. If a section of the checkpoint lacks a flag, the flag did
+    not exist yet. Its value was then today's default. In a checkpoint of another program the value is unknown."""
     is_converted = saved.get("converted_from", "native") != "native"
+    changes = []
     for key in keys:
         *path, name = key.split(".")
         before, now = saved, current
@@ -142,40 +130,11 @@ def _changed_keys(
         if before and path[:1] == ["config"] and not is_converted:
             before = _DEFAULTS[path[1]] | {**before}
         if name in before and name in now and before[name] != now[name]:
-            yield key, before[name], now[name]
+            values = f" {_as_flag_value(now[name])}, was {_as_flag_value(before[name])}"
+            changes.append(DISPLAY_NAMES.get(key, flag_name(key)) + values * (key != "data_fingerprint"))
+    return changes
 
 
 def _as_flag_value(value: Any) -> Any:
     """Return `value` as the flag has it, such as bf16 for torch's bfloat16."""
     return {None: "not given", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(value, value)
-
-
-# Each changed key of the metadata has a log line. A WARNING is about a change that makes a different training. The
-# other lines are about changes of rounding and random numbers only.
-CHANGE_MESSAGES = {
-    "data_fingerprint": "WARNING: the training data or --split differ from those of the checkpoint: the run continues "
-    "with the new data, and may have trained on part of the text that is held out now",
-    "global_batch_size": "WARNING: a step reads {here} samples here and {then} in the checkpoint: "
-    "--global-batch-size {then} (with a --micro-batch-size that divides it) continues as before",
-    "batch_growth": "WARNING: the batch grows differently than in the checkpoint: {here} here, {then} there",
-    "config.train.seed": "WARNING: --seed {here} here, {then} in the checkpoint: samples have a different order from "
-    "here on, so this epoch reads some of them twice and leaves others out",
-    "config.model.hidden_dropout": "WARNING: --hidden-dropout {here} here, {then} in the checkpoint: the training loss "
-    "jumps and is not comparable with the earlier one",
-    "config.model.attention_dropout": "WARNING: --attention-dropout {here} here, {then} in the checkpoint: the "
-    "training loss jumps and is not comparable with the earlier one",
-    "precision": "--precision {here} here, {then} in the checkpoint: masters and moments stay in fp32; the computation "
-    "is rounded differently",
-    "config.train.micro_batch_size": "--micro-batch-size {here} here, {then} in the checkpoint: speed, memory and "
-    "rounding change",
-}
-
-
-def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a log line for each changed setting.
-
-    saved: the metadata of the checkpoint; keys may be missing.
-    current: the metadata of this run.
-    """
-    for key, before, now in _changed_keys(CHANGE_MESSAGES, saved, current):
-        yield CHANGE_MESSAGES[key].format(here=_as_flag_value(now), then=_as_flag_value(before))

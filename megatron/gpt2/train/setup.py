@@ -42,7 +42,7 @@ from megatron.gpt2.dist.ranks import RankInfo, format_ranks
 from megatron.gpt2.hooks import Hook, Hooks, load_hooks
 from megatron.gpt2.monitor.incidents import IncidentLog, rank_file_name
 from megatron.gpt2.monitor.log_lines import resident_memory
-from megatron.gpt2.train.resume_equivalence import changed_settings, compute_environment
+from megatron.gpt2.train.resume_equivalence import compute_environment
 
 
 @dataclass(frozen=True)
@@ -219,8 +219,6 @@ def build_context(arguments: Arguments, rank_info: RankInfo, log: Log) -> RunCon
         hooks=hooks,
         keeps_freed_memory=keeps_freed_memory,
     )
-    for line in changed_settings(resume_metadata, context.metadata()):
-        log(line)
     decay = config.optimizer.warmup_and_decay(context.decay_iters, context.global_batch_size)[1]
     if (
         resume_metadata
@@ -423,20 +421,16 @@ def check_settings_match(context: RunContext, log: Log) -> None:
     different programs. Every rank must call this function."""
     settings = settings_equal_on_all_ranks(context)
     program = devices.code_hash() if context.rank_info.world_size > 1 else ""
-    by_rank = [json.loads(text) for text in gather_strings(json.dumps([settings, context.splits.fingerprint, program]))]
-    (first, data, first_program), *_ = by_rank
+    by_rank = [json.loads(text) for text in gather_strings(json.dumps([settings, program]))]
+    first, first_program = by_rank[0]
     for name, value in settings.items():
-        for rank, (settings_of_rank, *_) in enumerate(by_rank):
+        for rank, (settings_of_rank, _) in enumerate(by_rank):
             require(
                 settings_of_rank.get(name) == first.get(name),
                 f"rank {rank} has a different {name} than rank 0 (on rank {context.rank_info.rank} it is {value}): "
                 "start every rank with the same command line and environment, and let all machines see the same files",
             )
-    require(
-        all(data_of_rank == data for _, data_of_rank, _ in by_rank),
-        "the ranks read different training data: every machine needs the same files",
-    )
-    if ranks := [rank for rank, (*_, program_of_rank) in enumerate(by_rank) if program_of_rank != first_program]:
+    if ranks := [rank for rank, (_, program_of_rank) in enumerate(by_rank) if program_of_rank != first_program]:
         hosts = context.rank_info.hosts
         log(
             f"WARNING: the source files of {format_ranks(ranks, hosts)} are not those of {format_ranks([0], hosts)}: "
@@ -456,6 +450,7 @@ def settings_equal_on_all_ranks(context: RunContext) -> dict[str, str]:
         f"{'none' if context.source is None else 'found'}",
         "length in iterations": str(context.train_iters),
         "tokenizer": context.tokenizer.fingerprint,
+        "fingerprint of the training data": context.splits.fingerprint,
         "version of torch": torch.__version__,
     }
     for others in context.hooks.call(Hook.settings_equal_on_all_ranks, context):

@@ -1,7 +1,6 @@
 """The start and the end of a training process: it joins the other ranks, prints a table and a report, and exits."""
 
 import contextlib
-import math
 import shlex
 import sys
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from megatron.gpt2.device import PRECISIONS, set_threads
 from megatron.gpt2.dist.launch import Launch
 from megatron.gpt2.dist.ranks import MissingRanksError, RankInfo
 from megatron.gpt2.dist.rendezvous import join_rendezvous, report_lost_ranks, shutdown_distributed
-from megatron.gpt2.dist.run_program import exit_with_error, handle_error, report_out_of_memory
+from megatron.gpt2.dist.run_program import BAD_INPUT, exit_with_error, handle_error, print_status
 from megatron.gpt2.dist.signals import exit_on_sigterm
 from megatron.gpt2.hooks import Hook, StopRun
 from megatron.gpt2.model.gpt2 import count_parameters
@@ -107,10 +106,12 @@ class ProcessState:
         if self.context is not None and is_out_of_memory(error):
             if trainer is None:
                 self.context.incidents.refused(error)
-            line = self.context.hooks.call_first(Hook.explain_out_of_memory, self.context)
-            code = report_out_of_memory(line or f"out of memory on rank {rank_info.rank}: {error}", rank_info)
+            # The first rank that runs out of memory prints the line.
+            if rank_info.rendezvous is None or rank_info.rendezvous.store.add("out of memory", 1) == 1:
+                line = self.context.hooks.call_first(Hook.explain_out_of_memory, self.context)
+                print_status(line or f"out of memory on rank {rank_info.rank}: {error}")
             shutdown_distributed(rank_info)
-            return code
+            return BAD_INPUT
         if trainer is None and isinstance(error, ValueError | OSError | RuntimeError | MemoryError):
             return handle_error(error, rank_info)
         if isinstance(error, DamagedData):
@@ -244,38 +245,20 @@ def baseline_bits_per_byte(trainer: Trainer) -> dict[str, float | None]:
     }
 
 
-def next_commands(
-    save: str, train_iters: int, *, in_parts: bool, micro_batch_size: int, global_batch_size: int
-) -> list[tuple[str, str]]:
+def next_commands(save: str, train_iters: int, *, in_parts: bool) -> list[tuple[str, str]]:
     """Return the commands that a user would run next, as (description, command).
 
-    in_parts: several model-parallel ranks have written the checkpoint. The command with two data-parallel ranks keeps
-        the global batch, and is left out if the batch cannot be halved.
+    in_parts: several model-parallel ranks have written the checkpoint.
     """
     folder = shlex.quote(save)
+    longer = f"--load {folder} --save {folder} --train-iters {2 * train_iters}"
     commands = [
-        (
-            "continue from this checkpoint",
-            f"{how_to_call('pretrain_gpt2')} --load {folder} --save {folder} --train-iters {2 * train_iters}",
-        )
+        ("continue from this checkpoint", f"{how_to_call('pretrain_gpt2')} {longer}"),
+        ("generate text", f"{how_to_call('generate_text')} --load {folder} --prompt 'The '"),
     ]
-    if global_batch_size % 2 == 0:
-        commands.append(
-            (
-                "continue on two data-parallel ranks, in a separate folder",
-                f"{how_to_call('pretrain_gpt2_distributed')} --load {folder} --save {folder}_dp2 "
-                f"--micro-batch-size {math.gcd(micro_batch_size, global_batch_size // 2)} "
-                f"--global-batch-size {global_batch_size} --train-iters {2 * train_iters}",
-            )
-        )
-    commands.append(("generate text", f"{how_to_call('generate_text')} --load {folder} --prompt 'The '"))
     if in_parts:
-        commands.append(
-            (
-                "merge its model-parallel parts into one file",
-                f"{how_to_call('checkpoint')} merge {folder} {folder}_merged",
-            )
-        )
+        merge = f"{how_to_call('checkpoint')} merge {folder} {folder}_merged"
+        commands.append(("merge its model-parallel parts into one file", merge))
     return commands
 
 
@@ -322,8 +305,6 @@ def final_report(trainer: Trainer, valid: EvaluationRecord | None, sample: str, 
             str(trainer.config.checkpoint.save),
             trainer.context.train_iters,
             in_parts=trainer.parallel.model_parallel_size > 1,
-            micro_batch_size=trainer.config.train.micro_batch_size,
-            global_batch_size=trainer.context.global_batch_size,
         )
         if newest
         else (),
@@ -333,22 +314,13 @@ def final_report(trainer: Trainer, valid: EvaluationRecord | None, sample: str, 
 def report_finished(context: RunContext, log: Log) -> int:
     """Print that the run is already finished. Return the exit code."""
     iteration = context.resume_metadata["iteration"]
-    log(finished_message(context.arguments.checkpoint, context.source, iteration, context.train_iters))
+    log(
+        f"{context.source} is finished: it is at iteration {iteration} of {context.train_iters}. Give a greater "
+        f"--train-iters to continue, or --finetune --load {context.source} and a new --save to start a new run from "
+        "its weights."
+    )
     if context.rank_info.rank == 0:
         write_ended(context.save_directory, FINISHED, iteration, 0)
     context.rank_info.end(0)
     context.rank_info.leave()
     return 0
-
-
-def finished_message(given: CheckpointConfig, source: str | None, iteration: int, train_iters: int) -> str:
-    """Return a line which says that the run in `source` is finished, and how to train longer or start a new run."""
-    if given.load != source:
-        other = "a new --save to start a new run."
-    else:
-        elsewhere = " and a new --save" if given.save == source else ""
-        other = f"--finetune{elsewhere} to start a new run from its weights."
-    return (
-        f"{source} is finished: it is at iteration {iteration} of {train_iters}. Give a greater --train-iters to "
-        f"continue, or {other}"
-    )
