@@ -391,6 +391,7 @@ MEGATRON_RULES = by_name(
         "--use-layer-wise-param-layout --sync-tp-duplicated-parameters --distributed-timeout-seconds-after-init=",
         "process groups and buffers are fixed",
     ),
+    ignored("--DDP-impl=", "gradients are always reduced in flat buffers"),
     refused("--lazy-mpu-init= --fake-process-group", "process groups are made at the start; leave it out"),
     ignored("--local-rank=", "the local rank is read from the launcher's variables"),
     refused(

@@ -299,9 +299,6 @@ class ParallelConfig(ConfigSection):
         "time limit of a collective; a slower one ends the run",
         bound=Bound(lambda minutes: 0 < minutes <= 1e6, "in (0, 1e6]"),
     )
-    DDP_impl: str = flag_field(
-        "local", "data parallelism with flat gradient buffers (local) or with torch's DDP", choices=("local", "torch")
-    )
     ddp_bucket_size: int = flag_field(
         25_000_000, "gradient elements in a bucket; without data parallelism at most 1,000,000"
     )
@@ -346,11 +343,6 @@ class ParallelConfig(ConfigSection):
     def __post_init__(self) -> None:
         super().__post_init__()
         stages = self.pipeline_model_parallel_size
-        for name in ("pipeline_model_parallel_size", "use_distributed_optimizer", "grad_reduce_in_bf16"):
-            require(
-                self.DDP_impl == "local" or getattr(self, name) == getattr(ParallelConfig, name),
-                f"{flag_name(name)} needs --DDP-impl local: torch's DDP reduces gradients in its own way",
-            )
         require(
             not self.shard_gradients or self.use_distributed_optimizer,
             "--shard-gradients needs --use-distributed-optimizer: give both",
@@ -723,7 +715,6 @@ class Config:
                 number % parts == 0, f"{name} {number} is not divisible by --exact-layouts {parts}: change one of them"
             )
         for is_given, name, why in (
-            (parallel.DDP_impl == "torch", "--DDP-impl torch", "torch's DDP sums in a different order; leave one out"),
             (
                 parallel.grad_reduce_in_bf16,
                 "--grad-reduce-in-bf16",
@@ -873,8 +864,9 @@ def config_fields() -> dict[str, dataclasses.Field[Any]]:
     return {f"{name}.{f.name}": f for name, kind in SECTIONS.items() for f in dataclasses.fields(kind)}
 
 
-# Names in files of earlier versions.
-NEW_NAMES = {
+# Names in files of earlier versions; None: the field no longer exists.
+NEW_NAMES: dict[str, str | None] = {
+    "DDP_impl": None,
     "facts": "metadata",
     "held": "table_ranges",
     "boxes": "slices",
@@ -890,7 +882,8 @@ def with_new_names(values: Any) -> Any:
     return the result. Other values do not change."""
     if not isinstance(values, dict):
         return values
-    return {NEW_NAMES.get(name, name): with_new_names(value) for name, value in values.items()}
+    renamed = {NEW_NAMES.get(name, name): with_new_names(value) for name, value in values.items()}
+    return {name: value for name, value in renamed.items() if name is not None}
 
 
 def flatten_sections(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -2,17 +2,15 @@
 parameters are gathered while the next forward runs.
 
 `param_and_grad_buffer.py` has the buffers and the shards of each rank. `ShardedGradReducer` is for ZeRO stage 2.
-`TorchDDPReducer` uses torch's DistributedDataParallel.
 """
 
-import contextlib
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.gpt2.model.gpt2 import GPT2Model
@@ -65,10 +63,6 @@ class BucketReducer:
         self._awaited = dict.fromkeys(self._bucket_of, num_microbatches)
         self._incomplete = list(Counter(self._bucket_of.values()).values())
         self._begun: set[str] = set()  # the parameters that already have a gradient in this step
-
-    def forward_context(self, index: int) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which the forward of micro-batch `index` runs."""
-        return contextlib.nullcontext()
 
     def finish_grad_sync(self) -> None:
         """Wait until every bucket of the step is reduced."""
@@ -209,40 +203,6 @@ class ShardedGradReducer(BucketReducer):
 
     def _receive(self, index: int) -> None:
         self._buffer.accumulate_shard(index, self._wait_for_bucket(index))
-
-
-class TorchDDPReducer:
-    """--DDP-impl torch: a `BucketReducer` that uses torch's DistributedDataParallel, for comparisons. DDP reduces in
-    the dtype of the parameters.
-
-    bucket_size: elements of a bucket (DDP counts in MB of 2^20 bytes). `self.module` is the module whose forward is
-        called.
-    """
-
-    def __init__(self, buffer: ParamAndGradBuffer, module: nn.Module, group: ProcessGroup, *, bucket_size: int) -> None:
-        self._buffer = buffer
-        self._size = group.size()
-        element = buffer.params.element_size()
-        self.module = nn.parallel.DistributedDataParallel(
-            module, process_group=group, broadcast_buffers=False, bucket_cap_mb=max(bucket_size * element >> 20, 1)
-        )
-
-    def begin(self, num_microbatches: int) -> None:
-        self._num_microbatches = num_microbatches
-
-    def forward_context(self, index: int) -> contextlib.AbstractContextManager[None]:
-        """Return the context of forward of micro-batch `index`. Only the last micro-batch sends gradients in
-        backward."""
-        return contextlib.nullcontext() if index == self._num_microbatches - 1 else self.module.no_sync()
-
-    def finish_grad_sync(self) -> None:
-        """Copy the reduced gradients into `buffer`, in float32."""
-        for name, parameter in self._buffer.parameters.items():
-            assert parameter.grad is not None, name
-            # DDP divides by the number of ranks, but the token weights have already done so.
-            self._buffer.grad(name).copy_(parameter.grad).mul_(self._size)
-            parameter.grad = None
-        all_reduce_partial_grads(self._buffer)
 
 
 class TiedGradReducer:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 import mpu
 from megatron.gpt2.monitor.timers import Timers
-from megatron.gpt2.optimizer.bucket_reducer import BucketReducer
 from megatron.gpt2.pipeline.p2p_schedule import CommStep, P2PMessage, build_p2p_schedule
 from megatron.gpt2.pipeline.schedule import Action, PipelineSchedule
 from megatron.gpt2.train.train_state import TrainState
@@ -113,8 +112,8 @@ class ForwardBackward:
             if virtual_stage > 0:
                 hidden = self._received.pop(("activation", virtual_stage, micro_batch)).wait().requires_grad_()
             arguments |= {"layer_range": self._state.model.layer_ranges[action.model_chunk], "hidden": hidden}
-        with self._timers("forward"), self._state.reducer.forward_context(micro_batch):
-            root = self._state.forward(**arguments)
+        with self._timers("forward"):
+            root = self._state.model(**arguments)
         received_gradient: list[Tensor] = []  # `_backward` puts the next stage's gradient into it
         if virtual_stage == self._last_virtual_stage:
             self._losses.append(root.detach())
@@ -168,7 +167,6 @@ class WeightGradStore:
     of each weight gradient, and `pop` multiplies them when the schedule reaches the action W."""
 
     def __init__(self, state: TrainState) -> None:
-        assert isinstance(state.reducer, BucketReducer), "Config refuses torch's DDP"
         self._reducer = state.reducer
         self._pending: list[tuple[str, Callable[[], Tensor]]] = []
         self._stored: dict[PassKey, list[tuple[str, Callable[[], Tensor]]]] = {}

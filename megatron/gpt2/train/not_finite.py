@@ -17,7 +17,6 @@ from torch import Tensor
 from megatron.gpt2.dist.gathering import gather_strings
 from megatron.gpt2.dist.ranks import format_ranks
 from megatron.gpt2.monitor.incidents import FOLDER, rank_file_name
-from megatron.gpt2.optimizer.bucket_reducer import BucketReducer
 from megatron.gpt2.train.trainer import Trainer
 
 PHASES = ("weight", "output", "gradient")  # The phases have their order in a step.
@@ -91,7 +90,7 @@ def observe_tensors(trainer: Trainer, observe: Observer) -> Iterator[None]:
             if name:
                 see = functools.partial(_observe_output, observe, name)
                 hooks.enter_context(module.register_forward_hook(see))
-        for method in ("add", "add_rows", "collect") if isinstance(reducer, BucketReducer) else ():
+        for method in ("add", "add_rows", "collect"):
             setattr(reducer, method, functools.partial(observed, getattr(reducer, method)))
             hooks.callback(delattr, reducer, method)  # Deleting the attribute restores the method of the class.
         yield

@@ -51,7 +51,6 @@ LAYOUT_KEYS = (
 ROUNDING_KEYS = (
     "precision",
     "config.parallel.exact_layouts",
-    "config.parallel.DDP_impl",
     "config.parallel.grad_reduce_in_bf16",
     "config.parallel.cpu_offload_optimizer",
     "config.train.micro_batch_size",

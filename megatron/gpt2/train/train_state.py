@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import mpu
 from data_utils.command_line import Log
@@ -20,7 +20,6 @@ from megatron.gpt2.optimizer.bucket_reducer import (
     ParamAllGather,
     ShardedGradReducer,
     TiedGradReducer,
-    TorchDDPReducer,
     choose_bucket_size,
 )
 from megatron.gpt2.optimizer.muon import GPU_BATCH_ELEMENTS, MuonOptimizer, layer_matrices
@@ -38,7 +37,6 @@ PIPELINE_STRIDE = 100
 class TrainState:
     """The model and the objects that update it.
 
-    forward: the module to call in training. It is the model, or torch's DDP around it under --DDP-impl torch.
     buffer: the parameters and gradients of the model in contiguous buffers.
     reducer: sums gradients over micro-batches and data-parallel ranks into `buffer`.
     param_gather: fetches the parameters that other ranks' optimizers update. Call its `finish_param_sync` before you
@@ -46,9 +44,8 @@ class TrainState:
     """
 
     model: GPT2Model
-    forward: nn.Module
     buffer: ParamAndGradBuffer
-    reducer: BucketReducer | TorchDDPReducer
+    reducer: BucketReducer
     param_gather: ParamAllGather
     optimizer: MixedPrecisionOptimizer
 
@@ -141,7 +138,7 @@ def build_train_state(context: RunContext, parallel: mpu.ParallelState, log: Log
         matrices=layer_matrices(model) if config.optimizer.optimizer == "muon" else (),
         lr_multipliers=model.lr_multipliers(),
     )
-    reducer, forward = build_reducer(context, buffer, model, parallel)
+    reducer = build_reducer(context, buffer, model, parallel)
     param_gather = ParamAllGather(buffer, model, parallel.data_parallel_group)
     batch = context.global_batch_size
     steps_so_far = context.batch_schedule.samples_before_steps(context.train_iters) / batch
@@ -158,26 +155,21 @@ def build_train_state(context: RunContext, parallel: mpu.ParallelState, log: Log
         torch.from_numpy(learning_rates(config.optimizer, context.decay_iters, batch, steps_so_far)),
         hooks.call_first(Hook.squared_norm, device) or mpu.all_reduced_squared_norm,
     )
-    return TrainState(
-        model=model, forward=forward, buffer=buffer, reducer=reducer, param_gather=param_gather, optimizer=optimizer
-    )
+    return TrainState(model=model, buffer=buffer, reducer=reducer, param_gather=param_gather, optimizer=optimizer)
 
 
 def build_reducer(
     context: RunContext, buffer: ParamAndGradBuffer, model: GPT2Model, parallel: mpu.ParallelState
-) -> tuple[BucketReducer | TorchDDPReducer, nn.Module]:
-    """Return the reducer that the flags choose, and the module whose forward is called in training."""
+) -> BucketReducer:
+    """Return the reducer that the flags choose."""
     config, group = context.config.parallel, parallel.data_parallel_group
-    if config.DDP_impl == "torch" and group is not None and group.size() > 1:
-        ddp = TorchDDPReducer(buffer, model, group, bucket_size=config.ddp_bucket_size)
-        return ddp, ddp.module
     has_both_parts = model.has_embeddings and model.has_head
     if (extended := context.hooks.call_first(Hook.reducer, buffer, model, parallel)) is not None:
-        return extended, model
+        return extended
     reducer_class = ShardedGradReducer if config.shard_gradients and buffer.is_sharded else BucketReducer
     reducer = reducer_class(buffer, group, in_bf16=config.grad_reduce_in_bf16, embedding_group=parallel.embedding_group)
     model.tied_grad_sink = TiedGradReducer(reducer, TIED_WEIGHT, TIED_WEIGHT, joins_parts=has_both_parts)
-    return reducer, model
+    return reducer
 
 
 def seed_random_streams(seed: int, parallel: mpu.ParallelState, device: torch.device) -> None:

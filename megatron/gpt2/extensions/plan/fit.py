@@ -170,11 +170,10 @@ def layouts(inputs: MemoryInputs, *, batch: int | None = None, offload: bool = T
         if "pipeline_schedule" in split and global_batch_size < b * data_parallel * stages:
             continue  # The zero-bubble schedule needs a micro-batch for each stage.
         on_gpu, full = offload and inputs.device == "cuda", recompute == "full"
-        can_shard = asked.parallel.DDP_impl == "local" and data_parallel > 1
         useful = {
             "sequence_parallel": p > 1,
-            "use_distributed_optimizer": can_shard,
-            "shard_gradients": can_shard and stages == 1,
+            "use_distributed_optimizer": data_parallel > 1,
+            "shard_gradients": data_parallel > 1 and stages == 1,
             "cpu_offload_optimizer": on_gpu,
             "partition_activations": full and asked.data.seq_length % p > 0,
             "checkpoint_in_cpu": on_gpu and full,

@@ -263,8 +263,6 @@ def traced_memory(inputs: MemoryInputs, stage: int) -> dict[PointInStep, Held]:
         "optimizer": trace.held[inputs.device] - trace.weights,
         "temporary": left_out,
     }
-    if config.parallel.DDP_impl == "torch" and inputs.data_parallel_size > 1:
-        now["gradients"] = 2 * trace.weights  # DDP has gradients and buckets in the model's precision.
     now["host"] = most_on_host = trace.held["cpu"] if inputs.device == "cuda" else 0
     now["total"] = sum(now[part] for part in PARTS)
     moments, of_phase = dict[PointInStep, Held](), defaultdict[str, list[Held]](list)

@@ -521,7 +521,6 @@ def trace_step(
         config,
         train=dataclasses.replace(config.train, compile=False),
         data=dataclasses.replace(config.data, reset_attention_mask=False),
-        parallel=dataclasses.replace(config.parallel, DDP_impl="local"),
     )
     hooks = Hooks(hook for hook in load_hooks(config) if type(hook).__name__ == "ExactLayouts")
     context = RunContext(

@@ -127,10 +127,10 @@ def test_an_explicit_value_wins_over_a_translated_flag():
 def test_ignored_flags_are_noted_once():
     arguments = read(
         "--lazy-loader --loose-json --context-parallel-size 1 --local_rank=3 --use-mcore-models "
-        "--fp32-allreduce --num_layers 2"
+        "--fp32-allreduce --num_layers 2 --DDP-impl torch"
     )
     assert arguments.config.model.num_layers == 2
-    assert len(arguments.notes) == 6 and all("\n" not in note for note in arguments.notes)
+    assert len(arguments.notes) == 7 and all("\n" not in note for note in arguments.notes)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,6 @@ def test_ignored_flags_are_noted_once():
         "--num-layers-per-virtual-pipeline-stage 2 --num-virtual-stages-per-pipeline-rank 2 "
         "--pipeline-model-parallel-size 2": "give --num-layers-per-",
         "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble --compile": "zero-bubble and --compile",
-        "--pipeline-model-parallel-size 2 --DDP-impl torch": "--pipeline-model-parallel-size needs --DDP-impl local",
         "--gas 0": "--gradient-accumulation-steps must be positive, not 0",
         "--pipeline-schedule interleaved": "--pipeline-schedule interleaved needs two or more virtual stages per rank",
         "--pipeline-schedule dualpipe": "--pipeline-schedule: invalid choice: 'dualpipe'",

@@ -182,7 +182,7 @@ def test_training_is_the_same_under_every_layout(tmp_path: Path) -> None:
     for world_size, flags in (
         (1, "--micro-batch-size 1"),
         (2, "--micro-batch-size 2 --model-parallel-size 2 --sequence-parallel"),
-        (2, "--micro-batch-size 4 --recompute-granularity full --DDP-impl torch"),
+        (2, "--micro-batch-size 4 --recompute-granularity full"),
     ):
         for losses, loss in run_ranks(train, world_size, folder, f"{flags} {FLAGS}"):
             assert losses == pytest.approx(expected, rel=1e-5) and loss == pytest.approx(held_out, rel=1e-5)

@@ -27,7 +27,7 @@ FLAGS = "--global-batch-size 8 --attention-dropout 0.1 --hidden-dropout 0.1 --hi
 SEQUENCE, SHARDED, ZERO_2 = "--sequence-parallel", "--use-distributed-optimizer", "--zero-stage 2"
 FULL, SELECTIVE = "--recompute-granularity full", "--recompute-granularity selective"
 ZERO_BUBBLE, TWO_CHUNKS = "--pipeline-schedule zero-bubble", "--num-virtual-stages-per-pipeline-rank 2"
-DDP, SPLIT_INPUTS = "--DDP-impl torch", "--partition-activations"
+SPLIT_INPUTS = "--partition-activations"
 
 
 class LayoutCase(NamedTuple):
@@ -58,7 +58,6 @@ class LayoutCase(NamedTuple):
 QUICK = [
     LayoutCase(1, 1, 1, 4, FULL),
     LayoutCase(1, 1, 2, 4, SHARDED),
-    LayoutCase(1, 1, 2, 2, DDP),
     LayoutCase(1, 2, 1, 2),
     LayoutCase(1, 2, 1, 1, f"{TWO_CHUNKS} {FULL}"),
     LayoutCase(1, 2, 1, 2, ZERO_BUBBLE),
@@ -81,7 +80,6 @@ WIDE = [
             (2, 1, 8, SELECTIVE),
             (2, 1, 4, SEQUENCE),
             (1, 2, 1, FULL),
-            (1, 2, 1, DDP),
             (1, 2, 2, ZERO_2),
             (2, 2, 1, f"{ZERO_2} {FULL} {SPLIT_INPUTS}"),
             (4, 1, 4, f"{SEQUENCE} {FULL}"),

@@ -34,7 +34,6 @@ RUNS: dict[str, tuple[str, set[str]]] = {
         "--sequence-parallel --use-distributed-optimizer --grad-reduce-in-bf16",
         {"_allgather_base_", "_reduce_scatter_base_"},
     ),
-    "torch's DDP": ("--DDP-impl torch", set()),
 }
 
 

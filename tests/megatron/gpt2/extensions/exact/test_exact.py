@@ -119,7 +119,6 @@ REFUSED = {
     "--exact-layouts 4 --make-vocab-size-divisible-by "
     "2": "--make-vocab-size-divisible-by 2 is not divisible by --exact",
     "--exact-layouts 4 --compile": "--exact-layouts and --compile: the compiler chooses the order of sums; leave one",
-    "--exact-layouts 4 --DDP-impl torch": "--exact-layouts and --DDP-impl torch: torch's DDP sums in a different order",
     "--exact-layouts 4 --grad-reduce-in-bf16": "--exact-layouts and --grad-reduce-in-bf16: rounding to bf16 depends on",
     "--exact-layouts 4 --zero-stage 2": "--exact-layouts and --shard-gradients (--zero-stage 2): it sums over ranks ",
     "--exact-layouts 4 --dropout-rng torch": "--exact-layouts and --dropout-rng torch: its masks depend on the layout; "

@@ -113,7 +113,6 @@ def covering_layouts() -> list[Layout]:
             pytest.param(flags, world_size, marks=pytest.mark.wide if world_size <= 8 else pytest.mark.slow)
             for flags, world_size in (
                 *((layout.flags, layout.world_size) for layout in covering_layouts()),
-                ("--DDP-impl torch --global-batch-size 4", 2),
                 ("--model-parallel-size 2 --exact-layouts 2 --dropout-rng counter --global-batch-size 4", 4),
                 ("--keep-best --async-save --eod-mask-loss --check-replicas-interval 1 --log-straggler", 2),
                 ("--model-parallel-size 2 --recompute-granularity full --partition-activations", 4),

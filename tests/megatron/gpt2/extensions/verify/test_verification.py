@@ -35,7 +35,6 @@ CLEAN = {
     "two stages": STAGES,
     "accumulated, recomputed": "--micro-batch-size 1 --recompute-granularity full",
     "gradients in bf16": "--micro-batch-size 2 --grad-reduce-in-bf16",
-    "torch's DDP": "--micro-batch-size 2 --DDP-impl torch",
 }
 
 
