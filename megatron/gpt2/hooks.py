@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
@@ -54,16 +54,24 @@ class StopRun(Exception):
     """Raised on every rank after the same step to end the run. The message is one line; the exit code is 1."""
 
 
-class Hook:
-    """Base class of extensions, which change or observe a run. Every rank calls every method at the same point, except
-    `explain_out_of_memory`, `handle_error` and, after an error, `on_train_end`.
+class Numerics(NamedTuple):
+    """Parts of a run that sum in a fixed order. With them, a data-parallel rank also reads successive samples of a
+    batch instead of every n-th sample, and the tied matrix has a separate bucket, in which its gradient is summed in
+    two parts.
 
-    contiguous_samples: whether a data-parallel rank reads successive samples of a batch instead of every n-th sample.
-    splits_tied_gradient: whether the tied matrix has a separate bucket, in which its gradient is summed in two parts.
+    submodules: the layer, head and loss classes of the model.
+    build_reducer: returns the gradient reducer, after it has set `model.tied_grad_sink`.
+    squared_norm: a function with the signature of `mpu.all_reduced_squared_norm`.
     """
 
-    contiguous_samples = False
-    splits_tied_gradient = False
+    submodules: mpu.ModelSubmodules
+    build_reducer: Callable[[ParamAndGradBuffer, GPT2Model, mpu.ParallelState], BucketReducer]
+    squared_norm: Callable[..., torch.Tensor]
+
+
+class Hook:
+    """Base class of extensions, which change or observe a run. Every rank calls every method at the same point, except
+    `explain_out_of_memory`, `handle_error` and, after an error, `on_train_end`."""
 
     # The methods below are called before the process group exists, and while the run is built:
 
@@ -74,17 +82,8 @@ class Hook:
         """Return settings that must be equal on all ranks, by the name that an error message uses."""
         return {}
 
-    def submodules(self) -> mpu.ModelSubmodules | None:
-        """Return the layer, head and loss classes of the model, which replace `mpu.DEFAULT_SUBMODULES`, or None."""
-
-    def reducer(
-        self, buffer: ParamAndGradBuffer, model: GPT2Model, parallel: mpu.ParallelState
-    ) -> BucketReducer | None:
-        """Return the gradient reducer of the run, or None for the default one. A reducer that is returned must have set
-        `model.tied_grad_sink`."""
-
-    def squared_norm(self, device: torch.device) -> Callable[..., torch.Tensor] | None:
-        """Return the function that computes Σ g² of all gradients, or None for `mpu.all_reduced_squared_norm`."""
+    def numerics(self, device: torch.device) -> Numerics | None:
+        """Return the parts of the run that replace those with the usual order of sums, or None."""
 
     # The methods below are called while the run trains:
 

@@ -548,24 +548,18 @@ MEGATRON_RULES = by_name(
         "optimizer-states-to-tensorboard,params-norm,path,progress,throughput,timers-to-tensorboard,"
         "validation-ppl-to-tensorboard,world-size-to-tensorboard} --logging-level= --timing-{log-level,log-option} "
         "--tensorboard-{log-interval,queue-size} --barrier-with-level-1-timing --one-logger{,-async,-project,"
-        "-run-name} --app-tag-run-{name,version} --straggler-{ctrlr-port,minmax-count,on-startup} "
-        "--run-workload-inspector-server --otel-{enabled,service-name,span-groups} --config-logger-dir= "
+        "-run-name} --app-tag-run-* --straggler-* --run-workload-inspector-server --otel-* --config-logger-dir= "
         "--codecarbon-dir= --record-{memory-history,shapes} --memory-snapshot-path= --nvtx-ranges "
-        "--pytorch-profiler-{collect-callstack,collect-chakra,collect-shapes} --flight-recorder-{dump-on-timeout,"
-        "dump-path,extra-dump-on-exec,include-only-active,include-stack-trace,trace-buffer-size} "
-        "--save-wgrads-interval= --save-dgrads-interval= --save-params-interval= --save-activations-interval= "
-        "--save-tokens-per-expert-interval= --dump-param-to-param-group-map= --manual-gc{,-eval,-interval} "
-        "--empty-unused-memory-level= --train-sync-interval= --test-mode",
+        "--pytorch-profiler-* --flight-recorder-* --save-wgrads-interval= --save-dgrads-interval= "
+        "--save-params-interval= --save-activations-interval= --save-tokens-per-expert-interval= "
+        "--dump-param-to-param-group-map= --manual-gc{,-eval,-interval} --empty-unused-memory-level= "
+        "--train-sync-interval= --test-mode",
         "logging and garbage collection are fixed",
     ),
     ignored(
-        "--enable-ft-package --calc-ft-timeouts --ft-{num-warmup-iters} --inprocess-{active-world-size,"
-        "barrier-timeout,completion-timeout,empty-cuda-cache,granularity,hard-timeout,heartbeat-interval,"
-        "heartbeat-timeout,last-call-wait,max-iterations,monitor-process-interval,monitor-thread-interval,"
-        "progress-watchdog-interval,restart,soft-timeout,termination-grace-time} --rerun-mode= "
-        "--result-rejected-tracker-filename= --error-injection-{rate,type} --fault-injector-{delay-start-iteration,"
-        "fault-delay,fault-probabilities,fault-types,mtti-seconds,num-ranks,offset-seconds,ranks,seed} "
-        "--check-for-{large-grads,nan-in-loss-and-grad,spiky-loss} --gpu-sniff-test-interval=",
+        "--enable-ft-package --calc-ft-timeouts --ft-* --inprocess-* --rerun-mode= "
+        "--result-rejected-tracker-filename= --error-injection-* --fault-injector-* --check-for-{large-grads,"
+        "nan-in-loss-and-grad,spiky-loss} --gpu-sniff-test-interval=",
         "a step with a non-finite gradient is skipped, and a failed run continues from its checkpoint",
     ),
     translated(
@@ -592,41 +586,29 @@ MEGATRON_RULES = by_name(
     # A flag that turns one of these features on is refused or has only one value.
     ignored(
         "--fp8-{amax-compute-algo,amax-history-len,interval,margin,output-proj,param-gather,quantizer-factory,recipe,"
-        "wgrad} --fp4-{param-gather,quantizer-factory,recipe} --kitchen-{attention-backend} "
-        "--keep-fp8-{transpose-cache} --first-last-layers-bf16 --num-layers-at-{end-in-bf16,start-in-bf16} "
-        "--reuse-grad-buf-for-mxfp8-param-ag --offload-modules= --min-offloaded-tensor-size= "
-        "--fine-grained-offloading-{max-inflight-offloads} --delay-offload-{until-cuda-graph} "
-        "--delta-offload-{bytes-across-pp-ranks} --activation-offload-{fraction} "
-        "--cpu-offloading-retain-pinned-cpu-buffers --moe-* --overlap-moe-{expert-parallel-comm} --topk= "
-        "--expert-interval= --create-moe-param-group --use-tutel --enable-expert-{tensor-parallelism} "
-        "--overlap-dispatch-{backward-with-experts-wgrad} --delay-wgrad-compute "
-        "--ep-overlap-{early-attn-memory-release} --num-experts-switch= --use-grouped-gemm-for-shared-expert "
-        "--high-priority-a2a-comm-stream --rotary-{base,interleaved,percent,position-embeddings-theta,scaling-factor,"
-        "seq-len-interpolation-factor} --rope-{scaling-factor,type} --use-rope-scaling --no-rope-freq= "
-        "--mrope-{section} --yarn-{beta-fast,beta-slow,correction-range-round-to-int,"
-        "original-max-position-embeddings} --mscale{,-all-dim} --relative-attention-{max-distance,num-buckets} "
-        "--q-lora-rank= --kv-lora-rank= --qk-head-dim= --qk-pos-emb-head-dim= --v-head-dim= --mla-{down-proj-fusion} "
-        "--cache-mla-latents --mtp-* --mhc-* --mamba-* --dsa-* --gdp-* --linear-{conv-kernel-dim,key-head-dim,"
-        "num-key-heads,num-value-heads,value-head-dim} --qk-clip-{alpha,threshold} --window-attn-{skip-freq} "
-        "--glu-linear-offset= --activation-func-{clamp-value} --use-fused-weighted-squared-relu "
+        "wgrad} --fp4-{param-gather,quantizer-factory,recipe} --kitchen-{attention-backend} --keep-fp8-* "
+        "--first-last-layers-bf16 --num-layers-at-* --reuse-grad-buf-for-mxfp8-param-ag --offload-modules= "
+        "--min-offloaded-tensor-size= --fine-grained-offloading-* --delay-offload-* --delta-offload-* "
+        "--activation-offload-* --cpu-offloading-retain-pinned-cpu-buffers --moe-* --overlap-moe-* --topk= "
+        "--expert-interval= --create-moe-param-group --use-tutel --enable-expert-* --overlap-dispatch-* "
+        "--delay-wgrad-compute --ep-overlap-* --num-experts-switch= --use-grouped-gemm-for-shared-expert "
+        "--high-priority-a2a-comm-stream --rotary-* --rope-* --use-rope-scaling --no-rope-freq= --mrope-* --yarn-* "
+        "--mscale{,-all-dim} --relative-attention-* --q-lora-rank= --kv-lora-rank= --qk-head-dim= "
+        "--qk-pos-emb-head-dim= --v-head-dim= --mla-* --cache-mla-latents --mtp-* --mhc-* --mamba-* --dsa-* --gdp-* "
+        "--linear-{conv-kernel-dim,key-head-dim,num-key-heads,num-value-heads,value-head-dim} --qk-clip-{alpha,"
+        "threshold} --window-attn-* --glu-linear-offset= --activation-func-* --use-fused-weighted-squared-relu "
         "--fused-residual-rmsnorm --apply-wd-to-qk-layernorm --retro-{attention-gate,cyclic-train-iters,"
         "encoder-attention-dropout,encoder-hidden-dropout,encoder-layers,no-verify-neighbor-count,num-neighbors,"
         "num-retrieved-chunks,project-dir,return-doc-ids,workdir} --cp-comm-type= "
         "--hierarchical-context-parallel-sizes= --max-seqlen-per-dp-cp-rank= --ds-sequence-parallel-{fpdt-chunk-size,"
-        "fpdt-offloading} --fsdp-{db-use-persist-buf-on-alloc-fail,double-buffer,manual-registration} "
-        "--megatron-fsdp-{enable-fine-grained-param-gather,grad-comm-dtype,main-grads-dtype,main-params-dtype,"
-        "max-pool-double-buffer,version} --torch-fsdp2-{no-reshard-after-forward} --strict-fsdp-{dtensor-load} "
-        "--data-parallel-sharding-strategy= --outer-dp-{sharding-strategy} --enable-full-sharding-in-hsdp "
-        "--suggested-communication-unit-size= --init-model-with-meta-device --gtp-{expert-remat-nccl-ub,"
-        "remat-nccl-ub,remat-opt-in-modules,remat-reduce-scatter-with-fp32-accumulation} --legacy-tokenizer "
-        "--trust-remote-code --tokenizer-hf-{include-special-tokens,no-include-special-tokens,no-use-fast,use-fast} "
-        "--tokenizer-sentencepiece-{ignore-extra-whitespaces,legacy} --tiktoken-{num-special-tokens,pattern,"
-        "special-tokens} --tokenizer-special-tokens= --null-tokenizer-{eod-id,pad-id} --use-gigatoken "
-        "--allow-ambiguous-pad-tokens --chat-template= --validation-set-names= --fim-{eod-token,fragment-rate,"
-        "middle-token,no-prefix,pad-token,prefix-token,rate,split-sample,spm-rate,suffix-token} "
-        "--sft-{tokenizer-prompt-format} --sgd-momentum= --lion-{beta1,beta2} --rl-* --grpo-* --langrl-* "
-        "--refit-method= --kd-{alpha-ce,beta-ce,temp} --num-layers-teacher= --num-experts-teacher= "
-        "--hidden-size-teacher= --num-attention-heads-teacher=",
+        "fpdt-offloading} --fsdp-* --megatron-fsdp-* --torch-fsdp2-* --strict-fsdp-* "
+        "--data-parallel-sharding-strategy= --outer-dp-* --enable-full-sharding-in-hsdp "
+        "--suggested-communication-unit-size= --init-model-with-meta-device --gtp-* --legacy-tokenizer "
+        "--trust-remote-code --tokenizer-hf-* --tokenizer-sentencepiece-* --tiktoken-* --tokenizer-special-tokens= "
+        "--null-tokenizer-* --use-gigatoken --allow-ambiguous-pad-tokens --chat-template= --validation-set-names= "
+        "--fim-{eod-token,fragment-rate,middle-token,no-prefix,pad-token,prefix-token,rate,split-sample,spm-rate,"
+        "suffix-token} --sft-* --sgd-momentum= --lion-* --rl-* --grpo-* --langrl-* --refit-method= --kd-* "
+        "--num-layers-teacher= --num-experts-teacher= --hidden-size-teacher= --num-attention-heads-teacher=",
         "a setting of a feature that is not used",
     ),
     # Generation

@@ -23,33 +23,7 @@ from megatron.gpt2.optimizer.bucket_reducer import ParamAllGather
 from megatron.gpt2.optimizer.param_and_grad_buffer import ParamAndGradBuffer, ParamShard
 from mpu import kernels
 
-READ_DELAY = 4  # number of steps
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-class DelayedScalarReader:
-    """Reads an integer on `device` without stopping the device: each value is returned READ_DELAY calls later.
-
-    A call starts an asynchronous copy of the current value into pinned memory. It returns the value of READ_DELAY calls
-    before, and 0 in the first calls. The host waits only for this old copy, while the device works on later steps. All
-    ranks get the same value at the same step, so they can branch on it.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._copies = collections.deque[tuple[Tensor, torch.cuda.Event | None]]()
-
-    def __call__(self, value: Tensor) -> int:
-        """Submit `value`, an int64 scalar on the device. Return the value that was submitted READ_DELAY calls
-        before."""
-        copy = torch.empty((), dtype=torch.int64, pin_memory=self._on_gpu).copy_(value, non_blocking=True)
-        self._copies.append((copy, torch.cuda.current_stream().record_event() if self._on_gpu else None))
-        if len(self._copies) <= READ_DELAY:
-            return 0
-        before, arrival = self._copies.popleft()
-        if arrival is not None:
-            arrival.synchronize()
-        return int(before)
 
 
 class LossScaler:

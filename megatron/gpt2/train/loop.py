@@ -1,8 +1,12 @@
 """The training loop: steps, log lines, evaluations, checkpoints, and the decision to stop."""
 
+import collections
 import contextlib
 import time
 from collections.abc import Iterator
+
+import torch
+from torch import Tensor
 
 from data_utils.command_line import plural
 from megatron.gpt2.dist.gathering import all_reduce_over_data_and_pipeline
@@ -10,11 +14,12 @@ from megatron.gpt2.dist.signals import FOLDER_LOST, MORE_RANKS, OUT_OF_TIME
 from megatron.gpt2.hooks import Hook
 from megatron.gpt2.monitor.log_lines import IterationRecord, iteration_line, memory_line, peak_memory
 from megatron.gpt2.monitor.timers import start_profiler
-from megatron.gpt2.optimizer.optimizer import DelayedScalarReader
 from megatron.gpt2.train.evaluate import evaluate_and_log, sample_text
 from megatron.gpt2.train.not_finite import find_first_not_finite
 from megatron.gpt2.train.train_step import train_step
 from megatron.gpt2.train.trainer import Trainer
+
+READ_DELAY = 4  # number of steps
 
 
 def train(trainer: Trainer) -> str:
@@ -102,6 +107,31 @@ def check_skipped_steps(trainer: Trainer, in_a_row: int) -> None:
             f"{location}lower --lr, or look at the data of samples before {trainer.progress.consumed_samples}; "
             "--max-skipped-steps sets the limit"
         )
+
+
+class DelayedScalarReader:
+    """Reads an integer on `device` without stopping the device: each value is returned READ_DELAY calls later.
+
+    A call starts an asynchronous copy of the current value into pinned memory. It returns the value of READ_DELAY calls
+    before, and 0 in the first calls. The host waits only for this old copy, while the device works on later steps. All
+    ranks get the same value at the same step, so they can branch on it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._copies = collections.deque[tuple[Tensor, torch.cuda.Event | None]]()
+
+    def __call__(self, value: Tensor) -> int:
+        """Submit `value`, an int64 scalar on the device. Return the value that was submitted READ_DELAY calls
+        before."""
+        copy = torch.empty((), dtype=torch.int64, pin_memory=self._on_gpu).copy_(value, non_blocking=True)
+        self._copies.append((copy, torch.cuda.current_stream().record_event() if self._on_gpu else None))
+        if len(self._copies) <= READ_DELAY:
+            return 0
+        before, arrival = self._copies.popleft()
+        if arrival is not None:
+            arrival.synchronize()
+        return int(before)
 
 
 class IterationLogger:

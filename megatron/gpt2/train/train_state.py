@@ -11,7 +11,7 @@ from torch import Tensor
 
 import mpu
 from data_utils.command_line import Log
-from megatron.gpt2.config import ignored_flags
+from megatron.gpt2.config import ParallelConfig, ignored_flags
 from megatron.gpt2.device import choose_attention
 from megatron.gpt2.hooks import Hook
 from megatron.gpt2.model.gpt2 import TIED_WEIGHT, GPT2Model, build_block_config
@@ -76,7 +76,8 @@ class Progress:
 
 def build_train_state(context: RunContext, parallel: mpu.ParallelState, log: Log) -> TrainState:
     """Build the model with random weights, and its optimizer. Every rank must call this function."""
-    config, device, hooks = context.config, context.device, context.hooks
+    config, device = context.config, context.device
+    numerics = context.hooks.call_first(Hook.numerics, device)
     model_config, train_config, parallel_config = config.model, config.train, config.parallel
     seed_random_streams(train_config.seed, parallel, device)
     draws_by_counter = train_config.dropout_rng == "counter"
@@ -120,11 +121,11 @@ def build_train_state(context: RunContext, parallel: mpu.ParallelState, log: Log
         seed=train_config.seed,
         layer_ranges=config.layers_of_virtual_stages()[stage::stages],
         dropout_seed=train_config.seed if draws_by_counter else None,
-        submodules=hooks.call_first(Hook.submodules) or mpu.DEFAULT_SUBMODULES,
+        submodules=numerics.submodules if numerics else mpu.DEFAULT_SUBMODULES,
     )
     if train_config.compile:
         model.compile_layers(by_document=config.data.reset_attention_mask)
-    is_shared = parallel.embedding_group is not None or any(hook.splits_tied_gradient for hook in hooks)
+    is_shared = parallel.embedding_group is not None or numerics is not None
     buffer = ParamAndGradBuffer(
         model,
         context.dtype,
@@ -138,7 +139,8 @@ def build_train_state(context: RunContext, parallel: mpu.ParallelState, log: Log
         matrices=layer_matrices(model) if config.optimizer.optimizer == "muon" else (),
         lr_multipliers=model.lr_multipliers(),
     )
-    reducer = build_reducer(context, buffer, model, parallel)
+    make_reducer = numerics.build_reducer if numerics else functools.partial(build_reducer, parallel_config)
+    reducer = make_reducer(buffer, model, parallel)
     param_gather = ParamAllGather(buffer, model, parallel.data_parallel_group)
     batch = context.global_batch_size
     steps_so_far = context.batch_schedule.samples_before_steps(context.train_iters) / batch
@@ -153,21 +155,23 @@ def build_train_state(context: RunContext, parallel: mpu.ParallelState, log: Log
         config.optimizer,
         LossScaler(config.optimizer, context.dtype, device),
         torch.from_numpy(learning_rates(config.optimizer, context.decay_iters, batch, steps_so_far)),
-        hooks.call_first(Hook.squared_norm, device) or mpu.all_reduced_squared_norm,
+        numerics.squared_norm if numerics else mpu.all_reduced_squared_norm,
     )
     return TrainState(model=model, buffer=buffer, reducer=reducer, param_gather=param_gather, optimizer=optimizer)
 
 
 def build_reducer(
-    context: RunContext, buffer: ParamAndGradBuffer, model: GPT2Model, parallel: mpu.ParallelState
+    config: ParallelConfig, buffer: ParamAndGradBuffer, model: GPT2Model, parallel: mpu.ParallelState
 ) -> BucketReducer:
     """Return the reducer that the flags choose."""
-    config, group = context.config.parallel, parallel.data_parallel_group
     has_both_parts = model.has_embeddings and model.has_head
-    if (extended := context.hooks.call_first(Hook.reducer, buffer, model, parallel)) is not None:
-        return extended
     reducer_class = ShardedGradReducer if config.shard_gradients and buffer.is_sharded else BucketReducer
-    reducer = reducer_class(buffer, group, in_bf16=config.grad_reduce_in_bf16, embedding_group=parallel.embedding_group)
+    reducer = reducer_class(
+        buffer,
+        parallel.data_parallel_group,
+        in_bf16=config.grad_reduce_in_bf16,
+        embedding_group=parallel.embedding_group,
+    )
     model.tied_grad_sink = TiedGradReducer(reducer, TIED_WEIGHT, TIED_WEIGHT, joins_parts=has_both_parts)
     return reducer
 

@@ -9,6 +9,7 @@ from textwrap import dedent
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 
 from megatron.gpt2 import hooks
 from megatron.gpt2.config import SECTIONS, TrainConfig
@@ -71,7 +72,7 @@ def test_the_first_result_that_is_not_none() -> None:
             return 0
 
     assert Hooks([Hook(), Answering(), Hook()]).call_first(Hook.expected_memory, None) == 0  # type: ignore[arg-type]
-    assert Hooks([Hook()]).call_first(Hook.submodules) is None
+    assert Hooks([Hook()]).call_first(Hook.numerics, torch.device("cpu")) is None
 
 
 def test_the_order_of_hook_calls(tmp_path: Path) -> None:

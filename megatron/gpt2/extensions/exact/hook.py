@@ -1,10 +1,8 @@
 """`--exact-layouts`: replaces the layers, the reducer and the gradient norm of a run."""
 
 import functools
-from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 import mpu
 from data_utils.command_line import require
@@ -12,7 +10,7 @@ from megatron.gpt2.config import Config
 from megatron.gpt2.extensions.exact.norm import exact_squared_norm, norm_block_size
 from megatron.gpt2.extensions.exact.reducer import EMBEDDING_GRADIENT, ExactBucketReducer
 from megatron.gpt2.extensions.exact.transformer import exact_submodules
-from megatron.gpt2.hooks import Hook
+from megatron.gpt2.hooks import Hook, Numerics
 from megatron.gpt2.model.gpt2 import TIED_WEIGHT, GPT2Model
 from megatron.gpt2.optimizer.bucket_reducer import TiedGradReducer
 from megatron.gpt2.optimizer.param_and_grad_buffer import ParamAndGradBuffer
@@ -22,9 +20,6 @@ from mpu import kernels
 
 class ExactLayouts(Hook):
     """Bitwise-reproducible layouts: every sum of a training step has the same order in every layout."""
-
-    contiguous_samples = True
-    splits_tied_gradient = True
 
     def __init__(self, config: Config) -> None:
         assert config.parallel.exact_layouts is not None
@@ -45,18 +40,16 @@ class ExactLayouts(Hook):
             return {}
         return {"number of threads (OMP_NUM_THREADS)": str(torch.get_num_threads())}
 
-    def submodules(self) -> mpu.ModelSubmodules:
-        """Return the result of `exact_submodules`."""
-        return exact_submodules(self._virtual_ranks)
-
-    def reducer(self, buffer: ParamAndGradBuffer, model: GPT2Model, parallel: mpu.ParallelState) -> ExactBucketReducer:
-        """Build the reducer. The tied matrix has separate gradients of the head and of the embedding."""
-        embedding_gradient = EMBEDDING_GRADIENT if model.has_embeddings and model.has_head else TIED_WEIGHT
-        reducer = ExactBucketReducer(buffer, parallel, by_rows=embedding_gradient if model.has_embeddings else None)
-        model.tied_grad_sink = TiedGradReducer(reducer, TIED_WEIGHT, embedding_gradient)
-        return reducer
-
-    def squared_norm(self, device: torch.device) -> Callable[..., Tensor]:
-        """Return `exact_squared_norm`."""
+    def numerics(self, device: torch.device) -> Numerics:
+        """Return the layers, the reducer and the norm of this extension."""
         block = norm_block_size(self._virtual_ranks, self._shape.hidden_size, self._shape.ffn_size, device=device)
-        return functools.partial(exact_squared_norm, block=block)
+        norm = functools.partial(exact_squared_norm, block=block)
+        return Numerics(exact_submodules(self._virtual_ranks), build_reducer, norm)
+
+
+def build_reducer(buffer: ParamAndGradBuffer, model: GPT2Model, parallel: mpu.ParallelState) -> ExactBucketReducer:
+    """Build the reducer. The tied matrix has separate gradients of the head and of the embedding."""
+    embedding_gradient = EMBEDDING_GRADIENT if model.has_embeddings and model.has_head else TIED_WEIGHT
+    reducer = ExactBucketReducer(buffer, parallel, by_rows=embedding_gradient if model.has_embeddings else None)
+    model.tied_grad_sink = TiedGradReducer(reducer, TIED_WEIGHT, embedding_gradient)
+    return reducer

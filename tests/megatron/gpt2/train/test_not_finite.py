@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.gpt2.monitor.incidents import read_incidents
-from megatron.gpt2.optimizer.optimizer import READ_DELAY
-from megatron.gpt2.train.loop import train
+from megatron.gpt2.train.loop import READ_DELAY, train
 from tests.distributed import run_ranks
 from tests.faults.injector import Fault, break_weight, nan, plant
 from tests.megatron.gpt2.train.training_runs import finish, start, write_text
