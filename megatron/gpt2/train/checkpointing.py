@@ -15,6 +15,7 @@ from data_utils.command_line import Log
 from data_utils.files import atomic_write_text
 from megatron.gpt2.checkpoint.lease import Lease, LeaseLostError
 from megatron.gpt2.checkpoint.local import RUN_NAME_FILE, LocalCheckpoints, run_name
+from megatron.gpt2.checkpoint.reader import NativeCheckpoint
 from megatron.gpt2.checkpoint.save_folder import BEST, FolderInUse, find_checkpoint, saved_best_loss
 from megatron.gpt2.checkpoint.saver import Saver
 from megatron.gpt2.checkpoint.sharded_state import (
@@ -243,54 +244,69 @@ def load_checkpoint(
         return 0, 0, 0
     options = context.config.checkpoint
     checkpoint = find_checkpoint(
-        context.source,
-        log=log,
-        rank=parallel.rank,
-        gather=gather_strings,
-        verify=not options.no_verify,
+        context.source, log=log, rank=parallel.rank, gather=gather_strings, verify=not options.no_verify
     )
     if checkpoint is None:
         raise ValueError(f"--load {context.source}: the checkpoint was removed while the run was starting")
-    specs = model_partition_specs(context.config.model, parallel.tensor_model_parallel_size)
-    layout = {"tp_rank": parallel.tensor_model_parallel_rank, "tp_size": parallel.tensor_model_parallel_size}
-    not_restored: list[str] = []
-    has_optimizer = any(name.startswith("master.") for name in checkpoint.tensors)
-    if options.finetune or options.no_load_optim or not has_optimizer:
-        if has_optimizer:  # The masters are the weights before rounding.
-            masters = (shard for shard in state.optimizer.state_shards() if shard.kind == "master")
-            load_sharded_state_dict(masters, specs, checkpoint, **layout)
-            state.optimizer.copy_masters_and_gather()
-        else:
-            load_sharded_state_dict(parameter_states(state.model.named_parameters()), specs, checkpoint, **layout)
-            state.buffer.copy_params_to_masters()
-        if options.finetune:
-            log(f"weights from {checkpoint.path}: fine-tuning starts at iteration 0")
-            return 0, 0, 0
-        if not options.no_load_optim:
-            log(f"WARNING: {checkpoint.path} holds no optimizer (--no-save-optim): its moments start at zero")
-        not_restored.append("the optimizer's moments start at zero")
-        state.optimizer.set_num_updates(int(checkpoint.metadata["optimizer"]["num_updates"]))
-    else:
-        load_sharded_state_dict(state.optimizer.state_shards(), specs, checkpoint, **layout)
-        state.optimizer.load_state_dict(checkpoint.metadata["optimizer"])
-    has_streams = not options.no_load_rng and load_rng_state(checkpoint, parallel, context.device)
-    if not options.no_load_rng and not has_streams:
-        # The iteration is added to the seed, because otherwise the dropout masks of the first steps would repeat.
-        seed_random_streams(context.config.train.seed + checkpoint.iteration, parallel, context.device)
-        if context.config.model.has_dropout:
-            log(
-                f"random streams start from a new seed: {checkpoint.path} has no states for this layout and device; "
-                "dropout masks change"
-            )
-    metadata = run_metadata(context, parallel, sharded=state.buffer.is_sharded)
+    not_restored = _load_weights_and_moments(context, parallel, state, checkpoint, log)
+    if options.finetune:
+        log(f"weights from {checkpoint.path}: fine-tuning starts at iteration 0")
+        return 0, 0, 0
+    has_streams = _load_random_streams(context, parallel, checkpoint, log)
     if dropout_changes(context, checkpoint.metadata, has_streams=has_streams):
         not_restored.append("dropout draws other masks")
+    metadata = run_metadata(context, parallel, sharded=state.buffer.is_sharded)
     log(f"continuing {checkpoint.path}: {resume_equivalence(checkpoint.metadata, metadata, not_restored=not_restored)}")
     return (
         checkpoint.iteration,
         int(checkpoint.metadata["consumed_samples"]),
         int(checkpoint.metadata.get("skipped_samples", 0)),
     )
+
+
+def _load_weights_and_moments(
+    context: RunContext, parallel: mpu.ParallelState, state: TrainState, checkpoint: NativeCheckpoint, log: Log
+) -> list[str]:
+    """Load the weights, and the optimizer's state unless a flag forbids it. Return a description of what a run that
+    continues does not get."""
+    options, optimizer = context.config.checkpoint, state.optimizer
+    specs = model_partition_specs(context.config.model, parallel.tensor_model_parallel_size)
+    layout = {"tp_rank": parallel.tensor_model_parallel_rank, "tp_size": parallel.tensor_model_parallel_size}
+    has_optimizer = any(name.startswith("master.") for name in checkpoint.tensors)
+    if has_optimizer and not (options.finetune or options.no_load_optim):
+        load_sharded_state_dict(optimizer.state_shards(), specs, checkpoint, **layout)
+        optimizer.load_state_dict(checkpoint.metadata["optimizer"])
+        return []
+    if has_optimizer:  # The masters are the weights before rounding.
+        masters = (shard for shard in optimizer.state_shards() if shard.kind == "master")
+        load_sharded_state_dict(masters, specs, checkpoint, **layout)
+        optimizer.copy_masters_and_gather()
+    else:
+        load_sharded_state_dict(parameter_states(state.model.named_parameters()), specs, checkpoint, **layout)
+        state.buffer.copy_params_to_masters()
+    if not options.finetune:
+        if not options.no_load_optim:
+            log(f"WARNING: {checkpoint.path} holds no optimizer (--no-save-optim): its moments start at zero")
+        optimizer.set_num_updates(int(checkpoint.metadata["optimizer"]["num_updates"]))
+    return ["the optimizer's moments start at zero"]
+
+
+def _load_random_streams(
+    context: RunContext, parallel: mpu.ParallelState, checkpoint: NativeCheckpoint, log: Log
+) -> bool:
+    """Load the states of the random streams, or seed the streams anew. Return whether they were loaded."""
+    if context.config.checkpoint.no_load_rng:
+        return False
+    if load_rng_state(checkpoint, parallel, context.device):
+        return True
+    # The iteration is added to the seed, because otherwise the dropout masks of the first steps would repeat.
+    seed_random_streams(context.config.train.seed + checkpoint.iteration, parallel, context.device)
+    if context.config.model.has_dropout:
+        log(
+            f"random streams start from a new seed: {checkpoint.path} has no states for this layout and device; "
+            "dropout masks change"
+        )
+    return False
 
 
 def dropout_changes(context: RunContext, metadata: Mapping[str, Any], *, has_streams: bool) -> bool:

@@ -156,6 +156,47 @@ def build_context(arguments: Arguments, rank_info: RankInfo, log: Log) -> RunCon
     # Raise ValueError early if the batch size does not fit the ranks.
     batch_schedule = arguments.batch_schedule(rank_info.world_size, consumed_samples)
 
+    tokenizer, splits = _prepare_data(arguments, checkpoint, log)
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size),
+        data=dataclasses.replace(config.data, tokenizer_type=tokenizer.kind),
+    )
+    train_iters = config.train.iterations(
+        schedule=batch_schedule,
+        seq_length=config.data.seq_length,
+        samples_per_epoch=len(splits.train),
+        iteration=iteration,
+        consumed_samples=consumed_samples,
+    )
+    if iteration >= train_iters and source is not None:
+        # Every byte of the last checkpoint is checked before the run is reported as finished.
+        checkpoint = find_checkpoint(source, log=log, verify=not config.checkpoint.no_verify)
+        assert checkpoint is not None
+        resume_metadata = checkpoint.metadata
+    context = RunContext(
+        arguments=arguments,
+        config=config,
+        rank_info=rank_info,
+        device=device,
+        dtype=dtype,
+        backend=backend,
+        tokenizer=tokenizer,
+        splits=splits,
+        source=source,
+        batch_schedule=batch_schedule,
+        train_iters=train_iters,
+        resume_metadata=dict(resume_metadata),
+        hooks=hooks,
+        keeps_freed_memory=keeps_freed_memory,
+    )
+    _warn_if_decayed(context, log)
+    return context
+
+
+def _prepare_data(arguments: Arguments, checkpoint: NativeCheckpoint | None, log: Log) -> tuple[Tokenizer, Splits]:
+    """Return the tokenizer of the run and the tokenised text."""
+    config = arguments.config
     (train, valid, test), text_key = find_corpora(  # `find_corpora` replaces names of corpora by files.
         {f"--{name}-data": getattr(config.data, f"{name}_data") for name in ("train", "valid", "test")},
         config.data.text_key,
@@ -186,52 +227,24 @@ def build_context(arguments: Arguments, rank_info: RankInfo, log: Log) -> RunCon
         need_test=evaluates,
         log=print,
     )
-    config = dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size),
-        data=dataclasses.replace(config.data, tokenizer_type=tokenizer.kind),
-    )
-    train_iters = config.train.iterations(
-        schedule=batch_schedule,
-        seq_length=data.seq_length,
-        samples_per_epoch=len(splits.train),
-        iteration=iteration,
-        consumed_samples=consumed_samples,
-    )
-    if iteration >= train_iters and source is not None:
-        # Every byte of the last checkpoint is checked before the run is reported as finished.
-        checkpoint = find_checkpoint(source, log=log, verify=not config.checkpoint.no_verify)
-        assert checkpoint is not None
-        resume_metadata = checkpoint.metadata
-    context = RunContext(
-        arguments=arguments,
-        config=config,
-        rank_info=rank_info,
-        device=device,
-        dtype=dtype,
-        backend=backend,
-        tokenizer=tokenizer,
-        splits=splits,
-        source=source,
-        batch_schedule=batch_schedule,
-        train_iters=train_iters,
-        resume_metadata=dict(resume_metadata),
-        hooks=hooks,
-        keeps_freed_memory=keeps_freed_memory,
-    )
-    decay = config.optimizer.warmup_and_decay(context.decay_iters, context.global_batch_size)[1]
+    return tokenizer, splits
+
+
+def _warn_if_decayed(context: RunContext, log: Log) -> None:
+    """Log a warning if the learning rate of a run that continues no longer changes."""
+    optimizer, metadata = context.config.optimizer, context.resume_metadata
+    decay = optimizer.warmup_and_decay(context.decay_iters, context.global_batch_size)[1]
     if (
-        resume_metadata
+        metadata
         and not context.is_finished
-        and config.optimizer.lr_decay_style != "constant"
-        and not arguments.given & {"optimizer.lr_decay_iters", "optimizer.lr_decay_samples"}
-        and batch_schedule.samples_after_steps(iteration) >= decay * context.global_batch_size
+        and optimizer.lr_decay_style != "constant"
+        and not context.arguments.given & {"optimizer.lr_decay_iters", "optimizer.lr_decay_samples"}
+        and context.batch_schedule.samples_after_steps(metadata["iteration"]) >= decay * context.global_batch_size
     ):
         log(
-            f"WARNING: the learning rate stays at --min-lr {config.optimizer.min_lr:g}: the checkpoint's schedule ends "
-            f"at iteration {decay:g}; --override-opt-param-scheduler with --lr and --lr-decay-iters gives a new one"
+            f"WARNING: the learning rate stays at --min-lr {optimizer.min_lr:g}: the checkpoint's schedule ends at "
+            f"iteration {decay:g}; --override-opt-param-scheduler with --lr and --lr-decay-iters gives a new one"
         )
-    return context
 
 
 def _choose_hardware(
