@@ -287,7 +287,7 @@ def test_a_disk_that_fills_at_the_last_save(work: Path, train: Train) -> None:
         r"its [\d,]+ bytes: File too large",
         errors[0],
     ), errors
-    stopped = "iteration 1: iteration 1 is not saved: the same command continues from an earlier checkpoint"
+    stopped = "at iteration 1: the same command continues from an earlier checkpoint"
     assert stopped in said_new and errors_new[0].startswith("error: iteration 1 is not saved: new/")
     assert "finished, but iteration 4 is not saved" in (work / "a run/history.jsonl").read_text()
 
