@@ -491,7 +491,7 @@ def read_body(folder: Path, read: Callable[[bytes, ServedModel], CompletionReque
             c.prompt_tokens = [GeneratedToken(0, i, 0.5, "") for i in c.prompt[1:]]
         c.ids, c.finish = [token], "length"
         likeliest = sampler.likeliest(logits)
-        c.events.append(GeneratedToken(0, token, probability, TOKENIZER.decode([token]), likeliest, c.finish))
+        text.add(GeneratedToken(0, token, probability, TOKENIZER.decode([token]), likeliest, c.finish))
     json.dumps(request.answer(TOKENIZER, {}), allow_nan=False)
 
 

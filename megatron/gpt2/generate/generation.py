@@ -29,8 +29,7 @@ from megatron.gpt2.model.gpt2 import GPT2Model
 class GenerationRequest:
     """A request for the text that follows `prompt`, a list of ids. An empty prompt begins a new document.
 
-    events: the new tokens so far, with an end-of-document token; or the end of the continuation without a token.
-    ids: the ids of the new tokens, without the end-of-document token.
+    ids: the new tokens so far, without the end-of-document token.
     finish: the reason for the end, "end" (of the document), "stop" (a stop string), "length" or "cancelled"; "" before
         the end.
     score_prompt: put the prompt's tokens from the second on, with their probabilities and without text, into
@@ -43,7 +42,6 @@ class GenerationRequest:
         self.prompt = [int(i) for i in prompt]
         self.sampling, self.score_prompt = sampling, score_prompt
         self.prompt_tokens: list[GeneratedToken] = []
-        self.events: list[GeneratedToken] = []
         self.ids: list[int] = []
         self.finish = ""
         # the number in a ContinuousBatch, and the ids that the model has read or will read
@@ -259,7 +257,6 @@ class ContinuousBatch:
         for i, row in enumerate(rows):
             c = self._rows[row]
             event = c.next(logits[i], totals[i], self._tokenizer)
-            c.events.append(event)
             if event.finish:
                 del self._rows[row]
             elif len(c.context) > self._limit:

@@ -161,10 +161,8 @@ class ModelRunner:
         hidden = self.model.hidden_states(tokens, cache=self.cache)  # [s, b, h]
         scores = torch.empty(0)
         if any(scored):
-            # For each token after the first one, these are its row, and its position - 1.
-            to_score = torch.where(torch.tensor(scored), lengths, 1) - 1
-            row, position = (torch.arange(width - 1) < to_score.unsqueeze(1)).nonzero().t().to(self.device)
-            scores = token_scores(self.model, hidden[position, row], tokens[row, position + 1], alternatives)
+            counts = (lengths - 1) * torch.tensor(scored)
+            scores = token_scores(self.model, hidden, tokens, lengths, counts, alternatives)
         return self._logits(hidden[lengths.to(self.device) - 1, range(len(contexts))]), scores
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -174,13 +172,22 @@ class ModelRunner:
         return logits[:, : self.model.vocab_size].float()
 
 
-def token_scores(model: GPT2Model, hidden: Tensor, targets: Tensor, alternatives: int = 0) -> Tensor:
-    """Score each target token. Return float64 [t, 2 + 2a], equal on every rank of the model-parallel group.
+def token_scores(
+    model: GPT2Model, hidden: Tensor, tokens: Tensor, lengths: Tensor, counts: Tensor, alternatives: int = 0
+) -> Tensor:
+    """Score the last tokens of b texts. Return float64 [t, 2 + 2a] for the t tokens of all texts, equal on every rank
+    of the model-parallel group.
 
-    hidden: [t, h], from `model.hidden_states`.
-    targets: [t]. The columns are ln p(target); 1 if the target is the arg-max, else 0; the a = `alternatives` likeliest
-        ids; ln p of each of these ids.
+    hidden: [s, b, h], from `model.hidden_states`.
+    tokens: [b, s] or more; padding is at the end.
+    lengths: [b] on the CPU, the number of tokens of each text without padding.
+    counts: [b] on the CPU, how many of them are scored; the first token has no score. The columns are ln p(token); 1 if
+        the token is the arg-max, else 0; the a = `alternatives` likeliest ids; ln p of each of these ids.
     """
+    at, last = torch.arange(tokens.size(1) - 1), lengths.unsqueeze(1) - 1
+    # For each token to score, these are its row, and the position of the token before it.
+    rows, positions = ((at < last) & (at >= last - counts.unsqueeze(1))).nonzero().t().to(tokens.device)
+    hidden, targets = hidden[positions, rows], tokens[rows, positions + 1]
     scores = hidden.new_empty(len(hidden), 2 + 2 * alternatives, dtype=torch.float64)
     if model.has_head:
         for x, target, score_of in zip(hidden.split(ROWS), targets.split(ROWS), scores.split(ROWS), strict=True):

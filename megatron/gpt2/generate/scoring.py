@@ -70,14 +70,10 @@ def score_windows(model: GPT2Model, windows: Sequence[Window], *, batch_size: in
         for start in progress_bar(starts, visible=first, desc="scoring", unit="batch", leave=False):
             batch = order[start : start + batch_size]
             texts = [torch.from_numpy(windows[i].ids).long() for i in batch]
-            padded = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)  # The padding follows the targets.
-            tokens = padded.to(device)
-            counts = [windows[i].num_targets for i in batch]
-            # For each target [t], these are its row, and the position of the token before it.
-            last, at = torch.tensor([[len(text) - 1] for text in texts]), torch.arange(tokens.size(1) - 1)
-            rows, positions = ((at < last) & (at >= last - torch.tensor(counts)[:, None])).nonzero().t().to(device)
+            tokens = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True).to(device)
+            lengths, counts = torch.tensor([[len(windows[i].ids), windows[i].num_targets] for i in batch]).t()
             hidden = model.hidden_states(tokens[:, :-1])
-            found = token_scores(model, hidden[positions, rows], tokens[rows, positions + 1]).split(counts)
+            found = token_scores(model, hidden, tokens, lengths, counts).split(counts.tolist())
             scores[:, batch] = torch.stack(
                 [torch.stack([-part[:, 0].sum(), part[:, 1].min()]) for part in found], dim=1
             )

@@ -27,7 +27,6 @@ from megatron.gpt2.extensions.serve.batching import Batcher
 from megatron.gpt2.extensions.serve.connections import is_allowed_host
 from megatron.gpt2.extensions.serve.request import (
     ApiError,
-    CompletionChoice,
     CompletionRequest,
     ServedModel,
     read_megatron_request,
@@ -173,7 +172,7 @@ class CompletionResponse(Response):
     def __init__(self, service: Service, request: CompletionRequest, origin: str) -> None:
         self.service, self.request, self.origin = service, request, origin
         self.started, self._began = time.monotonic(), False
-        self.texts, self.tokenizer = request.texts, service.served.tokenizer
+        self.texts = request.texts
         self.head = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
@@ -208,36 +207,22 @@ class CompletionResponse(Response):
     async def _answer(self) -> str:
         """Send the answer. Return its outcome for the log."""
         request = self.request
+        uncounted = {"usage": None} if request.include_usage else {}
         try:
-            if request.stream:
-                await self._stream()
-            else:
-                async for _ in self._events():
-                    pass
-                answer = await run_in_threadpool(request.answer, self.tokenizer, self.head)
-                await json_response(answer)(*self._client)
+            async for number, event in self._events():
+                for chunk in self.texts[number].add(event):
+                    if request.stream and (event.finish or chunk["text"]):
+                        await self._write({**self.head, "choices": [chunk], **uncounted})
         except ApiError as error:
             await self._end(error)
             return str(error)
-        return "done"
-
-    async def _stream(self) -> None:
-        """Send choices in OpenAI's form, one token at a time."""
-        request, choices = self.request, dict[int, CompletionChoice]()
-        uncounted = {"usage": None} if request.include_usage else {}
-        async for number, event in self._events():
-            chunks = []
-            if number not in choices:
-                choices[number] = CompletionChoice(number, self.tokenizer, logprobs=request.logprobs)
-                if request.echo:
-                    chunks = [choices[number].echo(self.texts[number].prompt, self.texts[number].c)]
-            chunks.append(choices[number].add(event))
-            for chunk in chunks:
-                if event.finish or chunk["text"]:
-                    await self._write({**self.head, "choices": [chunk], **uncounted})
+        if not request.stream:
+            await json_response(request.answer(self.service.served.tokenizer, self.head))(*self._client)
+            return "done"
         if request.include_usage:
             await self._write({**self.head, "choices": [], "usage": request.usage()})
         await self._write("[DONE]", more=False)
+        return "done"
 
     async def _events(self) -> AsyncIterator[tuple[int, GeneratedToken]]:
         """Yield the number of a text and its next event. Raises ApiError if the server stops."""

@@ -12,7 +12,6 @@ import random
 import reprlib
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, ValidationError
@@ -136,11 +135,82 @@ def check_rules(*rules: tuple[str, object, str]) -> None:
             raise ApiError(f"{name}: {message}", param=name)
 
 
-class GeneratedText(NamedTuple):
-    """A continuation and the text of its prompt."""
+class GeneratedText:
+    """A continuation as an entry of `choices` in a response, built token by token.
 
-    c: GenerationRequest
-    prompt: str
+    index: its number within the answer.
+    prompt: the text of the prompt of `c`.
+    echo: begin with the prompt.
+    logprobs: add the log-probabilities.
+    events: the new tokens so far.
+    chunks: the entry so far, in the form of streamed chunks.
+    """
+
+    def __init__(
+        self, index: int, c: GenerationRequest, prompt: str, tokenizer: Tokenizer, *, echo: bool, logprobs: bool
+    ) -> None:
+        self.index, self.c, self.prompt, self.echo, self.logprobs = index, c, prompt, echo, logprobs
+        self.events: list[GeneratedToken] = []
+        self.chunks: list[dict[str, Any]] = []
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoded = self._certain = 0  # number of characters of all tokens, and of the text that was returned
+        self._held: deque[tuple[int, GeneratedToken]] = deque()  # pairs of a token and the index of its first character
+
+    def add(self, event: GeneratedToken) -> list[dict[str, Any]]:
+        """Return what the next token adds to the text, in the form of streamed chunks.
+
+        A token is listed in the chunk with its first character, and an end-of-document token in the last chunk. The
+        tokens of a stop string are never listed.
+        """
+        added = [self._echo()] if self.echo and not self.events else []
+        self.events.append(event)
+        self._certain += len(event.text)
+        if event.id >= 0:
+            self._held.append(self._with_offset(event))
+        ready = []
+        while self._held and (self._held[0][0] < self._certain or event.finish in ("end", "length")):
+            ready.append(self._held.popleft())
+        added.append(self._chunk(event.text, ready, event.finish))
+        self.chunks += added
+        return added
+
+    def _echo(self) -> dict[str, Any]:
+        """Return the first chunk of an answer with `echo`. Its log-probabilities are those of the continuation's
+        `prompt_tokens`, with null for the first token."""
+        first = [GeneratedToken(0, token) for token in self.c.prompt[:1]]
+        chunk = self._chunk(self.prompt, [self._with_offset(token) for token in first + self.c.prompt_tokens])
+        for name in ("token_logprobs", "top_logprobs") if self.logprobs else ():
+            chunk["logprobs"][name][:1] = [None] * len(first)
+        self._decoder.reset()
+        self._decoded = self._certain = len(self.prompt)
+        return chunk
+
+    def _with_offset(self, token: GeneratedToken) -> tuple[int, GeneratedToken]:
+        start = self._decoded
+        self._decoded += len(self._decoder.decode(self._tokenizer.token_bytes[token.id]))
+        return start, token
+
+    def _chunk(self, text: str, tokens: list[tuple[int, GeneratedToken]], finish: str = "") -> dict[str, Any]:
+        rows: list[tuple[Any, ...]] = []
+        for start, token in tokens:
+            name, logprob = token_name(self._tokenizer, token.id), log_probability(token.probability)
+            likeliest = {token_name(self._tokenizer, i): log_probability(p) for i, p in token.likeliest}
+            rows.append((name, logprob, {**likeliest, name: logprob} if likeliest else {}, start))
+        columns = "tokens", "token_logprobs", "top_logprobs", "text_offset"
+        logprobs = {column: [row[number] for row in rows] for number, column in enumerate(columns)}
+        return {
+            "text": text,
+            "index": self.index,
+            "finish_reason": FINISH_REASONS.get(finish),
+            "logprobs": logprobs if self.logprobs else None,
+        }
+
+    def whole(self) -> dict[str, Any]:
+        """Merge the chunks into one."""
+        texts, parts = ([chunk[key] for chunk in self.chunks] for key in ("text", "logprobs"))
+        logprobs = {name: [x for part in parts for x in part[name]] for name in parts[0]} if self.logprobs else None
+        return {**self.chunks[-1], "text": "".join(texts), "logprobs": logprobs}
 
 
 class ServedModel(NamedTuple):
@@ -179,7 +249,8 @@ class ServedModel(NamedTuple):
         seed: int | None,
         *,
         n: int = 1,
-        scored: bool,
+        echo: bool,
+        logprobs: bool,
         start: Sequence[int] = (),
     ) -> list[GeneratedText]:
         """Return the texts to generate, n for each prompt. A prompt is a text or a list of token ids; an empty one
@@ -193,15 +264,17 @@ class ServedModel(NamedTuple):
         most = self.max_texts // n
         wrong = f"a request may ask for 1 to {most} prompts, not {len(prompts)}"
         check_rules((name, not 1 <= len(prompts) <= most, wrong))
-        texts = []
+        texts: list[GeneratedText] = []
         for prompt in prompts:
             ids, text = self._read_prompt(name, prompt)
             for j in range(n):
-                own = random.getrandbits(63) if seed is None else (seed + j + 2**63) % 2**64 - 2**63
-                c = GenerationRequest([*start, *ids], dataclasses.replace(sampling, seed=own), score_prompt=scored)
+                own = dataclasses.replace(
+                    sampling, seed=random.getrandbits(63) if seed is None else (seed + j + 2**63) % 2**64 - 2**63
+                )
+                c = GenerationRequest([*start, *ids], own, score_prompt=echo and logprobs)
                 if len(c.prompt) > self.context:
                     raise self._too_long(name)
-                texts.append(GeneratedText(c, text))
+                texts.append(GeneratedText(len(texts), c, text, self.tokenizer, echo=echo, logprobs=logprobs))
         return texts
 
     def _read_prompt(self, name: str, prompt: Any) -> tuple[Sequence[int], str]:
@@ -226,69 +299,6 @@ class ServedModel(NamedTuple):
         return ApiError(message, param=name, code="context_length_exceeded")
 
 
-class CompletionChoice:
-    """One entry of `choices` in a response, built token by token.
-
-    index: its number within the answer.
-    logprobs: whether to add the log-probabilities.
-    """
-
-    def __init__(self, index: int, tokenizer: Tokenizer, *, logprobs: bool) -> None:
-        self.index, self.logprobs = index, logprobs
-        self._tokenizer = tokenizer
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._decoded = self._certain = 0  # number of characters of all tokens, and of the text that was returned
-        self._held: deque[tuple[int, GeneratedToken]] = deque()  # pairs of a token and the index of its first character
-
-    def echo(self, prompt: str, c: GenerationRequest) -> dict[str, Any]:
-        """Return the first part of an answer with `echo`, which repeats the prompt.
-
-        Its log-probabilities are those of the continuation's `prompt_tokens`, with null for the first token.
-        """
-        logprobs = None
-        if self.logprobs:
-            first = [GeneratedToken(0, token) for token in c.prompt[:1]]
-            logprobs = self._logprobs([self._with_offset(token) for token in first + c.prompt_tokens])
-            for name in ("token_logprobs", "top_logprobs"):
-                logprobs[name][:1] = [None] * len(first)
-        self._decoder.reset()
-        self._decoded = self._certain = len(prompt)
-        return {"text": prompt, "index": self.index, "logprobs": logprobs, "finish_reason": None}
-
-    def add(self, event: GeneratedToken) -> dict[str, Any]:
-        """Return what the next token adds to the text, in the form of a streamed chunk.
-
-        A token is listed in the chunk with its first character, and an end-of-document token in the last chunk. The
-        tokens of a stop string are never listed.
-        """
-        self._certain += len(event.text)
-        if event.id >= 0:
-            self._held.append(self._with_offset(event))
-        ready = []
-        while self._held and (self._held[0][0] < self._certain or event.finish in ("end", "length")):
-            ready.append(self._held.popleft())
-        return {
-            "text": event.text,
-            "index": self.index,
-            "finish_reason": FINISH_REASONS.get(event.finish),
-            "logprobs": self._logprobs(ready) if self.logprobs else None,
-        }
-
-    def _with_offset(self, token: GeneratedToken) -> tuple[int, GeneratedToken]:
-        start = self._decoded
-        self._decoded += len(self._decoder.decode(self._tokenizer.token_bytes[token.id]))
-        return start, token
-
-    def _logprobs(self, tokens: list[tuple[int, GeneratedToken]]) -> dict[str, list[Any]]:
-        rows: list[tuple[Any, ...]] = []
-        for start, token in tokens:
-            name, logprob = token_name(self._tokenizer, token.id), log_probability(token.probability)
-            likeliest = {token_name(self._tokenizer, i): log_probability(p) for i, p in token.likeliest}
-            rows.append((name, logprob, {**likeliest, name: logprob} if likeliest else {}, start))
-        columns = "tokens", "token_logprobs", "top_logprobs", "text_offset"
-        return {column: [row[number] for row in rows] for number, column in enumerate(columns)}
-
-
 def token_name(tokenizer: Tokenizer, token: int) -> str:
     """Return the text of a token. A token that is a part of a character gets OpenAI's form "bytes:\xe2\x80"."""
     if token == tokenizer.eod:
@@ -305,25 +315,11 @@ def log_probability(probability: float) -> float:
     return math.log(probability) if probability > 0 else MIN_LOGPROB
 
 
-def merge_chunks(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the chunks of one text into one choice."""
-    parts = [chunk["logprobs"] for chunk in chunks]
-    logprobs = None if parts[0] is None else {name: [x for part in parts for x in part[name]] for name in parts[0]}
-    return {**chunks[-1], "text": "".join(chunk["text"] for chunk in chunks), "logprobs": logprobs}
-
-
-@dataclass(frozen=True)
-class CompletionRequest:
-    """A valid request for `texts`, n for each prompt, in this order.
-
-    echo: the answer repeats the prompts.
-    logprobs: the answer has the log-probability of each token, including the repeated prompts.
-    """
+class CompletionRequest(NamedTuple):
+    """A valid request for `texts`, n for each prompt, in this order."""
 
     texts: list[GeneratedText]
     n: int = 1
-    echo: bool = False
-    logprobs: bool = False
     stream: bool = False
     include_usage: bool = False
 
@@ -332,12 +328,7 @@ class CompletionRequest:
 
         head: its id, model and time.
         """
-        choices = []
-        for number, text in enumerate(self.texts):
-            choice = CompletionChoice(number, tokenizer, logprobs=self.logprobs)
-            echoed = [choice.echo(text.prompt, text.c)] if self.echo else []
-            choices.append(merge_chunks([*echoed, *map(choice.add, text.c.events)]))
-        return {**head, "choices": choices, "usage": self.usage()}
+        return {**head, "choices": [text.whole() for text in self.texts], "usage": self.usage()}
 
     def usage(self) -> dict[str, int]:
         """Count the tokens as OpenAI does: each prompt counts once."""
@@ -358,7 +349,7 @@ class MegatronRequest(CompletionRequest):
             return END_NAME if token == tokenizer.eod else tokenizer.decode([token])
 
         def logprobs(text: GeneratedText) -> list[float]:
-            tokens = [*text.c.prompt_tokens, *text.c.events[: len(text.c.ids)]]
+            tokens = [*text.c.prompt_tokens, *text.events[: len(text.c.ids)]]
             return [log_probability(token.probability) for token in tokens]
 
         tokens = [[*text.c.prompt, *text.c.ids] for text in self.texts]
@@ -366,7 +357,7 @@ class MegatronRequest(CompletionRequest):
             "text": [text.prompt + tokenizer.decode(text.c.ids) for text in self.texts],
             "tokens": tokens,
             "segments": [[segment(token) for token in ids] for ids in tokens],
-            "logprobs": [logprobs(text) for text in self.texts] if self.logprobs else None,
+            "logprobs": [logprobs(text) for text in self.texts] if self.texts[0].logprobs else None,
         }
 
 
@@ -389,17 +380,12 @@ def read_request(body: bytes, served: ServedModel) -> CompletionRequest:
         stop=(asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop),
         alternatives=asked.logprobs or 0,
     )
-    prompt, logprobs = asked.prompt, asked.logprobs is not None
+    prompt, usage = asked.prompt, asked.stream_options is not None and asked.stream_options.include_usage
     is_ids = isinstance(prompt, list) and bool(prompt) and all(type(i) is int for i in prompt)
     prompts = prompt if isinstance(prompt, list) and not is_ids else [prompt]
-    return CompletionRequest(
-        served.texts("prompt", prompts, sampling, asked.seed, n=asked.n, scored=asked.echo and logprobs),
-        asked.n,
-        asked.echo,
-        logprobs,
-        asked.stream,
-        asked.stream_options is not None and asked.stream_options.include_usage,
-    )
+    logprobs = asked.logprobs is not None
+    texts = served.texts("prompt", prompts, sampling, asked.seed, n=asked.n, echo=asked.echo, logprobs=logprobs)
+    return CompletionRequest(texts, asked.n, asked.stream, usage)
 
 
 def read_megatron_request(body: bytes, served: ServedModel) -> MegatronRequest:
@@ -424,6 +410,14 @@ def read_megatron_request(body: bytes, served: ServedModel) -> MegatronRequest:
         max_new_tokens=length,
         stop=("\n\n",) if asked.stop_on_double_eol else ("\n",) if asked.stop_on_eol else (),
     )
-    start = [served.tokenizer.bos] if asked.add_BOS else []
-    texts = served.texts("prompts", asked.prompts, sampling, asked.random_seed, scored=asked.logprobs, start=start)
-    return MegatronRequest(texts, echo=True, logprobs=asked.logprobs)
+    return MegatronRequest(
+        served.texts(
+            "prompts",
+            asked.prompts,
+            sampling,
+            asked.random_seed,
+            echo=True,
+            logprobs=asked.logprobs,
+            start=[served.tokenizer.bos] if asked.add_BOS else [],
+        )
+    )

@@ -15,7 +15,7 @@ import torch
 
 import mpu
 from data_utils.corpora.detokenizers import ptb_detokenizer, wikitext_detokenizer
-from megatron.gpt2.generate.evaluation import evaluate_task, guess_task, plausibility_warning, read_task
+from megatron.gpt2.generate.evaluation import evaluate_task, guess_task, read_task
 from megatron.gpt2.generate.load_model import load_for_inference
 from tests.conftest import ROOT, tool
 from tests.distributed import run_ranks
@@ -224,23 +224,6 @@ def test_bad_input(folder: Path, capsys: pytest.CaptureFixture[str], flags: str,
     assert not out
     *_, last = error.splitlines()
     assert last.startswith("error: ") and said in last
-
-
-def test_warning_for_the_wrong_tokenizer(folder: Path) -> None:
-    """Permuted rows of the vocabulary have the effect of a different tokenizer's ids."""
-    mpu.initialize_model_parallel(1)
-    try:
-        loaded = load_for_inference(folder / "save", torch.device("cpu"), torch.float32, log=pytest.fail)
-        model, tokenizer = loaded.model, loaded.tokenizer
-        task = read_task("TEXT", str(folder / "some.jsonl"), tokenizer, length=LENGTH, log=lambda line: None)
-        metrics = evaluate_task(model, task, tokenizer, batch_size=4)
-        assert plausibility_warning(task, metrics, tokenizer.vocab_size) is None
-        weight = model.word_embeddings.weight.data
-        weight[: tokenizer.vocab_size] = weight[: tokenizer.vocab_size].roll(100, dims=0)
-        said = plausibility_warning(task, evaluate_task(model, task, tokenizer, batch_size=4), tokenizer.vocab_size)
-        assert said is not None and "does not belong to the checkpoint" in said
-    finally:
-        mpu.destroy_model_parallel()
 
 
 def test_detokenizers() -> None:

@@ -144,15 +144,6 @@ def test_openai_client(served: RunningServer, model: GPT2Model) -> None:
     assert entry.id == "tiny" and served.client.models.retrieve("tiny") == entry
 
 
-def test_probabilities_are_the_models(served: RunningServer, model: GPT2Model) -> None:
-    """They are computed before the temperature."""
-    found = served.ask(logprobs=5, max_tokens=1, temperature=0.5).choices[0].logprobs.top_logprobs[0]
-    with torch.inference_mode():
-        logits = model(torch.tensor([list(b"Once")]))[-1, 0, : TOKENIZER.vocab_size].log_softmax(0)
-    expected = {token_name(TOKENIZER, i): float(logits[i]) for i in logits.topk(5).indices.tolist()}
-    assert {name: found[name] for name in expected} == pytest.approx(expected, abs=1e-4)
-
-
 @pytest.mark.parametrize("length", [0, 9])
 def test_echo_with_logprobs(served: RunningServer, model: GPT2Model, length: int) -> None:
     """OpenAI's clients score a text in this way. The answer also has the model's most likely tokens."""
@@ -480,12 +471,6 @@ def test_a_bad_field_is_named(good: dict[str, Any], bad: dict[str, Any]) -> None
     param = next(iter(bad))
     assert refused.value.param == param and 10 < len(str(refused.value)) < 300
     assert refused.value.status == (404 if param == "model" else 400)
-
-
-@pytest.mark.parametrize("body", [b"", b"[]", b"[" * 60_000, b'{"prompt": "\xff"}', b'{"n": 1' + b"0" * 5000 + b"}"])
-def test_a_body_that_is_not_a_json_object(body: bytes) -> None:
-    with pytest.raises(ApiError):
-        read_request(body, SERVED)
 
 
 def test_prompts_and_seeds() -> None:
