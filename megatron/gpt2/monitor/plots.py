@@ -126,15 +126,13 @@ def plot_loss(metrics_path: str | Path, png_path: str | Path, title: str) -> str
     try:
         figure = draw_figure({f"{title}: loss (nats per token)": [training, validation], "learning rate": rates})
     except ImportError:
-        return ascii_plot(training.points, title)
+        return ascii_plot(training.points or validation.points, title)
     figure.savefig(png_path)
     return str(png_path)
 
 
 def ascii_plot(curve: Points, title: str, width: int = 64, height: int = 12) -> str:
     """Draw the curve with characters. Each column is the mean of the same number of points."""
-    if not curve:
-        return f"{title}: no iteration was logged"
     means = [part.mean() for part in np.array_split([value for _, value in curve], min(width, len(curve)))]
     low, high = min(means), max(means)
     grid = [[" "] * len(means) for _ in range(height)]

@@ -95,22 +95,22 @@ def combine_findings(name: str, found: Mapping[int, Finding], hosts: Mapping[int
 
     found: the result of each rank; ranks that could not run the check are missing.
     """
-    rows = []
-    for problem, fix, is_warning in dict.fromkeys(
-        (f.problem, f.fix, f.is_warning) for f in found.values() if f.problem
-    ):
-        ranks = [rank for rank, finding in found.items() if finding.problem == problem]
+    by_problem = defaultdict[str, list[int]](list)
+    for rank, finding in found.items():
+        by_problem[finding.problem].append(rank)
+    compared, rows = by_problem.pop("", []), []
+    for problem, ranks in by_problem.items():
         where = "" if len(ranks) == len(found) else f"{format_ranks(ranks, hosts)}: "
-        rows.append(CheckResult(name, where + problem, fix, "WARN" if is_warning else "FIX"))
-    compared = {rank: finding for rank, finding in found.items() if not finding.problem}
-    for key in dict.fromkeys(key for finding in compared.values() for key in finding.must_match):
-        values = {rank: finding.must_match.get(key, "none") for rank, finding in compared.items()}
+        first = found[ranks[0]]
+        rows.append(CheckResult(name, where + problem, first.fix, "WARN" if first.is_warning else "FIX"))
+    for key in dict.fromkeys(key for rank in compared for key in found[rank].must_match):
+        values = {rank: found[rank].must_match.get(key, "none") for rank in compared}
         # If two values are equally frequent, the first rank's value is used.
         (common, _), *others = Counter(values.values()).most_common()
         for value, _ in others:
-            ranks = [rank for rank in values if values[rank] == value]
+            ranks = [rank for rank in compared if values[rank] == value]
             text = f"{key} {value} on {format_ranks(ranks, hosts)}, different from the others"
-            rows.append(CheckResult(name, text, compared[ranks[0]].fix, "FIX"))
+            rows.append(CheckResult(name, text, found[ranks[0]].fix, "FIX"))
     return rows or [CheckResult(name, found[min(found)].text)]
 
 
@@ -190,15 +190,13 @@ def product_problem(device: torch.device, dtype: torch.dtype, multiply: Callable
     sums and column sums of A B are compared with sums that the CPU computes from A and B in int64.
     """
     generator = torch.Generator().manual_seed(1)
-    for number in range(PRODUCT_COUNT):
-        a, b = (torch.randint(-1, 2, shape, generator=generator) for shape in ((512, INNER_SIZE), (INNER_SIZE, 512)))
-        rows = (a * b.sum(1)).sum(1)  # [512]
-        columns = (a.sum(0)[:, None] * b).sum(0)  # [512]
-        product = multiply(a.to(device, dtype), b.to(device, dtype)).cpu().double()
-        wrong = int((product.sum(1) != rows).sum()) + int((product.sum(0) != columns).sum())
-        if wrong:
-            return f"product {number + 1} of {PRODUCT_COUNT} has {wrong} of 1,024 row and column sums wrong"
-    return ""
+    shapes = (PRODUCT_COUNT, 512, INNER_SIZE), (PRODUCT_COUNT, INNER_SIZE, 512)
+    a, b = (torch.randint(-1, 2, shape, generator=generator) for shape in shapes)
+    rows = (a * b.sum(2).unsqueeze(1)).sum(2)  # [products, 512]
+    columns = (a.sum(1).unsqueeze(2) * b).sum(1)
+    product = multiply(a.to(device, dtype), b.to(device, dtype)).cpu().double()
+    wrong = int((product.sum(2) != rows).sum()) + int((product.sum(1) != columns).sum())
+    return f"{wrong} row and column sums of {PRODUCT_COUNT} products are wrong" if wrong else ""
 
 
 def check_clocks(rank_info: RankInfo, device: torch.device) -> Finding:
@@ -211,12 +209,9 @@ def check_clocks(rank_info: RankInfo, device: torch.device) -> Finding:
     # the seconds by which each clock is ahead of rank 0's clock
     offsets = (times - times[:, :1]).median(0).values
     own = float(offsets[rank_info.rank] - offsets.median())
-    problem = (
-        f"that clock is {abs(own):.1f} s {'ahead of' if own > 0 else 'behind'} most others"
-        if abs(own) > MAX_CLOCK_SKEW
-        else ""
-    )
-    apart = max(float(offsets.max() - offsets.min()), 0.001)
+    way = "ahead of" if own > 0 else "behind"
+    problem = f"that clock is {abs(own):.1f} s {way} most others" if abs(own) > MAX_CLOCK_SKEW else ""
+    apart = float(offsets.max() - offsets.min())
     return Finding(f"within {apart:.3f} s", "set its clock (chrony, ntpd)", problem)
 
 

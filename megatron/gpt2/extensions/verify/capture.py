@@ -103,8 +103,7 @@ class Capture(Hook):
             self._take_scalar("scalar", "steps of the optimizer", 3, optimizer.state_dict()["adam_steps"])
             self._take_parameters()
             for state in optimizer.state_shards():
-                # In fp32 the master and the parameter are the same tensor.
-                if state.kind != "master" or trainer.context.dtype != torch.float32:
+                if state.kind in MOMENTS:
                     self._take_state(state)
 
     def _hook_model(self) -> None:
@@ -216,7 +215,7 @@ class Capture(Hook):
             self._take_state(ParamShard("parameter", name, parameter.detach().view(-1)))
 
     def _take_state(self, state: ParamShard) -> None:
-        """Capture this rank's shard of a parameter, or of its gradient, master or moment."""
+        """Capture this rank's shard of a parameter, or of its gradient or moment."""
         kind, name, index = state.kind, state.name, list(self._specs).index(state.name)
         key = TensorKey(
             self._step,

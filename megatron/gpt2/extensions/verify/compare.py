@@ -22,7 +22,7 @@ a   From the second step on, the error that AdamW adds. AdamW divides a gradient
 
 The gradient norm is one sum over N parameters, so n = N. Clipping passes its error on to the moments.
 
-Parameters and masters may differ by Σ 2 · rate · min(1, bound of the gradient / √v) more, where v is the
+Parameters may differ by Σ 2 · rate · min(1, bound of the gradient / √v) more, where v is the
 bias-corrected second moment of the element in each step. For a matrix [m, n] that Muon updates, √v is r · √min(m, n)
 / (c · g^k): r is the root mean square of the gradient, c the extra scale factor, and g^k the growth of the smallest
 singular values, which hold most of the noise, in k Newton-Schulz steps. The bias of a key has the true gradient 0, so
@@ -70,7 +70,6 @@ GRADIENT_NOISE = 32.0  # the relative noise of a gradient, in units
 MIN_BULK = 1000  # number of elements
 ONE_ROUNDING = 2.0  # a bound for weights that the two runs have in different precisions
 SCALAR_BOUND = 4.0  # a bound for scalars that are not sums over ranks, in units of fp32
-PARAMETERS = ("parameter", "master")
 # the upper edges of the histogram's bins, in units: 0, then two edges for each factor of two
 EDGES = [0.0, *(2.0 ** (half / 2 - 8) for half in range(96)), math.inf]
 
@@ -232,9 +231,8 @@ class TraceComparer:
         step, kind, _, name = entry.key
         if kind == "input":
             return self._roundoff, 0.0
-        if kind in PARAMETERS:
-            unit = FP32_ROUNDOFF if kind == "master" else max(roundoff(entry.dtype), self._roundoff)
-            return unit, MAX_ROUNDINGS * math.sqrt(step) if step else ONE_ROUNDING
+        if kind == "parameter":
+            return max(roundoff(entry.dtype), self._roundoff), MAX_ROUNDINGS * math.sqrt(step) if step else ONE_ROUNDING
         if kind == "scalar" and name != "gradient norm":
             return FP32_ROUNDOFF, SCALAR_BOUND
         is_forward = kind in ("activation", "loss")
@@ -253,7 +251,7 @@ class TraceComparer:
     def is_within_rounding(self, entry: TraceEntry, found: Difference) -> bool:
         """Return True if rounding explains these differences."""
         bound, quantile, moved = found.bound, 0.99, 0.0
-        if entry.key.kind in PARAMETERS:
+        if entry.key.kind == "parameter":
             unit = self.unit_and_bound(entry)[0]
             quantile, moved = 0.5, self._rate_sums[entry.key.step] / (unit * entry.rms) if entry.rms else math.inf
         return found.excess <= bound and (found.count < MIN_BULK or found.quantile(quantile) <= (bound + moved) / 4)
@@ -261,9 +259,9 @@ class TraceComparer:
     def allowed_by_update(self, entry: TraceEntry, slices: tuple[slice, ...]) -> Tensor | float:
         """Return how far an update can move each element of a parameter's slice because of gradient noise."""
         allowed: Tensor | float = 0.0
-        if entry.key.kind not in PARAMETERS:
+        if entry.key.kind != "parameter":
             return allowed
-        scalar, name = self._trace.scalar, entry.key.name.removeprefix("master of ")
+        scalar, name = self._trace.scalar, entry.key.name
         for step in range(1, entry.key.step + 1):
             moment = self._trace.entries.get((step, SECOND_MOMENT + name))
             gradient = self._trace.entries.get((step, f"gradient of {name}"))

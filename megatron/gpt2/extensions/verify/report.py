@@ -17,7 +17,7 @@ from megatron.gpt2.model.gpt2 import TIED_WEIGHT
 COLUMNS = ("ranks", "verdict", "equal", "median", "99 %", "greatest", "of bound", "layout")
 MAX_TENSORS = 300  # A table of the page has at most this number of tensors.
 DATA = "the data loader: the order of the samples, or their assignment to ranks"
-STATE_KINDS = ("gradient", "moment", "master", "parameter")  # kinds of tensors that belong to a parameter
+STATE_KINDS = ("gradient", "moment", "parameter")  # kinds of tensors that belong to a parameter
 FORWARD_OPERATIONS = {
     "input_layernorm": "the layer norm {module}",
     "post_attention_layernorm": "the layer norm {module}, or the residual sum and the dropout before it",

@@ -34,7 +34,7 @@ FORMAT = 2
 INDEX = "trace.json"
 SECOND_MOMENT = "exp_avg_sq of "  # before the name of a parameter
 # The kinds of tensors have the order in which a step computes them.
-KINDS = ("input", "activation", "loss", "activation gradient", "gradient", "scalar", "moment", "master", "parameter")
+KINDS = ("input", "activation", "loss", "activation gradient", "gradient", "scalar", "moment", "parameter")
 
 
 class TensorKey(NamedTuple):

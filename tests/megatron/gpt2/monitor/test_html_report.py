@@ -214,9 +214,7 @@ def test_samples_and_evaluations_do_not_change_training(tmp_path: Path) -> None:
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
-def test_the_report_takes_little_time_and_cannot_end_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_report_takes_little_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now, written = [1000.0], []
     log = RunLog(tmp_path, train_iters=10)
 
@@ -230,11 +228,3 @@ def test_the_report_takes_little_time_and_cannot_end_a_run(
         log.report()
         now[0] += 10
     assert written == [1000.0, 1050.5, 1101.0, 1151.5]  # The window is half a second, or at least 50 steps.
-
-    def fail(folder: Path) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(run_log, "write_report", fail)
-    now[0] += 100
-    log.report()
-    assert "WARNING: report.html was not written: No space left on device" in capsys.readouterr().out
