@@ -21,12 +21,8 @@ from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.dist.ranks import RankInfo
 from megatron.gpt2.extensions.plan import hook
 from megatron.gpt2.extensions.preflight import command as preflight
-<<<<<<< HEAD
-from megatron.gpt2.extensions.preflight.command import CheckResult, Finding, combine_findings, result_table
-from tests.data_utils.data_files import write_pair
-=======
 from megatron.gpt2.extensions.preflight.command import CheckResult, Finding, combine_findings
->>>>>>> caf851e7 (Shorten preflight and the tests of records)
+from tests.data_utils.data_files import write_pair
 from tests.distributed import run_ranks
 from tests.megatron.gpt2.train.training_runs import SMALL, finish, start, write_text
 
