@@ -94,13 +94,13 @@ def score(names: Sequence[str], folder: Path) -> dict[str, list[Score]]:
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     for mask in ("", EOD_MASK):
         report = capture(0, 1, folder, f"--micro-batch-size 4 {mask}", records=True)
-        write_index(trace_of(folder, mask), report.facts, [report.findings])
+        write_index(trace_of(folder, mask), report.metadata, [report.findings])
     ranks = run_ranks(check_ranks, 2, folder, started, timeout=1800) if started else []
     for name in started:
         flags = CHANGES[name].flags
         preflight, report, seconds = ranks[0][name]
         comparison = Comparison([rank[name][1].findings for rank in ranks], TensorTrace(trace_of(folder, flags)))
-        result = LayoutResult(LayoutSpec(flags, (), 2, 4), report.facts, comparison)
+        result = LayoutResult(LayoutSpec(flags, (), 2, 4), report.metadata, comparison)
         text = "\n".join(explain_mismatch(result)) if comparison.mismatches else ""
         scores[name] += [Score("verify", text, seconds), preflight]
     return scores

@@ -107,16 +107,16 @@ def score_file(task: EvaluationTask, path: str, loaded: LoadedModel, batch_size:
     }
 
 
-def format_results(facts: dict[str, Any], results: list[dict[str, Any]]) -> str:
+def format_results(metadata: dict[str, Any], results: list[dict[str, Any]]) -> str:
     """Format the results as text.
 
-    facts: the result of `score_metadata`.
+    metadata: the result of `score_metadata`.
     """
-    layout = f"model-parallel {facts['model_parallel_size']} × data-parallel {facts['data_parallel_size']}"
+    layout = f"model-parallel {metadata['model_parallel_size']} × data-parallel {metadata['data_parallel_size']}"
     rows = [
-        ("checkpoint", f"{facts['checkpoint']}, manifest {facts['manifest_sha256'][:12]}"),
-        ("tokenizer", f"{facts['tokenizer']}, {facts['vocab_size']:,} ids"),
-        ("computed", f"in {facts['precision']} on {facts['device']}, {layout}"),
+        ("checkpoint", f"{metadata['checkpoint']}, manifest {metadata['manifest_sha256'][:12]}"),
+        ("tokenizer", f"{metadata['tokenizer']}, {metadata['vocab_size']:,} ids"),
+        ("computed", f"in {metadata['precision']} on {metadata['device']}, {layout}"),
     ]
     blocks = [rows]
     for result in results:
@@ -158,9 +158,9 @@ def evaluate(argv: Sequence[str], rank_info: RankInfo, log: Log) -> None:
         for task, path in zip(tasks, args.valid_data, strict=True)
     ]
     if rank_info.rank == 0:
-        facts = score_metadata(loaded, args.micro_batch_size)
-        print(format_results(facts, results))
-        write_scores(args.output, {**facts, "results": results})
+        metadata = score_metadata(loaded, args.micro_batch_size)
+        print(format_results(metadata, results))
+        write_scores(args.output, {**metadata, "results": results})
 
 
 def main(argv: Sequence[str] | None = None) -> int:

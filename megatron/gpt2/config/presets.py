@@ -74,8 +74,8 @@ PRESETS["quickstart"] = {
 DEFAULT_TRAIN_ITERS = 1_000_000  # A run with its own shape has this number of iterations, as in 2019.
 
 
-def write_config(folder: Path, config: Config, facts: dict[str, Any], *, continues: bool) -> None:
-    """Write `config` and `facts` about the run (JSON) into `folder`, atomically.
+def write_config(folder: Path, config: Config, metadata: dict[str, Any], *, continues: bool) -> None:
+    """Write `config` and `metadata` about the run (JSON) into `folder`, atomically.
 
     continues: the run continues the checkpoint in `folder`. The file then keeps its old --load and --finetune, with
     which the run began. Raises OSError if the file cannot be written."""
@@ -85,7 +85,7 @@ def write_config(folder: Path, config: Config, facts: dict[str, Any], *, continu
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             before = read_json_object(folder / CONFIG_FILE, MAX_CONFIG_BYTES)["config"]["checkpoint"]
             sections["checkpoint"] |= {name: before[name] for name in ("load", "finetune")}
-    settings = {"version": RUN_SETTINGS_VERSION, "config": sections, **facts}
+    settings = {"version": RUN_SETTINGS_VERSION, "config": sections, **metadata}
     atomic_write_text(folder / CONFIG_FILE, json.dumps(settings, indent=2) + "\n")
 
 

@@ -205,7 +205,7 @@ class HangDetector(Hook):
 
 def describe_hang(
     locations: Mapping[int, RankLocation],
-    gone: LostRanks,
+    lost: LostRanks,
     hosts: Mapping[int, str],
     first: int,
     seconds: float,
@@ -221,8 +221,8 @@ def describe_hang(
         if location.is_waiting:
             waiting.setdefault(location.text, []).append(rank)
     elsewhere = sorted(rank for rank, location in locations.items() if not location.is_waiting)
-    late, where = [*gone, *elsewhere], next(iter(waiting), "the end of the step")
-    if not late:
+    absent, where = [*lost, *elsewhere], next(iter(waiting), "the end of the step")
+    if not absent:
         described = " and ".join(f"{format_ranks(ranks, hosts)} in {at}" for at, ranks in waiting.items())
         return (
             f"a collective took longer than {seconds:g} s (--distributed-timeout-minutes), and every rank waits in "
@@ -237,11 +237,11 @@ def describe_hang(
     for at, ranks in waiting.items():
         wait = f"{format_ranks(ranks, hosts)} wait{'s' * (len(ranks) == 1)}"
         missing += f", where {wait}" if at == where else f", {wait} in {at}"
-    facts = [describe_lost(gone, hosts)] if gone else []
-    if gone and not elsewhere:  # The error line begins like the line of `report_lost_ranks`.
-        return f"{facts[0]} and {missing}"
-    facts += [f"{format_ranks([rank], {})} is at {locations[rank].text}" for rank in elsewhere]
-    return f"{format_ranks(late, hosts)} {missing}: {', '.join(facts)}"
+    reasons = [describe_lost(lost, hosts)] if lost else []
+    if lost and not elsewhere:  # The error line begins like the line of `report_lost_ranks`.
+        return f"{reasons[0]} and {missing}"
+    reasons += [f"{format_ranks([rank], {})} is at {locations[rank].text}" for rank in elsewhere]
+    return f"{format_ranks(absent, hosts)} {missing}: {', '.join(reasons)}"
 
 
 def set_flight_recorder(save_directory: str | Path, environ: MutableMapping[str, str] = os.environ) -> None:

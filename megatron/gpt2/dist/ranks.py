@@ -281,14 +281,14 @@ def wait_for_others(store: Store, key: str, count: int) -> None:
         time.sleep(POLL_INTERVAL)
 
 
-def describe_lost(gone: LostRanks, hosts: Mapping[int, str]) -> str:
+def describe_lost(lost: LostRanks, hosts: Mapping[int, str]) -> str:
     """Describe lost ranks: "rank 2 (b) sent no heartbeat for 60 s and rank 1 (a) left".
 
     If several ranks are silent, the line gives the shortest silence.
     """
-    silent = {rank: seconds for rank, seconds in gone.items() if seconds is not None}
+    silent = {rank: seconds for rank, seconds in lost.items() if seconds is not None}
     words = [f"{format_ranks(silent, hosts)} sent no heartbeat for {min(silent.values()):.0f} s"] if silent else []
-    if ended := gone.keys() - silent.keys():
+    if ended := lost.keys() - silent.keys():
         words.append(f"{format_ranks(ended, hosts)} left")
     return " and ".join(words)
 

@@ -57,7 +57,7 @@ COLLECTIVES = {
     "isend_irecv": "send",
 }
 ADAM_BYTES = 28  # AdamW reads four float32 numbers of a parameter and writes three.
-CACHE_BYTES, MOST_COPIES = 96 << 20, 64
+CACHE_BYTES, MAX_COPIES = 96 << 20, 64
 TIMEOUT_MINUTES = 5
 SMALL = 1e-12  # A constant that the fit finds to be 0 gets this value, since a file has positive constants only.
 
@@ -68,13 +68,13 @@ def fit(times: Sequence[float], *columns: Sequence[float] | np.ndarray) -> list[
     """Return the constants, at least `SMALL`, for which the sum of `columns` times constants is closest to `times`,
     with equal relative errors."""
     measured, terms = np.array(times), np.array(columns, dtype=float)
-    chosen = list(range(len(terms)))
+    columns_left = list(range(len(terms)))
     while True:
-        found = np.linalg.lstsq((terms[chosen] / measured).T, np.ones(len(measured)), rcond=None)[0]
-        if (found > 0).all():
-            constants = dict(zip(chosen, found.tolist(), strict=True))
+        values = np.linalg.lstsq((terms[columns_left] / measured).T, np.ones(len(measured)), rcond=None)[0]
+        if (values > 0).all():
+            constants = dict(zip(columns_left, values.tolist(), strict=True))
             return [constants.get(number, SMALL) for number in range(len(terms))]
-        chosen.pop(int(found.argmin()))
+        columns_left.pop(int(values.argmin()))
 
 
 def time_kernel(run: Callable[..., Tensor], operands: Sequence[Tensor], seconds: float) -> np.ndarray:
@@ -84,7 +84,7 @@ def time_kernel(run: Callable[..., Tensor], operands: Sequence[Tensor], seconds:
     device = operands[0].device
     is_cpu = device.type == "cpu"
     clock = time.process_time if is_cpu else time.perf_counter
-    copies = min(MOST_COPIES, max(1, CACHE_BYTES // sum(x.nbytes for x in operands)))
+    copies = min(MAX_COPIES, max(1, CACHE_BYTES // sum(x.nbytes for x in operands)))
     sets = [[x.clone() for x in operands] for _ in range(copies)]
     outputs = deque((run(*each) for each in sets), copies)
     dist.barrier()

@@ -77,7 +77,7 @@ SAME_FLAGS = (
     "data.seq_length",
     "train.seed",
 )
-SAME_FACTS = {
+SAME_METADATA = {
     "global_batch_size": "the samples of a step",
     "iteration": "the iteration of its start",
     "tokenizer": "the tokenizer",
@@ -209,11 +209,11 @@ class RankTask:
 class RankReport(NamedTuple):
     """A rank's result, sent as JSON.
 
-    facts: see `run_metadata`.
+    metadata: see `run_metadata`.
     findings: the findings of its `TraceWriter` or `TraceComparer`.
     """
 
-    facts: dict[str, Any]
+    metadata: dict[str, Any]
     findings: list[Any]
 
 
@@ -265,7 +265,7 @@ def capture_steps(trainer: Trainer, task: RankTask) -> RankReport:
         take: TraceWriter | TraceComparer = TraceWriter(task.trace)
     else:
         trace = TensorTrace(task.trace)
-        check_same_run(trace.facts, own)
+        check_same_run(trace.metadata, own)
         take = TraceComparer(trace, own, trainer.parallel.rank)
     trainer.state.model.train()
     (TransformersCapture if task.by_transformers else Capture)(trainer, take).steps(task.steps)
@@ -291,16 +291,19 @@ def run_metadata(trainer: Trainer, steps: int) -> dict[str, Any]:
     }
 
 
-def check_same_run(then: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Raise ValueError, which names the difference, unless a run with facts `here` can be compared with a trace with
-    facts `then`."""
-    before, now = flatten_sections(then["config"]), flatten_sections(here["config"])
-    for name, theirs, own in (
-        *((flag_name(key), before.get(key), now[key]) for key in SAME_FLAGS),
-        *((words, then.get(key), here[key]) for key, words in SAME_FACTS.items()),
+def check_same_run(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Raise ValueError, which names the difference, unless a run with the metadata `current` can be compared with a
+    trace with the metadata `recorded`."""
+    recorded_flags, flags = flatten_sections(recorded["config"]), flatten_sections(current["config"])
+    for name, recorded_value, value in (
+        *((flag_name(key), recorded_flags.get(key), flags[key]) for key in SAME_FLAGS),
+        *((words, recorded.get(key), current[key]) for key, words in SAME_METADATA.items()),
     ):
-        require(theirs == own, f"the trace is of a different run: {name} is {theirs} in the trace and {own} here")
-    require(here["steps"] <= then["steps"], f"--steps {here['steps']}: the trace has {then['steps']}")
+        require(
+            recorded_value == value,
+            f"the trace is of a different run: {name} is {recorded_value} in the trace and {value} here",
+        )
+    require(current["steps"] <= recorded["steps"], f"--steps {current['steps']}: the trace has {recorded['steps']}")
 
 
 def compare_layouts(options: argparse.Namespace, scratch: Path) -> tuple[str, TensorTrace, list[LayoutResult]]:
@@ -321,14 +324,14 @@ def compare_layouts(options: argparse.Namespace, scratch: Path) -> tuple[str, Te
         recorded = run_layout(
             first, RankTask(folder, scratch / "reference", options.steps or STEPS, True, by_transformers)
         )
-        write_index(folder, recorded[0].facts, [report.findings for report in recorded])
+        write_index(folder, recorded[0].metadata, [report.findings for report in recorded])
         trace = TensorTrace(folder)
     results = []
     for number, layout in enumerate(layouts):
-        task = RankTask(trace.folder, scratch / f"layout_{number}", options.steps or trace.facts["steps"])
+        task = RankTask(trace.folder, scratch / f"layout_{number}", options.steps or trace.metadata["steps"])
         compared = run_layout(layout, task)
         comparison = Comparison([report.findings for report in compared], trace)
-        results.append(LayoutResult(layout, compared[0].facts, comparison))
+        results.append(LayoutResult(layout, compared[0].metadata, comparison))
     return reference, trace, results
 
 

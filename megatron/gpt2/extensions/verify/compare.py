@@ -152,11 +152,11 @@ class TraceComparer:
     If the two runs have different precisions, the bounds are those of the lower one. For gradients they are those of
     bf16 if either run reduces gradients in bf16.
 
-    facts: the metadata of its run, see `run_metadata`.
+    metadata: the metadata of its run, see `run_metadata`.
     """
 
-    def __init__(self, trace: TensorTrace, facts: Mapping[str, Any], rank: int) -> None:
-        self._trace, self._rank, both, config = trace, rank, (trace.facts, facts), trace.facts["config"]
+    def __init__(self, trace: TensorTrace, metadata: Mapping[str, Any], rank: int) -> None:
+        self._trace, self._rank, both, config = trace, rank, (trace.metadata, metadata), trace.metadata["config"]
         self._found: defaultdict[TensorKey, Difference] = defaultdict(Difference)
         model, s = config["model"], config["data"]["seq_length"]
         h, v = model["hidden_size"], model["vocab_size"]
@@ -165,11 +165,11 @@ class TraceComparer:
         self._gradient_roundoff = roundoff(torch.bfloat16) if in_bf16 else self._roundoff
         self._layers, self._optimizer = model["num_layers"], Config.from_dict(config).optimizer
         self._forward = max(model["ffn_hidden_size"] or 4 * h, s)
-        self._backward = max(self._forward, s * trace.facts["global_batch_size"], v)
+        self._backward = max(self._forward, s * trace.metadata["global_batch_size"], v)
         self._norm_bound = (
             MAX_ROUNDINGS * math.sqrt(12 * self._layers * h**2 + v * h) * FP32_ROUNDOFF / self._gradient_roundoff
         )
-        rates = (trace.scalar(step, "learning rate", 0.0) for step in range(1, trace.facts["steps"] + 1))
+        rates = (trace.scalar(step, "learning rate", 0.0) for step in range(1, trace.metadata["steps"] + 1))
         self._rate_sums = [0.0, *itertools.accumulate(rates)]  # the sum of the learning rates up to each step
         # The factor is `a` of the formula above, divided by this sum.
         weights = [

@@ -50,13 +50,15 @@ BACKWARD_OPERATIONS = {
 }
 
 
-def producing_operation(key: TensorKey, facts: Mapping[str, Any]) -> str:
+def producing_operation(key: TensorKey, metadata: Mapping[str, Any]) -> str:
     """Describe the operation that computes the tensor `key`, in the terms of mpu's layers.
-    facts: see `run_metadata`."""
-    p, dp, num_microbatches = (facts[n] for n in ("tensor_model_parallel_size", "data_parallel_size", "micro_batches"))
-    parallel = facts["config"]["parallel"]
+    metadata: see `run_metadata`."""
+    tp, dp, num_microbatches = (
+        metadata[n] for n in ("tensor_model_parallel_size", "data_parallel_size", "micro_batches")
+    )
+    parallel = metadata["config"]["parallel"]
     name = key.name if key.name in FORWARD_OPERATIONS else key.name.split(" of ")[-1]
-    sequence, sharded = parallel["sequence_parallel"] and p > 1, parallel["use_distributed_optimizer"] and dp > 1
+    sequence, sharded = parallel["sequence_parallel"] and tp > 1, parallel["use_distributed_optimizer"] and dp > 1
     total = "reduce-scatter" if sequence else "all-reduce"
     found = re.match(r"transformer\.layers\.(\d+)\.?(.*)", name)
     layer, part = (f"layer {found[1]}", found[2]) if found else ("", name)
@@ -67,7 +69,7 @@ def producing_operation(key: TensorKey, facts: Mapping[str, Any]) -> str:
             module=module,
             layer=layer,
             gathered=", or the all-gather of its input" if sequence else "",
-            total_of=f"the {total} of " if p > 1 else "",
+            total_of=f"the {total} of " if tp > 1 else "",
         )
         return words + (", backward" if in_backward else ", forward" if key.kind == "activation" else "")
     if key.kind == "gradient":
@@ -76,8 +78,8 @@ def producing_operation(key: TensorKey, facts: Mapping[str, Any]) -> str:
         sums = {
             f"over {num_microbatches} micro-batches": num_microbatches > 1,
             f"over {dp} data-parallel ranks by the {by} of its bucket": dp > 1,
-            f"over {p} tensor-parallel ranks, since each has a part of the sequence": sequence and is_partial,
-            "over the first and the last stage of the pipeline": facts["pipeline_model_parallel_size"] > 1
+            f"over {tp} tensor-parallel ranks, since each has a part of the sequence": sequence and is_partial,
+            "over the first and the last stage of the pipeline": metadata["pipeline_model_parallel_size"] > 1
             and name == TIED_WEIGHT,
         }
         of = " and ".join(words for words, applies in sums.items() if applies)
@@ -107,11 +109,11 @@ class LayoutSpec(NamedTuple):
 class LayoutResult(NamedTuple):
     """The outcome of a layout.
 
-    facts: see `run_metadata`.
+    metadata: see `run_metadata`.
     """
 
     layout: LayoutSpec
-    facts: Mapping[str, Any]
+    metadata: Mapping[str, Any]
     comparison: Comparison
 
 
@@ -122,11 +124,11 @@ def format_units(value: float) -> str:
 
 def reference_lines(reference: str, trace: TensorTrace) -> list[str]:
     """Return a line that describes the reference, and a warning if it skipped steps."""
-    facts, entries = trace.facts, trace.entries.values()
+    metadata, entries = trace.metadata, trace.entries.values()
     skipped = ", ".join(str(entry.key.step) for entry in entries if entry.key.name == "skipped" and entry.rms > 0)
     lines = [
-        f"compared with {reference}: {plural(facts['steps'], 'step')} of "
-        f"{plural(facts['global_batch_size'], 'sample')}, {facts['precision']} on {facts['device']}, "
+        f"compared with {reference}: {plural(metadata['steps'], 'step')} of "
+        f"{plural(metadata['global_batch_size'], 'sample')}, {metadata['precision']} on {metadata['device']}, "
         f"{plural(len(entries), 'tensor')}"
     ]
     if skipped:
@@ -165,7 +167,7 @@ def explain_mismatch(result: LayoutResult) -> list[str]:
     ]
     if (factor := found.factor) is not None and abs(factor - 1) > 1e-3:
         lines.append(f"the whole tensor is {factor:.4g} times the reference")
-    lines.append(f"made by {producing_operation(key, result.facts)}")
+    lines.append(f"made by {producing_operation(key, result.metadata)}")
     count = len(comparison.mismatches)
     lines.append(
         f"{count:,} of {len(comparison.tensors):,} tensors differ by more than rounding; those before this one do not"

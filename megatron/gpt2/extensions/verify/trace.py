@@ -30,7 +30,7 @@ from data_utils.files import safetensors_header, wrap_errors
 from megatron.gpt2.checkpoint.reader import SAFETENSORS_CODES, SAFETENSORS_DTYPES
 from mpu.partition import TensorSlice
 
-FORMAT = 2
+FORMAT = 3
 INDEX = "trace.json"
 SECOND_MOMENT = "exp_avg_sq of "  # before the name of a parameter
 # The kinds of tensors have the order in which a step computes them.
@@ -137,29 +137,31 @@ class TraceWriter:
         return list(self._element_counts.items())
 
 
-def write_index(folder: Path, facts: Mapping[str, Any], found: Sequence[Sequence[Any]]) -> None:
+def write_index(folder: Path, metadata: Mapping[str, Any], findings: Sequence[Sequence[Any]]) -> None:
     """Write the index of the trace in `folder`.
 
     Raises ValueError if a tensor is incomplete.
 
-    found: `TraceWriter.findings` of each rank, possibly read from JSON.
+    findings: `TraceWriter.findings` of each rank, possibly read from JSON.
     """
     entries: list[dict[str, Any]] = []
-    made: Counter[TensorKey] = Counter()
-    for key, count in itertools.chain(*found):
-        made[TensorKey(*key)] += count
-    for key in sorted(made, key=lambda key: key.order):
+    counts: Counter[TensorKey] = Counter()
+    for key, count in itertools.chain(*findings):
+        counts[TensorKey(*key)] += count
+    for key in sorted(counts, key=lambda key: key.order):
         values = load_file(tensor_file(folder, key))[key.name]
-        if made[key] != values.numel():
+        if counts[key] != values.numel():
             raise ValueError(
-                f"the ranks of the first layout made {made[key]:,} of the {values.numel():,} "
+                f"the ranks of the first layout made {counts[key]:,} of the {values.numel():,} "
                 f"numbers of {key.name} in step {key.step}: not every sample was computed once"
             )
         rms = 0.0
         if values.is_floating_point():
-            rms = float(torch.linalg.vector_norm(measured(key, values), dtype=torch.float64)) / math.sqrt(made[key])
+            rms = float(torch.linalg.vector_norm(measured(key, values), dtype=torch.float64)) / math.sqrt(counts[key])
         entries.append({"key": key, "dtype": SAFETENSORS_CODES[values.dtype], "shape": values.shape, "rms": rms})
-    (folder / INDEX).write_text(json.dumps({"format": FORMAT, "facts": facts, "tensors": entries}), encoding="utf-8")
+    (folder / INDEX).write_text(
+        json.dumps({"format": FORMAT, "metadata": metadata, "tensors": entries}), encoding="utf-8"
+    )
 
 
 class TensorTrace:
@@ -175,7 +177,7 @@ class TensorTrace:
             index = json.loads(path.read_text(encoding="utf-8"))
             found = index["format"]
             require(found == FORMAT, f"its format is {found}, and this program reads format {FORMAT}")
-            self.facts: dict[str, Any] = index["facts"]
+            self.metadata: dict[str, Any] = index["metadata"]
             rows = [
                 TraceEntry(
                     TensorKey(*entry["key"]), SAFETENSORS_DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["rms"]

@@ -84,14 +84,14 @@ def run_cases(rank: int, world_size: int, folder: Path, names: Sequence[str]) ->
 
 
 class Comparisons:
-    """Maps a name to the comparison with the trace of one rank, and the facts of its run. One start of two ranks runs
+    """Maps a name to the comparison with one rank's trace, and the metadata of its run. One start of two ranks runs
     all cases of COVERING or of WIDE, when the first of them is needed."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         write_text(folder)
         report = run_case(0, 1, folder, "--micro-batch-size 4", records=True)
-        write_index(folder / "trace", report.facts, [report.findings])
+        write_index(folder / "trace", report.metadata, [report.findings])
         self._ranks: dict[Sequence[str], list[dict[str, RankReport]]] = {}
 
     def __getitem__(self, name: str) -> tuple[Comparison, dict[str, Any]]:
@@ -101,7 +101,7 @@ class Comparisons:
         reports = [of_rank[name] for of_rank in self._ranks[group]]
         return Comparison([report.findings for report in reports], TensorTrace(self._folder / "trace")), reports[
             0
-        ].facts
+        ].metadata
 
 
 @pytest.fixture(scope="module")
