@@ -97,17 +97,17 @@ class ActivationOffload:
         if self._copy_stream is None:
             target.copy_(source)
             return None
-        done = torch.cuda.Event()
+        copied = torch.cuda.Event()
         self._copy_stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._copy_stream):
             target.copy_(source, non_blocking=True)
-            done.record(self._copy_stream)
-        return done
+            copied.record(self._copy_stream)
+        return copied
 
-    def wait(self, done: torch.cuda.Event | None) -> None:
-        """Let the main stream wait for `done`."""
-        if done is not None:
-            torch.cuda.current_stream(self.device).wait_event(done)
+    def wait(self, copied: torch.cuda.Event | None) -> None:
+        """Let the main stream wait for the event that `copy` returned."""
+        if copied is not None:
+            torch.cuda.current_stream(self.device).wait_event(copied)
 
 
 class OffloadGroup:
@@ -151,12 +151,12 @@ class OffloadGroup:
 class _OffloadedStorage:
     """The storage of a tensor, [elements]: on the host, and also on the device before `free` and after `fetch`."""
 
-    def __init__(self, memory: ActivationOffload, group: OffloadGroup, whole: Tensor) -> None:
+    def __init__(self, memory: ActivationOffload, group: OffloadGroup, values: Tensor) -> None:
         self._memory, self._group = memory, group
-        self.id = _storage_id(whole)  # No other tensor can have this address before `free`.
-        self._host = memory.allocate(whole.numel(), whole.dtype)
-        self._on_device: Tensor | None = whole
-        self._copied = memory.copy(self._host, whole)  # the event that follows the last copy
+        self.id = _storage_id(values)  # No other tensor can have this address before `free`.
+        self._host = memory.allocate(values.numel(), values.dtype)
+        self._on_device: Tensor | None = values
+        self._copied = memory.copy(self._host, values)  # the event that follows the last copy
 
     def free(self) -> None:
         """Wait for the copy to the host, then free the device memory."""
@@ -185,9 +185,9 @@ class _OffloadedStorage:
         self._memory.release(self._host)
 
 
-def unpack(kept: Tensor | Reload) -> Tensor:
+def unpack(saved: Tensor | Reload) -> Tensor:
     """Return the tensor that `pack` saved."""
-    return kept if isinstance(kept, Tensor) else kept()
+    return saved if isinstance(saved, Tensor) else saved()
 
 
 def _storage_id(x: Tensor) -> int:

@@ -55,8 +55,8 @@ def run(name: str, words: Sequence[str] | None = None) -> NoReturn:
         if key not in PROGRAMS:
             raise ValueError(f"gpt2 {name}: unknown program; gpt2 --help lists all programs")
         module, _, function = PROGRAMS[key].partition(":")
-        found = getattr(importlib.import_module(f"megatron.gpt2.{module}"), function)
-        return found(sys.argv[1:] if words is None else words)
+        program = getattr(importlib.import_module(f"megatron.gpt2.{module}"), function)
+        return program(sys.argv[1:] if words is None else words)
 
     as_command(main)()
 

@@ -343,9 +343,8 @@ def set_allocator(device: torch.device, environ: Mapping[str, str] = os.environ)
         return ""
     mallopt = ctypes.CDLL(None).mallopt
     mmap_threshold, trim_threshold, top_pad = -3, -1, -2  # the constants of malloc.h
-    megabytes = next(
-        (size for size in (256, 32) if mallopt(mmap_threshold, size << 20)), 0
-    )  # An old glibc allows only 32.
+    # An old glibc allows only 32.
+    megabytes = next((size for size in (256, 32) if mallopt(mmap_threshold, size << 20)), 0)
     if not megabytes or not mallopt(trim_threshold, -1) or not mallopt(top_pad, 64 << 20):
         return ""
     return f"allocator: glibc keeps freed blocks of up to {megabytes} MB for the next step"
@@ -460,11 +459,11 @@ def inference(model: nn.Module) -> Iterator[None]:
 def fastest(times: dict[str, float]) -> str:
     """Return the fastest kernel in `times` (name to ms). A later kernel must be faster by the factor `MIN_SPEEDUP`.
     "unfused" if `times` is empty."""
-    chosen = "unfused"
+    best = "unfused"
     for name, ms in times.items():
-        if chosen == "unfused" or ms * MIN_SPEEDUP < times[chosen]:
-            chosen = name
-    return chosen
+        if best == "unfused" or ms * MIN_SPEEDUP < times[best]:
+            best = name
+    return best
 
 
 def _enable(chosen: str, *, allow_math: bool = True) -> None:
@@ -491,7 +490,7 @@ def _measure_ms(device: torch.device, dtype: torch.dtype, b: int, s: int, n: int
 
 def library_versions(device: torch.device) -> dict[str, str]:
     """Return the versions of Python and of the libraries that a run computes with, by name."""
-    found = {
+    versions = {
         "torch": torch.__version__,
         "numpy": np.__version__,
         "safetensors": safetensors.__version__,
@@ -499,8 +498,8 @@ def library_versions(device: torch.device) -> dict[str, str]:
     }
     if device.type == "cuda":
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
-        found |= {"CUDA": str(torch.version.cuda), "cuDNN": str(torch.backends.cudnn.version()), "NCCL": nccl}
-    return found
+        versions |= {"CUDA": str(torch.version.cuda), "cuDNN": str(torch.backends.cudnn.version()), "NCCL": nccl}
+    return versions
 
 
 def describe_environment(device: torch.device, rank_info: RankInfo) -> dict[str, str]:

@@ -145,17 +145,16 @@ class _AttentionMasks:
         on.
         """
         heads, rows, end = like.shape
-        head_blocks = rows * -(
-            -min(start + SEEDED_QUERY_BLOCK, self._s) // ELEMENTS
-        )  # number of counter blocks of a head
-        done = 0
-        while done < heads:
-            sample, head = divmod(first + done, self._n)
-            count = min(self._n - head, heads - done)
+        # number of counter blocks of a head
+        head_blocks = rows * -(-min(start + SEEDED_QUERY_BLOCK, self._s) // ELEMENTS)
+        heads_done = 0
+        while heads_done < heads:
+            sample, head = divmod(first + heads_done, self._n)
+            count = min(self._n - head, heads - heads_done)
             begin = (start // SEEDED_QUERY_BLOCK << 40) + (self._first_head + head) * head_blocks
             drawn = random_draws(self._samples[sample], begin, count * head_blocks).view(count, rows, -1)
-            yield slice(done, done + count), drawn[:, :, :end]
-            done += count
+            yield slice(heads_done, heads_done + count), drawn[:, :, :end]
+            heads_done += count
 
 
 def _forward(

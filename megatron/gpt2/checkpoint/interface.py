@@ -147,8 +147,8 @@ def check_metadata(checkpoint: BaseCheckpoint) -> ModelConfig:
     for name, spec in model_partition_specs(model).items():
         saved = checkpoint.tensors.get(f"model.{name}")
         if saved is None or saved.shape != spec.global_shape:
-            found = f"has shape {saved.shape}" if saved else "is missing"
-            raise ValueError(f"{where} describes a model with {name} of shape {spec.global_shape}, which {found}")
+            problem = f"has shape {saved.shape}" if saved else "is missing"
+            raise ValueError(f"{where} describes a model with {name} of shape {spec.global_shape}, which {problem}")
     return model
 
 

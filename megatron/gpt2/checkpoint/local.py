@@ -64,15 +64,15 @@ def run_on_all_ranks(work: Callable[[], T], group: ProcessGroup | None) -> list[
 
     group: None for one rank.
     """
-    own: tuple[str, Any]
+    outcome: tuple[str, Any]
     try:
-        own = "", work()
+        outcome = "", work()
     except OSError as error:
-        own = str(error), None
-    results: list[tuple[str, Any]] = [own]
+        outcome = str(error), None
+    results: list[tuple[str, Any]] = [outcome]
     if group is not None:
         results *= group.size()
-        dist.all_gather_object(results, own, group=group)
+        dist.all_gather_object(results, outcome, group=group)
     for rank, (problem, _) in enumerate(results):
         if problem:
             raise OSError(f"rank {rank}: {problem}")
@@ -131,10 +131,10 @@ class LocalCheckpoints:
         # For each rank, this gives the rank of the next machine that receives a copy of its files. If the next machine
         # has fewer ranks, one of them receives the files of several ranks.
         self._receivers = {
-            other: after[place % len(after)]
-            for own, after in zip(machines, machines[1:] + machines[:1], strict=True)
-            for place, other in enumerate(own)
-            if own is not after
+            other: next_ranks[position % len(next_ranks)]
+            for ranks, next_ranks in zip(machines, machines[1:] + machines[:1], strict=True)
+            for position, other in enumerate(ranks)
+            if ranks is not next_ranks
         }
 
     def save(self, iteration: int, files: ShardedFiles, metadata: Mapping[str, Any]) -> bool:
@@ -198,8 +198,10 @@ def assemble_local_checkpoint(save: str, directory: str, newest: int, rank_info:
     function before the process group exists. The values of rank 0 for the run and `newest` are used."""
     gather = rank_info.rendezvous.gather if rank_info.rendezvous is not None else lambda name, rank, text: [text]
     run = run_name(save)
-    own = local_inventory(Path(directory) / run) if run and rank_info.local_rank == 0 else {}
-    reports = [json.loads(text) for text in gather("local checkpoints", rank_info.rank, json.dumps([run, newest, own]))]
+    inventory = local_inventory(Path(directory) / run) if run and rank_info.local_rank == 0 else {}
+    reports = [
+        json.loads(text) for text in gather("local checkpoints", rank_info.rank, json.dumps([run, newest, inventory]))
+    ]
     (run, newest, _), everywhere = reports[0], [one for _, _, one in reports]
     number = newest_complete_iteration(everywhere)
     if not run or number <= newest:
@@ -244,7 +246,7 @@ def _fetch(path: Path, by_rank: Sequence[LocalInventory | None], rank_info: Rank
 
 def local_inventory(folder: Path) -> dict[str, LocalInventory]:
     """Return the local checkpoints on this machine. The keys are iterations."""
-    found = {}
+    inventory = {}
     for number, path in list_iterations(folder):
         with contextlib.suppress(ValueError):
             checkpoint = NativeCheckpoint(path)
@@ -253,8 +255,8 @@ def local_inventory(folder: Path) -> dict[str, LocalInventory]:
             present = [
                 file for file, size in files.items() if (path / file).is_file() and os.path.getsize(path / file) == size
             ]
-            found[str(number)] = {"digest": checkpoint.manifest_sha256, "files": files, "present": present}
-    return found
+            inventory[str(number)] = {"digest": checkpoint.manifest_sha256, "files": files, "present": present}
+    return inventory
 
 
 def newest_local_iteration(save: str, directory: str, *, one_machine: bool) -> int:
@@ -263,8 +265,8 @@ def newest_local_iteration(save: str, directory: str, *, one_machine: bool) -> i
 
     one_machine: no other machine can hold missing files, so only complete checkpoints count.
     """
-    own = local_inventory(Path(directory) / run) if (run := run_name(save)) else {}
-    return newest_complete_iteration([own]) if one_machine else max(map(int, own), default=0)
+    inventory = local_inventory(Path(directory) / run) if (run := run_name(save)) else {}
+    return newest_complete_iteration([inventory]) if one_machine else max(map(int, inventory), default=0)
 
 
 def newest_complete_iteration(everywhere: Sequence[Mapping[str, LocalInventory]]) -> int:

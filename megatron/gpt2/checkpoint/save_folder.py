@@ -71,9 +71,9 @@ def list_iterations(directory: Path, *, include_old: bool = False) -> list[tuple
     """Return the iterations in `directory` and their folders, the newest first. With `include_old`, folders that were
     renamed to `.old-N` follow."""
     names = os.listdir(directory) if directory.is_dir() else []
-    found = [match for match in map(_ITERATION.fullmatch, names) if match and (include_old or not match[2])]
-    found.sort(key=lambda match: (not match[2], int(match[1]), int(match[2] or 0)), reverse=True)
-    return [(int(match[1]), directory / match[0]) for match in found]
+    matches = [match for match in map(_ITERATION.fullmatch, names) if match and (include_old or not match[2])]
+    matches.sort(key=lambda match: (not match[2], int(match[1]), int(match[2] or 0)), reverse=True)
+    return [(int(match[1]), directory / match[0]) for match in matches]
 
 
 def find_checkpoint(
@@ -250,11 +250,11 @@ def require_native_format(
 
     with_tokenizer: the command asks for the tokenizer's files, because the caller has no flag for them.
     """
-    format, found = detect_format_by_file_names(load) or ("native", None)
+    format, path = detect_format_by_file_names(load) or ("native", None)
     if format == "native":
-        if found == Path(load):
+        if path == Path(load):
             raise ValueError(
-                f"--load {load} is the folder of an iteration: give --load {found.parent}, whose {LATEST_FILE} names "
+                f"--load {load} is the folder of an iteration: give --load {path.parent}, whose {LATEST_FILE} names "
                 "the iteration"
             )
         return

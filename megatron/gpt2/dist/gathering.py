@@ -17,9 +17,9 @@ def gather_rows(row: Tensor) -> Tensor:
     """
     if not dist.is_initialized():
         return row[None].cpu()
-    own = row if dist.get_backend() == "nccl" else row.cpu()
-    rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, own)
+    sent = row if dist.get_backend() == "nccl" else row.cpu()
+    rows = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, sent)
     return torch.stack(rows).cpu()
 
 

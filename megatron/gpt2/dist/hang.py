@@ -67,12 +67,12 @@ def find_location(frames: Frames, *, has_failed: bool = False) -> tuple[RankLoca
 
     has_failed: the innermost call was a collective, which autograd may hide.
     """
-    stack, ours, waits = list[str](), list[tuple[str, str]](), ""
+    stack, calls, waits = list[str](), list[tuple[str, str]](), ""
     for frame, line in frames:
         file, function = frame.f_code.co_filename.removeprefix(f"{ROOT}/"), frame.f_code.co_name
         stack.append(f"{file}:{line} ({function})")
         if file.startswith(SOURCE_FOLDERS):
-            ours.append((f"{file}:{line}", function))
+            calls.append((f"{file}:{line}", function))
             called = WAITING_CALL.search(linecache.getline(frame.f_code.co_filename, line))
             waits = called[1] if called else ""
         elif "torch/distributed/" in file:
@@ -82,8 +82,8 @@ def find_location(frames: Frames, *, has_failed: bool = False) -> tuple[RankLoca
             waits = ""  # The program waits inside another library.
     waits = waits or "a collective" * has_failed
     if waits:
-        return RankLocation(True, f"{waits} ({', called at '.join(name for name, _ in ours[:-3:-1])})"), stack
-    return RankLocation(False, f"{ours[-1][0]} ({ours[-1][1]})" if ours else stack[-1]), stack
+        return RankLocation(True, f"{waits} ({', called at '.join(name for name, _ in calls[:-3:-1])})"), stack
+    return RankLocation(False, f"{calls[-1][0]} ({calls[-1][1]})" if calls else stack[-1]), stack
 
 
 def frames_of_main_thread() -> Frames:
@@ -91,11 +91,11 @@ def frames_of_main_thread() -> Frames:
     has not started."""
     frames, main = sys._current_frames(), threading.main_thread().ident
     known = {thread.ident for thread in threading.enumerate()}
-    found = list(traceback.walk_stack(frames[main] if main is not None else None))[::-1]
-    if found and found[-1][0].f_code.co_name == "_engine_run_backward":
+    stack = list(traceback.walk_stack(frames[main] if main is not None else None))[::-1]
+    if stack and stack[-1][0].f_code.co_name == "_engine_run_backward":
         for other in [frame for number, frame in frames.items() if number not in known]:
-            found += list(traceback.walk_stack(other))[::-1]
-    return found
+            stack += list(traceback.walk_stack(other))[::-1]
+    return stack
 
 
 class HangDetector(Hook):
@@ -143,10 +143,10 @@ class HangDetector(Hook):
                     return False
                 time.sleep(POLL_INTERVAL)
             self._publish_location(frames, has_failed=True)
-            gone = self._report()
+            lost = self._report()
         except dist.DistError:  # The store no longer exists.
             return False
-        self._rank_info.leave(len(gone))
+        self._rank_info.leave(len(lost))
         return True
 
     def _publish_hang(self) -> None:

@@ -56,17 +56,17 @@ class LostRanksError(MissingRanksError):
 def run_in_thread(function: Callable[[], T], timeout: float, silence: str) -> T:
     """Return `function()`, which may wait for a store. Signals end this wait at once, unlike one in torch's C++ code.
     Raises MissingRanksError(silence) after `timeout` seconds."""
-    found: Future[T] = Future()
+    result: Future[T] = Future()
 
     def run() -> None:
         try:
-            found.set_result(function())
+            result.set_result(function())
         except BaseException as error:
-            found.set_exception(error)
+            result.set_exception(error)
 
     threading.Thread(target=run, name="rendezvous", daemon=True).start()
     try:
-        return found.result(timeout)
+        return result.result(timeout)
     except FutureTimeoutError:
         raise MissingRanksError(silence) from None
 
@@ -167,10 +167,10 @@ class Heartbeat(threading.Thread):
             and not self.lost_ranks(LOST_TIMEOUT + HEARTBEAT_INTERVAL)
         ):
             time.sleep(POLL_INTERVAL)
-        gone = self.lost_ranks(LOST_TIMEOUT)
-        if self.published_lost is None and gone and self.store_answers(LOST_TIMEOUT):
-            self.published_lost = dict(json.loads(self.store.compare_set("lost", "", json.dumps(list(gone.items())))))
-        return gone if self.published_lost is None else self.published_lost
+        lost = self.lost_ranks(LOST_TIMEOUT)
+        if self.published_lost is None and lost and self.store_answers(LOST_TIMEOUT):
+            self.published_lost = dict(json.loads(self.store.compare_set("lost", "", json.dumps(list(lost.items())))))
+        return lost if self.published_lost is None else self.published_lost
 
     def store_answers(self, seconds: float) -> bool:
         """Return True if no request to the store has waited for `seconds`."""
@@ -210,8 +210,8 @@ class Rendezvous:
             store.set(f"{name}/all", "")
         self.heartbeat.reads_all = True
         while not store.check([f"{name}/all"]):
-            if gone := self.heartbeat.lost_ranks(SILENCE_TIMEOUT):
-                raise LostRanksError(f"{format_ranks(gone, self.hosts)} left before training began")
+            if lost := self.heartbeat.lost_ranks(SILENCE_TIMEOUT):
+                raise LostRanksError(f"{format_ranks(lost, self.hosts)} left before training began")
             time.sleep(POLL_INTERVAL)
         self.heartbeat.reads_all = False
         return [text.decode() for text in store.multi_get([f"{name}/{other}" for other in self.hosts])]

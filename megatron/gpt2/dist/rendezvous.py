@@ -125,7 +125,7 @@ def start_store_server(host: str, port: int) -> TCPStore:
     """
     families: set[int] = set()
     with contextlib.suppress(OSError):
-        families = {found[0] for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+        families = {info[0] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
     both = socket.AF_INET6 in families and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     try:  # A Python socket gives a one-line message.
@@ -298,16 +298,16 @@ def address_towards(host: str) -> str:
 
 def addresses_of(interface: str) -> list[str]:
     """Return the IPv4 and IPv6 addresses of a network interface. The function works only on Linux."""
-    found = []
+    addresses = []
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         answer = fcntl.ioctl(any_socket.fileno(), SIOCGIFADDR, struct.pack("256s", interface.encode()))
-        found.append(socket.inet_ntoa(answer[20:24]))
+        addresses.append(socket.inet_ntoa(answer[20:24]))
     with contextlib.suppress(OSError):
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
             # The line has address, number, length of the prefix, scope, flags and name.
             digits, *_, name = line.split()
-            found += [str(ipaddress.IPv6Address(int(digits, 16)))] if name == interface else []
-    return found
+            addresses += [str(ipaddress.IPv6Address(int(digits, 16)))] if name == interface else []
+    return addresses
 
 
 def initialize_distributed(rank_info: RankInfo, backend: str, device: torch.device, timeout_minutes: float) -> None:
@@ -367,20 +367,20 @@ def find_cut_link(rank_info: RankInfo, name: str) -> list[str]:
     firsts = {host: rank for rank, host in reversed(hosts.items())}
     addresses = {host: rendezvous.addresses.get(rank, "") for host, rank in firsts.items()}
     tested = {host: at for host, at in addresses.items() if at and not ipaddress.ip_address(at).is_loopback}
-    own, end = hosts[rank_info.rank], time.monotonic() + LINK_TIMEOUT
+    this_host, end = hosts[rank_info.rank], time.monotonic() + LINK_TIMEOUT
     with contextlib.ExitStack() as stack:
-        if own in tested and firsts[own] == rank_info.rank:
-            family = socket.AF_INET6 if ":" in tested[own] else socket.AF_INET
+        if this_host in tested and firsts[this_host] == rank_info.rank:
+            family = socket.AF_INET6 if ":" in tested[this_host] else socket.AF_INET
             server = stack.enter_context(socket.create_server(("", 0), family=family))
-            store.set(f"port/{own}", str(server.getsockname()[1]))
-            for host in tested.keys() - {own}:
+            store.set(f"port/{this_host}", str(server.getsockname()[1]))
+            for host in tested.keys() - {this_host}:
                 try:
                     while not store.check([f"port/{host}"]) and time.monotonic() < end:
                         time.sleep(POLL_INTERVAL)
                     port = int(store.get(f"port/{host}"))
                     socket.create_connection((tested[host], port), timeout=LINK_TIMEOUT / 4).close()
                 except OSError:
-                    store.compare_set("cut", "", json.dumps([own, host]))
+                    store.compare_set("cut", "", json.dumps([this_host, host]))
             store.add("tested", 1)
         while store.add("tested", 0) < len(tested) and time.monotonic() < end:
             time.sleep(POLL_INTERVAL)
@@ -400,8 +400,8 @@ def end_if_rank_lost(rank_info: RankInfo, backend: str) -> None:
     while not heartbeat.is_stopped:
         time.sleep(HEARTBEAT_INTERVAL)
         has_group = dist.is_initialized()  # No rank may leave before the group exists.
-        gone = heartbeat.lost_ranks(SILENCE_TIMEOUT).values()
-        if heartbeat.published_lost is None and not any(not has_group or silence is not None for silence in gone):
+        silences = heartbeat.lost_ranks(SILENCE_TIMEOUT).values()
+        if heartbeat.published_lost is None and not any(not has_group or silence is not None for silence in silences):
             continue
         if has_group and backend == "gloo":
             heartbeat.wait_for_lost_ranks()  # Publish the lost ranks before the collectives fail.
@@ -433,15 +433,15 @@ def report_lost_ranks(rank_info: RankInfo) -> bool:
     if (
         rank_info.rendezvous is None
         or rank_info.rendezvous.heartbeat.is_stopped
-        or not (gone := rank_info.rendezvous.heartbeat.wait_for_lost_ranks())
+        or not (lost := rank_info.rendezvous.heartbeat.wait_for_lost_ranks())
     ):
         return False
     hosts = rank_info.rendezvous.hosts
-    words, host = describe_lost(gone, hosts), hosts[rank_info.rank]
-    rank_info.note("lost", words, ranks=sorted(gone), silences={str(rank): seconds for rank, seconds in gone.items()})
-    if rank_info.rank == next((rank for rank in hosts if hosts[rank] == host and rank not in gone), -1):
+    words, host = describe_lost(lost, hosts), hosts[rank_info.rank]
+    rank_info.note("lost", words, ranks=sorted(lost), silences={str(rank): seconds for rank, seconds in lost.items()})
+    if rank_info.rank == next((rank for rank in hosts if hosts[rank] == host and rank not in lost), -1):
         print(f"error ({host}): {words}: {CONTINUE_HINT}", file=sys.stderr, flush=True)
-    rank_info.leave(len(gone))
+    rank_info.leave(len(lost))
     return True
 
 

@@ -223,10 +223,10 @@ class ContinuousBatch:
     def _compact(self) -> list[int]:
         """Move the running continuations to the first rows, with as few moves as possible. Return each one's previous
         row."""
-        taken = sorted(self._rows)
-        sources = list(range(len(taken)))
+        used_rows = sorted(self._rows)
+        sources = list(range(len(used_rows)))
         free = [row for row in sources if row not in self._rows]
-        for row, source in zip(free, taken[len(taken) - len(free) :], strict=True):
+        for row, source in zip(free, used_rows[len(used_rows) - len(free) :], strict=True):
             sources[row] = source
         self._rows = {row: self._rows[source] for row, source in enumerate(sources)}
         return sources
@@ -241,10 +241,10 @@ class ContinuousBatch:
         logits, scores = self._generator.prefill(
             [c.context for c in texts], rows, scored, min(alternatives, self._tokenizer.vocab_size)
         )
-        found = iter(scores.tolist())
+        prompt_scores = iter(scores.tolist())
         for c in texts:
             if c.score_prompt:
-                c.set_prompt_scores(found)
+                c.set_prompt_scores(prompt_scores)
         yield from self._draw(rows, logits)
 
     def _draw(self, rows: Sequence[int], logits: Tensor) -> Iterator[GeneratedToken]:

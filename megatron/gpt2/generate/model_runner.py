@@ -37,9 +37,9 @@ def _on_all_ranks(method: M) -> M:
         with contextlib.nullcontext() if self._group is None else _delay_interrupt():
             self._executing = True
             self._broadcast_command(method.__name__, *arguments)
-            found = self._execute(method, *arguments)
+            result = self._execute(method, *arguments)
             self._executing = False
-        return found
+        return result
 
     return call  # type: ignore[return-value]
 

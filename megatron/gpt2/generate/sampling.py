@@ -79,8 +79,8 @@ class Sampler:
             self._seen.index_fill_(0, token, True)  # Indexing with a 0-dimensional tensor would wait for the device.
         drawn = logits.index_select(0, token) - total
         # The host waits for the device only here.
-        chosen, log_probability = torch.cat([token.double(), drawn.double()]).tolist()
-        return int(chosen), math.exp(log_probability)
+        token_id, log_probability = torch.cat([token.double(), drawn.double()]).tolist()
+        return int(token_id), math.exp(log_probability)
 
     def likeliest(self, logits: Tensor) -> tuple[tuple[int, float], ...]:
         """Return the `alternatives` most likely ids, each with the model's probability.

@@ -39,9 +39,9 @@ def evaluate(trainer: Trainer, dataset: SampleDataset, split: str, max_samples: 
         max_samples=max_samples,
     ):
         batch = data.to_device(data.to_host_tensor(token_ids))
-        (whole,) = batch.split(micro_batch_size, batch.mask)
+        (micro_batch,) = batch.split(micro_batch_size, batch.mask)
         # The result is in nats of a micro-batch.
-        nats += sum_losses(trainer.forward_backward.evaluate(whole), step=2.0**-20)
+        nats += sum_losses(trainer.forward_backward.evaluate(micro_batch), step=2.0**-20)
         if model.has_head:  # Only one pipeline stage counts.
             tokens += batch.mask.sum()
             size += (byte_lengths[batch.labels] * batch.mask).sum()

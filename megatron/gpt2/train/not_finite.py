@@ -44,17 +44,17 @@ def find_first_not_finite(trainer: Trainer) -> str:
     with observe_tensors(trainer, observe):
         trainer.forward_backward(micro_batches)
         trainer.state.reducer.finish_grad_sync()
-    found = None
+    first_here = None
     if False in (finite := torch.stack(all_finite).tolist()):
         phase, name = seen[slot := finite.index(False)]
         stage = trainer.parallel.pipeline_model_parallel_rank  # Backward starts at the last stage.
-        found = [PHASES.index(phase), -stage if phase == "gradient" else stage, slot, phase, name]
+        first_here = [PHASES.index(phase), -stage if phase == "gradient" else stage, slot, phase, name]
     state = {
         "iteration": trainer.progress.iteration,
         "samples": [micro_batch["sample_ids"].tolist() for micro_batch in micro_batches],
         "loss_scale": optimizer.scaler.scale.item(),
         "learning_rate": optimizer.learning_rate.item(),
-        "first": found and found[3:],
+        "first": first_here and first_here[3:],
         "norms": {
             name: {"weight": parameter.float().norm().item(), "summed gradient": buffer.owned_grad(name).norm().item()}
             for name, parameter in buffer.parameters.items()
@@ -65,11 +65,11 @@ def find_first_not_finite(trainer: Trainer) -> str:
     with contextlib.suppress(OSError):  # A full disk must not hide the reason.
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(state, indent=1))
-    of_ranks = [json.loads(text) for text in gather_strings(json.dumps(found))]
-    if not any(of_ranks):
+    first_by_rank = [json.loads(text) for text in gather_strings(json.dumps(first_here))]
+    if not any(first_by_rank):
         return ""
-    *when, phase, name = min(filter(None, of_ranks))
-    ranks = [rank for rank, first in enumerate(of_ranks) if first and first[:3] == when]
+    *when, phase, name = min(filter(None, first_by_rank))
+    ranks = [rank for rank, first in enumerate(first_by_rank) if first and first[:3] == when]
     words = f"the first such tensor is the {phase} of {name} on {format_ranks(ranks, trainer.hosts)}"
     trainer.incidents.note("not finite", words)
     return f"{words} (the state is in {folder}); "
