@@ -16,8 +16,9 @@ class KeyValueCache:
     """Keys and values of all layers, in a tensor [r, n, 2, S, d] for each layer, allocated once.
 
     A row holds one text, starting at position 0. Texts can start and end at any time: `set_prompts` starts new texts in
-    some rows, and `set_positions` adds one token to each of the first b rows; use `move` to bring unfinished texts
-    there. Rows can have different lengths: padding after a prompt is masked until the row's own tokens overwrite it.
+    some rows, and `set_positions` adds one token to each of the first b rows; use `move` to bring unfinished texts into
+    these rows. Rows can have different lengths: padding after a prompt is masked until the row's own tokens overwrite
+    it.
     """
 
     def __init__(

@@ -8,8 +8,8 @@ does not. All other dropout draws from two streams:
     tracker             seeded with seed + 2718 + tensor-parallel rank. Used for the dropout of attention, whose heads
                         are split, and of hidden states with sequence parallelism
 
-A program that needs different numbers on each data-parallel rank or pipeline stage must pass a different seed there.
-All functions work on CPU and GPU; "cuda" in some names is from 2019.
+A program that needs different numbers on each data-parallel rank or pipeline stage must pass different seeds. All
+functions work on CPU and GPU; "cuda" in some names is from 2019.
 
 Dropout with `make_dropout_seeds` does not use these streams, and its masks do not depend on the layout. A mask is a
 function of the seed, the sample's global number, the layer, the location in the layer, and the position and channel (in

@@ -1,6 +1,6 @@
 """Word-level benchmark texts back to ordinary text, by Megatron's rules.
 
-Published scores were made with these rules. They are kept as they are, even where they err (PTB's " N " loses its
+Published scores were made with these rules. The rules are kept unchanged, including their errors (PTB's " N " loses its
 space).
 """
 

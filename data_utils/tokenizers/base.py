@@ -43,7 +43,7 @@ def split_text(text: str, limit: int = PART_CHARACTERS) -> Iterator[str]:
     """
     start = 0
     while len(text) - start > 2 * limit:
-        # One is added for the character after the space.
+        # The end includes one more character, the one after the space.
         space = SINGLE_SPACE.search(text, start + limit, start + 2 * limit + 1)
         cut = space.start() if space else start + 2 * limit
         yield text[start:cut]

@@ -20,10 +20,10 @@ from mpu.kernels.layer import split_qkv
 QUERY_BLOCK = 256
 # The number of queries in a block with seeded dropout. Changing this number changes the dropout masks.
 SEEDED_QUERY_BLOCK = 128
-# The number of scores that a core computes at once. They stay in its cache, which takes 10 % less time than all heads
-# at once (b·n = 24, s = 1,024).
+# The number of scores that a core computes at once. This many stay in its cache, so that attention takes 10 % less time
+# than with all heads at once (b·n = 24, s = 1,024).
 SCORES = 3 << 18
-# The longest sequence whose dropout probabilities are saved. Those of longer sequences need too much memory.
+# The longest sequence whose dropout probabilities are saved. For longer sequences these would need too much memory.
 SAVED_UP_TO = 512
 
 

@@ -29,7 +29,7 @@ Times on an H200 (its copies reach 4.2 TB/s) for 32,768 tokens of GPT-2 345M in 
     AdamW of 352M parameters           2.7 ms, 4.0 TB/s
 
 Matrix products with an fp32 result (`out_dtype`), which would add weight gradients to their buckets, save 0 to 2 % of a
-product's time there, so nothing here uses them.
+product's time, so they are not used.
 
 Legend: b batch, s sequence, t or c tokens, h hidden, n heads, d head size, f width of a linear layer's output, v/tp
 columns of this rank.

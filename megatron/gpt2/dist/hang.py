@@ -113,7 +113,7 @@ class HangDetector(Hook):
             rank_info.rendezvous.heartbeat,
             rank_info.rendezvous.heartbeat.store,
         )
-        # The second value is the start of the current step.
+        # `_step_started` is the start time of the current step.
         self._watches_steps, self._step_started = watches_steps, float("inf")
         self._published, self._main_thread_exits = threading.Lock(), False
         self._heartbeat.on_beat = self._check

@@ -182,8 +182,8 @@ def megatron_adam_metadata(
         scaler = {"scale": float(saved["scale"])}
         if "growth_tracker" in saved:
             scaler["clean_steps"] = float(saved["growth_tracker"])
-            # Megatron's loss-scale tracker goes below 1, and ours stays at 1. Both halve the scale at every overflow
-            # from then on.
+            # Megatron's loss-scale tracker goes below 1, and ours stays at 1. From 1 on, both halve the scale at every
+            # overflow.
             scaler["hysteresis_left"] = float(max(1, saved["hysteresis_tracker"]))
     good, more = _read_scheduler(top, args, step, left_out)
     skipped = max(0, top.get("iteration", top.get("total_iters", good)) - good)

@@ -178,7 +178,7 @@ class MuonOptimizer(MixedPrecisionOptimizer):
         return updates
 
     def _exchange(self, sent: list[list[Tensor]], sizes: Sequence[Sequence[int]]) -> list[list[Tensor]]:
-        """Send the 1-D tensors `sent[r]` to rank r of the group. Return those that each rank sends here.
+        """Send the 1-D tensors `sent[r]` to rank r of the group. Return the tensors that this rank receives, by sender.
 
         sizes: the lengths of these tensors.
         """

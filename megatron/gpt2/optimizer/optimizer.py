@@ -3,8 +3,8 @@
 Three decisions of a step are scalars on the device: whether it is skipped, how much gradients are clipped, and the
 learning rate, which counts steps that were not skipped. The host reads these values only at log lines.
 
-Each rank updates the local shards of `buffer`. They are the whole buffer, or with a sharded optimizer (ZeRO stage 1,
-arXiv:1910.02054) one shard of every bucket. In this case the ranks then gather each other's parameters.
+Each rank updates the local shards of `buffer`. These are the whole buffer or, with a sharded optimizer (ZeRO stage 1,
+arXiv:1910.02054), one shard of every bucket. With a sharded optimizer, the ranks then gather each other's parameters.
 """
 
 import collections

@@ -3,7 +3,7 @@
 `trace_step` builds the model, the reducer and the optimizer of a rank, and calls `train_step` once, in one process,
 with the process groups of `process_group.py` at the full world size. Every tensor is on torch's device "meta": it has a
 shape, a dtype and a storage, but no memory. Python code sees the device of the run ("cuda" or "cpu"), so it takes the
-branches that it takes there. A dispatch mode records operators, collectives, allocations and releases in their order.
+same branches as in the run. A dispatch mode records operators, collectives, allocations and releases in their order.
 
 torch's FakeTensorMode would do the same, but its first operator imports sympy and the compiler (1.3 s, 80 MB), which
 each training run would pay at its start. For CUDA tensors it also needs a CUDA build of torch.

@@ -155,7 +155,7 @@ def first_cause(incidents: Sequence[Incident], ended: dict[str, Any]) -> Failure
 
 
 def earlier_causes(incidents: Sequence[Incident]) -> list[str]:
-    """Return why the ranks failed before they were restarted for their last attempt. The first failure is first."""
+    """Return why the ranks failed before they were restarted for their last attempt, in the order of time."""
     last = last_attempt(incidents)
     start = min((incident["time"] for incident in last), default=0.0)
     causes = []
