@@ -125,8 +125,8 @@ def tensor_name(key: str) -> str:
 
 @contextlib.contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Disable Python's garbage collector inside the block. The collector would visit the growing objects again and
-    again, which took two thirds of the time."""
+    """Disable Python's garbage collector inside the block. Python's garbage collector would visit the growing objects
+    again and again, which took two thirds of the time."""
     collects = gc.isenabled()
     gc.disable()
     try:

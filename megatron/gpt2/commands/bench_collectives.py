@@ -117,7 +117,7 @@ class BenchOperation(NamedTuple):
 
 
 def all_reduce(kind: Any, combine: Callable[[Tensor], Tensor] = lambda x: x.sum(0), over: str = "") -> BenchOperation:
-    """Run an all-reduce. combine(x): its result over the first dimension of x."""
+    """Return the operation of an all-reduce. combine(x): its expected result, from the values x [ranks, ...]."""
     return BenchOperation(
         lambda g, x, y: dist.all_reduce(y, kind, group=g), lambda x, g: combine(x), ring_factor, over=over
     )
