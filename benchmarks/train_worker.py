@@ -181,7 +181,7 @@ def build_ours(workload: Workload, arm: Arm, rank_info: RankInfo | None = None) 
         read,
         computes,
         close=trainer.close,
-        expected_peak=MemoryPlan(trainer.config).expected_memory(trainer),
+        expected_peak=MemoryPlan(trainer.config).expected_memory(trainer).peak,
     )
 
 

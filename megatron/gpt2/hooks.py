@@ -69,6 +69,19 @@ class Numerics(NamedTuple):
     squared_norm: Callable[..., torch.Tensor]
 
 
+class ExpectedMemory(NamedTuple):
+    """The memory that a run is expected to need.
+
+    rows: (name, text) of the start table.
+    lines: lines to print after the start table.
+    peak: the expected peak of this rank in bytes, which the log prints once, after a log line. None if it is unknown.
+    """
+
+    rows: list[tuple[str, str]]
+    lines: list[str]
+    peak: int | None
+
+
 class Hook:
     """Base class of extensions, which change or observe a run. Every rank calls every method at the same point, except
     `explain_out_of_memory`, `handle_error` and, after an error, `on_train_end`."""
@@ -89,14 +102,6 @@ class Hook:
 
     def on_train_begin(self, trainer: Trainer) -> None:
         """Called when the run is built, resumed or rewound, before the next step."""
-
-    def start_rows(self, trainer: Trainer) -> list[tuple[str, str]]:
-        """Return rows (name, text) of the start table."""
-        return []
-
-    def start_lines(self, trainer: Trainer) -> list[str]:
-        """Return lines to print after the start table."""
-        return []
 
     def on_step_begin(self, trainer: Trainer) -> None:
         """Called before each step."""
@@ -125,8 +130,8 @@ class Hook:
         """Called after each step. Return whether this hook has called `Trainer.rewind`."""
         return False
 
-    def expected_memory(self, trainer: Trainer) -> int | None:
-        """Return the expected peak memory of this rank in bytes, or None. The log prints it once, after a log line."""
+    def expected_memory(self, trainer: Trainer) -> ExpectedMemory | None:
+        """Return the memory that the run is expected to need, or None."""
 
     def explain_out_of_memory(self, context: RunContext) -> str | None:
         """Return the error line of a rank that has run out of memory, or None."""

@@ -159,6 +159,7 @@ def log_start(trainer: Trainer, warnings: Sequence[str]) -> None:
     begins = f"weights of {context.source}" if context.source else "random weights"
     if progress.iteration:
         begins = f"iteration {progress.iteration} of {context.source}"
+    expected = trainer.hooks.call_first(Hook.expected_memory, trainer)
     rows = [
         (
             "model",
@@ -180,7 +181,7 @@ def log_start(trainer: Trainer, warnings: Sequence[str]) -> None:
             + (f"; it grows from {smallest} to this size over {plural(growth[-1][0], 'sample')}" if growth else ""),
         ),
         *([("schedule", f"{config.pipeline_schedule(1).name}; layers {layers}")] if pp > 1 else []),
-        *(row for rows in trainer.hooks.call(Hook.start_rows, trainer) for row in rows),
+        *(expected.rows if expected else ()),
         ("FLOPs per token", f"{model.flops_per_token(data.seq_length):,}"),
         (
             "tokenizer",
@@ -206,9 +207,8 @@ def log_start(trainer: Trainer, warnings: Sequence[str]) -> None:
         for key, value in non_default_values(context.arguments.config).items()
     ]
     trainer.log.info(start_table(rows, flags))
-    for lines in trainer.hooks.call(Hook.start_lines, trainer):
-        for line in lines:
-            trainer.log.info(line)
+    for line in expected.lines if expected else ():
+        trainer.log.info(line)
     if repeated := repetition_warning(epochs, data):
         trainer.log.info(f"WARNING: {repeated}")
     if train.eval_iters and splits.valid is None:

@@ -9,14 +9,13 @@ from textwrap import dedent
 from types import ModuleType, SimpleNamespace
 
 import pytest
-import torch
 
 from megatron.gpt2 import hooks
 from megatron.gpt2.config import SECTIONS, TrainConfig
 from megatron.gpt2.config.arguments import parse
 from megatron.gpt2.config.sections import flag_field
 from megatron.gpt2.dist.ranks import RankInfo
-from megatron.gpt2.hooks import EXTENSIONS, MEMORY_PLAN, Hook, Hooks, load_hooks
+from megatron.gpt2.hooks import EXTENSIONS, MEMORY_PLAN, Hook, load_hooks
 from megatron.gpt2.train.loop import train
 from tests.megatron.gpt2.train.training_runs import finish, make_context, start, write_text
 
@@ -64,15 +63,6 @@ def test_a_run_without_extensions_trains_and_a_flag_of_one_is_refused(
     assert trainer.hooks == []
     assert train(trainer) == ""
     finish(trainer)
-
-
-def test_the_first_result_that_is_not_none() -> None:
-    class Answering(Hook):
-        def expected_memory(self, trainer: object) -> int:
-            return 0
-
-    assert Hooks([Hook(), Answering(), Hook()]).call_first(Hook.expected_memory, None) == 0  # type: ignore[arg-type]
-    assert Hooks([Hook()]).call_first(Hook.numerics, torch.device("cpu")) is None
 
 
 def test_the_order_of_hook_calls(tmp_path: Path) -> None:

@@ -2,11 +2,9 @@
 in MB of 2^20 bytes, as in the log.
 """
 
-import functools
+import contextlib
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,7 +21,7 @@ from megatron.gpt2.extensions.plan.memory import (
     estimate_memory,
     in_mb,
 )
-from megatron.gpt2.hooks import Hook
+from megatron.gpt2.hooks import ExpectedMemory, Hook
 from megatron.gpt2.monitor.log_lines import resident_memory
 from megatron.gpt2.train.setup import RunContext
 from megatron.gpt2.train.trainer import Trainer
@@ -50,79 +48,54 @@ def describe_failure(error: Exception) -> str:
     return f"no memory plan ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
 
 
-def unless_failed(default: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator of `MemoryPlan`'s methods. They return `default` if the plan fails, so the run continues."""
-
-    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def returning(self: "MemoryPlan", *arguments: Any) -> Any:
-            if not self.failure:
-                try:
-                    return method(self, *arguments)
-                except Exception as error:
-                    self.failure = describe_failure(error)
-            return default
-
-        return returning
-
-    return decorate
-
-
 class MemoryPlan(Hook):
-    """Prints the estimated memory of a run, and compares it with the available memory.
-
-    failure: why there is no estimate, or "".
-    """
+    """Prints the estimated memory of a run, and compares it with the available memory. The run does not need it, so an
+    error of the estimate does not end the run."""
 
     def __init__(self, config: Config) -> None:
-        self.failure = ""
+        """Do nothing: the estimate reads the configuration of the trainer, which has the size of the vocabulary."""
 
-    @unless_failed([])
-    def start_rows(self, trainer: Trainer) -> list[tuple[str, str]]:
-        """Return the estimate by part and, for a pipeline, its bubble and stages."""
-        inputs = memory_inputs(trainer.context)
-        memory = estimate_memory(inputs)
-        rows = [
-            ("expected memory", f"{in_mb(memory.total)} MB per rank, largest in {memory.moment}"),
-            ("", format_parts(memory)),
-        ]
-        if memory.on_host >= 2**20:
-            rows.append(("", f"{in_mb(memory.on_host)} MB of host memory in addition"))
-        if inputs.stages > 1:
-            idle = bubble(trainer.config, trainer.context.num_microbatches)
-            rows.insert(0, ("pipeline", f"{idle:.0%} of a step idle if all layers are equally fast"))
-            rows += [("", f"{name}: {in_mb(of_stage.total)} MB") for name, of_stage in estimate_kinds(inputs).items()]
-        return rows
+    def expected_memory(self, trainer: Trainer) -> ExpectedMemory:
+        """Return the estimate by part, for a pipeline its bubble and stages, and a warning if the run will not fit."""
+        try:
+            return expected_memory(trainer)
+        except Exception as error:
+            return ExpectedMemory([], [f"{describe_failure(error)}; the run does not need it"], None)
 
-    def start_lines(self, trainer: Trainer) -> list[str]:
-        """Return a warning if the run will not fit, or the reason why there is no estimate."""
-        line = self._shortage(trainer.context)
-        failed = f"{self.failure}; the run does not need it"
-        return [failed] if self.failure else [f"WARNING: {line}"] if line else []
-
-    @unless_failed("")
-    def _shortage(self, context: RunContext) -> str:
-        return memory_shortage(context, context.rank_info.local_world_size)
-
-    @unless_failed(None)
-    def expected_memory(self, trainer: Trainer) -> int:
-        """Return the estimate of rank 0, which writes the log: of torch's allocator on a GPU, otherwise of the
-        process."""
-        memory = estimate_memory(memory_inputs(trainer.context), 0)
-        return memory.allocated if trainer.device.type == "cuda" else memory.total
-
-    @unless_failed(None)
-    def explain_out_of_memory(self, context: RunContext) -> str:
+    def explain_out_of_memory(self, context: RunContext) -> str | None:
         """Return the error: the estimate, the available memory, and the cheapest changes. If the estimate did fit, the
         changes need clearly less than the estimate."""
-        inputs, rank = memory_inputs(context), context.rank_info.rank
-        memory = estimate_memory(inputs, inputs.stage_of(rank))
-        available, limit = available_memory(context.device, context.rank_info.local_world_size)
-        return (
-            f"out of memory on rank {rank}: expected {in_mb(memory.total)} MB in {memory.moment} "
-            f"({format_parts(memory)}), and {in_mb(available)} MB were available ({limit}); "
-            + suggest_changes(inputs, min(available, memory.total))
-        )
+        with contextlib.suppress(Exception):
+            inputs, rank = memory_inputs(context), context.rank_info.rank
+            memory = estimate_memory(inputs, inputs.stage_of(rank))
+            available, limit = available_memory(context.device, context.rank_info.local_world_size)
+            return (
+                f"out of memory on rank {rank}: expected {in_mb(memory.total)} MB in {memory.moment} "
+                f"({format_parts(memory)}), and {in_mb(available)} MB were available ({limit}); "
+                + suggest_changes(inputs, min(available, memory.total))
+            )
+        return None
+
+
+def expected_memory(trainer: Trainer) -> ExpectedMemory:
+    """Estimate the memory of a run. The peak is that of rank 0, which writes the log: of torch's allocator on a GPU,
+    otherwise of the process."""
+    context = trainer.context
+    inputs = memory_inputs(context)
+    memory, of_rank_0 = estimate_memory(inputs), estimate_memory(inputs, 0)
+    rows = [
+        ("expected memory", f"{in_mb(memory.total)} MB per rank, largest in {memory.moment}"),
+        ("", format_parts(memory)),
+    ]
+    if memory.on_host >= 2**20:
+        rows.append(("", f"{in_mb(memory.on_host)} MB of host memory in addition"))
+    if inputs.stages > 1:
+        idle = bubble(trainer.config, context.num_microbatches)
+        rows.insert(0, ("pipeline", f"{idle:.0%} of a step idle if all layers are equally fast"))
+        rows += [("", f"{name}: {in_mb(of_stage.total)} MB") for name, of_stage in estimate_kinds(inputs).items()]
+    shortage = memory_shortage(context, context.rank_info.local_world_size)
+    peak = of_rank_0.allocated if context.device.type == "cuda" else of_rank_0.total
+    return ExpectedMemory(rows, [f"WARNING: {shortage}"] if shortage else [], peak)
 
 
 def memory_shortage(context: RunContext, local_world_size: int) -> str:

@@ -9,7 +9,6 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -89,64 +88,6 @@ def test_a_rank_that_starts_obeys_sigterm(tmp_path: Path) -> None:
     assert rank.exitcode == 2
 
 
-def run_until_killed(out: Connection, err: Connection, in_call: bool) -> None:
-    """Run steps, and ignore the first signal.
-
-    in_call: whether to run one long call instead of steps.
-    """
-    os.dup2(out.fileno(), 1)
-    os.dup2(err.fileno(), 2)
-    with contextlib.closing(StopSignal()) as stop:
-        print("ready", flush=True)
-        if in_call:
-            long_call()
-        while True:
-            time.sleep(0.02)
-            if reason := stop.agreed():
-                print(reason, flush=True)
-
-
-class StepProcess:
-    """`run_until_killed` in a separate process, forked from one that has imported torch."""
-
-    def __init__(self, *, in_call: bool) -> None:
-        (out, own_out), (err, own_err) = CONTEXT.Pipe(duplex=False), CONTEXT.Pipe(duplex=False)
-        self.process = CONTEXT.Process(target=run_until_killed, args=(own_out, own_err, in_call), daemon=True)
-        self.process.start()
-        for pipe in (own_out, own_err):
-            pipe.close()
-        self.out, self.err = (os.fdopen(os.dup(pipe.fileno()), encoding="utf-8") for pipe in (out, err))
-        assert self.out.readline() == "ready\n"
-
-    def end(self) -> tuple[int | None, str]:
-        """Return the exit code (None: the process hung and was killed) and the rest of the errors."""
-        self.process.join(240)
-        code = self.process.exitcode
-        self.process.kill()
-        with self.out, self.err:
-            return code, self.err.read()
-
-
-@pytest.mark.parametrize("in_call", [False, True], ids=["in steps", "in a long call"])
-def test_ctrl_c_twice(in_call: bool) -> None:
-    """During one long call, the first signal also prints its line immediately, and the second one ends the process."""
-    started = StepProcess(in_call=in_call)
-    if in_call:
-        # The main thread of the process waits in the call.
-        stat = Path(f"/proc/{started.process.pid}/task/{started.process.pid}/stat")
-        wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "S")
-    began = time.monotonic()
-    os.kill(started.process.pid, signal.SIGINT)
-    assert started.err.readline() == "\n"
-    assert started.err.readline() == "Ctrl-C: the step is finished and saved first; Ctrl-C again quits at once\n"
-    assert time.monotonic() - began < 20, "only after the call, which takes 30 s"
-    if not in_call:
-        assert started.out.readline() == "Ctrl-C\n"
-    os.kill(started.process.pid, signal.SIGINT)
-    again = "\nCtrl-C again: the run ends at once; the same command continues from the last checkpoint\n"
-    assert started.end() == ((130, again) if in_call else (-signal.SIGINT, ""))
-
-
 def step_without_end(folder: Path) -> None:
     """Train. In the second step one call takes half a minute."""
 
@@ -158,27 +99,24 @@ def step_without_end(folder: Path) -> None:
     signals.REPEAT_SECONDS[signal.SIGTERM] = 2.0
 
 
-def test_a_long_step_of_two_ranks(tmp_path: Path) -> None:
-    """--nproc-per-node forwards SIGTERM: rank 0 prints one line immediately, and the second signal gives the exit
-    code."""
+@pytest.mark.parametrize("name, number, ranks", [("SIGTERM", signal.SIGTERM, 2), ("Ctrl-C", signal.SIGINT, 1)])
+def test_a_second_signal_in_a_long_step(tmp_path: Path, name: str, number: int, ranks: int) -> None:
+    """Rank 0 prints one line immediately, and the second signal gives the exit code. --nproc-per-node forwards
+    SIGTERM."""
     write_text(tmp_path, 1000)
-    rank = StartedRank(
-        tmp_path,
-        ["--nproc-per-node", "2", "--save", f"{tmp_path}/save"],
-        {},
-        before=partial(step_without_end, tmp_path),
-    )
-    wait_until(lambda: len(list(tmp_path.glob("hangs_*"))) == 2 or not rank.process.is_alive())
+    flags = ["--nproc-per-node", str(ranks), "--save", f"{tmp_path}/save"]
+    rank = StartedRank(tmp_path, flags, {}, before=partial(step_without_end, tmp_path))
+    wait_until(lambda: len(list(tmp_path.glob("hangs_*"))) == ranks or not rank.process.is_alive())
     assert rank.process.pid is not None and rank.process.exitcode is None, rank.end()
-    # The second signal is ignored, because a scheduler may send it to the launcher and to the ranks.
-    for _ in range(2):
-        os.kill(rank.process.pid, signal.SIGTERM)
-        wait_until(lambda: "SIGTERM" in rank.output.read_text(), 20)
+    # The second SIGTERM is ignored, because a scheduler may send it to the launcher and to the ranks.
+    for _ in range(ranks):
+        os.kill(rank.process.pid, number)
+        wait_until(lambda: name in rank.output.read_text(), 20)
     time.sleep(2.2)
-    assert rank.output.read_text().count("SIGTERM: the step is finished and saved first") == 1
-    os.kill(rank.process.pid, signal.SIGTERM)
+    assert rank.output.read_text().count(f"{name}: the step is finished and saved first") == 1
+    os.kill(rank.process.pid, number)
     code, said = rank.end(240)
-    assert code == 128 + signal.SIGTERM and said.count("SIGTERM again: the run ends at once") == 1, said
+    assert code == 128 + number and said.count(f"{name} again: the run ends at once") == 1, said
 
 
 def sleep_in_rank(folder: Path, argv: Sequence[str]) -> int:

@@ -265,8 +265,8 @@ def test_a_plan_that_fails_ends_no_run(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(hook, "memory_inputs", fail)
     plan = hook.MemoryPlan(config(""))
     trainer: Any = SimpleNamespace(context=SimpleNamespace(rank_info=RankInfo(0, 1, 0, 1)))
-    assert plan.start_rows(trainer) == [] and plan.expected_memory(trainer) is None
-    assert plan.start_lines(trainer) == ["no memory plan (KeyError: 'no such operator'); the run does not need it"]
+    line = "no memory plan (KeyError: 'no such operator'); the run does not need it"
+    assert plan.expected_memory(trainer) == ([], [line], None)
     assert plan.explain_out_of_memory(trainer.context) is None
 
 
