@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -92,7 +93,7 @@ def step_without_end(folder: Path) -> None:
     """Train. In the second step one call takes half a minute."""
 
     def hang(trainer: Trainer) -> None:
-        (folder / f"hangs_{trainer.parallel.rank}").touch()
+        threading.Timer(0.3, (folder / f"hangs_{trainer.parallel.rank}").touch).start()  # during the call
         long_call()
 
     plant(*(Fault(hang, rank, step=1) for rank in range(2)))
