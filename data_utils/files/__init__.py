@@ -323,11 +323,6 @@ class HashingWriter:
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._sha256, self._block, self._written = file, hashlib.sha256(), bytearray(), 0
 
-    @property
-    def size(self) -> int:
-        """The number of bytes written so far."""
-        return self._written + len(self._block)
-
     def write(self, data: bytes | memoryview) -> None:
         """Append the bytes of `data`. Small pieces are collected into a block."""
         if len(data) >= HASH_BYTES:

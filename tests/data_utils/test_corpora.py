@@ -169,17 +169,9 @@ def test_corpora_file_in_the_current_folder_or_environment(corpora: Path, monkey
         train("a.jsonl")
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        '{"x": []}',
-        '{"x": {"files": []}}',
-        '{"x": {"files": ["a"], "key": "b"}}',
-        '{"x": {"files": ["a"], "text_key": 1}}',
-        '{"x": {"text_key": "a"}}',
-    ],
-)
+@pytest.mark.parametrize("content", ['{"x": []}', '{"x": {"files": ["a"], "key": "b"}}'])
 def test_malformed_corpora_files(tmp_path: Path, content: str) -> None:
+    """tests/fuzz changes every part of the file."""
     with pytest.raises(ValueError, match=r'c\.json.*"files": \["PATH"\]'):
         read_corpora(Path(write(tmp_path / "c.json", content)))
 

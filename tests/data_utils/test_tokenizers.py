@@ -274,17 +274,12 @@ class Caller:
     "meta, said",
     [
         (Caller(), "nothing was executed"),
-        ({"itos": Caller()}, "nothing was executed"),
         ([1], "lacks itos"),
-        ("text", "lacks itos"),
-        ({"stoi": {}}, "lacks itos"),
         ({"itos": {0: "a", 2: "b"}}, "0, 1, 2"),
         ({"itos": {0: "ab"}}, "one character for each id"),
         ({"itos": {0: "a", 1: "a"}}, "two ids"),
-        ({"itos": {}}, "one character"),
-        ({"itos": {0: 7}}, "one character"),
     ],
-    ids=range(10),
+    ids=range(5),
 )
 def test_malformed_vocabularies_of_characters(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], meta: object, said: str

@@ -111,10 +111,13 @@ def write_signatures(run: ShardRun) -> None:
     copies = None if is_seekable(run.shard) else run.file(f"{run.shard.name}.jsonl")
 
     def texts_with_offsets() -> Iterator[tuple[int, str]]:
+        copied = 0
         for document in run.documents():
-            yield run.offset if copies is None else copies.size, document["text"]
+            yield run.offset if copies is None else copied, document["text"]
             if copies is not None:
-                copies.write(json_line(document))
+                line = json_line(document)
+                copies.write(line)
+                copied += len(line)
 
     texts = texts_with_offsets()
     while batch := list(itertools.islice(texts, SIGN_BATCH)):
