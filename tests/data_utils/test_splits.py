@@ -4,11 +4,11 @@ only if the text, its field or the tokenizer changes."""
 from __future__ import annotations
 
 import lzma
-import multiprocessing
 import os
 import random
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -340,33 +340,16 @@ def test_the_cache_of_a_user_without_a_home(home: str, tmp_path: Path, monkeypat
         files.user_cache_dir()
 
 
-class Slow(ByteTokenizer):
-    """A tokenizer that announces its start, and takes `seconds` to encode."""
+def test_one_of_several_readers_tokenises(cache: Cache) -> None:
+    """Each thread opens the lock file itself, as each process does."""
 
-    def __init__(self, begun: Any, seconds: float) -> None:
-        super().__init__()
-        self.begun, self.seconds = begun, seconds
+    class Waiting(ByteTokenizer):
+        def encode_utf8(self, data: bytes) -> np.ndarray:
+            while sum("waiting for it" in line for line in cache.said) < 3:
+                time.sleep(0.01)
+            return super().encode_utf8(data)
 
-    def encode_utf8(self, data: bytes) -> np.ndarray:
-        self.begun.set()
-        time.sleep(self.seconds)
-        return super().encode_utf8(data)
-
-
-def _read_slowly(cache: Cache, path: str, start: Any, begun: Any, seconds: float, results: Any) -> None:
-    start.wait()
-    results.put((cache.read(path, tokenizer=Slow(begun, seconds)), cache.times))
-
-
-def test_one_of_several_processes_tokenises(cache: Cache) -> None:
-    context = multiprocessing.get_context("fork")
-    path, results = cache.write("a.txt", "some text"), context.Queue()
-    given = cache, path, context.Barrier(4), context.Event(), 0.5, results
-    processes = [context.Process(target=_read_slowly, args=given) for _ in range(4)]
-    for process in processes:
-        process.start()
-    found = [results.get(timeout=240) for _ in processes]
-    for process in processes:
-        process.join(240)
-    assert [text for text, _ in found] == ["some text"] * 4
-    assert sum(times for _, times in found) == 1
+    path = cache.write("a.txt", "some text")
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda _: cache.read(path, tokenizer=Waiting()), range(4)))
+    assert found == ["some text"] * 4 and cache.times == 1
