@@ -356,8 +356,7 @@ def read_manifest(prefix: str | Path) -> dict[str, Any] | None:
         if made_by is not None:
             counts.append(made_by["vocab_size"])
             texts += made_by["kind"], made_by["fingerprint"]
-        if not all(isinstance(count, int) and 0 <= count < 1 << 63 for count in counts):
-            raise ValueError("one of its counts is not a number of at least 0")
-        if not all(isinstance(text, str) for text in texts):
-            raise ValueError("one of its names or hashes is not a text")
+        valid = all(isinstance(count, int) and 0 <= count < 1 << 63 for count in counts)
+        if not valid or not all(isinstance(text, str) for text in texts):
+            raise ValueError("one of its counts is not a number of at least 0, or a name or hash is not a text")
     return manifest

@@ -235,12 +235,9 @@ def train_sentencepiece(texts: Iterable[str], model_file: str | Path, vocab_size
     model = io.BytesIO()
     # Split long documents, because the trainer drops sentences above its limit. `utf8` refuses lone surrogates.
     sentences = (part for text in texts for part in split_text(text, 1 << 14) if utf8(part))
-    first = next(sentences, None)
-    if first is None:
-        raise ValueError("--train-data has no text to train a SentencePiece model on")
     try:
         _sentencepiece().SentencePieceTrainer.train(
-            sentence_iterator=chain([first], sentences),
+            sentence_iterator=sentences,
             model_writer=model,
             vocab_size=vocab_size,
             model_type="bpe",

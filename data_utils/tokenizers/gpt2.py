@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data_utils.command_line import missing_package
 from data_utils.files import fingerprint_of, parse_json_object, read_file, wrap_errors
 from data_utils.tokenizers.base import MAX_FILE_BYTES, Tokenizer
 
@@ -128,19 +129,6 @@ class Gigatoken:
         return self._encode(data)
 
 
-def gigatoken(ranked: Sequence[bytes]) -> Gigatoken | None:
-    """Return the engine, or None if the package is missing, has a different release, or panics. It panics if a token is
-    not the result of merges."""
-    from importlib import metadata  # imported here, because the import takes 7 ms and many programs read no text
-
-    try:
-        return Gigatoken(ranked) if metadata.version("gigatoken").startswith(GIGATOKEN_RELEASE) else None
-    except BaseException as error:  # A panic of the library is not an Exception.
-        if not isinstance(error, ImportError) and type(error).__name__ != "PanicException":
-            raise
-        return None
-
-
 class BytePairTokenizer(Tokenizer):
     """A byte-level BPE.
 
@@ -156,10 +144,7 @@ class BytePairTokenizer(Tokenizer):
     ) -> None:
         engine = bpe_engine()
         if engine is None:
-            raise ValueError(
-                f"--tokenizer-type {kind} needs the package tiktoken or tokenizers: pip install tiktoken, "
-                "or take --tokenizer-type bytes"
-            )
+            raise missing_package(f"--tokenizer-type {kind}, unlike bytes,", "tiktoken")
         self.engine = engine
         self._ranked = ranked
         self._ranks_of = (_tiktoken if engine == "tiktoken" else _hf_tokenizers)(ranked)
@@ -171,8 +156,16 @@ class BytePairTokenizer(Tokenizer):
 
     @functools.cached_property
     def _faster(self) -> Gigatoken | None:
-        """Return gigatoken, or None. It is created for the first text, because many programs have none."""
-        return gigatoken(self._ranked)
+        """Return gigatoken, or None if the package is missing, has a different release, or panics, which it does if a
+        token is not the result of merges. It is created for the first text, because many programs have none."""
+        from importlib import metadata  # imported here, because the import takes 7 ms
+
+        try:
+            return Gigatoken(self._ranked) if metadata.version("gigatoken").startswith(GIGATOKEN_RELEASE) else None
+        except BaseException as error:  # A panic of the library is not an Exception.
+            if not isinstance(error, ImportError) and type(error).__name__ != "PanicException":
+                raise
+            return None
 
     def encode_utf8(self, data: bytes) -> np.ndarray:
         """Return the ids of valid UTF-8, int32 or uint32 [tokens]. Long runs of whitespace are split first."""

@@ -218,9 +218,8 @@ def test_sentencepiece_files(tmp_path: Path) -> None:
         build_tokenizer("SentencePieceTokenizer", model_file=str(tmp_path / "none"))
     with pytest.raises(ValueError, match="not a SentencePiece model"):
         build_tokenizer("SentencePieceTokenizer", model_file=write(tmp_path / "bad", "no model"))
-    for texts, size, said in ((["some text"], 20, "--tokenizer-vocab-size 20: "), ([], 600, "no text")):
-        with pytest.raises(ValueError, match=said):
-            train_sentencepiece(texts, tmp_path / "new", size)
+    with pytest.raises(ValueError, match="--tokenizer-vocab-size 20: "):
+        train_sentencepiece(["some text"], tmp_path / "new", 20)
     assert not (tmp_path / "new").exists()
 
 
@@ -432,7 +431,7 @@ def test_ids_without_a_library_or_with_a_different_release(
 def test_a_token_without_merges_is_left_to_tiktoken() -> None:
     pytest.importorskip("gigatoken")
     ranked = [*(bytes([value]) for value in range(256)), b"abc"]
-    assert gpt2.gigatoken(ranked) is None
     texts = ("abc", "abcd abc", "aabc")  # Only a word that equals the token has its id.
     tokenizer: Any = BytePairTokenizer("builtin", ranked, range(257), 258, 257, {})
+    assert tokenizer._faster is None
     assert [list(tokenizer.encode(text)) for text in texts] == [_hf_tokenizers(ranked)(text) for text in texts]

@@ -18,7 +18,6 @@ from megatron.gpt2.extensions.webtext import filters, near_duplicates
 from megatron.gpt2.extensions.webtext.shards import Shard, WebtextStage, find_files, find_shards, shard_name
 from megatron.gpt2.extensions.webtext.stages import (
     add_number,
-    log,
     run_stage,
     shard_folder,
     stage_parser,
@@ -182,7 +181,7 @@ def filter_ngrams(argv: Argv = None) -> None:
     args.evaluation_files = find_files(args.evaluation, "--evaluation")
     args.evaluation = {path.name: hash_file(path) for path in args.evaluation_files}
     runs, too_short = filters.evaluation_ngrams(args.evaluation_files, args.evaluation_key)
-    log(
+    print(
         f"searching for {len(runs):,} runs of {filters.WORDS} words; {too_short:,} shorter evaluation texts are ignored"
     )
     run_stage(WebtextStage("filter_ngrams", filters.decontaminate, args, ("evaluation", "evaluation_key")))
@@ -234,5 +233,5 @@ def split_dataset(argv: Argv = None) -> None:
         elif name == "train":
             raise ValueError(f"--split {args.split}: the training split has no documents: give it a greater share")
         elif share != "0":
-            log(f"notice: the {name} split has no documents: give it a greater share with --split")
-    log(f"\nto train on it:\n\n  {shlex.join(command)}\n")
+            print(f"notice: the {name} split has no documents: give it a greater share with --split")
+    print(f"\nto train on it:\n\n  {shlex.join(command)}\n")

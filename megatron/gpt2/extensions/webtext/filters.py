@@ -86,13 +86,13 @@ def filter_urls(run: ShardRun) -> None:
         if why is None:
             url = normalize_url(url)
             key = hashlib.blake2b(duplicate_key(url).encode("utf-8", "surrogatepass"), digest_size=16).digest()
-            if key not in seen:
-                seen.add(key)
-                run.file(f"urls_{run.left // run.args.urls_per_file:05d}.txt").write(url.encode() + b"\n")
-                run.left += 1
-                continue
-            why = "duplicate"
-        run.drop(why, url[:200])
+            why = "duplicate" if key in seen else None
+            seen.add(key)
+        if why:
+            run.drop(why, url[:200])
+        else:
+            run.file(f"urls_{run.left // run.args.urls_per_file:05d}.txt").write(url.encode() + b"\n")
+            run.left += 1
 
 
 def fix_text(text: str) -> str:

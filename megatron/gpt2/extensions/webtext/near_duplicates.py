@@ -60,17 +60,6 @@ def shingle_hashes(text: str) -> np.ndarray:
     return mix((pairs[2:] * FACTORS[1] + pairs[:-2])[:-1] + codes[4:] * FACTORS[2])
 
 
-def shingles(text: str) -> np.ndarray:
-    """Return the distinct hashes of the 5-grams of a text, sorted."""
-    return np.unique(shingle_hashes(text))
-
-
-def jaccard(first: np.ndarray, second: np.ndarray) -> float:
-    """Return the Jaccard index of two results of `shingles`."""
-    common = len(np.intersect1d(first, second, assume_unique=True))
-    return common / (len(first) + len(second) - common)
-
-
 def sketch(text: str) -> np.ndarray:
     """uint64 [t]: in each round, the empty bins take the minimum of the values that fall into them. In the first t
     rounds, the upper bits of a value select its bin. In round t + i, all values fall into bin i, so that no bin stays
@@ -147,7 +136,9 @@ def duplicate_pairs(
 
     @functools.cache  # A pair may share several bands.
     def index_of(first: int, second: int) -> float:
-        return jaccard(shingles_of(first), shingles_of(second))
+        one, other = shingles_of(first), shingles_of(second)
+        common = len(np.intersect1d(one, other, assume_unique=True))
+        return common / (len(one) + len(other) - common)
 
     joined = UnionFind()
     for band in range(BANDS):
@@ -180,7 +171,11 @@ def find_pairs(run: ShardRun) -> None:
         offset = int(signatures[shard][number - firsts[shard], BANDS])
         return read_at(args.sources[shard], offset, args.text_key)
 
-    shingles_of = functools.lru_cache(SHINGLE_CACHE)(lambda number: shingles(document(number)["text"]))
+    @functools.lru_cache(SHINGLE_CACHE)
+    def shingles_of(number: int) -> np.ndarray:
+        """Return the distinct hashes of the 5-grams of a document, sorted."""
+        return np.unique(shingle_hashes(document(number)["text"]))
+
     file = run.file("pairs.jsonl")
     file.write(json_line({"shards": args.shards}))
     run.entered = run.left = sum(map(len, signatures))

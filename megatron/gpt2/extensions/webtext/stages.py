@@ -22,6 +22,7 @@ from data_utils.command_line import (
     Parser,
     align_columns,
     bounded_float,
+    configure_output,
     missing_package,
     plural,
     positive_int,
@@ -49,6 +50,7 @@ POSITIONAL: dict[str, dict[str, Any]] = {
 
 def stage_parser(program: Callable[..., object], positional: Sequence[str] = ("input", "output")) -> Parser:
     """Make a parser with the docstring of `program`, the positional arguments, and the flags of every stage."""
+    configure_output(line_buffering=True)
     parser = Parser(description=inspect.getdoc(program))
     for name in positional:
         parser.add_argument(name, metavar=name.upper(), **POSITIONAL[name])
@@ -75,11 +77,6 @@ def add_number(
     """Add a flag that takes a number."""
     shown = "" if default is None else " (default: %(default)s)"
     parser.add_argument(flag, type=kind, default=default, metavar="N", help=words + shown)
-
-
-def log(line: str) -> None:
-    """Print a line and flush it."""
-    print(line, flush=True)
 
 
 def run_stage(
@@ -110,7 +107,7 @@ def run_stage(
         if args.executor:
             run_with_datatrove(stage, shards, folder)
         if args.executor == "slurm":
-            log(
+            print(
                 f"{stage.name}: submitted to Slurm. When it is done, run the same command without --executor: it "
                 "reports, and repeats failed shards"
             )
@@ -143,7 +140,7 @@ def run_locally(stage: WebtextStage, shards: Sequence[Shard], output: Path) -> l
     bar = progress_bar(
         total=sum(shard.bytes for shard in shards), unit="B", unit_scale=True, desc=stage.name, leave=False
     )
-    with bar, file_lock(output / ".lock", lambda: log(f"{output}: waiting for another process that writes to it")):
+    with bar, file_lock(output / ".lock", lambda: print(f"{output}: waiting for another process that writes to it")):
         if limit is None and workers > 1 and len(shards) > 1:
             work = functools.partial(run_shard, stage, output=output)
             items = [(shard,) for shard in shards]
@@ -174,7 +171,7 @@ def report_stage(stage: WebtextStage, manifests: Sequence[Manifest]) -> None:
         raise ValueError("the input is empty: give other files")
     size = sum(part["bytes"] for manifest in manifests for parts in manifest["outputs"].values() for part in parts)
     shards = plural(len(manifests), "shard")
-    log(f"{stage.name}: {entered:,} in, {left:,} out ({left / entered:.1%}); {shards}, {size / 1e6:,.1f} MB")
+    print(f"{stage.name}: {entered:,} in, {left:,} out ({left / entered:.1%}); {shards}, {size / 1e6:,.1f} MB")
     counts, samples = Counter[str](), dict[str, str]()
     for manifest in manifests:
         for reason, entry in manifest["dropped"].items():
@@ -182,7 +179,7 @@ def report_stage(stage: WebtextStage, manifests: Sequence[Manifest]) -> None:
             samples.setdefault(reason, entry["samples"][0])
     rows = [(reason, f"{n:,}", f"{n / entered:.1%}", samples[reason]) for reason, n in counts.most_common()]
     for line in align_columns([("dropped", "count", "share", "for example"), *rows], "<>><") if rows else ():
-        log(f"  {line}")
+        print(f"  {line}")
     bad, limit = counts[UNREADABLE], stage.args.max_bad_fraction
     if bad > limit * entered:
         raise ValueError(
